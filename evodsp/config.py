@@ -1,0 +1,262 @@
+"""Typed configuration of the model, the losses and the feature pipeline, with presets.
+
+Every size is a field here and described where it is defined; `evodsp fit --help` prints these descriptions. Defaults are
+AlphaFold2's model_1 (supplement, sections 1.5 to 1.9 and 1.11). Numbers in comments name the supplement's algorithm.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any, get_type_hints
+
+from evodsp.errors import UserError, nearest
+
+
+@dataclass(frozen=True)
+class ChannelsConfig:
+    """Widths of the representations."""
+
+    msa: int = 256
+    """c_m: channels of the MSA representation."""
+    pair: int = 128
+    """c_z: channels of the pair representation."""
+    extra_msa: int = 64
+    """c_e: channels of the extra-MSA representation."""
+    single: int = 384
+    """c_s: channels of the single representation and of the structure module."""
+
+
+@dataclass(frozen=True)
+class EmbedderConfig:
+    """Input and recycling embedders (algorithms 3, 4, 5 and 32)."""
+
+    max_relative_position: int = 32
+    """Relative positions are clipped at plus and minus this many residues."""
+    recycle_bins: int = 15
+    """Number of distance bins of the recycled CB-CB distogram."""
+    recycle_min_distance: float = 3.25
+    """Lower edge of the first bin of the recycled distogram, in Å."""
+    recycle_max_distance: float = 20.75
+    """Lower edge of the last bin of the recycled distogram, in Å."""
+
+
+@dataclass(frozen=True)
+class EvoformerConfig:
+    """A stack of Evoformer blocks (algorithm 6); the extra-MSA stack (algorithm 18) has the same fields."""
+
+    blocks: int = 48
+    """Number of blocks."""
+    msa_heads: int = 8
+    """Heads of MSA row and column attention."""
+    msa_head_width: int = 32
+    """Width of one head of MSA attention."""
+    pair_heads: int = 4
+    """Heads of triangle attention."""
+    pair_head_width: int = 32
+    """Width of one head of triangle attention."""
+    triangle_channels: int = 128
+    """Channels of the triangle multiplicative update."""
+    outer_product_channels: int = 32
+    """Channels of each operand of the outer product mean."""
+    transition_factor: int = 4
+    """Widening factor of the transitions."""
+    msa_dropout: float = 0.15
+    """Dropout of MSA row attention; the mask is shared by all sequences."""
+    pair_dropout: float = 0.25
+    """Dropout of the pair updates; the mask is shared along rows, for the ending-node attention along columns."""
+    checkpoint: bool = True
+    """Recompute each block's activations in the backward pass instead of keeping them."""
+
+
+@dataclass(frozen=True)
+class StructureModuleConfig:
+    """Structure module (algorithms 20 to 24)."""
+
+    iterations: int = 8
+    """Number of iterations of the shared-weight layer."""
+    heads: int = 12
+    """Heads of invariant point attention."""
+    scalar_query_width: int = 16
+    """Width of a head's scalar queries and keys."""
+    scalar_value_width: int = 16
+    """Width of a head's scalar values."""
+    query_points: int = 4
+    """Query and key points of a head."""
+    value_points: int = 8
+    """Value points of a head."""
+    transition_layers: int = 3
+    """Linear layers of the transition after attention."""
+    dropout: float = 0.1
+    """Dropout after attention and after the transition."""
+    angle_channels: int = 128
+    """Channels of the side-chain angle network."""
+    angle_blocks: int = 2
+    """Residual blocks of the side-chain angle network."""
+
+
+@dataclass(frozen=True)
+class HeadsConfig:
+    """Output heads (supplement 1.9)."""
+
+    distogram_bins: int = 64
+    """Bins of the distogram head."""
+    distogram_min_distance: float = 2.3125
+    """First boundary between bins, in Å."""
+    distogram_max_distance: float = 21.6875
+    """Last boundary between bins, in Å."""
+    plddt_bins: int = 50
+    """Bins of the predicted lDDT-CA."""
+    plddt_channels: int = 128
+    """Hidden channels of the pLDDT head."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """All sizes of an AlphaFold2 monomer model."""
+
+    channels: ChannelsConfig = field(default_factory=ChannelsConfig)
+    """Widths of the representations."""
+    embedder: EmbedderConfig = field(default_factory=EmbedderConfig)
+    """Input and recycling embedders."""
+    extra_msa: EvoformerConfig = field(default_factory=lambda: EvoformerConfig(blocks=4, msa_head_width=8))
+    """Extra-MSA stack."""
+    evoformer: EvoformerConfig = field(default_factory=EvoformerConfig)
+    """Evoformer stack."""
+    structure_module: StructureModuleConfig = field(default_factory=StructureModuleConfig)
+    """Structure module."""
+    heads: HeadsConfig = field(default_factory=HeadsConfig)
+    """Output heads."""
+
+    @classmethod
+    def preset(cls, name: str) -> ModelConfig:
+        """A named configuration. Raises UserError with the nearest valid name if there is none such."""
+        if name not in PRESETS:
+            raise UserError(f"no model preset '{name}'.{nearest(name, PRESETS)} Presets: {', '.join(sorted(PRESETS))}")
+        return PRESETS[name]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain nested dictionary, as stored in checkpoints."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> ModelConfig:
+        """The inverse of `to_dict`. An unknown key is a UserError that names the nearest valid one."""
+        return from_dict(cls, values)
+
+
+def from_dict(cls: type[Any], values: dict[str, Any], where: str = "") -> Any:
+    """Build the dataclass `cls` from nested dictionaries; raises UserError on a key it does not have."""
+    hints = get_type_hints(cls)
+    names = {f.name for f in dataclasses.fields(cls)}
+    arguments = {}
+    for key, value in values.items():
+        path = f"{where}.{key}" if where else key
+        if key not in names:
+            raise UserError(f"unknown config key '{path}'.{nearest(key, names)} Valid keys: {', '.join(sorted(names))}")
+        nested = dataclasses.is_dataclass(hints[key]) and isinstance(value, dict)
+        arguments[key] = from_dict(hints[key], value, path) if nested else value
+    return cls(**arguments)
+
+
+_SMALL_STACK = EvoformerConfig(
+    blocks=4,
+    msa_heads=4,
+    msa_head_width=8,
+    pair_heads=4,
+    pair_head_width=8,
+    triangle_channels=32,
+    outer_product_channels=8,
+    transition_factor=2,
+    msa_dropout=0.0,
+    pair_dropout=0.0,
+    checkpoint=False,
+)
+
+PRESETS: dict[str, ModelConfig] = {
+    "model_1": ModelConfig(),
+    # Learns a handful of small proteins on a laptop's CPU: the quick start's model.
+    "small": ModelConfig(
+        channels=ChannelsConfig(msa=64, pair=32, extra_msa=16, single=64),
+        extra_msa=dataclasses.replace(_SMALL_STACK, blocks=1),
+        evoformer=_SMALL_STACK,
+        structure_module=StructureModuleConfig(iterations=4, heads=4, angle_channels=64, dropout=0.0),
+        heads=HeadsConfig(plddt_channels=32),
+    ),
+    # All sizes differ, so a transposed axis cannot pass a test.
+    "test": ModelConfig(
+        channels=ChannelsConfig(msa=12, pair=10, extra_msa=6, single=14),
+        extra_msa=EvoformerConfig(
+            blocks=1, msa_heads=2, msa_head_width=3, pair_heads=2, pair_head_width=5, triangle_channels=7,
+            outer_product_channels=4, transition_factor=2, checkpoint=False,
+        ),
+        evoformer=EvoformerConfig(
+            blocks=2, msa_heads=3, msa_head_width=4, pair_heads=2, pair_head_width=6, triangle_channels=9,
+            outer_product_channels=5, transition_factor=3, checkpoint=False,
+        ),
+        structure_module=StructureModuleConfig(
+            iterations=2, heads=3, scalar_query_width=5, scalar_value_width=4, query_points=2, value_points=3, angle_channels=11
+        ),
+        heads=HeadsConfig(plddt_channels=8),
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    """Weights of the loss terms (supplement 1.9, equation 7). A term of weight zero is not computed."""
+
+    backbone_fape: float = 0.5
+    """Backbone frame-aligned point error, mean over the structure module's iterations."""
+    sidechain_fape: float = 0.5
+    """Frame-aligned point error of all atoms and rigid groups of the last iteration."""
+    torsion: float = 0.5
+    """Side-chain and backbone torsion angles."""
+    angle_norm: float = 0.01
+    """Deviation of the unnormalised angle vectors from unit length (a part of the torsion loss)."""
+    distogram: float = 0.3
+    """Cross-entropy of the binned CB-CB distances."""
+    masked_msa: float = 2.0
+    """Cross-entropy of the masked MSA letters."""
+    plddt: float = 0.01
+    """Cross-entropy of the binned lDDT-CA of the prediction."""
+    plddt_min_resolution: float = 0.1
+    """The pLDDT loss counts only structures whose resolution is at least this, in Å."""
+    plddt_max_resolution: float = 3.0
+    """The pLDDT loss counts only structures whose resolution is at most this, in Å."""
+    scale_by_length: bool = True
+    """Multiply each sample's loss by the square root of its number of residues."""
+
+
+@dataclass(frozen=True)
+class FeatureConfig:
+    """Sizes and noise of the feature pipeline (supplement 1.2)."""
+
+    crop_size: int | None = 256
+    """Residues of a training crop; None keeps the whole chain."""
+    msa_clusters: int = 128
+    """Rows of the clustered MSA, the template rows included."""
+    extra_msa: int = 1024
+    """Rows of the extra MSA."""
+    max_templates: int = 0
+    """Template rows that take their place among `msa_clusters`."""
+    recycles: int = 3
+    """Largest number of recycling iterations: a sample runs 1 to recycles + 1 passes."""
+    uniform_recycling: bool = True
+    """Draw the number of passes uniformly (training); otherwise always take the largest."""
+    masked_msa_fraction: float = 0.15
+    """Fraction of MSA letters that are replaced for the masked-MSA loss."""
+    masked_uniform: float = 0.1
+    """Probability that a replaced letter becomes one of the 20 amino acids, uniformly."""
+    masked_profile: float = 0.1
+    """Probability that a replaced letter is drawn from the MSA profile."""
+    masked_same: float = 0.1
+    """Probability that a replaced letter stays as it is; the rest becomes the mask token."""
+    block_delete: bool = False
+    """Delete random blocks of MSA rows (supplement 1.2.6): on in training on deep alignments."""
+    block_delete_fraction: float = 0.3
+    """Length of a deleted block, as a fraction of the rows."""
+    block_delete_blocks: int = 5
+    """Number of deleted blocks."""
+    clamp_fape_fraction: float = 0.9
+    """Fraction of training samples whose backbone FAPE is clamped at 10 Å."""

@@ -1,0 +1,106 @@
+"""Records that pass between the parsers, the feature pipeline and the writers: frozen, and they check themselves.
+
+Shapes: N sequences of an alignment, L columns or residues, 37 atom types in AF2's atom37 order.
+Alphabet everywhere outside the parsers: AF2's restype order 0..19, X = 20, gap = 21, mask = 22.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import date
+
+import numpy as np
+from jaxtyping import Float32, Int8, Int32
+
+from evodsp.errors import UserError
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """One FASTA record. `letters` are upper-case one-letter codes, `name` is the first word of the header."""
+
+    name: str
+    letters: str
+    description: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            raise UserError("a sequence without a name")
+        if not self.letters:
+            raise UserError(f"sequence '{self.name}' is empty")
+
+    def __len__(self) -> int:
+        return len(self.letters)
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """A parsed multiple sequence alignment; row 0 is the query.
+
+    `residues`: AF2 alphabet (0..20 letters, 21 gap). `deletions`: number of residues deleted (a3m lower case) to the left of
+    each column. `source`: the file it came from, for messages.
+    """
+
+    source: str
+    names: tuple[str, ...]
+    residues: Int8[np.ndarray, "N L"]
+    deletions: Int32[np.ndarray, "N L"]
+
+    def __post_init__(self) -> None:
+        if self.residues.shape != self.deletions.shape:
+            raise UserError(
+                f"{self.source}: residues {self.residues.shape} and deletions {self.deletions.shape} differ in shape"
+            )
+        if len(self.names) != len(self.residues):
+            raise UserError(f"{self.source}: {len(self.names)} names for {len(self.residues)} sequences")
+        if self.residues.size == 0:
+            raise UserError(f"{self.source}: no sequences in the alignment; remove the file or run the search again")
+        if self.residues.min() < 0 or self.residues.max() > 21:
+            raise UserError(f"{self.source}: residue codes must be 0..21, found {self.residues.min()}..{self.residues.max()}")
+
+    def __len__(self) -> int:
+        return len(self.residues)
+
+    @property
+    def columns(self) -> int:
+        return int(self.residues.shape[1])
+
+
+@dataclass(frozen=True)
+class Chain:
+    """One protein chain of a structure file, in SEQRES order: residues without coordinates are present and masked.
+
+    `positions` in Å. `residue_number` and `insertion_code` are the author's (pdbx_PDB_ins_code, '' where none);
+    0 and '' where the residue is missing from the coordinates.
+    """
+
+    pdb_id: str
+    chain_id: str
+    sequence: str
+    residue_number: Int32[np.ndarray, "L"]
+    insertion_code: tuple[str, ...]
+    is_missing: np.ndarray  # bool [L]: in SEQRES, not in ATOM records
+    positions: Float32[np.ndarray, "L 37 3"]
+    mask: Float32[np.ndarray, "L 37"]
+    resolution: float | None = None
+    method: str = ""
+    release_date: date | None = None
+
+    def __post_init__(self) -> None:
+        sizes = {
+            "sequence": len(self.sequence),
+            "residue_number": len(self.residue_number),
+            "insertion_code": len(self.insertion_code),
+            "is_missing": len(self.is_missing),
+            "positions": len(self.positions),
+            "mask": len(self.mask),
+        }
+        if len(set(sizes.values())) != 1:
+            raise UserError(f"chain {self.key}: its parts differ in length: {sizes}")
+
+    def __len__(self) -> int:
+        return len(self.sequence)
+
+    @property
+    def key(self) -> str:
+        return f"{self.pdb_id}_{self.chain_id}"

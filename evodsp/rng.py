@@ -1,0 +1,83 @@
+"""Randomness that is addressed, not consumed: Philox4x32-10 over a key and a position.
+
+A draw is a pure function of (seed, purpose, sample, cycle, layer, …, GLOBAL position). Nothing is stepped, so a run draws
+the same numbers on every mesh of ranks, after a resume, in any worker and when activation checkpointing recomputes.
+
+The arithmetic uses only `* + ^ & >>` on 64-bit integers, which NumPy arrays and torch tensors share, so there is one copy
+of it: feature pipelines call it with NumPy, dropout with torch on any device, and both get the same bits.
+
+Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC'11 (constants of table 2).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_LOW = 0xFFFFFFFF
+
+
+def philox4x32(counter: tuple[Any, Any, Any, Any], key: tuple[int, int], rounds: int = 10) -> tuple[Any, Any, Any, Any]:
+    """Philox4x32. `counter`: four int64 arrays (or ints) holding 32-bit words; `key`: two 32-bit words. Four words back."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(rounds):
+        # 32 x 32 -> 64 bits. In int64 the product may wrap negative; its bits are right, and masks undo the sign extension.
+        p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        c0, c1, c2, c3 = ((p1 >> 32) & _LOW) ^ c1 ^ k0, p1 & _LOW, ((p0 >> 32) & _LOW) ^ c3 ^ k1, p0 & _LOW
+        k0, k1 = (k0 + _WEYL[0]) & _LOW, (k1 + _WEYL[1]) & _LOW
+    return c0, c1, c2, c3
+
+
+@dataclass(frozen=True)
+class Draws:
+    """A stream of random numbers named by a path, e.g. `Draws.root(seed).at("msa_mask", sample, cycle)`.
+
+    Streams with different paths are independent; `at` never changes the stream it is called on.
+    """
+
+    key: int
+
+    @classmethod
+    def root(cls, seed: int) -> Draws:
+        return cls(0).at("evodsp", seed)
+
+    def at(self, *path: str | int) -> Draws:
+        """The stream below this one that `path` names."""
+        text = repr((self.key, *(p if isinstance(p, str) else int(p) for p in path))).encode()
+        return Draws(int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little"))
+
+    def words(self, position: Any) -> tuple[Any, Any, Any, Any]:
+        """Four random 32-bit words (as int64) for each global position; `position`: int64 array or tensor, any shape."""
+        zero = position & 0
+        counter = (position & _LOW, (position >> 32) & _LOW, zero, zero)
+        return philox4x32(counter, (self.key & _LOW, self.key >> 32))
+
+    def uniform_at(self, position: Any) -> Any:
+        """Uniform numbers in [0, 1) for given global positions, as multiples of 2^-24 (exact in fp32)."""
+        return (self.words(position)[0] >> 8) * (1.0 / (1 << 24))
+
+    def uniform(self, *shape: int) -> np.ndarray:
+        """float64 [*shape] in [0, 1); element p of the flattened array is the draw at position p."""
+        return self.uniform_at(np.arange(int(np.prod(shape, dtype=np.int64)), dtype=np.int64)).reshape(shape)
+
+    def integer(self, low: int, high: int) -> int:
+        """One integer, low <= n < high."""
+        if high <= low:
+            raise ValueError(f"empty range: low {low}, high {high}")
+        return low + int(self.uniform(1)[0] * (high - low))
+
+    def permutation(self, n: int) -> np.ndarray:
+        """int64 [n]: a random order of 0..n-1."""
+        high, low, _, _ = self.words(np.arange(n, dtype=np.int64))
+        return np.lexsort((low, high))
+
+    def gumbel(self, *shape: int) -> np.ndarray:
+        """float64 [*shape]: standard Gumbel noise; argmax(log p + gumbel) draws from p."""
+        u = (self.words(np.arange(int(np.prod(shape, dtype=np.int64)), dtype=np.int64))[1] + 0.5) / (1 << 32)
+        return -np.log(-np.log(u)).reshape(shape)

@@ -1,0 +1,50 @@
+"""Shared fixtures. Shapes in signatures are checked at run time in every test (jaxtyping + beartype)."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from jaxtyping import install_import_hook
+
+install_import_hook("evodsp", "beartype.beartype")
+
+import numpy as np
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+SHARED = Path(__file__).resolve().parents[2] / "shared"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Golden numbers may be absent (a stranger's clone); half of them being absent is a broken workplace: refuse to start."""
+    if SHARED.is_dir():
+        missing = [name for name in ("golden/INDEX.txt", "data/README.md") if not (SHARED / name).is_file()]
+        if missing:
+            raise pytest.UsageError(f"{SHARED} is there but {', '.join(missing)} is not: parity cannot be tested")
+
+
+@pytest.fixture(scope="session")
+def golden() -> Path:
+    """Folder of reference numbers made by DeepMind's AlphaFold2."""
+    if not SHARED.is_dir():
+        pytest.skip("no ../shared/golden beside this checkout")
+    return SHARED / "golden"
+
+
+@pytest.fixture(scope="session")
+def real_data() -> Path:
+    """Folder of real structures and alignments in OpenFold's layout."""
+    if not SHARED.is_dir():
+        pytest.skip("no ../shared/data beside this checkout")
+    return SHARED / "data"
+
+
+def load(path: Path) -> dict[str, np.ndarray]:
+    """All arrays of an .npz file."""
+    with np.load(path) as file:
+        return {key: file[key] for key in file.files}
