@@ -1,0 +1,48 @@
+"""What the model returns. All lengths in Å.
+
+Shapes: B batch, S clusters of the MSA, R residues, T iterations of the structure module.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jaxtyping import Float
+from torch import Tensor
+
+from evodsp.geometry.rigid import Rigid
+
+
+@dataclass(frozen=True)
+class StructureOutput:
+    """Result of the structure module (algorithm 20)."""
+
+    backbone: Rigid
+    """Backbone frames after each iteration, [T, B, R]."""
+    angles: Float[Tensor, "T B R 7 2"]
+    """(sin, cos) of omega, phi, psi, chi1..chi4 after each iteration."""
+    unnormalized_angles: Float[Tensor, "T B R 7 2"]
+    """The same before they are brought to unit length."""
+    frames: Rigid
+    """The eight rigid-group frames of the last iteration, [B, R, 8]."""
+    atom14: Float[Tensor, "B R 14 3"]
+    """Atom positions of the last iteration."""
+    positions: Float[Tensor, "B R 37 3"]
+    """The same in atom37 order."""
+    mask: Float[Tensor, "B R 37"]
+    """Which atoms each residue has."""
+    single: Float[Tensor, "B R c_s"]
+    """Single representation after the last iteration (input of the pLDDT head)."""
+
+
+@dataclass(frozen=True)
+class ModelOutput:
+    """Result of the last pass (recycling iteration) of the model."""
+
+    msa: Float[Tensor, "B S R c_m"]
+    pair: Float[Tensor, "B R R c_z"]
+    single: Float[Tensor, "B R c_s"]
+    structure: StructureOutput
+    distogram_logits: Float[Tensor, "B R R bins"]
+    masked_msa_logits: Float[Tensor, "B S R 23"]
+    plddt_logits: Float[Tensor, "B R plddt_bins"]
