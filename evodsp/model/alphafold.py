@@ -1,0 +1,110 @@
+"""The whole model (algorithm 2, without templates): embedders, stacks, structure module, heads and recycling.
+
+Shape legend: B batch, S clusters of the MSA, E extra sequences, R residues.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from evodsp.config import ModelConfig
+from evodsp.errors import UserError
+from evodsp.model.embedders import ExtraMSAEmbedder, InputEmbedder, RecyclingEmbedder
+from evodsp.model.evoformer import EvoformerStack
+from evodsp.model.heads import DistogramHead, MaskedMSAHead, PLDDTHead
+from evodsp.model.msa_ops import first_row
+from evodsp.model.outputs import ModelOutput
+from evodsp.model.primitives import Linear
+from evodsp.model.structure_module import StructureModule
+from evodsp.rng import Draws
+
+FEATURES = (
+    "aatype", "residue_index", "seq_mask", "target_feat", "msa_feat", "msa_mask",
+    "extra_msa", "extra_msa_mask", "extra_has_deletion", "extra_deletion_value",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Recycled:
+    """What one pass hands to the next, detached. Positions in Å."""
+
+    first_row: Float[Tensor, "B R c_m"]
+    pair: Float[Tensor, "B R R c_z"]
+    positions: Float[Tensor, "B R 37 3"]
+
+
+class AlphaFold(nn.Module):
+    """AlphaFold2's monomer model."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        channels = config.channels
+        self.input_embedder = InputEmbedder(channels, config.embedder)
+        self.recycling_embedder = RecyclingEmbedder(channels, config.embedder)
+        self.extra_msa_embedder = ExtraMSAEmbedder(channels)
+        self.extra_msa_stack = EvoformerStack(channels.extra_msa, channels.pair, config.extra_msa, extra=True)
+        self.evoformer = EvoformerStack(channels.msa, channels.pair, config.evoformer)
+        self.single = Linear(channels.msa, channels.single)
+        self.structure_module = StructureModule(channels.single, channels.pair, config.structure_module)
+        self.distogram_head = DistogramHead(channels, config.heads)
+        self.masked_msa_head = MaskedMSAHead(channels)
+        self.plddt_head = PLDDTHead(channels, config.heads)
+
+    def forward(self, batch: Mapping[str, Tensor], draws: Sequence[Draws] = ()) -> ModelOutput:
+        """Run every recycling iteration of `batch`; gradients flow through the last one only (algorithm 31).
+
+        `batch`: processed features, axes [batch, cycle, …] (others are ignored). `draws`: one stream of dropout per sample,
+        none for no dropout. Raises UserError if a feature is missing.
+        """
+        missing = [name for name in FEATURES if name not in batch]
+        if missing:
+            raise UserError(f"the batch lacks the features {', '.join(missing)}; build it with evodsp.data.dataset")
+        cycles = batch["aatype"].shape[1]
+        recycled = self._first(batch)
+        with torch.no_grad():
+            for cycle in range(cycles - 1):
+                output = self.one_pass(
+                    {name: batch[name][:, cycle] for name in FEATURES}, recycled, [d.at("cycle", cycle) for d in draws]
+                )
+                recycled = Recycled(first_row(output.msa), output.pair, output.structure.positions)
+        last = {name: batch[name][:, cycles - 1] for name in FEATURES}
+        return self.one_pass(last, recycled, [d.at("cycle", cycles - 1) for d in draws])
+
+    def one_pass(self, features: Mapping[str, Tensor], recycled: Recycled, draws: Sequence[Draws] = ()) -> ModelOutput:
+        """One recycling iteration. `features`: axes [batch, …]."""
+        aatype, seq_mask, msa_mask = features["aatype"], features["seq_mask"], features["msa_mask"]
+        pair_mask = seq_mask.unsqueeze(2) * seq_mask.unsqueeze(1)
+        m, z = self.input_embedder(features["target_feat"], features["msa_feat"], features["residue_index"])
+        row_update, pair_update = self.recycling_embedder(recycled.first_row, recycled.pair, recycled.positions, aatype)
+        m = torch.cat([(m[:, 0] + row_update).unsqueeze(1), m[:, 1:]], 1)
+        z = z + pair_update
+        extra = self.extra_msa_embedder(
+            features["extra_msa"], features["extra_has_deletion"], features["extra_deletion_value"]
+        )
+        extra_mask = features["extra_msa_mask"]
+        _, z = self.extra_msa_stack(extra, z, extra_mask, pair_mask, [d.at("extra") for d in draws])
+        m, z = self.evoformer(m, z, msa_mask, pair_mask, [d.at("evoformer") for d in draws])
+        s = self.single(first_row(m))
+        structure = self.structure_module(s, z, aatype, seq_mask, [d.at("structure") for d in draws])
+        return ModelOutput(
+            msa=m,
+            pair=z,
+            single=s,
+            structure=structure,
+            distogram_logits=self.distogram_head(z),
+            masked_msa_logits=self.masked_msa_head(m),
+            plddt_logits=self.plddt_head(structure.single),
+        )
+
+    def _first(self, batch: Mapping[str, Tensor]) -> Recycled:
+        """The first pass recycles zeros; its embedder still adds biases, as AF2's does."""
+        b, _, r, _ = batch["target_feat"].shape
+        zeros = batch["target_feat"].new_zeros
+        channels = self.config.channels
+        return Recycled(zeros(b, r, channels.msa), zeros(b, r, r, channels.pair), zeros(b, r, 37, 3))

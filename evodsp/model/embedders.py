@@ -1,0 +1,94 @@
+"""Input, extra-MSA and recycling embedders (algorithms 3, 4 and 32).
+
+Shape legend: B batch, S clusters of the MSA, E extra sequences, R residues, c channels.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from evodsp.config import ChannelsConfig, EmbedderConfig
+from evodsp.geometry.frames import pseudo_beta
+from evodsp.model.primitives import Linear
+
+TARGET_FEATURES = 22
+MSA_FEATURES = 49
+EXTRA_MSA_FEATURES = 25
+EXTRA_MSA_LETTERS = 23
+
+
+class InputEmbedder(nn.Module):
+    """First MSA and pair representations from the sequence and the clustered MSA (algorithms 3 and 4)."""
+
+    def __init__(self, channels: ChannelsConfig, config: EmbedderConfig) -> None:
+        super().__init__()
+        self.max_offset = config.max_relative_position
+        self.left = Linear(TARGET_FEATURES, channels.pair)
+        self.right = Linear(TARGET_FEATURES, channels.pair)
+        self.target_to_msa = Linear(TARGET_FEATURES, channels.msa)
+        self.msa = Linear(MSA_FEATURES, channels.msa)
+        self.relative_position = Linear(2 * self.max_offset + 1, channels.pair)
+
+    def forward(
+        self,
+        target_feat: Float[Tensor, "B R 22"],
+        msa_feat: Float[Tensor, "B S R 49"],
+        residue_index: Int[Tensor, "B R"],
+    ) -> tuple[Float[Tensor, "B S R c_m"], Float[Tensor, "B R R c_z"]]:
+        m = self.msa(msa_feat) + self.target_to_msa(target_feat).unsqueeze(1)
+        z = self.left(target_feat).unsqueeze(2) + self.right(target_feat).unsqueeze(1)
+        offset = residue_index.unsqueeze(2) - residue_index.unsqueeze(1)
+        bins = offset.clamp(-self.max_offset, self.max_offset).long() + self.max_offset
+        # A linear layer on a one-hot vector is a row of its weight: no [R, R, 65] tensor is needed.
+        rows = F.embedding(bins, self.relative_position.weight.t())
+        return m, z + rows + self.relative_position.bias
+
+
+class ExtraMSAEmbedder(nn.Module):
+    """Extra-MSA representation (algorithm 2, line 16)."""
+
+    def __init__(self, channels: ChannelsConfig) -> None:
+        super().__init__()
+        self.linear = Linear(EXTRA_MSA_FEATURES, channels.extra_msa)
+
+    def forward(
+        self,
+        extra_msa: Int[Tensor, "B E R"],
+        has_deletion: Float[Tensor, "B E R"],
+        deletion_value: Float[Tensor, "B E R"],
+    ) -> Float[Tensor, "B E R c_e"]:
+        letters = F.one_hot(extra_msa.long(), EXTRA_MSA_LETTERS).to(has_deletion.dtype)
+        return self.linear(torch.cat([letters, has_deletion.unsqueeze(-1), deletion_value.unsqueeze(-1)], -1))
+
+
+class RecyclingEmbedder(nn.Module):
+    """What the former pass adds to the input of the next (algorithm 32)."""
+
+    def __init__(self, channels: ChannelsConfig, config: EmbedderConfig) -> None:
+        super().__init__()
+        self.distance = Linear(config.recycle_bins, channels.pair)
+        self.pair_norm = nn.LayerNorm(channels.pair)
+        self.msa_norm = nn.LayerNorm(channels.msa)
+        lower = torch.linspace(config.recycle_min_distance, config.recycle_max_distance, config.recycle_bins)
+        self.register_buffer("lower", lower**2, persistent=False)
+
+    def forward(
+        self,
+        first_row: Float[Tensor, "B R c_m"],
+        z: Float[Tensor, "B R R c_z"],
+        positions: Float[Tensor, "B R 37 3"],
+        aatype: Int[Tensor, "B R"],
+    ) -> tuple[Float[Tensor, "B R c_m"], Float[Tensor, "B R R c_z"]]:
+        """Updates of the MSA's first row and of the pair. `positions` in Å; all zero in the first pass."""
+        beta = pseudo_beta(aatype, positions, None)
+        distances = self.distance(self.distogram(beta).to(z.dtype))
+        return self.msa_norm(first_row), self.pair_norm(z) + distances
+
+    def distogram(self, beta: Float[Tensor, "B R 3"]) -> Float[Tensor, "B R R bins"]:
+        """One-hot of the squared CB-CB distance; shorter than the first bin: all zero; the last bin has no upper edge."""
+        squared = (beta.unsqueeze(2) - beta.unsqueeze(1)).square().sum(-1, keepdim=True)
+        upper = torch.cat([self.lower[1:], self.lower.new_tensor([1e8])])
+        return ((squared > self.lower) & (squared < upper)).to(beta.dtype)

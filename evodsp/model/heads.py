@@ -1,0 +1,51 @@
+"""Output heads (supplement 1.9.6, 1.9.8 and 1.9.9).
+
+Shape legend: B batch, S clusters of the MSA, R residues.
+"""
+
+from __future__ import annotations
+
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from evodsp.config import ChannelsConfig, HeadsConfig
+from evodsp.model.primitives import Linear
+
+MSA_LETTERS = 23
+
+
+class DistogramHead(nn.Module):
+    """Logits of the binned CB-CB distance, symmetric in the two residues."""
+
+    def __init__(self, channels: ChannelsConfig, config: HeadsConfig) -> None:
+        super().__init__()
+        self.half_logits = Linear(channels.pair, config.distogram_bins, init="final")
+
+    def forward(self, z: Float[Tensor, "B R R c_z"]) -> Float[Tensor, "B R R bins"]:
+        half = self.half_logits(z)
+        return half + half.transpose(1, 2)
+
+
+class MaskedMSAHead(nn.Module):
+    """Logits of the letters that were masked in the MSA."""
+
+    def __init__(self, channels: ChannelsConfig) -> None:
+        super().__init__()
+        self.logits = Linear(channels.msa, MSA_LETTERS, init="final")
+
+    def forward(self, m: Float[Tensor, "B S R c_m"]) -> Float[Tensor, "B S R 23"]:
+        return self.logits(m)
+
+
+class PLDDTHead(nn.Module):
+    """Logits of the binned lDDT-CA of each residue (algorithm 29)."""
+
+    def __init__(self, channels: ChannelsConfig, config: HeadsConfig) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(channels.single)
+        self.first = Linear(channels.single, config.plddt_channels, init="relu")
+        self.second = Linear(config.plddt_channels, config.plddt_channels, init="relu")
+        self.logits = Linear(config.plddt_channels, config.plddt_bins, init="final")
+
+    def forward(self, s: Float[Tensor, "B R c_s"]) -> Float[Tensor, "B R bins"]:
+        return self.logits(self.second(self.first(self.norm(s)).relu()).relu())

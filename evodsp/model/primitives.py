@@ -1,0 +1,126 @@
+"""Layers that the rest of the model is built of: initialised linear layers, gated attention, transition, dropout.
+
+Shape legend: B batch, L positions attended over, H heads, D head width, c channels, * any batch axes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from evodsp.model.kernels.attention import attention
+from evodsp.parallel.exchange import DIMENSION, Axis, Exchange, LocalExchange
+from evodsp.rng import Draws
+
+# Adding this to a logit removes its key from the softmax; a row of nothing but masked keys stays uniform (as in AF2).
+MASKED = 1e9
+
+Initialisation = Literal["linear", "relu", "glorot", "gate", "final"]
+
+
+class ShardedModule(nn.Module):
+    """A module that may need something from other shards: it asks its `exchange` (one device: `LocalExchange`)."""
+
+    exchange: Exchange = LocalExchange()
+
+
+def use_exchange(model: nn.Module, exchange: Exchange) -> None:
+    """Give every module of `model` that communicates the same exchange."""
+    for module in model.modules():
+        if isinstance(module, ShardedModule):
+            module.exchange = exchange
+
+
+class Linear(nn.Linear):
+    """Linear layer with AF2's initialisations (supplement 1.11.4).
+
+    `linear`: LeCun normal, truncated; `relu`: He normal, truncated (before a ReLU); `glorot`: Glorot uniform (queries, keys,
+    values; `parts` of them side by side in one matrix); `gate`: weight 0 and bias 1, so that gates start open; `final`:
+    zero, so that every residual branch starts as the identity.
+    """
+
+    def __init__(
+        self, c_in: int, c_out: int, bias: bool = True, init: Initialisation = "linear", parts: int = 1
+    ) -> None:
+        self._init, self._parts = init, parts
+        super().__init__(c_in, c_out, bias=bias)
+
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            if self.bias is not None:
+                self.bias.fill_(1.0 if self._init == "gate" else 0.0)
+            if self._init in ("gate", "final"):
+                self.weight.zero_()
+            elif self._init == "glorot":
+                limit = math.sqrt(6.0 / (self.in_features + self.out_features // self._parts))
+                self.weight.uniform_(-limit, limit)
+            else:
+                # 0.8796…: standard deviation of a unit normal truncated at two standard deviations.
+                scale = math.sqrt((2.0 if self._init == "relu" else 1.0) / self.in_features) / 0.87962566103423978
+                nn.init.trunc_normal_(self.weight, std=scale, a=-2 * scale, b=2 * scale)
+
+
+def mask_bias(mask: Float[Tensor, "*batch L"]) -> Float[Tensor, "*batch 1 1 L"]:
+    """Additive bias over keys: 0 where the mask is 1, -1e9 where it is 0."""
+    return ((mask - 1.0) * MASKED)[..., None, None, :]
+
+
+class GatedAttention(nn.Module):
+    """Gated multi-head self-attention over the last but one axis (the core of algorithms 7, 8, 13 and 14)."""
+
+    def __init__(self, channels: int, heads: int, head_width: int) -> None:
+        super().__init__()
+        self.heads = heads
+        width = heads * head_width
+        self.qkv = Linear(channels, 3 * width, bias=False, init="glorot", parts=3)
+        self.gate = Linear(channels, width, init="gate")
+        self.output = Linear(width, channels, init="final")
+
+    def forward(self, x: Float[Tensor, "*batch L c"], *biases: Float[Tensor, "..."]) -> Float[Tensor, "*batch L c"]:
+        """`biases` broadcast against the logits [*batch, H, L, L]."""
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).movedim(-4, -2).unbind(-4)
+        o = attention(q, k, v, *biases).transpose(-2, -3).flatten(-2)
+        return self.output(o * self.gate(x).sigmoid())
+
+
+class Transition(nn.Module):
+    """Two-layer perceptron (algorithms 9 and 15)."""
+
+    def __init__(self, channels: int, factor: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(channels)
+        self.widen = Linear(channels, factor * channels, init="relu")
+        self.narrow = Linear(factor * channels, channels, init="final")
+
+    def forward(self, x: Float[Tensor, "*batch c"]) -> Float[Tensor, "*batch c"]:
+        return self.narrow(self.widen(self.norm(x)).relu())
+
+
+class Dropout(ShardedModule):
+    """Dropout whose mask is shared along one axis of a representation (supplement 1.11.6), drawn by global position.
+
+    The mask of a sample is a function of its `Draws` and of positions in the WHOLE representation: the same on every mesh,
+    and when activation checkpointing recomputes.
+    """
+
+    def __init__(self, rate: float, shared: Axis, sharded: Axis) -> None:
+        super().__init__()
+        self.rate, self.shared, self.sharded = rate, shared, sharded
+
+    def forward(
+        self, x: Float[Tensor, "B n1 n2 c"], draws: Sequence[Draws], whole: tuple[int, int]
+    ) -> Float[Tensor, "B n1 n2 c"]:
+        """`draws`: one stream per sample (none: no dropout); `whole`: true sizes of axes 1 and 2 over all shards."""
+        if not draws or self.rate == 0.0:
+            return x
+        sizes = [*whole, x.shape[-1]]
+        sizes[DIMENSION[self.shared] - 1] = 1
+        positions = torch.arange(math.prod(sizes), device=x.device)
+        keep = torch.stack([d.uniform_at(positions) for d in draws]) >= self.rate
+        mask = keep.view(len(draws), *sizes).to(x.dtype) / (1.0 - self.rate)
+        return x * (mask if self.shared == self.sharded else self.exchange.shard(mask, self.sharded))

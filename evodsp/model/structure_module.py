@@ -1,0 +1,190 @@
+"""Structure module (algorithms 20 to 24). Lengths are in nm inside and in Å in the result.
+
+Shape legend: B batch, R residues, T iterations, H heads, D scalar width, P query points, V value points.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from evodsp.config import StructureModuleConfig
+from evodsp.geometry.frames import atom14_to_atom37, frames_to_atom14, torsion_angles_to_frames
+from evodsp.geometry.residues import RESTYPE_ATOM37_MASK
+from evodsp.geometry.rigid import Rigid
+from evodsp.model.outputs import StructureOutput
+from evodsp.model.primitives import Linear
+from evodsp.rng import Draws
+
+NM_TO_ANGSTROM = 10.0
+ANGLES = 7
+
+
+class InvariantPointAttention(nn.Module):
+    """Invariant point attention (algorithm 22).
+
+    Squared distances between points are expanded into a matrix product, |q|^2 + |k|^2 - 2 q.k, so that the scalar and the
+    point part of the logits are one product and nothing of size R x R x H x P x 3 is made. Points are taken relative to the
+    centre of the chain first (a shift changes no distance), which keeps the expansion exact in fp32.
+    """
+
+    def __init__(self, c_s: int, c_z: int, config: StructureModuleConfig) -> None:
+        super().__init__()
+        self.config = config
+        h, d, e = config.heads, config.scalar_query_width, config.scalar_value_width
+        p, v = config.query_points, config.value_points
+        self.query = Linear(c_s, h * d)
+        self.key_value = Linear(c_s, h * (d + e))
+        self.query_points = Linear(c_s, 3 * h * p)
+        self.key_value_points = Linear(c_s, 3 * h * (p + v))
+        self.pair_bias = Linear(c_z, h)
+        self.point_weight = nn.Parameter(torch.full((h,), math.log(math.e - 1.0)))  # softplus of it is 1
+        self.output = Linear(h * (e + 4 * v + c_z), c_s, init="final")
+
+    def forward(
+        self,
+        s: Float[Tensor, "B R c_s"],
+        z: Float[Tensor, "B R R c_z"],
+        pair_bias: Float[Tensor, "B H R R"],
+        frames: Rigid,
+        mask: Float[Tensor, "B R"],
+    ) -> Float[Tensor, "B R c_s"]:
+        """`pair_bias`: this layer's `pair_bias(z)`, the same in every iteration; `frames`: [B, R], in nm."""
+        c = self.config
+        p = c.query_points
+        q = self.query(s).unflatten(-1, (c.heads, -1))
+        k, v = self.key_value(s).unflatten(-1, (c.heads, -1)).split((c.scalar_query_width, c.scalar_value_width), -1)
+        centre = (frames.translation * mask.unsqueeze(-1)).sum(1, keepdim=True) / (mask.sum(1).view(-1, 1, 1) + 1e-6)
+        local = frames[:, :, None, None]
+        centred = Rigid(local.rotation, local.translation - centre.detach()[:, :, None, None])
+        q_points = centred.apply(self._points(self.query_points(s)))  # [B, R, H, P, 3]
+        k_points, v_points = centred.apply(self._points(self.key_value_points(s))).split((p, c.value_points), -2)
+
+        # Equal variance of the three parts of the logits at the start (supplement 1.8.2).
+        scalar_scale = math.sqrt(1.0 / (3.0 * c.scalar_query_width))
+        point_scale = math.sqrt(1.0 / (3.0 * p * 4.5)) * F.softplus(self.point_weight)  # [H]
+        q_all = torch.cat([q * scalar_scale, (q_points * point_scale[:, None, None]).flatten(-2)], -1).transpose(1, 2)
+        k_all = torch.cat([k, k_points.flatten(-2)], -1).transpose(1, 2)  # [B, H, R, D + 3P]
+        q_square = (q_points.square().sum((-1, -2)) * (-0.5 * point_scale)).transpose(1, 2).unsqueeze(-1)
+        k_square = (k_points.square().sum((-1, -2)) * (-0.5 * point_scale)).transpose(1, 2).unsqueeze(-2)
+        logits = q_all @ k_all.transpose(-1, -2) + q_square + k_square + math.sqrt(1.0 / 3.0) * pair_bias
+        logits = logits - 1e5 * (1.0 - mask[:, None, :, None] * mask[:, None, None, :])
+        weights = logits.softmax(-1)  # [B, H, R, R]
+
+        values = torch.cat([v, v_points.flatten(-2)], -1).transpose(1, 2)
+        o, o_points = (weights @ values).transpose(1, 2).split((c.scalar_value_width, 3 * c.value_points), -1)
+        o_points = centred.apply_inverse(o_points.unflatten(-1, (-1, 3)))  # [B, R, H, V, 3]
+        o_norms = (o_points.square().sum(-1) + 1e-8).sqrt()
+        o_pair = weights.transpose(1, 2) @ z  # [B, R, H, c_z]
+        x, y, w = (part.flatten(-2) for part in o_points.unbind(-1))
+        return self.output(torch.cat([o.flatten(-2), x, y, w, o_norms.flatten(-2), o_pair.flatten(-2)], -1))
+
+    def _points(self, flat: Float[Tensor, "B R n"]) -> Float[Tensor, "B R H p 3"]:
+        """The projection holds all x, then all y, then all z coordinates."""
+        return torch.stack(flat.unflatten(-1, (3, self.config.heads, -1)).unbind(2), -1)
+
+
+class AngleNetwork(nn.Module):
+    """Side-chain and backbone torsion angles (algorithm 20, lines 11 to 14)."""
+
+    def __init__(self, c_s: int, config: StructureModuleConfig) -> None:
+        super().__init__()
+        c = config.angle_channels
+        self.current = Linear(c_s, c)
+        self.initial = Linear(c_s, c)
+        self.blocks = nn.ModuleList(
+            nn.ModuleList([Linear(c, c, init="relu"), Linear(c, c, init="final")]) for _ in range(config.angle_blocks)
+        )
+        self.angles = Linear(c, 2 * ANGLES)
+
+    def forward(
+        self, s: Float[Tensor, "B R c_s"], s_initial: Float[Tensor, "B R c_s"]
+    ) -> tuple[Float[Tensor, "B R 7 2"], Float[Tensor, "B R 7 2"]]:
+        """Unit (sin, cos) vectors, and the same before normalisation."""
+        a = self.current(s.relu()) + self.initial(s_initial.relu())
+        for first, second in self.blocks:
+            a = a + second(first(a.relu()).relu())
+        raw = self.angles(a.relu()).unflatten(-1, (ANGLES, 2))
+        return raw / raw.square().sum(-1, keepdim=True).clamp(min=1e-12).sqrt(), raw
+
+
+class StructureModule(nn.Module):
+    """Backbone frames, torsion angles and all atoms from the single and pair representations (algorithm 20)."""
+
+    def __init__(self, c_s: int, c_z: int, config: StructureModuleConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.single_norm = nn.LayerNorm(c_s)
+        self.pair_norm = nn.LayerNorm(c_z)
+        self.initial = Linear(c_s, c_s)
+        self.attention = InvariantPointAttention(c_s, c_z, config)
+        self.attention_norm = nn.LayerNorm(c_s)
+        last = config.transition_layers - 1
+        self.transition = nn.ModuleList(
+            Linear(c_s, c_s, init="final" if n == last else "relu") for n in range(config.transition_layers)
+        )
+        self.transition_norm = nn.LayerNorm(c_s)
+        self.backbone_update = Linear(c_s, 6, init="final")
+        self.angle_network = AngleNetwork(c_s, config)
+        self.register_buffer("atom37_mask", torch.from_numpy(RESTYPE_ATOM37_MASK).float(), persistent=False)
+
+    def forward(
+        self,
+        s: Float[Tensor, "B R c_s"],
+        z: Float[Tensor, "B R R c_z"],
+        aatype: Int[Tensor, "B R"],
+        mask: Float[Tensor, "B R"],
+        draws: Sequence[Draws] = (),
+    ) -> StructureOutput:
+        s_initial = self.single_norm(s)
+        z = self.pair_norm(z)
+        pair_bias = self.attention.pair_bias(z).permute(0, 3, 1, 2)
+        s = self.initial(s_initial)
+        frames = Rigid.identity(tuple(mask.shape), like=s)
+        backbones, angles, raw_angles = [], [], []
+        for iteration in range(self.config.iterations):
+            s = s + self.attention(s, z, pair_bias, frames, mask)
+            s = self.attention_norm(self._dropout(s, [d.at("attention", iteration) for d in draws]))
+            update = s
+            for layer in self.transition[:-1]:
+                update = layer(update).relu()
+            s = s + self.transition[-1](update)
+            s = self.transition_norm(self._dropout(s, [d.at("transition", iteration) for d in draws]))
+            frames = frames.compose(self._update(self.backbone_update(s)))
+            unit, raw = self.angle_network(s, s_initial)
+            backbones.append(frames.scale_translation(NM_TO_ANGSTROM))
+            angles.append(unit)
+            raw_angles.append(raw)
+            # Gradients reach earlier rotations only through their own losses: without this, training is unstable (1.8.3).
+            frames = frames.stop_rotation_gradient()
+        groups = torsion_angles_to_frames(backbones[-1], angles[-1], aatype)
+        atom14 = frames_to_atom14(groups, aatype)
+        return StructureOutput(
+            backbone=Rigid.stack(backbones, 0),
+            angles=torch.stack(angles),
+            unnormalized_angles=torch.stack(raw_angles),
+            frames=groups,
+            atom14=atom14,
+            positions=atom14_to_atom37(atom14, aatype),
+            mask=self.atom37_mask[aatype.long()] * mask.unsqueeze(-1),
+            single=s,
+        )
+
+    @staticmethod
+    def _update(vector: Float[Tensor, "B R 6"]) -> Rigid:
+        """Backbone update (algorithm 23): the quaternion (1, b, c, d), normalised, and a translation in the local frame."""
+        quaternion = torch.cat([torch.ones_like(vector[..., :1]), vector[..., :3]], -1)
+        quaternion = quaternion / quaternion.square().sum(-1, keepdim=True).sqrt()
+        return Rigid.from_quaternion(quaternion, vector[..., 3:])
+
+    def _dropout(self, s: Float[Tensor, "B R c_s"], draws: Sequence[Draws]) -> Float[Tensor, "B R c_s"]:
+        if not draws or self.config.dropout == 0.0:
+            return s
+        positions = torch.arange(s[0].numel(), device=s.device)
+        keep = torch.stack([d.uniform_at(positions) for d in draws]).view_as(s) >= self.config.dropout
+        return s * keep.to(s.dtype) / (1.0 - self.config.dropout)
