@@ -1,0 +1,266 @@
+"""Chains to mmCIF text: for synthetic entries and for predictions.
+
+Written so that the field's readers find what they look for: the polymer sequence with its missing residues
+(_entity_poly_seq, _pdbx_poly_seq_scheme), both numberings of every atom (label_* and auth_*), experimental method,
+resolution and revision date. Quoting is gemmi's. Dictionary: PDBx/mmCIF v5 (https://mmcif.wwpdb.org).
+"""
+
+from __future__ import annotations
+
+import os
+import string
+from collections.abc import Mapping
+from collections.abc import Sequence as ListOf
+from pathlib import Path
+from typing import Any
+
+import gemmi
+import numpy as np
+
+from evodsp.data.types import Chain
+from evodsp.errors import UserError
+from evodsp.geometry.residues import ATOM_TYPES, RESTYPE_1TO3
+
+# Columns of a category; None is written `?` (unknown), False `.` (does not apply).
+Table = dict[str, list[Any]]
+
+_ATOM_NAMES = np.array(ATOM_TYPES)
+# Every heavy atom of the twenty amino acids is named after its element first: C, N, O, S.
+_ELEMENTS = np.array([name[0] for name in ATOM_TYPES])
+
+
+def write_mmcif(
+    path: Path | str,
+    chains: ListOf[Chain],
+    b_factors: ListOf[np.ndarray] | None = None,
+    items: Mapping[str, str] | None = None,
+) -> None:
+    """Write `mmcif_text(chains, b_factors, items)` to `path`, under a temporary name first, so that no half file is ever seen.
+
+    Raises UserError as `mmcif_text` does; then nothing is left behind.
+    """
+    path = Path(path)
+    text = mmcif_text(chains, b_factors, items)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def mmcif_text(
+    chains: ListOf[Chain],
+    b_factors: ListOf[np.ndarray] | None = None,
+    items: Mapping[str, str] | None = None,
+) -> str:
+    """One entry as mmCIF text.
+
+    `chains`: the chains of one entry, in order; the entry is named after the first one's `pdb_id`, and its method,
+    resolution and release date are the entry's. `b_factors`: for each chain, [L] or [L, 37] in Å^2 (or pLDDT, 0..100); 0
+    where None. `items`: further single values by full tag, e.g. {"_struct.title": "…"}; they win over those written here.
+
+    Raises UserError when there is no chain, no atom, two chains of one name, a coordinate that is not finite, or B-factors
+    of another length than the chain.
+    """
+    if not chains:
+        raise UserError("no chain to write; an mmCIF entry needs at least one")
+    _check(chains)
+    if b_factors is None:
+        b_factors = [np.zeros(len(chain)) for chain in chains]
+    if len(b_factors) != len(chains):
+        raise UserError(f"{chains[0].key}: B-factors for {len(b_factors)} chains, but {len(chains)} chains")
+
+    sequences = list(dict.fromkeys(chain.sequence for chain in chains))  # one entity for each distinct sequence
+    entity_of = [sequences.index(chain.sequence) + 1 for chain in chains]
+    document = gemmi.cif.Document()
+    block = document.add_new_block(chains[0].pdb_id)
+    _write_entry(block, chains[0])
+    _write_entities(block, chains, sequences, entity_of)
+    schemes = [_residue_columns(c, e, _label_asym(n)) for n, (c, e) in enumerate(zip(chains, entity_of, strict=True))]
+    block.set_mmcif_category("_pdbx_poly_seq_scheme.", _join(schemes))
+    atoms = [
+        _atom_columns(c, e, _label_asym(n), b)
+        for n, (c, e, b) in enumerate(zip(chains, entity_of, b_factors, strict=True))
+    ]
+    columns = _join(atoms)
+    serial = [str(n) for n in range(1, len(columns["type_symbol"]) + 1)]
+    block.set_mmcif_category(
+        "_atom_site.",
+        {"group_PDB": ["ATOM"] * len(serial), "id": serial, **columns, "pdbx_PDB_model_num": ["1"] * len(serial)},
+    )
+    for tag, value in (items or {}).items():
+        block.set_pair(tag, gemmi.cif.quote(value))
+    return str(document.as_string(gemmi.cif.WriteOptions(gemmi.cif.Style.Pdbx)))
+
+
+def _check(chains: ListOf[Chain]) -> None:
+    seen: set[str] = set()
+    for chain in chains:
+        if chain.chain_id in seen:
+            raise UserError(f"{chain.key}: two chains named '{chain.chain_id}' in one entry; name them apart")
+        seen.add(chain.chain_id)
+        present = chain.mask > 0.5
+        if not present.any():
+            raise UserError(f"{chain.key}: no atoms to write; all {len(chain)} residues are masked")
+        bad = ~np.isfinite(chain.positions[present])
+        if bad.any():
+            residue = int(np.nonzero(present)[0][np.nonzero(bad.any(-1))[0][0]])
+            raise UserError(
+                f"{chain.key}: residue {residue + 1} has a coordinate that is not finite; nothing was written"
+            )
+
+
+def _label_asym(index: int) -> str:
+    """A, B, …, Z, AA, AB, …: mmCIF's own chain names, apart from the author's."""
+    name = ""
+    index += 1
+    while index:
+        index, letter = divmod(index - 1, 26)
+        name = string.ascii_uppercase[letter] + name
+    return name
+
+
+def _residue_names(sequence: str) -> np.ndarray:
+    return np.array([RESTYPE_1TO3.get(letter, "UNK") for letter in sequence])
+
+
+def _write_entry(block: gemmi.cif.Block, chain: Chain) -> None:
+    method = chain.method or "THEORETICAL MODEL"
+    values = {
+        "_entry.id": chain.pdb_id,
+        "_exptl.entry_id": chain.pdb_id,
+        "_exptl.method": method.upper(),
+    }
+    if chain.resolution is not None:
+        values |= {"_refine.entry_id": chain.pdb_id, "_refine.ls_d_res_high": f"{chain.resolution:.2f}"}
+    if chain.release_date is not None:
+        day = chain.release_date.isoformat()
+        values |= {
+            "_pdbx_database_status.entry_id": chain.pdb_id,
+            "_pdbx_database_status.recvd_initial_deposition_date": day,
+            "_pdbx_audit_revision_history.ordinal": "1",
+            "_pdbx_audit_revision_history.data_content_type": "Structure model",
+            "_pdbx_audit_revision_history.major_revision": "1",
+            "_pdbx_audit_revision_history.minor_revision": "0",
+            "_pdbx_audit_revision_history.revision_date": day,
+        }
+    for tag, value in values.items():
+        block.set_pair(tag, gemmi.cif.quote(value))
+
+
+def _write_entities(
+    block: gemmi.cif.Block, chains: ListOf[Chain], sequences: ListOf[str], entity_of: ListOf[int]
+) -> None:
+    """_entity, _entity_poly, _entity_poly_seq, _struct_asym and _chem_comp."""
+    ids = [str(n + 1) for n in range(len(sequences))]
+    block.set_mmcif_category("_entity.", {"id": ids, "type": ["polymer"] * len(ids)})
+    strands = [",".join(c.chain_id for c, e in zip(chains, entity_of, strict=True) if str(e) == n) for n in ids]
+    block.set_mmcif_category(
+        "_entity_poly.",
+        {
+            "entity_id": ids,
+            "type": ["polypeptide(L)"] * len(ids),
+            "pdbx_seq_one_letter_code_can": list(sequences),
+            "pdbx_strand_id": strands,
+        },
+    )
+    names = [_residue_names(sequence) for sequence in sequences]
+    block.set_mmcif_category(
+        "_entity_poly_seq.",
+        {
+            "entity_id": np.repeat(ids, [len(n) for n in names]).tolist(),
+            "num": [str(n) for s in sequences for n in range(1, len(s) + 1)],
+            "mon_id": np.concatenate(names).tolist(),
+            "hetero": ["n"] * sum(map(len, sequences)),
+        },
+    )
+    block.set_mmcif_category(
+        "_struct_asym.",
+        {"id": [_label_asym(n) for n in range(len(chains))], "entity_id": [str(e) for e in entity_of]},
+    )
+    kinds = sorted({str(name) for chain_names in names for name in chain_names})
+    # Readers tell protein from nucleic acid by "peptide" in this type.
+    block.set_mmcif_category(
+        "_chem_comp.",
+        {"id": kinds, "type": ["peptide linking" if kind == "GLY" else "L-peptide linking" for kind in kinds]},
+    )
+
+
+def _author_numbers(chain: Chain) -> np.ndarray:
+    """int [L]: the author's residue numbers; those of missing residues are counted on from the nearest residue before."""
+    present = ~chain.is_missing
+    index = np.arange(len(chain))
+    anchor = np.maximum.accumulate(np.where(present, index, -1))
+    anchor = np.where(anchor < 0, np.argmax(present), anchor)
+    return chain.residue_number[anchor] + index - anchor
+
+
+def _residue_columns(chain: Chain, entity: int, asym: str) -> Table:
+    """Columns of _pdbx_poly_seq_scheme: every residue of the sequence, `?` on the author's side where it is missing."""
+    length, missing = len(chain), chain.is_missing
+    numbers = _author_numbers(chain).astype(str)
+    names = _residue_names(chain.sequence)
+    sequence_ids = np.arange(1, length + 1).astype(str)
+    return {
+        "asym_id": [asym] * length,
+        "entity_id": [str(entity)] * length,
+        "seq_id": sequence_ids.tolist(),
+        "mon_id": names.tolist(),
+        "ndb_seq_num": sequence_ids.tolist(),
+        "pdb_seq_num": numbers.tolist(),
+        "auth_seq_num": _or_unknown(numbers, missing),
+        "pdb_mon_id": _or_unknown(names, missing),
+        "auth_mon_id": _or_unknown(names, missing),
+        "pdb_strand_id": [chain.chain_id] * length,
+        "pdb_ins_code": [code or False for code in chain.insertion_code],
+        "hetero": ["n"] * length,
+    }
+
+
+def _or_unknown(values: np.ndarray, unknown: np.ndarray) -> list[str]:
+    """The values as a list, None (written `?`) where unknown."""
+    out = values.astype(object)
+    out[unknown] = None
+    return out.tolist()
+
+
+def _atom_columns(chain: Chain, entity: int, asym: str, b_factors: np.ndarray) -> Table:
+    """Columns of _atom_site, atoms in residue order and within it in atom37 order."""
+    b_factors = np.asarray(b_factors, dtype=np.float64)
+    if b_factors.shape not in ((len(chain),), (len(chain), len(ATOM_TYPES))):
+        raise UserError(
+            f"{chain.key}: B-factors of shape {b_factors.shape}, expected ({len(chain)},) or ({len(chain)}, 37)"
+        )
+    b_factors = np.broadcast_to(b_factors.reshape(len(chain), -1), chain.mask.shape)
+    residue, atom = np.nonzero(chain.mask > 0.5)
+    count = len(residue)
+    xyz = np.char.mod("%.3f", chain.positions[residue, atom].astype(np.float64))
+    names = _residue_names(chain.sequence)[residue].tolist()
+    atoms = _ATOM_NAMES[atom].tolist()
+    codes = np.array(chain.insertion_code, dtype=object)
+    codes[codes == ""] = None
+    return {
+        "type_symbol": _ELEMENTS[atom].tolist(),
+        "label_atom_id": atoms,
+        "label_alt_id": [False] * count,
+        "label_comp_id": names,
+        "label_asym_id": [asym] * count,
+        "label_entity_id": [str(entity)] * count,
+        "label_seq_id": (residue + 1).astype(str).tolist(),
+        "pdbx_PDB_ins_code": codes[residue].tolist(),
+        "Cartn_x": xyz[:, 0].tolist(),
+        "Cartn_y": xyz[:, 1].tolist(),
+        "Cartn_z": xyz[:, 2].tolist(),
+        "occupancy": ["1.00"] * count,
+        "B_iso_or_equiv": np.char.mod("%.2f", b_factors[residue, atom]).tolist(),
+        "auth_seq_id": _author_numbers(chain)[residue].astype(str).tolist(),
+        "auth_comp_id": names,
+        "auth_asym_id": [chain.chain_id] * count,
+        "auth_atom_id": atoms,
+    }
+
+
+def _join(tables: ListOf[Table]) -> Table:
+    """The rows of several tables of the same columns, one after the other."""
+    return {name: [value for table in tables for value in table[name]] for name in tables[0]}
