@@ -10,7 +10,7 @@ Tensors have the shape of a representation, `[batch, axis 1, axis 2, channels]`:
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -19,6 +19,7 @@ Axis = Literal["seq", "res", "i", "j", "channel"]
 DIMENSION: dict[Axis, int] = {"seq": 1, "res": 2, "i": 1, "j": 2, "channel": 3}
 
 
+@runtime_checkable
 class Exchange(Protocol):
     """The linear maps between shards. Each one's backward is its exact transpose."""
 
