@@ -1,0 +1,102 @@
+"""The command `evodsp`. Each subcommand imports what it needs when it runs, so that help answers at once.
+
+A mistake of the user's is one line on standard error and exit code 2; Ctrl-C is exit code 130.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import cast
+
+from evodsp import __version__
+from evodsp.errors import UserError, nearest
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command line (default: this process's) and return its exit code."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        return dispatch(words)
+    except UserError as error:
+        print(f"evodsp: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt as interrupt:
+        print(f"evodsp: interrupted{f'; {interrupt}' if str(interrupt) else ''}", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # `evodsp --help | head`
+        sys.stderr.close()
+        return 0
+
+
+def dispatch(words: list[str]) -> int:
+    """Find the command that `words` begin with and run it on the rest."""
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(overview(""))
+        return 0 if words else 2
+    if words[0] == "--version":
+        print(f"evodsp {__version__}")
+        return 0
+    for length in (2, 1):
+        name = " ".join(words[:length])
+        if name in COMMANDS:
+            return COMMANDS[name][1](words[length:])
+    if subcommands := {name.split()[1] for name in COMMANDS if name.startswith(f"{words[0]} ")}:
+        if len(words) == 1 or words[1] in ("-h", "--help"):
+            print(overview(words[0]))
+            return 0 if len(words) > 1 else 2
+        raise UserError(f"no command '{words[0]} {words[1]}'.{nearest(words[1], subcommands)} See 'evodsp {words[0]} --help'")
+    raise UserError(f"no command '{words[0]}'.{nearest(words[0], {name.split()[0] for name in COMMANDS})} See 'evodsp --help'")
+
+
+def overview(group: str) -> str:
+    """Help of `evodsp`, or of a group of commands such as `evodsp data`."""
+    shown = {name: text for name, (text, _) in COMMANDS.items() if name.startswith(group)}
+    width = max(map(len, shown))
+    lines = [f"  {name:<{width}}  {text}" for name, text in shown.items()]
+    head = ["usage: evodsp COMMAND [options]", "", "Train AlphaFold2-style models and predict protein structures."]
+    tail = ["'evodsp COMMAND --help' lists a command's options; 'evodsp --version' prints the version."]
+    return "\n".join([*([] if group else head), "", "commands:", *lines, "", *tail])
+
+
+def train(command: str) -> Callable[[list[str]], int]:
+    """The function behind `fit`, `validate` and `test`."""
+
+    def run(words: list[str]) -> int:
+        from evodsp.training import arguments
+
+        name = cast(arguments.Command, command)
+        if {"-h", "--help"} & set(words) or not words:
+            arguments.print_help(name)
+            return 0 if words else 2
+        from evodsp.training.command import run_command
+
+        return run_command(name, words)
+
+    return run
+
+
+def predict(words: list[str]) -> int:
+    """Predict structures: evodsp.inference."""
+    from evodsp.inference.config import PredictConfig
+    from evodsp.parser import OneLineErrors
+
+    parser = OneLineErrors(
+        prog="evodsp predict",
+        usage="evodsp predict --fasta FILE --alignments DIR --checkpoint FILE --output DIR [--option value ...]",
+        description="Predict the structures of the sequences of a FASTA file.",
+    )
+    parser.add_class_arguments(PredictConfig)
+    settings = PredictConfig(**vars(parser.parse_args(words)))
+    from evodsp.inference.predict import predict as run
+
+    run(settings)
+    return 0
+
+
+COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
+    "fit": ("train a model", train("fit")),
+    "validate": ("score a checkpoint on the validation chains", train("validate")),
+    "test": ("score a checkpoint on the test chains", train("test")),
+    "predict": ("predict structures from FASTA, alignments and a checkpoint", predict),
+}
