@@ -1,0 +1,250 @@
+"""Samples for training, validation and prediction: a chain's alignments and structure as tensors.
+
+A sample is a dictionary of tensors without a batch axis. Features (`transforms.FEATURE_AXES`) have a leading axis of recycling
+iterations, labels (`geometry.frames.structure_labels`, in Å) have the residue axis first. `collate` adds the batch axis.
+
+Everything random about sample i is a function of (seed, i): of no worker, rank, epoch boundary or resume.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence as ListOf
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from jaxtyping import Int8, Int32
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from evodsp.config import FeatureConfig
+from evodsp.data.crop import Crop, centre_crop, training_crop
+from evodsp.data.msa import MsaFeatures, merge_alignments, query_only
+from evodsp.data.transforms import (
+    FEATURE_AXES,
+    GAP,
+    Sizes,
+    check_config,
+    encode_sequence,
+    make_features,
+    max_clusters,
+)
+from evodsp.data.types import Alignment, Chain, Sequence
+from evodsp.errors import UserError
+from evodsp.geometry.frames import structure_labels
+from evodsp.geometry.residues import RESTYPE_ORDER, RESTYPES_WITH_X
+from evodsp.rng import Draws
+
+Sample = dict[str, Tensor]
+
+SCALAR_LABELS = ("resolution", "use_clamped_fape")
+"""Labels without a residue axis."""
+
+_UNKNOWN = RESTYPE_ORDER["X"]
+# Alignments spell some residues by their nearest amino acid where a sequence has X.
+_ALIGNED_AS = str.maketrans("BUZ", "DCE")
+
+
+@runtime_checkable
+class ChainSource(Protocol):
+    """Where chains come from; `evodsp.data.store.FeatureStore` is one."""
+
+    def alignments(self, key: str) -> list[Alignment]:
+        """The alignments of the chain `key`, in the order in which they are to be merged."""
+
+    def chain(self, key: str) -> Chain:
+        """The structure of the chain `key`."""
+
+
+@dataclass(frozen=True)
+class ChainRecord:
+    """What is kept of a chain between samples: features before sampling, labels of the whole chain."""
+
+    aatype: Int32[np.ndarray, "L"]
+    msa: MsaFeatures
+    labels: dict[str, Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        return self.msa.nbytes + sum(label.nbytes for label in self.labels.values())
+
+
+def check_query(name: str, letters: str, query: Int8[np.ndarray, "L"], source: str) -> None:
+    """Raise UserError where the sequence `letters` differs from the first row of its alignment; X agrees with any letter."""
+    if len(letters) != len(query):
+        raise UserError(
+            f"{name}: {len(letters)} residues, but {len(query)} columns in {source}; align the sequence of {name} itself"
+        )
+    spelt = encode_sequence(letters.translate(_ALIGNED_AS))
+    differs = (spelt != query) & (spelt != _UNKNOWN) & (query != _UNKNOWN)
+    if differs.any():
+        position = int(differs.argmax())
+        found = "a gap" if query[position] == GAP else f"'{RESTYPES_WITH_X[query[position]]}'"
+        raise UserError(
+            f"{name}: residue {position + 1} is '{letters[position]}', but {found} in the first row of {source}; "
+            f"align the sequence of {name} itself"
+        )
+
+
+def chain_labels(chain: Chain, aatype: Int32[np.ndarray, "L"]) -> dict[str, Tensor]:
+    """Labels of a whole chain: golden names, float32 (Å) and int32. A structure without a resolution (NMR) has 0."""
+    positions, mask = torch.from_numpy(chain.positions), torch.from_numpy(chain.mask)
+    labels = structure_labels(torch.from_numpy(aatype), positions, mask)
+    resolution = torch.tensor(chain.resolution or 0.0)
+    labels |= {"all_atom_positions": positions, "all_atom_mask": mask, "resolution": resolution}
+    # Which atoms a residue type has is a feature; a label of that name would hide it.
+    return {name: _narrow(label) for name, label in labels.items() if name not in FEATURE_AXES}
+
+
+def _narrow(values: Tensor) -> Tensor:
+    return values.to(torch.float32 if values.is_floating_point() else torch.int32)
+
+
+def load_record(source: ChainSource, key: str) -> ChainRecord:
+    """Read the chain `key`. Raises UserError if its structure and its alignments are of different sequences."""
+    alignments = source.alignments(key)
+    if not alignments:
+        raise UserError(f"chain {key} has no alignment; put an .a3m or .sto file into its alignment folder")
+    chain = source.chain(key)
+    msa = merge_alignments(alignments)
+    check_query(f"chain {key}", chain.sequence, msa.msa[0], alignments[0].source)
+    aatype = encode_sequence(chain.sequence)
+    return ChainRecord(aatype, msa, chain_labels(chain, aatype))
+
+
+class ChainDataset(Dataset[Sample]):
+    """Samples of protein chains, addressed by GLOBAL sample index.
+
+    Training: index i is a random crop of chain `key_of(i)`: each epoch of `len(self)` samples is a permutation of the
+    keys, and indices go on beyond it without end (a sampler decides where to stop). The number of recycling iterations is
+    drawn once per `batch_group` consecutive indices, so that a batch made of such a group is rectangular.
+    Otherwise: index i is the i-th key, always with `recycles` + 1 iterations and, if `crop_size` is set, the middle of the
+    chain. The masked-MSA noise stays on, as AF2 has it; `masked_msa_fraction` 0 turns it off.
+
+    With `crop_size` all samples have the same shapes: `crop_size` residues, `msa_clusters` - `max_templates` clusters,
+    `extra_msa` rows, zero-padded; without it each is as large as its data. Parsed chains are cached up to `cache_bytes`.
+    """
+
+    def __init__(
+        self,
+        source: ChainSource,
+        keys: ListOf[str],
+        config: FeatureConfig,
+        seed: int,
+        training: bool,
+        batch_group: int = 1,
+        cache_bytes: int = 1 << 30,
+    ) -> None:
+        check_config(config)
+        if not keys:
+            raise UserError("no chains to make samples from; check the folders and the list of chains")
+        if batch_group < 1:
+            raise ValueError(f"batch_group must be at least 1, not {batch_group}")
+        self.source, self.keys, self.config = source, tuple(keys), config
+        self.training, self.batch_group, self.cache_bytes = training, batch_group, cache_bytes
+        self._draws = Draws.root(seed).at("data")
+        self._cache: OrderedDict[str, ChainRecord] = OrderedDict()
+        self._cached_bytes = 0
+        self._epoch: tuple[int, np.ndarray] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Workers start with an empty cache: sending the parsed chains would cost more than reading those they need."""
+        return {**self.__dict__, "_cache": OrderedDict(), "_cached_bytes": 0}
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def key_of(self, index: int) -> str:
+        """The chain of sample `index`. Raises IndexError on a negative index, or one beyond the end when not training."""
+        if index < 0 or (index >= len(self.keys) and not self.training):
+            raise IndexError(f"sample {index} of {len(self.keys)}")
+        if not self.training:
+            return self.keys[index]
+        epoch, place = divmod(index, len(self.keys))
+        if self._epoch is None or self._epoch[0] != epoch:
+            self._epoch = epoch, self._draws.at("epoch", epoch).permutation(len(self.keys))
+        return self.keys[self._epoch[1][place]]
+
+    def cycles_of(self, index: int) -> int:
+        """Number of recycling iterations (passes through the model) of sample `index`."""
+        most = self.config.recycles + 1
+        if not (self.training and self.config.uniform_recycling):
+            return most
+        return self._draws.at("recycles", index // self.batch_group).integer(1, most + 1)
+
+    def __getitem__(self, index: int) -> Sample:
+        record = self._record(self.key_of(index))
+        draws = self._draws.at("sample", index)
+        length, crop_size = len(record.aatype), self.config.crop_size
+        clamped, crop = True, centre_crop(length, crop_size)
+        if self.training:
+            clamped = bool(draws.at("clamp").uniform(1)[0] < self.config.clamp_fape_fraction)
+            crop = training_crop(length, crop_size, clamped, draws)
+        sizes = None if crop_size is None else Sizes(crop_size, max_clusters(self.config), self.config.extra_msa)
+        features = make_features(record.aatype, record.msa, self.config, draws, self.cycles_of(index), crop, sizes)
+        sample = {name: torch.from_numpy(values) for name, values in features.items()}
+        size = crop_size or crop.length
+        for name, label in record.labels.items():
+            sample[name] = label.clone() if name in SCALAR_LABELS else _crop_label(label, crop, size)
+        sample["use_clamped_fape"] = torch.tensor(float(clamped))
+        return sample
+
+    def _record(self, key: str) -> ChainRecord:
+        """The parsed chain, from the cache; the least recently used ones leave when it is full."""
+        if key in self._cache:
+            self._cache.move_to_end(key)
+            return self._cache[key]
+        record = load_record(self.source, key)
+        self._cache[key] = record
+        self._cached_bytes += record.nbytes
+        while self._cached_bytes > self.cache_bytes and len(self._cache) > 1:
+            self._cached_bytes -= self._cache.popitem(last=False)[1].nbytes
+        return record
+
+
+def _crop_label(label: Tensor, crop: Crop, size: int) -> Tensor:
+    """The residues of the crop, padded with zeros to `size`; never a view of the cached label."""
+    cropped = label.new_zeros(size, *label.shape[1:])
+    cropped[: crop.length] = label[crop.residues]
+    return cropped
+
+
+def prediction_sample(query: Sequence, alignments: list[Alignment], config: FeatureConfig, seed: int) -> Sample:
+    """Features of the whole chain `query` for prediction, with `recycles` + 1 iterations; `crop_size` is not looked at.
+
+    Without alignments the MSA is the query alone. Raises UserError if the first row of the alignments is not the query.
+    """
+    aatype = encode_sequence(query.letters)
+    if alignments:
+        msa = merge_alignments(alignments)
+        check_query(f"sequence '{query.name}'", query.letters, msa.msa[0], alignments[0].source)
+    else:
+        msa = query_only(aatype.astype(np.int8))
+    features = make_features(aatype, msa, config, Draws.root(seed).at("prediction"), config.recycles + 1)
+    return {name: torch.from_numpy(values) for name, values in features.items()}
+
+
+def collate(samples: ListOf[Sample]) -> dict[str, Tensor]:
+    """Stack samples along a new batch axis, padding residues and MSA rows with zeros to the largest of them.
+
+    Raises ValueError if they do not have the same entries or the same number of recycling iterations.
+    """
+    names = list(samples[0])
+    if any(set(sample) != set(names) for sample in samples):
+        raise ValueError("samples of one batch have different entries")
+    cycles = sorted({len(sample["aatype"]) for sample in samples})
+    if len(cycles) > 1:
+        raise ValueError(f"samples of {cycles} recycling iterations in one batch: it must lie within one batch_group")
+    return {name: _stack_padded([sample[name] for sample in samples]) for name in names}
+
+
+def _stack_padded(tensors: list[Tensor]) -> Tensor:
+    shapes = torch.tensor([tensor.shape for tensor in tensors], dtype=torch.long)
+    if len(tensors) == 1 or (shapes == shapes[0]).all():
+        return torch.stack(tensors)
+    batch = tensors[0].new_zeros(len(tensors), *shapes.amax(0).tolist())
+    for row, tensor in zip(batch, tensors, strict=True):
+        row[tuple(slice(size) for size in tensor.shape)] = tensor
+    return batch

@@ -1,0 +1,90 @@
+"""Merging the alignments of one chain into the MSA that the feature pipeline samples from (supplement 1.2.1, 1.2.3).
+
+Shapes: N sequences, L columns (residues of the query). Alphabet: AF2 order 0..19, X = 20, gap = 21.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Float32, Int8, Int32, Int64
+
+from evodsp.data.types import Alignment
+from evodsp.errors import UserError
+
+LETTERS = 22
+"""Letters of an MSA: 20 amino acids, X and gap."""
+
+
+@dataclass(frozen=True)
+class MsaFeatures:
+    """All distinct sequences aligned to one chain; row 0 is the query.
+
+    `deletions`: residues deleted to the left of each column. `profile`: frequency of each letter (gap included) in
+    each column over ALL rows, before any sampling.
+    """
+
+    msa: Int8[np.ndarray, "N L"]
+    deletions: Int32[np.ndarray, "N L"]
+    profile: Float32[np.ndarray, "L 22"]
+
+    def __post_init__(self) -> None:
+        rows, columns = self.msa.shape
+        agree = self.deletions.shape == self.msa.shape and self.profile.shape == (columns, LETTERS)
+        if not (rows and columns and agree):
+            raise ValueError(f"msa {self.msa.shape}, deletions {self.deletions.shape}, profile {self.profile.shape}")
+
+    @property
+    def num_alignments(self) -> int:
+        """Number of distinct sequences, the query included."""
+        return len(self.msa)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory held, for caches that are bounded in bytes."""
+        return self.msa.nbytes + self.deletions.nbytes + self.profile.nbytes
+
+
+def first_occurrences(rows: Int8[np.ndarray, "N L"]) -> Int64[np.ndarray, "M"]:
+    """Indices of the rows that equal no earlier row, ascending."""
+    contiguous = np.ascontiguousarray(rows)
+    as_bytes = contiguous.view(np.dtype((np.void, contiguous.shape[1]))).ravel()
+    return np.sort(np.unique(as_bytes, return_index=True)[1])
+
+
+def letter_profile(msa: Int8[np.ndarray, "N L"]) -> Float32[np.ndarray, "L 22"]:
+    """Frequency of each of the 22 letters in each column."""
+    rows, columns = msa.shape
+    cells = msa + np.arange(0, columns * LETTERS, LETTERS, dtype=np.int64)
+    counts = np.bincount(cells.ravel(), minlength=columns * LETTERS).reshape(columns, LETTERS)
+    return (counts / rows).astype(np.float32)
+
+
+def merge_alignments(alignments: Sequence[Alignment]) -> MsaFeatures:
+    """One MSA out of `alignments`, in their order, keeping the first of equal sequences.
+
+    Sequences are compared as AF2 letters: two rows that differ only in the spelling of a non-standard residue (B and D,
+    U and C) are one row. Raises UserError if the alignments differ in their number of columns, or if there are none.
+    """
+    if not alignments:
+        raise UserError("no alignment to build the MSA from; put an .a3m or .sto file into its folder")
+    first = alignments[0]
+    for other in alignments[1:]:
+        if other.columns != first.columns:
+            raise UserError(
+                f"{other.source}: {other.columns} columns, but {first.source} has {first.columns}; "
+                "all alignments of a chain must have the same query"
+            )
+    residues = np.concatenate([a.residues for a in alignments])
+    kept = first_occurrences(residues)
+    msa = residues[kept]
+    deletions = np.concatenate([a.deletions for a in alignments])[kept]
+    return MsaFeatures(msa, deletions, letter_profile(msa))
+
+
+def query_only(query: Int8[np.ndarray, "L"]) -> MsaFeatures:
+    """The MSA of a chain without homologues: the query alone."""
+    msa = query[None]
+    return MsaFeatures(msa, np.zeros(msa.shape, np.int32), letter_profile(msa))

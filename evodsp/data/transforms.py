@@ -1,0 +1,358 @@
+"""From one chain's MSA to the model's input features (supplement 1.2.6 to 1.2.9, table 1).
+
+Every stochastic step is a function of its random numbers, which it takes as arguments; `CycleDraws` is the one place that
+draws them. The order of steps is AF2's: block deletion, sampling of clusters, masking, nearest clusters, summary; the crop and
+the padding come last, but as the summary and all that follows work column by column, only the cropped columns are computed.
+
+Shapes: N sequences, S clusters, E extra sequences, L columns of the chain, R residues of the crop, C recycling iterations.
+Alphabet: AF2 order 0..19, X = 20, gap = 21, mask = 22.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Bool, Float, Float32, Int8, Int32, Int64
+
+from evodsp.config import FeatureConfig
+from evodsp.data.crop import Crop
+from evodsp.data.msa import MsaFeatures
+from evodsp.errors import UserError
+from evodsp.geometry import residues
+from evodsp.rng import Draws
+
+GAP, MASK = 21, 22
+LETTERS = 23
+"""Letters of a masked MSA: 20 amino acids, X, gap, mask."""
+
+_ONE_HOT = np.eye(LETTERS, dtype=np.float32)
+_CODES = np.full(256, residues.RESTYPE_ORDER["X"], np.int32)
+_CODES[np.frombuffer("".join(residues.RESTYPES).encode(), np.uint8)] = np.arange(20)
+
+FEATURE_AXES: dict[str, tuple[str | None, ...]] = {
+    "aatype": ("residues",),
+    "residue_index": ("residues",),
+    "seq_length": (),
+    "seq_mask": ("residues",),
+    "target_feat": ("residues", None),
+    "atom14_atom_exists": ("residues", None),
+    "atom37_atom_exists": ("residues", None),
+    "residx_atom14_to_atom37": ("residues", None),
+    "residx_atom37_to_atom14": ("residues", None),
+    "msa_feat": ("msa", "residues", None),
+    "msa_mask": ("msa", "residues"),
+    "msa_row_mask": ("msa",),
+    "true_msa": ("msa", "residues"),
+    "bert_mask": ("msa", "residues"),
+    "extra_msa": ("extra", "residues"),
+    "extra_msa_mask": ("extra", "residues"),
+    "extra_msa_row_mask": ("extra",),
+    "extra_has_deletion": ("extra", "residues"),
+    "extra_deletion_value": ("extra", "residues"),
+}
+"""All features, with their axes after the recycling axis; named axes may be padded (with zeros), None is never."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Padded sizes of the named feature axes."""
+
+    residues: int
+    msa: int
+    extra: int
+
+
+@dataclass(frozen=True)
+class CycleDraws:
+    """All random numbers that the features of one recycling iteration consume."""
+
+    deleted_block_starts: Int64[np.ndarray, "blocks"]
+    """First row of each deleted block; empty without block deletion."""
+    order: Int64[np.ndarray, "N"]
+    """All rows of the MSA in random order, the query first."""
+    replace: Float[np.ndarray, "S L"]
+    """Uniform numbers that choose the letters to replace."""
+    letter: Float[np.ndarray, "S L"]
+    """Uniform numbers that choose what a letter is replaced by."""
+
+    @classmethod
+    def draw(cls, draws: Draws, rows: int, columns: int, config: FeatureConfig) -> CycleDraws:
+        """The numbers named by the stream `draws` for an MSA of `rows` x `columns`."""
+        clusters = min(max_clusters(config), rows)
+        blocks = config.block_delete_blocks if config.block_delete else 0
+        return cls(
+            deleted_block_starts=(draws.at("block_deletion").uniform(blocks) * rows).astype(np.int64),
+            order=np.concatenate([np.zeros(1, np.int64), 1 + draws.at("msa_order").permutation(rows - 1)]),
+            replace=draws.at("msa_replace").uniform(clusters, columns),
+            letter=draws.at("msa_letter").uniform(clusters, columns),
+        )
+
+
+def max_clusters(config: FeatureConfig) -> int:
+    """Rows of the clustered MSA without the template rows. Raises UserError if the config leaves none."""
+    clusters = config.msa_clusters - config.max_templates
+    if clusters < 1:
+        raise UserError(
+            f"msa_clusters {config.msa_clusters} leaves no row beside max_templates {config.max_templates}; raise msa_clusters"
+        )
+    return clusters
+
+
+def check_config(config: FeatureConfig) -> None:
+    """Raise UserError, naming the key, if `config` holds a size or a probability that cannot be."""
+    max_clusters(config)
+    if config.extra_msa < 1:
+        raise UserError(f"extra_msa is {config.extra_msa}; it must be at least 1")
+    if config.crop_size is not None and config.crop_size < 1:
+        raise UserError(f"crop_size is {config.crop_size}; give a positive number, or null for whole chains")
+    if config.recycles < 0:
+        raise UserError(f"recycles is {config.recycles}; it must be 0 or more")
+    if config.block_delete_blocks < 0:
+        raise UserError(f"block_delete_blocks is {config.block_delete_blocks}; it must be 0 or more")
+    fractions = {
+        name: getattr(config, name)
+        for name in (
+            "masked_msa_fraction",
+            "masked_uniform",
+            "masked_profile",
+            "masked_same",
+            "block_delete_fraction",
+            "clamp_fape_fraction",
+        )
+    }
+    for name, value in fractions.items():
+        if not 0 <= value <= 1:
+            raise UserError(f"{name} is {value}; it must lie between 0 and 1")
+    total = config.masked_uniform + config.masked_profile + config.masked_same
+    if total > 1 + 1e-6:
+        raise UserError(f"masked_uniform + masked_profile + masked_same is {total:g}; together they may be at most 1")
+
+
+def encode_sequence(letters: str) -> Int32[np.ndarray, "L"]:
+    """aatype of a sequence; every letter that is not one of the 20 amino acids is X (20)."""
+    return _CODES[np.frombuffer(letters.encode("latin-1", "replace"), np.uint8)]
+
+
+def kept_rows(rows: int, starts: Int64[np.ndarray, "blocks"], fraction: float) -> Bool[np.ndarray, "{rows}"]:
+    """Which rows survive the deletion of one block of `fraction` of them from each start (algorithm 1). The query does."""
+    keep = np.ones(rows, bool)
+    index = np.arange(rows)
+    length = int(rows * fraction)
+    for start in starts:
+        keep &= (index < start) | (index >= start + length)
+    keep[0] = True
+    return keep
+
+
+def letter_probabilities(
+    letters: Int8[np.ndarray, "*s"], profile: Float32[np.ndarray, "*#s 22"], config: FeatureConfig
+) -> Float32[np.ndarray, "*s 23"]:
+    """What a replaced letter becomes: an amino acid uniformly, a letter of the column's profile, itself, or the mask token.
+
+    `profile`: the profile of each letter's column (broadcast). X and gap are never drawn uniformly (supplement 1.2.7).
+    """
+    uniform = np.zeros(LETTERS - 1, np.float32)
+    uniform[:20] = 1 / 20
+    probabilities = np.zeros((*letters.shape, LETTERS), np.float32)
+    probabilities[..., :MASK] = (
+        config.masked_uniform * uniform
+        + np.float32(config.masked_profile) * profile
+        + np.float32(config.masked_same) * _ONE_HOT[letters, :MASK]
+    )
+    probabilities[..., MASK] = 1 - config.masked_uniform - config.masked_profile - config.masked_same
+    return probabilities
+
+
+def mask_letters(
+    msa: Int8[np.ndarray, "S L"],
+    profile: Float32[np.ndarray, "L 22"],
+    replace: Float[np.ndarray, "S L"],
+    letter: Float[np.ndarray, "S L"],
+    config: FeatureConfig,
+) -> tuple[Int8[np.ndarray, "S L"], Float32[np.ndarray, "S L"]]:
+    """Replace a fraction of the letters for the masked-MSA loss: (the masked MSA, 1 where a letter was drawn anew).
+
+    `replace` and `letter` are uniform in [0, 1): a letter is replaced where `replace` is below the fraction, and the
+    new one is read off the inverse of the cumulative distribution at `letter`.
+    """
+    replaced = replace < config.masked_msa_fraction
+    columns = np.nonzero(replaced)[1]
+    cumulative = np.cumsum(letter_probabilities(msa[replaced], profile[columns], config), axis=-1, dtype=np.float64)
+    masked = msa.copy()
+    # The last boundary is 1 up to rounding and must not be passed: it is left out.
+    masked[replaced] = (letter[replaced][:, None] >= cumulative[:, :-1]).sum(-1)
+    return masked, replaced.astype(np.float32)
+
+
+# One tile of the comparison, COLUMN_TILE x PAIR_TILE bytes, stays in a core's second-level cache.
+_COLUMN_TILE, _PAIR_TILE = 16, 1 << 16
+
+
+def nearest_clusters(clusters: Int8[np.ndarray, "S L"], extra: Int8[np.ndarray, "E L"]) -> Int32[np.ndarray, "E"]:
+    """For each extra sequence the cluster it agrees with in most columns, the first of equals (supplement 1.2.7, step 3).
+
+    Gaps and masked letters agree with nothing. This is the one-hot matrix product of the supplement, done as tiles of byte
+    comparisons: a quarter of its time, and exact.
+    """
+    rows = max(1, _PAIR_TILE // len(clusters))
+    # A letter that no extra sequence holds never agrees.
+    clusters_by_column = np.ascontiguousarray(np.where(clusters < GAP, clusters, -1).astype(np.int8).T)[:, :, None]
+    extra_by_column = np.ascontiguousarray(extra.T)[:, None, :]
+    nearest = np.empty(len(extra), np.int32)
+    for row in range(0, len(extra), rows):
+        tile = extra_by_column[:, :, row : row + rows]
+        agreement = np.zeros((len(clusters), tile.shape[2]), np.uint32)
+        for column in range(0, len(tile), _COLUMN_TILE):
+            equal = clusters_by_column[column : column + _COLUMN_TILE] == tile[column : column + _COLUMN_TILE]
+            agreement += np.add.reduce(equal.view(np.uint8), axis=0, dtype=np.uint8)
+        nearest[row : row + rows] = agreement.argmax(axis=0)
+    return nearest
+
+
+# Cells of an alignment that are counted at once; bounds the memory of the index arrays to some tens of megabytes.
+_COUNTED_CELLS = 1 << 20
+
+
+def summarise_clusters(
+    clusters: Int8[np.ndarray, "S R"],
+    cluster_deletions: Int32[np.ndarray, "S R"],
+    extra: Int8[np.ndarray, "E R"],
+    extra_deletions: Int32[np.ndarray, "E R"],
+    nearest: Int32[np.ndarray, "E"],
+) -> tuple[Float32[np.ndarray, "S R 23"], Float32[np.ndarray, "S R"]]:
+    """(letter frequencies, mean number of deletions) in each cluster, its centre included (supplement 1.2.7, step 4)."""
+    size, columns = clusters.shape
+    members = (1e-6 + 1 + np.bincount(nearest, minlength=size)).astype(np.float32)
+    base = nearest.astype(np.int64)[:, None]
+    counts = _ONE_HOT[clusters]
+    step = max(1, _COUNTED_CELLS // max(1, len(extra)))
+    for start in range(0, columns, step):
+        block = slice(start, start + step)
+        width = counts[:, block].shape[1]
+        cells = (base * width + np.arange(width)) * LETTERS + extra[:, block]
+        counts[:, block] += np.bincount(cells.ravel(), minlength=size * width * LETTERS).reshape(size, width, LETTERS)
+    # Few cells have deletions: count those alone.
+    row, column = np.nonzero(extra_deletions)
+    cells = nearest[row].astype(np.int64) * columns + column
+    deletions = np.bincount(cells, weights=extra_deletions[row, column], minlength=size * columns)
+    deletion_sum = deletions.reshape(size, columns) + cluster_deletions
+    return counts / members[:, None, None], (deletion_sum / members[:, None]).astype(np.float32)
+
+
+def deletion_value(deletions: Int32[np.ndarray, "*s"] | Float32[np.ndarray, "*s"]) -> Float32[np.ndarray, "*s"]:
+    """Numbers of deletions squashed into [0, 1): arctan(d / 3) * 2 / pi."""
+    return np.arctan(deletions.astype(np.float32) / np.float32(3)) * np.float32(2 / np.pi)
+
+
+def msa_features(
+    msa: Int8[np.ndarray, "S R"],
+    deletions: Int32[np.ndarray, "S R"],
+    cluster_profile: Float32[np.ndarray, "S R 23"],
+    cluster_deletion_mean: Float32[np.ndarray, "S R"],
+) -> Float32[np.ndarray, "S R 49"]:
+    """`msa_feat`: one-hot letter 23, has deletion, deletion value, cluster profile 23, mean deletion value."""
+    features = np.empty((*msa.shape, 49), np.float32)
+    features[..., :23] = _ONE_HOT[msa]
+    features[..., 23] = deletions > 0
+    features[..., 24] = deletion_value(deletions)
+    features[..., 25:48] = cluster_profile
+    features[..., 48] = deletion_value(cluster_deletion_mean)
+    return features
+
+
+def target_features(aatype: Int32[np.ndarray, "R"]) -> Float32[np.ndarray, "R 22"]:
+    """`target_feat`: a column that marks chain breaks (none in a monomer), then the one-hot residue type, 21."""
+    features = np.zeros((len(aatype), 22), np.float32)
+    features[:, 1:] = _ONE_HOT[aatype, :21]
+    return features
+
+
+def sequence_features(aatype: Int32[np.ndarray, "L"], crop: Crop) -> dict[str, np.ndarray]:
+    """The features that are the same in every recycling iteration, cropped to R residues."""
+    cropped = aatype[crop.residues]
+    return {
+        "aatype": cropped,
+        "residue_index": np.arange(len(aatype), dtype=np.int32)[crop.residues],
+        "seq_length": np.array(len(cropped), np.int32),
+        "seq_mask": np.ones(len(cropped), np.float32),
+        "target_feat": target_features(cropped),
+        "atom14_atom_exists": residues.RESTYPE_ATOM14_MASK[cropped].astype(np.float32),
+        "atom37_atom_exists": residues.RESTYPE_ATOM37_MASK[cropped].astype(np.float32),
+        "residx_atom14_to_atom37": residues.RESTYPE_ATOM14_TO_ATOM37[cropped].astype(np.int32),
+        "residx_atom37_to_atom14": residues.RESTYPE_ATOM37_TO_ATOM14[cropped].astype(np.int32),
+    }
+
+
+def sampled_features(msa: MsaFeatures, config: FeatureConfig, draws: CycleDraws, crop: Crop) -> dict[str, np.ndarray]:
+    """The MSA features of one recycling iteration, cropped to R residues, at their natural number of rows."""
+    keep = kept_rows(msa.num_alignments, draws.deleted_block_starts, config.block_delete_fraction)
+    order = draws.order[keep[draws.order]]
+    centres, others = np.split(order, [max_clusters(config)])
+    true, extra = msa.msa[centres], msa.msa[others]
+    drawn = len(centres)
+    masked, bert_mask = mask_letters(true, msa.profile, draws.replace[:drawn], draws.letter[:drawn], config)
+    nearest = nearest_clusters(masked, extra)
+
+    masked, true, extra = masked[:, crop.residues], true[:, crop.residues], extra[:, crop.residues]
+    deletions, extra_deletions = msa.deletions[centres, crop.residues], msa.deletions[others, crop.residues]
+    summary = summarise_clusters(masked, deletions, extra, extra_deletions, nearest)
+    # The rows are in random order already: the first ones are a random sample.
+    extra, extra_deletions = extra[: config.extra_msa], extra_deletions[: config.extra_msa]
+    return {
+        "msa_feat": msa_features(masked, deletions, *summary),
+        "msa_mask": np.ones(masked.shape, np.float32),
+        "msa_row_mask": np.ones(len(masked), np.float32),
+        "true_msa": true.astype(np.int32),
+        "bert_mask": bert_mask[:, crop.residues],
+        "extra_msa": extra.astype(np.int32),
+        "extra_msa_mask": np.ones(extra.shape, np.float32),
+        "extra_msa_row_mask": np.ones(len(extra), np.float32),
+        "extra_has_deletion": (extra_deletions > 0).astype(np.float32),
+        "extra_deletion_value": deletion_value(extra_deletions),
+    }
+
+
+def make_features(
+    aatype: Int32[np.ndarray, "L"],
+    msa: MsaFeatures,
+    config: FeatureConfig,
+    draws: Draws,
+    cycles: int,
+    crop: Crop | None = None,
+    sizes: Sizes | None = None,
+) -> dict[str, np.ndarray]:
+    """All input features of one sample, named and typed as AF2's, with a leading axis of `cycles` recycling iterations.
+
+    Each iteration samples, masks and clusters the MSA anew, from the stream `draws.at(cycle)`. `crop`: the residues to keep
+    (None: all). `sizes`: pad with zeros to these sizes (None: as large as the data, with at least one row of extra MSA, so
+    that no axis is empty).
+    """
+    check_config(config)
+    crop = crop or Crop(0, len(aatype))
+    fixed = sequence_features(aatype, crop)
+    rows, columns = msa.msa.shape
+    drawn = [CycleDraws.draw(draws.at(cycle), rows, columns, config) for cycle in range(cycles)]
+    per_cycle = [{**fixed, **sampled_features(msa, config, numbers, crop)} for numbers in drawn]
+    if sizes is None:
+        sizes = Sizes(
+            residues=crop.length,
+            msa=max(len(features["msa_row_mask"]) for features in per_cycle),
+            extra=max(1, *(len(features["extra_msa_row_mask"]) for features in per_cycle)),
+        )
+    return stack_cycles(per_cycle, sizes)
+
+
+def stack_cycles(per_cycle: list[dict[str, np.ndarray]], sizes: Sizes) -> dict[str, np.ndarray]:
+    """Stack the features of each recycling iteration along a new first axis, padded with zeros to `sizes`."""
+    stacked = {}
+    for name, axes in FEATURE_AXES.items():
+        first = per_cycle[0][name]
+        shape = tuple(getattr(sizes, axis) if axis else size for axis, size in zip(axes, first.shape, strict=True))
+        out = np.zeros((len(per_cycle), *shape), first.dtype)
+        for cycle, features in enumerate(per_cycle):
+            values = features[name]
+            corner: tuple[int | slice, ...] = (cycle, *(slice(size) for size in values.shape))
+            out[corner] = values
+        stacked[name] = out
+    return stacked
