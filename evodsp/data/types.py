@@ -56,7 +56,9 @@ class Alignment:
         if self.residues.size == 0:
             raise UserError(f"{self.source}: no sequences in the alignment; remove the file or run the search again")
         if self.residues.min() < 0 or self.residues.max() > 21:
-            raise UserError(f"{self.source}: residue codes must be 0..21, found {self.residues.min()}..{self.residues.max()}")
+            raise UserError(
+                f"{self.source}: residue codes must be 0..21, found {self.residues.min()}..{self.residues.max()}"
+            )
 
     def __len__(self) -> int:
         return len(self.residues)
@@ -104,3 +106,17 @@ class Chain:
     @property
     def key(self) -> str:
         return f"{self.pdb_id}_{self.chain_id}"
+
+
+@dataclass(frozen=True)
+class Structure:
+    """A structure file: its header and its protein chains by author chain id, first model only.
+
+    `resolution` in Å, None where the method has none (NMR). `release_date`: the first revision's.
+    """
+
+    pdb_id: str
+    method: str
+    resolution: float | None
+    release_date: date | None
+    chains: dict[str, Chain]

@@ -1,0 +1,311 @@
+"""Structure files (mmCIF, PDB; gzipped or not) into protein chains with atom37 coordinates.
+
+The tokens are read with gemmi.cif, the arrays are assembled with NumPy, because that is ten to twenty times as fast as
+Biopython's MMCIFParser on the same files (scripts/benchmarks/parsing.py measures it). PDB files, and mmCIF files that list no
+polymer sequence, are first turned into complete mmCIF by gemmi, so that one assembly serves all.
+
+Conventions are AF2's (supplement 1.2.1): residues in SEQRES order, first model, for each atom the alternative location of the
+highest occupancy (the first among equals), SE of selenomethionine as SD, arginine's NH1 the one nearer to CD. Modified
+residues take the letter of their parent (MSE: M, SEP: S) by Biopython's table, others X. Chains go by the author's ids.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from dataclasses import dataclass
+from datetime import date
+from itertools import islice
+from pathlib import Path
+
+import gemmi
+import numpy as np
+from Bio.Data.PDBData import protein_letters_3to1_extended
+from gemmi import cif
+from jaxtyping import Bool, Float32, Float64, Int64
+
+from evodsp.data.files import read_bytes, stem
+from evodsp.data.types import Chain, Structure
+from evodsp.errors import FileFormatError, UserError, nearest
+from evodsp.geometry.residues import ATOM_ORDER, ATOM_TYPES
+
+_ATOM_NAMES, _ATOM_INDICES = np.array(sorted(ATOM_TYPES)), np.argsort(ATOM_TYPES)
+_CD, _NH1, _NH2, _SD = (ATOM_ORDER[name] for name in ("CD", "NH1", "NH2", "SD"))
+_RESOLUTIONS = ("_refine.ls_d_res_high", "_em_3d_reconstruction.resolution", "_reflns.d_resolution_high")
+_LARGEST = 1e9
+_NEEDED = (
+    *(f"_atom_site.{tag}" for tag in ("label_atom_id", "label_comp_id", "label_asym_id", "label_seq_id")),
+    *(f"_atom_site.Cartn_{axis}" for axis in "xyz"),
+    *("_entity_poly_seq.entity_id", "_entity_poly_seq.num", "_entity_poly_seq.mon_id"),
+    *("_struct_asym.id", "_struct_asym.entity_id"),
+)
+_PARSE_ERROR = re.compile(r"[^:]*:(\d+)(?::\d+\(\d+\))?:? ?(.*)", re.DOTALL)
+
+
+def read_structure(path: str | Path) -> Structure:
+    """All protein chains of a structure file that have coordinates, by author chain id.
+
+    Raises FileFormatError for a file that is not mmCIF or PDB, is truncated, or holds no atoms or no protein chain.
+    """
+    entry = _Entry.read(path)
+    chains = {chain_id: entry.chain(chain_id) for chain_id in entry.asym_of_chain}
+    return Structure(entry.pdb_id, entry.method, entry.resolution, entry.release_date, chains)
+
+
+def read_chain(path: str | Path, chain_id: str) -> Chain:
+    """One protein chain, by its author chain id; the coordinates of the others are not looked at.
+
+    Raises UserError, naming the chains there are, if this one is not among the protein chains; FileFormatError as
+    `read_structure` does.
+    """
+    entry = _Entry.read(path)
+    if chain_id not in entry.asym_of_chain:
+        there = sorted(entry.asym_of_chain)
+        raise UserError(f"{path}: no protein chain '{chain_id}'.{nearest(chain_id, there)} Chains: {', '.join(there)}")
+    return entry.chain(chain_id)
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A parsed entry: its header, the sequence of each protein polymer, and where its atoms are."""
+
+    path: str | Path
+    block: cif.Block
+    pdb_id: str
+    method: str
+    resolution: float | None
+    release_date: date | None
+    seqres: dict[str, dict[int, list[str]]]  # label_asym_id -> sequence number -> monomers (several: heterogeneous)
+    asym_of_chain: dict[str, str]  # author chain id -> label_asym_id
+    rows_of_asym: dict[str, Int64[np.ndarray, "n"]]  # rows of _atom_site, first model only
+
+    @classmethod
+    def read(cls, path: str | Path) -> _Entry:
+        block = _read_block(path)
+        seqres = _protein_sequences(path, block)
+        asym_of_chain, rows_of_asym = _chain_rows(block, seqres)
+        if not asym_of_chain:
+            raise FileFormatError(path, "no protein chain with coordinates; use an entry that holds a protein")
+        return cls(
+            path=path,
+            block=block,
+            pdb_id=stem(path),
+            method=", ".join(_values(block, "_exptl.method")).lower(),
+            resolution=_resolution(block),
+            release_date=_release_date(block),
+            seqres=seqres,
+            asym_of_chain=asym_of_chain,
+            rows_of_asym=rows_of_asym,
+        )
+
+    def column(self, tag: str, rows: Int64[np.ndarray, "n"], missing: str) -> np.ndarray:
+        """Unquoted strings [n] of an _atom_site column; `missing` for '?', '.' and an absent column."""
+        found = self.block.find_values(f"_atom_site.{tag}")
+        if not found or not rows.size:
+            return np.full(len(rows), missing)
+        first = int(rows.min())
+        raw = np.array(list(islice(found, first, int(rows.max()) + 1)))[rows - first]
+        unique, inverse = np.unique(raw, return_inverse=True)
+        return np.array([missing if cif.is_null(text) else cif.as_string(text) for text in unique])[inverse]
+
+    def numbers(self, tag: str, rows: Int64[np.ndarray, "n"], missing: str = "") -> Float64[np.ndarray, "n"]:
+        """Finite numbers [n] of an _atom_site column, standard deviations in parentheses cut off."""
+        texts = self.column(tag, rows, missing)
+        try:
+            values = texts.astype(np.float64)
+        except ValueError:
+            values = np.array([cif.as_number(text) for text in texts.tolist()])
+        if (bad := np.flatnonzero(~(np.abs(values) < _LARGEST))).size:
+            at, text = rows[bad[0]] + 1, texts[bad[0]]
+            found = f"_atom_site.{tag} of atom row {at} is '{text}', not a number"
+            raise FileFormatError(self.path, f"{found}; mend the file")
+        return values
+
+    def chain(self, chain_id: str) -> Chain:
+        """Assemble one chain: [L, 37, 3] positions in SEQRES order."""
+        asym = self.asym_of_chain[chain_id]
+        rows = self.rows_of_asym[asym]
+        monomers = self.seqres[asym]
+        numbers = np.array(sorted(monomers))
+        sequence_ids = self.numbers("label_seq_id", rows).astype(np.int64)
+        residue = np.searchsorted(numbers, sequence_ids).clip(max=len(numbers) - 1)
+        if (outside := np.flatnonzero(numbers[residue] != sequence_ids)).size:
+            found = f"an atom of chain {chain_id} has label_seq_id {sequence_ids[outside[0]]}"
+            listed = f"{numbers[0]}..{numbers[-1]}"
+            raise FileFormatError(self.path, f"{found}, which SEQRES ({listed}) does not list; mend the file")
+
+        names = self.column("label_comp_id", rows, "")
+        occupancy = self.numbers("occupancy", rows, "1")
+        residue_names = np.array([monomers[number][0] for number in numbers], dtype="U8")
+        if any(len(choice) > 1 for choice in monomers.values()):
+            # Microheterogeneity: the monomer of the highest occupancy is the residue; atoms of the others are ignored.
+            _, best = _first_of_each(residue, occupancy)
+            residue_names[residue[best]] = names[best]
+            same = names == residue_names[residue]
+            rows, residue, names, occupancy = rows[same], residue[same], names[same], occupancy[same]
+
+        length = len(numbers)
+        positions, mask = self._atom37(rows, residue, names, occupancy, length)
+        _name_arginine_nitrogens(positions, mask, residue_names == "ARG")
+        seen, first = np.unique(residue, return_index=True)
+        residue_number, insertion_code = np.zeros(length, np.int32), np.full(length, "", dtype="U8")
+        residue_number[seen] = self.numbers("auth_seq_id", rows[first], "0")
+        insertion_code[seen] = self.column("pdbx_PDB_ins_code", rows[first], "")
+        is_missing = np.ones(length, bool)
+        is_missing[seen] = False
+        return Chain(
+            pdb_id=self.pdb_id,
+            chain_id=chain_id,
+            sequence="".join(protein_letters_3to1_extended.get(name, "X") for name in residue_names.tolist()),
+            residue_number=residue_number,
+            insertion_code=tuple(insertion_code.tolist()),
+            is_missing=is_missing,
+            positions=positions,
+            mask=mask,
+            resolution=self.resolution,
+            method=self.method,
+            release_date=self.release_date,
+        )
+
+    def _atom37(
+        self,
+        rows: Int64[np.ndarray, "n"],
+        residue: Int64[np.ndarray, "n"],
+        names: np.ndarray,
+        occupancy: Float64[np.ndarray, "n"],
+        length: int,
+    ) -> tuple[Float32[np.ndarray, "L 37 3"], Float32[np.ndarray, "L 37"]]:
+        """Positions and mask of the given atom rows; `residue` and `names` are each row's index and monomer."""
+        atoms = self.column("label_atom_id", rows, "")
+        atoms[(atoms == "SE") & (names == "MSE")] = "SD"
+        found = np.searchsorted(_ATOM_NAMES, atoms).clip(max=len(_ATOM_NAMES) - 1)
+        known = np.flatnonzero(_ATOM_NAMES[found] == atoms)
+        slots, best = _first_of_each(residue[known] * 37 + _ATOM_INDICES[found[known]], occupancy[known])
+        chosen = rows[known[best]]
+        positions, mask = np.zeros((length * 37, 3), np.float32), np.zeros(length * 37, np.float32)
+        positions[slots] = np.stack([self.numbers(f"Cartn_{axis}", chosen) for axis in "xyz"], axis=-1)
+        mask[slots] = 1.0
+        return positions.reshape(length, 37, 3), mask.reshape(length, 37)
+
+
+def _first_of_each(
+    keys: Int64[np.ndarray, "n"], occupancy: Float64[np.ndarray, "n"]
+) -> tuple[Int64[np.ndarray, "m"], Int64[np.ndarray, "m"]]:
+    """The distinct keys and, for each, the row of the highest occupancy (the first among equals)."""
+    order = np.argsort(-occupancy, kind="stable")
+    unique, first = np.unique(keys[order], return_index=True)
+    return unique, order[first]
+
+
+def _name_arginine_nitrogens(
+    positions: Float32[np.ndarray, "L 37 3"], mask: Float32[np.ndarray, "L 37"], is_arginine: Bool[np.ndarray, "L"]
+) -> None:
+    """Exchange NH1 and NH2, in place, where NH2 is nearer to CD: some entries name them the other way round."""
+    complete = np.flatnonzero(is_arginine & mask[:, [_CD, _NH1, _NH2]].all(axis=1))
+    to_cd = np.linalg.norm(positions[complete][:, [_NH1, _NH2]] - positions[complete][:, [_CD]], axis=-1)
+    swapped = complete[to_cd[:, 0] > to_cd[:, 1]]
+    positions[swapped, _NH1], positions[swapped, _NH2] = positions[swapped, _NH2], positions[swapped, _NH1]
+
+
+def _read_block(path: str | Path) -> cif.Block:
+    """The mmCIF block with the atoms of a file in any of the accepted formats."""
+    data = read_bytes(path)
+    try:
+        if str(path).lower().removesuffix(".gz").endswith((".pdb", ".ent")):
+            block = _completed(gemmi.read_pdb_string(data, split_chain_on_ter=False))
+        else:
+            block = next((b for b in cif.read_string(data) if b.find_values("_atom_site.Cartn_x")), cif.Block(""))
+            if block.find_values("_atom_site.Cartn_x") and not all(block.find_values(tag) for tag in _NEEDED):
+                block = _completed(gemmi.make_structure_from_block(block))
+    except (ValueError, RuntimeError, IndexError) as error:
+        found = _PARSE_ERROR.match(str(error))
+        line, reason = (int(found.group(1)), found.group(2)) if found else (None, str(error))
+        message = f"not a valid structure file, or truncated ({' '.join(reason.split())}); download it again"
+        raise FileFormatError(path, message, line) from error
+    if not block.find_values("_atom_site.Cartn_x"):
+        raise FileFormatError(path, "no atoms (no _atom_site records); download the entry again or use another one")
+    return block
+
+
+def _completed(structure: gemmi.Structure) -> cif.Block:
+    """mmCIF of a structure that lacks parts of it: entities, and SEQRES taken from the atoms where it is not given."""
+    structure.setup_entities()
+    for entity in structure.entities:
+        if entity.entity_type == gemmi.EntityType.Polymer and not entity.full_sequence and entity.subchains:
+            residues = structure[0].get_subchain(entity.subchains[0]).first_conformer()
+            entity.full_sequence = [residue.name for residue in residues]
+    structure.assign_label_seq_id()
+    return structure.make_mmcif_document().sole_block()
+
+
+def _protein_sequences(path: str | Path, block: cif.Block) -> dict[str, dict[int, list[str]]]:
+    """SEQRES of every protein polymer: label_asym_id -> sequence number -> monomers (several: heterogeneous)."""
+    types = {entity: kind.lower() for entity, kind in _rows(block, "_entity_poly.entity_id", "_entity_poly.type")}
+    of_entity: dict[str, dict[int, list[str]]] = {}
+    for entity, number, monomer in _rows(
+        block, "_entity_poly_seq.entity_id", "_entity_poly_seq.num", "_entity_poly_seq.mon_id"
+    ):
+        if "polypeptide" not in types.get(entity, "polypeptide"):
+            continue
+        if not number.lstrip("-").isdecimal():
+            raise FileFormatError(path, f"_entity_poly_seq.num is '{number}' where a number is needed; mend the file")
+        of_entity.setdefault(entity, {}).setdefault(int(number), []).append(monomer)
+    if not types:
+        of_entity = {
+            e: s for e, s in of_entity.items() if any(_is_amino_acid(m) for names in s.values() for m in names)
+        }
+    asyms = _rows(block, "_struct_asym.id", "_struct_asym.entity_id")
+    return {asym: of_entity[entity] for asym, entity in asyms if entity in of_entity}
+
+
+def _chain_rows(
+    block: cif.Block, seqres: dict[str, dict[int, list[str]]]
+) -> tuple[dict[str, str], dict[str, np.ndarray]]:
+    """(author chain id -> label_asym_id, label_asym_id -> rows of _atom_site in the first model) of protein polymers."""
+    asym = np.array(list(block.find_values("_atom_site.label_asym_id")))
+    numbers = np.array(list(block.find_values("_atom_site.label_seq_id")))
+    used = (numbers != ".") & (numbers != "?")  # a ligand or water has no place in the polymer
+    if models := block.find_values("_atom_site.pdbx_PDB_model_num"):
+        model = np.array(list(models))
+        used &= model == model[0]
+    authors = block.find_values("_atom_site.auth_asym_id") or block.find_values("_atom_site.label_asym_id")
+    asym_of_chain: dict[str, str] = {}
+    rows_of_asym: dict[str, np.ndarray] = {}
+    names, codes = np.unique(asym, return_inverse=True)
+    for code, name in enumerate(map(cif.as_string, names.tolist())):
+        if name in seqres and (rows := np.flatnonzero(used & (codes == code))).size:
+            author = cif.as_string(authors[int(rows[0])])
+            # One author id on two polymers (rare): the longer one is meant.
+            if author not in asym_of_chain or len(seqres[name]) > len(seqres[asym_of_chain[author]]):
+                asym_of_chain[author], rows_of_asym[name] = name, rows
+    return asym_of_chain, rows_of_asym
+
+
+def _is_amino_acid(name: str) -> bool:
+    residue = gemmi.find_tabulated_residue(name)
+    return residue is not None and residue.is_amino_acid()
+
+
+def _rows(block: cif.Block, *tags: str) -> list[tuple[str, ...]]:
+    """Unquoted values of the given columns of one category."""
+    return [tuple(cif.as_string(text) for text in row) for row in block.find(list(tags))]
+
+
+def _values(block: cif.Block, tag: str) -> list[str]:
+    """Unquoted values of a tag that are neither '?' nor '.'."""
+    return [cif.as_string(text) for text in block.find_values(tag) if not cif.is_null(text)]
+
+
+def _resolution(block: cif.Block) -> float | None:
+    """Resolution in Å (X-ray or electron microscopy), None where there is none, as for NMR."""
+    values = (cif.as_number(text) for tag in _RESOLUTIONS for text in _values(block, tag))
+    return next((value for value in values if 0 < value < _LARGEST), None)
+
+
+def _release_date(block: cif.Block) -> date | None:
+    """Date of the first revision."""
+    dates = []
+    for text in _values(block, "_pdbx_audit_revision_history.revision_date"):
+        with contextlib.suppress(ValueError):
+            dates.append(date.fromisoformat(text))
+    return min(dates, default=None)

@@ -1,0 +1,221 @@
+"""Alignments and structures on disk, in OpenFold's and OpenProteinSet's layouts, addressed by chain key.
+
+A chain key is `<pdbid>_<chain>`, split at its last underscore; the chain id is the author's. Alignments lie in
+`<alignment_dir>/<key>/` (A3M and Stockholm files, or OpenProteinSet's nested `<key>/a3m/`), or in OpenFold's alignment
+database (`alignment_db_*.db` files with one `alignment_db.index`). Structures are `<structure_dir>/<pdbid>.cif` or
+`.pdb`, gzipped or not.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from evodsp.data.files import read_bytes, stem
+from evodsp.data.mmcif import read_chain
+from evodsp.data.parsers import X, decode, encode, parse_a3m, parse_stockholm
+from evodsp.data.types import Alignment, Chain, Sequence
+from evodsp.errors import FileFormatError, UserError, nearest
+
+INDEX_NAME = "alignment_db.index"
+_PARSERS = {".a3m": parse_a3m, ".sto": parse_stockholm}
+_NESTED = ("a3m", "sto")
+_NO_ALIGNMENTS_OF_THE_CHAIN = ("uniprot_hits", "hmm_output")  # for pairing chains and for templates
+_STRUCTURE_SUFFIXES = (".cif", ".cif.gz", ".pdb", ".pdb.gz")
+
+
+def split_key(key: str) -> tuple[str, str]:
+    """('<pdbid>', '<author chain id>') of a chain key. Raises UserError if there is no underscore between two parts."""
+    pdb_id, _, chain_id = key.rpartition("_")
+    if not pdb_id or not chain_id:
+        raise UserError(f"'{key}' is no chain key; write '<pdbid>_<chain>', for example '1abc_A'")
+    return pdb_id, chain_id
+
+
+def read_alignment_dir(directory: str | Path, query: Sequence | None = None) -> list[Alignment]:
+    """Every .a3m and .sto file (gzipped or not) of a directory or of its a3m/ and sto/ folders, sorted by file name.
+
+    The first row of each must be the query: `query` where given, else the first file's first row. X matches any letter.
+
+    Raises UserError if there is none, if the directory is missing, or if a first row is not the query (naming file,
+    position and letters).
+    """
+    directory = Path(directory)
+    if not directory.is_dir():
+        raise UserError(f"{directory}: no such alignment directory; check the path or run the search for this chain")
+    folders = [directory, *(directory / name for name in _NESTED if (directory / name).is_dir())]
+    files = sorted(
+        (path for folder in folders for path in folder.iterdir() if path.is_file()), key=lambda path: path.name
+    )
+    alignments = [_PARSERS[_format(path.name)](path) for path in files if _is_alignment(path.name)]
+    if not alignments:
+        found = ", ".join(path.name for path in files[:5]) or "it is empty"
+        raise UserError(
+            f"{directory}: no alignment (.a3m or .sto) of the chain here ({found}); run the search for this chain"
+        )
+    _check_queries(alignments, query)
+    return alignments
+
+
+class FeatureStore:
+    """Alignments and structures by chain key. Construction reads nothing; pickling carries the two paths only.
+
+    `alignment_dir`: folders of alignments, or the alignment database. `structure_dir`: structure files; None where there
+    are none (prediction). Raises UserError if a directory does not exist.
+    """
+
+    def __init__(self, alignment_dir: str | Path, structure_dir: str | Path | None = None) -> None:
+        self.alignment_dir = Path(alignment_dir)
+        self.structure_dir = None if structure_dir is None else Path(structure_dir)
+        for name, directory in (("alignment", self.alignment_dir), ("structure", self.structure_dir)):
+            if directory is not None and not directory.is_dir():
+                raise UserError(f"{directory}: no such {name} directory; check the path")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.alignment_dir, self.structure_dir)
+
+    def __repr__(self) -> str:
+        return f"FeatureStore('{self.alignment_dir}', '{self.structure_dir}')"
+
+    def keys(self) -> list[str]:
+        """Keys of all chains that have alignments, sorted."""
+        if self._index is not None:
+            return sorted(self._index)
+        return sorted(
+            path.name for path in self.alignment_dir.iterdir() if path.is_dir() and not path.name.startswith(".")
+        )
+
+    def has_structure(self, key: str) -> bool:
+        """Whether there is a structure file for the chain's entry (the chain itself is not looked for)."""
+        return self.structure_dir is not None and "_" in key and self._structure_path(split_key(key)[0]) is not None
+
+    def chain(self, key: str) -> Chain:
+        """The chain's structure. Raises UserError, with the nearest name, if its file or the chain in it is missing."""
+        if self.structure_dir is None:
+            raise UserError(f"chain {key}: no structure directory was given; set it to the folder of .cif files")
+        pdb_id, chain_id = split_key(key)
+        path = self._structure_path(pdb_id)
+        if path is None:
+            there = {stem(path) for path in self.structure_dir.iterdir()}
+            raise UserError(
+                f"{self.structure_dir}: no {pdb_id}.cif[.gz] or .pdb[.gz] of chain '{key}'; add the file or drop the chain."
+                f"{nearest(pdb_id, there)}"
+            )
+        return read_chain(path, chain_id)
+
+    def query(self, key: str) -> Sequence:
+        """The chain's sequence: of its structure (SEQRES) where there is one, else the first row of its first alignment."""
+        if self.has_structure(key):
+            return Sequence(name=key, letters=self.chain(key).sequence)
+        return Sequence(name=key, letters=decode(self._read_alignments(key, None)[0].residues[0]))
+
+    def alignments(self, key: str, query: Sequence | None = None) -> list[Alignment]:
+        """The chain's alignments, sorted by file name, each checked to start with the query.
+
+        `query`: the chain's sequence if it is known already; otherwise the structure, where there is one, is read for it.
+        Raises UserError as `read_alignment_dir`, with the nearest key if the chain has no alignments.
+        """
+        if query is None and self.has_structure(key):
+            query = self.query(key)
+        return self._read_alignments(key, query)
+
+    def _read_alignments(self, key: str, query: Sequence | None) -> list[Alignment]:
+        if self._index is not None:
+            return self._from_database(key, self._index, query)
+        directory = self.alignment_dir / key
+        if not directory.is_dir():
+            raise UserError(
+                f"{self.alignment_dir}: no alignments of chain '{key}'; add its folder or drop the chain."
+                f"{nearest(key, self.keys())}"
+            )
+        return read_alignment_dir(directory, query)
+
+    @cached_property
+    def _index(self) -> dict[str, Any] | None:
+        """OpenFold's database: {chain: {"db": file, "files": [[name, offset, length], …]}}."""
+        path = self.alignment_dir / INDEX_NAME
+        if not path.is_file():
+            return None
+        try:
+            index = json.loads(read_bytes(path))
+        except json.JSONDecodeError as error:
+            raise FileFormatError(path, f"not JSON ({error.msg}); make the index again", error.lineno) from error
+        if not isinstance(index, dict):
+            raise FileFormatError(path, 'expected {chain: {"db": …, "files": …}}; make the index again')
+        return index
+
+    def _from_database(self, key: str, index: dict[str, Any], query: Sequence | None) -> list[Alignment]:
+        path = self.alignment_dir / INDEX_NAME
+        if key not in index:
+            raise UserError(
+                f"{path}: no alignments of chain '{key}'; make the index again or drop the chain.{nearest(key, index)}"
+            )
+        try:
+            database = self.alignment_dir / Path(index[key]["db"]).name
+            files = sorted((str(name), int(offset), int(length)) for name, offset, length in index[key]["files"])
+        except (KeyError, TypeError, ValueError) as error:
+            message = f'the entry of chain \'{key}\' is not {{"db": file, "files": [[name, offset, length], …]}}; make it again'
+            raise FileFormatError(path, message) from error
+        alignments = []
+        try:
+            with database.open("rb") as file:
+                for name, offset, length in files:
+                    if not _is_alignment(name):
+                        continue
+                    file.seek(offset)
+                    data = file.read(length)
+                    if len(data) < length:
+                        raise FileFormatError(database, f"ends before '{name}' of chain '{key}' does; copy it again")
+                    alignments.append(_PARSERS[_format(name)](f"{database}:{key}/{name}", data))
+        except OSError as error:
+            raise UserError(
+                f"{database}: cannot be read ({error.strerror}); {INDEX_NAME} names it for '{key}'"
+            ) from error
+        if not alignments:
+            raise UserError(f"{path}: no alignment (.a3m or .sto) of chain '{key}' in the database; make it again")
+        _check_queries(alignments, query)
+        return alignments
+
+    def _structure_path(self, pdb_id: str) -> Path | None:
+        if self.structure_dir is None:
+            return None
+        names = [
+            f"{name}{suffix}" for name in dict.fromkeys((pdb_id, pdb_id.lower())) for suffix in _STRUCTURE_SUFFIXES
+        ]
+        return next((path for name in names if (path := self.structure_dir / name).is_file()), None)
+
+
+def _format(name: str) -> str:
+    return Path(name.removesuffix(".gz")).suffix
+
+
+def _is_alignment(name: str) -> bool:
+    return _format(name) in _PARSERS and not name.startswith((".", *_NO_ALIGNMENTS_OF_THE_CHAIN))
+
+
+def _check_queries(alignments: list[Alignment], query: Sequence | None) -> None:
+    """Each alignment's first row must be the query; an X on either side (a modified residue) matches anything."""
+    if query is None:
+        expected, name = alignments[0].residues[0], f"first row of {Path(alignments[0].source).name}"
+    else:
+        expected, name = encode(query.letters), f"query '{query.name}'"
+    mend = "search again with this query, or remove the file"
+    for alignment in alignments:
+        row = alignment.residues[0]
+        if len(row) != len(expected):
+            raise UserError(
+                f"{alignment.source}: the first row '{alignment.names[0]}' has {len(row)} residues, the {name} has "
+                f"{len(expected)}; {mend}"
+            )
+        differs = np.flatnonzero((row != expected) & (row != X) & (expected != X))
+        if differs.size:
+            at = int(differs[0])
+            found, wanted = decode(row[at : at + 1]), decode(expected[at : at + 1])
+            raise UserError(
+                f"{alignment.source}: the first row '{alignment.names[0]}' has '{found}' at position {at + 1}, the {name} "
+                f"has '{wanted}' ({differs.size} positions differ); {mend}"
+            )
