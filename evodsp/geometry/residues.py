@@ -1,0 +1,153 @@
+"""Facts about the 20 amino acids and the unknown residue X: atoms, rigid groups, torsion angles, symmetries (supplement 1.8.4).
+
+The facts are the tables in `evodsp/geometry/tables`; everything else is derived from them here, once, at import. Only numpy
+is needed, so that feature workers start fast. Positions in Å. Residue types are numbered in AF2's order, X = 20.
+
+Rigid groups of a residue: 0 backbone, 1 omega, 2 phi, 3 psi, 4..7 chi1..chi4. Each is a frame that turns about a bond.
+Atoms of a residue are held in two ways: atom37, one slot for every atom name, and atom14, only the residue's own atoms.
+"""
+
+from __future__ import annotations
+
+import csv
+from importlib import resources
+
+import numpy as np
+from jaxtyping import Float, Float32, Int32, Int64
+
+RESTYPE_1TO3: dict[str, str] = {
+    "A": "ALA", "R": "ARG", "N": "ASN", "D": "ASP", "C": "CYS", "Q": "GLN", "E": "GLU", "G": "GLY", "H": "HIS", "I": "ILE",
+    "L": "LEU", "K": "LYS", "M": "MET", "F": "PHE", "P": "PRO", "S": "SER", "T": "THR", "W": "TRP", "Y": "TYR", "V": "VAL",
+}  # fmt: skip
+"""Three-letter names of the 20 amino acids; X, which is none, is not among them."""
+RESTYPE_3TO1: dict[str, str] = {three: one for one, three in RESTYPE_1TO3.items()}
+RESTYPES: tuple[str, ...] = tuple(RESTYPE_1TO3)
+RESTYPES_WITH_X: tuple[str, ...] = (*RESTYPES, "X")
+RESTYPE_ORDER: dict[str, int] = {letter: number for number, letter in enumerate(RESTYPES_WITH_X)}
+"""Number of each letter, X = 20 included."""
+
+ATOM_TYPES: tuple[str, ...] = (
+    "N", "CA", "C", "CB", "O", "CG", "CG1", "CG2", "OG", "OG1", "SG", "CD", "CD1", "CD2", "ND1", "ND2", "OD1", "OD2", "SD",
+    "CE", "CE1", "CE2", "CE3", "NE", "NE1", "NE2", "OE1", "OE2", "CH2", "NH1", "NH2", "OH", "CZ", "CZ2", "CZ3", "NZ", "OXT",
+)  # fmt: skip
+"""The 37 heavy-atom names of proteins, in atom37 order."""
+ATOM_ORDER: dict[str, int] = {name: number for number, name in enumerate(ATOM_TYPES)}
+
+_NAME_ORDER = {RESTYPE_1TO3.get(letter, "UNK"): number for letter, number in RESTYPE_ORDER.items()}
+_TYPES, _ATOM14, _ATOM37, _GROUPS, _CHIS = len(RESTYPES_WITH_X), 14, len(ATOM_TYPES), 8, 4
+
+
+def _read_table(name: str) -> list[dict[str, str]]:
+    """Rows of a packaged table; lines that begin with # are notes."""
+    text = (resources.files("evodsp.geometry") / "tables" / name).read_text(encoding="utf-8")
+    return list(csv.DictReader(line for line in text.splitlines() if not line.startswith("#")))
+
+
+_ATOMS = _read_table("rigid_group_atoms.csv")
+_CHI_ANGLES = _read_table("chi_angles.csv")
+_AMBIGUOUS = _read_table("ambiguous_atoms.csv")
+
+
+def _atom14_names() -> dict[str, tuple[str, ...]]:
+    names: dict[str, list[str]] = {residue: [] for residue in _NAME_ORDER}
+    for row in _ATOMS:
+        names[row["residue"]].append(row["atom"])
+    return {residue: tuple(atoms + [""] * (_ATOM14 - len(atoms))) for residue, atoms in names.items()}
+
+
+RESTYPE_NAME_TO_ATOM14_NAMES: dict[str, tuple[str, ...]] = _atom14_names()
+"""Atom names of each residue (three-letter name, UNK for X) in atom14 order; '' where it has fewer than 14 atoms."""
+
+# One entry for each row of the table of atoms.
+_type = np.array([_NAME_ORDER[row["residue"]] for row in _ATOMS])
+_slot37 = np.array([ATOM_ORDER[row["atom"]] for row in _ATOMS])
+_slot14 = np.arange(len(_ATOMS)) - np.searchsorted(_type, _type)  # the table lists residues in order
+_group = np.array([int(row["group"]) for row in _ATOMS])
+_position = np.array([[float(row[axis]) for axis in "xyz"] for row in _ATOMS])
+
+
+def _scatter(slot: np.ndarray, width: int, values: np.ndarray | float, dtype: type[np.generic]) -> np.ndarray:
+    """[21, width, ...]: the table's `values` at each atom's (residue type, slot), zero elsewhere."""
+    table = np.zeros((_TYPES, width, *np.shape(values)[1:]), dtype)
+    table[_type, slot] = values
+    return table
+
+
+RESTYPE_ATOM14_MASK: Float32[np.ndarray, "21 14"] = _scatter(_slot14, _ATOM14, 1.0, np.float32)
+"""1 where a residue type has an atom in that slot. All zero for X."""
+RESTYPE_ATOM37_MASK: Float32[np.ndarray, "21 37"] = _scatter(_slot37, _ATOM37, 1.0, np.float32)
+STANDARD_ATOM_MASK: Int32[np.ndarray, "21 37"] = RESTYPE_ATOM37_MASK.astype(np.int32)
+RESTYPE_ATOM14_TO_RIGID_GROUP: Int64[np.ndarray, "21 14"] = _scatter(_slot14, _ATOM14, _group, np.int64)
+"""The rigid group that moves each atom."""
+RESTYPE_ATOM37_TO_RIGID_GROUP: Int64[np.ndarray, "21 37"] = _scatter(_slot37, _ATOM37, _group, np.int64)
+RESTYPE_ATOM14_RIGID_GROUP_POSITIONS: Float32[np.ndarray, "21 14 3"] = _scatter(_slot14, _ATOM14, _position, np.float32)
+"""Position of each atom in the frame of its rigid group, in Å."""
+RESTYPE_ATOM37_RIGID_GROUP_POSITIONS: Float32[np.ndarray, "21 37 3"] = _scatter(_slot37, _ATOM37, _position, np.float32)
+RESTYPE_ATOM14_TO_ATOM37: Int32[np.ndarray, "21 14"] = _scatter(_slot14, _ATOM14, _slot37, np.int32)
+"""atom37 slot of each atom14 slot; 0 where there is no atom."""
+RESTYPE_ATOM37_TO_ATOM14: Int32[np.ndarray, "21 37"] = _scatter(_slot37, _ATOM37, _slot14, np.int32)
+"""atom14 slot of each atom37 slot; 0 where there is no atom."""
+
+_chi_type = np.array([_NAME_ORDER[row["residue"]] for row in _CHI_ANGLES])
+_chi = np.array([int(row["chi"]) - 1 for row in _CHI_ANGLES])
+
+CHI_ANGLES_MASK: Float32[np.ndarray, "21 4"] = np.zeros((_TYPES, _CHIS), np.float32)
+"""1 where a residue type has that side-chain torsion angle."""
+CHI_ANGLES_MASK[_chi_type, _chi] = 1.0
+CHI_PI_PERIODIC: Float32[np.ndarray, "21 4"] = np.zeros((_TYPES, _CHIS), np.float32)
+"""1 where the angle and the angle plus pi are the same molecule."""
+CHI_PI_PERIODIC[_chi_type, _chi] = [float(row["symmetric"]) for row in _CHI_ANGLES]
+CHI_ANGLES_ATOM_INDICES: Int32[np.ndarray, "21 4 4"] = np.zeros((_TYPES, _CHIS, 4), np.int32)
+"""atom37 slots of the four atoms of each angle."""
+CHI_ANGLES_ATOM_INDICES[_chi_type, _chi] = [
+    [ATOM_ORDER[row[f"atom{corner}"]] for corner in (1, 2, 3, 4)] for row in _CHI_ANGLES
+]
+
+
+def _renaming_matrices() -> Float32[np.ndarray, "21 14 14"]:
+    permutation = np.tile(np.arange(_ATOM14), (_TYPES, 1))
+    for row in _AMBIGUOUS:
+        number, names = _NAME_ORDER[row["residue"]], RESTYPE_NAME_TO_ATOM14_NAMES[row["residue"]]
+        pair = [names.index(row["atom"]), names.index(row["alternative"])]
+        permutation[number, pair] = pair[::-1]
+    return np.eye(_ATOM14, dtype=np.float32)[permutation]
+
+
+RENAMING_MATRICES: Float32[np.ndarray, "21 14 14"] = _renaming_matrices()
+"""Permutation of atom14 slots that exchanges the names of equivalent atoms (supplement 1.8.5, table 3)."""
+
+
+def _frame(
+    ex: Float[np.ndarray, "n 3"], ey: Float[np.ndarray, "n 3"], origin: Float[np.ndarray, "n 3"]
+) -> Float[np.ndarray, "n 4 4"]:
+    """Homogeneous matrices of frames with x along `ex` and `ey` in the xy plane."""
+    e0 = ex / np.linalg.norm(ex, axis=-1, keepdims=True)
+    e1 = ey - e0 * (e0 * ey).sum(-1, keepdims=True)
+    e1 /= np.linalg.norm(e1, axis=-1, keepdims=True)
+    top = np.stack([e0, e1, np.cross(e0, e1), origin], -1)
+    return np.concatenate([top, np.broadcast_to([[[0.0, 0.0, 0.0, 1.0]]], (len(top), 1, 4))], 1)
+
+
+def _default_frames() -> Float32[np.ndarray, "21 8 4 4"]:
+    """Frames of each group, at torsion angle zero, in the frame of the group it hangs from (supplement 1.8.4).
+
+    Phi, psi and chi1 hang from the backbone, chi2..chi4 each from the angle before. X has none, nor have absent angles.
+    """
+    frames = np.zeros((_TYPES, _GROUPS, 4, 4))
+    known = slice(len(RESTYPES))
+    atoms = RESTYPE_ATOM37_RIGID_GROUP_POSITIONS.astype(np.float64)
+    n, ca, c = (atoms[known, ATOM_ORDER[name]] for name in ("N", "CA", "C"))
+    x_axis = np.broadcast_to([1.0, 0.0, 0.0], n.shape)
+    frames[known, :2] = np.eye(4)  # the omega group holds no heavy atom: it stays on the backbone
+    frames[known, 2] = _frame(n - ca, x_axis, n)
+    frames[known, 3] = _frame(c - ca, ca - n, c)
+    corners = atoms[_chi_type[:, None], CHI_ANGLES_ATOM_INDICES[_chi_type, _chi]]  # [angle, corner, 3]
+    is_first = (_chi == 0)[:, None]
+    start = np.where(is_first, corners[:, 1], 0.0)  # from chi2 on, the bond starts at the origin of the group before
+    previous = np.where(is_first, corners[:, 0], [-1.0, 0.0, 0.0])  # which the atom before lies behind, on its x axis
+    frames[_chi_type, 4 + _chi] = _frame(corners[:, 2] - start, previous - start, corners[:, 2])
+    return frames.astype(np.float32)
+
+
+RESTYPE_RIGID_GROUP_DEFAULT_FRAME: Float32[np.ndarray, "21 8 4 4"] = _default_frames()
+"""Homogeneous matrices of each group's frame at torsion angle zero, in the group it hangs from. Translations in Å."""
