@@ -1,0 +1,139 @@
+"""The training loss: weighted sum of its terms (supplement 1.9, equation 7)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from evodsp.config import HeadsConfig, LossConfig
+from evodsp.errors import UserError
+from evodsp.geometry.residues import ATOM_ORDER
+from evodsp.geometry.rigid import Rigid
+from evodsp.losses.auxiliary import distogram_loss, masked_msa_loss
+from evodsp.losses.confidence import plddt_loss
+from evodsp.losses.fape import backbone_fape, sidechain_fape
+from evodsp.losses.renaming import compute_renamed_ground_truth
+from evodsp.losses.torsion import angle_norm_loss, torsion_loss
+from evodsp.model.outputs import ModelOutput
+
+_CA = ATOM_ORDER["CA"]
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """What a term may look at. `batch` holds the features of the last recycling iteration and the labels, axes [B, ...]."""
+
+    output: ModelOutput
+    batch: dict[str, Tensor]
+    config: LossConfig
+    heads: HeadsConfig
+
+
+def _backbone_fape(x: _Inputs) -> Float[Tensor, "B"]:
+    truth = Rigid.from_flat12(x.batch["rigidgroups_gt_frames"][:, :, 0])
+    mask, clamped = x.batch["backbone_affine_mask"], x.batch.get("use_clamped_fape")
+    return backbone_fape(x.output.structure.backbone, truth, mask, clamped)
+
+
+def _sidechain_fape(x: _Inputs) -> Float[Tensor, "B"]:
+    structure = x.output.structure
+    truth = compute_renamed_ground_truth(x.batch, structure.atom14)
+    mask = x.batch["rigidgroups_gt_exists"]
+    return sidechain_fape(structure.frames, truth.frames, mask, structure.atom14, truth.atom14, truth.atom14_mask)
+
+
+def _torsion(x: _Inputs) -> Float[Tensor, "B"]:
+    names = ("torsion_angles_sin_cos", "alt_torsion_angles_sin_cos", "torsion_angles_mask")
+    truth, alternative, mask = (x.batch[name][:, :, 3:] for name in names)  # chi1 to chi4
+    return torsion_loss(x.output.structure.angles[..., 3:, :], truth, alternative, mask)
+
+
+def _angle_norm(x: _Inputs) -> Float[Tensor, "B"]:
+    return angle_norm_loss(x.output.structure.unnormalized_angles, x.batch["seq_mask"])
+
+
+def _distogram(x: _Inputs) -> Float[Tensor, "B"]:
+    edges = x.heads.distogram_min_distance, x.heads.distogram_max_distance
+    return distogram_loss(x.output.distogram_logits, x.batch["pseudo_beta"], x.batch["pseudo_beta_mask"], *edges)
+
+
+def _masked_msa(x: _Inputs) -> Float[Tensor, "B"]:
+    return masked_msa_loss(x.output.masked_msa_logits, x.batch["true_msa"], x.batch["bert_mask"])
+
+
+def _plddt(x: _Inputs) -> Float[Tensor, "B"]:
+    predicted, truth = x.output.structure.positions[:, :, _CA], x.batch["all_atom_positions"][:, :, _CA]
+    mask, bounds = x.batch["all_atom_mask"][:, :, _CA], (x.config.plddt_min_resolution, x.config.plddt_max_resolution)
+    return plddt_loss(x.output.plddt_logits, predicted, truth, mask, x.batch["resolution"], *bounds)
+
+
+@dataclass(frozen=True)
+class _Term:
+    """A term of the loss: how to compute it per sample, and what it needs of the batch."""
+
+    compute: Callable[[_Inputs], Tensor]
+    features: tuple[str, ...] = ()
+    labels: tuple[str, ...] = ()
+
+
+# The names are those of the weights in LossConfig.
+_TERMS = {
+    "backbone_fape": _Term(_backbone_fape, labels=("rigidgroups_gt_frames", "backbone_affine_mask")),
+    "sidechain_fape": _Term(
+        _sidechain_fape,
+        labels=(
+            "rigidgroups_gt_frames", "rigidgroups_alt_gt_frames", "rigidgroups_gt_exists", "atom14_gt_positions",
+            "atom14_gt_exists", "atom14_alt_gt_positions", "atom14_alt_gt_exists", "atom14_atom_is_ambiguous",
+        ),
+    ),
+    "torsion": _Term(
+        _torsion, labels=("torsion_angles_sin_cos", "alt_torsion_angles_sin_cos", "torsion_angles_mask")
+    ),
+    "angle_norm": _Term(_angle_norm, features=("seq_mask",)),
+    "distogram": _Term(_distogram, labels=("pseudo_beta", "pseudo_beta_mask")),
+    "masked_msa": _Term(_masked_msa, features=("true_msa", "bert_mask")),
+    "plddt": _Term(_plddt, labels=("all_atom_positions", "all_atom_mask", "resolution")),
+}  # fmt: skip
+
+
+def total_loss(
+    output: ModelOutput, batch: dict[str, Tensor], config: LossConfig, heads: HeadsConfig
+) -> tuple[Float[Tensor, ""], dict[str, Float[Tensor, ""]]]:
+    """Weighted sum of the loss terms, mean over the batch; and each term by itself.
+
+    `batch` has features [B, cycle, ...], of which the last iteration's count, and labels [B, ...]; without
+    `use_clamped_fape` the backbone FAPE is clamped. The breakdown holds the terms that were computed (weight not zero),
+    each unweighted, not scaled by length, mean over the batch, and `total`, the loss itself; all detached. Raises
+    UserError if the batch lacks labels that a term needs.
+    """
+    terms = {name: term for name, term in _TERMS.items() if getattr(config, name) != 0}
+    _require(terms, batch)
+    features = {name: batch[name][:, -1] for term in terms.values() for name in term.features}
+    inputs = _Inputs(output, {**batch, **features}, config, heads)
+    # Losses are sums over many small numbers: float32 at least, whatever the model's layers run in.
+    with torch.autocast(output.pair.device.type, enabled=False):
+        losses = {name: term.compute(inputs) for name, term in terms.items()}
+    total = output.pair.new_zeros(len(output.pair), dtype=torch.promote_types(output.pair.dtype, torch.float32))
+    for name, loss in losses.items():
+        total = total + getattr(config, name) * loss
+    if config.scale_by_length:
+        total = total * batch["seq_mask"][:, -1].sum(-1).sqrt()
+    mean = total.mean()
+    breakdown = {name: loss.detach().mean() for name, loss in losses.items()}
+    return mean, {**breakdown, "total": mean.detach()}
+
+
+def _require(terms: dict[str, _Term], batch: dict[str, Tensor]) -> None:
+    """UserError naming the labels that are missing, the terms that need them and the mend."""
+    lacking = {name: [key for key in term.labels + term.features if key not in batch] for name, term in terms.items()}
+    missing = sorted({key for keys in lacking.values() for key in keys})
+    if missing:
+        needing = ", ".join(name for name, keys in lacking.items() if keys)
+        raise UserError(
+            f"the batch has no {', '.join(missing)}, which the loss terms {needing} need: "
+            "give chains with known structures, or set those terms' weights to 0"
+        )

@@ -1,0 +1,192 @@
+"""Frame-aligned point error against AlphaFold2's numbers and against the formula written out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from evodsp.geometry.rigid import Rigid
+from evodsp.losses import fape
+from evodsp.losses.fape import backbone_fape, frame_aligned_point_error, sidechain_fape
+from tests.conftest import load
+
+
+@pytest.fixture(scope="module")
+def reference(golden: Path) -> dict[str, Tensor]:
+    return {key: torch.from_numpy(value) for key, value in load(golden / "losses_functions.npz").items()}
+
+
+@pytest.fixture(scope="module")
+def labels(golden: Path) -> dict[str, Tensor]:
+    return {key: torch.from_numpy(value)[None] for key, value in load(golden / "labels.npz").items()}
+
+
+def _trajectory(traj: Tensor) -> Rigid:
+    """[T, R, 7] -> [T, 1, R]."""
+    return Rigid.from_quaternion(traj[:, None, :, :4], traj[:, None, :, 4:])
+
+
+def _random_rotations(generator: torch.Generator, *shape: int) -> Tensor:
+    q, r = torch.linalg.qr(torch.randn(*shape, 3, 3, generator=generator, dtype=torch.float64))
+    q = q * torch.diagonal(r, dim1=-2, dim2=-1).sign()[..., None, :]
+    return q * torch.linalg.det(q)[..., None, None]
+
+
+def _problem(frames: int, points: int, batch: tuple[int, ...] = ()) -> tuple[Tensor, ...]:
+    """Predicted and true rotations, translations and points, masks; float64, distances on both sides of 10 Å."""
+    generator = torch.Generator().manual_seed(0)
+
+    def randn(*shape: int) -> Tensor:
+        return 8 * torch.randn(*batch, *shape, 3, generator=generator, dtype=torch.float64)
+
+    rotation, true_rotation = (_random_rotations(generator, *batch, frames) for _ in range(2))
+    masks = [(torch.rand(*batch, n, generator=generator) < 0.7).double() for n in (frames, points)]
+    return rotation, randn(frames), true_rotation, randn(frames), randn(points), randn(points), *masks
+
+
+def _formula(problem: tuple[Tensor, ...], clamp: float | None) -> Tensor:
+    """Algorithm 28, line by line, with all F x A vectors."""
+    rotation, translation, true_rotation, true_translation, points, true_points, frame_mask, point_mask = problem
+    local = torch.einsum("...fij,...fai->...faj", rotation, points[..., None, :, :] - translation[..., None, :])
+    true_vectors = true_points[..., None, :, :] - true_translation[..., None, :]
+    true_local = torch.einsum("...fij,...fai->...faj", true_rotation, true_vectors)
+    distance = ((local - true_local).square().sum(-1) + 1e-4).sqrt()
+    if clamp is not None:
+        distance = distance.clamp(max=clamp)
+    error = distance * frame_mask[..., None] * point_mask[..., None, :]
+    return error.sum((-1, -2)) / 10 / (frame_mask.sum(-1) * point_mask.sum(-1) + 1e-4)
+
+
+def _fape(problem: tuple[Tensor, ...], **options: object) -> Tensor:
+    rotation, translation, true_rotation, true_translation, points, true_points, frame_mask, point_mask = problem
+    frames, true_frames = Rigid(rotation, translation), Rigid(true_rotation, true_translation)
+    return frame_aligned_point_error(frames, true_frames, frame_mask, points, true_points, point_mask, **options)
+
+
+@pytest.mark.parametrize(("name", "clamped"), [("clamped", 1.0), ("unclamped", 0.0), ("mixed", 0.3)])
+def test_backbone_fape_is_alphafolds(reference, labels, name: str, clamped: float) -> None:
+    """Catches a wrong clamp, mask, length scale, normalisation or mixing of clamped and unclamped samples."""
+    backbone = _trajectory(reference["in/traj"])
+    truth = Rigid.from_flat12(labels["rigidgroups_gt_frames"][:, :, 0])
+    mask, fraction = labels["backbone_affine_mask"], torch.tensor([clamped])
+    mean = backbone_fape(backbone, truth, mask, fraction)
+    last = backbone_fape(backbone[-1:], truth, mask, fraction)
+    torch.testing.assert_close(mean[0], reference[f"backbone_fape_{name}/mean"], rtol=1e-5, atol=0)
+    torch.testing.assert_close(last[0], reference[f"backbone_fape_{name}/last"], rtol=1e-5, atol=0)
+    if name == "clamped":
+        torch.testing.assert_close(mean, backbone_fape(backbone, truth, mask))
+
+
+def test_backbone_fape_gradient_is_alphafolds(reference, labels) -> None:
+    """Catches a wrong hand-written gradient. Of quaternions the part that turns: the length of a rotation has no meaning."""
+    trajectory = reference["in/traj"].clone().requires_grad_()
+    truth = Rigid.from_flat12(labels["rigidgroups_gt_frames"][:, :, 0])
+    backbone_fape(_trajectory(trajectory), truth, labels["backbone_affine_mask"]).sum().backward()
+    assert trajectory.grad is not None
+    quaternion = reference["in/traj"][..., :4]
+
+    def turning(gradient: Tensor) -> Tensor:
+        along = (gradient[..., :4] * quaternion).sum(-1, keepdim=True)
+        return torch.cat([gradient[..., :4] - along * quaternion, gradient[..., 4:]], dim=-1)
+
+    expected = turning(reference["grad_backbone_fape/traj"])
+    torch.testing.assert_close(turning(trajectory.grad), expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+    # The whole structure loss reaches the first iteration through half the backbone FAPE alone.
+    first = turning(reference["grad/traj"])[0]
+    torch.testing.assert_close(turning(trajectory.grad)[0] / 2, first, rtol=0, atol=1e-5 * float(first.abs().max()))
+
+
+def test_sidechain_fape_is_alphafolds(reference, labels) -> None:
+    """Catches groups or atoms flattened in different orders, and an unclamped side-chain FAPE."""
+    renamed = reference["alt_naming_is_better"].bool()[None, :, None, None]
+    frames = torch.where(renamed, labels["rigidgroups_alt_gt_frames"], labels["rigidgroups_gt_frames"])
+    loss = sidechain_fape(
+        Rigid.from_flat12(reference["in/frames_flat12"][-1:]), Rigid.from_flat12(frames), labels["rigidgroups_gt_exists"],
+        reference["in/atom14_pos"][-1:], reference["renamed_atom14_gt_positions"][None],
+        reference["renamed_atom14_gt_exists"][None],
+    )  # fmt: skip
+    torch.testing.assert_close(loss[0], reference["sidechain_fape"], rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("clamp", [10.0, None])
+@pytest.mark.parametrize("chunk", [1, 60, 10**6])
+def test_streaming_over_frames_changes_neither_value_nor_gradient(monkeypatch, clamp: float | None, chunk: int) -> None:
+    """Catches frames lost or counted twice at chunk borders (11 frames do not divide), and a gradient off the formula's."""
+    monkeypatch.setattr(fape, "_CPU_CHUNK", chunk)
+    problem = _problem(11, 7, batch=(2, 3))
+    leaves = [problem[i].requires_grad_() for i in (0, 1, 4)]
+    weights = torch.arange(1.0, 7.0, dtype=torch.float64).reshape(2, 3)
+    expected, actual = _formula(problem, clamp), _fape(problem, clamp_distance=clamp)
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=0)
+    gradients = [torch.autograd.grad((x * weights).sum(), leaves) for x in (actual, expected)]
+    for got, wanted in zip(*gradients, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=0, atol=1e-12 * float(wanted.abs().max()))
+
+
+def test_gradient_is_the_numerical_one_between_clamped_and_not() -> None:
+    """Catches a gradient of the mixed error that weighs the clamp by the wrong sample."""
+    problem = _problem(3, 4, batch=(2,))
+    fraction = torch.tensor([0.25, 0.9], dtype=torch.float64)
+
+    def function(rotation: Tensor, translation: Tensor, points: Tensor) -> Tensor:
+        moved = (rotation, translation, *problem[2:4], points, *problem[5:])
+        return _fape(moved, clamped_fraction=fraction)
+
+    assert torch.autograd.gradcheck(function, [problem[i].requires_grad_() for i in (0, 1, 4)])
+
+
+def test_truth_is_shared_by_iterations_and_fraction_by_sample() -> None:
+    """Catches batch axes broadcast from the wrong side: predictions [T, B, F], truth [B, F], fraction [B]."""
+    problem = _problem(5, 6, batch=(4, 2))
+    shared = tuple(x if i in (0, 1, 4) else x[0] for i, x in enumerate(problem))
+    fraction = torch.tensor([1.0, 0.0], dtype=torch.float64)
+    whole = _fape(shared, clamped_fraction=fraction)
+    assert whole.shape == (4, 2)
+    one = tuple(x[3, 1] if i in (0, 1, 4) else x[1] for i, x in enumerate(shared))
+    torch.testing.assert_close(whole[3, 1], _formula(one, None))
+
+
+def test_masked_frames_and_points_neither_count_nor_pull() -> None:
+    """Catches padding, or unresolved residues at the origin, that enter the mean or get a gradient."""
+    problem = list(_problem(9, 8))
+    points = problem[4].requires_grad_()
+    loss = _fape(tuple(problem))
+    (gradient,) = torch.autograd.grad(loss, points)
+    assert (gradient[problem[7] == 0] == 0).all()
+    keep_frames, keep_points = problem[6] == 1, problem[7] == 1
+    kept = [x[keep_frames] if i in (0, 1, 2, 3, 6) else x[keep_points] for i, x in enumerate(problem)]
+    torch.testing.assert_close(loss, _fape(tuple(kept)))
+
+
+def test_nothing_observed_gives_zero_and_finite_gradients() -> None:
+    """Catches 0 / 0 for a crop without a single resolved residue."""
+    problem = list(_problem(4, 5))
+    problem[6], problem[7] = torch.zeros(4, dtype=torch.float64), torch.zeros(5, dtype=torch.float64)
+    loss = _fape((*problem[:4], problem[4].requires_grad_(), *problem[5:]))
+    loss.backward()
+    assert loss.item() == 0
+    assert torch.isfinite(problem[4].grad).all()
+
+
+def test_coordinates_far_from_the_origin_keep_their_digits() -> None:
+    """Catches float32 cancellation: crystal coordinates lie hundreds of Å away from where the prediction does."""
+    problem = _problem(20, 30)
+    shift = torch.tensor([900.0, -700.0, 400.0], dtype=torch.float64)
+    far = tuple(x + shift if i in (3, 5) else x for i, x in enumerate(problem))
+    near = _fape(tuple(x.float() for x in problem))
+    torch.testing.assert_close(_fape(tuple(x.float() for x in far)), near, rtol=2e-6, atol=0)
+
+
+def test_bfloat16_autocast_does_not_round_distances() -> None:
+    """Catches the loss being computed in bfloat16, where 50 Å has a step of 0.25 Å."""
+    problem = tuple(x.float() for x in _problem(20, 30))
+    points = problem[4].requires_grad_()
+    (expected,) = torch.autograd.grad(_fape(problem), points)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = _fape(problem)
+    assert loss.dtype == torch.float32
+    (gradient,) = torch.autograd.grad(loss, points)
+    torch.testing.assert_close(gradient, expected)

@@ -1,0 +1,174 @@
+"""The total loss: AlphaFold2's end-to-end numbers, weights, batches and missing labels."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from evodsp.config import HeadsConfig, LossConfig
+from evodsp.errors import UserError
+from evodsp.geometry.rigid import Rigid
+from evodsp.losses.total import total_loss
+from evodsp.model.outputs import ModelOutput, StructureOutput
+from tests.conftest import load
+
+_NAMES = {
+    "sidechain_fape": "structure_module/sidechain_fape",
+    "torsion": "structure_module/chi_loss",
+    "angle_norm": "structure_module/angle_norm_loss",
+    "distogram": "distogram_loss",
+    "masked_msa": "masked_msa_loss",
+    "plddt": "plddt_loss",
+}
+_WEIGHTS = (*_NAMES, "backbone_fape")
+_HEADS = HeadsConfig()
+
+
+def _only(*names: str, **changes: object) -> LossConfig:
+    """Weight 1 for the terms named, 0 for the others."""
+    weights = {name: float(name in names) for name in _WEIGHTS}
+    return dataclasses.replace(LossConfig(), **weights, **changes)
+
+
+@pytest.fixture(scope="module")
+def losses(golden: Path) -> dict[str, Tensor]:
+    return {key: torch.from_numpy(value) for key, value in load(golden / "losses.npz").items()}
+
+
+@pytest.fixture(scope="module")
+def output(golden: Path, losses) -> ModelOutput:
+    """The reference's model output, batch of one."""
+    out = {key: torch.from_numpy(value)[None] for key, value in load(golden / "outputs.npz").items()}
+    trajectory = losses["structure_module/traj"][:, None]
+    structure = StructureOutput(
+        backbone=Rigid.from_quaternion(trajectory[..., :4], trajectory[..., 4:]),
+        angles=losses["sidechains_angles_sin_cos"][:, None],
+        unnormalized_angles=losses["sidechains_unnormalized_angles_sin_cos"][:, None],
+        frames=Rigid.from_flat12(losses["sidechains_frames_flat12"][-1:]),
+        atom14=losses["sidechains_atom_pos"][-1:],
+        positions=out["structure_module/final_atom_positions"],
+        mask=out["structure_module/final_atom_mask"],
+        single=out["representations/structure_module"],
+    )
+    return ModelOutput(
+        msa=out["representations/msa"], pair=out["representations/pair"], single=out["representations/single"],
+        structure=structure, distogram_logits=out["distogram/logits"], masked_msa_logits=out["masked_msa/logits"],
+        plddt_logits=out["predicted_lddt/logits"],
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def batch(golden: Path) -> dict[str, Tensor]:
+    """Features [1, cycle, ...] and labels [1, ...]."""
+    files = (load(golden / name) for name in ("features_processed.npz", "labels.npz"))
+    return {key: torch.from_numpy(value)[None] for file in files for key, value in file.items()}
+
+
+def _stack(first: object, second: object) -> object:
+    """Two batches of one to a batch of two; the structure module's trajectories carry the batch on their second axis."""
+    if isinstance(first, Tensor):
+        return torch.cat([first, second])
+    if isinstance(first, StructureOutput):
+        values = {}
+        for field in dataclasses.fields(first):
+            a, b = getattr(first, field.name), getattr(second, field.name)
+            dim = 1 if field.name in ("backbone", "angles", "unnormalized_angles") else 0
+            if isinstance(a, Rigid):
+                rotation = torch.cat([a.rotation, b.rotation], dim)
+                values[field.name] = Rigid(rotation, torch.cat([a.translation, b.translation], dim))
+            else:
+                values[field.name] = torch.cat([a, b], dim)
+        return StructureOutput(**values)
+    fields = [field.name for field in dataclasses.fields(first)]
+    return type(first)(**{name: _stack(getattr(first, name), getattr(second, name)) for name in fields})
+
+
+def test_every_term_is_alphafolds_end_to_end(output, batch, losses) -> None:
+    """Catches a term fed with the wrong tensor, label or recycling iteration's features."""
+    _, breakdown = total_loss(output, batch, LossConfig(), _HEADS)
+    assert list(breakdown) == ["backbone_fape", "sidechain_fape", *list(_NAMES)[1:], "total"]
+    for name, key in _NAMES.items():
+        torch.testing.assert_close(breakdown[name], losses[key], rtol=1e-5, atol=0, msg=lambda m, n=name: f"{n}: {m}")
+    structure = dataclasses.replace(output.structure, backbone=output.structure.backbone[-1:])
+    _, of_last = total_loss(dataclasses.replace(output, structure=structure), batch, _only("backbone_fape"), _HEADS)
+    torch.testing.assert_close(of_last["backbone_fape"], losses["structure_module/fape"], rtol=1e-5, atol=0)
+
+
+def test_total_is_the_weighted_sum_times_root_of_residues(output, batch) -> None:
+    """Catches a weight left out, padding counted as residues, and a breakdown that is weighted."""
+    config = LossConfig()
+    total, breakdown = total_loss(output, batch, config, _HEADS)
+    expected = sum(getattr(config, name) * breakdown[name] for name in _WEIGHTS)
+    torch.testing.assert_close(total, expected * 64**0.5)
+    torch.testing.assert_close(breakdown["total"], total)
+    unscaled, _ = total_loss(output, batch, dataclasses.replace(config, scale_by_length=False), _HEADS)
+    torch.testing.assert_close(unscaled, expected)
+
+
+def test_batch_is_the_mean_of_its_samples(output, batch) -> None:
+    """Catches terms pooled over the batch: masks, lengths, resolutions and clamping are a sample's own."""
+    other_batch = {key: value.clone() for key, value in batch.items()}
+    masks = (
+        "backbone_affine_mask",
+        "rigidgroups_gt_exists",
+        "atom14_gt_exists",
+        "pseudo_beta_mask",
+        "torsion_angles_mask",
+    )
+    for key in masks:
+        other_batch[key][:, 30:] = 0
+    other_batch["seq_mask"][:, :, 50:] = 0
+    other_batch["resolution"] += 5
+    batches = [{**b, "use_clamped_fape": torch.tensor([c])} for b, c in ((batch, 1.0), (other_batch, 0.0))]
+    singles = [total_loss(output, b, LossConfig(), _HEADS) for b in batches]
+    both = {key: torch.cat([b[key] for b in batches]) for key in batches[0]}
+    total, breakdown = total_loss(_stack(output, output), both, LossConfig(), _HEADS)
+    torch.testing.assert_close(total, (singles[0][0] + singles[1][0]) / 2)
+    for name in breakdown:
+        torch.testing.assert_close(breakdown[name], (singles[0][1][name] + singles[1][1][name]) / 2)
+
+
+def test_terms_of_weight_zero_need_no_labels_and_are_not_reported(output, batch) -> None:
+    """Catches work and requirements for terms that are switched off."""
+    features = {key: batch[key] for key in ("true_msa", "bert_mask", "seq_mask")}
+    _, breakdown = total_loss(output, features, _only("masked_msa"), _HEADS)
+    assert list(breakdown) == ["masked_msa", "total"]
+
+
+def test_missing_labels_are_named_in_one_line(output, batch) -> None:
+    """Catches a KeyError for a user who trains on chains without structures."""
+    lacking = {key: value for key, value in batch.items() if key not in ("all_atom_positions", "pseudo_beta")}
+    with pytest.raises(UserError, match=r"all_atom_positions, pseudo_beta.*distogram, plddt.*weights to 0") as error:
+        total_loss(output, lacking, LossConfig(), _HEADS)
+    assert "\n" not in str(error.value)
+
+
+def test_gradient_reaches_every_output_and_the_breakdown_holds_none(output, batch) -> None:
+    """Catches a detached term, and a breakdown that keeps the graph alive when logged."""
+    structure = output.structure
+    leaves = {
+        "backbone": structure.backbone.translation, "angles": structure.angles, "norm": structure.unnormalized_angles,
+        "frames": structure.frames.translation, "atom14": structure.atom14, "distogram": output.distogram_logits,
+        "msa": output.masked_msa_logits, "plddt": output.plddt_logits,
+    }  # fmt: skip
+    leaves = {key: value.clone().requires_grad_() for key, value in leaves.items()}
+    differentiable = dataclasses.replace(
+        output,
+        distogram_logits=leaves["distogram"], masked_msa_logits=leaves["msa"], plddt_logits=leaves["plddt"],
+        structure=dataclasses.replace(
+            structure, backbone=Rigid(structure.backbone.rotation, leaves["backbone"]), angles=leaves["angles"],
+            unnormalized_angles=leaves["norm"], frames=Rigid(structure.frames.rotation, leaves["frames"]),
+            atom14=leaves["atom14"],
+        ),
+    )  # fmt: skip
+    total, breakdown = total_loss(differentiable, batch, LossConfig(), _HEADS)
+    total.backward()
+    for name, leaf in leaves.items():
+        assert leaf.grad is not None, name
+        assert torch.isfinite(leaf.grad).all(), name
+        assert leaf.grad.abs().sum() > 0, name
+    assert not any(value.requires_grad for value in breakdown.values())
