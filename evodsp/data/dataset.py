@@ -25,6 +25,7 @@ from evodsp.data.msa import MsaFeatures, merge_alignments, query_only
 from evodsp.data.transforms import (
     FEATURE_AXES,
     GAP,
+    UNKNOWN,
     Sizes,
     check_config,
     encode_sequence,
@@ -34,7 +35,7 @@ from evodsp.data.transforms import (
 from evodsp.data.types import Alignment, Chain, Sequence
 from evodsp.errors import UserError
 from evodsp.geometry.frames import structure_labels
-from evodsp.geometry.residues import RESTYPE_ORDER, RESTYPES_WITH_X
+from evodsp.geometry.residues import RESTYPES_WITH_X
 from evodsp.rng import Draws
 
 Sample = dict[str, Tensor]
@@ -42,7 +43,6 @@ Sample = dict[str, Tensor]
 SCALAR_LABELS = ("resolution", "use_clamped_fape")
 """Labels without a residue axis."""
 
-_UNKNOWN = RESTYPE_ORDER["X"]
 # Alignments spell some residues by their nearest amino acid where a sequence has X.
 _ALIGNED_AS = str.maketrans("BUZ", "DCE")
 
@@ -78,7 +78,7 @@ def check_query(name: str, letters: str, query: Int8[np.ndarray, "L"], source: s
             f"{name}: {len(letters)} residues, but {len(query)} columns in {source}; align the sequence of {name} itself"
         )
     spelt = encode_sequence(letters.translate(_ALIGNED_AS))
-    differs = (spelt != query) & (spelt != _UNKNOWN) & (query != _UNKNOWN)
+    differs = (spelt != query) & (spelt != UNKNOWN) & (query != UNKNOWN)
     if differs.any():
         position = int(differs.argmax())
         found = "a gap" if query[position] == GAP else f"'{RESTYPES_WITH_X[query[position]]}'"

@@ -22,12 +22,12 @@ from evodsp.errors import UserError
 from evodsp.geometry import residues
 from evodsp.rng import Draws
 
-GAP, MASK = 21, 22
+UNKNOWN, GAP, MASK = 20, 21, 22
 LETTERS = 23
 """Letters of a masked MSA: 20 amino acids, X, gap, mask."""
 
 _ONE_HOT = np.eye(LETTERS, dtype=np.float32)
-_CODES = np.full(256, residues.RESTYPE_ORDER["X"], np.int32)
+_CODES = np.full(256, UNKNOWN, np.int32)
 _CODES[np.frombuffer("".join(residues.RESTYPES).encode(), np.uint8)] = np.arange(20)
 
 FEATURE_AXES: dict[str, tuple[str | None, ...]] = {

@@ -1,0 +1,332 @@
+"""MSA processing against AF2's own, step by step with its random numbers, and as a whole where it is deterministic."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from evodsp.config import FeatureConfig
+from evodsp.data.crop import Crop
+from evodsp.data.msa import MsaFeatures, letter_profile, query_only
+from evodsp.data.transforms import (
+    FEATURE_AXES,
+    CycleDraws,
+    Sizes,
+    check_config,
+    deletion_value,
+    encode_sequence,
+    kept_rows,
+    letter_probabilities,
+    make_features,
+    mask_letters,
+    msa_features,
+    nearest_clusters,
+    sampled_features,
+    summarise_clusters,
+    target_features,
+)
+from evodsp.errors import UserError
+from evodsp.rng import Draws
+from tests.conftest import load
+
+CONFIG = FeatureConfig(msa_clusters=32, extra_msa=64, max_templates=4, crop_size=72, recycles=1)
+"""The configuration of the golden features: 28 clusters beside 4 template rows."""
+
+
+def msa_of(rows: np.ndarray, deletions: np.ndarray | None = None) -> MsaFeatures:
+    rows = rows.astype(np.int8)
+    counts = np.zeros(rows.shape, np.int32) if deletions is None else deletions.astype(np.int32)
+    return MsaFeatures(rows, counts, letter_profile(rows))
+
+
+def random_msa(rows: int, columns: int, seed: int = 0) -> MsaFeatures:
+    """A family whose members keep a quarter to three quarters of the query's letters, with deletions here and there."""
+    rng = np.random.default_rng(seed)
+    msa = rng.integers(0, 22, (rows, columns))
+    query = rng.integers(0, 20, columns)
+    msa = np.where(rng.random((rows, columns)) < rng.uniform(0.25, 0.75, (rows, 1)), query, msa)
+    msa[0] = query
+    return msa_of(msa, rng.integers(1, 9, msa.shape) * (rng.random(msa.shape) < 0.1))
+
+
+@pytest.fixture(scope="module")
+def steps(golden: Path) -> dict[str, np.ndarray]:
+    return load(golden / "featurization/msa_transforms.npz")
+
+
+@pytest.fixture(scope="module")
+def golden_msa(golden: Path, steps: dict[str, np.ndarray]) -> MsaFeatures:
+    deletions = load(golden / "features_raw_crop.npz")["deletion_matrix_int"]
+    return msa_of(steps["msa_corrected"], deletions)
+
+
+@pytest.fixture(scope="module")
+def flat_msa(golden_msa: MsaFeatures) -> MsaFeatures:
+    """The golden MSA with a flat profile. The golden replacements are arbitrary letters: here each of them can be drawn."""
+    return replace(golden_msa, profile=np.full_like(golden_msa.profile, 1 / 22))
+
+
+@pytest.fixture(scope="module")
+def golden_draws(steps: dict[str, np.ndarray], flat_msa: MsaFeatures) -> CycleDraws:
+    """The golden random numbers; a replacement's lies in the middle of the interval of the golden letter."""
+    probabilities = letter_probabilities(steps["masked_msa/true_msa"].astype(np.int8), flat_msa.profile, CONFIG)
+    drawn = steps["masked_msa/drawn_aa"][..., None]
+    upper = np.take_along_axis(np.cumsum(probabilities, -1, dtype=np.float64), drawn, -1)
+    middle = (upper - np.take_along_axis(probabilities, drawn, -1) / 2)[..., 0]
+    order = steps["sample_order"].astype(np.int64)
+    return CycleDraws(np.zeros(0, np.int64), order, steps["masked_msa/uniform"].astype(np.float64), middle)
+
+
+# Step by step ------------------------------------------------------------------------------------------------------
+
+
+def test_probabilities_of_replacement(steps: dict[str, np.ndarray], golden_msa: MsaFeatures) -> None:
+    true = steps["masked_msa/true_msa"].astype(np.int8)
+    probabilities = letter_probabilities(true, golden_msa.profile, CONFIG)
+    np.testing.assert_allclose(probabilities, steps["masked_msa/categorical_probs"], atol=1e-6)
+
+
+def test_masking(steps: dict[str, np.ndarray], flat_msa: MsaFeatures, golden_draws: CycleDraws) -> None:
+    true = steps["masked_msa/true_msa"].astype(np.int8)
+    masked, bert_mask = mask_letters(true, flat_msa.profile, golden_draws.replace, golden_draws.letter, CONFIG)
+    np.testing.assert_array_equal(bert_mask, steps["masked_msa/bert_mask"])
+    np.testing.assert_array_equal(masked, steps["masked_msa/msa"])
+
+
+def test_nearest_clusters(steps: dict[str, np.ndarray]) -> None:
+    nearest = nearest_clusters(steps["masked_msa/msa"].astype(np.int8), steps["extra_msa"].astype(np.int8))
+    np.testing.assert_array_equal(nearest, steps["extra_cluster_assignment"])
+
+
+def test_cluster_summary(steps: dict[str, np.ndarray]) -> None:
+    profile, deletion_mean = summarise_clusters(
+        steps["masked_msa/msa"].astype(np.int8),
+        steps["deletion_matrix"].astype(np.int32),
+        steps["extra_msa"].astype(np.int8),
+        steps["extra_deletion_matrix"].astype(np.int32),
+        steps["extra_cluster_assignment"],
+    )
+    np.testing.assert_allclose(profile, steps["cluster_profile"], atol=1e-6)
+    np.testing.assert_allclose(deletion_mean, steps["cluster_deletion_mean"], rtol=1e-6, atol=1e-6)
+
+
+def test_msa_feat(steps: dict[str, np.ndarray]) -> None:
+    features = msa_features(
+        steps["masked_msa/msa"].astype(np.int8),
+        steps["deletion_matrix"].astype(np.int32),
+        steps["cluster_profile"],
+        steps["cluster_deletion_mean"],
+    )
+    np.testing.assert_allclose(features, steps["msa_feat"], atol=1e-6)
+
+
+def test_extra_deletion_value(steps: dict[str, np.ndarray]) -> None:
+    value = deletion_value(steps["extra_deletion_matrix"].astype(np.int32))
+    np.testing.assert_allclose(value, steps["extra_deletion_value"], atol=1e-6)
+
+
+def test_one_cycle_from_af2s_random_numbers(
+    steps: dict[str, np.ndarray], flat_msa: MsaFeatures, golden_draws: CycleDraws
+) -> None:
+    """The order of the steps: extra rows unmasked, clusters compared after masking."""
+    features = sampled_features(flat_msa, CONFIG, golden_draws, Crop(0, 64))
+    np.testing.assert_allclose(features["msa_feat"], steps["msa_feat"], atol=1e-6)
+    np.testing.assert_array_equal(features["true_msa"], steps["masked_msa/true_msa"])
+    np.testing.assert_array_equal(features["bert_mask"], steps["masked_msa/bert_mask"])
+    for name in ("extra_msa", "extra_has_deletion", "extra_deletion_value"):
+        np.testing.assert_allclose(features[name], steps[name], atol=1e-6)
+
+
+def test_processed_features(golden: Path, golden_msa: MsaFeatures) -> None:
+    """Everything the model reads: names, shapes, types, padding; values wherever AF2 draws nothing."""
+    raw, processed = load(golden / "features_raw_crop.npz"), load(golden / "features_processed.npz")
+    aatype = encode_sequence(raw["sequence"][0].decode())
+    features = make_features(
+        aatype, golden_msa, CONFIG, Draws.root(0), cycles=2, crop=Crop(0, 64), sizes=Sizes(72, 28, 64)
+    )
+
+    drawn_by_af2 = {n for n in processed if n.startswith("template_") or n == "random_crop_to_size_seed"}
+    assert set(features) == set(processed) - drawn_by_af2 == set(FEATURE_AXES)
+    for name, values in features.items():
+        assert (values.shape, values.dtype) == (processed[name].shape, processed[name].dtype), name
+    drawn = {"msa_feat", "true_msa", "bert_mask", "extra_msa", "extra_has_deletion", "extra_deletion_value"}
+    for name in features.keys() - drawn - {"residue_index"}:
+        np.testing.assert_array_equal(features[name], processed[name], err_msg=name)
+    # The golden input is residues 40..103 of a chain.
+    np.testing.assert_array_equal(features["residue_index"][:, :64] + 40, processed["residue_index"][:, :64])
+    for name in drawn:
+        padding = np.ones(features[name].shape, bool)
+        padding[:, : 50 if name.startswith("extra") else 28, :64] = False
+        assert not features[name][padding].any(), name
+    # Which rows are extra is drawn; the query is always the first cluster.
+    np.testing.assert_array_equal(features["true_msa"][:, 0], processed["true_msa"][:, 0])
+
+
+def test_target_feat_of_unknown_residue() -> None:
+    """Column 0 marks chain breaks; an off-by-one would put A there."""
+    features = target_features(encode_sequence("AX"))
+    np.testing.assert_array_equal(features.argmax(-1), [1, 21])
+
+
+# Against a plain reading of the supplement ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("clusters", "extra", "columns"), [(7, 900, 41), (3, 1, 1), (5, 0, 9), (300, 500, 300)])
+def test_clustering_agrees_with_one_hot_products(clusters: int, extra: int, columns: int) -> None:
+    """Tiles must cover every row and column, also where the last tile is partly filled, and agreement above 255 columns."""
+    rng = np.random.default_rng(clusters)
+    letters = 3 if columns == 300 else 23
+    centres = rng.integers(0, letters, (clusters, columns)).astype(np.int8)
+    others = np.minimum(rng.integers(0, letters, (extra, columns)), 21).astype(np.int8)
+    deletions = rng.integers(0, 4, (clusters + extra, columns)).astype(np.int32)
+
+    nearest = nearest_clusters(centres, others)
+    weights = np.eye(23) * (np.arange(23) < 21)
+    agreement = np.einsum("sla,ela->es", weights[centres], np.eye(23)[others])
+    np.testing.assert_array_equal(nearest, agreement.argmax(1) if extra else np.zeros(0))
+
+    profile, mean = summarise_clusters(centres, deletions[:clusters], others, deletions[clusters:], nearest)
+    member = np.eye(clusters)[nearest].reshape(extra, clusters)
+    size = 1 + 1e-6 + member.sum(0)
+    counts = np.eye(23)[centres] + np.einsum("es,ela->sla", member, np.eye(23)[others])
+    np.testing.assert_allclose(profile, counts / size[:, None, None], atol=1e-6)
+    sums = deletions[:clusters] + np.einsum("es,el->sl", member, deletions[clusters:])
+    np.testing.assert_allclose(mean, sums / size[:, None], rtol=2e-6)
+
+
+def test_gap_and_mask_agree_with_nothing() -> None:
+    """Two gapped rows must not be neighbours for their gaps: the one common letter decides."""
+    clusters = np.array([[21, 21, 21, 22], [0, 1, 2, 3]], np.int8)
+    extra = np.array([[21, 21, 21, 3], [21, 21, 21, 21]], np.int8)
+    np.testing.assert_array_equal(nearest_clusters(clusters, extra), [1, 0])
+
+
+def test_replacement_follows_its_distribution() -> None:
+    """Each letter's share among a million draws, against the probabilities of equation in 1.2.7."""
+    rng = np.random.default_rng(0)
+    msa = np.full((1000, 1000), 5, np.int8)
+    profile = np.zeros((1000, 22), np.float32)
+    profile[:, 7], profile[:, 21] = 0.25, 0.75
+    config = replace(CONFIG, masked_msa_fraction=1.0)
+    masked, bert_mask = mask_letters(msa, profile, rng.random(msa.shape), rng.random(msa.shape), config)
+    expected = np.zeros(23)
+    expected[:20] = 0.1 / 20
+    expected[[5, 7, 21, 22]] += [0.1, 0.025, 0.075, 0.7]
+    np.testing.assert_allclose(np.bincount(masked.ravel(), minlength=23) / msa.size, expected, atol=1.5e-3)
+    assert bert_mask.all()
+
+
+def test_no_masking_when_fraction_is_zero() -> None:
+    msa = random_msa(4, 9)
+    draws = CycleDraws.draw(Draws.root(0), 4, 9, CONFIG)
+    config = replace(CONFIG, masked_msa_fraction=0.0)
+    masked, bert_mask = mask_letters(msa.msa, msa.profile, draws.replace, draws.letter, config)
+    np.testing.assert_array_equal(masked, msa.msa)
+    assert not bert_mask.any()
+
+
+def test_block_deletion_spares_the_query_and_stops_at_the_end() -> None:
+    keep = kept_rows(10, np.array([0, 8]), 0.3)
+    np.testing.assert_array_equal(np.flatnonzero(keep), [0, 3, 4, 5, 6, 7])
+
+
+def test_block_deletion_leaves_rows_out_of_clusters_and_extra() -> None:
+    msa = msa_of(np.arange(20)[:, None].repeat(3, 1))
+    config = replace(CONFIG, msa_clusters=8, block_delete=True, masked_msa_fraction=0.0)
+    draws = CycleDraws.draw(Draws.root(3), 20, 3, config)
+    features = sampled_features(msa, config, draws, Crop(0, 3))
+    shown = np.concatenate([features["true_msa"][:, 0], features["extra_msa"][:, 0]])
+    kept = np.flatnonzero(kept_rows(20, draws.deleted_block_starts, 0.3))
+    assert len(kept) < 20
+    np.testing.assert_array_equal(np.sort(shown), kept)
+    assert features["true_msa"][0, 0] == 0
+
+
+# Sampling and sizes --------------------------------------------------------------------------------------------------
+
+
+def test_rows_are_sampled_without_repetition_query_first() -> None:
+    msa = msa_of(np.stack([np.arange(90) % 20, np.arange(90) // 20], 1))
+    config = replace(CONFIG, msa_clusters=14, extra_msa=30)
+    features = make_features(encode_sequence("AA"), msa, config, Draws.root(1), cycles=3)
+    codes = [features[name] @ np.array([1, 20]) for name in ("true_msa", "extra_msa")]
+    assert (codes[0][:, 0] == 0).all()
+    for rows in np.concatenate(codes, 1):
+        assert len(set(rows.tolist())) == 40
+    assert (codes[0][0] != codes[0][1]).any(), "each cycle draws anew"
+
+
+def test_late_crop_equals_cropping_the_finished_features() -> None:
+    """Clusters are found on the whole chain; computing only the cropped columns afterwards must change nothing."""
+    msa, crop = random_msa(60, 40), Crop(11, 17)
+    config = replace(CONFIG, msa_clusters=12)
+    draws = CycleDraws.draw(Draws.root(5), 60, 40, config)
+    whole, cropped = (sampled_features(msa, config, draws, c) for c in (Crop(0, 40), crop))
+    for name, values in whole.items():
+        axes = FEATURE_AXES[name]
+        if "residues" in axes:
+            values = values.take(range(11, 28), axis=axes.index("residues"))
+        np.testing.assert_array_equal(cropped[name], values, err_msg=name)
+
+
+def test_fixed_sizes_only_add_zeros() -> None:
+    msa, aatype = random_msa(9, 13), encode_sequence("ACDEFGHIKLMNP")
+    natural = make_features(aatype, msa, CONFIG, Draws.root(2), cycles=2)
+    padded = make_features(aatype, msa, CONFIG, Draws.root(2), cycles=2, sizes=Sizes(20, 28, 64))
+    for name, values in natural.items():
+        corner = tuple(slice(size) for size in values.shape)
+        np.testing.assert_array_equal(padded[name][corner], values)
+        assert np.abs(padded[name]).sum() == pytest.approx(np.abs(values).sum())
+    assert padded["msa_mask"].shape == (2, 28, 20)
+    assert padded["msa_mask"].sum() == 2 * 9 * 13
+
+
+def test_single_sequence_of_one_unknown_residue() -> None:
+    """The smallest chain: one row, one residue, type X; no axis is empty, no number undefined."""
+    aatype = encode_sequence("X")
+    features = make_features(aatype, query_only(aatype.astype(np.int8)), CONFIG, Draws.root(0), cycles=1)
+    assert features["msa_feat"].shape == (1, 1, 1, 49)
+    assert features["extra_msa"].shape == (1, 1, 1)
+    assert not features["extra_msa_mask"].any()
+    assert not features["atom14_atom_exists"].any()
+    assert all(np.isfinite(values).all() for values in features.values())
+    np.testing.assert_allclose(features["msa_feat"][0, 0, 0, 25:48].sum(), 1, atol=1e-5)
+
+
+def test_features_are_functions_of_seed_and_cycle() -> None:
+    """Asking for fewer cycles, or again, gives the same numbers; another seed gives others."""
+    msa, aatype = random_msa(50, 8), encode_sequence("ACDEFGHI")
+    config = replace(CONFIG, msa_clusters=12)
+    three = make_features(aatype, msa, config, Draws.root(7), cycles=3)
+    one = make_features(aatype, msa, config, Draws.root(7), cycles=1)
+    other = make_features(aatype, msa, config, Draws.root(8), cycles=1)
+    np.testing.assert_array_equal(three["msa_feat"][:1], one["msa_feat"])
+    assert (other["msa_feat"] != one["msa_feat"]).any()
+
+
+# Input of the user ---------------------------------------------------------------------------------------------------
+
+
+def test_letters_to_residue_types() -> None:
+    np.testing.assert_array_equal(encode_sequence("ARVXUBé-"), [0, 1, 19, 20, 20, 20, 20, 20])
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("msa_clusters", 4),
+        ("extra_msa", 0),
+        ("crop_size", 0),
+        ("recycles", -1),
+        ("masked_msa_fraction", 1.5),
+        ("masked_same", 0.9),
+        ("block_delete_fraction", -0.1),
+        ("block_delete_blocks", -1),
+    ],
+)
+def test_impossible_configs_are_named(field: str, value: float) -> None:
+    with pytest.raises(UserError, match=field):
+        check_config(replace(CONFIG, **{field: value}))
