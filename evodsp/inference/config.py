@@ -1,0 +1,53 @@
+"""Settings of a prediction run. Importing this costs nothing (no torch), so that `evodsp predict --help` is quick."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from evodsp.errors import UserError
+
+
+@dataclass(frozen=True)
+class PredictConfig:
+    """What to predict, with which model, and where to put it.
+
+    Raises UserError on a number out of range.
+    """
+
+    fasta: Path
+    """FASTA file; every record becomes one folder of the output, named by the first word of its header."""
+    alignments: Path
+    """Folder of alignments (.a3m, .sto): those of the only record directly, or one sub-folder per record, named alike."""
+    checkpoint: Path
+    """Checkpoint written by `evodsp fit`."""
+    output: Path
+    """Folder for the results, made if it does not exist: <output>/<name>/seed_<k>.cif and the files beside it."""
+    seeds: int = 1
+    """Number of predictions per record; each draws its own MSA clusters and masks."""
+    first_seed: int = 0
+    """The predictions are numbered (and seeded) first_seed, first_seed + 1, …"""
+    recycles: int = 3
+    """Recycling iterations after the first pass."""
+    format: Literal["cif", "pdb"] = "cif"
+    """File format of the structures. PDB holds at most 9,999 residues and 99,999 atoms."""
+    raw: bool = False
+    """Use the raw weights of the checkpoint instead of their exponential moving average."""
+    device: str = "auto"
+    """Where the model runs: cpu, cuda, cuda:1, … ; auto takes a GPU if there is one."""
+    msa_clusters: int = 128
+    """Rows of the clustered MSA. Best as in training; more rows cost time and memory."""
+    extra_msa: int = 1024
+    """Rows of the extra MSA. Best as in training; more rows cost time and memory."""
+    overwrite: bool = False
+    """Replace earlier results. Otherwise a finished prediction with the same inputs is kept and named."""
+
+    def __post_init__(self) -> None:
+        lowest = {"seeds": 1, "first_seed": 0, "recycles": 0, "msa_clusters": 1, "extra_msa": 1}
+        for name, least in lowest.items():
+            value = getattr(self, name)
+            if value < least:
+                raise UserError(f"--{name} is {value}, but must be at least {least}; give a larger number")
+        if self.format not in ("cif", "pdb"):
+            raise UserError(f"--format is '{self.format}', but must be 'cif' or 'pdb'")

@@ -1,0 +1,98 @@
+"""Pictures of a prediction. matplotlib is an extra: it is imported only when a picture is drawn."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from jaxtyping import Bool, Float
+
+from evodsp.errors import UserError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_FARTHEST = 22.0
+"""Å; distances above are drawn alike: the distogram's last bin, and what contacts are about lies below."""
+_PLDDT_BANDS = (
+    (90.0, "#0053d6", "very high"),
+    (70.0, "#65cbf3", "confident"),
+    (50.0, "#ffdb13", "low"),
+    (0.0, "#ff7d45", "very low"),
+)
+"""Lower edge, colour and name, as in the AlphaFold database."""
+
+
+def distance_figure(
+    true_positions: Float[np.ndarray, "R 3"] | None,
+    predicted_positions: Float[np.ndarray, "R 3"],
+    plddt: Float[np.ndarray, "R"],
+    path: Path,
+    title: str = "",
+    true_mask: Bool[np.ndarray, "R"] | None = None,
+) -> None:
+    """Draw CA-CA distances and the pLDDT curve into an image file (its suffix decides the format).
+
+    With `true_positions` the map's upper triangle is the experiment and its lower one the prediction, so that a good
+    prediction is a symmetric picture; `true_mask` is False where the experiment has no CA (left white). Positions in Å,
+    pLDDT 0..100. Raises UserError if matplotlib is not installed.
+    """
+    figure, (map_axes, curve_axes) = _figure()
+    distances = _distances(predicted_positions)
+    if true_positions is not None:
+        true_distances = _distances(true_positions)
+        if true_mask is not None:
+            true_distances[~(true_mask[:, None] & true_mask[None, :])] = np.nan
+        upper = np.triu(np.ones_like(distances, dtype=bool), k=1)
+        distances = np.where(upper, true_distances, distances)
+    _draw_map(figure, map_axes, distances, both=true_positions is not None)
+    _draw_plddt(curve_axes, plddt)
+    if title:
+        figure.suptitle(title, fontsize=12)
+    figure.savefig(path, dpi=150, facecolor="white")
+
+
+def _figure() -> tuple[Figure, tuple[Axes, Axes]]:
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise UserError("pictures need matplotlib, which is not installed; run: pip install 'evodsp[plots]'") from error
+    # Agg's own canvas instead of pyplot: no window system, no global state.
+    figure = Figure(figsize=(10.0, 4.4), layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2, width_ratios=(1.0, 1.15))
+    return figure, (left, right)
+
+
+def _distances(positions: Float[np.ndarray, "R 3"]) -> Float[np.ndarray, "R R"]:
+    return np.linalg.norm(positions[:, None] - positions[None, :], axis=-1)
+
+
+def _draw_map(figure: Figure, axes: Axes, distances: Float[np.ndarray, "R R"], both: bool) -> None:
+    length = len(distances)
+    extent = (0.5, length + 0.5, length + 0.5, 0.5)
+    image = axes.imshow(distances, cmap="viridis_r", vmin=0.0, vmax=_FARTHEST, extent=extent, interpolation="nearest")
+    if both:
+        axes.plot([0.5, length + 0.5], [0.5, length + 0.5], color="white", linewidth=1.5)
+        label = {"fontsize": 10, "bbox": {"facecolor": "white", "alpha": 0.85, "edgecolor": "none", "pad": 2.5}}
+        true = "true (white: not resolved)" if np.isnan(distances).any() else "true"
+        axes.text(0.97, 0.97, true, transform=axes.transAxes, ha="right", va="top", **label)
+        axes.text(0.03, 0.03, "predicted", transform=axes.transAxes, ha="left", va="bottom", **label)
+    axes.set(xlabel="residue", ylabel="residue", title="CA–CA distances")
+    figure.colorbar(image, ax=axes, label="distance (Å)", extend="max", shrink=0.9)
+
+
+def _draw_plddt(axes: Axes, plddt: Float[np.ndarray, "R"]) -> None:
+    residues = np.arange(1, len(plddt) + 1)
+    top = 100.0
+    for lower, colour, name in _PLDDT_BANDS:
+        axes.axhspan(lower, top, color=colour, alpha=0.22, linewidth=0)
+        axes.text(1.015, (lower + top) / 2, name, transform=axes.get_yaxis_transform(), va="center", fontsize=8)
+        top = lower
+    axes.plot(residues, plddt, color="#202020", linewidth=1.4)
+    axes.set(xlabel="residue", ylabel="pLDDT (0 to 100)", title=f"Predicted confidence, mean pLDDT {plddt.mean():.1f}")
+    axes.set_xlim(1, max(len(plddt), 2))
+    axes.set_ylim(0, 100)

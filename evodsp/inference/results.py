@@ -1,0 +1,191 @@
+"""The folder of one target's predictions, written whole or not at all.
+
+<output>/<name>/seed_<k>.cif|.pdb       structure; B-factor = pLDDT
+                seed_<k>_scores.json    plddt per residue
+                ranking.json            seeds, best first; the settings they were made with
+                timings.json            seconds per stage, peak memory
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from evodsp import __version__
+from evodsp.errors import UserError
+from evodsp.inference.writers import PredictedStructure, structure_text
+
+RANKING, TIMINGS = "ranking.json", "timings.json"
+_OURS = re.compile(r"seed_\d+\.(cif|pdb)|seed_\d+_(scores|pae)\.json|ranking\.json|timings\.json")
+
+Format = Literal["cif", "pdb"]
+
+
+@dataclass(frozen=True)
+class PredictionResult:
+    """The predictions of one target."""
+
+    name: str
+    folder: Path
+    format: Format
+    mean_plddt: Mapping[int, float]
+    """Mean pLDDT (0..100) of each seed, best first."""
+    kept: bool
+    """True if the files were there from an earlier run with the same inputs and settings."""
+
+    @property
+    def best(self) -> int:
+        """The seed of highest mean pLDDT."""
+        return next(iter(self.mean_plddt))
+
+    def structure(self, seed: int | None = None) -> Path:
+        """The structure file of a seed; the best one's if none is given."""
+        return self.folder / f"seed_{self.best if seed is None else seed}.{self.format}"
+
+
+def finished(folder: Path, settings: Mapping[str, Any], overwrite: bool) -> PredictionResult | None:
+    """The complete result that `folder` holds already, or None if there is work to do.
+
+    Raises UserError if `folder` holds something else: results of other settings (unless `overwrite`) or foreign files.
+    """
+    if not folder.exists():
+        return None
+    if not folder.is_dir():
+        raise UserError(f"{folder}: a file is where the results are to go; move it away or choose another --output")
+    names = sorted(path.name for path in folder.iterdir())
+    if foreign := [name for name in names if not _OURS.fullmatch(name)]:
+        raise UserError(
+            f"{folder}: holds '{foreign[0]}', which is no result of evodsp predict; "
+            "move it away or choose another --output"
+        )
+    if not names or overwrite:
+        return None
+    result, made_with = _read(folder)
+    if differing := [key for key in settings if made_with.get(key) != settings[key]]:
+        key = differing[0]
+        raise UserError(
+            f"{folder}: holds results of another run ({key}: {made_with.get(key)} there, {settings[key]} now); "
+            "choose another --output, or replace them with --overwrite"
+        )
+    return result
+
+
+def read_result(folder: Path) -> PredictionResult:
+    """The finished result in `folder`. Raises UserError if it holds none, or an incomplete one."""
+    return _read(folder)[0]
+
+
+def _read(folder: Path) -> tuple[PredictionResult, Mapping[str, Any]]:
+    path = folder / RANKING
+    if not path.is_file():
+        raise UserError(f"{folder}: no {RANKING}, so there is no finished prediction; run evodsp predict --overwrite")
+    try:
+        ranking = json.loads(path.read_text(encoding="utf-8"))
+        settings = ranking["settings"]
+        mean_plddt = {int(entry["seed"]): float(entry["mean_plddt"]) for entry in ranking["ranking"]}
+        result = PredictionResult(ranking["name"], folder, settings["format"], mean_plddt, kept=True)
+        expected = [TIMINGS, *(name for seed in mean_plddt for name in (result.structure(seed).name, _scores(seed)))]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path}: not written by evodsp predict ({error!r}); predict again with --overwrite") from error
+    if lost := [name for name in expected if not (folder / name).is_file()]:
+        raise UserError(f"{folder}: '{lost[0]}' is missing from a finished run; predict again with --overwrite")
+    return result, settings
+
+
+def _scores(seed: int) -> str:
+    return f"seed_{seed}_scores.json"
+
+
+def write_results(
+    folder: Path,
+    structures: Mapping[int, PredictedStructure],
+    file_format: Format,
+    settings: Mapping[str, Any],
+) -> PredictionResult:
+    """Write the structures (by seed), scores and ranking of one target into an existing, private folder."""
+    ranked = sorted(structures, key=lambda seed: (-structures[seed].mean_plddt, seed))
+    for seed, structure in structures.items():
+        text = structure_text(structure, file_format)
+        (folder / f"seed_{seed}.{file_format}").write_text(text, encoding="utf-8")
+        write_json(folder / _scores(seed), {"plddt": [round(float(p), 2) for p in structure.plddt]})
+    name = structures[ranked[0]].name
+    mean_plddt = {seed: round(structures[seed].mean_plddt, 3) for seed in ranked}
+    write_json(
+        folder / RANKING,
+        {
+            "name": name,
+            "ranked_by": "mean pLDDT",
+            "ranking": [
+                {"seed": seed, "mean_plddt": mean, "structure": f"seed_{seed}.{file_format}"}
+                for seed, mean in mean_plddt.items()
+            ],
+            "settings": dict(settings),
+            "evodsp_version": __version__,
+        },
+    )
+    return PredictionResult(name, folder, file_format, mean_plddt, kept=False)
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Indented JSON, except that lists of numbers stay on one line."""
+    text = json.dumps(value, indent=2, allow_nan=False)
+    text = re.sub(r"\[[\d\s.,eE+-]*\]", lambda numbers: re.sub(r"\s+", " ", numbers[0]), text)
+    path.write_text(text + "\n", encoding="utf-8")
+
+
+@contextmanager
+def whole_folder(target: Path) -> Iterator[Path]:
+    """A temporary folder beside `target` that takes its place when the block ends well.
+
+    After an exception or Ctrl-C nothing of it is left: neither the temporary folder, nor parents made for it; an older
+    `target` is as it was. An OSError (a full disk) is raised as UserError.
+    """
+    parent = target.parent
+    made = [folder for folder in (parent, *parent.parents) if not folder.exists()]
+    work: Path | None = None
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".partial", dir=parent))
+        # mkdtemp makes it private; results have the mode of any other new folder.
+        work.chmod(0o777 & ~_umask())
+        yield work
+        _replace(target, work)
+    except BaseException as error:
+        if work is not None:
+            shutil.rmtree(work, ignore_errors=True)
+        for folder in made:
+            if folder.is_dir() and not any(folder.iterdir()):
+                folder.rmdir()
+        if isinstance(error, OSError):
+            raise UserError(
+                f"{target}: cannot be written ({error.strerror}); make room, or choose another --output"
+            ) from error
+        raise
+
+
+def _replace(target: Path, new: Path) -> None:
+    """Rename `new` to `target`; what was there goes away only after that."""
+    old = new.with_suffix(".old")
+    if target.exists():
+        os.replace(target, old)
+    try:
+        os.replace(new, target)
+    except BaseException:
+        if old.exists():
+            os.replace(old, target)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

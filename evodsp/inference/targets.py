@@ -1,0 +1,62 @@
+"""What is to be predicted: FASTA records paired with their alignments, all checked before a model is loaded."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from evodsp.data.parsers import parse_fasta
+from evodsp.data.types import Sequence
+from evodsp.errors import UserError, nearest
+
+_ALIGNMENT_SUFFIXES = (".a3m", ".sto")
+
+
+@dataclass(frozen=True)
+class Target:
+    """One FASTA record and the folder of its alignments."""
+
+    query: Sequence
+    alignments: Path
+
+
+def find_targets(fasta: Path, alignments: Path) -> list[Target]:
+    """Pair every record of `fasta` with its alignments.
+
+    `alignments` is a folder with a sub-folder per record, named as the record is; with a single record the files may lie in
+    it directly. Raises UserError if a record has none. (`parse_fasta` sees to it that names differ and can name folders.)
+    """
+    if not fasta.is_file():
+        raise UserError(f"{fasta}: no such FASTA file; check --fasta")
+    if not alignments.is_dir():
+        raise UserError(f"{alignments}: no such folder of alignments; check --alignments")
+    queries = parse_fasta(fasta)
+    return [Target(query, _folder_of(query, alignments, alone=len(queries) == 1)) for query in queries]
+
+
+def _folder_of(query: Sequence, alignments: Path, alone: bool) -> Path:
+    if (folder := alignments / query.name).is_dir():
+        return folder
+    if alone and alignment_files(alignments):
+        return alignments
+    folders = [p.name for p in alignments.iterdir() if p.is_dir()]
+    raise UserError(
+        f"{alignments}: no alignments for '{query.name}'.{nearest(query.name, folders)} "
+        f"Put its .a3m and .sto files into {folder}"
+    )
+
+
+def alignment_files(folder: Path) -> list[Path]:
+    """The .a3m and .sto files (gzipped or not) of a chain's folder, also those of OpenProteinSet's nested form, by name."""
+    found = [*folder.glob("*"), *folder.glob("a3m/*"), *folder.glob("sto/*")]
+    return sorted(p for p in found if p.name.removesuffix(".gz").endswith(_ALIGNMENT_SUFFIXES) and p.is_file())
+
+
+def digest(*files: Path) -> str:
+    """A fingerprint of the files' names and contents: which inputs a result was made from."""
+    total = hashlib.blake2b(digest_size=16)
+    for path in files:
+        with path.open("rb") as file:
+            total.update(f"{path.name}\0{hashlib.file_digest(file, 'blake2b').hexdigest()}\0".encode())
+    return total.hexdigest()

@@ -1,0 +1,350 @@
+"""From FASTA, alignments and a checkpoint to files, and what happens when one of them is not as it should be."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from evodsp.data.mmcif import read_chain
+from evodsp.errors import UserError
+from evodsp.inference import predict as module
+from evodsp.inference import results
+from evodsp.inference.config import PredictConfig
+from evodsp.inference.predict import predict
+
+QUERY, OTHER = "MKTAYIAKQRXGSHWLVEDNCF", "GSTLLKAEEQ"  # of the fixture's alpha_A and beta_A
+
+
+def silent(line: str) -> None:
+    """No progress lines."""
+
+
+def read_json(path):
+    return json.loads(path.read_text())
+
+
+def test_all_files_of_two_targets(workplace):
+    """The contract of the output folder: names, contents, nothing else, no made-up PAE."""
+    found = predict(workplace.config, silent)
+    assert [r.name for r in found] == ["alpha_A", "beta_A"]
+    for result, query in zip(found, (QUERY, OTHER), strict=True):
+        folder = workplace.config.output / result.name
+        assert sorted(p.name for p in folder.iterdir()) == [
+            "ranking.json", "seed_0.cif", "seed_0_scores.json", "seed_1.cif", "seed_1_scores.json", "timings.json",
+        ]  # fmt: skip
+        chain = read_chain(folder / "seed_0.cif", "A")
+        assert chain.sequence == query
+        scores = read_json(folder / "seed_0_scores.json")
+        assert list(scores) == ["plddt"]
+        assert len(scores["plddt"]) == len(query)
+        assert all(0 <= value <= 100 for value in scores["plddt"])
+        assert result.structure() == folder / f"seed_{result.best}.cif"
+    assert {p.name for p in workplace.config.output.iterdir()} == {"alpha_A", "beta_A"}
+
+
+def test_ranking_is_by_mean_plddt(workplace):
+    """The best seed comes first, and its number is the mean of its own scores."""
+    result = predict(workplace.change(seeds=4), silent)[0]
+    ranking = read_json(result.folder / "ranking.json")["ranking"]
+    means = {}
+    for entry in ranking:
+        assert entry["structure"] == f"seed_{entry['seed']}.cif"
+        means[entry["seed"]] = np.mean(read_json(result.folder / f"seed_{entry['seed']}_scores.json")["plddt"])
+        assert entry["mean_plddt"] == pytest.approx(means[entry["seed"]], abs=0.01)
+    assert sorted(means) == [0, 1, 2, 3]
+    assert [entry["seed"] for entry in ranking] == sorted(means, key=lambda seed: -means[seed])
+    assert len(set(means.values())) > 1, "seeds must differ, or ranking means nothing"
+
+
+def test_timings_count_every_stage_and_pass(workplace):
+    """Three recycles are four passes; the stages' seconds are there to plan a bigger run with."""
+    result = predict(workplace.change(recycles=3, seeds=1), silent)[0]
+    timings = read_json(result.folder / "timings.json")
+    assert len(timings["seeds"][0]["pass_seconds"]) == 4
+    for stage in ("features_seconds", "model_seconds", "writing_seconds"):
+        assert timings[stage] >= 0
+    assert timings["model_seconds"] == pytest.approx(sum(timings["seeds"][0]["pass_seconds"]), abs=5e-3)
+    assert timings["alignment_rows"] == 12
+    assert timings["peak_memory_mib"] > 50
+
+
+def test_same_seed_same_bytes(workplace):
+    """Files are functions of the inputs; a seed's file does not depend on which others are asked for."""
+    first = predict(workplace.config, silent)
+    again = predict(workplace.change(output=workplace.root / "again"), silent)
+    for a, b in zip(first, again, strict=True):
+        for name in ("seed_0.cif", "seed_1.cif", "seed_1_scores.json", "ranking.json"):
+            assert (a.folder / name).read_bytes() == (b.folder / name).read_bytes()
+        assert (a.folder / "seed_0.cif").read_bytes() != (a.folder / "seed_1.cif").read_bytes()
+    alone = predict(workplace.change(output=workplace.root / "alone", seeds=1, first_seed=1), silent)
+    assert (alone[0].folder / "seed_1.cif").read_bytes() == (first[0].folder / "seed_1.cif").read_bytes()
+
+
+def test_pdb_format_holds_the_same_structure(workplace):
+    """--format pdb must not change coordinates or names."""
+    cif = predict(workplace.change(seeds=1), silent)[0]
+    pdb = predict(workplace.change(seeds=1, format="pdb", output=workplace.root / "pdb"), silent)[0]
+    a, b = read_chain(cif.structure(), "A"), read_chain(pdb.structure(), "A")
+    assert a.sequence == b.sequence == QUERY
+    np.testing.assert_allclose(a.positions, b.positions, atol=1e-3)
+
+
+def test_alignments_of_a_single_query_directly(workplace):
+    """One record: --alignments may be its own folder."""
+    (workplace.root / "one.fasta").write_text(f">alone\n{QUERY}\n")
+    config = workplace.change(fasta=workplace.root / "one.fasta", alignments=workplace.root / "alignments" / "alpha_A")
+    assert predict(config, silent)[0].name == "alone"
+
+
+def test_progress_lines_name_stages(workplace):
+    """A run of hours must say where it is."""
+    lines: list[str] = []
+    predict(workplace.config, lines.append)
+    text = "\n".join(lines)
+    for words in (
+        "[1/2] alpha_A: 22 residues",
+        "read 12 sequences",
+        "seed 1: features",
+        "seed 1: model",
+        "2 passes",
+        "best:",
+    ):
+        assert words in text
+    assert not any("\n" in line for line in lines)
+
+
+def test_finished_targets_are_kept(workplace, monkeypatch):
+    """A second run does nothing and says so; not even the checkpoint is loaded."""
+    predict(workplace.config, silent)
+    before = {path: path.stat().st_mtime_ns for path in workplace.config.output.rglob("*")}
+    monkeypatch.setattr(module, "load_model", lambda *_: pytest.fail("the model was loaded for nothing"))
+    lines: list[str] = []
+    found = predict(workplace.config, lines.append)
+    assert [r.kept for r in found] == [True, True]
+    assert len(found[0].mean_plddt) == 2
+    assert sum("kept" in line for line in lines) == 2
+    assert {path: path.stat().st_mtime_ns for path in workplace.config.output.rglob("*")} == before
+
+
+def test_interrupted_run_goes_on(workplace, monkeypatch):
+    """Ctrl-C between targets: the first is complete, the second is absent; the next run predicts only the second."""
+    real = module._predict_target
+
+    def stop_at_beta(target, *rest):
+        if target.query.name == "beta_A":
+            raise KeyboardInterrupt
+        return real(target, *rest)
+
+    monkeypatch.setattr(module, "_predict_target", stop_at_beta)
+    with pytest.raises(KeyboardInterrupt):
+        predict(workplace.config, silent)
+    assert [p.name for p in workplace.config.output.iterdir()] == ["alpha_A"]
+    monkeypatch.setattr(module, "_predict_target", real)
+    assert [r.kept for r in predict(workplace.config, silent)] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [({"recycles": 2}, "recycles: 1 there, 2 now"), ({"seeds": 3}, "seeds"), ({"raw": True}, "raw")],
+)
+def test_results_of_other_settings_are_not_taken_for_these(workplace, change, named):
+    """Stale files must not pass as the result of another question, nor be overwritten unasked."""
+    predict(workplace.config, silent)
+    before = workplace.snapshot()
+    with pytest.raises(UserError, match=f"{named}.*--overwrite"):
+        predict(workplace.change(**change), silent)
+    assert workplace.snapshot() == before
+    assert not any(r.kept for r in predict(workplace.change(**change, overwrite=True), silent))
+
+
+def test_overwrite_leaves_no_stale_seed(workplace):
+    """Three seeds, then one: the other two must go, or the folder contradicts its ranking."""
+    predict(workplace.change(seeds=3), silent)
+    predict(workplace.change(seeds=1, overwrite=True), silent)
+    assert not (workplace.config.output / "alpha_A" / "seed_2.cif").exists()
+    assert {p.name for p in workplace.config.output.iterdir()} == {"alpha_A", "beta_A"}
+
+
+def test_changed_alignment_is_noticed(workplace):
+    """The same name with other sequences is another question."""
+    predict(workplace.config, silent)
+    with (workplace.config.alignments / "alpha_A" / "uniref90_hits.a3m").open("a") as file:
+        file.write(f">more\n{QUERY}\n")
+    with pytest.raises(UserError, match="alignments"):
+        predict(workplace.config, silent)
+
+
+def test_foreign_files_are_never_replaced(workplace):
+    """--overwrite replaces results, not a user's notes."""
+    folder = workplace.config.output / "alpha_A"
+    folder.mkdir(parents=True)
+    (folder / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match=r"notes\.txt"):
+        predict(workplace.change(overwrite=True), silent)
+    assert (folder / "notes.txt").read_text() == "mine"
+
+
+def _no_checkpoint(workplace):
+    return workplace.change(checkpoint=workplace.root / "absent.ckpt"), r"absent\.ckpt: no such checkpoint"
+
+
+def _not_a_checkpoint(workplace):
+    (workplace.root / "bad.ckpt").write_text("hello")
+    return workplace.change(checkpoint=workplace.root / "bad.ckpt"), r"bad\.ckpt"
+
+
+def _no_fasta(workplace):
+    return workplace.change(fasta=workplace.root / "absent.fasta"), r"absent\.fasta: no such FASTA file"
+
+
+def _fasta_without_header(workplace):
+    workplace.config.fasta.write_text(f"{QUERY}\n")
+    return workplace.config, r"targets\.fasta:1"
+
+
+def _two_equal_names(workplace):
+    workplace.config.fasta.write_text(f">alpha_A\n{QUERY}\n>alpha_A\n{OTHER}\n")
+    return workplace.config, r"targets\.fasta:3.*alpha_A"
+
+
+def _name_with_slashes(workplace):
+    workplace.config.fasta.write_text(f">../../alpha_A\n{QUERY}\n")
+    return workplace.config, r"targets\.fasta:1"
+
+
+def _no_alignments_folder(workplace):
+    return workplace.change(alignments=workplace.root / "absent"), "absent: no such folder of alignments"
+
+
+def _no_alignments(workplace):
+    workplace.config.fasta.write_text(f">alpha_A\n{QUERY}\n>betaA\n{OTHER}\n")
+    return workplace.config, "no alignments for 'betaA'. Did you mean 'beta_A'"
+
+
+def _empty_alignment_folder(workplace):
+    (workplace.config.alignments / "beta_A" / "uniref90_hits.a3m").unlink()
+    return workplace.config, "beta_A"
+
+
+def _query_differs(workplace):
+    workplace.config.fasta.write_text(f">alpha_A\n{QUERY}\n>beta_A\n{OTHER[:4]}W{OTHER[5:]}\n")
+    return workplace.config, r"uniref90_hits\.a3m.*(position|residue) 5"
+
+
+def _query_of_another_length(workplace):
+    workplace.config.fasta.write_text(f">alpha_A\n{QUERY}\n>beta_A\n{OTHER}AA\n")
+    return workplace.config, r"10 .*12|12 .*10"
+
+
+def _truncated_alignment(workplace):
+    path = workplace.config.alignments / "beta_A" / "uniref90_hits.a3m"
+    path.write_text(path.read_text()[:-5])
+    return workplace.config, r"uniref90_hits\.a3m:\d+"
+
+
+def _output_below_a_file(workplace):
+    return workplace.change(output=workplace.config.fasta / "out"), "is a file"
+
+
+def _unusable_device(workplace):
+    return workplace.change(device="quantum"), "--device is 'quantum'"
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        _no_checkpoint, _not_a_checkpoint, _no_fasta, _fasta_without_header, _two_equal_names, _name_with_slashes,
+        _no_alignments_folder, _no_alignments, _empty_alignment_folder, _query_differs, _query_of_another_length,
+        _truncated_alignment, _output_below_a_file, _unusable_device,
+    ],
+    ids=lambda spoil: spoil.__name__.strip("_"),
+)  # fmt: skip
+def test_bad_input_is_one_line_and_leaves_nothing(workplace, monkeypatch, spoil):
+    """Each mistake is found before the model runs on ANY target, and the disk is as it was."""
+    config, words = spoil(workplace)
+    before = workplace.snapshot()
+    monkeypatch.setattr(module, "_run", lambda *_: pytest.fail("the model ran before the inputs were checked"))
+    with pytest.raises(UserError, match=words) as caught:
+        predict(config, silent)
+    assert "\n" not in str(caught.value)
+    assert workplace.snapshot() == before
+
+
+@pytest.mark.parametrize("value", [{"seeds": 0}, {"recycles": -1}, {"msa_clusters": 0}, {"format": "xyz"}])
+def test_numbers_out_of_range(workplace, value):
+    """Zero seeds would report success without a file."""
+    with pytest.raises(UserError, match=f"--{next(iter(value))} is"):
+        workplace.change(**value)
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_failure_while_writing_leaves_nothing_partial(workplace, monkeypatch, error, overwrite):
+    """A full disk or Ctrl-C at the second structure: no half folder, no parents made for it; older results stay whole."""
+    if overwrite:
+        predict(workplace.config, silent)
+    contents = {path: path.read_bytes() for path in workplace.root.rglob("*") if path.is_file()}
+    before, written = workplace.snapshot(), []
+    real = results.structure_text
+
+    def fail_at_second(structure, file_format):
+        if written:
+            raise error
+        written.append(structure)
+        return real(structure, file_format)
+
+    monkeypatch.setattr(results, "structure_text", fail_at_second)
+    with pytest.raises((UserError, KeyboardInterrupt)):
+        predict(workplace.change(overwrite=overwrite, recycles=0), silent)
+    assert workplace.snapshot() == before
+    assert {path: path.read_bytes() for path in contents} == contents
+
+
+def test_diverged_model_is_named(workplace, monkeypatch):
+    """nan from the model is an error about the checkpoint; nothing is written."""
+    before, real = workplace.snapshot(), module._structure
+
+    def diverged(*arguments):
+        structure = real(*arguments)
+        structure.positions[3] = np.nan
+        return structure
+
+    monkeypatch.setattr(module, "_structure", diverged)
+    with pytest.raises(UserError, match=r"alpha_A: residue 4 .*checkpoint"):
+        predict(workplace.config, silent)
+    assert workplace.snapshot() == before
+
+
+def test_raw_weights_are_another_model(workplace, checkpoint, tmp_path):
+    """--raw must reach the checkpoint reader."""
+    from evodsp.weights.checkpoint import load_model, save_model
+
+    model = load_model(checkpoint)
+    average = {name: 0.5 * value for name, value in model.state_dict().items() if value.is_floating_point()}
+    save_model(tmp_path / "both.ckpt", model, average)
+    config = workplace.change(checkpoint=tmp_path / "both.ckpt", seeds=1)
+    averaged = predict(config, silent)[0]
+    raw = predict(
+        workplace.change(checkpoint=tmp_path / "both.ckpt", seeds=1, raw=True, output=tmp_path / "raw"), silent
+    )[0]
+    assert averaged.structure().read_bytes() != raw.structure().read_bytes()
+
+
+def test_config_is_torch_free():
+    """`evodsp predict --help` must answer at once."""
+    import subprocess
+    import sys
+
+    code = f"import sys, {PredictConfig.__module__}; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_fixture_alignment_is_valid(workplace):
+    """The tests above stand on it."""
+    from evodsp.data.parsers import parse_a3m
+
+    alignment = parse_a3m(workplace.config.alignments / "alpha_A" / "uniref90_hits.a3m")
+    assert alignment.residues.shape == (12, len(QUERY))
+    assert alignment.deletions.sum() == 2 * 11

@@ -1,0 +1,194 @@
+"""Predicted structures as files that other programs read back."""
+
+from __future__ import annotations
+
+import io
+
+import gemmi
+import numpy as np
+import pytest
+from Bio.PDB.MMCIFParser import MMCIFParser
+from Bio.PDB.PDBParser import PDBParser
+
+from evodsp.data.mmcif import read_chain
+from evodsp.errors import UserError
+from evodsp.geometry.residues import ATOM_TYPES, RESTYPE_ATOM37_MASK
+from evodsp.inference.writers import PredictedStructure, structure_text
+
+FORMATS = ("cif", "pdb")
+
+
+def structure(length: int = 25, name: str = "target_1", missing: bool = True) -> PredictedStructure:
+    """All residue types, X among them, and (if `missing`) one residue and some single atoms left out."""
+    rng = np.random.default_rng(0)
+    aatype = (np.arange(length) % 21).astype(np.int32)
+    mask = RESTYPE_ATOM37_MASK[aatype].astype(np.float32)
+    if missing:
+        mask[4] = 0
+        mask[7, ATOM_TYPES.index("CB")] = 0
+    positions = (rng.normal(size=(length, 37, 3)) * 40).astype(np.float32)
+    # Readers rename arginine's NH1 and NH2 if NH1 is not the one nearer to CD.
+    positions[:, ATOM_TYPES.index("NH1")] = positions[:, ATOM_TYPES.index("CD")] + 1
+    plddt = rng.uniform(0, 100, length).astype(np.float32)
+    return PredictedStructure(name, aatype, positions, mask, plddt)
+
+
+def expected_atoms(s: PredictedStructure) -> dict[tuple[int, str], np.ndarray]:
+    """(residue number, atom) -> x, y, z, B."""
+    return {
+        (int(r) + 1, ATOM_TYPES[a]): np.array([*s.positions[r, a], s.plddt[r]])
+        for r, a in zip(*np.nonzero(s.mask), strict=True)
+    }
+
+
+def gemmi_structure(text: str, file_format: str) -> gemmi.Structure:
+    if file_format == "cif":
+        return gemmi.make_structure_from_block(gemmi.cif.read_string(text).sole_block())
+    return gemmi.read_pdb_string(text)
+
+
+@pytest.mark.parametrize("file_format", FORMATS)
+def test_gemmi_reads_every_atom_back(file_format):
+    """A shifted column, a lost atom or a B-factor of the neighbour."""
+    s = structure()
+    chain = gemmi_structure(structure_text(s, file_format), file_format)[0]["A"]
+    found = {(r.seqid.num, a.name): np.array([*a.pos.tolist(), a.b_iso]) for r in chain for a in r}
+    wanted = expected_atoms(s)
+    assert found.keys() == wanted.keys()
+    for key, numbers in wanted.items():
+        np.testing.assert_allclose(found[key][:3], numbers[:3], atol=1e-3)
+        np.testing.assert_allclose(found[key][3], numbers[3], atol=6e-3)
+    elements = {a.element.name == a.name[0] for r in chain for a in r}
+    assert elements == {True}
+
+
+@pytest.mark.parametrize("file_format", FORMATS)
+def test_biopython_reads_every_atom_back(file_format):
+    """What only gemmi's leniency would accept."""
+    s = structure()
+    parser = MMCIFParser(QUIET=True) if file_format == "cif" else PDBParser(QUIET=True, PERMISSIVE=False)
+    model = parser.get_structure("x", io.StringIO(structure_text(s, file_format)))[0]
+    found = {(a.get_parent().id[1], a.get_name()): np.array([*a.coord, a.bfactor]) for a in model["A"].get_atoms()}
+    wanted = expected_atoms(s)
+    assert found.keys() == wanted.keys()
+    for key, numbers in wanted.items():
+        np.testing.assert_allclose(found[key], numbers, atol=6e-3)
+        np.testing.assert_allclose(found[key][:3], numbers[:3], atol=1e-3)
+
+
+@pytest.mark.parametrize("file_format", FORMATS)
+def test_own_reader_gets_the_whole_sequence(file_format, tmp_path):
+    """Residues without atoms must stay in the sequence, or scores are computed on shifted residues."""
+    s = structure()
+    path = tmp_path / f"target.{file_format}"
+    path.write_text(structure_text(s, file_format))
+    chain = read_chain(path, "A")
+    assert chain.sequence == s.sequence
+    np.testing.assert_array_equal(chain.mask, s.mask)
+    np.testing.assert_allclose(chain.positions[s.mask > 0], s.positions[s.mask > 0], atol=1e-3)
+
+
+def test_pdb_columns():
+    """The fixed columns of format 3.3, by position."""
+    s = structure()
+    lines = structure_text(s, "pdb").splitlines()
+    assert {len(line) for line in lines} == {80}
+    atoms = [line for line in lines if line.startswith("ATOM")]
+    assert len(atoms) == int(s.mask.sum())
+    for serial, line in enumerate(atoms, start=1):
+        assert int(line[6:11]) == serial
+        assert line[12] == " "
+        assert line[21] == "A"
+        assert line[54:60] == "  1.00"
+        assert line[76:78].strip() == line[13]
+        assert line[78:80] == "  "
+    assert [line[:6].strip() for line in lines[-2:]] == ["TER", "END"]
+    assert int(lines[-2][6:11]) == len(atoms) + 1
+    assert lines[-2][17:26] == atoms[-1][17:26]
+
+
+def test_pdb_seqres_lists_all_residues():
+    """13 names a line, missing residues and UNK included."""
+    s = structure(31)
+    rows = [line for line in structure_text(s, "pdb").splitlines() if line.startswith("SEQRES")]
+    assert [int(row[7:10]) for row in rows] == [1, 2, 3]
+    assert {int(row[13:17]) for row in rows} == {31}
+    names = [name for row in rows for name in row[19:].split()]
+    assert len(names) == 31
+    assert names[20] == "UNK"
+
+
+def test_mmcif_confidence_items():
+    """Viewers colour by _ma_qa_metric_local; it must list every residue once."""
+    s = structure()
+    block = gemmi.cif.read_string(structure_text(s, "cif")).sole_block()
+    local = block.find("_ma_qa_metric_local.", ["label_seq_id", "metric_value", "metric_id"])
+    assert [int(row[0]) for row in local] == list(range(1, 26))
+    np.testing.assert_allclose([float(row[1]) for row in local], s.plddt, atol=6e-3)
+    metrics = {row[0]: row[1] for row in block.find("_ma_qa_metric.", ["id", "mode"])}
+    assert {metrics[row[2]] for row in local} == {"local"}
+    assert float(block.find_value("_ma_qa_metric_global.metric_value")) == pytest.approx(s.mean_plddt, abs=6e-3)
+
+
+@pytest.mark.parametrize("file_format", FORMATS)
+def test_same_structure_same_bytes(file_format):
+    """Dates, hashes of sets, host names."""
+    assert structure_text(structure(), file_format) == structure_text(structure(), file_format)
+
+
+@pytest.mark.parametrize("file_format", FORMATS)
+@pytest.mark.parametrize("name", ["sp|P00001|CYC_HUMAN", "it's", 'a"b', "data_x#1", "näme"])
+def test_odd_names(file_format, name):
+    """A name with quotes or bars must not break the syntax of the file."""
+    text = structure_text(structure(name=name), file_format)
+    assert len(gemmi_structure(text, file_format)[0]["A"]) == 23
+
+
+@pytest.mark.parametrize("file_format", FORMATS)
+def test_nan_is_an_error_that_names_the_residue(file_format):
+    """A diverged model must not yield a file of 'nan'."""
+    s = structure()
+    s.positions[9, 1, 2] = np.nan
+    with pytest.raises(UserError, match=r"residue 10 .*checkpoint"):
+        structure_text(s, file_format)
+
+
+def test_masked_nan_does_not_matter():
+    """Positions of absent atoms are never looked at."""
+    s = structure()
+    s.positions[4] = np.nan
+    assert "nan" not in structure_text(s, "pdb").lower()
+
+
+def test_pdb_limits_suggest_cif():
+    """Overflowing columns would shift all that follows."""
+    with pytest.raises(UserError, match=r"10,000 residues.*--format cif"):
+        structure_text(structure(10_000), "pdb")
+    crowded = structure(9_999, missing=False)
+    crowded.aatype[:] = 17  # tryptophan: 14 atoms
+    crowded.mask[:] = RESTYPE_ATOM37_MASK[17]
+    with pytest.raises(UserError, match=r"139,986 atoms.*--format cif"):
+        structure_text(crowded, "pdb")
+    far = structure()
+    far.positions[0, 1, 0] = -1234.5
+    with pytest.raises(UserError, match=r"-1234\.500 .*--format cif"):
+        structure_text(far, "pdb")
+
+
+def test_largest_pdb_numbers_fit():
+    """The last residue number and coordinates that still fit keep their columns."""
+    s = structure(9_999)
+    s.positions[0, 1] = (9999.999, -999.999, -0.0001)
+    lines = structure_text(s, "pdb").splitlines()
+    assert {len(line) for line in lines} == {80}
+    ca = next(line for line in lines if line.startswith("ATOM") and line[12:16] == " CA ")
+    assert ca[30:54] == "9999.999-999.999   0.000"
+
+
+@pytest.mark.parametrize("file_format", FORMATS)
+def test_no_atoms_is_an_error(file_format):
+    """A query of X only has nothing to write."""
+    s = structure()
+    s.mask[:] = 0
+    with pytest.raises(UserError, match="no atoms"):
+        structure_text(s, file_format)
