@@ -138,7 +138,9 @@ def test_embedders_match_alphafold(golden: Path) -> None:
 
     data = {k: torch.from_numpy(v) for k, v in load(golden / "modules" / "input_and_recycling_embedding.npz").items()}
     config = ModelConfig(
-        evoformer=EvoformerConfig(blocks=0), extra_msa=EvoformerConfig(blocks=0), structure_module=StructureModuleConfig()
+        evoformer=EvoformerConfig(blocks=0),
+        extra_msa=EvoformerConfig(blocks=0),
+        structure_module=StructureModuleConfig(),
     )
     model = AlphaFold(config)
     load_arrays(model, names.embedders("evoformer"), load(golden / "params.npz"))
