@@ -33,7 +33,7 @@ ATOM_TYPES: tuple[str, ...] = (
 """The 37 heavy-atom names of proteins, in atom37 order."""
 ATOM_ORDER: dict[str, int] = {name: number for number, name in enumerate(ATOM_TYPES)}
 
-_NAME_ORDER = {RESTYPE_1TO3.get(letter, "UNK"): number for letter, number in RESTYPE_ORDER.items()}
+_RESTYPE_NUMBER = {RESTYPE_1TO3.get(letter, "UNK"): number for letter, number in RESTYPE_ORDER.items()}
 _TYPES, _ATOM14, _ATOM37, _GROUPS, _CHIS = len(RESTYPES_WITH_X), 14, len(ATOM_TYPES), 8, 4
 
 
@@ -49,7 +49,7 @@ _AMBIGUOUS = _read_table("ambiguous_atoms.csv")
 
 
 def _atom14_names() -> dict[str, tuple[str, ...]]:
-    names: dict[str, list[str]] = {residue: [] for residue in _NAME_ORDER}
+    names: dict[str, list[str]] = {residue: [] for residue in _RESTYPE_NUMBER}
     for row in _ATOMS:
         names[row["residue"]].append(row["atom"])
     return {residue: tuple(atoms + [""] * (_ATOM14 - len(atoms))) for residue, atoms in names.items()}
@@ -59,47 +59,47 @@ RESTYPE_NAME_TO_ATOM14_NAMES: dict[str, tuple[str, ...]] = _atom14_names()
 """Atom names of each residue (three-letter name, UNK for X) in atom14 order; '' where it has fewer than 14 atoms."""
 
 # One entry for each row of the table of atoms.
-_type = np.array([_NAME_ORDER[row["residue"]] for row in _ATOMS])
-_slot37 = np.array([ATOM_ORDER[row["atom"]] for row in _ATOMS])
-_slot14 = np.arange(len(_ATOMS)) - np.searchsorted(_type, _type)  # the table lists residues in order
-_group = np.array([int(row["group"]) for row in _ATOMS])
-_position = np.array([[float(row[axis]) for axis in "xyz"] for row in _ATOMS])
+_ATOM_RESTYPE = np.array([_RESTYPE_NUMBER[row["residue"]] for row in _ATOMS])
+_SLOT37 = np.array([ATOM_ORDER[row["atom"]] for row in _ATOMS])
+_SLOT14 = np.arange(len(_ATOMS)) - np.searchsorted(_ATOM_RESTYPE, _ATOM_RESTYPE)  # residues are listed in order
+_GROUP = np.array([int(row["group"]) for row in _ATOMS])
+_POSITION = np.array([[float(row[axis]) for axis in "xyz"] for row in _ATOMS])
 
 
 def _scatter(slot: np.ndarray, width: int, values: np.ndarray | float, dtype: type[np.generic]) -> np.ndarray:
     """[21, width, ...]: the table's `values` at each atom's (residue type, slot), zero elsewhere."""
     table = np.zeros((_TYPES, width, *np.shape(values)[1:]), dtype)
-    table[_type, slot] = values
+    table[_ATOM_RESTYPE, slot] = values
     return table
 
 
-RESTYPE_ATOM14_MASK: Float32[np.ndarray, "21 14"] = _scatter(_slot14, _ATOM14, 1.0, np.float32)
+RESTYPE_ATOM14_MASK: Float32[np.ndarray, "21 14"] = _scatter(_SLOT14, _ATOM14, 1.0, np.float32)
 """1 where a residue type has an atom in that slot. All zero for X."""
-RESTYPE_ATOM37_MASK: Float32[np.ndarray, "21 37"] = _scatter(_slot37, _ATOM37, 1.0, np.float32)
+RESTYPE_ATOM37_MASK: Float32[np.ndarray, "21 37"] = _scatter(_SLOT37, _ATOM37, 1.0, np.float32)
 STANDARD_ATOM_MASK: Int32[np.ndarray, "21 37"] = RESTYPE_ATOM37_MASK.astype(np.int32)
-RESTYPE_ATOM14_TO_RIGID_GROUP: Int64[np.ndarray, "21 14"] = _scatter(_slot14, _ATOM14, _group, np.int64)
+RESTYPE_ATOM14_TO_RIGID_GROUP: Int64[np.ndarray, "21 14"] = _scatter(_SLOT14, _ATOM14, _GROUP, np.int64)
 """The rigid group that moves each atom."""
-RESTYPE_ATOM37_TO_RIGID_GROUP: Int64[np.ndarray, "21 37"] = _scatter(_slot37, _ATOM37, _group, np.int64)
-RESTYPE_ATOM14_RIGID_GROUP_POSITIONS: Float32[np.ndarray, "21 14 3"] = _scatter(_slot14, _ATOM14, _position, np.float32)
+RESTYPE_ATOM37_TO_RIGID_GROUP: Int64[np.ndarray, "21 37"] = _scatter(_SLOT37, _ATOM37, _GROUP, np.int64)
+RESTYPE_ATOM14_RIGID_GROUP_POSITIONS: Float32[np.ndarray, "21 14 3"] = _scatter(_SLOT14, _ATOM14, _POSITION, np.float32)
 """Position of each atom in the frame of its rigid group, in Å."""
-RESTYPE_ATOM37_RIGID_GROUP_POSITIONS: Float32[np.ndarray, "21 37 3"] = _scatter(_slot37, _ATOM37, _position, np.float32)
-RESTYPE_ATOM14_TO_ATOM37: Int32[np.ndarray, "21 14"] = _scatter(_slot14, _ATOM14, _slot37, np.int32)
+RESTYPE_ATOM37_RIGID_GROUP_POSITIONS: Float32[np.ndarray, "21 37 3"] = _scatter(_SLOT37, _ATOM37, _POSITION, np.float32)
+RESTYPE_ATOM14_TO_ATOM37: Int32[np.ndarray, "21 14"] = _scatter(_SLOT14, _ATOM14, _SLOT37, np.int32)
 """atom37 slot of each atom14 slot; 0 where there is no atom."""
-RESTYPE_ATOM37_TO_ATOM14: Int32[np.ndarray, "21 37"] = _scatter(_slot37, _ATOM37, _slot14, np.int32)
+RESTYPE_ATOM37_TO_ATOM14: Int32[np.ndarray, "21 37"] = _scatter(_SLOT37, _ATOM37, _SLOT14, np.int32)
 """atom14 slot of each atom37 slot; 0 where there is no atom."""
 
-_chi_type = np.array([_NAME_ORDER[row["residue"]] for row in _CHI_ANGLES])
-_chi = np.array([int(row["chi"]) - 1 for row in _CHI_ANGLES])
+_CHI_RESTYPE = np.array([_RESTYPE_NUMBER[row["residue"]] for row in _CHI_ANGLES])
+_CHI = np.array([int(row["chi"]) - 1 for row in _CHI_ANGLES])
 
 CHI_ANGLES_MASK: Float32[np.ndarray, "21 4"] = np.zeros((_TYPES, _CHIS), np.float32)
 """1 where a residue type has that side-chain torsion angle."""
-CHI_ANGLES_MASK[_chi_type, _chi] = 1.0
+CHI_ANGLES_MASK[_CHI_RESTYPE, _CHI] = 1.0
 CHI_PI_PERIODIC: Float32[np.ndarray, "21 4"] = np.zeros((_TYPES, _CHIS), np.float32)
 """1 where the angle and the angle plus pi are the same molecule."""
-CHI_PI_PERIODIC[_chi_type, _chi] = [float(row["symmetric"]) for row in _CHI_ANGLES]
+CHI_PI_PERIODIC[_CHI_RESTYPE, _CHI] = [float(row["symmetric"]) for row in _CHI_ANGLES]
 CHI_ANGLES_ATOM_INDICES: Int32[np.ndarray, "21 4 4"] = np.zeros((_TYPES, _CHIS, 4), np.int32)
 """atom37 slots of the four atoms of each angle."""
-CHI_ANGLES_ATOM_INDICES[_chi_type, _chi] = [
+CHI_ANGLES_ATOM_INDICES[_CHI_RESTYPE, _CHI] = [
     [ATOM_ORDER[row[f"atom{corner}"]] for corner in (1, 2, 3, 4)] for row in _CHI_ANGLES
 ]
 
@@ -107,7 +107,7 @@ CHI_ANGLES_ATOM_INDICES[_chi_type, _chi] = [
 def _renaming_matrices() -> Float32[np.ndarray, "21 14 14"]:
     permutation = np.tile(np.arange(_ATOM14), (_TYPES, 1))
     for row in _AMBIGUOUS:
-        number, names = _NAME_ORDER[row["residue"]], RESTYPE_NAME_TO_ATOM14_NAMES[row["residue"]]
+        number, names = _RESTYPE_NUMBER[row["residue"]], RESTYPE_NAME_TO_ATOM14_NAMES[row["residue"]]
         pair = [names.index(row["atom"]), names.index(row["alternative"])]
         permutation[number, pair] = pair[::-1]
     return np.eye(_ATOM14, dtype=np.float32)[permutation]
@@ -141,13 +141,34 @@ def _default_frames() -> Float32[np.ndarray, "21 8 4 4"]:
     frames[known, :2] = np.eye(4)  # the omega group holds no heavy atom: it stays on the backbone
     frames[known, 2] = _frame(n - ca, x_axis, n)
     frames[known, 3] = _frame(c - ca, ca - n, c)
-    corners = atoms[_chi_type[:, None], CHI_ANGLES_ATOM_INDICES[_chi_type, _chi]]  # [angle, corner, 3]
-    is_first = (_chi == 0)[:, None]
+    corners = atoms[_CHI_RESTYPE[:, None], CHI_ANGLES_ATOM_INDICES[_CHI_RESTYPE, _CHI]]  # [angle, corner, 3]
+    is_first = (_CHI == 0)[:, None]
     start = np.where(is_first, corners[:, 1], 0.0)  # from chi2 on, the bond starts at the origin of the group before
     previous = np.where(is_first, corners[:, 0], [-1.0, 0.0, 0.0])  # which the atom before lies behind, on its x axis
-    frames[_chi_type, 4 + _chi] = _frame(corners[:, 2] - start, previous - start, corners[:, 2])
+    frames[_CHI_RESTYPE, 4 + _CHI] = _frame(corners[:, 2] - start, previous - start, corners[:, 2])
     return frames.astype(np.float32)
 
 
 RESTYPE_RIGID_GROUP_DEFAULT_FRAME: Float32[np.ndarray, "21 8 4 4"] = _default_frames()
 """Homogeneous matrices of each group's frame at torsion angle zero, in the group it hangs from. Translations in Å."""
+
+
+def _base_atoms() -> Int32[np.ndarray, "21 8 3"]:
+    base = np.zeros((_TYPES, _GROUPS, 3), np.int32)
+    base[:, 0] = [ATOM_ORDER[name] for name in ("C", "CA", "N")]
+    base[:, 3] = [ATOM_ORDER[name] for name in ("CA", "C", "O")]
+    base[:, 4:] = CHI_ANGLES_ATOM_INDICES[..., 1:]
+    return base
+
+
+RESTYPE_RIGID_GROUP_BASE_ATOMS: Int32[np.ndarray, "21 8 3"] = _base_atoms()
+"""atom37 slots of the three atoms that fix each group's frame: behind the origin on the x axis, the origin, in the xy plane.
+
+The backbone's x axis is turned about, towards C: see `frames.atom37_to_frames`. 0 where no frame is defined.
+"""
+RESTYPE_RIGID_GROUP_MASK: Float32[np.ndarray, "21 8"] = np.concatenate(
+    [np.tile(np.array([1, 0, 0, 1], np.float32), (_TYPES, 1)), CHI_ANGLES_MASK], axis=1
+)
+"""1 where a residue type's heavy atoms define the group's frame: backbone, psi and its side-chain angles."""
+RESTYPE_RIGID_GROUP_IS_AMBIGUOUS: Float32[np.ndarray, "21 8"] = np.pad(CHI_PI_PERIODIC, ((0, 0), (4, 0)))
+"""1 where half a turn of the group only exchanges the names of equivalent atoms."""

@@ -124,6 +124,12 @@ class Rigid:
         rotations = torch.stack([m.rotation for m in motions], _axis(dim, 2))
         return cls(rotations, torch.stack([m.translation for m in motions], _axis(dim, 1)))
 
+    @classmethod
+    def cat(cls, motions: Sequence[Rigid], dim: int = 0) -> Rigid:
+        """Several batches joined along batch axis `dim`."""
+        rotations = torch.cat([m.rotation for m in motions], _axis(dim, 2))
+        return cls(rotations, torch.cat([m.translation for m in motions], _axis(dim, 1)))
+
 
 def _axis(dim: int, trailing: int) -> int:
     """Batch axis `dim` as an axis of a tensor that has `trailing` more axes after the batch."""

@@ -1,0 +1,221 @@
+"""Torsion angles <-> rigid-group frames <-> atoms, and the labels made from them (supplement 1.8.4 and 1.8.5).
+
+Shape legend: *b batch axes, R residues. Groups: backbone, omega, phi, psi, chi1..chi4; torsion angles are the seven after the
+backbone, as (sin, cos). Frames as 12 numbers: rotation row by row, then translation. Positions in Å. Residues that are missing
+have masks and coordinates of zero; everything computed from them is finite, gradients included, and masked.
+"""
+
+from __future__ import annotations
+
+from typing import overload
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from evodsp.geometry import residues
+from evodsp.geometry.residues import ATOM_ORDER
+from evodsp.geometry.rigid import Rigid
+
+_RENAMED_SLOT = residues.RENAMING_MATRICES.argmax(-1)  # [21, 14] the slot whose name each slot takes
+_IS_AMBIGUOUS = (np.arange(14) != _RENAMED_SLOT).astype(np.float32)
+_GROUP_OF_ATOM14 = np.eye(8, dtype=np.float32)[residues.RESTYPE_ATOM14_TO_RIGID_GROUP]  # [21, 14, 8] one-hot
+# (sin, cos) of psi are turned by pi: it is measured to O, which lies opposite to the next residue's N.
+_PSI_TURNED = np.array([1, 1, -1, 1, 1, 1, 1], np.float32)[:, None]
+_TURN_ABOUT_Y = np.array([-1, 1, -1], np.float32)
+_TURN_ABOUT_X = np.array([1, -1, -1], np.float32)
+
+
+def torsion_angles_to_frames(backbone: Rigid, angles: Float[Tensor, "*b 7 2"], aatype: Int[Tensor, "*b"]) -> Rigid:
+    """Frames [*b, 8] of all rigid groups (algorithm 24).
+
+    `backbone`: frames [*b]. `angles`: unit vectors (sin, cos). Groups that a residue type does not have get a zero rotation.
+    """
+    default = _per_residue(residues.RESTYPE_RIGID_GROUP_DEFAULT_FRAME, aatype, angles)
+    sin = torch.cat([torch.zeros_like(angles[..., :1, :1]), angles[..., :1]], -2)  # the backbone group does not turn
+    cos = torch.cat([torch.ones_like(angles[..., :1, 1:]), angles[..., 1:]], -2)
+    x, y, z = default[..., :3, :3].unbind(-1)
+    turned = Rigid(torch.stack([x, cos * y + sin * z, cos * z - sin * y], -1), default[..., :3, 3])
+    chain = [turned[..., 4:5]]
+    for group in (5, 6, 7):  # each side-chain group hangs from the one before
+        chain.append(chain[-1].compose(turned[..., group : group + 1]))
+    return backbone.unsqueeze(-1).compose(Rigid.cat([turned[..., :4], *chain], -1))
+
+
+def frames_to_atom14(frames: Rigid, aatype: Int[Tensor, "*b"]) -> Float[Tensor, "*b 14 3"]:
+    """Atom positions from the frames [*b, 8] of the rigid groups (algorithm 24, line 11). Absent atoms are at zero."""
+    like = frames.translation
+    # A one-hot sum rather than a gather: the gather's backward adds in no fixed order on a GPU.
+    member = _per_residue(_GROUP_OF_ATOM14, aatype, like)  # [*b, 14, 8]
+    of_atom = Rigid(
+        (member[..., None, None] * frames.rotation.unsqueeze(-4)).sum(-3),
+        (member[..., None] * frames.translation.unsqueeze(-3)).sum(-2),
+    )
+    positions = of_atom.apply(_per_residue(residues.RESTYPE_ATOM14_RIGID_GROUP_POSITIONS, aatype, like))
+    return positions * _per_residue(residues.RESTYPE_ATOM14_MASK, aatype, like).unsqueeze(-1)
+
+
+def atom14_to_atom37(atom14: Tensor, aatype: Int[Tensor, "*b"]) -> Tensor:
+    """Values [*b, 37, ...] per atom name from values [*b, 14, ...] per atom of the residue. Zero for absent atoms."""
+    mask = _per_residue(residues.RESTYPE_ATOM37_MASK, aatype, atom14)
+    return _select(atom14, residues.RESTYPE_ATOM37_TO_ATOM14, aatype) * _trailing(mask, atom14)
+
+
+def atom37_to_atom14(atom37: Tensor, aatype: Int[Tensor, "*b"]) -> Tensor:
+    """Values [*b, 14, ...] per atom of the residue from values [*b, 37, ...] per atom name. Zero for absent atoms."""
+    mask = _per_residue(residues.RESTYPE_ATOM14_MASK, aatype, atom37)
+    return _select(atom37, residues.RESTYPE_ATOM14_TO_ATOM37, aatype) * _trailing(mask, atom37)
+
+
+def atom37_to_torsion_angles(
+    aatype: Int[Tensor, "*b R"], positions: Float[Tensor, "*b R 37 3"], mask: Float[Tensor, "*b R 37"]
+) -> dict[str, Tensor]:
+    """Torsion angles omega (of the bond before the residue), phi, psi, chi1..chi4 of given structures.
+
+    The residue before is the one before in the arrays: a missing residue must be present and masked.
+    Returns `torsion_angles_sin_cos` [*b, R, 7, 2]; `alt_torsion_angles_sin_cos`, with the symmetric side-chain angles turned
+    by pi; `torsion_angles_mask` [*b, R, 7], which is 1 where all four atoms are there. Undefined angles are (0, 0).
+    """
+    mask = mask.to(positions.dtype)
+    n, ca, c, o = (ATOM_ORDER[name] for name in ("N", "CA", "C", "O"))
+    atoms = torch.cat([positions, mask.unsqueeze(-1)], -1)  # coordinates and mask travel together
+    before = torch.cat([torch.zeros_like(atoms[..., :1, :, :]), atoms[..., :-1, :, :]], -3)
+    omega = torch.cat([before[..., [ca, c], :], atoms[..., [n, ca], :]], -2)
+    phi = torch.cat([before[..., [c], :], atoms[..., [n, ca, c], :]], -2)
+    psi = atoms[..., [n, ca, c, o], :]
+    chi = _select(atoms, residues.CHI_ANGLES_ATOM_INDICES.reshape(-1, 16), aatype).unflatten(-2, (4, 4))
+    corners = torch.cat([torch.stack([omega, phi, psi], -3), chi], -3)  # [*b, R, angle, corner, xyz and mask]
+
+    first, second, third, fourth = corners[..., :3].unbind(-2)
+    local = Rigid.from_three_points(second, third, first).apply_inverse(fourth)
+    sin_cos = local[..., [2, 1]]
+    sin_cos = sin_cos * torch.rsqrt(sin_cos.square().sum(-1, keepdim=True) + 1e-8) * _constant(_PSI_TURNED, positions)
+
+    chi_mask = _per_residue(residues.CHI_ANGLES_MASK, aatype, positions)
+    exists = corners[..., 3].prod(-1) * torch.cat([torch.ones_like(chi_mask[..., :3]), chi_mask], -1)
+    sin_cos = sin_cos * exists.unsqueeze(-1)
+    is_symmetric = _per_residue(residues.CHI_PI_PERIODIC, aatype, positions)
+    turned = torch.cat([torch.ones_like(is_symmetric[..., :3]), 1.0 - 2.0 * is_symmetric], -1).unsqueeze(-1)
+    return {
+        "torsion_angles_sin_cos": sin_cos,
+        "alt_torsion_angles_sin_cos": sin_cos * turned,
+        "torsion_angles_mask": exists,
+    }
+
+
+def atom37_to_frames(
+    aatype: Int[Tensor, "*b"], positions: Float[Tensor, "*b 37 3"], mask: Float[Tensor, "*b 37"]
+) -> dict[str, Tensor]:
+    """Frames of all rigid groups of given structures (algorithm 21, with each group's three base atoms).
+
+    Returns `rigidgroups_gt_frames` [*b, 8, 12]; `rigidgroups_gt_exists` [*b, 8], 1 where all three atoms are there;
+    `rigidgroups_group_exists`, 1 where the residue type has the group; `rigidgroups_group_is_ambiguous`, 1 where half a turn
+    exchanges equivalent atoms; and `rigidgroups_alt_gt_frames`, with those groups turned.
+    """
+    base_atoms = residues.RESTYPE_RIGID_GROUP_BASE_ATOMS.reshape(-1, 24)
+    base = _select(positions, base_atoms, aatype).unflatten(-2, (8, 3))
+    base_mask = _select(mask.to(positions.dtype), base_atoms, aatype).unflatten(-1, (8, 3))
+    group_exists = _per_residue(residues.RESTYPE_RIGID_GROUP_MASK, aatype, positions)
+    is_ambiguous = _per_residue(residues.RESTYPE_RIGID_GROUP_IS_AMBIGUOUS, aatype, positions)
+
+    frames = Rigid.from_three_points(*base.unbind(-2))
+    # The backbone's x axis points from CA to C, the other groups' axes away from their first atom.
+    turn = torch.ones_like(frames.rotation[..., 0, :])
+    turn[..., 0, :] = _constant(_TURN_ABOUT_Y, positions)
+    frames = Rigid(frames.rotation * turn.unsqueeze(-2), frames.translation)
+    turn = torch.where(is_ambiguous.unsqueeze(-1) > 0, _constant(_TURN_ABOUT_X, positions), 1.0)
+    alternative = Rigid(frames.rotation * turn.unsqueeze(-2), frames.translation)
+    return {
+        "rigidgroups_gt_frames": frames.to_flat12(),
+        "rigidgroups_gt_exists": group_exists * base_mask.prod(-1),
+        "rigidgroups_group_exists": group_exists,
+        "rigidgroups_group_is_ambiguous": is_ambiguous,
+        "rigidgroups_alt_gt_frames": alternative.to_flat12(),
+    }
+
+
+def atom14_ground_truth(
+    aatype: Int[Tensor, "*b"], positions: Float[Tensor, "*b 37 3"], mask: Float[Tensor, "*b 37"]
+) -> dict[str, Tensor]:
+    """Given atoms in atom14 order under both namings of equivalent atoms (supplement 1.8.5).
+
+    Returns `atom14_gt_positions`, `atom14_alt_gt_positions` [*b, 14, 3] and [*b, 14]: `atom14_gt_exists`,
+    `atom14_alt_gt_exists` (observed), `atom14_atom_is_ambiguous` and `atom14_atom_exists` (by residue type).
+    """
+    exists = atom37_to_atom14(mask.to(positions.dtype), aatype)
+    atom14 = atom37_to_atom14(positions, aatype) * exists.unsqueeze(-1)
+    return {
+        "atom14_gt_positions": atom14,
+        "atom14_gt_exists": exists,
+        "atom14_alt_gt_positions": _select(atom14, _RENAMED_SLOT, aatype),
+        "atom14_alt_gt_exists": _select(exists, _RENAMED_SLOT, aatype),
+        "atom14_atom_is_ambiguous": _per_residue(_IS_AMBIGUOUS, aatype, positions),
+        "atom14_atom_exists": _per_residue(residues.RESTYPE_ATOM14_MASK, aatype, positions),
+    }
+
+
+@overload
+def pseudo_beta(
+    aatype: Int[Tensor, "*b"], positions: Float[Tensor, "*b 37 3"], mask: None = None
+) -> Float[Tensor, "*b 3"]: ...
+@overload
+def pseudo_beta(
+    aatype: Int[Tensor, "*b"], positions: Float[Tensor, "*b 37 3"], mask: Float[Tensor, "*b 37"]
+) -> tuple[Float[Tensor, "*b 3"], Float[Tensor, "*b"]]: ...
+def pseudo_beta(
+    aatype: Int[Tensor, "*b"], positions: Float[Tensor, "*b 37 3"], mask: Float[Tensor, "*b 37"] | None = None
+) -> Float[Tensor, "*b 3"] | tuple[Float[Tensor, "*b 3"], Float[Tensor, "*b"]]:
+    """CB position, CA for glycine; given a mask, also whether that atom is there."""
+    is_glycine = aatype == residues.RESTYPE_ORDER["G"]
+    ca, cb = ATOM_ORDER["CA"], ATOM_ORDER["CB"]
+    beta = torch.where(is_glycine.unsqueeze(-1), positions[..., ca, :], positions[..., cb, :])
+    return beta if mask is None else (beta, torch.where(is_glycine, mask[..., ca], mask[..., cb]))
+
+
+@torch.no_grad()
+def structure_labels(
+    aatype: Int[Tensor, "R"], positions: Float[Tensor, "R 37 3"], mask: Float[Tensor, "R 37"]
+) -> dict[str, Tensor]:
+    """All labels that the losses need from a chain's observed atoms: the arrays of the four functions above, and
+
+    `all_atom_positions`, `all_atom_mask`: the input; `chi_angles`, `chi_mask` [R, 4]: side-chain angles in radians;
+    `backbone_affine_mask` [R]: 1 where N, CA and C are there; `pseudo_beta` [R, 3], `pseudo_beta_mask` [R].
+    The backbone frames are `rigidgroups_gt_frames[:, 0]`.
+    """
+    torsions = atom37_to_torsion_angles(aatype, positions, mask)
+    frames = atom37_to_frames(aatype, positions, mask)
+    beta, beta_mask = pseudo_beta(aatype, positions, mask)
+    return {
+        "all_atom_positions": positions,
+        "all_atom_mask": mask,
+        **torsions,
+        **frames,
+        **atom14_ground_truth(aatype, positions, mask),
+        "chi_angles": torch.atan2(*torsions["torsion_angles_sin_cos"][..., 3:, :].unbind(-1)),
+        "chi_mask": torsions["torsion_angles_mask"][..., 3:],
+        "backbone_affine_mask": frames["rigidgroups_gt_exists"][..., 0],
+        "pseudo_beta": beta,
+        "pseudo_beta_mask": beta_mask,
+    }
+
+
+def _constant(array: np.ndarray, like: Tensor) -> Tensor:
+    """A table in the dtype and on the device of `like`. The copy needs no wait: the table never changes."""
+    return torch.as_tensor(array).to(device=like.device, dtype=like.dtype, non_blocking=True)
+
+
+def _per_residue(table: np.ndarray, aatype: Int[Tensor, "*b"], like: Tensor) -> Tensor:
+    """The rows of a table of floats [21, ...] for each residue: [*b, ...]."""
+    return _constant(table, like)[aatype.long()]
+
+
+def _trailing(mask: Tensor, values: Tensor) -> Tensor:
+    """`mask` with axes of size one appended, to multiply `values`."""
+    return mask.reshape(*mask.shape, *(1,) * (values.ndim - mask.ndim))
+
+
+def _select(values: Tensor, table: np.ndarray, aatype: Int[Tensor, "*b"]) -> Tensor:
+    """Values [*b, n, ...] of the atoms whose slots the table [21, m] lists for each residue type: [*b, m, ...]."""
+    slots = torch.as_tensor(table).to(aatype.device, torch.int64, non_blocking=True)[aatype.long()]
+    return torch.take_along_dim(values, _trailing(slots, values), dim=aatype.ndim)
