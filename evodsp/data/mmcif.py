@@ -234,7 +234,7 @@ def _completed(structure: gemmi.Structure) -> cif.Block:
         if entity.entity_type == gemmi.EntityType.Polymer and not entity.full_sequence and entity.subchains:
             residues = structure[0].get_subchain(entity.subchains[0]).first_conformer()
             entity.full_sequence = [residue.name for residue in residues]
-    structure.assign_label_seq_id()
+    structure.assign_label_seq_id(force=True)
     return structure.make_mmcif_document().sole_block()
 
 

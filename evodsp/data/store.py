@@ -157,6 +157,8 @@ class FeatureStore:
         try:
             database = self.alignment_dir / Path(index[key]["db"]).name
             files = sorted((str(name), int(offset), int(length)) for name, offset, length in index[key]["files"])
+            if any(offset < 0 or length < 1 for _, offset, length in files):
+                raise ValueError("negative offset or empty file")
         except (KeyError, TypeError, ValueError) as error:
             message = f'the entry of chain \'{key}\' is not {{"db": file, "files": [[name, offset, length], …]}}; make it again'
             raise FileFormatError(path, message) from error

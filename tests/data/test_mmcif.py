@@ -1,0 +1,277 @@
+"""Structure files into chains: every convention on a small entry written here, then golden parity on real ones."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from datetime import date
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from evodsp.data.mmcif import read_chain, read_structure
+from evodsp.data.parsers import encode
+from evodsp.errors import UserError
+from evodsp.geometry.residues import ATOM_ORDER
+from tests.conftest import load
+
+HEADER = """data_TEST
+_exptl.method 'X-RAY DIFFRACTION'
+_refine.ls_d_res_high 2.05
+loop_
+_pdbx_audit_revision_history.ordinal
+_pdbx_audit_revision_history.revision_date
+2 2011-07-13
+1 2002-03-04
+"""
+COLUMNS = (
+    *("group_PDB", "id", "type_symbol", "label_atom_id", "label_comp_id", "label_asym_id", "label_seq_id"),
+    *("auth_seq_id", "pdbx_PDB_ins_code", "auth_asym_id", "label_alt_id", "occupancy"),
+    *("Cartn_x", "Cartn_y", "Cartn_z", "pdbx_PDB_model_num"),
+)
+
+
+def atom(name: str, residue: str, seq: int | str, x: float, **changes: object) -> str:
+    """One row of _atom_site at (x, 0, 0); `changes` override columns by name."""
+    row: dict[str, object] = dict.fromkeys(COLUMNS, "?")
+    row |= {
+        "group_PDB": "ATOM",
+        "id": 1,
+        "type_symbol": name.strip("'")[0],
+        "label_atom_id": name,
+        "label_comp_id": residue,
+        "label_asym_id": "A",
+    }
+    row |= {"label_seq_id": seq, "auth_seq_id": seq, "auth_asym_id": "A", "label_alt_id": ".", "occupancy": "1.00"}
+    row |= {"Cartn_x": x, "Cartn_y": 0, "Cartn_z": 0, "pdbx_PDB_model_num": 1} | changes
+    return " ".join(str(value) for value in row.values())
+
+
+def entry(seqres: dict[str, str], atoms: list[str], header: str = HEADER, kind: str = "'polypeptide(L)'") -> str:
+    """mmCIF text. `seqres`: label_asym_id -> 'num:MON num:MON'."""
+    text = header + "loop_\n_entity_poly.entity_id\n_entity_poly.type\n"
+    text += "".join(f"{k} {kind}\n" for k in range(1, len(seqres) + 1))
+    text += "loop_\n_entity_poly_seq.entity_id\n_entity_poly_seq.num\n_entity_poly_seq.mon_id\n"
+    for k, monomers in enumerate(seqres.values(), 1):
+        text += "".join(f"{k} {' '.join(monomer.split(':'))}\n" for monomer in monomers.split())
+    text += "loop_\n_struct_asym.id\n_struct_asym.entity_id\n"
+    text += "".join(f"{asym} {k}\n" for k, asym in enumerate(seqres, 1))
+    return text + "loop_\n" + "".join(f"_atom_site.{c}\n" for c in COLUMNS) + "\n".join(atoms) + "\n"
+
+
+def save(tmp_path: Path, text: str, name: str = "test.cif") -> Path:
+    path = tmp_path / name
+    path.write_text(text)
+    return path
+
+
+def x_of(chain, residue: int, name: str) -> float | None:
+    column = ATOM_ORDER[name]
+    return float(chain.positions[residue, column, 0]) if chain.mask[residue, column] else None
+
+
+def test_header_and_missing_residues(tmp_path: Path):
+    """Catches ATOM records read instead of SEQRES, the latest revision taken for the release, missing residues dropped."""
+    atoms = [
+        atom("CA", "GLY", 2, 1.5, auth_seq_id=-3, pdbx_PDB_ins_code="B"),
+        atom("N", "LYS", 4, 7.25, auth_seq_id=12),
+    ]
+    structure = read_structure(save(tmp_path, entry({"A": "1:MET 2:GLY 3:SER 4:LYS"}, atoms)))
+    assert (structure.pdb_id, structure.method, structure.resolution) == ("test", "x-ray diffraction", 2.05)
+    assert structure.release_date == date(2002, 3, 4)
+    chain = structure.chains["A"]
+    assert chain.key == "test_A"
+    assert chain.sequence == "MGSK"
+    assert chain.is_missing.tolist() == [True, False, True, False]
+    assert chain.residue_number.tolist() == [0, -3, 0, 12]
+    assert chain.insertion_code == ("", "B", "", "")
+    assert chain.mask.sum() == 2
+    assert chain.positions[chain.mask == 0].sum() == 0
+    assert (x_of(chain, 1, "CA"), x_of(chain, 3, "N"), x_of(chain, 3, "CA")) == (1.5, 7.25, None)
+
+
+def test_highest_occupancy_wins_and_ties_go_to_the_first(tmp_path: Path):
+    """Catches location A (or the last one) taken always, and the choice made for a residue instead of for each atom."""
+    atoms = [
+        atom("CA", "SER", 1, 1, label_alt_id="A", occupancy=0.3),
+        atom("CA", "SER", 1, 2, label_alt_id="B", occupancy=0.7),
+        atom("CB", "SER", 1, 3, label_alt_id="A", occupancy=0.5),
+        atom("CB", "SER", 1, 4, label_alt_id="B", occupancy=0.5),
+        atom("OG", "SER", 1, 5, label_alt_id="A", occupancy=0.0),
+        atom("O", "SER", 1, 6, occupancy="?"),
+    ]
+    chain = read_chain(save(tmp_path, entry({"A": "1:SER"}, atoms)), "A")
+    assert [x_of(chain, 0, name) for name in ("CA", "CB", "OG", "O")] == [2, 3, 5, 6]
+
+
+def test_microheterogeneity_keeps_one_residue(tmp_path: Path):
+    """Catches a position with two monomers counted twice (all later residues shift) or atoms of both mixed in one residue."""
+    atoms = [
+        atom("N", "GLY", 1, 0),
+        atom("CA", "SER", 2, 1, label_alt_id="A", occupancy=0.4),
+        atom("OG", "SER", 2, 2, label_alt_id="A", occupancy=0.4),
+        atom("CA", "THR", 2, 3, label_alt_id="B", occupancy=0.6),
+        atom("OG1", "THR", 2, 4, label_alt_id="B", occupancy=0.6),
+        atom("CA", "TRP", 3, 5),
+    ]
+    chain = read_chain(save(tmp_path, entry({"A": "1:GLY 2:SER 2:THR 3:TRP"}, atoms)), "A")
+    assert chain.sequence == "GTW"
+    assert [x_of(chain, 1, name) for name in ("CA", "OG", "OG1")] == [3, None, 4]
+    assert x_of(chain, 2, "CA") == 5
+
+
+def test_modified_residues(tmp_path: Path):
+    """Catches selenium lost, HETATM residues of the polymer skipped, and parents of modified residues unknown."""
+    het = {"group_PDB": "HETATM"}
+    atoms = [
+        atom("SE", "MSE", 1, 1, **het),
+        atom("CA", "SEP", 2, 2, **het),
+        atom("P", "SEP", 2, 3, **het),
+        atom("CA", "ZZZ", 3, 4, **het),
+        atom("SE", "CYS", 4, 5),
+        atom("O", "HOH", ".", 6, **het),
+    ]
+    chain = read_chain(save(tmp_path, entry({"A": "1:MSE 2:SEP 3:ZZZ 4:CYS"}, atoms)), "A")
+    assert chain.sequence == "MSXC"
+    assert x_of(chain, 0, "SD") == 1
+    assert x_of(chain, 1, "CA") == 2
+    assert x_of(chain, 2, "CA") == 4
+    assert chain.mask.sum(axis=1).tolist() == [1, 1, 1, 0]
+    assert chain.is_missing.tolist() == [False] * 4
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_arginine_nitrogens_are_named_by_their_distance_to_cd(tmp_path: Path, swapped: bool):
+    """Catches NH1 and NH2 left exchanged, as some depositors write them, or exchanged where they are right."""
+    near, far = ("NH2", "NH1") if swapped else ("NH1", "NH2")
+    atoms = [atom("CD", "ARG", 1, 0), atom(near, "ARG", 1, 2), atom(far, "ARG", 1, 3), atom("NH2", "ARG", 2, 1)]
+    chain = read_chain(save(tmp_path, entry({"A": "1:ARG 2:ARG"}, atoms)), "A")
+    assert (x_of(chain, 0, "NH1"), x_of(chain, 0, "NH2"), x_of(chain, 1, "NH2")) == (2, 3, 1)
+
+
+def test_first_model_author_chains_and_only_proteins(tmp_path: Path):
+    """Catches later NMR models read over the first, label ids used where the author's are meant, ligands taken for chains."""
+    second = {"label_asym_id": "B", "auth_asym_id": "H"}
+    atoms = [
+        atom("CA", "GLY", 1, 1, auth_asym_id="L", pdbx_PDB_model_num=3),
+        atom("CA", "ALA", 1, 2, pdbx_PDB_model_num=3, **second),
+        atom("C1", "LIG", ".", 9, label_asym_id="C", auth_asym_id="L", pdbx_PDB_model_num=3),
+        atom("CA", "GLY", 1, 3, auth_asym_id="L", pdbx_PDB_model_num=4),
+        atom("CA", "ALA", 1, 4, pdbx_PDB_model_num=4, **second),
+    ]
+    path = save(tmp_path, entry({"A": "1:GLY", "B": "1:ALA"}, atoms, header="data_T\n_exptl.method 'SOLUTION NMR'\n"))
+    structure = read_structure(path)
+    assert {name: (c.sequence, x_of(c, 0, "CA")) for name, c in structure.chains.items()} == {
+        "L": ("G", 1),
+        "H": ("A", 2),
+    }
+    assert (structure.resolution, structure.method, structure.release_date) == (None, "solution nmr", None)
+    with pytest.raises(UserError, match=r"no protein chain 'A'.*Chains: H, L"):
+        read_chain(path, "A")
+
+
+def test_dna_is_not_a_protein_chain(tmp_path: Path):
+    """Catches nucleic acids read as chains of X."""
+    path = save(tmp_path, entry({"A": "1:DA"}, [atom("P", "DA", 1, 1)], kind="polydeoxyribonucleotide"))
+    with pytest.raises(UserError, match="no protein chain with coordinates"):
+        read_structure(path)
+
+
+def test_electron_microscopy_resolution(tmp_path: Path):
+    """Catches the resolution looked for in the X-ray category only."""
+    header = (
+        "data_T\n_exptl.method 'ELECTRON MICROSCOPY'\n_refine.ls_d_res_high ?\n_em_3d_reconstruction.resolution 3.4\n"
+    )
+    assert read_structure(save(tmp_path, entry({"A": "1:GLY"}, [atom("CA", "GLY", 1, 1)], header))).resolution == 3.4
+
+
+def test_quoted_values_and_standard_deviations(tmp_path: Path):
+    """Catches quotes kept in atom names and coordinates with a standard deviation refused."""
+    atoms = [atom("'CA'", '"GLY"', 1, 1.0, Cartn_x="1.250(3)")]
+    assert x_of(read_chain(save(tmp_path, entry({"A": "1:GLY"}, atoms)), "A"), 0, "CA") == 1.25
+
+
+def test_mmcif_without_seqres_takes_the_sequence_from_the_atoms(tmp_path: Path):
+    """Catches predicted models of other programs, which often write _atom_site alone, being refused."""
+    atoms = [
+        atom(n, r, k, k, group_PDB="ATOM") for k, r in ((5, "GLY"), (6, "SER"), (8, "LYS")) for n in ("N", "CA", "C")
+    ]
+    text = "data_T\nloop_\n" + "".join(f"_atom_site.{c}\n" for c in COLUMNS) + "\n".join(atoms) + "\n"
+    chain = read_chain(save(tmp_path, text), "A")
+    assert chain.sequence == "GSK"
+    assert chain.residue_number.tolist() == [5, 6, 8]
+    assert chain.mask.sum() == 9
+
+
+PDB_ATOM = (
+    "ATOM  {serial:5d}  {name:<3} {residue} {chain}{number:4d}{code}   {x:8.3f}   0.000   0.000"
+    "  1.00 50.00           {name[0]}"
+)
+
+
+def test_pdb_with_and_without_seqres(tmp_path: Path):
+    """Catches PDB files read without their SEQRES (missing residues vanish) or refused when they have none."""
+    residues = [("GLY", 1, " "), ("SER", 1, "A"), ("LYS", 4, " ")]
+    lines = [
+        PDB_ATOM.format(serial=3 * k + a + 1, name=name, residue=r, chain="B", number=n, code=code, x=k + a / 10)
+        for k, (r, n, code) in enumerate(residues)
+        for a, name in enumerate(("N", "CA", "C"))
+    ]
+    atoms = "\n".join(lines) + "\nTER\nEND\n"
+    chain = read_chain(save(tmp_path, atoms, "a.pdb"), "B")
+    assert (chain.sequence, chain.key) == ("GSK", "a_B")
+    assert chain.residue_number.tolist() == [1, 1, 4]
+    assert chain.insertion_code == ("", "A", "")
+    with_seqres = "SEQRES   1 B    5  MET GLY SER TRP LYS\n" + atoms
+    chain = read_chain(save(tmp_path, with_seqres, "b.pdb"), "B")
+    assert chain.sequence == "MGSWK"
+    assert chain.is_missing.tolist() == [True, False, False, True, False]
+    assert x_of(chain, 4, "CA") == pytest.approx(2.1)
+
+
+def test_gzipped_file_and_its_name(tmp_path: Path):
+    """Catches compressed archives refused, and '.cif' left in the entry's id."""
+    path = tmp_path / "1abc.cif.gz"
+    path.write_bytes(gzip.compress(entry({"A": "1:GLY"}, [atom("CA", "GLY", 1, 1)]).encode()))
+    assert read_chain(path, "A").key == "1abc_A"
+
+
+ENTRIES = ["1psm", "2crb", "2q2k", "3u8v", "3zee", "4i6p", "4zey", "5kc1"]
+
+
+@pytest.mark.parametrize("pdb_id", ENTRIES)
+def test_golden_parity(golden: Path, real_data: Path, pdb_id: str):
+    """Catches any difference from AF2's mmCIF reader on real entries (X-ray, NMR, EM): exactly, every chain."""
+    summary = json.loads(gzip.decompress((golden / "featurization" / "mmcif_summary.json.gz").read_bytes()))[pdb_id]
+    expected = load(golden / "featurization" / f"mmcif_{pdb_id}.npz")
+    path = real_data / "mmcif_files" / f"{pdb_id}.cif"
+    structure = read_structure(path)
+    header = summary["header"]
+    assert structure.method == header["structure_method"]
+    assert (structure.resolution or 0.0) == header["resolution"]
+    assert str(structure.release_date) == header["release_date"]
+    assert set(structure.chains) == set(summary["chains"])
+    for name, chain in structure.chains.items():
+        missing = expected[f"{name}/is_missing"] == 1
+        assert chain.sequence == summary["chains"][name]["seqres"]
+        np.testing.assert_array_equal(encode(chain.sequence), expected[f"{name}/aatype"])
+        np.testing.assert_array_equal(chain.is_missing, missing)
+        np.testing.assert_array_equal(chain.residue_number, np.where(missing, 0, expected[f"{name}/residue_number"]))
+        codes = [code.decode().strip(" ?") for code in expected[f"{name}/insertion_code"]]
+        assert list(chain.insertion_code) == codes
+        np.testing.assert_array_equal(chain.mask, expected[f"{name}/all_atom_mask"])
+        np.testing.assert_array_equal(chain.positions, expected[f"{name}/all_atom_positions"])
+    last = read_chain(path, name)
+    np.testing.assert_array_equal(last.positions, chain.positions)
+
+
+def test_predicted_pdb_of_alphafold(real_data: Path):
+    """Catches a PDB file without SEQRES or header losing residues or atoms."""
+    path = real_data / "6KWC_1_alphafold_model_1_ptm.pdb"
+    chain = read_chain(path, "A")
+    assert len(chain) == 191
+    assert not chain.is_missing.any()
+    assert chain.mask.sum() == sum(
+        line.startswith("ATOM") and line[76:78] != " H" for line in path.read_text().splitlines()
+    )

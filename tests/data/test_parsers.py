@@ -1,0 +1,150 @@
+"""FASTA, A3M and Stockholm: formats by small examples, then golden parity on real alignments."""
+
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from evodsp.data.parsers import GAP, decode, encode, parse_a3m, parse_fasta, parse_stockholm
+from evodsp.errors import UserError
+from tests.conftest import load
+
+
+def write(path: Path, text: str | bytes) -> Path:
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return path
+
+
+def test_encode_follows_af2_order_and_hhblits_ambiguities():
+    """Catches the alphabetical (HHblits) order leaking out of the parsers, and ambiguous letters mapped to X wholesale."""
+    assert encode("ARNDCQEGHILKMFPSTWYVX-").tolist() == list(range(22))
+    assert decode(encode("BZUJOX")) == "DECXXX"
+    assert decode(encode("acdE")) == "ACDE"
+    with pytest.raises(UserError, match="letter '1' at position 3"):
+        encode("AC1")
+
+
+def test_fasta_joins_lines_and_reads_headers(tmp_path: Path):
+    """Catches sequences cut at the first line end and descriptions taken for names."""
+    records = parse_fasta(write(tmp_path / "a.fasta", ">one first protein\nMKV\nlx\n\n>two\nA\n"))
+    assert [(r.name, r.letters, r.description) for r in records] == [
+        ("one", "MKVLX", "first protein"),
+        ("two", "A", ""),
+    ]
+
+
+def test_a3m_counts_insertions_left_of_the_column(tmp_path: Path):
+    """Catches deletions counted right of the column, carried into the next row, or kept after the last column."""
+    path = write(tmp_path / "a.a3m", "# comment\n>query\nACDE\n>hit words\nabAC-cdeEfg\n>other\n-.-xD\nE\n")
+    alignment = parse_a3m(path)
+    assert alignment.names == ("query", "hit", "other")
+    assert [decode(row) for row in alignment.residues] == ["ACDE", "AC-E", "--DE"]
+    assert alignment.deletions.tolist() == [[0, 0, 0, 0], [2, 0, 0, 3], [0, 0, 1, 0]]
+    assert alignment.residues.dtype == np.int8
+    assert alignment.deletions.dtype == np.int32
+
+
+STOCKHOLM = """# STOCKHOLM 1.0
+#=GF ID test
+#=GS hit/1-4 DE a hit
+
+query    A-CD
+hit/1-4  AkC-
+third    ----
+#=GR hit/1-4 PP 9*99
+#=GC RF  x.xx
+
+query    E--
+hit/1-4  Efg
+third    .hE
+//
+"""
+
+
+def test_stockholm_interleaved_blocks_and_dropped_columns(tmp_path: Path):
+    """Catches blocks that overwrite each other, annotation read as sequence, query-gap columns kept, deletions misplaced."""
+    alignment = parse_stockholm(write(tmp_path / "a.sto", STOCKHOLM))
+    assert alignment.names == ("query", "hit/1-4", "third")
+    assert [decode(row) for row in alignment.residues] == ["ACDE", "AC-E", "----"]
+    assert alignment.deletions.tolist() == [
+        [0, 0, 0, 0],
+        [0, 1, 0, 0],
+        [0, 0, 0, 0],
+    ]  # after the last column: not counted
+
+
+def test_stockholm_deletion_runs(tmp_path: Path):
+    """Catches runs of dropped columns counted as one deletion, or summed over neighbouring runs."""
+    text = "# STOCKHOLM 1.0\nq --A-CD---E-\nh KKAKCD-KKEK\n//\n"
+    assert parse_stockholm(write(tmp_path / "a.sto", text)).deletions.tolist() == [[0, 0, 0, 0], [2, 1, 0, 2]]
+
+
+@pytest.mark.parametrize("newline", ["\n", "\r\n", "\r"])
+@pytest.mark.parametrize("final", [True, False])
+@pytest.mark.parametrize("zipped", [True, False])
+def test_line_ends_missing_final_newline_and_gzip(tmp_path: Path, newline: str, final: bool, zipped: bool):
+    """Catches carriage returns read as residues, a last row lost, and compressed files read as text."""
+    texts = {"a3m": ">q\nAC\n>h\nA-\n", "sto": "# STOCKHOLM 1.0\nq AC\nh A-\n//\n", "fasta": ">q\nAC\n>h\nA\n"}
+    for kind, parse in (("a3m", parse_a3m), ("sto", parse_stockholm), ("fasta", parse_fasta)):
+        data = (texts[kind] if final else texts[kind].rstrip("\n")).replace("\n", newline).encode()
+        path = write(tmp_path / f"x.{kind}.gz", gzip.compress(data)) if zipped else write(tmp_path / f"x.{kind}", data)
+        parsed = parse(path)
+        rows = [r.letters for r in parsed] if kind == "fasta" else [decode(r).rstrip("-") for r in parsed.residues]
+        assert rows == ["AC", "A"]
+
+
+def test_a3m_agrees_with_a_character_loop(tmp_path: Path):
+    """Catches errors of the running-count arithmetic: random rows against the definition, letter by letter."""
+    rng = np.random.default_rng(0)
+    rows = []
+    for _ in range(40):
+        columns = rng.choice(list("ACDEFGHIKLMNPQRSTVWYXBZUOJ-"), 23)
+        inserts = ["".join(rng.choice(list("acdxyz."), rng.poisson(0.4))) for _ in range(24)]
+        rows.append("".join(a + b for a, b in zip(inserts, [*columns, ""], strict=True)))
+    alignment = parse_a3m(write(tmp_path / "a.a3m", "".join(f">s{k}\n{row}\n" for k, row in enumerate(rows))))
+    for row, residues, deletions in zip(rows, alignment.residues, alignment.deletions, strict=True):
+        expected, counts, count = [], [], 0
+        for letter in row:
+            if letter.islower():
+                count += 1
+            elif letter != ".":
+                expected.append(encode(letter)[0])
+                counts.append(count)
+                count = 0
+        assert residues.tolist() == expected
+        assert deletions.tolist() == counts
+
+
+GOLDEN = {
+    "ex_bfd_a3m": "6KWC_1/bfd_uniref_hits.a3m",
+    "ex_mgnify_sto": "6KWC_1/mgnify_hits.sto",
+    "td_bfd_a3m": "query73_A/bfd_uniclust_hits.a3m",
+    "td_mgnify_sto": "query73_A/mgnify_hits.sto",
+    "td_uniref90_sto": "query73_A/uniref90_hits.sto",
+    "2q2kA_bfd_a3m": "2q2k_A/bfd_uniclust_hits.a3m",
+    "2q2kA_uniprot_sto": "2q2k_A/uniprot_hits.sto",
+    "2q2kA_uniref90_sto": "2q2k_A/uniref90_hits.sto",
+}
+
+
+@pytest.mark.parametrize("case", GOLDEN)
+def test_golden_parity(golden: Path, real_data: Path, case: str):
+    """Catches any difference from AF2's parsers on real alignments: residues, deletions and names, exactly."""
+    expected = load(golden / "featurization" / f"msa_{case}.npz")
+    alignment = (parse_a3m if case.endswith("a3m") else parse_stockholm)(real_data / "alignments" / GOLDEN[case])
+    np.testing.assert_array_equal(alignment.residues, np.stack([encode(s.decode()) for s in expected["sequences"]]))
+    np.testing.assert_array_equal(alignment.deletions, expected["deletion_matrix"])
+    assert list(alignment.names) == [text.decode().split(maxsplit=1)[0] for text in expected["descriptions"]]
+
+
+def test_golden_hhblits_codes(golden: Path, real_data: Path):
+    """Catches a wrong alphabet: AF2's own integer MSA, in HHblits numbering, names the same letters."""
+    hhblits = "ACDEFGHIKLMNPQRSTVWYX-"
+    to_af2 = encode(hhblits)
+    assert to_af2[-1] == GAP
+    expected = load(golden / "featurization" / "msa_ex_bfd_a3m.npz")["feat_msa"]
+    alignment = parse_a3m(real_data / "alignments" / GOLDEN["ex_bfd_a3m"])
+    np.testing.assert_array_equal(alignment.residues, to_af2[expected])
