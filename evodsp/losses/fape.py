@@ -50,24 +50,27 @@ class _ErrorSum(torch.autograd.Function):
         differentiate = any(ctx.needs_input_grad[:2])
         total = points.new_zeros(samples)
         grad_transforms, grad_points = torch.empty_like(transforms), torch.zeros_like(points)
-        point_column, fraction = point_mask[:, :, None], clamped_fraction[:, None, None]
-        coordinates = points[:, None, None]  # [b, 1, 1, 7, A]
+        fraction, coordinates = clamped_fraction[:, None, None], points[:, None, None]  # [b, 1, 1, 7, A]
+        # Masks are applied to the small factors of each product, never to an array of F x A.
+        counted, masked_points = point_mask[:, :, None], (points * point_mask[:, None]).mT
         for start in range(0, frames, rows):
             here = slice(start, start + rows)
-            transform, mask = transforms[:, here], frame_mask[:, here, None]
+            transform, mask = transforms[:, here], frame_mask[:, here, None, None]
             # Seven scaled additions, not a matrix product: those may be set to round to TF32 or bf16, 0.05 Å at 50 Å.
             difference = transform[..., 6:].expand(*transform.shape[:3], count).clone()
             for k in range(6):
                 difference.addcmul_(transform[..., k : k + 1], coordinates[..., k, :])
             x, y, z = difference.unbind(2)
             distance = x.square().addcmul_(y, y).addcmul_(z, z).add_(eps).sqrt_()
-            error = distance - (distance - clamp).clamp_(min=0).mul_(fraction)
-            total += (mask.mT @ (error @ point_column)).flatten()
+            excess = (distance - clamp).clamp_(min=0)
+            error = torch.addcmul(distance, excess, fraction, value=-1)
+            total += (mask[:, :, 0] * (error @ counted)).sum((1, 2))
             if differentiate:
-                slope = (1 - fraction * (distance > clamp)).div_(distance).mul_(mask).mul_(point_mask[:, None])
+                slope = excess.sign_().mul_(-fraction).add_(1).div_(distance)  # e'(d) / d
                 flat = difference.mul_(slope[:, :, None]).flatten(1, 2)  # [b, rows * 3, A]
-                grad_transforms[:, here] = (flat @ points.mT).unflatten(1, (-1, 3))
-                grad_points += transform.flatten(1, 2).mT @ flat
+                grad_transforms[:, here] = (flat @ masked_points).unflatten(1, (-1, 3)) * mask
+                grad_points += (transform * mask).flatten(1, 2).mT @ flat
+        grad_points *= point_mask[:, None]
         ctx.save_for_backward(grad_transforms, grad_points)
         return total
 
@@ -108,24 +111,25 @@ def frame_aligned_point_error(
         shape = x.shape[x.ndim - inner :]
         return x.to(dtype).expand((*batch, *shape)).reshape((batch.numel(), *shape))
 
-    rotation, true_rotation = flat(frames.rotation, 3), flat(true_frames.rotation, 3)
     frame_mask, point_mask = flat(frame_mask, 1), flat(point_mask, 1)
-    translation, true_translation = flat(frames.translation, 2), flat(true_frames.translation, 2)
-    points, true_points = flat(points, 2), flat(true_points, 2)
-    if clamped_fraction is None:
-        clamped_fraction = points.new_ones(())
+    # Rigid groups and atoms that a residue type does not have are two thirds of all pairs: leave them out.
+    rotation, translation, true_rotation, true_translation, frame_mask = _compress(
+        frame_mask, flat(frames.rotation, 3), flat(frames.translation, 2),
+        flat(true_frames.rotation, 3), flat(true_frames.translation, 2), frame_mask,
+    )  # fmt: skip
+    points, true_points, point_mask = _compress(point_mask, flat(points, 2), flat(true_points, 2), point_mask)
     # Moving a structure and its frames together changes nothing but the rounding: bring both near the origin.
     centre, true_centre = _centre(points, point_mask), _centre(true_points, point_mask)
     points, translation = points - centre, translation - centre
     true_points, true_translation = true_points - true_centre, true_translation - true_centre
 
+    offset = _rotate(true_rotation.mT, true_translation) - _rotate(rotation.mT, translation)
+    transforms = torch.cat([rotation.mT, -true_rotation.mT, offset[..., None]], dim=-1)
+    stacked = torch.cat([points, true_points, torch.ones_like(points[..., :1])], dim=-1).mT.contiguous()
+    clamp = float("inf") if clamp_distance is None else clamp_distance
+    fraction = points.new_ones(len(points)) if clamped_fraction is None else flat(clamped_fraction, 0)
     with torch.autocast(points.device.type, enabled=False):
-        inverse, true_inverse = rotation.mT, true_rotation.mT
-        offset = _rotate(true_inverse, true_translation) - _rotate(inverse, translation)
-        transforms = torch.cat([inverse, -true_inverse, offset[..., None]], dim=-1)
-        stacked = torch.cat([points, true_points, torch.ones_like(points[..., :1])], dim=-1).mT.contiguous()
-        clamp = float("inf") if clamp_distance is None else clamp_distance
-        total = _ErrorSum.apply(transforms, stacked, frame_mask, point_mask, flat(clamped_fraction, 0), clamp, eps)
+        total = _ErrorSum.apply(transforms, stacked, frame_mask, point_mask, fraction, clamp, eps)
     pairs = frame_mask.sum(-1) * point_mask.sum(-1)
     return (total / (length_scale * (eps + pairs))).reshape(batch)
 
@@ -164,6 +168,17 @@ def sidechain_fape(
         _flatten_groups(frames), _flatten_groups(true_frames), frame_mask.flatten(1),
         atom14.flatten(1, 2), true_atom14.flatten(1, 2), atom_mask.flatten(1),
     )  # fmt: skip
+
+
+def _compress(mask: Float[Tensor, "b n"], *arrays: Float[Tensor, "b n ..."]) -> list[Tensor]:
+    """The unmasked entries of each array, and as many masked ones as even the samples out: [b, n, ...] -> [b, m, ...]."""
+    kept = mask != 0
+    count = int(kept.sum(-1).amax())
+    if count == mask.shape[1]:
+        return list(arrays)
+    index = kept.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)[:, :count]
+    sample = torch.arange(len(mask), device=mask.device)[:, None]
+    return [array[sample, index] for array in arrays]
 
 
 def _centre(points: Float[Tensor, "b A 3"], mask: Float[Tensor, "b A"]) -> Float[Tensor, "b 1 3"]:

@@ -8,16 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from evodsp.geometry.residues import RENAMING_MATRICES
 from evodsp.geometry.rigid import Rigid
-
-# Atom14 slots that some residue type's renaming moves: the only ones whose distances can tell the two namings apart.
-_AMBIGUOUS_SLOTS = tuple(int(i) for i in np.flatnonzero((np.eye(14) != RENAMING_MATRICES).any(axis=(0, 2))))
 
 
 @dataclass(frozen=True)
@@ -65,19 +60,17 @@ def alternative_naming_is_better(
     `truth` and `alternative` are the true positions under both namings, `exists` marks the observed atoms, `is_ambiguous`
     those that swap.
     """
-    slots = list(_AMBIGUOUS_SLOTS)
+    # A few per cent of all atoms are ambiguous: distances are formed from those only, [n, R * 14].
+    sample, residue, slot = (exists * is_ambiguous).nonzero(as_tuple=True)
 
-    def distances(positions: Float[Tensor, "B R 14 3"]) -> Float[Tensor, "B Rs A"]:
+    def distances(positions: Float[Tensor, "B R 14 3"]) -> Float[Tensor, "n A"]:
         positions = positions.to(torch.promote_types(positions.dtype, torch.float32))
-        # Exact differences: the short cut |a|^2 + |b|^2 - 2ab would lose the third decimal.
-        return torch.cdist(
-            positions[:, :, slots].flatten(1, 2), positions.flatten(1, 2), compute_mode="donot_use_mm_for_euclid_dist"
-        )
+        vectors = positions.flatten(1, 2)[sample] - positions[sample, residue, slot][:, None]
+        return vectors.square_().sum(-1).sqrt_()
 
     predicted = distances(atom14)
     error, other_error = (distances(x).sub_(predicted).abs_() for x in (truth, alternative))
     reference = (exists * (1 - is_ambiguous)).flatten(1)  # [B, R * 14]
-    counted = (exists * is_ambiguous)[:, :, slots]
-    # One sum of differences, so that residues without ambiguous atoms compare exactly equal.
-    gain = (error.sub_(other_error) * reference[:, None]).sum(-1).unflatten(1, counted.shape[1:]) * counted
+    gain = torch.zeros_like(exists, dtype=error.dtype)
+    gain[sample, residue, slot] = (error.sub_(other_error) * reference[sample]).sum(-1)
     return (gain.sum(-1) > 0).to(truth.dtype)
