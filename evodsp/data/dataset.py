@@ -51,8 +51,8 @@ _ALIGNED_AS = str.maketrans("BUZ", "DCE")
 class ChainSource(Protocol):
     """Where chains come from; `evodsp.data.store.FeatureStore` is one."""
 
-    def alignments(self, key: str) -> list[Alignment]:
-        """The alignments of the chain `key`, in the order in which they are to be merged."""
+    def alignments(self, key: str, query: Sequence | None = None) -> list[Alignment]:
+        """The alignments of the chain `key`, in the order in which they are to be merged. `query`: the chain's sequence."""
 
     def chain(self, key: str) -> Chain:
         """The structure of the chain `key`."""
@@ -104,10 +104,10 @@ def _narrow(values: Tensor) -> Tensor:
 
 def load_record(source: ChainSource, key: str) -> ChainRecord:
     """Read the chain `key`. Raises UserError if its structure and its alignments are of different sequences."""
-    alignments = source.alignments(key)
+    chain = source.chain(key)
+    alignments = source.alignments(key, Sequence(key, chain.sequence))
     if not alignments:
         raise UserError(f"chain {key} has no alignment; put an .a3m or .sto file into its alignment folder")
-    chain = source.chain(key)
     msa = merge_alignments(alignments)
     check_query(f"chain {key}", chain.sequence, msa.msa[0], alignments[0].source)
     aatype = encode_sequence(chain.sequence)

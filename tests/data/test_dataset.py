@@ -1,0 +1,385 @@
+"""Samples: the same for every worker and resume, crop and labels that belong together, edges, and users' mistakes."""
+
+from __future__ import annotations
+
+import pickle
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from evodsp.config import FeatureConfig
+from evodsp.data.dataset import ChainDataset, Sample, check_query, collate, prediction_sample
+from evodsp.data.store import FeatureStore
+from evodsp.data.transforms import FEATURE_AXES, encode_sequence
+from evodsp.data.types import Alignment, Chain, Sequence
+from evodsp.errors import UserError
+from evodsp.geometry import residues
+from evodsp.geometry.frames import structure_labels
+
+CONFIG = FeatureConfig(crop_size=12, msa_clusters=6, extra_msa=7, recycles=3)
+WHOLE = replace(CONFIG, crop_size=None)
+
+
+def make_chain(name: str, letters: str, resolved: bool = True, resolution: float | None = 2.0) -> Chain:
+    """A chain whose every atom lies near (10 i, 0, 0), i the residue's index."""
+    length = len(letters)
+    mask = residues.RESTYPE_ATOM37_MASK[encode_sequence(letters)].astype(np.float32) * resolved
+    jitter = np.random.default_rng(length).normal(size=(length, 37, 3))
+    positions = jitter + np.array([10.0, 0, 0]) * np.arange(length)[:, None, None]
+    return Chain(
+        pdb_id=name,
+        chain_id="A",
+        sequence=letters,
+        residue_number=np.arange(1, length + 1, dtype=np.int32),
+        insertion_code=("",) * length,
+        is_missing=np.full(length, not resolved),
+        positions=(positions * mask[..., None]).astype(np.float32),
+        mask=mask,
+        resolution=resolution,
+    )
+
+
+def make_alignment(letters: str, rows: int = 9, source: str = "hits.a3m") -> Alignment:
+    rng = np.random.default_rng(rows)
+    msa = rng.integers(0, 22, (rows, len(letters))).astype(np.int8)
+    msa[0] = encode_sequence(letters)
+    deletions = (rng.integers(0, 5, msa.shape) * (rng.random(msa.shape) < 0.3)).astype(np.int32)
+    return Alignment(source, tuple(f"row{i}" for i in range(rows)), msa, deletions)
+
+
+class Memory:
+    """A source in memory that counts how often a chain is read."""
+
+    def __init__(self, *chains: Chain, rows: int = 9) -> None:
+        self.chains = {chain.key: chain for chain in chains}
+        self.rows = rows
+        self.reads: Counter[str] = Counter()
+
+    def alignments(self, key: str, query: Sequence | None = None) -> list[Alignment]:
+        assert query is None or query.letters == self.chains[key].sequence
+        self.reads[key] += 1
+        return [make_alignment(self.chains[key].sequence, self.rows)]
+
+    def chain(self, key: str) -> Chain:
+        return self.chains[key]
+
+
+LETTERS = "ARNDCQEGHILKMFPSTWYV"
+FIVE = [make_chain(f"{i}abc", (LETTERS[i:] + LETTERS)[: 17 + 3 * i]) for i in range(5)]
+
+
+def dataset(
+    config: FeatureConfig = CONFIG,
+    training: bool = True,
+    chains: list[Chain] = FIVE,
+    seed: int = 4,
+    batch_group: int = 1,
+) -> ChainDataset:
+    keys = [chain.key for chain in chains]
+    return ChainDataset(Memory(*chains), keys, config, seed, training, batch_group)
+
+
+def assert_equal(one: Sample, two: Sample) -> None:
+    assert set(one) == set(two)
+    for name in one:
+        torch.testing.assert_close(one[name], two[name], rtol=0, atol=0, msg=name)
+
+
+# Addressing ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_sample_depends_on_seed_and_index_only() -> None:
+    """Not on what was read before, nor on the process: a resumed run must go on with the same samples."""
+    first, later = dataset(), dataset()
+    for index in (0, 3, 12):
+        later[index]
+    assert_equal(first[7], later[7])
+    assert_equal(first[7], pickle.loads(pickle.dumps(later))[7])
+    other = dataset(seed=5)
+    assert [first.key_of(i) for i in range(40)] != [other.key_of(i) for i in range(40)]
+
+
+def test_workers_make_the_same_samples() -> None:
+    data = dataset()
+    loader = DataLoader(data, sampler=[9, 2, 5], batch_size=None, num_workers=1)
+    for index, sample in zip([9, 2, 5], loader, strict=True):
+        assert_equal(sample, data[index])
+
+
+def test_each_epoch_shows_every_chain_once_in_a_new_order() -> None:
+    data = dataset()
+    epochs = [tuple(data.key_of(5 * epoch + i) for i in range(5)) for epoch in range(8)]
+    assert all(set(epoch) == set(data.keys) for epoch in epochs)
+    assert len(set(epochs)) > 4
+
+
+def test_same_chain_in_another_epoch_is_another_sample() -> None:
+    data = dataset(replace(CONFIG, uniform_recycling=False), chains=FIVE[:1])
+    assert (data[0]["msa_feat"] != data[1]["msa_feat"]).any()
+
+
+def test_number_of_cycles_is_common_to_a_group() -> None:
+    data = dataset(batch_group=4)
+    cycles = [data.cycles_of(i) for i in range(400)]
+    assert all(len(set(cycles[i : i + 4])) == 1 for i in range(0, 400, 4))
+    counts = Counter(cycles)
+    assert set(counts) == {1, 2, 3, 4}
+    assert min(counts.values()) > 40
+    assert len(data[1]["aatype"]) == cycles[1]
+
+
+def test_recycling_without_draws_takes_the_largest() -> None:
+    data = dataset(replace(CONFIG, uniform_recycling=False))
+    assert {data.cycles_of(i) for i in range(50)} == {4}
+
+
+def test_fraction_of_clamped_samples() -> None:
+    data = dataset(replace(CONFIG, recycles=0), chains=FIVE[:1])
+    flags = torch.stack([data[i]["use_clamped_fape"] for i in range(300)])
+    assert flags.dtype == torch.float32
+    assert 0.83 < flags.mean() < 0.97
+
+
+def test_validation_is_the_same_in_every_epoch() -> None:
+    """The keys in order, all recycling iterations, the middle of the chain, clamped; and iteration ends."""
+    data = dataset(training=False)
+    samples = list(data)
+    assert [data.key_of(i) for i in range(5)] == [chain.key for chain in FIVE]
+    assert all(len(sample["aatype"]) == 4 and sample["use_clamped_fape"] == 1 for sample in samples)
+    assert samples[0]["residue_index"][0].tolist() == list(range(2, 14))
+    assert_equal(samples[3], data[3])
+    with pytest.raises(IndexError):
+        data[5]
+    with pytest.raises(IndexError):
+        dataset().key_of(-1)
+
+
+# Features and labels -------------------------------------------------------------------------------------------------
+
+
+def test_features_and_labels_show_the_same_residues() -> None:
+    data = dataset(replace(CONFIG, recycles=1))
+    for index in range(20):
+        sample, chain = data[index], data.source.chain(data.key_of(index))
+        shown = sample["residue_index"][0]
+        assert (shown == sample["residue_index"]).all()
+        assert shown.tolist() == list(range(int(shown[0]), int(shown[0]) + 12))
+        np.testing.assert_array_equal(sample["aatype"][-1], encode_sequence(chain.sequence)[shown])
+        np.testing.assert_array_equal(sample["all_atom_positions"], chain.positions[shown])
+        np.testing.assert_array_equal(sample["all_atom_mask"] > 0, sample["atom37_atom_exists"][0] > 0)
+        # Row 0 of the MSA is the query throughout.
+        np.testing.assert_array_equal(sample["true_msa"][:, 0], sample["aatype"])
+
+
+def test_labels_are_those_of_the_whole_chain() -> None:
+    """Labels of a crop alone would lose phi and omega of its first residue, whose neighbour is cut off."""
+    data = dataset(training=False)
+    sample, chain = data[4], FIVE[4]
+    shown = sample["residue_index"][0].long()
+    aatype = torch.from_numpy(encode_sequence(chain.sequence))
+    whole = structure_labels(aatype, torch.from_numpy(chain.positions), torch.from_numpy(chain.mask))
+    assert sample["torsion_angles_mask"][0, :2].tolist() == [1, 1]
+    for name in set(whole) - set(FEATURE_AXES):
+        torch.testing.assert_close(sample[name].double(), whole[name][shown].double(), msg=name)
+
+
+def test_names_and_types_are_the_golden_ones(golden: Path) -> None:
+    sample = dataset()[0]
+    with np.load(golden / "labels.npz") as labels:
+        expected = {name: labels[name] for name in labels.files if name != "backbone_affine_tensor"}
+    assert set(expected) <= set(sample)
+    for name, values in expected.items():
+        assert sample[name].shape == ((12, *values.shape[1:]) if values.ndim else ()), name
+    assert {tensor.dtype for tensor in sample.values()} == {torch.int32, torch.float32}
+    assert set(FEATURE_AXES) <= set(sample)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 40])
+@pytest.mark.parametrize("length", [1, 12, 30])
+def test_shapes_are_fixed_with_a_crop_size(length: int, rows: int) -> None:
+    """Short chains and shallow alignments are padded, long and deep ones cut: the model sees one shape."""
+    chain = make_chain("1abc", (LETTERS * 2)[:length])
+    data = ChainDataset(Memory(chain, rows=rows), [chain.key], replace(CONFIG, recycles=0), 0, training=True)
+    sample = data[0]
+    assert sample["msa_feat"].shape == (1, 6, 12, 49)
+    assert sample["extra_msa"].shape == (1, 7, 12)
+    assert sample["all_atom_positions"].shape == (12, 37, 3)
+    assert sample["seq_mask"].sum() == sample["seq_length"].item() == min(length, 12)
+    assert sample["msa_row_mask"].sum() == min(rows, 6)
+    assert sample["extra_msa_row_mask"].sum() == min(max(rows - 6, 0), 7)
+    assert not sample["all_atom_mask"][length:].any()
+
+
+def test_changing_a_sample_leaves_the_cache_alone() -> None:
+    for config in (CONFIG, WHOLE):
+        data = dataset(config)
+        untouched = {name: tensor.clone() for name, tensor in data[0].items()}
+        for tensor in data[0].values():
+            tensor.zero_()
+        assert_equal(data[0], untouched)
+
+
+def test_cache_reads_a_chain_once_and_is_bounded() -> None:
+    data = dataset(replace(CONFIG, recycles=0), training=False)
+    for _ in range(3):
+        list(data)
+    assert set(data.source.reads.values()) == {1}
+    small = ChainDataset(Memory(*FIVE), data.keys, data.config, 0, training=False, cache_bytes=1)
+    for index in (0, 0, 1, 0):
+        small[index]
+    assert small.source.reads[FIVE[0].key] == 2
+
+
+# Edges ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("letters", ["A", "X", "XXXXX", "GG"])
+@pytest.mark.parametrize("resolved", [True, False])
+def test_degenerate_chains_give_finite_samples(letters: str, resolved: bool) -> None:
+    """One residue, no known residue, no atom, one sequence: masks say so, and no number is undefined."""
+    chain = make_chain("1abc", letters, resolved, resolution=None)
+    for config in (CONFIG, WHOLE):
+        sample = ChainDataset(Memory(chain, rows=1), [chain.key], config, 0, training=True)[0]
+        assert all(tensor.isfinite().all() for tensor in sample.values())
+        assert sample["resolution"] == 0
+        if not resolved:
+            masks = ("all_atom_mask", "backbone_affine_mask", "pseudo_beta_mask", "chi_mask", "torsion_angles_mask")
+            assert not any(sample[name].any() for name in masks)
+            assert not sample["rigidgroups_gt_exists"].any()
+
+
+def test_collate_pads_to_the_largest() -> None:
+    data = dataset(replace(WHOLE, uniform_recycling=False), training=False)
+    samples = [data[0], data[4]]
+    batch = collate(samples)
+    assert batch["aatype"].shape == (2, 4, 29)
+    assert batch["msa_feat"].shape == (2, 4, 6, 29, 49)
+    assert batch["resolution"].tolist() == [2.0, 2.0]
+    assert batch["use_clamped_fape"].shape == (2,)
+    for row, sample in enumerate(samples):
+        for name, tensor in sample.items():
+            assert batch[name].dtype == tensor.dtype
+            corner: tuple[int | slice, ...] = (row, *(slice(size) for size in tensor.shape))
+            torch.testing.assert_close(batch[name][corner], tensor, rtol=0, atol=0)
+    assert batch["seq_mask"][0].sum() == 4 * 17
+    assert not batch["all_atom_mask"][0, 17:].any()
+
+
+def test_collate_pads_msa_rows() -> None:
+    shallow = prediction_sample(Sequence("a", "ACD"), [make_alignment("ACD", 2)], CONFIG, 0)
+    deep = prediction_sample(Sequence("b", "ACDE"), [make_alignment("ACDE", 11)], CONFIG, 0)
+    batch = collate([shallow, deep])
+    assert batch["msa_row_mask"].sum(-1).tolist() == [[2.0] * 4, [6.0] * 4]
+    assert batch["extra_msa_row_mask"].sum(-1).tolist() == [[0.0] * 4, [5.0] * 4]
+
+
+def test_collate_refuses_what_is_no_batch() -> None:
+    data = dataset()
+    cycles = {data.cycles_of(i): i for i in range(40)}
+    with pytest.raises(ValueError, match="batch_group"):
+        collate([data[cycles[1]], data[cycles[3]]])
+    with pytest.raises(ValueError, match="entries"):
+        collate([data[0], {"aatype": data[0]["aatype"]}])
+
+
+# Prediction ----------------------------------------------------------------------------------------------------------
+
+
+def test_prediction_takes_the_whole_chain_and_all_cycles() -> None:
+    query = Sequence("q", LETTERS)
+    sample = prediction_sample(query, [make_alignment(LETTERS)], replace(CONFIG, crop_size=3), 0)
+    assert sample["aatype"].shape == (4, 20)
+    assert set(sample) == set(FEATURE_AXES)
+
+
+def test_prediction_seeds_differ_and_repeat() -> None:
+    query, alignments = Sequence("q", LETTERS), [make_alignment(LETTERS, 30)]
+    one, again, other = (prediction_sample(query, alignments, CONFIG, seed) for seed in (1, 1, 2))
+    assert_equal(one, again)
+    assert (one["msa_feat"] != other["msa_feat"]).any()
+
+
+def test_prediction_without_homologues() -> None:
+    sample = prediction_sample(Sequence("q", "MXA"), [], CONFIG, 0)
+    assert sample["msa_feat"].shape == (4, 1, 3, 49)
+    assert sample["true_msa"][0, 0].tolist() == [12, 20, 0]
+    assert not sample["extra_msa_mask"].any()
+
+
+# Users' mistakes -----------------------------------------------------------------------------------------------------
+
+
+def test_structure_of_another_sequence_is_named() -> None:
+    """The chain, the first differing residue (from 1) and both letters, in one line."""
+
+    class Swapped(Memory):
+        def alignments(self, key: str, query: Sequence | None = None) -> list[Alignment]:
+            return [make_alignment("ARWD", source="1abc_A/hits.a3m")]
+
+    chain = make_chain("1abc", "ARND")
+    data = ChainDataset(Swapped(chain), [chain.key], CONFIG, 0, training=True)
+    with pytest.raises(UserError, match=r"chain 1abc_A: residue 3 is 'N', but 'W' in .* 1abc_A/hits\.a3m"):
+        data[0]
+
+
+def test_query_of_another_length_is_named() -> None:
+    with pytest.raises(UserError, match=r"sequence 'q': 4 residues, but 3 columns in hits\.a3m"):
+        prediction_sample(Sequence("q", "ARND"), [make_alignment("ARN")], CONFIG, 0)
+
+
+def test_gap_in_the_query_row_is_named() -> None:
+    with pytest.raises(UserError, match="residue 2 is 'R', but a gap"):
+        check_query("q", "AR", np.array([0, 21], np.int8), "hits.a3m")
+
+
+def test_unknown_and_ambiguous_letters_agree() -> None:
+    """X stands for anything on either side; alignments write U as C, B as D and Z as E."""
+    check_query("q", "XAUBZ", np.array([5, 20, 4, 3, 6], np.int8), "hits.a3m")
+
+
+def test_chain_without_alignment_is_no_single_sequence_sample() -> None:
+    class Empty(Memory):
+        def alignments(self, key: str, query: Sequence | None = None) -> list[Alignment]:
+            return []
+
+    data = ChainDataset(Empty(FIVE[0]), [FIVE[0].key], CONFIG, 0, training=True)
+    with pytest.raises(UserError, match="0abc_A has no alignment"):
+        data[0]
+
+
+def test_no_chains_is_an_error_at_once() -> None:
+    with pytest.raises(UserError, match="no chains"):
+        ChainDataset(Memory(), [], CONFIG, 0, training=True)
+
+
+def test_impossible_config_is_an_error_before_the_first_sample() -> None:
+    with pytest.raises(UserError, match="msa_clusters"):
+        dataset(replace(CONFIG, max_templates=6))
+
+
+# Real files ----------------------------------------------------------------------------------------------------------
+
+
+def test_real_chains(real_data: Path) -> None:
+    """Structure, alignments and labels of real entries go together, through the on-disk store."""
+    store = FeatureStore(real_data / "alignments", real_data / "mmcif_files")
+    config = FeatureConfig(crop_size=64, msa_clusters=32, extra_msa=100, recycles=0)
+    data = ChainDataset(store, ["102m_A", "2q2k_A", "2q2k_B"], config, 0, training=False)
+    batch = collate([data[i] for i in range(3)])
+    assert batch["msa_feat"].shape == (3, 1, 32, 64, 49)
+    assert all(tensor.isfinite().all() for tensor in batch.values())
+    assert batch["resolution"][1:].tolist() == [3.0, 3.0]
+    bonds = _ca_distances(batch)
+    assert bonds.numel() > 140
+    assert ((bonds - 3.8).abs() < 0.2).float().mean() > 0.97
+
+
+def _ca_distances(batch: dict[str, Tensor]) -> Tensor:
+    ca, mask = batch["all_atom_positions"][:, :, 1], batch["all_atom_mask"][:, :, 1]
+    return (ca[:, 1:] - ca[:, :-1]).norm(dim=-1)[(mask[:, 1:] * mask[:, :-1]) > 0]
