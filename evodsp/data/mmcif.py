@@ -15,7 +15,7 @@ import contextlib
 import re
 from dataclasses import dataclass
 from datetime import date
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 
 import gemmi
@@ -232,8 +232,12 @@ def _completed(structure: gemmi.Structure) -> cif.Block:
     structure.setup_entities()
     for entity in structure.entities:
         if entity.entity_type == gemmi.EntityType.Polymer and not entity.full_sequence and entity.subchains:
-            residues = structure[0].get_subchain(entity.subchains[0]).first_conformer()
-            entity.full_sequence = [residue.name for residue in residues]
+            entity.full_sequence = [
+                residue.name for residue in structure[0].get_subchain(entity.subchains[0]).first_conformer()
+            ]
+            for model, subchain in product(structure, entity.subchains):
+                for residue in model.get_subchain(subchain):
+                    residue.label_seq = None  # numbered by a sequence that the file does not hold
     structure.assign_label_seq_id(force=True)
     return structure.make_mmcif_document().sole_block()
 
