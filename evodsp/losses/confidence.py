@@ -33,7 +33,7 @@ def plddt_loss(
     structures state 0). The positions get no gradient: the head learns to judge, not to please.
     """
     bins = logits.shape[-1]
-    scores = lddt_ca(ca.detach(), true_ca, mask)
+    scores = lddt_ca(ca.detach().to(true_ca.dtype), true_ca, mask, per_residue=True)
     target = (scores * bins).long().clamp(max=bins - 1)
     loss = (cross_entropy(logits, target) * mask).sum(-1) / (1e-8 + mask.sum(-1))
     return loss * ((resolution >= min_resolution) & (resolution <= max_resolution))
