@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from evodsp.config import FeatureConfig
-from evodsp.data.dataset import ChainDataset, Sample, check_query, collate, prediction_sample
+from evodsp.data.dataset import ChainDataset, Sample, check_query, collate, load_record, prediction_sample
 from evodsp.data.store import FeatureStore
 from evodsp.data.transforms import FEATURE_AXES, encode_sequence
 from evodsp.data.types import Alignment, Chain, Sequence
@@ -198,6 +198,8 @@ def test_names_and_types_are_the_golden_ones(golden: Path) -> None:
         assert sample[name].shape == ((12, *values.shape[1:]) if values.ndim else ()), name
     assert {tensor.dtype for tensor in sample.values()} == {torch.int32, torch.float32}
     assert set(FEATURE_AXES) <= set(sample)
+    for name, axes in FEATURE_AXES.items():
+        assert sample[name].ndim == 1 + len(axes), f"{name} has lost its axis of recycling iterations"
 
 
 @pytest.mark.parametrize("rows", [1, 3, 40])
@@ -234,6 +236,15 @@ def test_cache_reads_a_chain_once_and_is_bounded() -> None:
     for index in (0, 0, 1, 0):
         small[index]
     assert small.source.reads[FIVE[0].key] == 2
+
+
+def test_cache_drops_the_least_recently_used_chain() -> None:
+    chains = [make_chain(f"{i}abc", LETTERS) for i in range(3)]
+    one = load_record(Memory(*chains), chains[0].key).nbytes
+    data = ChainDataset(Memory(*chains), [c.key for c in chains], CONFIG, 0, training=False, cache_bytes=2 * one)
+    for index in (0, 1, 0, 2, 0, 1):
+        data[index]
+    assert data.source.reads == {"0abc_A": 1, "1abc_A": 2, "2abc_A": 1}
 
 
 # Edges ---------------------------------------------------------------------------------------------------------------

@@ -259,6 +259,17 @@ def test_rows_are_sampled_without_repetition_query_first() -> None:
     assert (codes[0][0] != codes[0][1]).any(), "each cycle draws anew"
 
 
+def test_deletions_stay_with_their_extra_rows() -> None:
+    """Extra rows are cut off at `extra_msa`: letters and deletions at the same place."""
+    rows = np.arange(20)[:, None].repeat(2, 1)
+    config = replace(CONFIG, msa_clusters=7, extra_msa=10)
+    features = make_features(encode_sequence("AA"), msa_of(rows, deletions=rows), config, Draws.root(1), cycles=1)
+    assert features["extra_msa"].shape == (1, 10, 2)
+    expected = deletion_value(features["extra_msa"])
+    np.testing.assert_array_equal(features["extra_deletion_value"], expected)
+    np.testing.assert_array_equal(features["extra_has_deletion"], expected > 0)
+
+
 def test_late_crop_equals_cropping_the_finished_features() -> None:
     """Clusters are found on the whole chain; computing only the cropped columns afterwards must change nothing."""
     msa, crop = random_msa(60, 40), Crop(11, 17)
