@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jaxtyping import Bool, Float
@@ -77,7 +77,10 @@ def _draw_map(figure: Figure, axes: Axes, distances: Float[np.ndarray, "R R"], b
     image = axes.imshow(distances, cmap="viridis_r", vmin=0.0, vmax=_FARTHEST, extent=extent, interpolation="nearest")
     if both:
         axes.plot([0.5, length + 0.5], [0.5, length + 0.5], color="white", linewidth=1.5)
-        label = {"fontsize": 10, "bbox": {"facecolor": "white", "alpha": 0.85, "edgecolor": "none", "pad": 2.5}}
+        label: dict[str, Any] = {
+            "fontsize": 10,
+            "bbox": {"facecolor": "white", "alpha": 0.85, "edgecolor": "none", "pad": 2.5},
+        }
         true = "true (white: not resolved)" if np.isnan(distances).any() else "true"
         axes.text(0.97, 0.97, true, transform=axes.transAxes, ha="right", va="top", **label)
         axes.text(0.03, 0.03, "predicted", transform=axes.transAxes, ha="left", va="bottom", **label)

@@ -137,7 +137,7 @@ def write_results(
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Indented JSON, except that lists of numbers stay on one line."""
     text = json.dumps(value, indent=2, allow_nan=False)
-    text = re.sub(r"\[[\d\s.,eE+-]*\]", lambda numbers: re.sub(r"\s+", " ", numbers[0]), text)
+    text = re.sub(r"\[\s*([\d\s.,eE+-]*?)\s*\]", lambda numbers: f"[{' '.join(numbers[1].split())}]", text)
     path.write_text(text + "\n", encoding="utf-8")
 
 

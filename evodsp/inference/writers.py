@@ -66,7 +66,7 @@ def structure_text(structure: PredictedStructure, file_format: Literal["cif", "p
 def mmcif_model_text(structure: PredictedStructure) -> str:
     """mmCIF with the confidence items of the ModelCIF dictionary (_ma_qa_metric_global, _ma_qa_metric_local)."""
     name, length = structure.ascii_name, len(structure.aatype)
-    missing = ~(structure.mask > 0.5).any(-1)
+    missing = np.logical_not((structure.mask > 0.5).any(-1))
     chain = Chain(
         pdb_id=name,
         chain_id=structure.chain_id,

@@ -1,0 +1,224 @@
+"""How good predictions are, for chains whose structure is known: scores, a table that explains itself, pictures."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from evodsp import metrics
+from evodsp.data.mmcif import read_chain
+from evodsp.data.store import split_key
+from evodsp.data.types import Chain
+from evodsp.errors import UserError
+from evodsp.geometry.residues import ATOM_ORDER
+from evodsp.inference.plots import distance_figure
+from evodsp.inference.results import read_result
+
+_CA = ATOM_ORDER["CA"]
+_PREDICTED_CHAIN = "A"
+
+
+@dataclass(frozen=True)
+class ChainScores:
+    """A prediction against the experiment, over the residues whose CA the experiment has."""
+
+    chain: str
+    split: str
+    """How the model knows the chain, e.g. 'train' or 'held-out'."""
+    residues: int
+    """Length of the predicted chain."""
+    resolved: int
+    """Residues compared: those with a CA in the experiment."""
+    plddt: float
+    """Mean pLDDT, 0..100."""
+    lddt_ca: float
+    """0..1."""
+    rmsd: float
+    """Of CA after superposition, Å."""
+    gdt_ts: float
+    """0..1."""
+    tm_score: float
+    """0..1, normalised by the residues compared."""
+
+
+_COLUMNS = (
+    ("chain", "chain", "", "name of the structure and its chain"),
+    ("split", "split", "", "train: the model was trained on it; held-out: the model has never seen it"),
+    ("residues", "residues", "d", "length of the chain"),
+    ("plddt", "pLDDT", ".1f", "the model's own guess of how right it is, 0 to 100 (mean; above 70: confident)"),
+    ("lddt_ca", "lDDT-CA", ".3f", "how well distances between neighbouring residues are kept, 0 to 1 (above 0.6: right fold)"),
+    ("rmsd", "RMSD Å", ".2f", "typical CA displacement after superposition, in Å (lower is better, below 3: close)"),
+    ("gdt_ts", "GDT-TS", ".3f", "fraction of residues within 1, 2, 4 and 8 Å of their place, averaged, 0 to 1"),
+    ("tm_score", "TM-score", ".3f", "similarity of the whole fold, 0 to 1 (above 0.5: same fold, 0.2: chance)"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """A prediction and its experiment, residue by residue."""
+
+    predicted: Chain
+    true: Chain
+    plddt: np.ndarray
+
+    @property
+    def resolved(self) -> np.ndarray:
+        """bool [L]: both have a CA."""
+        return (self.true.mask[:, _CA] > 0.5) & (self.predicted.mask[:, _CA] > 0.5)
+
+
+def compare(prediction: Path, truth: Path, chain_id: str, split: str = "") -> ChainScores:
+    """Score one predicted structure file (its seed_<k>_scores.json beside it) against chain `chain_id` of `truth`.
+
+    Raises UserError if the two are not of the same sequence.
+    """
+    return _score(_read_pair(prediction, truth, chain_id), split)
+
+
+def compare_all(predictions: Path, structures: Path, splits: Mapping[str, Sequence[str]]) -> list[ChainScores]:
+    """Score the best prediction of every chain.
+
+    `predictions`: output of `evodsp predict`, folders named as the chains. `structures`: folder of <pdbid>.cif[.gz] or .pdb.
+    `splits`: chain keys <pdbid>_<chain> by the name of their split.
+    """
+    return [_score(_read_key(predictions, structures, key), split) for split, keys in splits.items() for key in keys]
+
+
+def write_report(
+    predictions: Path,
+    structures: Path,
+    splits: Mapping[str, Sequence[str]],
+    output: Path,
+    report: Callable[[str], None] = print,
+) -> list[ChainScores]:
+    """Score all chains (as `compare_all`), report the table, write <output>/scores.csv and <output>/distances_<chain>.png.
+
+    The table and the scores come first: without matplotlib the UserError about pictures is raised only after them.
+    """
+    scores = compare_all(predictions, structures, splits)
+    if not scores:
+        raise UserError("no chains to compare; name at least one as <pdbid>_<chain>")
+    report(comparison_table(scores))
+    output.mkdir(parents=True, exist_ok=True)
+    write_scores(scores, output / "scores.csv")
+    pictures = draw(predictions, structures, splits, output)
+    report(f"\nwrote {output / 'scores.csv'} and {len(pictures)} pictures, e.g. {pictures[0]}")
+    return scores
+
+
+def comparison_table(scores: Sequence[ChainScores]) -> str:
+    """The scores as text, one line per chain, with a line of explanation per column."""
+    rows = [[heading for _, heading, _, _ in _COLUMNS]]
+    rows += [[format(getattr(s, field), style) for field, _, style, _ in _COLUMNS] for s in scores]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    texts = [style == "" for _, _, style, _ in _COLUMNS]
+    lines = [
+        "  ".join(
+            cell.ljust(width) if text else cell.rjust(width)
+            for cell, width, text in zip(row, widths, texts, strict=True)
+        ).rstrip()
+        for row in rows
+    ]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    longest = max(len(heading) for _, heading, _, _ in _COLUMNS)
+    legend = [f"{heading:<{longest}}  {meaning}" for _, heading, _, meaning in _COLUMNS]
+    return "\n".join([*lines, "", *legend])
+
+
+def write_scores(scores: Sequence[ChainScores], path: Path) -> None:
+    """Write the scores, rounded to 4 decimals, as .csv or .json, whichever the path ends with."""
+    rows = [
+        {name: round(value, 4) if isinstance(value, float) else value for name, value in dataclasses.asdict(s).items()}
+        for s in scores
+    ]
+    if path.suffix == ".json":
+        path.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+        return
+    if path.suffix != ".csv":
+        raise UserError(f"{path}: scores are written as .csv or .json, not '{path.suffix}'; rename it")
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, [field.name for field in dataclasses.fields(ChainScores)], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def draw(predictions: Path, structures: Path, splits: Mapping[str, Sequence[str]], output: Path) -> list[Path]:
+    """One picture per chain, <output>/distances_<chain>.png: true against predicted distances, and pLDDT."""
+    paths = []
+    for split, keys in splits.items():
+        for key in keys:
+            pair = _read_key(predictions, structures, key)
+            scores = _score(pair, split)
+            path = output / f"distances_{key}.png"
+            distance_figure(
+                pair.true.positions[:, _CA],
+                pair.predicted.positions[:, _CA],
+                pair.plddt,
+                path,
+                title=f"{key} ({split}): lDDT-CA {scores.lddt_ca:.2f}, RMSD {scores.rmsd:.1f} Å",
+                true_mask=pair.true.mask[:, _CA] > 0.5,
+            )
+            paths.append(path)
+    return paths
+
+
+def _score(pair: _Pair, split: str) -> ChainScores:
+    predicted = torch.from_numpy(pair.predicted.positions[:, _CA]).double()
+    true = torch.from_numpy(pair.true.positions[:, _CA]).double()
+    mask = torch.from_numpy(pair.resolved).double()
+    if not pair.resolved.any():
+        raise UserError(f"chain {pair.true.key}: no residue has a CA in both structures; there is nothing to compare")
+    return ChainScores(
+        chain=pair.true.key,
+        split=split,
+        residues=len(pair.predicted),
+        resolved=int(pair.resolved.sum()),
+        plddt=float(pair.plddt.mean()),
+        lddt_ca=float(metrics.lddt_ca(predicted, true, mask)),
+        rmsd=float(metrics.rmsd(predicted, true, mask)),
+        gdt_ts=float(metrics.gdt_ts(predicted, true, mask)),
+        tm_score=float(metrics.tm_score(predicted, true, mask)),
+    )
+
+
+def _read_key(predictions: Path, structures: Path, key: str) -> _Pair:
+    pdb_id, chain_id = split_key(key)
+    candidates = [structures / f"{pdb_id}{suffix}" for suffix in (".cif", ".cif.gz", ".pdb", ".pdb.gz")]
+    truth = next((path for path in candidates if path.is_file()), None)
+    if truth is None:
+        raise UserError(
+            f"{structures}: no {pdb_id}.cif[.gz] or .pdb[.gz] for chain {key}; check the folder of structures"
+        )
+    return _read_pair(read_result(predictions / key).structure(), truth, chain_id)
+
+
+def _read_pair(prediction: Path, truth: Path, chain_id: str) -> _Pair:
+    predicted, true = read_chain(prediction, _PREDICTED_CHAIN), read_chain(truth, chain_id)
+    if predicted.sequence != true.sequence:
+        raise UserError(
+            f"{prediction}: its sequence is not that of chain {chain_id} in {truth} "
+            f"({_difference(predicted.sequence, true.sequence)}); compare a chain with its own prediction"
+        )
+    scores = prediction.with_name(f"{prediction.stem}_scores.json")
+    if not scores.is_file():
+        raise UserError(f"{scores}: missing beside {prediction.name}; predict again with --overwrite")
+    plddt = np.array(json.loads(scores.read_text(encoding="utf-8"))["plddt"], dtype=np.float32)
+    if len(plddt) != len(predicted):
+        raise UserError(
+            f"{scores}: {len(plddt)} values of pLDDT for {len(predicted)} residues; predict again with --overwrite"
+        )
+    return _Pair(predicted, true, plddt)
+
+
+def _difference(predicted: str, true: str) -> str:
+    if len(predicted) != len(true):
+        return f"{len(predicted)} residues against {len(true)}"
+    position = next(n for n, (a, b) in enumerate(zip(predicted, true, strict=True)) if a != b)
+    return f"residue {position + 1} is {predicted[position]} against {true[position]}"

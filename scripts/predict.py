@@ -1,0 +1,10 @@
+"""Predict structures: `python scripts/predict.py --fasta … --alignments … --checkpoint … --output …`; as `evodsp predict`."""
+
+from __future__ import annotations
+
+import sys
+
+from evodsp.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main(["predict", *sys.argv[1:]]))

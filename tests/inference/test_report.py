@@ -1,0 +1,175 @@
+"""Scores of predictions against experiments, and the table and files made of them."""
+
+from __future__ import annotations
+
+import csv
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from evodsp import metrics
+from evodsp.data.mmcif_writer import write_mmcif
+from evodsp.data.types import Chain
+from evodsp.errors import UserError
+from evodsp.geometry.residues import ATOM_ORDER, RESTYPE_ATOM37_MASK
+from evodsp.inference import report as module
+from evodsp.inference.report import ChainScores, compare, comparison_table, write_report, write_scores
+from evodsp.inference.results import TIMINGS, whole_folder, write_json, write_results
+from evodsp.inference.writers import PredictedStructure
+
+LENGTH, CA = 40, ATOM_ORDER["CA"]
+KEYS = {"train": ["9aaa_B"], "held-out": ["9bbb_B"]}
+
+
+def make_case(root, pdb_id: str, noise: float) -> tuple[Chain, PredictedStructure]:
+    """An experiment with three residues missing, and two predicted seeds of it, the second better and ranked first."""
+    rng = np.random.default_rng(len(pdb_id) + int(noise * 10))
+    aatype = (np.arange(LENGTH) % 20).astype(np.int32)
+    mask = RESTYPE_ATOM37_MASK[aatype].astype(np.float32)
+    n = np.arange(LENGTH)
+    trace = np.stack([2.3 * np.cos(1.745 * n), 2.3 * np.sin(1.745 * n), 1.5 * n], -1)
+    positions = (trace[:, None] + rng.normal(size=(LENGTH, 37, 3))).astype(np.float32)
+    true_mask = mask.copy()
+    true_mask[10:13] = 0
+    predicted = PredictedStructure(
+        name=f"{pdb_id}_B",
+        aatype=aatype,
+        positions=(positions + rng.normal(size=positions.shape) * noise + 5).astype(np.float32),
+        mask=mask,
+        plddt=np.linspace(50, 90, LENGTH, dtype=np.float32),
+    )
+    worse = PredictedStructure(f"{pdb_id}_B", aatype, positions * 0, mask, predicted.plddt / 2)
+    experiment = Chain(
+        pdb_id=pdb_id,
+        chain_id="B",
+        sequence=predicted.sequence,
+        residue_number=np.where(true_mask.any(-1), n + 101, 0).astype(np.int32),
+        insertion_code=("",) * LENGTH,
+        is_missing=~true_mask.any(-1),
+        positions=positions,
+        mask=true_mask,
+    )
+    (root / "structures").mkdir(exist_ok=True)
+    write_mmcif(root / "structures" / f"{pdb_id}.cif", [experiment])
+    with whole_folder(root / "predictions" / f"{pdb_id}_B") as work:
+        write_results(work, {0: worse, 1: predicted}, "cif", {"format": "cif"})
+        write_json(work / TIMINGS, {})
+    return experiment, predicted
+
+
+@pytest.fixture
+def cases(tmp_path):
+    """Two chains predicted, with little and with much noise."""
+    return tmp_path, [make_case(tmp_path, "9aaa", 0.3), make_case(tmp_path, "9bbb", 3.0)]
+
+
+def test_scores_equal_the_metrics(cases):
+    """Other atoms than CA, the missing residues or the other seed would change the numbers."""
+    root, ((experiment, predicted), _) = cases
+    prediction = root / "predictions" / "9aaa_B" / "seed_1.cif"
+    scores = compare(prediction, root / "structures" / "9aaa.cif", "B", "train")
+    there = np.r_[0:10, 13:LENGTH]
+    a, b = (torch.tensor(x.positions[there, CA]) for x in (predicted, experiment))
+    ones = torch.ones(len(there))
+    assert (scores.residues, scores.resolved, scores.split) == (LENGTH, LENGTH - 3, "train")
+    assert scores.plddt == pytest.approx(70.0, abs=0.01)
+    assert scores.lddt_ca == pytest.approx(float(metrics.lddt_ca(a, b, ones)), abs=2e-3)
+    assert scores.rmsd == pytest.approx(float(metrics.rmsd(a, b, ones)), abs=2e-3)
+    assert scores.gdt_ts == pytest.approx(float(metrics.gdt_ts(a, b, ones)), abs=2e-3)
+    assert scores.tm_score == pytest.approx(float(metrics.tm_score(a, b, ones)), abs=2e-3)
+
+
+def test_report_takes_the_best_seed_and_writes_all(cases, capsys):
+    """The table, the CSV and a picture per chain; the first of the ranking is what is scored."""
+    root, _ = cases
+    found = write_report(root / "predictions", root / "structures", KEYS, root / "shown")
+    assert [(s.chain, s.split) for s in found] == [("9aaa_B", "train"), ("9bbb_B", "held-out")]
+    assert found[0].lddt_ca > found[1].lddt_ca
+    assert found[0].plddt == pytest.approx(70.0, abs=0.01)
+    with (root / "shown" / "scores.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [float(row["rmsd"]) for row in rows] == [pytest.approx(s.rmsd, abs=1e-4) for s in found]
+    for key in ("9aaa_B", "9bbb_B"):
+        assert (root / "shown" / f"distances_{key}.png").stat().st_size > 10_000
+    assert "9bbb_B" in capsys.readouterr().out
+
+
+def test_table_explains_each_column():
+    """A newcomer meets no abbreviation that is not explained; columns stay aligned with long names."""
+    scores = [
+        ChainScores("short_A", "train", 48, 48, 81.25, 0.7, 1.2, 0.8, 0.75),
+        ChainScores("a_much_longer_name_A", "held-out", 1048, 1000, 51.25, 0.6, 11.2, 0.5, 0.45),
+    ]
+    table, legend = comparison_table(scores).split("\n\n")
+    lines = table.splitlines()
+    assert len({len(line) for line in lines}) == 1
+    for heading in ("split", "residues", "pLDDT", "lDDT-CA", "RMSD Å", "GDT-TS", "TM-score"):
+        assert heading in lines[0]
+        assert any(line.startswith(heading) for line in legend.splitlines())
+    assert "0.600" in lines[3]
+    assert max(map(len, comparison_table(scores).splitlines())) <= 120
+
+
+def test_scores_as_json_and_unknown_suffix(tmp_path):
+    """The same rows as JSON; a suffix nobody asked for is refused before anything is written."""
+    scores = [ChainScores("x_A", "train", 4, 4, 1.0, 0.123456, 1.0, 1.0, 1.0)]
+    write_scores(scores, tmp_path / "scores.json")
+    assert json.loads((tmp_path / "scores.json").read_text())[0]["lddt_ca"] == 0.1235
+    with pytest.raises(UserError, match=r"\.xlsx"):
+        write_scores(scores, tmp_path / "scores.xlsx")
+    assert not (tmp_path / "scores.xlsx").exists()
+
+
+def test_another_protein_is_not_compared(cases):
+    """Scores of two proteins of one length would look like a bad prediction."""
+    root, _ = cases
+    other, _ = make_case(root, "9ccc", 0.1)
+    path = root / "structures" / "9ccc.cif"
+    sequence = "W" + other.sequence[1:]
+    write_mmcif(path, [Chain(**{**vars(other), "sequence": sequence, "mask": other.mask * 0 + (np.arange(37) < 3)})])
+    with pytest.raises(UserError, match="residue 1 is A against W"):
+        compare(root / "predictions" / "9aaa_B" / "seed_1.cif", path, "B")
+
+
+@pytest.mark.parametrize(
+    ("key", "words"), [("9zzz_A", "no 9zzz.cif"), ("9aaa_Q", "no protein chain 'Q'"), ("9aaa", "no chain key")]
+)
+def test_chain_that_is_not_there(cases, key, words):
+    """One line each, not a KeyError."""
+    root, _ = cases
+    folder = root / "predictions" / key
+    if not folder.exists():
+        (root / "predictions" / "9bbb_B").rename(folder)
+    with pytest.raises(UserError, match=words):
+        module.compare_all(root / "predictions", root / "structures", {"train": [key]})
+
+
+def test_chain_without_prediction(cases):
+    """The folder is named, and what to run."""
+    root, _ = cases
+    (root / "predictions" / "9bbb_B" / "ranking.json").unlink()
+    with pytest.raises(UserError, match=r"9bbb_B: no ranking\.json.*evodsp predict"):
+        module.compare_all(root / "predictions", root / "structures", KEYS)
+
+
+def test_script_reports_mistakes_in_one_line(cases, capsys):
+    """Exit code 2 without a traceback, 0 when all is well."""
+    import runpy
+    from pathlib import Path
+
+    root, _ = cases
+    script = Path(__file__).resolve().parents[2] / "scripts" / "demo_report.py"
+    main = runpy.run_path(str(script))["main"]
+    common = [
+        "--predictions",
+        str(root / "predictions"),
+        "--structures",
+        str(root / "structures"),
+        "--output",
+        str(root),
+    ]
+    assert main([*common, "--train", "9aaa_B", "--held-out", "9bbb_B"]) == 0
+    assert main([*common, "--train", "9zzz_A"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
