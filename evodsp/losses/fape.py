@@ -112,7 +112,7 @@ def frame_aligned_point_error(
         return x.to(dtype).expand((*batch, *shape)).reshape((batch.numel(), *shape))
 
     frame_mask, point_mask = flat(frame_mask, 1), flat(point_mask, 1)
-    # Rigid groups and atoms that a residue type does not have are two thirds of all pairs: leave them out.
+    # Rigid groups and atoms that a residue type does not have make up four fifths of all pairs: leave them out.
     rotation, translation, true_rotation, true_translation, frame_mask = _compress(
         frame_mask, flat(frames.rotation, 3), flat(frames.translation, 2),
         flat(true_frames.rotation, 3), flat(true_frames.translation, 2), frame_mask,

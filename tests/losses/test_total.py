@@ -134,6 +134,14 @@ def test_batch_is_the_mean_of_its_samples(output, batch) -> None:
         torch.testing.assert_close(breakdown[name], (singles[0][1][name] + singles[1][1][name]) / 2)
 
 
+def test_samples_choose_whether_backbone_fape_is_clamped(output, batch) -> None:
+    """Catches `use_clamped_fape` being ignored, or read the wrong way round. Without it the error is clamped."""
+    values = []
+    for clamped in ({}, {"use_clamped_fape": torch.ones(1)}, {"use_clamped_fape": torch.zeros(1)}):
+        values.append(total_loss(output, {**batch, **clamped}, _only("backbone_fape"), _HEADS)[1]["backbone_fape"])
+    assert values[0] == values[1] <= 1 < values[2]
+
+
 def test_terms_of_weight_zero_need_no_labels_and_are_not_reported(output, batch) -> None:
     """Catches work and requirements for terms that are switched off."""
     features = {key: batch[key] for key in ("true_msa", "bert_mask", "seq_mask")}
