@@ -53,7 +53,7 @@ _COLUMNS = (
     ("split", "split", "", "train: the model was trained on it; held-out: the model has never seen it"),
     ("residues", "residues", "d", "length of the chain"),
     ("plddt", "pLDDT", ".1f", "the model's own guess of how right it is, 0 to 100 (mean; above 70: confident)"),
-    ("lddt_ca", "lDDT-CA", ".3f", "how well distances between neighbouring residues are kept, 0 to 1 (above 0.6: right fold)"),
+    ("lddt_ca", "lDDT-CA", ".3f", "how well distances to residues within 15 Å are kept, 0 to 1 (above 0.6: the fold is right)"),
     ("rmsd", "RMSD Å", ".2f", "typical CA displacement after superposition, in Å (lower is better, below 3: close)"),
     ("gdt_ts", "GDT-TS", ".3f", "fraction of residues within 1, 2, 4 and 8 Å of their place, averaged, 0 to 1"),
     ("tm_score", "TM-score", ".3f", "similarity of the whole fold, 0 to 1 (above 0.5: same fold, 0.2: chance)"),
