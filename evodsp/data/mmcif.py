@@ -39,6 +39,11 @@ _NEEDED = (
     *("_entity_poly_seq.entity_id", "_entity_poly_seq.num", "_entity_poly_seq.mon_id"),
     *("_struct_asym.id", "_struct_asym.entity_id"),
 )
+_OPTIONAL = tuple(
+    f"_atom_site.{tag}"
+    for tag in ("auth_asym_id", "auth_seq_id", "pdbx_PDB_ins_code", "pdbx_PDB_model_num", "occupancy")
+)
+_ATOM_COLUMNS = tuple(tag for tag in (*_NEEDED, *_OPTIONAL) if tag.startswith("_atom_site."))
 _PARSE_ERROR = re.compile(r"[^:]*:(\d+)(?::\d+\(\d+\))?:? ?(.*)", re.DOTALL)
 
 
@@ -106,7 +111,7 @@ class _Entry:
         first = int(rows.min())
         raw = np.array(list(islice(found, first, int(rows.max()) + 1)))[rows - first]
         unique, inverse = np.unique(raw, return_inverse=True)
-        return np.array([missing if cif.is_null(text) else cif.as_string(text) for text in unique])[inverse]
+        return np.array([missing if cif.is_null(text) else _unquoted(text) for text in unique])[inverse]
 
     def numbers(self, tag: str, rows: Int64[np.ndarray, "n"], missing: str = "") -> Float64[np.ndarray, "n"]:
         """Finite numbers [n] of an _atom_site column, standard deviations in parentheses cut off."""
@@ -116,8 +121,8 @@ class _Entry:
         except ValueError:
             values = np.array([cif.as_number(text) for text in texts.tolist()])
         if (bad := np.flatnonzero(~(np.abs(values) < _LARGEST))).size:
-            at, text = rows[bad[0]] + 1, texts[bad[0]]
-            found = f"_atom_site.{tag} of atom row {at} is '{text}', not a number"
+            at, text = rows[bad[0]] + 1, str(texts[bad[0]])
+            found = f"_atom_site.{tag} of atom row {at} is {text!r}, not a number"
             raise FileFormatError(self.path, f"{found}; mend the file")
         return values
 
@@ -212,18 +217,24 @@ def _read_block(path: str | Path) -> cif.Block:
     data = read_bytes(path)
     try:
         if str(path).lower().removesuffix(".gz").endswith((".pdb", ".ent")):
-            block = _completed(gemmi.read_pdb_string(data, split_chain_on_ter=False))
+            text = data.decode().encode("ascii", "replace")  # gemmi counts columns in bytes
+            block = _completed(gemmi.read_pdb_string(text))
         else:
-            block = next((b for b in cif.read_string(data) if b.find_values("_atom_site.Cartn_x")), cif.Block(""))
-            if block.find_values("_atom_site.Cartn_x") and not all(block.find_values(tag) for tag in _NEEDED):
+            block = next((b for b in cif.read_string(data) if _holds(b, "_atom_site.Cartn_x")), cif.Block(""))
+            if _holds(block, "_atom_site.Cartn_x") and not _holds(block, *_NEEDED):
                 block = _completed(gemmi.make_structure_from_block(block))
     except (ValueError, RuntimeError, IndexError) as error:
         found = _PARSE_ERROR.match(str(error))
         line, reason = (int(found.group(1)), found.group(2)) if found else (None, str(error))
         message = f"not a valid structure file, or truncated ({' '.join(reason.split())}); download it again"
         raise FileFormatError(path, message, line) from error
-    if not block.find_values("_atom_site.Cartn_x"):
+    if not _holds(block, "_atom_site.Cartn_x"):
         raise FileFormatError(path, "no atoms (no _atom_site records); download the entry again or use another one")
+    lengths = {len(block.find_values(tag)) for tag in _ATOM_COLUMNS} - {0}
+    if len(lengths) > 1:
+        raise FileFormatError(
+            path, f"columns of _atom_site differ in length {sorted(lengths)}; download the entry again"
+        )
     return block
 
 
@@ -276,13 +287,23 @@ def _chain_rows(
     asym_of_chain: dict[str, str] = {}
     rows_of_asym: dict[str, np.ndarray] = {}
     names, codes = np.unique(asym, return_inverse=True)
-    for code, name in enumerate(map(cif.as_string, names.tolist())):
+    for code, name in enumerate(map(_unquoted, names.tolist())):
         if name in seqres and (rows := np.flatnonzero(used & (codes == code))).size:
-            author = cif.as_string(authors[int(rows[0])])
+            author = _unquoted(authors[int(rows[0])])
             # One author id on two polymers (rare): the longer one is meant.
             if author not in asym_of_chain or len(seqres[name]) > len(seqres[asym_of_chain[author]]):
                 asym_of_chain[author], rows_of_asym[name] = name, rows
     return asym_of_chain, rows_of_asym
+
+
+def _unquoted(text: str) -> str:
+    """A CIF token's value; a lone quote, which gemmi writes for a PDB file's odd insertion code, is itself."""
+    return cif.as_string(text) if len(text) > 1 else text
+
+
+def _holds(block: cif.Block, *tags: str) -> bool:
+    """Whether every tag is there with at least one value."""
+    return all(len(block.find_values(tag)) > 0 for tag in tags)
 
 
 def _is_amino_acid(name: str) -> bool:
@@ -292,12 +313,12 @@ def _is_amino_acid(name: str) -> bool:
 
 def _rows(block: cif.Block, *tags: str) -> list[tuple[str, ...]]:
     """Unquoted values of the given columns of one category."""
-    return [tuple(cif.as_string(text) for text in row) for row in block.find(list(tags))]
+    return [tuple(_unquoted(text) for text in row) for row in block.find(list(tags))]
 
 
 def _values(block: cif.Block, tag: str) -> list[str]:
     """Unquoted values of a tag that are neither '?' nor '.'."""
-    return [cif.as_string(text) for text in block.find_values(tag) if not cif.is_null(text)]
+    return [_unquoted(text) for text in block.find_values(tag) if not cif.is_null(text)]
 
 
 def _resolution(block: cif.Block) -> float | None:

@@ -68,7 +68,7 @@ def parse_fasta(path: str | Path) -> list[Sequence]:
     Raises FileFormatError (file and line) for residues before the first header, a header without sequence, an illegal letter,
     a name that is missing, repeated or unfit for a file.
     """
-    records = _split_records(path, read_bytes(path), "FASTA")
+    records = _split_records(path, read_bytes(path), "a FASTA")
     _translate(
         records, _FASTA, "write X, or the amino acid it stands for (U: C, O: K, B: D or N, Z: E or Q, J: I or L)"
     )
@@ -99,7 +99,7 @@ def parse_a3m(path: str | Path, data: bytes | None = None) -> Alignment:
     Raises FileFormatError (file and line) for an illegal character, a row whose number of match columns differs from the
     first row's, and a header without sequence (a truncated file).
     """
-    records = _split_records(path, _text(path, data), "A3M")
+    records = _split_records(path, _text(path, data), "an A3M")
     codes = _translate(records, _A3M, "remove it (X stands for an unknown residue)")
     match = codes <= GAP
     row_starts = np.concatenate(([0], np.cumsum([len(row) for row in records.rows])))
@@ -166,7 +166,7 @@ def parse_stockholm(path: str | Path, data: bytes | None = None) -> Alignment:
     if (illegal := np.argwhere(codes > GAP)).size:
         row, column = (int(i) for i in illegal[0])
         letter = joined[row][column:].decode(errors="replace")[0]
-        raise FileFormatError(path, f"illegal character '{letter}' in sequence '{names[row]}'; remove it", numbers[row])
+        raise FileFormatError(path, f"illegal character {letter!r} in sequence '{names[row]}'; remove it", numbers[row])
     kept = codes[0] != GAP
     if not kept.any():
         raise FileFormatError(path, f"the query '{names[0]}' consists of gaps; put the query first", numbers[0])
@@ -223,10 +223,10 @@ def _split_records(path: str | Path, data: bytes, kind: str) -> _Records:
     for number, line in enumerate(islice(lines, starts[0] if starts else None), 1):
         if line.strip() and not line.startswith(b"#"):
             raise FileFormatError(
-                path, f"not a {kind} file: expected a header that starts with '>'; add '>name'", number
+                path, f"not {kind} file: expected a header that starts with '>'; add '>name'", number
             )
     if not starts:
-        raise FileFormatError(path, f"not a {kind} file: no header that starts with '>'; write it again")
+        raise FileFormatError(path, f"not {kind} file: no header that starts with '>'; write it again")
     headers = b"\n".join([lines[k][1:] for k in starts]).decode().split("\n")
     bodies = [lines[start + 1 : end] for start, end in pairwise([*starts, len(lines)])]
     rows = [body[0] if len(body) == 1 else b"".join(body) for body in bodies]
@@ -242,7 +242,7 @@ def _translate(records: _Records, table: bytes, mend: str) -> UInt8[np.ndarray, 
         letter = records.bodies[row][index][offset:].decode(errors="replace")[0]
         line = records.header_lines[row] + 1 + index
         raise FileFormatError(
-            records.path, f"illegal letter '{letter}' in sequence '{records.names()[row]}'; {mend}", line
+            records.path, f"illegal letter {letter!r} in sequence '{records.names()[row]}'; {mend}", line
         )
     return np.frombuffer(joined, np.uint8)
 

@@ -230,6 +230,19 @@ def test_pdb_with_and_without_seqres(tmp_path: Path):
     assert x_of(chain, 4, "CA") == pytest.approx(2.1)
 
 
+def test_pdb_without_seqres_keeps_chains_apart(tmp_path: Path):
+    """Catches two chains without SEQRES taken for one molecule, the shorter one given the longer one's sequence."""
+    chains = {"A": ("GLY", "SER", "LYS"), "B": ("TRP", "SER")}
+    lines = [
+        PDB_ATOM.format(serial=k, name=name, residue=residue, chain=chain, number=k, code=" ", x=k)
+        for chain, residues in chains.items()
+        for k, residue in enumerate(residues, 1)
+        for name in ("N", "CA", "C")
+    ]
+    structure = read_structure(save(tmp_path, "\n".join(lines) + "\nEND\n", "a.pdb"))
+    assert {name: chain.sequence for name, chain in structure.chains.items()} == {"A": "GSK", "B": "WS"}
+
+
 def test_gzipped_file_and_its_name(tmp_path: Path):
     """Catches compressed archives refused, and '.cif' left in the entry's id."""
     path = tmp_path / "1abc.cif.gz"

@@ -1,0 +1,108 @@
+"""The on-disk layouts: which files are alignments, which are the chain's, and what is said when they do not fit."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+
+from evodsp.data.parsers import decode
+from evodsp.data.store import FeatureStore, read_alignment_dir, split_key
+from evodsp.data.types import Sequence
+from evodsp.errors import UserError
+
+A3M = ">q\nACDE\n>h\nAC-E\n"
+STO = "# STOCKHOLM 1.0\nq AC-DE\nh AKKDE\n//\n"
+
+
+def chain_folder(root: Path, key: str, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        path = root / key / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(gzip.compress(text.encode()) if name.endswith(".gz") else text.encode())
+    return root / key
+
+
+def names(alignments) -> list[str]:
+    return [Path(alignment.source).name for alignment in alignments]
+
+
+def test_alignment_dir_reads_what_is_an_alignment_of_the_chain(tmp_path: Path):
+    """Catches pairing and template files read as MSAs, gzipped ones overlooked, and an order other than by name."""
+    files = {"uniref90_hits.sto.gz": STO, "bfd_hits.a3m": A3M, "mgnify_hits.a3m.gz": A3M}
+    files |= {
+        "uniprot_hits.sto": STO,
+        "uniprot_hits.a3m": A3M,
+        "hmm_output.sto": STO,
+        "pdb70_hits.hhr": "x",
+        "notes.txt": "x",
+    }
+    folder = chain_folder(tmp_path, "1abc_A", files)
+    alignments = read_alignment_dir(folder, Sequence("1abc_A", "ACDE"))
+    assert names(alignments) == ["bfd_hits.a3m", "mgnify_hits.a3m.gz", "uniref90_hits.sto.gz"]
+    assert [decode(a.residues[0]) for a in alignments] == ["ACDE"] * 3
+
+
+def test_nested_layout_of_openproteinset(tmp_path: Path):
+    """Catches <chain>/a3m/*.a3m found empty."""
+    folder = chain_folder(tmp_path, "1abc_A", {"a3m/bfd.a3m": A3M, "a3m/uniprot_hits.a3m": A3M, "hhr/pdb70.hhr": "x"})
+    assert names(read_alignment_dir(folder)) == ["bfd.a3m"]
+
+
+def test_unknown_residue_matches_any_letter(tmp_path: Path):
+    """Catches a chain with a modified residue (X) refused because the search was run with its parent amino acid."""
+    folder = chain_folder(tmp_path, "1abc_A", {"bfd.a3m": A3M})
+    assert len(read_alignment_dir(folder, Sequence("q", "AXDE"))) == 1
+
+
+def database(root: Path, chains: dict[str, dict[str, str]]) -> Path:
+    index, data = {}, b"unused"
+    for key, files in chains.items():
+        index[key] = {"db": "alignment_db_0.db", "files": []}
+        for name, text in files.items():
+            index[key]["files"].append([name, len(data), len(text.encode())])
+            data += text.encode()
+    (root / "alignment_db_0.db").write_bytes(data)
+    (root / "alignment_db.index").write_text(json.dumps(index))
+    return root
+
+
+def test_alignment_database(tmp_path: Path):
+    """Catches wrong offsets and files that are no alignments of the chain read from OpenFold's database."""
+    files = {"uniref90_hits.sto": STO, "uniprot_hits.sto": STO, "bfd.a3m": A3M, "pdb70_hits.hhr": "x"}
+    store = FeatureStore(database(tmp_path, {"2xyz_B": {"bfd.a3m": ">q\nWW\n"}, "1abc_A": files}))
+    assert store.keys() == ["1abc_A", "2xyz_B"]
+    assert names(store.alignments("1abc_A")) == ["bfd.a3m", "uniref90_hits.sto"]
+    assert store.query("2xyz_B") == Sequence("2xyz_B", "WW")
+
+
+def test_split_key():
+    """Catches entries whose names hold underscores split at the first one."""
+    assert split_key("6KWC_model_1_A") == ("6KWC_model_1", "A")
+    for bad in ("1abcA", "_A", "1abc_"):
+        with pytest.raises(UserError, match="no chain key"):
+            split_key(bad)
+
+
+def test_store_on_real_data(real_data: Path):
+    """Catches real layouts misread: keys, structures, queries from SEQRES, and first rows that are said to differ."""
+    store = FeatureStore(real_data / "alignments", real_data / "mmcif_files")
+    assert store.keys() == ["102m_A", "1k1a_A", "2q2k_A", "2q2k_B", "6KWC_1", "query73_A"]
+    assert [key for key in store.keys() if store.has_structure(key)] == ["102m_A", "1k1a_A", "2q2k_A", "2q2k_B"]  # noqa: SIM118
+    alignments = store.alignments("2q2k_A")
+    assert names(alignments) == ["bfd_uniclust_hits.a3m", "mgnify_hits.sto", "uniref90_hits.sto"]
+    assert store.chain("2q2k_B").sequence == store.query("2q2k_A").letters == decode(alignments[0].residues[0])
+    assert len(store.query("6KWC_1")) == 191
+    assert len(store.alignments("102m_A", store.query("102m_A"))[0]) == 869
+
+
+def test_pickled_store_is_small_and_works(tmp_path: Path):
+    """Catches an index of millions of entries sent to every worker."""
+    store = FeatureStore(database(tmp_path, {f"{n}_A": {"bfd.a3m": A3M} for n in range(200)}))
+    store.keys()
+    data = pickle.dumps(store)
+    assert len(data) < 1000
+    assert pickle.loads(data).keys() == store.keys()
