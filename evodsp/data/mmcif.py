@@ -1,6 +1,6 @@
 """Structure files (mmCIF, PDB; gzipped or not) into protein chains with atom37 coordinates.
 
-The tokens are read with gemmi.cif, the arrays are assembled with NumPy, because that is ten to twenty times as fast as
+The tokens are read with gemmi.cif, the arrays are assembled with NumPy, because that is about ten times as fast as
 Biopython's MMCIFParser on the same files (scripts/benchmarks/parsing.py measures it). PDB files, and mmCIF files that list no
 polymer sequence, are first turned into complete mmCIF by gemmi, so that one assembly serves all.
 
