@@ -211,7 +211,7 @@ class LossConfig:
     sidechain_fape: float = 0.5
     """Frame-aligned point error of all atoms and rigid groups of the last iteration."""
     torsion: float = 0.5
-    """Side-chain and backbone torsion angles."""
+    """Side-chain torsion angles chi1 to chi4, mean over the iterations (AF2's program leaves the backbone's to FAPE)."""
     angle_norm: float = 0.01
     """Deviation of the unnormalised angle vectors from unit length (a part of the torsion loss)."""
     distogram: float = 0.3

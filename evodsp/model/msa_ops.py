@@ -9,7 +9,7 @@ from __future__ import annotations
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from evodsp.model.primitives import MASKED, GatedAttention, Linear, ShardedModule, mask_bias
+from evodsp.model.primitives import GatedAttention, Linear, ShardedModule, mask_bias
 
 
 class MSARowAttention(ShardedModule):
@@ -26,8 +26,7 @@ class MSARowAttention(ShardedModule):
         self, m: Float[Tensor, "B S R c_m"], z: Float[Tensor, "B I J c_z"], msa_mask: Float[Tensor, "B S R"]
     ) -> Float[Tensor, "B S R c_m"]:
         bias = self.exchange.gather(self.pair_bias(self.pair_norm(z)), "j")  # [B, R, R, H]: the large z itself stays
-        bias = bias.permute(0, 3, 1, 2).unsqueeze(1)  # [B, 1, H, R, R]
-        return self.attention(self.norm(m), bias, mask_bias(msa_mask))
+        return self.attention(self.norm(m), msa_mask, bias.permute(0, 3, 1, 2))
 
 
 class MSAColumnAttention(nn.Module):
@@ -39,8 +38,7 @@ class MSAColumnAttention(nn.Module):
         self.attention = GatedAttention(c_m, heads, head_width)
 
     def forward(self, m: Float[Tensor, "B S R c_m"], msa_mask: Float[Tensor, "B S R"]) -> Float[Tensor, "B S R c_m"]:
-        columns = self.norm(m).transpose(1, 2)
-        return self.attention(columns, mask_bias(msa_mask.transpose(1, 2))).transpose(1, 2)
+        return self.attention(self.norm(m).transpose(1, 2), msa_mask.transpose(1, 2)).transpose(1, 2)
 
 
 class MSAColumnGlobalAttention(ShardedModule):
@@ -65,7 +63,7 @@ class MSAColumnGlobalAttention(ShardedModule):
         mean = self.exchange.sum((x * mask).sum(1)) / (self.exchange.sum(mask.sum(1)) + 1e-10)  # [B, R, c]
         q = self.query(mean).unflatten(-1, (self.heads, -1)) * self.head_width**-0.5  # [B, R, H, D]
         k, v = self.key_value(x).transpose(1, 2).chunk(2, -1)  # [B, R, S, D], one head for all queries
-        logits = q @ k.transpose(-1, -2) + ((msa_mask - 1.0) * MASKED).transpose(1, 2).unsqueeze(2)  # [B, R, H, S]
+        logits = q @ k.transpose(-1, -2) + mask_bias(msa_mask).transpose(1, 2).unsqueeze(2)  # [B, R, H, S]
         weight = (logits - self.exchange.max(logits.amax(-1, keepdim=True))).exp()
         total = self.exchange.sum(weight.sum(-1, keepdim=True))
         o = self.exchange.sum(weight @ v) / total  # [B, R, H, D]
@@ -97,12 +95,3 @@ class OuterProductMean(ShardedModule):
 def first_row(m: Float[Tensor, "B S R c_m"]) -> Float[Tensor, "B R c_m"]:
     """The query's row. m on R: the row is then on every rank, for its residues."""
     return m[:, 0]
-
-
-__all__ = [
-    "MSAColumnAttention",
-    "MSAColumnGlobalAttention",
-    "MSARowAttention",
-    "OuterProductMean",
-    "first_row",
-]

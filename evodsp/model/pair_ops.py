@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from evodsp.model.primitives import GatedAttention, Linear, ShardedModule, mask_bias
+from evodsp.model.primitives import GatedAttention, Linear, ShardedModule
 
 
 class TriangleMultiplication(ShardedModule):
@@ -60,5 +60,5 @@ class TriangleAttention(ShardedModule):
         bias = self.exchange.gather(self.pair_bias(x), "i" if self.node == "starting" else "j")  # [B, R, R, H]
         if self.node == "ending":
             x, bias, pair_mask = x.transpose(1, 2), bias.transpose(1, 2), pair_mask.transpose(1, 2)
-        update = self.attention(x, bias.permute(0, 3, 1, 2).unsqueeze(1), mask_bias(pair_mask))
+        update = self.attention(x, pair_mask, bias.permute(0, 3, 1, 2))
         return update.transpose(1, 2) if self.node == "ending" else update

@@ -65,13 +65,13 @@ class Linear(nn.Linear):
                 nn.init.trunc_normal_(self.weight, std=scale, a=-2 * scale, b=2 * scale)
 
 
-def mask_bias(mask: Float[Tensor, "*batch L"]) -> Float[Tensor, "*batch 1 1 L"]:
-    """Additive bias over keys: 0 where the mask is 1, -1e9 where it is 0."""
-    return ((mask - 1.0) * MASKED)[..., None, None, :]
+def mask_bias(mask: Float[Tensor, "*batch L"]) -> Float[Tensor, "*batch L"]:
+    """Additive bias of keys: 0 where the mask is 1, -1e9 where it is 0."""
+    return (mask - 1.0) * MASKED
 
 
 class GatedAttention(nn.Module):
-    """Gated multi-head self-attention over the last but one axis (the core of algorithms 7, 8, 13 and 14)."""
+    """Gated multi-head self-attention within each row (the core of algorithms 7, 8, 13 and 14)."""
 
     def __init__(self, channels: int, heads: int, head_width: int) -> None:
         super().__init__()
@@ -81,10 +81,15 @@ class GatedAttention(nn.Module):
         self.gate = Linear(channels, width, init="gate")
         self.output = Linear(width, channels, init="final")
 
-    def forward(self, x: Float[Tensor, "*batch L c"], *biases: Float[Tensor, "..."]) -> Float[Tensor, "*batch L c"]:
-        """`biases` broadcast against the logits [*batch, H, L, L]."""
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).movedim(-4, -2).unbind(-4)
-        o = attention(q, k, v, *biases).transpose(-2, -3).flatten(-2)
+    def forward(
+        self,
+        x: Float[Tensor, "B N L c"],
+        mask: Float[Tensor, "B N L"],
+        pair_bias: Float[Tensor, "B H L L"] | None = None,
+    ) -> Float[Tensor, "B N L c"]:
+        """`pair_bias` is shared by all rows N of a sample."""
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(3, 0, 1, 4, 2, 5)  # each [B, N, H, L, D]
+        o = attention(q, k, v, mask_bias(mask), pair_bias).transpose(-2, -3).flatten(-2)
         return self.output(o * self.gate(x).sigmoid())
 
 

@@ -30,19 +30,43 @@ def test_gates_start_open_and_branches_at_zero() -> None:
     assert not final.bias.any()
 
 
-def test_attention_is_softmax_of_scaled_products() -> None:
-    """Catches a scale or bias applied at the wrong place, against the formula written out."""
+def inputs(batch: int, rows: int, heads: int, length: int, width: int) -> tuple[torch.Tensor, ...]:
     torch.manual_seed(0)
-    q, k, v = (torch.randn(2, 3, n, 5, dtype=torch.float64) for n in (4, 6, 6))
-    bias = torch.randn(1, 3, 4, 6, dtype=torch.float64)
-    mask = torch.tensor([[1, 1, 0, 1, 1, 0], [0, 0, 0, 0, 0, 0]], dtype=torch.float64)
-    out = attention(q, k, v, bias, mask_bias(mask))
-    logits = torch.einsum("bhqd,bhkd->bhqk", q, k) / math.sqrt(5) + bias
-    weights = torch.exp(logits) * mask[:, None, None, :]
-    expected = torch.einsum("bhqk,bhkd->bhqd", weights / weights.sum(-1, keepdim=True), v)
-    assert torch.allclose(out[0], expected[0], atol=1e-12)
-    # A row of nothing but masked keys is uniform up to the precision of 1e9 in fp64, not NaN.
-    assert torch.allclose(out[1], torch.softmax(logits[1] - 1e9, -1) @ v[1])
+    q, k, v = (torch.randn(batch, rows, heads, length, width, dtype=torch.float64) for _ in range(3))
+    pair = torch.randn(batch, heads, length, length, dtype=torch.float64)
+    mask = (torch.rand(batch, rows, length) > 0.3).double()
+    return q, k, v, mask, pair
+
+
+def formula(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, pair: torch.Tensor) -> torch.Tensor:
+    """Attention written out, with weights of exactly zero on masked keys."""
+    logits = torch.einsum("bnhqd,bnhkd->bnhqk", q, k) / math.sqrt(q.shape[-1]) + pair[:, None]
+    weights = torch.exp(logits) * mask[:, :, None, None]
+    return torch.einsum("bnhqk,bnhkd->bnhqd", weights / weights.sum(-1, keepdim=True), v)
+
+
+@pytest.mark.parametrize("chunk", [1, 100, 1 << 20])
+def test_attention_is_softmax_of_scaled_products(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a wrong scale or bias, rows lost between chunks, and a wrong backward pass."""
+    monkeypatch.setattr("evodsp.model.kernels.attention._CPU_CHUNK", chunk)
+    q, k, v, mask, pair = inputs(2, 5, 3, 4, 6)
+    mask[..., 0] = 1  # no row without a key
+    leaves = [x.requires_grad_() for x in (q, k, v, pair)]
+    out, expected = attention(q, k, v, mask_bias(mask), pair), formula(q, k, v, mask, pair)
+    assert torch.allclose(out, expected, atol=1e-12)
+    with torch.no_grad():
+        assert torch.equal(out, attention(q, k, v, mask_bias(mask), pair))
+    cotangent = torch.randn_like(out)
+    ours, theirs = (torch.autograd.grad(x, leaves, cotangent) for x in (out, expected))
+    for a, b in zip(ours, theirs, strict=True):
+        assert torch.allclose(a, b, atol=1e-12)
+
+
+def test_a_row_of_masked_keys_is_uniform() -> None:
+    """Catches NaN where AF2 has a uniform softmax."""
+    q, k, v, mask, pair = inputs(1, 2, 2, 3, 4)
+    out = attention(q.float(), k.float(), v.float(), mask_bias(torch.zeros_like(mask)).float(), pair.float())
+    assert torch.allclose(out, v.float().mean(-2, keepdim=True).expand_as(out), atol=1e-6)
 
 
 def test_dropout_shares_its_mask_and_keeps_the_mean() -> None:

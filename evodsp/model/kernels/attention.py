@@ -1,26 +1,98 @@
-"""Attention with additive biases.
+"""Attention with additive biases: softmax(q k^T / sqrt(D) + bias + mask) v.
 
-Shape legend: * any batch axes, H heads, Q queries, K keys, D head width.
+The logits are by far the largest array of an Evoformer block ([S, H, R, R] and [R, H, R, R]), so they never exist whole: rows of
+the outer axis are taken a few at a time, and the backward pass forms their weights again instead of keeping them. On a CPU
+the working set stays in cache; everywhere, memory is linear in the inputs and the bias.
+
+Shape legend: B batch, N rows of the outer axis (each attends within itself), H heads, Q queries, K keys, D head width.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
+import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+# Logits formed at once: about a core's cache, or enough to fill a GPU.
+_CPU_CHUNK = 1 << 18
+_GPU_CHUNK = 1 << 26
 
 
 def attention(
-    q: Float[Tensor, "*batch H Q D"],
-    k: Float[Tensor, "*batch H K D"],
-    v: Float[Tensor, "*batch H K E"],
-    *biases: Float[Tensor, "..."],
-) -> Float[Tensor, "*batch H Q E"]:
-    """softmax(q k^T / sqrt(D) + biases) v. Each bias broadcasts against [*batch, H, Q, K].
-
-    The biases are added one by one in place: summing them first would materialise their broadcast product, which for MSA
-    row attention (a bias per pair, a mask per sequence) is as large as the logits themselves.
+    q: Float[Tensor, "B N H Q D"],
+    k: Float[Tensor, "B N H K D"],
+    v: Float[Tensor, "B N H K D"],
+    mask_bias: Float[Tensor, "B N K"],
+    pair_bias: Float[Tensor, "B H Q K"] | None = None,
+) -> Float[Tensor, "B N H Q D"]:
+    """Attention within each row. `mask_bias` is added to the logits of a row's keys and gets no gradient; `pair_bias` is
+    shared by all rows. Differentiable once in q, k, v and `pair_bias`.
     """
-    logits = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)
-    for bias in biases:
-        logits += bias
-    return logits.softmax(-1) @ v
+    scaled = q * q.shape[-1] ** -0.5
+    if not torch.is_grad_enabled() or not any(x is not None and x.requires_grad for x in (q, k, v, pair_bias)):
+        return _forward(scaled, k, v, mask_bias, pair_bias)
+    return _Attention.apply(scaled, k, v, mask_bias, pair_bias)
+
+
+def _weights(
+    q: Float[Tensor, "n H Q D"],
+    k: Float[Tensor, "n H K D"],
+    mask_bias: Float[Tensor, "n K"],
+    pair_bias: Float[Tensor, "H Q K"] | None,
+) -> Float[Tensor, "n H Q K"]:
+    logits = q @ k.mT
+    if pair_bias is not None:
+        logits += pair_bias
+    logits += mask_bias[:, None, None, :]
+    return logits.softmax(-1)
+
+
+def _chunks(q: Float[Tensor, "B N H Q D"], keys: int) -> Iterator[tuple[int, slice]]:
+    """(sample, rows) of each chunk."""
+    batch, rows, heads, queries, _ = q.shape
+    budget = _CPU_CHUNK if q.device.type == "cpu" else _GPU_CHUNK
+    step = max(1, budget // max(1, heads * queries * keys))
+    for sample in range(batch):
+        for start in range(0, rows, step):
+            yield sample, slice(start, start + step)
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, mask_bias: Tensor, pair_bias: Tensor | None) -> Tensor:
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    for b, rows in _chunks(q, k.shape[-2]):
+        shared = None if pair_bias is None else pair_bias[b]
+        torch.matmul(_weights(q[b, rows], k[b, rows], mask_bias[b, rows], shared), v[b, rows], out=out[b, rows])
+    return out
+
+
+class _Attention(torch.autograd.Function):
+    """The same with a backward pass that forms the weights anew."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask_bias: Tensor, pair_bias: Tensor | None) -> Tensor:
+        out = _forward(q, k, v, mask_bias, pair_bias)
+        ctx.save_for_backward(q, k, v, mask_bias, pair_bias, out)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, mask_bias, pair_bias, out = ctx.saved_tensors
+        grad_q, grad_k, grad_v = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+        grad_bias = None if pair_bias is None else torch.zeros_like(pair_bias)
+        # sum over keys of weight times its gradient, by the output: the softmax's backward needs nothing more.
+        centre = (grad * out).sum(-1, keepdim=True)
+        for b, rows in _chunks(q, k.shape[-2]):
+            shared = None if pair_bias is None else pair_bias[b]
+            weights, upstream = _weights(q[b, rows], k[b, rows], mask_bias[b, rows], shared), grad[b, rows]
+            torch.matmul(weights.mT, upstream, out=grad_v[b, rows])
+            slope = (upstream @ v[b, rows].mT).sub_(centre[b, rows]).mul_(weights)
+            if grad_bias is not None:
+                grad_bias[b] += slope.sum(0)
+            torch.matmul(slope, k[b, rows], out=grad_q[b, rows])
+            torch.matmul(slope.mT, q[b, rows], out=grad_k[b, rows])
+        return grad_q, grad_k, grad_v, None, grad_bias
