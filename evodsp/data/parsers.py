@@ -222,9 +222,7 @@ def _split_records(path: str | Path, data: bytes, kind: str) -> _Records:
     starts = [k for k, line in enumerate(lines) if line[:1] == b">"]
     for number, line in enumerate(islice(lines, starts[0] if starts else None), 1):
         if line.strip() and not line.startswith(b"#"):
-            raise FileFormatError(
-                path, f"not {kind} file: expected a header that starts with '>'; add '>name'", number
-            )
+            raise FileFormatError(path, f"not {kind} file: expected a header that starts with '>'; add '>name'", number)
     if not starts:
         raise FileFormatError(path, f"not {kind} file: no header that starts with '>'; write it again")
     headers = b"\n".join([lines[k][1:] for k in starts]).decode().split("\n")
