@@ -45,8 +45,12 @@ def dispatch(words: list[str]) -> int:
         if len(words) == 1 or words[1] in ("-h", "--help"):
             print(overview(words[0]))
             return 0 if len(words) > 1 else 2
-        raise UserError(f"no command '{words[0]} {words[1]}'.{nearest(words[1], subcommands)} See 'evodsp {words[0]} --help'")
-    raise UserError(f"no command '{words[0]}'.{nearest(words[0], {name.split()[0] for name in COMMANDS})} See 'evodsp --help'")
+        raise UserError(
+            f"no command '{words[0]} {words[1]}'.{nearest(words[1], subcommands)} See 'evodsp {words[0]} --help'"
+        )
+    raise UserError(
+        f"no command '{words[0]}'.{nearest(words[0], {name.split()[0] for name in COMMANDS})} See 'evodsp --help'"
+    )
 
 
 def overview(group: str) -> str:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import re
 from pathlib import Path
 from typing import Any, NoReturn, get_type_hints
 
-import yaml
+import yaml  # type: ignore[import-untyped]
 from jsonargparse import ArgumentParser, DefaultHelpFormatter, set_parsing_settings
 
 from evodsp.errors import UserError, nearest
@@ -24,6 +25,7 @@ class OneLineErrors(ArgumentParser):
     """Raises UserError, in one line, where jsonargparse prints its usage and exits."""
 
     config_files: tuple[str, ...] = ()
+    words: tuple[str, ...] = ()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{"allow_abbrev": False, "formatter_class": HelpFormatter, **kwargs})
@@ -33,7 +35,7 @@ class OneLineErrors(ArgumentParser):
             if getattr(action, "_typehint", None) is bool:  # `--raw` alone is `--raw true`
                 action.nargs, action.const = "?", True
         words = with_underscores(list(args or []))
-        self.config_files = tuple(_values_of("--config", words))
+        self.config_files, self.words = tuple(_values_of("--config", words) + _values_of("-c", words)), tuple(words)
         return super().parse_args(words, *rest, **kwargs)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
@@ -52,15 +54,13 @@ class OneLineErrors(ArgumentParser):
             name = word.removeprefix("--").partition("=")[0]
             close = nearest(name, self.known_keys()).replace("'", "'--", 1) if word.startswith("--") else ""
             return f"unknown argument '{word.partition('=')[0]}'.{close} See '{self.prog} --help'"
-        for pattern in (r"Option '(?P<key>[^']*)' is not accepted", r"Group '(?P<group>[^']*)' does not accept option '(?P<key>[^']*)'"):
-            if found := re.search(pattern, message):
-                parts = found.groupdict()
-                key = ".".join(filter(None, (parts.get("group"), parts["key"])))
-                known = self.known_keys()
-                return f"{self.where(key)}unknown config key '{key}'.{nearest(key, known)} See '{self.prog} --help'"
+        if found := re.search(r"(?:Group '([^']*)' does not accept o|O)ption '([^']*)'", message):
+            key = ".".join(filter(None, found.groups()))
+            return f"{self.where(key)}unknown config key '{key}'.{nearest(key, self.known_keys())} See '{self.prog} --help'"
+        if found := re.search(r"File does not exist: '([^']*)'", message):
+            return f"{found[1]}: no such file; check --config"
         if found := re.search(r'Parser key "([^"]*)": ?(.*)', message):
-            detail = re.sub(r"<class '(\w+)'>|typing\.(?=\w)", lambda m: m[1] or "", found[2])
-            return f"{self.where(found[1])}{found[1]}: {detail}"
+            return f"{self.where(found[1])}{found[1]}: {_what_was_expected(found[2])}"
         if message.startswith(("Problems parsing config", "Unexpected config")):
             name = self.config_files[-1] if self.config_files else "config"
             return f"{name}: not a YAML mapping of options: {message.partition(':')[2].strip() or 'it is empty'}"
@@ -70,7 +70,9 @@ class OneLineErrors(ArgumentParser):
         return message
 
     def where(self, key: str) -> str:
-        """'file:line: ' of the config file that sets `key`, or nothing if none does."""
+        """'file:line: ' of the config file that sets `key`, or nothing if none does or the command line has the last word."""
+        if any(word.partition("=")[0] == f"--{key}" for word in self.words):
+            return ""
         for name in reversed(self.config_files):
             if (line := line_of_key(Path(name), key)) is not None:
                 return f"{name}:{line}: "
@@ -125,6 +127,16 @@ def line_of_key(path: Path, key: str) -> int | None:
     return line
 
 
+def _what_was_expected(detail: str) -> str:
+    """'expected int or null, found x' from jsonargparse's account of a value of the wrong type."""
+    plain = re.sub(r"<class '(\w+)'>|typing\.(?=\w)", lambda m: m[1] or "", detail).replace("NoneType", "null")
+    if found := re.search(r"Subtypes: \[(.*?)\] Errors:.*Given value: (.*)$", plain):
+        return f"expected {found[1].replace(', ', ' or ')}, found {found[2]}"
+    if found := re.search(r"Expected an? (.*?)\.? Got value: (.*)$", plain):
+        return f"expected {found[1]}, found {found[2]}"
+    return plain
+
+
 def _values_of(option: str, words: list[str]) -> list[str]:
-    following = [after for word, after in zip(words, words[1:], strict=False) if word == option]
+    following = [after for word, after in itertools.pairwise(words) if word == option]
     return following + [word.partition("=")[2] for word in words if word.startswith(f"{option}=")]

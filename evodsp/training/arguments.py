@@ -88,7 +88,9 @@ def print_help(command: Command) -> None:
         epilog="Examples:  " + "  |  ".join(EXAMPLES[command]),
         parser_mode="omegaconf+",
     )
-    parser.add_argument("-c", "--config", action=ActionConfigFile, help="YAML file of options; may be given more than once.")
+    parser.add_argument(
+        "-c", "--config", action=ActionConfigFile, help="YAML file of options; may be given more than once."
+    )
     add_arguments(parser)
     parser.add_class_arguments(TrainerOptions, "trainer")
     parser.print_help()

@@ -37,7 +37,9 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         if self.lr <= 0 or self.warmup_steps < 0:
-            raise UserError(f"optimizer: lr is {self.lr} and warmup_steps {self.warmup_steps}; use lr > 0, warmup_steps >= 0")
+            raise UserError(
+                f"optimizer: lr is {self.lr} and warmup_steps {self.warmup_steps}; use lr > 0, warmup_steps >= 0"
+            )
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,8 @@ class DataConfig:
     """Chains to train on: a list of names, or a text file with one name per line; null takes every folder of alignments."""
     validation_chains: str | list[str] | None = None
     """Chains to validate on, likewise; null for none."""
+    test_chains: str | list[str] | None = None
+    """Chains of `evodsp test`, likewise; null takes the validation chains."""
     train: FeatureConfig = field(default_factory=FeatureConfig)
     """Features of training samples."""
     validation: FeatureConfig = field(default_factory=lambda: FeatureConfig(crop_size=None, uniform_recycling=False))
@@ -96,6 +100,8 @@ class RunConfig:
     overwrite: bool = False
     """Start anew in an output folder that already holds checkpoints; otherwise that is an error."""
     ckpt_path: str | None = None
-    """Checkpoint to start from; `last` is that of the output folder."""
+    """Checkpoint to start from or to score; `last` and `best` are those of the output folder."""
+    raw: bool = False
+    """validate, test: score the raw weights instead of their moving average."""
     checkpoint_every: int = 500
     """Training steps between two writes of checkpoints/last.ckpt; it is written after every validation too."""

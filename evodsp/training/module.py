@@ -1,0 +1,110 @@
+"""The model in training: losses, metrics, optimizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+from evodsp import metrics
+from evodsp.errors import UserError
+from evodsp.geometry.residues import ATOM_ORDER
+from evodsp.losses.total import total_loss
+from evodsp.model.alphafold import AlphaFold
+from evodsp.model.outputs import ModelOutput
+from evodsp.rng import Draws
+from evodsp.training.config import TrainingConfig
+from evodsp.training.lr_schedule import learning_rate
+from evodsp.weights.checkpoint import checkpoint_entries
+
+_CA = ATOM_ORDER["CA"]
+
+
+def score(output: ModelOutput, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Metrics of the predicted CA atoms against the true ones, each [batch]: lDDT and TM-score in 0..1, RMSD in Å."""
+    predicted, truth = output.structure.positions[:, :, _CA], batch["all_atom_positions"][:, :, _CA]
+    mask = batch["all_atom_mask"][:, :, _CA]
+    return {
+        "lddt_ca": metrics.lddt_ca(predicted, truth, mask),
+        "gdt_ts": metrics.gdt_ts(predicted, truth, mask),
+        "tm_score": metrics.tm_score(predicted, truth, mask),
+        "rmsd": metrics.rmsd(predicted, truth, mask),
+    }
+
+
+class TrainingModule(LightningModule):
+    """Lightning's view of `AlphaFold`.
+
+    Dropout of sample i is drawn from (seed, i), so that it does not depend on ranks, resumes or recomputation.
+    """
+
+    def __init__(self, config: TrainingConfig, seed: int = 0) -> None:
+        super().__init__()
+        self.config = config
+        self.model = AlphaFold(config.model_config())
+        self.chain_names: dict[str, list[str]] = {}
+        """Names of the validation ("val") and test chains by sample index, where known."""
+        self.scores: dict[str, dict[str, float]] = {}
+        """Metrics by chain of the last validation or test on this rank."""
+        self._dropout = Draws.root(seed).at("dropout")
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        draws = [self._dropout.at(index) for index in batch["sample_index"].tolist()]
+        loss, terms = total_loss(self.model(batch, draws), batch, self.config.loss, self.config.heads)
+        if not torch.isfinite(loss):
+            where = f"step {self.global_step}, sample {int(batch['sample_index'][0])}"
+            raise UserError(
+                f"the loss is {loss.item()} at {where}; lower model.optimizer.lr, lengthen its warm-up, or resume from an "
+                "earlier checkpoint"
+            )
+        size = len(batch["aatype"])
+        self.log("train/loss", loss.detach(), prog_bar=True, batch_size=size)
+        self.log_dict({f"train/{name}": term for name, term in terms.items() if name != "total"}, batch_size=size)
+        self.log("train/lr", self.optimizers().param_groups[0]["lr"])  # type: ignore[union-attr]
+        return loss
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Log the norm of the gradient before it is clipped."""
+        norms = torch._foreach_norm([p.grad for p in self.model.parameters() if p.grad is not None])
+        self.log("train/gradient_norm", torch.stack(norms).norm())
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self._evaluate(batch, "val")
+
+    def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self._evaluate(batch, "test")
+
+    def on_validation_epoch_start(self) -> None:
+        self.scores = {}
+
+    def on_test_epoch_start(self) -> None:
+        self.scores = {}
+
+    def configure_optimizers(self) -> Any:
+        config = self.config.optimizer
+        total = config.total_steps or int(self.trainer.estimated_stepping_batches)
+        optimizer = torch.optim.Adam(
+            self.model.parameters(), lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps
+        )
+        schedule = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: learning_rate(step, config, total) / config.lr
+        )
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint.update(checkpoint_entries(self.model.config))
+
+    def _evaluate(self, batch: dict[str, Tensor], stage: str) -> None:
+        output = self.model(batch)
+        loss, _ = total_loss(output, batch, self.config.loss, self.config.heads)
+        found = score(output, batch)
+        size = len(batch["aatype"])
+        self.log(f"{stage}/loss", loss, batch_size=size, sync_dist=True)
+        for name, values in found.items():
+            self.log(f"{stage}/{name}", values.mean(), prog_bar=name == "lddt_ca", batch_size=size, sync_dist=True)
+        names = self.chain_names.get(stage, [])
+        for row, index in enumerate(batch["sample_index"].tolist()):
+            chain = names[index] if index < len(names) else str(index)
+            self.scores[chain] = {name: float(values[row]) for name, values in found.items()}

@@ -1,0 +1,103 @@
+"""What a training run shows: a bar on a terminal, a line now and then elsewhere."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ProgressBar
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+SECONDS_BETWEEN_LINES = 20.0
+
+
+class TrainingProgress(ProgressBar):
+    """One bar over all steps of `fit`, with the loss and the last validation's lDDT-CA; a printed line per validation.
+
+    Where standard error is no terminal (a log file, CI), lines take the bar's place.
+    """
+
+    def __init__(self, console: Console | None = None) -> None:
+        super().__init__()
+        self.console = console or Console(stderr=True)
+        self._bar: Progress | None = None
+        self._enabled = True
+        self._begun = self._last_line = time.monotonic()
+
+    def disable(self) -> None:
+        self._enabled = False
+
+    def enable(self) -> None:
+        self._enabled = True
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        if self._enabled:
+            self.console.print(*args, highlight=False, markup=False)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._begun = self._last_line = time.monotonic()
+        if not self._enabled:
+            return
+        count = sum(parameter.numel() for parameter in pl_module.parameters())
+        self.print(f"{count:,} parameters, from step {trainer.global_step} to {_total(trainer) or 'no limit'}")
+        if self.console.is_terminal:
+            columns = (
+                TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeElapsedColumn(), TextColumn("left"),
+                TimeRemainingColumn(elapsed_when_finished=True), TextColumn("{task.fields[text]}"),
+            )  # fmt: skip
+            self._bar = Progress(*columns, console=self.console, refresh_per_second=4)
+            self._bar.start()
+            self._task = self._bar.add_task("fit", total=_total(trainer), completed=trainer.global_step, text="")
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        if self._bar is not None:
+            self._bar.update(self._task, completed=trainer.global_step, text=_summary(trainer))
+        elif time.monotonic() - self._last_line > SECONDS_BETWEEN_LINES:
+            self._line(trainer)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+            self._line(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._stop()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._stop()
+
+    def _line(self, trainer: Trainer) -> None:
+        self._last_line = time.monotonic()
+        seconds = self._last_line - self._begun
+        total = _total(trainer)
+        self.print(f"step {trainer.global_step}{f'/{total}' if total else ''}  {seconds:.0f} s  {_summary(trainer)}")
+
+    def _stop(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+
+def _total(trainer: Trainer) -> int | None:
+    steps = trainer.estimated_stepping_batches
+    return None if steps == float("inf") else int(steps)
+
+
+def _summary(trainer: Trainer) -> str:
+    shown = {"loss": "train/loss", "val loss": "val/loss", "val lDDT-CA": "val/lddt_ca", "val RMSD": "val/rmsd"}
+    values = trainer.callback_metrics
+    return "  ".join(f"{text} {float(values[name]):.3f}" for text, name in shown.items() if name in values)
+
+
+def score_table(scores: dict[str, dict[str, float]]) -> str:
+    """Scores by chain as text, one line a chain and their mean."""
+    if not scores:
+        return "no chains"
+    mean = {name: sum(row[name] for row in scores.values()) / len(scores) for name in next(iter(scores.values()))}
+    rows = {**scores, "mean": mean} if len(scores) > 1 else scores
+    width = max(len("chain"), *map(len, rows))
+    titles = {"lddt_ca": "lDDT-CA", "gdt_ts": "GDT-TS", "tm_score": "TM-score", "rmsd": "RMSD (Å)"}
+    lines = [f"{'chain':<{width}}" + "".join(f"{titles.get(name, name):>10}" for name in mean)]
+    lines += [f"{chain:<{width}}" + "".join(f"{value:>10.3f}" for value in row.values()) for chain, row in rows.items()]
+    return "\n".join(lines)

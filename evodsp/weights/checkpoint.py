@@ -1,0 +1,133 @@
+"""Checkpoints: Lightning's files with the model's sizes and a format version inside, read without Lightning.
+
+Keys of ours: `format_version`; `model_config` (nested dictionary of sizes); `state_dict` (raw weights, names begin with
+`model.`); `ema_state_dict` (their exponential moving average, where training kept one). Everything is tensors, numbers, strings
+and containers, so files are loaded with `weights_only=True`: a checkpoint from a stranger cannot run code.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from evodsp.config import ModelConfig
+from evodsp.errors import UserError
+from evodsp.model.alphafold import AlphaFold
+
+FORMAT_VERSION = 1
+PREFIX = "model."
+
+
+def checkpoint_entries(config: ModelConfig) -> dict[str, Any]:
+    """What makes a Lightning checkpoint readable by `load_model`, besides the weights."""
+    return {"format_version": FORMAT_VERSION, "model_config": config.to_dict()}
+
+
+def read_checkpoint(path: str | Path) -> dict[str, Any]:
+    """The checkpoint's dictionary, on the CPU, memory-mapped. Raises UserError if the file is not an evodsp checkpoint."""
+    path = Path(path)
+    if not path.is_file():
+        raise UserError(f"{path}: no such checkpoint file; `evodsp fit` writes them to <output>/checkpoints")
+    if not zipfile.is_zipfile(path):
+        raise UserError(f"{path}: not a checkpoint (or cut short); give a .ckpt file written by `evodsp fit`")
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (RuntimeError, pickle.UnpicklingError, EOFError, KeyError, OSError) as error:
+        raise UserError(f"{path}: not a readable checkpoint ({str(error).splitlines()[0][:120]})") from error
+    lacking = [key for key in ("format_version", "model_config", "state_dict") if key not in _keys(checkpoint)]
+    if lacking:
+        raise UserError(
+            f"{path}: not an evodsp checkpoint, it lacks {', '.join(lacking)}; give one written by `evodsp fit`"
+        )
+    if checkpoint["format_version"] != FORMAT_VERSION:
+        raise UserError(
+            f"{path}: format version {checkpoint['format_version']}, but this evodsp reads {FORMAT_VERSION}; "
+            "use the evodsp that wrote it"
+        )
+    return checkpoint
+
+
+def load_model(path: str | Path, raw: bool = False) -> AlphaFold:
+    """The model of a checkpoint, on the CPU, in evaluation mode.
+
+    Its weights are the exponential moving average, or the raw ones where `raw` is set or training kept no average. Raises
+    UserError if the file is no evodsp checkpoint or its weights do not fit its sizes.
+    """
+    checkpoint = read_checkpoint(path)
+    model = AlphaFold(_config(path, checkpoint))
+    averaged = checkpoint.get("ema_state_dict")
+    weights = checkpoint["state_dict"] if raw or averaged is None else averaged
+    load_weights(model, {name.removeprefix(PREFIX): value for name, value in weights.items()}, str(path))
+    return model.eval()
+
+
+def load_weights(model: AlphaFold, weights: Mapping[str, Tensor], source: str) -> None:
+    """Copy `weights` into `model`. Raises UserError naming the first that is missing, unknown or misshapen."""
+    own = model.state_dict()
+    for what, names in (("lacks", own.keys() - weights.keys()), ("has the unknown", weights.keys() - own.keys())):
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise UserError(f"{source}: {what} parameter '{min(names)}'{more}; it is of another model")
+    for name, value in own.items():
+        if value.shape != weights[name].shape:
+            raise UserError(
+                f"{source}: parameter '{name}' has the shape {tuple(weights[name].shape)}, "
+                f"the model {tuple(value.shape)}; it is of another model"
+            )
+    model.load_state_dict(dict(weights))
+
+
+def check_same_model(path: str | Path, checkpoint: Mapping[str, Any], config: ModelConfig) -> None:
+    """Raise UserError naming the first size in which a checkpoint's model and `config` differ."""
+    theirs, ours = _flat(_config(path, checkpoint).to_dict()), _flat(config.to_dict())
+    free = ("dropout", "checkpoint")  # of training only
+    for key, value in ours.items():
+        if theirs[key] != value and not key.endswith(free):
+            raise UserError(
+                f"{path}: trained with model.{key} {theirs[key]}, but the config says {value}; make them equal"
+            )
+
+
+def save_model(path: str | Path, model: AlphaFold, averaged: Mapping[str, Tensor] | None = None) -> None:
+    """Write a checkpoint of weights alone, for prediction. `averaged`: the moving average, by the model's parameter names.
+
+    The file appears whole or not at all.
+    """
+    checkpoint: dict[str, Any] = checkpoint_entries(model.config)
+    checkpoint["state_dict"] = {f"{PREFIX}{name}": value.detach().cpu() for name, value in model.state_dict().items()}
+    if averaged is not None:
+        average = {f"{PREFIX}{name}": value.detach().cpu() for name, value in averaged.items()}
+        checkpoint["ema_state_dict"] = {**checkpoint["state_dict"], **average}
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        torch.save(checkpoint, partial)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _config(path: str | Path, checkpoint: Mapping[str, Any]) -> ModelConfig:
+    try:
+        return ModelConfig.from_dict(checkpoint["model_config"])
+    except (UserError, TypeError, AttributeError) as error:
+        raise UserError(f"{path}: unreadable model sizes: {error}") from error
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat.update(_flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value})
+    return flat
+
+
+def _keys(value: Any) -> set[str]:
+    return set(value) if isinstance(value, dict) else set()
