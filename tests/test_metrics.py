@@ -1,0 +1,202 @@
+"""Metrics against cases whose answer is known: AlphaFold2's lDDT, invariances, and small structures done by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from evodsp import metrics
+from evodsp.geometry.rigid import Rigid
+from evodsp.metrics import drmsd, gdt_ts, lddt, lddt_ca, rmsd, superpose, tm_d0, tm_score
+from tests.conftest import load
+
+GLOBAL = [lddt_ca, gdt_ts, tm_score]
+ERRORS = [rmsd, drmsd]
+
+
+def random_chain(length: int = 60, seed: int = 0) -> Tensor:
+    """A random walk with steps of 3.8 Å, the distance between neighbouring CA atoms."""
+    steps = torch.randn(length, 3, generator=torch.Generator().manual_seed(seed))
+    return (3.8 * steps / steps.norm(dim=-1, keepdim=True)).cumsum(0)
+
+
+def random_motion(seed: int = 0) -> Rigid:
+    q = torch.randn(4, generator=torch.Generator().manual_seed(seed))
+    return Rigid.from_quaternion(q / q.norm(), torch.tensor([30.0, -20.0, 10.0]))
+
+
+def noise(length: int, scale: float, seed: int = 5) -> Tensor:
+    return scale * torch.randn(length, 3, generator=torch.Generator().manual_seed(seed))
+
+
+def test_lddt_ca_is_alphafolds(golden: Path) -> None:
+    """Thresholds, cutoff and the treatment of masked residues."""
+    expected, labels = load(golden / "losses_functions.npz"), load(golden / "labels.npz")
+    predicted = torch.from_numpy(expected["in/final_atom_positions"][:, 1])
+    true, mask = (torch.from_numpy(labels[name][:, 1]) for name in ("all_atom_positions", "all_atom_mask"))
+    per_residue = lddt_ca(predicted, true, mask, per_residue=True)
+    torch.testing.assert_close(per_residue, torch.from_numpy(expected["lddt_ca_per_residue"]), rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        lddt_ca(predicted, true, mask), torch.tensor(expected["lddt_ca_global"]), rtol=0, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("metric", GLOBAL)
+def test_perfect_prediction_scores_one_wherever_it_lies(metric) -> None:
+    true = random_chain()
+    mask = torch.ones(len(true))
+    torch.testing.assert_close(metric(true, true, mask), torch.tensor(1.0), rtol=0, atol=1e-6)
+    torch.testing.assert_close(metric(random_motion().apply(true), true, mask), torch.tensor(1.0), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("metric", ERRORS)
+def test_perfect_prediction_has_no_error_wherever_it_lies(metric) -> None:
+    true = random_chain()
+    assert metric(random_motion().apply(true), true, torch.ones(len(true))) < 1e-4
+
+
+@pytest.mark.parametrize("metric", GLOBAL + ERRORS)
+def test_masked_atoms_count_nowhere(metric) -> None:
+    """A masked atom that is far off, or at the origin as missing atoms are, must change nothing."""
+    true, mask = random_chain(), torch.ones(60)
+    mask[[0, 7, 8, 30, 59]] = 0
+    predicted = true + noise(60, 0.8)
+    alone = metric(predicted[mask > 0], true[mask > 0], torch.ones(55))
+    spoilt = torch.where(mask[:, None] > 0, predicted, torch.tensor(1e3)), true * mask[:, None]
+    torch.testing.assert_close(metric(*spoilt, mask), alone, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("metric", GLOBAL + ERRORS)
+def test_batch_is_a_structure_at_a_time(metric) -> None:
+    true = torch.stack([random_chain(seed=s) for s in range(3)])
+    predicted = true + torch.stack([noise(60, s) for s in (0.3, 1.0, 3.0)])
+    mask = torch.ones(3, 60)
+    mask[1, 20:] = 0
+    expected = torch.stack([metric(*one) for one in zip(predicted, true, mask, strict=True)])
+    torch.testing.assert_close(metric(predicted, true, mask), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(metric(predicted[None], true[None], mask[None])[0], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_mirror_image_is_told_apart() -> None:
+    """A superposition that may reflect would call the wrong hand perfect; distances alone cannot see it."""
+    true = random_chain(120)
+    mirrored, mask = true * torch.tensor([1.0, 1.0, -1.0]), torch.ones(120)
+    assert tm_score(mirrored, true, mask) < 0.5
+    assert gdt_ts(mirrored, true, mask) < 0.6
+    assert rmsd(mirrored, true, mask) > 3.0
+    assert drmsd(mirrored, true, mask) < 1e-4
+    rotation = superpose(mirrored, true, mask).rotation
+    torch.testing.assert_close(torch.linalg.det(rotation), torch.tensor(1.0))
+
+
+def test_superposition_finds_the_motion() -> None:
+    true, motion = random_chain().double(), random_motion()
+    motion = Rigid(motion.rotation.double(), motion.translation.double())
+    found = superpose(true, motion.apply(true), torch.ones(60))
+    torch.testing.assert_close(found.rotation, motion.rotation, rtol=0, atol=1e-6)
+    torch.testing.assert_close(found.translation, motion.translation, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("atoms", [1, 2, 4])
+def test_superposition_of_degenerate_structures_is_a_rotation(atoms: int) -> None:
+    """Points on a line leave the rotation open: it must still be one."""
+    line = torch.arange(atoms).float()[:, None] * torch.tensor([1.0, 2.0, 3.0])
+    found = superpose(line, -line, torch.ones(atoms))
+    torch.testing.assert_close(found.rotation @ found.rotation.T, torch.eye(3), rtol=0, atol=1e-5)
+    torch.testing.assert_close(torch.linalg.det(found.rotation), torch.tensor(1.0))
+    assert rmsd(line, -line, torch.ones(atoms)) < 1e-4
+
+
+def test_rmsd_by_hand() -> None:
+    """Three atoms on a line, the outer two 0.3 Å further out: the centre stays and the deviation is 0.3 sqrt(2/3)."""
+    true = torch.tensor([[-3.0, 0, 0], [0, 0, 0], [3, 0, 0]])
+    expected = torch.tensor(0.3 * (2 / 3) ** 0.5)
+    torch.testing.assert_close(rmsd(1.1 * true, true, torch.ones(3)), expected)
+    # distances 3.3, 3.3, 6.6 against 3, 3, 6
+    torch.testing.assert_close(drmsd(1.1 * true, true, torch.ones(3)), torch.tensor(((0.09 + 0.09 + 0.36) / 3) ** 0.5))
+
+
+def test_lddt_by_hand() -> None:
+    """Distances 10, 14.9 and 4.9 (20 and more do not count): errors 0.6, 0.6 and 0 keep 3/4, 3/4 and all."""
+    true = torch.tensor([[0.0, 0, 0], [10, 0, 0], [14.9, 0, 0], [40, 0, 0]])
+    predicted = true + torch.tensor([[-0.6, 0, 0], [0, 0, 0], [0, 0, 0], [100, 0, 0]])
+    mask = torch.ones(4)
+    expected = torch.tensor([0.75, 0.875, 0.875, 1.0])
+    torch.testing.assert_close(lddt_ca(predicted, true, mask, per_residue=True), expected)
+    torch.testing.assert_close(lddt_ca(predicted, true, mask), torch.tensor((0.75 + 0.75 + 1) / 3))
+
+
+def test_lddt_ignores_distances_within_a_residue() -> None:
+    """Two residues of two atoms: stretching a residue counts only for what it does to the other one."""
+    true = torch.tensor([[[0.0, 0, 0], [0, 1.5, 0]], [[5.0, 0, 0], [5, 1.5, 0]]])
+    apart = true + torch.tensor([[[0.0, 0, 0]] * 2, [[3.0, 0, 0]] * 2])
+    assert lddt(true, true, torch.ones(2, 2)) == 1
+    # all four distances between the residues grow by more than 2 and less than 4 Å
+    torch.testing.assert_close(lddt(apart, true, torch.ones(2, 2)), torch.tensor(0.25))
+
+
+def test_lddt_in_blocks_is_lddt_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large structures are scored some residues at a time; the last block is a short one."""
+    true = random_chain(42).view(14, 3, 3)
+    predicted, mask = true + noise(42, 1.0).view(14, 3, 3), (torch.arange(42) % 5 > 0).float().view(14, 3)
+    whole = lddt(predicted, true, mask, per_residue=True), lddt(predicted, true, mask)
+    monkeypatch.setattr(metrics, "_PAIRS_AT_ONCE", 4 * 14 * 9)
+    assert torch.equal(lddt(predicted, true, mask, per_residue=True), whole[0])
+    torch.testing.assert_close(lddt(predicted, true, mask), whole[1])
+
+
+def test_tm_score_by_hand() -> None:
+    """Half of the chain exact, the other far away: half of the residues score one, the others next to nothing."""
+    true = random_chain(100)
+    predicted = true.clone()
+    predicted[50:] += torch.tensor([500.0, 0, 0])
+    torch.testing.assert_close(tm_score(predicted, true, torch.ones(100)), torch.tensor(0.5), rtol=0, atol=1e-3)
+    torch.testing.assert_close(gdt_ts(predicted, true, torch.ones(100)), torch.tensor(0.5), rtol=0, atol=1e-6)
+    # one superposition of everything would find neither half
+    assert rmsd(predicted, true, torch.ones(100)) > 100
+
+
+def test_tm_d0_is_the_published_scale() -> None:
+    """1.24 (L - 15)^(1/3) - 1.8: 3.65 Å at 100 residues, 6.36 at 300; at least 0.5 for short chains."""
+    assert tm_d0(100) == pytest.approx(3.652, abs=1e-3)
+    assert tm_d0(300) == pytest.approx(6.360, abs=1e-3)
+    assert tm_d0(5) == tm_d0(21) == 0.5
+
+
+def test_gdt_counts_each_cutoff_at_its_own_best() -> None:
+    """Half of the chain moved by 3 Å: laid on one half, 1/2 is within 1 and 2 Å; midway, nothing within 1 but all within 2."""
+    true, mask = random_chain(100), torch.ones(100)
+    predicted = true.clone()
+    predicted[50:] += torch.tensor([0.0, 0.0, 3.0])
+    best = [gdt_ts(predicted, true, mask, cutoffs=(cutoff,)).item() for cutoff in metrics.GDT_TS_CUTOFFS]
+    assert 0.5 <= best[0] < 0.8
+    assert best[1:] == [1, 1, 1]
+    assert gdt_ts(predicted, true, mask).item() >= sum(best) / 4 - 1e-6
+
+
+@pytest.mark.parametrize("metric", [gdt_ts, tm_score])
+def test_scores_fall_as_noise_grows(metric) -> None:
+    true, mask = random_chain(), torch.ones(60)
+    scores = [metric(true + noise(60, scale), true, mask).item() for scale in (0.0, 0.5, 1.5, 4.0, 12.0)]
+    assert scores == sorted(scores, reverse=True)
+    assert scores[0] == pytest.approx(1.0)
+    assert scores[-1] < 0.4
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 5])
+def test_tiny_chains_have_scores(length: int) -> None:
+    """Fewer atoms than a superposition needs."""
+    true, mask = random_chain(length), torch.ones(length)
+    for metric in (gdt_ts, tm_score):
+        torch.testing.assert_close(
+            metric(random_motion().apply(true), true, mask), torch.tensor(1.0), rtol=0, atol=1e-5
+        )
+
+
+@pytest.mark.parametrize("metric", [gdt_ts, tm_score, rmsd, drmsd])
+def test_no_observed_atoms_give_zero(metric) -> None:
+    """A chain without coordinates must not put a nan into an epoch's mean."""
+    assert metric(random_chain(), random_chain(seed=1), torch.zeros(60)) == 0
