@@ -1,0 +1,100 @@
+"""Homologous sequences as the alignment files of a search: gaps, deletions, insertions; A3M and Stockholm text.
+
+Shapes: S sequences, R columns (residues of the query, which is row 0 and whole).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Bool, Int64
+
+from evodsp.data.synthetic.sequences import PottsModel, to_letters
+from evodsp.geometry.residues import RESTYPES
+from evodsp.rng import Draws
+
+LONGEST_INSERTION = 4
+SWEEPS = 3
+_LETTERS = np.array(list(RESTYPES))
+
+
+@dataclass(frozen=True)
+class Homologs:
+    """`residues`: amino acids 0..19; `present`: False where the sequence has a gap; `inserted`: number of residues the
+    sequence has between a column and the next one; `insertions`: which they are (the first `inserted` of each)."""
+
+    names: tuple[str, ...]
+    residues: Int64[np.ndarray, "S R"]
+    present: Bool[np.ndarray, "S R"]
+    inserted: Int64[np.ndarray, "S R"]
+    insertions: Int64[np.ndarray, "S R I"]
+
+
+def draw_homologs(
+    model: PottsModel,
+    query: Int64[np.ndarray, "R"],
+    loop: Bool[np.ndarray, "R"],
+    name: str,
+    prefix: str,
+    count: int,
+    draws: Draws,
+) -> Homologs:
+    """`count` sequences with the query `name` first; the others are `prefix`1, `prefix`2, … from close to distant relatives.
+
+    `loop`: where insertions and deletions happen; ends are ragged besides.
+    """
+    length = len(query)
+    rate = 0.05 + 0.6 * draws.at("distance").uniform(count)
+    rate[0] = 0.0
+    residues = model.sample(np.repeat(query[None], count, 0), SWEEPS, draws.at("letters"), rate)
+
+    column = np.arange(length)
+    ragged = (draws.at("ends").uniform(count, 2) ** 3 * 0.25 * length).astype(int)
+    present = (column >= ragged[:, :1]) & (column < length - ragged[:, 1:])
+    # One run of deleted columns in a third of the sequences, centred in a loop.
+    centre = np.nonzero(loop)[0][(draws.at("deletion").uniform(count) * loop.sum()).astype(int)]
+    half = draws.at("deleted").uniform(count) * 2.5 - 1.6
+    present &= np.abs(column - centre[:, None]) > half[:, None]
+    # Within loops, and never before the first or after the last residue of a sequence.
+    chance = np.where(loop, 0.06, 0.002)
+    inserted = (draws.at("insertion").uniform(count, length) < chance) * (
+        1 + (draws.at("inserted").uniform(count, length) * LONGEST_INSERTION).astype(int)
+    )
+    inside = (column >= ragged[:, :1]) & (column < length - ragged[:, 1:] - 1)
+    inserted *= inside
+    present[0], inserted[0] = True, 0
+    letters = (draws.at("inserted letters").uniform(count, length, LONGEST_INSERTION) * 20).astype(int)
+    names = (name, *(f"{prefix}{n}" for n in range(1, count)))
+    return Homologs(names, residues, present, inserted, letters)
+
+
+def to_a3m(homologs: Homologs) -> str:
+    """A3M: columns in upper case or '-', insertions in lower case after the column they follow."""
+    return "".join(f">{name}\n{''.join(row)}\n" for name, row in zip(homologs.names, _cells(homologs, ""), strict=True))
+
+
+def to_stockholm(homologs: Homologs) -> str:
+    """Stockholm as jackhmmer writes it: every insertion has columns of its own, '.' where a sequence has none of them."""
+    widest = homologs.inserted.max(0)
+    rows = _cells(homologs, ".")
+    width = max(map(len, homologs.names)) + 2
+    kept = "".join("x" + "." * n for n in widest)
+    lines = [f"{name:<{width}}{''.join(row)}" for name, row in zip(homologs.names, rows, strict=True)]
+    return "\n".join(["# STOCKHOLM 1.0", "", *lines, f"{'#=GC RF':<{width}}{kept}", "//", ""])
+
+
+def _cells(homologs: Homologs, filler: str) -> np.ndarray:
+    """[S, R] strings: the column's letter and what is inserted after it, padded with `filler` to the column's widest."""
+    letters = np.where(homologs.present, _LETTERS[homologs.residues], "-").astype(object)
+    slots = np.arange(homologs.insertions.shape[-1])
+    shown = slots < homologs.inserted[..., None]
+    padded = slots < homologs.inserted.max(0)[:, None]
+    lower = np.char.lower(_LETTERS)[homologs.insertions]
+    cells = np.where(shown, lower, np.where(padded, filler, "")).astype(object)
+    return letters + cells.sum(-1)
+
+
+def query_letters(homologs: Homologs) -> str:
+    """The query's sequence."""
+    return to_letters(homologs.residues[0])

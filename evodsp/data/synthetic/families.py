@@ -1,0 +1,94 @@
+"""A family: one fold, one Potts model, several members with a structure and alignments each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import date, timedelta
+
+import numpy as np
+import torch
+
+from evodsp.data.synthetic.alignments import Homologs, draw_homologs
+from evodsp.data.synthetic.backbone import CA, CB, build_backbone
+from evodsp.data.synthetic.blueprint import make_blueprint
+from evodsp.data.synthetic.config import FOLDS, SynthesisConfig
+from evodsp.data.synthetic.folding import fold, vary
+from evodsp.data.synthetic.sequences import make_potts_model, to_letters
+from evodsp.data.synthetic.sidechains import place_side_chains
+from evodsp.data.types import Chain
+from evodsp.geometry.frames import atom14_to_atom37
+from evodsp.geometry.residues import RESTYPE_ATOM37_MASK
+from evodsp.rng import Draws
+
+VARIANTS = 16
+"""Starts of the folding, of which the best is kept."""
+MEMBER_SHIFT = 0.9
+"""Å by which helices and strands of members are moved; members come to differ by about 0.5 to 1.5 Å (RMSD of CA)."""
+_FIRST_RELEASE = date(2020, 1, 1)
+
+
+@dataclass(frozen=True)
+class Member:
+    """One chain. `structure`: H, E, L of each residue. `alignments`: by file name, without the query twice."""
+
+    chain: Chain
+    fold: str
+    structure: str
+    held_out: bool
+    alignments: dict[str, Homologs]
+
+
+def make_family(config: SynthesisConfig, family: int) -> Iterator[Member]:
+    """The members of family number `family` (from 0), those held out last."""
+    draws = Draws.root(config.seed).at("synthesize", family)
+    kind, length = FOLDS[family % len(FOLDS)], config.length(family)
+    blueprint = make_blueprint(kind, length, VARIANTS, draws.at("blueprint"))
+    torsions = fold(blueprint, draws.at("fold"))
+    backbone = build_backbone(torsions)
+    model = make_potts_model(blueprint.structure, torsions, backbone[:, CA], backbone[:, CB], draws.at("potts"))
+    count = config.members + config.held_out
+    ancestor = model.sample(np.zeros((1, length), dtype=np.int64), 30, draws.at("ancestor"))
+    sequences = model.sample(np.repeat(ancestor, count, 0), 2, draws.at("descendants"), 0.4)
+    for number in range(count):
+        here = draws.at("member", number)
+        own_torsions = vary(blueprint, torsions, MEMBER_SHIFT, here.at("shape"))
+        types, atoms = place_side_chains(
+            sequences[number], own_torsions, build_backbone(own_torsions), here.at("side chains")
+        )
+        serial = family * count + number + 1
+        chain = _chain(f"s{serial:03d}", types, atoms, _FIRST_RELEASE + timedelta(weeks=serial))
+        alignments = {
+            name: draw_homologs(
+                model,
+                types,
+                blueprint.is_a("L"),
+                chain.key,
+                f"{prefix}_{chain.pdb_id}_",
+                config.sequences,
+                here.at(name),
+            )
+            for name, prefix in (("bfd_uniclust_hits.a3m", "SYNA"), ("uniref90_hits.sto", "SYNB"))
+        }
+        yield Member(chain, kind, blueprint.structure, number >= config.members, alignments)
+
+
+def _chain(pdb_id: str, types: np.ndarray, atoms: np.ndarray, day: date) -> Chain:
+    """The record of a member, centred at the origin; residues numbered from 1."""
+    atom37 = atom14_to_atom37(torch.from_numpy(atoms), torch.from_numpy(types)).numpy()
+    mask = RESTYPE_ATOM37_MASK[types]
+    centred = (atom37 - atom37[:, 1].mean(0)) * mask[..., None]
+    return Chain(
+        pdb_id=pdb_id,
+        chain_id="A",
+        sequence=to_letters(types),
+        residue_number=np.arange(1, len(types) + 1, dtype=np.int32),
+        insertion_code=("",) * len(types),
+        is_missing=np.zeros(len(types), dtype=bool),
+        positions=centred.astype(np.float32),
+        mask=mask.astype(np.float32),
+        # The pLDDT loss counts structures of 0.1 to 3 Å only.
+        resolution=1.0,
+        method="THEORETICAL MODEL",
+        release_date=day,
+    )

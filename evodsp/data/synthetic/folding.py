@@ -1,0 +1,248 @@
+"""From a blueprint to a compact backbone: Levenberg-Marquardt on phi and psi.
+
+Everything asked of a backbone is a sum of squares: torsions in the allowed regions of the Ramachandran map, no overlaps,
+the blueprint's hydrogen bonds, the radius of gyration of real proteins (2.2 N^0.38 Å, Skolnick et al. 1997) and, while
+the fold forms, the distance to the blueprint's sketch. Bond geometry cannot be harmed: it is not free.
+
+Shapes: R residues, T = 2 R torsions, K residuals. Å, radians.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Bool, Float64, Int64
+
+from evodsp.data.synthetic.backbone import CA, N, O, backbone_jacobian, build_backbone
+from evodsp.data.synthetic.blueprint import Blueprint
+from evodsp.rng import Draws
+
+# Centres of the allowed regions (phi, psi) in degrees.
+HELIX_REGION = (-63.0, -42.0)
+STRAND_REGION = (-118.0, 132.0)
+# Loops may take the helix's and the strand's region, polyproline II's, the bridge, or the left-handed one (glycine there).
+LOOP_REGIONS = np.array([(-65, -40), (-115, 130), (-70, 145), (-90, 0), (58, 38), (85, 10)], dtype=np.float64)
+
+# Centres of two atoms of residues that are not neighbours come no nearer than this; order N, CA, C, O, CB, centroid.
+_CONTACT = np.array(
+    [
+        [3.10, 3.50, 3.50, 2.80, 3.40, 3.40],
+        [3.50, 3.80, 3.70, 3.30, 3.80, 3.90],
+        [3.50, 3.70, 3.60, 3.20, 3.70, 3.80],
+        [2.80, 3.30, 3.20, 3.00, 3.40, 3.40],
+        [3.40, 3.80, 3.70, 3.40, 3.90, 4.00],
+        [3.40, 3.90, 3.80, 3.40, 4.00, 4.60],
+    ]
+)
+HYDROGEN_BOND = 2.9
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Factors on the residuals (not on their squares)."""
+
+    target: float
+    bonds: float
+    overlap: float
+    torsions: float = 1.0
+    size: float = 80.0
+
+
+@dataclass(frozen=True)
+class Goals:
+    """What a backbone is measured against.
+
+    `target`: where the CA atoms of `target_mask` should be, after superposition. `regions`: the (phi, psi) that torsions are
+    held near, `region_width` the deviation that costs 1. `hydrogen_bonds`: pairs (residue of N, residue of O).
+    """
+
+    regions: Float64[np.ndarray, "R 2"]
+    region_width: Float64[np.ndarray, "R"]
+    target: Float64[np.ndarray, "R 3"]
+    target_mask: Bool[np.ndarray, "R"]
+    hydrogen_bonds: Int64[np.ndarray, "K 2"]
+
+
+# The fold forms under the sketch alone; then its own physics takes over.
+_STAGES = (
+    (25, Weights(target=1.0, bonds=0.0, overlap=0.0)),
+    (25, Weights(target=0.7, bonds=1.5, overlap=0.7)),
+    (40, Weights(target=0.4, bonds=4.0, overlap=3.0)),
+    (40, Weights(target=0.1, bonds=4.0, overlap=12.0)),
+)
+_JUDGE = Weights(target=0.4, bonds=4.0, overlap=5.0)
+
+
+def expected_radius_of_gyration(residues: int) -> float:
+    """Radius of gyration of a globular protein's CA atoms, in Å."""
+    return float(2.2 * residues**0.38)
+
+
+def fold(blueprint: Blueprint, draws: Draws) -> Float64[np.ndarray, "R 2"]:
+    """phi and psi in radians of the best of the blueprint's variants."""
+    found = []
+    for variant in range(len(blueprint.sketch)):
+        goals = _blueprint_goals(blueprint, variant, draws.at("regions", variant))
+        torsions = goals.regions
+        for steps, weights in _STAGES:
+            torsions = minimise(torsions, goals, weights, steps)
+        found.append((cost(torsions, goals, _JUDGE), torsions))
+    return min(found, key=lambda pair: pair[0])[1]
+
+
+def vary(
+    blueprint: Blueprint, torsions: Float64[np.ndarray, "R 2"], amount: float, draws: Draws
+) -> Float64[np.ndarray, "R 2"]:
+    """A relative of a backbone: its helices and strands are shifted by about `amount` Å and turned a little, as rigid bodies,
+    and the chain is closed and relaxed again."""
+    atoms = build_backbone(torsions)
+    target = atoms[:, CA].copy()
+    elements = blueprint.elements()
+    for number, (start, stop) in enumerate(elements):
+        here = draws.at("element", number)
+        shift = amount * _normal(here.at("shift"), 3)
+        turn = np.deg2rad(4.0 * amount) * _normal(here.at("turn"), 3)
+        middle = target[start:stop].mean(0)
+        target[start:stop] += shift + np.cross(turn, target[start:stop] - middle)
+    goals = Goals(
+        regions=torsions + np.deg2rad(4.0) * _normal(draws.at("torsions"), *torsions.shape),
+        region_width=np.full(len(torsions), np.deg2rad(12.0)),
+        target=target,
+        target_mask=~blueprint.is_a("L"),
+        hydrogen_bonds=blueprint.hydrogen_bonds,
+    )
+    for steps, weights in ((20, Weights(2.0, 1.0, 3.0)), (40, Weights(0.5, 3.0, 12.0))):
+        torsions = minimise(torsions, goals, weights, steps)
+    return torsions
+
+
+def minimise(
+    torsions: Float64[np.ndarray, "R 2"], goals: Goals, weights: Weights, steps: int
+) -> Float64[np.ndarray, "R 2"]:
+    """At most `steps` steps of Levenberg-Marquardt; a step turns no torsion by more than 20°."""
+    damping, now = 1.0, cost(torsions, goals, weights)
+    residuals, jacobian = _residuals(torsions, goals, weights, derivative=True)
+    for _ in range(steps):
+        normal = jacobian.T @ jacobian
+        move = np.linalg.solve(normal + damping * np.eye(len(normal)), -(jacobian.T @ residuals))
+        move *= min(1.0, np.deg2rad(20.0) / np.abs(move).max())
+        candidate = torsions + move.reshape(2, -1).T
+        value = cost(candidate, goals, weights)
+        if value < now:
+            small = now - value < 1e-4 * now
+            torsions, now, damping = candidate, value, max(damping / 3, 1e-3)
+            if small:
+                break
+            residuals, jacobian = _residuals(torsions, goals, weights, derivative=True)
+        else:
+            damping *= 4
+            if damping > 1e6:
+                break
+    return torsions
+
+
+def cost(torsions: Float64[np.ndarray, "R 2"], goals: Goals, weights: Weights) -> float:
+    """Sum of squared residuals."""
+    residuals, _ = _residuals(torsions, goals, weights, derivative=False)
+    return float(residuals @ residuals)
+
+
+def overlap(atoms: Float64[np.ndarray, "R 6 3"]) -> float:
+    """Sum of squared depths by which atoms of residues two or more apart come too near each other, in Å^2."""
+    _, _, _, depth = _overlaps(atoms)
+    return float(depth @ depth)
+
+
+def radius_of_gyration(ca: Float64[np.ndarray, "R 3"]) -> float:
+    """Root mean square distance from the centre, in Å."""
+    return float(np.sqrt(np.square(ca - ca.mean(0)).sum(-1).mean()))
+
+
+def superpose(moving: Float64[np.ndarray, "P 3"], fixed: Float64[np.ndarray, "P 3"]) -> Float64[np.ndarray, "P 3"]:
+    """`moving` turned and shifted onto `fixed` (Kabsch, proper rotation)."""
+    centre_m, centre_f = moving.mean(0), fixed.mean(0)
+    u, _, vt = np.linalg.svd((moving - centre_m).T @ (fixed - centre_f))
+    u[:, 2] *= np.sign(np.linalg.det(u @ vt))
+    return (moving - centre_m) @ u @ vt + centre_f
+
+
+def _residuals(
+    torsions: np.ndarray, goals: Goals, weights: Weights, derivative: bool
+) -> tuple[Float64[np.ndarray, "K"], Float64[np.ndarray, "K T"]]:
+    """All residuals and, when asked for, their derivatives by the torsions (else no columns)."""
+    residues = len(torsions)
+    atoms = build_backbone(torsions)
+    moves = backbone_jacobian(atoms) if derivative else np.zeros((residues, 6, 3, 0))
+    rows, slopes = [], []
+
+    away = np.remainder(torsions - goals.regions + np.pi, 2 * np.pi) - np.pi
+    factor = weights.torsions / np.concatenate([goals.region_width, goals.region_width])
+    rows.append(away.T.reshape(-1) * factor)
+    slopes.append(np.diag(factor) if derivative else np.zeros((2 * residues, 0)))
+
+    if weights.target:
+        ca, mask = atoms[:, CA], goals.target_mask
+        rows.append(weights.target * (ca[mask] - superpose(goals.target[mask], ca[mask])).reshape(-1))
+        slopes.append(weights.target * moves[mask, CA].reshape(len(rows[-1]), -1))
+
+    if weights.bonds:
+        donor, acceptor = goals.hydrogen_bonds.T
+        between = atoms[donor, N] - atoms[acceptor, O]
+        distance = np.linalg.norm(between, axis=-1)
+        stretch = distance - HYDROGEN_BOND
+        # Weighted as a Cauchy loss: a bond that cannot form must not tear the others.
+        pull = weights.bonds / np.sqrt(1 + np.square(stretch / 2.0))
+        rows.append(pull * stretch)
+        along = (between / distance[:, None] * pull[:, None])[:, None]
+        slopes.append((along @ (moves[donor, N] - moves[acceptor, O]))[:, 0])
+
+    if weights.overlap:
+        first, second, direction, depth = _overlaps(atoms)
+        rows.append(weights.overlap * depth)
+        flat = moves.reshape(residues * 6, 3, -1)
+        slopes.append(-weights.overlap * (direction[:, None] @ (flat[first] - flat[second]))[:, 0])
+
+    centred = atoms[:, CA] - atoms[:, CA].mean(0)
+    size = np.sqrt(np.square(centred).sum(-1).mean())
+    ratio = size / expected_radius_of_gyration(residues)
+    excess = max(0.0, ratio - 1.06) - max(0.0, 0.94 - ratio)
+    rows.append(np.array([weights.size * excess]))
+    slope = np.einsum("rx,rxt->t", centred, moves[:, CA]) / (residues * size * expected_radius_of_gyration(residues))
+    slopes.append(weights.size * float(excess != 0) * slope[None])
+    return np.concatenate(rows), np.concatenate(slopes)
+
+
+def _overlaps(atoms: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Pairs of atoms (flat indices) that come too near, the unit vectors between them and the depths."""
+    residues = len(atoms)
+    first, second = np.triu_indices(residues, 2)
+    # CA atoms further apart than this hold no contact: a cut that spares most of the work.
+    near = np.square(atoms[first, CA] - atoms[second, CA]).sum(-1) < 10.0**2
+    first, second = first[near], second[near]
+    between = atoms[first][:, :, None] - atoms[second][:, None]
+    distance = np.sqrt(np.square(between).sum(-1))
+    pair, a, b = np.nonzero(distance < _CONTACT)
+    gap = distance[pair, a, b]
+    return first[pair] * 6 + a, second[pair] * 6 + b, between[pair, a, b] / gap[:, None], _CONTACT[a, b] - gap
+
+
+def _normal(draws: Draws, *shape: int) -> np.ndarray:
+    """Standard normal numbers (Box and Muller)."""
+    radius = np.sqrt(-2 * np.log1p(-draws.at("radius").uniform(*shape)))
+    return radius * np.cos(2 * np.pi * draws.at("angle").uniform(*shape))
+
+
+def _blueprint_goals(blueprint: Blueprint, variant: int, draws: Draws) -> Goals:
+    regions = LOOP_REGIONS[(draws.uniform(len(blueprint.structure)) * len(LOOP_REGIONS)).astype(int)]
+    regions[blueprint.is_a("H")] = HELIX_REGION
+    regions[blueprint.is_a("E")] = STRAND_REGION
+    width = np.select([blueprint.is_a("H"), blueprint.is_a("E")], [8.0, 20.0], 25.0)
+    sketch = blueprint.sketch[variant]
+    return Goals(
+        regions=np.deg2rad(regions),
+        region_width=np.deg2rad(width),
+        target=np.nan_to_num(sketch),
+        target_mask=np.isfinite(sketch[:, 0]),
+        hydrogen_bonds=blueprint.hydrogen_bonds,
+    )

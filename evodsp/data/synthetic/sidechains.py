@@ -1,0 +1,215 @@
+"""Side chains on a backbone: rotamers placed by AF2's rigid groups, chosen so that no two atoms clash.
+
+Each residue may take the staggered rotamers of its type, with small deviations; those that fit the backbone best are kept,
+and a descent over single residues from several starts finds a combination. Where even the best one clashes, the larger of
+the two residues gives way to a smaller relative (leucine to valine, …), as evolution would have it.
+
+Shapes: R residues, K rotamers of each, 14 atoms. Å, radians.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import torch
+from jaxtyping import Float64, Int64
+
+from evodsp.data.synthetic.backbone import CA, C, N, O
+from evodsp.geometry.frames import frames_to_atom14, torsion_angles_to_frames
+from evodsp.geometry.residues import (
+    CHI_ANGLES_MASK,
+    RESTYPE_1TO3,
+    RESTYPE_ATOM14_MASK,
+    RESTYPE_NAME_TO_ATOM14_NAMES,
+    RESTYPE_ORDER,
+    RESTYPES,
+)
+from evodsp.geometry.rigid import Rigid
+from evodsp.rng import Draws
+
+KEPT_ROTAMERS = 10
+CLASH = 2.6
+"""Heavy atoms of two residues that are not bonded to each other must be at least this far apart, in Å."""
+
+_STAGGERED = (-65.0, 180.0, 62.0)
+_FLAT = (90.0, 60.0, -60.0)
+# chi angles in degrees of each type's rotamers, those of a staggered bond unless its plane or ring says otherwise.
+_CHOICES: dict[str, tuple[tuple[float, ...], ...]] = {
+    "S": (_STAGGERED,), "C": (_STAGGERED,), "T": (_STAGGERED,), "V": (_STAGGERED,),
+    "I": (_STAGGERED, _STAGGERED), "L": (_STAGGERED, (180.0, 62.0, -65.0)),
+    "M": (_STAGGERED, _STAGGERED, (180.0, 70.0, -70.0)),
+    "F": (_STAGGERED, _FLAT), "Y": (_STAGGERED, _FLAT), "W": (_STAGGERED, (90.0, -90.0, 0.0)), "H": (_STAGGERED, (-70.0, 80.0)),
+    "D": (_STAGGERED, (-30.0, 0.0, 30.0)), "N": (_STAGGERED, (-40.0, 0.0, 40.0, 180.0)),
+    "E": (_STAGGERED, _STAGGERED, (-20.0, 20.0)), "Q": (_STAGGERED, _STAGGERED, (-40.0, 40.0)),
+    "K": (_STAGGERED, _STAGGERED, (180.0,), (180.0,)), "R": (_STAGGERED, _STAGGERED, (180.0,), (180.0, 85.0, -85.0)),
+}  # fmt: skip
+# Proline: with AF2's rigid groups these two puckers close the ring (N-CD 1.473 Å).
+_PROLINE = ((28.0, -18.0), (-28.0, 18.0))
+_DEVIATIONS = (-14.0, 0.0, 14.0)
+# What a residue becomes when it has no room.
+_SMALLER = dict(zip("RNDCQEHILKMFPSTWYV", "KSSSNDNVVELLAASFFA", strict=True))
+_ATOM_NAMES = np.array([RESTYPE_NAME_TO_ATOM14_NAMES[RESTYPE_1TO3[letter]] for letter in RESTYPES])
+_POLAR = np.isin(np.char.ljust(_ATOM_NAMES, 1).astype("U1"), ["N", "O"])
+
+
+def place_side_chains(
+    types: Int64[np.ndarray, "R"],
+    torsions: Float64[np.ndarray, "R 2"],
+    backbone: Float64[np.ndarray, "R 6 3"],
+    draws: Draws,
+) -> tuple[Int64[np.ndarray, "R"], Float64[np.ndarray, "R 14 3"]]:
+    """All heavy atoms, and the sequence, in which residues without room were replaced by smaller ones.
+
+    `types`: amino acids 0..19. `torsions`: phi and psi. `backbone`: as from `build_backbone`.
+    """
+    types = types.copy()
+    for attempt in range(len(types)):
+        atoms = _pack(types, torsions, backbone, draws.at(attempt))
+        clashing = _larger_of_clashing(types, atoms)
+        if len(clashing) == 0:
+            break
+        types[clashing] = [RESTYPE_ORDER[_SMALLER[RESTYPES[t]]] for t in types[clashing]]
+    return types, atoms
+
+
+def closest_approach(types: Int64[np.ndarray, "R"], atoms: Float64[np.ndarray, "R 14 3"]) -> Float64[np.ndarray, "R R"]:
+    """Smallest distance between heavy atoms of two residues in Å; infinite on the diagonal.
+
+    Of residues next to each other, atoms within three bonds of the peptide bond are left out, whose distance is geometry.
+    """
+    residues = len(types)
+    present = RESTYPE_ATOM14_MASK[types] > 0
+    spread = np.where(present[..., None], atoms, np.nan)
+    between = np.linalg.norm(spread[:, None, :, None] - spread[None, :, None, :], axis=-1)
+    between = np.where(np.isnan(between), np.inf, between)
+    index = np.arange(residues - 1)
+    # Next to each other, only what lies beyond CB counts (slots 0-4 are N, CA, C, O, CB; proline's ring belongs to its N).
+    beyond = np.arange(14) >= 5
+    beyond = beyond & (types != RESTYPE_ORDER["P"])[:, None]
+    counted = beyond[:-1, :, None] | beyond[1:, None, :]
+    ring = (types[1:] == RESTYPE_ORDER["P"])[:, None, None]
+    counted &= ~(ring & ~beyond[:-1, :, None])
+    between[index, index + 1] = np.where(counted, between[index, index + 1], np.inf)
+    between[index + 1, index] = np.swapaxes(between[index, index + 1], 1, 2)
+    closest = between.min((2, 3))
+    np.fill_diagonal(closest, np.inf)
+    return closest
+
+
+def all_atoms(
+    types: Int64[np.ndarray, "..."],
+    torsions: Float64[np.ndarray, "... 2"],
+    chi: Float64[np.ndarray, "... 4"],
+    backbone: Float64[np.ndarray, "... 6 3"],
+) -> Float64[np.ndarray, "... 14 3"]:
+    """atom14 positions through AF2's rigid groups (algorithm 24) on the frames of the given backbone."""
+    ca, c, n = (torch.from_numpy(np.ascontiguousarray(backbone[..., kind, :])) for kind in (CA, C, N))
+    frames = Rigid.from_three_points(2 * ca - c, ca, n)  # C lies on the positive x axis
+    # AF2's order: omega, phi, psi, chi1..chi4; omega and phi place no heavy atom of their own.
+    angles = np.concatenate([np.full((*types.shape, 1), np.pi), torsions, chi], -1)
+    sin_cos = torch.from_numpy(np.stack([np.sin(angles), np.cos(angles)], -1))
+    kinds = torch.from_numpy(types)
+    return frames_to_atom14(torsion_angles_to_frames(frames, sin_cos, kinds), kinds).numpy()
+
+
+def _pack(types: np.ndarray, torsions: np.ndarray, backbone: np.ndarray, draws: Draws) -> Float64[np.ndarray, "R 14 3"]:
+    """The best combination of rotamers that was found."""
+    residues = len(types)
+    atoms, own = _fitting_rotamers(types, torsions, backbone)
+    present = RESTYPE_ATOM14_MASK[types] > 0
+    pair = _rotamer_energies(types, atoms, present)
+    found: list[tuple[float, np.ndarray]] = []
+    for start in range(4):
+        # From the rotamers that suit each residue best by itself, then from random ones.
+        choice = (draws.at(start).uniform(residues) * (KEPT_ROTAMERS if start else 1)).astype(int)
+        for _ in range(12):
+            before = choice.copy()
+            for i in range(residues):
+                choice[i] = (own[i] + pair[i, :, np.arange(residues), choice].sum(0)).argmin()
+            if (choice == before).all():
+                break
+        chosen = np.arange(residues)
+        total = own[chosen, choice].sum() + pair[chosen[:, None], choice[:, None], chosen, choice].sum() / 2
+        found.append((float(total), choice))
+    best = min(found, key=lambda item: item[0])[1]
+    return atoms[np.arange(residues), best]
+
+
+def _fitting_rotamers(types: np.ndarray, torsions: np.ndarray, backbone: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The KEPT_ROTAMERS of each residue that suit the backbone best: atoms [R, K, 14, 3] and energies [R, K], best first."""
+    chosen_atoms, chosen_energy = [], []
+    main = backbone[:, [N, CA, C, O]].reshape(-1, 3)
+    main_residue = np.repeat(np.arange(len(types)), 4)
+    for i, kind in enumerate(types):
+        chi, strain = _rotamers(RESTYPES[kind])
+        count = len(chi)
+        atoms = all_atoms(
+            np.full(count, kind),
+            np.repeat(torsions[i : i + 1], count, 0),
+            chi,
+            np.repeat(backbone[i : i + 1], count, 0),
+        )
+        side = atoms[:, 5:][:, RESTYPE_ATOM14_MASK[kind, 5:] > 0]
+        # Proline's ring is bonded to the residue before.
+        others = main_residue != i
+        if RESTYPES[kind] == "P":
+            others &= main_residue != i - 1
+        distance = np.linalg.norm(side[:, :, None] - main[others], axis=-1)
+        energy = strain + _repulsion(distance, 3.2).sum((1, 2))
+        own = np.linalg.norm(side[:, :, None] - backbone[i, [N, C, O]], axis=-1)
+        energy += 0.0 if RESTYPES[kind] == "P" else _repulsion(own, 2.8).sum((1, 2))
+        order = np.argsort(energy, kind="stable")[np.arange(KEPT_ROTAMERS) % count]
+        chosen_atoms.append(atoms[order])
+        chosen_energy.append(energy[order])
+    return np.stack(chosen_atoms), np.stack(chosen_energy)
+
+
+def _rotamers(letter: str) -> tuple[Float64[np.ndarray, "K 4"], Float64[np.ndarray, "K"]]:
+    """chi angles in radians and the strain of their deviations from the ideal."""
+    if letter in "AG":
+        return np.zeros((1, 4)), np.zeros(1)
+    if letter == "P":
+        chi, strain = np.array(_PROLINE), np.zeros(len(_PROLINE))
+    else:
+        ideal = np.array(list(itertools.product(*_CHOICES[letter])))
+        # Only the first two angles deviate; the others have no room to gain by it.
+        steps = [_DEVIATIONS if n < 2 else (0.0,) for n in range(ideal.shape[1])]
+        shift = np.array(list(itertools.product(*steps)))
+        chi = (ideal[:, None] + shift).reshape(len(ideal) * len(shift), -1)
+        strain = np.tile(0.1 * (shift != 0).sum(1), len(ideal))
+    return np.deg2rad(np.pad(chi, ((0, 0), (0, 4 - chi.shape[1])))), strain.astype(np.float64)
+
+
+def _rotamer_energies(types: np.ndarray, atoms: np.ndarray, present: np.ndarray) -> Float64[np.ndarray, "R K R K"]:
+    """Repulsion between the side chains of two residues for each pair of their rotamers."""
+    residues = len(types)
+    energy = np.zeros((residues, KEPT_ROTAMERS, residues, KEPT_ROTAMERS))
+    reach = 7.5  # CB to the far end of a side chain, roughly
+    cb = atoms[:, 0, 4] + np.where(present[:, 4, None], 0.0, atoms[:, 0, 1])  # CA for glycine
+    close = np.triu(np.linalg.norm(cb[:, None] - cb, axis=-1) < 2 * reach, 1)
+    contact = np.where(_POLAR[types][:, :, None, None] & _POLAR[types], 2.8, 3.4)
+    for i, j in zip(*np.nonzero(close), strict=True):
+        a, b = np.nonzero(present[i, 4:])[0] + 4, np.nonzero(present[j, 4:])[0] + 4
+        if j == i + 1:  # CB atoms of neighbours stand at a fixed distance
+            a, b = a[a > 4], b[b > 4]
+        if len(a) == 0 or len(b) == 0:
+            continue
+        distance = np.linalg.norm(atoms[i][:, None, a, None] - atoms[j][None, :, None, b], axis=-1)
+        energy[i, :, j] = _repulsion(distance, contact[i][a][:, j][:, b]).sum((2, 3))
+        energy[j, :, i] = energy[i, :, j].T
+    return energy
+
+
+def _repulsion(distance: np.ndarray, contact: np.ndarray | float) -> np.ndarray:
+    """0 beyond the contact distance, 10 at 1 Å below it; steeper further in."""
+    return 10.0 * np.square(np.maximum(contact - distance, 0.0))
+
+
+def _larger_of_clashing(types: np.ndarray, atoms: np.ndarray) -> np.ndarray:
+    """Residues that must give way: of each pair that is too close the one with more atoms, if it can."""
+    first, second = np.nonzero(np.triu(closest_approach(types, atoms) < CLASH))
+    size = RESTYPE_ATOM14_MASK[types].sum(-1)
+    size[[RESTYPES[t] not in _SMALLER for t in types]] = 0
+    loser = np.where(size[first] >= size[second], first, second)
+    return np.unique(loser[size[loser] > 0])

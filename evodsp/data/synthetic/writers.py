@@ -1,0 +1,89 @@
+"""Families to files, in OpenFold's layout. Everything is written beside the goal and moved there when complete."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from evodsp.data.mmcif_writer import write_mmcif
+from evodsp.data.synthetic.alignments import to_a3m, to_stockholm
+from evodsp.data.synthetic.config import SynthesisConfig
+from evodsp.data.synthetic.families import Member, make_family
+from evodsp.errors import UserError
+
+
+def write_families(output: Path, config: SynthesisConfig, report: Callable[[str], None] | None = None) -> None:
+    """See `evodsp.data.synthetic.synthesize`."""
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise UserError(f"{output}: exists and is not an empty folder; name a new one, or empty it first")
+    if not output.parent.is_dir():
+        raise UserError(f"{output}: its parent folder {output.parent} does not exist; create it first")
+    unfinished = output.with_name(f".{output.name}.{os.getpid()}.tmp")
+    try:
+        _write(unfinished, config, report)
+        if output.exists():
+            output.rmdir()
+        os.replace(unfinished, output)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _write(root: Path, config: SynthesisConfig, report: Callable[[str], None] | None) -> None:
+    for folder in ("mmcif_files", "alignments", "fasta"):
+        (root / folder).mkdir(parents=True)
+    members: list[Member] = []
+    for family in range(config.families):
+        for member in make_family(config, family):
+            _write_member(root, member)
+            members.append(member)
+            if report:
+                kind = "validation" if member.held_out else "train"
+                report(f"{member.chain.key}: family {family + 1}, {member.fold}, {len(member.chain)} residues, {kind}")
+    for name, held_out in (("train.txt", False), ("validation.txt", True)):
+        keys = [m.chain.key for m in members if m.held_out == held_out]
+        (root / name).write_text("".join(f"{key}\n" for key in keys), encoding="utf-8")
+    # Training weights a chain by the inverse of its cluster's size: a family is a cluster.
+    size = config.members + config.held_out
+    _write_json(
+        root / "chain_data_cache.json", {m.chain.key: _chain_entry(m) | {"cluster_size": size} for m in members}
+    )
+    _write_json(root / "mmcif_cache.json", {m.chain.pdb_id: _entry(m) for m in members})
+
+
+def _write_member(root: Path, member: Member) -> None:
+    chain = member.chain
+    title = f"Synthetic protein, fold {member.fold}"
+    write_mmcif(root / "mmcif_files" / f"{chain.pdb_id}.cif", [chain], items={"_struct.title": title})
+    (root / "fasta" / f"{chain.key}.fasta").write_text(f">{chain.key} {title}\n{chain.sequence}\n", encoding="utf-8")
+    folder = root / "alignments" / chain.key
+    folder.mkdir()
+    for name, homologs in member.alignments.items():
+        text = to_a3m(homologs) if name.endswith(".a3m") else to_stockholm(homologs)
+        (folder / name).write_text(text, encoding="utf-8")
+
+
+def _chain_entry(member: Member) -> dict[str, object]:
+    chain = member.chain
+    return {
+        "release_date": chain.release_date.isoformat() if chain.release_date else None,
+        "seq": chain.sequence,
+        "resolution": chain.resolution,
+    }
+
+
+def _entry(member: Member) -> dict[str, object]:
+    chain = _chain_entry(member)
+    return {
+        "release_date": chain["release_date"],
+        "chain_ids": [member.chain.chain_id],
+        "seqs": [member.chain.sequence],
+        "no_chains": 1,
+        "resolution": member.chain.resolution,
+    }
+
+
+def _write_json(path: Path, values: dict[str, dict[str, object]]) -> None:
+    path.write_text(json.dumps(values, indent=1, sort_keys=True) + "\n", encoding="utf-8")
