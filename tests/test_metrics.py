@@ -177,6 +177,15 @@ def test_gdt_counts_each_cutoff_at_its_own_best() -> None:
     assert gdt_ts(predicted, true, mask).item() >= sum(best) / 4 - 1e-6
 
 
+def test_search_refines_beyond_its_seeds() -> None:
+    """Every third residue is far off, so that no contiguous fragment fits: refinement must leave those residues out."""
+    true, mask = random_chain(120), torch.ones(120)
+    predicted = random_motion().apply(true)
+    predicted[::3] += noise(40, 12.0)
+    assert gdt_ts(predicted, true, mask, cutoffs=(0.01,)) == pytest.approx(2 / 3)
+    assert tm_score(predicted, true, mask) > 2 / 3
+
+
 @pytest.mark.parametrize("metric", [gdt_ts, tm_score])
 def test_scores_fall_as_noise_grows(metric) -> None:
     true, mask = random_chain(), torch.ones(60)
