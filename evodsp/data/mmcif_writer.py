@@ -218,7 +218,7 @@ def _residue_columns(chain: Chain, entity: int, asym: str) -> Table:
     }
 
 
-def _or_unknown(values: np.ndarray, unknown: np.ndarray) -> list[str]:
+def _or_unknown(values: np.ndarray, unknown: np.ndarray) -> list[str | None]:
     """The values as a list, None (written `?`) where unknown."""
     out = values.astype(object)
     out[unknown] = None

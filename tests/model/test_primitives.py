@@ -45,10 +45,12 @@ def formula(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tenso
     return torch.einsum("bnhqk,bnhkd->bnhqd", weights / weights.sum(-1, keepdim=True), v)
 
 
+@pytest.mark.parametrize("keep", [0, 1 << 20])
 @pytest.mark.parametrize("chunk", [1, 100, 1 << 20])
-def test_attention_is_softmax_of_scaled_products(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_is_softmax_of_scaled_products(chunk: int, keep: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a wrong scale or bias, rows lost between chunks, and a wrong backward pass."""
     monkeypatch.setattr("evodsp.model.kernels.attention._CPU_CHUNK", chunk)
+    monkeypatch.setattr("evodsp.model.kernels.attention._KEEP", keep)
     q, k, v, mask, pair = inputs(2, 5, 3, 4, 6)
     mask[..., 0] = 1  # no row without a key
     leaves = [x.requires_grad_() for x in (q, k, v, pair)]

@@ -1,8 +1,8 @@
 """Attention with additive biases: softmax(q k^T / sqrt(D) + bias + mask) v.
 
-The logits are by far the largest array of an Evoformer block ([S, H, R, R] and [R, H, R, R]), so they never exist whole: rows of
-the outer axis are taken a few at a time, and the backward pass forms their weights again instead of keeping them. On a CPU
-the working set stays in cache; everywhere, memory is linear in the inputs and the bias.
+The logits are by far the largest array of an Evoformer block ([S, H, R, R] and [R, H, R, R]), so they never exist whole:
+rows of the outer axis are taken a few at a time, and the backward pass forms their weights again instead of keeping them.
+On a CPU the working set stays in cache; everywhere, memory is linear in the inputs and the bias.
 
 Shape legend: B batch, N rows of the outer axis (each attends within itself), H heads, Q queries, K keys, D head width.
 """
@@ -20,6 +20,8 @@ from torch.autograd.function import once_differentiable
 # Logits formed at once: about a core's cache, or enough to fill a GPU.
 _CPU_CHUNK = 1 << 18
 _GPU_CHUNK = 1 << 26
+# Up to so many weights are kept for the backward pass: forming them anew would cost more than the memory is worth.
+_KEEP = 1 << 22
 
 
 def attention(
@@ -32,10 +34,7 @@ def attention(
     """Attention within each row. `mask_bias` is added to the logits of a row's keys and gets no gradient; `pair_bias` is
     shared by all rows. Differentiable once in q, k, v and `pair_bias`.
     """
-    scaled = q * q.shape[-1] ** -0.5
-    if not torch.is_grad_enabled() or not any(x is not None and x.requires_grad for x in (q, k, v, pair_bias)):
-        return _forward(scaled, k, v, mask_bias, pair_bias)
-    return _Attention.apply(scaled, k, v, mask_bias, pair_bias)
+    return _Attention.apply(q * q.shape[-1] ** -0.5, k, v, mask_bias, pair_bias)
 
 
 def _weights(
@@ -61,34 +60,35 @@ def _chunks(q: Float[Tensor, "B N H Q D"], keys: int) -> Iterator[tuple[int, sli
             yield sample, slice(start, start + step)
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, mask_bias: Tensor, pair_bias: Tensor | None) -> Tensor:
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    for b, rows in _chunks(q, k.shape[-2]):
-        shared = None if pair_bias is None else pair_bias[b]
-        torch.matmul(_weights(q[b, rows], k[b, rows], mask_bias[b, rows], shared), v[b, rows], out=out[b, rows])
-    return out
-
-
 class _Attention(torch.autograd.Function):
-    """The same with a backward pass that forms the weights anew."""
+    """Attention whose backward pass forms the weights anew, unless they are few enough to keep."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask_bias: Tensor, pair_bias: Tensor | None) -> Tensor:
-        out = _forward(q, k, v, mask_bias, pair_bias)
-        ctx.save_for_backward(q, k, v, mask_bias, pair_bias, out)
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        keep = any(ctx.needs_input_grad) and q[..., 0].numel() * k.shape[-2] <= _KEEP
+        kept = []
+        for b, rows in _chunks(q, k.shape[-2]):
+            shared = None if pair_bias is None else pair_bias[b]
+            weights = _weights(q[b, rows], k[b, rows], mask_bias[b, rows], shared)
+            torch.matmul(weights, v[b, rows], out=out[b, rows])
+            if keep:
+                kept.append(weights)
+        ctx.save_for_backward(q, k, v, mask_bias, pair_bias, out, *kept)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, mask_bias, pair_bias, out = ctx.saved_tensors
+        q, k, v, mask_bias, pair_bias, out, *kept = ctx.saved_tensors
         grad_q, grad_k, grad_v = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
         grad_bias = None if pair_bias is None else torch.zeros_like(pair_bias)
-        # sum over keys of weight times its gradient, by the output: the softmax's backward needs nothing more.
+        # The softmax's backward needs the sum over keys of weight times gradient: it is output times gradient.
         centre = (grad * out).sum(-1, keepdim=True)
-        for b, rows in _chunks(q, k.shape[-2]):
+        for n, (b, rows) in enumerate(_chunks(q, k.shape[-2])):
             shared = None if pair_bias is None else pair_bias[b]
-            weights, upstream = _weights(q[b, rows], k[b, rows], mask_bias[b, rows], shared), grad[b, rows]
+            weights = kept[n] if kept else _weights(q[b, rows], k[b, rows], mask_bias[b, rows], shared)
+            upstream = grad[b, rows]
             torch.matmul(weights.mT, upstream, out=grad_v[b, rows])
             slope = (upstream @ v[b, rows].mT).sub_(centre[b, rows]).mul_(weights)
             if grad_bias is not None:
