@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import cast
 
 from evodsp import __version__
@@ -21,6 +22,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"evodsp: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+    except SystemExit as done:  # jsonargparse after --help and --print_config
+        if isinstance(done.code, str):
+            raise
+        return done.code or 0
     except KeyboardInterrupt as interrupt:
         print(f"evodsp: interrupted{f'; {interrupt}' if str(interrupt) else ''}", file=sys.stderr)
         return 130
@@ -98,9 +103,29 @@ def predict(words: list[str]) -> int:
     return 0
 
 
+def synthesize(words: list[str]) -> int:
+    """Write synthetic protein families: evodsp.data.synthetic."""
+    from evodsp.data.synthetic import SynthesisConfig
+    from evodsp.data.synthetic import synthesize as run
+    from evodsp.parser import OneLineErrors
+
+    parser = OneLineErrors(
+        prog="evodsp data synthesize",
+        usage="evodsp data synthesize --output DIR [--option value ...]",
+        description="Write seeded protein families, structures and alignments, to train on without a download.",
+    )
+    parser.add_argument("--output", type=Path, required=True, help="Folder to make; it must not exist or be empty.")
+    parser.add_class_arguments(SynthesisConfig)
+    settings = vars(parser.parse_args(words))
+    output = settings.pop("output")
+    run(output, SynthesisConfig(**settings), lambda line: print(line, file=sys.stderr))
+    return 0
+
+
 COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "fit": ("train a model", train("fit")),
     "validate": ("score a checkpoint on the validation chains", train("validate")),
     "test": ("score a checkpoint on the test chains", train("test")),
     "predict": ("predict structures from FASTA, alignments and a checkpoint", predict),
+    "data synthesize": ("write synthetic protein families to train on", synthesize),
 }

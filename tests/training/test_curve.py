@@ -21,7 +21,11 @@ def test_metrics_of_one_step_share_a_row_and_late_columns_fit(tmp_path: Path) ->
     logger.log_metrics({"val/lddt_ca": 0.5}, 1)
     logger.save()
     rows = read_curve(tmp_path / "curve.csv")
-    assert {k: v for k, v in rows[1].items() if k != "seconds"} == {"step": "1", "train/loss": "1", "val/lddt_ca": "0.5"}
+    assert {k: v for k, v in rows[1].items() if k != "seconds"} == {
+        "step": "1",
+        "train/loss": "1",
+        "val/lddt_ca": "0.5",
+    }
     assert rows[0]["epoch"] == "0"
 
 

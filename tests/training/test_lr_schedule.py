@@ -19,7 +19,9 @@ def test_the_warm_up_is_linear_and_its_first_step_learns() -> None:
 def test_the_constant_schedule_drops_once() -> None:
     """A drop applied at every multiple of its step, or one step late."""
     config = OptimizerConfig(lr=1.0, warmup_steps=0, drop_step=10, drop_factor=0.95)
-    assert [learning_rate(step, config, 100) for step in (0, 9, 10, 20, 1000)] == pytest.approx([1, 1, 0.95, 0.95, 0.95])
+    assert [learning_rate(step, config, 100) for step in (0, 9, 10, 20, 1000)] == pytest.approx(
+        [1, 1, 0.95, 0.95, 0.95]
+    )
 
 
 def test_the_cosine_goes_from_the_full_rate_to_the_final_one() -> None:

@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from evodsp import __version__
+from evodsp.cli import COMMANDS, main
+from evodsp.parser import line_of_key, with_underscores
+from evodsp.training.arguments import TrainerOptions
+
+
+def run(*words: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run([sys.executable, "-m", "evodsp", *words], capture_output=True, text=True, env=environment)
+
+
+@pytest.mark.parametrize("command", ["", "data", *COMMANDS])
+def test_help_answers_at_once(command: str) -> None:
+    """An import of torch or Lightning on the way to the help: seconds. (About 0.2 s here; the limit is for busy machines.)"""
+    started = time.perf_counter()
+    done = run(*command.split(), "--help")
+    seconds = time.perf_counter() - started
+    print(f"evodsp {command} --help: {seconds:.2f} s")
+    assert done.returncode == 0, done.stderr
+    assert "--help" in done.stdout
+    assert done.stderr == ""
+    assert seconds < 3
+
+
+def test_help_imports_neither_torch_nor_lightning() -> None:
+    commands = [[], *(name.split() for name in COMMANDS)]
+    program = (
+        "import sys; from evodsp.cli import main\n"
+        f"for words in {commands!r}: main([*words, '--help'])\n"
+        "print(sorted({'torch', 'lightning'} & set(sys.modules)), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stderr.strip() == "[]"
+
+
+def test_help_shows_descriptions_and_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    """Attribute docstrings of the settings are their help."""
+    assert main(["fit", "--help"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for shown in (
+        "--model.evoformer.blocks BLOCKS Number of blocks. (type: int, default: 48)",
+        "--model.extra_msa.blocks BLOCKS Number of blocks. (type: int, default: 4)",
+        "--trainer.max_steps MAX_STEPS Optimizer steps to train for.",
+        "--data.num_workers",
+        "evodsp fit --config configs/quickstart.yaml",
+    ):
+        assert shown in text
+
+
+def test_the_quick_help_lists_options_that_exist() -> None:
+    """The Trainer's options are listed without importing Lightning, so they could go stale."""
+    import inspect
+
+    from lightning.pytorch import Trainer
+
+    parameters = inspect.signature(Trainer.__init__).parameters
+    assert set(TrainerOptions.__dataclass_fields__) <= set(parameters)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["fti"], "no command 'fti'. Did you mean 'fit'?"),
+        (["data", "synthesise"], "Did you mean 'synthesize'?"),
+        (["predict"], "evodsp predict needs --fasta, --alignments, --checkpoint, --output"),
+        (["predict", "--fast", "x"], "Did you mean '--fasta'?"),
+        (["predict", "stray"], "unknown argument 'stray'"),
+        (["validate", "--config", "nowhere.yaml"], "nowhere.yaml: no such file"),
+    ],
+)
+def test_a_mistake_is_one_line(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("evodsp: error: ")
+    assert error.count("\n") == 1
+    assert said in error
+
+
+def test_exit_codes_of_the_real_program(tmp_path: Path) -> None:
+    """`main` returning a code that `python -m evodsp` drops."""
+    assert run("--version").stdout == f"evodsp {__version__}\n"
+    assert run().returncode == 2
+    options = [f"--{name}={tmp_path / name}" for name in ("fasta", "alignments", "checkpoint", "output")]
+    done = run("predict", *options)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert not (tmp_path / "output").exists()
+
+
+def test_every_listed_command_runs_something() -> None:
+    """A command in the overview that does nothing."""
+    assert {name.split()[0] for name in COMMANDS} == {"fit", "validate", "test", "predict", "data"}
+
+
+def test_dashes_and_underscores_are_the_same() -> None:
+    words = ["--extra-msa", "3", "--msa-clusters=a-b", "x-y", "-c", "--", "--data.batch-size"]
+    assert with_underscores(words) == ["--extra_msa", "3", "--msa_clusters=a-b", "x-y", "-c", "--", "--data.batch_size"]
+
+
+def test_the_line_of_a_key(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("a: 1\nmodel:\n  evoformer: {blocks: 2}\n  loss:\n    plddt: 3\n")
+    found = [line_of_key(tmp_path / "a.yaml", key) for key in ("a", "model.evoformer.blocks", "model.loss.plddt", "b")]
+    assert found == [1, 3, 5, None]
+    assert line_of_key(tmp_path / "missing.yaml", "a") is None
+
+
+@pytest.mark.parametrize("path", sorted(Path(__file__).parents[1].glob("configs/*.yaml")), ids=lambda path: path.name)
+def test_every_config_is_valid(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A key of a committed config that the code renamed."""
+    assert main(["fit", "--config", str(path), "--print_config"]) == 0
+    assert "max_steps" in capsys.readouterr().out

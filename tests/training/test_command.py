@@ -1,0 +1,206 @@
+"""`evodsp fit`, `validate` and `test` from end to end, in this process, on two chains of 13 residues."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from evodsp.cli import main
+from evodsp.training.curve import read_curve
+from evodsp.weights.checkpoint import load_model, read_checkpoint
+
+
+def fit(chains: Path, output: Path, *options: str) -> int:
+    return main(["fit", "--config", str(chains / "tiny.yaml"), "--output", str(output), *options])
+
+
+def losses(output: Path) -> dict[int, str]:
+    return {step: row["train/loss"] for step, row in read_curve(output / "curve.csv").items()}
+
+
+@pytest.fixture(scope="module")
+def finished(chains: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Output of an uninterrupted run of 6 steps, 4 to an epoch."""
+    output = tmp_path_factory.mktemp("runs") / "whole"
+    assert fit(chains, output) == 0
+    return output
+
+
+def test_fit_leaves_checkpoints_logs_and_its_config(finished: Path) -> None:
+    names = {
+        path.relative_to(finished).as_posix().split("/events")[0] for path in finished.rglob("*") if path.is_file()
+    }
+    assert {"checkpoints/last.ckpt", "checkpoints/best.ckpt", "curve.csv", "config.yaml", "tensorboard"} <= names
+    row = read_curve(finished / "curve.csv")[3]
+    assert {"train/loss", "train/backbone_fape", "train/lr", "val/lddt_ca", "val/tm_score", "seconds"} <= set(row)
+
+
+@pytest.mark.parametrize("stop", [2, 4, 5])
+def test_a_resumed_run_is_the_uninterrupted_run(chains: Path, finished: Path, tmp_path: Path, stop: int) -> None:
+    """Sample order, dropout, Adam's state, schedule or average lost at a resume: within an epoch, at its end, in the next."""
+    output = tmp_path / "run"
+    assert fit(chains, output, "--trainer.max_steps", str(stop)) == 0
+    assert list(losses(output)) == list(range(stop))
+    assert fit(chains, output, "--ckpt_path", "last") == 0
+    assert losses(output) == losses(finished)
+    once, twice = (read_checkpoint(folder / "checkpoints" / "last.ckpt") for folder in (finished, output))
+    for weights in ("state_dict", "ema_state_dict"):
+        for name, value in once[weights].items():
+            torch.testing.assert_close(twice[weights][name], value, rtol=0, atol=1e-6)
+
+
+def test_a_checkpoint_between_validations_resumes_alike(chains: Path, finished: Path, tmp_path: Path) -> None:
+    """Lightning counts a batch as done only after the hook in which checkpoints are written."""
+    output = tmp_path / "run"
+    assert (
+        fit(chains, output, "--checkpoint_every", "1", "--trainer.limit_val_batches", "0", "--trainer.max_steps", "3")
+        == 0
+    )
+    other = tmp_path / "other"
+    assert fit(chains, other, "--ckpt_path", str(output / "checkpoints" / "last.ckpt")) == 0
+    assert losses(other) == {step: loss for step, loss in losses(finished).items() if step >= 3}
+
+
+def test_the_checkpoint_holds_raw_and_averaged_weights(finished: Path) -> None:
+    path = finished / "checkpoints" / "last.ckpt"
+    averaged, raw = load_model(path), load_model(path, raw=True)
+    assert not averaged.training
+    differing = [not torch.equal(a, b) for a, b in zip(averaged.parameters(), raw.parameters(), strict=True)]
+    assert sum(differing) > len(differing) / 2
+
+
+def test_validation_in_training_scores_the_average(
+    chains: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Raw weights scored in training, the average by `validate`: their tables must agree."""
+    output = tmp_path / "run"
+    assert fit(chains, output, "--trainer.max_steps", "4") == 0
+    in_training = capsys.readouterr().out.splitlines()[1]
+    common = ["--config", str(chains / "tiny.yaml"), "--output", str(output), "--ckpt_path", "last"]
+    for command in ("validate", "test"):
+        assert main([command, *common]) == 0
+        assert capsys.readouterr().out.splitlines()[1] == in_training
+
+
+def test_an_earlier_run_is_not_overwritten(chains: Path, finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert fit(chains, finished) == 2
+    assert "--ckpt_path last" in capsys.readouterr().err
+
+
+def test_overwrite_starts_anew_and_its_config_does_not_repeat_that(chains: Path, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    assert fit(chains, output, "--trainer.max_steps", "2") == 0
+    assert fit(chains, output, "--trainer.max_steps", "1", "--overwrite") == 0
+    assert list(losses(output)) == [0]
+    assert main(["fit", "--config", str(output / "config.yaml")]) == 2
+
+
+def test_accumulated_batches_and_workers_run(chains: Path, tmp_path: Path) -> None:
+    """One optimizer step of two batches of two, made by a worker process."""
+    options = ("--trainer.accumulate_grad_batches", "2", "--data.batch_size", "2", "--data.num_workers", "1")
+    assert fit(chains, tmp_path / "run", *options, "--trainer.max_steps", "1") == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--model.evoformr.blocks", "3"), "Did you mean '--model.evoformer.blocks'?"),
+        (("--trainer.max_step", "3"), "Did you mean '--trainer.max_steps'?"),
+        (("--model.evoformer.blocks", "many"), "model.evoformer.blocks: expected int, found many"),
+        (("--model.evoformer", "3"), "model.evoformer"),
+        (("--trainer.accelerator", "abacus"), "abacus"),
+        (("--data.train_chains", "[1abc_B]"), "no alignments of chain '1abc_B'"),
+        (("--data.train_chains", "nowhere.txt"), "nowhere.txt: no such file"),
+        (("--data.train_chains", "[1abc_A, 1abc_A]"), "more than once"),
+        (("--data.structure_dir", "nowhere"), "data.structure_dir is nowhere"),
+        (("--data.batch_size", "0"), "data.batch_size is 0"),
+        (("--ckpt_path", "nowhere.ckpt"), "nowhere.ckpt: no such checkpoint"),
+        (("--ckpt_path", "last"), "checkpoints/last.ckpt"),
+        (("--config", "nowhere.yaml"), "nowhere.yaml: no such file"),
+    ],
+)
+def test_a_mistake_is_one_line_and_leaves_nothing(
+    chains: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], said: str
+) -> None:
+    assert fit(chains, tmp_path / "run", *options) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("evodsp: error: ")
+    assert error.count("\n") == 1
+    assert said in error
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("batch_size", "batchsize", ":LINE: unknown config key 'data.batchsize'. Did you mean 'data.batch_size'?"),
+        (
+            "  train: {crop",
+            "  trn: {crop",
+            ":LINE: unknown config key 'data.trn.crop_size'. Did you mean 'data.train.crop_size'?",
+        ),
+        ("channels: {msa: 6", "channels: {msa: six", ":LINE: model.channels.msa: expected int, found six"),
+        ("trainer: {", "trainer: [", ": not a YAML mapping"),
+    ],
+)
+def test_a_mistake_in_the_config_names_its_line(
+    chains: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], old: str, new: str, said: str
+) -> None:
+    text = (chains / "tiny.yaml").read_text().replace(old, new)
+    (tmp_path / "wrong.yaml").write_text(text)
+    assert main(["fit", "--config", str(tmp_path / "wrong.yaml"), "--output", str(tmp_path / "run")]) == 2
+    line = 1 + next(number for number, line in enumerate(text.splitlines()) if new in line)
+    assert "wrong.yaml" + said.replace("LINE", str(line)) in capsys.readouterr().err
+
+
+def test_a_checkpoint_of_other_sizes_is_refused(
+    chains: Path, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A wall of missing keys, or weights silently left at random."""
+    options = ("--ckpt_path", str(finished / "checkpoints" / "last.ckpt"), "--model.evoformer.blocks", "2")
+    assert fit(chains, tmp_path / "run", *options) == 2
+    assert "trained with model.evoformer.blocks 1, but the config says 2" in capsys.readouterr().err
+
+
+def test_a_broken_alignment_is_one_line_even_from_a_worker(
+    chains: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Folders of more chains than are read ahead are found broken in the loader's process."""
+    monkeypatch.setattr("evodsp.training.datamodule.MOST_CHAINS_READ", 0)
+    broken = tmp_path / "alignments"
+    for key in ("1abc_A", "2abc_B"):
+        (broken / key).mkdir(parents=True)
+        (broken / key / "hits.a3m").write_text(">q\nMKT\n>r\nMK\n")
+    options = ("--data.alignment_dir", str(broken), "--data.num_workers", "1")
+    assert fit(chains, tmp_path / "run", *options) == 2
+    error = capsys.readouterr().err
+    assert "hits.a3m" in error
+    assert error.splitlines()[-1].startswith("evodsp: error: ")
+    assert "Traceback" not in error
+
+
+def test_ctrl_c_says_where_the_last_checkpoint_is(chains: Path, tmp_path: Path) -> None:
+    """Lightning ends an interrupted run with exit code 1 and no hint."""
+    output = tmp_path / "run"
+    command = ["fit", "--config", str(chains / "tiny.yaml"), "--output", str(output), "--trainer.max_steps", "100000"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "evodsp", *command, "--checkpoint_every", "2"],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    ) as process:
+        deadline = time.monotonic() + 60
+        while not (output / "checkpoints" / "last.ckpt").is_file() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        error = process.communicate(timeout=30)[1]
+    assert process.returncode == 130
+    assert "checkpoints/last.ckpt; resume with --ckpt_path last" in error.splitlines()[-1]
+    assert "Traceback" not in error

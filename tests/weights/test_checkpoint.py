@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from evodsp.config import ModelConfig
+from evodsp.errors import UserError
+from evodsp.model.alphafold import AlphaFold
+from evodsp.weights.checkpoint import check_same_model, load_model, read_checkpoint, save_model
+
+
+@pytest.fixture(scope="module")
+def model() -> AlphaFold:
+    torch.manual_seed(0)
+    return AlphaFold(ModelConfig.preset("test"))
+
+
+def changed(path: Path, new: Path, **values: Any) -> Path:
+    """A copy of the checkpoint with some of its entries replaced, or left out where None."""
+    checkpoint = {**torch.load(path, weights_only=True), **values}
+    torch.save({key: value for key, value in checkpoint.items() if value is not None}, new)
+    return new
+
+
+def test_raw_and_averaged_weights_come_back_as_saved(model: AlphaFold, tmp_path: Path) -> None:
+    """The two exchanged, or `raw` ignored."""
+    averaged = {name: value + 1 for name, value in model.named_parameters()}
+    save_model(tmp_path / "both.ckpt", model, averaged)
+    for raw, expected in ((True, dict(model.named_parameters())), (False, averaged)):
+        loaded = load_model(tmp_path / "both.ckpt", raw)
+        assert not loaded.training
+        assert loaded.config == model.config
+        for name, value in loaded.named_parameters():
+            assert torch.equal(value, expected[name])
+
+
+def test_without_an_average_the_raw_weights_are_used(model: AlphaFold, tmp_path: Path) -> None:
+    save_model(tmp_path / "raw.ckpt", model)
+    for loaded, own in zip(load_model(tmp_path / "raw.ckpt").parameters(), model.parameters(), strict=True):
+        assert torch.equal(loaded, own)
+
+
+def test_saving_leaves_one_whole_file(model: AlphaFold, tmp_path: Path) -> None:
+    """A crash while writing must not leave half a checkpoint under the final name."""
+    save_model(tmp_path / "a.ckpt", model)
+    save_model(tmp_path / "a.ckpt", model)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.ckpt"]
+
+
+class Malicious:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return print, ("code of the checkpoint's author ran",)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda path: None, "no such checkpoint"),
+        (lambda path: path.mkdir(), "no such checkpoint"),
+        (lambda path: path.write_bytes(b""), "not a checkpoint"),
+        (lambda path: path.write_text(">query\nMKT\n"), "not a checkpoint"),
+        (lambda path: torch.save({"state_dict": {}}, path), "lacks format_version, model_config"),
+        (lambda path: torch.save([1, 2], path), "lacks format_version"),
+        (lambda path: torch.save({"x": Malicious()}, path), "not a readable checkpoint"),
+    ],
+)
+def test_a_file_that_is_no_checkpoint_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], make: Any, said: str
+) -> None:
+    make(path := tmp_path / "x.ckpt")
+    with pytest.raises(UserError) as caught:
+        load_model(path)
+    message = str(caught.value)
+    assert message.startswith(str(path))
+    assert said in message
+    assert "\n" not in message
+    assert "ran" not in capsys.readouterr().out
+
+
+def test_a_truncated_checkpoint_is_one_line(model: AlphaFold, tmp_path: Path) -> None:
+    save_model(path := tmp_path / "x.ckpt", model)
+    path.write_bytes(path.read_bytes()[:-1000])
+    with pytest.raises(UserError, match="cut short"):
+        read_checkpoint(path)
+
+
+def test_what_does_not_fit_is_named(model: AlphaFold, tmp_path: Path) -> None:
+    """Parameters silently left at their random start."""
+    save_model(path := tmp_path / "x.ckpt", model)
+    weights = torch.load(path, weights_only=True)["state_dict"]
+    first = min(weights)
+    cases = {
+        "lacks parameter": {name: value for name, value in weights.items() if name != first},
+        "has the unknown parameter": {**weights, "model.extra": torch.zeros(1)},
+        "has the shape": {**weights, first: torch.zeros(99)},
+    }
+    for said, state in cases.items():
+        with pytest.raises(UserError, match=said):
+            load_model(changed(path, tmp_path / "y.ckpt", state_dict=state))
+    with pytest.raises(UserError, match="format version 99"):
+        load_model(changed(path, tmp_path / "y.ckpt", format_version=99))
+    sizes = {**model.config.to_dict(), "chanels": {}}
+    with pytest.raises(UserError, match="Did you mean 'channels'"):
+        load_model(changed(path, tmp_path / "y.ckpt", model_config=sizes))
+
+
+def test_only_sizes_that_matter_must_agree(model: AlphaFold, tmp_path: Path) -> None:
+    """Dropout and recomputation may change between two runs, sizes may not."""
+    save_model(path := tmp_path / "x.ckpt", model)
+    checkpoint, config = read_checkpoint(path), model.config
+    other = dataclasses.replace(
+        config, evoformer=dataclasses.replace(config.evoformer, msa_dropout=0.5, checkpoint=True)
+    )
+    check_same_model(path, checkpoint, other)
+    other = dataclasses.replace(config, evoformer=dataclasses.replace(config.evoformer, blocks=3))
+    with pytest.raises(UserError, match=r"model\.evoformer\.blocks 2, but the config says 3"):
+        check_same_model(path, checkpoint, other)
