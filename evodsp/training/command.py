@@ -39,6 +39,7 @@ _HUSHED = (
     ".*The `lightning.pytorch.loops.*",
     ".*GPU available but not used.*",
     ".*could not find the monitored key.*",
+    ".*The dirpath has changed from.*",
 )
 
 
@@ -174,6 +175,8 @@ def run_command(command: Command, words: list[str]) -> int:
             raise
     if cli.interruption.happened:
         raise KeyboardInterrupt(_resume_hint(cli.last))
+    if not cli.trainer.is_global_zero:
+        return 0
     if cli.model.scores:
         print(score_table(cli.model.scores))
     if command == "fit":

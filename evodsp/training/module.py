@@ -19,6 +19,9 @@ from evodsp.training.config import TrainingConfig
 from evodsp.training.lr_schedule import learning_rate
 from evodsp.weights.checkpoint import checkpoint_entries
 
+MOST_CHAINS_LOGGED = 16
+"""Up to this many validation chains have a column each in the learning curve."""
+
 _CA = ATOM_ORDER["CA"]
 
 
@@ -47,7 +50,7 @@ class TrainingModule(LightningModule):
         self.chain_names: dict[str, list[str]] = {}
         """Names of the validation ("val") and test chains by sample index, where known."""
         self.scores: dict[str, dict[str, float]] = {}
-        """Metrics by chain of the last validation or test on this rank."""
+        """Metrics by chain of the last validation or test."""
         self._dropout = Draws.root(seed).at("dropout")
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
@@ -60,8 +63,10 @@ class TrainingModule(LightningModule):
                 "earlier checkpoint"
             )
         size = len(batch["aatype"])
-        self.log("train/loss", loss.detach(), prog_bar=True, batch_size=size)
-        self.log_dict({f"train/{name}": term for name, term in terms.items() if name != "total"}, batch_size=size)
+        self.log("train/loss", loss.detach(), prog_bar=True, batch_size=size, sync_dist=True)
+        self.log_dict(
+            {f"train/{name}": term for name, term in terms.items() if name != "total"}, batch_size=size, sync_dist=True
+        )
         self.log("train/lr", self.optimizers().param_groups[0]["lr"])  # type: ignore[union-attr]
         return loss
 
@@ -81,6 +86,12 @@ class TrainingModule(LightningModule):
 
     def on_test_epoch_start(self) -> None:
         self.scores = {}
+
+    def on_validation_epoch_end(self) -> None:
+        self._collect("val")
+
+    def on_test_epoch_end(self) -> None:
+        self._collect("test")
 
     def configure_optimizers(self) -> Any:
         config = self.config.optimizer
@@ -108,3 +119,15 @@ class TrainingModule(LightningModule):
         for row, index in enumerate(batch["sample_index"].tolist()):
             chain = names[index] if index < len(names) else str(index)
             self.scores[chain] = {name: float(values[row]) for name, values in found.items()}
+
+    def _collect(self, stage: str) -> None:
+        """Bring all ranks' scores together, in the order of the chains; log each chain's lDDT-CA where they are few."""
+        if self.trainer.world_size > 1:
+            parts: list[dict[str, dict[str, float]]] = [{}] * self.trainer.world_size
+            torch.distributed.all_gather_object(parts, self.scores)
+            self.scores = {chain: values for part in parts for chain, values in part.items()}
+        order = {chain: place for place, chain in enumerate(self.chain_names.get(stage, []))}
+        self.scores = dict(sorted(self.scores.items(), key=lambda item: order.get(item[0], 0)))
+        if len(self.scores) <= MOST_CHAINS_LOGGED:
+            found = {f"{stage}/lddt_ca/{chain}": values["lddt_ca"] for chain, values in self.scores.items()}
+            self.log_dict(found, sync_dist=True)

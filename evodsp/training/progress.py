@@ -34,7 +34,7 @@ class TrainingProgress(ProgressBar):
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         if self._enabled:
-            self.console.print(*args, highlight=False, markup=False)
+            self.console.print(*args, highlight=False, markup=False, soft_wrap=True)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._begun = self._last_line = time.monotonic()

@@ -39,7 +39,15 @@ def test_fit_leaves_checkpoints_logs_and_its_config(finished: Path) -> None:
     }
     assert {"checkpoints/last.ckpt", "checkpoints/best.ckpt", "curve.csv", "config.yaml", "tensorboard"} <= names
     row = read_curve(finished / "curve.csv")[3]
-    assert {"train/loss", "train/backbone_fape", "train/lr", "val/lddt_ca", "val/tm_score", "seconds"} <= set(row)
+    assert {
+        "train/loss",
+        "train/backbone_fape",
+        "train/lr",
+        "val/lddt_ca",
+        "val/lddt_ca/1abc_A",
+        "val/tm_score",
+        "seconds",
+    } <= set(row)
 
 
 @pytest.mark.parametrize("stop", [2, 4, 5])
