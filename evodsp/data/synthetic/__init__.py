@@ -15,7 +15,8 @@ def synthesize(output: Path, config: SynthesisConfig, report: Callable[[str], No
 
     `mmcif_files/<id>.cif`, `alignments/<id>_A/{bfd_uniclust_hits.a3m, uniref90_hits.sto}`, `fasta/<id>_A.fasta`,
     `chain_data_cache.json`, `mmcif_cache.json`, `train.txt` and `validation.txt` (chain names; the last `held_out` members of
-    each family). Ids are s001, s002, …. `report` is told, in a line, of every chain written.
+    each family) and a README.md that says what there is and which command made it. Ids are s001, s002, …. `report` is told,
+    in a line, of every chain written.
 
     The same config gives the same bytes on one machine. On another machine the last digits of its linear algebra may lead a
     backbone elsewhere: families of the same kind, not the same atoms.

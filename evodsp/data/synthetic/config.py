@@ -43,8 +43,8 @@ class SynthesisConfig:
             )
         if not MIN_LENGTH <= self.min_length <= self.max_length <= MAX_LENGTH:
             raise UserError(
-                f"synthesize: lengths {self.min_length}..{self.max_length} must lie within {MIN_LENGTH}..{MAX_LENGTH} residues, "
-                "the shortest first"
+                f"synthesize: lengths {self.min_length}..{self.max_length} must lie within {MIN_LENGTH}..{MAX_LENGTH} "
+                "residues, the shortest first"
             )
 
     def length(self, family: int) -> int:

@@ -21,10 +21,8 @@ from evodsp.geometry.frames import atom14_to_atom37
 from evodsp.geometry.residues import RESTYPE_ATOM37_MASK
 from evodsp.rng import Draws
 
-VARIANTS = 16
-"""Starts of the folding, of which the best is kept."""
-MEMBER_SHIFT = 0.9
-"""Å by which helices and strands of members are moved; members come to differ by about 0.5 to 1.5 Å (RMSD of CA)."""
+VARIANTS = 36
+"""Starts of the folding, of which the better third is followed up and the best kept."""
 _FIRST_RELEASE = date(2020, 1, 1)
 
 
@@ -49,10 +47,10 @@ def make_family(config: SynthesisConfig, family: int) -> Iterator[Member]:
     model = make_potts_model(blueprint.structure, torsions, backbone[:, CA], backbone[:, CB], draws.at("potts"))
     count = config.members + config.held_out
     ancestor = model.sample(np.zeros((1, length), dtype=np.int64), 30, draws.at("ancestor"))
-    sequences = model.sample(np.repeat(ancestor, count, 0), 2, draws.at("descendants"), 0.4)
+    sequences = model.sample(np.repeat(ancestor, count, 0), 2, draws.at("descendants"), 0.5)
     for number in range(count):
         here = draws.at("member", number)
-        own_torsions = vary(blueprint, torsions, MEMBER_SHIFT, here.at("shape"))
+        own_torsions = vary(blueprint, torsions, here.at("shape"))
         types, atoms = place_side_chains(
             sequences[number], own_torsions, build_backbone(own_torsions), here.at("side chains")
         )

@@ -28,11 +28,11 @@ LOOP_REGIONS = np.array([(-65, -40), (-115, 130), (-70, 145), (-90, 0), (58, 38)
 _CONTACT = np.array(
     [
         [3.10, 3.50, 3.50, 2.80, 3.40, 3.40],
-        [3.50, 3.80, 3.70, 3.30, 3.80, 3.90],
-        [3.50, 3.70, 3.60, 3.20, 3.70, 3.80],
+        [3.50, 3.80, 3.70, 3.30, 3.80, 3.80],
+        [3.50, 3.70, 3.60, 3.20, 3.70, 3.70],
         [2.80, 3.30, 3.20, 3.00, 3.40, 3.40],
-        [3.40, 3.80, 3.70, 3.40, 3.90, 4.00],
-        [3.40, 3.90, 3.80, 3.40, 4.00, 4.60],
+        [3.40, 3.80, 3.70, 3.40, 3.80, 3.80],
+        [3.40, 3.80, 3.70, 3.40, 3.80, 4.20],
     ]
 )
 HYDROGEN_BOND = 2.9
@@ -64,14 +64,14 @@ class Goals:
     hydrogen_bonds: Int64[np.ndarray, "K 2"]
 
 
-# The fold forms under the sketch alone; then its own physics takes over.
-_STAGES = (
-    (25, Weights(target=1.0, bonds=0.0, overlap=0.0)),
-    (25, Weights(target=0.7, bonds=1.5, overlap=0.7)),
-    (40, Weights(target=0.4, bonds=4.0, overlap=3.0)),
-    (40, Weights(target=0.1, bonds=4.0, overlap=12.0)),
+# Every variant is brought near its sketch; the better third goes on, and its own physics takes over by and by.
+_SKETCHING = ((20, Weights(target=1.0, bonds=0.0, overlap=0.0)), (12, Weights(target=1.0, bonds=1.5, overlap=0.7)))
+_SETTLING = (
+    (15, Weights(target=0.7, bonds=2.0, overlap=1.0)),
+    (40, Weights(target=0.5, bonds=5.0, overlap=3.0)),
+    (40, Weights(target=0.15, bonds=5.0, overlap=12.0)),
 )
-_JUDGE = Weights(target=0.4, bonds=4.0, overlap=5.0)
+_JUDGE = Weights(target=0.7, bonds=4.0, overlap=5.0)
 
 
 def expected_radius_of_gyration(residues: int) -> float:
@@ -81,33 +81,64 @@ def expected_radius_of_gyration(residues: int) -> float:
 
 def fold(blueprint: Blueprint, draws: Draws) -> Float64[np.ndarray, "R 2"]:
     """phi and psi in radians of the best of the blueprint's variants."""
-    found = []
-    for variant in range(len(blueprint.sketch)):
-        goals = _blueprint_goals(blueprint, variant, draws.at("regions", variant))
-        torsions = goals.regions
-        for steps, weights in _STAGES:
-            torsions = minimise(torsions, goals, weights, steps)
-        found.append((cost(torsions, goals, _JUDGE), torsions))
-    return min(found, key=lambda pair: pair[0])[1]
+    goals = [_blueprint_goals(blueprint, v, draws.at("regions", v)) for v in range(len(blueprint.sketch))]
+    sketched = [(_through(_SKETCHING, goal.regions, goal), goal) for goal in goals]
+    sketched.sort(key=lambda pair: cost(pair[0], pair[1], _SKETCHING[-1][1]))
+    settled = [(_through(_SETTLING, *pair), pair[1]) for pair in sketched[: max(1, len(sketched) // 3)]]
+    return min(settled, key=lambda pair: cost(pair[0], pair[1], _JUDGE))[0]
+
+
+def _through(stages: tuple[tuple[int, Weights], ...], torsions: np.ndarray, goals: Goals) -> Float64[np.ndarray, "R 2"]:
+    for steps, weights in stages:
+        torsions = minimise(torsions, goals, weights, steps)
+    return torsions
 
 
 def vary(
-    blueprint: Blueprint, torsions: Float64[np.ndarray, "R 2"], amount: float, draws: Draws
+    blueprint: Blueprint, torsions: Float64[np.ndarray, "R 2"], draws: Draws, low: float = 0.45, high: float = 0.8
 ) -> Float64[np.ndarray, "R 2"]:
-    """A relative of a backbone: its helices and strands are shifted by about `amount` Å and turned a little, as rigid bodies,
-    and the chain is closed and relaxed again."""
-    atoms = build_backbone(torsions)
-    target = atoms[:, CA].copy()
-    elements = blueprint.elements()
-    for number, (start, stop) in enumerate(elements):
+    """A relative of a backbone, whose CA atoms lie between `low` and `high` Å (RMSD after superposition) from it.
+
+    The fold is bent as a whole, its helices and strands are shifted and turned a little as rigid bodies, and the chain is
+    relaxed again. How far it gives depends on the fold, so the push is made stronger or weaker a few times if need be.
+    """
+    original = build_backbone(torsions)[:, CA]
+    amount, middle = high, (low + high) / 2
+    found: list[tuple[float, np.ndarray]] = []
+    for _ in range(6):
+        relative = _relax(blueprint, torsions, _push(blueprint, original, amount, draws), draws.at("torsions"))
+        distance = rmsd(build_backbone(relative)[:, CA], original)
+        found.append((abs(distance - middle), relative))
+        if low <= distance <= high:
+            break
+        amount *= float(np.clip(middle / distance, 0.6, 1.5))
+    return min(found, key=lambda pair: pair[0])[1]
+
+
+def rmsd(a: Float64[np.ndarray, "P 3"], b: Float64[np.ndarray, "P 3"]) -> float:
+    """Root mean square distance after superposition, in Å."""
+    return float(np.sqrt(np.square(superpose(a, b) - b).sum(-1).mean()))
+
+
+def _push(blueprint: Blueprint, ca: np.ndarray, amount: float, draws: Draws) -> Float64[np.ndarray, "R 3"]:
+    """Where the CA atoms should go: bent by about `amount` Å, with each helix and strand moved by about as much."""
+    # Bending is the one way in which a sheet gives: shifts of single strands are held by their hydrogen bonds.
+    across = (ca - ca.mean(0)) / 10.0
+    target = ca + 0.7 * amount * np.einsum("xij,ri,rj->rx", _normal(draws.at("bend"), 3, 3, 3), across, across)
+    for number, (start, stop) in enumerate(blueprint.elements()):
         here = draws.at("element", number)
         shift = amount * _normal(here.at("shift"), 3)
         turn = np.deg2rad(4.0 * amount) * _normal(here.at("turn"), 3)
         middle = target[start:stop].mean(0)
         target[start:stop] += shift + np.cross(turn, target[start:stop] - middle)
+    return target
+
+
+def _relax(blueprint: Blueprint, torsions: np.ndarray, target: np.ndarray, draws: Draws) -> Float64[np.ndarray, "R 2"]:
+    """The backbone brought near the target as far as overlaps, hydrogen bonds and torsions allow."""
     goals = Goals(
-        regions=torsions + np.deg2rad(4.0) * _normal(draws.at("torsions"), *torsions.shape),
-        region_width=np.full(len(torsions), np.deg2rad(12.0)),
+        regions=torsions + np.deg2rad(4.0) * _normal(draws, *torsions.shape),
+        region_width=np.deg2rad(np.where(blueprint.is_a("H"), 8.0, 15.0)),
         target=target,
         target_mask=~blueprint.is_a("L"),
         hydrogen_bonds=blueprint.hydrogen_bonds,
@@ -206,7 +237,7 @@ def _residuals(
     centred = atoms[:, CA] - atoms[:, CA].mean(0)
     size = np.sqrt(np.square(centred).sum(-1).mean())
     ratio = size / expected_radius_of_gyration(residues)
-    excess = max(0.0, ratio - 1.06) - max(0.0, 0.94 - ratio)
+    excess = max(0.0, ratio - 1.03) - max(0.0, 0.94 - ratio)
     rows.append(np.array([weights.size * excess]))
     slope = np.einsum("rx,rxt->t", centred, moves[:, CA]) / (residues * size * expected_radius_of_gyration(residues))
     slopes.append(weights.size * float(excess != 0) * slope[None])
@@ -237,7 +268,7 @@ def _blueprint_goals(blueprint: Blueprint, variant: int, draws: Draws) -> Goals:
     regions = LOOP_REGIONS[(draws.uniform(len(blueprint.structure)) * len(LOOP_REGIONS)).astype(int)]
     regions[blueprint.is_a("H")] = HELIX_REGION
     regions[blueprint.is_a("E")] = STRAND_REGION
-    width = np.select([blueprint.is_a("H"), blueprint.is_a("E")], [8.0, 20.0], 25.0)
+    width = np.select([blueprint.is_a("H"), blueprint.is_a("E")], [8.0, 25.0], 25.0)
     sketch = blueprint.sketch[variant]
     return Goals(
         regions=np.deg2rad(regions),

@@ -57,7 +57,7 @@ class PottsModel:
         self, start: Int64[np.ndarray, "S R"], sweeps: int, draws: Draws, rate: Float64[np.ndarray, "S"] | float = 1.0
     ) -> Int64[np.ndarray, "S R"]:
         """Gibbs sampling from `start`; in each sweep a sequence redraws each of its residues with probability `rate`."""
-        sequences, residues = start.shape
+        sequences = len(start)
         state = start.copy()
         one_hot = np.eye(20)[state]
         for sweep in range(sweeps):

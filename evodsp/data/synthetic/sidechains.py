@@ -18,7 +18,6 @@ from jaxtyping import Float64, Int64
 from evodsp.data.synthetic.backbone import CA, C, N, O
 from evodsp.geometry.frames import frames_to_atom14, torsion_angles_to_frames
 from evodsp.geometry.residues import (
-    CHI_ANGLES_MASK,
     RESTYPE_1TO3,
     RESTYPE_ATOM14_MASK,
     RESTYPE_NAME_TO_ATOM14_NAMES,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -51,6 +52,43 @@ def _write(root: Path, config: SynthesisConfig, report: Callable[[str], None] | 
         root / "chain_data_cache.json", {m.chain.key: _chain_entry(m) | {"cluster_size": size} for m in members}
     )
     _write_json(root / "mmcif_cache.json", {m.chain.pdb_id: _entry(m) for m in members})
+    (root / "README.md").write_text(_readme(config, members), encoding="utf-8")
+
+
+def _readme(config: SynthesisConfig, members: list[Member]) -> str:
+    """What lies here, and the command that makes it."""
+    defaults = {field.name: field.default for field in dataclasses.fields(SynthesisConfig)}
+    changed = {name: value for name, value in dataclasses.asdict(config).items() if value != defaults[name]}
+    options = "".join(f" --{name} {value}" for name, value in changed.items())
+    size = config.members + config.held_out
+    rows = []
+    for family in range(config.families):
+        mine = members[family * size : (family + 1) * size]
+        train, held_out = ([m.chain.key for m in mine if m.held_out == kind] for kind in (False, True))
+        rows.append(
+            f"| {family + 1} | {mine[0].fold} | {len(mine[0].chain)} | {' '.join(train)} | {' '.join(held_out) or '-'} |"
+        )
+    table = "\n".join(["| family | fold | residues | train.txt | validation.txt |", "|---|---|---|---|---|", *rows])
+    return f"""# Synthetic protein families
+
+Made by
+
+    evodsp data synthesize --output data{options}
+
+(`data` may be any empty folder; the same command gives the same bytes on one machine.) No sequence or structure here is taken
+from nature: backbones of ideal geometry folded onto sketches, sequences of a Potts model whose coupled columns are the
+contacts, side chains of AlphaFold2's rigid groups.
+
+{table}
+
+Members of a family share the fold and about half of their residues; each has its own structure and alignments.
+
+- `mmcif_files/<id>.cif`: structures, all heavy atoms
+- `alignments/<id>_A/bfd_uniclust_hits.a3m`, `uniref90_hits.sto`: {config.sequences} sequences each, the chain's first
+- `fasta/<id>_A.fasta`: the sequence, for prediction
+- `train.txt`, `validation.txt`: chain names; the latter's are held out
+- `chain_data_cache.json`, `mmcif_cache.json`: as OpenFold's; a family is a cluster
+"""
 
 
 def _write_member(root: Path, member: Member) -> None:
