@@ -11,9 +11,9 @@ from jaxtyping import install_import_hook
 
 install_import_hook("evodsp", "beartype.beartype")
 
-import numpy as np
-import pytest
-import torch
+import numpy as np  # noqa: E402  (the hook must be installed before anything of evodsp is imported)
+import pytest  # noqa: E402
+import torch  # noqa: E402
 
 torch.set_num_threads(1)
 

@@ -42,7 +42,7 @@ def test_distributions() -> None:
     """Catches a biased mapping from words to numbers."""
     draws = Draws.root(1)
     u = draws.uniform(200_000)
-    assert 0.0 <= u.min()
+    assert u.min() >= 0.0
     assert u.max() < 1.0
     assert abs(u.mean() - 0.5) < 3e-3
     assert abs(u.var() - 1 / 12) < 1e-3

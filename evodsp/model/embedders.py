@@ -67,6 +67,8 @@ class ExtraMSAEmbedder(nn.Module):
 class RecyclingEmbedder(nn.Module):
     """What the former pass adds to the input of the next (algorithm 32)."""
 
+    lower: Tensor
+
     def __init__(self, channels: ChannelsConfig, config: EmbedderConfig) -> None:
         super().__init__()
         self.distance = Linear(config.recycle_bins, channels.pair)

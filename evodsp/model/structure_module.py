@@ -89,6 +89,18 @@ class InvariantPointAttention(nn.Module):
         return torch.stack(flat.unflatten(-1, (3, self.config.heads, -1)).unbind(2), -1)
 
 
+class AngleBlock(nn.Module):
+    """Residual block of the angle network (algorithm 20, line 12)."""
+
+    def __init__(self, c: int) -> None:
+        super().__init__()
+        self.first = Linear(c, c, init="relu")
+        self.second = Linear(c, c, init="final")
+
+    def forward(self, a: Float[Tensor, "B R c"]) -> Float[Tensor, "B R c"]:
+        return a + self.second(self.first(a.relu()).relu())
+
+
 class AngleNetwork(nn.Module):
     """Side-chain and backbone torsion angles (algorithm 20, lines 11 to 14)."""
 
@@ -97,9 +109,7 @@ class AngleNetwork(nn.Module):
         c = config.angle_channels
         self.current = Linear(c_s, c)
         self.initial = Linear(c_s, c)
-        self.blocks = nn.ModuleList(
-            nn.ModuleList([Linear(c, c, init="relu"), Linear(c, c, init="final")]) for _ in range(config.angle_blocks)
-        )
+        self.blocks = nn.ModuleList(AngleBlock(c) for _ in range(config.angle_blocks))
         self.angles = Linear(c, 2 * ANGLES)
 
     def forward(
@@ -107,14 +117,16 @@ class AngleNetwork(nn.Module):
     ) -> tuple[Float[Tensor, "B R 7 2"], Float[Tensor, "B R 7 2"]]:
         """Unit (sin, cos) vectors, and the same before normalisation."""
         a = self.current(s.relu()) + self.initial(s_initial.relu())
-        for first, second in self.blocks:
-            a = a + second(first(a.relu()).relu())
+        for block in self.blocks:
+            a = block(a)
         raw = self.angles(a.relu()).unflatten(-1, (ANGLES, 2))
         return raw / raw.square().sum(-1, keepdim=True).clamp(min=1e-12).sqrt(), raw
 
 
 class StructureModule(nn.Module):
     """Backbone frames, torsion angles and all atoms from the single and pair representations (algorithm 20)."""
+
+    atom37_mask: Tensor
 
     def __init__(self, c_s: int, c_z: int, config: StructureModuleConfig) -> None:
         super().__init__()

@@ -157,8 +157,8 @@ def structure_module(ours: str, scope: str, config: ModelConfig) -> Iterator[Nam
     yield from _linear(f"{angles}.current", f"{theirs}/input_projection")
     yield from _linear(f"{angles}.initial", f"{theirs}/input_projection_1")
     for n in range(config.structure_module.angle_blocks):
-        yield from _linear(f"{angles}.blocks.{n}.0", f"{theirs}/resblock1{_numbered(n)}")
-        yield from _linear(f"{angles}.blocks.{n}.1", f"{theirs}/resblock2{_numbered(n)}")
+        yield from _linear(f"{angles}.blocks.{n}.first", f"{theirs}/resblock1{_numbered(n)}")
+        yield from _linear(f"{angles}.blocks.{n}.second", f"{theirs}/resblock2{_numbered(n)}")
     yield from _linear(f"{angles}.angles", f"{theirs}/unnormalized_angles")
 
 
