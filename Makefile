@@ -5,14 +5,13 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 RUNS   ?= runs
 
-.PHONY: help venv demo test verify lint format bundle clean
+.PHONY: help venv demo test verify lint format clean
 
 help:
 	@echo "make demo    train a small model on the bundled families, predict held-out members, show the result"
 	@echo "make test    all tests (under 15 minutes)"
 	@echo "make verify  long sweeps (under 60 minutes)"
 	@echo "make lint    ruff and mypy"
-	@echo "make bundle  write the bundled families of data/ anew"
 
 venv: $(READY)
 
@@ -24,7 +23,15 @@ $(READY): pyproject.toml constraints.txt
 	@touch $(READY)
 
 demo: $(READY)
-	$(BIN)/python scripts/demo.py --output $(RUNS)/demo
+	@echo "1/3  Training a small model on the twelve proteins of data/train.txt"
+	$(BIN)/evodsp fit --config configs/quickstart.yaml --output $(RUNS)/demo/model --overwrite
+	@echo "2/3  Predicting them, and three members of their families that it has not seen"
+	cat data/fasta/*.fasta > $(RUNS)/demo/all.fasta
+	$(BIN)/evodsp predict --fasta $(RUNS)/demo/all.fasta --alignments data/alignments \
+	  --checkpoint $(RUNS)/demo/model/checkpoints/last.ckpt --output $(RUNS)/demo/predictions --overwrite
+	@echo "3/3  Comparing the predictions with the true structures"
+	$(BIN)/python scripts/compare_predictions.py --predictions $(RUNS)/demo/predictions --structures data/mmcif_files \
+	  --train data/train.txt --held-out data/validation.txt --output $(RUNS)/demo
 
 test: $(READY)
 	$(BIN)/python -m pytest -m "not verify"

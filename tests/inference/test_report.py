@@ -160,7 +160,7 @@ def test_script_reports_mistakes_in_one_line(cases, capsys):
     from pathlib import Path
 
     root, _ = cases
-    script = Path(__file__).resolve().parents[2] / "scripts" / "demo_report.py"
+    script = Path(__file__).resolve().parents[2] / "scripts" / "compare_predictions.py"
     main = runpy.run_path(str(script))["main"]
     common = [
         "--predictions",
