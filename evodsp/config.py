@@ -160,11 +160,11 @@ def from_dict(cls: type[Any], values: dict[str, Any], where: str = "") -> Any:
 
 
 _SMALL_STACK = EvoformerConfig(
-    blocks=4,
+    blocks=2,
     msa_heads=4,
     msa_head_width=8,
-    pair_heads=4,
-    pair_head_width=8,
+    pair_heads=2,
+    pair_head_width=16,
     triangle_channels=32,
     outer_product_channels=8,
     transition_factor=2,
@@ -175,7 +175,7 @@ _SMALL_STACK = EvoformerConfig(
 
 PRESETS: dict[str, ModelConfig] = {
     "model_1": ModelConfig(),
-    # Learns a handful of small proteins on a laptop's CPU: the quick start's model.
+    # Learns a handful of small proteins on a laptop's CPU: the model of configs/quickstart.yaml.
     "small": ModelConfig(
         channels=ChannelsConfig(msa=64, pair=32, extra_msa=16, single=64),
         extra_msa=dataclasses.replace(_SMALL_STACK, blocks=1),

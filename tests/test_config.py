@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
+
 import pytest
+import yaml
 
 from evodsp.config import PRESETS, ModelConfig
 from evodsp.errors import UserError
@@ -21,3 +25,13 @@ def test_unknown_key_names_the_nearest() -> None:
         ModelConfig.from_dict({"evoformer": {"block": 3}})
     with pytest.raises(UserError, match="Did you mean 'model_1'"):
         ModelConfig.preset("model1")
+
+
+def test_quickstart_trains_the_small_preset() -> None:
+    """Catches sizes in the YAML that drift from the preset of the same name."""
+    path = Path(__file__).resolve().parents[1] / "configs" / "quickstart.yaml"
+    model = yaml.safe_load(path.read_text())["model"]
+    sizes = {f.name: model[f.name] for f in dataclasses.fields(ModelConfig) if f.name in model}
+    small = ModelConfig.preset("small")
+    assert dataclasses.replace(ModelConfig.from_dict(sizes), extra_msa=small.extra_msa) == small
+    assert small.extra_msa.msa_head_width == sizes["extra_msa"]["msa_head_width"]
