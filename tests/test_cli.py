@@ -57,6 +57,16 @@ def test_help_shows_descriptions_and_defaults(capsys: pytest.CaptureFixture[str]
         assert shown in text
 
 
+def test_help_of_predict_shows_which_sizes_are_as_in_training(capsys: pytest.CaptureFixture[str]) -> None:
+    """A default of 128 rows where the checkpoint decides."""
+    assert main(["predict", "--help"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for name in ("recycles", "msa_clusters", "extra_msa"):
+        shown = text.partition(f"--{name} ")[2].partition(" --")[0]
+        assert "null: as in training" in shown
+        assert shown.endswith("(type: int | null, default: null)")
+
+
 def test_the_quick_help_lists_options_that_exist() -> None:
     """The Trainer's options are listed without importing Lightning, so they could go stale."""
     import inspect

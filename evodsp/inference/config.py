@@ -28,18 +28,18 @@ class PredictConfig:
     """Number of predictions per record; each draws its own MSA clusters and masks."""
     first_seed: int = 0
     """The predictions are numbered (and seeded) first_seed, first_seed + 1, …"""
-    recycles: int = 3
-    """Recycling iterations after the first pass."""
+    recycles: int | None = None
+    """Recycling iterations after the first pass; null: as in training."""
     format: Literal["cif", "pdb"] = "cif"
     """File format of the structures. PDB holds at most 9,999 residues and 99,999 atoms."""
     raw: bool = False
     """Use the raw weights of the checkpoint instead of their exponential moving average."""
     device: str = "auto"
     """Where the model runs: cpu, cuda, cuda:1, … ; auto takes a GPU if there is one."""
-    msa_clusters: int = 128
-    """Rows of the clustered MSA. Best as in training; more rows cost time and memory."""
-    extra_msa: int = 1024
-    """Rows of the extra MSA. Best as in training; more rows cost time and memory."""
+    msa_clusters: int | None = None
+    """Rows of the clustered MSA; null: as in training, which is best. More rows cost time and memory."""
+    extra_msa: int | None = None
+    """Rows of the extra MSA; null: as in training, which is best. More rows cost time and memory."""
     overwrite: bool = False
     """Replace earlier results. Otherwise a finished prediction with the same inputs is kept and named."""
 
@@ -47,7 +47,7 @@ class PredictConfig:
         lowest = {"seeds": 1, "first_seed": 0, "recycles": 0, "msa_clusters": 1, "extra_msa": 1}
         for name, least in lowest.items():
             value = getattr(self, name)
-            if value < least:
+            if value is not None and value < least:
                 raise UserError(f"--{name} is {value}, but must be at least {least}; give a larger number")
         if self.format not in ("cif", "pdb"):
             raise UserError(f"--format is '{self.format}', but must be 'cif' or 'pdb'")

@@ -10,7 +10,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ import torch
 from evodsp.config import FeatureConfig
 from evodsp.data.dataset import collate, prediction_sample
 from evodsp.data.store import read_alignment_dir
+from evodsp.data.transforms import check_config
 from evodsp.data.types import Alignment
 from evodsp.errors import UserError
 from evodsp.inference.config import PredictConfig
@@ -29,9 +30,12 @@ from evodsp.inference.writers import PredictedStructure
 from evodsp.losses.confidence import compute_plddt
 from evodsp.model.alphafold import AlphaFold
 from evodsp.model.outputs import ModelOutput
-from evodsp.weights.checkpoint import load_model
+from evodsp.weights.checkpoint import load_features, load_model
 
 Report = Callable[[str], None]
+
+_SIZES = ("recycles", "msa_clusters", "extra_msa")
+"""Options that, where not given, are as in training."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +57,10 @@ def predict(config: PredictConfig, report: Report = print) -> list[PredictionRes
     _check_output(config.output)
     if not config.checkpoint.is_file():
         raise UserError(f"{config.checkpoint}: no such checkpoint; check --checkpoint")
+    trained = load_features(config.checkpoint)
+    features = _feature_config(config, trained)
     checkpoint = digest(config.checkpoint)
-    settings = [_settings(config, target, checkpoint) for target in targets]
+    settings = [_settings(config, features, target, checkpoint) for target in targets]
     results = {
         target.query.name: finished(config.output / target.query.name, made_with, config.overwrite)
         for target, made_with in zip(targets, settings, strict=True)
@@ -65,6 +71,7 @@ def predict(config: PredictConfig, report: Report = print) -> list[PredictionRes
     if open_targets:
         model = load_model(config.checkpoint, config.raw).to(device).eval()
 
+    report(_sizes_line(features, trained))
     complete: list[PredictionResult] = []
     for number, (target, made_with) in enumerate(zip(targets, settings, strict=True), start=1):
         report(f"[{number}/{len(targets)}] {target.query.name}: {len(target.query)} residues")
@@ -72,13 +79,18 @@ def predict(config: PredictConfig, report: Report = print) -> list[PredictionRes
         if result is not None:
             report(f"  kept: {result.folder} is complete and made with the same inputs (--overwrite predicts again)")
         else:
-            result = _predict_target(target, model, config, made_with, report)
+            result = _predict_target(target, model, config, features, made_with, report)
         complete.append(result)
     return complete
 
 
 def _predict_target(
-    target: Target, model: AlphaFold, config: PredictConfig, settings: dict[str, Any], report: Report
+    target: Target,
+    model: AlphaFold,
+    config: PredictConfig,
+    features: FeatureConfig,
+    settings: dict[str, Any],
+    report: Report,
 ) -> PredictionResult:
     """All seeds of one target: features, model, files."""
     start = time.perf_counter()
@@ -93,7 +105,7 @@ def _predict_target(
     structures: dict[int, PredictedStructure] = {}
     times: dict[int, _SeedTimes] = {}
     for seed in _seeds(config):
-        structures[seed], times[seed] = _predict_seed(target, alignments, model, config, seed, report)
+        structures[seed], times[seed] = _predict_seed(target, alignments, model, features, seed, report)
 
     start = time.perf_counter()
     folder = config.output / target.query.name
@@ -121,10 +133,10 @@ def _predict_target(
 
 
 def _predict_seed(
-    target: Target, alignments: list[Alignment], model: AlphaFold, config: PredictConfig, seed: int, report: Report
+    target: Target, alignments: list[Alignment], model: AlphaFold, config: FeatureConfig, seed: int, report: Report
 ) -> tuple[PredictedStructure, _SeedTimes]:
     start = time.perf_counter()
-    sample = prediction_sample(target.query, alignments, _feature_config(config), seed)
+    sample = prediction_sample(target.query, alignments, config, seed)
     batch = collate([sample])
     features = time.perf_counter() - start
     report(f"  seed {seed}: features, {features:.1f} s")
@@ -173,21 +185,28 @@ def _structure(target: Target, batch: dict[str, torch.Tensor], output: ModelOutp
     )
 
 
-def _feature_config(config: PredictConfig) -> FeatureConfig:
-    return FeatureConfig(
-        crop_size=None,
-        msa_clusters=config.msa_clusters,
-        extra_msa=config.extra_msa,
-        recycles=config.recycles,
-        uniform_recycling=False,
-    )
+def _feature_config(config: PredictConfig, trained: FeatureConfig) -> FeatureConfig:
+    """The checkpoint's features of the whole chain, with the sizes that the user gave in place of its own."""
+    given = {name: value for name in _SIZES if (value := getattr(config, name)) is not None}
+    features = replace(trained, crop_size=None, uniform_recycling=False, **given)
+    check_config(features)
+    return features
+
+
+def _sizes_line(features: FeatureConfig, trained: FeatureConfig) -> str:
+    """The sizes in use, and beside those that the user changed the checkpoint's own."""
+    sizes = []
+    for name in _SIZES:
+        used, default = getattr(features, name), getattr(trained, name)
+        sizes.append(f"{name} {used}" if used == default else f"{name} {used} (default {default})")
+    return f"sizes: {', '.join(sizes)}"
 
 
 def _seeds(config: PredictConfig) -> list[int]:
     return list(range(config.first_seed, config.first_seed + config.seeds))
 
 
-def _settings(config: PredictConfig, target: Target, checkpoint: str) -> dict[str, Any]:
+def _settings(config: PredictConfig, features: FeatureConfig, target: Target, checkpoint: str) -> dict[str, Any]:
     """All that the files depend on: an earlier result is kept only if every item agrees."""
     return {
         "sequence": target.query.letters,
@@ -195,9 +214,7 @@ def _settings(config: PredictConfig, target: Target, checkpoint: str) -> dict[st
         "checkpoint": checkpoint,
         "raw": config.raw,
         "seeds": _seeds(config),
-        "recycles": config.recycles,
-        "msa_clusters": config.msa_clusters,
-        "extra_msa": config.extra_msa,
+        **{name: getattr(features, name) for name in _SIZES},
         "format": config.format,
     }
 

@@ -96,7 +96,7 @@ class TrainingCLI(LightningCLI):
         self.datamodule.check()
         if self.start is not None and self.command == "fit":
             check_same_model(self.start, read_checkpoint(self.start), settings.model_config())
-        self.model = TrainingModule(settings, self.run_config.seed)
+        self.model = TrainingModule(settings, self.run_config.seed, data.validation)
         if self.start is not None and self.command != "fit":
             self.model.model = load_model(self.start, self.run_config.raw)
         if self.command == "fit" and self.run_config.overwrite and self.start is None:

@@ -9,6 +9,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from evodsp import metrics
+from evodsp.config import FeatureConfig
 from evodsp.errors import UserError
 from evodsp.geometry.residues import ATOM_ORDER
 from evodsp.losses.total import total_loss
@@ -40,12 +41,13 @@ def score(output: ModelOutput, batch: dict[str, Tensor]) -> dict[str, Tensor]:
 class TrainingModule(LightningModule):
     """Lightning's view of `AlphaFold`.
 
-    Dropout of sample i is drawn from (seed, i), so that it does not depend on ranks, resumes or recomputation.
+    Dropout of sample i is drawn from (seed, i), so that it does not depend on ranks, resumes or recomputation. `features`,
+    those of validation, go into the checkpoints: prediction takes its sizes from there.
     """
 
-    def __init__(self, config: TrainingConfig, seed: int = 0) -> None:
+    def __init__(self, config: TrainingConfig, seed: int = 0, features: FeatureConfig | None = None) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.features = config, features
         self.model = AlphaFold(config.model_config())
         self.chain_names: dict[str, list[str]] = {}
         """Names of the validation ("val") and test chains by sample index, where known."""
@@ -96,8 +98,10 @@ class TrainingModule(LightningModule):
     def configure_optimizers(self) -> Any:
         config = self.config.optimizer
         total = config.total_steps or int(self.trainer.estimated_stepping_batches)
+        # One kernel for all parameters; in mixed precision Lightning refuses to clip gradients for it.
+        fused = not str(self.trainer.precision).endswith("mixed")
         optimizer = torch.optim.Adam(
-            self.model.parameters(), lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps
+            self.model.parameters(), lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=fused
         )
         schedule = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: learning_rate(step, config, total) / config.lr
@@ -105,7 +109,7 @@ class TrainingModule(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint.update(checkpoint_entries(self.model.config))
+        checkpoint.update(checkpoint_entries(self.model.config, self.features))
 
     def _evaluate(self, batch: dict[str, Tensor], stage: str) -> None:
         output = self.model(batch)

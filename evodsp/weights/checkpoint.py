@@ -1,14 +1,15 @@
 """Checkpoints: Lightning's files with the model's sizes and a format version inside, read without Lightning.
 
-Keys of ours: `format_version`; `model_config` (nested dictionary of sizes); `state_dict` (raw weights, names begin with
+Keys of ours: `format_version`; `model_config` (nested dictionary of sizes); `features` (dictionary of the feature pipeline's
+sizes that the model was validated with, where known); `state_dict` (raw weights, names begin with
 `model.`); `ema_state_dict` (their exponential moving average, where training kept one). Everything is tensors, numbers, strings
 and containers, so files are loaded with `weights_only=True`: a checkpoint from a stranger cannot run code.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
-import pickle
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from evodsp.config import ModelConfig
+from evodsp.config import FeatureConfig, ModelConfig, from_dict
 from evodsp.errors import UserError
 from evodsp.model.alphafold import AlphaFold
 
@@ -25,22 +26,27 @@ FORMAT_VERSION = 1
 PREFIX = "model."
 
 
-def checkpoint_entries(config: ModelConfig) -> dict[str, Any]:
-    """What makes a Lightning checkpoint readable by `load_model`, besides the weights."""
-    return {"format_version": FORMAT_VERSION, "model_config": config.to_dict()}
+def checkpoint_entries(config: ModelConfig, features: FeatureConfig | None) -> dict[str, Any]:
+    """What makes a Lightning checkpoint readable by `load_model` and, with `features`, by `load_features`; no weights."""
+    entries: dict[str, Any] = {"format_version": FORMAT_VERSION, "model_config": config.to_dict()}
+    if features is not None:
+        entries["features"] = dataclasses.asdict(features)
+    return entries
 
 
 def read_checkpoint(path: str | Path) -> dict[str, Any]:
     """The checkpoint's dictionary, on the CPU, memory-mapped. Raises UserError if the file is not an evodsp checkpoint."""
     path = Path(path)
     if not path.is_file():
-        raise UserError(f"{path}: no such checkpoint file; `evodsp fit` writes them to <output>/checkpoints")
+        raise UserError(f"{path}: no such checkpoint file; give one that `evodsp fit` wrote to <output>/checkpoints")
     if not zipfile.is_zipfile(path):
         raise UserError(f"{path}: not a checkpoint (or cut short); give a .ckpt file written by `evodsp fit`")
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (RuntimeError, pickle.UnpicklingError, EOFError, KeyError, OSError) as error:
-        raise UserError(f"{path}: not a readable checkpoint ({str(error).splitlines()[0][:120]})") from error
+    except Exception as error:  # a damaged pickle raises whatever its reader stumbles over; PyTorch's text is for programmers
+        raise UserError(
+            f"{path}: not a readable checkpoint, it is damaged or another program's; give one written by `evodsp fit`"
+        ) from error
     lacking = [key for key in ("format_version", "model_config", "state_dict") if key not in _keys(checkpoint)]
     if lacking:
         raise UserError(
@@ -66,6 +72,21 @@ def load_model(path: str | Path, raw: bool = False) -> AlphaFold:
     weights = checkpoint["state_dict"] if raw or averaged is None else averaged
     load_weights(model, {name.removeprefix(PREFIX): value for name, value in weights.items()}, str(path))
     return model.eval()
+
+
+def load_features(path: str | Path) -> FeatureConfig:
+    """The feature sizes that a checkpoint's model was validated with; the defaults of `FeatureConfig` where it has none.
+
+    Raises UserError if the file is no evodsp checkpoint or its sizes are not of this version.
+    """
+    values = read_checkpoint(path).get("features", {})
+    if not isinstance(values, dict):
+        raise UserError(f"{path}: unreadable feature sizes: 'features' is a {type(values).__name__}, not a dictionary")
+    try:
+        features: FeatureConfig = from_dict(FeatureConfig, values, "features")
+    except UserError as error:
+        raise UserError(f"{path}: unreadable feature sizes: {error}") from error
+    return features
 
 
 def load_weights(model: AlphaFold, weights: Mapping[str, Tensor], source: str) -> None:
@@ -95,12 +116,18 @@ def check_same_model(path: str | Path, checkpoint: Mapping[str, Any], config: Mo
             )
 
 
-def save_model(path: str | Path, model: AlphaFold, averaged: Mapping[str, Tensor] | None = None) -> None:
-    """Write a checkpoint of weights alone, for prediction. `averaged`: the moving average, by the model's parameter names.
+def save_model(
+    path: str | Path,
+    model: AlphaFold,
+    averaged: Mapping[str, Tensor] | None = None,
+    features: FeatureConfig | None = None,
+) -> None:
+    """Write a checkpoint of weights alone, for prediction.
 
+    `averaged`: the moving average, by the model's parameter names. `features`: what `load_features` is to give.
     The file appears whole or not at all.
     """
-    checkpoint: dict[str, Any] = checkpoint_entries(model.config)
+    checkpoint = checkpoint_entries(model.config, features)
     checkpoint["state_dict"] = {f"{PREFIX}{name}": value.detach().cpu() for name, value in model.state_dict().items()}
     if averaged is not None:
         average = {f"{PREFIX}{name}": value.detach().cpu() for name, value in averaged.items()}

@@ -9,13 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from evodsp.config import ModelConfig
+from evodsp.config import FeatureConfig, ModelConfig
 from evodsp.inference.config import PredictConfig
 from evodsp.model.alphafold import AlphaFold
 from evodsp.weights.checkpoint import save_model
 
 QUERY = "MKTAYIAKQRXGSHWLVEDNCF"
 OTHER = "GSTLLKAEEQ"
+TRAINED = FeatureConfig(crop_size=8, msa_clusters=7, extra_msa=3, max_templates=1, recycles=2, masked_msa_fraction=0.5)
+"""The sizes in the checkpoint: none is a default or what the workplace's config asks for."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
     path = tmp_path_factory.mktemp("checkpoint") / "tiny.ckpt"
-    save_model(path, model)
+    save_model(path, model, features=TRAINED)
     return path
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,8 +14,12 @@ from evodsp.inference import predict as module
 from evodsp.inference import results
 from evodsp.inference.config import PredictConfig
 from evodsp.inference.predict import predict
+from evodsp.weights.checkpoint import load_model, save_model
+
+from .conftest import TRAINED
 
 QUERY, OTHER = "MKTAYIAKQRXGSHWLVEDNCF", "GSTLLKAEEQ"  # of the fixture's alpha_A and beta_A
+SIZES = {"recycles": 2, "msa_clusters": 7, "extra_msa": 3}  # of the fixture's checkpoint
 
 
 def silent(line: str) -> None:
@@ -68,6 +73,43 @@ def test_timings_count_every_stage_and_pass(workplace):
     assert timings["model_seconds"] == pytest.approx(sum(timings["seeds"][0]["pass_seconds"]), abs=5e-3)
     assert timings["alignment_rows"] == 12
     assert timings["peak_memory_mib"] > 50
+
+
+def test_sizes_are_those_of_training(workplace):
+    """Without flags as with the sizes of training given: the same files, and the second run finds nothing left to do."""
+    unset, given = workplace.change(**dict.fromkeys(SIZES)), workplace.change(**SIZES, output=workplace.root / "given")
+    lines: list[str] = []
+    found, again = predict(unset, lines.append)[0], predict(given, silent)[0]
+    for name in ("seed_0.cif", "seed_1.cif", "seed_1_scores.json", "ranking.json"):
+        assert (found.folder / name).read_bytes() == (again.folder / name).read_bytes()
+    assert read_json(found.folder / "ranking.json")["settings"].items() >= SIZES.items()
+    assert len(read_json(found.folder / "timings.json")["seeds"][0]["pass_seconds"]) == SIZES["recycles"] + 1
+    assert "sizes: recycles 2, msa_clusters 7, extra_msa 3" in lines
+    assert all(r.kept for r in predict(workplace.change(**SIZES), silent))
+
+
+def test_sizes_given_take_the_place_of_those_of_training(workplace, monkeypatch):
+    """One flag must change one size; the noise and the template rows stay those of training."""
+    seen, real = [], module.prediction_sample
+
+    def spy(query, alignments, config, seed):
+        seen.append(config)
+        return real(query, alignments, config, seed)
+
+    monkeypatch.setattr(module, "prediction_sample", spy)
+    lines: list[str] = []
+    found = predict(workplace.change(**{**dict.fromkeys(SIZES), "extra_msa": 4}, seeds=1), lines.append)[0]
+    assert set(seen) == {replace(TRAINED, crop_size=None, uniform_recycling=False, extra_msa=4)}
+    assert read_json(found.folder / "ranking.json")["settings"].items() >= {**SIZES, "extra_msa": 4}.items()
+    assert "sizes: recycles 2, msa_clusters 7, extra_msa 4 (default 3)" in lines
+
+
+def test_a_checkpoint_without_sizes_takes_the_defaults(workplace, checkpoint):
+    """Weights from elsewhere, saved without features, are to be predicted with nevertheless."""
+    save_model(workplace.root / "bare.ckpt", load_model(checkpoint))
+    config = workplace.change(checkpoint=workplace.root / "bare.ckpt", seeds=1, msa_clusters=None, extra_msa=None)
+    settings = read_json(predict(config, silent)[0].folder / "ranking.json")["settings"]
+    assert (settings["msa_clusters"], settings["extra_msa"]) == (128, 1024)
 
 
 def test_same_seed_same_bytes(workplace):
@@ -195,6 +237,10 @@ def _not_a_checkpoint(workplace):
     return workplace.change(checkpoint=workplace.root / "bad.ckpt"), r"bad\.ckpt"
 
 
+def _clusters_fewer_than_templates(workplace):
+    return workplace.change(msa_clusters=1), "msa_clusters 1 leaves no row beside max_templates 1"
+
+
 def _no_fasta(workplace):
     return workplace.change(fasta=workplace.root / "absent.fasta"), r"absent\.fasta: no such FASTA file"
 
@@ -255,7 +301,8 @@ def _unusable_device(workplace):
 @pytest.mark.parametrize(
     "spoil",
     [
-        _no_checkpoint, _not_a_checkpoint, _no_fasta, _fasta_without_header, _two_equal_names, _name_with_slashes,
+        _no_checkpoint, _not_a_checkpoint, _clusters_fewer_than_templates, _no_fasta, _fasta_without_header,
+        _two_equal_names, _name_with_slashes,
         _no_alignments_folder, _no_alignments, _empty_alignment_folder, _query_differs, _query_of_another_length,
         _truncated_alignment, _output_below_a_file, _unusable_device,
     ],
@@ -319,8 +366,6 @@ def test_diverged_model_is_named(workplace, monkeypatch):
 
 def test_raw_weights_are_another_model(workplace, checkpoint, tmp_path):
     """--raw must reach the checkpoint reader."""
-    from evodsp.weights.checkpoint import load_model, save_model
-
     model = load_model(checkpoint)
     average = {name: 0.5 * value for name, value in model.state_dict().items() if value.is_floating_point()}
     save_model(tmp_path / "both.ckpt", model, average)

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from evodsp.cli import main
+from evodsp.config import FeatureConfig
 from evodsp.training.curve import read_curve
-from evodsp.weights.checkpoint import load_model, read_checkpoint
+from evodsp.weights.checkpoint import load_features, load_model, read_checkpoint
 
 
 def fit(chains: Path, output: Path, *options: str) -> int:
@@ -82,6 +83,23 @@ def test_the_checkpoint_holds_raw_and_averaged_weights(finished: Path) -> None:
     assert not averaged.training
     differing = [not torch.equal(a, b) for a, b in zip(averaged.parameters(), raw.parameters(), strict=True)]
     assert sum(differing) > len(differing) / 2
+
+
+def test_the_checkpoint_holds_the_features_of_validation(finished: Path) -> None:
+    """Those of training, with its crops and random recycling, or none: prediction would take other sizes."""
+    expected = FeatureConfig(crop_size=None, msa_clusters=4, extra_msa=3, recycles=0, uniform_recycling=False)
+    for name in ("last", "best"):
+        assert load_features(finished / "checkpoints" / f"{name}.ckpt") == expected
+
+
+def test_mixed_precision_trains(chains: Path, tmp_path: Path) -> None:
+    """Lightning refuses to clip gradients in mixed precision where the optimizer is fused; a resume may switch to it."""
+    output = tmp_path / "run"
+    assert fit(chains, output, "--trainer.max_steps", "1") == 0
+    options = ("--trainer.precision", "bf16-mixed", "--trainer.max_steps", "2", "--ckpt_path", "last")
+    assert fit(chains, output, *options) == 0
+    assert fit(chains, output, "--trainer.max_steps", "3", "--ckpt_path", "last") == 0
+    assert list(losses(output)) == [0, 1, 2]
 
 
 def test_validation_in_training_scores_the_average(

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from evodsp.config import ModelConfig
+from evodsp.config import FeatureConfig, ModelConfig
 from evodsp.errors import UserError
 from evodsp.model.alphafold import AlphaFold
-from evodsp.weights.checkpoint import check_same_model, load_model, read_checkpoint, save_model
+from evodsp.weights.checkpoint import check_same_model, load_features, load_model, read_checkpoint, save_model
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +106,31 @@ def test_what_does_not_fit_is_named(model: AlphaFold, tmp_path: Path) -> None:
     sizes = {**model.config.to_dict(), "chanels": {}}
     with pytest.raises(UserError, match="Did you mean 'channels'"):
         load_model(changed(path, tmp_path / "y.ckpt", model_config=sizes))
+
+
+def test_feature_sizes_come_back_as_saved(model: AlphaFold, tmp_path: Path) -> None:
+    """Predicting with other sizes than the model was trained with; no size may be the default, or its loss goes unseen."""
+    features = FeatureConfig(
+        crop_size=None, msa_clusters=7, extra_msa=5, max_templates=2, recycles=1, masked_msa_fraction=0.25
+    )
+    save_model(path := tmp_path / "x.ckpt", model, features=features)
+    assert load_features(path) == features
+    save_model(path, model)
+    assert load_features(path) == FeatureConfig()
+
+
+@pytest.mark.parametrize(
+    ("features", "said"),
+    [({"msa_cluster": 3}, "'features.msa_cluster'. Did you mean 'msa_clusters'"), ([3], "'features' is a list")],
+)
+def test_unreadable_feature_sizes_are_one_line(model: AlphaFold, tmp_path: Path, features: Any, said: str) -> None:
+    """A key of another version silently dropped, or a traceback."""
+    save_model(path := tmp_path / "x.ckpt", model)
+    with pytest.raises(UserError) as caught:
+        load_features(changed(path, new := tmp_path / "y.ckpt", features=features))
+    assert said in str(caught.value)
+    assert str(caught.value).startswith(str(new))
+    assert "\n" not in str(caught.value)
 
 
 def test_only_sizes_that_matter_must_agree(model: AlphaFold, tmp_path: Path) -> None:
