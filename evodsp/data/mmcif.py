@@ -66,7 +66,9 @@ def read_chain(path: str | Path, chain_id: str) -> Chain:
     entry = _Entry.read(path)
     if chain_id not in entry.asym_of_chain:
         there = sorted(entry.asym_of_chain)
-        raise UserError(f"{path}: no protein chain '{chain_id}'.{nearest(chain_id, there)} Chains: {', '.join(there)}")
+        raise UserError(
+            f"{path}: no protein chain '{chain_id}'.{nearest(chain_id, there)} Chains: {', '.join(there)}; give one of these"
+        )
     return entry.chain(chain_id)
 
 

@@ -43,7 +43,7 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
         raise UserError(f"{path}: not a checkpoint (or cut short); give a .ckpt file written by `evodsp fit`")
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # a damaged pickle raises whatever its reader stumbles over; PyTorch's text is for programmers
+    except Exception as error:  # a damaged file's pickle raises whatever its reader stumbles over
         raise UserError(
             f"{path}: not a readable checkpoint, it is damaged or another program's; give one written by `evodsp fit`"
         ) from error

@@ -1,0 +1,320 @@
+"""Bad input through the whole command: what users get wrong with `predict` and `fit` is exit code 2, one line on standard error
+that names file, line and mend, no traceback, and not one file more on the disk than before.
+
+`tests/data/test_bad_input.py` tries the readers with many more broken files; here is what the user of the program sees.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+
+from evodsp.cli import main
+from evodsp.config import ModelConfig
+from evodsp.model.alphafold import AlphaFold
+from evodsp.weights.checkpoint import save_model
+from tests.training.conftest import SEQUENCES, TINY, write_chain
+
+KEY, OTHER_KEY = SEQUENCES
+QUERY, OTHER = SEQUENCES.values()
+A3M = f"alignments/{KEY}/uniref90_hits.a3m"
+STO = f"alignments/{KEY}/mgnify_hits.sto"
+CIF = f"mmcif_files/{KEY.split('_')[0]}.cif"
+FASTA, CHECKPOINT, CONFIG = "query.fasta", "tiny.ckpt", "tiny.yaml"
+OUTPUT = Path("runs") / "out"
+
+# The words that tell a user what to do about it.
+MEND = re.compile(
+    r"\b(write|remove|rename|add|mend|search|use|give|check|download|save|must be|drop|put|shorten)\b|Did you mean"
+)
+
+
+@pytest.fixture(scope="session")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two chains with structures and alignments, a FASTA file, a config and a checkpoint, all in order."""
+    folder = tmp_path_factory.mktemp("pristine")
+    for key, letters in SEQUENCES.items():
+        write_chain(folder, key, letters)
+    (folder / FASTA).write_text(f">{KEY}\n{QUERY}\n")
+    (folder / STO).write_text(f"# STOCKHOLM 1.0\n\n{KEY} {QUERY}\nhit {QUERY[:5]}--{QUERY[7:]}\n//\n")
+    directories = "  alignment_dir: alignments\n  structure_dir: mmcif_files\n"
+    (folder / CONFIG).write_text(TINY.replace("data:\n", "data:\n" + directories))
+    torch.manual_seed(0)
+    save_model(folder / CHECKPOINT, AlphaFold(ModelConfig.preset("test")))
+    return folder
+
+
+@pytest.fixture
+def inputs(pristine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the inputs that a test may break; the working directory is there."""
+    shutil.copytree(pristine, tmp_path / "here")
+    monkeypatch.chdir(tmp_path / "here")
+    return tmp_path / "here"
+
+
+def predict(*options: str) -> list[str]:
+    given = ["--fasta", FASTA, "--alignments", "alignments", "--checkpoint", CHECKPOINT, "--output", str(OUTPUT)]
+    return [
+        "predict",
+        *given,
+        "--recycles",
+        "0",
+        "--msa_clusters",
+        "4",
+        "--extra_msa",
+        "3",
+        "--device",
+        "cpu",
+        *options,
+    ]
+
+
+def fit(*options: str) -> list[str]:
+    return ["fit", "--config", CONFIG, "--output", str(OUTPUT), *options]
+
+
+def snapshot(folder: Path) -> dict[str, int]:
+    """Every path below a folder, with its size."""
+    return {str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*") if path.is_file()} | {
+        str(path.relative_to(folder)): -1 for path in folder.rglob("*") if path.is_dir()
+    }
+
+
+def check_message(error: str, *parts: str) -> None:
+    assert error.startswith("evodsp: error: ")
+    assert error.count("\n") == 1, error
+    assert error.endswith("\n")
+    assert "Traceback" not in error
+    for part in parts:
+        assert part in error, f"'{part}' is not in: {error}"
+    assert MEND.search(error), f"no mend in: {error}"
+    assert len(error) < 400, f"too long to read: {error}"
+
+
+def check_refused(words: list[str], here: Path, capsys: pytest.CaptureFixture[str], *parts: str) -> None:
+    """The command ends with exit code 2 and one line that holds `parts`, and leaves the folder as it was."""
+    before = snapshot(here)
+    assert main(words) == 2
+    check_message(capsys.readouterr().err, *parts)
+    assert not OUTPUT.exists()
+    assert snapshot(here) == before
+
+
+Content = str | bytes
+# Of each case: the file that is broken, what it holds then (None: it is gone), and what the line must say.
+FASTA_CASES: Mapping[str, tuple[Content, list[str]]] = {
+    "empty": ("", [FASTA, "empty"]),
+    "only blanks": ("\n \n", [FASTA, "empty"]),
+    "no header": (f"{QUERY}\n", [f"{FASTA}:1: ", "add '>name'"]),
+    "no sequence": (f">{KEY}\n", [f"{FASTA}:1: ", KEY, "empty"]),
+    "no name": (f">\n{QUERY}\n", [f"{FASTA}:1: ", "without a name"]),
+    "two equal names": (f">{KEY}\n{QUERY}\n>{KEY} again\n{QUERY}\n", [f"{FASTA}:3: ", KEY, "line 1", "rename"]),
+    "slash in a name": (f">sp|P1/2\n{QUERY}\n", [f"{FASTA}:1: ", "'sp|P1/2'", "'/'"]),
+    "name that leaves the folder": (f">../{KEY}\n{QUERY}\n", [f"{FASTA}:1: ", "cannot name a folder"]),
+    "absolute name": (f">/tmp\n{QUERY}\n", [f"{FASTA}:1: ", "cannot name a folder"]),
+    "unknown letter": (f">{KEY}\nMKT\nAY1\n", [f"{FASTA}:3: ", "'1'", KEY, "X"]),
+    "ambiguous letter": (f">{KEY}\nMKU\n", [f"{FASTA}:2: ", "'U'", "C"]),
+    "binary": (b">x\n\xff\xfe\x00\n", [f"{FASTA}:2: ", "not a text file"]),
+    "another sequence": (f">{KEY}\n{QUERY[:-1]}W\n", [f"alignments/{KEY}/", "position 13", "'E'", "'W'"]),
+    "another length": (f">{KEY}\n{QUERY}A\n", ["13 residues", "14"]),
+    "record without alignments": (f">{KEY}\n{QUERY}\n>3abc_A\n{QUERY}\n", ["alignments", "3abc_A", "Did you mean"]),
+    "gzip cut short": (gzip.compress(f">{KEY}\n{QUERY}\n".encode())[:-6], [FASTA, "gzip"]),
+}
+ALIGNMENT_CASES: Mapping[str, tuple[str, Content, list[str]]] = {
+    "A3M empty": (A3M, "", [A3M, "empty"]),
+    "A3M without header": (A3M, f"{QUERY}\n{QUERY}\n", [f"{A3M}:1: ", "add '>name'"]),
+    "A3M cut within a row": (A3M, f">{KEY}\n{QUERY}\n>r1\n{QUERY}\n>r2\n{QUERY[:5]}", [f"{A3M}:5: ", "truncated"]),
+    "A3M cut after a header": (A3M, f">{KEY}\n{QUERY}\n>r1\n{QUERY}\n>r2", [f"{A3M}:5: ", "'r2'", "truncated"]),
+    "A3M cut in its first row": (A3M, f">{KEY}\n{QUERY[:7]}", [A3M, "7 residues", "13"]),
+    "A3M gzip cut short": (A3M, gzip.compress(f">{KEY}\n{QUERY}\n".encode())[:-6], [A3M, "gzip"]),
+    "A3M row too short": (A3M, f">{KEY}\n{QUERY}\n>r1\n{QUERY[:-1]}\n>r2\n{QUERY}\n", [f"{A3M}:3: ", "12", "13", "'r1'"]),
+    "A3M row too long": (A3M, f">{KEY}\n{QUERY}\n>r1\n{QUERY}A\n", [f"{A3M}:3: ", "14", "13", "'r1'"]),
+    "A3M unknown letter": (A3M, f">{KEY}\n{QUERY}\n>r1\n{QUERY[:-1]}5\n", [f"{A3M}:4: ", "'5'", "'r1'"]),
+    "A3M letter of another alphabet": (A3M, f">{KEY}\n{QUERY}\n>r1\n{QUERY[:-1]}Ж\n", [f"{A3M}:4: ", "'Ж'"]),
+    "A3M of another query": (A3M, f">{KEY}\nW{QUERY[1:]}\n>r1\n{QUERY}\n", [A3M, "position 1,", "'W'", "'M'"]),
+    "A3M of a shorter query": (A3M, f">{KEY}\n{QUERY[:-2]}\n", [A3M, "11 residues", "13"]),
+    "A3M whose first row has gaps": (A3M, f">{KEY}\n-{QUERY[1:]}\n", [A3M, "position 1,", "'-'"]),
+    "Stockholm empty": (STO, "", [STO, "empty"]),
+    "Stockholm without header": (STO, f"{KEY} {QUERY}\n//\n", [f"{STO}:1: ", "# STOCKHOLM 1.0"]),
+    "Stockholm cut": (STO, f"# STOCKHOLM 1.0\n\n{KEY} {QUERY}\nhit {QUERY[:4]}", [f"{STO}:4: ", "truncated"]),
+    "Stockholm uneven rows": (STO, f"# STOCKHOLM 1.0\n{KEY} {QUERY}\nhit {QUERY}-\n//\n", [f"{STO}:3: ", "14", "13"]),
+    "Stockholm unknown letter": (STO, f"# STOCKHOLM 1.0\n{KEY} {QUERY[:-1]}5\n//\n", [f"{STO}:2: ", "'5'"]),
+    "Stockholm of another query": (STO, f"# STOCKHOLM 1.0\n{KEY} {OTHER}\n//\n", [STO, "position 1,", "'G'", "'M'"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FASTA_CASES)
+def test_predict_refuses_a_broken_fasta(case: str, inputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    content, said = FASTA_CASES[case]
+    (inputs / FASTA).write_bytes(content if isinstance(content, bytes) else content.encode())
+    check_refused(predict(), inputs, capsys, *said)
+
+
+@pytest.mark.parametrize("command", [predict, fit])
+@pytest.mark.parametrize("case", ALIGNMENT_CASES)
+def test_broken_alignments_are_refused(
+    case: str, command: Callable[[], list[str]], inputs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first chain's alignment is broken and the config's other chain is in order: nothing of either may be written."""
+    path, content, said = ALIGNMENT_CASES[case]
+    (inputs / path).write_bytes(content if isinstance(content, bytes) else content.encode())
+    check_refused(command(), inputs, capsys, *said)
+
+
+def test_the_second_record_is_checked_before_the_first_is_predicted(
+    inputs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An hour of predictions and then a typing mistake; or a result folder left beside an error."""
+    (inputs / FASTA).write_text(f">{KEY}\n{QUERY}\n>{OTHER_KEY}\n{OTHER}\n")
+    broken = f"alignments/{OTHER_KEY}/uniref90_hits.a3m"
+    (inputs / broken).write_text(f">{OTHER_KEY}\n{OTHER}\n>cut\n{OTHER[:3]}")
+    check_refused(predict(), inputs, capsys, f"{broken}:3: ", "truncated")
+
+
+def test_a_folder_without_alignments(inputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for path in (A3M, STO):
+        (inputs / path).unlink()
+    for command in (predict(), fit()):
+        check_refused(command, inputs, capsys, f"alignments/{KEY}", "no alignment")
+
+
+def without_atoms(cif: str) -> str:
+    return cif[: cif.index("loop_\n_atom_site.")]
+
+
+STRUCTURE_CASES: Mapping[str, tuple[Callable[[str], str], list[str]]] = {
+    "empty": (lambda cif: "", [CIF, "empty"]),
+    "no atoms": (without_atoms, [CIF, "no atoms", "download"]),
+    "cut within a row": (lambda cif: cif[: cif.rindex("ATOM") + 30], [CIF, "truncated", "download"]),
+    "not a structure": (lambda cif: "<html>404</html>\n", [f"{CIF}:1: ", "not a valid structure file", "download"]),
+    "without the chain": (
+        lambda cif: re.sub(r"(\nATOM .*) A (\S+ \d+)(?=\n)", r"\1 B \2", cif),
+        [CIF, "'A'", "Chains: B"],
+    ),
+    "letters for a coordinate": (
+        lambda cif: re.sub(r"(\nATOM .*? )-?\d+\.\d+ ", r"\1nan ", cif, count=1),
+        [CIF, "not a number"],
+    ),
+    "another sequence": (lambda cif: re.sub(r"\bMET\b", "TRP", cif), [A3M, "position 1,", "'M'", "'W'"]),
+}
+
+
+@pytest.mark.parametrize("case", STRUCTURE_CASES)
+def test_fit_refuses_a_broken_structure(case: str, inputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    change, said = STRUCTURE_CASES[case]
+    (inputs / STO).unlink()
+    (inputs / CIF).write_text(change((inputs / CIF).read_text()))
+    check_refused(fit(), inputs, capsys, *said)
+
+
+def test_a_chain_that_is_not_there(inputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without alignments, without a structure file, not in its structure file, not in the form of a name."""
+    check_refused(
+        fit("--data.train_chains", "[1abd_A]"), inputs, capsys, "1abd_A", "alignments", f"Did you mean '{KEY}'?"
+    )
+    shutil.copytree(inputs / "alignments" / KEY, inputs / "alignments" / "1abd_A")
+    check_refused(fit("--data.train_chains", "[1abd_A]"), inputs, capsys, "data.train_chains", "mmcif_files", "1abd_A")
+    shutil.copytree(inputs / "alignments" / KEY, inputs / "alignments" / "1abc_C")
+    check_refused(fit("--data.train_chains", "[1abc_C]"), inputs, capsys, CIF, "'C'", "Chains: A")
+    (inputs / "train.txt").write_text(f"{KEY}\n{KEY}\n")
+    check_refused(fit("--data.train_chains", "train.txt"), inputs, capsys, "train.txt", KEY, "more than once")
+
+
+def unpicklable(whole: bytes) -> bytes:
+    """A PyTorch file that would run code when it is loaded."""
+    buffer = io.BytesIO()
+    torch.save({"state_dict": Path("/")}, buffer)
+    return buffer.getvalue()
+
+
+def of_another_program(whole: bytes) -> bytes:
+    buffer = io.BytesIO()
+    torch.save({"state_dict": {"weight": torch.zeros(2)}}, buffer)
+    return buffer.getvalue()
+
+
+CHECKPOINTS: Mapping[str, Callable[[bytes], bytes]] = {
+    "text": lambda whole: b"not a checkpoint\n",
+    "empty": lambda whole: b"",
+    "cut in half": lambda whole: whole[: len(whole) // 2],
+    "last bytes cut off": lambda whole: whole[:-10],
+    "beginning cut off": lambda whole: whole[1000:],
+    "middle overwritten": lambda whole: whole[:100] + b"\0" * 2000 + whole[2100:],
+    "objects instead of tensors": unpicklable,
+    "weights of another program": of_another_program,
+}
+
+
+@pytest.mark.parametrize("case", CHECKPOINTS)
+def test_a_file_that_is_no_checkpoint(case: str, inputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = inputs / CHECKPOINT
+    path.write_bytes(CHECKPOINTS[case](path.read_bytes()))
+    validate = ["validate", "--config", CONFIG, "--output", str(OUTPUT), "--ckpt_path", CHECKPOINT]
+    for command in (predict(), fit("--ckpt_path", CHECKPOINT), validate):
+        check_refused(command, inputs, capsys, CHECKPOINT, "checkpoint")
+
+
+def test_a_checkpoint_that_is_a_folder_or_missing(inputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("alignments", "nowhere.ckpt"):
+        for command in (predict("--checkpoint", name), fit("--ckpt_path", name)):
+            check_refused(command, inputs, capsys, name, "checkpoint")
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "key"),
+    [
+        ("  ema_decay", "  ema_decy", "model.ema_decay"),
+        ("warmup_steps", "warmup_step", "model.optimizer.warmup_steps"),
+        ("samples_per_epoch", "sample_per_epoch", "data.samples_per_epoch"),
+        ("max_steps", "max_step", "trainer.max_steps"),
+        ("channels: {msa", "channels: {ms", "model.channels.msa"),
+    ],
+)
+def test_a_misspelt_config_key(
+    right: str, wrong: str, key: str, inputs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the YAML file: its line, and the key that was probably meant."""
+    text = (inputs / CONFIG).read_text().replace(right, wrong, 1)
+    (inputs / CONFIG).write_text(text)
+    line = next(number for number, line in enumerate(text.splitlines(), 1) if wrong in line)
+    check_refused(fit(), inputs, capsys, f"{CONFIG}:{line}: ", "unknown config key", "Did you mean", key)
+
+
+def test_a_misspelt_option(inputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    check_refused(
+        fit("--model.evoformer.block", "1"), inputs, capsys, "'--model.evoformer.block'", "'--model.evoformer.blocks'"
+    )
+    check_refused(predict("--recyles", "1"), inputs, capsys, "'--recyles'", "'--recycles'")
+
+
+@pytest.mark.parametrize("command", ["predict", "fit"])
+def test_the_installed_program_says_the_same(command: str, inputs: Path) -> None:
+    """Warnings of imported packages, or an exit code lost between `main` and the shell, show only in a real process."""
+    (inputs / A3M).write_text(f">{KEY}\n{QUERY}\n>r1\n{QUERY[:5]}")
+    words = predict() if command == "predict" else fit()
+    program = Path(sys.executable).with_name("evodsp")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([program, *words], capture_output=True, text=True, env=environment)
+    assert done.returncode == 2
+    check_message(done.stderr, f"{A3M}:3: ", "truncated")
+    assert done.stdout == ""
+    assert not OUTPUT.parent.exists()
+
+
+def test_the_inputs_are_in_order_before_they_are_broken(inputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Otherwise every test above could pass for another reason than its own."""
+    assert main(predict()) == 0
+    assert (OUTPUT / KEY / "seed_0.cif").is_file()
+    shutil.rmtree(OUTPUT)
+    assert main(fit("--trainer.max_steps", "1")) == 0
+    assert (OUTPUT / "checkpoints" / "last.ckpt").is_file()
