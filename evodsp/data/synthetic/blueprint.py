@@ -144,10 +144,10 @@ def _lay_out(kinds: list[str], loops: list[int], length: int, equal: bool = Fals
     tails."""
     weight = np.array([2.1 if kind == "H" else 1.0 for kind in kinds])
     free = length - sum(loops) - 2
-    sizes = np.floor(weight / weight.sum() * free).astype(int)
-    spare = free - sizes.sum()
+    sizes = [int(size) for size in np.floor(weight / weight.sum() * free)]
+    spare = free - sum(sizes)
     if not equal:
-        sizes[:spare] += 1
+        sizes = [size + (n < spare) for n, size in enumerate(sizes)]
         spare = 0
     else:
         beside = [n for n in range(len(loops)) if "H" in kinds[n : n + 2]][:spare]
@@ -156,9 +156,9 @@ def _lay_out(kinds: list[str], loops: list[int], length: int, equal: bool = Fals
     position = 1 + spare // 2
     structure, elements = "L" * position, []
     for kind, size, loop in zip(kinds, sizes, [*loops, length], strict=True):
-        elements.append((position, position + int(size)))
-        structure += kind * int(size) + "L" * loop
-        position += int(size) + loop
+        elements.append((position, position + size))
+        structure += kind * size + "L" * loop
+        position += size + loop
     return structure[:length], elements
 
 

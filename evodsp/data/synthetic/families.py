@@ -50,10 +50,8 @@ def make_family(config: SynthesisConfig, family: int) -> Iterator[Member]:
     sequences = model.sample(np.repeat(ancestor, count, 0), 2, draws.at("descendants"), 0.5)
     for number in range(count):
         here = draws.at("member", number)
-        own_torsions = vary(blueprint, torsions, here.at("shape"))
-        types, atoms = place_side_chains(
-            sequences[number], own_torsions, build_backbone(own_torsions), here.at("side chains")
-        )
+        own_backbone = build_backbone(vary(blueprint, torsions, here.at("shape")))
+        types, atoms = place_side_chains(sequences[number], own_backbone, here.at("side chains"))
         serial = family * count + number + 1
         chain = _chain(f"s{serial:03d}", types, atoms, _FIRST_RELEASE + timedelta(weeks=serial))
         alignments = {

@@ -268,7 +268,7 @@ def _blueprint_goals(blueprint: Blueprint, variant: int, draws: Draws) -> Goals:
     regions = LOOP_REGIONS[(draws.uniform(len(blueprint.structure)) * len(LOOP_REGIONS)).astype(int)]
     regions[blueprint.is_a("H")] = HELIX_REGION
     regions[blueprint.is_a("E")] = STRAND_REGION
-    width = np.select([blueprint.is_a("H"), blueprint.is_a("E")], [8.0, 25.0], 25.0)
+    width = np.select([blueprint.is_a("H"), blueprint.is_a("E")], [8.0, 12.0], 25.0)
     sketch = blueprint.sketch[variant]
     return Goals(
         regions=np.deg2rad(regions),

@@ -13,7 +13,7 @@ import itertools
 
 import numpy as np
 import torch
-from jaxtyping import Float64, Int64
+from jaxtyping import Float, Float64, Int64
 
 from evodsp.data.synthetic.backbone import CA, C, N, O
 from evodsp.geometry.frames import frames_to_atom14, torsion_angles_to_frames
@@ -43,8 +43,8 @@ _CHOICES: dict[str, tuple[tuple[float, ...], ...]] = {
     "E": (_STAGGERED, _STAGGERED, (-20.0, 20.0)), "Q": (_STAGGERED, _STAGGERED, (-40.0, 40.0)),
     "K": (_STAGGERED, _STAGGERED, (180.0,), (180.0,)), "R": (_STAGGERED, _STAGGERED, (180.0,), (180.0, 85.0, -85.0)),
 }  # fmt: skip
-# Proline: with AF2's rigid groups these two puckers close the ring (N-CD 1.473 Å).
-_PROLINE = ((28.0, -18.0), (-28.0, 18.0))
+# Proline: with AF2's rigid groups these two puckers close the ring (N-CD 1.47 Å).
+_PROLINE = ((26.0, -22.0), (-22.0, 24.0))
 _DEVIATIONS = (-14.0, 0.0, 14.0)
 # What a residue becomes when it has no room.
 _SMALLER = dict(zip("RNDCQEHILKMFPSTWYV", "KSSSNDNVVELLAASFFA", strict=True))
@@ -54,17 +54,16 @@ _POLAR = np.isin(np.char.ljust(_ATOM_NAMES, 1).astype("U1"), ["N", "O"])
 
 def place_side_chains(
     types: Int64[np.ndarray, "R"],
-    torsions: Float64[np.ndarray, "R 2"],
     backbone: Float64[np.ndarray, "R 6 3"],
     draws: Draws,
 ) -> tuple[Int64[np.ndarray, "R"], Float64[np.ndarray, "R 14 3"]]:
     """All heavy atoms, and the sequence, in which residues without room were replaced by smaller ones.
 
-    `types`: amino acids 0..19. `torsions`: phi and psi. `backbone`: as from `build_backbone`.
+    `types`: amino acids 0..19. `backbone`: as from `build_backbone`.
     """
     types = types.copy()
     for attempt in range(len(types)):
-        atoms = _pack(types, torsions, backbone, draws.at(attempt))
+        atoms = _pack(types, backbone, draws.at(attempt))
         clashing = _larger_of_clashing(types, atoms)
         if len(clashing) == 0:
             break
@@ -72,7 +71,7 @@ def place_side_chains(
     return types, atoms
 
 
-def closest_approach(types: Int64[np.ndarray, "R"], atoms: Float64[np.ndarray, "R 14 3"]) -> Float64[np.ndarray, "R R"]:
+def closest_approach(types: Int64[np.ndarray, "R"], atoms: Float[np.ndarray, "R 14 3"]) -> Float[np.ndarray, "R R"]:
     """Smallest distance between heavy atoms of two residues in Å; infinite on the diagonal.
 
     Of residues next to each other, atoms within three bonds of the peptide bond are left out, whose distance is geometry.
@@ -97,25 +96,27 @@ def closest_approach(types: Int64[np.ndarray, "R"], atoms: Float64[np.ndarray, "
 
 
 def all_atoms(
-    types: Int64[np.ndarray, "..."],
-    torsions: Float64[np.ndarray, "... 2"],
-    chi: Float64[np.ndarray, "... 4"],
-    backbone: Float64[np.ndarray, "... 6 3"],
+    types: Int64[np.ndarray, "..."], chi: Float64[np.ndarray, "... 4"], backbone: Float64[np.ndarray, "... 6 3"]
 ) -> Float64[np.ndarray, "... 14 3"]:
-    """atom14 positions through AF2's rigid groups (algorithm 24) on the frames of the given backbone."""
+    """atom14 positions: the backbone's own N, CA, C and O, side chains by AF2's rigid groups (algorithm 24) on its frames.
+
+    (AF2's tables have an N and a C for each type, up to 0.05 Å apart; with those the peptide bonds would not be exact.)
+    """
     ca, c, n = (torch.from_numpy(np.ascontiguousarray(backbone[..., kind, :])) for kind in (CA, C, N))
     frames = Rigid.from_three_points(2 * ca - c, ca, n)  # C lies on the positive x axis
-    # AF2's order: omega, phi, psi, chi1..chi4; omega and phi place no heavy atom of their own.
-    angles = np.concatenate([np.full((*types.shape, 1), np.pi), torsions, chi], -1)
+    # AF2's order: omega, phi, psi, chi1..chi4; the first three place no side chain.
+    angles = np.concatenate([np.zeros((*types.shape, 3)), chi], -1)
     sin_cos = torch.from_numpy(np.stack([np.sin(angles), np.cos(angles)], -1))
     kinds = torch.from_numpy(types)
-    return frames_to_atom14(torsion_angles_to_frames(frames, sin_cos, kinds), kinds).numpy()
+    atoms = frames_to_atom14(torsion_angles_to_frames(frames, sin_cos, kinds), kinds).numpy()
+    atoms[..., :4, :] = backbone[..., [N, CA, C, O], :]
+    return atoms
 
 
-def _pack(types: np.ndarray, torsions: np.ndarray, backbone: np.ndarray, draws: Draws) -> Float64[np.ndarray, "R 14 3"]:
+def _pack(types: np.ndarray, backbone: np.ndarray, draws: Draws) -> Float64[np.ndarray, "R 14 3"]:
     """The best combination of rotamers that was found."""
     residues = len(types)
-    atoms, own = _fitting_rotamers(types, torsions, backbone)
+    atoms, own = _fitting_rotamers(types, backbone)
     present = RESTYPE_ATOM14_MASK[types] > 0
     pair = _rotamer_energies(types, atoms, present)
     found: list[tuple[float, np.ndarray]] = []
@@ -135,7 +136,7 @@ def _pack(types: np.ndarray, torsions: np.ndarray, backbone: np.ndarray, draws: 
     return atoms[np.arange(residues), best]
 
 
-def _fitting_rotamers(types: np.ndarray, torsions: np.ndarray, backbone: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _fitting_rotamers(types: np.ndarray, backbone: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The KEPT_ROTAMERS of each residue that suit the backbone best: atoms [R, K, 14, 3] and energies [R, K], best first."""
     chosen_atoms, chosen_energy = [], []
     main = backbone[:, [N, CA, C, O]].reshape(-1, 3)
@@ -143,12 +144,7 @@ def _fitting_rotamers(types: np.ndarray, torsions: np.ndarray, backbone: np.ndar
     for i, kind in enumerate(types):
         chi, strain = _rotamers(RESTYPES[kind])
         count = len(chi)
-        atoms = all_atoms(
-            np.full(count, kind),
-            np.repeat(torsions[i : i + 1], count, 0),
-            chi,
-            np.repeat(backbone[i : i + 1], count, 0),
-        )
+        atoms = all_atoms(np.full(count, kind), chi, np.repeat(backbone[i : i + 1], count, 0))
         side = atoms[:, 5:][:, RESTYPE_ATOM14_MASK[kind, 5:] > 0]
         # Proline's ring is bonded to the residue before.
         others = main_residue != i
