@@ -45,7 +45,7 @@ def draw_homologs(
     `loop`: where insertions and deletions happen; ends are ragged besides.
     """
     length = len(query)
-    rate = 0.05 + 0.6 * draws.at("distance").uniform(count)
+    rate = 0.1 + 0.9 * draws.at("distance").uniform(count)
     rate[0] = 0.0
     residues = model.sample(np.repeat(query[None], count, 0), SWEEPS, draws.at("letters"), rate)
 
@@ -78,7 +78,7 @@ def to_stockholm(homologs: Homologs) -> str:
     """Stockholm as jackhmmer writes it: every insertion has columns of its own, '.' where a sequence has none of them."""
     widest = homologs.inserted.max(0)
     rows = _cells(homologs, ".")
-    width = max(map(len, homologs.names)) + 2
+    width = max(map(len, [*homologs.names, "#=GC RF"])) + 2
     kept = "".join("x" + "." * n for n in widest)
     lines = [f"{name:<{width}}{''.join(row)}" for name, row in zip(homologs.names, rows, strict=True)]
     return "\n".join(["# STOCKHOLM 1.0", "", *lines, f"{'#=GC RF':<{width}}{kept}", "//", ""])

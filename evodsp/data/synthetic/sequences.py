@@ -19,7 +19,7 @@ from evodsp.geometry.residues import RESTYPE_ORDER, RESTYPES
 from evodsp.rng import Draws
 
 CONTACT_DISTANCE = 8.0
-TASTE, COUPLING = 1.2, 1.3
+TASTE, COUPLING = 1.0, 1.6
 
 # Rows in AF2's order A R N D C Q E G H I L K M F P S T W Y V.
 _HELIX = np.array(

@@ -81,7 +81,7 @@ contacts, side chains of AlphaFold2's rigid groups.
 
 {table}
 
-Members of a family share the fold and about half of their residues; each has its own structure and alignments.
+Members of a family share the fold and half or more of their residues; each has its own structure and alignments.
 
 - `mmcif_files/<id>.cif`: structures, all heavy atoms
 - `alignments/<id>_A/bfd_uniclust_hits.a3m`, `uniref90_hits.sto`: {config.sequences} sequences each, the chain's first

@@ -1,0 +1,101 @@
+"""mmCIF text: what is written is read back the same, by us and by gemmi."""
+
+from __future__ import annotations
+
+from datetime import date
+from pathlib import Path
+
+import gemmi
+import numpy as np
+import pytest
+
+from evodsp.data.mmcif import read_chain
+from evodsp.data.mmcif_writer import mmcif_text, write_mmcif
+from evodsp.data.types import Chain
+from evodsp.errors import UserError
+from evodsp.geometry.residues import RESTYPE_ATOM37_MASK, RESTYPE_ORDER
+
+
+def _chain(chain_id: str = "A", sequence: str = "ACDGWX", **changes: object) -> Chain:
+    length = len(sequence)
+    random = np.random.default_rng(0)
+    mask = RESTYPE_ATOM37_MASK[[RESTYPE_ORDER[letter] for letter in sequence]].copy()
+    missing = np.zeros(length, dtype=bool)
+    missing[0] = True
+    mask[0], mask[3, 4], mask[-1, 1] = 0, 0, 1  # a missing residue, a missing atom, an unknown residue's CA
+    numbers = np.array([0, 11, 12, 12, 13, 14][:length], dtype=np.int32)
+    values: dict[str, object] = {
+        "pdb_id": "t001",
+        "chain_id": chain_id,
+        "sequence": sequence,
+        "residue_number": numbers,
+        "insertion_code": ("", "", "", "A", "", "")[:length],
+        "is_missing": missing,
+        "positions": (random.normal(size=(length, 37, 3)) * 20 * mask[..., None]).astype(np.float32),
+        "mask": mask,
+        "resolution": 1.85,
+        "method": "x-ray diffraction",
+        "release_date": date(2021, 3, 4),
+    }
+    return Chain(**(values | changes))  # type: ignore[arg-type]
+
+
+def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+    """Missing residues, insertion codes, author numbers, X, masks or metadata lost on the way."""
+    chain = _chain()
+    write_mmcif(tmp_path / "t001.cif", [chain])
+    read = read_chain(tmp_path / "t001.cif", "A")
+    assert (read.sequence, read.insertion_code) == (chain.sequence, chain.insertion_code)
+    assert (read.resolution, read.method.lower(), read.release_date) == (1.85, chain.method, chain.release_date)
+    np.testing.assert_array_equal(read.residue_number, chain.residue_number)
+    np.testing.assert_array_equal(read.is_missing, chain.is_missing)
+    np.testing.assert_array_equal(read.mask, chain.mask)
+    assert np.abs(read.positions - chain.positions).max() < 1e-3
+    assert [path.name for path in tmp_path.iterdir()] == ["t001.cif"]
+
+
+def test_chains_with_odd_names_and_shared_sequences(tmp_path: Path) -> None:
+    """Author chain ids that need quoting, and two chains of one sequence, which are one entity."""
+    chains = [_chain("it's"), _chain("B"), _chain("7", "GGACD")]
+    write_mmcif(tmp_path / "t001.cif", chains)
+    for chain in chains:
+        assert read_chain(tmp_path / "t001.cif", chain.chain_id).sequence == chain.sequence
+    block = gemmi.cif.read(str(tmp_path / "t001.cif"))[0]
+    assert list(block.find_values("_entity.id")) == ["1", "2"]
+    assert list(block.find_values("_struct_asym.entity_id")) == ["1", "1", "2"]
+
+
+def test_gemmi_finds_b_factors_and_items() -> None:
+    """pLDDT in the wrong column, or an item that is not quoted."""
+    text = mmcif_text([_chain()], [np.linspace(0, 100, 6)], {"_struct.title": "what 'data_' is"})
+    block = gemmi.cif.read_string(text)[0]
+    assert gemmi.cif.as_string(block.find_value("_struct.title")) == "what 'data_' is"
+    structure = gemmi.make_structure_from_block(block)
+    assert [(str(r.seqid), r.name, r[0].b_iso) for r in structure[0]["A"]] == [
+        ("11", "CYS", 20),
+        ("12", "ASP", 40),
+        ("12A", "GLY", 60),
+        ("13", "TRP", 80),
+        ("14", "UNK", 100),
+    ]
+    assert structure[0]["A"][3]["NE1"][0].element.name == "N"
+
+
+@pytest.mark.parametrize(
+    ("chains", "b_factors", "words"),
+    [
+        ([], None, "no chain"),
+        ([_chain(), _chain()], None, "two chains named 'A'"),
+        ([_chain(mask=np.zeros((6, 37), np.float32))], None, "no atoms"),
+        ([_chain(positions=np.full((6, 37, 3), np.nan, np.float32))], None, "residue 2 has a coordinate"),
+        ([_chain()], [np.zeros(5)], r"shape \(5,\), expected \(6,\)"),
+        ([_chain()], [], "B-factors for 0 chains"),
+    ],
+)
+def test_mistakes_leave_no_file(
+    tmp_path: Path, chains: list[Chain], b_factors: list[np.ndarray] | None, words: str
+) -> None:
+    """A file of NaNs, or half a file, that a later step trips over."""
+    with pytest.raises(UserError, match=words):
+        write_mmcif(tmp_path / "t001.cif", chains, b_factors)
+    assert not list(tmp_path.iterdir())
