@@ -25,6 +25,7 @@ class CurveLogger(Logger):
         super().__init__()
         self.folder = Path(folder)
         self._rows: dict[int, dict[str, str]] = {}
+        self._begun = time.monotonic()  # not at the first row: the steps up to it take time too
         self._started: float | None = None
         self._unsaved = False
 
@@ -58,7 +59,7 @@ class CurveLogger(Logger):
         if self._started is None:
             self._rows = {row: values for row, values in read_curve(self.path).items() if row < step}
             last = max(self._rows.values(), key=lambda row: float(row["seconds"]), default={"seconds": "0"})
-            self._started = time.monotonic() - float(last["seconds"])
+            self._started = self._begun - float(last["seconds"])
         row = self._rows.setdefault(step, {"step": str(step), "seconds": f"{time.monotonic() - self._started:.1f}"})
         row.update({name: f"{value:.6g}" for name, value in metrics.items()})
         self._unsaved = True
