@@ -35,3 +35,13 @@ def test_quickstart_trains_the_small_preset() -> None:
     small = ModelConfig.preset("small")
     assert dataclasses.replace(ModelConfig.from_dict(sizes), extra_msa=small.extra_msa) == small
     assert small.extra_msa.msa_head_width == sizes["extra_msa"]["msa_head_width"]
+
+
+def test_the_package_offers_its_main_classes() -> None:
+    """Catches a broken lazy import of `evodsp.AlphaFold` and `evodsp.ModelConfig`."""
+    import evodsp
+
+    assert evodsp.ModelConfig is ModelConfig
+    assert evodsp.AlphaFold(evodsp.ModelConfig.preset("test")).config == ModelConfig.preset("test")
+    with pytest.raises(AttributeError, match="has no attribute 'AlphaFolds'"):
+        _ = evodsp.AlphaFolds

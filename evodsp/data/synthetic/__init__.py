@@ -11,7 +11,7 @@ __all__ = ["SynthesisConfig", "synthesize"]
 
 
 def synthesize(output: Path, config: SynthesisConfig, report: Callable[[str], None] | None = None) -> None:
-    """Write the families of `config` below `output`, in the layout of DESIGN section 5.
+    """Write the families of `config` below `output`, in OpenFold's layout on disk.
 
     `mmcif_files/<id>.cif`, `alignments/<id>_A/{bfd_uniclust_hits.a3m, uniref90_hits.sto}`, `fasta/<id>_A.fasta`,
     `chain_data_cache.json`, `mmcif_cache.json`, `train.txt` and `validation.txt` (chain names; the last `held_out` members of
