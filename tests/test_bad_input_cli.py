@@ -297,14 +297,12 @@ def test_a_misspelt_option(inputs: Path, capsys: pytest.CaptureFixture[str]) -> 
     check_refused(predict("--recyles", "1"), inputs, capsys, "'--recyles'", "'--recycles'")
 
 
-@pytest.mark.parametrize("command", ["predict", "fit"])
-def test_the_installed_program_says_the_same(command: str, inputs: Path) -> None:
+def test_the_installed_program_says_the_same(inputs: Path) -> None:
     """Warnings of imported packages, or an exit code lost between `main` and the shell, show only in a real process."""
     (inputs / A3M).write_text(f">{KEY}\n{QUERY}\n>r1\n{QUERY[:5]}")
-    words = predict() if command == "predict" else fit()
     program = Path(sys.executable).with_name("evodsp")
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([program, *words], capture_output=True, text=True, env=environment)
+    done = subprocess.run([program, *fit()], capture_output=True, text=True, env=environment)
     assert done.returncode == 2
     check_message(done.stderr, f"{A3M}:3: ", "truncated")
     assert done.stdout == ""
