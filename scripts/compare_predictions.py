@@ -25,7 +25,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Compare predictions with known structures.")
     parser.add_argument("--predictions", type=Path, required=True, help="output folder of `evodsp predict`")
     parser.add_argument("--structures", type=Path, required=True, help="folder of the true structures, <pdbid>.cif")
-    parser.add_argument("--train", type=keys, default=[], help="chains the model was trained on: a file, or <pdbid>_<chain>,…")
+    parser.add_argument(
+        "--train", type=keys, default=[], help="chains the model was trained on: a file, or <pdbid>_<chain>,…"
+    )
     parser.add_argument("--held-out", type=keys, default=[], help="chains the model has never seen, likewise")
     parser.add_argument("--output", type=Path, required=True, help="folder for scores.csv and distances_<chain>.png")
     options = parser.parse_args(arguments)

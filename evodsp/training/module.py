@@ -26,15 +26,20 @@ MOST_CHAINS_LOGGED = 16
 _CA = ATOM_ORDER["CA"]
 
 
+def _ca_atoms(output: ModelOutput, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Predicted CA, true CA [B, R, 3] in Å, and the mask of the true ones [B, R]."""
+    positions, truth, mask = output.structure.positions, batch["all_atom_positions"], batch["all_atom_mask"]
+    return positions[:, :, _CA], truth[:, :, _CA], mask[:, :, _CA]
+
+
 def score(output: ModelOutput, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """Metrics of the predicted CA atoms against the true ones, each [batch]: lDDT and TM-score in 0..1, RMSD in Å."""
-    predicted, truth = output.structure.positions[:, :, _CA], batch["all_atom_positions"][:, :, _CA]
-    mask = batch["all_atom_mask"][:, :, _CA]
+    atoms = _ca_atoms(output, batch)
     return {
-        "lddt_ca": metrics.lddt_ca(predicted, truth, mask),
-        "gdt_ts": metrics.gdt_ts(predicted, truth, mask),
-        "tm_score": metrics.tm_score(predicted, truth, mask),
-        "rmsd": metrics.rmsd(predicted, truth, mask),
+        "lddt_ca": metrics.lddt_ca(*atoms),
+        "gdt_ts": metrics.gdt_ts(*atoms),
+        "tm_score": metrics.tm_score(*atoms),
+        "rmsd": metrics.rmsd(*atoms),
     }
 
 
@@ -57,7 +62,8 @@ class TrainingModule(LightningModule):
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         draws = [self._dropout.at(index) for index in batch["sample_index"].tolist()]
-        loss, terms = total_loss(self.model(batch, draws), batch, self.config.loss, self.config.heads)
+        output = self.model(batch, draws)
+        loss, terms = total_loss(output, batch, self.config.loss, self.config.heads)
         if not torch.isfinite(loss):
             where = f"step {self.global_step}, sample {int(batch['sample_index'][0])}"
             raise UserError(
@@ -69,6 +75,7 @@ class TrainingModule(LightningModule):
         self.log_dict(
             {f"train/{name}": term for name, term in terms.items() if name != "total"}, batch_size=size, sync_dist=True
         )
+        self.log("train/lddt_ca", metrics.lddt_ca(*_ca_atoms(output, batch)).mean(), batch_size=size, sync_dist=True)
         self.log("train/lr", self.optimizers().param_groups[0]["lr"])  # type: ignore[union-attr]
         return loss
 

@@ -85,7 +85,7 @@ def _total(trainer: Trainer) -> int | None:
 
 
 def _summary(trainer: Trainer) -> str:
-    shown = {"loss": "train/loss", "val loss": "val/loss", "val lDDT-CA": "val/lddt_ca", "val RMSD": "val/rmsd"}
+    shown = {"loss": "train/loss", "lDDT-CA": "train/lddt_ca", "val lDDT-CA": "val/lddt_ca", "val RMSD": "val/rmsd"}
     values = trainer.callback_metrics
     return "  ".join(f"{text} {float(values[name]):.3f}" for text, name in shown.items() if name in values)
 
