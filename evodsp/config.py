@@ -168,8 +168,6 @@ _SMALL_STACK = EvoformerConfig(
     triangle_channels=32,
     outer_product_channels=8,
     transition_factor=2,
-    msa_dropout=0.0,
-    pair_dropout=0.0,
     checkpoint=False,
 )
 
@@ -180,7 +178,7 @@ PRESETS: dict[str, ModelConfig] = {
         channels=ChannelsConfig(msa=64, pair=32, extra_msa=16, single=64),
         extra_msa=dataclasses.replace(_SMALL_STACK, blocks=1),
         evoformer=_SMALL_STACK,
-        structure_module=StructureModuleConfig(iterations=4, heads=4, angle_channels=64, dropout=0.0),
+        structure_module=StructureModuleConfig(iterations=4, heads=4, angle_channels=64),
         heads=HeadsConfig(plddt_channels=32),
     ),
     # All sizes differ, so a transposed axis cannot pass a test.
