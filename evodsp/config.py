@@ -70,6 +70,40 @@ class EvoformerConfig:
 
 
 @dataclass(frozen=True)
+class TemplateConfig:
+    """Template embedding, pair stack and pointwise attention (algorithm 2, lines 7 to 13; algorithms 16 and 17)."""
+
+    channels: int = 64
+    """c_t: channels of a template's pair representation."""
+    blocks: int = 2
+    """Number of blocks of the template pair stack."""
+    pair_heads: int = 4
+    """Heads of triangle attention."""
+    pair_head_width: int = 16
+    """Width of one head of triangle attention."""
+    triangle_channels: int = 64
+    """Channels of the triangle multiplicative update."""
+    transition_factor: int = 2
+    """Widening factor of the pair transition."""
+    pair_dropout: float = 0.25
+    """Dropout of the pair updates; the mask is shared along rows, for the ending-node attention along columns."""
+    attention_heads: int = 4
+    """Heads of the pointwise attention over templates."""
+    attention_head_width: int = 16
+    """Width of one head of the pointwise attention."""
+    distogram_bins: int = 39
+    """Number of distance bins of a template's CB-CB distogram."""
+    distogram_min_distance: float = 3.25
+    """Lower edge of the first bin of the distogram, in Å."""
+    distogram_max_distance: float = 50.75
+    """Lower edge of the last bin of the distogram, in Å."""
+    unit_vector: bool = False
+    """Give directions between residues; the published monomer models leave these three features at zero."""
+    checkpoint: bool = True
+    """Recompute each block's activations in the backward pass instead of keeping them."""
+
+
+@dataclass(frozen=True)
 class StructureModuleConfig:
     """Structure module (algorithms 20 to 24)."""
 

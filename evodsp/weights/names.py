@@ -200,3 +200,31 @@ def parameter_names(config: ModelConfig) -> list[Name]:
         *structure_module("structure_module", "structure_module", config),
         *heads(),
     ]
+
+
+def template_pair_stack(ours: str, scope: str, blocks: int) -> Iterator[Name]:
+    for n in range(blocks):
+        for name in pair_stack(f"{ours}.blocks.{n}", f"{scope}/__layer_stack_no_state"):
+            yield Name(name.ours, name.deepmind, name.layout, block=n)
+
+
+def template_pointwise_attention(ours: str, scope: str) -> Iterator[Name]:
+    yield Name(f"{ours}.query.weight", (f"{scope}//query_w",), "input_first")
+    yield Name(f"{ours}.key_value.weight", tuple(f"{scope}//{part}_w" for part in ("key", "value")), "input_first")
+    yield Name(f"{ours}.output.weight", (f"{scope}//output_w",), "output_last")
+    yield Name(f"{ours}.output.bias", (f"{scope}//output_b",), "vector")
+
+
+def template_embedder(ours: str, scope: str, blocks: int) -> Iterator[Name]:
+    """`scope`: that of the template embedding; `blocks`: of the template pair stack."""
+    single = f"{scope}/single_template_embedding"
+    yield from _linear(f"{ours}.embedding", f"{single}/embedding2d")
+    yield from template_pair_stack(f"{ours}.stack", f"{single}/template_pair_stack", blocks)
+    yield from _norm(f"{ours}.norm", f"{single}/output_layer_norm")
+    yield from template_pointwise_attention(f"{ours}.attention", f"{scope}/attention")
+
+
+def template_torsion_embedder(ours: str, scope: str) -> Iterator[Name]:
+    """`scope`: that of the Evoformer, which these two layers lie directly under."""
+    yield from _linear(f"{ours}.embedding", f"{scope}/template_single_embedding")
+    yield from _linear(f"{ours}.projection", f"{scope}/template_projection")

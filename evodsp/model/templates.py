@@ -1,0 +1,240 @@
+"""Templates in the pair representation (algorithms 16 and 17) and in the MSA (algorithm 2, lines 7 to 13; supplement 1.7.1).
+
+Shape legend: B batch, T templates, N = B x T, R residues, I J residues of the pair, c channels, H heads, D head width.
+Layout: z and the pair mask are on J; templates per residue, which are small, are whole on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from evodsp.config import TemplateConfig
+from evodsp.geometry.frames import atom37_to_torsion_angles
+from evodsp.geometry.residues import ATOM_ORDER
+from evodsp.geometry.rigid import Rigid
+from evodsp.model.pair_ops import TriangleAttention, TriangleMultiplication
+from evodsp.model.primitives import Dropout, Linear, ShardedModule, Transition, mask_bias
+from evodsp.rng import Draws
+
+LETTERS = 22
+"""Letters of a template's sequence: 20 amino acids, unknown, gap."""
+UNKNOWN = 20
+TORSION_FEATURES = LETTERS + 2 * 14 + 7
+PSI = 2
+N, CA, C = (ATOM_ORDER[name] for name in ("N", "CA", "C"))
+
+TemplatePair = Float[Tensor, "N I J c_t"]
+
+
+@dataclass(frozen=True)
+class Templates:
+    """Structures of similar sequences, aligned to the query. Positions in Å; absent atoms are at zero."""
+
+    aatype: Int[Tensor, "B T R"]
+    """Residue types, 20 unknown and 21 gap."""
+    positions: Float[Tensor, "B T R 37 3"]
+    atom_mask: Float[Tensor, "B T R 37"]
+    beta: Float[Tensor, "B T R 3"]
+    """CB positions, CA for glycine."""
+    beta_mask: Float[Tensor, "B T R"]
+    mask: Float[Tensor, "B T"]
+    """0 for templates that only fill up the batch."""
+
+    @classmethod
+    def from_features(cls, features: Mapping[str, Tensor]) -> Templates:
+        """From AF2's processed features, axes [batch, template, …]."""
+        return cls(
+            aatype=features["template_aatype"],
+            positions=features["template_all_atom_positions"],
+            atom_mask=features["template_all_atom_masks"],
+            beta=features["template_pseudo_beta"],
+            beta_mask=features["template_pseudo_beta_mask"],
+            mask=features["template_mask"],
+        )
+
+
+class TemplatePairBlock(ShardedModule):
+    """One block of the template pair stack (algorithm 16, lines 2 to 6): attention comes before multiplication. t on J."""
+
+    def __init__(self, config: TemplateConfig) -> None:
+        super().__init__()
+        c, heads, width = config.channels, config.pair_heads, config.pair_head_width
+        self.attention_starting = TriangleAttention(c, heads, width, "starting")
+        self.attention_ending = TriangleAttention(c, heads, width, "ending")
+        self.triangle_outgoing = TriangleMultiplication(c, config.triangle_channels, "outgoing")
+        self.triangle_incoming = TriangleMultiplication(c, config.triangle_channels, "incoming")
+        self.transition = Transition(c, config.transition_factor)
+        self.dropout_starting = Dropout(config.pair_dropout, shared="i", sharded="i")
+        self.dropout_ending = Dropout(config.pair_dropout, shared="j", sharded="j")
+        self.dropout_multiplication = Dropout(config.pair_dropout, shared="i", sharded="j")
+
+    def forward(self, t: TemplatePair, pair_mask: Float[Tensor, "N I J"], draws: Sequence[Draws] = ()) -> TemplatePair:
+        """`draws`: one stream of dropout per template; none means no dropout."""
+        whole = (t.shape[1], t.shape[1])  # t is on J, so I is whole, and the pair is square
+        starting, ending, outgoing, incoming = ([d.at(name) for d in draws] for name in ("start", "end", "out", "in"))
+        rows_mask = self.exchange.switch(pair_mask.unsqueeze(-1), "j", "i").squeeze(-1)
+        t = self.exchange.switch(t, "j", "i")
+        t = t + self.dropout_starting(self.attention_starting(t, rows_mask), starting, whole)
+        t = self.exchange.switch(t, "i", "j")
+        t = t + self.dropout_ending(self.attention_ending(t, pair_mask), ending, whole)
+        t = t + self.dropout_multiplication(self.triangle_outgoing(t, pair_mask), outgoing, whole)
+        t = t + self.dropout_multiplication(self.triangle_incoming(t, pair_mask), incoming, whole)
+        return t + self.transition(t)
+
+
+class TemplatePairStack(nn.Module):
+    """Template pair stack (algorithm 16), without its last layer norm; templates do not see each other. t on J."""
+
+    def __init__(self, config: TemplateConfig) -> None:
+        super().__init__()
+        self.checkpoint = config.checkpoint
+        self.blocks = nn.ModuleList(TemplatePairBlock(config) for _ in range(config.blocks))
+
+    def forward(self, t: TemplatePair, pair_mask: Float[Tensor, "N I J"], draws: Sequence[Draws] = ()) -> TemplatePair:
+        recompute = self.checkpoint and t.requires_grad
+        for number, block in enumerate(self.blocks):
+            own = [d.at("block", number) for d in draws]
+            t = checkpoint(block, t, pair_mask, own, use_reentrant=False) if recompute else block(t, pair_mask, own)
+        return t
+
+
+class TemplatePointwiseAttention(nn.Module):
+    """Each pair of residues attends to the same pair in the templates (algorithm 17). z and t on J."""
+
+    def __init__(self, c_z: int, config: TemplateConfig) -> None:
+        super().__init__()
+        self.heads, self.head_width = config.attention_heads, config.attention_head_width
+        width = self.heads * self.head_width
+        self.query = Linear(c_z, width, bias=False, init="glorot")
+        self.key_value = Linear(config.channels, 2 * width, bias=False, init="glorot", parts=2)
+        self.output = Linear(width, c_z, init="final")
+
+    def forward(
+        self, t: Float[Tensor, "B T I J c_t"], z: Float[Tensor, "B I J c_z"], template_mask: Float[Tensor, "B T"]
+    ) -> Float[Tensor, "B I J c_z"]:
+        """The update of z. With all templates masked the weights are uniform, as in AF2: the caller masks the result."""
+        q = self.query(z).unflatten(-1, (self.heads, -1)) * self.head_width**-0.5
+        k, v = self.key_value(t).unflatten(-1, (2, self.heads, -1)).unbind(-3)  # each [B, T, I, J, H, D]
+        # One query and a handful of keys per pair: products and sums, not R x R matrix products of this size.
+        logits = (q.unsqueeze(1) * k).sum(-1) + mask_bias(template_mask)[:, :, None, None, None]
+        o = (logits.softmax(1).unsqueeze(-1) * v).sum(1)
+        return self.output(o.flatten(-2))
+
+
+class TemplateEmbedder(ShardedModule):
+    """What the templates add to the pair representation (algorithm 2, lines 9 to 13). z on J."""
+
+    lower: Tensor
+
+    def __init__(self, c_z: int, config: TemplateConfig) -> None:
+        super().__init__()
+        self.unit_vector = config.unit_vector
+        self.embedding = Linear(config.distogram_bins + 2 * LETTERS + 5, config.channels, init="relu")
+        self.stack = TemplatePairStack(config)
+        self.norm = nn.LayerNorm(config.channels)
+        self.attention = TemplatePointwiseAttention(c_z, config)
+        lower = torch.linspace(config.distogram_min_distance, config.distogram_max_distance, config.distogram_bins)
+        self.register_buffer("lower", lower**2, persistent=False)
+
+    def forward(
+        self,
+        z: Float[Tensor, "B I J c_z"],
+        templates: Templates,
+        pair_mask: Float[Tensor, "B I J"],
+        draws: Sequence[Draws] = (),
+    ) -> Float[Tensor, "B I J c_z"]:
+        """The update of z, zero for a sample without templates. `draws`: one stream of dropout per sample."""
+        batch, count = templates.mask.shape
+        t = self.embedding(self.pair_features(templates).to(z.dtype)).flatten(0, 1)
+        own = [d.at("template", number) for d in draws for number in range(count)]
+        t = self.norm(self.stack(t, pair_mask.repeat_interleave(count, 0), own))
+        update = self.attention(t.unflatten(0, (batch, count)), z, templates.mask)
+        return update * (templates.mask.sum(1) > 0).to(z.dtype)[:, None, None, None]
+
+    def pair_features(self, templates: Templates) -> Float[Tensor, "B T I J features"]:
+        """CB distances, residue types of j and of i, directions from i to j, and which residues are there; on J.
+
+        Everything is masked by the backbone's presence, so that absent residues (all at zero) do not look like neighbours.
+        """
+        distances = self.distogram(templates.beta, self._columns(templates.beta))
+        letters = F.one_hot(templates.aatype.long(), LETTERS).to(distances.dtype)
+        n, ca, c = (templates.positions[..., atom, :] for atom in (N, CA, C))
+        has_backbone = templates.atom_mask[..., [N, CA, C]].prod(-1)
+        both = _outer(has_backbone, self._columns(has_backbone.unsqueeze(-1)).squeeze(-1))
+        if self.unit_vector:
+            # C lies on the POSITIVE x axis here, unlike in the three-point frames: its mirror image does what they expect.
+            frames = Rigid.from_three_points(2.0 * ca - c, ca, n, eps=1e-20)
+            towards = frames.unsqueeze(-1).apply_inverse(self._columns(ca).unsqueeze(-3))  # [B, T, I, J, 3]
+            towards = towards * torch.rsqrt(towards.square().sum(-1, keepdim=True) + 1e-6)
+        else:
+            towards = distances.new_zeros(*distances.shape[:-1], 3)
+        shape = (*distances.shape[:-1], LETTERS)
+        features = [
+            distances,
+            _outer(templates.beta_mask, self._columns(templates.beta_mask.unsqueeze(-1)).squeeze(-1)),
+            self._columns(letters).unsqueeze(-3).expand(shape),
+            letters.unsqueeze(-2).expand(shape),
+            towards,
+            both,
+        ]
+        return torch.cat([f if f.ndim == 5 else f.unsqueeze(-1) for f in features], -1) * both.unsqueeze(-1)
+
+    def distogram(
+        self, rows: Float[Tensor, "B T I 3"], columns: Float[Tensor, "B T J 3"]
+    ) -> Float[Tensor, "B T I J bins"]:
+        """One-hot of the squared distance; shorter than the first bin: all zero; the last bin has no upper edge."""
+        squared = (rows.unsqueeze(-2) - columns.unsqueeze(-3)).square().sum(-1, keepdim=True)
+        upper = torch.cat([self.lower[1:], self.lower.new_tensor([1e8])])
+        return ((squared > self.lower) & (squared < upper)).to(rows.dtype)
+
+    def _columns(self, x: Float[Tensor, "B T R c"]) -> Float[Tensor, "B T J c"]:
+        """This rank's part of the residues, as columns of the pair representation."""
+        return self.exchange.shard(x, "j")  # residues are axis 2, where J is
+
+
+class TemplateTorsionEmbedder(nn.Module):
+    """Templates as rows of the MSA (algorithm 2, lines 7 and 8)."""
+
+    def __init__(self, c_m: int) -> None:
+        super().__init__()
+        self.embedding = Linear(TORSION_FEATURES, c_m, init="relu")
+        self.projection = Linear(c_m, c_m, init="relu")
+
+    def forward(self, templates: Templates) -> tuple[Float[Tensor, "B T R c_m"], Float[Tensor, "B T R"]]:
+        """Rows to append to the MSA, and their mask: psi's, which needs atoms of one residue's backbone only."""
+        features = template_torsion_features(templates)
+        rows = self.projection(self.embedding(features.to(self.embedding.weight.dtype)).relu())
+        return rows, features[..., PSI - 7]
+
+
+@torch.no_grad()
+def template_torsion_features(templates: Templates) -> Float[Tensor, "B T R 57"]:
+    """Residue types, seven torsion angles as (sin, cos), the same in alternative naming, and which are defined.
+
+    AF2 does NOT mask angles whose atoms are partly absent: its network has learnt the numbers that come of atoms at the
+    origin, so they are made here as well. One of them is pure rounding noise in AF2, omega where the residue before has
+    neither CA nor C (two coinciding points define no plane): here it is (0, 0), the same on every machine.
+    """
+    aatype = templates.aatype.clamp(max=UNKNOWN)
+    defined = atom37_to_torsion_angles(aatype, templates.positions, templates.atom_mask)["torsion_angles_mask"]
+    # A residue of zeros before the first, and every atom declared present: no angle is masked.
+    padded = F.pad(templates.positions, (0, 0, 0, 0, 1, 0))
+    angles = atom37_to_torsion_angles(F.pad(aatype, (1, 0)), padded, torch.ones_like(padded[..., 0]))
+    residue_before = F.pad(templates.atom_mask[..., [CA, C]].amax(-1), (1, 0))[..., :-1]
+    keep = torch.cat([residue_before.unsqueeze(-1), torch.ones_like(defined[..., 1:])], -1).unsqueeze(-1)
+    own, alternative = (
+        (angles[name][..., 1:, :, :] * keep).flatten(-2)
+        for name in ("torsion_angles_sin_cos", "alt_torsion_angles_sin_cos")
+    )
+    return torch.cat([F.one_hot(templates.aatype.long(), LETTERS).to(defined.dtype), own, alternative, defined], -1)
+
+
+def _outer(rows: Float[Tensor, "B T I"], columns: Float[Tensor, "B T J"]) -> Float[Tensor, "B T I J"]:
+    return rows.unsqueeze(-1) * columns.unsqueeze(-2)
