@@ -172,3 +172,64 @@ RESTYPE_RIGID_GROUP_MASK: Float32[np.ndarray, "21 8"] = np.concatenate(
 """1 where a residue type's heavy atoms define the group's frame: backbone, psi and its side-chain angles."""
 RESTYPE_RIGID_GROUP_IS_AMBIGUOUS: Float32[np.ndarray, "21 8"] = np.pad(CHI_PI_PERIODIC, ((0, 0), (4, 0)))
 """1 where half a turn of the group only exchanges the names of equivalent atoms."""
+
+VAN_DER_WAALS_RADIUS: dict[str, float] = {"C": 1.7, "N": 1.55, "O": 1.52, "S": 1.8}
+"""Radius of each element's atoms, in Å."""
+RESTYPE_ATOM14_RADIUS: Float32[np.ndarray, "21 14"] = _scatter(
+    _SLOT14, _ATOM14, np.array([VAN_DER_WAALS_RADIUS[row["atom"][0]] for row in _ATOMS]), np.float32
+)
+"""Van der Waals radius of each atom, in Å; 0 where there is no atom."""
+DISTANCE_TOLERANCE = 12.0
+"""Standard deviations by which bond lengths and angles may miss their ideal values (supplement 1.9.11)."""
+CLASH_TOLERANCE = 1.5
+"""Å by which the van der Waals spheres of atoms that are not bonded may overlap (supplement 1.9.11)."""
+_NO_UPPER_BOUND = 1e10
+
+
+def _distance_bounds() -> tuple[Float32[np.ndarray, "21 14 14"], Float32[np.ndarray, "21 14 14"]]:
+    """Lower and upper bounds of the distances between the atoms of a residue (supplement 1.9.11).
+
+    Bonded atoms, and the two ends of a bond angle, keep their ideal distance to within the tolerance; all others only must
+    not overlap. The distance between an angle's ends follows from the law of cosines, its deviation from those of the two
+    bonds and the angle, taken as independent and to first order.
+    """
+    slots = {
+        (r, atom): names.index(atom) for r, names in RESTYPE_NAME_TO_ATOM14_NAMES.items() for atom in names if atom
+    }
+    bonds = {
+        (row["residue"], frozenset((row["atom1"], row["atom2"]))): (float(row["length"]), float(row["deviation"]))
+        for row in _read_table("bond_lengths.csv")
+    }
+    angles = _read_table("bond_angles.csv")
+    first, second = (
+        np.array([bonds[row["residue"], frozenset((row["atom2"], row[end]))] for row in angles]).T
+        for end in ("atom1", "atom3")
+    )
+    angle, angle_deviation = np.deg2rad([[float(row["angle"]), float(row["deviation"])] for row in angles]).T
+    across = np.sqrt(first[0] ** 2 + second[0] ** 2 - 2 * first[0] * second[0] * np.cos(angle))
+    slopes = np.stack([
+        first[0] - second[0] * np.cos(angle), second[0] - first[0] * np.cos(angle), first[0] * second[0] * np.sin(angle)
+    ]) / across  # fmt: skip
+    across_deviation = np.linalg.norm(slopes * [first[1], second[1], angle_deviation], axis=0)
+
+    pairs = [(residue, *sorted(atoms)) for residue, atoms in bonds]
+    pairs += [(row["residue"], row["atom1"], row["atom3"]) for row in angles]
+    ideal, deviation = np.concatenate([np.array(list(bonds.values())), np.stack([across, across_deviation], -1)]).T
+    number = np.array([_RESTYPE_NUMBER[residue] for residue, _, _ in pairs])
+    ends = np.array([(slots[residue, one], slots[residue, other]) for residue, one, other in pairs])
+
+    apart = RESTYPE_ATOM14_MASK[:, :, None] * RESTYPE_ATOM14_MASK[:, None] * (1 - np.eye(_ATOM14))
+    radius = RESTYPE_ATOM14_RADIUS.astype(np.float64)
+    lower = apart * (radius[:, :, None] + radius[:, None] - CLASH_TOLERANCE)
+    upper = apart * _NO_UPPER_BOUND
+    for one, other in (ends.T, ends.T[::-1]):
+        lower[number, one, other] = ideal - DISTANCE_TOLERANCE * deviation
+        upper[number, one, other] = ideal + DISTANCE_TOLERANCE * deviation
+    return lower.astype(np.float32), upper.astype(np.float32)
+
+
+ATOM14_DISTS_LOWER_BOUND: Float32[np.ndarray, "21 14 14"]
+"""Least distance in Å between two atoms of a residue that is no violation; 0 for an atom and itself and for absent atoms."""
+ATOM14_DISTS_UPPER_BOUND: Float32[np.ndarray, "21 14 14"]
+"""Greatest such distance; 1e10 for atoms that neither bond nor angle binds, 0 for an atom and itself and absent atoms."""
+ATOM14_DISTS_LOWER_BOUND, ATOM14_DISTS_UPPER_BOUND = _distance_bounds()

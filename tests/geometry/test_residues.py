@@ -31,6 +31,15 @@ def test_default_frames_equal_alphafold(golden: Path) -> None:
     np.testing.assert_allclose(residues.RESTYPE_RIGID_GROUP_DEFAULT_FRAME, expected, atol=1e-6, rtol=0)
 
 
+@pytest.mark.parametrize("bound", ["lower", "upper"])
+def test_distance_bounds_equal_alphafold(golden: Path, bound: str) -> None:
+    """A wrong digit in the bond tables, a tolerance of 15 deviations, or a deviation not propagated through the angle."""
+    expected = load(golden / "residue_constants.npz")[f"atom14_dists_{bound}_bound"]
+    found = getattr(residues, f"ATOM14_DISTS_{bound.upper()}_BOUND")
+    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
+    np.testing.assert_array_equal(found, found.swapaxes(1, 2))
+
+
 def test_chi_mask_equals_alphafold_and_x_has_none(golden: Path) -> None:
     expected = load(golden / "residue_constants.npz")["chi_angles_mask"]
     np.testing.assert_array_equal(residues.CHI_ANGLES_MASK[:20], expected)

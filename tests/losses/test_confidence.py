@@ -1,14 +1,24 @@
-"""Predicted lDDT-CA: loss and reading against AlphaFold2's numbers."""
+"""Predicted lDDT-CA, predicted aligned error and TM-score: losses and readings against AlphaFold2's numbers."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from evodsp.losses.confidence import compute_plddt, plddt_loss
+from evodsp.geometry.rigid import Rigid
+from evodsp.losses.confidence import (
+    aligned_error_bins,
+    compute_pae,
+    compute_plddt,
+    compute_ptm,
+    highest_pae,
+    pae_loss,
+    plddt_loss,
+)
 from tests.conftest import load
 
 
@@ -61,3 +71,87 @@ def test_confidence_does_not_move_the_structure(problem) -> None:
     plddt_loss(logits, ca, truth, mask, torch.tensor([2.0]), 0.1, 3.0).sum().backward()
     assert ca.grad is None
     assert logits.grad is not None
+
+
+@pytest.fixture(scope="module", params=["losses_functions", "end to end"])
+def aligned(golden: Path, request) -> tuple[dict[str, Tensor], list]:
+    """The reference, and logits, frames, true frames and mask of its prediction."""
+    truth = {key: torch.from_numpy(value)[None] for key, value in load(golden / "labels.npz").items()}
+    if request.param == "losses_functions":
+        reference = load(golden / "losses_functions.npz")
+        trajectory, logits = reference["in/traj"], reference["in/logits_predicted_aligned_error"]
+    else:
+        reference = load(golden / "losses.npz")
+        trajectory = reference["structure_module/traj"]
+        logits = load(golden / "outputs.npz")["predicted_aligned_error/logits"]
+    frames = torch.from_numpy(trajectory)[-1:]
+    backbone = Rigid.from_quaternion(frames[..., :4], frames[..., 4:])
+    true_backbone = Rigid.from_flat12(truth["rigidgroups_gt_frames"][:, :, 0])
+    inputs = [torch.from_numpy(logits)[None], backbone, true_backbone, truth["backbone_affine_mask"]]
+    return {key: torch.from_numpy(np.asarray(value)) for key, value in reference.items()}, inputs
+
+
+def test_pae_loss_is_alphafolds(aligned) -> None:
+    """Catches frames and points exchanged, bins off by one, and a diagonal that rounding puts in the second bin."""
+    reference, inputs = aligned
+    loss = pae_loss(*inputs, torch.tensor([2.0]), 0.1, 3.0)
+    torch.testing.assert_close(loss[0], reference["pae_loss"], rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize(("resolution", "counts"), [(0.0, False), (0.1, True), (3.0, True), (3.01, False)])
+def test_pae_learns_within_the_resolution_bounds_only(aligned, resolution: float, counts: bool) -> None:
+    """Catches predicted and NMR structures (resolution 0) or poor maps training the confidence."""
+    assert (pae_loss(*aligned[1], torch.tensor([resolution]), 0.1, 3.0).item() > 0) == counts
+
+
+def test_pae_does_not_move_the_structure(aligned) -> None:
+    """Catches a gradient from the confidence loss into the frames."""
+    logits, backbone, truth, mask = aligned[1]
+    translation = backbone.translation.clone().requires_grad_()
+    logits = logits.clone().requires_grad_()
+    pae_loss(logits, Rigid(backbone.rotation, translation), truth, mask, torch.tensor([2.0]), 0.1, 3.0).sum().backward()
+    assert translation.grad is None
+    assert logits.grad is not None
+
+
+def test_aligned_error_bins_know_frame_from_point(aligned) -> None:
+    """Catches the transpose: a residue that turns about its own CA changes what it sees, not how it is seen."""
+    truth = aligned[1][2][:, :6]
+    half_turn = torch.tensor([-1.0, -1.0, 1.0])
+    rotation = truth.rotation.clone()
+    rotation[:, 2] = rotation[:, 2] * half_turn
+    bins = aligned_error_bins(Rigid(rotation, truth.translation), truth, 64)
+    changed = bins > 1  # rounding alone reaches bin 1
+    assert changed[0, 2].sum() == 5
+    assert not changed[0, [0, 1, 3, 4, 5]].any()
+    assert not bins.diagonal(dim1=1, dim2=2).any()
+
+
+def test_pae_and_ptm_are_alphafolds(golden: Path) -> None:
+    """Catches bin edges taken for centres, a last bin of the wrong width, and the TM-score's scale."""
+    reference = load(golden / "losses_functions.npz")
+    logits = torch.from_numpy(reference["in/logits_predicted_aligned_error"])[None]
+    expected = torch.from_numpy(reference["confidence/predicted_aligned_error"])
+    torch.testing.assert_close(compute_pae(logits)[0], expected, rtol=1e-5, atol=0)
+    assert highest_pae(64) == float(reference["confidence/max_predicted_aligned_error"])
+    ptm = compute_ptm(logits, torch.ones(1, logits.shape[1]))
+    assert ptm.item() == pytest.approx(float(reference["confidence/ptm"]), rel=1e-5)
+
+
+def test_padding_does_not_change_ptm(golden: Path) -> None:
+    """Catches padded residues in the length, in the mean, or chosen as the best frame."""
+    logits = torch.from_numpy(load(golden / "losses_functions.npz")["in/logits_predicted_aligned_error"])[None]
+    padded = torch.zeros_like(logits)
+    padded[..., 0] = 50  # certain: the padding would win
+    padded[:, :64, :64] = logits[:, :64, :64]
+    mask = (torch.arange(72) < 64).float()[None]
+    expected = compute_ptm(logits[:, :64, :64], torch.ones(1, 64))
+    torch.testing.assert_close(compute_ptm(padded, mask), expected)
+
+
+def test_ptm_of_a_short_certain_chain_is_high() -> None:
+    """Catches the root of a negative number below 16 residues."""
+    logits = torch.zeros(1, 5, 5, 64)
+    logits[..., 0] = 50
+    ptm = compute_ptm(logits, torch.ones(1, 5)).item()
+    assert 0.3 < ptm <= 1

@@ -1,0 +1,27 @@
+"""Loss of the experimentally resolved head: which atoms a structure of high resolution shows (supplement 1.9.10)."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn import functional
+
+
+def experimentally_resolved_loss(
+    logits: Float[Tensor, "B R 37"],
+    observed: Float[Tensor, "B R 37"],
+    exists: Float[Tensor, "B R 37"],
+    resolution: Float[Tensor, "B"],
+    min_resolution: float,
+    max_resolution: float,
+) -> Float[Tensor, "B"]:
+    """Binary cross-entropy of each atom having been observed, mean over the atoms that the residues have.
+
+    `observed` is `all_atom_mask`, `exists` is `atom37_atom_exists`. Zero for structures whose resolution in Å is not within
+    the bounds: what is missing from a poor map, or from a predicted structure (resolution 0), says nothing.
+    """
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    error = functional.binary_cross_entropy_with_logits(logits, observed.to(logits.dtype), reduction="none")
+    loss = (error * exists).sum((1, 2)) / (1e-8 + exists.sum((1, 2)))
+    return loss * ((resolution >= min_resolution) & (resolution <= max_resolution))
