@@ -143,6 +143,20 @@ def test_unit_vectors_are_directions_in_the_frame_of_the_row() -> None:
     assert not torch.diagonal(vectors, dim1=2, dim2=3).any()
 
 
+def test_missing_beta_is_told_apart_from_missing_backbone() -> None:
+    """Catches one mask in the place of the other: the golden templates have a CB wherever they have a backbone."""
+    templates = random_templates()
+    templates.beta_mask[:, :, 1] = 0.0
+    templates.atom_mask[:, :, 2, 1] = 0.0
+    features = TemplateEmbedder(7, SMALL).pair_features(templates)
+    beta, backbone = features[..., SMALL.distogram_bins], features[..., -1]
+    assert not beta[:, :, 1].any()
+    assert not beta[:, :, :, 1].any()
+    assert backbone[:, :, 1, 0].all()
+    assert not features[:, :, 2].any()
+    assert not features[:, :, :, 2].any()
+
+
 def test_no_template_no_update() -> None:
     """Catches the output bias, or an average over masked templates, added to the pair of a sample without templates."""
     templates = random_templates()
