@@ -73,6 +73,10 @@ class EvoformerConfig:
 class TemplateConfig:
     """Template embedding, pair stack and pointwise attention (algorithm 2, lines 7 to 13; algorithms 16 and 17)."""
 
+    enabled: bool = False
+    """Use templates: the batch then has to hold template features."""
+    torsions: bool = True
+    """Append the templates' torsion angles to the MSA, a row each."""
     channels: int = 64
     """c_t: channels of a template's pair representation."""
     blocks: int = 2
@@ -143,6 +147,14 @@ class HeadsConfig:
     """Bins of the predicted lDDT-CA."""
     plddt_channels: int = 128
     """Hidden channels of the pLDDT head."""
+    experimentally_resolved: bool = False
+    """Predict which atoms an experiment resolves (published models have this head)."""
+    predicted_aligned_error: bool = False
+    """Predict the aligned error of residue pairs, and from it pTM (the published *_ptm models)."""
+    pae_bins: int = 64
+    """Bins of the predicted aligned error."""
+    pae_max_error: float = 31.0
+    """Last boundary between bins of the predicted aligned error, in Å."""
 
 
 @dataclass(frozen=True)
@@ -157,6 +169,8 @@ class ModelConfig:
     """Extra-MSA stack."""
     evoformer: EvoformerConfig = field(default_factory=EvoformerConfig)
     """Evoformer stack."""
+    templates: TemplateConfig = field(default_factory=TemplateConfig)
+    """Template embedding."""
     structure_module: StructureModuleConfig = field(default_factory=StructureModuleConfig)
     """Structure module."""
     heads: HeadsConfig = field(default_factory=HeadsConfig)
@@ -205,8 +219,17 @@ _SMALL_STACK = EvoformerConfig(
     checkpoint=False,
 )
 
+
+def _published(number: int, ptm: bool) -> ModelConfig:
+    """Sizes of DeepMind's model_<number> or model_<number>_ptm: models 1 and 2 use templates, 3 to 5 do not."""
+    return ModelConfig(
+        templates=TemplateConfig(enabled=number <= 2),
+        heads=HeadsConfig(experimentally_resolved=True, predicted_aligned_error=ptm),
+    )
+
+
 PRESETS: dict[str, ModelConfig] = {
-    "model_1": ModelConfig(),
+    **{f"model_{n}{'_ptm' * ptm}": _published(n, ptm) for n in range(1, 6) for ptm in (False, True)},
     # Learns a handful of small proteins on a laptop's CPU: the model of configs/quickstart.yaml.
     "small": ModelConfig(
         channels=ChannelsConfig(msa=64, pair=32, extra_msa=16, single=64),
@@ -252,10 +275,16 @@ class LossConfig:
     """Cross-entropy of the masked MSA letters."""
     plddt: float = 0.01
     """Cross-entropy of the binned lDDT-CA of the prediction."""
-    plddt_min_resolution: float = 0.1
-    """The pLDDT loss counts only structures whose resolution is at least this, in Å."""
-    plddt_max_resolution: float = 3.0
-    """The pLDDT loss counts only structures whose resolution is at most this, in Å."""
+    experimentally_resolved: float = 0.0
+    """Cross-entropy of which atoms are resolved (AF2: 0.01 in fine-tuning; needs the head of that name)."""
+    violation: float = 0.0
+    """Bond lengths, bond angles and clashes of the prediction (AF2: 1 in fine-tuning)."""
+    pae: float = 0.0
+    """Cross-entropy of the binned aligned error (AF2: 0.1 for ptm models; needs the head of that name)."""
+    confidence_min_resolution: float = 0.1
+    """The pLDDT, PAE and resolved losses count only structures whose resolution is at least this, in Å."""
+    confidence_max_resolution: float = 3.0
+    """The pLDDT, PAE and resolved losses count only structures whose resolution is at most this, in Å."""
     scale_by_length: bool = True
     """Multiply each sample's loss by the square root of its number of residues."""
 

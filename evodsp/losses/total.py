@@ -14,10 +14,12 @@ from evodsp.errors import UserError
 from evodsp.geometry.residues import ATOM_ORDER
 from evodsp.geometry.rigid import Rigid
 from evodsp.losses.auxiliary import distogram_loss, masked_msa_loss
-from evodsp.losses.confidence import plddt_loss
+from evodsp.losses.confidence import pae_loss, plddt_loss
 from evodsp.losses.fape import backbone_fape, sidechain_fape
 from evodsp.losses.renaming import compute_renamed_ground_truth
+from evodsp.losses.resolved import experimentally_resolved_loss
 from evodsp.losses.torsion import angle_norm_loss, torsion_loss
+from evodsp.losses.violation import find_violations, violation_loss
 from evodsp.model.outputs import ModelOutput
 
 _CA = ATOM_ORDER["CA"]
@@ -67,8 +69,40 @@ def _masked_msa(x: _Inputs) -> Float[Tensor, "B"]:
 
 def _plddt(x: _Inputs) -> Float[Tensor, "B"]:
     predicted, truth = x.output.structure.positions[:, :, _CA], x.batch["all_atom_positions"][:, :, _CA]
-    mask, bounds = x.batch["all_atom_mask"][:, :, _CA], (x.config.plddt_min_resolution, x.config.plddt_max_resolution)
+    mask, bounds = x.batch["all_atom_mask"][:, :, _CA], _resolution_bounds(x)
     return plddt_loss(x.output.plddt_logits, predicted, truth, mask, x.batch["resolution"], *bounds)
+
+
+def _experimentally_resolved(x: _Inputs) -> Float[Tensor, "B"]:
+    logits = _head_output(x.output.resolved_logits, "experimentally_resolved", "experimentally_resolved")
+    observed, exists = x.batch["all_atom_mask"], x.batch["atom37_atom_exists"]
+    return experimentally_resolved_loss(logits, observed, exists, x.batch["resolution"], *_resolution_bounds(x))
+
+
+def _violation(x: _Inputs) -> Float[Tensor, "B"]:
+    mask = x.batch["atom14_atom_exists"]
+    found = find_violations(x.output.structure.atom14, mask, x.batch["residue_index"], x.batch["aatype"])
+    return violation_loss(found, mask)
+
+
+def _pae(x: _Inputs) -> Float[Tensor, "B"]:
+    logits = _head_output(x.output.pae_logits, "pae", "predicted_aligned_error")
+    truth = Rigid.from_flat12(x.batch["rigidgroups_gt_frames"][:, :, 0])
+    mask, bounds = x.batch["backbone_affine_mask"], _resolution_bounds(x)
+    backbone = x.output.structure.backbone[-1]
+    return pae_loss(logits, backbone, truth, mask, x.batch["resolution"], *bounds, x.heads.pae_max_error)
+
+
+def _resolution_bounds(x: _Inputs) -> tuple[float, float]:
+    return x.config.confidence_min_resolution, x.config.confidence_max_resolution
+
+
+def _head_output(logits: Tensor | None, term: str, head: str) -> Tensor:
+    if logits is None:
+        raise UserError(
+            f"loss.{term} is not 0, but the model has no such head; set heads.{head} to true or the weight to 0"
+        )
+    return logits
 
 
 @dataclass(frozen=True)
@@ -97,6 +131,11 @@ _TERMS = {
     "distogram": _Term(_distogram, labels=("pseudo_beta", "pseudo_beta_mask")),
     "masked_msa": _Term(_masked_msa, features=("true_msa", "bert_mask")),
     "plddt": _Term(_plddt, labels=("all_atom_positions", "all_atom_mask", "resolution")),
+    "experimentally_resolved": _Term(
+        _experimentally_resolved, features=("atom37_atom_exists",), labels=("all_atom_mask", "resolution")
+    ),
+    "violation": _Term(_violation, features=("atom14_atom_exists", "residue_index", "aatype")),
+    "pae": _Term(_pae, labels=("rigidgroups_gt_frames", "backbone_affine_mask", "resolution")),
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The whole model (algorithm 2, without templates): embedders, stacks, structure module, heads and recycling.
+"""The whole model (algorithm 2): embedders, stacks, structure module, heads and recycling.
 
 Shape legend: B batch, S clusters of the MSA, E extra sequences, R residues.
 """
@@ -16,16 +16,27 @@ from evodsp.config import ModelConfig
 from evodsp.errors import UserError
 from evodsp.model.embedders import ExtraMSAEmbedder, InputEmbedder, RecyclingEmbedder
 from evodsp.model.evoformer import EvoformerStack
-from evodsp.model.heads import DistogramHead, MaskedMSAHead, PLDDTHead
+from evodsp.model.heads import (
+    DistogramHead,
+    ExperimentallyResolvedHead,
+    MaskedMSAHead,
+    PLDDTHead,
+    PredictedAlignedErrorHead,
+)
 from evodsp.model.msa_ops import first_row
 from evodsp.model.outputs import ModelOutput
 from evodsp.model.primitives import Linear
 from evodsp.model.structure_module import StructureModule
+from evodsp.model.templates import TemplateEmbedder, Templates, TemplateTorsionEmbedder
 from evodsp.rng import Draws
 
 FEATURES = (
     "aatype", "residue_index", "seq_mask", "target_feat", "msa_feat", "msa_mask",
     "extra_msa", "extra_msa_mask", "extra_has_deletion", "extra_deletion_value",
+)  # fmt: skip
+TEMPLATE_FEATURES = (
+    "template_aatype", "template_all_atom_positions", "template_all_atom_masks",
+    "template_pseudo_beta", "template_pseudo_beta_mask", "template_mask",
 )  # fmt: skip
 
 
@@ -48,6 +59,11 @@ class AlphaFold(nn.Module):
         self.input_embedder = InputEmbedder(channels, config.embedder)
         self.recycling_embedder = RecyclingEmbedder(channels, config.embedder)
         self.extra_msa_embedder = ExtraMSAEmbedder(channels)
+        templates = config.templates
+        self.features = (*FEATURES, *TEMPLATE_FEATURES) if templates.enabled else FEATURES
+        self.template_embedder = TemplateEmbedder(channels.pair, templates) if templates.enabled else None
+        torsions = templates.enabled and templates.torsions
+        self.template_torsion_embedder = TemplateTorsionEmbedder(channels.msa) if torsions else None
         self.extra_msa_stack = EvoformerStack(channels.extra_msa, channels.pair, config.extra_msa, extra=True)
         self.evoformer = EvoformerStack(channels.msa, channels.pair, config.evoformer)
         self.single = Linear(channels.msa, channels.single)
@@ -55,6 +71,9 @@ class AlphaFold(nn.Module):
         self.distogram_head = DistogramHead(channels, config.heads)
         self.masked_msa_head = MaskedMSAHead(channels)
         self.plddt_head = PLDDTHead(channels, config.heads)
+        heads = config.heads
+        self.resolved_head = ExperimentallyResolvedHead(channels) if heads.experimentally_resolved else None
+        self.pae_head = PredictedAlignedErrorHead(channels, heads) if heads.predicted_aligned_error else None
 
     def forward(self, batch: Mapping[str, Tensor], draws: Sequence[Draws] = ()) -> ModelOutput:
         """Run every recycling iteration of `batch`; gradients flow through the last one only (algorithm 31).
@@ -62,7 +81,7 @@ class AlphaFold(nn.Module):
         `batch`: processed features, axes [batch, cycle, …] (others are ignored). `draws`: one stream of dropout per sample,
         none for no dropout. Raises UserError if a feature is missing.
         """
-        missing = [name for name in FEATURES if name not in batch]
+        missing = [name for name in self.features if name not in batch]
         if missing:
             raise UserError(f"the batch lacks the features {', '.join(missing)}; build it with evodsp.data.dataset")
         cycles = batch["aatype"].shape[1]
@@ -70,10 +89,12 @@ class AlphaFold(nn.Module):
         with torch.no_grad():
             for cycle in range(cycles - 1):
                 output = self.one_pass(
-                    {name: batch[name][:, cycle] for name in FEATURES}, recycled, [d.at("cycle", cycle) for d in draws]
+                    {name: batch[name][:, cycle] for name in self.features},
+                    recycled,
+                    [d.at("cycle", cycle) for d in draws],
                 )
                 recycled = Recycled(first_row(output.msa), output.pair, output.structure.positions)
-        last = {name: batch[name][:, cycles - 1] for name in FEATURES}
+        last = {name: batch[name][:, cycles - 1] for name in self.features}
         return self.one_pass(last, recycled, [d.at("cycle", cycles - 1) for d in draws])
 
     def one_pass(self, features: Mapping[str, Tensor], recycled: Recycled, draws: Sequence[Draws] = ()) -> ModelOutput:
@@ -84,12 +105,20 @@ class AlphaFold(nn.Module):
         row_update, pair_update = self.recycling_embedder(recycled.first_row, recycled.pair, recycled.positions, aatype)
         m = torch.cat([(m[:, 0] + row_update).unsqueeze(1), m[:, 1:]], 1)
         z = z + pair_update
+        templates = Templates.from_features(features) if self.template_embedder is not None else None
+        if self.template_embedder is not None and templates is not None:
+            z = z + self.template_embedder(z, templates, pair_mask, [d.at("templates") for d in draws])
         extra = self.extra_msa_embedder(
             features["extra_msa"], features["extra_has_deletion"], features["extra_deletion_value"]
         )
         extra_mask = features["extra_msa_mask"]
         _, z = self.extra_msa_stack(extra, z, extra_mask, pair_mask, [d.at("extra") for d in draws])
+        clusters = m.shape[1]
+        if self.template_torsion_embedder is not None and templates is not None:
+            rows, rows_mask = self.template_torsion_embedder(templates)
+            m, msa_mask = torch.cat([m, rows], 1), torch.cat([msa_mask, rows_mask], 1)
         m, z = self.evoformer(m, z, msa_mask, pair_mask, [d.at("evoformer") for d in draws])
+        m = m[:, :clusters]
         s = self.single(first_row(m))
         structure = self.structure_module(s, z, aatype, seq_mask, [d.at("structure") for d in draws])
         return ModelOutput(
@@ -100,6 +129,8 @@ class AlphaFold(nn.Module):
             distogram_logits=self.distogram_head(z),
             masked_msa_logits=self.masked_msa_head(m),
             plddt_logits=self.plddt_head(structure.single),
+            resolved_logits=None if self.resolved_head is None else self.resolved_head(s),
+            pae_logits=None if self.pae_head is None else self.pae_head(z),
         )
 
     def _first(self, batch: Mapping[str, Tensor]) -> Recycled:

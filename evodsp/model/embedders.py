@@ -74,8 +74,8 @@ class RecyclingEmbedder(nn.Module):
         self.distance = Linear(config.recycle_bins, channels.pair)
         self.pair_norm = nn.LayerNorm(channels.pair)
         self.msa_norm = nn.LayerNorm(channels.msa)
-        lower = torch.linspace(config.recycle_min_distance, config.recycle_max_distance, config.recycle_bins)
-        self.register_buffer("lower", lower**2, persistent=False)
+        lower = squared_edges(config.recycle_min_distance, config.recycle_max_distance, config.recycle_bins)
+        self.register_buffer("lower", lower, persistent=False)
 
     def forward(
         self,
@@ -90,7 +90,21 @@ class RecyclingEmbedder(nn.Module):
         return self.msa_norm(first_row), self.pair_norm(z) + distances
 
     def distogram(self, beta: Float[Tensor, "B R 3"]) -> Float[Tensor, "B R R bins"]:
-        """One-hot of the squared CB-CB distance; shorter than the first bin: all zero; the last bin has no upper edge."""
-        squared = (beta.unsqueeze(2) - beta.unsqueeze(1)).square().sum(-1, keepdim=True)
-        upper = torch.cat([self.lower[1:], self.lower.new_tensor([1e8])])
-        return ((squared > self.lower) & (squared < upper)).to(beta.dtype)
+        """Distances between all residues as one-hot bins."""
+        return distance_one_hot(beta, beta, self.lower)
+
+
+def squared_edges(first: float, last: float, bins: int) -> Float[Tensor, "bins"]:
+    """Squares of the bins' lower edges, evenly spaced from `first` to `last`, in Å."""
+    return torch.linspace(first, last, bins) ** 2
+
+
+def distance_one_hot(
+    rows: Float[Tensor, "*b I 3"], columns: Float[Tensor, "*b J 3"], lower: Float[Tensor, "bins"]
+) -> Float[Tensor, "*b I J bins"]:
+    """One-hot of the binned distance, `lower` holding squared lower edges; shorter than the first bin: all zero; the last
+    bin has no upper edge.
+    """
+    squared = (rows.unsqueeze(-2) - columns.unsqueeze(-3)).square().sum(-1, keepdim=True)
+    upper = torch.cat([lower[1:], lower.new_tensor([1e8])])
+    return ((squared > lower) & (squared < upper)).to(rows.dtype)

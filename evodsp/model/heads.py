@@ -1,4 +1,4 @@
-"""Output heads (supplement 1.9.6, 1.9.8 and 1.9.9).
+"""Output heads (supplement 1.9.6 to 1.9.10).
 
 Shape legend: B batch, S clusters of the MSA, R residues.
 """
@@ -12,6 +12,7 @@ from evodsp.config import ChannelsConfig, HeadsConfig
 from evodsp.model.primitives import Linear
 
 MSA_LETTERS = 23
+ATOMS = 37
 
 
 class DistogramHead(nn.Module):
@@ -49,3 +50,25 @@ class PLDDTHead(nn.Module):
 
     def forward(self, s: Float[Tensor, "B R c_s"]) -> Float[Tensor, "B R bins"]:
         return self.logits(self.second(self.first(self.norm(s)).relu()).relu())
+
+
+class ExperimentallyResolvedHead(nn.Module):
+    """Logits of each atom being resolved in an experiment (supplement 1.9.10), from the Evoformer's single representation."""
+
+    def __init__(self, channels: ChannelsConfig) -> None:
+        super().__init__()
+        self.logits = Linear(channels.single, ATOMS, init="final")
+
+    def forward(self, s: Float[Tensor, "B R c_s"]) -> Float[Tensor, "B R 37"]:
+        return self.logits(s)
+
+
+class PredictedAlignedErrorHead(nn.Module):
+    """Logits of the binned error of residue j seen from the frame of residue i (supplement 1.9.7). z on I or J."""
+
+    def __init__(self, channels: ChannelsConfig, config: HeadsConfig) -> None:
+        super().__init__()
+        self.logits = Linear(channels.pair, config.pae_bins, init="final")
+
+    def forward(self, z: Float[Tensor, "B I J c_z"]) -> Float[Tensor, "B I J bins"]:
+        return self.logits(z)

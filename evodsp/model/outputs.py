@@ -46,3 +46,7 @@ class ModelOutput:
     distogram_logits: Float[Tensor, "B R R bins"]
     masked_msa_logits: Float[Tensor, "B S R 23"]
     plddt_logits: Float[Tensor, "B R plddt_bins"]
+    resolved_logits: Float[Tensor, "B R 37"] | None = None
+    """Which atoms an experiment resolves, if the model has that head."""
+    pae_logits: Float[Tensor, "B R R pae_bins"] | None = None
+    """Binned aligned error, if the model has that head."""

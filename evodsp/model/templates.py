@@ -19,6 +19,7 @@ from evodsp.config import TemplateConfig
 from evodsp.geometry.frames import atom37_to_torsion_angles
 from evodsp.geometry.residues import ATOM_ORDER
 from evodsp.geometry.rigid import Rigid
+from evodsp.model.embedders import distance_one_hot, squared_edges
 from evodsp.model.pair_ops import TriangleAttention, TriangleMultiplication
 from evodsp.model.primitives import Dropout, Linear, ShardedModule, Transition, mask_bias
 from evodsp.rng import Draws
@@ -140,8 +141,8 @@ class TemplateEmbedder(ShardedModule):
         self.stack = TemplatePairStack(config)
         self.norm = nn.LayerNorm(config.channels)
         self.attention = TemplatePointwiseAttention(c_z, config)
-        lower = torch.linspace(config.distogram_min_distance, config.distogram_max_distance, config.distogram_bins)
-        self.register_buffer("lower", lower**2, persistent=False)
+        lower = squared_edges(config.distogram_min_distance, config.distogram_max_distance, config.distogram_bins)
+        self.register_buffer("lower", lower, persistent=False)
 
     def forward(
         self,
@@ -163,7 +164,7 @@ class TemplateEmbedder(ShardedModule):
 
         Everything is masked by the backbone's presence, so that absent residues (all at zero) do not look like neighbours.
         """
-        distances = self.distogram(templates.beta, self._columns(templates.beta))
+        distances = distance_one_hot(templates.beta, self._columns(templates.beta), self.lower)
         letters = F.one_hot(templates.aatype.long(), LETTERS).to(distances.dtype)
         n, ca, c = (templates.positions[..., atom, :] for atom in (N, CA, C))
         has_backbone = templates.atom_mask[..., [N, CA, C]].prod(-1)
@@ -185,14 +186,6 @@ class TemplateEmbedder(ShardedModule):
             both,
         ]
         return torch.cat([f if f.ndim == 5 else f.unsqueeze(-1) for f in features], -1) * both.unsqueeze(-1)
-
-    def distogram(
-        self, rows: Float[Tensor, "B T I 3"], columns: Float[Tensor, "B T J 3"]
-    ) -> Float[Tensor, "B T I J bins"]:
-        """One-hot of the squared distance; shorter than the first bin: all zero; the last bin has no upper edge."""
-        squared = (rows.unsqueeze(-2) - columns.unsqueeze(-3)).square().sum(-1, keepdim=True)
-        upper = torch.cat([self.lower[1:], self.lower.new_tensor([1e8])])
-        return ((squared > self.lower) & (squared < upper)).to(rows.dtype)
 
     def _columns(self, x: Float[Tensor, "B T R c"]) -> Float[Tensor, "B T J c"]:
         """This rank's part of the residues, as columns of the pair representation."""

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from evodsp.config import ModelConfig
+from evodsp.config import ModelConfig, TemplateConfig
 
 Layout = Literal["input_first", "output_last", "vector"]
 
@@ -183,12 +183,23 @@ def embedders(scope: str) -> Iterator[Name]:
     yield from _norm("recycling_embedder.msa_norm", f"{scope}/prev_msa_first_row_norm")
 
 
-def heads() -> Iterator[Name]:
+def heads(config: ModelConfig) -> Iterator[Name]:
     yield from _linear("distogram_head.half_logits", "distogram_head/half_logits")
     yield from _linear("masked_msa_head.logits", "masked_msa_head/logits")
     yield from _norm("plddt_head.norm", "predicted_lddt_head/input_layer_norm")
     for ours, theirs in (("first", "act_0"), ("second", "act_1"), ("logits", "logits")):
         yield from _linear(f"plddt_head.{ours}", f"predicted_lddt_head/{theirs}")
+    if config.heads.experimentally_resolved:
+        yield from _linear("resolved_head.logits", "experimentally_resolved_head/logits")
+    if config.heads.predicted_aligned_error:
+        yield from _linear("pae_head.logits", "predicted_aligned_error_head/logits")
+
+
+def templates(scope: str, config: TemplateConfig) -> Iterator[Name]:
+    if config.enabled:
+        yield from template_embedder("template_embedder", f"{scope}/template_embedding", config.blocks)
+        if config.torsions:
+            yield from template_torsion_embedder("template_torsion_embedder", scope)
 
 
 def parameter_names(config: ModelConfig) -> list[Name]:
@@ -198,7 +209,8 @@ def parameter_names(config: ModelConfig) -> list[Name]:
         *stack("extra_msa_stack", "evoformer/extra_msa_stack", config.extra_msa.blocks, extra=True),
         *stack("evoformer", "evoformer/evoformer_iteration", config.evoformer.blocks),
         *structure_module("structure_module", "structure_module", config),
-        *heads(),
+        *templates("evoformer", config.templates),
+        *heads(config),
     ]
 
 

@@ -83,6 +83,8 @@ def _stack(first: object, second: object) -> object:
             else:
                 values[field.name] = torch.cat([a, b], dim)
         return StructureOutput(**values)
+    if first is None:  # a head that the model does not have
+        return None
     fields = [field.name for field in dataclasses.fields(first)]
     return type(first)(**{name: _stack(getattr(first, name), getattr(second, name)) for name in fields})
 
@@ -182,3 +184,10 @@ def test_gradient_reaches_every_output_and_the_breakdown_holds_none(output, batc
         assert torch.isfinite(leaf.grad).all(), name
         assert leaf.grad.abs().sum() > 0, name
     assert not any(value.requires_grad for value in breakdown.values())
+
+
+@pytest.mark.parametrize(("term", "head"), [("pae", "predicted_aligned_error"), ("experimentally_resolved",) * 2])
+def test_a_term_whose_head_is_missing_is_named(output, batch, term: str, head: str) -> None:
+    """Catches a weight that silently does nothing."""
+    with pytest.raises(UserError, match=f"loss.{term} is not 0.*heads.{head}"):
+        total_loss(output, batch, dataclasses.replace(LossConfig(), **{term: 0.1}), _HEADS)

@@ -98,7 +98,7 @@ def test_model_without_templates(golden: Path) -> None:
     expected = load(golden / "outputs_model_5_ptm.npz")
     features = {k: torch.from_numpy(v).unsqueeze(0) for k, v in load(golden / "features_processed.npz").items()}
     config = dataclasses.replace(
-        ModelConfig.preset("model_1"),
+        ModelConfig.preset("model_5_ptm"),
         evoformer=EvoformerConfig(blocks=2),
         extra_msa=EvoformerConfig(blocks=1, msa_head_width=8),
         structure_module=StructureModuleConfig(iterations=2),

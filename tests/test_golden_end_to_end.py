@@ -1,0 +1,140 @@
+"""The whole of model_1_ptm, templates on, against DeepMind's AlphaFold2: outputs, every loss term, every gradient's norm."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from evodsp.config import LossConfig, ModelConfig
+from evodsp.geometry.rigid import Rigid
+from evodsp.losses.fape import backbone_fape
+from evodsp.losses.total import total_loss
+from evodsp.model.alphafold import AlphaFold
+from evodsp.model.outputs import ModelOutput
+from evodsp.weights.deepmind import load_arrays
+from evodsp.weights.names import parameter_names
+from tests.conftest import load
+from tests.model.test_golden_modules import close
+
+REAL = 64  # residues; 8 more are padding
+CONFIG = dataclasses.replace(
+    (PTM := ModelConfig.preset("model_1_ptm")),
+    evoformer=dataclasses.replace(PTM.evoformer, blocks=2),
+    extra_msa=dataclasses.replace(PTM.extra_msa, blocks=1),
+    templates=dataclasses.replace(PTM.templates, blocks=1),
+    structure_module=dataclasses.replace(PTM.structure_module, iterations=2),
+)
+WEIGHTS = LossConfig(plddt=0.01, pae=0.1, experimentally_resolved=0.01, violation=1.0, scale_by_length=False)
+
+
+@pytest.fixture(scope="module")
+def model(golden: Path) -> AlphaFold:
+    model = AlphaFold(CONFIG)
+    load_arrays(model, parameter_names(CONFIG), load(golden / "params.npz"))
+    return model
+
+
+@pytest.fixture(scope="module")
+def features(golden: Path) -> dict[str, Tensor]:
+    return {k: torch.from_numpy(v).unsqueeze(0) for k, v in load(golden / "features_processed.npz").items()}
+
+
+@pytest.fixture(scope="module")
+def labels(golden: Path) -> dict[str, Tensor]:
+    return {k: torch.from_numpy(v).unsqueeze(0) for k, v in load(golden / "labels.npz").items()}
+
+
+def agrees(out: ModelOutput, expected: dict[str, np.ndarray]) -> None:
+    """Whatever of the output `expected` has, within 2e-5 of its maximum over real residues; atoms within 1e-3 Å."""
+    ours = {
+        "representations/msa": (out.msa, (slice(None), slice(REAL))),
+        "representations/msa_first_row": (out.msa[:, 0], (slice(REAL),)),
+        "representations/pair": (out.pair, (slice(REAL), slice(REAL))),
+        "representations/single": (out.single, (slice(REAL),)),
+        "representations/structure_module": (out.structure.single, (slice(REAL),)),
+        "distogram/logits": (out.distogram_logits, (slice(REAL), slice(REAL))),
+        "masked_msa/logits": (out.masked_msa_logits, (slice(None), slice(REAL))),
+        "predicted_lddt/logits": (out.plddt_logits, (slice(REAL),)),
+        "experimentally_resolved/logits": (out.resolved_logits, (slice(REAL),)),
+        "predicted_aligned_error/logits": (out.pae_logits, (slice(REAL), slice(REAL))),
+    }
+    compared = [name for name in ours if name in expected]
+    assert len(compared) >= 4
+    for name in compared:
+        tensor, real = ours[name]
+        assert tensor is not None
+        close(tensor[0][real], expected[name][real], 2e-5, name)
+    mask = out.structure.mask[0, :REAL] > 0
+    error = out.structure.positions[0, :REAL].detach() - torch.from_numpy(
+        expected["structure_module/final_atom_positions"][:REAL]
+    )
+    assert error[mask].abs().max() < 1e-3
+
+
+def test_two_passes_with_templates(model: AlphaFold, features: dict[str, Tensor], golden: Path) -> None:
+    """Catches templates, recycling or a head wired into the wrong place."""
+    with torch.no_grad():
+        agrees(model(features), load(golden / "outputs.npz"))
+
+
+def test_the_first_pass(model: AlphaFold, features: dict[str, Tensor], golden: Path) -> None:
+    """Catches a first pass that is not recycled from zeros."""
+    with torch.no_grad():
+        agrees(model({k: v[:, :1] for k, v in features.items()}), load(golden / "outputs_iter0.npz"))
+
+
+def test_losses_and_gradients(
+    model: AlphaFold, features: dict[str, Tensor], labels: dict[str, Tensor], golden: Path
+) -> None:
+    """Catches a loss term with a wrong mask or weight, and a parameter whose gradient is lost or doubled."""
+    expected, gradients = load(golden / "losses.npz"), load(golden / "grads.npz")
+    batch = {**features, **labels, "use_clamped_fape": torch.ones(1)}
+    model.zero_grad()
+    output = model(batch)
+    total, terms = total_loss(output, batch, WEIGHTS, CONFIG.heads)
+    # AF2 reports the backbone FAPE of the last iteration; the total has the mean.
+    last, truth = output.structure.backbone[-1:], Rigid.from_flat12(labels["rigidgroups_gt_frames"][:, :, 0])
+    fape = backbone_fape(last, truth, labels["backbone_affine_mask"])
+    assert fape.item() == pytest.approx(float(expected["structure_module/fape"]), rel=1e-5)
+    for ours, theirs in {
+        "sidechain_fape": "structure_module/sidechain_fape",
+        "torsion": "structure_module/chi_loss",
+        "angle_norm": "structure_module/angle_norm_loss",
+        "distogram": "distogram_loss",
+        "masked_msa": "masked_msa_loss",
+        "pae": "pae_loss",
+        "experimentally_resolved": "experimentally_resolved_loss",
+    }.items():
+        assert terms[ours].item() == pytest.approx(float(expected[theirs]), rel=1e-5), ours
+    # One residue's lDDT is 0.1, the edge between two bins: rounding decides, and moves the pLDDT loss by 0.6 %.
+    assert terms["plddt"].item() == pytest.approx(float(expected["plddt_loss"]), rel=1e-2)
+    assert total.item() == pytest.approx(float(expected["total_loss"]), rel=1e-5)
+
+    total.backward()
+    squares: dict[str, float] = defaultdict(float)
+    arrays, parameters = load(golden / "params.npz"), dict(model.named_parameters())
+    for name in parameter_names(CONFIG):
+        gradient = parameters[name.ours].grad
+        assert gradient is not None, name.ours
+        widths = [outputs(arrays[key], name.layout, name.block is not None) for key in name.keys]
+        for key, part in zip(name.keys, gradient.split(widths), strict=True):
+            squares[key] += float(part.double().square().sum())
+    norms = {key.removeprefix("norm:"): float(value) for key, value in gradients.items() if key.startswith("norm:")}
+    assert set(squares) == set(norms)
+    largest = np.sqrt(sum(value**2 for value in norms.values()))
+    for key, value in norms.items():
+        assert abs(squares[key] ** 0.5 - value) <= 1e-3 * value + 1e-6 * largest, key
+
+
+def outputs(array: np.ndarray, layout: str, stacked: bool) -> int:
+    """Rows that one of DeepMind's arrays fills in our matrix."""
+    shape = array.shape[1:] if stacked else array.shape
+    if layout == "vector":
+        return int(np.prod(shape))
+    return shape[-1] if layout == "output_last" else int(np.prod(shape[1:]))
