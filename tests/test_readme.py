@@ -145,6 +145,10 @@ def check_pip(words: list[str]) -> None:
             assert (ROOT / value).is_file()
 
 
+def check_activate(words: list[str]) -> None:
+    assert words == [".venv/bin/activate"]
+
+
 def check_venv(words: list[str]) -> None:
     assert words[:2] == ["-m", "venv"]
 
@@ -152,6 +156,7 @@ def check_venv(words: list[str]) -> None:
 OTHERS: dict[str, Callable[[list[str]], None]] = {
     "make": check_make,
     "python3": check_venv,
+    "source": check_activate,
     ".venv/bin/pip": check_pip,
 }
 
