@@ -226,6 +226,22 @@ def prediction_sample(query: Sequence, alignments: list[Alignment], config: Feat
     return {name: torch.from_numpy(values) for name, values in features.items()}
 
 
+def empty_templates(residues: int, cycles: int, count: int) -> dict[str, np.ndarray]:
+    """AF2's processed template features where there are no templates: `count` masked ones of zeros, as AF2 fills up to its 4.
+
+    Axes [cycle, template, residue, …]; int32 residue types, float32 else.
+    """
+    leading = (cycles, count, residues)
+    return {
+        "template_aatype": np.zeros(leading, np.int32),
+        "template_all_atom_positions": np.zeros((*leading, 37, 3), np.float32),
+        "template_all_atom_masks": np.zeros((*leading, 37), np.float32),
+        "template_pseudo_beta": np.zeros((*leading, 3), np.float32),
+        "template_pseudo_beta_mask": np.zeros(leading, np.float32),
+        "template_mask": np.zeros((cycles, count), np.float32),
+    }
+
+
 def collate(samples: ListOf[Sample]) -> dict[str, Tensor]:
     """Stack samples along a new batch axis, padding residues and MSA rows with zeros to the largest of them.
 

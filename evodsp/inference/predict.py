@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from evodsp.config import FeatureConfig
-from evodsp.data.dataset import collate, prediction_sample
+from evodsp.config import FeatureConfig, HeadsConfig
+from evodsp.data.dataset import collate, empty_templates, prediction_sample
 from evodsp.data.store import read_alignment_dir
 from evodsp.data.transforms import check_config
 from evodsp.data.types import Alignment
@@ -26,8 +26,8 @@ from evodsp.errors import UserError
 from evodsp.inference.config import PredictConfig
 from evodsp.inference.results import TIMINGS, PredictionResult, finished, whole_folder, write_json, write_results
 from evodsp.inference.targets import Target, alignment_files, digest, find_targets
-from evodsp.inference.writers import PredictedStructure
-from evodsp.losses.confidence import compute_plddt
+from evodsp.inference.writers import AlignedError, PredictedStructure
+from evodsp.losses.confidence import compute_pae, compute_plddt, compute_ptm, highest_pae
 from evodsp.model.alphafold import AlphaFold
 from evodsp.model.outputs import ModelOutput
 from evodsp.weights.checkpoint import load_features, load_model
@@ -98,6 +98,8 @@ def _predict_target(
     reading = time.perf_counter() - start
     rows = sum(map(len, alignments))
     report(f"  read {rows:,} sequences in {len(alignments)} alignments, {reading:.1f} s")
+    if model.config.templates.enabled:
+        report("  templates: none")
 
     device = next(model.parameters()).device
     if device.type == "cuda":
@@ -137,6 +139,10 @@ def _predict_seed(
 ) -> tuple[PredictedStructure, _SeedTimes]:
     start = time.perf_counter()
     sample = prediction_sample(target.query, alignments, config, seed)
+    if model.config.templates.enabled:
+        # A model made for templates reads their features even where there are none: one that is masked changes nothing.
+        empty = empty_templates(len(target.query), len(sample["aatype"]), 1)
+        sample |= {name: torch.from_numpy(values) for name, values in empty.items()}
     batch = collate([sample])
     features = time.perf_counter() - start
     report(f"  seed {seed}: features, {features:.1f} s")
@@ -147,10 +153,11 @@ def _predict_seed(
             f"{target.query.name}: {len(target.query)} residues do not fit into the memory of this GPU; "
             "lower --msa_clusters and --extra_msa, or use --device cpu"
         ) from error
-    structure = _structure(target, batch, output)
+    structure = _structure(target, batch, output, model.config.heads)
+    ptm = "" if structure.aligned_error is None else f", pTM {structure.aligned_error.ptm:.2f}"
     report(
         f"  seed {seed}: model, {sum(passes):.1f} s ({len(passes)} passes, {sum(passes) / len(passes):.1f} s each); "
-        f"mean pLDDT {structure.mean_plddt:.1f}"
+        f"mean pLDDT {structure.mean_plddt:.1f}{ptm}"
     )
     return structure, _SeedTimes(features, passes)
 
@@ -174,7 +181,9 @@ def _run(model: AlphaFold, batch: dict[str, torch.Tensor]) -> tuple[ModelOutput,
     return output, tuple(after - before for before, after in pairwise(marks))
 
 
-def _structure(target: Target, batch: dict[str, torch.Tensor], output: ModelOutput) -> PredictedStructure:
+def _structure(
+    target: Target, batch: dict[str, torch.Tensor], output: ModelOutput, heads: HeadsConfig
+) -> PredictedStructure:
     length = len(target.query)  # padding, if any, follows
     return PredictedStructure(
         name=target.query.name,
@@ -182,6 +191,22 @@ def _structure(target: Target, batch: dict[str, torch.Tensor], output: ModelOutp
         positions=output.structure.positions[0, :length].float().cpu().numpy(),
         mask=output.structure.mask[0, :length].float().cpu().numpy(),
         plddt=compute_plddt(output.plddt_logits.float())[0, :length].cpu().numpy(),
+        aligned_error=_aligned_error(length, batch, output, heads),
+    )
+
+
+def _aligned_error(
+    length: int, batch: dict[str, torch.Tensor], output: ModelOutput, heads: HeadsConfig
+) -> AlignedError | None:
+    """What the PAE head says of the first `length` residues; None without that head."""
+    if output.pae_logits is None:
+        return None
+    logits = output.pae_logits[0, :length, :length].float()
+    mask = batch["seq_mask"][0, -1, :length].to(logits)
+    return AlignedError(
+        pae=compute_pae(logits, heads.pae_max_error).cpu().numpy(),
+        highest=highest_pae(heads.pae_bins, heads.pae_max_error),
+        ptm=float(compute_ptm(logits, mask, heads.pae_max_error)),
     )
 
 

@@ -1,7 +1,8 @@
 """The folder of one target's predictions, written whole or not at all.
 
 <output>/<name>/seed_<k>.cif|.pdb       structure; B-factor = pLDDT
-                seed_<k>_scores.json    plddt per residue
+                seed_<k>_scores.json    plddt per residue; of models with a PAE head also max_pae (Å) and ptm (0..1)
+                seed_<k>_pae.json       of models with a PAE head: predicted aligned error, in AlphaFold DB's format
                 ranking.json            seeds, best first; the settings they were made with
                 timings.json            seconds per stage, peak memory
 """
@@ -19,9 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from evodsp import __version__
 from evodsp.errors import UserError
-from evodsp.inference.writers import PredictedStructure, structure_text
+from evodsp.inference.writers import AlignedError, PredictedStructure, structure_text
 
 RANKING, TIMINGS = "ranking.json", "timings.json"
 _OURS = re.compile(r"seed_\d+\.(cif|pdb)|seed_\d+_(scores|pae)\.json|ranking\.json|timings\.json")
@@ -93,6 +96,7 @@ def _read(folder: Path) -> tuple[PredictionResult, Mapping[str, Any]]:
         mean_plddt = {int(entry["seed"]): float(entry["mean_plddt"]) for entry in ranking["ranking"]}
         result = PredictionResult(ranking["name"], folder, settings["format"], mean_plddt, kept=True)
         expected = [TIMINGS, *(name for seed in mean_plddt for name in (result.structure(seed).name, _scores(seed)))]
+        expected += [_pae(int(entry["seed"])) for entry in ranking["ranking"] if "ptm" in entry]
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path}: not written by evodsp predict ({error!r}); predict again with --overwrite") from error
     if lost := [name for name in expected if not (folder / name).is_file()]:
@@ -102,6 +106,10 @@ def _read(folder: Path) -> tuple[PredictionResult, Mapping[str, Any]]:
 
 def _scores(seed: int) -> str:
     return f"seed_{seed}_scores.json"
+
+
+def _pae(seed: int) -> str:
+    return f"seed_{seed}_pae.json"
 
 
 def write_results(
@@ -115,7 +123,11 @@ def write_results(
     for seed, structure in structures.items():
         text = structure_text(structure, file_format)
         (folder / f"seed_{seed}.{file_format}").write_text(text, encoding="utf-8")
-        write_json(folder / _scores(seed), {"plddt": [round(float(p), 2) for p in structure.plddt]})
+        scores: dict[str, Any] = {"plddt": [round(float(p), 2) for p in structure.plddt]}
+        if (error := structure.aligned_error) is not None:
+            scores |= {"max_pae": round(float(error.pae.max()), 2), **_ptm(structure)}
+            (folder / _pae(seed)).write_text(pae_text(error), encoding="utf-8")
+        write_json(folder / _scores(seed), scores)
     name = structures[ranked[0]].name
     mean_plddt = {seed: round(structures[seed].mean_plddt, 3) for seed in ranked}
     write_json(
@@ -124,7 +136,7 @@ def write_results(
             "name": name,
             "ranked_by": "mean pLDDT",
             "ranking": [
-                {"seed": seed, "mean_plddt": mean, "structure": f"seed_{seed}.{file_format}"}
+                {"seed": seed, "mean_plddt": mean, **_ptm(structures[seed]), "structure": f"seed_{seed}.{file_format}"}
                 for seed, mean in mean_plddt.items()
             ],
             "settings": dict(settings),
@@ -132,6 +144,21 @@ def write_results(
         },
     )
     return PredictionResult(name, folder, file_format, mean_plddt, kept=False)
+
+
+def pae_text(error: AlignedError) -> str:
+    """AlphaFold DB's JSON: a list of one entry, rows are the residues whose frames the errors are seen from; in Å.
+
+    `max_predicted_aligned_error` is the end of the scale, not the matrix's maximum (that is `max_pae` of the scores).
+    """
+    matrix = np.round(error.pae.astype(np.float64), 2).tolist()
+    entry = {"predicted_aligned_error": matrix, "max_predicted_aligned_error": round(error.highest, 2)}
+    return json.dumps([entry], separators=(",", ":"), allow_nan=False) + "\n"
+
+
+def _ptm(structure: PredictedStructure) -> dict[str, float]:
+    """The entry of the JSON files, which those of models without the head do not have."""
+    return {} if structure.aligned_error is None else {"ptm": round(structure.aligned_error.ptm, 3)}
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

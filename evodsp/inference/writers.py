@@ -23,6 +23,18 @@ _SEQRES_PER_LINE = 13
 
 
 @dataclass(frozen=True)
+class AlignedError:
+    """What the head of the predicted aligned error says of one chain."""
+
+    pae: Float32[np.ndarray, "R R"]
+    """Expected error in Å of each residue's CA (second axis), seen from each residue's backbone frame (first axis)."""
+    highest: float
+    """The greatest error in Å that the head can state."""
+    ptm: float
+    """Predicted TM-score, 0..1."""
+
+
+@dataclass(frozen=True)
 class PredictedStructure:
     """One predicted chain. Residues are numbered from 1; those of type X have no atoms."""
 
@@ -36,6 +48,8 @@ class PredictedStructure:
     plddt: Float32[np.ndarray, "R"]
     """0..100."""
     chain_id: str = "A"
+    aligned_error: AlignedError | None = None
+    """None where the model has no head for it."""
 
     @property
     def sequence(self) -> str:
@@ -55,6 +69,8 @@ def structure_text(structure: PredictedStructure, file_format: Literal["cif", "p
     """The structure in the given format. Raises UserError where the format cannot hold it or a number is not finite."""
     present = structure.mask > 0.5
     finite = np.isfinite(structure.positions).all(-1) & np.isfinite(structure.plddt)[:, None]
+    if structure.aligned_error is not None:
+        finite &= np.isfinite(structure.aligned_error.pae).all(-1)[:, None]
     if (bad := present & ~finite).any():
         raise UserError(
             f"{structure.name}: residue {int(np.nonzero(bad.any(-1))[0][0]) + 1} came out of the model as nan or infinity, "

@@ -1,0 +1,225 @@
+"""Models with the head of the predicted aligned error and with templates: their extra files, and no template at all."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from evodsp.config import FeatureConfig, ModelConfig, TemplateConfig
+from evodsp.data.dataset import Sample, collate, empty_templates, prediction_sample
+from evodsp.data.mmcif import read_chain
+from evodsp.data.store import read_alignment_dir
+from evodsp.data.types import Sequence
+from evodsp.errors import UserError
+from evodsp.inference import predict as module
+from evodsp.inference.predict import predict
+from evodsp.inference.results import read_result, write_results
+from evodsp.inference.targets import Target
+from evodsp.inference.writers import AlignedError, PredictedStructure
+from evodsp.losses.confidence import compute_pae, compute_ptm
+from evodsp.model.alphafold import FEATURES, TEMPLATE_FEATURES, AlphaFold
+from evodsp.model.outputs import ModelOutput
+from evodsp.weights.checkpoint import load_model, save_model
+
+from ..conftest import load
+from .conftest import OTHER, QUERY, TRAINED, Workplace
+
+TINY = ModelConfig.preset("test")
+PTM = replace(
+    TINY,
+    templates=TemplateConfig(
+        enabled=True, channels=6, pair_heads=2, pair_head_width=3, triangle_channels=5, attention_heads=2, checkpoint=False
+    ),
+    heads=replace(TINY.heads, experimentally_resolved=True, predicted_aligned_error=True),
+)  # fmt: skip
+SIZES = FeatureConfig(**{**vars(TRAINED), "crop_size": None, "uniform_recycling": False, "recycles": 1})
+
+
+def silent(line: str) -> None:
+    """No progress lines."""
+
+
+def read_json(path: Path):
+    return json.loads(path.read_text())
+
+
+@pytest.fixture(scope="module")
+def ptm_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model_1_ptm in miniature, of random weights."""
+    torch.manual_seed(1)
+    model = AlphaFold(PTM)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    path = tmp_path_factory.mktemp("ptm") / "ptm.ckpt"
+    save_model(path, model, features=TRAINED)
+    return path
+
+
+@pytest.fixture
+def ptm_workplace(workplace: Workplace, ptm_checkpoint: Path) -> Workplace:
+    """The two targets, with that model and the sizes of its training but for one recycling iteration less."""
+    return Workplace(workplace.root, workplace.change(checkpoint=ptm_checkpoint, msa_clusters=None, extra_msa=None))
+
+
+def sample_of(workplace: Workplace, name: str, letters: str, seed: int = 0) -> Sample:
+    """The features without templates."""
+    query = Sequence(name, letters)
+    return prediction_sample(query, read_alignment_dir(workplace.config.alignments / name, query), SIZES, seed)
+
+
+def masked_template(residues: int) -> Sample:
+    """Two passes of one template that is not there, spelt out."""
+    return {
+        "template_aatype": torch.zeros(2, 1, residues, dtype=torch.int32),
+        "template_all_atom_positions": torch.zeros(2, 1, residues, 37, 3),
+        "template_all_atom_masks": torch.zeros(2, 1, residues, 37),
+        "template_pseudo_beta": torch.zeros(2, 1, residues, 3),
+        "template_pseudo_beta_mask": torch.zeros(2, 1, residues),
+        "template_mask": torch.zeros(2, 1),
+    }
+
+
+def run_by_hand(model: AlphaFold, *samples: Sample) -> ModelOutput:
+    with torch.no_grad():
+        return model(collate(list(samples)))
+
+
+def test_prediction_equals_the_model_run_by_hand(ptm_workplace):
+    """Catches features of templates with the wrong axes, and a PAE that is transposed, of another seed or of another scale."""
+    found = predict(ptm_workplace.config, silent)
+    model = load_model(ptm_workplace.config.checkpoint)
+    for result, letters in zip(found, (QUERY, OTHER), strict=True):
+        for seed in (0, 1):
+            sample = sample_of(ptm_workplace, result.name, letters, seed) | masked_template(len(letters))
+            output = run_by_hand(model, sample)
+            chain = read_chain(result.structure(seed), "A")
+            there = chain.mask > 0
+            expected = output.structure.positions[0].numpy()
+            np.testing.assert_allclose(chain.positions[there], expected[there], atol=1e-3)
+            pae = compute_pae(output.pae_logits)[0].numpy()
+            assert np.abs(pae - pae.T).max() > 0.1, "a transposed matrix must not pass"
+            (written,) = read_json(result.folder / f"seed_{seed}_pae.json")
+            assert list(written) == ["predicted_aligned_error", "max_predicted_aligned_error"]
+            np.testing.assert_allclose(written["predicted_aligned_error"], pae, atol=0.006)
+            assert written["max_predicted_aligned_error"] == 31.75
+            scores = read_json(result.folder / f"seed_{seed}_scores.json")
+            assert scores["max_pae"] == np.max(written["predicted_aligned_error"])
+            ptm = compute_ptm(output.pae_logits, torch.ones(1, len(letters))).item()
+            assert scores["ptm"] == pytest.approx(ptm, abs=6e-4)
+            assert 0 < ptm < 1
+
+
+def test_files_of_a_model_with_the_head(ptm_workplace):
+    """The contract of the output folder, and that the ranking tells each seed's pTM."""
+    result = predict(ptm_workplace.config, silent)[0]
+    assert sorted(p.name for p in result.folder.iterdir()) == [
+        "ranking.json", "seed_0.cif", "seed_0_pae.json", "seed_0_scores.json",
+        "seed_1.cif", "seed_1_pae.json", "seed_1_scores.json", "timings.json",
+    ]  # fmt: skip
+    ranking = read_json(result.folder / "ranking.json")
+    assert ranking["ranked_by"] == "mean pLDDT"
+    for entry in ranking["ranking"]:
+        scores = read_json(result.folder / f"seed_{entry['seed']}_scores.json")
+        assert list(scores) == ["plddt", "max_pae", "ptm"]
+        assert entry["ptm"] == scores["ptm"]
+        assert entry["mean_plddt"] == pytest.approx(np.mean(scores["plddt"]), abs=0.01)
+    again = predict(ptm_workplace.config, silent)[0]
+    assert again.kept
+
+
+def test_ranking_is_by_plddt_where_ptm_disagrees(tmp_path):
+    """pTM is told, but does not reorder."""
+    aatype, mask = np.zeros(3, np.int32), np.zeros((3, 37), np.float32)
+    mask[:, :5] = 1
+
+    def made(plddt: float, ptm: float) -> PredictedStructure:
+        error = AlignedError(np.full((3, 3), 4.256, np.float32), 31.75, ptm)
+        confidence = np.full(3, plddt, np.float32)
+        return PredictedStructure("x", aatype, np.zeros((3, 37, 3), np.float32), mask, confidence, aligned_error=error)
+
+    result = write_results(tmp_path, {0: made(50, 0.9), 1: made(60, 0.2)}, "cif", {"format": "cif"})
+    assert result.best == 1
+    assert [entry["ptm"] for entry in read_json(tmp_path / "ranking.json")["ranking"]] == [0.2, 0.9]
+    expected = '[{"predicted_aligned_error":[[4.26,4.26,4.26],[4.26,4.26,4.26],[4.26,4.26,4.26]],'
+    assert (tmp_path / "seed_1_pae.json").read_text() == expected + '"max_predicted_aligned_error":31.75}]\n'
+
+
+def test_no_template_is_no_update(ptm_workplace):
+    """AF2: a masked template changes neither the pair representation nor, as rows of the MSA, anything else."""
+    model, sample = load_model(ptm_workplace.config.checkpoint), sample_of(ptm_workplace, "alpha_A", QUERY)
+    one = run_by_hand(model, sample | masked_template(len(QUERY)))
+    four = {name: torch.from_numpy(values) for name, values in empty_templates(len(QUERY), 2, 4).items()}
+    several = run_by_hand(model, sample | four)
+    model.template_embedder = model.template_torsion_embedder = None
+    model.features = FEATURES
+    none = run_by_hand(model, sample)
+    for output in (one, several):
+        torch.testing.assert_close(output.pair, none.pair, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(output.msa, none.msa, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(output.pae_logits, none.pae_logits, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(output.structure.positions, none.structure.positions, rtol=1e-4, atol=1e-3)
+
+
+def test_empty_templates_have_alphafolds_names_types_and_axes(golden):
+    """A type or an axis that differs from a real template's would surface only when the two meet in one batch."""
+    processed = load(golden / "features_processed.npz")
+    empty = empty_templates(72, 2, 4)
+    assert set(empty) == set(TEMPLATE_FEATURES)
+    for name, values in empty.items():
+        assert (values.shape, values.dtype) == (processed[name].shape, processed[name].dtype)
+        assert not values.any()
+
+
+@pytest.mark.parametrize("with_templates", [True, False])
+def test_progress_says_that_there_are_no_templates(ptm_workplace, workplace, with_templates):
+    """A user who expects templates must see that none were used; a model that knows none does not speak of them."""
+    lines: list[str] = []
+    predict((ptm_workplace if with_templates else workplace).config, lines.append)
+    assert lines.count("  templates: none") == 2 * with_templates
+    assert any("pTM 0." in line for line in lines) == with_templates
+
+
+def test_padding_is_not_judged(ptm_workplace):
+    """pTM depends on the chain's length, and its mean over residues must not see those that fill up a batch."""
+    model = load_model(ptm_workplace.config.checkpoint)
+    long = sample_of(ptm_workplace, "alpha_A", QUERY) | masked_template(len(QUERY))
+    short = sample_of(ptm_workplace, "beta_A", OTHER) | masked_template(len(OTHER))
+    target = Target(Sequence("beta_A", OTHER), ptm_workplace.config.alignments / "beta_A")
+    batches = collate([short]), {name: values[:1] for name, values in collate([short, long]).items()}
+    assert batches[1]["aatype"].shape[-1] == len(QUERY)
+    with torch.no_grad():
+        alone, padded = (module._structure(target, batch, model(batch), PTM.heads).aligned_error for batch in batches)
+    assert alone is not None
+    assert padded is not None
+    assert padded.pae.shape == (len(OTHER), len(OTHER))
+    np.testing.assert_allclose(padded.pae, alone.pae, atol=1e-3)
+    assert padded.ptm == pytest.approx(alone.ptm, abs=1e-5)
+
+
+def test_lost_aligned_error_is_noticed(ptm_workplace):
+    """A folder without one of its files is not a finished run."""
+    result = predict(ptm_workplace.change(seeds=1), silent)[0]
+    (result.folder / "seed_0_pae.json").unlink()
+    with pytest.raises(UserError, match=r"'seed_0_pae\.json' is missing"):
+        read_result(result.folder)
+
+
+def test_diverged_head_is_named(ptm_workplace, monkeypatch):
+    """nan in the PAE alone is an error about the checkpoint, not a traceback of the JSON writer; nothing is written."""
+    before, real = ptm_workplace.snapshot(), module._structure
+
+    def diverged(*arguments):
+        structure = real(*arguments)
+        structure.aligned_error.pae[4, 2] = np.nan
+        return structure
+
+    monkeypatch.setattr(module, "_structure", diverged)
+    with pytest.raises(UserError, match=r"alpha_A: residue 5 .*checkpoint"):
+        predict(ptm_workplace.config, silent)
+    assert ptm_workplace.snapshot() == before
