@@ -126,10 +126,48 @@ def synthesize(words: list[str]) -> int:
     return 0
 
 
+def import_weights(words: list[str]) -> int:
+    """Turn a published parameter file into a checkpoint: evodsp.weights."""
+    from evodsp.parser import OneLineErrors
+    from evodsp.weights.config import ImportConfig
+
+    parser = OneLineErrors(
+        prog="evodsp weights import",
+        usage="evodsp weights import --input FILE.npz --output FILE.ckpt [--option value ...]",
+        description="Turn DeepMind's parameters of a model into a checkpoint.",
+    )
+    parser.add_class_arguments(ImportConfig)
+    settings = ImportConfig(**vars(parser.parse_args(words)))
+    from evodsp.weights.command import import_weights as run
+
+    print(run(settings), file=sys.stderr)
+    return 0
+
+
+def export_weights(words: list[str]) -> int:
+    """Turn a checkpoint into a parameter file of DeepMind's: evodsp.weights."""
+    from evodsp.parser import OneLineErrors
+    from evodsp.weights.config import ExportConfig
+
+    parser = OneLineErrors(
+        prog="evodsp weights export",
+        usage="evodsp weights export --checkpoint FILE.ckpt --output FILE.npz [--option value ...]",
+        description="Write the parameters of a checkpoint with DeepMind's names and shapes.",
+    )
+    parser.add_class_arguments(ExportConfig)
+    settings = ExportConfig(**vars(parser.parse_args(words)))
+    from evodsp.weights.command import export_weights as run
+
+    print(run(settings), file=sys.stderr)
+    return 0
+
+
 COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "fit": ("train a model", train("fit")),
     "validate": ("score a checkpoint on the validation chains", train("validate")),
     "test": ("score a checkpoint on the test chains", train("test")),
     "predict": ("predict structures from FASTA, alignments and a checkpoint", predict),
     "data synthesize": ("write synthetic protein families to train on", synthesize),
+    "weights import": ("turn DeepMind's parameter file into a checkpoint", import_weights),
+    "weights export": ("turn a checkpoint into DeepMind's parameter file", export_weights),
 }

@@ -19,7 +19,7 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", "evodsp", *words], capture_output=True, text=True, env=environment)
 
 
-@pytest.mark.parametrize("command", ["", "data", *COMMANDS])
+@pytest.mark.parametrize("command", ["", "data", "weights", *COMMANDS])
 def test_help_answers_at_once(command: str) -> None:
     """An import of torch or Lightning on the way to the help: seconds. (About 0.2 s here; the limit is for busy machines.)"""
     started = time.perf_counter()
@@ -85,6 +85,13 @@ def test_the_quick_help_lists_options_that_exist() -> None:
         (["predict"], "evodsp predict needs --fasta, --alignments, --checkpoint, --output"),
         (["predict", "--fast", "x"], "Did you mean '--fasta'?"),
         (["predict", "stray"], "unknown argument 'stray'"),
+        (["weights", "imprt"], "no command 'weights imprt'. Did you mean 'import'?"),
+        (["weights", "import"], "evodsp weights import needs --input, --output"),
+        (
+            ["weights", "import", "--input=params_model_1.npz", "--output=x.ckpt"],
+            "params_model_1.npz: no such parameter",
+        ),
+        (["weights", "export", "--checkpoint=nowhere.ckpt", "--output=x.npz"], "nowhere.ckpt: no such checkpoint"),
         (["validate", "--config", "nowhere.yaml"], "nowhere.yaml: no such file"),
     ],
 )
@@ -108,7 +115,7 @@ def test_exit_codes_of_the_real_program(tmp_path: Path) -> None:
 
 def test_every_listed_command_runs_something() -> None:
     """A command in the overview that does nothing."""
-    assert {name.split()[0] for name in COMMANDS} == {"fit", "validate", "test", "predict", "data"}
+    assert {name.split()[0] for name in COMMANDS} == {"fit", "validate", "test", "predict", "data", "weights"}
 
 
 def test_dashes_and_underscores_are_the_same() -> None:

@@ -1,15 +1,138 @@
-"""Read DeepMind's parameter arrays into a model, by the table of names."""
+"""Parameters in and out of DeepMind's files (`params_model_*.npz`), by the table of names.
+
+Nothing is skipped or guessed: an array that is missing, one that the model has no place for, and one of another shape are
+errors. Values are copied, never computed with, so float32 (the published files) makes the round trip bit for bit; other floats
+are converted to it.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import os
+import zipfile
+import zlib
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from evodsp.config import ModelConfig
 from evodsp.errors import UserError, nearest
-from evodsp.weights.names import Name
+from evodsp.model.alphafold import AlphaFold
+from evodsp.weights.names import Name, block_probes, parameter_names
+
+FUSED_MARK = "/triangle_multiplication_outgoing/projection//weights"  # only newer files have this array
+
+
+def read_npz(path: str | Path) -> dict[str, np.ndarray]:
+    """All arrays of a parameter file. Raises UserError if it is no .npz file of floating-point arrays."""
+    path = Path(path)
+    if not path.is_file():
+        raise UserError(f"{path}: no such parameter file; give DeepMind's params_model_<n>.npz")
+    if not zipfile.is_zipfile(path):
+        raise UserError(f"{path}: not an .npz file (or cut short); give DeepMind's params_model_<n>.npz")
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            arrays = {key: file[key] for key in file.files}
+    except (ValueError, OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise UserError(f"{path}: unreadable .npz file, it is damaged or another program's; fetch it again") from error
+    for key, array in arrays.items():
+        if not (isinstance(array, np.ndarray) and array.dtype.kind == "f"):
+            raise UserError(f"{path}: '{key}' is no array of floats; give DeepMind's params_model_<n>.npz")
+    return arrays
+
+
+def write_npz(path: str | Path, arrays: Mapping[str, np.ndarray]) -> None:
+    """Write a parameter file. It appears whole or not at all."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        with partial.open("wb") as file:
+            np.savez(file, **dict(arrays))  # type: ignore[arg-type]  # a key may not be 'allow_pickle'; none is
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def load_deepmind(path: str | Path, model: AlphaFold) -> None:
+    """Set every parameter of `model` from DeepMind's file. Raises UserError unless the file is exactly this model's."""
+    set_parameters(model, read_npz(path), str(path))
+
+
+def set_parameters(model: AlphaFold, arrays: Mapping[str, np.ndarray], source: str = "parameter file") -> None:
+    """Set every parameter of `model` from DeepMind's arrays, in either layout of triangle multiplication.
+
+    `source`: the file, for messages. Raises UserError that names the first array which is missing, unknown or misshapen, and
+    both shapes; the model is then unchanged.
+    """
+    names = parameter_names(model.config, fused=is_fused(arrays))
+    check_arrays(arrays, expected_shapes(model, names), source)
+    load_arrays(model, names, arrays)
+
+
+def export_deepmind(model: AlphaFold, fused: bool = False) -> dict[str, np.ndarray]:
+    """DeepMind's arrays of `model`, float32, with full keys. `fused`: triangle multiplication in the newer layout."""
+    parameters = dict(model.named_parameters())
+    single: dict[str, np.ndarray] = {}
+    stacked: dict[str, list[np.ndarray]] = defaultdict(list)
+    for name in parameter_names(model.config, fused):
+        for key, array in zip(name.keys, their_arrays(name, parameters[name.ours]), strict=True):
+            if name.block is None:
+                single[key] = array
+            else:
+                stacked[key].append(array)
+    return single | {key: np.stack(blocks) for key, blocks in stacked.items()}
+
+
+def is_fused(arrays: Iterable[str]) -> bool:
+    """Whether these keys are of the layout that keeps triangle multiplication's left and right side in one array."""
+    return any(key.endswith(FUSED_MARK) for key in arrays)
+
+
+def with_blocks_of(config: ModelConfig, arrays: Mapping[str, np.ndarray]) -> ModelConfig:
+    """`config` with as many blocks in each stack as the arrays have along their leading axis."""
+    for stack, key in block_probes().items():
+        if key in arrays and arrays[key].ndim:
+            sizes = dataclasses.replace(getattr(config, stack), blocks=len(arrays[key]))
+            config = dataclasses.replace(config, **{stack: sizes})
+    return config
+
+
+def expected_shapes(module: nn.Module, names: Iterable[Name]) -> dict[str, tuple[int, ...]]:
+    """The shape of each of DeepMind's arrays, with the axis of blocks where it has one."""
+    parameters = dict(module.named_parameters())
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name in names:
+        shape = name.array_shape(tuple(parameters[name.ours].shape))
+        for key in name.keys:  # blocks come in order: the last one's number is the axis's length less one
+            shapes[key] = shape if name.block is None else (name.block + 1, *shape)
+    return shapes
+
+
+def check_arrays(arrays: Mapping[str, np.ndarray], expected: Mapping[str, tuple[int, ...]], source: str) -> None:
+    """Raise UserError naming the first array that is missing, unknown or misshapen, and both shapes."""
+    if missing := sorted(expected.keys() - arrays.keys()):
+        key = missing[0]
+        raise UserError(
+            f"{source}: no array '{key}' of shape {expected[key]}{_and_more(missing)}."
+            f"{nearest(key, arrays.keys() - expected.keys())} Is it another model's file?"
+        )
+    if unknown := sorted(arrays.keys() - expected.keys()):
+        key = unknown[0]
+        raise UserError(
+            f"{source}: the model has no parameter for array '{key}' of shape {arrays[key].shape}{_and_more(unknown)}; "
+            "is it another model's file?"
+        )
+    if misshapen := [key for key, shape in expected.items() if arrays[key].shape != shape]:
+        key = misshapen[0]
+        raise UserError(
+            f"{source}: array '{key}' has the shape {arrays[key].shape}, but the model needs "
+            f"{expected[key]}{_and_more(misshapen)}; is it another model's file?"
+        )
 
 
 def our_array(name: Name, arrays: Mapping[str, np.ndarray]) -> Tensor:
@@ -28,6 +151,13 @@ def our_array(name: Name, arrays: Mapping[str, np.ndarray]) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(np.concatenate(parts)))
 
 
+def their_arrays(name: Name, parameter: Tensor) -> list[np.ndarray]:
+    """The inverse of `our_array`: one block of each of the arrays that make up `parameter`, in the order of `name.keys`."""
+    shape = name.array_shape(tuple(parameter.shape))
+    parts = np.split(parameter.detach().float().cpu().numpy(), len(name.keys))
+    return [np.array(part.T, order="C").reshape(shape) for part in parts]
+
+
 @torch.no_grad()
 def load_arrays(module: nn.Module, names: Iterable[Name], arrays: Mapping[str, np.ndarray]) -> None:
     """Set every parameter of `module` that `names` lists. Raises UserError on a missing or misshapen array."""
@@ -40,3 +170,7 @@ def load_arrays(module: nn.Module, names: Iterable[Name], arrays: Mapping[str, n
                 f"which has {tuple(parameter.shape)}; is this another model's file?"
             )
         parameter.copy_(value)
+
+
+def _and_more(keys: list[str]) -> str:
+    return f" (and {len(keys) - 1} more)" if len(keys) > 1 else ""

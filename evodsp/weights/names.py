@@ -2,35 +2,56 @@
 
 DeepMind's key is `<root>/<scope>//<parameter>`; parameters of a stack of blocks carry a leading block axis. Several of their
 arrays may stand side by side in one of our matrices (queries, keys, values; left and right operands): they are concatenated
-along the output axis in the order given.
+along the output axis in the order given. Where our matrices have one axis for all heads, theirs have two (`Name.split`). The
+sizes that `split` needs come from the configuration; the defaults of the functions below are those of the published models.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from evodsp.config import ModelConfig, TemplateConfig
+from evodsp.config import EvoformerConfig, ModelConfig, TemplateConfig
 
 Layout = Literal["input_first", "output_last", "vector"]
 
 ROOT = "alphafold/alphafold_iteration"
+EXTRA_STACK, STACK = "evoformer/extra_msa_stack", "evoformer/evoformer_iteration"
+TEMPLATES = "evoformer/template_embedding"
+PAIR_HEADS = TemplateConfig().pair_heads
 
 
 @dataclass(frozen=True)
 class Name:
-    """One parameter. `layout` says how DeepMind's arrays lie: `input_first` [in, out…], `output_last` [in…, out]."""
+    """One parameter. `layout` says how DeepMind's arrays lie: `input_first` [in, out…], `output_last` [in…, out].
+
+    `block`: its place along the arrays' leading axis, None where they have no such axis. `split`: the length of the first of
+    the two axes that DeepMind's arrays have where our parameter has one (heads, mostly), None where they too have one.
+    """
 
     ours: str
     deepmind: tuple[str, ...]
     layout: Layout
     block: int | None = None
+    split: int | None = None
 
     @property
     def keys(self) -> tuple[str, ...]:
         """Full keys in DeepMind's files."""
         return tuple(f"{ROOT}/{key}" for key in self.deepmind)
+
+    def array_shape(self, ours: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of one block of each of DeepMind's arrays, where our parameter has the shape `ours`."""
+        outputs = ours[0] // len(self.deepmind)
+        if self.layout == "vector":
+            return self._axes(outputs)
+        if self.layout == "input_first":
+            return (ours[1], *self._axes(outputs))
+        return (*self._axes(ours[1]), outputs)
+
+    def _axes(self, size: int) -> tuple[int, ...]:
+        return (size,) if self.split is None else (self.split, size // self.split)
 
 
 def _linear(ours: str, *scopes: str) -> Iterator[Name]:
@@ -43,35 +64,37 @@ def _norm(ours: str, scope: str) -> Iterator[Name]:
     yield Name(f"{ours}.bias", (f"{scope}//offset",), "vector")
 
 
-def _gate_and_output(ours: str, scope: str) -> Iterator[Name]:
-    yield Name(f"{ours}.gate.weight", (f"{scope}//gating_w",), "input_first")
-    yield Name(f"{ours}.gate.bias", (f"{scope}//gating_b",), "vector")
-    yield Name(f"{ours}.output.weight", (f"{scope}//output_w",), "output_last")
+def _gate_and_output(ours: str, scope: str, heads: int) -> Iterator[Name]:
+    yield Name(f"{ours}.gate.weight", (f"{scope}//gating_w",), "input_first", split=heads)
+    yield Name(f"{ours}.gate.bias", (f"{scope}//gating_b",), "vector", split=heads)
+    yield Name(f"{ours}.output.weight", (f"{scope}//output_w",), "output_last", split=heads)
     yield Name(f"{ours}.output.bias", (f"{scope}//output_b",), "vector")
 
 
-def gated_attention(ours: str, scope: str) -> Iterator[Name]:
-    yield Name(f"{ours}.qkv.weight", tuple(f"{scope}//{part}_w" for part in ("query", "key", "value")), "input_first")
-    yield from _gate_and_output(ours, scope)
+def gated_attention(ours: str, scope: str, heads: int) -> Iterator[Name]:
+    qkv = tuple(f"{scope}//{part}_w" for part in ("query", "key", "value"))
+    yield Name(f"{ours}.qkv.weight", qkv, "input_first", split=heads)
+    yield from _gate_and_output(ours, scope, heads)
 
 
-def row_attention(ours: str, scope: str) -> Iterator[Name]:
+def row_attention(ours: str, scope: str, heads: int = EvoformerConfig.msa_heads) -> Iterator[Name]:
     yield from _norm(f"{ours}.norm", f"{scope}/query_norm")
     yield from _norm(f"{ours}.pair_norm", f"{scope}/feat_2d_norm")
     yield Name(f"{ours}.pair_bias.weight", (f"{scope}//feat_2d_weights",), "input_first")
-    yield from gated_attention(f"{ours}.attention", f"{scope}/attention")
+    yield from gated_attention(f"{ours}.attention", f"{scope}/attention", heads)
 
 
-def column_attention(ours: str, scope: str) -> Iterator[Name]:
+def column_attention(ours: str, scope: str, heads: int = EvoformerConfig.msa_heads) -> Iterator[Name]:
     yield from _norm(f"{ours}.norm", f"{scope}/query_norm")
-    yield from gated_attention(f"{ours}.attention", f"{scope}/attention")
+    yield from gated_attention(f"{ours}.attention", f"{scope}/attention", heads)
 
 
-def global_attention(ours: str, scope: str) -> Iterator[Name]:
+def global_attention(ours: str, scope: str, heads: int = EvoformerConfig.msa_heads) -> Iterator[Name]:
     yield from _norm(f"{ours}.norm", f"{scope}/query_norm")
-    yield Name(f"{ours}.query.weight", (f"{scope}/attention//query_w",), "input_first")
+    yield Name(f"{ours}.query.weight", (f"{scope}/attention//query_w",), "input_first", split=heads)
+    # One head's keys and values serve all heads: no axis of heads here.
     yield Name(f"{ours}.key_value.weight", tuple(f"{scope}/attention//{p}_w" for p in ("key", "value")), "input_first")
-    yield from _gate_and_output(ours, f"{scope}/attention")
+    yield from _gate_and_output(ours, f"{scope}/attention", heads)
 
 
 def transition(ours: str, scope: str) -> Iterator[Name]:
@@ -80,10 +103,10 @@ def transition(ours: str, scope: str) -> Iterator[Name]:
     yield from _linear(f"{ours}.narrow", f"{scope}/transition2")
 
 
-def outer_product_mean(ours: str, scope: str) -> Iterator[Name]:
+def outer_product_mean(ours: str, scope: str, channels: int = EvoformerConfig.outer_product_channels) -> Iterator[Name]:
     yield from _norm(f"{ours}.norm", f"{scope}/layer_norm_input")
     yield from _linear(f"{ours}.left_right", f"{scope}/left_projection", f"{scope}/right_projection")
-    yield Name(f"{ours}.output.weight", (f"{scope}//output_w",), "output_last")
+    yield Name(f"{ours}.output.weight", (f"{scope}//output_w",), "output_last", split=channels)
     yield Name(f"{ours}.output.bias", (f"{scope}//output_b",), "vector")
 
 
@@ -98,35 +121,43 @@ def triangle_multiplication(ours: str, scope: str, fused: bool = False) -> Itera
     yield from _linear(f"{ours}.output_gate", f"{scope}/gating_linear")
 
 
-def triangle_attention(ours: str, scope: str) -> Iterator[Name]:
+def triangle_attention(ours: str, scope: str, heads: int = PAIR_HEADS) -> Iterator[Name]:
     yield from _norm(f"{ours}.norm", f"{scope}/query_norm")
     yield Name(f"{ours}.pair_bias.weight", (f"{scope}//feat_2d_weights",), "input_first")
-    yield from gated_attention(f"{ours}.attention", f"{scope}/attention")
+    yield from gated_attention(f"{ours}.attention", f"{scope}/attention", heads)
 
 
-def pair_stack(ours: str, scope: str) -> Iterator[Name]:
-    yield from triangle_multiplication(f"{ours}.triangle_outgoing", f"{scope}/triangle_multiplication_outgoing")
-    yield from triangle_multiplication(f"{ours}.triangle_incoming", f"{scope}/triangle_multiplication_incoming")
-    yield from triangle_attention(f"{ours}.attention_starting", f"{scope}/triangle_attention_starting_node")
-    yield from triangle_attention(f"{ours}.attention_ending", f"{scope}/triangle_attention_ending_node")
+def pair_stack(ours: str, scope: str, heads: int, fused: bool) -> Iterator[Name]:
+    for edges in ("outgoing", "incoming"):
+        yield from triangle_multiplication(
+            f"{ours}.triangle_{edges}", f"{scope}/triangle_multiplication_{edges}", fused
+        )
+    for node in ("starting", "ending"):
+        yield from triangle_attention(f"{ours}.attention_{node}", f"{scope}/triangle_attention_{node}_node", heads)
     yield from transition(f"{ours}.transition", f"{scope}/pair_transition")
 
 
-def evoformer_block(ours: str, scope: str, extra: bool = False) -> Iterator[Name]:
-    yield from row_attention(f"{ours}.row_attention", f"{scope}/msa_row_attention_with_pair_bias")
+def evoformer_block(
+    ours: str, scope: str, extra: bool = False, config: EvoformerConfig | None = None, fused: bool = False
+) -> Iterator[Name]:
+    config = config or EvoformerConfig()
+    heads = config.msa_heads
+    yield from row_attention(f"{ours}.row_attention", f"{scope}/msa_row_attention_with_pair_bias", heads)
     if extra:
-        yield from global_attention(f"{ours}.column_attention", f"{scope}/msa_column_global_attention")
+        yield from global_attention(f"{ours}.column_attention", f"{scope}/msa_column_global_attention", heads)
     else:
-        yield from column_attention(f"{ours}.column_attention", f"{scope}/msa_column_attention")
+        yield from column_attention(f"{ours}.column_attention", f"{scope}/msa_column_attention", heads)
     yield from transition(f"{ours}.msa_transition", f"{scope}/msa_transition")
-    yield from outer_product_mean(f"{ours}.outer_product_mean", f"{scope}/outer_product_mean")
-    yield from pair_stack(f"{ours}.pair_stack", scope)
+    yield from outer_product_mean(
+        f"{ours}.outer_product_mean", f"{scope}/outer_product_mean", config.outer_product_channels
+    )
+    yield from pair_stack(f"{ours}.pair_stack", scope, config.pair_heads, fused)
 
 
-def stack(ours: str, scope: str, blocks: int, extra: bool = False) -> Iterator[Name]:
-    for n in range(blocks):
-        for name in evoformer_block(f"{ours}.blocks.{n}", scope, extra):
-            yield Name(name.ours, name.deepmind, name.layout, block=n)
+def stack(ours: str, scope: str, config: EvoformerConfig, extra: bool = False, fused: bool = False) -> Iterator[Name]:
+    for n in range(config.blocks):
+        for name in evoformer_block(f"{ours}.blocks.{n}", scope, extra, config, fused):
+            yield replace(name, block=n)
 
 
 def invariant_point_attention(ours: str, scope: str) -> Iterator[Name]:
@@ -195,48 +226,62 @@ def heads(config: ModelConfig) -> Iterator[Name]:
         yield from _linear("pae_head.logits", "predicted_aligned_error_head/logits")
 
 
-def templates(scope: str, config: TemplateConfig) -> Iterator[Name]:
-    if config.enabled:
-        yield from template_embedder("template_embedder", f"{scope}/template_embedding", config.blocks)
-        if config.torsions:
-            yield from template_torsion_embedder("template_torsion_embedder", scope)
-
-
-def parameter_names(config: ModelConfig) -> list[Name]:
-    """Every parameter of a model of this configuration, once."""
-    return [
-        *embedders("evoformer"),
-        *stack("extra_msa_stack", "evoformer/extra_msa_stack", config.extra_msa.blocks, extra=True),
-        *stack("evoformer", "evoformer/evoformer_iteration", config.evoformer.blocks),
-        *structure_module("structure_module", "structure_module", config),
-        *templates("evoformer", config.templates),
-        *heads(config),
-    ]
-
-
-def template_pair_stack(ours: str, scope: str, blocks: int) -> Iterator[Name]:
+def template_pair_stack(
+    ours: str, scope: str, blocks: int, heads: int = PAIR_HEADS, fused: bool = False
+) -> Iterator[Name]:
     for n in range(blocks):
-        for name in pair_stack(f"{ours}.blocks.{n}", f"{scope}/__layer_stack_no_state"):
-            yield Name(name.ours, name.deepmind, name.layout, block=n)
+        for name in pair_stack(f"{ours}.blocks.{n}", f"{scope}/__layer_stack_no_state", heads, fused):
+            yield replace(name, block=n)
 
 
-def template_pointwise_attention(ours: str, scope: str) -> Iterator[Name]:
-    yield Name(f"{ours}.query.weight", (f"{scope}//query_w",), "input_first")
-    yield Name(f"{ours}.key_value.weight", tuple(f"{scope}//{part}_w" for part in ("key", "value")), "input_first")
-    yield Name(f"{ours}.output.weight", (f"{scope}//output_w",), "output_last")
+def template_pointwise_attention(ours: str, scope: str, heads: int = TemplateConfig.attention_heads) -> Iterator[Name]:
+    yield Name(f"{ours}.query.weight", (f"{scope}//query_w",), "input_first", split=heads)
+    key_value = tuple(f"{scope}//{part}_w" for part in ("key", "value"))
+    yield Name(f"{ours}.key_value.weight", key_value, "input_first", split=heads)
+    yield Name(f"{ours}.output.weight", (f"{scope}//output_w",), "output_last", split=heads)
     yield Name(f"{ours}.output.bias", (f"{scope}//output_b",), "vector")
 
 
-def template_embedder(ours: str, scope: str, blocks: int) -> Iterator[Name]:
+def template_embedder(
+    ours: str, scope: str, blocks: int, config: TemplateConfig | None = None, fused: bool = False
+) -> Iterator[Name]:
     """`scope`: that of the template embedding; `blocks`: of the template pair stack."""
+    config = config or TemplateConfig()
     single = f"{scope}/single_template_embedding"
     yield from _linear(f"{ours}.embedding", f"{single}/embedding2d")
-    yield from template_pair_stack(f"{ours}.stack", f"{single}/template_pair_stack", blocks)
+    yield from template_pair_stack(f"{ours}.stack", f"{single}/template_pair_stack", blocks, config.pair_heads, fused)
     yield from _norm(f"{ours}.norm", f"{single}/output_layer_norm")
-    yield from template_pointwise_attention(f"{ours}.attention", f"{scope}/attention")
+    yield from template_pointwise_attention(f"{ours}.attention", f"{scope}/attention", config.attention_heads)
 
 
 def template_torsion_embedder(ours: str, scope: str) -> Iterator[Name]:
     """`scope`: that of the Evoformer, which these two layers lie directly under."""
     yield from _linear(f"{ours}.embedding", f"{scope}/template_single_embedding")
     yield from _linear(f"{ours}.projection", f"{scope}/template_projection")
+
+
+def templates(config: TemplateConfig, fused: bool) -> Iterator[Name]:
+    if config.enabled:
+        yield from template_embedder("template_embedder", TEMPLATES, config.blocks, config, fused)
+        if config.torsions:
+            yield from template_torsion_embedder("template_torsion_embedder", "evoformer")
+
+
+def parameter_names(config: ModelConfig, fused: bool = False) -> list[Name]:
+    """Every parameter of a model of this configuration, once. `fused`: triangle multiplication's layout in newer files."""
+    return [
+        *embedders("evoformer"),
+        *stack("extra_msa_stack", EXTRA_STACK, config.extra_msa, extra=True, fused=fused),
+        *stack("evoformer", STACK, config.evoformer, fused=fused),
+        *structure_module("structure_module", "structure_module", config),
+        *templates(config.templates, fused),
+        *heads(config),
+    ]
+
+
+def block_probes() -> dict[str, str]:
+    """For every stack of the configuration, DeepMind's key of an array whose leading axis is the stack's blocks."""
+    transition_scale = "pair_transition/input_layer_norm//scale"
+    template_stack = f"{TEMPLATES}/single_template_embedding/template_pair_stack/__layer_stack_no_state"
+    stacks = {"extra_msa": EXTRA_STACK, "evoformer": STACK, "templates": template_stack}
+    return {stack: f"{ROOT}/{scope}/{transition_scale}" for stack, scope in stacks.items()}

@@ -1,0 +1,95 @@
+"""`evodsp weights import` and `export` as commands."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from evodsp.cli import main
+from evodsp.config import FeatureConfig, ModelConfig
+from evodsp.errors import UserError
+from evodsp.model.alphafold import AlphaFold
+from evodsp.weights.checkpoint import load_features, load_model, save_model
+from evodsp.weights.config import preset_of, published_features
+from evodsp.weights.deepmind import export_deepmind, read_npz, write_npz
+from tests.conftest import load
+
+
+def weights(*words: str | Path) -> int:
+    return main(["weights", *map(str, words)])
+
+
+def test_golden_parameters_through_both_commands(
+    golden: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The commands lose or change a bit, or give the checkpoint other sizes than the file's."""
+    checkpoint, output = tmp_path / "made" / "model.ckpt", tmp_path / "made" / "params.npz"
+    assert weights("import", "--input", golden / "params.npz", "--output", checkpoint, "--preset", "model_1_ptm") == 0
+    assert "model_1_ptm" in capsys.readouterr().err
+    config = load_model(checkpoint).config
+    assert (config.evoformer.blocks, config.extra_msa.blocks, config.templates.blocks) == (2, 1, 1)
+    assert load_features(checkpoint) == published_features("model_1_ptm")
+    assert weights("export", "--checkpoint", checkpoint, "--output", output) == 0
+    expected, found = load(golden / "params.npz"), read_npz(output)
+    assert set(found) == set(expected)
+    assert all(np.array_equal(found[key], value) for key, value in expected.items())
+    assert {path.name for path in checkpoint.parent.iterdir()} == {"model.ckpt", "params.npz"}
+
+
+def test_the_average_is_exported_unless_raw_is_asked_for(tmp_path: Path) -> None:
+    """The two exchanged."""
+    model = AlphaFold(ModelConfig.preset("test"))
+    save_model(path := tmp_path / "x.ckpt", model, {name: value + 1 for name, value in model.named_parameters()})
+    assert weights("export", "--checkpoint", path, "--output", tmp_path / "raw.npz", "--raw", "--fused") == 0
+    assert weights("export", "--checkpoint", path, "--output", tmp_path / "average.npz") == 0
+    raw, average = read_npz(tmp_path / "raw.npz"), read_npz(tmp_path / "average.npz")
+    expected = export_deepmind(model, fused=True)
+    assert raw.keys() == expected.keys()
+    assert all(np.array_equal(raw[key], value) for key, value in expected.items())
+    key = "alphafold/alphafold_iteration/evoformer/left_single//bias"
+    np.testing.assert_allclose(average[key], raw[key] + 1)
+
+
+def test_mistakes_exit_with_2_and_write_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A traceback, a file overwritten, or a wrong model taken."""
+    write_npz(params := tmp_path / "mine.npz", export_deepmind(AlphaFold(ModelConfig.preset("test"))))
+    (taken := tmp_path / "taken.ckpt").write_text("precious")
+    new = tmp_path / "new.ckpt"
+    for words, said in {
+        ("import", "--input", params, "--output", new): "does not say which model it is; give --preset",
+        ("import", "--input", params, "--output", new, "--preset", "tst"): "Did you mean 'test'?",
+        ("import", "--input", params, "--output", new, "--preset", "small"): "but the model needs",
+        ("import", "--input", params, "--output", taken, "--preset", "test"): "exists already",
+        ("import", "--input", params, "--output", tmp_path, "--preset", "test"): "is a folder",
+        ("import", "--input", taken, "--output", new, "--preset", "test"): "not an .npz file",
+        ("export", "--checkpoint", taken, "--output", new): "not a checkpoint",
+        ("export", "--checkpoint", params, "--output", new): "checkpoint",
+    }.items():
+        assert weights(*words) == 2, words
+        error = capsys.readouterr().err
+        assert error.startswith("evodsp: error: "), words
+        assert error.count("\n") == 1
+        assert said in error
+    assert not new.exists()
+    assert taken.read_text() == "precious"
+    assert weights("import", "--input", params, "--output", taken, "--preset", "test", "--overwrite") == 0
+    assert load_model(taken).config == ModelConfig.preset("test")
+
+
+def test_the_preset_is_read_off_the_name() -> None:
+    """model_1 taken for model_1_ptm, or a multimer's file for a monomer's."""
+    for name in ("model_1", "model_1_ptm", "model_5_ptm"):
+        assert preset_of(Path(f"params/params_{name}.npz")) == name
+    for name in ("params_model_6", "params_model_1_multimer_v3", "params_model_12", "weights"):
+        with pytest.raises(UserError, match="--preset"):
+            preset_of(Path(f"{name}.npz"))
+
+
+def test_feature_sizes_of_the_published_models() -> None:
+    sizes = {name: published_features(name) for name in ("model_1", "model_2_ptm", "model_3", "model_4", "model_5_ptm")}
+    assert [f.extra_msa for f in sizes.values()] == [5120, 1024, 5120, 5120, 1024]
+    assert [f.max_templates for f in sizes.values()] == [4, 4, 0, 0, 0]
+    assert {(f.msa_clusters, f.recycles, f.crop_size) for f in sizes.values()} == {(512, 3, None)}
+    assert published_features("small") == FeatureConfig()

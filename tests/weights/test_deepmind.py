@@ -1,0 +1,216 @@
+"""DeepMind's parameter files: every array accounted for, in both layouts, bit for bit."""
+
+from __future__ import annotations
+
+import dataclasses
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from evodsp.config import HeadsConfig, ModelConfig, TemplateConfig
+from evodsp.errors import UserError
+from evodsp.model.alphafold import AlphaFold
+from evodsp.weights.deepmind import (
+    export_deepmind,
+    is_fused,
+    load_deepmind,
+    read_npz,
+    set_parameters,
+    with_blocks_of,
+    write_npz,
+)
+from evodsp.weights.names import parameter_names
+from tests.conftest import load
+from tests.test_golden_end_to_end import CONFIG as GOLDEN
+
+Arrays = dict[str, np.ndarray]
+# No two sizes alike, so that a transposed or wrongly split axis cannot pass.
+SMALL = dataclasses.replace(
+    ModelConfig.preset("test"),
+    templates=TemplateConfig(
+        enabled=True, channels=15, blocks=3, pair_heads=3, pair_head_width=7, triangle_channels=11,
+        attention_heads=2, attention_head_width=13,
+    ),
+    heads=HeadsConfig(plddt_channels=8, experimentally_resolved=True, predicted_aligned_error=True),
+)  # fmt: skip
+SCALE = "alphafold/alphafold_iteration/evoformer/evoformer_iteration/pair_transition/input_layer_norm//scale"
+
+
+def random_model(config: ModelConfig, seed: int) -> AlphaFold:
+    """No parameter is zero or one, as many are after initialisation."""
+    model = AlphaFold(config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+@pytest.fixture(scope="module")
+def model() -> AlphaFold:
+    return random_model(SMALL, 0)
+
+
+@pytest.fixture
+def arrays(model: AlphaFold) -> Arrays:
+    return export_deepmind(model)
+
+
+def same(model: AlphaFold, other: AlphaFold) -> bool:
+    pairs = zip(model.named_parameters(), other.named_parameters(), strict=True)
+    return all(name == theirs and torch.equal(value, twin) for (name, value), (theirs, twin) in pairs)
+
+
+def test_golden_parameters_come_back_bit_for_bit(golden: Path, tmp_path: Path) -> None:
+    """An array dropped, doubled, transposed, split at the wrong head, or of another shape than DeepMind's."""
+    model = AlphaFold(GOLDEN)
+    load_deepmind(golden / "params.npz", model)
+    write_npz(tmp_path / "out.npz", export_deepmind(model))
+    expected, found = load(golden / "params.npz"), read_npz(tmp_path / "out.npz")
+    assert set(found) == set(expected)
+    for key, value in expected.items():
+        assert (found[key].shape, found[key].dtype) == (value.shape, value.dtype), key
+        assert found[key].tobytes() == value.tobytes(), key
+    assert [path.name for path in tmp_path.iterdir()] == ["out.npz"]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_random_model_goes_out_and_comes_back(model: AlphaFold, tmp_path: Path, fused: bool) -> None:
+    """Sizes of AF2's hard-wired in the table of names, or the newer layout written but not recognised."""
+    arrays = export_deepmind(model, fused)
+    assert is_fused(arrays) == fused
+    write_npz(tmp_path / "x.npz", arrays)
+    load_deepmind(tmp_path / "x.npz", other := random_model(SMALL, 1))
+    assert same(model, other)
+
+
+def test_the_fused_layout_is_deepminds(golden: Path) -> None:
+    """Left and right exchanged, or another name or shape than the newer release's."""
+    model = AlphaFold(GOLDEN)
+    load_deepmind(golden / "params.npz", model)
+    split, fused = load(golden / "params.npz"), export_deepmind(model, fused=True)
+    scope = f"{SCALE.partition('pair_transition')[0]}triangle_multiplication_outgoing/"
+    ours = {key.removeprefix(scope): value.shape for key, value in fused.items() if key.startswith(scope)}
+    norms, linears = ("left_norm_input", "center_norm"), ("projection", "gate", "output_projection", "gating_linear")
+    assert ours == {
+        **{f"{norm}//{part}": (2, 128) for norm in norms for part in ("scale", "offset")},
+        **{f"{linear}//bias": (2, 256 if n < 2 else 128) for n, linear in enumerate(linears)},
+        **{f"{linear}//weights": (2, 128, 256 if n < 2 else 128) for n, linear in enumerate(linears)},
+    }
+    for key in ("projection//weights", "projection//bias", "gate//weights", "gate//bias"):
+        sides = [split[f"{scope}{side}_{key}"] for side in ("left", "right")]
+        np.testing.assert_array_equal(fused[f"{scope}{key}"], np.concatenate(sides, -1))
+
+
+def test_the_table_lists_every_parameter_once(model: AlphaFold) -> None:
+    """A parameter that no file could set."""
+    for fused in (False, True):
+        listed = [name.ours for name in parameter_names(SMALL, fused)]
+        assert len(listed) == len(set(listed))
+        assert set(listed) == {name for name, _ in model.named_parameters()}
+
+
+@pytest.mark.parametrize("preset", ["model_1", "model_5_ptm"])
+def test_the_table_of_published_models(preset: str) -> None:
+    """A head or the templates listed for a model that is without them."""
+    with torch.device("meta"):
+        model = AlphaFold(ModelConfig.preset(preset))
+    listed = {name.ours for name in parameter_names(model.config)}
+    assert listed == {name for name, _ in model.named_parameters()}
+
+
+def test_blocks_are_read_off_the_arrays(arrays: Arrays) -> None:
+    """A file of a shallower model rejected, or its length taken from the wrong axis."""
+    deeper = dataclasses.replace(
+        SMALL,
+        evoformer=dataclasses.replace(SMALL.evoformer, blocks=48),
+        extra_msa=dataclasses.replace(SMALL.extra_msa, blocks=4),
+        templates=dataclasses.replace(SMALL.templates, blocks=2),
+    )
+    assert with_blocks_of(deeper, arrays) == SMALL
+    assert with_blocks_of(deeper, {SCALE: np.array(1, np.float32)}) == deeper  # left to the check of shapes
+
+
+def without(key: str) -> Callable[[Arrays], Arrays]:
+    return lambda arrays: {name: value for name, value in arrays.items() if name != key}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (without(SCALE), [f"no array '{SCALE}' of shape (2, 10)"]),
+        (lambda a: {**without(SCALE)(a), f"{SCALE}s": a[SCALE]}, [f"no array '{SCALE}'", f"Did you mean '{SCALE}s'?"]),
+        (
+            lambda a: {**a, "surplus//w": np.zeros((3, 4), np.float32)},
+            ["no parameter for array 'surplus//w'", "(3, 4)"],
+        ),
+        (lambda a: {**a, SCALE: a[SCALE].T}, [f"array '{SCALE}' has the shape (10, 2)", "needs (2, 10)"]),
+        (lambda a: {**a, SCALE: a[SCALE].reshape(-1)}, ["has the shape (20,)", "needs (2, 10)"]),
+        (lambda a: {**a, SCALE: np.repeat(a[SCALE], 2, 0)}, ["has the shape (4, 10)", "needs (2, 10)"]),
+        (lambda a: {}, ["no array", "more)"]),
+    ],
+)
+def test_what_does_not_fit_is_one_line_and_changes_nothing(
+    arrays: Arrays, change: Callable[[Arrays], Arrays], said: list[str]
+) -> None:
+    """An array silently ignored, broadcast or left at its random start, or a model half overwritten."""
+    target = random_model(SMALL, 1)
+    with pytest.raises(UserError) as caught:
+        set_parameters(target, change(arrays), "here.npz")
+    assert str(caught.value).startswith("here.npz: ")
+    assert "\n" not in str(caught.value)
+    for words in said:
+        assert words in str(caught.value)
+    assert same(target, random_model(SMALL, 1))
+
+
+def test_heads_merged_into_one_axis_do_not_pass(arrays: Arrays) -> None:
+    """As many numbers, but another file's layout: it must be named, not reshaped."""
+    key = SCALE.replace("pair_transition/input_layer_norm//scale", "msa_column_attention/attention//query_w")
+    with pytest.raises(UserError, match=r"has the shape \(2, 12, 12\), but the model needs \(2, 12, 3, 4\)"):
+        set_parameters(random_model(SMALL, 1), {**arrays, key: arrays[key].reshape(2, 12, 12)})
+
+
+def member(path: Path) -> None:
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("archive/data.pkl", b"x")
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda path: None, "no such parameter file"),
+        (lambda path: path.mkdir(), "no such parameter file"),
+        (lambda path: path.write_bytes(b""), "not an .npz file"),
+        (lambda path: path.write_text(">query\nMKT\n"), "not an .npz file"),
+        (lambda path: np.save(path.open("wb"), np.zeros(3)), "not an .npz file"),
+        (lambda path: torch.save({"weight": torch.zeros(1)}, path), "is no array of floats"),
+        (member, "is no array of floats"),
+        (lambda path: np.savez(path, a=np.array([{}], dtype=object)), "unreadable .npz file"),
+        (lambda path: np.savez(path, a=np.arange(3)), "'a' is no array of floats"),
+    ],
+)
+def test_a_file_that_is_no_parameter_file_is_one_line(tmp_path: Path, make: Callable[[Path], None], said: str) -> None:
+    """A traceback, or a stranger's pickle that runs."""
+    make(path := tmp_path / "x.npz")
+    with pytest.raises(UserError) as caught:
+        read_npz(path)
+    assert str(caught.value).startswith(str(path))
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_damaged_file_is_one_line(arrays: Arrays, tmp_path: Path) -> None:
+    write_npz(path := tmp_path / "x.npz", arrays)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 255
+    path.write_bytes(content)
+    with pytest.raises(UserError, match="unreadable"):
+        read_npz(path)
+    path.write_bytes(content[:-100])
+    with pytest.raises(UserError, match="cut short"):
+        read_npz(path)
