@@ -121,11 +121,17 @@ def run_predict(words: list[str]) -> None:
             assert Path(path.replace("<name>", name).replace("<k>", str(seed))).is_file(), path
 
 
+def run_export(words: list[str]) -> None:
+    run(words)
+    assert Path(words[words.index("--output") + 1]).stat().st_size > 0
+
+
 EVODSP: dict[str, Callable[[list[str]], None]] = {
     "fit": run_fit,
     "validate": run_validate,
     "data synthesize": run_synthesize,
     "predict": run_predict,
+    "weights export": run_export,
 }
 
 
