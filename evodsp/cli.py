@@ -9,10 +9,12 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import cast
+from typing import TypeVar, cast
 
 from evodsp import __version__
 from evodsp.errors import UserError, nearest
+
+Settings = TypeVar("Settings")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -89,18 +91,23 @@ def train(command: str) -> Callable[[list[str]], int]:
     return run
 
 
+def parsed(settings: type[Settings], command: str, required: str, description: str, words: list[str]) -> Settings:
+    """The settings that `words` spell out; help, and a UserError on what does not fit."""
+    from evodsp.parser import OneLineErrors
+
+    usage = f"evodsp {command} {required} [--option value ...]"
+    parser = OneLineErrors(prog=f"evodsp {command}", usage=usage, description=description)
+    parser.add_class_arguments(settings)
+    return settings(**vars(parser.parse_args(words)))
+
+
 def predict(words: list[str]) -> int:
     """Predict structures: evodsp.inference."""
     from evodsp.inference.config import PredictConfig
-    from evodsp.parser import OneLineErrors
 
-    parser = OneLineErrors(
-        prog="evodsp predict",
-        usage="evodsp predict --fasta FILE --alignments DIR --checkpoint FILE --output DIR [--option value ...]",
-        description="Predict the structures of the sequences of a FASTA file.",
-    )
-    parser.add_class_arguments(PredictConfig)
-    settings = PredictConfig(**vars(parser.parse_args(words)))
+    required = "--fasta FILE --alignments DIR --checkpoint FILE --output DIR"
+    description = "Predict the structures of the sequences of a FASTA file."
+    settings = parsed(PredictConfig, "predict", required, description, words)
     from evodsp.inference.predict import predict as run
 
     run(settings)
@@ -128,16 +135,10 @@ def synthesize(words: list[str]) -> int:
 
 def import_weights(words: list[str]) -> int:
     """Turn a published parameter file into a checkpoint: evodsp.weights."""
-    from evodsp.parser import OneLineErrors
     from evodsp.weights.config import ImportConfig
 
-    parser = OneLineErrors(
-        prog="evodsp weights import",
-        usage="evodsp weights import --input FILE.npz --output FILE.ckpt [--option value ...]",
-        description="Turn DeepMind's parameters of a model into a checkpoint.",
-    )
-    parser.add_class_arguments(ImportConfig)
-    settings = ImportConfig(**vars(parser.parse_args(words)))
+    description = "Turn DeepMind's parameters of a model into a checkpoint."
+    settings = parsed(ImportConfig, "weights import", "--input FILE.npz --output FILE.ckpt", description, words)
     from evodsp.weights.command import import_weights as run
 
     print(run(settings), file=sys.stderr)
@@ -146,16 +147,10 @@ def import_weights(words: list[str]) -> int:
 
 def export_weights(words: list[str]) -> int:
     """Turn a checkpoint into a parameter file of DeepMind's: evodsp.weights."""
-    from evodsp.parser import OneLineErrors
     from evodsp.weights.config import ExportConfig
 
-    parser = OneLineErrors(
-        prog="evodsp weights export",
-        usage="evodsp weights export --checkpoint FILE.ckpt --output FILE.npz [--option value ...]",
-        description="Write the parameters of a checkpoint with DeepMind's names and shapes.",
-    )
-    parser.add_class_arguments(ExportConfig)
-    settings = ExportConfig(**vars(parser.parse_args(words)))
+    description = "Write the parameters of a checkpoint with DeepMind's names and shapes."
+    settings = parsed(ExportConfig, "weights export", "--checkpoint FILE.ckpt --output FILE.npz", description, words)
     from evodsp.weights.command import export_weights as run
 
     print(run(settings), file=sys.stderr)
