@@ -20,8 +20,8 @@ Settings = TypeVar("Settings")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line (default: this process's) and return its exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    # Read when torch is first imported: waiting threads sleep instead of spinning. On a machine that does anything else
-    # besides, two spinning threads were up to ten times slower than one; on an idle one it makes no difference.
+    # Read when torch is first imported: waiting threads sleep instead of spinning. On a machine that does something else
+    # besides, spinning threads take the time of those that work.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         return dispatch(words)
