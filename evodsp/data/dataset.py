@@ -22,6 +22,10 @@ from torch.utils.data import Dataset
 from evodsp.config import FeatureConfig
 from evodsp.data.crop import Crop, centre_crop, training_crop
 from evodsp.data.msa import MsaFeatures, merge_alignments, query_only
+from evodsp.data.template_hits import TemplateHit
+from evodsp.data.template_source import FoundTemplates, TemplateSource
+from evodsp.data.templates import TemplateFeatures
+from evodsp.data.templates import empty_templates as empty_templates
 from evodsp.data.transforms import (
     FEATURE_AXES,
     GAP,
@@ -57,6 +61,9 @@ class ChainSource(Protocol):
     def chain(self, key: str) -> Chain:
         """The structure of the chain `key`."""
 
+    def template_hits(self, key: str, query: Sequence) -> list[TemplateHit]:
+        """The hits of the chain's template searches."""
+
 
 @dataclass(frozen=True)
 class ChainRecord:
@@ -65,10 +72,12 @@ class ChainRecord:
     aatype: Int32[np.ndarray, "L"]
     msa: MsaFeatures
     labels: dict[str, Tensor]
+    templates: FoundTemplates | None = None
 
     @property
     def nbytes(self) -> int:
-        return self.msa.nbytes + sum(label.nbytes for label in self.labels.values())
+        templates = 0 if self.templates is None else self.templates.features.nbytes
+        return self.msa.nbytes + sum(label.nbytes for label in self.labels.values()) + templates
 
 
 def check_query(name: str, letters: str, query: Int8[np.ndarray, "L"], source: str) -> None:
@@ -102,16 +111,32 @@ def _narrow(values: Tensor) -> Tensor:
     return values.to(torch.float32 if values.is_floating_point() else torch.int32)
 
 
-def load_record(source: ChainSource, key: str) -> ChainRecord:
-    """Read the chain `key`. Raises UserError if its structure and its alignments are of different sequences."""
+def load_record(source: ChainSource, key: str, templates: TemplateSource | None = None) -> ChainRecord:
+    """Read the chain `key`, and its templates where their source is given: none of its own entry, all released before it.
+
+    Raises UserError if its structure, its alignments and its template searches are of different sequences.
+    """
     chain = source.chain(key)
-    alignments = source.alignments(key, Sequence(key, chain.sequence))
+    query = Sequence(key, chain.sequence)
+    alignments = source.alignments(key, query)
     if not alignments:
         raise UserError(f"chain {key} has no alignment; put an .a3m or .sto file into its alignment folder")
     msa = merge_alignments(alignments)
     check_query(f"chain {key}", chain.sequence, msa.msa[0], alignments[0].source)
     aatype = encode_sequence(chain.sequence)
-    return ChainRecord(aatype, msa, chain_labels(chain, aatype))
+    found = None
+    if templates is not None:
+        found = templates.find(source.template_hits(key, query), query, chain.release_date, chain.pdb_id)
+    return ChainRecord(aatype, msa, chain_labels(chain, aatype), found)
+
+
+def draw_templates(templates: TemplateFeatures, most: int, draws: Draws) -> TemplateFeatures:
+    """Templates of a training sample: min(k, `most`) of the n, in random order, k uniform in 0..n (supplement 1.2.3).
+
+    So the model sees bad templates too, or none, and cannot rely on copying the best one.
+    """
+    number = min(draws.at("template_number").integer(0, len(templates) + 1), most)
+    return templates.select(draws.at("template_order").permutation(len(templates))[:number])
 
 
 class ChainDataset(Dataset[Sample]):
@@ -122,6 +147,9 @@ class ChainDataset(Dataset[Sample]):
     drawn once per `batch_group` consecutive indices, so that a batch made of such a group is rectangular.
     Otherwise: index i is the i-th key, always with `recycles` + 1 iterations and, if `crop_size` is set, the middle of the
     chain. The masked-MSA noise stays on, as AF2 has it; `masked_msa_fraction` 0 turns it off.
+
+    With `max_templates` above 0 samples have template features (masked ones without `templates`, which says where they come
+    from): a random number of random ones in training, otherwise the best.
 
     With `crop_size` all samples have the same shapes: `crop_size` residues, `msa_clusters` - `max_templates` clusters,
     `extra_msa` rows, zero-padded; without it each is as large as its data. Parsed chains are cached up to `cache_bytes`.
@@ -136,6 +164,7 @@ class ChainDataset(Dataset[Sample]):
         training: bool,
         batch_group: int = 1,
         cache_bytes: int = 1 << 30,
+        templates: TemplateSource | None = None,
     ) -> None:
         check_config(config)
         if not keys:
@@ -144,6 +173,7 @@ class ChainDataset(Dataset[Sample]):
             raise ValueError(f"batch_group must be at least 1, not {batch_group}")
         self.source, self.keys, self.config = source, tuple(keys), config
         self.training, self.batch_group, self.cache_bytes = training, batch_group, cache_bytes
+        self.templates = templates if config.max_templates else None
         self._draws = Draws.root(seed).at("data")
         self._cache: OrderedDict[str, ChainRecord] = OrderedDict()
         self._cached_bytes = 0
@@ -183,7 +213,11 @@ class ChainDataset(Dataset[Sample]):
             clamped = bool(draws.at("clamp").uniform(1)[0] < self.config.clamp_fape_fraction)
             crop = training_crop(length, crop_size, clamped, draws)
         sizes = None if crop_size is None else Sizes(crop_size, max_clusters(self.config), self.config.extra_msa)
-        features = make_features(record.aatype, record.msa, self.config, draws, self.cycles_of(index), crop, sizes)
+        templates = None if record.templates is None else record.templates.features
+        if templates is not None and self.training:
+            templates = draw_templates(templates, self.config.max_templates, draws)
+        cycles = self.cycles_of(index)
+        features = make_features(record.aatype, record.msa, self.config, draws, cycles, crop, sizes, templates)
         sample = {name: torch.from_numpy(values) for name, values in features.items()}
         size = crop_size or crop.length
         for name, label in record.labels.items():
@@ -196,7 +230,7 @@ class ChainDataset(Dataset[Sample]):
         if key in self._cache:
             self._cache.move_to_end(key)
             return self._cache[key]
-        record = load_record(self.source, key)
+        record = load_record(self.source, key, self.templates)
         self._cache[key] = record
         self._cached_bytes += record.nbytes
         while self._cached_bytes > self.cache_bytes and len(self._cache) > 1:
@@ -211,10 +245,18 @@ def _crop_label(label: Tensor, crop: Crop, size: int) -> Tensor:
     return cropped
 
 
-def prediction_sample(query: Sequence, alignments: list[Alignment], config: FeatureConfig, seed: int) -> Sample:
+def prediction_sample(
+    query: Sequence,
+    alignments: list[Alignment],
+    config: FeatureConfig,
+    seed: int,
+    templates: TemplateFeatures | None = None,
+) -> Sample:
     """Features of the whole chain `query` for prediction, with `recycles` + 1 iterations; `crop_size` is not looked at.
 
-    Without alignments the MSA is the query alone. Raises UserError if the first row of the alignments is not the query.
+    `templates`: best first; the first `max_templates` are taken, and masked ones of zeros fill them up (with `max_templates`
+    0 there are no template features). Without alignments the MSA is the query alone.
+    Raises UserError if the first row of the alignments is not the query.
     """
     aatype = encode_sequence(query.letters)
     if alignments:
@@ -222,24 +264,9 @@ def prediction_sample(query: Sequence, alignments: list[Alignment], config: Feat
         check_query(f"sequence '{query.name}'", query.letters, msa.msa[0], alignments[0].source)
     else:
         msa = query_only(aatype.astype(np.int8))
-    features = make_features(aatype, msa, config, Draws.root(seed).at("prediction"), config.recycles + 1)
+    sets = (config.recycles + 1) * config.ensembles  # those of one pass side by side
+    features = make_features(aatype, msa, config, Draws.root(seed).at("prediction"), sets)
     return {name: torch.from_numpy(values) for name, values in features.items()}
-
-
-def empty_templates(residues: int, cycles: int, count: int) -> dict[str, np.ndarray]:
-    """AF2's processed template features where there are no templates: `count` masked ones of zeros, as AF2 fills up to its 4.
-
-    Axes [cycle, template, residue, …]; int32 residue types, float32 else.
-    """
-    leading = (cycles, count, residues)
-    return {
-        "template_aatype": np.zeros(leading, np.int32),
-        "template_all_atom_positions": np.zeros((*leading, 37, 3), np.float32),
-        "template_all_atom_masks": np.zeros((*leading, 37), np.float32),
-        "template_pseudo_beta": np.zeros((*leading, 3), np.float32),
-        "template_pseudo_beta_mask": np.zeros(leading, np.float32),
-        "template_mask": np.zeros((cycles, count), np.float32),
-    }
 
 
 def collate(samples: ListOf[Sample]) -> dict[str, Tensor]:

@@ -6,7 +6,6 @@ Shape legend: B batch, S clusters of the MSA, E extra sequences, R residues.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
@@ -26,6 +25,7 @@ from evodsp.model.heads import (
 from evodsp.model.msa_ops import first_row
 from evodsp.model.outputs import ModelOutput
 from evodsp.model.primitives import Linear
+from evodsp.model.recycling import Recycled, settled, with_ca_change
 from evodsp.model.structure_module import StructureModule
 from evodsp.model.templates import TemplateEmbedder, Templates, TemplateTorsionEmbedder
 from evodsp.rng import Draws
@@ -38,15 +38,6 @@ TEMPLATE_FEATURES = (
     "template_aatype", "template_all_atom_positions", "template_all_atom_masks",
     "template_pseudo_beta", "template_pseudo_beta_mask", "template_mask",
 )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Recycled:
-    """What one pass hands to the next, detached. Positions in Å."""
-
-    first_row: Float[Tensor, "B R c_m"]
-    pair: Float[Tensor, "B R R c_z"]
-    positions: Float[Tensor, "B R 37 3"]
 
 
 class AlphaFold(nn.Module):
@@ -75,30 +66,78 @@ class AlphaFold(nn.Module):
         self.resolved_head = ExperimentallyResolvedHead(channels) if heads.experimentally_resolved else None
         self.pae_head = PredictedAlignedErrorHead(channels, heads) if heads.predicted_aligned_error else None
 
-    def forward(self, batch: Mapping[str, Tensor], draws: Sequence[Draws] = ()) -> ModelOutput:
+    def forward(
+        self, batch: Mapping[str, Tensor], draws: Sequence[Draws] = (), ensembles: int = 1, stop_tolerance: float = 0.0
+    ) -> ModelOutput:
         """Run every recycling iteration of `batch`; gradients flow through the last one only (algorithm 31).
 
         `batch`: processed features, axes [batch, cycle, …] (others are ignored). `draws`: one stream of dropout per sample,
-        none for no dropout. Raises UserError if a feature is missing.
+        none for no dropout.
+
+        `ensembles`: feature sets to a pass, whose representations are averaged (supplement 1.11.2; training takes one). The
+        cycle axis then holds passes x ensembles sets, those of one pass side by side.
+
+        `stop_tolerance`: for prediction; the passes end early once no sample's CA-CA distances change by more than this (root
+        mean square, Å) from one to the next. 0 never ends them.
+
+        Raises UserError if a feature is missing, ValueError if the cycle axis does not hold whole passes.
         """
         missing = [name for name in self.features if name not in batch]
         if missing:
             raise UserError(f"the batch lacks the features {', '.join(missing)}; build it with evodsp.data.dataset")
-        cycles = batch["aatype"].shape[1]
+        sets = batch["aatype"].shape[1]
+        if ensembles < 1 or sets % ensembles:
+            raise ValueError(f"a cycle axis of {sets} feature sets does not hold passes of {ensembles}")
+        last = sets // ensembles - 1
         recycled = self._first(batch)
-        with torch.no_grad():
-            for cycle in range(cycles - 1):
-                output = self.one_pass(
-                    {name: batch[name][:, cycle] for name in self.features},
-                    recycled,
-                    [d.at("cycle", cycle) for d in draws],
-                )
-                recycled = Recycled(first_row(output.msa), output.pair, output.structure.positions)
-        last = {name: batch[name][:, cycles - 1] for name in self.features}
-        return self.one_pass(last, recycled, [d.at("cycle", cycles - 1) for d in draws])
+        for cycle in range(last + 1):
+            members = [
+                {name: batch[name][:, entry] for name in self.features}
+                for entry in range(cycle * ensembles, (cycle + 1) * ensembles)
+            ]
+            with torch.set_grad_enabled(torch.is_grad_enabled() and cycle == last):
+                output = self.one_pass(members, recycled, [d.at("cycle", cycle) for d in draws])
+            if stop_tolerance > 0 and cycle > 0:
+                output = with_ca_change(output, recycled, members[0]["seq_mask"])
+            if cycle == last or settled(output, stop_tolerance):
+                break
+            recycled = Recycled.of(output)
+        return output
 
-    def one_pass(self, features: Mapping[str, Tensor], recycled: Recycled, draws: Sequence[Draws] = ()) -> ModelOutput:
-        """One recycling iteration. `features`: axes [batch, …]."""
+    def one_pass(
+        self, members: Sequence[Mapping[str, Tensor]], recycled: Recycled, draws: Sequence[Draws] = ()
+    ) -> ModelOutput:
+        """One recycling iteration. `members`: one or more feature sets, axes [batch, …], of the same sequence."""
+        first = members[0]
+        msa, pair = self.representations(first, recycled, draws)
+        row = first_row(msa)
+        for number, member in enumerate(members[1:], start=1):
+            m, z = self.representations(member, recycled, [d.at("ensemble", number) for d in draws])
+            row, pair = row + first_row(m), pair + z
+        if len(members) > 1:
+            row, pair = row / len(members), pair / len(members)
+        # AF2 averages the single representations; they are linear in the rows, so it is the same to average these.
+        single = self.single(row)
+        structure = self.structure_module(
+            single, pair, first["aatype"], first["seq_mask"], [d.at("structure") for d in draws]
+        )
+        return ModelOutput(
+            msa=msa,
+            first_row=row,
+            pair=pair,
+            single=single,
+            structure=structure,
+            distogram_logits=self.distogram_head(pair),
+            masked_msa_logits=self.masked_msa_head(msa),
+            plddt_logits=self.plddt_head(structure.single),
+            resolved_logits=None if self.resolved_head is None else self.resolved_head(single),
+            pae_logits=None if self.pae_head is None else self.pae_head(pair),
+        )
+
+    def representations(
+        self, features: Mapping[str, Tensor], recycled: Recycled, draws: Sequence[Draws] = ()
+    ) -> tuple[Float[Tensor, "B S R c_m"], Float[Tensor, "B R R c_z"]]:
+        """MSA and pair representation of one feature set: embedders and stacks (algorithm 2, lines 5 to 18)."""
         aatype, seq_mask, msa_mask = features["aatype"], features["seq_mask"], features["msa_mask"]
         pair_mask = seq_mask.unsqueeze(2) * seq_mask.unsqueeze(1)
         m, z = self.input_embedder(features["target_feat"], features["msa_feat"], features["residue_index"])
@@ -118,20 +157,7 @@ class AlphaFold(nn.Module):
             rows, rows_mask = self.template_torsion_embedder(templates)
             m, msa_mask = torch.cat([m, rows], 1), torch.cat([msa_mask, rows_mask], 1)
         m, z = self.evoformer(m, z, msa_mask, pair_mask, [d.at("evoformer") for d in draws])
-        m = m[:, :clusters]
-        s = self.single(first_row(m))
-        structure = self.structure_module(s, z, aatype, seq_mask, [d.at("structure") for d in draws])
-        return ModelOutput(
-            msa=m,
-            pair=z,
-            single=s,
-            structure=structure,
-            distogram_logits=self.distogram_head(z),
-            masked_msa_logits=self.masked_msa_head(m),
-            plddt_logits=self.plddt_head(structure.single),
-            resolved_logits=None if self.resolved_head is None else self.resolved_head(s),
-            pae_logits=None if self.pae_head is None else self.pae_head(z),
-        )
+        return m[:, :clusters], z
 
     def _first(self, batch: Mapping[str, Tensor]) -> Recycled:
         """The first pass recycles zeros; its embedder still adds biases, as AF2's does."""

@@ -40,6 +40,9 @@ class ModelOutput:
     """Result of the last pass (recycling iteration) of the model."""
 
     msa: Float[Tensor, "B S R c_m"]
+    """With several feature sets to a pass: that of the first set, as in AF2."""
+    first_row: Float[Tensor, "B R c_m"]
+    """The query's row of the MSA representation, the mean over the pass's feature sets."""
     pair: Float[Tensor, "B R R c_z"]
     single: Float[Tensor, "B R c_s"]
     structure: StructureOutput
@@ -50,3 +53,5 @@ class ModelOutput:
     """Which atoms an experiment resolves, if the model has that head."""
     pae_logits: Float[Tensor, "B R R pae_bins"] | None = None
     """Binned aligned error, if the model has that head."""
+    ca_change: Float[Tensor, "B"] | None = None
+    """How far CA-CA distances moved since the pass before (root mean square, Å), if a stop tolerance was given."""

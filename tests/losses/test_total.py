@@ -55,7 +55,8 @@ def output(golden: Path, losses) -> ModelOutput:
         single=out["representations/structure_module"],
     )
     return ModelOutput(
-        msa=out["representations/msa"], pair=out["representations/pair"], single=out["representations/single"],
+        msa=out["representations/msa"], first_row=out["representations/msa"][:, 0],
+        pair=out["representations/pair"], single=out["representations/single"],
         structure=structure, distogram_logits=out["distogram/logits"], masked_msa_logits=out["masked_msa/logits"],
         plddt_logits=out["predicted_lddt/logits"],
     )  # fmt: skip

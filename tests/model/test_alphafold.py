@@ -1,0 +1,215 @@
+"""Passes of the whole model: several feature sets to a pass, and the end of recycling once the structure stands still."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from evodsp.config import ModelConfig
+from evodsp.errors import UserError
+from evodsp.model.alphafold import FEATURES, AlphaFold
+from evodsp.model.outputs import ModelOutput
+from evodsp.model.recycling import Recycled, ca_change
+from evodsp.rng import Draws
+
+BATCH, CLUSTERS, EXTRA, RESIDUES = 2, 5, 4, 7  # all sizes differ
+
+
+@pytest.fixture(scope="module")
+def model() -> AlphaFold:
+    """Dense random parameters: AF2's zeros would make all feature sets give the same."""
+    torch.manual_seed(0)
+    model = AlphaFold(ModelConfig.preset("test"))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model.eval()
+
+
+def make_batch(sets: int) -> dict[str, Tensor]:
+    """Random features; the second sample is shorter by two residues of padding, and has an X."""
+    draw = torch.Generator().manual_seed(1)
+    axes = (BATCH, sets)
+    seq_mask = torch.ones(*axes, RESIDUES)
+    seq_mask[1, :, -2:] = 0
+    aatype = torch.randint(20, (BATCH, 1, RESIDUES), generator=draw).expand(*axes, RESIDUES).clone()
+    aatype[1, :, 2] = 20
+    msa_mask = torch.ones(*axes, CLUSTERS, RESIDUES) * seq_mask.unsqueeze(-2)
+    extra_mask = torch.ones(*axes, EXTRA, RESIDUES) * seq_mask.unsqueeze(-2)
+    return {
+        "aatype": aatype.int(),
+        "residue_index": torch.arange(RESIDUES).expand(*axes, -1).int(),
+        "seq_mask": seq_mask,
+        "target_feat": torch.randn(*axes, RESIDUES, 22, generator=draw),
+        "msa_feat": torch.randn(*axes, CLUSTERS, RESIDUES, 49, generator=draw),
+        "msa_mask": msa_mask,
+        "extra_msa": torch.randint(23, (*axes, EXTRA, RESIDUES), generator=draw).int(),
+        "extra_msa_mask": extra_mask,
+        "extra_has_deletion": torch.rand(*axes, EXTRA, RESIDUES, generator=draw).round(),
+        "extra_deletion_value": torch.rand(*axes, EXTRA, RESIDUES, generator=draw),
+    }
+
+
+def entry(batch: dict[str, Tensor], number: int) -> dict[str, Tensor]:
+    return {name: batch[name][:, number] for name in FEATURES}
+
+
+def tensors(output: ModelOutput) -> dict[str, Tensor]:
+    own = {name: value for name, value in vars(output).items() if isinstance(value, Tensor) and name != "ca_change"}
+    return own | {"atom14": output.structure.atom14, "positions": output.structure.positions}
+
+
+def check_same_bits(a: ModelOutput, b: ModelOutput) -> None:
+    for name, value in tensors(a).items():
+        assert torch.equal(value, tensors(b)[name]), name
+
+
+def check_close(a: ModelOutput, b: ModelOutput) -> None:
+    for name, value in tensors(a).items():
+        torch.testing.assert_close(value, tensors(b)[name], rtol=1e-5, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@torch.no_grad()
+def pass_by_hand(model: AlphaFold, members: list[dict[str, Tensor]], recycled: Recycled) -> ModelOutput:
+    """Algorithm 2 with its average spelt out: msa of the first set, pair, row and single representation of all."""
+    found = [model.representations(member, recycled) for member in members]
+    pair = torch.stack([z for _, z in found]).mean(0)
+    single = torch.stack([model.single(m[:, 0]) for m, _ in found]).mean(0)
+    structure = model.structure_module(single, pair, members[0]["aatype"], members[0]["seq_mask"], [])
+    return ModelOutput(
+        msa=found[0][0],
+        first_row=torch.stack([m[:, 0] for m, _ in found]).mean(0),
+        pair=pair,
+        single=single,
+        structure=structure,
+        distogram_logits=model.distogram_head(pair),
+        masked_msa_logits=model.masked_msa_head(found[0][0]),
+        plddt_logits=model.plddt_head(structure.single),
+    )
+
+
+@pytest.mark.parametrize("ensembles", [2, 3])
+def test_ensembling_is_the_average_by_hand(model, ensembles):
+    """Two passes: catches sets taken from another pass, an average of the MSA, and a row recycled from one set alone."""
+    batch = make_batch(2 * ensembles)
+    zeros = [torch.zeros(BATCH, RESIDUES, 12), torch.zeros(BATCH, RESIDUES, RESIDUES, 10)]
+    recycled = Recycled(*zeros, torch.zeros(BATCH, RESIDUES, 37, 3))
+    first = pass_by_hand(model, [entry(batch, n) for n in range(ensembles)], recycled)
+    second = pass_by_hand(model, [entry(batch, n) for n in range(ensembles, 2 * ensembles)], Recycled.of(first))
+    with torch.no_grad():
+        output = model(batch, ensembles=ensembles)
+    check_close(output, second)
+    assert (output.first_row - output.msa[:, 0]).abs().max() > 1e-3, "the sets must differ, or averaging means nothing"
+
+
+def test_one_set_to_a_pass_is_the_model_without_ensembling(model):
+    """To the bit: not even a division by one may touch it. Several equal sets are that one set."""
+    batch = make_batch(2)
+    with torch.no_grad():
+        output = model(batch)
+        check_same_bits(model(batch, ensembles=1), output)
+        twice = {name: values.repeat_interleave(2, 1) for name, values in batch.items()}
+        check_close(model(twice, ensembles=2), output)
+    assert torch.equal(output.first_row, output.msa[:, 0])
+    assert torch.equal(output.single, model.single(output.first_row))
+
+
+def test_sets_of_one_pass_drop_out_differently(model):
+    """One mask for all sets would defeat the average; the first set keeps the mask that it has alone."""
+    batch = make_batch(1)
+    twice = {name: values.repeat_interleave(2, 1) for name, values in batch.items()}
+    draws = [Draws.root(3).at("sample", n) for n in range(BATCH)]
+    with torch.no_grad():
+        one, two = model(batch, draws), model(twice, draws, ensembles=2)
+    assert torch.equal(one.msa, two.msa)
+    assert not torch.allclose(one.pair, two.pair, atol=1e-4)
+
+
+def test_a_batch_that_does_not_hold_whole_passes(model):
+    """Three sets for passes of two would silently lose one."""
+    with pytest.raises(ValueError, match="3 feature sets does not hold passes of 2"):
+        model(make_batch(3), ensembles=2)
+
+
+def test_a_missing_feature_is_named(model):
+    batch = make_batch(1)
+    del batch["extra_msa"]
+    with pytest.raises(UserError, match="lacks the features extra_msa;"):
+        model(batch)
+
+
+def test_gradients_flow_through_every_set_of_the_last_pass_only(model):
+    """A set under no_grad would train on its first set alone; an earlier pass with gradients would need the memory of all."""
+    batch = make_batch(4)
+    for name in ("msa_feat", "target_feat"):
+        batch[name].requires_grad_()
+    model(batch, ensembles=2).structure.atom14.square().sum().backward()
+    for name in ("msa_feat", "target_feat"):
+        norms = batch[name].grad.flatten(2).norm(dim=-1)[0]
+        assert norms[:2].tolist() == [0, 0]
+        assert (norms[2:] > 0).all()
+
+
+def changes(model: AlphaFold, batch: dict[str, Tensor], passes: int) -> tuple[list[ModelOutput], list[Tensor]]:
+    """The output after 1, 2, … passes without stopping, and CA-CA changes from each to the next, by hand."""
+    with torch.no_grad():
+        outputs = [model({k: v[:, :n] for k, v in batch.items()}) for n in range(1, passes + 1)]
+    found = []
+    for before, after in pairwise(outputs):
+        change = []
+        for sample in range(BATCH):
+            there = (batch["seq_mask"][sample, 0] > 0) & (batch["aatype"][sample, 0] < 20)
+            old, new = (o.structure.positions[sample, there, 1].double() for o in (before, after))
+            difference = [
+                [float((a - b).norm() - (c - d).norm()) for b, d in zip(new, old, strict=True)]
+                for a, c in zip(new, old, strict=True)
+            ]
+            change.append(torch.tensor(difference).square().mean().sqrt())
+        found.append(torch.stack(change))
+    return outputs, found
+
+
+def test_recycling_ends_at_the_right_pass(model):
+    """At the first pass whose change is within the tolerance for BOTH samples, and with that pass's output."""
+    batch = make_batch(5)
+    outputs, steps = changes(model, batch, 5)
+    largest = [float(step.max()) for step in steps]
+    assert float(steps[0].min()) < largest[0], "a stop for the calmer sample alone must show"
+    for number, tolerance in enumerate(largest, start=1):
+        expected = next(n for n, value in enumerate(largest, start=1) if value <= 1.001 * tolerance)
+        with torch.no_grad():
+            output = model(batch, stop_tolerance=1.001 * tolerance)
+        check_same_bits(output, outputs[expected])
+        torch.testing.assert_close(output.ca_change, steps[expected - 1], rtol=1e-4, atol=1e-5)
+        assert expected <= number
+
+
+def test_without_a_tolerance_nothing_changes(model):
+    """0 runs every pass and gives the same bits, as does a tolerance that is never met; a single pass is never settled."""
+    batch = make_batch(3)
+    with torch.no_grad():
+        output = model(batch)
+        check_same_bits(model(batch, stop_tolerance=0.0), output)
+        assert output.ca_change is None
+        unmet = model(batch, stop_tolerance=1e-9)
+        check_same_bits(unmet, output)
+        assert unmet.ca_change is not None
+        assert model(make_batch(1), stop_tolerance=1e6).ca_change is None
+
+
+def test_ca_change_is_of_distances():
+    """Moving or turning the whole changes nothing; masked residues do not count; large proteins lose no digits."""
+    draw = torch.Generator().manual_seed(2)
+    points = 100 * torch.randn(1, 60, 3, generator=draw)
+    mask = torch.ones(1, 60)
+    turned = points[..., [1, 2, 0]] + torch.tensor([300.0, 0.0, -20.0])
+    assert ca_change(turned, points, mask).item() < 1e-3
+    assert ca_change(points.clone(), points, mask).item() == 0
+    moved = points.clone()
+    moved[0, 7] += 50
+    mask[0, 7] = 0
+    assert ca_change(moved, points, mask).item() == 0
+    assert ca_change(moved, points, torch.zeros(1, 60)).item() == 0
