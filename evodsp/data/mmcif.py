@@ -72,6 +72,11 @@ def read_chain(path: str | Path, chain_id: str) -> Chain:
     return entry.chain(chain_id)
 
 
+def read_release_date(path: str | Path) -> date | None:
+    """When the entry was first released, None if the file does not say. Raises FileFormatError as `read_structure` does."""
+    return _release_date(_read_block(path))
+
+
 @dataclass(frozen=True)
 class _Entry:
     """A parsed entry: its header, the sequence of each protein polymer, and where its atoms are."""

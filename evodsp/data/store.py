@@ -9,31 +9,25 @@ database (`alignment_db_*.db` files with one `alignment_db.index`). Structures a
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from evodsp.data.files import read_bytes, stem
-from evodsp.data.mmcif import read_chain
+from evodsp.data.files import read_bytes
 from evodsp.data.parsers import X, decode, encode, parse_a3m, parse_stockholm
-from evodsp.data.types import Alignment, Chain, Sequence
+from evodsp.data.structures import StructureFolder
+from evodsp.data.template_hits import TemplateHit, is_search_result, parse_search_result
+from evodsp.data.template_source import read_template_hits
+from evodsp.data.types import Alignment, Chain, Sequence, Structure
 from evodsp.errors import FileFormatError, UserError, nearest
 
 INDEX_NAME = "alignment_db.index"
 _PARSERS = {".a3m": parse_a3m, ".sto": parse_stockholm}
 _NESTED = ("a3m", "sto")
 _NO_ALIGNMENTS_OF_THE_CHAIN = ("uniprot_hits", "hmm_output")  # for pairing chains and for templates
-_STRUCTURE_SUFFIXES = (".cif", ".cif.gz", ".pdb", ".pdb.gz")
-
-
-def split_key(key: str) -> tuple[str, str]:
-    """('<pdbid>', '<author chain id>') of a chain key. Raises UserError if there is no underscore between two parts."""
-    pdb_id, _, chain_id = key.rpartition("_")
-    if not pdb_id or not chain_id:
-        raise UserError(f"'{key}' is no chain key; write '<pdbid>_<chain>', for example '1abc_A'")
-    return pdb_id, chain_id
 
 
 def read_alignment_dir(directory: str | Path, query: Sequence | None = None) -> list[Alignment]:
@@ -71,9 +65,9 @@ class FeatureStore:
     def __init__(self, alignment_dir: str | Path, structure_dir: str | Path | None = None) -> None:
         self.alignment_dir = Path(alignment_dir)
         self.structure_dir = None if structure_dir is None else Path(structure_dir)
-        for name, directory in (("alignment", self.alignment_dir), ("structure", self.structure_dir)):
-            if directory is not None and not directory.is_dir():
-                raise UserError(f"{directory}: no such {name} directory; check the path")
+        if not self.alignment_dir.is_dir():
+            raise UserError(f"{self.alignment_dir}: no such alignment directory; check the path")
+        self._structures = None if self.structure_dir is None else StructureFolder(self.structure_dir)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.alignment_dir, self.structure_dir)
@@ -91,21 +85,20 @@ class FeatureStore:
 
     def has_structure(self, key: str) -> bool:
         """Whether there is a structure file for the chain's entry (the chain itself is not looked for)."""
-        return self.structure_dir is not None and "_" in key and self._structure_path(split_key(key)[0]) is not None
+        return self._structures is not None and self._structures.has_structure(key)
 
     def chain(self, key: str) -> Chain:
         """The chain's structure. Raises UserError, with the nearest name, if its file or the chain in it is missing."""
-        if self.structure_dir is None:
+        return self._folder(key).chain(key)
+
+    def structure(self, pdb_id: str) -> Structure:
+        """All protein chains of an entry. Raises UserError, with the nearest name, if its file is missing."""
+        return self._folder(pdb_id).structure(pdb_id)
+
+    def _folder(self, key: str) -> StructureFolder:
+        if self._structures is None:
             raise UserError(f"chain {key}: no structure directory was given; set it to the folder of .cif files")
-        pdb_id, chain_id = split_key(key)
-        path = self._structure_path(pdb_id)
-        if path is None:
-            there = {stem(path) for path in self.structure_dir.iterdir()}
-            raise UserError(
-                f"{self.structure_dir}: no {pdb_id}.cif[.gz] or .pdb[.gz] of chain '{key}'; add the file or drop the chain."
-                f"{nearest(pdb_id, there)}"
-            )
-        return read_chain(path, chain_id)
+        return self._structures
 
     def query(self, key: str) -> Sequence:
         """The chain's sequence: of its structure (SEQRES) where there is one, else the first row of its first alignment."""
@@ -122,6 +115,20 @@ class FeatureStore:
         if query is None and self.has_structure(key):
             query = self.query(key)
         return self._read_alignments(key, query)
+
+    def template_hits(self, key: str, query: Sequence) -> list[TemplateHit]:
+        """Hits of the chain's template searches (.hhr, hmm_output.sto), in file order; empty if there are none.
+
+        `query`: the chain's sequence. Raises UserError if the chain is unknown, FileFormatError for a broken file.
+        """
+        if self._index is None:
+            return read_template_hits(self.alignment_dir / key, query)
+        return [
+            hit
+            for source, name, data in self._database_files(key, self._index)
+            if is_search_result(name)
+            for hit in parse_search_result(source, query.letters, data)
+        ]
 
     def _read_alignments(self, key: str, query: Sequence | None) -> list[Alignment]:
         if self._index is not None:
@@ -149,6 +156,19 @@ class FeatureStore:
         return index
 
     def _from_database(self, key: str, index: dict[str, Any], query: Sequence | None) -> list[Alignment]:
+        alignments = [
+            _PARSERS[_format(name)](source, data)
+            for source, name, data in self._database_files(key, index)
+            if _is_alignment(name)
+        ]
+        if not alignments:
+            path = self.alignment_dir / INDEX_NAME
+            raise UserError(f"{path}: no alignment (.a3m or .sto) of chain '{key}' in the database; make it again")
+        _check_queries(alignments, query)
+        return alignments
+
+    def _database_files(self, key: str, index: dict[str, Any]) -> Iterator[tuple[str, str, bytes]]:
+        """(where it is, for messages; name; content) of the alignments and template searches of a chain, by name."""
         path = self.alignment_dir / INDEX_NAME
         if key not in index:
             raise UserError(
@@ -157,38 +177,25 @@ class FeatureStore:
         try:
             database = self.alignment_dir / Path(index[key]["db"]).name
             files = sorted((str(name), int(offset), int(length)) for name, offset, length in index[key]["files"])
-            if any(offset < 0 or length < 1 for _, offset, length in files):
-                raise ValueError("negative offset or empty file")
+            if any(offset < 0 or length < 0 for _, offset, length in files):
+                raise ValueError("negative offset or length")
         except (KeyError, TypeError, ValueError) as error:
             message = f'the entry of chain \'{key}\' is not {{"db": file, "files": [[name, offset, length], …]}}; make it again'
             raise FileFormatError(path, message) from error
-        alignments = []
         try:
             with database.open("rb") as file:
                 for name, offset, length in files:
-                    if not _is_alignment(name):
+                    if not (_is_alignment(name) or is_search_result(name)):
                         continue
                     file.seek(offset)
                     data = file.read(length)
                     if len(data) < length:
                         raise FileFormatError(database, f"ends before '{name}' of chain '{key}' does; copy it again")
-                    alignments.append(_PARSERS[_format(name)](f"{database}:{key}/{name}", data))
+                    yield f"{database}:{key}/{name}", name, data
         except OSError as error:
             raise UserError(
                 f"{database}: cannot be read ({error.strerror}); {INDEX_NAME} names it for '{key}'"
             ) from error
-        if not alignments:
-            raise UserError(f"{path}: no alignment (.a3m or .sto) of chain '{key}' in the database; make it again")
-        _check_queries(alignments, query)
-        return alignments
-
-    def _structure_path(self, pdb_id: str) -> Path | None:
-        if self.structure_dir is None:
-            return None
-        names = [
-            f"{name}{suffix}" for name in dict.fromkeys((pdb_id, pdb_id.lower())) for suffix in _STRUCTURE_SUFFIXES
-        ]
-        return next((path for name in names if (path := self.structure_dir / name).is_file()), None)
 
 
 def _format(name: str) -> str:

@@ -72,6 +72,23 @@ class TemplateHit:
         return np.stack((self.indices_query[paired], self.indices_hit[paired] - first), axis=1)
 
 
+def is_search_result(name: str) -> bool:
+    """Whether a file of that name, gzipped or not, holds template hits: any .hhr, and hmm_output.sto (hmmsearch)."""
+    name = name.removesuffix(".gz")
+    return not name.startswith(".") and (name.endswith(".hhr") or name == "hmm_output.sto")
+
+
+def parse_search_result(path: str | Path, query: str, data: bytes | None = None) -> list[TemplateHit]:
+    """The hits of a file that `is_search_result` knows by its name; `query` and `data` as for the parsers below.
+
+    An empty hmm_output.sto has none: that is what hmmsearch leaves if it finds nothing.
+    """
+    if Path(path).name.removesuffix(".gz").endswith(".hhr"):
+        return parse_hhr(path, data)
+    empty = data == b"" if data is not None else Path(path).is_file() and Path(path).stat().st_size == 0
+    return [] if empty else parse_hmmsearch(path, data, query=query)
+
+
 def parse_hhr(path: str | Path, data: bytes | None = None) -> list[TemplateHit]:
     """The hits of an HHsearch result (.hhr), in its order. An empty list where the search found nothing.
 
@@ -393,7 +410,9 @@ def select_hits(
         if query_pdb_id is not None and pdb_id == query_pdb_id.lower():
             reason: Rejection | None = Rejection.SAME_ENTRY
         else:
-            reason = reject_date(release_dates.get(pdb_id), last_date) or reject_alignment(hit, query, limits)
+            # A date may have to be read from a file: without a limit it is not asked for.
+            released = None if last_date is None else release_dates.get(pdb_id)
+            reason = reject_date(released, last_date) or reject_alignment(hit, query, limits)
         if reason is None and limits.drop_duplicate_chains and alignment in seen:
             reason = Rejection.DUPLICATE_CHAIN
         if reason is None:

@@ -22,7 +22,7 @@ from jaxtyping import Float32, Int8, Int64
 
 from evodsp.data.parsers import GAP, X, decode, encode
 from evodsp.data.template_hits import TemplateHit
-from evodsp.data.types import Chain, Sequence
+from evodsp.data.types import Chain, Sequence, Structure
 from evodsp.errors import FileFormatError, UserError
 from evodsp.geometry.residues import ATOM_ORDER, RESTYPE_ORDER, RESTYPES
 
@@ -65,10 +65,21 @@ class TemplateFeatures:
     def __len__(self) -> int:
         return len(self.names)
 
+    @property
+    def nbytes(self) -> int:
+        """Size of the arrays in bytes."""
+        return self.aatype.nbytes + self.positions.nbytes + self.mask.nbytes + self.sum_probs.nbytes
+
     @cached_property
     def sequences(self) -> tuple[str, ...]:
         """One-letter codes of each template along the query, '-' for a gap."""
         return tuple(decode(row) for row in self.aatype)
+
+    @classmethod
+    def none(cls, residues: int) -> TemplateFeatures:
+        """No template at all, for a query of that many residues."""
+        row = _Row.gaps(residues)
+        return cls((), row.aatype[None][:0], row.positions[None][:0], row.mask[None][:0], np.zeros(0, np.float32))
 
     def select(
         self, templates: Int64[np.ndarray, "K"] | slice = slice(None), residues: slice = slice(None)
@@ -132,6 +143,16 @@ class TemplateFeatures:
         }
 
 
+def empty_templates(residues: int, cycles: int, count: int) -> dict[str, np.ndarray]:
+    """The model's input where there are no templates: `count` masked ones of zeros, as AF2 fills up to its 4.
+
+    Axes [cycle, template, residue, …].
+    """
+    none = TemplateFeatures.none(residues).processed()
+    del none["template_sum_probs"]  # the model does not read it
+    return {name: np.zeros((cycles, count, *values.shape[1:]), values.dtype) for name, values in none.items()}
+
+
 def pseudo_beta(
     aatype: Int8[np.ndarray, "*b"], positions: Float32[np.ndarray, "*b 37 3"], mask: Float32[np.ndarray, "*b 37"]
 ) -> tuple[Float32[np.ndarray, "*b 3"], Float32[np.ndarray, "*b"]]:
@@ -145,7 +166,7 @@ class TemplateRejection(Enum):
     """Why a selected hit gives no template; the value is for logs."""
 
     NO_STRUCTURE = "no structure"
-    NO_CHAIN = "no such protein chain in the structure"
+    NO_CHAIN = "no such protein chain in the structure, nor another one of that sequence"
     LOW_IDENTITY = "the structure's sequence is another one"
     BROKEN_CHAIN = "neighbours of the chain lie too far apart"
     NO_ATOMS = "too few atoms in the aligned residues"
@@ -161,6 +182,9 @@ class ChainSource(Protocol):
     def chain(self, key: str) -> Chain:
         """The chain; UserError if the entry does not have it, FileFormatError if the file is broken."""
 
+    def structure(self, pdb_id: str) -> Structure:
+        """All protein chains of the entry; FileFormatError if the file is broken."""
+
 
 def template_features(
     query: Sequence, hits: Iterable[TemplateHit], structures: ChainSource, limit: int = MAX_TEMPLATES
@@ -170,7 +194,8 @@ def template_features(
 
     `hits`: already filtered (`template_hits.select_hits`). A residue of the query is a gap where the hit has none.
     Raises UserError for a negative limit and a hit whose query is not `query`; an unreadable or broken structure file is
-    the user's mistake too, and is not counted as a rejection.
+    the user's mistake too, and is not counted as a rejection. The names are of the chains whose atoms were taken, which
+    need not be those of the hits (`_locate`).
     """
     if limit < 0:
         raise UserError(f"the limit of templates is {limit}; give 0 or more")
@@ -186,14 +211,17 @@ def template_features(
             rejected[found] = (*rejected.get(found, ()), hit.key)
         else:
             kept.append((hit, found))
-    empty = _Row.gaps(len(query))
-    templates = TemplateFeatures(
-        names=tuple(hit.key for hit, _ in kept),
-        # One empty row more, cut off again, gives the right shapes where no template is left.
-        aatype=np.stack([*(row.aatype for _, row in kept), empty.aatype])[:-1],
-        positions=np.stack([*(row.positions for _, row in kept), empty.positions])[:-1],
-        mask=np.stack([*(row.mask for _, row in kept), empty.mask])[:-1],
-        sum_probs=np.array([hit.sum_probs or 0.0 for hit, _ in kept], np.float32),
+    rows = [row for _, row in kept]
+    templates = (
+        TemplateFeatures(
+            names=tuple(row.key for row in rows),
+            aatype=np.stack([row.aatype for row in rows]),
+            positions=np.stack([row.positions for row in rows]),
+            mask=np.stack([row.mask for row in rows]),
+            sum_probs=np.array([hit.sum_probs or 0.0 for hit, _ in kept], np.float32),
+        )
+        if rows
+        else TemplateFeatures.none(len(query))
     )
     return templates, rejected
 
@@ -208,17 +236,17 @@ def rejection_summary(rejected: Mapping[TemplateRejection, tuple[str, ...]]) -> 
 
 @dataclass(frozen=True)
 class _Row:
-    """One template along the query."""
+    """One template along the query: the atoms of chain `key`."""
 
+    key: str
     aatype: Int8[np.ndarray, "R"]
     positions: Float32[np.ndarray, "R 37 3"]
     mask: Float32[np.ndarray, "R 37"]
 
     @classmethod
-    def gaps(cls, length: int) -> _Row:
-        return cls(
-            np.full(length, GAP, np.int8), np.zeros((length, 37, 3), np.float32), np.zeros((length, 37), np.float32)
-        )
+    def gaps(cls, length: int, key: str = "") -> _Row:
+        positions, mask = np.zeros((length, 37, 3), np.float32), np.zeros((length, 37), np.float32)
+        return cls(key, np.full(length, GAP, np.int8), positions, mask)
 
 
 def _falling_score(hit: TemplateHit) -> float:
@@ -247,42 +275,75 @@ def _template_row(hit: TemplateHit, structures: ChainSource, length: int) -> _Ro
     """The hit's atoms along the query of `length` residues, or why it has none."""
     if not structures.has_structure(hit.key):
         return TemplateRejection.NO_STRUCTURE
-    try:
-        chain = structures.chain(hit.key)
-    except UserError as error:
-        # Only a chain that is not there is the hit's fault. A broken file, or one that cannot be opened, is not.
-        if isinstance(error, FileFormatError) or isinstance(error.__cause__, OSError):
-            raise
-        return TemplateRejection.NO_CHAIN
-    start = find_residues(hit.residues, chain.sequence)
-    if start is not None:
-        letters, residue = encode(hit.residues), start + np.arange(len(hit.residues))
-    else:
-        realigned = realign(hit.residues, chain.sequence)
-        if realigned is None:
-            return TemplateRejection.LOW_IDENTITY
-        residue = realigned
-        # The atoms are the structure's, so the letters are too.
-        letters = encode(chain.sequence)[residue]
+    located = _locate(hit, structures)
+    if isinstance(located, TemplateRejection):
+        return located
+    chain, letters, residue = located
     if _has_distant_neighbours(chain):
         return TemplateRejection.BROKEN_CHAIN
     column, own = hit.pairs.T
     there = residue[own] >= 0
     column, own = column[there], own[there]
-    row = _Row.gaps(length)
+    row = _Row.gaps(length, f"{hit.pdb_id}_{chain.chain_id}")
     row.aatype[column] = letters[own]
     row.positions[column] = chain.positions[residue[own]]
     row.mask[column] = chain.mask[residue[own]]
     return row if row.mask.sum() >= MIN_ATOMS else TemplateRejection.NO_ATOMS
 
 
+_Located = tuple[Chain, Int8[np.ndarray, "n"], Int64[np.ndarray, "n"]]
+
+
+def _locate(hit: TemplateHit, structures: ChainSource) -> _Located | TemplateRejection:
+    """(chain, letter and index in the chain of each of the hit's n residues, the index -1 where it has none), or why not.
+
+    In AF2's order: the hit's residues letter by letter in the chain it names, then in the entry's other chains (entries
+    are revised and their chains renamed), then with X matching anything, last by realignment with the named chain, or
+    with the entry's only one.
+    """
+    letters = encode(hit.residues)
+    named = _named_chain(hit, structures)
+    if named is not None and (start := named.sequence.find(hit.residues)) >= 0:
+        return named, letters, start + np.arange(len(letters))
+    chains = list(structures.structure(hit.pdb_id).chains.values())
+    # The named chain comes first: sorting is stable.
+    chains.sort(key=lambda chain: chain.chain_id != hit.chain_id)
+    for find in (str.find, _find_with_unknowns):
+        for chain in chains:
+            if (start := find(chain.sequence, hit.residues)) >= 0:
+                return chain, letters, start + np.arange(len(letters))
+    chain = chains[0]
+    if named is None and len(chains) > 1:
+        return TemplateRejection.NO_CHAIN
+    residue = realign(hit.residues, chain.sequence)
+    if residue is None:
+        return TemplateRejection.NO_CHAIN if named is None else TemplateRejection.LOW_IDENTITY
+    # The atoms are the structure's, so the letters are too.
+    return chain, encode(chain.sequence)[residue], residue
+
+
+def _named_chain(hit: TemplateHit, structures: ChainSource) -> Chain | None:
+    """The chain that the hit names, None if its entry has none such."""
+    try:
+        return structures.chain(hit.key)
+    except UserError as error:
+        # Only a chain that is not there is the hit's fault. A broken file, or one that cannot be opened, is not.
+        if isinstance(error, FileFormatError) or isinstance(error.__cause__, OSError):
+            raise
+        return None
+
+
 def find_residues(residues: str, sequence: str) -> int | None:
     """Where `residues` first occurs in `sequence`: letter by letter, else with X on either side matching anything."""
     if (start := sequence.find(residues)) >= 0:
         return start
-    pattern = "".join("." if letter == "X" else f"[{letter}X]" for letter in residues)
-    found = re.search(pattern, sequence)
-    return None if found is None else found.start()
+    return None if (start := _find_with_unknowns(sequence, residues)) < 0 else start
+
+
+def _find_with_unknowns(sequence: str, residues: str) -> int:
+    """As `sequence.find(residues)`, but X on either side matches anything."""
+    found = re.search("".join("." if letter == "X" else f"[{letter}X]" for letter in residues), sequence)
+    return -1 if found is None else found.start()
 
 
 def realign(residues: str, sequence: str) -> Int64[np.ndarray, "n"] | None:

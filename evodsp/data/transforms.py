@@ -10,7 +10,7 @@ Alphabet: AF2 order 0..19, X = 20, gap = 21, mask = 22.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from jaxtyping import Bool, Float, Float32, Int8, Int32, Int64
@@ -18,6 +18,7 @@ from jaxtyping import Bool, Float, Float32, Int8, Int32, Int64
 from evodsp.config import FeatureConfig
 from evodsp.data.crop import Crop
 from evodsp.data.msa import MsaFeatures
+from evodsp.data.templates import TemplateFeatures
 from evodsp.errors import UserError
 from evodsp.geometry import residues
 from evodsp.rng import Draws
@@ -51,16 +52,29 @@ FEATURE_AXES: dict[str, tuple[str | None, ...]] = {
     "extra_has_deletion": ("extra", "residues"),
     "extra_deletion_value": ("extra", "residues"),
 }
-"""All features, with their axes after the recycling axis; named axes may be padded (with zeros), None is never."""
+"""All features but the templates', with their axes after the recycling axis; named axes may be padded (with zeros), None is
+never."""
+
+TEMPLATE_AXES: dict[str, tuple[str | None, ...]] = {
+    "template_aatype": ("templates", "residues"),
+    "template_all_atom_positions": ("templates", "residues", None, None),
+    "template_all_atom_masks": ("templates", "residues", None),
+    "template_pseudo_beta": ("templates", "residues", None),
+    "template_pseudo_beta_mask": ("templates", "residues"),
+    "template_mask": ("templates",),
+    "template_sum_probs": ("templates", None),
+}
+"""The features that are there as well where `max_templates` is above 0, likewise."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Padded sizes of the named feature axes."""
+    """Padded sizes of the named feature axes. `templates` is the config's, whatever it is here."""
 
     residues: int
     msa: int
     extra: int
+    templates: int = 0
 
 
 @dataclass(frozen=True)
@@ -102,6 +116,8 @@ def max_clusters(config: FeatureConfig) -> int:
 def check_config(config: FeatureConfig) -> None:
     """Raise UserError, naming the key, if `config` holds a size or a probability that cannot be."""
     max_clusters(config)
+    if config.max_templates < 0:
+        raise UserError(f"max_templates is {config.max_templates}; it must be 0 or more")
     if config.extra_msa < 1:
         raise UserError(f"extra_msa is {config.extra_msa}; it must be at least 1")
     if config.crop_size is not None and config.crop_size < 1:
@@ -321,16 +337,23 @@ def make_features(
     cycles: int,
     crop: Crop | None = None,
     sizes: Sizes | None = None,
+    templates: TemplateFeatures | None = None,
 ) -> dict[str, np.ndarray]:
     """All input features of one sample, named and typed as AF2's, with a leading axis of `cycles` recycling iterations.
 
     Each iteration samples, masks and clusters the MSA anew, from the stream `draws.at(cycle)`. `crop`: the residues to keep
     (None: all). `sizes`: pad with zeros to these sizes (None: as large as the data, with at least one row of extra MSA, so
     that no axis is empty).
+
+    With `max_templates` above 0 there are always so many templates: the first ones of `templates` (whose R is L), the same
+    in every iteration, then masked ones of zeros. Otherwise `templates` is not looked at.
     """
     check_config(config)
     crop = crop or Crop(0, len(aatype))
     fixed = sequence_features(aatype, crop)
+    if config.max_templates:
+        found = TemplateFeatures.none(len(aatype)) if templates is None else templates
+        fixed |= found.select(slice(config.max_templates), crop.residues).processed()
     rows, columns = msa.msa.shape
     drawn = [CycleDraws.draw(draws.at(cycle), rows, columns, config) for cycle in range(cycles)]
     per_cycle = [{**fixed, **sampled_features(msa, config, numbers, crop)} for numbers in drawn]
@@ -340,14 +363,14 @@ def make_features(
             msa=max(len(features["msa_row_mask"]) for features in per_cycle),
             extra=max(1, *(len(features["extra_msa_row_mask"]) for features in per_cycle)),
         )
-    return stack_cycles(per_cycle, sizes)
+    return stack_cycles(per_cycle, replace(sizes, templates=config.max_templates))
 
 
 def stack_cycles(per_cycle: list[dict[str, np.ndarray]], sizes: Sizes) -> dict[str, np.ndarray]:
     """Stack the features of each recycling iteration along a new first axis, padded with zeros to `sizes`."""
     stacked = {}
-    for name, axes in FEATURE_AXES.items():
-        first = per_cycle[0][name]
+    for name, first in per_cycle[0].items():
+        axes = FEATURE_AXES[name] if name in FEATURE_AXES else TEMPLATE_AXES[name]
         shape = tuple(getattr(sizes, axis) if axis else size for axis, size in zip(axes, first.shape, strict=True))
         out = np.zeros((len(per_cycle), *shape), first.dtype)
         for cycle, features in enumerate(per_cycle):

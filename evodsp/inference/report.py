@@ -14,7 +14,7 @@ import torch
 
 from evodsp import metrics
 from evodsp.data.mmcif import read_chain
-from evodsp.data.store import split_key
+from evodsp.data.structures import split_key
 from evodsp.data.types import Chain
 from evodsp.errors import UserError
 from evodsp.geometry.residues import ATOM_ORDER

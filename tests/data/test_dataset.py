@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from evodsp.config import FeatureConfig
 from evodsp.data.dataset import ChainDataset, Sample, check_query, collate, load_record, prediction_sample
 from evodsp.data.store import FeatureStore
+from evodsp.data.template_hits import TemplateHit
 from evodsp.data.transforms import FEATURE_AXES, encode_sequence
 from evodsp.data.types import Alignment, Chain, Sequence
 from evodsp.errors import UserError
@@ -68,6 +69,9 @@ class Memory:
 
     def chain(self, key: str) -> Chain:
         return self.chains[key]
+
+    def template_hits(self, key: str, query: Sequence) -> list[TemplateHit]:
+        return []
 
 
 LETTERS = "ARNDCQEGHILKMFPSTWYV"

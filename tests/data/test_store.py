@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from evodsp.data.parsers import decode
-from evodsp.data.store import FeatureStore, read_alignment_dir, split_key
+from evodsp.data.store import FeatureStore, read_alignment_dir
+from evodsp.data.structures import split_key
 from evodsp.data.types import Sequence
 from evodsp.errors import UserError
 

@@ -22,7 +22,7 @@ from evodsp.data.templates import (
     rejection_summary,
     template_features,
 )
-from evodsp.data.types import Chain, Sequence
+from evodsp.data.types import Chain, Sequence, Structure
 from evodsp.errors import FileFormatError, UserError
 from evodsp.geometry.residues import ATOM_ORDER
 from tests.conftest import load
@@ -74,6 +74,10 @@ class Chains:
         if key not in self.chains:
             raise UserError(f"no protein chain '{key}'")
         return self.chains[key]
+
+    def structure(self, pdb_id: str) -> Structure:
+        there = {chain.chain_id: chain for chain in self.chains.values() if chain.pdb_id == pdb_id}
+        return Structure(pdb_id, "", None, None, there)
 
 
 def test_raw_features_golden(golden: Path, real_data: Path):
@@ -249,7 +253,7 @@ def with_break(distance: float) -> Chain:
     ("source", "reason"),
     [
         (Chains(), TemplateRejection.NO_STRUCTURE),
-        (Chains(make_chain(key="1abc_B")), TemplateRejection.NO_CHAIN),
+        (Chains(make_chain("W" * 32, key="1abc_B")), TemplateRejection.NO_CHAIN),
         (Chains(make_chain("W" * 32)), TemplateRejection.LOW_IDENTITY),
         (Chains(with_break(151.0)), TemplateRejection.BROKEN_CHAIN),
         (Chains(replace(make_chain(), mask=np.zeros((32, 37), np.float32))), TemplateRejection.NO_ATOMS),

@@ -11,8 +11,10 @@ import pytest
 from evodsp.config import FeatureConfig
 from evodsp.data.crop import Crop
 from evodsp.data.msa import MsaFeatures, letter_profile, query_only
+from evodsp.data.templates import TemplateFeatures
 from evodsp.data.transforms import (
     FEATURE_AXES,
+    TEMPLATE_AXES,
     CycleDraws,
     Sizes,
     check_config,
@@ -145,11 +147,11 @@ def test_processed_features(golden: Path, golden_msa: MsaFeatures) -> None:
     raw, processed = load(golden / "features_raw_crop.npz"), load(golden / "features_processed.npz")
     aatype = encode_sequence(raw["sequence"][0].decode())
     features = make_features(
-        aatype, golden_msa, CONFIG, Draws.root(0), cycles=2, crop=Crop(0, 64), sizes=Sizes(72, 28, 64)
-    )
+        aatype, golden_msa, CONFIG, Draws.root(0), cycles=2, crop=Crop(0, 64), sizes=Sizes(72, 28, 64),
+        templates=TemplateFeatures.from_raw(raw),
+    )  # fmt: skip
 
-    drawn_by_af2 = {n for n in processed if n.startswith("template_") or n == "random_crop_to_size_seed"}
-    assert set(features) == set(processed) - drawn_by_af2 == set(FEATURE_AXES)
+    assert set(features) == set(processed) - {"random_crop_to_size_seed"} == {*FEATURE_AXES, *TEMPLATE_AXES}
     for name, values in features.items():
         assert (values.shape, values.dtype) == (processed[name].shape, processed[name].dtype), name
     drawn = {"msa_feat", "true_msa", "bert_mask", "extra_msa", "extra_has_deletion", "extra_deletion_value"}

@@ -1,0 +1,114 @@
+"""Structure files on disk, `<pdbid>.cif` or `.pdb`, gzipped or not, and when their entries were released."""
+
+from __future__ import annotations
+
+import json
+from datetime import date
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from evodsp.data.files import read_bytes, stem
+from evodsp.data.mmcif import read_chain, read_release_date, read_structure
+from evodsp.data.types import Chain, Structure
+from evodsp.errors import FileFormatError, UserError, nearest
+
+CACHE_NAMES = ("mmcif_cache.json", "chain_data_cache.json")
+"""OpenFold's caches, `{pdbid: {"release_date": …}}` and `{chain: {"release_date": …}}`: inside the folder or beside it."""
+_SUFFIXES = (".cif", ".cif.gz", ".pdb", ".pdb.gz")
+
+
+def split_key(key: str) -> tuple[str, str]:
+    """('<pdbid>', '<author chain id>') of a chain key. Raises UserError if there is no underscore between two parts."""
+    pdb_id, _, chain_id = key.rpartition("_")
+    if not pdb_id or not chain_id:
+        raise UserError(f"'{key}' is no chain key; write '<pdbid>_<chain>', for example '1abc_A'")
+    return pdb_id, chain_id
+
+
+class StructureFolder:
+    """Structures by entry or by chain key. Construction reads nothing; pickling carries the path only.
+
+    Raises UserError if the folder does not exist.
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        self.directory = Path(directory)
+        if not self.directory.is_dir():
+            raise UserError(f"{self.directory}: no such structure directory; check the path")
+        self._dates: dict[str, date | None] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.directory,)
+
+    def __repr__(self) -> str:
+        return f"StructureFolder('{self.directory}')"
+
+    def has_structure(self, key: str) -> bool:
+        """Whether there is a structure file for the chain's entry (the chain itself is not looked for)."""
+        return "_" in key and self._path(split_key(key)[0]) is not None
+
+    def chain(self, key: str) -> Chain:
+        """The chain's structure. Raises UserError, with the nearest name, if its file or the chain in it is missing."""
+        pdb_id, chain_id = split_key(key)
+        return read_chain(self._existing(pdb_id, key), chain_id)
+
+    def structure(self, pdb_id: str) -> Structure:
+        """All protein chains of an entry. Raises UserError, with the nearest name, if there is no file of it."""
+        return read_structure(self._existing(pdb_id, pdb_id))
+
+    def release_date(self, pdb_id: str) -> date | None:
+        """When the entry was released: from one of `CACHE_NAMES` if it lists the entry, else from its file; None if neither
+        says. Raises FileFormatError for a cache or a file that is broken."""
+        if pdb_id not in self._dates:
+            cached = self._cached_dates.get(pdb_id.lower())
+            path = self._path(pdb_id) if cached is None else None
+            self._dates[pdb_id] = cached if path is None else read_release_date(path)
+        return self._dates[pdb_id]
+
+    @cached_property
+    def _cached_dates(self) -> dict[str, date]:
+        """Release dates of the caches by lower-case entry."""
+        dates: dict[str, date] = {}
+        for name in CACHE_NAMES:
+            for path in (self.directory / name, self.directory.parent / name):
+                if path.is_file():
+                    dates = _read_dates(path, by_chain=name == CACHE_NAMES[1]) | dates
+                    break
+        return dates
+
+    def _existing(self, pdb_id: str, wanted: str) -> Path:
+        if (path := self._path(pdb_id)) is not None:
+            return path
+        there = {stem(path) for path in self.directory.iterdir()}
+        raise UserError(
+            f"{self.directory}: no {pdb_id}.cif[.gz] or .pdb[.gz] of chain '{wanted}'; add the file or drop the chain."
+            f"{nearest(pdb_id, there)}"
+        )
+
+    def _path(self, pdb_id: str) -> Path | None:
+        names = [f"{name}{suffix}" for name in dict.fromkeys((pdb_id, pdb_id.lower())) for suffix in _SUFFIXES]
+        return next((path for name in names if (path := self.directory / name).is_file()), None)
+
+
+def _read_dates(path: Path, by_chain: bool) -> dict[str, date]:
+    """Release dates by lower-case entry; entries without one are left out."""
+    mend = "make the cache again, or remove it"
+    try:
+        cache = json.loads(read_bytes(path))
+    except json.JSONDecodeError as error:
+        raise FileFormatError(path, f"not JSON ({error.msg}); {mend}", error.lineno) from error
+    if not isinstance(cache, dict):
+        raise FileFormatError(path, f'expected {{name: {{"release_date": …}}}}; {mend}')
+    dates: dict[str, date] = {}
+    for key, entry in cache.items():
+        text = entry.get("release_date") if isinstance(entry, dict) else None
+        if text is None:
+            continue
+        try:
+            released = date.fromisoformat(str(text)[:10])
+        except ValueError as error:
+            message = f"the release_date of '{key}' is {text!r}, not a date such as 2020-05-14; {mend}"
+            raise FileFormatError(path, message) from error
+        dates[(key.rpartition("_")[0] if by_chain else key).lower()] = released
+    return dates
