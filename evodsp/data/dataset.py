@@ -8,6 +8,7 @@ Everything random about sample i is a function of (seed, i): of no worker, rank,
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Sequence as ListOf
 from dataclasses import dataclass
@@ -127,6 +128,7 @@ def load_record(source: ChainSource, key: str, templates: TemplateSource | None 
     found = None
     if templates is not None:
         found = templates.find(source.template_hits(key, query), query, chain.release_date, chain.pdb_id)
+        logging.getLogger(__name__).info("templates of %s", found.log_line)
     return ChainRecord(aatype, msa, chain_labels(chain, aatype), found)
 
 
@@ -252,8 +254,9 @@ def prediction_sample(
     seed: int,
     templates: TemplateFeatures | None = None,
 ) -> Sample:
-    """Features of the whole chain `query` for prediction, with `recycles` + 1 iterations; `crop_size` is not looked at.
+    """Features of the whole chain `query` for prediction; `crop_size` is not looked at.
 
+    The leading axis holds `ensembles` independently drawn sets for each of the `recycles` + 1 iterations, in that order.
     `templates`: best first; the first `max_templates` are taken, and masked ones of zeros fill them up (with `max_templates`
     0 there are no template features). Without alignments the MSA is the query alone.
     Raises UserError if the first row of the alignments is not the query.
@@ -265,7 +268,7 @@ def prediction_sample(
     else:
         msa = query_only(aatype.astype(np.int8))
     sets = (config.recycles + 1) * config.ensembles  # those of one pass side by side
-    features = make_features(aatype, msa, config, Draws.root(seed).at("prediction"), sets)
+    features = make_features(aatype, msa, config, Draws.root(seed).at("prediction"), sets, templates=templates)
     return {name: torch.from_numpy(values) for name, values in features.items()}
 
 
