@@ -15,6 +15,7 @@ from enum import Enum
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int32
@@ -380,10 +381,21 @@ class HitSelection:
         return dict(Counter(reason for _, reason in self.rejected))
 
 
+@runtime_checkable
+class ReleaseDates(Protocol):
+    """Release dates by lower-case PDB id; a dictionary is one, and so is what reads a file when it is asked."""
+
+    def __contains__(self, pdb_id: object, /) -> bool:
+        """Whether the entry is there."""
+
+    def get(self, pdb_id: str, /) -> date | None:
+        """Its release date; None if that is not known."""
+
+
 def select_hits(
     hits: list[TemplateHit],
     query: str,
-    release_dates: Mapping[str, date | None],
+    release_dates: ReleaseDates,
     limits: HitLimits,
     *,
     query_release_date: date | None = None,

@@ -6,7 +6,7 @@ released before the query, its own entry is none, and where the query's date is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
@@ -153,25 +153,17 @@ def read_template_hits(directory: str | Path, query: Sequence) -> list[TemplateH
     return [hit for path in template_files(directory) for hit in parse_search_result(path, query.letters)]
 
 
-class _ReleaseDates(Mapping[str, date | None]):
+@dataclass(frozen=True)
+class _ReleaseDates:
     """Release dates of the entries that have a structure, each looked up when it is asked for."""
 
-    def __init__(self, structures: TemplateStructures) -> None:
-        self.structures = structures
+    structures: TemplateStructures
 
-    def __contains__(self, pdb_id: object) -> bool:
+    def __contains__(self, pdb_id: object, /) -> bool:
         return self.structures.has_structure(f"{pdb_id}_A")  # any chain: it is not looked for
 
-    def __getitem__(self, pdb_id: str) -> date | None:
-        if pdb_id not in self:
-            raise KeyError(pdb_id)
-        return self.structures.release_date(pdb_id)
-
-    def __iter__(self) -> Iterator[str]:
-        raise TypeError("release dates are looked up one by one")
-
-    def __len__(self) -> int:
-        raise TypeError("release dates are looked up one by one")
+    def get(self, pdb_id: str, /) -> date | None:
+        return self.structures.release_date(pdb_id) if pdb_id in self else None
 
 
 def _count(number: int, what: str) -> str:

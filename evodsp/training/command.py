@@ -21,7 +21,7 @@ from evodsp.errors import UserError
 from evodsp.parser import OneLineErrors, check_nested
 from evodsp.training.arguments import SUMMARY, Command, TrainerOptions, add_arguments
 from evodsp.training.callbacks import Interruption, LastCheckpoint, best_checkpoint
-from evodsp.training.config import DataConfig, RunConfig, TrainingConfig
+from evodsp.training.config import DataConfig, RunConfig, TrainingConfig, check_templates
 from evodsp.training.curve import CurveLogger
 from evodsp.training.datamodule import ChainDataModule
 from evodsp.training.ema import ExponentialMovingAverage
@@ -89,6 +89,7 @@ class TrainingCLI(LightningCLI):
         data: DataConfig = self.config_init.data
         check_nested(settings, "model")
         check_nested(data, "data")
+        check_templates(settings, data)
         self.run_config = RunConfig(**{f.name: self.config_init[f.name] for f in dataclasses.fields(RunConfig)})
         self.folder = Path(self.run_config.output)
         self.checkpoints = self.folder / "checkpoints"

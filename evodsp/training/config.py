@@ -72,6 +72,13 @@ class DataConfig:
     """Chains to validate on, likewise; null for none."""
     test_chains: str | list[str] | None = None
     """Chains of `evodsp test`, likewise; null takes the validation chains."""
+    template_structure_dir: str | None = None
+    """Folder of template structures, <pdbid>.cif or <pdbid>.cif.gz; the hits are the .hhr and hmm_output.sto files of the
+    chains' alignment folders. null reads no templates."""
+    max_template_date: str | None = None
+    """Latest release date of a template, such as 2018-04-30; templates are 60 days older than their chain anyway."""
+    obsolete: str | None = None
+    """The PDB's obsolete.dat: which entries stand for withdrawn ones among the templates."""
     train: FeatureConfig = field(default_factory=FeatureConfig)
     """Features of training samples."""
     validation: FeatureConfig = field(default_factory=lambda: FeatureConfig(crop_size=None, uniform_recycling=False))
@@ -87,6 +94,16 @@ class DataConfig:
         for name, least in (("batch_size", 1), ("samples_per_epoch", 1), ("num_workers", 0)):
             if getattr(self, name) < least:
                 raise UserError(f"data.{name} is {getattr(self, name)}, but must be at least {least}")
+
+
+def check_templates(model: ModelConfig, data: DataConfig) -> None:
+    """Raise UserError if the model uses templates and its samples have none, or the other way round."""
+    for name, features in (("train", data.train), ("validation", data.validation)):
+        where = f"model.templates.enabled is {str(model.templates.enabled).lower()}, but data.{name}.max_templates is"
+        if model.templates.enabled and features.max_templates == 0:
+            raise UserError(f"{where} 0; set it (AlphaFold2: 4), or model.templates.enabled to false")
+        if not model.templates.enabled and features.max_templates > 0:
+            raise UserError(f"{where} {features.max_templates}; set it to 0, or model.templates.enabled to true")
 
 
 @dataclass(frozen=True)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningDataModule
+from lightning.pytorch.utilities import rank_zero_only
 from torch.utils.data import BatchSampler, Sampler
 
 from evodsp.config import FeatureConfig
 from evodsp.data.dataset import ChainDataset, load_record
 from evodsp.data.store import FeatureStore
+from evodsp.data.template_source import TemplateSource
 from evodsp.errors import UserError, nearest
 from evodsp.training.config import DataConfig
 from evodsp.training.stream import BatchStream, StreamSampler, TrainingStream, whole_batches
@@ -50,6 +54,7 @@ class ChainDataModule(LightningDataModule):
         super().__init__()
         self.config, self.seed = config, seed
         self.store: FeatureStore | None = None
+        self.templates: TemplateSource | None = None
         self._samples_taken = 0
         self._training: TrainingStream | None = None
 
@@ -61,6 +66,7 @@ class ChainDataModule(LightningDataModule):
                 raise UserError(
                     f"data.{name} is {getattr(config, name)}, which is not a folder; give the one that holds them"
                 )
+        self.templates = _template_source(config)
         self.store = store = FeatureStore(Path(config.alignment_dir), Path(config.structure_dir))
         known = list(store.keys())
         self.train_chains = chain_list(config.train_chains) if config.train_chains is not None else known
@@ -79,7 +85,9 @@ class ChainDataModule(LightningDataModule):
         every = dict.fromkeys(key for keys in names.values() for key in keys)
         if len(every) <= MOST_CHAINS_READ:
             for key in every:
-                load_record(store, key)
+                record = load_record(store, key, self.templates)
+                if record.templates is not None:
+                    _report(f"templates of {record.templates.log_line}")
 
     def setup(self, stage: str | None = None) -> None:
         if self.store is None:
@@ -111,7 +119,7 @@ class ChainDataModule(LightningDataModule):
     def _samples(self, keys: list[str], config: FeatureConfig, training: bool, group: int = 1) -> ChainDataset:
         if self.store is None:
             raise RuntimeError("call setup() before asking for batches")
-        return ChainDataset(self.store, keys, config, self.seed, training, batch_group=group)
+        return ChainDataset(self.store, keys, config, self.seed, training, group, templates=self.templates)
 
     def _whole_chains(self, keys: list[str]) -> Iterable[Any]:
         """One chain a batch, each rank its share; no batches without chains."""
@@ -134,6 +142,43 @@ class ChainDataModule(LightningDataModule):
     @property
     def _accumulate(self) -> int:
         return self.trainer.accumulate_grad_batches if self.trainer else 1
+
+
+def _template_source(config: DataConfig) -> TemplateSource | None:
+    """Where templates come from, None where the settings name no folder of them. Raises UserError, naming the setting."""
+    folder, latest, obsolete = config.template_structure_dir, config.max_template_date, config.obsolete
+    if folder is None:
+        for name, value in (("max_template_date", latest), ("obsolete", obsolete)):
+            if value is not None:
+                raise UserError(
+                    f"data.{name} is {value}, but data.template_structure_dir is null; give it, or leave {name} out"
+                )
+        return None
+    if not (config.train.max_templates or config.validation.max_templates):
+        raise UserError(
+            f"data.template_structure_dir is {folder}, but data.train.max_templates and data.validation.max_templates are 0; "
+            "set them (AlphaFold2: 4), or leave the folder out"
+        )
+    if not Path(folder).is_dir():
+        raise UserError(
+            f"data.template_structure_dir is {folder}, which is not a folder; give the one that holds <pdbid>.cif"
+        )
+    if obsolete is not None and not Path(obsolete).is_file():
+        raise UserError(
+            f"data.obsolete is {obsolete}, which is not a file; download the PDB's obsolete.dat, or leave it out"
+        )
+    try:
+        max_date = None if latest is None else date.fromisoformat(latest)
+    except ValueError as error:
+        raise UserError(
+            f"data.max_template_date is '{latest}', which is no date; write one such as 2018-04-30"
+        ) from error
+    return TemplateSource.open(folder, max_date, obsolete)
+
+
+@rank_zero_only
+def _report(line: str) -> None:
+    print(line, file=sys.stderr)
 
 
 def _check_chain(key: str, known: list[str], store: FeatureStore, source: str) -> None:

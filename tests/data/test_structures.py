@@ -1,0 +1,64 @@
+"""Structure folders: which file is an entry's, and where its release date comes from."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from datetime import date
+from pathlib import Path
+
+import pytest
+
+from evodsp.data.structures import StructureFolder
+from evodsp.errors import FileFormatError, UserError
+
+
+def test_release_date_is_the_files_first_revision(real_data: Path) -> None:
+    """Catches the last revision taken for the first: templates would look younger than they are."""
+    folder = StructureFolder(real_data / "mmcif_files")
+    assert folder.release_date("2crb") == date(2005, 11, 20)
+    assert folder.release_date("1psm") == date(1995, 2, 7)
+    assert folder.release_date("9xyz") is None
+
+
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize(
+    ("name", "cache"),
+    [
+        ("mmcif_cache.json", {"1abc": {"release_date": "2001-02-03", "chain_ids": ["A"]}, "2abc": {}}),
+        ("chain_data_cache.json", {"1abc_A": {"release_date": "2001-02-03"}, "1abc_B": {"release_date": "2001-02-03"}}),
+    ],
+)
+def test_release_dates_of_caches(tmp_path: Path, name: str, cache: dict, beside: bool) -> None:
+    """Catches a cache that is overlooked (every template's file would be read for its date), and keys taken by the wrong half."""
+    structures = tmp_path / "mmcif_files"
+    structures.mkdir()
+    ((tmp_path if beside else structures) / name).write_text(json.dumps(cache))
+    folder = StructureFolder(structures)
+    assert folder.release_date("1abc") == date(2001, 2, 3)
+    assert folder.release_date("2abc") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"1abc": {"release_date": "soon"}}', "the release_date of '1abc' is 'soon', not a date"),
+        ("[1]", "expected"),
+        ("{", "not JSON"),
+    ],
+)
+def test_broken_caches_are_one_line(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "mmcif_cache.json").write_text(text)
+    with pytest.raises(FileFormatError, match=message) as caught:
+        StructureFolder(tmp_path).release_date("1abc")
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_entries_are_named_and_the_folder_travels(tmp_path: Path, real_data: Path) -> None:
+    """Catches an entry without a file that ends in a traceback, and parsed files sent to workers."""
+    with pytest.raises(UserError, match="no such structure directory"):
+        StructureFolder(tmp_path / "nowhere")
+    folder = pickle.loads(pickle.dumps(StructureFolder(real_data / "mmcif_files")))
+    assert set(folder.structure("5kc1").chains) >= {"F", "J"}
+    with pytest.raises(UserError, match=r"no 2cra\.cif.*Did you mean '2crb'"):
+        folder.structure("2cra")
