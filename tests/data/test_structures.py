@@ -30,7 +30,7 @@ def test_release_date_is_the_files_first_revision(real_data: Path) -> None:
     ],
 )
 def test_release_dates_of_caches(tmp_path: Path, name: str, cache: dict, beside: bool) -> None:
-    """Catches a cache that is overlooked (every template's file would be read for its date), and keys taken by the wrong half."""
+    """Catches a cache that is overlooked (every file would be read for its date), and keys taken by the wrong half."""
     structures = tmp_path / "mmcif_files"
     structures.mkdir()
     ((tmp_path if beside else structures) / name).write_text(json.dumps(cache))

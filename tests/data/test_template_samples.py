@@ -1,0 +1,252 @@
+"""Template features of samples: of real files, cropped and padded with them, drawn by (seed, index), never from the future."""
+
+from __future__ import annotations
+
+import pickle
+from collections import Counter
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from evodsp.config import FeatureConfig
+from evodsp.data.crop import Crop
+from evodsp.data.dataset import ChainDataset, collate, draw_templates, load_record, prediction_sample
+from evodsp.data.parsers import parse_fasta
+from evodsp.data.store import FeatureStore
+from evodsp.data.template_hits import TemplateHit
+from evodsp.data.template_source import TemplateSource
+from evodsp.data.templates import TemplateFeatures
+from evodsp.data.transforms import TEMPLATE_AXES, encode_sequence, make_features
+from evodsp.data.types import Alignment, Chain, Sequence
+from evodsp.rng import Draws
+from tests.conftest import load
+from tests.data.test_dataset import CONFIG, LETTERS, Memory, make_alignment, make_chain
+from tests.data.test_template_source import SEVEN, Dated
+from tests.data.test_templates import make_chain as straight_chain
+from tests.data.test_templates import make_hit
+
+WITH = replace(CONFIG, max_templates=4, recycles=1)
+WHOLE = replace(WITH, crop_size=None)
+
+
+class RealQuery:
+    """query73_A with its real alignments and search, and a structure made up for it, released on a given day."""
+
+    def __init__(self, real_data: Path, released: date | None) -> None:
+        self.store = FeatureStore(real_data / "alignments")
+        self.query = parse_fasta(real_data / "fasta" / "query73.fasta")[0]
+        made_up = make_chain("9xyz", self.query.letters)
+        self.made_up = replace(made_up, release_date=released)
+
+    def alignments(self, key: str, query: Sequence | None = None) -> list[Alignment]:
+        return self.store.alignments("query73_A", query)
+
+    def chain(self, key: str) -> Chain:
+        return self.made_up
+
+    def template_hits(self, key: str, query: Sequence) -> list[TemplateHit]:
+        return self.store.template_hits("query73_A", query)
+
+
+def query73(
+    real_data: Path, released: date | None, config: FeatureConfig, training: bool, seed: int = 0
+) -> ChainDataset:
+    templates = TemplateSource.open(real_data / "mmcif_files")
+    return ChainDataset(RealQuery(real_data, released), ["9xyz_A"], config, seed, training, templates=templates)
+
+
+def made_templates(number: int, residues: int) -> TemplateFeatures:
+    rng = np.random.default_rng(number)
+    return TemplateFeatures(
+        names=tuple(f"{k}abc_A" for k in range(number)),
+        aatype=rng.integers(0, 20, (number, residues)).astype(np.int8),
+        positions=rng.normal(size=(number, residues, 37, 3)).astype(np.float32),
+        mask=np.ones((number, residues, 37), np.float32),
+        sum_probs=np.arange(number, 0, -1).astype(np.float32),
+    )
+
+
+# Real files ------------------------------------------------------------------------------------------------------------
+
+
+def test_query73_for_prediction(real_data: Path) -> None:
+    """Catches features that are not those of the four best templates, in each iteration, under AF2's names."""
+    source = RealQuery(real_data, None)
+    found = TemplateSource.open(real_data / "mmcif_files").find(source.template_hits("", source.query), source.query)
+    sample = prediction_sample(source.query, source.alignments(""), WHOLE, 0, found.features)
+    expected = found.features.select(slice(4)).processed()
+    assert {name for name in sample if name.startswith("template_")} == set(expected) == set(TEMPLATE_AXES)
+    for name, values in expected.items():
+        for cycle in sample[name]:
+            np.testing.assert_array_equal(cycle.numpy(), values, err_msg=name)
+    assert sample["template_mask"].tolist() == [[1, 1, 1, 1]] * 2
+
+
+def test_query73_for_training(real_data: Path) -> None:
+    """Catches a record without templates, or one whose templates do not count for the cache."""
+    data = query73(real_data, date(2030, 1, 1), WITH, training=True)
+    record = load_record(data.source, "9xyz_A", data.templates)
+    assert record.templates is not None
+    assert record.templates.features.names == SEVEN
+    assert record.nbytes - load_record(data.source, "9xyz_A").nbytes == record.templates.features.nbytes > 0
+    seen = Counter(int(data[index]["template_mask"][0].sum()) for index in range(40))
+    assert set(seen) == {0, 1, 2, 3, 4}
+    assert seen[4] > seen[0]
+
+
+def test_templates_are_older_than_the_chain_they_are_for(real_data: Path) -> None:
+    """Catches leakage: of the seven usable templates two were out 60 days before this chain, whose date must be asked."""
+    data = query73(real_data, date(2008, 1, 1), replace(WHOLE, recycles=0), training=False)
+    old = load_record(data.source, "9xyz_A", data.templates).templates
+    assert old is not None
+    assert old.features.names == ("2crb_A", "1psm_A")
+    assert data[0]["template_mask"].tolist() == [[1, 1, 0, 0]]
+    assert query73(real_data, None, WHOLE, training=False)[0]["template_mask"].sum() == 0
+
+
+def test_golden_features(golden: Path) -> None:
+    """Catches a crop, padding or type of template features that is not AF2's: of the whole chain's raw ones, bit for bit."""
+    full, processed = load(golden / "features_raw_full.npz"), load(golden / "features_processed.npz")
+    letters = full["sequence"][0].decode()
+    config = FeatureConfig(msa_clusters=32, extra_msa=64, max_templates=4, crop_size=72, recycles=1)
+    templates = TemplateFeatures.from_raw(full)
+    msa = load_record(Memory(make_chain("1abc", letters)), "1abc_A").msa
+    aatype = load_record(Memory(make_chain("1abc", letters)), "1abc_A").aatype
+    features = make_features(aatype, msa, config, Draws.root(0), 2, Crop(40, 64), templates=templates)
+    for name in TEMPLATE_AXES:
+        assert features[name].dtype == processed[name].dtype
+        residues = TEMPLATE_AXES[name].index("residues") + 1 if "residues" in TEMPLATE_AXES[name] else None
+        expected = processed[name] if residues is None else processed[name].take(range(64), axis=residues)
+        np.testing.assert_array_equal(features[name], expected, err_msg=name)
+
+
+# Sizes -----------------------------------------------------------------------------------------------------------------
+
+
+def test_no_template_features_without_max_templates() -> None:
+    sample = prediction_sample(
+        Sequence("q", LETTERS), [make_alignment(LETTERS)], CONFIG, 0, made_templates(2, len(LETTERS))
+    )
+    assert not [name for name in sample if name.startswith("template_")]
+
+
+@pytest.mark.parametrize("number", [None, 0, 1, 4, 6])
+def test_always_max_templates(number: int | None) -> None:
+    """Catches missing entries where a chain has no templates, and padding that is not masked zeros."""
+    templates = None if number is None else made_templates(number, len(LETTERS))
+    sample = prediction_sample(Sequence("q", LETTERS), [make_alignment(LETTERS)], WHOLE, 0, templates)
+    there = min(number or 0, 4)
+    assert sample["template_mask"].tolist() == [[1] * there + [0] * (4 - there)] * 2
+    for name, axes in TEMPLATE_AXES.items():
+        sizes = [{"templates": 4, "residues": len(LETTERS)}.get(axis) for axis in axes if axis]
+        assert list(sample[name].shape[1 : 1 + len(sizes)]) == sizes
+        assert not sample[name][:, there:].any(), name
+    assert sample["template_sum_probs"][0, :there, 0].tolist() == list(range(number or 0, 0, -1))[:4]
+
+
+class Searched(Memory):
+    """Chains in memory; a search found for each a given number of templates that cover it, `structures` among them."""
+
+    def __init__(self, *numbers: int) -> None:
+        super().__init__(*(make_chain(f"{k}abc", (LETTERS * 2)[k : k + 18 + 5 * k]) for k in range(len(numbers))))
+        self.number_of = dict(zip(self.chains, numbers, strict=True))
+        self.found = {
+            f"{chain.pdb_id[0]}t{k:02}_A": straight_chain(other_letters(chain.sequence), f"{chain.pdb_id[0]}t{k:02}_A")
+            for chain in self.chains.values()
+            for k in range(self.number_of[chain.key])
+        }
+        self.structures = Dated(*self.found.values(), dates={key[:4]: date(2001, 1, 1) for key in self.found})
+
+    def chain(self, key: str) -> Chain:
+        return replace(self.chains[key], release_date=date(2020, 1, 1))
+
+    def template_hits(self, key: str, query: Sequence) -> list[TemplateHit]:
+        numbers = range(self.number_of[key])
+        letters = other_letters(query.letters)
+        return [make_hit(query.letters, letters, key=f"{key[0]}t{k:02}_A", score=50.0 - k) for k in numbers]
+
+    def dataset(self, config: FeatureConfig, training: bool, seed: int = 0) -> ChainDataset:
+        templates = TemplateSource(self.structures)
+        return ChainDataset(self, list(self.chains), config, seed, training, templates=templates)
+
+
+def other_letters(letters: str) -> str:
+    """Another sequence of that length: a hit that is the query itself is no template."""
+    return letters.translate(str.maketrans(LETTERS, LETTERS[1:] + LETTERS[0]))
+
+
+def test_templates_are_cropped_with_their_residues() -> None:
+    """Catches templates that lie beside the cropped sequence: residue i of these has its CA at x = 3.8 i."""
+    data = Searched(0, 4, 4, 4).dataset(WITH, training=True)
+    checked = 0
+    for index in range(24):
+        sample = data[index]
+        there = int(sample["template_mask"][0].sum())
+        x = sample["template_all_atom_positions"][:, :there, :, 1, 0] / 3.8
+        torch.testing.assert_close(x.round().int(), sample["residue_index"][:, None].expand(-1, there, -1))
+        # The next letter of the alphabet, in which the templates differ from their chains.
+        order = torch.tensor(encode_sequence(LETTERS[1:] + LETTERS[0]))[encode_sequence(LETTERS).argsort()]
+        expected = order[sample["aatype"][:, None].expand(-1, there, -1).long()]
+        torch.testing.assert_close(sample["template_aatype"][:, :there], expected.int())
+        checked += there * (int(sample["residue_index"][0, 0]) > 0)
+    assert checked > 5, "no crop began inside its chain"
+
+
+def test_short_chains_are_padded_to_the_crop() -> None:
+    """Catches a residue axis of templates that is not the sample's where a chain is shorter than the crop."""
+    sample = Searched(3).dataset(replace(WITH, crop_size=30), training=False)[0]
+    assert sample["template_aatype"].shape == (2, 4, 30)
+    assert sample["template_mask"][0].tolist() == [1, 1, 1, 0]
+    assert not sample["template_all_atom_masks"][:, :, 18:].any()
+    assert sample["template_all_atom_masks"][:, :3, :18, 1].all()
+
+
+def test_validation_takes_the_best() -> None:
+    """Catches random templates where results are compared between epochs."""
+    data = Searched(6, 2).dataset(WHOLE, training=False)
+    assert data[0]["template_sum_probs"][0, :, 0].tolist() == [50, 49, 48, 47]
+    assert data[1]["template_sum_probs"][0, :, 0].tolist() == [50, 49, 0, 0]
+
+
+def test_samples_with_different_numbers_of_templates_make_a_batch() -> None:
+    """Catches entries or axes that differ between chains with many, few and no templates, and chains of other lengths."""
+    data = Searched(6, 0, 1).dataset(WHOLE, training=False)
+    batch = collate([data[index] for index in range(3)])
+    assert batch["template_mask"][:, 0].tolist() == [[1, 1, 1, 1], [0, 0, 0, 0], [1, 0, 0, 0]]
+    assert batch["template_all_atom_positions"].shape == (3, 2, 4, 28, 37, 3)
+    assert not batch["template_all_atom_masks"][0, :, :, 18:].any()
+
+
+# Draws -----------------------------------------------------------------------------------------------------------------
+
+
+def test_templates_are_a_function_of_seed_and_index() -> None:
+    """Catches draws that depend on what was read before, on the worker or on nothing at all."""
+    one, two, other = (Searched(9, 5).dataset(WITH, training=True, seed=seed) for seed in (1, 1, 2))
+    indices = range(12)
+    two[5]
+    scores = [one[index]["template_sum_probs"][0, :, 0].tolist() for index in indices]
+    assert [
+        pickle.loads(pickle.dumps(two))[index]["template_sum_probs"][0, :, 0].tolist() for index in indices
+    ] == scores
+    assert [other[index]["template_sum_probs"][0, :, 0].tolist() for index in indices] != scores
+    assert len({tuple(row) for row in scores}) > 6
+
+
+def test_draws_are_the_supplements() -> None:
+    """min(k, 4) with k uniform in 0..n, chosen without regard to score: catches the best ones taken, a number that is never
+    drawn, and templates given twice."""
+    templates, samples = made_templates(7, 5), 4000
+    drawn = [draw_templates(templates, 4, Draws.root(3).at(index)).names for index in range(samples)]
+    numbers = np.bincount([len(names) for names in drawn]) / samples
+    np.testing.assert_allclose(numbers, [1 / 8, 1 / 8, 1 / 8, 1 / 8, 4 / 8], atol=0.03)
+    assert all(len(set(names)) == len(names) for names in drawn)
+    each = Counter(name for names in drawn for name in names)
+    mean = numbers @ np.arange(5) / 7
+    np.testing.assert_allclose([each[name] / samples for name in templates.names], mean, atol=0.03)
+    assert draw_templates(made_templates(0, 5), 4, Draws.root(0)).names == ()
+    assert len(draw_templates(templates, 2, Draws.root(1)).names) <= 2
