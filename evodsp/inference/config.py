@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import Literal
 
@@ -21,15 +22,26 @@ class PredictConfig:
     alignments: Path
     """Folder of alignments (.a3m, .sto): those of the only record directly, or one sub-folder per record, named alike."""
     checkpoint: Path
-    """Checkpoint written by `evodsp fit`."""
+    """Checkpoint written by `evodsp fit`, or published parameters: DeepMind's params_model_<n>[_ptm].npz, OpenFold's .pt."""
     output: Path
     """Folder for the results, made if it does not exist: <output>/<name>/seed_<k>.cif and the files beside it."""
+    templates: Path | None = None
+    """Folder of template structures, <pdbid>.cif[.gz]; the hits are those of the .hhr files and hmm_output.sto beside the
+    alignments. null: no templates."""
+    max_template_date: str | None = None
+    """Latest release date of a template, such as 2020-05-14; null: no limit."""
+    obsolete: Path | None = None
+    """The PDB's obsolete.dat: which entries stand for withdrawn ones among the template hits."""
     seeds: int = 1
     """Number of predictions per record; each draws its own MSA clusters and masks."""
     first_seed: int = 0
     """The predictions are numbered (and seeded) first_seed, first_seed + 1, …"""
     recycles: int | None = None
     """Recycling iterations after the first pass; null: as in training."""
+    stop_tolerance: float | None = None
+    """Stop recycling once CA-CA distances change by no more than this (root mean square, Å) in a pass; null: never."""
+    ensembles: int = 1
+    """Feature sets drawn for each pass, their representations averaged; each costs as much as the first."""
     format: Literal["cif", "pdb"] = "cif"
     """File format of the structures. PDB holds at most 9,999 residues and 99,999 atoms."""
     raw: bool = False
@@ -44,10 +56,30 @@ class PredictConfig:
     """Replace earlier results. Otherwise a finished prediction with the same inputs is kept and named."""
 
     def __post_init__(self) -> None:
-        lowest = {"seeds": 1, "first_seed": 0, "recycles": 0, "msa_clusters": 1, "extra_msa": 1}
+        lowest = {"seeds": 1, "first_seed": 0, "recycles": 0, "ensembles": 1, "msa_clusters": 1, "extra_msa": 1}
         for name, least in lowest.items():
             value = getattr(self, name)
             if value is not None and value < least:
                 raise UserError(f"--{name} is {value}, but must be at least {least}; give a larger number")
+        for name in ("max_template_date", "obsolete"):
+            if getattr(self, name) is not None and self.templates is None:
+                raise UserError(f"--{name} is given without --templates; add the folder of template structures")
+        _ = self.latest_template
+        if self.stop_tolerance is not None and not self.stop_tolerance >= 0:
+            raise UserError(
+                f"--stop_tolerance is {self.stop_tolerance}, but must be at least 0 (Å); give a larger number"
+            )
         if self.format not in ("cif", "pdb"):
             raise UserError(f"--format is '{self.format}', but must be 'cif' or 'pdb'")
+
+    @property
+    def latest_template(self) -> date | None:
+        """`max_template_date` as a date. Raises UserError if it is none."""
+        if self.max_template_date is None:
+            return None
+        try:
+            return date.fromisoformat(self.max_template_date)
+        except ValueError as error:
+            raise UserError(
+                f"--max_template_date is '{self.max_template_date}', but must be a date such as 2020-05-14"
+            ) from error

@@ -18,14 +18,15 @@ from typing import Any
 import torch
 
 from evodsp.config import FeatureConfig, HeadsConfig
-from evodsp.data.dataset import collate, empty_templates, prediction_sample
+from evodsp.data.dataset import Sample, collate, prediction_sample
 from evodsp.data.store import read_alignment_dir
-from evodsp.data.transforms import check_config
-from evodsp.data.types import Alignment
+from evodsp.data.templates import TemplateFeatures
 from evodsp.errors import UserError
 from evodsp.inference.config import PredictConfig
 from evodsp.inference.results import TIMINGS, PredictionResult, finished, whole_folder, write_json, write_results
-from evodsp.inference.targets import Target, alignment_files, digest, find_targets
+from evodsp.inference.settings import feature_config, result_settings, seeds, sizes_line
+from evodsp.inference.target_templates import find_templates, takes_no_templates, template_source
+from evodsp.inference.targets import Target, digest, find_targets
 from evodsp.inference.writers import AlignedError, PredictedStructure
 from evodsp.losses.confidence import compute_pae, compute_plddt, compute_ptm, highest_pae
 from evodsp.model.alphafold import AlphaFold
@@ -34,16 +35,47 @@ from evodsp.weights.checkpoint import load_features, load_model
 
 Report = Callable[[str], None]
 
-_SIZES = ("recycles", "msa_clusters", "extra_msa")
-"""Options that, where not given, are as in training."""
+
+@dataclass(frozen=True)
+class _SeedRun:
+    """How one seed went."""
+
+    features: float
+    """Seconds spent on features."""
+    passes: tuple[float, ...]
+    """Seconds of each pass through the model."""
+    ca_change: float | None
+    """How far CA-CA distances moved in the last pass (Å), if a tolerance was set and there was more than one pass."""
+
+    @property
+    def timings(self) -> dict[str, Any]:
+        """The entry of timings.json."""
+        timings: dict[str, Any] = {
+            "features_seconds": round(self.features, 3),
+            "pass_seconds": [round(p, 3) for p in self.passes],
+        }
+        return timings if self.ca_change is None else {**timings, "ca_change": round(self.ca_change, 3)}
+
+    def model_line(self, most: int) -> str:
+        """Such as '12.0 s (3 of 4 passes, 4.0 s each; CA distances changed by 0.31 Å in the last)'."""
+        number = len(self.passes)
+        passes = f"{number} passes" if number == most else f"{number} of {most} passes"
+        change = "" if self.ca_change is None else f"; CA distances changed by {self.ca_change:.2f} Å in the last"
+        return f"{sum(self.passes):.1f} s ({passes}, {sum(self.passes) / number:.1f} s each{change})"
 
 
 @dataclass(frozen=True)
-class _SeedTimes:
-    """Seconds spent on one seed."""
+class _Job:
+    """One target with all that is needed besides its alignments, and besides the model."""
 
-    features: float
-    passes: tuple[float, ...]
+    target: Target
+    templates: TemplateFeatures
+    """Those that are used, best first."""
+    templates_line: str
+    settings: dict[str, Any]
+    """What its files depend on."""
+    earlier: PredictionResult | None
+    """A complete result made with the same settings."""
 
 
 def predict(config: PredictConfig, report: Report = print) -> list[PredictionResult]:
@@ -58,73 +90,93 @@ def predict(config: PredictConfig, report: Report = print) -> list[PredictionRes
     if not config.checkpoint.is_file():
         raise UserError(f"{config.checkpoint}: no such checkpoint; check --checkpoint")
     trained = load_features(config.checkpoint)
-    features = _feature_config(config, trained)
-    checkpoint = digest(config.checkpoint)
-    settings = [_settings(config, features, target, checkpoint) for target in targets]
-    results = {
-        target.query.name: finished(config.output / target.query.name, made_with, config.overwrite)
-        for target, made_with in zip(targets, settings, strict=True)
-    }
-    open_targets = [target for target in targets if results[target.query.name] is None]
+    features = feature_config(config, trained)
+    jobs = _jobs(config, features, targets)
+    open_targets = [job.target for job in jobs if job.earlier is None]
     for target in open_targets:
         read_alignment_dir(target.alignments, target.query)
     if open_targets:
         model = load_model(config.checkpoint, config.raw).to(device).eval()
+        if config.templates is not None and not model.config.templates.enabled:
+            raise takes_no_templates(config)
+        features = _with_template_row(features, model)
 
-    report(_sizes_line(features, trained))
+    report(sizes_line(features, trained))
     complete: list[PredictionResult] = []
-    for number, (target, made_with) in enumerate(zip(targets, settings, strict=True), start=1):
-        report(f"[{number}/{len(targets)}] {target.query.name}: {len(target.query)} residues")
-        result = results[target.query.name]
+    for number, job in enumerate(jobs, start=1):
+        report(f"[{number}/{len(jobs)}] {job.target.query.name}: {len(job.target.query)} residues")
+        result = job.earlier
         if result is not None:
             report(f"  kept: {result.folder} is complete and made with the same inputs (--overwrite predicts again)")
         else:
-            result = _predict_target(target, model, config, features, made_with, report)
+            result = _predict_target(job, model, config, features, report)
         complete.append(result)
     return complete
 
 
+def _jobs(config: PredictConfig, features: FeatureConfig, targets: list[Target]) -> list[_Job]:
+    """What is to be done, and what is done already."""
+    checkpoint = digest(config.checkpoint)
+    source = template_source(config, features)
+    jobs = []
+    for target in targets:
+        templates, line = find_templates(source, target, features.max_templates)
+        settings = result_settings(config, features, target, checkpoint, templates)
+        earlier = finished(config.output / target.query.name, settings, config.overwrite)
+        jobs.append(_Job(target, templates, line, settings, earlier))
+    return jobs
+
+
+def _with_template_row(features: FeatureConfig, model: AlphaFold) -> FeatureConfig:
+    """A model made for templates reads their features even where its sizes leave no room for any: one more, always masked,
+    changes nothing."""
+    if features.max_templates or not model.config.templates.enabled:
+        return features
+    return replace(features, max_templates=1, msa_clusters=features.msa_clusters + 1)
+
+
 def _predict_target(
-    target: Target,
-    model: AlphaFold,
-    config: PredictConfig,
-    features: FeatureConfig,
-    settings: dict[str, Any],
-    report: Report,
+    job: _Job, model: AlphaFold, config: PredictConfig, features: FeatureConfig, report: Report
 ) -> PredictionResult:
     """All seeds of one target: features, model, files."""
+    target = job.target
     start = time.perf_counter()
     alignments = read_alignment_dir(target.alignments, target.query)
     reading = time.perf_counter() - start
     rows = sum(map(len, alignments))
     report(f"  read {rows:,} sequences in {len(alignments)} alignments, {reading:.1f} s")
     if model.config.templates.enabled:
-        report("  templates: none")
+        report(f"  {job.templates_line}")
 
     device = next(model.parameters()).device
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     structures: dict[int, PredictedStructure] = {}
-    times: dict[int, _SeedTimes] = {}
-    for seed in _seeds(config):
-        structures[seed], times[seed] = _predict_seed(target, alignments, model, features, seed, report)
+    runs: dict[int, _SeedRun] = {}
+    for seed in seeds(config):
+        start = time.perf_counter()
+        sample = prediction_sample(target.query, alignments, features, seed, job.templates)
+        seconds = time.perf_counter() - start
+        report(f"  seed {seed}: features, {seconds:.1f} s")
+        structures[seed], passes, change = _predict_seed(target, sample, model, config, features.ensembles)
+        runs[seed] = _SeedRun(seconds, passes, change)
+        report(
+            f"  seed {seed}: model, {runs[seed].model_line(features.recycles + 1)}; {structures[seed].confidence_line}"
+        )
 
     start = time.perf_counter()
     folder = config.output / target.query.name
     with whole_folder(folder) as work:
-        result = write_results(work, structures, config.format, settings)
+        result = write_results(work, structures, config.format, job.settings)
         timings = {
             "name": target.query.name,
             "residues": len(target.query),
             "alignment_rows": rows,
             "device": str(device),
-            "features_seconds": round(reading + sum(t.features for t in times.values()), 3),
-            "model_seconds": round(sum(sum(t.passes) for t in times.values()), 3),
+            "features_seconds": round(reading + sum(run.features for run in runs.values()), 3),
+            "model_seconds": round(sum(sum(run.passes) for run in runs.values()), 3),
             "writing_seconds": round(time.perf_counter() - start, 3),
-            "seeds": [
-                {"seed": s, "features_seconds": round(t.features, 3), "pass_seconds": [round(p, 3) for p in t.passes]}
-                for s, t in times.items()
-            ],
+            "seeds": [{"seed": seed, **run.timings} for seed, run in runs.items()],
             **_peak_memory(device),
         }
         write_json(work / TIMINGS, timings)
@@ -135,34 +187,24 @@ def _predict_target(
 
 
 def _predict_seed(
-    target: Target, alignments: list[Alignment], model: AlphaFold, config: FeatureConfig, seed: int, report: Report
-) -> tuple[PredictedStructure, _SeedTimes]:
-    start = time.perf_counter()
-    sample = prediction_sample(target.query, alignments, config, seed)
-    if model.config.templates.enabled:
-        # A model made for templates reads their features even where there are none: one that is masked changes nothing.
-        empty = empty_templates(len(target.query), len(sample["aatype"]), 1)
-        sample |= {name: torch.from_numpy(values) for name, values in empty.items()}
+    target: Target, sample: Sample, model: AlphaFold, config: PredictConfig, ensembles: int
+) -> tuple[PredictedStructure, tuple[float, ...], float | None]:
+    """The structure, the seconds of each pass, and how far CA-CA distances moved in the last (`_SeedRun`)."""
     batch = collate([sample])
-    features = time.perf_counter() - start
-    report(f"  seed {seed}: features, {features:.1f} s")
     try:
-        output, passes = _run(model, batch)
+        output, passes = _run(model, batch, ensembles, config.stop_tolerance or 0.0)
     except torch.OutOfMemoryError as error:
         raise UserError(
             f"{target.query.name}: {len(target.query)} residues do not fit into the memory of this GPU; "
             "lower --msa_clusters and --extra_msa, or use --device cpu"
         ) from error
-    structure = _structure(target, batch, output, model.config.heads)
-    ptm = "" if structure.aligned_error is None else f", pTM {structure.aligned_error.ptm:.2f}"
-    report(
-        f"  seed {seed}: model, {sum(passes):.1f} s ({len(passes)} passes, {sum(passes) / len(passes):.1f} s each); "
-        f"mean pLDDT {structure.mean_plddt:.1f}{ptm}"
-    )
-    return structure, _SeedTimes(features, passes)
+    change = None if output.ca_change is None else float(output.ca_change[0])
+    return _structure(target, batch, output, model.config.heads), passes, change
 
 
-def _run(model: AlphaFold, batch: dict[str, torch.Tensor]) -> tuple[ModelOutput, tuple[float, ...]]:
+def _run(
+    model: AlphaFold, batch: dict[str, torch.Tensor], ensembles: int = 1, stop_tolerance: float = 0.0
+) -> tuple[ModelOutput, tuple[float, ...]]:
     """The model on one batch, and the seconds of each pass (the structure module ends a pass)."""
     device = next(model.parameters()).device
     marks = [time.perf_counter()]
@@ -175,7 +217,8 @@ def _run(model: AlphaFold, batch: dict[str, torch.Tensor]) -> tuple[ModelOutput,
     hook = model.structure_module.register_forward_hook(mark)
     try:
         with torch.inference_mode():
-            output = model({name: value.to(device) for name, value in batch.items()})
+            batch = {name: value.to(device) for name, value in batch.items()}
+            output = model(batch, ensembles=ensembles, stop_tolerance=stop_tolerance)
     finally:
         hook.remove()
     return output, tuple(after - before for before, after in pairwise(marks))
@@ -208,40 +251,6 @@ def _aligned_error(
         highest=highest_pae(heads.pae_bins, heads.pae_max_error),
         ptm=float(compute_ptm(logits, mask, heads.pae_max_error)),
     )
-
-
-def _feature_config(config: PredictConfig, trained: FeatureConfig) -> FeatureConfig:
-    """The checkpoint's features of the whole chain, with the sizes that the user gave in place of its own."""
-    given = {name: value for name in _SIZES if (value := getattr(config, name)) is not None}
-    features = replace(trained, crop_size=None, uniform_recycling=False, **given)
-    check_config(features)
-    return features
-
-
-def _sizes_line(features: FeatureConfig, trained: FeatureConfig) -> str:
-    """The sizes in use, and beside those that the user changed the checkpoint's own."""
-    sizes = []
-    for name in _SIZES:
-        used, default = getattr(features, name), getattr(trained, name)
-        sizes.append(f"{name} {used}" if used == default else f"{name} {used} (default {default})")
-    return f"sizes: {', '.join(sizes)}"
-
-
-def _seeds(config: PredictConfig) -> list[int]:
-    return list(range(config.first_seed, config.first_seed + config.seeds))
-
-
-def _settings(config: PredictConfig, features: FeatureConfig, target: Target, checkpoint: str) -> dict[str, Any]:
-    """All that the files depend on: an earlier result is kept only if every item agrees."""
-    return {
-        "sequence": target.query.letters,
-        "alignments": digest(*alignment_files(target.alignments)),
-        "checkpoint": checkpoint,
-        "raw": config.raw,
-        "seeds": _seeds(config),
-        **{name: getattr(features, name) for name in _SIZES},
-        "format": config.format,
-    }
 
 
 def _device(name: str) -> torch.device:

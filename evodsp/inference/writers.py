@@ -64,16 +64,22 @@ class PredictedStructure:
     def mean_plddt(self) -> float:
         return float(self.plddt.mean(dtype=np.float64))
 
+    @property
+    def confidence_line(self) -> str:
+        """Such as 'mean pLDDT 81.2, pTM 0.74'."""
+        ptm = "" if self.aligned_error is None else f", pTM {self.aligned_error.ptm:.2f}"
+        return f"mean pLDDT {self.mean_plddt:.1f}{ptm}"
+
 
 def structure_text(structure: PredictedStructure, file_format: Literal["cif", "pdb"]) -> str:
     """The structure in the given format. Raises UserError where the format cannot hold it or a number is not finite."""
-    present = structure.mask > 0.5
-    finite = np.isfinite(structure.positions).all(-1) & np.isfinite(structure.plddt)[:, None]
+    # Confidence is written for residues without atoms (X), too.
+    finite = np.isfinite(structure.plddt) & (np.isfinite(structure.positions).all(-1) | (structure.mask <= 0.5)).all(-1)
     if structure.aligned_error is not None:
-        finite &= np.isfinite(structure.aligned_error.pae).all(-1)[:, None]
-    if (bad := present & ~finite).any():
+        finite &= np.isfinite(structure.aligned_error.pae).all(-1)
+    if not finite.all():
         raise UserError(
-            f"{structure.name}: residue {int(np.nonzero(bad.any(-1))[0][0]) + 1} came out of the model as nan or infinity, "
+            f"{structure.name}: residue {int(finite.argmin()) + 1} came out of the model as nan or infinity, "
             "not as numbers; the checkpoint's training has diverged, take an earlier one"
         )
     return mmcif_model_text(structure) if file_format == "cif" else pdb_text(structure)

@@ -92,9 +92,9 @@ def test_sizes_given_take_the_place_of_those_of_training(workplace, monkeypatch)
     """One flag must change one size; the noise and the template rows stay those of training."""
     seen, real = [], module.prediction_sample
 
-    def spy(query, alignments, config, seed):
+    def spy(query, alignments, config, *rest):
         seen.append(config)
-        return real(query, alignments, config, seed)
+        return real(query, alignments, config, *rest)
 
     monkeypatch.setattr(module, "prediction_sample", spy)
     lines: list[str] = []
@@ -174,10 +174,10 @@ def test_interrupted_run_goes_on(workplace, monkeypatch):
     """Ctrl-C between targets: the first is complete, the second is absent; the next run predicts only the second."""
     real = module._predict_target
 
-    def stop_at_beta(target, *rest):
-        if target.query.name == "beta_A":
+    def stop_at_beta(job, *rest):
+        if job.target.query.name == "beta_A":
             raise KeyboardInterrupt
-        return real(target, *rest)
+        return real(job, *rest)
 
     monkeypatch.setattr(module, "_predict_target", stop_at_beta)
     with pytest.raises(KeyboardInterrupt):

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from evodsp.config import FeatureConfig, ModelConfig, TemplateConfig
-from evodsp.data.dataset import Sample, collate, empty_templates, prediction_sample
+from evodsp.data.dataset import Sample, collate, prediction_sample
 from evodsp.data.mmcif import read_chain
 from evodsp.data.store import read_alignment_dir
+from evodsp.data.templates import empty_templates
 from evodsp.data.types import Sequence
 from evodsp.errors import UserError
 from evodsp.inference import predict as module

@@ -1,0 +1,69 @@
+"""Templates of what is to be predicted: from the searches beside its alignments and a folder of structures."""
+
+from __future__ import annotations
+
+import hashlib
+
+from evodsp.config import FeatureConfig
+from evodsp.data.template_source import FoundTemplates, TemplateSource, template_files
+from evodsp.data.templates import TemplateFeatures
+from evodsp.errors import UserError
+from evodsp.inference.config import PredictConfig
+from evodsp.inference.targets import Target
+
+_STRUCTURES = (".cif", ".cif.gz", ".pdb", ".pdb.gz")
+
+
+def template_source(config: PredictConfig, features: FeatureConfig) -> TemplateSource | None:
+    """Where templates come from; None if the user asked for none.
+
+    Raises UserError if the model takes none, the folder holds no structure, or a file is missing or broken.
+    """
+    if config.templates is None:
+        return None
+    if features.max_templates == 0:
+        raise takes_no_templates(config)
+    if not config.templates.is_dir():
+        raise UserError(f"{config.templates}: no such folder of template structures; check --templates")
+    if not any(path.name.endswith(_STRUCTURES) for path in config.templates.iterdir()):
+        raise UserError(
+            f"{config.templates}: no structure (<pdbid>.cif or .pdb, gzipped or not) in this folder; check --templates"
+        )
+    return TemplateSource.open(config.templates, config.latest_template, config.obsolete)
+
+
+def takes_no_templates(config: PredictConfig) -> UserError:
+    """The error of templates for a model that was made without."""
+    return UserError(
+        f"{config.checkpoint}: its model takes no templates, but --templates is {config.templates}; "
+        "leave it out, or use a model that does (of the published ones model_1 and model_2)"
+    )
+
+
+def find_templates(source: TemplateSource | None, target: Target, most: int) -> tuple[TemplateFeatures, str]:
+    """The target's at most `most` templates, best first, and a line for the log that accounts for every hit.
+
+    Raises UserError, or FileFormatError with file and line, if a search result or a structure is of something else or broken.
+    """
+    if source is None:
+        return TemplateFeatures.none(len(target.query)), "templates: none"
+    found = source.find(target.alignments, target.query)
+    used = found.features.select(slice(most))
+    return used, _line(found, used, target)
+
+
+def _line(found: FoundTemplates, used: TemplateFeatures, target: Target) -> str:
+    if not template_files(target.alignments):
+        return f"templates: none; no search result (.hhr or hmm_output.sto) in {target.alignments}"
+    taken = f"the best {len(used)} are used: {', '.join(used.names)}" if len(used) else "none is used"
+    return f"templates: {found.log_line.removeprefix(f'{found.name}: ')}; {taken}"
+
+
+def template_digest(templates: TemplateFeatures) -> str:
+    """A fingerprint of everything the model sees of the templates; empty where there are none."""
+    if not len(templates):
+        return ""
+    total = hashlib.blake2b(repr(templates.names).encode(), digest_size=16)
+    for values in (templates.aatype, templates.positions, templates.mask, templates.sum_probs):
+        total.update(values.tobytes())
+    return total.hexdigest()
