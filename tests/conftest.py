@@ -17,6 +17,10 @@ import torch  # noqa: E402
 
 torch.set_num_threads(1)
 
+from collections.abc import Iterator  # noqa: E402
+
+from tests.ranks import RankPool  # noqa: E402
+
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 
 
@@ -42,6 +46,14 @@ def real_data() -> Path:
     if not SHARED.is_dir():
         pytest.skip("no ../shared/data beside this checkout")
     return SHARED / "data"
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[RankPool]:
+    """Ranks that communicate (gloo), started once for the whole session."""
+    ranks = RankPool()
+    yield ranks
+    ranks.stop()
 
 
 def load(path: Path) -> dict[str, np.ndarray]:

@@ -1,13 +1,17 @@
 """Operations on the MSA representation (algorithms 7 to 10 and 19).
 
-Shape legend: B batch, S sequences, R residues, I J residues of the pair, c channels, H heads, D head width.
-Layouts, on one device all whole: row attention and global column attention have m on S, the others have m on R.
+Shape legend: B batch, S sequences, R residues, I J residues of the pair, c channels, H heads, D head width. Small letters
+s r i j are this rank's shard of an axis, which on one device is all of it. Masks are whole everywhere.
 """
 
 from __future__ import annotations
 
+from typing import Literal
+
+import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from evodsp.model.primitives import GatedAttention, Linear, ShardedModule, mask_bias
 
@@ -23,13 +27,15 @@ class MSARowAttention(ShardedModule):
         self.attention = GatedAttention(c_m, heads, head_width)
 
     def forward(
-        self, m: Float[Tensor, "B S R c_m"], z: Float[Tensor, "B I J c_z"], msa_mask: Float[Tensor, "B S R"]
-    ) -> Float[Tensor, "B S R c_m"]:
-        bias = self.exchange.gather(self.pair_bias(self.pair_norm(z)), "j")  # [B, R, R, H]: the large z itself stays
-        return self.attention(self.norm(m), msa_mask, bias.permute(0, 3, 1, 2))
+        self, m: Float[Tensor, "B s R c_m"], z: Float[Tensor, "B I j c_z"], msa_mask: Float[Tensor, "B S R"]
+    ) -> Float[Tensor, "B s R c_m"]:
+        # [B, R, R, H]: the large z itself stays where it is.
+        bias = self.exchange.start_gather(self.pair_bias(self.pair_norm(z)), "j", whole=z.shape[1])
+        mask = self.exchange.shard(msa_mask, "seq")
+        return self.attention(self.norm(m), mask, lambda: bias.wait().permute(0, 3, 1, 2))
 
 
-class MSAColumnAttention(nn.Module):
+class MSAColumnAttention(ShardedModule):
     """MSA column-wise gated self-attention (algorithm 8). m on R."""
 
     def __init__(self, c_m: int, heads: int, head_width: int) -> None:
@@ -37,8 +43,9 @@ class MSAColumnAttention(nn.Module):
         self.norm = nn.LayerNorm(c_m)
         self.attention = GatedAttention(c_m, heads, head_width)
 
-    def forward(self, m: Float[Tensor, "B S R c_m"], msa_mask: Float[Tensor, "B S R"]) -> Float[Tensor, "B S R c_m"]:
-        return self.attention(self.norm(m).transpose(1, 2), msa_mask.transpose(1, 2)).transpose(1, 2)
+    def forward(self, m: Float[Tensor, "B S r c_m"], msa_mask: Float[Tensor, "B S R"]) -> Float[Tensor, "B S r c_m"]:
+        mask = self.exchange.shard(msa_mask, "res")
+        return self.attention(self.norm(m).transpose(1, 2), mask.transpose(1, 2)).transpose(1, 2)
 
 
 class MSAColumnGlobalAttention(ShardedModule):
@@ -57,41 +64,76 @@ class MSAColumnGlobalAttention(ShardedModule):
         self.gate = Linear(c_m, width, init="gate")
         self.output = Linear(width, c_m, init="final")
 
-    def forward(self, m: Float[Tensor, "B S R c_m"], msa_mask: Float[Tensor, "B S R"]) -> Float[Tensor, "B S R c_m"]:
-        x = self.norm(m)
-        mask = msa_mask.unsqueeze(-1)
-        mean = self.exchange.sum((x * mask).sum(1)) / (self.exchange.sum(mask.sum(1)) + 1e-10)  # [B, R, c]
+    def forward(self, m: Float[Tensor, "B s R c_m"], msa_mask: Float[Tensor, "B S R"]) -> Float[Tensor, "B s R c_m"]:
+        x, mask = self.norm(m), self.exchange.shard(msa_mask, "seq")
+        total = self.exchange.start_sum((x * mask.unsqueeze(-1)).sum(1))  # [B, R, c]
+        k, v = self.key_value(x).transpose(1, 2).chunk(2, -1)  # [B, R, s, D], one head for all queries
+        mean = total.wait() / (msa_mask.sum(1).unsqueeze(-1) + 1e-10)
         q = self.query(mean).unflatten(-1, (self.heads, -1)) * self.head_width**-0.5  # [B, R, H, D]
-        k, v = self.key_value(x).transpose(1, 2).chunk(2, -1)  # [B, R, S, D], one head for all queries
-        logits = q @ k.transpose(-1, -2) + mask_bias(msa_mask).transpose(1, 2).unsqueeze(2)  # [B, R, H, S]
-        weight = (logits - self.exchange.max(logits.amax(-1, keepdim=True))).exp()
-        total = self.exchange.sum(weight.sum(-1, keepdim=True))
-        o = self.exchange.sum(weight @ v) / total  # [B, R, H, D]
-        return self.output(o.flatten(-2).unsqueeze(1) * self.gate(x).sigmoid())
+        logits = q @ k.transpose(-1, -2) + mask_bias(mask).transpose(1, 2).unsqueeze(2)  # [B, R, H, s]
+        weight = (logits - self.exchange.max(_highest(logits))).exp()
+        # Numerator and denominator of the softmax's mean, in one sum over the shards.
+        sums = self.exchange.start_sum(torch.cat([weight @ v, weight.sum(-1, keepdim=True)], -1))
+        gate = self.gate(x).sigmoid()
+        numerator, denominator = sums.wait().split((self.head_width, 1), -1)
+        return self.output((numerator / denominator).flatten(-2).unsqueeze(1) * gate)
 
 
 class OuterProductMean(ShardedModule):
-    """Outer product mean (algorithm 10). m on R in, the pair update on J out: only the I operand is gathered."""
+    """Outer product mean (algorithm 10). m on `layout`, the pair update on J.
 
-    def __init__(self, c_m: int, c_z: int, channels: int) -> None:
+    On R only the 32-channel operand of I is gathered. On S there are two ways: that operand is gathered and the other one
+    switched to R, or partial sums over this rank's sequences are added up by a reduce-scatter, which moves less where
+    sequences are many.
+    """
+
+    def __init__(self, c_m: int, c_z: int, channels: int, layout: Literal["seq", "res"] = "res") -> None:
         super().__init__()
+        self.layout, self.channels = layout, channels
         self.norm = nn.LayerNorm(c_m)
         self.left_right = Linear(c_m, 2 * channels)
         self.output = Linear(channels * channels, c_z, init="final")
 
-    def forward(self, m: Float[Tensor, "B S R c_m"], msa_mask: Float[Tensor, "B S R"]) -> Float[Tensor, "B I J c_z"]:
-        mask = msa_mask.unsqueeze(-1)
-        left, right = (self.left_right(self.norm(m)) * mask).chunk(2, -1)  # [B, S, R, c]
-        left, left_mask = self.exchange.gather(left, "res"), self.exchange.gather(mask, "res")
-        count = left_mask.squeeze(-1).transpose(1, 2) @ msa_mask  # [B, I, J] sequences with both residues
+    def forward(self, m: Float[Tensor, "B _ _ c_m"], msa_mask: Float[Tensor, "B S R"]) -> Float[Tensor, "B I j c_z"]:
+        mask = self.exchange.shard(msa_mask, self.layout).unsqueeze(-1)
+        left, right = (self.left_right(self.norm(m)) * mask).chunk(2, -1)  # on R or on S, like m
+        count = msa_mask.transpose(1, 2) @ self.exchange.shard(
+            msa_mask, "res"
+        )  # [B, I, j] sequences with both residues
+        update = self._summed(left, right, *msa_mask.shape[1:]) + self.output.bias
+        return update / (count.unsqueeze(-1) + 1e-3)
+
+    def sums_partially(self, sequences: int, residues: int) -> bool:
+        """Whether partial sums are reduced: with m on S, where R x R x c_z is less than S x R x channels."""
+        return self.layout == "seq" and sequences * self.channels > residues * self.output.out_features
+
+    def _summed(
+        self, left: Float[Tensor, "B _ _ c"], right: Float[Tensor, "B _ _ c"], sequences: int, residues: int
+    ) -> Float[Tensor, "B I j c_z"]:
+        """The projected outer product, summed over all sequences."""
+        if self.layout == "res":
+            return self._projected(self.exchange.gather(left, "res", whole=residues), right)
+        if self.sums_partially(sequences, residues):
+            return self.exchange.scatter_sum(self._projected(left, right), "j")
+        whole = self.exchange.start_gather(left, "seq", whole=sequences)
+        columns = self.exchange.switch(right, "seq", "res", whole=sequences)
+        return self._projected(whole.wait(), columns)
+
+    def _projected(self, left: Float[Tensor, "B n I c"], right: Float[Tensor, "B n j c"]) -> Float[Tensor, "B I j c_z"]:
         b, _, i, c = left.shape
         j = right.shape[2]
         # One matrix product over the sequences, then one over both channel axes: no einsum path search in a hot loop.
-        outer = left.flatten(2).transpose(1, 2) @ right.flatten(2)  # [B, I*c, J*c]
+        outer = left.flatten(2).transpose(1, 2) @ right.flatten(2)  # [B, I*c, j*c]
         outer = outer.view(b, i, c, j, c).transpose(2, 3).reshape(b, i, j, c * c)
-        return self.output(outer) / (count.unsqueeze(-1) + 1e-3)
+        return F.linear(outer, self.output.weight)
 
 
-def first_row(m: Float[Tensor, "B S R c_m"]) -> Float[Tensor, "B R c_m"]:
+def first_row(m: Float[Tensor, "B S r c_m"]) -> Float[Tensor, "B r c_m"]:
     """The query's row. m on R: the row is then on every rank, for its residues."""
     return m[:, 0]
+
+
+def _highest(logits: Float[Tensor, "B R H s"]) -> Float[Tensor, "B R H 1"]:
+    """The largest logit, or the least number there is where a shard is empty."""
+    least = logits.new_full((*logits.shape[:-1], 1), torch.finfo(logits.dtype).min)
+    return torch.cat([logits.detach(), least], -1).amax(-1, keepdim=True)

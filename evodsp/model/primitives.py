@@ -6,7 +6,7 @@ Shape legend: B batch, L positions attended over, H heads, D head width, c chann
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
@@ -14,7 +14,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from evodsp.model.kernels.attention import attention
-from evodsp.parallel.exchange import DIMENSION, Axis, Exchange, LocalExchange
+from evodsp.parallel.exchange import Exchange, LocalExchange
+from evodsp.parallel.layout import DIMENSION, Axis
 from evodsp.rng import Draws
 
 # Adding this to a logit removes its key from the softmax; a row of nothing but masked keys stays uniform (as in AF2).
@@ -85,11 +86,12 @@ class GatedAttention(nn.Module):
         self,
         x: Float[Tensor, "B N L c"],
         mask: Float[Tensor, "B N L"],
-        pair_bias: Float[Tensor, "B H L L"] | None = None,
+        pair_bias: Callable[[], Float[Tensor, "B H L L"]] | None = None,
     ) -> Float[Tensor, "B N L c"]:
-        """`pair_bias` is shared by all rows N of a sample."""
+        """`pair_bias` is shared by all rows N of a sample; it may be on its way, and is asked for after the projections."""
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(3, 0, 1, 4, 2, 5)  # each [B, N, H, L, D]
-        o = attention(q, k, v, mask_bias(mask), pair_bias).transpose(-2, -3).flatten(-2)
+        bias = None if pair_bias is None else pair_bias()
+        o = attention(q, k, v, mask_bias(mask), bias).transpose(-2, -3).flatten(-2)
         return self.output(o * self.gate(x).sigmoid())
 
 
@@ -113,14 +115,16 @@ class Dropout(ShardedModule):
     and when activation checkpointing recomputes.
     """
 
-    def __init__(self, rate: float, shared: Axis, sharded: Axis) -> None:
+    def __init__(self, rate: float, shared: Axis) -> None:
         super().__init__()
-        self.rate, self.shared, self.sharded = rate, shared, sharded
+        self.rate, self.shared = rate, shared
 
     def forward(
-        self, x: Float[Tensor, "B n1 n2 c"], draws: Sequence[Draws], whole: tuple[int, int]
+        self, x: Float[Tensor, "B n1 n2 c"], draws: Sequence[Draws], whole: tuple[int, int], axis: Axis
     ) -> Float[Tensor, "B n1 n2 c"]:
-        """`draws`: one stream per sample (none: no dropout); `whole`: true sizes of axes 1 and 2 over all shards."""
+        """`draws`: one stream per sample (none: no dropout); `whole`: true sizes of axes 1 and 2 over all shards; `axis`: along
+        which `x` is cut.
+        """
         if not draws or self.rate == 0.0:
             return x
         sizes = [*whole, x.shape[-1]]
@@ -128,4 +132,4 @@ class Dropout(ShardedModule):
         positions = torch.arange(math.prod(sizes), device=x.device)
         keep = torch.stack([d.uniform_at(positions) for d in draws]) >= self.rate
         mask = keep.view(len(draws), *sizes).to(x.dtype) / (1.0 - self.rate)
-        return x * (mask if self.shared == self.sharded else self.exchange.shard(mask, self.sharded))
+        return x * (mask if axis == self.shared else self.exchange.shard(mask, axis))

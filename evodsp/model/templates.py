@@ -1,7 +1,8 @@
 """Templates in the pair representation (algorithms 16 and 17) and in the MSA (algorithm 2, lines 7 to 13; supplement 1.7.1).
 
-Shape legend: B batch, T templates, N = B x T, R residues, I J residues of the pair, c channels, H heads, D head width.
-Layout: z and the pair mask are on J; templates per residue, which are small, are whole on every rank.
+Shape legend: B batch, T templates, N = B x T, R residues, I J residues of the pair, c channels, H heads, D head width. Small
+letters i j are this rank's shard of an axis, which on one device is all of it.
+Layout: z is on J; templates per residue, which are small, and masks are whole on every rank.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ from evodsp.config import TemplateConfig
 from evodsp.geometry.frames import atom37_to_torsion_angles
 from evodsp.geometry.residues import ATOM_ORDER
 from evodsp.geometry.rigid import Rigid
+from evodsp.model.block import Block, Located
 from evodsp.model.embedders import distance_one_hot, squared_edges
 from evodsp.model.pair_ops import TriangleAttention, TriangleMultiplication
-from evodsp.model.primitives import Dropout, Linear, ShardedModule, Transition, mask_bias
+from evodsp.model.primitives import Linear, ShardedModule, Transition, mask_bias
+from evodsp.model.schedule import LAST_TEMPLATE_PAIR, TEMPLATE_PAIR
 from evodsp.rng import Draws
 
 LETTERS = 22
@@ -31,7 +34,7 @@ TORSION_FEATURES = LETTERS + 2 * 14 + 7
 PSI = 2
 N, CA, C = (ATOM_ORDER[name] for name in ("N", "CA", "C"))
 
-TemplatePair = Float[Tensor, "N I J c_t"]
+TemplatePair = Float[Tensor, "N _ _ c_t"]
 
 
 @dataclass(frozen=True)
@@ -61,44 +64,38 @@ class Templates:
         )
 
 
-class TemplatePairBlock(ShardedModule):
-    """One block of the template pair stack (algorithm 16, lines 2 to 6): attention comes before multiplication. t on J."""
+class TemplatePairBlock(Block):
+    """One block of the template pair stack (algorithm 16, lines 2 to 6): attention comes before multiplication.
 
-    def __init__(self, config: TemplateConfig) -> None:
-        super().__init__()
+    t on I in; out on I, or from the `last` block on J.
+    """
+
+    def __init__(self, config: TemplateConfig, last: bool) -> None:
+        super().__init__(LAST_TEMPLATE_PAIR if last else TEMPLATE_PAIR, 0.0, config.pair_dropout)
         c, heads, width = config.channels, config.pair_heads, config.pair_head_width
         self.attention_starting = TriangleAttention(c, heads, width, "starting")
         self.attention_ending = TriangleAttention(c, heads, width, "ending")
         self.triangle_outgoing = TriangleMultiplication(c, config.triangle_channels, "outgoing")
-        self.triangle_incoming = TriangleMultiplication(c, config.triangle_channels, "incoming")
+        self.triangle_incoming = TriangleMultiplication(c, config.triangle_channels, "incoming", "j" if last else "i")
         self.transition = Transition(c, config.transition_factor)
-        self.dropout_starting = Dropout(config.pair_dropout, shared="i", sharded="i")
-        self.dropout_ending = Dropout(config.pair_dropout, shared="j", sharded="j")
-        self.dropout_multiplication = Dropout(config.pair_dropout, shared="i", sharded="j")
 
-    def forward(self, t: TemplatePair, pair_mask: Float[Tensor, "N I J"], draws: Sequence[Draws] = ()) -> TemplatePair:
+    def forward(self, t: TemplatePair, pair_mask: Float[Tensor, "N R R"], draws: Sequence[Draws] = ()) -> TemplatePair:
         """`draws`: one stream of dropout per template; none means no dropout."""
-        whole = (t.shape[1], t.shape[1])  # t is on J, so I is whole, and the pair is square
-        starting, ending, outgoing, incoming = ([d.at(name) for d in draws] for name in ("start", "end", "out", "in"))
-        rows_mask = self.exchange.switch(pair_mask.unsqueeze(-1), "j", "i").squeeze(-1)
-        t = self.exchange.switch(t, "j", "i")
-        t = t + self.dropout_starting(self.attention_starting(t, rows_mask), starting, whole)
-        t = self.exchange.switch(t, "i", "j")
-        t = t + self.dropout_ending(self.attention_ending(t, pair_mask), ending, whole)
-        t = t + self.dropout_multiplication(self.triangle_outgoing(t, pair_mask), outgoing, whole)
-        t = t + self.dropout_multiplication(self.triangle_incoming(t, pair_mask), incoming, whole)
-        return t + self.transition(t)
+        pair = Located(t, "i", pair_mask, self.exchange)
+        self.run(draws, pair=pair)
+        return pair.x
 
 
 class TemplatePairStack(nn.Module):
-    """Template pair stack (algorithm 16), without its last layer norm; templates do not see each other. t on J."""
+    """Template pair stack (algorithm 16), without its last layer norm; templates do not see each other. t on I in, on J out."""
 
     def __init__(self, config: TemplateConfig) -> None:
         super().__init__()
         self.checkpoint = config.checkpoint
-        self.blocks = nn.ModuleList(TemplatePairBlock(config) for _ in range(config.blocks))
+        last = config.blocks - 1
+        self.blocks = nn.ModuleList(TemplatePairBlock(config, number == last) for number in range(config.blocks))
 
-    def forward(self, t: TemplatePair, pair_mask: Float[Tensor, "N I J"], draws: Sequence[Draws] = ()) -> TemplatePair:
+    def forward(self, t: TemplatePair, pair_mask: Float[Tensor, "N R R"], draws: Sequence[Draws] = ()) -> TemplatePair:
         recompute = self.checkpoint and t.requires_grad
         for number, block in enumerate(self.blocks):
             own = [d.at("block", number) for d in draws]
@@ -118,8 +115,8 @@ class TemplatePointwiseAttention(nn.Module):
         self.output = Linear(width, c_z, init="final")
 
     def forward(
-        self, t: Float[Tensor, "B T I J c_t"], z: Float[Tensor, "B I J c_z"], template_mask: Float[Tensor, "B T"]
-    ) -> Float[Tensor, "B I J c_z"]:
+        self, t: Float[Tensor, "B T I j c_t"], z: Float[Tensor, "B I j c_z"], template_mask: Float[Tensor, "B T"]
+    ) -> Float[Tensor, "B I j c_z"]:
         """The update of z. With all templates masked the weights are uniform, as in AF2: the caller masks the result."""
         q = self.query(z).unflatten(-1, (self.heads, -1)) * self.head_width**-0.5
         k, v = self.key_value(t).unflatten(-1, (2, self.heads, -1)).unbind(-3)  # each [B, T, I, J, H, D]
@@ -146,11 +143,11 @@ class TemplateEmbedder(ShardedModule):
 
     def forward(
         self,
-        z: Float[Tensor, "B I J c_z"],
+        z: Float[Tensor, "B I j c_z"],
         templates: Templates,
-        pair_mask: Float[Tensor, "B I J"],
+        pair_mask: Float[Tensor, "B R R"],
         draws: Sequence[Draws] = (),
-    ) -> Float[Tensor, "B I J c_z"]:
+    ) -> Float[Tensor, "B I j c_z"]:
         """The update of z, zero for a sample without templates. `draws`: one stream of dropout per sample."""
         batch, count = templates.mask.shape
         t = self.embedding(self.pair_features(templates).to(z.dtype)).flatten(0, 1)
@@ -159,37 +156,39 @@ class TemplateEmbedder(ShardedModule):
         update = self.attention(t.unflatten(0, (batch, count)), z, templates.mask)
         return update * (templates.mask.sum(1) > 0).to(z.dtype)[:, None, None, None]
 
-    def pair_features(self, templates: Templates) -> Float[Tensor, "B T I J features"]:
-        """CB distances, residue types of j and of i, directions from i to j, and which residues are there; on J.
+    def pair_features(self, templates: Templates) -> Float[Tensor, "B T i J features"]:
+        """CB distances, residue types of j and of i, directions from i to j, and which residues are there; on I.
 
         Everything is masked by the backbone's presence, so that absent residues (all at zero) do not look like neighbours.
         """
-        distances = distance_one_hot(templates.beta, self._columns(templates.beta), self.lower)
+        beta, beta_mask = self._rows(templates.beta), self._rows(templates.beta_mask)
+        distances = distance_one_hot(beta, templates.beta, self.lower)
         letters = F.one_hot(templates.aatype.long(), LETTERS).to(distances.dtype)
         n, ca, c = (templates.positions[..., atom, :] for atom in (N, CA, C))
         has_backbone = templates.atom_mask[..., [N, CA, C]].prod(-1)
-        both = _outer(has_backbone, self._columns(has_backbone.unsqueeze(-1)).squeeze(-1))
+        both = _outer(self._rows(has_backbone), has_backbone)
         if self.unit_vector:
             # C lies on the POSITIVE x axis here, unlike in the three-point frames: its mirror image does what they expect.
-            frames = Rigid.from_three_points(2.0 * ca - c, ca, n, eps=1e-20)
-            towards = frames.unsqueeze(-1).apply_inverse(self._columns(ca).unsqueeze(-3))  # [B, T, I, J, 3]
+            mirrored, origin, plane = (self._rows(x) for x in (2.0 * ca - c, ca, n))
+            frames = Rigid.from_three_points(mirrored, origin, plane, eps=1e-20)
+            towards = frames.unsqueeze(-1).apply_inverse(ca.unsqueeze(-3))  # [B, T, i, J, 3]
             towards = towards * torch.rsqrt(towards.square().sum(-1, keepdim=True) + 1e-6)
         else:
             towards = distances.new_zeros(*distances.shape[:-1], 3)
         shape = (*distances.shape[:-1], LETTERS)
         features = [
             distances,
-            _outer(templates.beta_mask, self._columns(templates.beta_mask.unsqueeze(-1)).squeeze(-1)),
-            self._columns(letters).unsqueeze(-3).expand(shape),
-            letters.unsqueeze(-2).expand(shape),
+            _outer(beta_mask, templates.beta_mask),
+            letters.unsqueeze(-3).expand(shape),
+            self._rows(letters).unsqueeze(-2).expand(shape),
             towards,
             both,
         ]
         return torch.cat([f if f.ndim == 5 else f.unsqueeze(-1) for f in features], -1) * both.unsqueeze(-1)
 
-    def _columns(self, x: Float[Tensor, "B T R c"]) -> Float[Tensor, "B T J c"]:
-        """This rank's part of the residues, as columns of the pair representation."""
-        return self.exchange.shard(x, "j")  # residues are axis 2, where J is
+    def _rows(self, x: Float[Tensor, "B T R *c"]) -> Float[Tensor, "B T i *c"]:
+        """This rank's part of the residues, as rows of the pair representation."""
+        return self.exchange.shard(x.transpose(1, 2), "i").transpose(1, 2)  # `i` names axis 1
 
 
 class TemplateTorsionEmbedder(nn.Module):
@@ -229,5 +228,5 @@ def template_torsion_features(templates: Templates) -> Float[Tensor, "B T R 57"]
     return torch.cat([F.one_hot(templates.aatype.long(), LETTERS).to(defined.dtype), own, alternative, defined], -1)
 
 
-def _outer(rows: Float[Tensor, "B T I"], columns: Float[Tensor, "B T J"]) -> Float[Tensor, "B T I J"]:
+def _outer(rows: Float[Tensor, "B T i"], columns: Float[Tensor, "B T J"]) -> Float[Tensor, "B T i J"]:
     return rows.unsqueeze(-1) * columns.unsqueeze(-2)

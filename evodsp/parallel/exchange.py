@@ -1,70 +1,145 @@
 """What a module asks of the other shards of a representation.
 
 A module of the model is written for one device. Where it needs something that other shards hold it asks its `Exchange`, by
-the NAME of the axis. `LocalExchange` is the exchange of one device: every answer is the identity. The sharded one does the
-collectives. Model code therefore has no `if world_size > 1`.
+the NAME of the axis (`layout.DIMENSION` says where each stands). `LocalExchange` is the exchange of one device: every answer
+is what was given. `ShardedExchange` does the collectives. Model code therefore has no `if world_size > 1`.
 
-Tensors have the shape of a representation, `[batch, axis 1, axis 2, channels]`: the MSA is `[B, seq, res, c]`, the pair
-`[B, i, j, c]`. `DIMENSION` says where each named axis stands.
+Each question has two forms: `switch` and the like answer at once; `start_switch` and the like return a `Pending` whose
+`wait()` gives the answer, so that computation can go on meanwhile. `whole` is the true size of the axis over all shards.
 """
 
 from __future__ import annotations
 
-from typing import Literal, Protocol, runtime_checkable
+from abc import ABC, abstractmethod
 
+import torch
 from torch import Tensor
 
-Axis = Literal["seq", "res", "i", "j", "channel"]
+from evodsp.parallel.collectives import (
+    Arrived,
+    Collective,
+    Gather,
+    Group,
+    Pending,
+    ScatterSum,
+    Sum,
+    Switch,
+    maximum,
+    shard,
+    start,
+)
+from evodsp.parallel.layout import DIMENSION, Axis, shard_sizes
 
-DIMENSION: dict[Axis, int] = {"seq": 1, "res": 2, "i": 1, "j": 2, "channel": 3}
 
-
-@runtime_checkable
-class Exchange(Protocol):
+class Exchange(ABC):
     """The linear maps between shards. Each one's backward is its exact transpose."""
 
-    def switch(self, x: Tensor, from_axis: Axis, to_axis: Axis) -> Tensor:
-        """All-to-all: `x` sharded along `from_axis` comes back sharded along `to_axis`."""
-        ...
+    @abstractmethod
+    def start_switch(self, x: Tensor, from_axis: Axis, to_axis: Axis, whole: int) -> Pending:
+        """All-to-all: `x` sharded along `from_axis`, `whole` entries in all, comes back sharded along `to_axis`."""
 
-    def gather(self, x: Tensor, axis: Axis) -> Tensor:
-        """All-gather: `x` sharded along `axis` comes back whole."""
-        ...
+    @abstractmethod
+    def start_gather(self, x: Tensor, axis: Axis, whole: int) -> Pending:
+        """All-gather: `x` sharded along `axis`, `whole` entries in all, comes back whole."""
 
-    def scatter_sum(self, x: Tensor, axis: Axis) -> Tensor:
+    @abstractmethod
+    def start_scatter_sum(self, x: Tensor, axis: Axis) -> Pending:
         """Reduce-scatter: partial sums, whole along `axis`, are added over ranks; each rank keeps its shard of `axis`."""
-        ...
 
-    def sum(self, x: Tensor) -> Tensor:
+    @abstractmethod
+    def start_sum(self, x: Tensor) -> Pending:
         """All-reduce: partial sums are added over ranks; every rank has the total."""
-        ...
 
+    @abstractmethod
     def max(self, x: Tensor) -> Tensor:
-        """Elementwise maximum over ranks, detached from the graph (it only stabilises a softmax)."""
-        ...
+        """Elementwise maximum over ranks, outside the graph (it only stabilises a softmax)."""
 
+    @abstractmethod
     def shard(self, x: Tensor, axis: Axis) -> Tensor:
         """This rank's shard of a tensor that every rank holds whole."""
-        ...
 
+    def switch(self, x: Tensor, from_axis: Axis, to_axis: Axis, whole: int) -> Tensor:
+        return self.start_switch(x, from_axis, to_axis, whole).wait()
 
-class LocalExchange:
-    """The exchange of one device: the whole representation is here, so every answer is what was given."""
-
-    def switch(self, x: Tensor, from_axis: Axis, to_axis: Axis) -> Tensor:
-        return x
-
-    def gather(self, x: Tensor, axis: Axis) -> Tensor:
-        return x
+    def gather(self, x: Tensor, axis: Axis, whole: int) -> Tensor:
+        return self.start_gather(x, axis, whole).wait()
 
     def scatter_sum(self, x: Tensor, axis: Axis) -> Tensor:
-        return x
+        return self.start_scatter_sum(x, axis).wait()
 
     def sum(self, x: Tensor) -> Tensor:
-        return x
+        return self.start_sum(x).wait()
+
+
+class LocalExchange(Exchange):
+    """The exchange of one device: the whole representation is here, so every answer is what was given."""
+
+    def start_switch(self, x: Tensor, from_axis: Axis, to_axis: Axis, whole: int) -> Pending:
+        return Arrived(x)
+
+    def start_gather(self, x: Tensor, axis: Axis, whole: int) -> Pending:
+        return Arrived(x)
+
+    def start_scatter_sum(self, x: Tensor, axis: Axis) -> Pending:
+        return Arrived(x)
+
+    def start_sum(self, x: Tensor) -> Pending:
+        return Arrived(x)
 
     def max(self, x: Tensor) -> Tensor:
         return x.detach()
 
     def shard(self, x: Tensor, axis: Axis) -> Tensor:
         return x
+
+
+class ShardedExchange(Exchange):
+    """The exchange of one rank of a group.
+
+    `overlap` False waits for each collective where it is launched: for measuring, and for finding mistakes. `dtype`: what
+    numbers travel as (None: as they are); sums are added up in that precision too.
+    """
+
+    def __init__(self, group: Group, overlap: bool = True, dtype: torch.dtype | None = None) -> None:
+        self.group, self.overlap, self.dtype = group, overlap, dtype
+
+    def __deepcopy__(self, memo: dict[int, object]) -> ShardedExchange:
+        """Copies of a model belong to the same group; its handle cannot be copied anyway."""
+        return self
+
+    def start_switch(self, x: Tensor, from_axis: Axis, to_axis: Axis, whole: int) -> Pending:
+        source, target = DIMENSION[from_axis], DIMENSION[to_axis]
+        size = self.group.size
+        return self._start(
+            x, Switch(self.group, source, target, shard_sizes(whole, size), shard_sizes(x.shape[target], size))
+        )
+
+    def start_gather(self, x: Tensor, axis: Axis, whole: int) -> Pending:
+        return self._start(x, Gather(self.group, DIMENSION[axis], shard_sizes(whole, self.group.size)))
+
+    def start_scatter_sum(self, x: Tensor, axis: Axis) -> Pending:
+        dim = DIMENSION[axis]
+        return self._start(x, ScatterSum(self.group, dim, shard_sizes(x.shape[dim], self.group.size)))
+
+    def start_sum(self, x: Tensor) -> Pending:
+        return self._start(x, Sum(self.group))
+
+    def max(self, x: Tensor) -> Tensor:
+        return maximum(x, self.group)
+
+    def shard(self, x: Tensor, axis: Axis) -> Tensor:
+        return shard(x, DIMENSION[axis], self.group)
+
+    def _start(self, x: Tensor, collective: Collective) -> Pending:
+        pending: Pending = start(x, collective) if self.dtype is None else _Narrowed(x, collective, self.dtype)
+        return pending if self.overlap else Arrived(pending.wait())
+
+
+class _Narrowed(Pending):
+    """A collective whose numbers travel in another precision, there and back."""
+
+    def __init__(self, x: Tensor, collective: Collective, dtype: torch.dtype) -> None:
+        self._pending, self._dtype = start(x.to(dtype), collective), x.dtype
+
+    def wait(self, again: bool = False) -> Tensor:
+        return self._pending.wait(again).to(self._dtype)

@@ -21,7 +21,8 @@ from evodsp.model.templates import (
     TemplateTorsionEmbedder,
     template_torsion_features,
 )
-from evodsp.parallel.exchange import DIMENSION, Axis, LocalExchange
+from evodsp.parallel.exchange import LocalExchange
+from evodsp.parallel.layout import DIMENSION, Axis
 from evodsp.rng import Draws
 from evodsp.weights import names
 from evodsp.weights.deepmind import load_arrays
@@ -198,8 +199,8 @@ def test_dropout_differs_between_templates_and_repeats() -> None:
     torch.testing.assert_close(seen[2][0], seen[2][1])
 
 
-class Columns(LocalExchange):
-    """Rank `rank` of two, as far as the input features ask: a shard of J."""
+class Rows(LocalExchange):
+    """Rank `rank` of two, as far as the input features ask: a shard of I."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -209,11 +210,11 @@ class Columns(LocalExchange):
 
 
 def test_pair_features_are_made_shard_by_shard() -> None:
-    """Catches a rank that builds columns of residues which are not its own."""
+    """Catches a rank that builds rows of residues which are not its own."""
     templates = random_templates()
     module: ShardedModule = TemplateEmbedder(7, SMALL)
     whole, parts = module.pair_features(templates), []
     for rank in range(2):
-        use_exchange(module, Columns(rank))
+        use_exchange(module, Rows(rank))
         parts.append(module.pair_features(templates))
-    assert torch.equal(torch.cat(parts, 3), whole)
+    assert torch.equal(torch.cat(parts, 2), whole)

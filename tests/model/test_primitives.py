@@ -74,12 +74,12 @@ def test_a_row_of_masked_keys_is_uniform() -> None:
 def test_dropout_shares_its_mask_and_keeps_the_mean() -> None:
     """Catches a mask that differs along the shared axis, a wrong scale, or samples that share a mask."""
     x = torch.ones(2, 3, 50, 40)
-    dropout = Dropout(0.25, shared="seq", sharded="seq")
+    dropout = Dropout(0.25, shared="seq")
     streams = [Draws.root(0).at(n) for n in range(2)]
-    y = dropout(x, streams, (3, 50))
+    y = dropout(x, streams, (3, 50), "seq")
     assert torch.equal(y[:, 0], y[:, 1])
     assert sorted(y.unique().tolist()) == pytest.approx([0.0, 4 / 3])
     assert y.mean().item() == pytest.approx(1.0, abs=0.05)
     assert not torch.equal(y[0], y[1])
-    assert torch.equal(y, dropout(x, streams, (3, 50)))
-    assert torch.equal(dropout(x, (), (3, 50)), x)
+    assert torch.equal(y, dropout(x, streams, (3, 50), "seq"))
+    assert torch.equal(dropout(x, (), (3, 50), "seq"), x)

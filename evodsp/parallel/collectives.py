@@ -1,0 +1,330 @@
+"""The linear maps between the shards of a group of ranks, each with its exact transpose.
+
+The ranks of a group are ONE program, and a collective is a linear map of all their tensors. Its backward is that map's
+transpose: switch <-> switch reversed, gather <-> scatter_sum, sum <-> sum. (A gather whose backward is a slice, as often seen,
+drops the gradients of all other ranks' uses.)
+
+A collective is launched and awaited apart, so that computation can lie between the two. What is launched early in the forward
+pass is launched early in the backward pass as well: the transpose starts where the forward one was awaited and is awaited
+where that was launched.
+
+    pending = start(x, Switch(...))      y = pending.wait()
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from evodsp.parallel.layout import shard_slice
+from evodsp.parallel.ledger import Kind, Ledger
+
+# torch 2.13 renamed them and deprecates the old names, which older releases only have.
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+@dataclass(frozen=True)
+class Group:
+    """The ranks among which one sample is spread."""
+
+    handle: dist.ProcessGroup
+    ledger: Ledger | None = None
+    """Where collectives are entered; None: nowhere."""
+
+    @property
+    def rank(self) -> int:
+        """This process's place in the group."""
+        return dist.get_rank(self.handle)
+
+    @property
+    def size(self) -> int:
+        return dist.get_world_size(self.handle)
+
+
+@dataclass(frozen=True)
+class Flight:
+    """A collective under way."""
+
+    work: Any
+    pieces: tuple[Tensor, ...]
+    """What is received: side by side along `dim` it is the result."""
+    dim: int
+    sent: Tensor
+    """Must outlive the communication."""
+
+    def land(self) -> Tensor:
+        """Wait for the communication; its result."""
+        self.work.wait()
+        return self.pieces[0] if len(self.pieces) == 1 else torch.cat(self.pieces, self.dim)
+
+
+class Collective(ABC):
+    """A linear map between the shards of a group."""
+
+    group: Group
+    kind: Kind
+
+    @abstractmethod
+    def launch(self, x: Tensor, backward: bool = False) -> Flight:
+        """Start the communication of this rank's `x`."""
+
+    @abstractmethod
+    def transpose(self) -> Collective:
+        """The map that gradients go through."""
+
+    def _enter(self, buffer: Tensor, backward: bool, times: int = 1) -> None:
+        if self.group.ledger is not None:
+            self.group.ledger.add(self.kind, times * buffer.numel(), buffer.element_size(), backward)
+
+
+@dataclass(frozen=True)
+class Switch(Collective):
+    """All-to-all: sharded along `source` in, along `target` out. The sizes are those of every rank's shard."""
+
+    group: Group
+    source: int
+    target: int
+    source_sizes: tuple[int, ...]
+    target_sizes: tuple[int, ...]
+    kind: Kind = "all-to-all"
+
+    def launch(self, x: Tensor, backward: bool = False) -> Flight:
+        rank = self.group.rank
+        _check_size(x, self.source, self.source_sizes[rank])
+        _check_size(x, self.target, sum(self.target_sizes))
+        sent = _packed(x, self.target, self.target_sizes)
+        shapes = [_resized(x, {self.source: size, self.target: self.target_sizes[rank]}) for size in self.source_sizes]
+        received = x.new_empty(sum(map(math.prod, shapes)))
+        leaving = x.numel() // max(1, sum(self.target_sizes))
+        work = dist.all_to_all_single(
+            received,
+            sent,
+            [math.prod(shape) for shape in shapes],
+            [leaving * size for size in self.target_sizes],
+            group=self.group.handle,
+            async_op=True,
+        )
+        self._enter(sent, backward)
+        whole = _resized(x, {self.source: sum(self.source_sizes), self.target: self.target_sizes[rank]})
+        return Flight(work, _pieces(received, shapes, whole, self.source), self.source, sent)
+
+    def transpose(self) -> Switch:
+        return Switch(self.group, self.target, self.source, self.target_sizes, self.source_sizes)
+
+
+@dataclass(frozen=True)
+class Gather(Collective):
+    """All-gather: sharded along `dim` in, whole on every rank out."""
+
+    group: Group
+    dim: int
+    sizes: tuple[int, ...]
+    kind: Kind = "all-gather"
+
+    def launch(self, x: Tensor, backward: bool = False) -> Flight:
+        most = max(self.sizes)
+        _check_size(x, self.dim, self.sizes[self.group.rank])
+        # Shards differ by one entry at most: all are sent as the largest. In front, so that the padding comes off as a view.
+        front = x.movedim(self.dim, 0)
+        if front.shape[0] == most:
+            sent = front.contiguous()
+        else:
+            sent = front.new_zeros(most, *front.shape[1:])
+            sent[: front.shape[0]] = front
+        received = x.new_empty(len(self.sizes) * most, *front.shape[1:])
+        work = _all_gather(received, sent, group=self.group.handle, async_op=True)
+        self._enter(received, backward)
+        if min(self.sizes) == most:
+            return Flight(work, (received.movedim(0, self.dim),), self.dim, sent)
+        parts = received.view(len(self.sizes), *sent.shape)
+        pieces = tuple(part[:size].movedim(0, self.dim) for part, size in zip(parts, self.sizes, strict=True))
+        return Flight(work, pieces, self.dim, sent)
+
+    def transpose(self) -> ScatterSum:
+        return ScatterSum(self.group, self.dim, self.sizes)
+
+
+@dataclass(frozen=True)
+class ScatterSum(Collective):
+    """Reduce-scatter: every rank's whole tensor is added up; out comes this rank's shard of the sum along `dim`."""
+
+    group: Group
+    dim: int
+    sizes: tuple[int, ...]
+    kind: Kind = "reduce-scatter"
+
+    def launch(self, x: Tensor, backward: bool = False) -> Flight:
+        most, rank = max(self.sizes), self.group.rank
+        _check_size(x, self.dim, sum(self.sizes))
+        front = x.movedim(self.dim, 0)
+        if min(self.sizes) == most:
+            sent = front.contiguous()
+        else:
+            sent = front.new_zeros(len(self.sizes), most, *front.shape[1:])
+            for part, values in zip(sent, front.split(self.sizes), strict=True):
+                part[: len(values)] = values
+            sent = sent.flatten(0, 1)
+        received = x.new_empty(most, *front.shape[1:])
+        work = _reduce_scatter(received, sent, group=self.group.handle, async_op=True)
+        self._enter(sent, backward)
+        return Flight(work, (received[: self.sizes[rank]].movedim(0, self.dim),), self.dim, sent)
+
+    def transpose(self) -> Gather:
+        return Gather(self.group, self.dim, self.sizes)
+
+
+@dataclass(frozen=True)
+class Sum(Collective):
+    """All-reduce: the sum of every rank's tensor, on every rank."""
+
+    group: Group
+    kind: Kind = "all-reduce"
+
+    def launch(self, x: Tensor, backward: bool = False) -> Flight:
+        total = x.clone(memory_format=torch.contiguous_format)
+        work = dist.all_reduce(total, group=self.group.handle, async_op=True)
+        self._enter(total, backward, times=2)
+        return Flight(work, (total,), 0, total)
+
+    def transpose(self) -> Sum:
+        return self
+
+
+class Pending(ABC):
+    """A tensor that may still be on its way."""
+
+    @abstractmethod
+    def wait(self, again: bool = False) -> Tensor:
+        """The tensor. `again`: it will be asked for another time, by a recomputation; otherwise it may be asked for once."""
+
+
+class Arrived(Pending):
+    """A tensor that is here."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+    def wait(self, again: bool = False) -> Tensor:
+        return self.x
+
+
+class Shared(Pending):
+    """A pending tensor with several readers: the first of them waits."""
+
+    def __init__(self, pending: Pending) -> None:
+        self._pending, self._x = pending, None if not isinstance(pending, Arrived) else pending.x
+
+    def wait(self, again: bool = False) -> Tensor:
+        if self._x is None:
+            self._x = self._pending.wait()
+        return self._x
+
+
+class InFlight(Pending):
+    """The result of a collective under way, and a link of the graph.
+
+    What goes through the graph from launch to wait is only a token: a buffer that is still being filled must not be touched,
+    and autograd would check it or add to it. The tensors ride in `_Ride`, which both ends of the link know.
+    """
+
+    def __init__(self, x: Tensor, collective: Collective) -> None:
+        self._ride = _Ride(collective)
+        self._token: Tensor = _Launch.apply(x, self._ride)
+
+    def wait(self, again: bool = False) -> Tensor:
+        return _Await.apply(self._token, self._ride, again)
+
+
+@dataclass
+class _Ride:
+    """The state of one collective and its transpose, shared by the two nodes of the graph."""
+
+    collective: Collective
+    there: Flight | None = None
+    back: Flight | None = None
+
+
+class _Launch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ride: _Ride) -> Tensor:
+        ctx.ride = ride
+        ride.there = ride.collective.launch(x)
+        return x.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, token: Tensor) -> tuple[Tensor, None]:
+        back, ctx.ride.back = ctx.ride.back, None
+        return back.land(), None
+
+
+class _Await(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, ride: _Ride, again: bool) -> Tensor:
+        ctx.ride = ride
+        there = ride.there
+        if there is None:
+            raise RuntimeError("a collective's result was asked for twice; use wait(again=True) the first time")
+        if not again:
+            ride.there = None
+        return there.land().detach()  # a tensor object of its own: autograd marks it
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        ctx.ride.back = ctx.ride.collective.transpose().launch(gradient, backward=True)
+        return gradient.new_zeros(()), None, None
+
+
+def start(x: Tensor, collective: Collective) -> InFlight:
+    """Launch `collective` on `x`; its result is awaited with `.wait()`."""
+    return InFlight(x, collective)
+
+
+def shard(x: Tensor, dim: int, group: Group) -> Tensor:
+    """This rank's shard of a tensor that every rank holds. Its transpose pads with zeros, without communication."""
+    return x[(slice(None),) * (dim % x.ndim) + (shard_slice(x.shape[dim], group.size, group.rank),)]
+
+
+def maximum(x: Tensor, group: Group) -> Tensor:
+    """Elementwise maximum over the group, outside the graph."""
+    total = x.detach().clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, dist.ReduceOp.MAX, group=group.handle)
+    if group.ledger is not None:
+        group.ledger.add("all-reduce", 2 * total.numel(), total.element_size(), backward=False)
+    return total
+
+
+def _packed(x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
+    """The parts of `x` along `dim` one after another, flat: a single copy, or none where memory already lies so."""
+    if math.prod(x.shape[:dim]) == 1:
+        return x.contiguous().view(-1)
+    flat, start = x.new_empty(x.numel()), 0
+    for part in x.split(list(sizes), dim):
+        flat[start : start + part.numel()].view(part.shape).copy_(part)
+        start += part.numel()
+    return flat
+
+
+def _pieces(flat: Tensor, shapes: list[tuple[int, ...]], whole: tuple[int, ...], dim: int) -> tuple[Tensor, ...]:
+    """The parts in `flat` as tensors to be put side by side along `dim`; the whole, where memory already lies so."""
+    if math.prod(whole[:dim]) == 1:
+        return (flat.view(whole),)
+    parts = flat.split([math.prod(shape) for shape in shapes])
+    return tuple(part.view(shape) for part, shape in zip(parts, shapes, strict=True))
+
+
+def _resized(x: Tensor, sizes: dict[int, int]) -> tuple[int, ...]:
+    return tuple(sizes.get(dim, size) for dim, size in enumerate(x.shape))
+
+
+def _check_size(x: Tensor, dim: int, size: int) -> None:
+    """A wrong size here would hang the group, or mix up its data."""
+    if x.shape[dim] != size:
+        raise ValueError(f"shard of shape {tuple(x.shape)}: axis {dim} has {x.shape[dim]} entries, expected {size}")

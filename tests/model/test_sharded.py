@@ -1,0 +1,175 @@
+"""Stacks over several ranks against one device: outputs, input gradients, parameter gradients, in double precision.
+
+Sizes do not divide and all differ; parameters are dense (AF2's zero initialisation silences the residual branches and lets
+anything pass); dropout is on. The mean over ranks of their losses is the loss, so each rank counts its shard N times.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any, Literal
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from evodsp.config import ModelConfig, TemplateConfig
+from evodsp.model.evoformer import EvoformerStack
+from evodsp.model.primitives import use_exchange
+from evodsp.model.templates import TemplatePairStack
+from evodsp.parallel.collectives import Group
+from evodsp.parallel.exchange import Exchange, LocalExchange, ShardedExchange
+from evodsp.rng import Draws
+from tests.ranks import RankPool
+
+RESIDUES = 7
+TOLERANCE = 1e-10
+Stack = Literal["evoformer", "extra", "extra_deep", "templates"]
+SEQUENCES = {"evoformer": 5, "extra": 6, "extra_deep": 40, "templates": 0}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    stack: Stack
+    batch: int = 1
+    recompute: bool = False
+    overlap: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """Shards of the outputs, and gradients: of a sample, that is the mean over ranks."""
+
+    outputs: dict[str, Tensor]
+    inputs: dict[str, Tensor]
+    parameters: dict[str, Tensor]
+
+
+def dense(module: nn.Module) -> nn.Module:
+    """Every parameter random."""
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in module.double().parameters():
+            parameter.copy_(0.4 * torch.randn(parameter.shape, dtype=torch.float64, generator=generator))
+    return module
+
+
+def stack_of(case: Case) -> nn.Module:
+    config = ModelConfig.preset("test")
+    if case.stack == "templates":
+        return dense(
+            TemplatePairStack(
+                TemplateConfig(
+                    True, channels=10, blocks=2, pair_heads=2, pair_head_width=3, triangle_channels=5,
+                    checkpoint=case.recompute,
+                )
+            )
+        )  # fmt: skip
+    extra = case.stack != "evoformer"
+    sizes = dataclasses.replace(config.extra_msa if extra else config.evoformer, blocks=3, checkpoint=case.recompute)
+    channels = config.channels.extra_msa if extra else config.channels.msa
+    return dense(EvoformerStack(channels, config.channels.pair, sizes, extra))
+
+
+def run(case: Case, exchange: Exchange, ranks: int) -> tuple[dict[str, Tensor], dict[str, Tensor], nn.Module]:
+    """Forward and backward: outputs, input gradients, the module with its parameter gradients."""
+    generator = torch.Generator().manual_seed(3)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=torch.float64, generator=generator)
+
+    config, b, s, r = ModelConfig.preset("test").channels, case.batch, SEQUENCES[case.stack], RESIDUES
+    stack = stack_of(case)
+    use_exchange(stack, exchange)
+    pair = random(b, r, r, config.pair).requires_grad_()
+    pair_mask = (random(b, r, r) > -1).double()
+    draws = [Draws.root(0).at(sample) for sample in range(b)]
+    if case.stack == "templates":
+        z = stack(exchange.shard(pair, "i"), pair_mask, draws)
+        inputs, outputs = {"z": pair}, {"z": z}
+        weights = {"z": exchange.shard(random(*pair.shape), "j")}
+    else:
+        extra = case.stack != "evoformer"
+        msa = random(b, s, r, config.extra_msa if extra else config.msa).requires_grad_()
+        msa_mask = (random(b, s, r) > -1).double()
+        m, z = stack(exchange.shard(msa, "seq"), exchange.shard(pair, "j"), msa_mask, pair_mask, draws)
+        inputs, outputs = {"m": msa, "z": pair}, {"m": m, "z": z}
+        weights = {
+            "m": exchange.shard(random(*msa.shape), "seq" if extra else "res"),
+            "z": exchange.shard(random(*pair.shape), "j"),
+        }
+    loss = sum((weights[name] * output).sum() for name, output in outputs.items())
+    (ranks * loss).backward()
+    return outputs, {name: x.grad for name, x in inputs.items()}, stack
+
+
+def run_rank(handle: Any, case: Case) -> Found:
+    torch.set_default_dtype(torch.float64)
+    try:
+        exchange = ShardedExchange(Group(handle), case.overlap)
+        ranks = exchange.group.size
+        outputs, inputs, stack = run(case, exchange, ranks)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+    def mean(gradient: Tensor) -> Tensor:
+        dist.all_reduce(gradient, group=handle)
+        return gradient / ranks
+
+    return Found(
+        {name: x.detach() for name, x in outputs.items()},
+        {name: mean(gradient) for name, gradient in inputs.items()},
+        {name: mean(p.grad) for name, p in stack.named_parameters()},
+    )
+
+
+def close(found: Tensor, expected: Tensor, name: str) -> None:
+    # Some gradients are zero but for rounding: a softmax does not see a constant added to its logits.
+    error = (found - expected).abs().max() / expected.abs().max().clamp(min=0.1)
+    assert error < TOLERANCE, f"{name}: {error:.1e}"
+
+
+def check(pool: RankPool, ranks: int, case: Case) -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        outputs, inputs, stack = run(dataclasses.replace(case, recompute=False), LocalExchange(), 1)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    cut = {"m": 2 if case.stack == "evoformer" else 1, "z": 2}
+    found = pool.run(ranks, run_rank, case)
+    for name, output in outputs.items():
+        close(torch.cat([rank.outputs[name] for rank in found], cut[name]), output.detach(), name)
+    for rank in found:
+        for name, gradient in inputs.items():
+            close(rank.inputs[name], gradient, f"gradient of {name}")
+        for name, parameter in stack.named_parameters():
+            close(rank.parameters[name], parameter.grad, f"gradient of {name}")
+
+
+QUICK = [
+    Case("evoformer"),
+    Case("evoformer", batch=2, recompute=True),
+    Case("evoformer", recompute=True, overlap=False),
+    Case("extra", batch=2),
+    Case("extra_deep", recompute=True),
+    Case("templates", batch=2, recompute=True),
+]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("case", QUICK, ids=str)
+def test_parallel_equals_serial(pool: RankPool, case: Case, ranks: int) -> None:
+    """A gradient that is lost or counted twice, a transposed shard, a mask drawn by local position."""
+    check(pool, ranks, case)
+
+
+@pytest.mark.verify
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "case", list(itertools.starmap(Case, itertools.product(SEQUENCES, (1, 2), (False, True), (False, True)))), ids=str
+)
+def test_parallel_equals_serial_in_every_combination(pool: RankPool, case: Case, ranks: int) -> None:
+    """Batch 1 and 2, recomputation off and on, overlap off and on, for every stack."""
+    check(pool, ranks, case)

@@ -1,0 +1,240 @@
+"""Collectives over real ranks (gloo): values, exact transposes, launched early, and their entries in the ledger."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from evodsp.parallel.collectives import Collective, Gather, Group, ScatterSum, Sum, Switch, maximum, shard, start
+from evodsp.parallel.layout import shard_sizes, shard_slice
+from evodsp.parallel.ledger import Entry, Ledger
+from tests.ranks import RankPool
+
+BATCH, ROWS, COLUMNS, CHANNELS = 2, 5, 7, 3  # all differ, and neither 2, 3 nor 4 divides them all
+NAMES = ("switch", "switch_back", "to_channels", "gather", "gather_columns", "scatter_sum", "sum")
+
+
+def collective(name: str, group: Group) -> Collective:
+    rows, columns, channels = (shard_sizes(n, group.size) for n in (ROWS, COLUMNS, CHANNELS))
+    return {
+        "switch": Switch(group, 1, 2, rows, columns),
+        "switch_back": Switch(group, 2, 1, columns, rows),
+        "to_channels": Switch(group, 2, 3, columns, channels),  # at four ranks the last one's shard is empty
+        "gather": Gather(group, 1, rows),
+        "gather_columns": Gather(group, 2, columns),
+        "scatter_sum": ScatterSum(group, 2, columns),
+        "sum": Sum(group),
+    }[name]
+
+
+def source(name: str) -> int | None:
+    """The axis along which the input is sharded; None: every rank has a whole one."""
+    return {"switch": 1, "switch_back": 2, "to_channels": 2, "gather": 1, "gather_columns": 2}.get(name)
+
+
+def target(name: str) -> int | None:
+    return {"switch": 2, "switch_back": 1, "to_channels": 3, "scatter_sum": 2}.get(name)
+
+
+def inputs(ranks: int) -> Tensor:
+    """One tensor for every rank, all different."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(ranks, BATCH, ROWS, COLUMNS, CHANNELS, dtype=torch.float64, generator=generator)
+
+
+class Replicated(torch.autograd.Function):
+    """A tensor that all ranks hold alike, as the input of the program they are together: gradients are added up."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, handle: Any) -> Tensor:
+        ctx.handle = handle
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        gradient = gradient.contiguous()
+        dist.all_reduce(gradient, group=ctx.handle)
+        return gradient, None
+
+
+class Collected(torch.autograd.Function):
+    """Every rank's output, flat and side by side, as the output of the program that the ranks are together."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, handle: Any) -> Tensor:
+        parts: list[Any] = [None] * dist.get_world_size(handle)
+        dist.all_gather_object(parts, y.detach().reshape(-1), group=handle)
+        before = sum(len(part) for part in parts[: dist.get_rank(handle)])
+        ctx.place, ctx.shape = slice(before, before + y.numel()), y.shape
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return gradient[ctx.place].view(ctx.shape), None
+
+
+def check_gradients(handle: Any, name: str, fast: bool) -> bool:
+    group = Group(handle)
+
+    def program(everything: Tensor) -> Tensor:
+        own = Replicated.apply(everything, handle)[group.rank]
+        axis = source(name)
+        own = own if axis is None else shard(own, axis, group)
+        return Collected.apply(start(own, collective(name, group)).wait(), handle)
+
+    x = inputs(group.size).requires_grad_()
+    return torch.autograd.gradcheck(program, (x,), check_undefined_grad=False, nondet_tol=0.0, fast_mode=fast)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("name", NAMES)
+def test_backward_is_the_exact_transpose(pool: RankPool, name: str, ranks: int) -> None:
+    """FastFold's mistake: a gather whose backward is a slice passes on one rank and loses gradients on two."""
+    assert all(pool.run(ranks, check_gradients, name, True))
+
+
+@pytest.mark.verify
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("name", NAMES)
+def test_backward_is_the_exact_transpose_in_every_entry(pool: RankPool, name: str, ranks: int) -> None:
+    """The same with the whole Jacobian instead of random directions."""
+    assert all(pool.run(ranks, check_gradients, name, False))
+
+
+def run_collective(handle: Any, name: str) -> Tensor:
+    group = Group(handle)
+    own, axis = inputs(group.size)[group.rank], source(name)
+    if axis is not None:
+        own = shard(inputs(group.size)[0], axis, group)
+    return start(own, collective(name, group)).wait()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", NAMES)
+def test_values_with_sizes_that_do_not_divide(pool: RankPool, name: str, ranks: int) -> None:
+    """Uneven shards put together in the wrong order, or padding left inside."""
+    everything = inputs(ranks)
+    whole = everything[0] if source(name) is not None else everything.sum(0)
+    for rank, found in enumerate(pool.run(ranks, run_collective, name)):
+        axis, expected = target(name), whole
+        if axis is not None:
+            expected = whole.movedim(axis, 0)[shard_slice(whole.shape[axis], ranks, rank)].movedim(0, axis)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-14)
+
+
+def order_of_events(handle: Any) -> list[str]:
+    """When the two halves of a switch happen, in both passes, among the computation between them."""
+    group, events = Group(handle), []
+
+    class Mark(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, name: str) -> Tensor:
+            ctx.name = name
+            events.append(name)
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+            events.append(f"{ctx.name} back")
+            return gradient, None
+
+    class Watched(Switch):
+        def launch(self, x: Tensor, backward: bool = False) -> Any:
+            events.append("launch back" if backward else "launch")
+            return super().launch(x, backward)
+
+        def transpose(self) -> Switch:
+            return Watched(self.group, self.target, self.source, self.target_sizes, self.source_sizes)
+
+    x = shard(inputs(group.size)[0], 1, group).requires_grad_()
+    other = torch.ones(3, dtype=torch.float64, requires_grad=True)
+    pending = start(
+        Mark.apply(x, "before"), Watched(group, 1, 2, shard_sizes(ROWS, group.size), shard_sizes(COLUMNS, group.size))
+    )
+    between = Mark.apply(other, "between")
+    y = Mark.apply(pending.wait(), "after")
+    (y.square().sum() + between.sum()).backward()
+    torch.testing.assert_close(x.grad, 2 * x.detach(), rtol=0, atol=0)
+    return events
+
+
+def test_launched_early_in_forward_is_launched_early_in_backward(pool: RankPool) -> None:
+    """A backward pass that waits where it launches hides nothing."""
+    for events in pool.run(2, order_of_events):
+        assert events == [
+            "before", "launch", "between", "after",
+            "after back", "launch back", "between back", "before back",
+        ]  # fmt: skip
+
+
+def ledger_of(handle: Any) -> list[Entry]:
+    ledger = Ledger()
+    group = Group(handle, ledger)
+    own = shard(inputs(group.size)[0], 1, group).requires_grad_()
+    rows = shard_sizes(ROWS, group.size)
+    y = start(own, Switch(group, 1, 2, rows, shard_sizes(COLUMNS, group.size))).wait()
+    z = start(own, Gather(group, 1, rows)).wait()
+    total = start(own[:, :1], Sum(group)).wait()
+    maximum(own[:, :1], group)
+    (y.sum() + z.sum() + total.sum()).backward()
+    return ledger.entries
+
+
+def test_ledger_counts_both_passes(pool: RankPool) -> None:
+    """Bytes are an all-gather's output, a reduce-scatter's and an all-to-all's input, twice an all-reduce's."""
+    for rank, entries in enumerate(pool.run(2, ledger_of)):
+        rows = (3, 2)[rank]
+        row, padded = BATCH * COLUMNS * CHANNELS, 6  # five rows on two ranks travel as three each
+        forward = [(e.kind, e.elements) for e in entries if not e.backward]
+        assert forward == [
+            ("all-to-all", rows * row),
+            ("all-gather", padded * row),
+            ("all-reduce", 2 * row),
+            ("all-reduce", 2 * row),
+        ]
+        columns = (4, 3)[rank]
+        backward = sorted((e.kind, e.elements) for e in entries if e.backward)
+        assert backward == [
+            ("all-reduce", 2 * row),
+            ("all-to-all", BATCH * ROWS * columns * CHANNELS),
+            ("reduce-scatter", padded * row),
+        ]
+        assert all(e.bytes == 8 * e.elements for e in entries)
+
+
+def wait_twice(handle: Any) -> tuple[str, bool]:
+    group = Group(handle)
+    pending = start(torch.ones(2, requires_grad=True), Sum(group))
+    once, again = pending.wait(again=True), pending.wait()
+    try:
+        pending.wait()
+    except RuntimeError as error:
+        return str(error), bool((once == again).all())
+    return "", False
+
+
+def test_a_result_is_given_out_once_unless_asked_for_again(pool: RankPool) -> None:
+    """Two users of one flight would launch its transpose twice."""
+    for message, equal in pool.run(2, wait_twice):
+        assert "asked for twice" in message
+        assert equal
+
+
+def wrong_shard(handle: Any) -> str:
+    group = Group(handle)
+    rows, columns = shard_sizes(ROWS, group.size), shard_sizes(COLUMNS, group.size)
+    try:
+        start(torch.ones(1, ROWS, COLUMNS, 1), Switch(group, 1, 2, rows, columns))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_wrong_shard_is_an_error_on_every_rank(pool: RankPool) -> None:
+    """Without the check, sizes that disagree hang the group."""
+    for rank, message in enumerate(pool.run(2, wrong_shard)):
+        assert f"axis 1 has 5 entries, expected {(3, 2)[rank]}" in message

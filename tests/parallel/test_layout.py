@@ -1,0 +1,17 @@
+"""Shard sizes are torch.tensor_split's, for every number of ranks."""
+
+from __future__ import annotations
+
+import torch
+
+from evodsp.parallel.layout import shard_sizes, shard_slice
+
+
+def test_shards_are_those_of_tensor_split() -> None:
+    """Two rules for uneven shards in one program would mix up neighbours' entries."""
+    for whole in range(12):
+        for ranks in range(1, 8):
+            parts = torch.arange(whole).tensor_split(ranks)
+            assert shard_sizes(whole, ranks) == tuple(map(len, parts))
+            for rank, part in enumerate(parts):
+                assert torch.arange(whole)[shard_slice(whole, ranks, rank)].equal(part)

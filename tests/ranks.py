@@ -1,0 +1,97 @@
+"""A pool of ranks for tests: processes that stay, because starting them costs seconds.
+
+`pool.run(n, function, *arguments)` calls a module-level function on ranks 0 … n-1, each with a process group of those n ranks
+(gloo), and returns what each of them returned. One thread a rank.
+"""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+MOST = 4
+TIMEOUT = 300.0
+
+
+@dataclass
+class RankError(Exception):
+    """A function failed on some ranks."""
+
+    traces: dict[int, str]
+
+    def __str__(self) -> str:
+        return "\n".join(f"rank {rank}: {trace}" for rank, trace in self.traces.items())
+
+
+class RankPool:
+    """`MOST` processes, started when first used."""
+
+    def __init__(self, ranks: int = MOST) -> None:
+        self.ranks = ranks
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+
+    def run(self, ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """`function(group, *arguments)` on the first `ranks` ranks; their results. Raises RankError if any of them failed."""
+        if not self._processes:
+            self._start()
+        for pipe in self._pipes[:ranks]:
+            pipe.send((ranks, function, arguments))
+        results, failed = [], {}
+        for rank, pipe in enumerate(self._pipes[:ranks]):
+            if not pipe.poll(TIMEOUT):
+                self.stop()
+                raise TimeoutError(f"rank {rank} gave no answer within {TIMEOUT} s")
+            good, value = pipe.recv()
+            if good:
+                results.append(value)
+            else:
+                failed[rank] = value
+        if failed:
+            self.stop()  # what the others wait for may never come
+            raise RankError(failed)
+        return results
+
+    def stop(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._processes, self._pipes = [], []
+
+    def _start(self) -> None:
+        context = mp.get_context("spawn")
+        handle, path = tempfile.mkstemp(prefix="ranks_")
+        os.close(handle)
+        os.unlink(path)
+        for rank in range(self.ranks):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, self.ranks, path, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
+
+
+def _serve(rank: int, ranks: int, path: str, pipe: Connection) -> None:
+    """What a rank does all day."""
+    import torch.distributed as dist
+
+    import tests.conftest  # noqa: F401  (shapes are checked here as well)
+
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=ranks)
+    groups = {n: dist.new_group(list(range(n))) for n in range(1, ranks + 1)}
+    while True:
+        try:
+            n, function, arguments = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send((True, function(groups[n], *arguments)))
+        except Exception:
+            pipe.send((False, traceback.format_exc()))
