@@ -137,8 +137,12 @@ def import_weights(words: list[str]) -> int:
     """Turn a published parameter file into a checkpoint: evodsp.weights."""
     from evodsp.weights.config import ImportConfig
 
-    description = "Turn DeepMind's parameters of a model into a checkpoint."
-    settings = parsed(ImportConfig, "weights import", "--input FILE.npz --output FILE.ckpt", description, words)
+    description = (
+        "Turn DeepMind's parameters of a model (.npz) or OpenFold's (.pt) into a checkpoint. Such files hold no sizes: they "
+        "are a preset's, with as many blocks as there are, or those of --like. `evodsp predict` reads a preset's directly."
+    )
+    required = "--checkpoint FILE.npz|FILE.pt --output FILE.ckpt"
+    settings = parsed(ImportConfig, "weights import", required, description, words)
     from evodsp.weights.command import import_weights as run
 
     print(run(settings), file=sys.stderr)
@@ -146,11 +150,15 @@ def import_weights(words: list[str]) -> int:
 
 
 def export_weights(words: list[str]) -> int:
-    """Turn a checkpoint into a parameter file of DeepMind's: evodsp.weights."""
+    """Turn a checkpoint into a parameter file of DeepMind's or OpenFold's: evodsp.weights."""
     from evodsp.weights.config import ExportConfig
 
-    description = "Write the parameters of a checkpoint with DeepMind's names and shapes."
-    settings = parsed(ExportConfig, "weights export", "--checkpoint FILE.ckpt --output FILE.npz", description, words)
+    description = (
+        "Write the parameters of a checkpoint with DeepMind's or OpenFold's names and shapes. Such files hold no sizes: of a "
+        "model that is no preset keep the checkpoint, which `weights import --like` reads them from."
+    )
+    required = "--checkpoint FILE.ckpt --output FILE.npz|FILE.pt"
+    settings = parsed(ExportConfig, "weights export", required, description, words)
     from evodsp.weights.command import export_weights as run
 
     print(run(settings), file=sys.stderr)
@@ -163,6 +171,6 @@ COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "test": ("score a checkpoint on the test chains", train("test")),
     "predict": ("predict structures from FASTA, alignments and a checkpoint", predict),
     "data synthesize": ("write synthetic protein families to train on", synthesize),
-    "weights import": ("turn DeepMind's parameter file into a checkpoint", import_weights),
-    "weights export": ("turn a checkpoint into DeepMind's parameter file", export_weights),
+    "weights import": ("turn DeepMind's or OpenFold's parameter file into a checkpoint", import_weights),
+    "weights export": ("turn a checkpoint into DeepMind's or OpenFold's parameter file", export_weights),
 }

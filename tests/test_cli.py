@@ -86,9 +86,9 @@ def test_the_quick_help_lists_options_that_exist() -> None:
         (["predict", "--fast", "x"], "Did you mean '--fasta'?"),
         (["predict", "stray"], "unknown argument 'stray'"),
         (["weights", "imprt"], "no command 'weights imprt'. Did you mean 'import'?"),
-        (["weights", "import"], "evodsp weights import needs --input, --output"),
+        (["weights", "import"], "evodsp weights import needs --checkpoint, --output"),
         (
-            ["weights", "import", "--input=params_model_1.npz", "--output=x.ckpt"],
+            ["weights", "import", "--checkpoint=params_model_1.npz", "--output=x.ckpt"],
             "params_model_1.npz: no such parameter",
         ),
         (["weights", "export", "--checkpoint=nowhere.ckpt", "--output=x.npz"], "nowhere.ckpt: no such checkpoint"),

@@ -9,7 +9,6 @@ and containers, so files are loaded with `weights_only=True`: a checkpoint from 
 from __future__ import annotations
 
 import dataclasses
-import os
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,6 +20,9 @@ from torch import Tensor
 from evodsp.config import FeatureConfig, ModelConfig, from_dict
 from evodsp.errors import UserError
 from evodsp.model.alphafold import AlphaFold
+from evodsp.weights.config import preset_of, published_features
+from evodsp.weights.files import whole_file
+from evodsp.weights.published import is_parameter_file, load_published
 
 FORMAT_VERSION = 1
 PREFIX = "model."
@@ -60,13 +62,16 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
     return checkpoint
 
 
-def load_model(path: str | Path, raw: bool = False) -> AlphaFold:
-    """The model of a checkpoint, on the CPU, in evaluation mode.
+def load_model(path: str | Path, raw: bool = False, preset: str | None = None) -> AlphaFold:
+    """The model of a checkpoint, or of DeepMind's or OpenFold's parameter file, on the CPU, in evaluation mode.
 
-    Its weights are the exponential moving average, or the raw ones where `raw` is set or training kept no average. Raises
-    UserError if the file is no evodsp checkpoint or its weights do not fit its sizes.
+    Its weights are the exponential moving average, or the raw ones where `raw` is set or training kept no average. `preset`:
+    the model that a parameter file is of; None: as its name says (params_model_1_ptm.npz). Raises UserError if the file is
+    none of these, its weights do not fit the model, or a preset is given for a checkpoint, which has sizes of its own.
     """
-    checkpoint = read_checkpoint(path)
+    if is_parameter_file(path):
+        return load_published(path, preset, raw)[0].eval()
+    checkpoint = _own_checkpoint(path, preset)
     model = AlphaFold(_config(path, checkpoint))
     averaged = checkpoint.get("ema_state_dict")
     weights = checkpoint["state_dict"] if raw or averaged is None else averaged
@@ -74,12 +79,17 @@ def load_model(path: str | Path, raw: bool = False) -> AlphaFold:
     return model.eval()
 
 
-def load_features(path: str | Path) -> FeatureConfig:
+def load_features(path: str | Path, preset: str | None = None) -> FeatureConfig:
     """The feature sizes that a checkpoint's model was validated with; the defaults of `FeatureConfig` where it has none.
 
-    Raises UserError if the file is no evodsp checkpoint or its sizes are not of this version.
+    Of DeepMind's and OpenFold's parameter files, those that the preset's model predicts with; `preset` as in `load_model`.
+    Raises UserError if the file is none of these or its sizes are not of this version.
     """
-    values = read_checkpoint(path).get("features", {})
+    if is_parameter_file(path):
+        name = preset or preset_of(Path(path))
+        ModelConfig.preset(name)
+        return published_features(name)
+    values = _own_checkpoint(path, preset).get("features", {})
     if not isinstance(values, dict):
         raise UserError(f"{path}: unreadable feature sizes: 'features' is a {type(values).__name__}, not a dictionary")
     try:
@@ -132,14 +142,20 @@ def save_model(
     if averaged is not None:
         average = {f"{PREFIX}{name}": value.detach().cpu() for name, value in averaged.items()}
         checkpoint["ema_state_dict"] = {**checkpoint["state_dict"], **average}
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
+    with whole_file(path) as partial:
         torch.save(checkpoint, partial)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+
+
+def model_config(path: str | Path) -> ModelConfig:
+    """The sizes of a checkpoint's model. Raises UserError if the file is no evodsp checkpoint."""
+    return _config(path, read_checkpoint(path))
+
+
+def _own_checkpoint(path: str | Path, preset: str | None) -> dict[str, Any]:
+    checkpoint = read_checkpoint(path)
+    if preset is not None:
+        raise UserError(f"{path}: holds its model's sizes itself, so --preset {preset} has no place; leave it out")
+    return checkpoint
 
 
 def _config(path: str | Path, checkpoint: Mapping[str, Any]) -> ModelConfig:

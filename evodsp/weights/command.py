@@ -2,38 +2,66 @@
 
 from __future__ import annotations
 
-from evodsp.config import ModelConfig
+from pathlib import Path
+
+from evodsp.errors import UserError
 from evodsp.model.alphafold import AlphaFold
-from evodsp.weights.checkpoint import load_model, save_model
+from evodsp.weights.checkpoint import load_features, load_model, model_config, read_checkpoint, save_model
 from evodsp.weights.config import ExportConfig, ImportConfig, check_output, preset_of, published_features
-from evodsp.weights.deepmind import export_deepmind, read_npz, set_parameters, with_blocks_of, write_npz
+from evodsp.weights.deepmind import export_deepmind, write_npz
+from evodsp.weights.files import container
+from evodsp.weights.openfold import export_openfold, write_openfold
+from evodsp.weights.published import is_parameter_file, load_parameters, load_published
 
 
 def import_weights(settings: ImportConfig) -> str:
-    """Write a checkpoint from DeepMind's parameter file; returns a line that says what was done.
+    """Write a checkpoint from DeepMind's or OpenFold's parameter file; returns a line that says what was done.
 
     Raises UserError if the output exists, or the file is not exactly that of the model.
     """
     check_output(settings.output, settings.overwrite)
-    preset = settings.preset or preset_of(settings.input)
-    config = ModelConfig.preset(preset)
-    arrays = read_npz(settings.input)
-    model = AlphaFold(with_blocks_of(config, arrays))
-    set_parameters(model, arrays, str(settings.input))
-    save_model(settings.output, model, features=published_features(preset))
-    return f"{settings.output}: {preset}, {_count(model):,} parameters from {len(arrays)} arrays"
+    path = settings.checkpoint
+    _refuse_own(path)
+    if settings.like is not None:
+        sizes, config = str(settings.like), model_config(settings.like)
+        features = load_features(settings.like)
+        model, arrays = load_parameters(path, config, settings.raw)
+    else:
+        sizes = settings.preset or preset_of(path)
+        features = published_features(sizes)
+        model, arrays = load_published(path, sizes, settings.raw)
+    save_model(settings.output, model, features=features)
+    return f"{settings.output}: sizes of {sizes}, {_count(model):,} parameters from {arrays} arrays"
 
 
 def export_weights(settings: ExportConfig) -> str:
-    """Write DeepMind's parameter file from a checkpoint; returns a line that says what was done.
+    """Write DeepMind's or OpenFold's parameter file from a checkpoint; returns a line that says what was done.
 
     Raises UserError if the output exists, or the checkpoint is none.
     """
     check_output(settings.output, settings.overwrite)
-    model = load_model(settings.checkpoint, settings.raw)
-    arrays = export_deepmind(model, settings.fused)
-    write_npz(settings.output, arrays)
-    return f"{settings.output}: {_count(model):,} parameters in {len(arrays)} arrays"
+    kind = settings.output_format
+    model = load_model(settings.checkpoint, settings.raw, settings.preset)
+    if kind == "deepmind":
+        arrays = export_deepmind(model, settings.fused)
+        write_npz(settings.output, arrays)
+        count = len(arrays)
+    else:
+        tensors = export_openfold(model, kind == "openfold-legacy", settings.fused)
+        write_openfold(settings.output, tensors)
+        count = len(tensors)
+    return f"{settings.output}: {kind}, {_count(model):,} parameters in {count} arrays"
+
+
+def _refuse_own(path: Path) -> None:
+    """Raise UserError if `path` is a checkpoint of evodsp's already."""
+    if container(path) != "torch" or is_parameter_file(path):
+        return
+    try:
+        read_checkpoint(path)
+    except UserError:
+        return  # not evodsp's: its reader says what is wrong with it
+    raise UserError(f"{path}: is a checkpoint of evodsp's already; use it as it is")
 
 
 def _count(model: AlphaFold) -> int:

@@ -8,7 +8,6 @@ are converted to it.
 from __future__ import annotations
 
 import dataclasses
-import os
 import zipfile
 import zlib
 from collections import defaultdict
@@ -22,6 +21,8 @@ from torch import Tensor, nn
 from evodsp.config import ModelConfig
 from evodsp.errors import UserError, nearest
 from evodsp.model.alphafold import AlphaFold
+from evodsp.weights.accounting import check_arrays
+from evodsp.weights.files import whole_file
 from evodsp.weights.names import Name, block_probes, parameter_names
 
 FUSED_MARK = "/triangle_multiplication_outgoing/projection//weights"  # only newer files have this array
@@ -47,15 +48,8 @@ def read_npz(path: str | Path) -> dict[str, np.ndarray]:
 
 def write_npz(path: str | Path, arrays: Mapping[str, np.ndarray]) -> None:
     """Write a parameter file. It appears whole or not at all."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        with partial.open("wb") as file:
-            np.savez(file, **dict(arrays))  # type: ignore[arg-type]  # a key may not be 'allow_pickle'; none is
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with whole_file(path) as partial, partial.open("wb") as file:
+        np.savez(file, **dict(arrays))  # type: ignore[arg-type]  # a key may not be 'allow_pickle'; none is
 
 
 def load_deepmind(path: str | Path, model: AlphaFold) -> None:
@@ -113,28 +107,6 @@ def expected_shapes(module: nn.Module, names: Iterable[Name]) -> dict[str, tuple
     return shapes
 
 
-def check_arrays(arrays: Mapping[str, np.ndarray], expected: Mapping[str, tuple[int, ...]], source: str) -> None:
-    """Raise UserError naming the first array that is missing, unknown or misshapen, and both shapes."""
-    if missing := sorted(expected.keys() - arrays.keys()):
-        key = missing[0]
-        raise UserError(
-            f"{source}: no array '{key}' of shape {expected[key]}{_and_more(missing)}."
-            f"{nearest(key, arrays.keys() - expected.keys())} Is it another model's file?"
-        )
-    if unknown := sorted(arrays.keys() - expected.keys()):
-        key = unknown[0]
-        raise UserError(
-            f"{source}: the model has no parameter for array '{key}' of shape {arrays[key].shape}{_and_more(unknown)}; "
-            "is it another model's file?"
-        )
-    if misshapen := [key for key, shape in expected.items() if arrays[key].shape != shape]:
-        key = misshapen[0]
-        raise UserError(
-            f"{source}: array '{key}' has the shape {arrays[key].shape}, but the model needs "
-            f"{expected[key]}{_and_more(misshapen)}; is it another model's file?"
-        )
-
-
 def our_array(name: Name, arrays: Mapping[str, np.ndarray]) -> Tensor:
     """The value of one of our parameters from DeepMind's arrays. Raises UserError if an array is missing."""
     parts = []
@@ -170,7 +142,3 @@ def load_arrays(module: nn.Module, names: Iterable[Name], arrays: Mapping[str, n
                 f"which has {tuple(parameter.shape)}; is this another model's file?"
             )
         parameter.copy_(value)
-
-
-def _and_more(keys: list[str]) -> str:
-    return f" (and {len(keys) - 1} more)" if len(keys) > 1 else ""

@@ -1,13 +1,23 @@
-"""One table of names: every parameter of the model beside its name and layout in DeepMind's parameter files.
+"""One table of names: every parameter of the model beside its name and layout in DeepMind's and in OpenFold's files.
 
-DeepMind's key is `<root>/<scope>//<parameter>`; parameters of a stack of blocks carry a leading block axis. Several of their
-arrays may stand side by side in one of our matrices (queries, keys, values; left and right operands): they are concatenated
-along the output axis in the order given. Where our matrices have one axis for all heads, theirs have two (`Name.split`). The
-sizes that `split` needs come from the configuration; the defaults of the functions below are those of the published models.
+DeepMind's key is `<root>/<scope>//<parameter>`; parameters of a stack of blocks carry a leading block axis. Where our matrices
+have one axis for all heads, theirs have two (`Name.split`). The sizes that `split` needs come from the configuration; the
+defaults of the functions below are those of the published models.
+
+OpenFold's key is a path of modules, one array per block, laid out as ours: [out, in], heads side by side. `OLDER` turns it into
+the name that OpenFold's releases before version 2, and its published checkpoints, have for the same array.
+
+Several of their arrays may stand side by side in one of our matrices (queries, keys, values; left and right operands): they
+are concatenated along the output axis in the order given.
+
+What relates OpenFold's arrays to DeepMind's is OpenFold's importer of DeepMind's files (openfold/utils/import_weights.py). It
+transposes and merges axes, no more: the points of invariant point attention keep DeepMind's order, all x before all y before
+all z. Only the incoming triangle multiplication calls DeepMind's right operand a and the left one b.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -15,19 +25,39 @@ from typing import Literal
 from evodsp.config import EvoformerConfig, ModelConfig, TemplateConfig
 
 Layout = Literal["input_first", "output_last", "vector"]
+Keys = str | tuple[str, ...]
 
 ROOT = "alphafold/alphafold_iteration"
 EXTRA_STACK, STACK = "evoformer/extra_msa_stack", "evoformer/evoformer_iteration"
 TEMPLATES = "evoformer/template_embedding"
 PAIR_HEADS = TemplateConfig().pair_heads
 
+_BLOCK = r"^((?:evoformer|extra_msa_stack)\.blocks\.\d+\.)"
+OLDER: tuple[tuple[str, str], ...] = (
+    (r"^template_embedder\.template_single_embedder\.", "template_angle_embedder."),
+    (r"^template_embedder\.", ""),
+    (_BLOCK + r"pair_stack\.", r"\1core."),
+    (_BLOCK + r"(msa_transition|outer_product_mean)\.", r"\1core.\2."),
+    (r"^(structure_module\.ipa\.linear_(?:q|kv)_points)\.linear\.", r"\1."),
+)
+"""OpenFold's names to its older ones, as patterns and what takes their place; the first that fits counts."""
+
+
+def older(key: str) -> str:
+    """OpenFold's older name of the array that its present releases call `key`."""
+    for pattern, replacement in OLDER:
+        if (renamed := re.sub(pattern, replacement, key)) != key:
+            return renamed
+    return key
+
 
 @dataclass(frozen=True)
 class Name:
     """One parameter. `layout` says how DeepMind's arrays lie: `input_first` [in, out…], `output_last` [in…, out].
 
-    `block`: its place along the arrays' leading axis, None where they have no such axis. `split`: the length of the first of
-    the two axes that DeepMind's arrays have where our parameter has one (heads, mostly), None where they too have one.
+    `block`: its place along DeepMind's arrays' leading axis, None where they have no such axis. `split`: the length of the
+    first of the two axes that DeepMind's arrays have where our parameter has one (heads, mostly), None where they too have one.
+    `openfold`: OpenFold's full keys. `halves_swapped`: OpenFold's only array holds the second half of ours first.
     """
 
     ours: str
@@ -35,6 +65,8 @@ class Name:
     layout: Layout
     block: int | None = None
     split: int | None = None
+    openfold: tuple[str, ...] = ()
+    halves_swapped: bool = False
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -54,143 +86,214 @@ class Name:
         return (size,) if self.split is None else (self.split, size // self.split)
 
 
-def _linear(ours: str, *scopes: str) -> Iterator[Name]:
-    yield Name(f"{ours}.weight", tuple(f"{s}//weights" for s in scopes), "input_first")
-    yield Name(f"{ours}.bias", tuple(f"{s}//bias" for s in scopes), "vector")
+def _name(ours: str, deepmind: Keys, openfold: Keys, layout: Layout, split: int | None = None) -> Name:
+    return Name(ours, _tuple(deepmind), layout, split=split, openfold=_tuple(openfold))
 
 
-def _norm(ours: str, scope: str) -> Iterator[Name]:
-    yield Name(f"{ours}.weight", (f"{scope}//scale",), "vector")
-    yield Name(f"{ours}.bias", (f"{scope}//offset",), "vector")
+def _tuple(keys: Keys) -> tuple[str, ...]:
+    return (keys,) if isinstance(keys, str) else keys
 
 
-def _gate_and_output(ours: str, scope: str, heads: int) -> Iterator[Name]:
-    yield Name(f"{ours}.gate.weight", (f"{scope}//gating_w",), "input_first", split=heads)
-    yield Name(f"{ours}.gate.bias", (f"{scope}//gating_b",), "vector", split=heads)
-    yield Name(f"{ours}.output.weight", (f"{scope}//output_w",), "output_last", split=heads)
-    yield Name(f"{ours}.output.bias", (f"{scope}//output_b",), "vector")
+def _linear(ours: str, scopes: Keys, openfold: Keys) -> Iterator[Name]:
+    scopes, openfold = _tuple(scopes), _tuple(openfold)
+    weights, biases = (tuple(f"{scope}//{part}" for scope in scopes) for part in ("weights", "bias"))
+    yield _name(f"{ours}.weight", weights, tuple(f"{path}.weight" for path in openfold), "input_first")
+    yield _name(f"{ours}.bias", biases, tuple(f"{path}.bias" for path in openfold), "vector")
 
 
-def gated_attention(ours: str, scope: str, heads: int) -> Iterator[Name]:
+def _norm(ours: str, scope: str, openfold: str) -> Iterator[Name]:
+    yield _name(f"{ours}.weight", f"{scope}//scale", f"{openfold}.weight", "vector")
+    yield _name(f"{ours}.bias", f"{scope}//offset", f"{openfold}.bias", "vector")
+
+
+def _output(ours: str, scope: str, openfold: str, heads: int) -> Iterator[Name]:
+    yield _name(f"{ours}.output.weight", f"{scope}//output_w", f"{openfold}.linear_o.weight", "output_last", heads)
+    yield _name(f"{ours}.output.bias", f"{scope}//output_b", f"{openfold}.linear_o.bias", "vector")
+
+
+def _gate_and_output(ours: str, scope: str, openfold: str, heads: int) -> Iterator[Name]:
+    yield _name(f"{ours}.gate.weight", f"{scope}//gating_w", f"{openfold}.linear_g.weight", "input_first", heads)
+    yield _name(f"{ours}.gate.bias", f"{scope}//gating_b", f"{openfold}.linear_g.bias", "vector", heads)
+    yield from _output(ours, scope, openfold, heads)
+
+
+def gated_attention(ours: str, scope: str, heads: int, openfold: str = "") -> Iterator[Name]:
     qkv = tuple(f"{scope}//{part}_w" for part in ("query", "key", "value"))
-    yield Name(f"{ours}.qkv.weight", qkv, "input_first", split=heads)
-    yield from _gate_and_output(ours, scope, heads)
+    theirs = tuple(f"{openfold}.linear_{part}.weight" for part in "qkv")
+    yield _name(f"{ours}.qkv.weight", qkv, theirs, "input_first", heads)
+    yield from _gate_and_output(ours, scope, openfold, heads)
 
 
-def row_attention(ours: str, scope: str, heads: int = EvoformerConfig.msa_heads) -> Iterator[Name]:
-    yield from _norm(f"{ours}.norm", f"{scope}/query_norm")
-    yield from _norm(f"{ours}.pair_norm", f"{scope}/feat_2d_norm")
-    yield Name(f"{ours}.pair_bias.weight", (f"{scope}//feat_2d_weights",), "input_first")
-    yield from gated_attention(f"{ours}.attention", f"{scope}/attention", heads)
+def row_attention(ours: str, scope: str, heads: int = EvoformerConfig.msa_heads, openfold: str = "") -> Iterator[Name]:
+    yield from _norm(f"{ours}.norm", f"{scope}/query_norm", f"{openfold}.layer_norm_m")
+    yield from _norm(f"{ours}.pair_norm", f"{scope}/feat_2d_norm", f"{openfold}.layer_norm_z")
+    yield _name(f"{ours}.pair_bias.weight", f"{scope}//feat_2d_weights", f"{openfold}.linear_z.weight", "input_first")
+    yield from gated_attention(f"{ours}.attention", f"{scope}/attention", heads, f"{openfold}.mha")
 
 
-def column_attention(ours: str, scope: str, heads: int = EvoformerConfig.msa_heads) -> Iterator[Name]:
-    yield from _norm(f"{ours}.norm", f"{scope}/query_norm")
-    yield from gated_attention(f"{ours}.attention", f"{scope}/attention", heads)
+def column_attention(
+    ours: str, scope: str, heads: int = EvoformerConfig.msa_heads, openfold: str = ""
+) -> Iterator[Name]:
+    yield from _norm(f"{ours}.norm", f"{scope}/query_norm", f"{openfold}._msa_att.layer_norm_m")
+    yield from gated_attention(f"{ours}.attention", f"{scope}/attention", heads, f"{openfold}._msa_att.mha")
 
 
-def global_attention(ours: str, scope: str, heads: int = EvoformerConfig.msa_heads) -> Iterator[Name]:
-    yield from _norm(f"{ours}.norm", f"{scope}/query_norm")
-    yield Name(f"{ours}.query.weight", (f"{scope}/attention//query_w",), "input_first", split=heads)
+def global_attention(
+    ours: str, scope: str, heads: int = EvoformerConfig.msa_heads, openfold: str = ""
+) -> Iterator[Name]:
+    attention, theirs = f"{scope}/attention", f"{openfold}.global_attention"
+    yield from _norm(f"{ours}.norm", f"{scope}/query_norm", f"{openfold}.layer_norm_m")
+    yield _name(f"{ours}.query.weight", f"{attention}//query_w", f"{theirs}.linear_q.weight", "input_first", heads)
     # One head's keys and values serve all heads: no axis of heads here.
-    yield Name(f"{ours}.key_value.weight", tuple(f"{scope}/attention//{p}_w" for p in ("key", "value")), "input_first")
-    yield from _gate_and_output(ours, f"{scope}/attention", heads)
+    key_value = tuple(f"{attention}//{part}_w" for part in ("key", "value"))
+    both = tuple(f"{theirs}.linear_{part}.weight" for part in "kv")
+    yield _name(f"{ours}.key_value.weight", key_value, both, "input_first")
+    yield from _gate_and_output(ours, attention, theirs, heads)
 
 
-def transition(ours: str, scope: str) -> Iterator[Name]:
-    yield from _norm(f"{ours}.norm", f"{scope}/input_layer_norm")
-    yield from _linear(f"{ours}.widen", f"{scope}/transition1")
-    yield from _linear(f"{ours}.narrow", f"{scope}/transition2")
+def transition(ours: str, scope: str, openfold: str = "") -> Iterator[Name]:
+    yield from _norm(f"{ours}.norm", f"{scope}/input_layer_norm", f"{openfold}.layer_norm")
+    yield from _linear(f"{ours}.widen", f"{scope}/transition1", f"{openfold}.linear_1")
+    yield from _linear(f"{ours}.narrow", f"{scope}/transition2", f"{openfold}.linear_2")
 
 
-def outer_product_mean(ours: str, scope: str, channels: int = EvoformerConfig.outer_product_channels) -> Iterator[Name]:
-    yield from _norm(f"{ours}.norm", f"{scope}/layer_norm_input")
-    yield from _linear(f"{ours}.left_right", f"{scope}/left_projection", f"{scope}/right_projection")
-    yield Name(f"{ours}.output.weight", (f"{scope}//output_w",), "output_last", split=channels)
-    yield Name(f"{ours}.output.bias", (f"{scope}//output_b",), "vector")
+def outer_product_mean(
+    ours: str, scope: str, channels: int = EvoformerConfig.outer_product_channels, openfold: str = ""
+) -> Iterator[Name]:
+    yield from _norm(f"{ours}.norm", f"{scope}/layer_norm_input", f"{openfold}.layer_norm")
+    yield from _linear(
+        f"{ours}.left_right",
+        (f"{scope}/left_projection", f"{scope}/right_projection"),
+        (f"{openfold}.linear_1", f"{openfold}.linear_2"),
+    )
+    yield _name(f"{ours}.output.weight", f"{scope}//output_w", f"{openfold}.linear_out.weight", "output_last", channels)
+    yield _name(f"{ours}.output.bias", f"{scope}//output_b", f"{openfold}.linear_out.bias", "vector")
 
 
-def triangle_multiplication(ours: str, scope: str, fused: bool = False) -> Iterator[Name]:
+def triangle_multiplication(
+    ours: str, scope: str, fused: bool = False, openfold: str = "", incoming: bool = False
+) -> Iterator[Name]:
     """`fused`: the layout of newer releases, which keep left and right side by side as we do."""
-    yield from _norm(f"{ours}.norm", f"{scope}/{'left_norm_input' if fused else 'layer_norm_input'}")
+    yield from _norm(
+        f"{ours}.norm", f"{scope}/{'left_norm_input' if fused else 'layer_norm_input'}", f"{openfold}.layer_norm_in"
+    )
     parts = ("",) if fused else ("left_", "right_")
-    yield from _linear(f"{ours}.projection", *(f"{scope}/{part}projection" for part in parts))
-    yield from _linear(f"{ours}.projection_gate", *(f"{scope}/{part}gate" for part in parts))
-    yield from _norm(f"{ours}.product_norm", f"{scope}/{'center_norm' if fused else 'center_layer_norm'}")
-    yield from _linear(f"{ours}.output", f"{scope}/output_projection")
-    yield from _linear(f"{ours}.output_gate", f"{scope}/gating_linear")
+    # Left and right are a and b, but the other way round where edges come in.
+    operands = ("ab",) if fused else ("b", "a") if incoming else ("a", "b")
+    for name, theirs, letter in (("projection", "projection", "p"), ("projection_gate", "gate", "g")):
+        scopes = tuple(f"{scope}/{part}{theirs}" for part in parts)
+        for row in _linear(f"{ours}.{name}", scopes, tuple(f"{openfold}.linear_{o}_{letter}" for o in operands)):
+            yield replace(row, halves_swapped=fused and incoming)
+    yield from _norm(
+        f"{ours}.product_norm",
+        f"{scope}/{'center_norm' if fused else 'center_layer_norm'}",
+        f"{openfold}.layer_norm_out",
+    )
+    yield from _linear(f"{ours}.output", f"{scope}/output_projection", f"{openfold}.linear_z")
+    yield from _linear(f"{ours}.output_gate", f"{scope}/gating_linear", f"{openfold}.linear_g")
 
 
-def triangle_attention(ours: str, scope: str, heads: int = PAIR_HEADS) -> Iterator[Name]:
-    yield from _norm(f"{ours}.norm", f"{scope}/query_norm")
-    yield Name(f"{ours}.pair_bias.weight", (f"{scope}//feat_2d_weights",), "input_first")
-    yield from gated_attention(f"{ours}.attention", f"{scope}/attention", heads)
+def triangle_attention(ours: str, scope: str, heads: int = PAIR_HEADS, openfold: str = "") -> Iterator[Name]:
+    yield from _norm(f"{ours}.norm", f"{scope}/query_norm", f"{openfold}.layer_norm")
+    yield _name(f"{ours}.pair_bias.weight", f"{scope}//feat_2d_weights", f"{openfold}.linear.weight", "input_first")
+    yield from gated_attention(f"{ours}.attention", f"{scope}/attention", heads, f"{openfold}.mha")
 
 
-def pair_stack(ours: str, scope: str, heads: int, fused: bool) -> Iterator[Name]:
-    for edges in ("outgoing", "incoming"):
+def pair_stack(ours: str, scope: str, heads: int, fused: bool, openfold: str = "") -> Iterator[Name]:
+    for edges, short in (("outgoing", "out"), ("incoming", "in")):
         yield from triangle_multiplication(
-            f"{ours}.triangle_{edges}", f"{scope}/triangle_multiplication_{edges}", fused
+            f"{ours}.triangle_{edges}",
+            f"{scope}/triangle_multiplication_{edges}",
+            fused,
+            f"{openfold}.tri_mul_{short}",
+            incoming=edges == "incoming",
         )
-    for node in ("starting", "ending"):
-        yield from triangle_attention(f"{ours}.attention_{node}", f"{scope}/triangle_attention_{node}_node", heads)
-    yield from transition(f"{ours}.transition", f"{scope}/pair_transition")
+    for node, short in (("starting", "start"), ("ending", "end")):
+        yield from triangle_attention(
+            f"{ours}.attention_{node}", f"{scope}/triangle_attention_{node}_node", heads, f"{openfold}.tri_att_{short}"
+        )
+    yield from transition(f"{ours}.transition", f"{scope}/pair_transition", f"{openfold}.pair_transition")
 
 
 def evoformer_block(
-    ours: str, scope: str, extra: bool = False, config: EvoformerConfig | None = None, fused: bool = False
+    ours: str,
+    scope: str,
+    extra: bool = False,
+    config: EvoformerConfig | None = None,
+    fused: bool = False,
+    openfold: str = "",
 ) -> Iterator[Name]:
     config = config or EvoformerConfig()
-    heads = config.msa_heads
-    yield from row_attention(f"{ours}.row_attention", f"{scope}/msa_row_attention_with_pair_bias", heads)
-    if extra:
-        yield from global_attention(f"{ours}.column_attention", f"{scope}/msa_column_global_attention", heads)
-    else:
-        yield from column_attention(f"{ours}.column_attention", f"{scope}/msa_column_attention", heads)
-    yield from transition(f"{ours}.msa_transition", f"{scope}/msa_transition")
-    yield from outer_product_mean(
-        f"{ours}.outer_product_mean", f"{scope}/outer_product_mean", config.outer_product_channels
+    heads, column = config.msa_heads, (f"{ours}.column_attention", f"{openfold}.msa_att_col")
+    yield from row_attention(
+        f"{ours}.row_attention", f"{scope}/msa_row_attention_with_pair_bias", heads, f"{openfold}.msa_att_row"
     )
-    yield from pair_stack(f"{ours}.pair_stack", scope, config.pair_heads, fused)
+    if extra:
+        yield from global_attention(column[0], f"{scope}/msa_column_global_attention", heads, column[1])
+    else:
+        yield from column_attention(column[0], f"{scope}/msa_column_attention", heads, column[1])
+    yield from transition(f"{ours}.msa_transition", f"{scope}/msa_transition", f"{openfold}.msa_transition")
+    yield from outer_product_mean(
+        f"{ours}.outer_product_mean",
+        f"{scope}/outer_product_mean",
+        config.outer_product_channels,
+        f"{openfold}.outer_product_mean",
+    )
+    yield from pair_stack(f"{ours}.pair_stack", scope, config.pair_heads, fused, f"{openfold}.pair_stack")
 
 
 def stack(ours: str, scope: str, config: EvoformerConfig, extra: bool = False, fused: bool = False) -> Iterator[Name]:
+    """OpenFold's two stacks are called as ours."""
     for n in range(config.blocks):
-        for name in evoformer_block(f"{ours}.blocks.{n}", scope, extra, config, fused):
+        block = f"{ours}.blocks.{n}"
+        for name in evoformer_block(block, scope, extra, config, fused, openfold=block):
             yield replace(name, block=n)
 
 
-def invariant_point_attention(ours: str, scope: str) -> Iterator[Name]:
-    for part, theirs in (
-        ("query", "q_scalar"),
-        ("key_value", "kv_scalar"),
-        ("query_points", "q_point_local"),
-        ("key_value_points", "kv_point_local"),
-        ("pair_bias", "attention_2d"),
-        ("output", "output_projection"),
+def invariant_point_attention(ours: str, scope: str, openfold: str = "") -> Iterator[Name]:
+    for part, deepmind, theirs in (
+        ("query", "q_scalar", "linear_q"),
+        ("key_value", "kv_scalar", "linear_kv"),
+        ("query_points", "q_point_local", "linear_q_points.linear"),
+        ("key_value_points", "kv_point_local", "linear_kv_points.linear"),
+        ("pair_bias", "attention_2d", "linear_b"),
+        ("output", "output_projection", "linear_out"),
     ):
-        yield from _linear(f"{ours}.{part}", f"{scope}/{theirs}")
-    yield Name(f"{ours}.point_weight", (f"{scope}//trainable_point_weights",), "vector")
+        yield from _linear(f"{ours}.{part}", f"{scope}/{deepmind}", f"{openfold}.{theirs}")
+    yield _name(f"{ours}.point_weight", f"{scope}//trainable_point_weights", f"{openfold}.head_weights", "vector")
 
 
-def structure_module(ours: str, scope: str, config: ModelConfig) -> Iterator[Name]:
+def structure_module(ours: str, scope: str, config: ModelConfig, openfold: str = "structure_module") -> Iterator[Name]:
     layer = f"{scope}/fold_iteration"
-    yield from _norm(f"{ours}.single_norm", f"{scope}/single_layer_norm")
-    yield from _norm(f"{ours}.pair_norm", f"{scope}/pair_layer_norm")
-    yield from _linear(f"{ours}.initial", f"{scope}/initial_projection")
-    yield from invariant_point_attention(f"{ours}.attention", f"{layer}/invariant_point_attention")
-    yield from _norm(f"{ours}.attention_norm", f"{layer}/attention_layer_norm")
+    yield from _norm(f"{ours}.single_norm", f"{scope}/single_layer_norm", f"{openfold}.layer_norm_s")
+    yield from _norm(f"{ours}.pair_norm", f"{scope}/pair_layer_norm", f"{openfold}.layer_norm_z")
+    yield from _linear(f"{ours}.initial", f"{scope}/initial_projection", f"{openfold}.linear_in")
+    yield from invariant_point_attention(f"{ours}.attention", f"{layer}/invariant_point_attention", f"{openfold}.ipa")
+    yield from _norm(f"{ours}.attention_norm", f"{layer}/attention_layer_norm", f"{openfold}.layer_norm_ipa")
     for n in range(config.structure_module.transition_layers):
-        yield from _linear(f"{ours}.transition.{n}", f"{layer}/transition{_numbered(n)}")
-    yield from _norm(f"{ours}.transition_norm", f"{layer}/transition_layer_norm")
-    yield from _linear(f"{ours}.backbone_update", f"{layer}/affine_update")
-    angles, theirs = f"{ours}.angle_network", f"{layer}/rigid_sidechain"
-    yield from _linear(f"{angles}.current", f"{theirs}/input_projection")
-    yield from _linear(f"{angles}.initial", f"{theirs}/input_projection_1")
-    for n in range(config.structure_module.angle_blocks):
-        yield from _linear(f"{angles}.blocks.{n}.first", f"{theirs}/resblock1{_numbered(n)}")
-        yield from _linear(f"{angles}.blocks.{n}.second", f"{theirs}/resblock2{_numbered(n)}")
-    yield from _linear(f"{angles}.angles", f"{theirs}/unnormalized_angles")
+        yield from _linear(
+            f"{ours}.transition.{n}",
+            f"{layer}/transition{_numbered(n)}",
+            f"{openfold}.transition.layers.0.linear_{n + 1}",
+        )
+    yield from _norm(f"{ours}.transition_norm", f"{layer}/transition_layer_norm", f"{openfold}.transition.layer_norm")
+    yield from _linear(f"{ours}.backbone_update", f"{layer}/affine_update", f"{openfold}.bb_update.linear")
+    yield from angle_network(
+        f"{ours}.angle_network",
+        f"{layer}/rigid_sidechain",
+        config.structure_module.angle_blocks,
+        f"{openfold}.angle_resnet",
+    )
+
+
+def angle_network(ours: str, scope: str, blocks: int, openfold: str = "") -> Iterator[Name]:
+    yield from _linear(f"{ours}.current", f"{scope}/input_projection", f"{openfold}.linear_in")
+    yield from _linear(f"{ours}.initial", f"{scope}/input_projection_1", f"{openfold}.linear_initial")
+    for n in range(blocks):
+        block, theirs = f"{ours}.blocks.{n}", f"{openfold}.layers.{n}"
+        yield from _linear(f"{block}.first", f"{scope}/resblock1{_numbered(n)}", f"{theirs}.linear_1")
+        yield from _linear(f"{block}.second", f"{scope}/resblock2{_numbered(n)}", f"{theirs}.linear_2")
+    yield from _linear(f"{ours}.angles", f"{scope}/unnormalized_angles", f"{openfold}.linear_out")
 
 
 def _numbered(n: int) -> str:
@@ -199,65 +302,85 @@ def _numbered(n: int) -> str:
 
 
 def embedders(scope: str) -> Iterator[Name]:
-    for ours, theirs in (
-        ("input_embedder.left", "left_single"),
-        ("input_embedder.right", "right_single"),
-        ("input_embedder.target_to_msa", "preprocess_1d"),
-        ("input_embedder.msa", "preprocess_msa"),
-        ("input_embedder.relative_position", "pair_activiations"),
-        ("recycling_embedder.distance", "prev_pos_linear"),
-        ("extra_msa_embedder.linear", "extra_msa_activations"),
-        ("single", "single_activations"),
+    for ours, deepmind, openfold in (
+        ("input_embedder.left", "left_single", "input_embedder.linear_tf_z_i"),
+        ("input_embedder.right", "right_single", "input_embedder.linear_tf_z_j"),
+        ("input_embedder.target_to_msa", "preprocess_1d", "input_embedder.linear_tf_m"),
+        ("input_embedder.msa", "preprocess_msa", "input_embedder.linear_msa_m"),
+        ("input_embedder.relative_position", "pair_activiations", "input_embedder.linear_relpos"),
+        ("recycling_embedder.distance", "prev_pos_linear", "recycling_embedder.linear"),
+        ("extra_msa_embedder.linear", "extra_msa_activations", "extra_msa_embedder.linear"),
+        ("single", "single_activations", "evoformer.linear"),
     ):
-        yield from _linear(ours, f"{scope}/{theirs}")
-    yield from _norm("recycling_embedder.pair_norm", f"{scope}/prev_pair_norm")
-    yield from _norm("recycling_embedder.msa_norm", f"{scope}/prev_msa_first_row_norm")
+        yield from _linear(ours, f"{scope}/{deepmind}", openfold)
+    for ours, deepmind, openfold in (
+        ("recycling_embedder.pair_norm", "prev_pair_norm", "recycling_embedder.layer_norm_z"),
+        ("recycling_embedder.msa_norm", "prev_msa_first_row_norm", "recycling_embedder.layer_norm_m"),
+    ):
+        yield from _norm(ours, f"{scope}/{deepmind}", openfold)
 
 
 def heads(config: ModelConfig) -> Iterator[Name]:
-    yield from _linear("distogram_head.half_logits", "distogram_head/half_logits")
-    yield from _linear("masked_msa_head.logits", "masked_msa_head/logits")
-    yield from _norm("plddt_head.norm", "predicted_lddt_head/input_layer_norm")
-    for ours, theirs in (("first", "act_0"), ("second", "act_1"), ("logits", "logits")):
-        yield from _linear(f"plddt_head.{ours}", f"predicted_lddt_head/{theirs}")
+    aux = "aux_heads"
+    yield from _linear("distogram_head.half_logits", "distogram_head/half_logits", f"{aux}.distogram.linear")
+    yield from _linear("masked_msa_head.logits", "masked_msa_head/logits", f"{aux}.masked_msa.linear")
+    yield from _norm("plddt_head.norm", "predicted_lddt_head/input_layer_norm", f"{aux}.plddt.layer_norm")
+    for n, (ours, deepmind) in enumerate((("first", "act_0"), ("second", "act_1"), ("logits", "logits")), start=1):
+        yield from _linear(f"plddt_head.{ours}", f"predicted_lddt_head/{deepmind}", f"{aux}.plddt.linear_{n}")
     if config.heads.experimentally_resolved:
-        yield from _linear("resolved_head.logits", "experimentally_resolved_head/logits")
+        yield from _linear(
+            "resolved_head.logits", "experimentally_resolved_head/logits", f"{aux}.experimentally_resolved.linear"
+        )
     if config.heads.predicted_aligned_error:
-        yield from _linear("pae_head.logits", "predicted_aligned_error_head/logits")
+        yield from _linear("pae_head.logits", "predicted_aligned_error_head/logits", f"{aux}.tm.linear")
 
 
 def template_pair_stack(
-    ours: str, scope: str, blocks: int, heads: int = PAIR_HEADS, fused: bool = False
+    ours: str, scope: str, blocks: int, heads: int = PAIR_HEADS, fused: bool = False, openfold: str = ""
 ) -> Iterator[Name]:
     for n in range(blocks):
-        for name in pair_stack(f"{ours}.blocks.{n}", f"{scope}/__layer_stack_no_state", heads, fused):
+        block, theirs = f"{ours}.blocks.{n}", f"{openfold}.blocks.{n}"
+        for name in pair_stack(block, f"{scope}/__layer_stack_no_state", heads, fused, theirs):
             yield replace(name, block=n)
 
 
-def template_pointwise_attention(ours: str, scope: str, heads: int = TemplateConfig.attention_heads) -> Iterator[Name]:
-    yield Name(f"{ours}.query.weight", (f"{scope}//query_w",), "input_first", split=heads)
+def template_pointwise_attention(
+    ours: str, scope: str, heads: int = TemplateConfig.attention_heads, openfold: str = ""
+) -> Iterator[Name]:
+    yield _name(f"{ours}.query.weight", f"{scope}//query_w", f"{openfold}.linear_q.weight", "input_first", heads)
     key_value = tuple(f"{scope}//{part}_w" for part in ("key", "value"))
-    yield Name(f"{ours}.key_value.weight", key_value, "input_first", split=heads)
-    yield Name(f"{ours}.output.weight", (f"{scope}//output_w",), "output_last", split=heads)
-    yield Name(f"{ours}.output.bias", (f"{scope}//output_b",), "vector")
+    both = tuple(f"{openfold}.linear_{part}.weight" for part in "kv")
+    yield _name(f"{ours}.key_value.weight", key_value, both, "input_first", heads)
+    yield from _output(ours, scope, openfold, heads)
 
 
 def template_embedder(
-    ours: str, scope: str, blocks: int, config: TemplateConfig | None = None, fused: bool = False
+    ours: str,
+    scope: str,
+    blocks: int,
+    config: TemplateConfig | None = None,
+    fused: bool = False,
+    openfold: str = "template_embedder",
 ) -> Iterator[Name]:
     """`scope`: that of the template embedding; `blocks`: of the template pair stack."""
     config = config or TemplateConfig()
-    single = f"{scope}/single_template_embedding"
-    yield from _linear(f"{ours}.embedding", f"{single}/embedding2d")
-    yield from template_pair_stack(f"{ours}.stack", f"{single}/template_pair_stack", blocks, config.pair_heads, fused)
-    yield from _norm(f"{ours}.norm", f"{single}/output_layer_norm")
-    yield from template_pointwise_attention(f"{ours}.attention", f"{scope}/attention", config.attention_heads)
+    single, theirs = f"{scope}/single_template_embedding", f"{openfold}.template_pair_stack"
+    yield from _linear(f"{ours}.embedding", f"{single}/embedding2d", f"{openfold}.template_pair_embedder.linear")
+    yield from template_pair_stack(
+        f"{ours}.stack", f"{single}/template_pair_stack", blocks, config.pair_heads, fused, theirs
+    )
+    yield from _norm(f"{ours}.norm", f"{single}/output_layer_norm", f"{theirs}.layer_norm")
+    yield from template_pointwise_attention(
+        f"{ours}.attention", f"{scope}/attention", config.attention_heads, f"{openfold}.template_pointwise_att.mha"
+    )
 
 
-def template_torsion_embedder(ours: str, scope: str) -> Iterator[Name]:
+def template_torsion_embedder(
+    ours: str, scope: str, openfold: str = "template_embedder.template_single_embedder"
+) -> Iterator[Name]:
     """`scope`: that of the Evoformer, which these two layers lie directly under."""
-    yield from _linear(f"{ours}.embedding", f"{scope}/template_single_embedding")
-    yield from _linear(f"{ours}.projection", f"{scope}/template_projection")
+    yield from _linear(f"{ours}.embedding", f"{scope}/template_single_embedding", f"{openfold}.linear_1")
+    yield from _linear(f"{ours}.projection", f"{scope}/template_projection", f"{openfold}.linear_2")
 
 
 def templates(config: TemplateConfig, fused: bool) -> Iterator[Name]:

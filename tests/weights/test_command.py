@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +27,9 @@ def test_golden_parameters_through_both_commands(
 ) -> None:
     """The commands lose or change a bit, or give the checkpoint other sizes than the file's."""
     checkpoint, output = tmp_path / "made" / "model.ckpt", tmp_path / "made" / "params.npz"
-    assert weights("import", "--input", golden / "params.npz", "--output", checkpoint, "--preset", "model_1_ptm") == 0
+    assert (
+        weights("import", "--checkpoint", golden / "params.npz", "--output", checkpoint, "--preset", "model_1_ptm") == 0
+    )
     assert "model_1_ptm" in capsys.readouterr().err
     config = load_model(checkpoint).config
     assert (config.evoformer.blocks, config.extra_msa.blocks, config.templates.blocks) == (2, 1, 1)
@@ -56,16 +59,27 @@ def test_mistakes_exit_with_2_and_write_nothing(tmp_path: Path, capsys: pytest.C
     """A traceback, a file overwritten, or a wrong model taken."""
     write_npz(params := tmp_path / "mine.npz", export_deepmind(AlphaFold(ModelConfig.preset("test"))))
     (taken := tmp_path / "taken.ckpt").write_text("precious")
-    new = tmp_path / "new.ckpt"
+    new, file = tmp_path / "new.ckpt", tmp_path / "new.npz"
+    config = ModelConfig.preset("test")
+    save_model(own := tmp_path / "own.ckpt", AlphaFold(config))
+    longer = dataclasses.replace(config, evoformer=dataclasses.replace(config.evoformer, blocks=3))
+    save_model(deeper := tmp_path / "deeper.ckpt", AlphaFold(longer))
     for words, said in {
-        ("import", "--input", params, "--output", new): "does not say which model it is; give --preset",
-        ("import", "--input", params, "--output", new, "--preset", "tst"): "Did you mean 'test'?",
-        ("import", "--input", params, "--output", new, "--preset", "small"): "but the model needs",
-        ("import", "--input", params, "--output", taken, "--preset", "test"): "exists already",
-        ("import", "--input", params, "--output", tmp_path, "--preset", "test"): "is a folder",
-        ("import", "--input", taken, "--output", new, "--preset", "test"): "not an .npz file",
-        ("export", "--checkpoint", taken, "--output", new): "not a checkpoint",
-        ("export", "--checkpoint", params, "--output", new): "checkpoint",
+        ("import", "--checkpoint", params, "--output", new): "does not say which model it is; give --preset",
+        ("import", "--checkpoint", params, "--output", new, "--preset", "tst"): "Did you mean 'test'?",
+        ("import", "--checkpoint", params, "--output", new, "--preset", "small"): "but the model needs",
+        ("import", "--checkpoint", params, "--output", taken, "--preset", "test"): "exists already",
+        ("import", "--checkpoint", params, "--output", tmp_path, "--preset", "test"): "is a folder",
+        ("import", "--checkpoint", taken, "--output", new, "--preset", "test"): "neither DeepMind's",
+        ("import", "--checkpoint", params, "--output", new, "--preset", "test", "--like", own): "leave one out",
+        ("import", "--checkpoint", params, "--output", new, "--like", deeper): "but the model needs",
+        ("import", "--checkpoint", params, "--output", new, "--like", params): "not a readable checkpoint",
+        ("import", "--checkpoint", own, "--output", new): "is a checkpoint of evodsp's already",
+        ("export", "--checkpoint", taken, "--output", file): "not a checkpoint",
+        ("export", "--checkpoint", params, "--output", file): "does not say which model it is; give --preset",
+        ("export", "--checkpoint", own, "--output", file, "--preset", "test"): "holds its model's sizes itself",
+        ("export", "--checkpoint", own, "--output", new): "end it in .npz or .pt, or give --format",
+        ("export", "--checkpoint", own, "--output", file, "--format", "openfld"): "openfold-legacy",
     }.items():
         assert weights(*words) == 2, words
         error = capsys.readouterr().err
@@ -73,8 +87,9 @@ def test_mistakes_exit_with_2_and_write_nothing(tmp_path: Path, capsys: pytest.C
         assert error.count("\n") == 1
         assert said in error
     assert not new.exists()
+    assert not file.exists()
     assert taken.read_text() == "precious"
-    assert weights("import", "--input", params, "--output", taken, "--preset", "test", "--overwrite") == 0
+    assert weights("import", "--checkpoint", params, "--output", taken, "--preset", "test", "--overwrite") == 0
     assert load_model(taken).config == ModelConfig.preset("test")
 
 
