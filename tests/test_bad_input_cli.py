@@ -6,6 +6,7 @@ that names file, line and mend, no traceback, and not one file more on the disk 
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import io
 import os
@@ -20,7 +21,7 @@ import pytest
 import torch
 
 from evodsp.cli import main
-from evodsp.config import ModelConfig
+from evodsp.config import FeatureConfig, ModelConfig
 from evodsp.model.alphafold import AlphaFold
 from evodsp.weights.checkpoint import save_model
 from tests.training.conftest import SEQUENCES, TINY, write_chain
@@ -186,6 +187,35 @@ def test_a_folder_without_alignments(inputs: Path, capsys: pytest.CaptureFixture
         (inputs / path).unlink()
     for command in (predict(), fit()):
         check_refused(command, inputs, capsys, f"alignments/{KEY}", "no alignment")
+
+
+TEMPLATE_CASES: Mapping[str, tuple[list[str], list[str]]] = {
+    "no such folder": (["--templates", "nowhere"], ["nowhere", "no such folder of template structures"]),
+    "a file": (["--templates", FASTA], [FASTA, "no such folder of template structures"]),
+    "no structures": (["--templates", f"alignments/{KEY}"], [f"alignments/{KEY}", "no structure", ".cif"]),
+    "no date": (["--templates", "mmcif_files", "--max_template_date", "May 2020"], ["'May 2020'", "2020-05-14"]),
+    "no day": (["--templates", "mmcif_files", "--max_template_date", "2021-02-29"], ["'2021-02-29'", "2020-05-14"]),
+    "date alone": (["--max_template_date", "2020-05-14"], ["--max_template_date", "--templates"]),
+    "obsolete alone": (["--obsolete", FASTA], ["--obsolete", "--templates"]),
+    "no such list": (["--templates", "mmcif_files", "--obsolete", "nowhere.dat"], ["nowhere.dat"]),
+    "not the list": (["--templates", "mmcif_files", "--obsolete", CONFIG], [f"{CONFIG}:"]),
+}
+
+
+@pytest.mark.parametrize("case", TEMPLATE_CASES)
+def test_predict_refuses_templates(case: str, inputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With a model that takes templates, so that it is not refused for that."""
+    options, said = TEMPLATE_CASES[case]
+    test = ModelConfig.preset("test")
+    model = AlphaFold(dataclasses.replace(test, templates=dataclasses.replace(test.templates, enabled=True)))
+    save_model(inputs / CHECKPOINT, model, features=FeatureConfig(crop_size=None, max_templates=1))
+    check_refused(predict(*options), inputs, capsys, *said)
+
+
+def test_templates_for_a_model_without(inputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    check_refused(
+        predict("--templates", "mmcif_files"), inputs, capsys, CHECKPOINT, "takes no templates", "mmcif_files"
+    )
 
 
 def without_atoms(cif: str) -> str:

@@ -72,6 +72,8 @@ class _Job:
     templates: TemplateFeatures
     """Those that are used, best first."""
     templates_line: str
+    templates_seconds: float
+    """Spent on finding them."""
     settings: dict[str, Any]
     """What its files depend on."""
     earlier: PredictionResult | None
@@ -120,10 +122,12 @@ def _jobs(config: PredictConfig, features: FeatureConfig, targets: list[Target])
     source = template_source(config, features)
     jobs = []
     for target in targets:
+        start = time.perf_counter()
         templates, line = find_templates(source, target, features.max_templates)
+        seconds = time.perf_counter() - start
         settings = result_settings(config, features, target, checkpoint, templates)
         earlier = finished(config.output / target.query.name, settings, config.overwrite)
-        jobs.append(_Job(target, templates, line, settings, earlier))
+        jobs.append(_Job(target, templates, line, seconds, settings, earlier))
     return jobs
 
 
@@ -166,6 +170,7 @@ def _predict_target(
 
     start = time.perf_counter()
     folder = config.output / target.query.name
+    features_seconds = job.templates_seconds + reading + sum(run.features for run in runs.values())
     with whole_folder(folder) as work:
         result = write_results(work, structures, config.format, job.settings)
         timings = {
@@ -173,7 +178,7 @@ def _predict_target(
             "residues": len(target.query),
             "alignment_rows": rows,
             "device": str(device),
-            "features_seconds": round(reading + sum(run.features for run in runs.values()), 3),
+            "features_seconds": round(features_seconds, 3),
             "model_seconds": round(sum(sum(run.passes) for run in runs.values()), 3),
             "writing_seconds": round(time.perf_counter() - start, 3),
             "seeds": [{"seed": seed, **run.timings} for seed, run in runs.items()],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 
 import gemmi
 import numpy as np
@@ -13,7 +14,7 @@ from Bio.PDB.PDBParser import PDBParser
 from evodsp.data.mmcif import read_chain
 from evodsp.errors import UserError
 from evodsp.geometry.residues import ATOM_TYPES, RESTYPE_ATOM37_MASK
-from evodsp.inference.writers import PredictedStructure, structure_text
+from evodsp.inference.writers import AlignedError, PredictedStructure, structure_text
 
 FORMATS = ("cif", "pdb")
 
@@ -151,6 +152,20 @@ def test_nan_is_an_error_that_names_the_residue(file_format):
     s.positions[9, 1, 2] = np.nan
     with pytest.raises(UserError, match=r"residue 10 .*checkpoint"):
         structure_text(s, file_format)
+
+
+@pytest.mark.parametrize("where", ["plddt", "row", "column"])
+def test_nan_in_the_confidence_of_a_residue_without_atoms(where):
+    """The confidence of an X is written as well: without this check the JSON writer ends with a traceback."""
+    s = structure()
+    assert not s.mask[4].any()
+    s = replace(s, aligned_error=AlignedError(np.ones((25, 25), np.float32), 31.75, 0.5))
+    assert s.aligned_error is not None
+    structure_text(s, "cif")
+    values = s.plddt if where == "plddt" else s.aligned_error.pae
+    values[(slice(None), 4) if where == "column" else 4] = np.nan
+    with pytest.raises(UserError, match=rf"residue {1 if where == 'column' else 5} .*checkpoint"):
+        structure_text(s, "cif")
 
 
 def test_masked_nan_does_not_matter():

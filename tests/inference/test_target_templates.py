@@ -1,0 +1,180 @@
+"""predict --templates: real template searches and structures, a tiny random model made for templates."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from evodsp.cli import main
+from evodsp.config import FeatureConfig
+from evodsp.data.dataset import collate, prediction_sample
+from evodsp.data.mmcif import read_chain
+from evodsp.data.parsers import parse_fasta
+from evodsp.data.store import read_alignment_dir
+from evodsp.data.template_source import TemplateSource
+from evodsp.model.alphafold import AlphaFold
+from evodsp.weights.checkpoint import load_model, save_model
+
+from .test_ptm_model import PTM
+
+FEATURES = FeatureConfig(
+    crop_size=None, msa_clusters=12, extra_msa=6, max_templates=4, recycles=1, uniform_recycling=False
+)
+NAME = "query73_A"
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Tiny models with random weights: made for templates; with templates but no place for them; made without."""
+    folder = tmp_path_factory.mktemp("templates")
+    paths = {}
+    for name, templates, features in (
+        ("with", True, FEATURES),
+        ("bare", True, replace(FEATURES, max_templates=0, msa_clusters=8)),
+        ("without", False, FEATURES),
+    ):
+        torch.manual_seed(0)
+        model = AlphaFold(replace(PTM, templates=replace(PTM.templates, enabled=templates)))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.1 * torch.randn_like(parameter))
+        paths[name] = folder / f"{name}.ckpt"
+        save_model(paths[name], model, features=features)
+    return paths
+
+
+@pytest.fixture
+def words(real_data: Path, tmp_path: Path, checkpoints: dict[str, Path]) -> list[str]:
+    """The command without templates."""
+    return [
+        "predict", "--fasta", str(real_data / "fasta" / "query73.fasta"), "--alignments", str(real_data / "alignments"),
+        "--checkpoint", str(checkpoints["with"]), "--output", str(tmp_path / "out"), "--device", "cpu",
+    ]  # fmt: skip
+
+
+def settings(folder: Path) -> dict:
+    return json.loads((folder / NAME / "ranking.json").read_text())["settings"]
+
+
+def test_templates_reach_the_model(words, real_data, tmp_path, capsys, checkpoints):
+    """Seven templates, the best four used, in the log, in the settings and in the structure; the absent one is named."""
+    structures = real_data / "mmcif_files"
+    assert main([*words, "--templates", str(structures)]) == 0
+    log = capsys.readouterr().out
+    (line,) = re.findall(r"^  templates: .*$", log, re.MULTILINE)
+    assert line.startswith("  templates: 7 templates of 10 hits; ")
+    assert "1 hit: no structure (1hf9_B)" in line
+
+    (query,) = parse_fasta(real_data / "fasta" / "query73.fasta")
+    folder = real_data / "alignments" / NAME
+    found = TemplateSource.open(structures).find(folder, query)
+    used = list(found.features.names[:4])
+    assert line.endswith(f"; the best 4 are used: {', '.join(used)}")
+    assert settings(tmp_path / "out")["templates"] == used
+
+    sample = prediction_sample(query, read_alignment_dir(folder, query), FEATURES, 0, found.features)
+    assert sample["template_mask"].tolist() == [[1] * 4] * 2
+    with torch.no_grad():
+        output = load_model(checkpoints["with"])(collate([sample]))
+    chain = read_chain(tmp_path / "out" / NAME / "seed_0.cif", "A")
+    there = chain.mask > 0
+    np.testing.assert_allclose(chain.positions[there], output.structure.positions[0].numpy()[there], atol=1e-3)
+
+    assert main([*words, "--output", str(tmp_path / "none")]) == 0
+    assert "  templates: none\n" in capsys.readouterr().out
+    assert settings(tmp_path / "none")["templates"] == []
+    other = tmp_path / "none" / NAME / "seed_0.cif"
+    assert other.read_bytes() != (tmp_path / "out" / NAME / "seed_0.cif").read_bytes()
+
+
+def test_other_templates_are_another_question(words, real_data, tmp_path, capsys):
+    """Kept with the same templates, from wherever they come; not with none, an earlier date, or a changed structure."""
+    structures = tmp_path / "structures"
+    shutil.copytree(real_data / "mmcif_files", structures)
+    assert main([*words, "--templates", str(structures)]) == 0
+    assert main([*words, "--templates", str(real_data / "mmcif_files"), "--max_template_date", "2026-01-01"]) == 0
+    assert "kept:" in capsys.readouterr().out
+    first = settings(tmp_path / "out")["templates"][0]
+    for change in ([], ["--templates", str(structures), "--max_template_date", "2009-06-30"]):
+        assert main([*words, *change]) == 2
+        error = capsys.readouterr().err
+        assert "holds results of another run (templates: " in error
+        assert error.count("\n") == 1
+    path = structures / f"{first.split('_')[0]}.cif"
+    text = path.read_text()
+    moved = re.sub(
+        r"(?m)^(ATOM .*? )(-?\d+)(\.\d{3} +-?\d+\.\d{3} +-?\d+\.\d{3} )", lambda m: f"{m[1]}{int(m[2]) + 1}{m[3]}", text
+    )
+    assert moved != text
+    path.write_text(moved)
+    assert main([*words, "--templates", str(structures)]) == 2
+    assert "(templates_digest: " in capsys.readouterr().err
+
+
+def test_a_date_before_all_of_them(words, real_data, tmp_path, capsys):
+    """No template is used, and the log says why; the run goes on."""
+    date = ["--templates", str(real_data / "mmcif_files"), "--max_template_date", "1980-01-01"]
+    assert main([*words, *date]) == 0
+    log = capsys.readouterr().out
+    assert "templates: 0 templates of 10 hits; " in log
+    assert "released too late" in log
+    assert "; none is used\n" in log
+    assert settings(tmp_path / "out")["templates"] == []
+
+
+def test_a_target_without_a_search_result(words, real_data, tmp_path, capsys):
+    """Alignments without a .hhr beside them: the user who asked for templates must see that there were none."""
+    folder = tmp_path / "alignments" / NAME
+    shutil.copytree(real_data / "alignments" / NAME, folder)
+    for path in folder.glob("*.hhr"):
+        path.unlink()
+    assert main([*words, "--alignments", str(folder), "--templates", str(real_data / "mmcif_files")]) == 0
+    assert f"templates: none; no search result (.hhr or hmm_output.sto) in {folder}" in capsys.readouterr().out
+
+
+def test_a_broken_search_result_is_found_before_the_model_runs(words, real_data, tmp_path, capsys):
+    """Half a file would pass for a search that found less."""
+    folder = tmp_path / "alignments" / NAME
+    shutil.copytree(real_data / "alignments" / NAME, folder)
+    (path,) = folder.glob("*.hhr")
+    text = path.read_text()
+    path.write_text(text[: len(text) // 2])
+    assert main([*words, "--alignments", str(folder), "--templates", str(real_data / "mmcif_files")]) == 2
+    error = capsys.readouterr().err
+    assert f"{path}:" in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["bare", "without"])
+def test_a_model_that_takes_no_templates(words, real_data, tmp_path, capsys, checkpoints, name):
+    """They would be ignored in silence. Without --templates the model predicts."""
+    words = [*words, "--checkpoint", str(checkpoints[name])]
+    assert main([*words, "--templates", str(real_data / "mmcif_files")]) == 2
+    error = capsys.readouterr().err
+    assert f"{name}.ckpt: its model takes no templates, but --templates is " in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+    assert main(words) == 0
+
+
+def test_no_room_for_templates_is_a_masked_template(words, real_data, tmp_path, checkpoints):
+    """A model made for templates whose sizes have none: as with one that is masked, and not an MSA row less for it."""
+    assert main([*words, "--checkpoint", str(checkpoints["bare"])]) == 0
+    (query,) = parse_fasta(real_data / "fasta" / "query73.fasta")
+    alignments = read_alignment_dir(real_data / "alignments" / NAME, query)
+    sample = prediction_sample(
+        query, alignments, FEATURES, 0
+    )  # 12 clusters of which 4 for templates: as many as 8 of 0
+    with torch.no_grad():
+        output = load_model(checkpoints["bare"])(collate([sample]))
+    chain = read_chain(tmp_path / "out" / NAME / "seed_0.cif", "A")
+    there = chain.mask > 0
+    np.testing.assert_allclose(chain.positions[there], output.structure.positions[0].numpy()[there], atol=2e-3)
