@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
 from evodsp.config import ModelConfig
 from evodsp.errors import UserError
@@ -24,7 +24,7 @@ from evodsp.model.heads import (
 )
 from evodsp.model.msa_ops import first_row
 from evodsp.model.outputs import ModelOutput
-from evodsp.model.primitives import Linear
+from evodsp.model.primitives import Linear, ShardedModule
 from evodsp.model.recycling import Recycled, settled, with_ca_change
 from evodsp.model.structure_module import StructureModule
 from evodsp.model.templates import TemplateEmbedder, Templates, TemplateTorsionEmbedder
@@ -40,7 +40,7 @@ TEMPLATE_FEATURES = (
 )  # fmt: skip
 
 
-class AlphaFold(nn.Module):
+class AlphaFold(ShardedModule):
     """AlphaFold2's monomer model."""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -143,21 +143,25 @@ class AlphaFold(nn.Module):
         m, z = self.input_embedder(features["target_feat"], features["msa_feat"], features["residue_index"])
         row_update, pair_update = self.recycling_embedder(recycled.first_row, recycled.pair, recycled.positions, aatype)
         m = torch.cat([(m[:, 0] + row_update).unsqueeze(1), m[:, 1:]], 1)
-        z = z + pair_update
+        clusters = m.shape[1]
         templates = Templates.from_features(features) if self.template_embedder is not None else None
+        if self.template_torsion_embedder is not None and templates is not None:
+            rows, rows_mask = self.template_torsion_embedder(templates)
+            m, msa_mask = torch.cat([m, rows], 1), torch.cat([msa_mask, rows_mask], 1)
+        # Here one sample is spread over the ranks: from now on each works on its shard.
+        m, z = self.exchange.shard(m, "seq"), self.exchange.shard(z + pair_update, "j")
         if self.template_embedder is not None and templates is not None:
             z = z + self.template_embedder(z, templates, pair_mask, [d.at("templates") for d in draws])
         extra = self.extra_msa_embedder(
             features["extra_msa"], features["extra_has_deletion"], features["extra_deletion_value"]
         )
         extra_mask = features["extra_msa_mask"]
+        extra = self.exchange.shard(extra, "seq")
         _, z = self.extra_msa_stack(extra, z, extra_mask, pair_mask, [d.at("extra") for d in draws])
-        clusters = m.shape[1]
-        if self.template_torsion_embedder is not None and templates is not None:
-            rows, rows_mask = self.template_torsion_embedder(templates)
-            m, msa_mask = torch.cat([m, rows], 1), torch.cat([msa_mask, rows_mask], 1)
         m, z = self.evoformer(m, z, msa_mask, pair_mask, [d.at("evoformer") for d in draws])
-        return m[:, :clusters], z
+        residues = aatype.shape[1]
+        m, z = self.exchange.start_gather(m, "res", whole=residues), self.exchange.start_gather(z, "j", whole=residues)
+        return m.wait()[:, :clusters], z.wait()
 
     def _first(self, batch: Mapping[str, Tensor]) -> Recycled:
         """The first pass recycles zeros; its embedder still adds biases, as AF2's does."""
