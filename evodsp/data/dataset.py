@@ -26,7 +26,6 @@ from evodsp.data.msa import MsaFeatures, merge_alignments, query_only
 from evodsp.data.template_hits import TemplateHit
 from evodsp.data.template_source import FoundTemplates, TemplateSource
 from evodsp.data.templates import TemplateFeatures
-from evodsp.data.templates import empty_templates as empty_templates
 from evodsp.data.transforms import (
     FEATURE_AXES,
     GAP,

@@ -62,7 +62,9 @@ def test_no_template_is_as_young_as_the_query(real_data: Path, query73: Sequence
     found = source.find(folder, query73, release_date=date(2008, 1, 1), pdb_id="9xyz")
     assert found.features.names == ("2crb_A", "1psm_A")
     assert set(found.rejected[Rejection.TOO_RECENT]) >= {"3u8v_A", "2q2k_A"}
-    assert found.rejected[TemplateRejection.NO_STRUCTURE] == ("1hf9_B",), "a missing file must not be called a missing date"
+    assert found.rejected[TemplateRejection.NO_STRUCTURE] == ("1hf9_B",), (
+        "a missing file must not be called a missing date"
+    )
     # 2q2k was released on 2008-02-05; 60 days later is 2008-04-05.
     for day, allowed in ((4, False), (5, True)):
         names = source.find(folder, query73, date(2008, 4, day), "9xyz").features.names

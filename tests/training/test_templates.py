@@ -1,0 +1,131 @@
+"""Training with templates: from search results to a step, and settings that do not go together."""
+
+from __future__ import annotations
+
+import shutil
+from datetime import date
+from pathlib import Path
+
+import pytest
+import torch
+
+from evodsp.cli import main
+from evodsp.config import FeatureConfig, ModelConfig, TemplateConfig
+from evodsp.errors import UserError
+from evodsp.training.config import DataConfig, check_templates
+from evodsp.training.curve import read_curve
+from evodsp.training.datamodule import ChainDataModule
+from evodsp.weights.checkpoint import read_checkpoint
+from tests.training.conftest import SEQUENCES
+
+TEMPLATES = """
+  templates: {enabled: true, channels: 4, blocks: 1, pair_heads: 1, pair_head_width: 2, triangle_channels: 3,
+    transition_factor: 1, attention_heads: 1, attention_head_width: 2, checkpoint: false}
+"""
+HIT = "# STOCKHOLM 1.0\n2abc_B/1-13  GSHMDERVTCNPF\n1abc_A/1-13  MKTAYIAKQRWLE\n9abc_A/1-13  MKTAYIAKQRWLV\n//\n"
+
+
+@pytest.fixture(scope="module")
+def searched(chains: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The two chains; 1abc_A's template search found 2abc_B, itself, and an entry that is not there."""
+    folder = tmp_path_factory.mktemp("searched")
+    for name in ("alignments", "mmcif_files"):
+        shutil.copytree(chains / name, folder / name)
+    (folder / "alignments" / "1abc_A" / "hmm_output.sto").write_text(HIT)
+    (folder / "mmcif_cache.json").write_text('{"2abc": {"release_date": "2001-01-01"}}')
+    text = (chains / "tiny.yaml").read_text().replace(str(chains), str(folder)).replace("\ndata:", TEMPLATES + "data:")
+    text = text.replace("msa_clusters: 4,", "msa_clusters: 6, max_templates: 2,").replace(
+        "data:\n", f"data:\n  template_structure_dir: {folder}/mmcif_files\n  max_template_date: 2100-01-01\n"
+    )
+    (folder / "tiny.yaml").write_text(text)
+    return folder
+
+
+def test_a_run_with_templates(searched: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Catches a template branch that gets no features, no gradient, or templates that the user cannot see in the log."""
+    output = tmp_path / "run"
+    options = ["--output", str(output), "--trainer.max_steps", "16"]
+    assert main(["fit", "--config", str(searched / "tiny.yaml"), *options]) == 0
+    log = capfd.readouterr().err
+    expected = (
+        "templates of 1abc_A: 1 template of 3 hits; 1 hit: the query's own entry (1abc_A); 1 hit: no structure (9abc_A)"
+    )
+    assert expected in log
+    assert "templates of 2abc_B: 0 templates of 0 hits" in log
+    assert len(read_curve(output / "curve.csv")) == 16
+    checkpoint = read_checkpoint(output / "checkpoints" / "last.ckpt")
+    raw, average = checkpoint["state_dict"], checkpoint["ema_state_dict"]
+    first = "model.template_embedder.embedding.weight"  # the first layer: what moves it has come through all others
+    assert not torch.equal(raw[first], average[first]), "the loss does not reach the templates"
+
+
+def data_config(searched: Path, **changes) -> DataConfig:
+    folders = {"alignment_dir": str(searched / "alignments"), "structure_dir": str(searched / "mmcif_files")}
+    with_templates = FeatureConfig(crop_size=10, msa_clusters=6, extra_msa=3, max_templates=2, recycles=0)
+    defaults = {
+        "template_structure_dir": str(searched / "mmcif_files"), "max_template_date": "2100-01-01", "samples_per_epoch": 6,
+        "train": with_templates, "validation": with_templates, "validation_chains": list(SEQUENCES),
+    }  # fmt: skip
+    return DataConfig(**folders, **{**defaults, **changes})
+
+
+def test_batches_hold_the_templates(searched: Path) -> None:
+    """Catches the source opened but not handed to the samples, and its date limit lost on the way."""
+    module = ChainDataModule(data_config(searched))
+    module.check()
+    assert module.templates is not None
+    assert module.templates.limits.max_date == date(2100, 1, 1)
+    masks = [batch["template_mask"] for batch in module.val_dataloader()]
+    assert [mask[0, 0].tolist() for mask in masks] == [[1, 0], [0, 0]]
+    train = next(iter(module.train_dataloader()))
+    assert train["template_aatype"].shape == (1, 1, 2, 10)
+
+
+def test_without_a_folder_templates_are_masked(searched: Path) -> None:
+    """Catches a model with templates that cannot be trained on chains without any."""
+    module = ChainDataModule(data_config(searched, template_structure_dir=None, max_template_date=None))
+    module.check()
+    batch = next(iter(module.train_dataloader()))
+    assert batch["template_mask"].shape == (1, 1, 2)
+    assert not batch["template_mask"].any()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"template_structure_dir": "nowhere"}, r"data\.template_structure_dir is nowhere, which is not a folder"),
+        ({"max_template_date": "tomorrow"}, r"data\.max_template_date is 'tomorrow', which is no date"),
+        ({"obsolete": "nowhere.dat"}, r"data\.obsolete is nowhere\.dat, which is not a file"),
+        (
+            {"template_structure_dir": None},
+            r"max_template_date is 2100-01-01, but data\.template_structure_dir is null",
+        ),
+        (
+            {"train": FeatureConfig(), "validation": FeatureConfig()},
+            r"data\.train\.max_templates and data\.validation\.max_templates are 0",
+        ),
+    ],
+)
+def test_wrong_settings_are_one_line(searched: Path, changes: dict, message: str) -> None:
+    """Catches a wrong folder, date or number that is found only when training has begun, or never."""
+    with pytest.raises(UserError, match=message) as caught:
+        ChainDataModule(data_config(searched, **changes)).check()
+    assert "\n" not in str(caught.value)
+
+
+def test_model_and_data_must_agree_on_templates(
+    searched: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Catches a model that misses its template features at the first step, and templates read for nothing."""
+    on, off = ModelConfig(templates=TemplateConfig(enabled=True)), ModelConfig()
+    four, none = FeatureConfig(max_templates=4), FeatureConfig()
+    check_templates(on, DataConfig(train=four, validation=four))
+    check_templates(off, DataConfig(train=none, validation=none))
+    with pytest.raises(UserError, match=r"model\.templates\.enabled is true, but data\.validation\.max_templates is 0"):
+        check_templates(on, DataConfig(train=four, validation=none))
+    with pytest.raises(UserError, match=r"model\.templates\.enabled is false, but data\.train\.max_templates is 4"):
+        check_templates(off, DataConfig(train=four, validation=none))
+    options = ["--output", str(tmp_path / "run"), "--model.templates.enabled", "false"]
+    assert main(["fit", "--config", str(searched / "tiny.yaml"), *options]) == 2
+    assert "model.templates.enabled is false, but data.train.max_templates is 2" in capfd.readouterr().err
+    assert not (tmp_path / "run").exists()
