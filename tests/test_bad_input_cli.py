@@ -24,6 +24,7 @@ from evodsp.cli import main
 from evodsp.config import FeatureConfig, ModelConfig
 from evodsp.model.alphafold import AlphaFold
 from evodsp.weights.checkpoint import save_model
+from scripts.random_parameters import main as random_parameters
 from tests.training.conftest import SEQUENCES, TINY, write_chain
 
 KEY, OTHER_KEY = SEQUENCES
@@ -36,7 +37,7 @@ OUTPUT = Path("runs") / "out"
 
 # The words that tell a user what to do about it.
 MEND = re.compile(
-    r"\b(write|remove|rename|add|mend|search|use|give|check|download|save|must be|drop|put|shorten)\b|Did you mean"
+    r"\b(write|remove|rename|add|mend|search|use|give|check|download|save|must be|drop|put|leave|shorten)\b|Did you mean"
 )
 
 
@@ -210,6 +211,20 @@ def test_predict_refuses_templates(case: str, inputs: Path, capsys: pytest.Captu
     model = AlphaFold(dataclasses.replace(test, templates=dataclasses.replace(test.templates, enabled=True)))
     save_model(inputs / CHECKPOINT, model, features=FeatureConfig(crop_size=None, max_templates=1))
     check_refused(predict(*options), inputs, capsys, *said)
+
+
+def test_published_parameters_of_no_known_model(inputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By its name, by --preset, by another model's --preset, and a preset for a file that says its sizes itself."""
+    assert random_parameters(["--preset", "test", "--output", "weights.npz"]) == 0
+    published = ["--checkpoint", "weights.npz"]
+    check_refused(predict(*published), inputs, capsys, "weights.npz", "give --preset")
+    check_refused(predict(*published, "--preset", "tset"), inputs, capsys, "'tset'", "Did you mean 'test'?")
+    assert main(predict(*published, "--preset", "small")) == 2
+    assert re.fullmatch(
+        r"evodsp: error: weights.npz: array '\S+' .* is it another model's file\?\n", capsys.readouterr().err
+    )
+    check_refused(predict("--preset", "test"), inputs, capsys, CHECKPOINT, "--preset test", "leave it out")
+    assert main(predict(*published, "--preset", "test")) == 0
 
 
 def test_templates_for_a_model_without(inputs: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -44,6 +44,8 @@ class PredictConfig:
     """Feature sets drawn for each pass, their representations averaged; each costs as much as the first."""
     format: Literal["cif", "pdb"] = "cif"
     """File format of the structures. PDB holds at most 9,999 residues and 99,999 atoms."""
+    preset: str | None = None
+    """Model that published parameters are of, such as model_1_ptm; null: as the name of the file ends."""
     raw: bool = False
     """Use the raw weights of the checkpoint instead of their exponential moving average."""
     device: str = "auto"

@@ -59,7 +59,7 @@ class _SeedRun:
     def model_line(self, most: int) -> str:
         """Such as '12.0 s (3 of 4 passes, 4.0 s each; CA distances changed by 0.31 Å in the last)'."""
         number = len(self.passes)
-        passes = f"{number} passes" if number == most else f"{number} of {most} passes"
+        passes = f"{number} of {most} passes" if number < most else f"{most} pass{'es' * (most > 1)}"
         change = "" if self.ca_change is None else f"; CA distances changed by {self.ca_change:.2f} Å in the last"
         return f"{sum(self.passes):.1f} s ({passes}, {sum(self.passes) / number:.1f} s each{change})"
 
@@ -91,14 +91,14 @@ def predict(config: PredictConfig, report: Report = print) -> list[PredictionRes
     _check_output(config.output)
     if not config.checkpoint.is_file():
         raise UserError(f"{config.checkpoint}: no such checkpoint; check --checkpoint")
-    trained = load_features(config.checkpoint)
+    trained = load_features(config.checkpoint, config.preset)
     features = feature_config(config, trained)
     jobs = _jobs(config, features, targets)
     open_targets = [job.target for job in jobs if job.earlier is None]
     for target in open_targets:
         read_alignment_dir(target.alignments, target.query)
     if open_targets:
-        model = load_model(config.checkpoint, config.raw).to(device).eval()
+        model = load_model(config.checkpoint, config.raw, config.preset).to(device).eval()
         if config.templates is not None and not model.config.templates.enabled:
             raise takes_no_templates(config)
         features = _with_template_row(features, model)

@@ -14,7 +14,6 @@ from evodsp.config import FeatureConfig, ModelConfig, TemplateConfig
 from evodsp.data.dataset import Sample, collate, prediction_sample
 from evodsp.data.mmcif import read_chain
 from evodsp.data.store import read_alignment_dir
-from evodsp.data.templates import empty_templates
 from evodsp.data.types import Sequence
 from evodsp.errors import UserError
 from evodsp.inference import predict as module
@@ -27,7 +26,6 @@ from evodsp.model.alphafold import FEATURES, TEMPLATE_FEATURES, AlphaFold
 from evodsp.model.outputs import ModelOutput
 from evodsp.weights.checkpoint import load_model, save_model
 
-from ..conftest import load
 from .conftest import OTHER, QUERY, TRAINED, Workplace
 
 TINY = ModelConfig.preset("test")
@@ -155,7 +153,8 @@ def test_no_template_is_no_update(ptm_workplace):
     """AF2: a masked template changes neither the pair representation nor, as rows of the MSA, anything else."""
     model, sample = load_model(ptm_workplace.config.checkpoint), sample_of(ptm_workplace, "alpha_A", QUERY)
     one = run_by_hand(model, sample | masked_template(len(QUERY)))
-    four = {name: torch.from_numpy(values) for name, values in empty_templates(len(QUERY), 2, 4).items()}
+    with_four = prediction_sample(Sequence("alpha_A", QUERY), [], replace(SIZES, msa_clusters=8, max_templates=4), 0)
+    four = {name: with_four[name] for name in TEMPLATE_FEATURES}
     several = run_by_hand(model, sample | four)
     model.template_embedder = model.template_torsion_embedder = None
     model.features = FEATURES
@@ -165,16 +164,6 @@ def test_no_template_is_no_update(ptm_workplace):
         torch.testing.assert_close(output.msa, none.msa, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(output.pae_logits, none.pae_logits, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(output.structure.positions, none.structure.positions, rtol=1e-4, atol=1e-3)
-
-
-def test_empty_templates_have_alphafolds_names_types_and_axes(golden):
-    """A type or an axis that differs from a real template's would surface only when the two meet in one batch."""
-    processed = load(golden / "features_processed.npz")
-    empty = empty_templates(72, 2, 4)
-    assert set(empty) == set(TEMPLATE_FEATURES)
-    for name, values in empty.items():
-        assert (values.shape, values.dtype) == (processed[name].shape, processed[name].dtype)
-        assert not values.any()
 
 
 @pytest.mark.parametrize("with_templates", [True, False])

@@ -1,0 +1,101 @@
+"""predict from a published parameter file: no import before it, sizes as published, random parameters that stay sane."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from evodsp.cli import main
+from evodsp.config import ModelConfig
+from evodsp.inference import predict as module
+from evodsp.inference.predict import predict
+from evodsp.inference.settings import feature_config
+from evodsp.model.alphafold import AlphaFold
+from evodsp.weights.config import published_features
+from evodsp.weights.deepmind import read_npz
+from scripts.random_parameters import main as random_parameters
+from scripts.random_parameters import randomise
+
+
+def silent(line: str) -> None:
+    """No progress lines."""
+
+
+@pytest.fixture
+def parameters(tmp_path: Path) -> Path:
+    """Random parameters of the tiny model under DeepMind's names."""
+    path = tmp_path / "params.npz"
+    assert random_parameters(["--preset", "test", "--seed", "5", "--output", str(path)]) == 0
+    return path
+
+
+def test_a_parameter_file_predicts_as_its_checkpoint(workplace, parameters, tmp_path):
+    """--preset must reach both readers: the same bytes as after `evodsp weights import`."""
+    words = ["weights", "import", "--checkpoint", str(parameters), "--preset", "test"]
+    assert main([*words, "--output", str(tmp_path / "imported.ckpt")]) == 0
+    imported = workplace.change(checkpoint=tmp_path / "imported.ckpt", output=tmp_path / "imported")
+    direct = workplace.change(checkpoint=parameters, preset="test")
+    for a, b in zip(predict(direct, silent), predict(imported, silent), strict=True):
+        for name in ("seed_0.cif", "seed_1_scores.json"):
+            assert (a.folder / name).read_bytes() == (b.folder / name).read_bytes()
+
+
+def test_published_sizes_are_the_default(workplace, tmp_path, monkeypatch):
+    """Of model_2_ptm: 512 clusters, 1024 extra rows, 4 templates; flags have the last word. The model itself is not run."""
+    seen = []
+
+    def stop(config, features, targets):
+        seen.append(features)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "_jobs", stop)
+    path = tmp_path / "params_model_2_ptm.npz"
+    np.savez(path, weights=np.zeros(1, np.float32))
+    for change in ({}, {"extra_msa": 64, "recycles": 1}):
+        config = workplace.change(
+            checkpoint=path, **{"msa_clusters": None, "extra_msa": None, "recycles": None, **change}
+        )
+        with pytest.raises(KeyboardInterrupt):
+            predict(config, silent)
+        assert seen[-1] == feature_config(config, published_features("model_2_ptm"))
+    assert [(f.msa_clusters, f.extra_msa, f.max_templates, f.recycles) for f in seen] == [
+        (512, 1024, 4, 3),
+        (512, 64, 4, 1),
+    ]
+
+
+def test_random_parameters_are_of_their_seed(parameters, tmp_path):
+    """A timing is to be repeatable; and no array may be left at zero, which AF2's initialisation has many of."""
+    for name, seed in (("again.npz", "5"), ("other.npz", "6")):
+        assert random_parameters(["--preset", "test", "--seed", seed, "--output", str(tmp_path / name)]) == 0
+    first, again, other = (read_npz(path) for path in (parameters, tmp_path / "again.npz", tmp_path / "other.npz"))
+    assert all(np.array_equal(first[key], again[key]) for key in first)
+    assert not any(np.array_equal(first[key], other[key]) for key in first)
+    assert all((values != 0).all() for values in first.values())
+
+
+def test_random_parameters_keep_activations_sane(workplace, parameters):
+    """Structures of finite size; deep stacks of badly scaled parameters end in nan."""
+    result = predict(workplace.change(checkpoint=parameters, preset="test"), silent)[0]
+    ranking = json.loads((result.folder / "ranking.json").read_text())["ranking"]
+    assert all(20 < entry["mean_plddt"] < 80 for entry in ranking)
+    model = AlphaFold(ModelConfig.preset("small"))
+    randomise(model, 0)
+    m, z = torch.randn(1, 4, 9, 64), torch.randn(1, 9, 9, 32)
+    with torch.no_grad():
+        for _ in range(24):  # as deep as the full model
+            m, z = model.evoformer(m, z, torch.ones(1, 4, 9), torch.ones(1, 9, 9))
+    assert 1 < m.std() < 50
+    assert 1 < z.std() < 50
+
+
+def test_a_preset_that_does_not_exist(capsys):
+    """One line, like every command's."""
+    assert random_parameters(["--preset", "model_9", "--output", "nowhere.npz"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "no model preset 'model_9'" in error
