@@ -143,16 +143,6 @@ class TemplateFeatures:
         }
 
 
-def empty_templates(residues: int, cycles: int, count: int) -> dict[str, np.ndarray]:
-    """The model's input where there are no templates: `count` masked ones of zeros, as AF2 fills up to its 4.
-
-    Axes [cycle, template, residue, …].
-    """
-    none = TemplateFeatures.none(residues).processed()
-    del none["template_sum_probs"]  # the model does not read it
-    return {name: np.zeros((cycles, count, *values.shape[1:]), values.dtype) for name, values in none.items()}
-
-
 def pseudo_beta(
     aatype: Int8[np.ndarray, "*b"], positions: Float32[np.ndarray, "*b 37 3"], mask: Float32[np.ndarray, "*b 37"]
 ) -> tuple[Float32[np.ndarray, "*b 3"], Float32[np.ndarray, "*b"]]:
