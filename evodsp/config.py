@@ -300,7 +300,7 @@ class FeatureConfig:
     extra_msa: int = 1024
     """Rows of the extra MSA."""
     max_templates: int = 0
-    """Templates of a sample (AF2: 4), missing ones masked; their rows take their place among `msa_clusters`. 0: no templates."""
+    """Templates of a sample (AF2: 4), missing ones masked; their rows take their place among `msa_clusters`. 0 for none."""
     recycles: int = 3
     """Largest number of recycling iterations: a sample runs 1 to recycles + 1 passes."""
     ensembles: int = 1
