@@ -5,12 +5,21 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 RUNS   ?= runs
 
-.PHONY: help venv demo test verify lint format clean
+# DeepMind's JAX code lives in an environment of its own; only `make parity` makes it.
+PARITY       := .venv-parity
+PARITY_READY := $(PARITY)/.ready
+SEED         ?= 0
+# Python of an environment that has OpenFold; compared as well where there is one.
+OPENFOLD_PYTHON ?= $(BIN)/python
+COMPARE = $(BIN)/python -m scripts.parity.compare --alphafold $(PARITY)/bin/python --openfold $(OPENFOLD_PYTHON) --seed $(SEED)
+
+.PHONY: help venv demo test verify parity lint format clean
 
 help:
 	@echo "make demo    train a small model on the bundled families, predict held-out members, show the result"
 	@echo "make test    all tests (under 15 minutes)"
 	@echo "make verify  long sweeps (under 60 minutes)"
+	@echo "make parity  compare live with DeepMind's JAX code, on random weights (SEED=0)"
 	@echo "make lint    ruff and mypy"
 
 venv: $(READY)
@@ -39,6 +48,16 @@ test: $(READY)
 verify: $(READY)
 	$(BIN)/python -m pytest -m verify
 
+$(PARITY_READY): scripts/parity/constraints.txt
+	$(PYTHON) -m venv --clear $(PARITY)
+	$(PARITY)/bin/python -m pip install --quiet --upgrade pip
+	$(PARITY)/bin/python -m pip install --quiet --constraint scripts/parity/constraints.txt alphafold-colabfold jaxlib
+	@touch $(PARITY_READY)
+
+parity: $(READY) $(PARITY_READY)
+	$(COMPARE) --model model_1_ptm
+	$(COMPARE) --model model_5_ptm --fused
+
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -49,4 +68,4 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(RUNS) build *.egg-info
+	rm -rf $(VENV) $(PARITY) $(RUNS) build *.egg-info

@@ -1,0 +1,1 @@
+"""Live comparison with other implementations of AlphaFold2: `make parity`."""

@@ -1,0 +1,172 @@
+"""Compare evodsp live with DeepMind's JAX code, and with OpenFold where that is installed: `make parity`.
+
+    .venv/bin/python -m scripts.parity.compare --alphafold .venv-parity/bin/python [--model model_1_ptm] [--seed 0]
+
+All sides get the same dense random parameters, features and structure (subject.py), through a temporary folder: each other side
+runs in a Python environment of its own. Outputs, every term of the loss and the gradient of the total loss by every parameter
+are compared after two recycling passes. Exit code 1 if one is further away than allowed, 2 if a side could not run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from evodsp.config import ModelConfig
+from evodsp.errors import UserError
+from evodsp.geometry.frames import pseudo_beta
+from evodsp.model.alphafold import AlphaFold
+from evodsp.weights.deepmind import export_deepmind, set_parameters, write_npz
+from evodsp.weights.openfold import export_openfold, write_openfold
+
+from . import evodsp_side, table
+from .subject import Sizes, Subject, shallow
+
+HERE = Path(__file__).resolve().parent
+SKIPPED = 3
+"""Exit code of a side whose package is not installed."""
+RECYCLED_EDGES = np.linspace(3.25, 20.75, 15)
+"""Å; edges of the distogram of the structure that is recycled."""
+TOO_NEAR = 1e-4
+"""Å; a recycled distance nearer than this to an edge may fall on either side of it, by rounding."""
+SETTINGS = ("model", "fused", "evoformer", "extra_msa", "template", "structure")
+"""What the other sides have to know of the command line."""
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Compare evodsp live with AlphaFold2's JAX code and with OpenFold.")
+    parser.add_argument("--alphafold", type=Path, required=True, help="python that has alphafold-colabfold installed")
+    parser.add_argument("--openfold", type=Path, help="python that has openfold installed; none: this one")
+    parser.add_argument("--model", default="model_1_ptm", help="model_1 … model_5_ptm")
+    parser.add_argument("--seed", type=int, default=0, help="parameters, features and structure are drawn from it")
+    parser.add_argument("--fused", action="store_true", help="newer layout of triangle multiplication's parameters")
+    parser.add_argument("--evoformer", type=int, default=2, help="Evoformer blocks (published: 48)")
+    parser.add_argument("--extra-msa", type=int, default=1, help="extra-MSA blocks (published: 4)")
+    parser.add_argument("--template", type=int, default=2, help="template pair blocks (published: 2)")
+    parser.add_argument("--structure", type=int, default=4, help="structure module iterations (published: 8)")
+    parser.add_argument("--residues", type=int, default=Sizes.residues, help="real residues; six more are padding")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
+    try:
+        return run(options)
+    except UserError as error:
+        print(f"parity: error: {error}", file=sys.stderr)
+        return 2
+
+
+def run(options: argparse.Namespace) -> int:
+    if options.residues < 2 * Sizes.padded_residues:
+        raise UserError(f"--residues {options.residues}: too few to compare; give {2 * Sizes.padded_residues} or more")
+    config = shallow(
+        ModelConfig.preset(options.model), options.evoformer, options.extra_msa, options.template, options.structure
+    )
+    sizes = Sizes(residues=options.residues)
+    subject = Subject.draw(config, sizes, options.seed, options.fused)
+    settings = {name: getattr(options, name) for name in SETTINGS}
+    print(heading(options, config, sizes, subject), flush=True)  # the rest takes a while
+    with tempfile.TemporaryDirectory(prefix="evodsp-parity-") as folder:
+        file = Path(folder) / "subject.npz"
+        np.savez(file, allow_pickle=False, settings=np.array(json.dumps(settings)), **subject.flat())
+        passed = against_alphafold(options.alphafold, config, subject, file)
+        openfold = options.openfold or Path(sys.executable)
+        return 0 if against_openfold(openfold, config, subject, file) and passed else 1
+
+
+def heading(options: argparse.Namespace, config: ModelConfig, sizes: Sizes, subject: Subject) -> str:
+    enabled = config.templates.enabled
+    parameters = sum(array.size for array in subject.parameters.values())
+    return (
+        f"{options.model}, seed {options.seed}: {options.evoformer} Evoformer, {options.extra_msa} extra-MSA, "
+        f"{options.template if enabled else 0} template blocks, {options.structure} structure iterations, full widths\n"
+        f"{parameters:,} random parameters, triangle multiplication's {'fused' if options.fused else 'separate'}\n"
+        f"{sizes.residues} + {sizes.padded_residues} padded residues, {sizes.clusters} MSA and {sizes.extra} extra rows, "
+        f"{sizes.templates if enabled else 0} templates, {sizes.cycles} passes"
+    )
+
+
+def against_alphafold(python: Path, config: ModelConfig, subject: Subject, file: Path) -> bool:
+    start = time.perf_counter()
+    theirs = other_side(python, "alphafold_side", file)
+    if theirs is None:
+        raise UserError(f"{python} has no alphafold package; run `make parity`, which installs it in .venv-parity")
+    seconds = time.perf_counter() - start
+    start = time.perf_counter()
+    ours = evodsp_side.run(config, subject.parameters, subject.features, subject.structure, theirs)
+    print(
+        f"\nDeepMind's JAX code ({seconds:.0f} s, compilation included) against evodsp ({time.perf_counter() - start:.0f} s)"
+    )
+    return report(ours, theirs, subject)
+
+
+def against_openfold(python: Path, config: ModelConfig, subject: Subject, file: Path) -> bool:
+    """Unverified where openfold is not installed: see openfold_side.py."""
+    model = AlphaFold(config)
+    set_parameters(model, subject.parameters)
+    for name, legacy in (("openfold.pt", False), ("openfold_legacy.pt", True)):
+        write_openfold(file.with_name(name), export_openfold(model, legacy))
+    write_npz(file.with_name("deepmind.npz"), export_deepmind(model))
+    theirs = other_side(python, "openfold_side", file)
+    if theirs is None:
+        print("\nOpenFold: skipped, it is not installed (README: how to install it from its repository)")
+        return True
+    ours = evodsp_side.predict(model, subject.features)
+    print("\nOpenFold against evodsp")
+    imported = table.Row(
+        "checkpoint", float(theirs.pop("import_difference")), 0.0, "OpenFold's own import against ours"
+    )
+    return report(ours, theirs, subject, [imported])
+
+
+def other_side(python: Path, script: str, subject: Path) -> dict[str, np.ndarray] | None:
+    """What a side made of the subject, or None if its package is not installed. Raises UserError if it failed."""
+    result = subject.with_name(f"{script}.npz")
+    # Not resolved: a virtual environment's python is a link, and its place tells it where its packages are.
+    command = [str(python.absolute()), str(HERE / f"{script}.py"), str(subject), str(result)]
+    try:
+        done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
+    except OSError as error:
+        raise UserError(f"{python}: cannot be run ({error.strerror}); give the python of that environment") from error
+    if done.returncode == SKIPPED:
+        return None
+    if done.returncode:
+        print(done.stderr, file=sys.stderr)
+        raise UserError(f"{script} ended with code {done.returncode}; its messages are above")
+    with np.load(result) as file:
+        return {key: file[key] for key in file.files}
+
+
+def report(ours: table.Arrays, theirs: table.Arrays, subject: Subject, first: Sequence[table.Row] = ()) -> bool:
+    """Print the table, `first` at its head; True if all is within what is allowed."""
+    features = subject.features
+    rows = [*first, *table.compare(ours, theirs, features)]
+    print(table.text(rows))
+    if "recycled/positions" in theirs:
+        nearest = nearest_to_an_edge(theirs["recycled/positions"], features["aatype"][-1], features["seq_mask"][-1])
+        if nearest < TOO_NEAR:
+            print(
+                f"note: a recycled distance is {nearest:.0e} Å from a bin's edge, rounding may decide it; try other seeds"
+            )
+    return all(row.passed for row in rows)
+
+
+def nearest_to_an_edge(positions: np.ndarray, aatype: np.ndarray, seq_mask: np.ndarray) -> float:
+    """The smallest distance in Å between a recycled CB-CB distance and an edge of the bins it is sorted into."""
+    beta = pseudo_beta(torch.from_numpy(aatype), torch.from_numpy(positions)).double().numpy()[seq_mask > 0]
+    distances = np.linalg.norm(beta[:, None] - beta, axis=-1)[np.triu_indices(len(beta), 1)]
+    return float(np.abs(distances[:, None] - RECYCLED_EDGES).min())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,121 @@
+"""Our side of the comparison: the same subject through evodsp, outputs under DeepMind's names."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from evodsp.config import LossConfig, ModelConfig
+from evodsp.geometry.frames import structure_labels
+from evodsp.geometry.rigid import Rigid
+from evodsp.losses.total import total_loss
+from evodsp.model.alphafold import AlphaFold
+from evodsp.model.outputs import ModelOutput
+from evodsp.weights.deepmind import is_fused, set_parameters, their_arrays
+from evodsp.weights.names import parameter_names
+
+# DeepMind's weights of the fine-tuned models. The confidence terms bin a prediction, and are apart for that (`losses`).
+STRUCTURE = LossConfig(plddt=0.0, violation=1.0, experimentally_resolved=0.01, scale_by_length=False)
+CONFIDENCE = LossConfig(
+    **dict.fromkeys(
+        ("backbone_fape", "sidechain_fape", "torsion", "angle_norm", "distogram", "masked_msa"), 0.0
+    ),
+    plddt=0.01,
+    scale_by_length=False,
+)  # fmt: skip
+
+
+def run(
+    config: ModelConfig,
+    parameters: dict[str, np.ndarray],
+    features: dict[str, np.ndarray],
+    structure: dict[str, np.ndarray],
+    reference: dict[str, np.ndarray],
+) -> dict[str, np.ndarray]:
+    """Outputs of the last pass, its losses, and the gradient of the total loss in DeepMind's layout.
+
+    `features`: axes [cycle, …]. `structure`: atoms of the label. `reference`: the other side's outputs, for the
+    structure that the confidence losses bin.
+    """
+    model = AlphaFold(config)
+    set_parameters(model, parameters)
+    batch = {name: torch.from_numpy(values)[None] for name, values in features.items()}
+    batch |= labels_of(features["aatype"][-1], structure)
+    output = model(batch)
+    total, terms = losses(output, batch, config, reference)
+    total.backward()
+    results = {**outputs_of(output), **{f"loss/{name}": value.numpy() for name, value in terms.items()}}
+    return results | {f"gradient/{key}": value for key, value in gradients(model, is_fused(parameters)).items()}
+
+
+@torch.no_grad()
+def predict(model: AlphaFold, features: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Outputs of the last pass. `features`: axes [cycle, …]."""
+    return outputs_of(model({name: torch.from_numpy(values)[None] for name, values in features.items()}))
+
+
+def labels_of(aatype: np.ndarray, structure: dict[str, np.ndarray]) -> dict[str, Tensor]:
+    """What the losses look at, from the atoms of a structure; axes [batch, R, …]."""
+    positions, mask = (torch.from_numpy(structure[f"all_atom_{name}"]) for name in ("positions", "mask"))
+    labels = structure_labels(torch.from_numpy(aatype), positions, mask)
+    labels |= {"resolution": torch.tensor(float(structure["resolution"])), "use_clamped_fape": torch.tensor(1.0)}
+    # Which atoms exist is a feature, zero in padding; the label of that name knows residue types only.
+    return {name: label[None] for name, label in labels.items() if name != "atom14_atom_exists"}
+
+
+def losses(
+    output: ModelOutput, batch: dict[str, Tensor], config: ModelConfig, reference: dict[str, np.ndarray]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The total loss and its terms.
+
+    pLDDT and PAE losses sort the errors of the predicted structure into bins. They are given the other side's structure:
+    which side of an edge a pair of residues falls on must not be for rounding to decide. No gradient flows there.
+    """
+    affines = torch.from_numpy(reference["structure/affines"])[:, None]
+    judged = replace(
+        output.structure,
+        positions=torch.from_numpy(reference["structure/positions"])[None],
+        backbone=Rigid.from_quaternion(affines[..., :4], affines[..., 4:]),
+    )
+    confidence = replace(CONFIDENCE, pae=0.1 if output.pae_logits is not None else 0.0)
+    total, terms = total_loss(output, batch, STRUCTURE, config.heads)
+    more, more_terms = total_loss(replace(output, structure=judged), batch, confidence, config.heads)
+    total = total + more
+    return total, {**terms, **more_terms, "total": total.detach()}
+
+
+def outputs_of(output: ModelOutput) -> dict[str, np.ndarray]:
+    """Representations, logits and positions (Å) of a batch of one, without its axis."""
+    found = {
+        "representations/msa": output.msa,
+        "representations/msa_first_row": output.msa[:, 0],
+        "representations/pair": output.pair,
+        "representations/single": output.single,
+        "representations/structure_module": output.structure.single,
+        "distogram/logits": output.distogram_logits,
+        "masked_msa/logits": output.masked_msa_logits,
+        "predicted_lddt/logits": output.plddt_logits,
+        "experimentally_resolved/logits": output.resolved_logits,
+        "predicted_aligned_error/logits": output.pae_logits,
+        "structure/positions": output.structure.positions,
+    }
+    return {name: value[0].detach().numpy() for name, value in found.items() if value is not None}
+
+
+def gradients(model: AlphaFold, fused: bool) -> dict[str, np.ndarray]:
+    """The gradient of every parameter as DeepMind's arrays, blocks stacked."""
+    parameters = dict(model.named_parameters())
+    blocks: dict[str, list[np.ndarray]] = {}
+    stacked = set()
+    for name in parameter_names(model.config, fused):
+        gradient = parameters[name.ours].grad
+        if gradient is None:
+            raise RuntimeError(f"no gradient of {name.ours}")
+        for key, array in zip(name.keys, their_arrays(name, gradient), strict=True):
+            blocks.setdefault(key, []).append(array)
+            if name.block is not None:
+                stacked.add(key)
+    return {key: np.stack(arrays) if key in stacked else arrays[0] for key, arrays in blocks.items()}
