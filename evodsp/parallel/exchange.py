@@ -25,10 +25,9 @@ from evodsp.parallel.collectives import (
     Sum,
     Switch,
     maximum,
-    shard,
     start,
 )
-from evodsp.parallel.layout import DIMENSION, Axis, shard_sizes
+from evodsp.parallel.layout import DIMENSION, Axis, shard_sizes, shard_slice
 
 
 class Exchange(ABC):
@@ -55,8 +54,18 @@ class Exchange(ABC):
         """Elementwise maximum over ranks, outside the graph (it only stabilises a softmax)."""
 
     @abstractmethod
+    def owned(self, whole: int) -> slice:
+        """The entries that are this rank's, of an axis of `whole` entries."""
+
+    @property
+    @abstractmethod
+    def ranks(self) -> int:
+        """How many shards there are. A loss that counts this rank's share of a sum counts it so many times (the mean over
+        ranks of their losses is the loss)."""
+
     def shard(self, x: Tensor, axis: Axis) -> Tensor:
-        """This rank's shard of a tensor that every rank holds whole."""
+        """This rank's shard of a tensor that every rank holds whole. Its transpose pads with zeros."""
+        return x[(slice(None),) * DIMENSION[axis] + (self.owned(x.shape[DIMENSION[axis]]),)]
 
     def switch(self, x: Tensor, from_axis: Axis, to_axis: Axis, whole: int) -> Tensor:
         return self.start_switch(x, from_axis, to_axis, whole).wait()
@@ -89,8 +98,12 @@ class LocalExchange(Exchange):
     def max(self, x: Tensor) -> Tensor:
         return x.detach()
 
-    def shard(self, x: Tensor, axis: Axis) -> Tensor:
-        return x
+    def owned(self, whole: int) -> slice:
+        return slice(0, whole)
+
+    @property
+    def ranks(self) -> int:
+        return 1
 
 
 class ShardedExchange(Exchange):
@@ -127,8 +140,12 @@ class ShardedExchange(Exchange):
     def max(self, x: Tensor) -> Tensor:
         return maximum(x, self.group)
 
-    def shard(self, x: Tensor, axis: Axis) -> Tensor:
-        return shard(x, DIMENSION[axis], self.group)
+    def owned(self, whole: int) -> slice:
+        return shard_slice(whole, self.group.size, self.group.rank)
+
+    @property
+    def ranks(self) -> int:
+        return self.group.size
 
     def _start(self, x: Tensor, collective: Collective) -> Pending:
         pending: Pending = start(x, collective) if self.dtype is None else _Narrowed(x, collective, self.dtype)

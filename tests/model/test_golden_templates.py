@@ -22,7 +22,7 @@ from evodsp.model.templates import (
     template_torsion_features,
 )
 from evodsp.parallel.exchange import LocalExchange
-from evodsp.parallel.layout import DIMENSION, Axis
+from evodsp.parallel.layout import shard_slice
 from evodsp.rng import Draws
 from evodsp.weights import names
 from evodsp.weights.deepmind import load_arrays
@@ -205,8 +205,8 @@ class Rows(LocalExchange):
     def __init__(self, rank: int) -> None:
         self.rank = rank
 
-    def shard(self, x: Tensor, axis: Axis) -> Tensor:
-        return torch.tensor_split(x, 2, DIMENSION[axis])[self.rank]
+    def owned(self, whole: int) -> slice:
+        return shard_slice(whole, 2, self.rank)
 
 
 def test_pair_features_are_made_shard_by_shard() -> None:
