@@ -51,7 +51,10 @@ def ca_change(
 
 
 def settled(output: ModelOutput, tolerance: float) -> bool:
-    """Whether no sample of the batch changed by more than `tolerance` in this pass; never after the first one."""
+    """Whether no sample of the batch changed by more than `tolerance` in this pass; never after the first one.
+
+    This pass is then the result, as in ColabFold; AlphaFold-Multimer runs one more.
+    """
     return output.ca_change is not None and bool((output.ca_change <= tolerance).all())
 
 
