@@ -9,7 +9,6 @@ and containers, so files are loaded with `weights_only=True`: a checkpoint from 
 from __future__ import annotations
 
 import dataclasses
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from evodsp.config import FeatureConfig, ModelConfig, from_dict
 from evodsp.errors import UserError
 from evodsp.model.alphafold import AlphaFold
 from evodsp.weights.config import preset_of, published_features
-from evodsp.weights.files import whole_file
+from evodsp.weights.files import container, whole_file
 from evodsp.weights.published import is_parameter_file, load_published
 
 FORMAT_VERSION = 1
@@ -41,7 +40,7 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
     path = Path(path)
     if not path.is_file():
         raise UserError(f"{path}: no such checkpoint file; give one that `evodsp fit` wrote to <output>/checkpoints")
-    if not zipfile.is_zipfile(path):
+    if container(path) is None:
         raise UserError(f"{path}: not a checkpoint (or cut short); give a .ckpt file written by `evodsp fit`")
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)

@@ -22,7 +22,7 @@ from evodsp.config import ModelConfig
 from evodsp.errors import UserError, nearest
 from evodsp.model.alphafold import AlphaFold
 from evodsp.weights.accounting import check_arrays
-from evodsp.weights.files import whole_file
+from evodsp.weights.files import container, whole_file
 from evodsp.weights.names import Name, block_probes, parameter_names
 
 FUSED_MARK = "/triangle_multiplication_outgoing/projection//weights"  # only newer files have this array
@@ -33,12 +33,12 @@ def read_npz(path: str | Path) -> dict[str, np.ndarray]:
     path = Path(path)
     if not path.is_file():
         raise UserError(f"{path}: no such parameter file; give DeepMind's params_model_<n>.npz")
-    if not zipfile.is_zipfile(path):
+    if container(path) is None:
         raise UserError(f"{path}: not an .npz file (or cut short); give DeepMind's params_model_<n>.npz")
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays = {key: file[key] for key in file.files}
-    except (ValueError, OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+    except (ValueError, OSError, EOFError, zipfile.BadZipFile, zlib.error, NotImplementedError) as error:
         raise UserError(f"{path}: unreadable .npz file, it is damaged or another program's; fetch it again") from error
     for key, array in arrays.items():
         if not (isinstance(array, np.ndarray) and array.dtype.kind == "f"):

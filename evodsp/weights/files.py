@@ -19,7 +19,7 @@ def container(path: Path) -> Container | None:
     try:
         with zipfile.ZipFile(path) as file:
             members = file.namelist()
-    except (zipfile.BadZipFile, OSError):
+    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError):  # the last two: a damaged directory
         return None
     if any(name.endswith(".npy") for name in members):
         return "npz"

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import zipfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from evodsp.config import ModelConfig
 from evodsp.errors import UserError
 from evodsp.model.alphafold import AlphaFold
 from evodsp.weights.accounting import check_arrays
-from evodsp.weights.files import whole_file
+from evodsp.weights.files import container, whole_file
 from evodsp.weights.names import Name, older, parameter_names
 
 FUSED_MARK = ".linear_ab_p.weight"  # only newer models with fused projections have this array
@@ -49,7 +48,7 @@ def read_openfold(path: str | Path, raw: bool = False) -> dict[str, Tensor]:
         )
     if not path.is_file():
         raise UserError(f"{path}: no such parameter file; give OpenFold's .pt checkpoint")
-    if not zipfile.is_zipfile(path):
+    if container(path) is None:
         raise UserError(f"{path}: not a .pt file of PyTorch's (or cut short); give OpenFold's checkpoint")
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
