@@ -5,6 +5,7 @@ Shape legend: B batch, S clusters of the MSA, E extra sequences, R residues.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -28,12 +29,14 @@ from evodsp.model.primitives import Linear, ShardedModule
 from evodsp.model.recycling import Recycled, settled, with_ca_change
 from evodsp.model.structure_module import StructureModule
 from evodsp.model.templates import TemplateEmbedder, Templates, TemplateTorsionEmbedder
+from evodsp.parallel.layout import Axis
 from evodsp.rng import Draws
 
 FEATURES = (
     "aatype", "residue_index", "seq_mask", "target_feat", "msa_feat", "msa_mask",
     "extra_msa", "extra_msa_mask", "extra_has_deletion", "extra_deletion_value",
 )  # fmt: skip
+EXTRA_MSA_FEATURES = ("extra_msa", "extra_has_deletion", "extra_deletion_value")
 TEMPLATE_FEATURES = (
     "template_aatype", "template_all_atom_positions", "template_all_atom_masks",
     "template_pseudo_beta", "template_pseudo_beta_mask", "template_mask",
@@ -102,13 +105,14 @@ class AlphaFold(ShardedModule):
             if cycle == last or settled(output, stop_tolerance):
                 break
             recycled = Recycled.of(output)
-        return output
+        return self._gathered(output)
 
     def one_pass(
         self, members: Sequence[Mapping[str, Tensor]], recycled: Recycled, draws: Sequence[Draws] = ()
     ) -> ModelOutput:
         """One recycling iteration. `members`: one or more feature sets, axes [batch, …], of the same sequence."""
         first = members[0]
+        residues = first["aatype"].shape[1]
         msa, pair = self.representations(first, recycled, draws)
         row = first_row(msa)
         for number, member in enumerate(members[1:], start=1):
@@ -116,10 +120,12 @@ class AlphaFold(ShardedModule):
             row, pair = row + first_row(m), pair + z
         if len(members) > 1:
             row, pair = row / len(members), pair / len(members)
+        rows = self.exchange.start_switch(pair, "j", "i", whole=residues)  # structure module and heads read z on I
+        row = self.exchange.gather(row.unsqueeze(1), "res", whole=residues).squeeze(1)
         # AF2 averages the single representations; they are linear in the rows, so it is the same to average these.
-        single = self.single(row)
+        single, pair_rows = self.single(row), rows.wait()
         structure = self.structure_module(
-            single, pair, first["aatype"], first["seq_mask"], [d.at("structure") for d in draws]
+            single, pair_rows, first["aatype"], first["seq_mask"], [d.at("structure") for d in draws]
         )
         return ModelOutput(
             msa=msa,
@@ -127,45 +133,71 @@ class AlphaFold(ShardedModule):
             pair=pair,
             single=single,
             structure=structure,
-            distogram_logits=self.distogram_head(pair),
+            distogram_logits=self.distogram_head(pair_rows),
             masked_msa_logits=self.masked_msa_head(msa),
             plddt_logits=self.plddt_head(structure.single),
             resolved_logits=None if self.resolved_head is None else self.resolved_head(single),
-            pae_logits=None if self.pae_head is None else self.pae_head(pair),
+            pae_logits=None if self.pae_head is None else self.pae_head(pair_rows),
         )
 
     def representations(
         self, features: Mapping[str, Tensor], recycled: Recycled, draws: Sequence[Draws] = ()
-    ) -> tuple[Float[Tensor, "B S R c_m"], Float[Tensor, "B R R c_z"]]:
-        """MSA and pair representation of one feature set: embedders and stacks (algorithm 2, lines 5 to 18)."""
-        aatype, seq_mask, msa_mask = features["aatype"], features["seq_mask"], features["msa_mask"]
+    ) -> tuple[Float[Tensor, "B S r c_m"], Float[Tensor, "B R j c_z"]]:
+        """MSA and pair representation of one feature set: embedders and stacks (algorithm 2, lines 5 to 18). m on R, z on J."""
+        seq_mask = features["seq_mask"]
         pair_mask = seq_mask.unsqueeze(2) * seq_mask.unsqueeze(1)
-        m, z = self.input_embedder(features["target_feat"], features["msa_feat"], features["residue_index"])
-        row_update, pair_update = self.recycling_embedder(recycled.first_row, recycled.pair, recycled.positions, aatype)
-        m = torch.cat([(m[:, 0] + row_update).unsqueeze(1), m[:, 1:]], 1)
-        clusters = m.shape[1]
         templates = Templates.from_features(features) if self.template_embedder is not None else None
-        if self.template_torsion_embedder is not None and templates is not None:
-            rows, rows_mask = self.template_torsion_embedder(templates)
-            m, msa_mask = torch.cat([m, rows], 1), torch.cat([msa_mask, rows_mask], 1)
-        # Here one sample is spread over the ranks: from now on each works on its shard.
-        m, z = self.exchange.shard(m, "seq"), self.exchange.shard(z + pair_update, "j")
+        row_update, pair_update = self.recycling_embedder(
+            recycled.first_row, recycled.pair, recycled.positions, features["aatype"]
+        )
+        m, z, msa_mask = self._embedded(features, row_update, templates)
+        z = z + pair_update
         if self.template_embedder is not None and templates is not None:
             z = z + self.template_embedder(z, templates, pair_mask, [d.at("templates") for d in draws])
-        extra = self.extra_msa_embedder(
-            features["extra_msa"], features["extra_has_deletion"], features["extra_deletion_value"]
-        )
+        extra = self.extra_msa_embedder(*(self.exchange.shard(features[name], "seq") for name in EXTRA_MSA_FEATURES))
         extra_mask = features["extra_msa_mask"]
-        extra = self.exchange.shard(extra, "seq")
         _, z = self.extra_msa_stack(extra, z, extra_mask, pair_mask, [d.at("extra") for d in draws])
         m, z = self.evoformer(m, z, msa_mask, pair_mask, [d.at("evoformer") for d in draws])
-        residues = aatype.shape[1]
-        m, z = self.exchange.start_gather(m, "res", whole=residues), self.exchange.start_gather(z, "j", whole=residues)
-        return m.wait()[:, :clusters], z.wait()
+        return m[:, : features["msa_feat"].shape[1]], z
+
+    def _embedded(
+        self, features: Mapping[str, Tensor], row_update: Float[Tensor, "B R c_m"], templates: Templates | None
+    ) -> tuple[Float[Tensor, "B s R c_m"], Float[Tensor, "B R j c_z"], Float[Tensor, "B S R"]]:
+        """The first MSA representation (clusters, then templates) on S, the first pair on J, and the whole MSA's mask."""
+        msa_feat, msa_mask = features["msa_feat"], features["msa_mask"]
+        clusters = msa_feat.shape[1]
+        template_rows = None
+        if self.template_torsion_embedder is not None and templates is not None:
+            template_rows, template_mask = self.template_torsion_embedder(templates)
+            msa_mask = torch.cat([msa_mask, template_mask], 1)
+        own = self.exchange.owned(msa_mask.shape[1])
+        m, z = self.input_embedder(features["target_feat"], msa_feat[:, own], features["residue_index"])
+        query = slice(0, int(own.start == 0 < own.stop))  # the query's row is on one rank only: elsewhere this is empty
+        m = torch.cat([m[:, query] + row_update.unsqueeze(1)[:, query], m[:, query.stop :]], 1)
+        if template_rows is not None:
+            m = torch.cat([m, template_rows[:, max(own.start - clusters, 0) : max(own.stop - clusters, 0)]], 1)
+        return m, z, msa_mask
+
+    def _gathered(self, output: ModelOutput) -> ModelOutput:
+        """The output with every tensor whole, for losses that do not work on shards."""
+        residues = output.first_row.shape[1]
+
+        def whole(x: Tensor, axis: Axis) -> Tensor:
+            return self.exchange.gather(x, axis, whole=residues)
+
+        return dataclasses.replace(
+            output,
+            msa=whole(output.msa, "res"),
+            pair=whole(output.pair, "j"),
+            distogram_logits=whole(output.distogram_logits, "i"),
+            masked_msa_logits=whole(output.masked_msa_logits, "res"),
+            pae_logits=None if output.pae_logits is None else whole(output.pae_logits, "i"),
+        )
 
     def _first(self, batch: Mapping[str, Tensor]) -> Recycled:
         """The first pass recycles zeros; its embedder still adds biases, as AF2's does."""
         b, _, r, _ = batch["target_feat"].shape
+        own = self.exchange.owned(r)
         zeros = batch["target_feat"].new_zeros
         channels = self.config.channels
-        return Recycled(zeros(b, r, channels.msa), zeros(b, r, r, channels.pair), zeros(b, r, 37, 3))
+        return Recycled(zeros(b, r, channels.msa), zeros(b, r, own.stop - own.start, channels.pair), zeros(b, r, 37, 3))

@@ -1,6 +1,7 @@
 """Input, extra-MSA and recycling embedders (algorithms 3, 4 and 32).
 
-Shape legend: B batch, S clusters of the MSA, E extra sequences, R residues, c channels.
+Shape legend: B batch, S clusters of the MSA, E extra sequences, R residues, I J residues of the pair, c channels. Small letters
+s e j are this rank's shard of an axis, which on one device is all of it. Every rank builds its shard only.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from torch.nn import functional as F
 
 from evodsp.config import ChannelsConfig, EmbedderConfig
 from evodsp.geometry.frames import pseudo_beta
-from evodsp.model.primitives import Linear
+from evodsp.model.primitives import Linear, ShardedModule
 
 TARGET_FEATURES = 22
 MSA_FEATURES = 49
@@ -20,7 +21,7 @@ EXTRA_MSA_FEATURES = 25
 EXTRA_MSA_LETTERS = 23
 
 
-class InputEmbedder(nn.Module):
+class InputEmbedder(ShardedModule):
     """First MSA and pair representations from the sequence and the clustered MSA (algorithms 3 and 4)."""
 
     def __init__(self, channels: ChannelsConfig, config: EmbedderConfig) -> None:
@@ -35,12 +36,14 @@ class InputEmbedder(nn.Module):
     def forward(
         self,
         target_feat: Float[Tensor, "B R 22"],
-        msa_feat: Float[Tensor, "B S R 49"],
+        msa_feat: Float[Tensor, "B s R 49"],
         residue_index: Int[Tensor, "B R"],
-    ) -> tuple[Float[Tensor, "B S R c_m"], Float[Tensor, "B R R c_z"]]:
+    ) -> tuple[Float[Tensor, "B s R c_m"], Float[Tensor, "B I j c_z"]]:
+        """m on S, like `msa_feat`, and z on J."""
+        columns = self.exchange.owned(residue_index.shape[1])
         m = self.msa(msa_feat) + self.target_to_msa(target_feat).unsqueeze(1)
-        z = self.left(target_feat).unsqueeze(2) + self.right(target_feat).unsqueeze(1)
-        offset = residue_index.unsqueeze(2) - residue_index.unsqueeze(1)
+        z = self.left(target_feat).unsqueeze(2) + self.right(target_feat[:, columns]).unsqueeze(1)
+        offset = residue_index.unsqueeze(2) - residue_index[:, columns].unsqueeze(1)
         bins = offset.clamp(-self.max_offset, self.max_offset).long() + self.max_offset
         # A linear layer on a one-hot vector is a row of its weight: no [R, R, 65] tensor is needed.
         rows = F.embedding(bins, self.relative_position.weight.t())
@@ -56,15 +59,15 @@ class ExtraMSAEmbedder(nn.Module):
 
     def forward(
         self,
-        extra_msa: Int[Tensor, "B E R"],
-        has_deletion: Float[Tensor, "B E R"],
-        deletion_value: Float[Tensor, "B E R"],
-    ) -> Float[Tensor, "B E R c_e"]:
+        extra_msa: Int[Tensor, "B e R"],
+        has_deletion: Float[Tensor, "B e R"],
+        deletion_value: Float[Tensor, "B e R"],
+    ) -> Float[Tensor, "B e R c_e"]:
         letters = F.one_hot(extra_msa.long(), EXTRA_MSA_LETTERS).to(has_deletion.dtype)
         return self.linear(torch.cat([letters, has_deletion.unsqueeze(-1), deletion_value.unsqueeze(-1)], -1))
 
 
-class RecyclingEmbedder(nn.Module):
+class RecyclingEmbedder(ShardedModule):
     """What the former pass adds to the input of the next (algorithm 32)."""
 
     lower: Tensor
@@ -80,18 +83,18 @@ class RecyclingEmbedder(nn.Module):
     def forward(
         self,
         first_row: Float[Tensor, "B R c_m"],
-        z: Float[Tensor, "B R R c_z"],
+        z: Float[Tensor, "B I j c_z"],
         positions: Float[Tensor, "B R 37 3"],
         aatype: Int[Tensor, "B R"],
-    ) -> tuple[Float[Tensor, "B R c_m"], Float[Tensor, "B R R c_z"]]:
-        """Updates of the MSA's first row and of the pair. `positions` in Å; all zero in the first pass."""
+    ) -> tuple[Float[Tensor, "B R c_m"], Float[Tensor, "B I j c_z"]]:
+        """Updates of the MSA's first row and of the pair, z on J. `positions` in Å; all zero in the first pass."""
         beta = pseudo_beta(aatype, positions, None)
         distances = self.distance(self.distogram(beta).to(z.dtype))
         return self.msa_norm(first_row), self.pair_norm(z) + distances
 
-    def distogram(self, beta: Float[Tensor, "B R 3"]) -> Float[Tensor, "B R R bins"]:
-        """Distances between all residues as one-hot bins."""
-        return distance_one_hot(beta, beta, self.lower)
+    def distogram(self, beta: Float[Tensor, "B R 3"]) -> Float[Tensor, "B I j bins"]:
+        """Distances between residues as one-hot bins, on J."""
+        return distance_one_hot(beta, beta[:, self.exchange.owned(beta.shape[1])], self.lower)
 
 
 def squared_edges(first: float, last: float, bins: int) -> Float[Tensor, "bins"]:

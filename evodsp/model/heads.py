@@ -1,6 +1,7 @@
 """Output heads (supplement 1.9.6 to 1.9.10).
 
-Shape legend: B batch, S clusters of the MSA, R residues.
+Shape legend: B batch, S clusters of the MSA, R residues; i r this rank's shard of the residues as rows of the pair and as
+columns of the MSA, which on one device is all of them.
 """
 
 from __future__ import annotations
@@ -9,32 +10,35 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from evodsp.config import ChannelsConfig, HeadsConfig
-from evodsp.model.primitives import Linear
+from evodsp.model.primitives import Linear, ShardedModule
 
 MSA_LETTERS = 23
 ATOMS = 37
 
 
-class DistogramHead(nn.Module):
-    """Logits of the binned CB-CB distance, symmetric in the two residues."""
+class DistogramHead(ShardedModule):
+    """Logits of the binned CB-CB distance, symmetric in the two residues (supplement 1.9.8). z on I."""
 
     def __init__(self, channels: ChannelsConfig, config: HeadsConfig) -> None:
         super().__init__()
         self.half_logits = Linear(channels.pair, config.distogram_bins, init="final")
 
-    def forward(self, z: Float[Tensor, "B R R c_z"]) -> Float[Tensor, "B R R bins"]:
+    def forward(self, z: Float[Tensor, "B i R c_z"]) -> Float[Tensor, "B i R bins"]:
         half = self.half_logits(z)
-        return half + half.transpose(1, 2)
+        columns = self.exchange.switch(
+            half, "i", "j", whole=z.shape[2]
+        )  # [B, R, j, bins]: j are the residues that i are
+        return half + columns.transpose(1, 2)
 
 
 class MaskedMSAHead(nn.Module):
-    """Logits of the letters that were masked in the MSA."""
+    """Logits of the letters that were masked in the MSA (supplement 1.9.9). m on R."""
 
     def __init__(self, channels: ChannelsConfig) -> None:
         super().__init__()
         self.logits = Linear(channels.msa, MSA_LETTERS, init="final")
 
-    def forward(self, m: Float[Tensor, "B S R c_m"]) -> Float[Tensor, "B S R 23"]:
+    def forward(self, m: Float[Tensor, "B S r c_m"]) -> Float[Tensor, "B S r 23"]:
         return self.logits(m)
 
 
@@ -64,11 +68,11 @@ class ExperimentallyResolvedHead(nn.Module):
 
 
 class PredictedAlignedErrorHead(nn.Module):
-    """Logits of the binned error of residue j seen from the frame of residue i (supplement 1.9.7). z on I or J."""
+    """Logits of the binned error of residue j seen from the frame of residue i (supplement 1.9.7). z on I."""
 
     def __init__(self, channels: ChannelsConfig, config: HeadsConfig) -> None:
         super().__init__()
         self.logits = Linear(channels.pair, config.pae_bins, init="final")
 
-    def forward(self, z: Float[Tensor, "B I J c_z"]) -> Float[Tensor, "B I J bins"]:
+    def forward(self, z: Float[Tensor, "B i R c_z"]) -> Float[Tensor, "B i R bins"]:
         return self.logits(z)

@@ -1,6 +1,8 @@
 """What the model returns. All lengths in Å.
 
-Shapes: B batch, S clusters of the MSA, R residues, T iterations of the structure module.
+Shapes: B batch, S clusters of the MSA, R residues, T iterations of the structure module; i j r this rank's shard of the
+residues (rows and columns of the pair, columns of the MSA), on one device all of them. What has no small letter is whole, and
+the same on every rank.
 """
 
 from __future__ import annotations
@@ -39,19 +41,19 @@ class StructureOutput:
 class ModelOutput:
     """Result of the last pass (recycling iteration) of the model."""
 
-    msa: Float[Tensor, "B S R c_m"]
+    msa: Float[Tensor, "B S r c_m"]
     """With several feature sets to a pass: that of the first set, as in AF2."""
     first_row: Float[Tensor, "B R c_m"]
     """The query's row of the MSA representation, the mean over the pass's feature sets."""
-    pair: Float[Tensor, "B R R c_z"]
+    pair: Float[Tensor, "B R j c_z"]
     single: Float[Tensor, "B R c_s"]
     structure: StructureOutput
-    distogram_logits: Float[Tensor, "B R R bins"]
-    masked_msa_logits: Float[Tensor, "B S R 23"]
+    distogram_logits: Float[Tensor, "B i R bins"]
+    masked_msa_logits: Float[Tensor, "B S r 23"]
     plddt_logits: Float[Tensor, "B R plddt_bins"]
     resolved_logits: Float[Tensor, "B R 37"] | None = None
     """Which atoms an experiment resolves, if the model has that head."""
-    pae_logits: Float[Tensor, "B R R pae_bins"] | None = None
+    pae_logits: Float[Tensor, "B i R pae_bins"] | None = None
     """Binned aligned error, if the model has that head."""
     ca_change: Float[Tensor, "B"] | None = None
     """How far CA-CA distances moved since the pass before (root mean square, Å), if a stop tolerance was given."""

@@ -1,6 +1,6 @@
 """What passes of the model hand on to each other, and when there is no need for another (algorithm 2; AlphaFold-Multimer).
 
-Shape legend: B batch, R residues.
+Shape legend: B batch, R residues; j this rank's shard of the pair's columns, on one device all of them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Recycled:
     """What one pass hands to the next, detached. Positions in Å."""
 
     first_row: Float[Tensor, "B R c_m"]
-    pair: Float[Tensor, "B R R c_z"]
+    pair: Float[Tensor, "B R j c_z"]
     positions: Float[Tensor, "B R 37 3"]
 
     @classmethod

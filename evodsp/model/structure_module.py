@@ -1,6 +1,8 @@
 """Structure module (algorithms 20 to 24). Lengths are in nm inside and in Å in the result.
 
-Shape legend: B batch, R residues, T iterations, H heads, D scalar width, P query points, V value points.
+Shape legend: B batch, R residues, i this rank's shard of them as rows of the pair (on one device all), T iterations, H heads,
+D scalar width, P query points, V value points. The pair representation is never whole: a rank attends from its rows. What has
+no second residue axis is small, and whole on every rank.
 """
 
 from __future__ import annotations
@@ -18,15 +20,15 @@ from evodsp.geometry.frames import atom14_to_atom37, frames_to_atom14, torsion_a
 from evodsp.geometry.residues import RESTYPE_ATOM37_MASK
 from evodsp.geometry.rigid import Rigid
 from evodsp.model.outputs import StructureOutput
-from evodsp.model.primitives import Linear
+from evodsp.model.primitives import Linear, ShardedModule
 from evodsp.rng import Draws
 
 NM_TO_ANGSTROM = 10.0
 ANGLES = 7
 
 
-class InvariantPointAttention(nn.Module):
-    """Invariant point attention (algorithm 22).
+class InvariantPointAttention(ShardedModule):
+    """Invariant point attention (algorithm 22). z on I.
 
     Squared distances between points are expanded into a matrix product, |q|^2 + |k|^2 - 2 q.k, so that the scalar and the
     point part of the logits are one product and nothing of size R x R x H x P x 3 is made. Points are taken relative to the
@@ -49,20 +51,21 @@ class InvariantPointAttention(nn.Module):
     def forward(
         self,
         s: Float[Tensor, "B R c_s"],
-        z: Float[Tensor, "B R R c_z"],
-        pair_bias: Float[Tensor, "B H R R"],
+        z: Float[Tensor, "B i R c_z"],
+        pair_bias: Float[Tensor, "B H i R"],
         frames: Rigid,
         mask: Float[Tensor, "B R"],
     ) -> Float[Tensor, "B R c_s"]:
         """`pair_bias`: this layer's `pair_bias(z)`, the same in every iteration; `frames`: [B, R], in nm."""
         c = self.config
         p = c.query_points
-        q = self.query(s).unflatten(-1, (c.heads, -1))
+        rows = self.exchange.owned(s.shape[1])
+        q = self.query(s[:, rows]).unflatten(-1, (c.heads, -1))
         k, v = self.key_value(s).unflatten(-1, (c.heads, -1)).split((c.scalar_query_width, c.scalar_value_width), -1)
         centre = (frames.translation * mask.unsqueeze(-1)).sum(1, keepdim=True) / (mask.sum(1).view(-1, 1, 1) + 1e-6)
         local = frames[:, :, None, None]
         centred = Rigid(local.rotation, local.translation - centre.detach()[:, :, None, None])
-        q_points = centred.apply(self._points(self.query_points(s)))  # [B, R, H, P, 3]
+        q_points = centred[:, rows].apply(self._points(self.query_points(s[:, rows])))  # [B, i, H, P, 3]
         k_points, v_points = centred.apply(self._points(self.key_value_points(s))).split((p, c.value_points), -2)
 
         # Equal variance of the three parts of the logits at the start (supplement 1.8.2).
@@ -73,18 +76,19 @@ class InvariantPointAttention(nn.Module):
         q_square = (q_points.square().sum((-1, -2)) * (-0.5 * point_scale)).transpose(1, 2).unsqueeze(-1)
         k_square = (k_points.square().sum((-1, -2)) * (-0.5 * point_scale)).transpose(1, 2).unsqueeze(-2)
         logits = q_all @ k_all.transpose(-1, -2) + q_square + k_square + math.sqrt(1.0 / 3.0) * pair_bias
-        logits = logits - 1e5 * (1.0 - mask[:, None, :, None] * mask[:, None, None, :])
-        weights = logits.softmax(-1)  # [B, H, R, R]
+        logits = logits - 1e5 * (1.0 - mask[:, None, rows, None] * mask[:, None, None, :])
+        weights = logits.softmax(-1)  # [B, H, i, R]
 
         values = torch.cat([v, v_points.flatten(-2)], -1).transpose(1, 2)
         o, o_points = (weights @ values).transpose(1, 2).split((c.scalar_value_width, 3 * c.value_points), -1)
-        o_points = centred.apply_inverse(o_points.unflatten(-1, (-1, 3)))  # [B, R, H, V, 3]
+        o_points = centred[:, rows].apply_inverse(o_points.unflatten(-1, (-1, 3)))  # [B, i, H, V, 3]
         o_norms = (o_points.square().sum(-1) + 1e-8).sqrt()
-        o_pair = weights.transpose(1, 2) @ z  # [B, R, H, c_z]
+        o_pair = weights.transpose(1, 2) @ z  # [B, i, H, c_z]
         x, y, w = (part.flatten(-2) for part in o_points.unbind(-1))
-        return self.output(torch.cat([o.flatten(-2), x, y, w, o_norms.flatten(-2), o_pair.flatten(-2)], -1))
+        update = self.output(torch.cat([o.flatten(-2), x, y, w, o_norms.flatten(-2), o_pair.flatten(-2)], -1))
+        return self.exchange.gather(update, "i", whole=s.shape[1])
 
-    def _points(self, flat: Float[Tensor, "B R n"]) -> Float[Tensor, "B R H p 3"]:
+    def _points(self, flat: Float[Tensor, "B _ n"]) -> Float[Tensor, "B _ H p 3"]:
         """The projection holds all x, then all y, then all z coordinates."""
         return torch.stack(flat.unflatten(-1, (3, self.config.heads, -1)).unbind(2), -1)
 
@@ -148,7 +152,7 @@ class StructureModule(nn.Module):
     def forward(
         self,
         s: Float[Tensor, "B R c_s"],
-        z: Float[Tensor, "B R R c_z"],
+        z: Float[Tensor, "B i R c_z"],
         aatype: Int[Tensor, "B R"],
         mask: Float[Tensor, "B R"],
         draws: Sequence[Draws] = (),
