@@ -158,7 +158,7 @@ def test_openfold_is_skipped_where_it_is_not_installed(tmp_path: Path) -> None:
     [
         (["--alphafold", "nowhere/python"], "nowhere/python: cannot be run"),
         (["--alphafold", sys.executable, "--residues", "3"], "--residues 3: too few"),
-        (["--alphafold", sys.executable, "--model", "model_6"], "no model preset 'model_6'"),
+        (["--alphafold", sys.executable], "has no package alphafold; run `make parity`"),
     ],
 )
 def test_a_mistake_is_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

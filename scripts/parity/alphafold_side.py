@@ -6,17 +6,18 @@ Runs in an environment of its own (constraints.txt), which has neither torch nor
 DeepMind's own functions. The PyPI package `alphafold-colabfold` 2.3.27 is used as it is but for this:
 
 - its accelerator kernels, an optional package, are stubbed: every request for one is answered "there is none";
-- bfloat16 is switched off, and so is working through the batch in slices (to save memory: the numbers are the same);
+- bfloat16 is switched off, and so is working through the batch in slices, which only saves memory;
 - `optimization_barrier`, the identity with a hint to the compiler, has no derivative in this JAX: it becomes the identity;
 - recycling is outside of the model there; here it is the loop over passes;
 - the CA-C-N angle violation of releases up to 2.3 takes the standard deviation of the C-N bond length; DeepMind's source
-  has since taken the angle's own. The angle's own is put in its place, in the package's own function;
+  (git c77e5d2) takes the angle's own, as evodsp does. The angle's own is put in its place, in the package's own function;
 - two values that exact arithmetic puts on the very edge of a bin are put into the right bin, where rounding decided before: an
-  lDDT of k / 50, and the aligned error of a residue with itself, 0, of which the compiler's fused multiply-add made 1e-6.
+  lDDT of k / 50, and the aligned error of a residue with itself, 0, which the compiled code found to be above 0.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 import types
@@ -26,6 +27,9 @@ from typing import Any
 import numpy as np
 
 ROTATION = 9
+"""Numbers of a frame's rotation; its translation follows."""
+SKIPPED = 3
+"""Exit code where the package is not installed."""
 
 
 def stub_kernels() -> None:
@@ -43,6 +47,8 @@ def stub_kernels() -> None:
     sys.modules["colabfold_kernels.fused_ops"] = package.fused_ops
 
 
+if importlib.util.find_spec("alphafold") is None:
+    sys.exit(SKIPPED)
 stub_kernels()
 
 import haiku as hk  # type: ignore[import-not-found]  # noqa: E402  (after the stub)
@@ -86,7 +92,7 @@ def settle_bin_edges() -> None:
     released_lddt, released_loss = lddt.lddt, modules.PredictedAlignedErrorHead.loss
 
     def pae_loss(self: Any, value: dict[str, Any], batch: dict[str, Any]) -> Any:
-        # By way of the host, so that subtracting a translation from itself is not fused with the scaling that made it.
+        # By way of the host, so that the compiler cannot merge subtracting a translation from itself with what made it.
         structure = value["structure_module"]
         affines = jax.lax.stop_gradient(structure["final_affines"])
         affines = jax.pure_callback(np.asarray, jax.ShapeDtypeStruct(affines.shape, affines.dtype), affines)
@@ -272,7 +278,7 @@ def main(arguments: list[str]) -> int:
     settle_bin_edges()
     with np.load(subject) as file:
         outputs = run({key: file[key] for key in file.files})
-    np.savez(result, allow_pickle=False, **outputs)
+    np.savez(result, **outputs)  # type: ignore[arg-type]  # no array is named 'allow_pickle'
     return 0
 
 

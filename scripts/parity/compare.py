@@ -38,6 +38,7 @@ RECYCLED_EDGES = np.linspace(3.25, 20.75, 15)
 """Å; edges of the distogram of the structure that is recycled."""
 TOO_NEAR = 1e-4
 """Å; a recycled distance nearer than this to an edge may fall on either side of it, by rounding."""
+MODELS = [f"model_{number}{ptm}" for ptm in ("", "_ptm") for number in range(1, 6)]
 SETTINGS = ("model", "fused", "evoformer", "extra_msa", "template", "structure")
 """What the other sides have to know of the command line."""
 
@@ -46,7 +47,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Compare evodsp live with AlphaFold2's JAX code and with OpenFold.")
     parser.add_argument("--alphafold", type=Path, required=True, help="python that has alphafold-colabfold installed")
     parser.add_argument("--openfold", type=Path, help="python that has openfold installed; none: this one")
-    parser.add_argument("--model", default="model_1_ptm", help="model_1 … model_5_ptm")
+    parser.add_argument("--model", default="model_1_ptm", choices=MODELS, help="preset, its stacks shortened")
     parser.add_argument("--seed", type=int, default=0, help="parameters, features and structure are drawn from it")
     parser.add_argument("--fused", action="store_true", help="newer layout of triangle multiplication's parameters")
     parser.add_argument("--evoformer", type=int, default=2, help="Evoformer blocks (published: 48)")
@@ -100,7 +101,7 @@ def against_alphafold(python: Path, config: ModelConfig, subject: Subject, file:
     start = time.perf_counter()
     theirs = other_side(python, "alphafold_side", file)
     if theirs is None:
-        raise UserError(f"{python} has no alphafold package; run `make parity`, which installs it in .venv-parity")
+        raise UserError(f"{python}: has no package alphafold; run `make parity`, which installs it in .venv-parity")
     seconds = time.perf_counter() - start
     start = time.perf_counter()
     ours = evodsp_side.run(config, subject.parameters, subject.features, subject.structure, theirs)

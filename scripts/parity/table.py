@@ -95,7 +95,7 @@ def _gradients(ours: Arrays, theirs: Arrays) -> Iterator[Row]:
     for what, measured in found.items():
         share = np.where(np.isnan(measured), np.inf, measured / allowed)
         worst = int(share.argmax())
-        parameter = "/".join(keys[worst].rsplit("/", 3)[1:]).replace("//", "/")
+        parameter = "/".join(keys[worst].replace("//", "/").split("/")[-3:])
         yield Row(
             f"gradient {what}, {len(keys)} parameters",
             float(measured[worst]),
