@@ -1,0 +1,175 @@
+"""The default process group of one rank: found from the environment, started, stopped.
+
+Ranks are started by torchrun, by plain `srun`, or by `evodsp` itself (`evodsp.parallel.launcher`); `start` serves all three.
+What can go wrong, and how soon it ends:
+
+- A rank that dies takes its connections with it: the others' next collective fails at once (`guarded` says so in a line).
+- A rank that is stopped, or whose machine is gone, keeps its connections: `watch` misses its sign of life.
+- A rank that hangs in its own code gives signs of life but launches no more collectives: `watch` names the furthest behind.
+- The time-out of the group itself, somewhat later, is what remains if all else fails. gloo then raises in the rank that
+  waits. NCCL waits on the GPU, so its own watchdog thread aborts the process (TORCH_NCCL_ASYNC_ERROR_HANDLING, on by default).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from evodsp.errors import UserError
+
+TIMEOUT_S = 600.0
+"""How long a collective may take (NCCL's own default; gloo's is three times that): longer than reading an alignment or saving
+a checkpoint on one rank while the others wait, shorter than anybody wants to pay for a machine that does nothing."""
+
+GIVEN_UP = 3
+"""Exit code of a rank that ended because of another one."""
+
+# A launcher ends the survivors of a dead rank within this time, having named it.
+_GRACE_S = 5.0
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this process stands among the ranks of a run."""
+
+    rank: int
+    ranks: int
+    local_rank: int
+    """Its number on its machine, and so the number of its GPU."""
+    host: str
+    """Where the store is that ranks meet at."""
+    port: int
+    hosts_store: bool
+    """Whether the store is this process's to make."""
+
+
+def under_launcher() -> bool:
+    """Whether torchrun, srun or the like started this process as one of several ranks (or as the only one of a group)."""
+    return _place(os.environ) is not None
+
+
+def place() -> Place:
+    """This process's place, from the environment. Raises UserError if nobody started it as a rank."""
+    found = _place(os.environ)
+    if found is None:
+        raise UserError("not started as a rank of several; use torchrun, srun, or --parallel.sequence on one machine")
+    return found
+
+
+def _place(environment: Mapping[str, str]) -> Place | None:
+    """torchrun's variables, else those of a step of `srun`. Raises UserError if they are not numbers."""
+    port = environment.get("MASTER_PORT")
+    try:
+        if all(name in environment for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR")) and port is not None:
+            rank = int(environment["RANK"])
+            agent_hosts = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+            return Place(
+                rank,
+                int(environment["WORLD_SIZE"]),
+                int(environment.get("LOCAL_RANK", rank)),
+                environment["MASTER_ADDR"],
+                int(port),
+                hosts_store=rank == 0 and not agent_hosts,
+            )
+        # Of a step: SLURM_NTASKS is there in a batch script as well, which is one process.
+        if int(environment.get("SLURM_STEP_NUM_TASKS", 1)) > 1 and "SLURM_PROCID" in environment:
+            rank = int(environment["SLURM_PROCID"])
+            step = int(environment.get("SLURM_JOB_ID", 0)) * 31 + int(environment.get("SLURM_STEP_ID", 0))
+            return Place(
+                rank,
+                int(environment["SLURM_STEP_NUM_TASKS"]),
+                int(environment.get("SLURM_LOCALID", 0)),
+                environment.get("MASTER_ADDR") or first_host(environment.get("SLURM_STEP_NODELIST", "localhost")),
+                # Ranks must agree on a port without talking; two steps of a node should not get the same.
+                int(port) if port is not None else 15000 + step % 15000,
+                hosts_store=rank == 0,
+            )
+    except ValueError as error:
+        raise UserError(f"the launcher's environment holds no number where one belongs ({error})") from error
+    return None
+
+
+def first_host(nodes: str) -> str:
+    """The first host of SLURM's node list: 'gpu[003-007,010],cpu1' -> 'gpu003'."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
+    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first[0] if first else nodes)
+
+
+def start(backend: str | None = None, timeout_s: float = TIMEOUT_S) -> None:
+    """Start the default process group of this rank; nothing happens if there is one.
+
+    `backend`: 'nccl' (takes the GPU of this rank's number on its machine) or 'gloo'; None: NCCL where there are GPUs.
+    `timeout_s`: how long a rank may stand still before the run is ended; all ranks give the same.
+
+    Raises UserError if this process is no rank, or has no GPU.
+    """
+    if dist.is_initialized():
+        return
+    here = place()
+    backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
+    device = _take_gpu(here) if backend == "nccl" else None
+    timeout = timedelta(seconds=timeout_s)
+    store = dist.TCPStore(here.host, here.port, None, here.hosts_store, timeout=timeout, wait_for_workers=False)
+    # After a restart the agent's store still holds the addresses of the dead.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    dist.init_process_group(
+        backend,
+        store=dist.PrefixStore(f"attempt_{attempt}", store),
+        rank=here.rank,
+        world_size=here.ranks,
+        timeout=timeout,
+        device_id=device,
+    )
+
+
+def _take_gpu(here: Place) -> torch.device:
+    """Raises UserError if there are fewer GPUs than ranks on this machine."""
+    gpus = torch.cuda.device_count()
+    if here.local_rank >= gpus:
+        raise UserError(
+            f"rank {here.rank} is number {here.local_rank} on its machine, which has {gpus} GPUs; "
+            f"start at most {gpus} ranks on it"
+        )
+    device = torch.device("cuda", here.local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def stop() -> None:
+    """Leave the group once every rank has come here: one that left early would look dead to the others."""
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+@contextmanager
+def guarded() -> Iterator[None]:
+    """Turns a collective's failure because another rank is gone into one line and exit code 3, without a traceback.
+
+    The line is withheld for a few seconds: whoever started the ranks knows which of them died, says so and ends the rest.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not (dist.is_initialized() and lost_contact(error)):
+            raise
+        time.sleep(_GRACE_S)
+        why = " ".join(str(error).split())
+        print(
+            f"evodsp: rank {dist.get_rank()} lost contact with another rank, which failed first: {why}", file=sys.stderr
+        )
+        raise SystemExit(GIVEN_UP) from None
+
+
+def lost_contact(error: BaseException) -> bool:
+    """Whether a collective failed because of another rank: gloo's errors are plain RuntimeErrors, NCCL's have a class."""
+    return isinstance(error, dist.DistError) or "/gloo/" in str(error)
