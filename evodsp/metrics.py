@@ -29,22 +29,25 @@ def lddt(
     mask: Float[Tensor, "*b R A"],
     cutoff: float = 15.0,
     per_residue: bool = False,
-) -> Float[Tensor, "*b"] | Float[Tensor, "*b R"]:
+    rows: slice = slice(None),
+) -> Float[Tensor, "*b"] | Float[Tensor, "*b i"]:
     """Local distance difference test, 0 to 1 (Mariani et al. 2013), without checks of stereochemistry.
 
     Of the true distances below `cutoff` between atoms of different residues, the fraction kept to within 0.5, 1, 2 and 4 Å,
     averaged over the four. `per_residue`: of the distances of each residue's atoms. Where there is nothing to score it is 1, as
-    in AF2. The cost is (R A)^2: prefer atom14 to atom37.
+    in AF2. The cost is (R A)^2: prefer atom14 to atom37. `rows`: only
+    distances from the atoms of these residues, i of them, to those of all residues (slices of step one).
     """
     residues, atoms = mask.shape[-2:]
     predicted, true = (x.float() if x.dtype.itemsize < 4 else x for x in (predicted, true))
     mask = mask.to(true.dtype)
+    first, last, _ = rows.indices(residues)
     batch = max(1, mask[..., 0, 0].numel())
     step = max(1, _PAIRS_AT_ONCE // (batch * residues * atoms * atoms))
     kept, counted = zip(
         *(
-            _lddt_counts(predicted, true, mask, torch.arange(start, min(start + step, residues)), cutoff)
-            for start in range(0, residues, step)
+            _lddt_counts(predicted, true, mask, torch.arange(start, min(start + step, last)), cutoff)
+            for start in range(first, last, step)
         ),
         strict=True,
     )
@@ -88,9 +91,13 @@ def lddt_ca(
     true: Float[Tensor, "*b R 3"],
     mask: Float[Tensor, "*b R"],
     per_residue: bool = False,
-) -> Float[Tensor, "*b"] | Float[Tensor, "*b R"]:
-    """lDDT of the CA atoms alone, 0 to 1: of the whole structure, or `per_residue` as the pLDDT head predicts it."""
-    return lddt(predicted.unsqueeze(-2), true.unsqueeze(-2), mask.unsqueeze(-1), per_residue=per_residue)
+    rows: slice = slice(None),
+) -> Float[Tensor, "*b"] | Float[Tensor, "*b i"]:
+    """lDDT of the CA atoms alone, 0 to 1: of the whole structure, or `per_residue` as the pLDDT head predicts it.
+
+    `rows`: only distances from the residues i of this slice to all.
+    """
+    return lddt(predicted.unsqueeze(-2), true.unsqueeze(-2), mask.unsqueeze(-1), per_residue=per_residue, rows=rows)
 
 
 @torch.no_grad()

@@ -1,4 +1,8 @@
-"""Losses of the distogram and masked-MSA heads (supplement 1.9.8 and 1.9.9). Shapes: B batch, S sequences, R residues."""
+"""Losses of the distogram and masked-MSA heads (supplement 1.9.8 and 1.9.9).
+
+Shapes: B batch, S sequences, R residues; i r this rank's shard of the residues (rows of the pair, columns of the MSA), which on
+one device is all of them. A rank counts its shard's part of a sum as often as there are ranks: the mean over ranks is the loss.
+"""
 
 from __future__ import annotations
 
@@ -7,34 +11,53 @@ from jaxtyping import Float, Int, Int64
 from torch import Tensor
 from torch.nn import functional
 
+from evodsp.parallel.exchange import Exchange, LocalExchange
+
 
 def distance_bins(
-    positions: Float[Tensor, "B R 3"], bins: int, min_distance: float, max_distance: float
-) -> Int64[Tensor, "B R R"]:
-    """Bin of each distance: `bins` - 1 equally spaced boundaries from `min_distance` to `max_distance` (Å), open ends."""
+    positions: Float[Tensor, "B R 3"], bins: int, min_distance: float, max_distance: float, rows: slice = slice(None)
+) -> Int64[Tensor, "B i R"]:
+    """Bin of each distance of the residues `rows` from all residues.
+
+    `bins` - 1 boundaries, equally spaced from `min_distance` to `max_distance` (Å); the ends are open.
+    """
     edges = torch.linspace(min_distance, max_distance, bins - 1, dtype=positions.dtype, device=positions.device)
-    squared = (positions[:, :, None] - positions[:, None]).square().sum(-1)
+    squared = (positions[:, rows, None] - positions[:, None]).square().sum(-1)
     return torch.bucketize(squared, edges.square())
 
 
 def distogram_loss(
-    logits: Float[Tensor, "B R R bins"],
+    logits: Float[Tensor, "B i R bins"],
     pseudo_beta: Float[Tensor, "B R 3"],
     mask: Float[Tensor, "B R"],
     min_distance: float,
     max_distance: float,
+    exchange: Exchange = LocalExchange(),
 ) -> Float[Tensor, "B"]:
-    """Cross-entropy of the binned distances between CB atoms (CA for glycine), mean over pairs of observed residues."""
-    target = distance_bins(pseudo_beta, logits.shape[-1], min_distance, max_distance)
-    pair_mask = mask[:, :, None] * mask[:, None]
-    return (cross_entropy(logits, target) * pair_mask).sum((1, 2)) / (1e-6 + pair_mask.sum((1, 2)))
+    """Cross-entropy of the binned distances between CB atoms (CA for glycine), mean over pairs of observed residues.
+
+    Positions and distances in Å. The logits are this rank's rows; positions and mask are whole.
+    """
+    rows = exchange.owned(mask.shape[1])
+    target = distance_bins(pseudo_beta, logits.shape[-1], min_distance, max_distance, rows)
+    pair_mask = mask[:, rows, None] * mask[:, None]
+    total = exchange.ranks * (cross_entropy(logits, target) * pair_mask).sum((1, 2))
+    return total / (1e-6 + mask.sum(1).square())
 
 
 def masked_msa_loss(
-    logits: Float[Tensor, "B S R letters"], true_msa: Int[Tensor, "B S R"], bert_mask: Float[Tensor, "B S R"]
+    logits: Float[Tensor, "B S r letters"],
+    true_msa: Int[Tensor, "B S R"],
+    bert_mask: Float[Tensor, "B S R"],
+    exchange: Exchange = LocalExchange(),
 ) -> Float[Tensor, "B"]:
-    """Cross-entropy of the true letters, mean over the positions chosen for masking (`bert_mask`)."""
-    return (cross_entropy(logits, true_msa) * bert_mask).sum((1, 2)) / (1e-8 + bert_mask.sum((1, 2)))
+    """Cross-entropy of the true letters, mean over the positions chosen for masking (`bert_mask`).
+
+    The logits are this rank's residues; letters and mask are whole.
+    """
+    columns = exchange.owned(bert_mask.shape[2])
+    error = cross_entropy(logits, true_msa[:, :, columns]) * bert_mask[:, :, columns]
+    return exchange.ranks * error.sum((1, 2)) / (1e-8 + bert_mask.sum((1, 2)))
 
 
 def cross_entropy(logits: Float[Tensor, "*b bins"], target: Int[Tensor, "*b"]) -> Float[Tensor, "*b"]:

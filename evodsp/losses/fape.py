@@ -2,7 +2,8 @@
 
 The error looks at every point from every frame, F x A distances. They are formed, summed and differentiated a few
 frames at a time, so that neither the forward nor the backward pass holds an array of that size: memory is O(F + A) and the
-working set stays in a CPU's cache. Positions in Å. Shapes: b samples, F frames, A points, T iterations, B batch, R residues.
+working set stays in a CPU's cache. Frames and points are whole on every rank; each rank looks from its share of the frames.
+Positions in Å. Shapes: b samples, F frames, A points, T iterations, B batch, R residues.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from evodsp.geometry.rigid import Rigid
+from evodsp.parallel.exchange import Exchange, LocalExchange
 
 CLAMP_DISTANCE = 10.0
 """Errors beyond this many Å count as this (supplement 1.9.2)."""
@@ -93,13 +95,14 @@ def frame_aligned_point_error(
     clamped_fraction: Float[Tensor, "*#b"] | None = None,
     length_scale: float = LENGTH_SCALE,
     eps: float = 1e-4,
+    exchange: Exchange = LocalExchange(),
 ) -> Float[Tensor, "*b"]:
     """Mean distance between points and true points, each seen from every frame and true frame (algorithm 28).
 
     `frames` and `true_frames` are [*b, F]; all batch axes broadcast. `clamp_distance` in Å bounds each distance (None: no
     bound). `clamped_fraction` mixes the bounded error (1) with the unbounded one (0) per sample; the default is 1. The
     result is in units of `length_scale` Å. Differentiable (once) in `frames` and `points`. Computed in float32 or wider,
-    whatever autocast says.
+    whatever autocast says. Of several ranks each counts its share of the frames, as often as there are ranks.
     """
     batch = torch.broadcast_shapes(
         frames.shape[:-1], true_frames.shape[:-1], frame_mask.shape[:-1],
@@ -117,6 +120,12 @@ def frame_aligned_point_error(
         frame_mask, flat(frames.rotation, 3), flat(frames.translation, 2),
         flat(true_frames.rotation, 3), flat(true_frames.translation, 2), frame_mask,
     )  # fmt: skip
+    pairs = frame_mask.sum(-1) * point_mask.sum(-1)
+    # Shares are taken of the frames that are there: residues differ in how many they have.
+    here = exchange.owned(frame_mask.shape[1])
+    rotation, translation, true_rotation, true_translation, frame_mask = (
+        x[:, here] for x in (rotation, translation, true_rotation, true_translation, frame_mask)
+    )
     points, true_points, point_mask = _compress(point_mask, flat(points, 2), flat(true_points, 2), point_mask)
     # Moving a structure and its frames together changes nothing but the rounding: bring both near the origin.
     centre, true_centre = _centre(points, point_mask), _centre(true_points, point_mask)
@@ -129,8 +138,7 @@ def frame_aligned_point_error(
     clamp = float("inf") if clamp_distance is None else clamp_distance
     fraction = points.new_ones(len(points)) if clamped_fraction is None else flat(clamped_fraction, 0)
     with torch.autocast(points.device.type, enabled=False):
-        total = _ErrorSum.apply(transforms, stacked, frame_mask, point_mask, fraction, clamp, eps)
-    pairs = frame_mask.sum(-1) * point_mask.sum(-1)
+        total = exchange.ranks * _ErrorSum.apply(transforms, stacked, frame_mask, point_mask, fraction, clamp, eps)
     return (total / (length_scale * (eps + pairs))).reshape(batch)
 
 
@@ -139,6 +147,7 @@ def backbone_fape(
     true_backbone: Rigid,
     mask: Float[Tensor, "B R"],
     use_clamped_fape: Float[Tensor, "B"] | None = None,
+    exchange: Exchange = LocalExchange(),
 ) -> Float[Tensor, "B"]:
     """FAPE of the CA atoms in the backbone frames, mean over the iterations (line 17 of algorithm 20).
 
@@ -147,7 +156,7 @@ def backbone_fape(
     """
     error = frame_aligned_point_error(
         backbone, true_backbone, mask, backbone.translation, true_backbone.translation, mask,
-        clamped_fraction=use_clamped_fape,
+        clamped_fraction=use_clamped_fape, exchange=exchange,
     )  # fmt: skip
     return error.mean(dim=0)
 
@@ -159,6 +168,7 @@ def sidechain_fape(
     atom14: Float[Tensor, "B R 14 3"],
     true_atom14: Float[Tensor, "B R 14 3"],
     atom_mask: Float[Tensor, "B R 14"],
+    exchange: Exchange = LocalExchange(),
 ) -> Float[Tensor, "B"]:
     """FAPE of all atoms in all rigid groups (line 28 of algorithm 20), always clamped at 10 Å.
 
@@ -166,7 +176,7 @@ def sidechain_fape(
     """
     return frame_aligned_point_error(
         _flatten_groups(frames), _flatten_groups(true_frames), frame_mask.flatten(1),
-        atom14.flatten(1, 2), true_atom14.flatten(1, 2), atom_mask.flatten(1),
+        atom14.flatten(1, 2), true_atom14.flatten(1, 2), atom_mask.flatten(1), exchange=exchange,
     )  # fmt: skip
 
 

@@ -1,7 +1,8 @@
 """Renaming of symmetric ground-truth atoms (algorithm 26).
 
 Turning an aspartate's, glutamate's, phenylalanine's or tyrosine's last torsion by 180 degrees swaps names and nothing else.
-The losses compare with whichever of the two namings the prediction is nearer to. Positions in Å.
+The losses compare with whichever of the two namings the prediction is nearer to. Positions in Å. Shapes: B batch,
+R residues, A atoms of all residues, n ambiguous atoms; r this rank's shard of the residues.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from evodsp.geometry.rigid import Rigid
+from evodsp.parallel.exchange import Exchange, LocalExchange
 
 
 @dataclass(frozen=True)
@@ -29,14 +31,19 @@ class RenamedTruth:
     """Rigid-group frames [B, R, 8]."""
 
 
-def compute_renamed_ground_truth(labels: dict[str, Tensor], atom14: Float[Tensor, "B R 14 3"]) -> RenamedTruth:
+def compute_renamed_ground_truth(
+    labels: dict[str, Tensor], atom14: Float[Tensor, "B R 14 3"], exchange: Exchange = LocalExchange()
+) -> RenamedTruth:
     """The ground truth with each residue's symmetric atoms named as the prediction `atom14` has them.
 
     `labels`: arrays of `evodsp.geometry.frames.structure_labels` with a batch axis. Not differentiated.
+    Everything is whole on every rank; each decides about its own residues (n x A distances) and tells the others (R numbers).
     """
     truth, other = labels["atom14_gt_positions"], labels["atom14_alt_gt_positions"]
     exists, other_exists = labels["atom14_gt_exists"], labels["atom14_alt_gt_exists"]
-    alternative = alternative_naming_is_better(atom14, truth, other, exists, labels["atom14_atom_is_ambiguous"])
+    ambiguous, residues = labels["atom14_atom_is_ambiguous"], exists.shape[1]
+    mine = alternative_naming_is_better(atom14, truth, other, exists, ambiguous, exchange.owned(residues))
+    alternative = exchange.gather(mine, "i", residues)
     chosen = alternative.bool()[..., None, None]
     frames = torch.where(chosen, labels["rigidgroups_alt_gt_frames"], labels["rigidgroups_gt_frames"])
     return RenamedTruth(
@@ -54,14 +61,17 @@ def alternative_naming_is_better(
     alternative: Float[Tensor, "B R 14 3"],
     exists: Float[Tensor, "B R 14"],
     is_ambiguous: Float[Tensor, "B R 14"],
-) -> Float[Tensor, "B R"]:
-    """1 for residues whose alternative naming has the better distances to all unambiguous atoms (algorithm 26).
+    rows: slice = slice(None),
+) -> Float[Tensor, "B r"]:
+    """1 for those residues of `rows` whose alternative naming has the better distances to all unambiguous atoms (algorithm 26).
 
     `truth` and `alternative` are the true positions under both namings, `exists` marks the observed atoms, `is_ambiguous`
     those that swap.
     """
     # A few per cent of all atoms are ambiguous: distances are formed from those only, [n, R * 14].
-    sample, residue, slot = (exists * is_ambiguous).nonzero(as_tuple=True)
+    chosen = (exists * is_ambiguous)[:, rows]
+    sample, row, slot = chosen.nonzero(as_tuple=True)
+    residue = row + (rows.start or 0)
 
     def distances(positions: Float[Tensor, "B R 14 3"]) -> Float[Tensor, "n A"]:
         positions = positions.to(torch.promote_types(positions.dtype, torch.float32))
@@ -71,6 +81,6 @@ def alternative_naming_is_better(
     predicted = distances(atom14)
     error, other_error = (distances(x).sub_(predicted).abs_() for x in (truth, alternative))
     reference = (exists * (1 - is_ambiguous)).flatten(1)  # [B, R * 14]
-    gain = torch.zeros_like(exists, dtype=error.dtype)
-    gain[sample, residue, slot] = (error.sub_(other_error) * reference[sample]).sum(-1)
+    gain = torch.zeros_like(chosen, dtype=error.dtype)
+    gain[sample, row, slot] = (error.sub_(other_error) * reference[sample]).sum(-1)
     return (gain.sum(-1) > 0).to(truth.dtype)

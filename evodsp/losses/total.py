@@ -21,6 +21,7 @@ from evodsp.losses.resolved import experimentally_resolved_loss
 from evodsp.losses.torsion import angle_norm_loss, torsion_loss
 from evodsp.losses.violation import find_violations, violation_loss
 from evodsp.model.outputs import ModelOutput
+from evodsp.parallel.exchange import Exchange, LocalExchange
 
 _CA = ATOM_ORDER["CA"]
 
@@ -33,19 +34,22 @@ class _Inputs:
     batch: dict[str, Tensor]
     config: LossConfig
     heads: HeadsConfig
+    exchange: Exchange
 
 
 def _backbone_fape(x: _Inputs) -> Float[Tensor, "B"]:
     truth = Rigid.from_flat12(x.batch["rigidgroups_gt_frames"][:, :, 0])
     mask, clamped = x.batch["backbone_affine_mask"], x.batch.get("use_clamped_fape")
-    return backbone_fape(x.output.structure.backbone, truth, mask, clamped)
+    return backbone_fape(x.output.structure.backbone, truth, mask, clamped, x.exchange)
 
 
 def _sidechain_fape(x: _Inputs) -> Float[Tensor, "B"]:
     structure = x.output.structure
-    truth = compute_renamed_ground_truth(x.batch, structure.atom14)
+    truth = compute_renamed_ground_truth(x.batch, structure.atom14, x.exchange)
     mask = x.batch["rigidgroups_gt_exists"]
-    return sidechain_fape(structure.frames, truth.frames, mask, structure.atom14, truth.atom14, truth.atom14_mask)
+    return sidechain_fape(
+        structure.frames, truth.frames, mask, structure.atom14, truth.atom14, truth.atom14_mask, x.exchange
+    )
 
 
 def _torsion(x: _Inputs) -> Float[Tensor, "B"]:
@@ -60,17 +64,18 @@ def _angle_norm(x: _Inputs) -> Float[Tensor, "B"]:
 
 def _distogram(x: _Inputs) -> Float[Tensor, "B"]:
     edges = x.heads.distogram_min_distance, x.heads.distogram_max_distance
-    return distogram_loss(x.output.distogram_logits, x.batch["pseudo_beta"], x.batch["pseudo_beta_mask"], *edges)
+    positions, mask = x.batch["pseudo_beta"], x.batch["pseudo_beta_mask"]
+    return distogram_loss(x.output.distogram_logits, positions, mask, *edges, x.exchange)
 
 
 def _masked_msa(x: _Inputs) -> Float[Tensor, "B"]:
-    return masked_msa_loss(x.output.masked_msa_logits, x.batch["true_msa"], x.batch["bert_mask"])
+    return masked_msa_loss(x.output.masked_msa_logits, x.batch["true_msa"], x.batch["bert_mask"], x.exchange)
 
 
 def _plddt(x: _Inputs) -> Float[Tensor, "B"]:
     predicted, truth = x.output.structure.positions[:, :, _CA], x.batch["all_atom_positions"][:, :, _CA]
     mask, bounds = x.batch["all_atom_mask"][:, :, _CA], _resolution_bounds(x)
-    return plddt_loss(x.output.plddt_logits, predicted, truth, mask, x.batch["resolution"], *bounds)
+    return plddt_loss(x.output.plddt_logits, predicted, truth, mask, x.batch["resolution"], *bounds, x.exchange)
 
 
 def _experimentally_resolved(x: _Inputs) -> Float[Tensor, "B"]:
@@ -81,7 +86,7 @@ def _experimentally_resolved(x: _Inputs) -> Float[Tensor, "B"]:
 
 def _violation(x: _Inputs) -> Float[Tensor, "B"]:
     mask = x.batch["atom14_atom_exists"]
-    found = find_violations(x.output.structure.atom14, mask, x.batch["residue_index"], x.batch["aatype"])
+    found = find_violations(x.output.structure.atom14, mask, x.batch["residue_index"], x.batch["aatype"], x.exchange)
     return violation_loss(found, mask)
 
 
@@ -90,7 +95,7 @@ def _pae(x: _Inputs) -> Float[Tensor, "B"]:
     truth = Rigid.from_flat12(x.batch["rigidgroups_gt_frames"][:, :, 0])
     mask, bounds = x.batch["backbone_affine_mask"], _resolution_bounds(x)
     backbone = x.output.structure.backbone[-1]
-    return pae_loss(logits, backbone, truth, mask, x.batch["resolution"], *bounds, x.heads.pae_max_error)
+    return pae_loss(logits, backbone, truth, mask, x.batch["resolution"], *bounds, x.heads.pae_max_error, x.exchange)
 
 
 def _resolution_bounds(x: _Inputs) -> tuple[float, float]:
@@ -140,7 +145,11 @@ _TERMS = {
 
 
 def total_loss(
-    output: ModelOutput, batch: dict[str, Tensor], config: LossConfig, heads: HeadsConfig
+    output: ModelOutput,
+    batch: dict[str, Tensor],
+    config: LossConfig,
+    heads: HeadsConfig,
+    exchange: Exchange = LocalExchange(),
 ) -> tuple[Float[Tensor, ""], dict[str, Float[Tensor, ""]]]:
     """Weighted sum of the loss terms, mean over the batch; and each term by itself.
 
@@ -148,11 +157,14 @@ def total_loss(
     `use_clamped_fape` the backbone FAPE is clamped. The breakdown holds the terms that were computed (weight not zero),
     each unweighted, not scaled by length, mean over the batch, and `total`, the loss itself; all detached. Raises
     UserError if the batch lacks labels that a term needs.
+
+    On several ranks the logits of distogram, PAE and masked MSA are this rank's, all else in `output` and `batch` is whole; the
+    MEAN over ranks of what is returned is the loss and its breakdown, and the mean of the gradients the gradient.
     """
     terms = {name: term for name, term in _TERMS.items() if getattr(config, name) != 0}
     _require(terms, batch)
     features = {name: batch[name][:, -1] for term in terms.values() for name in term.features}
-    inputs = _Inputs(output, {**batch, **features}, config, heads)
+    inputs = _Inputs(output, {**batch, **features}, config, heads, exchange)
     # Losses are sums over many small numbers: float32 at least, whatever the model's layers run in.
     with torch.autocast(output.pair.device.type, enabled=False):
         losses = {name: term.compute(inputs) for name, term in terms.items()}

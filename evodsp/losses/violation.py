@@ -2,12 +2,13 @@
 
 AF2 fine-tunes with this loss and reports the metrics. Positions in Å. Few of all pairs of atoms clash: those that do are
 searched for some residues at a time without a graph, and only those found are differentiated, so that no array of all
-pairs of atoms is ever held. Shapes: B batch, R residues, P clashing pairs.
+pairs of atoms is ever held. Structures are whole on every rank; each searches its own residues against all, and counts what
+it finds as often as there are ranks. Shapes: B batch, R residues, P clashing pairs.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float, Int, Int64
@@ -21,6 +22,7 @@ from evodsp.geometry.residues import (
     RESTYPE_ATOM14_RADIUS,
     RESTYPE_ORDER,
 )
+from evodsp.parallel.exchange import Exchange, LocalExchange
 
 # Ideal values and standard deviations between residues (Engh & Huber): C-N in Å before any residue and before proline.
 _C_N, _C_N_DEVIATION = 1.329, 0.014
@@ -36,7 +38,11 @@ _SLACK = 1e-3  # Å by which the search may misjudge a distance
 
 @dataclass(frozen=True)
 class Violations:
-    """What `find_violations` saw. Losses are differentiable, in Å (angles: in units of cosine); masks are 0 or 1."""
+    """What `find_violations` saw. Losses are differentiable, in Å (angles: in units of cosine); masks are 0 or 1.
+
+    On several ranks the clash losses are the mean over ranks of what stands here, and `clash_atom_mask` (so `residue_mask`)
+    knows the pairs whose earlier residue is this rank's. All else is the same on every rank.
+    """
 
     bond_loss: Float[Tensor, "B"]
     """Mean over peptide bonds of what the C-N length exceeds its tolerance by."""
@@ -72,6 +78,7 @@ def find_violations(
     mask: Float[Tensor, "B R 14"],
     residue_index: Int[Tensor, "B R"],
     aatype: Int[Tensor, "B R"],
+    exchange: Exchange = LocalExchange(),
 ) -> Violations:
     """All violations of a predicted structure.
 
@@ -81,7 +88,7 @@ def find_violations(
     dtype = torch.promote_types(atom14.dtype, torch.float32)
     atom14, mask = atom14.to(dtype), mask.to(dtype)
     bonds, cos_ca_c_n, cos_c_n_ca, connection_loss, connection_mask = _connections(atom14, mask, residue_index, aatype)
-    clash, clash_atoms, clash_mask = _clashes(atom14, mask, residue_index, aatype)
+    clash, clash_atoms, clash_mask = _clashes(atom14, mask, residue_index, aatype, exchange)
     within, within_mask = _within_residues(atom14, mask, aatype)
     return Violations(
         bond_loss=bonds,
@@ -100,7 +107,7 @@ def find_violations(
 def violation_loss(violations: Violations, mask: Float[Tensor, "B R 14"]) -> Float[Tensor, "B"]:
     """The violation term of the loss: bonds, both angles, and clashes and inner distances per atom of `mask`.
 
-    `mask` is the one that `find_violations` was given.
+    `mask` is the one that `find_violations` was given. The mean over ranks is the loss.
     """
     x = violations
     per_atom = (x.clash_atom_loss + x.within_atom_loss).sum((1, 2)) / (1e-6 + mask.sum((1, 2)))
@@ -114,12 +121,15 @@ def violation_metrics(
     mask: Float[Tensor, "B R 14"],
     residue_index: Int[Tensor, "B R"],
     seq_mask: Float[Tensor, "B R"],
+    exchange: Exchange = LocalExchange(),
 ) -> dict[str, Float[Tensor, "B"]]:
     """Fractions of residues in violation, under AF2's names.
 
     `violations_extreme_ca_ca_distance` is the fraction of neighbours whose CA atoms are over 1.5 Å too far apart; the
     others count residues of `seq_mask` with a bad bond, a clash, a bad distance within, or any of these.
+    The same on every rank.
     """
+    violations = replace(violations, clash_atom_mask=exchange.max(violations.clash_atom_mask))
     has_no_gap = residue_index.diff(dim=1) == 1
     distance = _length(atom14[:, 1:, _CA] - atom14[:, :-1, _CA], 1e-6)
     return {
@@ -185,15 +195,16 @@ def _clashes(
     mask: Float[Tensor, "B R 14"],
     residue_index: Int[Tensor, "B R"],
     aatype: Int[Tensor, "B R"],
+    exchange: Exchange,
 ) -> tuple[Float[Tensor, "B"], Float[Tensor, "B R 14"], Float[Tensor, "B R 14"]]:
-    """Mean overlap of pairs of atoms [B]; summed overlap and presence of one, for each atom."""
+    """Mean overlap of pairs of atoms [B]; summed overlap and presence of one, for each atom (this rank's pairs)."""
     samples, residues = aatype.shape
     radius = _look_up(RESTYPE_ATOM14_RADIUS, aatype, atom14)
-    sample, one, other = _close_pairs(atom14, mask, residue_index, radius)
+    sample, one, other = _close_pairs(atom14, mask, residue_index, radius, exchange.owned(residues))
     positions, radius, weight = atom14.flatten(1, 2), radius.flatten(1), mask.flatten(1)
     distance = _length(positions[sample, one] - positions[sample, other], 1e-10)
     bound = radius[sample, one] + radius[sample, other] - CLASH_TOLERANCE
-    overlap = (bound - distance).relu() * weight[sample, one] * weight[sample, other]
+    overlap = exchange.ranks * (bound - distance).relu() * weight[sample, one] * weight[sample, other]
 
     ends = torch.cat([sample * residues * 14 + one, sample * residues * 14 + other])
     per_atom = overlap.new_zeros(samples * residues * 14).index_add(0, ends, overlap.repeat(2))
@@ -209,16 +220,20 @@ def _close_pairs(
     mask: Float[Tensor, "B R 14"],
     residue_index: Int[Tensor, "B R"],
     radius: Float[Tensor, "B R 14"],
+    rows: slice,
 ) -> tuple[Int64[Tensor, "P"], Int64[Tensor, "P"], Int64[Tensor, "P"]]:
-    """Sample and atoms (of R * 14) of all pairs that may clash: near, not bonded, the first of the earlier residue."""
+    """Sample and atoms (of R * 14) of all pairs that may clash: near, not bonded, the first of the earlier residue.
+
+    That residue is one of `rows`.
+    """
     samples, residues = residue_index.shape
-    rows = max(1, _PAIRS_AT_ONCE // max(1, samples * residues * 14 * 14))
+    at_once = max(1, _PAIRS_AT_ONCE // max(1, samples * residues * 14 * 14))
     # Absent atoms reach nothing: every bound with one of them is negative.
     reach = torch.where(mask > 0, radius, -torch.inf).flatten(1)
     positions = atom14.flatten(1, 2)
     found = []
-    for start in range(0, residues, rows):
-        here = slice(start * 14, (start + rows) * 14)
+    for start in range(rows.start, rows.stop, at_once):
+        here = slice(start * 14, min(start + at_once, rows.stop) * 14)
         distance = torch.cdist(positions[:, here], positions, compute_mode="donot_use_mm_for_euclid_dist")
         bound = reach[:, here, None] + reach[:, None] - (CLASH_TOLERANCE - _SLACK)
         sample, one, other = (distance < bound).nonzero(as_tuple=True)
@@ -237,14 +252,18 @@ def _count_pairs(mask: Float[Tensor, "B R 14"], residue_index: Int[Tensor, "B R"
 
     AF2 takes every pair of atoms in slot 5 for a disulphide bridge, of whatever residues, and so does `_close_pairs`.
     """
-    step = residue_index[:, None] - residue_index[:, :, None]
-    later, next_one = (step > 0).to(mask.dtype), (step == 1).to(mask.dtype)
+    order = residue_index.argsort(dim=1)
+    ranked = residue_index.gather(1, order)
 
-    def pairs(related: Tensor, one: Tensor, other: Tensor) -> Tensor:
-        return (related * one[:, :, None] * other[:, None]).sum((1, 2))
+    def beyond(x: Tensor, limit: Tensor) -> Tensor:
+        """Sum of `x` over residues whose index is above `limit` [B, R]. A running sum, not R x R comparisons."""
+        onward = _pad(x.gather(1, order).double().flip(1).cumsum(1).flip(1), 0, 1)
+        return onward.gather(1, torch.searchsorted(ranked, limit, right=True))
 
-    atoms, sulphur = mask.sum(-1), mask[..., _SG]
-    return pairs(later, atoms, atoms) - pairs(later, sulphur, sulphur) - pairs(next_one, mask[..., _C], mask[..., _N])
+    atoms, sulphur, carbon, nitrogen = mask.sum(-1), mask[..., _SG], mask[..., _C], mask[..., _N]
+    later = atoms * beyond(atoms, residue_index) - sulphur * beyond(sulphur, residue_index)
+    bonded = carbon * (beyond(nitrogen, residue_index) - beyond(nitrogen, residue_index + 1))
+    return (later - bonded).sum(1).to(mask.dtype)
 
 
 def _look_up(table: object, aatype: Int[Tensor, "B R"], like: Tensor) -> Float[Tensor, "B R ..."]:
