@@ -20,11 +20,13 @@ from typing import IO, Any
 
 import torch.distributed as dist
 
-from evodsp.parallel.process_group import GIVEN_UP
+from evodsp.parallel.watch import GIVEN_UP
 
 POLL_S = 0.05
 GRACE_S = 10.0
 """How long ranks may take to end when asked to, before they are killed."""
+SAME_MISTAKE_S = 3.0
+"""How long after another rank rank 0 may come upon the same mistake of the user's."""
 SHOWN_LINES = 50
 """Of the output of a rank that failed."""
 
@@ -73,7 +75,7 @@ def launch(ranks: int, words: list[str]) -> int:
             return 143
         finally:
             _end(started, signal.SIGTERM)
-        return 0 if first is None else _tell(first)
+        return 0 if first is None else _tell(first, started[0])
 
 
 def _start(number: int, ranks: int, port: int, words: list[str], stack: ExitStack) -> _Rank:
@@ -138,11 +140,20 @@ def _first_failure(started: list[_Rank]) -> _Rank | None:
         codes = {rank.number: rank.process.poll() for rank in started}
         failed = [rank for rank in started if codes[rank.number]]
         if failed:
-            # Killed before failed before given up because of another; of the last, wait for the one they mean.
+            # Killed before failed, and that before given up because of another.
             failed.sort(key=lambda rank: (rank.process.returncode > 0, rank.process.returncode == GIVEN_UP))
+            if failed[0].process.returncode == 2:
+                _wait(started[:1], SAME_MISTAKE_S)
             return failed[0]
         if all(code == 0 for code in codes.values()):
             return None
+        time.sleep(POLL_S)
+
+
+def _wait(ranks: list[_Rank], seconds: float) -> None:
+    """Until they have ended, or so long."""
+    deadline = time.monotonic() + seconds
+    while any(rank.process.poll() is None for rank in ranks) and time.monotonic() < deadline:
         time.sleep(POLL_S)
 
 
@@ -151,18 +162,18 @@ def _end(started: list[_Rank], first_signal: signal.Signals) -> None:
     running = [rank for rank in started if rank.process.poll() is None]
     for rank in running:
         rank.process.send_signal(first_signal)
-    deadline = time.monotonic() + GRACE_S
-    while any(rank.process.poll() is None for rank in running) and time.monotonic() < deadline:
-        time.sleep(POLL_S)
+    _wait(running, GRACE_S)
     for rank in running:
         if rank.process.poll() is None:
             rank.process.kill()
             rank.process.wait()
 
 
-def _tell(rank: _Rank) -> int:
-    """Say what became of the rank that failed first; the exit code of the whole."""
+def _tell(rank: _Rank, first: _Rank) -> int:
+    """Say what became of the rank that failed first; the exit code of the whole. `first`: rank 0."""
     code = rank.process.returncode
+    if code == 2 and first.process.returncode == 2:  # which has said the same to the user
+        return 2
     if said := rank.said():
         print(said, file=sys.stderr)
     if code in (2, 130):  # it has said why

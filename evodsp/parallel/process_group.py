@@ -16,6 +16,7 @@ import os
 import re
 import sys
 import time
+import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,16 +26,15 @@ import torch
 import torch.distributed as dist
 
 from evodsp.errors import UserError
+from evodsp.parallel.watch import GIVEN_UP, Watch, watch_of_this_process
 
 TIMEOUT_S = 600.0
 """How long a collective may take (NCCL's own default; gloo's is three times that): longer than reading an alignment or saving
 a checkpoint on one rank while the others wait, shorter than anybody wants to pay for a machine that does nothing."""
 
-GIVEN_UP = 3
-"""Exit code of a rank that ended because of another one."""
-
 # A launcher ends the survivors of a dead rank within this time, having named it.
 _GRACE_S = 5.0
+_POLL_S = 0.02
 
 
 @dataclass(frozen=True)
@@ -118,17 +118,63 @@ def start(backend: str | None = None, timeout_s: float = TIMEOUT_S) -> None:
     backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
     device = _take_gpu(here) if backend == "nccl" else None
     timeout = timedelta(seconds=timeout_s)
-    store = dist.TCPStore(here.host, here.port, None, here.hosts_store, timeout=timeout, wait_for_workers=False)
-    # After a restart the agent's store still holds the addresses of the dead.
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    try:
+        # Two clients, because the watch looks at times when the main thread waits. Of a part that no earlier attempt used.
+        main, watching = (_store(here, timeout, hosts) for hosts in (here.hosts_store, False))
+        part = _fresh_part(main, here, timeout_s)
+    except dist.DistError as error:
+        raise UserError(
+            f"rank {here.rank} did not meet the others at {here.host}:{here.port} within {timeout_s:g} s; "
+            "check that all of them were started and reach that address"
+        ) from error
     dist.init_process_group(
         backend,
-        store=dist.PrefixStore(f"attempt_{attempt}", store),
+        store=dist.PrefixStore(part, main),
         rank=here.rank,
         world_size=here.ranks,
-        timeout=timeout,
+        # Later than the watch, which can say whose fault it is.
+        timeout=timedelta(seconds=1.2 * timeout_s + 10),
         device_id=device,
     )
+    if here.ranks > 1:
+        watch = Watch(dist.PrefixStore(part, watching), here.rank, here.ranks, timeout_s)
+        dist.barrier()  # all have written their first state
+        watch.start()
+
+
+def _store(here: Place, timeout: timedelta, hosts: bool) -> dist.TCPStore:
+    return dist.TCPStore(here.host, here.port, None, hosts, timeout=timeout, wait_for_workers=False)
+
+
+def _fresh_part(store: dist.Store, here: Place, timeout_s: float) -> str:
+    """The name of a part of the store that no earlier attempt has written to, the same on every rank of this one.
+
+    After a restart torchrun's store still holds the addresses of the dead. TORCHELASTIC_RESTART_COUNT cannot tell attempts
+    apart: each machine's agent counts its own workers' failures, so the counts of two machines come to differ. Instead rank 0
+    draws a name, and every other rank asks for it under a name of its own, to which no old answer can belong.
+    """
+    store, mine = dist.PrefixStore("evodsp", store), uuid.uuid4().hex
+    if here.rank > 0:
+        store.set(f"asks/{here.rank}", mine)
+        name = store.get(f"answer/{mine}").decode()
+        store.add(f"arrived/{name}", 1)
+        return name
+    answered = dict[int, bytes]()
+    deadline = time.monotonic() + timeout_s
+    while store.add(f"arrived/{mine}", 0) < here.ranks - 1:
+        # A rank that asked in an earlier attempt is answered too, in vain; hence each again and again.
+        for rank in range(1, here.ranks):
+            if store.check([f"asks/{rank}"]) and (asked := store.get(f"asks/{rank}")) != answered.get(rank):
+                store.set(f"answer/{asked.decode()}", mine)
+                answered[rank] = asked
+        if time.monotonic() > deadline:
+            missing = ", ".join(str(rank) for rank in range(1, here.ranks) if rank not in answered)
+            raise UserError(
+                f"of {here.ranks} ranks number {missing or 'unknown'} did not come within {timeout_s:g} s; "
+                "check that all of them were started"
+            )
+        time.sleep(_POLL_S)
+    return mine
 
 
 def _take_gpu(here: Place) -> torch.device:
@@ -146,9 +192,13 @@ def _take_gpu(here: Place) -> torch.device:
 
 def stop() -> None:
     """Leave the group once every rank has come here: one that left early would look dead to the others."""
-    if dist.is_initialized():
-        dist.barrier()
-        dist.destroy_process_group()
+    if not dist.is_initialized():
+        return
+    dist.barrier()
+    if watch := watch_of_this_process():
+        watch.stop()
+        dist.barrier()  # the rank that has the store must not go before all have stopped using it
+    dist.destroy_process_group()
 
 
 @contextmanager
