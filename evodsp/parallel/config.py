@@ -1,0 +1,36 @@
+"""How a run is spread over ranks: settings without torch, so that help is quick."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from evodsp.errors import UserError, nearest
+
+ParameterMode = Literal["replicate", "zero1", "fsdp2"]
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """The mesh of ranks, (data, sequence), and where parameters live on it. Data ranks = all ranks / `sequence`.
+
+    Raises UserError on a value out of range.
+    """
+
+    sequence: int = 1
+    """Ranks that share one sample (Dynamic Sequence Parallelism): at most the residues of a crop and the rows of its MSA."""
+    parameters: ParameterMode = "replicate"
+    """Where parameters and optimizer state live: `replicate`, whole on every rank; `zero1`, the optimizer's state spread over
+    all ranks; `fsdp2`, parameters and gradients as well (PyTorch's fully_shard)."""
+
+    def __post_init__(self) -> None:
+        if self.sequence < 1:
+            raise UserError(
+                f"parallel.sequence is {self.sequence}, but must be at least 1; 1 keeps a sample on one rank"
+            )
+        modes = get_args(ParameterMode)
+        if self.parameters not in modes:
+            close = nearest(str(self.parameters), modes)
+            raise UserError(
+                f"parallel.parameters is '{self.parameters}', but must be one of {', '.join(modes)}.{close}"
+            )
