@@ -101,7 +101,7 @@ class AlphaFold(ShardedModule):
             with torch.set_grad_enabled(torch.is_grad_enabled() and cycle == last):
                 output = self.one_pass(members, recycled, [d.at("cycle", cycle) for d in draws])
             if stop_tolerance > 0 and cycle > 0:
-                output = with_ca_change(output, recycled, members[0]["seq_mask"])
+                output = with_ca_change(output, recycled, members[0]["seq_mask"], self.exchange)
             if cycle == last or settled(output, stop_tolerance):
                 break
             recycled = Recycled.of(output)

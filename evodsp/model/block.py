@@ -58,7 +58,7 @@ class Block(ShardedModule):
 
     def run(self, draws: Sequence[Draws], **representations: Located) -> None:
         """Update the representations, `msa` and `pair`, step by step. `draws`: one stream of dropout per sample, or none."""
-        for step in self.steps:
+        for step in self.plan.pair_steps(self.steps):
             inputs = [representations[name].on(axis) for name, axis in step.reads]
             if step.masked:
                 inputs.append(representations[step.reads[0][0]].mask)

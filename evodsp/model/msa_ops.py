@@ -11,9 +11,11 @@ from typing import Literal
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from evodsp.model.primitives import GatedAttention, Linear, ShardedModule, mask_bias
+from evodsp.model.kernels.outer_product import outer_product
+from evodsp.model.primitives import GatedAttention, Linear, PairBias, ShardedModule, mask_bias
+from evodsp.parallel.collectives import Pending
+from evodsp.parallel.exchange import LocalExchange
 
 
 class MSARowAttention(ShardedModule):
@@ -29,10 +31,9 @@ class MSARowAttention(ShardedModule):
     def forward(
         self, m: Float[Tensor, "B s R c_m"], z: Float[Tensor, "B I j c_z"], msa_mask: Float[Tensor, "B S R"]
     ) -> Float[Tensor, "B s R c_m"]:
-        # [B, R, R, H]: the large z itself stays where it is.
-        bias = self.exchange.start_gather(self.pair_bias(self.pair_norm(z)), "j", whole=z.shape[1])
-        mask = self.exchange.shard(msa_mask, "seq")
-        return self.attention(self.norm(m), mask, lambda: bias.wait().permute(0, 3, 1, 2))
+        # H channels leave the rank: the large z itself stays where it is.
+        bias = PairBias(self.pair_bias(self.pair_norm(z)), "j", z.shape[1], self.exchange, self.plan)
+        return self.attention(self.norm(m), self.exchange.shard(msa_mask, "seq"), bias)
 
 
 class MSAColumnAttention(ShardedModule):
@@ -49,14 +50,14 @@ class MSAColumnAttention(ShardedModule):
 
 
 class MSAColumnGlobalAttention(ShardedModule):
-    """MSA column-wise gated attention with one global query per column (algorithm 19). m on S.
+    """MSA column-wise gated attention with one global query per column (algorithm 19). m on `layout`.
 
-    Only sums over S leave the shard: the mean query, then the softmax's numerator and denominator.
+    On S only sums over sequences leave the rank: the mean query, then the softmax's numerator and denominator. On R nothing.
     """
 
-    def __init__(self, c_m: int, heads: int, head_width: int) -> None:
+    def __init__(self, c_m: int, heads: int, head_width: int, layout: Literal["seq", "res"] = "seq") -> None:
         super().__init__()
-        self.heads, self.head_width = heads, head_width
+        self.heads, self.head_width, self.layout = heads, head_width, layout
         width = heads * head_width
         self.norm = nn.LayerNorm(c_m)
         self.query = Linear(c_m, width, bias=False, init="glorot")
@@ -64,16 +65,18 @@ class MSAColumnGlobalAttention(ShardedModule):
         self.gate = Linear(c_m, width, init="gate")
         self.output = Linear(width, c_m, init="final")
 
-    def forward(self, m: Float[Tensor, "B s R c_m"], msa_mask: Float[Tensor, "B S R"]) -> Float[Tensor, "B s R c_m"]:
-        x, mask = self.norm(m), self.exchange.shard(msa_mask, "seq")
-        total = self.exchange.start_sum((x * mask.unsqueeze(-1)).sum(1))  # [B, R, c]
-        k, v = self.key_value(x).transpose(1, 2).chunk(2, -1)  # [B, R, s, D], one head for all queries
-        mean = total.wait() / (msa_mask.sum(1).unsqueeze(-1) + 1e-10)
-        q = self.query(mean).unflatten(-1, (self.heads, -1)) * self.head_width**-0.5  # [B, R, H, D]
-        logits = q @ k.transpose(-1, -2) + mask_bias(mask).transpose(1, 2).unsqueeze(2)  # [B, R, H, s]
-        weight = (logits - self.exchange.max(_highest(logits))).exp()
+    def forward(self, m: Float[Tensor, "B s r c_m"], msa_mask: Float[Tensor, "B S R"]) -> Float[Tensor, "B s r c_m"]:
+        x, mask = self.norm(m), self.exchange.shard(msa_mask, self.layout)
+        over_shards = self.exchange if self.layout == "seq" else LocalExchange()
+        total = over_shards.start_sum((x * mask.unsqueeze(-1)).sum(1))  # [B, r, c]
+        k, v = self.key_value(x).transpose(1, 2).chunk(2, -1)  # [B, r, s, D], one head for all queries
+        count = (msa_mask if self.layout == "seq" else mask).sum(1)
+        mean = total.wait() / (count.unsqueeze(-1) + 1e-10)
+        q = self.query(mean).unflatten(-1, (self.heads, -1)) * self.head_width**-0.5  # [B, r, H, D]
+        logits = q @ k.transpose(-1, -2) + mask_bias(mask).transpose(1, 2).unsqueeze(2)  # [B, r, H, s]
+        weight = (logits - over_shards.max(_highest(logits))).exp()
         # Numerator and denominator of the softmax's mean, in one sum over the shards.
-        sums = self.exchange.start_sum(torch.cat([weight @ v, weight.sum(-1, keepdim=True)], -1))
+        sums = over_shards.start_sum(torch.cat([weight @ v, weight.sum(-1, keepdim=True)], -1))
         gate = self.gate(x).sigmoid()
         numerator, denominator = sums.wait().split((self.head_width, 1), -1)
         return self.output((numerator / denominator).flatten(-2).unsqueeze(1) * gate)
@@ -83,8 +86,7 @@ class OuterProductMean(ShardedModule):
     """Outer product mean (algorithm 10). m on `layout`, the pair update on J.
 
     On R only the 32-channel operand of I is gathered. On S there are two ways: that operand is gathered and the other one
-    switched to R, or partial sums over this rank's sequences are added up by a reduce-scatter, which moves less where
-    sequences are many.
+    switched to R, or partial sums over this rank's sequences are added up, which moves less where sequences are many.
     """
 
     def __init__(self, c_m: int, c_z: int, channels: int, layout: Literal["seq", "res"] = "res") -> None:
@@ -104,28 +106,37 @@ class OuterProductMean(ShardedModule):
         return update / (count.unsqueeze(-1) + 1e-3)
 
     def sums_partially(self, sequences: int, residues: int) -> bool:
-        """Whether partial sums are reduced: with m on S, where R x R x c_z is less than S x R x channels."""
-        return self.layout == "seq" and sequences * self.channels > residues * self.output.out_features
+        """With m on S: whether adding up R x R x c_z partial sums moves less than S x R x channels (1 + 1/N) of operands."""
+        if self.plan.outer_product_mean != "auto":
+            return self.plan.outer_product_mean == "sum"
+        ranks = self.exchange.ranks
+        return sequences * self.channels * (ranks + 1) >= ranks * residues * self.output.out_features
 
     def _summed(
         self, left: Float[Tensor, "B _ _ c"], right: Float[Tensor, "B _ _ c"], sequences: int, residues: int
     ) -> Float[Tensor, "B I j c_z"]:
         """The projected outer product, summed over all sequences."""
         if self.layout == "res":
-            return self._projected(self.exchange.gather(left, "res", whole=residues), right)
+            return outer_product(self.exchange.gather(left, "res", whole=residues), right, self.output.weight)
         if self.sums_partially(sequences, residues):
-            return self.exchange.scatter_sum(self._projected(left, right), "j")
+            return self._reduced(left, right)
         whole = self.exchange.start_gather(left, "seq", whole=sequences)
         columns = self.exchange.switch(right, "seq", "res", whole=sequences)
-        return self._projected(whole.wait(), columns)
+        return outer_product(whole.wait(), columns, self.output.weight)
 
-    def _projected(self, left: Float[Tensor, "B n I c"], right: Float[Tensor, "B n j c"]) -> Float[Tensor, "B I j c_z"]:
-        b, _, i, c = left.shape
-        j = right.shape[2]
-        # One matrix product over the sequences, then one over both channel axes: no einsum path search in a hot loop.
-        outer = left.flatten(2).transpose(1, 2) @ right.flatten(2)  # [B, I*c, j*c]
-        outer = outer.view(b, i, c, j, c).transpose(2, 3).reshape(b, i, j, c * c)
-        return F.linear(outer, self.output.weight)
+    def _reduced(self, left: Float[Tensor, "B s R c"], right: Float[Tensor, "B s R c"]) -> Float[Tensor, "B I j c_z"]:
+        """Partial sums over this rank's sequences, made and added up one output shard at a time."""
+        residues = right.shape[2]
+        shards = self.exchange.shards(residues)
+        update: Tensor | float = 0.0
+        under_way: Pending | None = None
+        for root, columns in enumerate(shards):
+            partial = outer_product(left, right[:, :, columns], self.output.weight)
+            if under_way is not None:  # at most one is under way while the next is made
+                update = update + under_way.wait()
+            under_way = self.exchange.start_reduce(partial, "j", root, whole=residues)
+        assert under_way is not None  # there is at least one shard
+        return update + under_way.wait()
 
 
 def first_row(m: Float[Tensor, "B S r c_m"]) -> Float[Tensor, "B r c_m"]:
@@ -133,7 +144,7 @@ def first_row(m: Float[Tensor, "B S r c_m"]) -> Float[Tensor, "B r c_m"]:
     return m[:, 0]
 
 
-def _highest(logits: Float[Tensor, "B R H s"]) -> Float[Tensor, "B R H 1"]:
+def _highest(logits: Float[Tensor, "B r H s"]) -> Float[Tensor, "B r H 1"]:
     """The largest logit, or the least number there is where a shard is empty."""
     least = logits.new_full((*logits.shape[:-1], 1), torch.finfo(logits.dtype).min)
     return torch.cat([logits.detach(), least], -1).amax(-1, keepdim=True)

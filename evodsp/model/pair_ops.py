@@ -12,15 +12,17 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from evodsp.model.primitives import GatedAttention, Linear, ShardedModule
-from evodsp.parallel.collectives import Pending
+from evodsp.model.primitives import GatedAttention, Linear, PairBias, ShardedModule
+from evodsp.parallel.collectives import Arrived, Pending
+from evodsp.parallel.layout import Axis
 
 
 class TriangleMultiplication(ShardedModule):
-    """Triangular multiplicative update, outgoing or incoming edges (algorithms 11 and 12). z on J.
+    """Triangular multiplicative update, outgoing or incoming edges (algorithms 11 and 12).
 
-    Every channel is a product of its own, so the work is spread over channels: both operands go from J to channels in one
-    switch, and the product comes back to `result`. No rank needs the whole pair representation.
+    By channel (z on J): every channel is a product of its own, so both operands go from J to channels in one switch, and the
+    product comes back on `result`. No rank needs the whole pair representation.
+    By gathering (z on I for outgoing, on J for incoming edges): one operand is gathered whole, the product is where z is.
     """
 
     def __init__(
@@ -36,20 +38,35 @@ class TriangleMultiplication(ShardedModule):
         self.output_gate = Linear(c_z, c_z, init="gate")
 
     def forward(
-        self, z: Float[Tensor, "B I j c_z"], pair_mask: Float[Tensor, "B R R"], moved: Pending | None = None
+        self, z: Float[Tensor, "B _ _ c_z"], pair_mask: Float[Tensor, "B R R"], moved: Pending | None = None
     ) -> Float[Tensor, "B _ _ c_z"]:
-        """The update, on `result`. `moved`: z on its way there, if that is not J: the output gate reads it."""
+        """The update. `moved`: z on its way to where the update comes out, if that is elsewhere: the output gate reads it."""
+        way = self.plan.triangle_outgoing if self.edges == "outgoing" else self.plan.triangle_incoming
+        axis: Axis = "i" if (self.edges, way) == ("outgoing", "gather") else "j"
         x = self.norm(z)
-        mask = self.exchange.shard(pair_mask, "j").unsqueeze(-1)
+        mask = self.exchange.shard(pair_mask, axis).unsqueeze(-1)
         both = self.projection(x) * self.projection_gate(x).sigmoid() * mask
-        # Operands side by side on the batch axis, so that a rank gets the same channels of both.
-        both = self.exchange.switch(torch.cat(both.chunk(2, -1)), "j", "channel", whole=z.shape[1])
-        a, b = both.permute(0, 3, 1, 2).chunk(2)  # [B, c, I, K]
-        product = a @ b.transpose(-1, -2) if self.edges == "outgoing" else b.transpose(-1, -2) @ a
-        back = self.exchange.start_switch(product.permute(0, 2, 3, 1), "channel", self.result, whole=self.channels)
+        product = (self._by_channel if way == "channel" else self._by_gathering)(both, pair_mask.shape[1])
         there = z if moved is None else moved.wait()
         gate = self.output_gate(x if there is z else self.norm(there)).sigmoid()
-        return self.output(self.product_norm(back.wait())) * gate
+        return self.output(self.product_norm(product.wait())) * gate
+
+    def _by_channel(self, both: Float[Tensor, "B I j cc"], residues: int) -> Pending:
+        # Operands side by side on the batch axis, so that a rank gets the same channels of both.
+        both = self.exchange.switch(torch.cat(both.chunk(2, -1)), "j", "channel", whole=residues)
+        product = self._product(*both.permute(0, 3, 1, 2).chunk(2))
+        return self.exchange.start_switch(product, "channel", self.result, whole=self.channels)
+
+    def _by_gathering(self, both: Float[Tensor, "B _ _ cc"], residues: int) -> Pending:
+        a, b = both.chunk(2, -1)
+        # Outgoing: rows of the product are rows of a, columns are rows of b. Incoming: rows are columns of b, columns of a.
+        b = self.exchange.gather(b, "i" if self.edges == "outgoing" else "j", whole=residues)
+        return Arrived(self._product(a.permute(0, 3, 1, 2), b.permute(0, 3, 1, 2)))
+
+    def _product(self, a: Float[Tensor, "B c _ _"], b: Float[Tensor, "B c _ _"]) -> Float[Tensor, "B _ _ c"]:
+        """Sum over the third residue, channel by channel."""
+        product = a @ b.transpose(-1, -2) if self.edges == "outgoing" else b.transpose(-1, -2) @ a
+        return product.permute(0, 2, 3, 1)
 
 
 class TriangleAttention(ShardedModule):
@@ -66,11 +83,9 @@ class TriangleAttention(ShardedModule):
         self.attention = GatedAttention(c_z, heads, head_width)
 
     def forward(self, z: Float[Tensor, "B _ _ c_z"], pair_mask: Float[Tensor, "B R R"]) -> Float[Tensor, "B _ _ c_z"]:
-        x, residues = self.norm(z), pair_mask.shape[1]
-        if self.node == "starting":
-            starting = self.exchange.start_gather(self.pair_bias(x), "i", whole=residues)  # [B, R, R, H]
-            mask = self.exchange.shard(pair_mask, "i")
-            return self.attention(x, mask, lambda: starting.wait().permute(0, 3, 1, 2))
-        ending = self.exchange.start_gather(self.pair_bias(x), "j", whole=residues)
-        mask = self.exchange.shard(pair_mask, "j").transpose(1, 2)
-        return self.attention(x.transpose(1, 2), mask, lambda: ending.wait().permute(0, 3, 2, 1)).transpose(1, 2)
+        if self.node == "ending":
+            z, pair_mask = z.transpose(1, 2), pair_mask.transpose(1, 2)
+        x = self.norm(z)
+        bias = PairBias(self.pair_bias(x), "i", pair_mask.shape[1], self.exchange, self.plan)
+        update = self.attention(x, self.exchange.shard(pair_mask, "i"), bias)
+        return update.transpose(1, 2) if self.node == "ending" else update

@@ -6,14 +6,17 @@ Shape legend: B batch, L positions attended over, H heads, D head width, c chann
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from evodsp.model.kernels.attention import attention
+from evodsp.model.schedule import Plan
+from evodsp.parallel.collectives import Arrived, Pending
 from evodsp.parallel.exchange import Exchange, LocalExchange
 from evodsp.parallel.layout import DIMENSION, Axis
 from evodsp.rng import Draws
@@ -25,16 +28,19 @@ Initialisation = Literal["linear", "relu", "glorot", "gate", "final"]
 
 
 class ShardedModule(nn.Module):
-    """A module that may need something from other shards: it asks its `exchange` (one device: `LocalExchange`)."""
+    """A module that may need something from other shards: it asks its `exchange` (one device: `LocalExchange`), in the way
+    that its `plan` says.
+    """
 
     exchange: Exchange = LocalExchange()
+    plan: Plan = Plan()
 
 
-def use_exchange(model: nn.Module, exchange: Exchange) -> None:
-    """Give every module of `model` that communicates the same exchange."""
+def use_exchange(model: nn.Module, exchange: Exchange, plan: Plan | None = None) -> None:
+    """Give every module of `model` that communicates the same exchange, and the same plan."""
     for module in model.modules():
         if isinstance(module, ShardedModule):
-            module.exchange = exchange
+            module.exchange, module.plan = exchange, plan or Plan()
 
 
 class Linear(nn.Linear):
@@ -71,6 +77,43 @@ def mask_bias(mask: Float[Tensor, "*batch L"]) -> Float[Tensor, "*batch L"]:
     return (mask - 1.0) * MASKED
 
 
+class PairBias:
+    """The bias that attention takes from the pair representation, gathered from its shards while projections are computed.
+
+    With `plan.stream_bias` it is never whole: queries are taken shard by shard, each with the bias of its rows, which is
+    fetched again in the backward pass.
+    """
+
+    def __init__(self, own: Float[Tensor, "B _ _ H"], axis: Axis, whole: int, exchange: Exchange, plan: Plan) -> None:
+        """`own`: this rank's shard along `axis`; axis 1 holds queries, axis 2 keys, both `whole` long."""
+        self.whole, self.exchange, self.stream = whole, exchange, plan.stream_bias
+        if not self.stream:
+            self._arriving: Pending = exchange.start_gather(own, axis, whole)
+        else:
+            self._arriving = exchange.start_switch(own, "j", "i", whole) if axis == "j" else Arrived(own)
+
+    def attention(
+        self,
+        q: Float[Tensor, "B N H L D"],
+        k: Float[Tensor, "B N H L D"],
+        v: Float[Tensor, "B N H L D"],
+        keys: Float[Tensor, "B N L"],
+    ) -> Float[Tensor, "B N H L D"]:
+        """Attention with this bias, and `keys` added to all logits of a key."""
+        bias = self._arriving.wait()
+        if not self.stream:
+            return attention(q, k, v, keys, bias.permute(0, 3, 1, 2))
+        rows = [
+            checkpoint(self._rows, root, q[..., queries, :], k, v, keys, bias, use_reentrant=False)
+            for root, queries in enumerate(self.exchange.shards(self.whole))
+        ]
+        return torch.cat(rows, -2)
+
+    def _rows(self, root: int, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, own: Tensor) -> Tensor:
+        bias = self.exchange.start_broadcast(own, "i", root, self.whole).wait()
+        return attention(q, k, v, keys, bias.permute(0, 3, 1, 2))
+
+
 class GatedAttention(nn.Module):
     """Gated multi-head self-attention within each row (the core of algorithms 7, 8, 13 and 14)."""
 
@@ -86,13 +129,13 @@ class GatedAttention(nn.Module):
         self,
         x: Float[Tensor, "B N L c"],
         mask: Float[Tensor, "B N L"],
-        pair_bias: Callable[[], Float[Tensor, "B H L L"]] | None = None,
+        pair_bias: PairBias | None = None,
     ) -> Float[Tensor, "B N L c"]:
         """`pair_bias` is shared by all rows N of a sample; it may be on its way, and is asked for after the projections."""
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(3, 0, 1, 4, 2, 5)  # each [B, N, H, L, D]
-        bias = None if pair_bias is None else pair_bias()
-        o = attention(q, k, v, mask_bias(mask), bias).transpose(-2, -3).flatten(-2)
-        return self.output(o * self.gate(x).sigmoid())
+        keys = mask_bias(mask)
+        o = attention(q, k, v, keys) if pair_bias is None else pair_bias.attention(q, k, v, keys)
+        return self.output(o.transpose(-2, -3).flatten(-2) * self.gate(x).sigmoid())
 
 
 class Transition(nn.Module):

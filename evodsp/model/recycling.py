@@ -14,6 +14,7 @@ from torch import Tensor
 
 from evodsp.geometry.residues import ATOM_ORDER
 from evodsp.model.outputs import ModelOutput
+from evodsp.parallel.exchange import Exchange, LocalExchange
 
 _CA = ATOM_ORDER["CA"]
 
@@ -32,12 +33,17 @@ class Recycled:
         return cls(output.first_row, output.pair, output.structure.positions)
 
 
-def with_ca_change(output: ModelOutput, former: Recycled, seq_mask: Float[Tensor, "B R"]) -> ModelOutput:
-    """The output, and beside it how far its CA-CA distances are from those of the pass before."""
+def with_ca_change(
+    output: ModelOutput, former: Recycled, seq_mask: Float[Tensor, "B R"], exchange: Exchange = LocalExchange()
+) -> ModelOutput:
+    """The output, and beside it how far its CA-CA distances are from those of the pass before.
+
+    The same number on every rank of `exchange`: a difference in rounding must not make one stop and the others wait.
+    """
     # Residues of unknown type have no CA: theirs stay at the origin, which is no place in the structure.
     mask = seq_mask * output.structure.mask[..., _CA]
     change = ca_change(output.structure.positions[..., _CA, :], former.positions[..., _CA, :], mask)
-    return dataclasses.replace(output, ca_change=change)
+    return dataclasses.replace(output, ca_change=exchange.max(change))
 
 
 def ca_change(

@@ -9,7 +9,7 @@ moves all of it, an all-to-all 1/N; R residues, S sequences, N ranks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from evodsp.parallel.layout import Axis
@@ -47,6 +47,39 @@ class Step:
         if self.result is not None:
             return self.result
         return dict(self.reads).get(self.updates, "j")  # an update of what is not read: the outer product mean's, on J
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which way a block communicates where there is more than one. Every plan computes the same."""
+
+    triangle_outgoing: Literal["channel", "gather"] = "channel"
+    """`channel`: both operands go to channels and the product comes back, 3/N of the pair representation. `gather`: the pair
+    goes to I and one operand is gathered whole."""
+    triangle_incoming: Literal["channel", "gather"] = "channel"
+    """Likewise; `gather` leaves the pair on J."""
+    outer_product_mean: Literal["auto", "gather", "sum"] = "auto"
+    """Of the extra-MSA stack. `gather`: one operand is gathered, the other switched. `sum`: partial sums are reduced, one
+    output shard at a time. `auto`: whichever moves less."""
+    stream_bias: bool = False
+    """Attention takes the pair bias one shard at a time, so that it is never whole: for very long chains."""
+    keep_gathered: bool = True
+    """Where a block is recomputed, keep what was gathered or summed (biases, an operand) instead of gathering it again."""
+
+    def pair_steps(self, steps: tuple[Step, ...]) -> tuple[Step, ...]:
+        """`steps` with the triangle multiplications done in this plan's way."""
+        ways = {
+            ("triangle_outgoing", "gather"): {"pair": "i"},
+            ("triangle_incoming", "gather"): {"pair": "j", "result": None},
+        }
+        return tuple(
+            replace(step, **ways.get((step.layer, getattr(self, step.layer, "")), {}))  # type: ignore[arg-type]
+            for step in steps
+        )
+
+
+DAP = Plan(triangle_outgoing="gather", triangle_incoming="gather", outer_product_mean="gather")
+"""FastFold's Dynamic Axial Parallelism: what DSP is compared with."""
 
 
 # A block of the Evoformer (algorithm 6). m on S and z on J at entry. Between the two halves the switch of m back to S is

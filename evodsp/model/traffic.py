@@ -7,10 +7,10 @@ its output, a reduce-scatter and an all-to-all their local input, an all-reduce 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from evodsp.config import EvoformerConfig
-from evodsp.model.schedule import EXTRA_MSA_HALF, MSA_HALF, PAIR_HALF, Representation, Step
+from evodsp.model.schedule import EXTRA_MSA_HALF, MSA_HALF, PAIR_HALF, Plan, Representation, Step
 from evodsp.parallel.layout import Axis, shard_sizes
 from evodsp.parallel.ledger import Kind
 
@@ -40,6 +40,7 @@ class Sizes:
     c_m: int
     c_z: int
     config: EvoformerConfig
+    plan: Plan = field(default_factory=Plan)
 
     def whole(self, axis: Axis) -> int:
         """True size of an axis; that of the channels is the operands' of triangle multiplication."""
@@ -70,8 +71,20 @@ def _sum(layer: str, elements: int) -> Call:
     return Call(layer, "all-reduce", 2 * elements, 2 * elements)
 
 
+def _bias(layer: str, n: Sizes, axis: Axis, heads: int) -> Iterator[Call]:
+    """The bias of attention, [batch, residues, residues, heads]."""
+    row = n.batch * n.residues * heads
+    if not n.plan.stream_bias:
+        yield _gather(layer, n, axis, row)
+        return
+    if axis == "j":
+        yield _switch(layer, n, "j", "i", n.batch * heads)
+    for size in shard_sizes(n.residues, n.ranks):
+        yield Call(layer, "broadcast", size * row, size * row)
+
+
 def _row_attention(n: Sizes) -> Iterator[Call]:
-    yield _gather("row_attention", n, "j", n.batch * n.residues * n.config.msa_heads)
+    yield from _bias("row_attention", n, "j", n.config.msa_heads)
 
 
 def _column_attention(n: Sizes) -> Iterator[Call]:
@@ -92,9 +105,12 @@ def _outer_product_mean(n: Sizes) -> Iterator[Call]:
 
 def _outer_product_mean_on_s(n: Sizes) -> Iterator[Call]:
     layer, channels = "outer_product_mean", n.config.outer_product_channels
-    if n.sequences * channels > n.residues * n.c_z:
-        elements = n.batch * n.residues * n.padded("j") * n.c_z
-        yield Call(layer, "reduce-scatter", elements, elements)
+    way = n.plan.outer_product_mean
+    gathered = n.sequences * channels * (n.ranks + 1)
+    if way == "sum" or (way == "auto" and gathered >= n.ranks * n.residues * n.c_z):
+        for size in shard_sizes(n.residues, n.ranks):
+            elements = n.batch * n.residues * size * n.c_z
+            yield Call(layer, "reduce", elements, elements)
     else:
         yield _gather(layer, n, "seq", n.batch * n.residues * channels)
         yield _switch(layer, n, "seq", "res", n.batch * channels)
@@ -102,15 +118,18 @@ def _outer_product_mean_on_s(n: Sizes) -> Iterator[Call]:
 
 def _triangle(layer: str, result: Axis) -> Callable[[Sizes], Iterator[Call]]:
     def calls(n: Sizes) -> Iterator[Call]:
+        if getattr(n.plan, layer) == "gather":
+            yield _gather(layer, n, result, n.batch * n.residues * n.config.triangle_channels)
+            return
         yield _switch(layer, n, "j", "channel", 2 * n.batch * n.residues)
         yield _switch(layer, n, "channel", result, n.batch * n.residues)
 
     return calls
 
 
-def _triangle_attention(layer: str, axis: Axis) -> Callable[[Sizes], Iterator[Call]]:
+def _triangle_attention(layer: str) -> Callable[[Sizes], Iterator[Call]]:
     def calls(n: Sizes) -> Iterator[Call]:
-        yield _gather(layer, n, axis, n.batch * n.residues * n.config.pair_heads)
+        yield from _bias(layer, n, "i", n.config.pair_heads)  # its rows are z's rows, or columns, that the rank holds
 
     return calls
 
@@ -120,11 +139,12 @@ _INSIDE: dict[tuple[str, Axis], Callable[[Sizes], Iterator[Call]]] = {
     ("column_attention", "seq"): _global_column_attention,
     ("outer_product_mean", "res"): _outer_product_mean,
     ("outer_product_mean", "seq"): _outer_product_mean_on_s,
+    ("triangle_outgoing", "i"): _triangle("triangle_outgoing", "i"),
     ("triangle_outgoing", "j"): _triangle("triangle_outgoing", "j"),
     ("triangle_incoming", "i"): _triangle("triangle_incoming", "i"),
     ("triangle_incoming", "j"): _triangle("triangle_incoming", "j"),
-    ("attention_starting", "i"): _triangle_attention("attention_starting", "i"),
-    ("attention_ending", "j"): _triangle_attention("attention_ending", "j"),
+    ("attention_starting", "i"): _triangle_attention("attention_starting"),
+    ("attention_ending", "j"): _triangle_attention("attention_ending"),
 }
 """What a sub-layer asks of its exchange, by its name and where its representation lies; one that is not here asks nothing."""
 
@@ -132,7 +152,7 @@ _INSIDE: dict[tuple[str, Axis], Callable[[Sizes], Iterator[Call]]] = {
 def walk(steps: Sequence[Step], n: Sizes, at: dict[Representation, Axis]) -> Iterator[Call]:
     """The collectives of `steps`. `at`: where the representations lie before; on return, where they lie after."""
     letters, channels = {"msa": "m", "pair": "z"}, {"msa": n.c_m, "pair": n.c_z}
-    for step in steps:
+    for step in n.plan.pair_steps(tuple(steps)):
         moves = [*step.reads, *([(step.updates, step.lands)] if step.updates in dict(step.reads) else [])]
         for name, axis in moves:
             if at[name] != axis:

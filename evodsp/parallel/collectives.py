@@ -198,6 +198,52 @@ class Sum(Collective):
         return self
 
 
+@dataclass(frozen=True)
+class Broadcast(Collective):
+    """One shard of a gather: the `root`'s shard along `dim`, on every rank."""
+
+    group: Group
+    root: int
+    dim: int
+    sizes: tuple[int, ...]
+    kind: Kind = "broadcast"
+
+    def launch(self, x: Tensor, backward: bool = False) -> Flight:
+        rank = self.group.rank
+        _check_size(x, self.dim, self.sizes[rank])
+        shape = _resized(x, {self.dim: self.sizes[self.root]})
+        buffer = x.contiguous() if rank == self.root else x.new_empty(shape)
+        work = dist.broadcast(buffer, group_src=self.root, group=self.group.handle, async_op=True)
+        self._enter(buffer, backward)
+        return Flight(work, (buffer,), self.dim, buffer)
+
+    def transpose(self) -> Reduce:
+        return Reduce(self.group, self.root, self.dim, self.sizes)
+
+
+@dataclass(frozen=True)
+class Reduce(Collective):
+    """One shard of a scatter_sum: the sum of what every rank has for the `root`'s shard along `dim`, there; zero elsewhere."""
+
+    group: Group
+    root: int
+    dim: int
+    sizes: tuple[int, ...]
+    kind: Kind = "reduce"
+
+    def launch(self, x: Tensor, backward: bool = False) -> Flight:
+        rank = self.group.rank
+        _check_size(x, self.dim, self.sizes[self.root])
+        total = x.clone(memory_format=torch.contiguous_format)
+        work = dist.reduce(total, group_dst=self.root, group=self.group.handle, async_op=True)
+        self._enter(total, backward)
+        own = total if rank == self.root else x.new_zeros(_resized(x, {self.dim: self.sizes[rank]}))
+        return Flight(work, (own,), self.dim, total)
+
+    def transpose(self) -> Broadcast:
+        return Broadcast(self.group, self.root, self.dim, self.sizes)
+
+
 class Pending(ABC):
     """A tensor that may still be on its way."""
 

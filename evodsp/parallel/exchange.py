@@ -17,10 +17,12 @@ from torch import Tensor
 
 from evodsp.parallel.collectives import (
     Arrived,
+    Broadcast,
     Collective,
     Gather,
     Group,
     Pending,
+    Reduce,
     ScatterSum,
     Sum,
     Switch,
@@ -48,6 +50,18 @@ class Exchange(ABC):
     @abstractmethod
     def start_sum(self, x: Tensor) -> Pending:
         """All-reduce: partial sums are added over ranks; every rank has the total."""
+
+    @abstractmethod
+    def start_broadcast(self, x: Tensor, axis: Axis, root: int, whole: int) -> Pending:
+        """One shard of a gather: shard number `root` of `x` along `axis`, on every rank."""
+
+    @abstractmethod
+    def start_reduce(self, x: Tensor, axis: Axis, root: int, whole: int) -> Pending:
+        """One shard of a scatter_sum: every rank's part of shard number `root` is added up there; elsewhere comes zero."""
+
+    @abstractmethod
+    def shards(self, whole: int) -> list[slice]:
+        """The entries of every shard, in order, of an axis of `whole` entries."""
 
     @abstractmethod
     def max(self, x: Tensor) -> Tensor:
@@ -95,6 +109,15 @@ class LocalExchange(Exchange):
     def start_sum(self, x: Tensor) -> Pending:
         return Arrived(x)
 
+    def start_broadcast(self, x: Tensor, axis: Axis, root: int, whole: int) -> Pending:
+        return Arrived(x)
+
+    def start_reduce(self, x: Tensor, axis: Axis, root: int, whole: int) -> Pending:
+        return Arrived(x)
+
+    def shards(self, whole: int) -> list[slice]:
+        return [slice(0, whole)]
+
     def max(self, x: Tensor) -> Tensor:
         return x.detach()
 
@@ -136,6 +159,15 @@ class ShardedExchange(Exchange):
 
     def start_sum(self, x: Tensor) -> Pending:
         return self._start(x, Sum(self.group))
+
+    def start_broadcast(self, x: Tensor, axis: Axis, root: int, whole: int) -> Pending:
+        return self._start(x, Broadcast(self.group, root, DIMENSION[axis], shard_sizes(whole, self.group.size)))
+
+    def start_reduce(self, x: Tensor, axis: Axis, root: int, whole: int) -> Pending:
+        return self._start(x, Reduce(self.group, root, DIMENSION[axis], shard_sizes(whole, self.group.size)))
+
+    def shards(self, whole: int) -> list[slice]:
+        return [shard_slice(whole, self.group.size, rank) for rank in range(self.group.size)]
 
     def max(self, x: Tensor) -> Tensor:
         return maximum(x, self.group)

@@ -1,7 +1,8 @@
 """What was communicated: every collective, in order, with its bytes.
 
 Bytes of an all-gather are its output's, of a reduce-scatter and an all-to-all its local input's, of an all-reduce twice its
-input's. The part that a rank keeps counts: on the wire it is (N - 1) / N of it.
+input's, of a broadcast and a reduce one copy of what is sent: an all-gather or a reduce-scatter done one shard at a time counts
+as it does in one piece. The part that a rank keeps counts: on the wire it is (N - 1) / N of it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
-Kind = Literal["all-to-all", "all-gather", "reduce-scatter", "all-reduce"]
+Kind = Literal["all-to-all", "all-gather", "reduce-scatter", "all-reduce", "broadcast", "reduce"]
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from evodsp.config import ModelConfig, TemplateConfig
 from evodsp.model.evoformer import EvoformerStack
 from evodsp.model.primitives import use_exchange
+from evodsp.model.schedule import DAP, Plan
 from evodsp.model.templates import TemplatePairStack
 from evodsp.parallel.collectives import Group
 from evodsp.parallel.exchange import Exchange, LocalExchange, ShardedExchange
@@ -36,6 +37,7 @@ class Case:
     batch: int = 1
     recompute: bool = False
     overlap: bool = True
+    plan: Plan = dataclasses.field(default_factory=Plan)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +84,7 @@ def run(case: Case, exchange: Exchange, ranks: int) -> tuple[dict[str, Tensor], 
 
     config, b, s, r = ModelConfig.preset("test").channels, case.batch, SEQUENCES[case.stack], RESIDUES
     stack = stack_of(case)
-    use_exchange(stack, exchange)
+    use_exchange(stack, exchange, case.plan)
     pair = random(b, r, r, config.pair).requires_grad_()
     pair_mask = (random(b, r, r) > -1).double()
     draws = [Draws.root(0).at(sample) for sample in range(b)]
@@ -155,6 +157,10 @@ QUICK = [
     Case("extra", batch=2),
     Case("extra_deep", recompute=True),
     Case("templates", batch=2, recompute=True),
+    Case("evoformer", plan=DAP),
+    Case("extra_deep", recompute=True, plan=DAP),
+    Case("extra", batch=2, recompute=True, plan=Plan(outer_product_mean="sum", stream_bias=True)),
+    Case("templates", plan=Plan("channel", "gather", stream_bias=True)),
 ]
 
 

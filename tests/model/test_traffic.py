@@ -12,6 +12,7 @@ import torch
 from evodsp.config import EvoformerConfig, ModelConfig
 from evodsp.model.evoformer import EvoformerStack
 from evodsp.model.primitives import use_exchange
+from evodsp.model.schedule import DAP, Plan
 from evodsp.model.traffic import Call, Sizes, evoformer_calls, extra_msa_calls, inner_block
 from evodsp.parallel.collectives import Group
 from evodsp.parallel.exchange import ShardedExchange
@@ -21,19 +22,19 @@ from tests.ranks import RankPool
 RESIDUES = 7
 
 
-def sizes(extra: bool, sequences: int, ranks: int, rank: int, batch: int) -> Sizes:
+def sizes(extra: bool, sequences: int, ranks: int, rank: int, batch: int, plan: Plan) -> Sizes:
     config = ModelConfig.preset("test")
     stack = dataclasses.replace(config.extra_msa if extra else config.evoformer, blocks=2)
     c_m = config.channels.extra_msa if extra else config.channels.msa
-    return Sizes(ranks, rank, batch, sequences, RESIDUES, c_m, config.channels.pair, stack)
+    return Sizes(ranks, rank, batch, sequences, RESIDUES, c_m, config.channels.pair, stack, plan)
 
 
-def entries(handle: Any, extra: bool, sequences: int, batch: int) -> list[Entry]:
+def entries(handle: Any, extra: bool, sequences: int, batch: int, plan: Plan) -> list[Entry]:
     ledger = Ledger()
     exchange = ShardedExchange(Group(handle, ledger))
-    n = sizes(extra, sequences, exchange.group.size, exchange.group.rank, batch)
+    n = sizes(extra, sequences, exchange.group.size, exchange.group.rank, batch, plan)
     stack = EvoformerStack(n.c_m, n.c_z, n.config, extra)
-    use_exchange(stack, exchange)
+    use_exchange(stack, exchange, plan)
     m = exchange.shard(torch.randn(batch, sequences, RESIDUES, n.c_m), "seq").requires_grad_()
     z = exchange.shard(torch.randn(batch, RESIDUES, RESIDUES, n.c_z), "j").requires_grad_()
     m, z = stack(m, z, torch.ones(batch, sequences, RESIDUES), torch.ones(batch, RESIDUES, RESIDUES))
@@ -42,15 +43,30 @@ def entries(handle: Any, extra: bool, sequences: int, batch: int) -> list[Entry]
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize(("extra", "sequences"), [(False, 5), (True, 6), (True, 40)])
-def test_ledger_is_what_the_schedule_predicts(pool: RankPool, extra: bool, sequences: int, ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("extra", "sequences", "plan"),
+    [
+        (False, 5, Plan()),
+        (True, 6, Plan()),
+        (True, 40, Plan()),
+        (False, 5, DAP),
+        (True, 40, DAP),
+        (True, 6, Plan(outer_product_mean="sum", stream_bias=True, triangle_incoming="gather")),
+    ],
+    ids=str,
+)
+def test_ledger_is_what_the_schedule_predicts(
+    pool: RankPool, extra: bool, sequences: int, plan: Plan, ranks: int
+) -> None:
     """A collective that nobody planned, or one that moves more than it should."""
-    for rank, ledger in enumerate(pool.run(ranks, entries, extra, sequences, 2)):
-        n = sizes(extra, sequences, ranks, rank, 2)
+    for rank, ledger in enumerate(pool.run(ranks, entries, extra, sequences, 2, plan)):
+        n = sizes(extra, sequences, ranks, rank, 2, plan)
         calls = extra_msa_calls(n) if extra else evoformer_calls(n)
-        forward = [(entry.kind, entry.elements) for entry in ledger if not entry.backward]
+        forward = [(entry.kind, entry.elements) for entry in ledger if not entry.backward][: len(calls)]
         assert forward == [(call.kind, call.elements) for call in calls]
-        transposed = {"all-gather": "reduce-scatter", "reduce-scatter": "all-gather"}
+        if plan.stream_bias:  # the backward pass fetches the shards of the bias again
+            continue
+        transposed = {"all-gather": "reduce-scatter", "reduce": "broadcast", "broadcast": "reduce"}
         backward = Counter((entry.kind, entry.elements) for entry in ledger if entry.backward)
         assert backward == Counter((transposed.get(c.kind, c.kind), c.backward) for c in calls if c.backward)
 
@@ -69,3 +85,22 @@ def test_a_block_moves_what_the_design_says(sequences: int, residues: int, ranks
         calls = inner_block(n)
         assert len(calls) == 12
         assert volume(calls) == 2 * msa // ranks + msa // 8 + pair // 8 + 8 * pair // ranks
+
+
+@pytest.mark.parametrize(("sequences", "residues"), [(128, 256), (512, 384)])
+@pytest.mark.parametrize(("ranks", "most"), [(4, 0.80), (8, 0.60), (16, 0.45), (64, 0.27)])
+def test_a_block_moves_less_than_under_dap(sequences: int, residues: int, ranks: int, most: float) -> None:
+    """DAP moves 2 Mm/N + Mm/8 + Mz (2 + 1/8 + 4/N); the ratio is what the design promises."""
+    n = Sizes(ranks, 0, 1, sequences, residues, 256, 128, EvoformerConfig())
+    msa, pair = sequences * residues * 256, residues**2 * 128
+    dap = volume(inner_block(dataclasses.replace(n, plan=DAP)))
+    assert dap == 2 * msa // ranks + msa // 8 + 2 * pair + pair // 8 + 4 * pair // ranks
+    assert volume(inner_block(n)) / dap <= most
+
+
+@pytest.mark.parametrize(("sequences", "residues", "most"), [(1024, 256, 0.65), (5120, 384, 0.35)])
+def test_an_extra_msa_block_moves_less_than_under_dap(sequences: int, residues: int, most: float) -> None:
+    """DAP switches the extra MSA to R and back in every block; here it stays on S."""
+    config = ModelConfig().extra_msa
+    n = Sizes(4, 0, 1, sequences, residues, 64, 128, dataclasses.replace(config, blocks=1))
+    assert volume(extra_msa_calls(n)) / volume(inner_block(dataclasses.replace(n, plan=DAP))) <= most

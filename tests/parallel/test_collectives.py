@@ -9,13 +9,36 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from evodsp.parallel.collectives import Collective, Gather, Group, ScatterSum, Sum, Switch, maximum, shard, start
+from evodsp.parallel.collectives import (
+    Broadcast,
+    Collective,
+    Gather,
+    Group,
+    Reduce,
+    ScatterSum,
+    Sum,
+    Switch,
+    maximum,
+    shard,
+    start,
+)
 from evodsp.parallel.layout import shard_sizes, shard_slice
 from evodsp.parallel.ledger import Entry, Ledger
 from tests.ranks import RankPool
 
 BATCH, ROWS, COLUMNS, CHANNELS = 2, 5, 7, 3  # all differ, and neither 2, 3 nor 4 divides them all
-NAMES = ("switch", "switch_back", "to_channels", "gather", "gather_columns", "scatter_sum", "sum")
+NAMES = (
+    "switch",
+    "switch_back",
+    "to_channels",
+    "gather",
+    "gather_columns",
+    "scatter_sum",
+    "sum",
+    "broadcast",
+    "reduce",
+)
+ROOT = 1
 
 
 def collective(name: str, group: Group) -> Collective:
@@ -28,12 +51,14 @@ def collective(name: str, group: Group) -> Collective:
         "gather_columns": Gather(group, 2, columns),
         "scatter_sum": ScatterSum(group, 2, columns),
         "sum": Sum(group),
+        "broadcast": Broadcast(group, ROOT % group.size, 2, columns),
+        "reduce": Reduce(group, ROOT % group.size, 2, columns),
     }[name]
 
 
 def source(name: str) -> int | None:
     """The axis along which the input is sharded; None: every rank has a whole one."""
-    return {"switch": 1, "switch_back": 2, "to_channels": 2, "gather": 1, "gather_columns": 2}.get(name)
+    return {"switch": 1, "switch_back": 2, "to_channels": 2, "gather": 1, "gather_columns": 2, "broadcast": 2}.get(name)
 
 
 def target(name: str) -> int | None:
@@ -84,6 +109,7 @@ def check_gradients(handle: Any, name: str, fast: bool) -> bool:
         own = Replicated.apply(everything, handle)[group.rank]
         axis = source(name)
         own = own if axis is None else shard(own, axis, group)
+        own = own[:, :, shard_slice(COLUMNS, group.size, ROOT % group.size)] if name == "reduce" else own
         return Collected.apply(start(own, collective(name, group)).wait(), handle)
 
     x = inputs(group.size).requires_grad_()
@@ -110,6 +136,8 @@ def run_collective(handle: Any, name: str) -> Tensor:
     own, axis = inputs(group.size)[group.rank], source(name)
     if axis is not None:
         own = shard(inputs(group.size)[0], axis, group)
+    if name == "reduce":
+        own = own[:, :, shard_slice(COLUMNS, group.size, ROOT % group.size)]
     return start(own, collective(name, group)).wait()
 
 
@@ -119,8 +147,14 @@ def test_values_with_sizes_that_do_not_divide(pool: RankPool, name: str, ranks: 
     """Uneven shards put together in the wrong order, or padding left inside."""
     everything = inputs(ranks)
     whole = everything[0] if source(name) is not None else everything.sum(0)
+    at_root = shard_slice(COLUMNS, ranks, ROOT % ranks)
     for rank, found in enumerate(pool.run(ranks, run_collective, name)):
         axis, expected = target(name), whole
+        if name in ("broadcast", "reduce"):
+            expected = whole[:, :, at_root]
+            if name == "reduce" and rank != ROOT % ranks:
+                assert not found.any()
+                continue
         if axis is not None:
             expected = whole.movedim(axis, 0)[shard_slice(whole.shape[axis], ranks, rank)].movedim(0, axis)
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-14)
