@@ -11,28 +11,19 @@ of each parameter's gradients its gradient. `exchange` offers the same by named 
 
 from __future__ import annotations
 
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
-from evodsp.parallel.collectives import Gather, Switch, shard, start
-from evodsp.parallel.layout import shard_sizes
-from evodsp.parallel.mesh import Mesh, init_mesh
+if TYPE_CHECKING:
+    from evodsp.parallel.functional import gather, split, switch
+    from evodsp.parallel.mesh import Mesh, init_mesh
 
 __all__ = ["Mesh", "gather", "init_mesh", "split", "switch"]
 
 
-def split(x: Tensor, dim: int, mesh: Mesh) -> Tensor:
-    """This rank's shard along `dim` of a tensor that every rank of the sequence group holds."""
-    return shard(x, dim % x.ndim, mesh.sequence_group())
+def __getattr__(name: str) -> Any:
+    """Import torch only when something is used: settings live in this package too, and `--help` reads them."""
+    if name not in __all__:
+        raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+    from evodsp.parallel import functional, mesh
 
-
-def switch(x: Tensor, from_dim: int, to_dim: int, whole: int, mesh: Mesh) -> Tensor:
-    """All-to-all: `x`, sharded along `from_dim` with `whole` entries in all, comes back sharded along `to_dim`."""
-    group, source, target = mesh.sequence_group(), from_dim % x.ndim, to_dim % x.ndim
-    sizes = shard_sizes(whole, group.size), shard_sizes(x.shape[target], group.size)
-    return start(x, Switch(group, source, target, *sizes)).wait()
-
-
-def gather(x: Tensor, dim: int, whole: int, mesh: Mesh) -> Tensor:
-    """All-gather: `x`, sharded along `dim` with `whole` entries in all, comes back whole. Backward is a reduce-scatter."""
-    group = mesh.sequence_group()
-    return start(x, Gather(group, dim % x.ndim, shard_sizes(whole, group.size))).wait()
+    return getattr(mesh if name in ("Mesh", "init_mesh") else functional, name)

@@ -1,0 +1,51 @@
+"""The paper's four functions on a transformer of another kind: space-time attention by turns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from evodsp.parallel import Mesh, gather, split, switch
+from tests.ranks import RankPool
+
+TIME, SPACE = 5, 7
+
+
+def attend(x: Tensor, dim: int) -> Tensor:
+    """Self-attention along `dim` of [batch, time, space, channels]."""
+    x = x.movedim(dim, -2)
+    return (x + (x @ x.mT).softmax(-1) @ x).movedim(-2, dim)
+
+
+def inputs() -> Tensor:
+    return torch.randn(2, TIME, SPACE, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+def spread(handle: Any) -> tuple[Tensor, Tensor]:
+    ranks = torch.distributed.get_world_size(handle)
+    mesh = Mesh(
+        DeviceMesh.from_group([handle, handle], "cpu", [list(range(ranks))], mesh_dim_names=("data", "sequence"))
+    )
+    whole = inputs().requires_grad_()
+    x = split(whole, 1, mesh)
+    x = attend(x, 2)
+    x = switch(x, 1, 2, whole=TIME, mesh=mesh)
+    x = attend(x, 1)
+    y = gather(x, 2, whole=SPACE, mesh=mesh)
+    (y.square().sum() / 2).backward()
+    torch.distributed.all_reduce(whole.grad, group=handle)
+    return y.detach(), whole.grad / ranks
+
+
+def test_space_time_attention_spread_over_ranks(pool: RankPool) -> None:
+    """The README's promise: these four functions are all that another model needs."""
+    whole = inputs().requires_grad_()
+    expected = attend(attend(whole, 2), 1)
+    (expected.square().sum() / 2).backward()
+    for ranks in (2, 3):
+        for found, gradient in pool.run(ranks, spread):
+            torch.testing.assert_close(found, expected.detach(), rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(gradient, whole.grad, rtol=1e-12, atol=1e-12)
