@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from jsonargparse import ActionConfigFile
 
+from evodsp.parallel.config import ParallelConfig
 from evodsp.parser import OneLineErrors
 from evodsp.training.config import DataConfig, RunConfig, TrainingConfig
 
@@ -27,6 +28,7 @@ EXAMPLES: dict[Command, tuple[str, ...]] = {
         "evodsp fit --config configs/quickstart.yaml",
         "evodsp fit --config configs/quickstart.yaml --model.evoformer.blocks 8 --trainer.max_steps 100",
         "evodsp fit --config configs/quickstart.yaml --ckpt_path last",
+        "evodsp fit --config configs/quickstart.yaml --parallel.sequence 2",
         "evodsp fit --config configs/quickstart.yaml --print_config",
     ),
     "validate": ("evodsp validate --config configs/quickstart.yaml --ckpt_path best",),
@@ -55,7 +57,7 @@ class TrainerOptions:
     accumulate_grad_batches: int = 1
     """Batches whose gradients are added up before each optimizer step."""
     gradient_clip_val: float | None = 0.1
-    """Largest norm of the gradient; a larger one is scaled down to it."""
+    """Largest norm of a gradient (whose: model.optimizer.clip); a larger one is scaled down to it."""
     log_every_n_steps: int = 10
     """Steps between two rows of the logs."""
     check_val_every_n_epoch: int | None = 1
@@ -75,6 +77,7 @@ def add_arguments(parser: Any) -> None:
     parser.add_class_arguments(RunConfig)
     parser.add_class_arguments(TrainingConfig, "model")
     parser.add_class_arguments(DataConfig, "data")
+    parser.add_class_arguments(ParallelConfig, "parallel")
 
 
 def print_help(command: Command) -> None:

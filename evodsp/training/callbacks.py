@@ -19,8 +19,11 @@ class LastCheckpoint(Checkpoint):
         self.path, self.every = folder / "last.ckpt", every
         self.saved_step: int | None = None
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        if trainer.global_step % self.every == 0:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        stepped = (batch_idx + 1) % trainer.accumulate_grad_batches == 0  # gradients under way would be lost
+        if stepped and trainer.global_step % self.every == 0:
             self._save(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

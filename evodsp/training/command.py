@@ -18,6 +18,9 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from evodsp.errors import UserError
+from evodsp.parallel.config import ParallelConfig
+from evodsp.parallel.launcher import launch
+from evodsp.parallel.process_group import guarded, place, stop, under_launcher
 from evodsp.parser import OneLineErrors, check_nested
 from evodsp.training.arguments import SUMMARY, Command, TrainerOptions, add_arguments
 from evodsp.training.callbacks import Interruption, LastCheckpoint, best_checkpoint
@@ -27,6 +30,8 @@ from evodsp.training.datamodule import ChainDataModule
 from evodsp.training.ema import ExponentialMovingAverage
 from evodsp.training.module import TrainingModule
 from evodsp.training.progress import TrainingProgress, score_table
+from evodsp.training.ranks import check_clipping, check_degree, count_ranks, is_first_rank, on_gpu
+from evodsp.training.strategy import DSPStrategy
 from evodsp.weights.checkpoint import check_same_model, load_model, read_checkpoint
 
 # What Lightning says on every run and what nobody can act on.
@@ -36,6 +41,7 @@ _HUSHED = (
     ".*Checkpoint directory .* exists and is not empty.*",
     ".*isinstance\\(treespec, LeafSpec\\).*",
     ".*You are trying to `self.log.*",
+    ".*It is recommended to use `self.log.*sync_dist=True.*",  # what is logged is the same on all ranks already
     ".*No `val_dataloader`.*|.*You defined a `validation_step` but have no `val_dataloader`.*",
     ".*The `lightning.pytorch.loops.*",
     ".*GPU available but not used.*",
@@ -90,26 +96,52 @@ class TrainingCLI(LightningCLI):
         check_nested(settings, "model")
         check_nested(data, "data")
         check_templates(settings, data)
+        self.parallel: ParallelConfig = self.config_init.parallel
+        check_nested(self.parallel, "parallel")
+        trainer = dict(self.config_init.trainer)
+        check_clipping(self.parallel, settings, trainer)
+        self.ranks = count_ranks(trainer, self.parallel)
+        check_degree(self.parallel, data)
         self.run_config = RunConfig(**{f.name: self.config_init[f.name] for f in dataclasses.fields(RunConfig)})
         self.folder = Path(self.run_config.output)
         self.checkpoints = self.folder / "checkpoints"
         self.start = self._start()
+        self.batches_per_pass = self._fold_batches(settings)
+        data = dataclasses.replace(data, batch_size=data.batch_size // self.batches_per_pass)
         self.datamodule = ChainDataModule(data, self.run_config.seed)
         self.datamodule.check()
         if self.start is not None and self.command == "fit":
             check_same_model(self.start, read_checkpoint(self.start), settings.model_config())
+        if self.must_launch:
+            return
         self.model = TrainingModule(settings, self.run_config.seed, data.validation)
         if self.start is not None and self.command != "fit":
             self.model.model = load_model(self.start, self.run_config.raw)
-        if self.command == "fit" and self.run_config.overwrite and self.start is None:
+        if self.command == "fit" and self.run_config.overwrite and self.start is None and is_first_rank():
             _remove_run(self.folder)
         self.model.chain_names = {"val": self.datamodule.validation_chains, "test": self.datamodule.test_chains}
         # config.yaml is saved from here; running it again must neither delete that run nor start from its checkpoint.
         self.config.overwrite, self.config.ckpt_path = False, None
         self.trainer = self.instantiate_trainer()
 
+    @property
+    def must_launch(self) -> bool:
+        """Whether this process is to start the ranks instead of being one."""
+        return self.ranks > 1 and not under_launcher()
+
+    def _fold_batches(self, settings: TrainingConfig) -> int:
+        """Into how many passes a batch is divided: clipping per sample needs each sample's gradient by itself."""
+        per_sample = self.config_init.trainer.gradient_clip_val and settings.optimizer.clip == "sample"
+        return self.config_init.data.batch_size if per_sample else 1
+
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         config = dict(self.config_init.trainer)
+        config["accumulate_grad_batches"] *= self.batches_per_pass
+        if under_launcher():
+            gpu = on_gpu(config)
+            config["accelerator"], config["num_nodes"] = ("cuda" if gpu else "cpu"), 1
+            config["devices"] = [place().local_rank] if gpu else 1  # of this rank; the strategy knows of the others
+            config["strategy"] = DSPStrategy(self.parallel)
         if config["logger"] in (None, True):
             config["logger"] = self._loggers()
         config["callbacks"] = [*(config["callbacks"] or []), *self._callbacks()]
@@ -167,16 +199,20 @@ def run_command(command: Command, words: list[str]) -> int:
     if "--trainer.help" in words:
         words = ["--help"]
     cli = TrainingCLI(command, words)
+    if cli.must_launch:
+        return launch(cli.ranks, [command, *words])
     try:
-        if command == "fit":
-            cli.trainer.fit(cli.model, datamodule=cli.datamodule, ckpt_path=cli.start, weights_only=True)
-        else:
-            getattr(cli.trainer, command)(cli.model, datamodule=cli.datamodule, verbose=False)
+        with guarded():
+            if command == "fit":
+                cli.trainer.fit(cli.model, datamodule=cli.datamodule, ckpt_path=cli.start, weights_only=True)
+            else:
+                getattr(cli.trainer, command)(cli.model, datamodule=cli.datamodule, verbose=False)
     except SystemExit:
         if not cli.interruption.happened:
             raise
     if cli.interruption.happened:
         raise KeyboardInterrupt(_resume_hint(cli.last))
+    stop()
     if not cli.trainer.is_global_zero:
         return 0
     if cli.model.scores:

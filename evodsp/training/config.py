@@ -34,12 +34,17 @@ class OptimizerConfig:
     """Length of the cosine; None takes trainer.max_steps."""
     final_lr: float = 0.0
     """Learning rate at the end of the cosine."""
+    clip: Literal["sample", "batch"] = "sample"
+    """Whose gradient trainer.gradient_clip_val bounds: each `sample`'s (AF2; backward passes are then of one sample each, and
+    a larger data.batch_size is accumulated), or that of the whole `batch` of all devices."""
 
     def __post_init__(self) -> None:
         if self.lr <= 0 or self.warmup_steps < 0:
             raise UserError(
                 f"optimizer: lr is {self.lr} and warmup_steps {self.warmup_steps}; use lr > 0, warmup_steps >= 0"
             )
+        if self.clip not in ("sample", "batch"):
+            raise UserError(f"optimizer.clip is '{self.clip}', but must be sample or batch")
 
 
 @dataclass(frozen=True)
@@ -84,7 +89,7 @@ class DataConfig:
     validation: FeatureConfig = field(default_factory=lambda: FeatureConfig(crop_size=None, uniform_recycling=False))
     """Features of validation samples."""
     batch_size: int = 1
-    """Samples per device and step."""
+    """Samples per device (or group of parallel.sequence devices) and step."""
     samples_per_epoch: int = 1000
     """Samples, over all devices, between two validations; rounded up to whole batches."""
     num_workers: int = 0

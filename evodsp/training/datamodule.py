@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterable
 from datetime import date
@@ -18,7 +19,8 @@ from evodsp.data.store import FeatureStore
 from evodsp.data.template_source import TemplateSource
 from evodsp.errors import UserError, nearest
 from evodsp.training.config import DataConfig
-from evodsp.training.stream import BatchStream, StreamSampler, TrainingStream, whole_batches
+from evodsp.training.strategy import DSPStrategy
+from evodsp.training.stream import BatchStream, Check, StreamSampler, TrainingStream, whole_batches
 
 MOST_CHAINS_READ = 64
 """Up to this many chains are read whole before training starts; of more, only their files' presence is checked."""
@@ -99,8 +101,9 @@ class ChainDataModule(LightningDataModule):
         group = config.batch_size * ranks * accumulate  # one optimizer step runs one number of recycling iterations
         samples = self._samples(self.train_chains, config.train, training=True, group=group)
         sampler = StreamSampler(config.batch_size, batches, rank, ranks)
-        sampler.samples = self._samples_taken
-        self._training = TrainingStream(samples, sampler, config.num_workers)
+        # Back to the last whole step: of a step that was interrupted no gradient is kept.
+        sampler.samples = self._samples_taken - self._samples_taken % group
+        self._training = TrainingStream(samples, sampler, config.num_workers, self._check)
         return self._training
 
     def val_dataloader(self) -> Iterable[Any]:
@@ -122,22 +125,36 @@ class ChainDataModule(LightningDataModule):
         return ChainDataset(self.store, keys, config, self.seed, training, group, templates=self.templates)
 
     def _whole_chains(self, keys: list[str]) -> Iterable[Any]:
-        """One chain a batch, each rank its share; no batches without chains."""
+        """One chain a batch, each data rank its share; no batches without chains.
+
+        Shares are equally long, or ranks would wait for those that still have batches: the first chains fill them up.
+        """
         if not keys:
             return []
-        share = list(range(self._rank, len(keys), self._ranks))
+        most = math.ceil(len(keys) / self._ranks)
+        share = [index % len(keys) for index in range(self._rank, most * self._ranks, self._ranks)]
         batches: Sampler[list[int]] = BatchSampler(share, batch_size=1, drop_last=False)
-        return BatchStream(
-            self._samples(keys, self.config.validation, training=False), batches, min(1, self.config.num_workers)
-        )
+        samples = self._samples(keys, self.config.validation, training=False)
+        return BatchStream(samples, batches, min(1, self.config.num_workers), self._check)
+
+    @property
+    def _strategy(self) -> DSPStrategy | None:
+        """The strategy of several ranks; None for one process."""
+        strategy = self.trainer.strategy if self.trainer else None
+        return strategy if isinstance(strategy, DSPStrategy) else None
+
+    @property
+    def _check(self) -> Check | None:
+        return self._strategy.agreement.check if self._strategy else None
 
     @property
     def _ranks(self) -> int:
-        return self.trainer.world_size if self.trainer else 1
+        """Data ranks: how many samples are worked on at once. All ranks of a sequence group read the same one."""
+        return self._strategy.mesh.data if self._strategy else 1
 
     @property
     def _rank(self) -> int:
-        return self.trainer.global_rank if self.trainer else 0
+        return self._strategy.mesh.data_rank if self._strategy else 0
 
     @property
     def _accumulate(self) -> int:

@@ -10,6 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
 from evodsp.errors import UserError
+from evodsp.training.spread import local, spread_like
 
 
 def decay_at(update: int, decay: float) -> float:
@@ -50,7 +51,9 @@ class ExponentialMovingAverage(Callback):
         source = self._loaded or {}
         with torch.no_grad():
             self._average = {
-                name: parameter.detach().clone().copy_(source[name]) if name in source else parameter.detach().clone()
+                name: parameter.detach().clone().copy_(spread_like(source[name], parameter))
+                if name in source
+                else parameter.detach().clone()
                 for name, parameter in pl_module.named_parameters()
             }
         self._loaded = None
@@ -64,10 +67,9 @@ class ExponentialMovingAverage(Callback):
     def update(self, module: nn.Module) -> None:
         """average <- decay * average + (1 - decay) * weights."""
         weights = dict(module.named_parameters())
-        averages = list(self._average.values())
-        torch._foreach_lerp_(
-            averages, [weights[name].detach() for name in self._average], 1 - decay_at(self._updates, self.decay)
-        )
+        averages = [local(average) for average in self._average.values()]
+        current = [local(weights[name].detach()) for name in self._average]
+        torch._foreach_lerp_(averages, current, 1 - decay_at(self._updates, self.decay))
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._swap(pl_module)

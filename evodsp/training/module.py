@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from evodsp import metrics
@@ -17,7 +19,10 @@ from evodsp.model.alphafold import AlphaFold
 from evodsp.model.outputs import ModelOutput
 from evodsp.rng import Draws
 from evodsp.training.config import TrainingConfig
+from evodsp.training.gradients import FlatGradients, Gradients, PlainGradients
 from evodsp.training.lr_schedule import learning_rate
+from evodsp.training.resume import recount_batches
+from evodsp.training.strategy import DSPStrategy, make_optimizer
 from evodsp.weights.checkpoint import checkpoint_entries
 
 MOST_CHAINS_LOGGED = 16
@@ -59,30 +64,81 @@ class TrainingModule(LightningModule):
         self.scores: dict[str, dict[str, float]] = {}
         """Metrics by chain of the last validation or test."""
         self._dropout = Draws.root(seed).at("dropout")
+        self._gradients: Gradients | None = None
+        self._step: list[dict[str, Tensor]] = []
+        self._step_samples: list[int] = []
+        """Losses and sample indices of the batches of this optimizer step."""
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         draws = [self._dropout.at(index) for index in batch["sample_index"].tolist()]
         output = self.model(batch, draws)
         loss, terms = total_loss(output, batch, self.config.loss, self.config.heads)
-        if not torch.isfinite(loss):
-            where = f"step {self.global_step}, sample {int(batch['sample_index'][0])}"
-            raise UserError(
-                f"the loss is {loss.item()} at {where}; lower model.optimizer.lr, lengthen its warm-up, or resume from an "
-                "earlier checkpoint"
-            )
-        size = len(batch["aatype"])
-        self.log("train/loss", loss.detach(), prog_bar=True, batch_size=size, sync_dist=True)
-        self.log_dict(
-            {f"train/{name}": term for name, term in terms.items() if name != "total"}, batch_size=size, sync_dist=True
-        )
-        self.log("train/lddt_ca", metrics.lddt_ca(*_ca_atoms(output, batch)).mean(), batch_size=size, sync_dist=True)
-        self.log("train/lr", self.optimizers().param_groups[0]["lr"])  # type: ignore[union-attr]
+        lddt_ca = metrics.lddt_ca(*_ca_atoms(output, batch)).mean()
+        self._step.append({"loss": loss.detach(), **terms, "lddt_ca": lddt_ca.detach()})
+        self._step_samples += batch["sample_index"].tolist()
         return loss
 
+    def on_fit_start(self) -> None:
+        """Not in `setup`: only now do the parameters lie where they will stay."""
+        trainer, strategy = self.trainer, self.trainer.strategy
+        clip = trainer.gradient_clip_val if str(trainer.gradient_clip_algorithm or "norm") != "value" else None
+        mesh = strategy.mesh if isinstance(strategy, DSPStrategy) else None
+        per_sample = self.config.optimizer.clip == "sample" and clip is not None
+        sharded = isinstance(strategy, DSPStrategy) and strategy.config.parameters == "fsdp2"
+        if sharded or (mesh is None and not (per_sample and trainer.accumulate_grad_batches > 1)):
+            self._gradients = PlainGradients(self.model.parameters(), clip)
+        else:
+            self._gradients = FlatGradients(self.model.parameters(), mesh, clip, per_sample)
+        self._step, self._step_samples = [], []
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
+        self.gradients.begin()
+
+    def on_after_backward(self) -> None:
+        self.gradients.add(self.trainer.accumulate_grad_batches)
+
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Log the norm of the gradient before it is clipped."""
-        norms = torch._foreach_norm([p.grad for p in self.model.parameters() if p.grad is not None])
-        self.log("train/gradient_norm", torch.stack(norms).norm())
+        """Bring the gradient together, and log what this step's batches had: means over all of them, on all ranks."""
+        norm = self.gradients.finish()
+        own = {name: torch.stack([terms[name].float() for terms in self._step]).mean() for name in self._step[0]}
+        values = torch.stack([*own.values(), norm.float()])
+        means = dict(zip((*own, "gradient_norm"), self.trainer.strategy.reduce(values, reduce_op="mean"), strict=True))
+        if not torch.isfinite(means["loss"]):
+            self._refuse(own["loss"])
+        self.log("train/loss", means.pop("loss"), prog_bar=True)
+        self.log_dict({f"train/{name}": value for name, value in means.items() if name != "total"})
+        self.log("train/lr", optimizer.param_groups[0]["lr"])
+        self._step, self._step_samples = [], []
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Norms are clipped where gradients come together; by value is Lightning's."""
+        if str(gradient_clip_algorithm or "norm") == "value":
+            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
+    @property
+    def gradients(self) -> Gradients:
+        """What turns backward passes into an optimizer step."""
+        if self._gradients is None:
+            raise RuntimeError("gradients are there while training")
+        return self._gradients
+
+    def _refuse(self, loss: Tensor) -> None:
+        """Raise UserError, the same on every rank: a loss was infinite or not a number."""
+        found = [] if torch.isfinite(loss) else self._step_samples
+        parts = [found]
+        if isinstance(self.trainer.strategy, DSPStrategy):
+            parts = [[]] * self.trainer.world_size
+            torch.distributed.all_gather_object(parts, found)
+        samples = ", ".join(str(index) for index in sorted({index for part in parts for index in part}))
+        raise UserError(
+            f"the loss is {loss.item()} at step {self.global_step}, sample {samples}; lower model.optimizer.lr, lengthen its "
+            "warm-up, or resume from an earlier checkpoint"
+        )
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         self._evaluate(batch, "val")
@@ -107,9 +163,8 @@ class TrainingModule(LightningModule):
         total = config.total_steps or int(self.trainer.estimated_stepping_batches)
         # One kernel for all parameters; in mixed precision Lightning refuses to clip gradients for it.
         fused = not str(self.trainer.precision).endswith("mixed")
-        optimizer = torch.optim.Adam(
-            self.model.parameters(), lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=fused
-        )
+        options = {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.eps, "fused": fused}
+        optimizer = make_optimizer(self.model.parameters(), self.trainer.strategy, **options)
         schedule = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: learning_rate(step, config, total) / config.lr
         )
@@ -117,28 +172,50 @@ class TrainingModule(LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint.update(checkpoint_entries(self.model.config, self.features))
+        checkpoint["batches_per_step"] = self.trainer.accumulate_grad_batches
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.trainer.state.fn == TrainerFn.FITTING:
+            recount_batches(checkpoint, self.trainer.accumulate_grad_batches)
 
     def _evaluate(self, batch: dict[str, Tensor], stage: str) -> None:
         output = self.model(batch)
         loss, _ = total_loss(output, batch, self.config.loss, self.config.heads)
-        found = score(output, batch)
-        size = len(batch["aatype"])
-        self.log(f"{stage}/loss", loss, batch_size=size, sync_dist=True)
-        for name, values in found.items():
-            self.log(f"{stage}/{name}", values.mean(), prog_bar=name == "lddt_ca", batch_size=size, sync_dist=True)
+        found = {"loss": loss.expand(len(batch["aatype"])), **score(output, batch)}
         names = self.chain_names.get(stage, [])
         for row, index in enumerate(batch["sample_index"].tolist()):
             chain = names[index] if index < len(names) else str(index)
             self.scores[chain] = {name: float(values[row]) for name, values in found.items()}
 
     def _collect(self, stage: str) -> None:
-        """Bring all ranks' scores together, in the order of the chains; log each chain's lDDT-CA where they are few."""
-        if self.trainer.world_size > 1:
-            parts: list[dict[str, dict[str, float]]] = [{}] * self.trainer.world_size
+        """Bring all ranks' scores together, in the order of the chains; log their means, and each lDDT-CA where few."""
+        parts: list[dict[str, dict[str, float]]] = [self.scores]
+        if isinstance(self.trainer.strategy, DSPStrategy):
+            parts = [{}] * self.trainer.world_size
             torch.distributed.all_gather_object(parts, self.scores)
-            self.scores = {chain: values for part in parts for chain, values in part.items()}
         order = {chain: place for place, chain in enumerate(self.chain_names.get(stage, []))}
-        self.scores = dict(sorted(self.scores.items(), key=lambda item: order.get(item[0], 0)))
-        if len(self.scores) <= MOST_CHAINS_LOGGED:
-            found = {f"{stage}/lddt_ca/{chain}": values["lddt_ca"] for chain, values in self.scores.items()}
-            self.log_dict(found, sync_dist=True)
+        scores = mean_by_chain(parts)
+        scores = dict(sorted(scores.items(), key=lambda item: order.get(item[0], 0)))
+        for name in next(iter(scores.values()), {}):
+            mean = sum(values[name] for values in scores.values()) / len(scores)
+            self.log(f"{stage}/{name}", mean, prog_bar=name == "lddt_ca")
+        if len(scores) <= MOST_CHAINS_LOGGED:
+            self.log_dict({f"{stage}/lddt_ca/{chain}": values["lddt_ca"] for chain, values in scores.items()})
+        self.scores = {
+            chain: {name: value for name, value in values.items() if name != "loss"} for chain, values in scores.items()
+        }
+
+
+def mean_by_chain(parts: Sequence[dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
+    """Every chain once, with the means of what ranks found for it.
+
+    All ranks of a sequence group score the same chain, and the mean of their losses is its loss; a chain that fills up a
+    data rank's share is scored by several groups, alike.
+    """
+    found: dict[str, list[dict[str, float]]] = {}
+    for part in parts:
+        for chain, values in part.items():
+            found.setdefault(chain, []).append(values)
+    return {
+        chain: {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]} for chain, rows in found.items()
+    }

@@ -7,7 +7,7 @@ the middle of an epoch therefore goes on with the very next sample, on any numbe
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from evodsp.data.dataset import ChainDataset, Sample, collate
 from evodsp.errors import UserError
 
 Batch = dict[str, Tensor]
+Check = Callable[[Batch | UserError], None]
 
 
 class StreamSampler(Sampler[list[int]]):
@@ -76,10 +77,20 @@ def collate_or_error(samples: list[Sample | UserError]) -> Batch | UserError:
     return collate(good) if len(good) == len(samples) else next(s for s in samples if isinstance(s, UserError))
 
 
+def raise_mistake(batch: Batch | UserError) -> None:
+    """The check of one process: the mistake that came instead of a batch is raised."""
+    if isinstance(batch, UserError):
+        raise batch
+
+
 class BatchStream:
     """An iterable of batches whose position can be saved: what a Trainer takes as its training or validation loader."""
 
-    def __init__(self, samples: ChainDataset, sampler: Sampler[list[int]], num_workers: int) -> None:
+    def __init__(
+        self, samples: ChainDataset, sampler: Sampler[list[int]], num_workers: int, check: Check | None = None
+    ) -> None:
+        """`check`: called on every batch (or mistake met instead of one); None raises mistakes, and that is all."""
+        self.check = check or raise_mistake
         self.indices = sampler  # not `sampler`: Lightning takes what has one for a DataLoader
         self.loader = DataLoader(
             IndexedSamples(samples),
@@ -97,8 +108,7 @@ class BatchStream:
 
     def __iter__(self) -> Iterator[Batch]:
         for batch in self.loader:
-            if isinstance(batch, UserError):
-                raise batch
+            self.check(batch)
             if isinstance(self.indices, StreamSampler):
                 self.indices.samples += self.indices.samples_per_step
             yield batch
@@ -109,8 +119,10 @@ class TrainingStream(BatchStream):
 
     indices: StreamSampler
 
-    def __init__(self, samples: ChainDataset, sampler: StreamSampler, num_workers: int) -> None:
-        super().__init__(samples, sampler, num_workers)
+    def __init__(
+        self, samples: ChainDataset, sampler: StreamSampler, num_workers: int, check: Check | None = None
+    ) -> None:
+        super().__init__(samples, sampler, num_workers, check)
 
     def state_dict(self) -> dict[str, Any]:
         return {"samples": self.indices.samples}
