@@ -258,7 +258,7 @@ def _count_pairs(mask: Float[Tensor, "B R 14"], residue_index: Int[Tensor, "B R"
     def beyond(x: Tensor, limit: Tensor) -> Tensor:
         """Sum of `x` over residues whose index is above `limit` [B, R]. A running sum, not R x R comparisons."""
         onward = _pad(x.gather(1, order).double().flip(1).cumsum(1).flip(1), 0, 1)
-        return onward.gather(1, torch.searchsorted(ranked, limit, right=True))
+        return onward.gather(1, torch.searchsorted(ranked, limit.contiguous(), right=True))
 
     atoms, sulphur, carbon, nitrogen = mask.sum(-1), mask[..., _SG], mask[..., _C], mask[..., _N]
     later = atoms * beyond(atoms, residue_index) - sulphur * beyond(sulphur, residue_index)

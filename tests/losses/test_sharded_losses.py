@@ -1,0 +1,316 @@
+"""Losses and confidence measures over several ranks against one device: values, breakdown and gradients, in double precision.
+
+Sizes do not divide, all masks have holes, every term is on. Logits of pairs and of the MSA are shards, all else is whole on
+every rank; the mean over ranks of their losses is the loss.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from evodsp.config import HeadsConfig, LossConfig
+from evodsp.geometry.frames import structure_labels
+from evodsp.geometry.residues import RESTYPE_ATOM14_MASK, RESTYPE_ATOM37_MASK, RESTYPE_ORDER
+from evodsp.geometry.rigid import Rigid
+from evodsp.losses.confidence import compute_pae, compute_ptm
+from evodsp.losses.fape import sidechain_fape
+from evodsp.losses.total import total_loss
+from evodsp.losses.violation import Violations, find_violations, violation_metrics
+from evodsp.metrics import lddt_ca
+from evodsp.model.outputs import ModelOutput, StructureOutput
+from evodsp.parallel.collectives import Group
+from evodsp.parallel.exchange import Exchange, LocalExchange, ShardedExchange
+from evodsp.parallel.ledger import Ledger
+from tests.ranks import RankPool
+
+RESIDUES, CLUSTERS, ITERATIONS, CYCLES = 7, 5, 3, 2
+TOLERANCE = 1e-10
+SHARDED = {"distogram_logits": 1, "pae_logits": 1, "masked_msa_logits": 2}
+"""Outputs that come in shards, and along which axis."""
+WEIGHTS = LossConfig(
+    backbone_fape=0.7, sidechain_fape=0.6, torsion=0.5, angle_norm=0.4, distogram=0.3, masked_msa=2.0, plddt=0.2,
+    experimentally_resolved=0.15, violation=0.9, pae=0.1,
+)  # fmt: skip
+# Few bins: positions are not to hide behind logits in what is held.
+HEADS = HeadsConfig(distogram_max_distance=12.0, distogram_bins=6, pae_bins=5)
+Tensors = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Result:
+    loss: Tensor
+    breakdown: Tensors
+    gradients: Tensors
+
+
+class Source:
+    """The same random numbers on every rank."""
+
+    def __init__(self, seed: int) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def normal(self, *shape: int, scale: float = 1.0) -> Tensor:
+        return scale * torch.randn(shape, generator=self._generator, dtype=torch.float64)
+
+    def whole(self, high: int, *shape: int) -> Tensor:
+        return torch.randint(0, high, shape, generator=self._generator)
+
+    def present(self, *shape: int) -> Tensor:
+        """A mask with a fifth of it missing."""
+        return (torch.rand(shape, generator=self._generator) > 0.2).double()
+
+
+def batch_of(samples: int, residues: int = RESIDUES) -> Tensors:
+    """Features [B, cycle, ...] and labels [B, ...]; the first sample ends in two residues of padding."""
+    source = Source(samples)
+    # Half of the residues have atoms of two names; two cysteines for the bridge, a proline for its bond.
+    letters = torch.tensor([RESTYPE_ORDER[x] for x in ("DEFYCCPWKRGH" * residues)[:residues]])
+    aatype = torch.stack([letters.roll(shift) for shift in range(samples)])
+    seq_mask = torch.ones(samples, residues, dtype=torch.float64)
+    seq_mask[0, -2:] = 0
+    exists = torch.from_numpy(RESTYPE_ATOM37_MASK).double()[aatype] * seq_mask[..., None]
+    observed = exists * source.present(samples, residues, 37)
+    observed[:, ::2, :5] = exists[:, ::2, :5]
+    positions = source.normal(samples, residues, 37, 3, scale=4) * observed[..., None]
+    labels = [structure_labels(*(x[b] for x in (aatype, positions, observed))) for b in range(samples)]
+    index = torch.arange(residues).repeat(samples, 1) + (torch.arange(residues) > 3) * 2  # a gap
+    features = {
+        "aatype": aatype,
+        "residue_index": index * seq_mask.long(),
+        "seq_mask": seq_mask,
+        "atom37_atom_exists": exists,
+        "atom14_atom_exists": torch.from_numpy(RESTYPE_ATOM14_MASK).double()[aatype] * seq_mask[..., None],
+        "true_msa": source.whole(22, samples, CLUSTERS, residues),
+        "bert_mask": source.present(samples, CLUSTERS, residues) * seq_mask[:, None],
+    }
+    return {
+        # What is not the last recycling iteration's must not matter.
+        **{key: torch.stack([torch.zeros_like(x), x], dim=1) for key, x in features.items()},
+        **{key: torch.stack([label[key] for label in labels]) for key in labels[0] if key not in features},
+        "resolution": torch.full((samples,), 2.0, dtype=torch.float64),
+        "use_clamped_fape": torch.linspace(0.3, 1, samples, dtype=torch.float64),
+    }
+
+
+def leaves_of(samples: int, residues: int = RESIDUES) -> Tensors:
+    """Random dense outputs of the model, whole."""
+    source, b, r, t = Source(10 + samples), samples, residues, ITERATIONS
+    return {
+        "backbone_rotation": torch.linalg.qr(source.normal(t, b, r, 3, 3)).Q,
+        "backbone_translation": source.normal(t, b, r, 3, scale=5),
+        "angles": torch.nn.functional.normalize(source.normal(t, b, r, 7, 2), dim=-1),
+        "unnormalized_angles": source.normal(t, b, r, 7, 2),
+        "frame_rotation": torch.linalg.qr(source.normal(b, r, 8, 3, 3)).Q,
+        "frame_translation": source.normal(b, r, 8, 3, scale=5),
+        "atom14": source.normal(b, r, 14, 3, scale=3),  # crowded: many clashes
+        "positions": source.normal(b, r, 37, 3, scale=4),
+        "plddt_logits": source.normal(b, r, HEADS.plddt_bins),
+        "resolved_logits": source.normal(b, r, 37),
+        "distogram_logits": source.normal(b, r, r, HEADS.distogram_bins),
+        "pae_logits": source.normal(b, r, r, HEADS.pae_bins),
+        "masked_msa_logits": source.normal(b, CLUSTERS, r, 23),
+    }
+
+
+def output_of(leaves: Tensors, exchange: Exchange) -> ModelOutput:
+    """What the model gives: shards of some outputs, others whole."""
+    b, r = leaves["atom14"].shape[:2]
+    here = exchange.owned(r)
+    unread = leaves["atom14"].new_zeros
+    structure = StructureOutput(
+        backbone=Rigid(leaves["backbone_rotation"], leaves["backbone_translation"]),
+        angles=leaves["angles"],
+        unnormalized_angles=leaves["unnormalized_angles"],
+        frames=Rigid(leaves["frame_rotation"], leaves["frame_translation"]),
+        atom14=leaves["atom14"],
+        positions=leaves["positions"],
+        mask=unread(b, r, 37),
+        single=unread(b, r, 4),
+    )
+    width = here.stop - here.start
+    return ModelOutput(
+        msa=unread(b, CLUSTERS, width, 2), first_row=unread(b, r, 2), pair=unread(b, r, width, 3), single=unread(b, r, 4),
+        structure=structure, plddt_logits=leaves["plddt_logits"], resolved_logits=leaves["resolved_logits"],
+        **{name: leaves[name] for name in SHARDED},
+    )  # fmt: skip
+
+
+def shards(leaves: Tensors, exchange: Exchange) -> Tensors:
+    """The outputs as this rank has them, to be differentiated by."""
+    cut = {name: leaves[name].movedim(dim, 0) for name, dim in SHARDED.items()}
+    mine = {name: x[exchange.owned(len(x))].movedim(0, SHARDED[name]) for name, x in cut.items()}
+    return {name: x.clone().requires_grad_() for name, x in {**leaves, **mine}.items()}
+
+
+def compute(samples: int, exchange: Exchange) -> Result:
+    """Loss, breakdown and gradients on one rank."""
+    leaves = shards(leaves_of(samples), exchange)
+    loss, breakdown = total_loss(output_of(leaves, exchange), batch_of(samples), WEIGHTS, HEADS, exchange)
+    loss.backward()
+    gradients = {name: x.new_zeros(x.shape) if x.grad is None else x.grad for name, x in leaves.items()}
+    return Result(loss.detach(), breakdown, gradients)
+
+
+def loss_on_rank(group: Group, samples: int) -> Result:
+    return compute(samples, ShardedExchange(Group(group)))
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("samples", [1, 2])
+def test_total_loss_is_that_of_one_device(pool: RankPool, ranks: int, samples: int) -> None:
+    """Catches a local denominator, a replicated term counted N times or a sharded one once, and pairs lost between shards."""
+    serial, parts = compute(samples, LocalExchange()), pool.run(ranks, loss_on_rank, samples)
+
+    def close(found: Tensor, expected: Tensor, name: str) -> None:
+        scale = max(1.0, float(expected.abs().max()))
+        torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE * scale, msg=lambda m: f"{name}: {m}")
+
+    close(torch.stack([part.loss for part in parts]).mean(), serial.loss, "loss")
+    assert list(serial.breakdown) == [*[field.name for field in dataclasses.fields(LossConfig)][:10], "total"]
+    for name, value in serial.breakdown.items():
+        assert value > 0, name
+        close(torch.stack([part.breakdown[name] for part in parts]).mean(), value, name)
+    for name, gradient in serial.gradients.items():
+        found = [part.gradients[name] for part in parts]
+        if name in SHARDED:
+            close(torch.cat(found, SHARDED[name]) / ranks, gradient, name)
+        else:
+            close(torch.stack(found).mean(0), gradient, name)
+        # pLDDT and PAE judge the structure without moving it: nothing else looks at `positions`.
+        assert (gradient.abs().max() > 0) == (name != "positions"), name
+
+
+def traffic_on_rank(group: Group) -> list[tuple[str, int]]:
+    ledger = Ledger()
+    compute(2, ShardedExchange(Group(group, ledger)))
+    return [(entry.kind, entry.elements) for entry in ledger.entries]
+
+
+def test_losses_communicate_the_naming_alone(pool: RankPool) -> None:
+    """Catches sums and denominators that travel: the only thing told is which names two samples' residues take."""
+    gather = ("all-gather", 2 * 4 * 2)  # the 4 and 3 residues of two ranks travel as 4 and 4, in two samples
+    assert pool.run(2, traffic_on_rank) == [[gather]] * 2
+
+
+class Largest(TorchDispatchMode):
+    """Number of elements of the largest tensor that is made. Views of what was there before do not count."""
+
+    def __init__(self, given: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.elements = 0
+        self._given = {x.untyped_storage().data_ptr() for x in given}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for x in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in self._given:
+                self.elements = max(self.elements, x.untyped_storage().nbytes() // x.itemsize)
+        return result
+
+
+def largest(exchange: Exchange, term: str, residues: int) -> int:
+    leaves, batch = shards(leaves_of(1, residues), exchange), batch_of(1, residues)
+    output = output_of(leaves, exchange)
+    weights = dict.fromkeys((field.name for field in dataclasses.fields(LossConfig)[:10]), 0.0)
+    with Largest([*leaves.values(), *batch.values()]) as seen:
+        total_loss(output, batch, LossConfig(**{**weights, term: 1.0}), HEADS, exchange)[0].backward()
+    return seen.elements
+
+
+def largest_on_rank(group: Group, term: str, residues: int) -> int:
+    return largest(ShardedExchange(Group(group)), term, residues)
+
+
+@pytest.mark.parametrize(
+    ("term", "residues"),
+    [
+        ("distogram", 64), ("pae", 64), ("masked_msa", 64), ("backbone_fape", 64), ("sidechain_fape", 64),
+        ("violation", 64), ("plddt", 256),
+    ],
+)  # fmt: skip
+def test_no_rank_holds_anything_of_all_pairs(pool: RankPool, term: str, residues: int) -> None:
+    """Catches targets, errors or the naming's distances formed whole and cut afterwards."""
+    whole = largest(LocalExchange(), term, residues)
+    # So much at least is of all pairs (or all letters): a bound on nothing would prove nothing.
+    assert whole >= (residues**2 if term != "masked_msa" else CLUSTERS * residues * 23)
+    assert max(pool.run(4, largest_on_rank, term, residues)) <= 0.27 * whole  # shards differ by one
+
+
+def violations_of(exchange: Exchange) -> tuple[Violations, Tensors]:
+    batch, atom14 = batch_of(2), leaves_of(2)["atom14"]
+    mask, index, aatype, seq_mask = (
+        batch[name][:, -1] for name in ("atom14_atom_exists", "residue_index", "aatype", "seq_mask")
+    )
+    mask[:, :3] = 0  # some residues without a clash
+    found = find_violations(atom14, mask, index, aatype, exchange)
+    return found, violation_metrics(found, atom14, mask, index, seq_mask, exchange)
+
+
+def violations_on_rank(group: Group) -> tuple[Violations, Tensors]:
+    return violations_of(ShardedExchange(Group(group)))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_violation_metrics_are_the_same_on_every_rank(pool: RankPool, ranks: int) -> None:
+    """Catches fractions of the clashes that one rank found, and a clash found on two ranks counted twice."""
+    serial, metrics = violations_of(LocalExchange())
+    parts = pool.run(ranks, violations_on_rank)
+    assert 0 < metrics["violations_between_residue_clash"].min() < 1
+    for _, found in parts:
+        torch.testing.assert_close(found, metrics, rtol=0, atol=0)
+    per_atom = torch.stack([found.clash_atom_loss for found, _ in parts]).mean(0)
+    torch.testing.assert_close(per_atom, serial.clash_atom_loss, rtol=0, atol=TOLERANCE)
+
+
+def readings(exchange: Exchange) -> tuple[Tensor, Tensor]:
+    logits, mask = shards(leaves_of(2), exchange)["pae_logits"].detach(), batch_of(2)["seq_mask"][:, -1]
+    return compute_pae(3 * logits), compute_ptm(3 * logits, mask, exchange=exchange)
+
+
+def readings_on_rank(group: Group) -> tuple[Tensor, Tensor]:
+    return readings(ShardedExchange(Group(group)))
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_pae_and_ptm_of_rows(pool: RankPool, ranks: int) -> None:
+    """Catches the best frame of one rank, a length counted from its rows, and a mask cut at the wrong place."""
+    pae, ptm = readings(LocalExchange())
+    parts = pool.run(ranks, readings_on_rank)
+    torch.testing.assert_close(torch.cat([part[0] for part in parts], 1), pae, rtol=0, atol=0)
+    for _, found in parts:
+        torch.testing.assert_close(found, ptm, rtol=0, atol=TOLERANCE)
+
+
+def fape_on_rank(group: Group) -> Tensor:
+    exchange = ShardedExchange(Group(group))
+    leaves, frames = leaves_of(1), torch.zeros(1, RESIDUES, 8, dtype=torch.float64)
+    frames[0, 4, 0] = 1
+    predicted = Rigid(leaves["frame_rotation"], leaves["frame_translation"])
+    truth, atoms = Rigid.identity(predicted.shape, leaves["atom14"]), torch.ones_like(leaves["atom14"][..., 0])
+    return sidechain_fape(
+        predicted, truth, frames, leaves["atom14"], torch.zeros_like(leaves["atom14"]), atoms, exchange
+    )
+
+
+def test_a_rank_without_frames_counts_nothing(pool: RankPool) -> None:
+    """Catches 0 / 0 and empty tensors where fewer frames are there than ranks."""
+    (alone,), parts = pool.run(1, fape_on_rank), pool.run(3, fape_on_rank)
+    torch.testing.assert_close(torch.stack(parts).mean(0), alone, rtol=0, atol=TOLERANCE)
+    assert [bool(part > 0) for part in parts] == [True, False, False]
+
+
+def test_lddt_of_some_residues_is_a_part_of_all() -> None:
+    """Catches neighbours sought among the rows only, and a residue taken for its own neighbour where rows do not start at 0."""
+    source = Source(0)
+    predicted, true = (source.normal(2, RESIDUES, 3, scale=4) for _ in range(2))
+    mask = source.present(2, RESIDUES)
+    whole = lddt_ca(predicted, true, mask, per_residue=True)
+    parts = [lddt_ca(predicted, true, mask, per_residue=True, rows=slice(a, b)) for a, b in ((0, 2), (2, 3), (3, 7))]
+    torch.testing.assert_close(torch.cat(parts, -1), whole, rtol=0, atol=0)
