@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from evodsp.config import EvoformerConfig
 from evodsp.model.block import Block, Located
@@ -109,9 +109,11 @@ class EvoformerStack(ShardedModule):
         arriving: Pending = Arrived(m)
         for number in range(len(self.blocks) + 1):
             arguments = (number, arriving, z, msa_mask, pair_mask, draws, recompute)
-            m, z = (
-                checkpoint(self._segment, *arguments, use_reentrant=False) if recompute else self._segment(*arguments)
-            )
+            if recompute:
+                contexts = self.exchange.keeping if self.plan.keep_gathered else noop_context_fn
+                m, z = checkpoint(self._segment, *arguments, use_reentrant=False, context_fn=contexts)
+            else:
+                m, z = self._segment(*arguments)
             if self.extra or number + 1 >= len(self.blocks):
                 arriving = Arrived(m)
             else:

@@ -11,6 +11,9 @@ Each question has two forms: `switch` and the like answer at once; `start_switch
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -66,6 +69,11 @@ class Exchange(ABC):
     @abstractmethod
     def max(self, x: Tensor) -> Tensor:
         """Elementwise maximum over ranks, outside the graph (it only stabilises a softmax)."""
+
+    def keeping(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """Contexts of a computation and of its repetition (`context_fn` of torch's checkpoint): what the first gathered or
+        summed is kept, and given to the second without communication."""
+        return nullcontext(), nullcontext()
 
     @abstractmethod
     def owned(self, whole: int) -> slice:
@@ -138,6 +146,7 @@ class ShardedExchange(Exchange):
 
     def __init__(self, group: Group, overlap: bool = True, dtype: torch.dtype | None = None) -> None:
         self.group, self.overlap, self.dtype = group, overlap, dtype
+        self._tape: _Tape | None = None
 
     def __deepcopy__(self, memo: dict[int, object]) -> ShardedExchange:
         """Copies of a model belong to the same group; its handle cannot be copied anyway."""
@@ -170,7 +179,12 @@ class ShardedExchange(Exchange):
         return [shard_slice(whole, self.group.size, rank) for rank in range(self.group.size)]
 
     def max(self, x: Tensor) -> Tensor:
-        return maximum(x, self.group)
+        if self._tape is not None and self._tape.replaying:
+            return self._tape.next()
+        total = maximum(x, self.group)
+        if self._tape is not None:
+            self._tape.results.append(total)
+        return total
 
     def owned(self, whole: int) -> slice:
         return shard_slice(whole, self.group.size, self.group.rank)
@@ -179,9 +193,63 @@ class ShardedExchange(Exchange):
     def ranks(self) -> int:
         return self.group.size
 
+    def keeping(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        results: list[Tensor | None] = []
+        return self._with_tape(results, replaying=False), self._with_tape(results, replaying=True)
+
+    @contextmanager
+    def _with_tape(self, results: list[Tensor | None], replaying: bool) -> Iterator[None]:
+        before, self._tape = self._tape, _Tape(results, replaying)
+        try:
+            yield
+        finally:
+            self._tape = before
+
     def _start(self, x: Tensor, collective: Collective) -> Pending:
+        keeps = self._tape is not None and collective.kind in _KEPT
+        if self._tape is None or not keeps:
+            return self._launched(x, collective)
+        if self._tape.replaying:
+            return Arrived(self._tape.next().requires_grad_(x.requires_grad))
+        self._tape.results.append(None)
+        return _Kept(self._launched(x, collective), self._tape.results, len(self._tape.results) - 1)
+
+    def _launched(self, x: Tensor, collective: Collective) -> Pending:
         pending: Pending = start(x, collective) if self.dtype is None else _Narrowed(x, collective, self.dtype)
         return pending if self.overlap else Arrived(pending.wait())
+
+
+_KEPT = ("all-gather", "all-reduce")
+"""Their results are small: biases, one operand, sums. A switch's result is as large as the activations that are recomputed."""
+
+
+@dataclass
+class _Tape:
+    """Results of collectives in the order of their launch, being recorded or replayed."""
+
+    results: list[Tensor | None]
+    replaying: bool
+    place: int = 0
+
+    def next(self) -> Tensor:
+        """The next result, as a leaf of the graph that the repetition builds."""
+        result = self.results[self.place]
+        self.place += 1
+        if result is None:
+            raise RuntimeError("a collective was launched but not awaited in the computation that is repeated")
+        return result.detach()
+
+
+class _Kept(Pending):
+    """A result that goes onto the tape when it has come."""
+
+    def __init__(self, pending: Pending, results: list[Tensor | None], place: int) -> None:
+        self._pending, self._results, self._place = pending, results, place
+
+    def wait(self, again: bool = False) -> Tensor:
+        result = self._pending.wait(again)
+        self._results[self._place] = result.detach()
+        return result
 
 
 class _Narrowed(Pending):

@@ -158,6 +158,7 @@ QUICK = [
     Case("extra_deep", recompute=True),
     Case("templates", batch=2, recompute=True),
     Case("evoformer", plan=DAP),
+    Case("extra", recompute=True, plan=Plan(keep_gathered=False)),
     Case("extra_deep", recompute=True, plan=DAP),
     Case("extra", batch=2, recompute=True, plan=Plan(outer_product_mean="sum", stream_bias=True)),
     Case("templates", plan=Plan("channel", "gather", stream_bias=True)),

@@ -22,17 +22,17 @@ from tests.ranks import RankPool
 RESIDUES = 7
 
 
-def sizes(extra: bool, sequences: int, ranks: int, rank: int, batch: int, plan: Plan) -> Sizes:
+def sizes(extra: bool, sequences: int, ranks: int, rank: int, batch: int, plan: Plan, recompute: bool = False) -> Sizes:
     config = ModelConfig.preset("test")
-    stack = dataclasses.replace(config.extra_msa if extra else config.evoformer, blocks=2)
+    stack = dataclasses.replace(config.extra_msa if extra else config.evoformer, blocks=2, checkpoint=recompute)
     c_m = config.channels.extra_msa if extra else config.channels.msa
     return Sizes(ranks, rank, batch, sequences, RESIDUES, c_m, config.channels.pair, stack, plan)
 
 
-def entries(handle: Any, extra: bool, sequences: int, batch: int, plan: Plan) -> list[Entry]:
+def entries(handle: Any, extra: bool, sequences: int, batch: int, plan: Plan, recompute: bool = False) -> list[Entry]:
     ledger = Ledger()
     exchange = ShardedExchange(Group(handle, ledger))
-    n = sizes(extra, sequences, exchange.group.size, exchange.group.rank, batch, plan)
+    n = sizes(extra, sequences, exchange.group.size, exchange.group.rank, batch, plan, recompute)
     stack = EvoformerStack(n.c_m, n.c_z, n.config, extra)
     use_exchange(stack, exchange, plan)
     m = exchange.shard(torch.randn(batch, sequences, RESIDUES, n.c_m), "seq").requires_grad_()
@@ -104,3 +104,17 @@ def test_an_extra_msa_block_moves_less_than_under_dap(sequences: int, residues: 
     config = ModelConfig().extra_msa
     n = Sizes(4, 0, 1, sequences, residues, 64, 128, dataclasses.replace(config, blocks=1))
     assert volume(extra_msa_calls(n)) / volume(inner_block(dataclasses.replace(n, plan=DAP))) <= most
+
+
+@pytest.mark.parametrize("extra", [False, True])
+def test_recomputation_does_not_gather_again(pool: RankPool, extra: bool) -> None:
+    """What was gathered is kept, and the MSA's way back to S lies outside of what is recomputed."""
+    for rank, ledger in enumerate(pool.run(2, entries, extra, 6, 2, Plan(), True)):
+        n = sizes(extra, 6, 2, rank, 2, Plan())
+        calls = extra_msa_calls(n) if extra else evoformer_calls(n)
+        once = Counter(call.kind for call in calls)
+        found = Counter(entry.kind for entry in ledger if not entry.backward)
+        for kind in ("all-gather", "all-reduce"):
+            assert found[kind] == once[kind], kind
+        launched_outside = 0 if extra else n.config.blocks - 1
+        assert found["all-to-all"] <= 2 * once["all-to-all"] - launched_outside
