@@ -1,0 +1,77 @@
+"""Half precision over several ranks is no worse than on one device.
+
+Error is against double precision: its 99th percentile and its maximum, over outputs, and over parameter gradients.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from evodsp.config import ModelConfig
+from evodsp.model.evoformer import EvoformerStack
+from evodsp.model.primitives import use_exchange
+from evodsp.parallel.collectives import Group
+from evodsp.parallel.exchange import Exchange, LocalExchange, ShardedExchange
+from tests.ranks import RankPool
+
+BATCH, SEQUENCES, RESIDUES = 2, 13, 22
+SLACK = 1.2
+Mode = Literal["bf16", "bf16 on the wire"]
+
+
+def run(exchange: Exchange, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """(m, z) of this rank and all parameter gradients as one vector, as a rank has them."""
+    config = ModelConfig.preset("test")
+    sizes = dataclasses.replace(config.evoformer, blocks=3)
+    torch.manual_seed(0)
+    stack = EvoformerStack(config.channels.msa, config.channels.pair, sizes)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in stack.parameters():
+            parameter.copy_(0.25 * torch.randn(parameter.shape, generator=generator))
+    m = torch.randn(BATCH, SEQUENCES, RESIDUES, config.channels.msa, generator=generator).to(dtype)
+    z = torch.randn(BATCH, RESIDUES, RESIDUES, config.channels.pair, generator=generator).to(dtype)
+    masks = torch.ones(BATCH, SEQUENCES, RESIDUES, dtype=dtype), torch.ones(BATCH, RESIDUES, RESIDUES, dtype=dtype)
+    stack = stack.to(dtype)
+    use_exchange(stack, exchange)
+    m, z = stack(exchange.shard(m, "seq"), exchange.shard(z, "j"), *masks)
+    ((m.double().square().sum() + z.double().square().sum()) * exchange.ranks).backward()
+    gradients = [p.grad.double().flatten() for p in stack.parameters()]
+    return m.detach().double(), z.detach().double(), torch.cat(gradients)
+
+
+def run_rank(handle: Any, mode: Mode) -> tuple[Tensor, Tensor, Tensor]:
+    exchange = ShardedExchange(Group(handle), dtype=None if mode == "bf16" else torch.bfloat16)
+    m, z, gradients = run(exchange, torch.bfloat16 if mode == "bf16" else torch.float32)
+    dist.all_reduce(gradients, group=handle)
+    return m, z, gradients / exchange.ranks
+
+
+def errors(found: Tensor, exact: Tensor) -> tuple[float, float]:
+    """99th percentile and maximum."""
+    difference = (found - exact).abs().flatten()
+    return torch.quantile(difference, 0.99).item(), difference.max().item()
+
+
+@pytest.mark.parametrize("mode", ["bf16", "bf16 on the wire"])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_half_precision_is_as_exact_as_on_one_device(pool: RankPool, ranks: int, mode: Mode) -> None:
+    """Sums over ranks that are rounded once too often, or a part that leaves single precision for the wire."""
+    exact = run(LocalExchange(), torch.float64)
+    serial = run(LocalExchange(), torch.bfloat16)
+    found = pool.run(ranks, run_rank, mode)
+    outputs = {
+        "m": (torch.cat([rank[0] for rank in found], 2), serial[0], exact[0]),
+        "z": (torch.cat([rank[1] for rank in found], 2), serial[1], exact[1]),
+        "gradients": (found[0][2], serial[2], exact[2]),
+    }
+    for name, (parallel, one_device, reference) in outputs.items():
+        pairs = zip(errors(parallel, reference), errors(one_device, reference), ("p99", "max"), strict=True)
+        for own, allowed, which in pairs:
+            assert own <= SLACK * allowed, f"{name}, {which}: {own:.3g}, on one device {allowed:.3g}"
