@@ -98,7 +98,7 @@ def parsed(settings: type[Settings], command: str, required: str, description: s
     usage = f"evodsp {command} {required} [--option value ...]"
     parser = OneLineErrors(prog=f"evodsp {command}", usage=usage, description=description)
     parser.add_class_arguments(settings)
-    return settings(**vars(parser.parse_args(words)))
+    return settings(**vars(parser.instantiate(parser.parse_args(words))))
 
 
 def predict(words: list[str]) -> int:
@@ -108,10 +108,9 @@ def predict(words: list[str]) -> int:
     required = "--fasta FILE --alignments DIR --checkpoint FILE --output DIR"
     description = "Predict the structures of the sequences of a FASTA file."
     settings = parsed(PredictConfig, "predict", required, description, words)
-    from evodsp.inference.predict import predict as run
+    from evodsp.inference.ranks import run
 
-    run(settings)
-    return 0
+    return run(settings, ["predict", *words])
 
 
 def synthesize(words: list[str]) -> int:

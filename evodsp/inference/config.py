@@ -2,12 +2,34 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
 from typing import Literal
 
 from evodsp.errors import UserError
+
+
+@dataclass(frozen=True)
+class SpreadConfig:
+    """How one structure is spread over several ranks: a GPU each, or a CPU process each.
+
+    Raises UserError on a number out of range.
+    """
+
+    sequence: int = 1
+    """Ranks that one structure is spread over, up to the smaller of its residues and the rows of its clustered MSA. They are
+    started on this machine, unless torchrun or srun has started them."""
+    timeout: float = 600.0
+    """Seconds that a rank may stand still before the run is ended, and the rank named."""
+
+    def __post_init__(self) -> None:
+        if self.sequence < 1:
+            raise UserError(f"--parallel.sequence is {self.sequence}, but must be at least 1; 1 uses a single process")
+        if not self.timeout > 0:
+            raise UserError(
+                f"--parallel.timeout is {self.timeout}, but must be above 0 (seconds); give a larger number"
+            )
 
 
 @dataclass(frozen=True)
@@ -56,6 +78,8 @@ class PredictConfig:
     """Rows of the extra MSA; null: as in training, which is best. More rows cost time and memory."""
     overwrite: bool = False
     """Replace earlier results. Otherwise a finished prediction with the same inputs is kept and named."""
+    parallel: SpreadConfig = field(default_factory=SpreadConfig)
+    """One structure over several ranks."""
 
     def __post_init__(self) -> None:
         lowest = {"seeds": 1, "first_seed": 0, "recycles": 0, "ensembles": 1, "msa_clusters": 1, "extra_msa": 1}
@@ -73,6 +97,11 @@ class PredictConfig:
             )
         if self.format not in ("cif", "pdb"):
             raise UserError(f"--format is '{self.format}', but must be 'cif' or 'pdb'")
+        if self.parallel.sequence > 1 and ":" in self.device:
+            raise UserError(
+                f"--device is '{self.device}', but --parallel.sequence {self.parallel.sequence} takes one device a rank; "
+                "use cuda or cpu"
+            )
 
     @property
     def latest_template(self) -> date | None:

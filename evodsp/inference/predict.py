@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import os
 import resource
+import socket
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,19 +20,24 @@ from typing import Any
 import torch
 
 from evodsp.config import FeatureConfig, HeadsConfig
-from evodsp.data.dataset import Sample, collate, prediction_sample
+from evodsp.data.dataset import collate, prediction_sample
 from evodsp.data.store import read_alignment_dir
 from evodsp.data.templates import TemplateFeatures
+from evodsp.data.types import Alignment
 from evodsp.errors import UserError
 from evodsp.inference.config import PredictConfig
 from evodsp.inference.results import TIMINGS, PredictionResult, finished, whole_folder, write_json, write_results
-from evodsp.inference.settings import feature_config, result_settings, seeds, sizes_line
+from evodsp.inference.settings import check_degree, feature_config, result_settings, seeds, sizes_line
 from evodsp.inference.target_templates import find_templates, takes_no_templates, template_source
 from evodsp.inference.targets import Target, digest, find_targets
 from evodsp.inference.writers import AlignedError, PredictedStructure
 from evodsp.losses.confidence import compute_pae, compute_plddt, compute_ptm, highest_pae
 from evodsp.model.alphafold import AlphaFold
 from evodsp.model.outputs import ModelOutput
+from evodsp.model.primitives import use_exchange
+from evodsp.parallel.agreement import all_of, check_same, from_first, on_first, tensors_from_first
+from evodsp.parallel.collectives import Group
+from evodsp.parallel.exchange import ShardedExchange
 from evodsp.weights.checkpoint import load_features, load_model
 
 Report = Callable[[str], None]
@@ -80,14 +87,53 @@ class _Job:
     """A complete result made with the same settings."""
 
 
-def predict(config: PredictConfig, report: Report = print) -> list[PredictionResult]:
+@dataclass(frozen=True)
+class _Plan:
+    """What the first rank found out before any model runs."""
+
+    jobs: list[_Job]
+    features: FeatureConfig
+    trained: FeatureConfig
+    """The checkpoint's own sizes."""
+    model: AlphaFold | None
+    """None if all is done already."""
+
+
+def predict(config: PredictConfig, report: Report = print, group: Group | None = None) -> list[PredictionResult]:
     """Predict every record of `config.fasta`; results in its order.
 
     `report` gets a line per stage. Raises UserError for anything wrong with the inputs: then no model has run and nothing has
     been written. A target's folder appears only when it is complete.
+
+    `group`: the ranks that each structure is spread over. All of them call this with the same `config`; rank 0 reads and
+    writes the files, and alone needs to see them. A UserError is raised on every rank.
     """
+    device = device_of(config.device)
+    check_same("settings", repr(config), group)
+    plan = from_first(lambda: _plan(config, 1 if group is None else group.size), group)
+    model, features = plan.model, plan.features
+    if model is not None:
+        model = model.to(device).eval()
+        if group is not None:
+            use_exchange(model, ShardedExchange(group))
+
+    report(sizes_line(features, plan.trained))
+    complete: list[PredictionResult] = []
+    for number, job in enumerate(plan.jobs, start=1):
+        report(f"[{number}/{len(plan.jobs)}] {job.target.query.name}: {len(job.target.query)} residues")
+        result = job.earlier
+        if result is not None:
+            report(f"  kept: {result.folder} is complete and made with the same inputs (--overwrite predicts again)")
+        else:
+            assert model is not None
+            result = _predict_target(job, model, config, features, report, group)
+        complete.append(result)
+    return complete
+
+
+def _plan(config: PredictConfig, ranks: int) -> _Plan:
+    """Check everything, read the checkpoint."""
     targets = find_targets(config.fasta, config.alignments)
-    device = _device(config.device)
     _check_output(config.output)
     if not config.checkpoint.is_file():
         raise UserError(f"{config.checkpoint}: no such checkpoint; check --checkpoint")
@@ -97,23 +143,14 @@ def predict(config: PredictConfig, report: Report = print) -> list[PredictionRes
     open_targets = [job.target for job in jobs if job.earlier is None]
     for target in open_targets:
         read_alignment_dir(target.alignments, target.query)
+        check_degree(ranks, features, target)
+    model = None
     if open_targets:
-        model = load_model(config.checkpoint, config.raw, config.preset).to(device).eval()
+        model = load_model(config.checkpoint, config.raw, config.preset)
         if config.templates is not None and not model.config.templates.enabled:
             raise takes_no_templates(config)
         features = _with_template_row(features, model)
-
-    report(sizes_line(features, trained))
-    complete: list[PredictionResult] = []
-    for number, job in enumerate(jobs, start=1):
-        report(f"[{number}/{len(jobs)}] {job.target.query.name}: {len(job.target.query)} residues")
-        result = job.earlier
-        if result is not None:
-            report(f"  kept: {result.folder} is complete and made with the same inputs (--overwrite predicts again)")
-        else:
-            result = _predict_target(job, model, config, features, report)
-        complete.append(result)
-    return complete
+    return _Plan(jobs, features, trained, model)
 
 
 def _jobs(config: PredictConfig, features: FeatureConfig, targets: list[Target]) -> list[_Job]:
@@ -140,12 +177,12 @@ def _with_template_row(features: FeatureConfig, model: AlphaFold) -> FeatureConf
 
 
 def _predict_target(
-    job: _Job, model: AlphaFold, config: PredictConfig, features: FeatureConfig, report: Report
+    job: _Job, model: AlphaFold, config: PredictConfig, features: FeatureConfig, report: Report, group: Group | None
 ) -> PredictionResult:
     """All seeds of one target: features, model, files."""
     target = job.target
     start = time.perf_counter()
-    alignments = read_alignment_dir(target.alignments, target.query)
+    alignments = on_first(lambda: read_alignment_dir(target.alignments, target.query), group) or []
     reading = time.perf_counter() - start
     rows = sum(map(len, alignments))
     report(f"  read {rows:,} sequences in {len(alignments)} alignments, {reading:.1f} s")
@@ -159,49 +196,58 @@ def _predict_target(
     runs: dict[int, _SeedRun] = {}
     for seed in seeds(config):
         start = time.perf_counter()
-        sample = prediction_sample(target.query, alignments, features, seed, job.templates)
+        make = partial(_features, target, alignments, features, seed, job.templates)
+        batch = tensors_from_first(make, device, group)
         seconds = time.perf_counter() - start
         report(f"  seed {seed}: features, {seconds:.1f} s")
-        structures[seed], passes, change = _predict_seed(target, sample, model, config, features.ensembles)
+        structures[seed], passes, change = _predict_seed(target, batch, model, config, features.ensembles)
         runs[seed] = _SeedRun(seconds, passes, change)
         report(
             f"  seed {seed}: model, {runs[seed].model_line(features.recycles + 1)}; {structures[seed].confidence_line}"
         )
 
-    start = time.perf_counter()
-    folder = config.output / target.query.name
     features_seconds = job.templates_seconds + reading + sum(run.features for run in runs.values())
-    with whole_folder(folder) as work:
-        result = write_results(work, structures, config.format, job.settings)
-        timings = {
-            "name": target.query.name,
-            "residues": len(target.query),
-            "alignment_rows": rows,
-            "device": str(device),
-            "features_seconds": round(features_seconds, 3),
-            "model_seconds": round(sum(sum(run.passes) for run in runs.values()), 3),
-            "writing_seconds": round(time.perf_counter() - start, 3),
-            "seeds": [{"seed": seed, **run.timings} for seed, run in runs.items()],
-            **_peak_memory(device),
-        }
-        write_json(work / TIMINGS, timings)
-    result = PredictionResult(result.name, folder, result.format, result.mean_plddt, kept=False)
+    timings = {
+        "name": target.query.name,
+        "residues": len(target.query),
+        "alignment_rows": rows,
+        "device": str(device),
+        "features_seconds": round(features_seconds, 3),
+        "model_seconds": round(sum(sum(run.passes) for run in runs.values()), 3),
+    }
+    each = {"seeds": [{"seed": seed, **run.timings} for seed, run in runs.items()], **_memory(device, group)}
+    folder = config.output / target.query.name
+    start = time.perf_counter()
+
+    def write() -> PredictionResult:
+        with whole_folder(folder) as work:
+            result = write_results(work, structures, config.format, job.settings)
+            seconds = {"writing_seconds": round(time.perf_counter() - start, 3)}
+            write_json(work / TIMINGS, {**timings, **seconds, **each})
+        return PredictionResult(result.name, folder, result.format, result.mean_plddt, kept=False)
+
+    result = from_first(write, group)
     best = result.mean_plddt[result.best]
     report(f"  wrote {folder}, {time.perf_counter() - start:.1f} s; best: {result.structure().name}, pLDDT {best:.1f}")
     return result
 
 
+def _features(
+    target: Target, alignments: list[Alignment], features: FeatureConfig, seed: int, templates: TemplateFeatures
+) -> dict[str, torch.Tensor]:
+    return collate([prediction_sample(target.query, alignments, features, seed, templates)])
+
+
 def _predict_seed(
-    target: Target, sample: Sample, model: AlphaFold, config: PredictConfig, ensembles: int
+    target: Target, batch: dict[str, torch.Tensor], model: AlphaFold, config: PredictConfig, ensembles: int
 ) -> tuple[PredictedStructure, tuple[float, ...], float | None]:
     """The structure, the seconds of each pass, and how far CA-CA distances moved in the last (`_SeedRun`)."""
-    batch = collate([sample])
     try:
         output, passes = _run(model, batch, ensembles, config.stop_tolerance or 0.0)
     except torch.OutOfMemoryError as error:
         raise UserError(
             f"{target.query.name}: {len(target.query)} residues do not fit into the memory of this GPU; "
-            "lower --msa_clusters and --extra_msa, or use --device cpu"
+            "lower --msa_clusters and --extra_msa, raise --parallel.sequence, or use --device cpu"
         ) from error
     change = None if output.ca_change is None else float(output.ca_change[0])
     return _structure(target, batch, output, model.config.heads), passes, change
@@ -222,7 +268,6 @@ def _run(
     hook = model.structure_module.register_forward_hook(mark)
     try:
         with torch.inference_mode():
-            batch = {name: value.to(device) for name, value in batch.items()}
             output = model(batch, ensembles=ensembles, stop_tolerance=stop_tolerance)
     finally:
         hook.remove()
@@ -258,7 +303,7 @@ def _aligned_error(
     )
 
 
-def _device(name: str) -> torch.device:
+def device_of(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -276,6 +321,20 @@ def _check_output(output: Path) -> None:
         raise UserError(f"{there}: is a file, so no results can be put into {output}; choose another --output")
     if not os.access(there, os.W_OK | os.X_OK):
         raise UserError(f"{there}: no permission to write results here; choose another --output")
+
+
+def _memory(device: torch.device, group: Group | None) -> dict[str, Any]:
+    """The entries of timings.json: of several ranks each one's, and the highest."""
+    own = _peak_memory(device)
+    if group is None:
+        return own
+    ranks = all_of({"host": socket.gethostname(), "device": str(device), **own}, group)
+    highest = max(ranks, key=lambda rank: rank["peak_memory_mib"])
+    names = ("peak_memory_mib", "peak_memory_of")
+    return {
+        **{name: highest[name] for name in names},
+        "ranks": [{"rank": number, **rank} for number, rank in enumerate(ranks)],
+    }
 
 
 def _peak_memory(device: torch.device) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 from evodsp.config import FeatureConfig
 from evodsp.data.templates import TemplateFeatures
 from evodsp.data.transforms import check_config
+from evodsp.errors import UserError
 from evodsp.inference.config import PredictConfig
 from evodsp.inference.target_templates import template_digest
 from evodsp.inference.targets import Target, alignment_files, digest
@@ -22,6 +23,16 @@ def feature_config(config: PredictConfig, trained: FeatureConfig) -> FeatureConf
     features = replace(trained, crop_size=None, uniform_recycling=False, ensembles=config.ensembles, **given)
     check_config(features)
     return features
+
+
+def check_degree(ranks: int, features: FeatureConfig, target: Target) -> None:
+    """Raise UserError if `target` cannot be spread over so many ranks: each needs a row and a column of the MSA."""
+    rows, residues = features.msa_clusters - features.max_templates, len(target.query)
+    if ranks > min(rows, residues):
+        raise UserError(
+            f"{target.query.name}: --parallel.sequence is {ranks}, but with {residues} residues and {rows} rows of the "
+            f"clustered MSA it can be at most {min(rows, residues)}; lower it"
+        )
 
 
 def sizes_line(features: FeatureConfig, trained: FeatureConfig) -> str:

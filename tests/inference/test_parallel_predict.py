@@ -1,0 +1,200 @@
+"""`evodsp predict` over several ranks against one process: the same files to rounding, mistakes told once, nobody hangs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from evodsp.config import ModelConfig
+from evodsp.data.mmcif import read_chain
+from evodsp.errors import UserError
+from evodsp.inference.config import PredictConfig, SpreadConfig
+from evodsp.inference.predict import predict
+from evodsp.model.alphafold import AlphaFold
+from evodsp.parallel.collectives import Group
+from evodsp.weights.checkpoint import save_model
+from tests.ranks import RankPool
+
+from .conftest import TRAINED, Workplace
+
+
+def silent(line: str) -> None:
+    """No progress lines."""
+
+
+@pytest.fixture(scope="module")
+def ptm_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with templates and the PAE head: everything that a prediction may read."""
+    torch.manual_seed(1)
+    config = ModelConfig.preset("test")
+    config = dataclasses.replace(
+        config,
+        heads=dataclasses.replace(config.heads, predicted_aligned_error=True, experimentally_resolved=True),
+        templates=dataclasses.replace(config.templates, enabled=True),
+    )
+    model = AlphaFold(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    path = tmp_path_factory.mktemp("ptm") / "tiny_ptm.ckpt"
+    save_model(path, model, features=TRAINED)
+    return path
+
+
+def predict_on_rank(handle: Any, config: PredictConfig) -> list[str] | str:
+    """What a rank of the pool does: the names of the results, or the mistake."""
+    try:
+        return [result.name for result in predict(config, silent, Group(handle))]
+    except UserError as error:
+        return str(error)
+
+
+def same_prediction(one: Path, other: Path) -> None:
+    names = sorted(path.name for path in one.iterdir())
+    assert names == sorted(path.name for path in other.iterdir())
+    for name in names:
+        if name.endswith(".cif"):
+            a, b = (read_chain(folder / name, "A") for folder in (one, other))
+            np.testing.assert_allclose(a.positions, b.positions, atol=2e-3)  # files have three decimals
+        elif name.endswith(("_scores.json", "_pae.json")):
+            a, b = (json.loads((folder / name).read_text()) for folder in (one, other))
+            if isinstance(a, list):
+                a, b = a[0], b[0]
+            assert a.keys() == b.keys()
+            for key in a:
+                np.testing.assert_allclose(a[key], b[key], atol=0.011)  # two decimals
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("change", [{}, {"ensembles": 2, "recycles": 3, "stop_tolerance": 1.5}], ids=["plain", "stops"])
+def test_several_ranks_predict_what_one_does(
+    workplace: Workplace, ptm_checkpoint: Path, pool: RankPool, ranks: int, change: dict[str, Any]
+) -> None:
+    """A shard in the wrong place, a PAE matrix of one rank's rows, ranks that stop recycling at different passes."""
+    config = workplace.change(checkpoint=ptm_checkpoint, **change)
+    alone = predict(config, silent)
+    config = dataclasses.replace(config, output=workplace.root / "spread", parallel=SpreadConfig(ranks))
+    assert pool.run(ranks, predict_on_rank, config) == [["alpha_A", "beta_A"]] * ranks
+    for result in alone:
+        folder = config.output / result.name
+        same_prediction(result.folder, folder)
+        timings, serial = (json.loads((f / "timings.json").read_text()) for f in (folder, result.folder))
+        assert [entry["rank"] for entry in timings["ranks"]] == list(range(ranks))
+        assert all(entry["peak_memory_mib"] > 50 for entry in timings["ranks"])
+        passes = [[len(seed["pass_seconds"]) for seed in t["seeds"]] for t in (timings, serial)]
+        assert passes[0] == passes[1]
+    kept = dataclasses.replace(config, parallel=SpreadConfig())
+    assert all(result.kept for result in predict(kept, silent)), "a result does not depend on the number of ranks"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"msa_clusters": 3}, "alpha_A: --parallel.sequence is 3, but with 22 residues and 2 rows"),
+        ({"fasta": Path("nowhere.fasta")}, "nowhere.fasta: no such FASTA file"),
+    ],
+    ids=["degree", "fasta"],
+)
+def test_a_mistake_is_known_to_every_rank(
+    workplace: Workplace, pool: RankPool, change: dict[str, Any], said: str
+) -> None:
+    """A rank left waiting for one that has given up; files of a prediction that cannot be."""
+    before = workplace.snapshot()
+    found = pool.run(3, predict_on_rank, workplace.change(parallel=SpreadConfig(3), **change))
+    assert all(said in message for message in found)
+    assert len(set(found)) == 1
+    assert workplace.snapshot() == before
+
+
+def predict_differently(handle: Any, configs: list[PredictConfig]) -> list[str] | str:
+    return predict_on_rank(handle, configs[handle.rank()])
+
+
+def test_ranks_given_different_settings_all_say_so(workplace: Workplace, pool: RankPool) -> None:
+    """Ranks that would wait for each other forever, one of them for a pass that the others do not run."""
+    configs = [workplace.change(recycles=2 if rank == 1 else 1) for rank in range(3)]
+    found = pool.run(3, predict_differently, configs)
+    assert len(set(found)) == 1
+    assert "different settings: rank 1 has " in found[0]
+    assert "recycles=2" in found[0]
+    assert "recycles=1" in found[0]
+
+
+def command(config: PredictConfig, ranks: int, *more: str) -> list[str]:
+    names = ("fasta", "alignments", "checkpoint", "output", "seeds", "recycles", "device", "msa_clusters", "extra_msa")
+    words = [f"--{name}={getattr(config, name)}" for name in names]
+    return [sys.executable, "-m", "evodsp", "predict", *words, f"--parallel.sequence={ranks}", *more]
+
+
+def run(words: list[str], **more: Any) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(words, capture_output=True, text=True, timeout=120, env=environment, **more)
+
+
+def test_the_command_starts_its_ranks(workplace: Workplace) -> None:
+    """Ranks that are not started, progress shown N times, a process left behind."""
+    done = run(command(workplace.config, 2))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.count("alpha_A: 22 residues") == 1
+    timings = json.loads((workplace.config.output / "beta_A" / "timings.json").read_text())
+    assert len(timings["ranks"]) == 2
+
+
+def test_a_mistake_is_one_line_in_all(workplace: Workplace) -> None:
+    """The same line from every rank, or a traceback of a launcher."""
+    done = run(command(workplace.change(msa_clusters=2), 2))
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "evodsp: error: alpha_A: --parallel.sequence is 2, but with" in done.stderr
+    assert not workplace.config.output.exists()
+
+
+def test_ctrl_c_ends_all_ranks(workplace: Workplace) -> None:
+    """Ranks that go on without the command that started them."""
+    words = command(workplace.change(seeds=5000), 2)
+    process = subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert process.stdout is not None
+    while "seed 0: model" not in process.stdout.readline():
+        assert process.poll() is None
+    ranks = children(process.pid)
+    assert len(ranks) == 2
+    process.send_signal(signal.SIGINT)
+    start = time.monotonic()
+    process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert time.monotonic() - start < 15
+    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
+    assert not list(workplace.root.glob("deep/**/*.cif"))
+
+
+def children(pid: int) -> list[int]:
+    """Processes whose parent is `pid`."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+        except OSError:  # it has just ended
+            continue
+        if int(fields[1]) == pid:
+            found.append(int(folder.name))
+    return found
+
+
+def test_degrees_out_of_range_are_found_before_ranks_are_started() -> None:
+    with pytest.raises(UserError, match=r"--parallel.sequence is 0, but must be at least 1"):
+        SpreadConfig(sequence=0)
+    with pytest.raises(UserError, match=r"--parallel.timeout is 0"):
+        SpreadConfig(timeout=0.0)
