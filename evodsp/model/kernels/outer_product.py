@@ -28,7 +28,8 @@ def outer_product(
 ) -> Float[Tensor, "B I J z"]:
     """The projected sum; `cc` is c x c, the left operand's channel slower. Differentiable once in all three."""
     device = left.device.type
-    if torch.is_autocast_enabled(device):  # autocast does not see products that are written into a given tensor
+    # Autocast does not see products that are written into a given tensor; the meta device knows no autocast.
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         left, right, weight = left.to(dtype), right.to(dtype), weight.to(dtype)
     return _OuterProduct.apply(left, right, weight)

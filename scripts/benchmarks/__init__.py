@@ -1,0 +1,1 @@
+"""Measurements: `python -m scripts.benchmarks.<name>`, results under `results/`."""

@@ -1,0 +1,107 @@
+"""What the benchmarks under `scripts/benchmarks` measure is what they say: the parts that decide their numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from evodsp.config import ModelConfig
+from evodsp.model.evoformer import EvoformerStack
+from evodsp.model.primitives import use_exchange
+from evodsp.model.schedule import DAP
+from evodsp.parallel.collectives import Group
+from evodsp.parallel.exchange import Exchange, LocalExchange, ShardedExchange
+from scripts.benchmarks import communication
+from scripts.benchmarks.dap import switch_in_every_block
+from tests.model.test_sharded import close, dense
+from tests.ranks import RankPool
+
+SEQUENCES, RESIDUES = 6, 7
+
+
+def extra_msa(exchange: Exchange, dap: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Outputs of an extra-MSA stack, and gradients of inputs and parameters."""
+    generator = torch.Generator().manual_seed(3)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=torch.float64, generator=generator)
+
+    config, s, r = ModelConfig.preset("test"), SEQUENCES, RESIDUES
+    sizes = dataclasses.replace(config.extra_msa, blocks=3, checkpoint=False)
+    stack = EvoformerStack(config.channels.extra_msa, config.channels.pair, sizes, extra=True)
+    dense(switch_in_every_block(stack) if dap else stack)
+    use_exchange(stack, exchange, DAP if dap else None)
+    inputs = {"m": random(1, s, r, config.channels.extra_msa), "z": random(1, r, r, config.channels.pair)}
+    for x in inputs.values():
+        x.requires_grad_()
+    m, z = inputs["m"], inputs["z"]
+    msa_mask, pair_mask = (random(1, s, r) > -1).double(), (random(1, r, r) > -1).double()
+    outputs = dict(zip("mz", stack(exchange.shard(m, "seq"), exchange.shard(z, "j"), msa_mask, pair_mask), strict=True))
+    weights = {"m": random(*m.shape), "z": random(*z.shape)}
+    axes = {"m": "res" if dap else "seq", "z": "j"}
+    loss = sum((exchange.shard(weights[name], axes[name]) * x).sum() for name, x in outputs.items())  # type: ignore[arg-type]
+    (exchange.ranks * loss).backward()
+    gradients = {name: x.grad for name, x in [*inputs.items(), *stack.named_parameters()]}
+    return {name: x.detach() for name, x in outputs.items()}, gradients
+
+
+def dap_on_rank(handle: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    torch.set_default_dtype(torch.float64)
+    try:
+        outputs, gradients = extra_msa(ShardedExchange(Group(handle)), dap=True)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for gradient in gradients.values():
+        dist.all_reduce(gradient, group=handle)
+        gradient /= dist.get_world_size(handle)
+    return outputs, gradients
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_comparator_of_the_extra_msa_stack_equals_one_device(pool: RankPool, ranks: int) -> None:
+    """A comparison with a schedule that computes something else, or has FastFold's lost gradients, says nothing."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        outputs, gradients = extra_msa(LocalExchange(), dap=False)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    found = pool.run(ranks, dap_on_rank)
+    for name, output in outputs.items():
+        close(torch.cat([rank[0][name] for rank in found], 2), output, name)  # both come out cut along axis 2
+    for _, of_rank in found:
+        for name, gradient in gradients.items():
+            close(of_rank[name], gradient, f"gradient of {name}")
+
+
+@pytest.mark.parametrize("case", communication.CASES, ids=str)
+@pytest.mark.parametrize("ranks", [4, 16])
+def test_the_ledger_of_fake_ranks_is_formula_and_schedule(case: communication.Case, ranks: int) -> None:
+    """A call that the schedule does not know, at full size; a backward pass that moves more than the forward one."""
+    for dap in (False, True):
+        moved = communication.measure(case, ranks, dap)
+        assert communication.differences(case, ranks, dap, moved) == []
+        forward = moved.bytes - moved.backward_bytes
+        maximum = 2 * 4 * case.residues * case.config.msa_heads if case.extra and not dap else 0
+        assert moved.backward_bytes == forward - maximum  # the softmax's maximum is outside of the graph
+
+
+def test_numbers_that_travel_in_bf16_are_half_the_bytes() -> None:
+    """A collective that forgets in which precision numbers are to travel."""
+    case = communication.CASES[0]
+    narrow, wide = (communication.measure(case, 4, False, dtype).bytes for dtype in (torch.bfloat16, torch.float32))
+    assert 2 * narrow == wide
+
+
+def test_a_count_that_is_off_is_told() -> None:
+    """A check that passes whatever is counted."""
+    case = communication.CASES[0]
+    moved = communication.measure(case, 4, dap=False)
+    short = dataclasses.replace(moved, forward=moved.forward[:-1])
+    assert [line.split(": ")[0] for line in communication.differences(case, 4, False, short)] == [
+        "Evoformer block, S=128 R=256, 4 ranks, DSP"
+    ] * 2
