@@ -88,9 +88,9 @@ class Watch(threading.Thread):
     def __init__(self, store: dist.Store, rank: int, ranks: int, timeout_s: float) -> None:
         super().__init__(name="evodsp watch", daemon=True)
         self._store, self._rank = store, rank
-        silent_s = min(SILENCE_S, timeout_s)
-        self._interval = min(5.0, silent_s / 10)
-        self._judge = Judge(silent_s, timeout_s)
+        self._silent_s = min(SILENCE_S, timeout_s)
+        self._interval = min(5.0, self._silent_s / 10)
+        self._judge = Judge(self._silent_s, timeout_s)
         self._watched = range(ranks) if rank == 0 else range(1)
         self._pulse = 0
         self._stop_asked = threading.Event()
@@ -99,14 +99,22 @@ class Watch(threading.Thread):
 
     def run(self) -> None:
         """Until asked to stop, or the run has to end."""
+        store = f"the ranks' store, kept by {self._store.get('who/0').decode()} or its launcher,"
+        silent = f"{store} gave no answer for {self._silent_s:g} s (stopped, or the machine is gone)"
         while not self._stop_asked.wait(self._interval):
+            # A store that was stopped keeps its connections, and an answer is waited for without limit.
+            late = threading.Timer(self._silent_s, _end, [silent])
+            late.daemon = True
+            late.start()
             try:
                 message = self._look()
             except RuntimeError as error:  # the store's
+                late.cancel()
                 if not self._stop_asked.wait(_GRACE_S):
                     why = " ".join(str(error).split("\n")[0].split())
-                    _end(f"the host of the ranks' store (rank 0, or its launcher) is gone: {why}")
+                    _end(f"{store} is gone: {why}")
                 return
+            late.cancel()
             if message is not None:
                 _end(message)
 

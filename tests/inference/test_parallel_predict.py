@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -198,3 +199,37 @@ def test_degrees_out_of_range_are_found_before_ranks_are_started() -> None:
         SpreadConfig(sequence=0)
     with pytest.raises(UserError, match=r"--parallel.timeout is 0"):
         SpreadConfig(timeout=0.0)
+
+
+@pytest.mark.parametrize(
+    ("sent", "said", "seconds"),
+    [
+        (signal.SIGKILL, r"rank 1 \(pid {pid} on .*\) was killed by SIGKILL; the other ranks were ended", 15),
+        pytest.param(
+            signal.SIGSTOP, r"rank 1 \(pid {pid} on .*\) gave no sign of life for 4 s .*; the run is ended", 30,
+            marks=pytest.mark.verify,
+        ),
+    ],
+    ids=["kill", "stop"],
+)  # fmt: skip
+def test_a_lost_rank_ends_the_run_and_is_named(
+    workplace: Workplace, sent: signal.Signals, said: str, seconds: float
+) -> None:
+    """A rank that waits for a dead or stopped one for ever, or a failure that does not say whose it is."""
+    words = command(workplace.change(seeds=5000), 2, "--parallel.timeout=4")
+    process = subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert process.stdout is not None
+    while "seed 0: model" not in process.stdout.readline():
+        assert process.poll() is None
+    ranks = children(process.pid)
+    pid = next(pid for pid in ranks if b"\0RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes())
+    os.kill(pid, sent)
+    start = time.monotonic()
+    _, error = process.communicate(timeout=60)
+    assert time.monotonic() - start < seconds
+    assert process.returncode == 1
+    assert re.fullmatch(r"evodsp: error: " + said.format(pid=pid) + "\n", error), error
+    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
+    assert not list(workplace.root.glob("deep/**/*.cif"))

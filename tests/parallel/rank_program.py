@@ -1,0 +1,46 @@
+"""What a rank of `test_faults` does: adds up numbers with the others, and at step 5 of the first attempt comes to grief.
+
+    python -m tests.parallel.rank_program FAULT VICTIM TIMEOUT FOLDER
+
+A file in FOLDER says that an attempt was made: restart counts differ between machines.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from evodsp.parallel.process_group import guarded, start, stop
+
+
+def main(fault: str, victim: str, timeout: str, folder: str) -> None:
+    with guarded():
+        start("gloo", float(timeout))
+        x, rank, mark = torch.ones(3), dist.get_rank(), Path(folder) / "attempted"
+        first = not mark.exists()
+        dist.barrier()
+        for step in range(20):
+            if step == 5 and first and rank == int(victim):
+                mark.touch()
+                print(f"victim {os.getpid()} {time.time()}", flush=True)
+                if fault == "kill":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                elif fault == "stop":
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                elif fault == "hang":
+                    time.sleep(1000)
+            dist.all_reduce(x)
+            x /= dist.get_world_size()
+        stop()
+    # In one write: the ranks share a pipe.
+    sys.stdout.write(f"rank {rank} done, attempt {'first' if first else 'later'}\n")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,164 @@
+"""Ranks that die, stop or hang: the run ends within the stated time, and says whose fault it was."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT = 4.0
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+
+
+def free_port() -> int:
+    with closing(socket.socket()) as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def program(fault: str, victim: int, folder: Path) -> list[str]:
+    return ["-m", "tests.parallel.rank_program", fault, str(victim), str(TIMEOUT), str(folder)]
+
+
+def begin(words: list[str], **variables: object) -> subprocess.Popen[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **{name: str(value) for name, value in variables.items()}}
+    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd=ROOT)
+
+
+def bare_ranks(number: int, fault: str, victim: int, folder: Path) -> list[subprocess.Popen[str]]:
+    """Ranks without an agent that would end them: they have to notice for themselves. Rank 0 has the store."""
+    port = free_port()
+    return [
+        begin(
+            [sys.executable, *program(fault, victim, folder)],
+            RANK=rank, WORLD_SIZE=number, MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
+        )
+        for rank in range(number)
+    ]  # fmt: skip
+
+
+def ended(ranks: list[subprocess.Popen[str]], victim: int) -> tuple[str, list[str], float]:
+    """The victim's pid; what the others said on standard error; seconds from the fault to the last one's end."""
+    said, at = "", 0.0
+    errors = []
+    try:
+        for rank, process in enumerate(ranks):
+            if rank != victim:
+                errors.append(process.communicate(timeout=60)[1])
+                assert process.returncode == 3, errors[-1]
+        at = time.time()
+        ranks[victim].kill()
+        said = ranks[victim].communicate(timeout=60)[0]
+    finally:
+        for process in ranks:
+            process.kill()
+    _, pid, begun = said.split()
+    return pid, errors, at - float(begun)
+
+
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.verify), 1])
+def test_a_killed_rank_ends_the_others(tmp_path: Path, victim: int) -> None:
+    """Ranks that wait for a dead one; a traceback where a line would do. (5 s of it: a launcher would have ended them.)"""
+    _, errors, seconds = ended(bare_ranks(3, "kill", victim, tmp_path), victim)
+    assert seconds < 15
+    said = "".join(errors)
+    assert "Traceback" not in said
+    assert re.search(r"lost contact with another rank|store, .* is gone|rank 1 .* gave no sign of life", said), said
+
+
+@pytest.mark.verify
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_stopped_rank_is_named(tmp_path: Path, victim: int) -> None:
+    """A SIGSTOP leaves connections open, so no collective ever fails. That of rank 0 stops the store as well."""
+    pid, errors, seconds = ended(bare_ranks(3, "stop", victim, tmp_path), victim)
+    assert seconds < 2 * TIMEOUT + 5
+    named = f"rank {victim} (pid {pid} on {socket.gethostname()}) gave no sign of life for 4 s"
+    if victim == 0:
+        assert any("the host of the ranks' store (rank 0, or its launcher) is gone" in error for error in errors), (
+            errors
+        )
+    else:
+        assert any(named in error for error in errors)
+
+
+@pytest.mark.verify
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_rank_that_hangs_in_its_own_code_is_named(tmp_path: Path, victim: int) -> None:
+    """Its process is alive and well; it is the one that is behind."""
+    ranks = bare_ranks(3, "hang", victim, tmp_path)
+    errors = [process.communicate(timeout=60)[1] for process in ranks]
+    assert all(process.returncode == 3 for process in ranks)
+    named = f"rank {victim} (pid {ranks[victim].pid} on {socket.gethostname()}) launched no collective for 4 s"
+    assert sum(named in error for error in errors) >= 1
+
+
+@pytest.mark.verify
+def test_torchrun_restarts_a_killed_rank(tmp_path: Path) -> None:
+    """The agent's store still holds the addresses of the dead."""
+    process = begin([*TORCHRUN, "--nproc-per-node=3", "--max-restarts=1", *program("kill", 1, tmp_path)])
+    said, error = process.communicate(timeout=120)
+    assert process.returncode == 0, error
+    assert said.count("done, attempt later") == 3
+
+
+@pytest.mark.verify
+@pytest.mark.parametrize("fault", ["none", "kill"])
+def test_torchrun_on_two_nodes(tmp_path: Path, fault: str) -> None:
+    """Two agents. After a rank of one was killed their restart counts differ, so these cannot tell attempts apart."""
+    endpoint = f"--rdzv-endpoint=127.0.0.1:{free_port()}"
+    nodes = [
+        begin(
+            [*TORCHRUN, "--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=c10d", endpoint, "--local-addr=127.0.0.1",
+             "--max-restarts=2", *program(fault, 1, tmp_path)]
+        )
+        for _ in range(2)
+    ]  # fmt: skip
+    found = [process.communicate(timeout=180) for process in nodes]
+    assert [process.returncode for process in nodes] == [0, 0], found
+    said = "".join(out for out, _ in found)
+    expected = "first" if fault == "none" else "later"
+    assert sorted(re.findall(r"rank (\d) done, attempt (\w+)", said)) == [(str(rank), expected) for rank in range(4)]
+
+
+def test_a_rank_that_never_comes_is_named() -> None:
+    """A node that did not boot: all others wait for it without saying so."""
+    process = begin(
+        [sys.executable, "-c", "from evodsp.parallel.process_group import start; start('gloo', 2.0)"],
+        RANK=0, WORLD_SIZE=3, MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port(),
+    )  # fmt: skip
+    _, error = process.communicate(timeout=60)
+    assert "of 3 ranks number 1, 2 did not come within 2 s" in error
+
+
+def test_sigterm_to_the_launcher_ends_its_ranks() -> None:
+    """`scancel` of the command that started the ranks must not leave them on the node."""
+    process = begin([sys.executable, "-c", LAUNCH])
+    assert process.stdout is not None
+    pids = [int(pid) for pid in process.stdout.readline().split()]
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) == 143
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+LAUNCH = """
+import subprocess, sys, threading
+from evodsp.parallel import launcher
+started, real = [], launcher._start
+class Patient(subprocess.Popen):
+    def __init__(self, words, **options):
+        super().__init__([sys.executable, "-c", "import time; time.sleep(100)"], **options)
+        started.append(self.pid)
+        if len(started) == 2:
+            threading.Timer(0.5, lambda: print(*started, flush=True)).start()
+launcher.subprocess.Popen = Patient
+sys.exit(launcher.launch(2, []))
+"""

@@ -1,0 +1,160 @@
+"""Where a rank stands, from the environment; who is at fault, from what ranks say of themselves."""
+
+from __future__ import annotations
+
+import pytest
+
+from evodsp.errors import UserError
+from evodsp.parallel import process_group
+from evodsp.parallel.launcher import _environment
+from evodsp.parallel.process_group import Place, first_host, place, under_launcher
+from evodsp.parallel.watch import Judge, State
+
+VARIABLES = (
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE", "SLURM_PROCID",
+    "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST", "SLURM_JOB_ID", "SLURM_STEP_ID",
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+
+def given(monkeypatch: pytest.MonkeyPatch, **variables: object) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, str(value))
+
+
+TORCHRUN = {"RANK": 5, "WORLD_SIZE": 8, "LOCAL_RANK": 1, "MASTER_ADDR": "gpu003", "MASTER_PORT": 29500}
+STEP = {"SLURM_PROCID": 5, "SLURM_STEP_NUM_TASKS": 8, "SLURM_LOCALID": 1, "SLURM_STEP_NODELIST": "gpu[003-004]"}
+
+
+def test_a_process_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not under_launcher()
+    with pytest.raises(UserError, match="not started as a rank of several"):
+        place()
+
+
+def test_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    given(monkeypatch, **TORCHRUN)
+    assert place() == Place(5, 8, 1, "gpu003", 29500, hosts_store=False)
+    given(monkeypatch, RANK=0)
+    assert place().hosts_store
+    given(monkeypatch, TORCHELASTIC_USE_AGENT_STORE=True)
+    assert not place().hosts_store, "the agent has it; a second one cannot listen on that port"
+
+
+def test_srun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One task a GPU, without torchrun: all ranks must come to the same address and port."""
+    given(monkeypatch, **STEP, SLURM_JOB_ID=123456, SLURM_STEP_ID=0)
+    one = place()
+    assert (one.rank, one.ranks, one.local_rank, one.host, one.hosts_store) == (5, 8, 1, "gpu003", False)
+    given(monkeypatch, SLURM_PROCID=0)
+    assert (place().port, place().hosts_store) == (one.port, True)
+    assert 15000 <= one.port < 30000
+    given(monkeypatch, SLURM_STEP_ID=1)
+    assert place().port != one.port
+
+
+def test_torchrun_within_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`srun torchrun`: the step has one task a node, torchrun more ranks."""
+    given(monkeypatch, **STEP, **TORCHRUN)
+    assert place().port == 29500
+
+
+def test_a_batch_script_is_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SLURM_NTASKS is set in the script too: it would wait for ranks that nobody starts."""
+    given(monkeypatch, SLURM_PROCID=0, SLURM_NTASKS=8, SLURM_LOCALID=0, SLURM_JOB_ID=3)
+    assert not under_launcher()
+
+
+def test_an_environment_that_makes_no_sense(monkeypatch: pytest.MonkeyPatch) -> None:
+    given(monkeypatch, **{**TORCHRUN, "WORLD_SIZE": "many"})
+    with pytest.raises(UserError, match=r"no number where one belongs .*many"):
+        place()
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [("gpu[003-007,010],cpu1", "gpu003"), ("a,b[1-2]", "a"), ("rack[2,5]-n[01-04]", "rack2-n01"), ("alone", "alone")],
+)
+def test_the_first_host_of_a_node_list(nodes: str, first: str) -> None:
+    assert first_host(nodes) == first
+
+
+def test_threads_are_divided_among_local_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight ranks with sixteen threads each on sixteen cores."""
+    monkeypatch.setattr("evodsp.parallel.launcher._cores", lambda: 16)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert _environment(0, 8, 1)["OMP_NUM_THREADS"] == "2"
+    assert _environment(0, 32, 1)["OMP_NUM_THREADS"] == "1"
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    assert _environment(0, 8, 1)["OMP_NUM_THREADS"] == "5"
+
+
+def test_too_few_gpus_is_a_mistake_of_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_group.torch.cuda, "device_count", lambda: 1)
+    given(monkeypatch, **TORCHRUN)
+    with pytest.raises(UserError, match="rank 5 is number 1 on its machine, which has 1 GPUs"):
+        process_group.start("nccl")
+
+
+def states(*pairs: tuple[int, int]) -> dict[int, State]:
+    return {rank: State(*pair) for rank, pair in enumerate(pairs)}
+
+
+def watched(judge: Judge, seconds: int, step: int = 1, **stuck: int) -> tuple[list[int], str] | None:
+    """Three ranks for some time; of rank `silent` the pulse stops at 5 s, rank `hangs` launches nothing from 5 s on, and for it
+    the others wait."""
+    for now in range(0, seconds, step):
+        found = judge.verdict(
+            states(
+                *(
+                    (
+                        min(now, 5) if rank == stuck.get("silent") else now,
+                        (min(now, 5) + (rank != stuck["hangs"] and now > 5)) if "hangs" in stuck else now,
+                    )
+                    for rank in range(3)
+                )
+            ),
+            float(now),
+        )
+        if found:
+            return [now, *found[0]], found[1]
+    return None
+
+
+def test_a_healthy_run_is_left_alone() -> None:
+    assert watched(Judge(silent_s=10.0, stalled_s=20.0), 100) is None
+
+
+def test_a_silent_rank_is_found() -> None:
+    found = watched(Judge(silent_s=10.0, stalled_s=20.0), 100, silent=2)
+    assert found is not None
+    assert found[0] == [16, 2]
+    assert "no sign of life for 10 s" in found[1]
+
+
+def test_the_rank_that_others_wait_for_is_found() -> None:
+    """All of them stand still; the one at fault has launched one collective less."""
+    found = watched(Judge(silent_s=10.0, stalled_s=20.0), 100, hangs=1)
+    assert found is not None
+    assert found[0][1:] == [1]
+    assert "launched no collective for 20 s while others wait, 1 ahead" in found[1]
+
+
+def test_a_job_that_was_suspended_goes_on() -> None:
+    """A batch system stops all processes for an hour: no pulse is old when they wake up."""
+    judge = Judge(silent_s=10.0, stalled_s=20.0)
+    assert watched(judge, 50) is None
+    assert judge.verdict(states((50, 50), (50, 50), (50, 50)), 4000.0) is None
+    assert judge.verdict(states((51, 50), (50, 50), (50, 50)), 4001.0) is None
+
+
+def test_when_all_have_launched_the_same() -> None:
+    """A GPU that hangs: no rank can be blamed, and none is."""
+    judge = Judge(silent_s=10.0, stalled_s=20.0)
+    found = [judge.verdict(states((now, 7), (now, 7)), float(now)) for now in range(22)]
+    assert found[-1] == ([], "no rank launched a collective for 20 s; all are past number 7")
