@@ -32,6 +32,9 @@ TIMEOUT_S = 600.0
 """How long a collective may take (NCCL's own default; gloo's is three times that): longer than reading an alignment or saving
 a checkpoint on one rank while the others wait, shorter than anybody wants to pay for a machine that does nothing."""
 
+MEETING_S = 600.0
+"""How long ranks wait for each other at the start: some machines boot, queue or import more slowly than others."""
+
 # A launcher ends the survivors of a dead rank within this time, having named it.
 _GRACE_S = 5.0
 _POLL_S = 0.02
@@ -55,6 +58,11 @@ class Place:
 def under_launcher() -> bool:
     """Whether torchrun, srun or the like started this process as one of several ranks (or as the only one of a group)."""
     return _place(os.environ) is not None
+
+
+def was_restarted() -> bool:
+    """Whether torchrun started this rank again after a failure on this machine. (Those of other machines may not know.)"""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
 def place() -> Place:
@@ -104,27 +112,27 @@ def first_host(nodes: str) -> str:
     return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first[0] if first else nodes)
 
 
-def start(backend: str | None = None, timeout_s: float = TIMEOUT_S) -> None:
+def start(backend: str | None = None, timeout_s: float = TIMEOUT_S, meeting_s: float = MEETING_S) -> None:
     """Start the default process group of this rank; nothing happens if there is one.
 
     `backend`: 'nccl' (takes the GPU of this rank's number on its machine) or 'gloo'; None: NCCL where there are GPUs.
-    `timeout_s`: how long a rank may stand still before the run is ended; all ranks give the same.
+    `timeout_s`: how long a rank may stand still before the run is ended; all ranks give the same. `meeting_s`: how long to wait
+    for ranks that have not come yet.
 
-    Raises UserError if this process is no rank, or has no GPU.
+    Raises UserError if this process is no rank, has no GPU, or does not meet the others.
     """
     if dist.is_initialized():
         return
     here = place()
     backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
     device = _take_gpu(here) if backend == "nccl" else None
-    timeout = timedelta(seconds=timeout_s)
     try:
         # Two clients, because the watch looks at times when the main thread waits. Of a part that no earlier attempt used.
-        main, watching = (_store(here, timeout, hosts) for hosts in (here.hosts_store, False))
-        part = _fresh_part(main, here, timeout_s)
+        main, watching = (_store(here, meeting_s, hosts) for hosts in (here.hosts_store, False))
+        part = _fresh_part(main, here, meeting_s)
     except dist.DistError as error:
         raise UserError(
-            f"rank {here.rank} did not meet the others at {here.host}:{here.port} within {timeout_s:g} s; "
+            f"rank {here.rank} did not meet the others at {here.host}:{here.port} within {meeting_s:g} s; "
             "check that all of them were started and reach that address"
         ) from error
     dist.init_process_group(
@@ -142,7 +150,8 @@ def start(backend: str | None = None, timeout_s: float = TIMEOUT_S) -> None:
         watch.start()
 
 
-def _store(here: Place, timeout: timedelta, hosts: bool) -> dist.TCPStore:
+def _store(here: Place, timeout_s: float, hosts: bool) -> dist.TCPStore:
+    timeout = timedelta(seconds=timeout_s)
     return dist.TCPStore(here.host, here.port, None, hosts, timeout=timeout, wait_for_workers=False)
 
 

@@ -20,7 +20,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from evodsp.errors import UserError
 from evodsp.parallel.config import ParallelConfig
 from evodsp.parallel.launcher import launch
-from evodsp.parallel.process_group import guarded, place, stop, under_launcher
+from evodsp.parallel.process_group import guarded, place, stop, under_launcher, was_restarted
 from evodsp.parser import OneLineErrors, check_nested
 from evodsp.training.arguments import SUMMARY, Command, TrainerOptions, add_arguments
 from evodsp.training.callbacks import Interruption, LastCheckpoint, best_checkpoint
@@ -175,6 +175,11 @@ class TrainingCLI(LightningCLI):
     def _start(self) -> Path | None:
         """The checkpoint to start from. Raises UserError if there is none where one is needed, or one in the way."""
         name = self.run_config.ckpt_path
+        last = self.checkpoints / "last.ckpt"
+        if self.command == "fit" and last.is_file() and (name == "auto" or was_restarted()):
+            return last  # of this very run, whatever it began from
+        if name == "auto":
+            name = None
         if name in ("last", "best"):
             path = self.checkpoints / f"{name}.ckpt"
             if not path.is_file():

@@ -122,7 +122,8 @@ class RunConfig:
     overwrite: bool = False
     """Start anew in an output folder that already holds checkpoints; otherwise that is an error."""
     ckpt_path: str | None = None
-    """Checkpoint to start from or to score; `last` and `best` are those of the output folder."""
+    """Checkpoint to start from or to score; `last` and `best` are those of the output folder. fit: `auto` is `last` if there is
+    one and otherwise the start, so that the same command line begins a run and goes on with it."""
     raw: bool = False
     """validate, test: score the raw weights instead of their moving average."""
     checkpoint_every: int = 500
