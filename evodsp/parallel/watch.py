@@ -70,9 +70,12 @@ class Judge:
             if former is None or state.collectives != former.collectives:
                 self._moved = now
         self._states, self._asked = dict(states), now
-        if silent := [rank for rank in states if now - self._pulse_seen[rank] > self.silent_s]:
-            return silent, f"gave no sign of life for {self.silent_s:g} s (stopped, starved, or the machine is gone)"
-        if now - self._moved > self.stalled_s:
+        stalled = now - self._moved > self.stalled_s
+        # Where nothing moves and a rank is silent it is that one, even if it has not been so for long.
+        patience = self.silent_s / 2 if stalled else self.silent_s
+        if silent := [rank for rank in states if now - self._pulse_seen[rank] > patience]:
+            return silent, f"gave no sign of life for {patience:g} s (stopped, starved, or the machine is gone)"
+        if stalled:
             least = min(state.collectives for state in states.values())
             most = max(state.collectives for state in states.values())
             if least == most:

@@ -145,6 +145,14 @@ def test_the_rank_that_others_wait_for_is_found() -> None:
     assert "launched no collective for 20 s while others wait, 1 ahead" in found[1]
 
 
+def test_a_silent_rank_is_to_blame_for_a_stall() -> None:
+    """With a short time-out both are found at the same moment."""
+    judge = Judge(silent_s=10.0, stalled_s=10.0)
+    found = [judge.verdict(states((now, 7), (min(now, 1), 7)), float(now)) for now in range(12)]
+    assert found[-1] is not None
+    assert found[-1][0] == [1]
+
+
 def test_a_job_that_was_suspended_goes_on() -> None:
     """A batch system stops all processes for an hour: no pulse is old when they wake up."""
     judge = Judge(silent_s=10.0, stalled_s=20.0)
