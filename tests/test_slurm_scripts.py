@@ -1,0 +1,52 @@
+"""The batch script with stand-ins for SLURM's commands: what it would start on the nodes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SCRIPT = ROOT / "scripts" / "slurm" / "fit.sbatch"
+SHELL = [SCRIPT, ROOT / "scripts" / "verify_gpus.sh"]
+
+
+@pytest.mark.parametrize("path", SHELL, ids=lambda path: path.name)
+def test_shell_scripts_parse(path: Path) -> None:
+    subprocess.run(["bash", "-n", str(path)], check=True)
+    assert os.access(path, os.X_OK)
+
+
+def started(tmp_path: Path, words: list[str], **variables: object) -> list[str]:
+    """The words that `srun` would be given."""
+    for name, does in {"scontrol": "printf 'gpu003\\ngpu004\\n'", "srun": 'printf "%s\\n" "$@"'}.items():
+        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{does}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "1234567", "SLURM_JOB_NODELIST": "gpu[003-004]",
+        "SLURM_JOB_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "8", "SLURM_CPUS_PER_TASK": "64",
+        **{name: str(value) for name, value in variables.items()},
+    }  # fmt: skip
+    done = subprocess.run(["bash", str(SCRIPT), *words], env=environment, capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()[1:]
+
+
+def test_the_command_of_a_training_job(tmp_path: Path) -> None:
+    """A job that could not resume, or whose nodes would not meet."""
+    words = started(tmp_path, ["--config", "a config.yaml", "--parallel.sequence", "8"])
+    assert words[:2] == ["--kill-on-bad-exit=1", "python"]
+    given = dict(zip(words[4:], words[5:], strict=False))
+    assert (given["--nnodes"], given["--nproc-per-node"]) == ("2", "8")
+    assert given["--rdzv-endpoint"] == f"gpu003:{15000 + 1234567 % 15000}"
+    at = words.index("evodsp")
+    assert words[at:] == [
+        "evodsp", "fit", "--config", "a config.yaml", "--parallel.sequence", "8", "--ckpt_path", "auto",
+    ]  # fmt: skip
+
+
+def test_predict_takes_no_checkpoint_path(tmp_path: Path) -> None:
+    words = started(tmp_path, ["--fasta", "x"], EVODSP_COMMAND="predict", EVODSP_PYTHON="/env/bin/python")
+    assert words[-3:] == ["predict", "--fasta", "x"]
+    assert words[1] == "/env/bin/python"
