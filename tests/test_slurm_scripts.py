@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 from pathlib import Path
@@ -37,7 +38,7 @@ def test_the_command_of_a_training_job(tmp_path: Path) -> None:
     """A job that could not resume, or whose nodes would not meet."""
     words = started(tmp_path, ["--config", "a config.yaml", "--parallel.sequence", "8"])
     assert words[:2] == ["--kill-on-bad-exit=1", "python"]
-    given = dict(zip(words[4:], words[5:], strict=False))
+    given = dict(itertools.pairwise(words))
     assert (given["--nnodes"], given["--nproc-per-node"]) == ("2", "8")
     assert given["--rdzv-endpoint"] == f"gpu003:{15000 + 1234567 % 15000}"
     at = words.index("evodsp")
