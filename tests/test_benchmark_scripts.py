@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import pytest
@@ -16,8 +17,9 @@ from evodsp.model.primitives import use_exchange
 from evodsp.model.schedule import DAP
 from evodsp.parallel.collectives import Group
 from evodsp.parallel.exchange import Exchange, LocalExchange, ShardedExchange
-from scripts.benchmarks import communication
+from scripts.benchmarks import communication, memory
 from scripts.benchmarks.dap import switch_in_every_block
+from scripts.benchmarks.held import Activations
 from tests.model.test_sharded import close, dense
 from tests.ranks import RankPool
 
@@ -105,3 +107,30 @@ def test_a_count_that_is_off_is_told() -> None:
     assert [line.split(": ")[0] for line in communication.differences(case, 4, False, short)] == [
         "Evoformer block, S=128 R=256, 4 ranks, DSP"
     ] * 2
+
+
+def test_four_ranks_hold_less_than_a_third_of_what_one_holds() -> None:
+    """An activation of a stack that is whole on every rank, or kept twice where ranks communicate."""
+    one, four = (memory.measure(memory.stacks, ranks) for ranks in (1, 4))
+    assert four.peak <= memory.ASKED_OF_4 * one.peak
+    assert one.now == four.now == 0  # what is counted as come is counted as gone
+
+
+def test_what_is_counted_as_held_is_what_pytorch_allocates() -> None:
+    """Memory that is missed, counted twice (views) or not counted off."""
+
+    def program() -> None:
+        x = torch.ones(300, 400, requires_grad=True)
+        y = (x @ weight).relu()
+        y = torch.cat([y[:, :50], y.exp()[:, 50:]], 1).view(-1)
+        (y.sum() + x.sum()).backward()
+
+    weight = torch.ones(400, 400)
+    with Activations() as held:
+        program()
+    with torch.profiler.profile(profile_memory=True) as profiler:
+        program()
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    assert held.peak == pytest.approx(max(itertools.accumulate(sizes)), rel=1e-3)
+    assert held.peak > 4 * 4 * 300 * 400

@@ -19,6 +19,8 @@ def fake_group(ranks: int, rank: int = 0, ledger: Ledger | None = None) -> Itera
     """A group of `ranks` ranks, of which this process is number `rank` and the others do not exist."""
     dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
     try:
-        yield Group(dist.group.WORLD, ledger)
+        handle = dist.group.WORLD
+        assert handle is not None  # it was made a line above
+        yield Group(handle, ledger)
     finally:
         dist.destroy_process_group()

@@ -1,0 +1,192 @@
+"""On four ranks no tensor of size R x R x c or S x R x c is ever whole, from the embedders to the loss and back.
+
+Every axis has a prime length that no channel count and no shard is a multiple of. So a tensor that holds all R x R pairs has a
+number of entries that R^2 divides, whatever its shape, and no other tensor has. The exceptions are the design's: attention
+biases, one operand of the outer product mean, masks without channels, and features as the loader gives them. (A rank that holds
+all pairs for its shard of the CHANNELS holds a shard; so is all logits of a row when rows are sharded.)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import traceback
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from evodsp.config import ChannelsConfig, EvoformerConfig, LossConfig, ModelConfig, TemplateConfig
+from evodsp.losses.total import total_loss
+from evodsp.model.alphafold import AlphaFold
+from evodsp.model.primitives import use_exchange
+from evodsp.model.schedule import DAP, Plan
+from evodsp.parallel.collectives import Group
+from evodsp.parallel.exchange import ShardedExchange
+from evodsp.rng import Draws
+from scripts.benchmarks.samples import random_features
+from tests.losses.test_sharded_losses import batch_of
+from tests.ranks import RankPool
+
+RANKS = 4
+RESIDUES, CLUSTERS, TEMPLATES, EXTRA = 47, 41, 2, 53
+ROWS = (CLUSTERS, CLUSTERS + TEMPLATES, EXTRA)
+"""Lengths of an MSA: the templates' torsions are rows of the first."""
+STACK = EvoformerConfig(
+    blocks=2, msa_heads=5, msa_head_width=3, pair_heads=2, pair_head_width=3, triangle_channels=16,
+    outer_product_channels=6, transition_factor=2, checkpoint=False,
+)  # fmt: skip
+WEIGHTS = LossConfig(experimentally_resolved=0.15, violation=0.9, pae=0.1)
+
+# How many numbers to a pair of residues may be whole: a mask, for both templates too; the biases of MSA and pair attention;
+# the channels that a rank has of one operand of triangle multiplication, of both; and twice the smaller ones for two templates.
+PAIR = {1, 2, STACK.msa_heads, STACK.pair_heads, 2 * STACK.pair_heads, 16 // RANKS, 2 * 16 // RANKS}
+# To a sequence and residue: a mask, one operand of the outer product mean.
+MSA = {1, STACK.outer_product_channels}
+
+
+def config() -> ModelConfig:
+    base = ModelConfig.preset("test")
+    return dataclasses.replace(
+        base,
+        channels=ChannelsConfig(msa=18, pair=24, extra_msa=15, single=20),
+        evoformer=STACK,
+        extra_msa=dataclasses.replace(STACK, msa_heads=2),
+        templates=TemplateConfig(
+            True, channels=10, blocks=2, pair_heads=2, pair_head_width=3, triangle_channels=8, attention_heads=2,
+            attention_head_width=3, unit_vector=True, checkpoint=False,
+        ),
+        heads=dataclasses.replace(base.heads, experimentally_resolved=True, predicted_aligned_error=True),
+    )  # fmt: skip
+
+
+def whole(numbers: int) -> str | None:
+    """What a tensor of so many numbers holds whole and must not; None: nothing."""
+    if numbers == 0:
+        return None
+    each, rest = divmod(numbers, RESIDUES**2)
+    if rest == 0:
+        return None if each in PAIR else f"R x R x {each}"
+    for rows in ROWS:
+        each, rest = divmod(numbers, rows * RESIDUES)
+        if rest == 0 and each not in MSA:
+            return f"{rows} x R x {each}"
+    return None
+
+
+class Watcher(TorchDispatchMode):
+    """Looks at every tensor that an operator makes, and at what goes into and out of every module."""
+
+    def __init__(self, given: Iterable[Tensor] = ()) -> None:
+        super().__init__()
+        self.found: set[str] = set()
+        self.modules: set[nn.Module] = set()
+        self._given = {x.untyped_storage().data_ptr() for x in given}
+
+    def __enter__(self) -> Watcher:
+        self._hook = register_module_forward_hook(self._module_ran)
+        return super().__enter__()  # type: ignore[return-value]
+
+    def __exit__(self, *exception: Any) -> None:
+        self._hook.remove()
+        super().__exit__(*exception)
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        self._look(result, str(function))
+        return result
+
+    def _module_ran(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        self.modules.add(module)
+        self._look((inputs, list(_tensors(output))), type(module).__name__)
+
+    def _look(self, tree: Any, what: str) -> None:
+        for x in _tensors(tree):
+            # numel of what is expanded, not of its memory: it may be copied next. Views of features are features.
+            held = whole(x.numel())
+            if held is None or x.untyped_storage().data_ptr() in self._given:
+                continue
+            lines = [f for f in traceback.extract_stack() if "/evodsp/" in f.filename]
+            if lines and lines[-1].filename.endswith("kernels/attention.py"):
+                continue  # logits: all pairs of positions of one row, for the rows that this rank has
+            places = [f"{f.filename.rpartition('/evodsp/')[2]}:{f.lineno}" for f in lines[-2:]]
+            self.found.add(f"{held} {list(x.shape)} {what} {' > '.join(places)}")
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    """Tensors of nested containers, of records too."""
+    for leaf in tree_leaves(tree):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif dataclasses.is_dataclass(leaf):
+            yield from _tensors(list(vars(leaf).values()))
+
+
+def watch(handle: Any, plan: Plan) -> tuple[list[str], list[str]]:
+    """What is found in two passes with loss and gradients, and which modules did not run."""
+    torch.manual_seed(0)
+    exchange = ShardedExchange(Group(handle))
+    model = AlphaFold(config())
+    use_exchange(model, exchange, plan)
+    model._gathered = lambda output: output  # gathers for losses that do not work on shards
+    labels = {name: x.float() if x.is_floating_point() else x for name, x in batch_of(1, RESIDUES).items()}
+    batch = labels | random_features(CLUSTERS, EXTRA, RESIDUES, TEMPLATES, cycles=2)
+    batch["true_msa"] = torch.randint(22, (1, 2, CLUSTERS, RESIDUES))
+    batch["bert_mask"] = torch.ones(1, 2, CLUSTERS, RESIDUES)
+    with Watcher(batch.values()) as watcher:
+        output = model(batch, [Draws.root(0).at(0)])
+        loss, _ = total_loss(output, batch, WEIGHTS, config().heads, exchange)
+        loss.backward()
+    with_parameters = {
+        name: x for name, x in model.named_modules() if next(x.parameters(recurse=False), None) is not None
+    }
+    return sorted(watcher.found), [name for name, x in with_parameters.items() if x not in watcher.modules]
+
+
+def test_nothing_large_is_ever_whole(pool: RankPool) -> None:
+    """A gather of a representation, wherever it hides: relative positions, recycling, templates, heads, losses, gradients."""
+    for found, unseen in pool.run(RANKS, watch, Plan()):
+        assert not found, "\n".join(found)
+        # Their parameters are read by operators of the module that they are in, which are looked at as well.
+        assert all(name.endswith(("relative_position", "outer_product_mean.output")) for name in unseen), unseen
+
+
+def test_what_dap_gathers_is_found(pool: RankPool) -> None:
+    """A test that sees nothing: under DAP an operand of triangle multiplication is whole in every block."""
+    for found, _ in pool.run(RANKS, watch, DAP):
+        assert any(line.startswith("R x R x 16 ") for line in found)
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        ((1, RESIDUES, RESIDUES, 24), "R x R x 24"),
+        ((RESIDUES**2, 24), "R x R x 24"),
+        ((RESIDUES, 3, RESIDUES), "R x R x 3"),
+        ((1, RESIDUES, 12, 24), None),
+        ((1, RESIDUES, RESIDUES, STACK.msa_heads), None),
+        ((1, EXTRA, RESIDUES, 15), f"{EXTRA} x R x 15"),
+        ((1, EXTRA, RESIDUES), None),
+        ((0, RESIDUES, RESIDUES, 24), None),
+    ],
+    ids=str,
+)
+def test_a_whole_tensor_is_known_by_its_size(shape: tuple[int, ...], expected: str | None) -> None:
+    """A reshaped or transposed tensor that slips through, a shard or an exception that does not."""
+    assert whole(torch.Size(shape).numel()) == expected
+
+
+def test_sizes_cannot_be_mistaken() -> None:
+    """A channel count or a shard that is a multiple of an axis would make a shard look whole, or the other way round."""
+    axes = (RESIDUES, *ROWS)
+    assert len({*axes}) == len(axes)
+    for axis in axes:
+        assert all(axis % factor for factor in range(2, axis))
+    shards = [len(part) for axis in axes for part in torch.arange(axis).tensor_split(RANKS)]
+    assert all(shard % axis for shard in shards for axis in axes)
