@@ -14,6 +14,7 @@ may be waiting in a collective, where no exception can reach it); the others rea
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import sys
@@ -93,7 +94,8 @@ class Watch(threading.Thread):
         self._store, self._rank = store, rank
         self._silent_s = min(SILENCE_S, timeout_s)
         self._interval = min(5.0, self._silent_s / 10)
-        self._judge = Judge(self._silent_s, timeout_s)
+        # Who sees rank 0 only cannot tell who is behind.
+        self._judge = Judge(self._silent_s, timeout_s if rank == 0 else math.inf)
         self._watched = range(ranks) if rank == 0 else range(1)
         self._pulse = 0
         self._stop_asked = threading.Event()
