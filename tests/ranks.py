@@ -64,6 +64,10 @@ class RankPool:
             process.join()
         self._processes, self._pipes = [], []
 
+    def _target(self) -> Callable[[int, int, str, Connection], None]:
+        """What the processes do; a subclass may have them do something else with what `run` sends."""
+        return _serve
+
     def _start(self) -> None:
         context = mp.get_context("spawn")
         handle, path = tempfile.mkstemp(prefix="ranks_")
@@ -71,7 +75,7 @@ class RankPool:
         os.unlink(path)
         for rank in range(self.ranks):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self.ranks, path, theirs), daemon=True)
+            process = context.Process(target=self._target(), args=(rank, self.ranks, path, theirs), daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)

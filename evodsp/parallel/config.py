@@ -22,12 +22,16 @@ class ParallelConfig:
     parameters: ParameterMode = "replicate"
     """Where parameters and optimizer state live: `replicate`, whole on every rank; `zero1`, the optimizer's state spread over
     all ranks; `fsdp2`, parameters and gradients as well (PyTorch's fully_shard)."""
+    timeout: float = 600.0
+    """Seconds that a rank may stand still before the run is ended, and the rank named."""
 
     def __post_init__(self) -> None:
         if self.sequence < 1:
             raise UserError(
                 f"parallel.sequence is {self.sequence}, but must be at least 1; 1 keeps a sample on one rank"
             )
+        if not self.timeout > 0:
+            raise UserError(f"parallel.timeout is {self.timeout}, but must be above 0 (seconds); give a larger number")
         modes = get_args(ParameterMode)
         if self.parameters not in modes:
             close = nearest(str(self.parameters), modes)

@@ -141,7 +141,7 @@ class TrainingCLI(LightningCLI):
             gpu = on_gpu(config)
             config["accelerator"], config["num_nodes"] = ("cuda" if gpu else "cpu"), 1
             config["devices"] = [place().local_rank] if gpu else 1  # of this rank; the strategy knows of the others
-            config["strategy"] = DSPStrategy(self.parallel)
+            config["strategy"] = DSPStrategy(self.parallel, self.parser.dump(self.config, skip_none=False))
         if config["logger"] in (None, True):
             config["logger"] = self._loggers()
         config["callbacks"] = [*(config["callbacks"] or []), *self._callbacks()]

@@ -61,7 +61,7 @@ class CurveLogger(Logger):
             last = max(self._rows.values(), key=lambda row: float(row["seconds"]), default={"seconds": "0"})
             self._started = self._begun - float(last["seconds"])
         row = self._rows.setdefault(step, {"step": str(step), "seconds": f"{time.monotonic() - self._started:.1f}"})
-        row.update({name: f"{value:.6g}" for name, value in metrics.items()})
+        row.update({name: f"{value:.8g}" for name, value in metrics.items()})
         self._unsaved = True
 
     @rank_zero_only

@@ -28,6 +28,8 @@ from torch.optim import Adam, Optimizer
 from evodsp.model.evoformer import EvoformerBlock, PairStack
 from evodsp.model.primitives import use_exchange
 from evodsp.parallel import process_group
+from evodsp.parallel.agreement import check_same
+from evodsp.parallel.collectives import Group
 from evodsp.parallel.config import ParallelConfig
 from evodsp.parallel.exchange import ShardedExchange
 from evodsp.parallel.mesh import Mesh, init_mesh
@@ -81,9 +83,10 @@ class DSPStrategy(ParallelStrategy):
 
     strategy_name = "dsp"
 
-    def __init__(self, config: ParallelConfig) -> None:
+    def __init__(self, config: ParallelConfig, settings: str = "") -> None:
+        """`settings`: the run's, as text; that ranks were given different ones is found when they meet."""
         super().__init__(cluster_environment=Ranks())
-        self.config = config
+        self.config, self.settings = config, settings
         self._mesh: Mesh | None = None
         self._agreement: Agreement | None = None
 
@@ -109,7 +112,8 @@ class DSPStrategy(ParallelStrategy):
         super().setup_environment()
         for decorator in (rank_zero_only, utilities_rank_zero_only):
             setattr(decorator, "rank", self.global_rank)  # noqa: B010  (an attribute of a function)
-        process_group.start("nccl" if self.root_device.type == "cuda" else "gloo")
+        process_group.start("nccl" if self.root_device.type == "cuda" else "gloo", self.config.timeout)
+        check_same("settings", self.settings, Group(dist.distributed_c10d._get_default_group()))
         self._mesh = init_mesh(self.config.sequence, self.root_device.type)
         self._agreement = Agreement(self._mesh)
 

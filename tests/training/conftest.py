@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from evodsp.data.mmcif_writer import write_mmcif
 from evodsp.data.types import Chain
 from evodsp.geometry.residues import RESTYPE_ATOM37_MASK, RESTYPE_ORDER
+from tests.training.ranks import CommandPool
 
 TINY = """
 model:
@@ -65,3 +67,11 @@ def chains(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directories = f"  alignment_dir: {folder}/alignments\n  structure_dir: {folder}/mmcif_files\n"
     (folder / "tiny.yaml").write_text(TINY.replace("data:\n", "data:\n" + directories))
     return folder
+
+
+@pytest.fixture(scope="session")
+def commands() -> Iterator[CommandPool]:
+    """Ranks that wait for command lines."""
+    ranks = CommandPool()
+    yield ranks
+    ranks.stop()

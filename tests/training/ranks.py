@@ -1,0 +1,83 @@
+"""Command lines on several ranks, without the seconds that starting Python and Lightning on each would cost every time."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import socket
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from tests.ranks import RankPool
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a command line came to on one rank."""
+
+    code: int
+    out: str
+    error: str
+
+
+class CommandPool(RankPool):
+    """Processes that wait for command lines. Each run makes its own process group, as under a launcher.
+
+    Lightning talks to all ranks of the default group, so the pool of the other tests, whose default group is all of its
+    processes, would not do for fewer.
+    """
+
+    def evodsp(self, ranks: int, *words: str, own: dict[int, tuple[str, ...]] | None = None) -> list[Outcome]:
+        """`evodsp *words` on `ranks` ranks (rank r: with `own[r]` behind)."""
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        return self.run(ranks, words, own or {}, port)  # type: ignore[arg-type]
+
+    def _target(self) -> Any:
+        return _serve
+
+
+def _serve(rank: int, ranks: int, path: str, pipe: Connection) -> None:
+    import tests.conftest  # noqa: F401  (shapes are checked here as well)
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            ranks, words, (own, port) = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send((True, _run(rank, ranks, [*words, *own.get(rank, ())], port)))
+        except BaseException as error:
+            pipe.send((False, repr(error)))
+
+
+def _run(rank: int, ranks: int, words: list[str], port: int) -> Outcome:
+    from evodsp.cli import main
+
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in numbers.items()})
+    out, error = io.StringIO(), io.StringIO()
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
+            code = main(words)
+    finally:
+        _leave()
+    return Outcome(code, out.getvalue(), error.getvalue())
+
+
+def _leave() -> None:
+    """A run that failed leaves its group behind."""
+    import torch.distributed as dist
+
+    from evodsp.parallel.watch import watch_of_this_process
+
+    if watch := watch_of_this_process():
+        watch.stop()
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,150 @@
+"""Training on (data, sequence) meshes: the same run everywhere. Real chains, all noise on.
+
+Losses are compared, not weights: Adam makes steps of full size out of the rounding errors of parameters whose gradient is zero.
+Runs are whole command lines on a pool of processes that stay (`tests.training.ranks`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from evodsp.cli import main
+from evodsp.training.curve import read_curve
+from evodsp.weights.checkpoint import load_model, read_checkpoint
+from tests.training.ranks import CommandPool
+
+RUN = """
+seed: 3
+model:
+  channels: {msa: 12, pair: 10, extra_msa: 6, single: 14}
+  extra_msa: {blocks: 1, msa_heads: 2, msa_head_width: 3, pair_heads: 2, pair_head_width: 3, triangle_channels: 5,
+    outer_product_channels: 3, transition_factor: 2}
+  evoformer: {blocks: 2, msa_heads: 2, msa_head_width: 3, pair_heads: 2, pair_head_width: 3, triangle_channels: 5,
+    outer_product_channels: 3, transition_factor: 2}
+  structure_module: {iterations: 2, heads: 2, query_points: 2, value_points: 2, angle_channels: 6}
+  heads: {plddt_channels: 6, predicted_aligned_error: true}
+  loss: {pae: 0.1, violation: 0.1}
+  optimizer: {warmup_steps: 3, lr: 1.0e-3}
+  ema_decay: 0.9
+data:
+  train_chains: [102m_A, 1k1a_A, 2q2k_A]
+  validation_chains: [102m_A, 1k1a_A, 2q2k_A]
+  samples_per_epoch: 8
+  train: {crop_size: 23, msa_clusters: 7, extra_msa: 9, recycles: 2, block_delete: true}
+  validation: {crop_size: 29, msa_clusters: 5, extra_msa: 6, recycles: 1, uniform_recycling: false}
+trainer: {max_steps: 4, accelerator: cpu, log_every_n_steps: 1, accumulate_grad_batches: 2, gradient_clip_val: 0.1}
+"""
+SAMPLES_PER_STEP = 4
+BY_BATCH = ("--model.optimizer.clip", "batch")
+
+Fit = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def fit(commands: CommandPool, real_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Fit:
+    """`fit(mesh, *options, output=None)`: a run of the same global batch on any mesh; its folder."""
+    folder = tmp_path_factory.mktemp("mesh")
+    folders = f"  alignment_dir: {real_data}/alignments\n  structure_dir: {real_data}/mmcif_files\n"
+    (folder / "run.yaml").write_text(RUN.replace("data:\n", "data:\n" + folders))
+
+    def run(mesh: tuple[int, int], *options: str, output: Path | None = None) -> Path:
+        output = output or Path(tmp_path_factory.mktemp("runs")) / "run"
+        data, sequence = mesh
+        # Two accumulated batches a step, on however many data ranks.
+        batch = SAMPLES_PER_STEP // 2 // data
+        words = ["fit", "--config", str(folder / "run.yaml"), "--output", str(output), "--data.batch_size", str(batch)]
+        words += ["--parallel.sequence", str(sequence), *options]
+        if mesh == (1, 1):
+            assert main(words) == 0
+        else:
+            outcomes = commands.evodsp(data * sequence, *words)
+            assert [outcome.code for outcome in outcomes] == [0] * data * sequence, outcomes
+        return output
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def serial(fit: Fit) -> Path:
+    """The run of one process."""
+    return fit((1, 1))
+
+
+def losses(output: Path, column: str = "train/loss") -> dict[int, float]:
+    return {step: float(row[column]) for step, row in read_curve(output / "curve.csv").items() if column in row}
+
+
+def assert_same_run(found: Path, expected: Path) -> None:
+    for column in ("train/loss", "val/loss"):
+        assert losses(found, column) == pytest.approx(losses(expected, column), rel=1e-5)
+    # A step later the weights' differences show; norms are noisier than losses.
+    assert losses(found, "train/gradient_norm") == pytest.approx(losses(expected, "train/gradient_norm"), rel=1e-2)
+
+
+def test_a_sample_over_two_ranks_trains_as_on_one(fit: Fit, serial: Path) -> None:
+    """Sequence ranks reading different samples, a gradient that is summed where it is to be averaged or clipped at the wrong
+    place, dropout or recycling drawn by rank."""
+    assert len(losses(serial)) == 4
+    assert len(losses(serial, "val/loss")) == 2
+    assert_same_run(fit((1, 2)), serial)
+
+
+def test_a_run_resumes_on_another_mesh(fit: Fit, serial: Path) -> None:
+    """Counting batches of the old mesh, samples twice or never seen, half of Adam's state; in the middle of an epoch."""
+    output = fit((1, 2), "--parallel.parameters", "zero1", "--trainer.max_steps", "3")
+    fit((2, 1), "--ckpt_path", "last", output=output)
+    assert_same_run(output, serial)
+
+
+def test_spread_parameters_train_alike_and_resume_anywhere(fit: Fit) -> None:
+    """FSDP2's average lost on its way to the file, a share saved for the whole, the moving average left behind."""
+    expected = fit((1, 1), *BY_BATCH)
+    output = fit((1, 2), *BY_BATCH, "--parallel.parameters", "fsdp2", "--trainer.max_steps", "2")
+    fit(
+        (2, 1),
+        *BY_BATCH,
+        "--parallel.parameters",
+        "fsdp2",
+        "--trainer.max_steps",
+        "3",
+        "--ckpt_path",
+        "last",
+        output=output,
+    )
+    fit((1, 1), *BY_BATCH, "--ckpt_path", "last", output=output)
+    assert_same_run(output, expected)
+
+
+def test_the_file_of_spread_parameters_is_that_of_one_process(fit: Fit, serial: Path) -> None:
+    """`predict` reading shares, or a checkpoint that only the same mode can read."""
+    output = fit((2, 1), *BY_BATCH, "--parallel.parameters", "fsdp2", "--trainer.max_steps", "1")
+    path = output / "checkpoints" / "last.ckpt"
+    ours, usual = read_checkpoint(path), read_checkpoint(serial / "checkpoints" / "last.ckpt")
+    for name in ("state_dict", "ema_state_dict"):
+        assert {k: v.shape for k, v in ours[name].items()} == {k: v.shape for k, v in usual[name].items()}
+        assert all(type(value) is torch.Tensor for value in ours[name].values())
+    averaged, raw = load_model(path), load_model(path, raw=True)
+    assert any(not torch.equal(a, b) for a, b in zip(averaged.parameters(), raw.parameters(), strict=True))
+
+
+@pytest.mark.verify
+@pytest.mark.parametrize("mesh", [(1, 2), (1, 3), (2, 1), (2, 2)])
+def test_ten_steps_on_every_mesh(fit: Fit, ten_steps: Path, mesh: tuple[int, int]) -> None:
+    assert len(losses(ten_steps)) == 10
+    assert_same_run(fit(mesh, "--trainer.max_steps", "10"), ten_steps)
+
+
+@pytest.mark.verify
+@pytest.mark.parametrize("mode", ["zero1", "fsdp2"])
+def test_ten_steps_with_spread_state(fit: Fit, mode: str) -> None:
+    ten = ("--trainer.max_steps", "10", *BY_BATCH)
+    assert_same_run(fit((2, 2), *ten, "--parallel.parameters", mode), fit((2, 2), *ten))
+
+
+@pytest.fixture(scope="module")
+def ten_steps(fit: Fit) -> Path:
+    return fit((1, 1), "--trainer.max_steps", "10")

@@ -1,0 +1,174 @@
+"""What is said when ranks, settings and samples do not fit together: on every rank, in one line, without a hang."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from evodsp.cli import main
+from evodsp.errors import UserError
+from evodsp.parallel.mesh import init_mesh
+from evodsp.training.agreement import Agreement, digest
+from evodsp.training.curve import read_curve
+from evodsp.training.module import mean_by_chain
+from evodsp.training.resume import recount_batches
+from tests.ranks import RankPool
+from tests.training.ranks import CommandPool
+
+
+def words(chains: Path, output: Path, *options: str) -> tuple[str, ...]:
+    return ("fit", "--config", str(chains / "tiny.yaml"), "--output", str(output), *options)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--parallel.sequence", "0"), "parallel.sequence is 0"),
+        (("--parallel.sequence", "2", "--trainer.devices", "3"), "groups of 2 do not divide"),
+        (("--parallel.sequence", "5"), "data.train.msa_clusters is 4"),
+        (("--parallel.sequence", "4", "--data.train.crop_size", "3"), "data.train.crop_size is 3"),
+        (("--parallel.parameters", "zero2"), "zero2"),
+        (("--parallel.parameters", "fsdp2"), "set model.optimizer.clip to batch"),
+        (("--trainer.num_nodes", "2"), "use torchrun or srun"),
+        (("--trainer.devices", "[0, 1]"), "CUDA_VISIBLE_DEVICES=0,1"),
+        (("--trainer.devices", "2", "--trainer.strategy", "ddp"), "trainer.strategy is ddp"),
+        (
+            ("--trainer.devices", "2", "--trainer.precision", "16-mixed", "--model.optimizer.clip", "batch"),
+            "bf16-mixed",
+        ),
+        (("--trainer.gradient_clip_algorithm", "value"), "gradient_clip_algorithm is value"),
+        (("--model.optimizer.clip", "none"), "clip"),
+        (("--parallel.timeout", "0"), "parallel.timeout is 0"),
+    ],
+)
+def test_mistakes_are_found_before_anything_starts(
+    chains: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], said: str
+) -> None:
+    assert main(list(words(chains, tmp_path / "run", *options))) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert len(error.splitlines()) == 1
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options", "own", "said"),
+    [
+        (3, ("--parallel.sequence", "2"), {}, "there are 3 ranks, which groups of 2 do not divide"),
+        (2, ("--trainer.devices", "4"), {}, "but 2 were started"),
+        (2, ("--parallel.sequence", "2"), {1: ("--seed", "9")}, "different settings"),
+        (2, (), {1: ("--parallel.sequence", "2")}, "different settings"),
+    ],
+)
+def test_every_rank_says_what_does_not_fit(
+    commands: CommandPool, chains: Path, tmp_path: Path, ranks: int, options: Any, own: Any, said: str
+) -> None:
+    for outcome in commands.evodsp(ranks, *words(chains, tmp_path / "run", *options), own=own):
+        assert outcome.code == 2
+        assert said in outcome.error
+        assert "Traceback" not in outcome.error
+        assert outcome.error.splitlines()[-1].startswith("evodsp: error: ")
+
+
+def test_a_loss_that_is_no_number_ends_every_rank(commands: CommandPool, chains: Path, tmp_path: Path) -> None:
+    """One data rank raises, the other waits for it in the next collective."""
+    for outcome in commands.evodsp(2, *words(chains, tmp_path / "run", "--model.loss.torsion", "1e39")):
+        assert outcome.code == 2
+        assert "the loss is inf at step 0, sample 0, 1;" in outcome.error.splitlines()[-1]
+
+
+def test_it_starts_its_ranks_itself(chains: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "run"
+    options = ("--parallel.sequence", "2", "--trainer.max_steps", "1", "--trainer.precision", "bf16-mixed")
+    assert main(list(words(chains, output, *options))) == 0
+    assert list(read_curve(output / "curve.csv")) == [0]
+    assert capfd.readouterr().out.count("checkpoint:") == 1
+
+
+def test_half_precision_trains_over_ranks(commands: CommandPool, chains: Path, tmp_path: Path) -> None:
+    """Gradients of the exchange in another type than their tensors."""
+    runs = {}
+    for name, ranks in (("one", "1"), ("two", "2")):
+        options = ("--parallel.sequence", ranks, "--trainer.precision", "bf16-mixed", "--trainer.max_steps", "3")
+        outcomes = commands.evodsp(int(ranks), *words(chains, tmp_path / name, *options))
+        assert {outcome.code for outcome in outcomes} == {0}, outcomes
+        runs[name] = [float(row["train/loss"]) for row in read_curve(tmp_path / name / "curve.csv").values()]
+    assert runs["two"] == pytest.approx(runs["one"], rel=1e-2)
+
+
+def test_validation_scores_each_chain_once(commands: CommandPool, chains: Path, tmp_path: Path) -> None:
+    """Fewer chains than data ranks (a rank without batches would hang the rest); a sequence group counted N times."""
+    assert main(list(words(chains, tmp_path / "run", "--trainer.max_steps", "1"))) == 0
+    score = ("--config", str(chains / "tiny.yaml"), "--output", str(tmp_path / "run"), "--ckpt_path", "last")
+    tables = []
+    for ranks, options in ((1, ()), (2, ()), (4, ("--parallel.sequence", "2"))):
+        all_chains = ("--data.test_chains", "[1abc_A]" if ranks == 2 else "[1abc_A, 2abc_B]")
+        outcomes = commands.evodsp(ranks, "test", *score, *all_chains, *options)
+        assert {outcome.code for outcome in outcomes} == {0}, outcomes
+        assert all(not outcome.out for outcome in outcomes[1:]), "rank 0 alone shows results"
+        tables.append(outcomes[0].out.splitlines())
+    assert tables[0][:4] == tables[2][:4]
+    assert tables[1][1] == tables[0][1]
+
+
+def check(group: Any, sequence: int, batches: list[Any]) -> str:
+    batch = batches[torch.distributed.get_rank(group)]
+    try:
+        Agreement(init_mesh(sequence)).check(UserError(batch) if isinstance(batch, str) else batch)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def sample(number: int, residues: int = 5) -> dict[str, torch.Tensor]:
+    return {"aatype": torch.full((1, 2, residues), number), "sample_index": torch.tensor([number])}
+
+
+def test_batches_are_compared_within_sequence_groups(pool: RankPool) -> None:
+    ones, twos = [sample(1)] * 2, [sample(2)] * 2
+    assert pool.run(4, check, 2, ones + twos) == [""] * 4
+    for found in pool.run(4, check, 2, [*ones, sample(2), sample(3)]):
+        assert "ranks 2 and 3 share a sample" in found
+    assert pool.run(4, check, 1, [*ones, sample(2), sample(3)]) == [""] * 4
+
+
+def test_one_ranks_mistake_is_raised_on_all(pool: RankPool) -> None:
+    """A broken file that one data rank reads, or a chain too short to be spread."""
+    assert (
+        pool.run(4, check, 2, [sample(1), sample(1), "x.a3m:3: broken", "x.a3m:3: broken"]) == ["x.a3m:3: broken"] * 4
+    )
+    for found in pool.run(4, check, 4, [sample(1, residues=3)] * 4):
+        assert "has 3 residues only" in found
+
+
+def test_digests_tell_samples_apart() -> None:
+    """Sums would not see two residues exchanged, or a padded row more."""
+    batch = sample(1) | {"x": torch.arange(6.0)}
+    assert digest(batch) == digest({name: batch[name].clone() for name in reversed(batch)})
+    for other in ({"x": torch.arange(6.0).flip(0)}, {"x": torch.arange(6.0).view(2, 3)}, {"y": torch.zeros(1)}):
+        assert digest(batch | other) != digest(batch)
+
+
+def test_scores_are_means_over_those_who_found_them() -> None:
+    parts = [{"a": {"loss": 1.0}}, {"a": {"loss": 3.0}}, {"b": {"loss": 5.0}}]
+    assert mean_by_chain(parts) == {"a": {"loss": 2.0}, "b": {"loss": 5.0}}
+
+
+@pytest.mark.parametrize(
+    ("former", "now", "counts", "expected"),
+    [
+        (4, 2, (8, 8, 8, 7), (4, 4, 4, 3)),  # written before the last batch counted as completed
+        (2, 4, (6, 6, 6, 6), (12, 12, 12, 12)),
+        (4, 4, (6, 6, 6, 5), (4, 4, 4, 4)),  # in the middle of a step: its gradients are gone
+    ],
+)
+def test_batches_are_recounted(former: int, now: int, counts: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    names = ("ready", "started", "processed", "completed")
+    progress = {part: dict(zip(names, counts, strict=True)) for part in ("total", "current")}
+    checkpoint = {"batches_per_step": former, "loops": {"fit_loop": {"epoch_loop.batch_progress": progress}}}
+    recount_batches(checkpoint, now)
+    for part in ("total", "current"):
+        assert tuple(progress[part][name] for name in names) == expected
