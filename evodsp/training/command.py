@@ -41,6 +41,7 @@ _HUSHED = (
     ".*Checkpoint directory .* exists and is not empty.*",
     ".*isinstance\\(treespec, LeafSpec\\).*",
     ".*You are trying to `self.log.*",
+    ".*FSDP2-wrapped module .* returned a view tensor.*",  # nobody works on it in place
     ".*It is recommended to use `self.log.*sync_dist=True.*",  # what is logged is the same on all ranks already
     ".*No `val_dataloader`.*|.*You defined a `validation_step` but have no `val_dataloader`.*",
     ".*The `lightning.pytorch.loops.*",

@@ -72,7 +72,7 @@ class TrainingModule(LightningModule):
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         draws = [self._dropout.at(index) for index in batch["sample_index"].tolist()]
         output = self.model(batch, draws)
-        loss, terms = total_loss(output, batch, self.config.loss, self.config.heads)
+        loss, terms = total_loss(output, batch, self.config.loss, self.config.heads, self.model.exchange)
         lddt_ca = metrics.lddt_ca(*_ca_atoms(output, batch)).mean()
         self._step.append({"loss": loss.detach(), **terms, "lddt_ca": lddt_ca.detach()})
         self._step_samples += batch["sample_index"].tolist()
@@ -180,7 +180,7 @@ class TrainingModule(LightningModule):
 
     def _evaluate(self, batch: dict[str, Tensor], stage: str) -> None:
         output = self.model(batch)
-        loss, _ = total_loss(output, batch, self.config.loss, self.config.heads)
+        loss, _ = total_loss(output, batch, self.config.loss, self.config.heads, self.model.exchange)
         found = {"loss": loss.expand(len(batch["aatype"])), **score(output, batch)}
         names = self.chain_names.get(stage, [])
         for row, index in enumerate(batch["sample_index"].tolist()):
