@@ -17,7 +17,7 @@ from evodsp.model.primitives import use_exchange
 from evodsp.model.schedule import DAP
 from evodsp.parallel.collectives import Group
 from evodsp.parallel.exchange import Exchange, LocalExchange, ShardedExchange
-from scripts.benchmarks import communication, memory
+from scripts.benchmarks import communication, long_protein, memory, trace
 from scripts.benchmarks.dap import switch_in_every_block
 from scripts.benchmarks.held import Activations
 from tests.model.test_sharded import close, dense
@@ -134,3 +134,50 @@ def test_what_is_counted_as_held_is_what_pytorch_allocates() -> None:
     sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
     assert held.peak == pytest.approx(max(itertools.accumulate(sizes)), rel=1e-3)
     assert held.peak > 4 * 4 * 300 * 400
+
+
+def traced(handle: Any) -> list[trace.Interval]:
+    return trace.intervals(trace.run(Group(handle), sequences=8, residues=8, blocks=2))
+
+
+def test_collectives_launched_early_lie_over_compute_in_both_passes(pool: RankPool) -> None:
+    """A switch awaited where it is launched; in the backward pass, a transpose launched only where it is needed."""
+    for found in pool.run(2, traced):
+        for direction in ("forward", "backward"):
+            collectives = {x.name: x for x in found if (x.what, x.direction) == ("collective", direction)}
+            assert len(collectives) == 12 + 11
+            layers = {
+                name: {
+                    layer.name
+                    for layer in found
+                    if (layer.what, layer.direction) == ("compute", direction)
+                    and x.start < layer.start < layer.end < x.awaited
+                }
+                for name, x in collectives.items()
+            }
+            pair_half = {f"{name} 0" for name in ("triangle_outgoing", "triangle_incoming", "transition")}
+            assert pair_half < layers["4 switch m 0"], "the MSA's way back lies under the whole pair half"
+            assert "triangle_incoming 1" in layers["7 switch z 1"], (
+                "the pair's switch lies under triangle multiplication"
+            )
+            for bias in ("1 row_attention 0", "10 attention_starting 0", "12 attention_ending 1"):
+                assert collectives[bias].hidden > 0
+
+
+def test_compute_is_what_lies_between_waits() -> None:
+    """Waiting that is drawn as compute would look like a collective that is hidden."""
+    pieces = [("a", 0, 10), ("b", 10, 20)]
+    found = list(trace._without(pieces, [(2, 4), (8, 12), (20, 30)]))
+    assert found == [("a", 0, 2), ("a", 4, 8), ("b", 12, 20)]
+
+
+def test_a_long_protein_gives_the_same_numbers_for_less_memory(pool: RankPool) -> None:
+    """Ranks that look light because they compute something else."""
+    one = long_protein.measured(LocalExchange(), 40, True)
+    for found in pool.run(2, long_protein_on_rank):
+        assert found["plddt logits"] == pytest.approx(one["plddt logits"], rel=1e-5)
+        assert found["tensors"] < 0.8 * one["tensors"]
+
+
+def long_protein_on_rank(handle: Any) -> dict[str, Any]:
+    return long_protein.measured(ShardedExchange(Group(handle)), 40, True)

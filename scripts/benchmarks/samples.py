@@ -1,9 +1,9 @@
-"""Inputs of the whole model that mean nothing, and what a backward pass may start from."""
+"""Inputs and parameters that mean nothing, and what a backward pass may start from."""
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from evodsp.model.outputs import ModelOutput
 
@@ -46,6 +46,17 @@ def random_features(
             "template_mask": ones(t),
         }
     return features
+
+
+@torch.no_grad()
+def randomise(model: nn.Module, seed: int = 0) -> None:
+    """Weights of variance 1 / inputs, biases of 0.1, scales of norms about 1: AF2's initialisation silences branches."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        parameter.normal_(generator=generator)
+        parameter.mul_(parameter.shape[1] ** -0.5 if parameter.ndim > 1 else 0.1)
+        if parameter.ndim == 1 and name.endswith("weight"):
+            parameter.add_(1)
 
 
 def output_tensors(output: ModelOutput) -> list[Tensor]:
