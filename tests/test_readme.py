@@ -138,9 +138,14 @@ EVODSP: dict[str, Callable[[list[str]], None]] = {
 
 def check_make(words: list[str]) -> None:
     """A target that the Makefile does not have."""
-    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    makefile = (ROOT / "Makefile").read_text()
+    targets = re.findall(r"^([a-z-]+):", makefile, re.MULTILINE)
     assert words
-    assert set(words) <= set(targets), f"make {' '.join(words)}: the Makefile's targets are {targets}"
+    settings = {word.partition("=")[0] for word in words if "=" in word}
+    assert settings <= set(re.findall(r"^(\w+)\s*\?=", makefile, re.MULTILINE)), (
+        f"the Makefile does not take {settings}"
+    )
+    assert {word for word in words if "=" not in word} <= set(targets), f"make {words}: the targets are {targets}"
 
 
 def check_pip(words: list[str]) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from evodsp.config import FeatureConfig, HeadsConfig
+from evodsp.config import FeatureConfig
 from evodsp.data.dataset import collate, prediction_sample
 from evodsp.data.store import read_alignment_dir
 from evodsp.data.templates import TemplateFeatures
@@ -250,7 +250,7 @@ def _predict_seed(
             "lower --msa_clusters and --extra_msa, raise --parallel.sequence, or use --device cpu"
         ) from error
     change = None if output.ca_change is None else float(output.ca_change[0])
-    return _structure(target, batch, output, model.config.heads), passes, change
+    return _structure(target, batch, output, model), passes, change
 
 
 def _run(
@@ -275,7 +275,7 @@ def _run(
 
 
 def _structure(
-    target: Target, batch: dict[str, torch.Tensor], output: ModelOutput, heads: HeadsConfig
+    target: Target, batch: dict[str, torch.Tensor], output: ModelOutput, model: AlphaFold
 ) -> PredictedStructure:
     length = len(target.query)  # padding, if any, follows
     return PredictedStructure(
@@ -284,22 +284,24 @@ def _structure(
         positions=output.structure.positions[0, :length].float().cpu().numpy(),
         mask=output.structure.mask[0, :length].float().cpu().numpy(),
         plddt=compute_plddt(output.plddt_logits.float())[0, :length].cpu().numpy(),
-        aligned_error=_aligned_error(length, batch, output, heads),
+        aligned_error=_aligned_error(length, batch, output, model),
     )
 
 
 def _aligned_error(
-    length: int, batch: dict[str, torch.Tensor], output: ModelOutput, heads: HeadsConfig
+    length: int, batch: dict[str, torch.Tensor], output: ModelOutput, model: AlphaFold
 ) -> AlignedError | None:
-    """What the PAE head says of the first `length` residues; None without that head."""
+    """What the PAE head says of the first `length` residues; None without that head. Every rank must ask: each has its rows."""
     if output.pae_logits is None:
         return None
-    logits = output.pae_logits[0, :length, :length].float()
-    mask = batch["seq_mask"][0, -1, :length].to(logits)
+    heads, exchange = model.config.heads, model.exchange
+    logits = output.pae_logits[:1].float()
+    mask = batch["seq_mask"][:1, -1].to(logits)
+    pae = exchange.gather(compute_pae(logits, heads.pae_max_error), "i", whole=mask.shape[1])
     return AlignedError(
-        pae=compute_pae(logits, heads.pae_max_error).cpu().numpy(),
+        pae=pae[0, :length, :length].cpu().numpy(),
         highest=highest_pae(heads.pae_bins, heads.pae_max_error),
-        ptm=float(compute_ptm(logits, mask, heads.pae_max_error)),
+        ptm=float(compute_ptm(logits, mask, heads.pae_max_error, exchange)[0]),
     )
 
 

@@ -5,7 +5,6 @@ Shape legend: B batch, S clusters of the MSA, E extra sequences, R residues.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -29,7 +28,6 @@ from evodsp.model.primitives import Linear, ShardedModule
 from evodsp.model.recycling import Recycled, settled, with_ca_change
 from evodsp.model.structure_module import StructureModule
 from evodsp.model.templates import TemplateEmbedder, Templates, TemplateTorsionEmbedder
-from evodsp.parallel.layout import Axis
 from evodsp.rng import Draws
 
 FEATURES = (
@@ -105,7 +103,7 @@ class AlphaFold(ShardedModule):
             if cycle == last or settled(output, stop_tolerance):
                 break
             recycled = Recycled.of(output)
-        return self._gathered(output)
+        return output
 
     def one_pass(
         self, members: Sequence[Mapping[str, Tensor]], recycled: Recycled, draws: Sequence[Draws] = ()
@@ -177,22 +175,6 @@ class AlphaFold(ShardedModule):
         if template_rows is not None:
             m = torch.cat([m, template_rows[:, max(own.start - clusters, 0) : max(own.stop - clusters, 0)]], 1)
         return m, z, msa_mask
-
-    def _gathered(self, output: ModelOutput) -> ModelOutput:
-        """The output with every tensor whole, for losses that do not work on shards."""
-        residues = output.first_row.shape[1]
-
-        def whole(x: Tensor, axis: Axis) -> Tensor:
-            return self.exchange.gather(x, axis, whole=residues)
-
-        return dataclasses.replace(
-            output,
-            msa=whole(output.msa, "res"),
-            pair=whole(output.pair, "j"),
-            distogram_logits=whole(output.distogram_logits, "i"),
-            masked_msa_logits=whole(output.masked_msa_logits, "res"),
-            pae_logits=None if output.pae_logits is None else whole(output.pae_logits, "i"),
-        )
 
     def _first(self, batch: Mapping[str, Tensor]) -> Recycled:
         """The first pass recycles zeros; its embedder still adds biases, as AF2's does."""

@@ -184,7 +184,7 @@ def test_padding_is_not_judged(ptm_workplace):
     batches = collate([short]), {name: values[:1] for name, values in collate([short, long]).items()}
     assert batches[1]["aatype"].shape[-1] == len(QUERY)
     with torch.no_grad():
-        alone, padded = (module._structure(target, batch, model(batch), PTM.heads).aligned_error for batch in batches)
+        alone, padded = (module._structure(target, batch, model(batch), model).aligned_error for batch in batches)
     assert alone is not None
     assert padded is not None
     assert padded.pae.shape == (len(OTHER), len(OTHER))

@@ -20,11 +20,14 @@ from evodsp.model.outputs import ModelOutput
 from evodsp.model.primitives import use_exchange
 from evodsp.parallel.collectives import Group
 from evodsp.parallel.exchange import Exchange, LocalExchange, ShardedExchange
+from evodsp.parallel.layout import Axis
 from evodsp.rng import Draws
 from tests.model.test_sharded import close, dense
 from tests.ranks import RankPool
 
-SEQUENCES, EXTRA, RESIDUES, TEMPLATES, CYCLES = 5, 6, 7, 3, 2
+TEMPLATES, CYCLES = 3, 2
+SMALL = (5, 6, 7)
+"""Clusters, extra sequences, residues."""
 
 
 def config() -> ModelConfig:
@@ -40,7 +43,7 @@ def config() -> ModelConfig:
     )  # fmt: skip
 
 
-def features(batch: int) -> dict[str, Tensor]:
+def features(batch: int, sizes: tuple[int, int, int] = SMALL) -> dict[str, Tensor]:
     """Random ones, with padding in every mask."""
     generator = torch.Generator().manual_seed(5)
 
@@ -50,7 +53,7 @@ def features(batch: int) -> dict[str, Tensor]:
     def letters(most: int, *shape: int) -> Tensor:
         return torch.randint(most, (batch, CYCLES, *shape), generator=generator).int()
 
-    s, e, r, t = SEQUENCES, EXTRA, RESIDUES, TEMPLATES
+    (s, e, r), t = sizes, TEMPLATES
     seq_mask = torch.ones(batch, CYCLES, r, dtype=torch.float64)
     seq_mask[-1, :, -1] = 0
     return {
@@ -85,6 +88,16 @@ def tensors(output: ModelOutput) -> dict[str, Tensor]:
     }
 
 
+SHARDED: dict[str, Axis] = {
+    "msa": "res", "pair": "j", "distogram_logits": "i", "pae_logits": "i", "masked_msa_logits": "res",
+}  # fmt: skip
+
+
+def whole(x: Tensor, name: str, exchange: Exchange) -> Tensor:
+    """An output with all its shards."""
+    return exchange.gather(x, SHARDED[name], whole=SMALL[2]) if name in SHARDED else x
+
+
 def run(batch: int, exchange: Exchange) -> tuple[dict[str, Tensor], dict[str, Tensor], AlphaFold]:
     """Outputs, gradients of the inputs that have any, and the model with its gradients."""
     model = dense(AlphaFold(config()))
@@ -95,7 +108,7 @@ def run(batch: int, exchange: Exchange) -> tuple[dict[str, Tensor], dict[str, Te
     inputs = features(batch)
     wanted = {name: inputs[name].requires_grad_() for name in ("target_feat", "msa_feat", "extra_deletion_value")}
     output = model(inputs, [Draws.root(0).at(sample) for sample in range(batch)])
-    outputs = tensors(output)
+    outputs = {name: whole(value, name, exchange) for name, value in tensors(output).items()}
     generator = torch.Generator().manual_seed(11)
     terms = []
     for value in outputs.values():

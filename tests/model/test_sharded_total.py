@@ -1,0 +1,110 @@
+"""The whole model and its whole loss over ranks against one device, in double precision: what training relies on.
+
+Every term is on. The mean over ranks of their losses is the loss, the mean of their gradients the gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from evodsp.losses.total import total_loss
+from evodsp.model.alphafold import AlphaFold
+from evodsp.model.primitives import use_exchange
+from evodsp.model.schedule import Plan
+from evodsp.parallel.collectives import Group
+from evodsp.parallel.exchange import Exchange, LocalExchange, ShardedExchange
+from evodsp.rng import Draws
+from tests.losses.test_sharded_losses import WEIGHTS, batch_of
+from tests.model.test_sharded import close, dense
+from tests.model.test_sharded_model import CYCLES, SMALL, config, features
+from tests.ranks import RankPool
+
+Sizes = tuple[int, int, int]
+FOR_EIGHT = (9, 11, 13)
+
+
+def batch(samples: int, sizes: Sizes) -> dict[str, Tensor]:
+    """Features of the model's input and labels, with padding and holes in the masks."""
+    clusters, _, residues = sizes
+    generator = torch.Generator().manual_seed(2)
+    shape = (samples, CYCLES, clusters, residues)
+    return {
+        **features(samples, sizes),
+        **batch_of(samples, residues),
+        "true_msa": torch.randint(22, shape, generator=generator),
+        "bert_mask": (torch.rand(shape, generator=generator) > 0.3).double(),
+    }
+
+
+def run(samples: int, sizes: Sizes, exchange: Exchange, plan: Plan) -> tuple[Tensor, dict[str, Tensor], AlphaFold]:
+    """The loss, its terms, and the model with its gradients, as this rank has them."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        model = dense(AlphaFold(config()))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.5)
+        use_exchange(model, exchange, plan)
+        inputs = batch(samples, sizes)
+        output = model(inputs, [Draws.root(0).at(sample) for sample in range(samples)])
+        loss, terms = total_loss(output, inputs, WEIGHTS, config().heads, exchange)
+        loss.backward()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    return loss.detach(), terms, model
+
+
+def run_rank(handle: Any, samples: int, sizes: Sizes, plan: Plan) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    exchange = ShardedExchange(Group(handle))
+    loss, terms, model = run(samples, sizes, exchange, plan)
+
+    def mean(x: Tensor) -> Tensor:
+        dist.all_reduce(x, group=handle)
+        return x / exchange.ranks
+
+    losses = {name: mean(term.clone()) for name, term in {**terms, "loss": loss}.items()}
+    return losses, {name: mean(p.grad) for name, p in model.named_parameters()}
+
+
+def check(pool: RankPool, ranks: int, samples: int, sizes: Sizes, plan: Plan) -> None:
+    loss, terms, model = run(samples, sizes, LocalExchange(), Plan())
+    for losses, gradients in pool.run(ranks, run_rank, samples, sizes, plan):
+        for name, term in {**terms, "loss": loss}.items():
+            close(losses[name], term, name)
+        for name, parameter in model.named_parameters():
+            close(gradients[name], parameter.grad, f"gradient of {name}")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "samples", "plan"),
+    [
+        (2, 1, Plan()),
+        (3, 2, Plan("gather", "channel", "gather")),
+        (4, 2, Plan()),
+        pytest.param(4, 1, Plan(outer_product_mean="sum", stream_bias=True), marks=pytest.mark.verify),
+    ],
+    ids=str,
+)
+def test_model_and_loss_over_ranks_equal_one_device(pool: RankPool, ranks: int, samples: int, plan: Plan) -> None:
+    """A term that counts its shard once instead of N times, or one that all ranks compute and N times is counted."""
+    check(pool, ranks, samples, SMALL, plan)
+
+
+@pytest.fixture(scope="module")
+def eight() -> Iterator[RankPool]:
+    ranks = RankPool(8)
+    yield ranks
+    ranks.stop()
+
+
+@pytest.mark.verify
+@pytest.mark.parametrize("samples", [1, 2])
+def test_model_and_loss_over_eight_ranks_equal_one_device(eight: RankPool, samples: int) -> None:
+    """More ranks than heads, channels of an operand, or templates: some shards are empty."""
+    check(eight, 8, samples, FOR_EIGHT, Plan())
