@@ -32,8 +32,8 @@ $(READY): pyproject.toml constraints.txt
 	@touch $(READY)
 
 demo: $(READY)
-	@echo "1/3  Training a small model on the twelve proteins of data/train.txt"
-	$(BIN)/evodsp fit --config configs/quickstart.yaml --output $(RUNS)/demo/model --overwrite
+	@echo "1/3  Training a small model on the twelve proteins of data/train.txt, each sample spread over two ranks"
+	$(BIN)/evodsp fit --config configs/quickstart.yaml --output $(RUNS)/demo/model --overwrite --parallel.sequence 2
 	@echo "2/3  Predicting them, and three members of their families that it has not seen"
 	cat data/fasta/*.fasta > $(RUNS)/demo/all.fasta
 	$(BIN)/evodsp predict --fasta $(RUNS)/demo/all.fasta --alignments data/alignments \

@@ -8,28 +8,8 @@ from pathlib import Path
 from typing import Literal
 
 from evodsp.errors import UserError
-
-
-@dataclass(frozen=True)
-class SpreadConfig:
-    """How one structure is spread over several ranks: a GPU each, or a CPU process each.
-
-    Raises UserError on a number out of range.
-    """
-
-    sequence: int = 1
-    """Ranks that one structure is spread over, up to the smaller of its residues and the rows of its clustered MSA. They are
-    started on this machine, unless torchrun or srun has started them."""
-    timeout: float = 600.0
-    """Seconds that a rank may stand still before the run is ended, and the rank named."""
-
-    def __post_init__(self) -> None:
-        if self.sequence < 1:
-            raise UserError(f"--parallel.sequence is {self.sequence}, but must be at least 1; 1 uses a single process")
-        if not self.timeout > 0:
-            raise UserError(
-                f"--parallel.timeout is {self.timeout}, but must be above 0 (seconds); give a larger number"
-            )
+from evodsp.model.schedule import Plan
+from evodsp.parallel.config import SequenceConfig
 
 
 @dataclass(frozen=True)
@@ -78,8 +58,10 @@ class PredictConfig:
     """Rows of the extra MSA; null: as in training, which is best. More rows cost time and memory."""
     overwrite: bool = False
     """Replace earlier results. Otherwise a finished prediction with the same inputs is kept and named."""
-    parallel: SpreadConfig = field(default_factory=SpreadConfig)
+    parallel: SequenceConfig = field(default_factory=SequenceConfig)
     """One structure over several ranks."""
+    plan: Plan = field(default_factory=Plan)
+    """In which way the ranks communicate."""
 
     def __post_init__(self) -> None:
         lowest = {"seeds": 1, "first_seed": 0, "recycles": 0, "ensembles": 1, "msa_clusters": 1, "extra_msa": 1}

@@ -115,7 +115,7 @@ def predict(config: PredictConfig, report: Report = print, group: Group | None =
     if model is not None:
         model = model.to(device).eval()
         if group is not None:
-            use_exchange(model, ShardedExchange(group))
+            use_exchange(model, ShardedExchange(group), config.plan)
 
     report(sizes_line(features, plan.trained))
     complete: list[PredictionResult] = []

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from jsonargparse import ActionConfigFile
 
+from evodsp.model.schedule import Plan
 from evodsp.parallel.config import ParallelConfig
 from evodsp.parser import OneLineErrors
 from evodsp.training.config import DataConfig, RunConfig, TrainingConfig
@@ -78,6 +79,7 @@ def add_arguments(parser: Any) -> None:
     parser.add_class_arguments(TrainingConfig, "model")
     parser.add_class_arguments(DataConfig, "data")
     parser.add_class_arguments(ParallelConfig, "parallel")
+    parser.add_class_arguments(Plan, "plan")
 
 
 def print_help(command: Command) -> None:

@@ -99,6 +99,7 @@ class TrainingCLI(LightningCLI):
         check_templates(settings, data)
         self.parallel: ParallelConfig = self.config_init.parallel
         check_nested(self.parallel, "parallel")
+        check_nested(self.config_init.plan, "plan")
         trainer = dict(self.config_init.trainer)
         check_clipping(self.parallel, settings, trainer)
         self.ranks = count_ranks(trainer, self.parallel)
@@ -142,7 +143,7 @@ class TrainingCLI(LightningCLI):
             gpu = on_gpu(config)
             config["accelerator"], config["num_nodes"] = ("cuda" if gpu else "cpu"), 1
             config["devices"] = [place().local_rank] if gpu else 1  # of this rank; the strategy knows of the others
-            config["strategy"] = DSPStrategy(self.parallel, self.parser.dump(self.config, skip_none=False))
+            config["strategy"] = DSPStrategy(self.parallel, self._agreed(), self.config_init.plan)
         if config["logger"] in (None, True):
             config["logger"] = self._loggers()
         config["callbacks"] = [*(config["callbacks"] or []), *self._callbacks()]
@@ -150,6 +151,10 @@ class TrainingCLI(LightningCLI):
             return self._instantiate_trainer({**config, **kwargs}, [])
         except (ValueError, MisconfigurationException) as error:  # Lightning's word for a wrong option
             raise UserError(f"trainer: {error}") from error
+
+    def _agreed(self) -> str:
+        """What every rank must have been given alike: all options, and the checkpoint to start from."""
+        return f"{self.parser.dump(self.config, skip_none=False)}start: {self.start}"
 
     def _callbacks(self) -> list[Any]:
         self.interruption = Interruption()

@@ -27,6 +27,7 @@ from torch.optim import Adam, Optimizer
 
 from evodsp.model.evoformer import EvoformerBlock, PairStack
 from evodsp.model.primitives import use_exchange
+from evodsp.model.schedule import Plan
 from evodsp.parallel import process_group
 from evodsp.parallel.agreement import check_same
 from evodsp.parallel.collectives import Group
@@ -83,10 +84,11 @@ class DSPStrategy(ParallelStrategy):
 
     strategy_name = "dsp"
 
-    def __init__(self, config: ParallelConfig, settings: str = "") -> None:
-        """`settings`: the run's, as text; that ranks were given different ones is found when they meet."""
+    def __init__(self, config: ParallelConfig, settings: str = "", plan: Plan | None = None) -> None:
+        """`settings`: the run's, as text; that ranks were given different ones is found when they meet. `plan`: in which way
+        the model communicates."""
         super().__init__(cluster_environment=Ranks())
-        self.config, self.settings = config, settings
+        self.config, self.settings, self.plan = config, settings, plan
         self._mesh: Mesh | None = None
         self._agreement: Agreement | None = None
 
@@ -125,7 +127,9 @@ class DSPStrategy(ParallelStrategy):
         self.model_to_device()
         _copy_from_first_rank(self.lightning_module)
         if self.mesh.sequence > 1:
-            use_exchange(self.lightning_module, ShardedExchange(self.mesh.sequence_group()))
+            wire = torch.bfloat16 if self.config.wire == "bf16" else None
+            exchange = ShardedExchange(self.mesh.sequence_group(), self.config.overlap, wire)
+            use_exchange(self.lightning_module, exchange, self.plan)
         if self.config.parameters == "fsdp2":
             spread_parameters(cast(nn.Module, self.lightning_module.model))
         if trainer.state.fn == TrainerFn.FITTING:

@@ -20,10 +20,11 @@ import torch
 from evodsp.config import ModelConfig
 from evodsp.data.mmcif import read_chain
 from evodsp.errors import UserError
-from evodsp.inference.config import PredictConfig, SpreadConfig
+from evodsp.inference.config import PredictConfig
 from evodsp.inference.predict import predict
 from evodsp.model.alphafold import AlphaFold
 from evodsp.parallel.collectives import Group
+from evodsp.parallel.config import SequenceConfig
 from evodsp.weights.checkpoint import save_model
 from tests.ranks import RankPool
 
@@ -85,7 +86,7 @@ def test_several_ranks_predict_what_one_does(
     """A shard in the wrong place, a PAE matrix of one rank's rows, ranks that stop recycling at different passes."""
     config = workplace.change(checkpoint=ptm_checkpoint, **change)
     alone = predict(config, silent)
-    config = dataclasses.replace(config, output=workplace.root / "spread", parallel=SpreadConfig(ranks))
+    config = dataclasses.replace(config, output=workplace.root / "spread", parallel=SequenceConfig(ranks))
     assert pool.run(ranks, predict_on_rank, config) == [["alpha_A", "beta_A"]] * ranks
     for result in alone:
         folder = config.output / result.name
@@ -95,7 +96,7 @@ def test_several_ranks_predict_what_one_does(
         assert all(entry["peak_memory_mib"] > 50 for entry in timings["ranks"])
         passes = [[len(seed["pass_seconds"]) for seed in t["seeds"]] for t in (timings, serial)]
         assert passes[0] == passes[1]
-    kept = dataclasses.replace(config, parallel=SpreadConfig())
+    kept = dataclasses.replace(config, parallel=SequenceConfig())
     assert all(result.kept for result in predict(kept, silent)), "a result does not depend on the number of ranks"
 
 
@@ -112,7 +113,7 @@ def test_a_mistake_is_known_to_every_rank(
 ) -> None:
     """A rank left waiting for one that has given up; files of a prediction that cannot be."""
     before = workplace.snapshot()
-    found = pool.run(3, predict_on_rank, workplace.change(parallel=SpreadConfig(3), **change))
+    found = pool.run(3, predict_on_rank, workplace.change(parallel=SequenceConfig(3), **change))
     assert all(said in message for message in found)
     assert len(set(found)) == 1
     assert workplace.snapshot() == before
@@ -195,10 +196,10 @@ def children(pid: int) -> list[int]:
 
 
 def test_degrees_out_of_range_are_found_before_ranks_are_started() -> None:
-    with pytest.raises(UserError, match=r"--parallel.sequence is 0, but must be at least 1"):
-        SpreadConfig(sequence=0)
-    with pytest.raises(UserError, match=r"--parallel.timeout is 0"):
-        SpreadConfig(timeout=0.0)
+    with pytest.raises(UserError, match=r"parallel.sequence is 0, but must be at least 1"):
+        SequenceConfig(sequence=0)
+    with pytest.raises(UserError, match=r"parallel.timeout is 0"):
+        SequenceConfig(timeout=0.0)
 
 
 @pytest.mark.parametrize(
