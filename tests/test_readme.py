@@ -161,6 +161,16 @@ def check_activate(words: list[str]) -> None:
     assert words == [".venv/bin/activate"]
 
 
+def run_torchrun(words: list[str]) -> None:
+    """The installed torchrun, really."""
+    program = Path(sys.executable).with_name("torchrun")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [program, *words, *SMALL, f"--trainer.max_steps={STEPS}"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (Path(words[words.index("--output") + 1]) / "checkpoints" / "last.ckpt").is_file()
+
+
 def check_venv(words: list[str]) -> None:
     assert words[:2] == ["-m", "venv"]
 
@@ -170,6 +180,7 @@ OTHERS: dict[str, Callable[[list[str]], None]] = {
     "python3": check_venv,
     "source": check_activate,
     ".venv/bin/pip": check_pip,
+    "torchrun": run_torchrun,
 }
 
 
