@@ -9,10 +9,11 @@ from __future__ import annotations
 import multiprocessing as mp
 import os
 import tempfile
+import threading
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 MOST = 4
@@ -82,8 +83,21 @@ class RankPool:
             self._pipes.append(ours)
 
 
+def end_with_parent() -> None:
+    """From now on this process ends when the one that started it does, however that came about, and even in a collective."""
+    parent = mp.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, name="end with parent", daemon=True).start()
+
+
 def _serve(rank: int, ranks: int, path: str, pipe: Connection) -> None:
     """What a rank does all day."""
+    end_with_parent()
     import torch.distributed as dist
 
     import tests.conftest  # noqa: F401  (shapes are checked here as well)

@@ -162,6 +162,7 @@ def _end(started: list[_Rank], first_signal: signal.Signals) -> None:
     running = [rank for rank in started if rank.process.poll() is None]
     for rank in running:
         rank.process.send_signal(first_signal)
+        rank.process.send_signal(signal.SIGCONT)  # a stopped process takes no other signal
     _wait(running, GRACE_S)
     for rank in running:
         if rank.process.poll() is None:

@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 class LastCheckpoint(Checkpoint):
     """Keeps one file, `last.ckpt`, fresh: every `every` steps, after every validation and at the end.
 
-    Lightning writes under a temporary name and renames, so there is always a whole one.
+    It is written under a temporary name and renamed (`WholeFileIO`), so there is always a whole one.
     """
 
     def __init__(self, folder: Path, every: int) -> None:

@@ -24,6 +24,7 @@ from evodsp.parallel.process_group import guarded, place, stop, under_launcher, 
 from evodsp.parser import OneLineErrors, check_nested
 from evodsp.training.arguments import SUMMARY, Command, TrainerOptions, add_arguments
 from evodsp.training.callbacks import Interruption, LastCheckpoint, best_checkpoint
+from evodsp.training.checkpoint_io import WholeFileIO, remove_partial
 from evodsp.training.config import DataConfig, RunConfig, TrainingConfig, check_templates
 from evodsp.training.curve import CurveLogger
 from evodsp.training.datamodule import ChainDataModule
@@ -119,8 +120,10 @@ class TrainingCLI(LightningCLI):
         self.model = TrainingModule(settings, self.run_config.seed, data.validation)
         if self.start is not None and self.command != "fit":
             self.model.model = load_model(self.start, self.run_config.raw)
-        if self.command == "fit" and self.run_config.overwrite and self.start is None and is_first_rank():
-            _remove_run(self.folder)
+        if self.command == "fit" and is_first_rank():
+            remove_partial(self.folder)
+            if self.run_config.overwrite and self.start is None:
+                _remove_run(self.folder)
         self.model.chain_names = {"val": self.datamodule.validation_chains, "test": self.datamodule.test_chains}
         # config.yaml is saved from here; running it again must neither delete that run nor start from its checkpoint.
         self.config.overwrite, self.config.ckpt_path = False, None
@@ -148,9 +151,11 @@ class TrainingCLI(LightningCLI):
             config["logger"] = self._loggers()
         config["callbacks"] = [*(config["callbacks"] or []), *self._callbacks()]
         try:
-            return self._instantiate_trainer({**config, **kwargs}, [])
+            trainer = self._instantiate_trainer({**config, **kwargs}, [])
         except (ValueError, MisconfigurationException) as error:  # Lightning's word for a wrong option
             raise UserError(f"trainer: {error}") from error
+        trainer.strategy.checkpoint_io = WholeFileIO()
+        return trainer
 
     def _agreed(self) -> str:
         """What every rank must have been given alike: all options, and the checkpoint to start from."""

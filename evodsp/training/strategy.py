@@ -7,6 +7,8 @@ turns what ranks hold into files that any other mesh resumes from. How gradients
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
@@ -138,6 +140,15 @@ class DSPStrategy(ParallelStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             _optimizers_to_device(self.optimizers, self.root_device)
 
+    def on_train_start(self) -> None:
+        _end_when_asked()
+
+    def on_validation_start(self) -> None:
+        _end_when_asked()
+
+    def on_test_start(self) -> None:
+        _end_when_asked()
+
     def model_to_device(self) -> None:
         assert self.lightning_module is not None
         self.lightning_module.to(self.root_device)
@@ -171,6 +182,15 @@ class DSPStrategy(ParallelStrategy):
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             optimizer.load_state_dict(_placed(state, optimizer))
         _optimizers_to_device(self.optimizers, self.root_device)
+
+
+def _end_when_asked() -> None:
+    """SIGTERM ends this process at once, even while it waits for another rank.
+
+    Lightning's handler, in place by now, broadcasts: where two ranks are asked at different places, or one is dead, that hangs.
+    """
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def make_optimizer(parameters: Iterator[nn.Parameter], strategy: Strategy, **options: Any) -> Optimizer:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tests.ranks import RankPool
+from tests.ranks import RankPool, end_with_parent
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,7 @@ class CommandPool(RankPool):
 
 
 def _serve(rank: int, ranks: int, path: str, pipe: Connection) -> None:
+    end_with_parent()
     import tests.conftest  # noqa: F401  (shapes are checked here as well)
 
     torch.set_num_threads(1)

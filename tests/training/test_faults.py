@@ -1,0 +1,289 @@
+"""Real `evodsp fit` runs whose ranks are killed or stopped: they end in time, name the rank, and go on where they were.
+
+Nothing in the program helps: this process finds the ranks by their environment, as an administrator would.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from evodsp.training.curve import read_curve
+from tests.parallel.test_faults import TORCHRUN, begin, free_port
+from tests.training.ranks import CommandPool
+
+ROOT = Path(__file__).parents[2]
+STEPS, EVERY = 24, 4
+KILLED_AFTER = 9
+"""The step that must have been logged: two checkpoints are there, and the last one is not of this step."""
+PATIENCE_S = 240.0
+"""For what takes seconds on a machine that does nothing else."""
+
+Started = subprocess.Popen[str]
+
+TINY = """
+model:
+  channels: {msa: 12, pair: 10, extra_msa: 6, single: 14}
+  extra_msa: &stack {blocks: 1, msa_heads: 2, msa_head_width: 3, pair_heads: 2, pair_head_width: 3, triangle_channels: 5,
+    outer_product_channels: 3, transition_factor: 2}
+  evoformer: *stack
+  structure_module: {iterations: 1, heads: 2, query_points: 2, value_points: 2, angle_channels: 6}
+  heads: {plddt_channels: 6}
+  optimizer: {warmup_steps: 3, lr: 1.0e-3}
+  ema_decay: 0.9
+data:
+  train_chains: [s001_A, s002_A, s003_A]
+  validation_chains: [s005_A]
+  samples_per_epoch: 10
+  train: {crop_size: 23, msa_clusters: 7, extra_msa: 9, recycles: 1, block_delete: true}
+  validation: {crop_size: 29, msa_clusters: 5, extra_msa: 6, recycles: 0, uniform_recycling: false}
+trainer: {accelerator: cpu, log_every_n_steps: 1, enable_progress_bar: false}
+parallel: {sequence: 2}
+"""
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Options of a small run on the bundled families."""
+    folders = f"  alignment_dir: {ROOT}/data/alignments\n  structure_dir: {ROOT}/data/mmcif_files\n"
+    path = tmp_path_factory.mktemp("faults") / "run.yaml"
+    path.write_text(TINY.replace("data:\n", "data:\n" + folders))
+    return path
+
+
+def words(config: Path, output: Path, *options: str, steps: int = STEPS) -> list[str]:
+    return [
+        "fit", f"--config={config}", f"--output={output}", f"--trainer.max_steps={steps}", f"--checkpoint_every={EVERY}",
+        *options,
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def undisturbed(commands: CommandPool, config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run that nothing happens to."""
+    output = tmp_path_factory.mktemp("undisturbed") / "run"
+    outcomes = commands.evodsp(2, *words(config, output))
+    assert [outcome.code for outcome in outcomes] == [0, 0], outcomes
+    return output
+
+
+def losses(output: Path) -> dict[int, dict[str, str]]:
+    """Everything in the curve but the time."""
+    return {
+        step: {name: value for name, value in row.items() if name != "seconds"}
+        for step, row in read_curve(output / "curve.csv").items()
+    }
+
+
+def ranks_of(*starters: Started) -> dict[int, int]:
+    """Pids of the ranks that launchers or agents have started, by rank."""
+    found = {}
+    for starter in starters:
+        with contextlib.suppress(OSError):  # it has ended
+            for pid in map(int, Path(f"/proc/{starter.pid}/task/{starter.pid}/children").read_text().split()):
+                if rank := re.search(rb"\0RANK=(\d+)\0", Path(f"/proc/{pid}/environ").read_bytes()):
+                    found[int(rank[1])] = pid
+    return found
+
+
+def runs(pid: int) -> bool:
+    """Whether there is such a process, and not only its remains."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@contextmanager
+def under_way(command: list[str], output: Path, times: int = 1) -> Iterator[tuple[list[Started], dict[int, int]]]:
+    """A command, given on `times` machines, whose run has come past step KILLED_AFTER, and the pids of its ranks.
+
+    Nothing of it is left afterwards.
+    """
+    processes = [begin(command) for _ in range(times)]
+    try:
+        deadline = time.monotonic() + PATIENCE_S
+        while KILLED_AFTER not in losses(output):
+            for process in processes:
+                assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline, "the run did not come that far"
+            time.sleep(0.01)
+        ranks = ranks_of(*processes)
+        assert sorted(ranks) == [0, 1]
+        yield processes, ranks
+    finally:
+        left = [*ranks_of(*processes).values(), *(process.pid for process in processes if process.poll() is None)]
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for process in processes:
+            process.communicate()
+
+
+def evodsp(*words: str) -> list[str]:
+    return [sys.executable, "-m", "evodsp", *words]
+
+
+def assert_nothing_partial(output: Path) -> None:
+    """Whole files only: a checkpoint cut short would be found when the run is to go on."""
+    assert not [path.name for path in output.rglob("*") if "partial" in path.name or "tmp" in path.name]
+
+
+def assert_goes_on(commands: CommandPool, config: Path, output: Path, undisturbed: Path) -> None:
+    outcomes = commands.evodsp(2, *words(config, output, "--ckpt_path", "last"))
+    assert [outcome.code for outcome in outcomes] == [0, 0], outcomes
+    assert losses(output) == losses(undisturbed)
+    assert_nothing_partial(output)
+
+
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.verify), 1])
+def test_a_killed_rank_ends_the_run_which_goes_on_from_its_checkpoint(
+    commands: CommandPool, config: Path, undisturbed: Path, tmp_path: Path, victim: int
+) -> None:
+    """The out-of-memory killer: a rank that waits for the dead one, a traceback, a torn checkpoint, samples done twice."""
+    output = tmp_path / "run"
+    with under_way(evodsp(*words(config, output)), output) as ((process,), ranks):
+        os.kill(ranks[victim], signal.SIGKILL)
+        at = time.monotonic()
+        _, error = process.communicate(timeout=60)
+        seconds = time.monotonic() - at
+        assert not any(map(runs, ranks.values()))
+    print(f"killed rank {victim}: {seconds:.1f} s")
+    assert process.returncode == 1
+    named = f"rank {victim} (pid {ranks[victim]} on {socket.gethostname()}) was killed by SIGKILL"
+    assert [line for line in error.splitlines() if "evodsp: error" in line] == [
+        f"evodsp: error: {named}; the other ranks were ended"
+    ], error
+    assert "Traceback" not in error
+    assert seconds < 15
+    assert_goes_on(commands, config, output, undisturbed)
+
+
+@pytest.mark.verify
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_stopped_rank_is_named_and_ended(config: Path, tmp_path: Path, victim: int) -> None:
+    """It keeps its connections, and takes no SIGTERM."""
+    output, timeout = tmp_path / "run", 10
+    command = evodsp(*words(config, output, f"--parallel.timeout={timeout}"))
+    with under_way(command, output) as ((process,), ranks):
+        os.kill(ranks[victim], signal.SIGSTOP)
+        at = time.monotonic()
+        _, error = process.communicate(timeout=120)
+        seconds = time.monotonic() - at
+        assert not any(map(runs, ranks.values()))
+    print(f"stopped rank {victim}: {seconds:.1f} s with a time-out of {timeout} s")
+    assert process.returncode == 1
+    named = f"rank {victim} (pid {ranks[victim]} on {socket.gethostname()}) gave no sign of life for"
+    assert len([line for line in error.splitlines() if "evodsp: error" in line]) == 1, error
+    assert named in error
+    assert "Traceback" not in error
+    assert seconds < 2 * timeout + 15
+
+
+@pytest.mark.verify
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_run_that_is_asked_to_end_does(config: Path, tmp_path: Path, number: signal.Signals) -> None:
+    """`scancel` or Ctrl-C: ranks that talk to each other when it comes (Lightning's way), each at another place, and hang."""
+    output = tmp_path / "run"
+    with under_way(evodsp(*words(config, output)), output) as ((process,), ranks):
+        process.send_signal(number)
+        at = time.monotonic()
+        _, error = process.communicate(timeout=60)
+        seconds = time.monotonic() - at
+        assert not any(map(runs, ranks.values()))
+    print(f"{number.name}: {seconds:.1f} s")
+    assert process.returncode == 128 + number, error
+    assert "Traceback" not in error
+    assert seconds < 9  # before they are killed
+
+
+@pytest.mark.verify
+def test_ranks_end_with_their_launcher(config: Path, tmp_path: Path) -> None:
+    """A launcher that is killed cannot end its ranks; left alone they keep the GPUs."""
+    output = tmp_path / "run"
+    with under_way(evodsp(*words(config, output, steps=10_000)), output) as ((process,), ranks):
+        process.kill()
+        at = time.monotonic()
+        while any(map(runs, ranks.values())):
+            assert time.monotonic() < at + 30
+            time.sleep(0.1)
+        print(f"without launcher: {time.monotonic() - at:.1f} s")
+
+
+@pytest.mark.verify
+@pytest.mark.parametrize("victim", [0, 1])
+def test_torchrun_restarts_a_run_which_resumes(config: Path, undisturbed: Path, tmp_path: Path, victim: int) -> None:
+    """Restarts that begin anew, find the earlier run in the way, or do not find each other."""
+    output = tmp_path / "run"
+    agent = [*TORCHRUN, "--standalone", "--nproc-per-node=2", "--max-restarts=2", "-m", "evodsp"]
+    with under_way([*agent, *words(config, output, "--ckpt_path=auto")], output) as ((process,), ranks):
+        os.kill(ranks[victim], signal.SIGKILL)
+        restarted, done, said = seconds_to_restart([process], ranks)
+    print(f"rank {victim} killed: restarted {restarted:.1f} s, done {done:.1f} s later")
+    assert process.returncode == 0, said
+    assert said.count("checkpoint:") == 1
+    assert losses(output) == losses(undisturbed)
+    assert_nothing_partial(output)
+
+
+@pytest.mark.verify
+@pytest.mark.parametrize("victim", [None, 0, 1])
+def test_two_agents_train(config: Path, undisturbed: Path, tmp_path: Path, victim: int | None) -> None:
+    """A sample over two machines: both call their rank 0 locally, one writes, and one does not know of the other's restarts."""
+    output = tmp_path / "run"
+    endpoint = f"--rdzv-endpoint=127.0.0.1:{free_port()}"
+    agent = [*TORCHRUN, "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", endpoint, "--local-addr=127.0.0.1"]
+    command = [*agent, "--max-restarts=2", "-m", "evodsp", *words(config, output, "--ckpt_path=auto")]
+    with under_way(command, output, times=2) as (processes, ranks):
+        if victim is not None:
+            os.kill(ranks[victim], signal.SIGKILL)
+        restarted, done, said = seconds_to_restart(processes, ranks)
+    print(f"two agents, rank {victim} killed: restarted {restarted:.1f} s, done {done:.1f} s later")
+    assert [process.returncode for process in processes] == [0, 0], said
+    assert said.count("checkpoint:") == 1
+    assert losses(output) == losses(undisturbed)
+    assert_nothing_partial(output)
+
+
+def seconds_to_restart(agents: list[Started], ranks: dict[int, int]) -> tuple[float, float, str]:
+    """Seconds until every rank is another process than in `ranks`, and until the end; what all said."""
+    at, restarted = time.monotonic(), float("nan")
+    with ThreadPoolExecutor() as threads:
+        said = [threads.submit(agent.communicate, timeout=PATIENCE_S) for agent in agents]
+        while not all(one.done() for one in said):
+            now = ranks_of(*agents)
+            if restarted != restarted and len(now) == 2 and all(now[rank] != ranks[rank] for rank in now):
+                restarted = time.monotonic() - at
+            time.sleep(0.05)
+        return restarted, time.monotonic() - at, "".join(text for one in said for text in one.result())
+
+
+@pytest.mark.verify
+def test_ranks_that_were_given_different_inputs_end_by_themselves(config: Path, tmp_path: Path) -> None:
+    """Real processes, without a launcher that would end them: a rank that leaves first takes the store with it."""
+    output, port = tmp_path / "run", free_port()
+    ranks = [
+        begin(
+            evodsp(*words(config, output, f"--seed={rank}")),
+            RANK=rank, WORLD_SIZE=2, LOCAL_RANK=rank, MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    for rank in ranks:
+        _, error = rank.communicate(timeout=PATIENCE_S)
+        assert rank.returncode == 2, error
+        assert "given different settings" in error.splitlines()[-1]
+        assert "Traceback" not in error
+    assert not list(output.rglob("*.ckpt"))
