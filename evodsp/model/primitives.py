@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Literal
 
 import torch
@@ -70,6 +71,11 @@ class Linear(nn.Linear):
                 # 0.8796…: standard deviation of a unit normal truncated at two standard deviations.
                 scale = math.sqrt((2.0 if self._init == "relu" else 1.0) / self.in_features) / 0.87962566103423978
                 nn.init.trunc_normal_(self.weight, std=scale, a=-2 * scale, b=2 * scale)
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """A context in which autocast is off. (The meta device has none.)"""
+    return torch.autocast(device.type, enabled=False) if torch.amp.is_autocast_available(device.type) else nullcontext()
 
 
 def mask_bias(mask: Float[Tensor, "*batch L"]) -> Float[Tensor, "*batch L"]:

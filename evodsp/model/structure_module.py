@@ -20,7 +20,7 @@ from evodsp.geometry.frames import atom14_to_atom37, frames_to_atom14, torsion_a
 from evodsp.geometry.residues import RESTYPE_ATOM37_MASK
 from evodsp.geometry.rigid import Rigid
 from evodsp.model.outputs import StructureOutput
-from evodsp.model.primitives import Linear, ShardedModule
+from evodsp.model.primitives import Linear, ShardedModule, without_autocast
 from evodsp.rng import Draws
 
 NM_TO_ANGSTROM = 10.0
@@ -156,6 +156,19 @@ class StructureModule(nn.Module):
         aatype: Int[Tensor, "B R"],
         mask: Float[Tensor, "B R"],
         draws: Sequence[Draws] = (),
+    ) -> StructureOutput:
+        """In the parameters' precision, whatever autocast says, as in AF2: bf16 would put atoms 0.1 Å away."""
+        dtype = self.initial.weight.dtype
+        with without_autocast(s.device):
+            return self._fold(s.to(dtype), z.to(dtype), aatype, mask, draws)
+
+    def _fold(
+        self,
+        s: Float[Tensor, "B R c_s"],
+        z: Float[Tensor, "B i R c_z"],
+        aatype: Int[Tensor, "B R"],
+        mask: Float[Tensor, "B R"],
+        draws: Sequence[Draws],
     ) -> StructureOutput:
         s_initial = self.single_norm(s)
         z = self.pair_norm(z)

@@ -47,7 +47,8 @@ def _weights(
     if pair_bias is not None:
         logits += pair_bias
     logits += mask_bias[:, None, None, :]
-    return logits.softmax(-1)
+    # The dtype is said because a GPU's autocast would widen it, and not what it is then multiplied with into `out=`.
+    return logits.softmax(-1, dtype=logits.dtype)
 
 
 def _chunks(q: Float[Tensor, "B N H Q D"], keys: int) -> Iterator[tuple[int, slice]]:
