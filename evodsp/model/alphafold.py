@@ -96,6 +96,8 @@ class AlphaFold(ShardedModule):
                 {name: batch[name][:, entry] for name in self.features}
                 for entry in range(cycle * ensembles, (cycle + 1) * ensembles)
             ]
+            # Before torch 2.11 weights that were cast in a pass without gradients stayed cast: the last pass gave them none.
+            torch.clear_autocast_cache()
             with torch.set_grad_enabled(torch.is_grad_enabled() and cycle == last):
                 output = self.one_pass(members, recycled, [d.at("cycle", cycle) for d in draws])
             if stop_tolerance > 0 and cycle > 0:
@@ -103,6 +105,7 @@ class AlphaFold(ShardedModule):
             if cycle == last or settled(output, stop_tolerance):
                 break
             recycled = Recycled.of(output)
+            del output  # its logits are as large as the pair representation: not to be kept beside the next pass
         return output
 
     def one_pass(
@@ -145,23 +148,20 @@ class AlphaFold(ShardedModule):
         seq_mask = features["seq_mask"]
         pair_mask = seq_mask.unsqueeze(2) * seq_mask.unsqueeze(1)
         templates = Templates.from_features(features) if self.template_embedder is not None else None
-        row_update, pair_update = self.recycling_embedder(
-            recycled.first_row, recycled.pair, recycled.positions, features["aatype"]
-        )
-        m, z, msa_mask = self._embedded(features, row_update, templates)
-        z = z + pair_update
+        m, z, msa_mask = self._embedded(features, recycled, templates)
         if self.template_embedder is not None and templates is not None:
             z = z + self.template_embedder(z, templates, pair_mask, [d.at("templates") for d in draws])
-        extra = self.extra_msa_embedder(*(self.exchange.shard(features[name], "seq") for name in EXTRA_MSA_FEATURES))
-        extra_mask = features["extra_msa_mask"]
-        _, z = self.extra_msa_stack(extra, z, extra_mask, pair_mask, [d.at("extra") for d in draws])
+        z = self._with_extra_msa(z, features, pair_mask, [d.at("extra") for d in draws])
         m, z = self.evoformer(m, z, msa_mask, pair_mask, [d.at("evoformer") for d in draws])
         return m[:, : features["msa_feat"].shape[1]], z
 
     def _embedded(
-        self, features: Mapping[str, Tensor], row_update: Float[Tensor, "B R c_m"], templates: Templates | None
+        self, features: Mapping[str, Tensor], recycled: Recycled, templates: Templates | None
     ) -> tuple[Float[Tensor, "B s R c_m"], Float[Tensor, "B R j c_z"], Float[Tensor, "B S R"]]:
         """The first MSA representation (clusters, then templates) on S, the first pair on J, and the whole MSA's mask."""
+        row_update, pair_update = self.recycling_embedder(
+            recycled.first_row, recycled.pair, recycled.positions, features["aatype"]
+        )
         msa_feat, msa_mask = features["msa_feat"], features["msa_mask"]
         clusters = msa_feat.shape[1]
         template_rows = None
@@ -174,7 +174,18 @@ class AlphaFold(ShardedModule):
         m = torch.cat([m[:, query] + row_update.unsqueeze(1)[:, query], m[:, query.stop :]], 1)
         if template_rows is not None:
             m = torch.cat([m, template_rows[:, max(own.start - clusters, 0) : max(own.stop - clusters, 0)]], 1)
-        return m, z, msa_mask
+        return m, z + pair_update, msa_mask
+
+    def _with_extra_msa(
+        self,
+        z: Float[Tensor, "B R j c_z"],
+        features: Mapping[str, Tensor],
+        pair_mask: Float[Tensor, "B R R"],
+        draws: Sequence[Draws],
+    ) -> Float[Tensor, "B R j c_z"]:
+        """z after the extra-MSA stack. By itself, so that what is large and of no more use is gone before the Evoformer."""
+        extra = self.extra_msa_embedder(*(self.exchange.shard(features[name], "seq") for name in EXTRA_MSA_FEATURES))
+        return self.extra_msa_stack(extra, z, features["extra_msa_mask"], pair_mask, draws)[1]
 
     def _first(self, batch: Mapping[str, Tensor]) -> Recycled:
         """The first pass recycles zeros; its embedder still adds biases, as AF2's does."""

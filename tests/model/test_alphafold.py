@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from itertools import pairwise
 
 import pytest
@@ -213,3 +214,25 @@ def test_ca_change_is_of_distances():
     mask[0, 7] = 0
     assert ca_change(moved, points, mask).item() == 0
     assert ca_change(moved, points, torch.zeros(1, 60)).item() == 0
+
+
+def test_nothing_large_outlives_its_use(model):
+    """Logits of a pass beside the next one, the extra MSA beside the Evoformer: at 1,000 residues gigabytes."""
+    large: list[weakref.ref[Tensor]] = []
+    alive: list[int] = []
+    keep = [
+        module.register_forward_hook(lambda _, inputs, output: large.append(weakref.ref(output)))
+        for module in (model.extra_msa_embedder, model.distogram_head, model.masked_msa_head)
+    ]
+    keep.append(
+        model.extra_msa_stack.register_forward_hook(lambda _, inputs, output: large.append(weakref.ref(output[0])))
+    )
+    keep.append(model.evoformer.register_forward_pre_hook(lambda *_: alive.append(sum(x() is not None for x in large))))
+    try:
+        with torch.no_grad():
+            model(make_batch(3))
+    finally:
+        for handle in keep:
+            handle.remove()
+    assert alive == [0, 0, 0]
+    assert len(large) == 12
