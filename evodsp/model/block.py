@@ -69,3 +69,4 @@ class Block(ShardedModule):
                 own = [d.at(step.layer) for d in draws]
                 update = self.dropouts[step.layer](update, own, target.whole, step.lands)
             target.x, target.axis = moved.wait() + update, step.lands
+            del inputs, moved, update  # or they would live on through the next sub-layer

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -45,15 +44,17 @@ class TriangleMultiplication(ShardedModule):
         axis: Axis = "i" if (self.edges, way) == ("outgoing", "gather") else "j"
         x = self.norm(z)
         mask = self.exchange.shard(pair_mask, axis).unsqueeze(-1)
-        both = self.projection(x) * self.projection_gate(x).sigmoid() * mask
-        product = (self._by_channel if way == "channel" else self._by_gathering)(both, pair_mask.shape[1])
+        multiply = self._by_channel if way == "channel" else self._by_gathering
+        # Not given a name here: the operands are to be free once they have been sent.
+        product = multiply(self.projection(x) * self.projection_gate(x).sigmoid() * mask, pair_mask.shape[1])
         there = z if moved is None else moved.wait()
         gate = self.output_gate(x if there is z else self.norm(there)).sigmoid()
         return self.output(self.product_norm(product.wait())) * gate
 
     def _by_channel(self, both: Float[Tensor, "B I j cc"], residues: int) -> Pending:
-        # Operands side by side on the batch axis, so that a rank gets the same channels of both.
-        both = self.exchange.switch(torch.cat(both.chunk(2, -1)), "j", "channel", whole=residues)
+        # Operands on the batch axis, so that a rank gets the same channels of both.
+        both = both.unflatten(-1, (2, self.channels)).movedim(-2, 0).flatten(0, 1)  # a view, for a batch of one
+        both = self.exchange.switch(both, "j", "channel", whole=residues)
         product = self._product(*both.permute(0, 3, 1, 2).chunk(2))
         return self.exchange.start_switch(product, "channel", self.result, whole=self.channels)
 

@@ -49,7 +49,7 @@ class Group:
         return dist.get_world_size(self.handle)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Flight:
     """A collective under way."""
 
@@ -57,12 +57,13 @@ class Flight:
     pieces: tuple[Tensor, ...]
     """What is received: side by side along `dim` it is the result."""
     dim: int
-    sent: Tensor
-    """Must outlive the communication."""
+    sent: Tensor | None
+    """Must outlive the communication, and no more than that."""
 
     def land(self) -> Tensor:
         """Wait for the communication; its result."""
         self.work.wait()
+        self.sent = None
         return self.pieces[0] if len(self.pieces) == 1 else torch.cat(self.pieces, self.dim)
 
 
@@ -296,6 +297,8 @@ class _Ride:
     collective: Collective
     there: Flight | None = None
     back: Flight | None = None
+    kept: Tensor | None = None
+    """What came, if it will be asked for again."""
 
 
 class _Launch(torch.autograd.Function):
@@ -315,12 +318,12 @@ class _Await(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, token: Tensor, ride: _Ride, again: bool) -> Tensor:
         ctx.ride = ride
-        there = ride.there
-        if there is None:
+        there, ride.there = ride.there, None  # and with it what was sent
+        came = ride.kept if there is None else there.land()
+        if came is None:
             raise RuntimeError("a collective's result was asked for twice; use wait(again=True) the first time")
-        if not again:
-            ride.there = None
-        return there.land().detach()  # a tensor object of its own: autograd marks it
+        ride.kept = came if again else None
+        return came.detach()  # a tensor object of its own: autograd marks it
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
