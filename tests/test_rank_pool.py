@@ -1,0 +1,46 @@
+"""The pool of ranks that other tests run on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+PROGRAM = "from tests.ranks import RankPool; from tests.test_rank_pool import hang; RankPool(2).run(2, hang)"
+
+
+def hang(group: Any) -> None:
+    """Rank 0 waits for rank 1 in a collective, deaf to SIGTERM as a training run is; rank 1 in code of its own."""
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
+    sys.stdout.write(f"{os.getpid()}\n")  # in one write: the ranks share a pipe
+    sys.stdout.flush()
+    if torch.distributed.get_rank(group) == 1:
+        time.sleep(1000)
+    torch.distributed.barrier(group)
+
+
+@pytest.mark.verify
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_ranks_end_with_a_test_run_that_is_killed(number: signal.Signals) -> None:
+    """`timeout … pytest`: ranks left behind, for ever at 100 % of a core."""
+    process = subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, cwd=Path(__file__).parents[1])
+    assert process.stdout is not None
+    pids = [int(process.stdout.readline()) for _ in range(2)]
+    process.send_signal(number)
+    process.wait()
+    try:
+        deadline = time.monotonic() + 10
+        while any(Path(f"/proc/{pid}").exists() for pid in pids):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    finally:
+        for pid in pids:
+            if Path(f"/proc/{pid}").exists():
+                os.kill(pid, signal.SIGKILL)
