@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor
 from evodsp.parallel.collectives import (
     Broadcast,
     Collective,
+    Flight,
     Gather,
     Group,
     Reduce,
@@ -256,6 +258,26 @@ def test_a_result_is_given_out_once_unless_asked_for_again(pool: RankPool) -> No
     for message, equal in pool.run(2, wait_twice):
         assert "asked for twice" in message
         assert equal
+
+
+def flight_after_landing(handle: Any) -> tuple[bool, bool]:
+    flights: list[weakref.ref[Flight]] = []
+
+    class Watched(Sum):
+        def launch(self, x: Tensor, backward: bool = False) -> Flight:
+            flight = super().launch(x, backward)
+            flights.append(weakref.ref(flight))
+            return flight
+
+    pending = start(torch.ones(2, requires_grad=True), Watched(Group(handle)))
+    under_way = flights[0]() is not None
+    pending.wait(again=True)
+    return under_way, flights[0]() is not None
+
+
+def test_what_was_sent_goes_when_the_result_has_come(pool: RankPool) -> None:
+    """Where a block is recomputed, the MSA representation would be held twice for each of 48 blocks: as sent, as received."""
+    assert pool.run(2, flight_after_landing) == [(True, False)] * 2
 
 
 def wrong_shard(handle: Any) -> str:
