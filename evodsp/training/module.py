@@ -104,7 +104,7 @@ class TrainingModule(LightningModule):
         values = torch.stack([*own.values(), norm.float()])
         means = dict(zip((*own, "gradient_norm"), self.trainer.strategy.reduce(values, reduce_op="mean"), strict=True))
         if not torch.isfinite(means["loss"]):
-            self._refuse(own["loss"])
+            self._refuse(own["loss"], means["loss"])
         self.log("train/loss", means.pop("loss"), prog_bar=True)
         self.log_dict({f"train/{name}": value for name, value in means.items() if name != "total"})
         self.log("train/lr", optimizer.param_groups[0]["lr"])
@@ -127,16 +127,16 @@ class TrainingModule(LightningModule):
             raise RuntimeError("gradients are there while training")
         return self._gradients
 
-    def _refuse(self, loss: Tensor) -> None:
-        """Raise UserError, the same on every rank: a loss was infinite or not a number."""
-        found = [] if torch.isfinite(loss) else self._step_samples
+    def _refuse(self, own: Tensor, mean: Tensor) -> None:
+        """Raise UserError, the same on every rank: a loss was infinite or not a number, this rank's `own` or another's."""
+        found = [] if torch.isfinite(own) else self._step_samples
         parts = [found]
         if isinstance(self.trainer.strategy, DSPStrategy):
             parts = [[]] * self.trainer.world_size
             torch.distributed.all_gather_object(parts, found)
         samples = ", ".join(str(index) for index in sorted({index for part in parts for index in part}))
         raise UserError(
-            f"the loss is {loss.item()} at step {self.global_step}, sample {samples}; lower model.optimizer.lr, lengthen its "
+            f"the loss is {mean.item()} at step {self.global_step}, sample {samples}; lower model.optimizer.lr, lengthen its "
             "warm-up, or resume from an earlier checkpoint"
         )
 

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
 
 from evodsp.cli import main
+from evodsp.config import ModelConfig
 from evodsp.errors import UserError
 from evodsp.parallel.mesh import init_mesh
 from evodsp.training.agreement import Agreement, digest
+from evodsp.training.config import TrainingConfig
 from evodsp.training.curve import read_curve
-from evodsp.training.module import mean_by_chain
+from evodsp.training.module import TrainingModule, mean_by_chain
 from evodsp.training.resume import recount_batches
 from tests.ranks import RankPool
 from tests.training.ranks import CommandPool
@@ -78,6 +82,14 @@ def test_a_loss_that_is_no_number_ends_every_rank(commands: CommandPool, chains:
     for outcome in commands.evodsp(2, *words(chains, tmp_path / "run", "--model.loss.torsion", "1e39")):
         assert outcome.code == 2
         assert "the loss is inf at step 0, sample 0, 1;" in outcome.error.splitlines()[-1]
+
+
+def test_another_ranks_loss_that_is_no_number() -> None:
+    """Rank 0, whose words are shown, said 'the loss is 2.5' where the loss of another rank was infinite."""
+    module = TrainingModule(TrainingConfig(**vars(ModelConfig.preset("test"))))
+    module.trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    with pytest.raises(UserError, match="the loss is inf at step 0"):
+        module._refuse(torch.tensor(2.5), torch.tensor(math.inf))
 
 
 def test_it_starts_its_ranks_itself(chains: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
