@@ -56,7 +56,7 @@ class Interval:
     """Of a collective: how long this rank computed between launching and awaiting it, in ms."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class _NamedFlight(Flight):
     name: str
 
