@@ -7,7 +7,7 @@ from evodsp.inference.config import PredictConfig
 from evodsp.inference.predict import device_of, predict
 from evodsp.parallel.launcher import launch
 from evodsp.parallel.mesh import init_mesh
-from evodsp.parallel.process_group import guarded, place, start, stop, under_launcher
+from evodsp.parallel.process_group import collective_timeout, guarded, place, start, stop, under_launcher
 
 
 def run(config: PredictConfig, words: list[str]) -> int:
@@ -25,7 +25,8 @@ def run(config: PredictConfig, words: list[str]) -> int:
         )
     with guarded():
         start("gloo" if device_of(config.device).type == "cpu" else "nccl", config.parallel.timeout)
-        predict(config, print if here.rank == 0 else _silent, init_mesh(config.parallel.sequence).sequence_group())
+        mesh = init_mesh(config.parallel.sequence, timeout=collective_timeout(config.parallel.timeout))
+        predict(config, print if here.rank == 0 else _silent, mesh.sequence_group())
         stop()
     return 0
 

@@ -5,10 +5,11 @@ launchers number ranks node by node a group lies inside a node.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from evodsp.errors import UserError
 from evodsp.parallel.collectives import Group
@@ -63,12 +64,15 @@ def data_ranks(world: int, sequence: int) -> int:
     return world // sequence
 
 
-def init_mesh(sequence: int, device_type: str | None = None) -> Mesh:
+def init_mesh(sequence: int, device_type: str | None = None, timeout: timedelta | None = None) -> Mesh:
     """The mesh over all ranks of the initialised default group. Raises UserError if `sequence` does not divide them.
 
-    `device_type`: 'cpu' or 'cuda'; None: what the default group communicates on.
+    `device_type`: 'cpu' or 'cuda'; None: what the default group communicates on. `timeout`: of a collective; None: torch's.
     """
     if device_type is None:
         device_type = "cuda" if "nccl" in dist.get_backend() and torch.cuda.is_available() else "cpu"
-    data = data_ranks(dist.get_world_size(), sequence)
-    return Mesh(init_device_mesh(device_type, (data, sequence), mesh_dim_names=(DATA, SEQUENCE)))
+    world = dist.get_world_size()
+    places = torch.arange(world).view(data_ranks(world, sequence), sequence)
+    # `init_device_mesh` would give its groups torch's own time-outs, whatever the default group's is.
+    groups = [dist.new_subgroups_by_enumeration(members.tolist(), timeout=timeout)[0] for members in (places.T, places)]
+    return Mesh(DeviceMesh.from_group(groups, device_type, places, mesh_dim_names=(DATA, SEQUENCE)))

@@ -112,6 +112,11 @@ def first_host(nodes: str) -> str:
     return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first[0] if first else nodes)
 
 
+def collective_timeout(timeout_s: float) -> timedelta:
+    """When a collective gives up: later than the watch, which can say whose fault it is. For every group of a run."""
+    return timedelta(seconds=1.2 * timeout_s + 10)
+
+
 def start(backend: str | None = None, timeout_s: float = TIMEOUT_S, meeting_s: float = MEETING_S) -> None:
     """Start the default process group of this rank; nothing happens if there is one.
 
@@ -140,8 +145,7 @@ def start(backend: str | None = None, timeout_s: float = TIMEOUT_S, meeting_s: f
         store=dist.PrefixStore(part, main),
         rank=here.rank,
         world_size=here.ranks,
-        # Later than the watch, which can say whose fault it is.
-        timeout=timedelta(seconds=1.2 * timeout_s + 10),
+        timeout=collective_timeout(timeout_s),
         device_id=device,
     )
     if here.ranks > 1:

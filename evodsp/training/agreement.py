@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -23,9 +24,10 @@ SAMPLED = 4096
 class Agreement:
     """Compares batches over the ranks of a mesh. Talks over gloo, on the CPU: a GPU's queue is not waited for."""
 
-    def __init__(self, mesh: Mesh) -> None:
+    def __init__(self, mesh: Mesh, timeout: timedelta | None = None) -> None:
         self.mesh = mesh
-        self._group = dist.group.WORLD if "gloo" in dist.get_backend() else dist.new_group(backend="gloo")
+        on_cpu = "gloo" in dist.get_backend()
+        self._group = dist.group.WORLD if on_cpu else dist.new_group(backend="gloo", timeout=timeout)
 
     def check(self, batch: Mapping[str, Tensor] | UserError) -> None:
         """To be called on all ranks at once, with this rank's batch or the mistake that it met.

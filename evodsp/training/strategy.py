@@ -118,8 +118,9 @@ class DSPStrategy(ParallelStrategy):
             setattr(decorator, "rank", self.global_rank)  # noqa: B010  (an attribute of a function)
         process_group.start("nccl" if self.root_device.type == "cuda" else "gloo", self.config.timeout)
         check_same("settings", self.settings, Group(dist.distributed_c10d._get_default_group()))
-        self._mesh = init_mesh(self.config.sequence, self.root_device.type)
-        self._agreement = Agreement(self._mesh)
+        timeout = process_group.collective_timeout(self.config.timeout)
+        self._mesh = init_mesh(self.config.sequence, self.root_device.type, timeout)
+        self._agreement = Agreement(self._mesh, timeout)
 
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from evodsp.parallel import Mesh, gather, split, switch
+from evodsp.parallel import Mesh, gather, init_mesh, split, switch
 from tests.ranks import RankPool
 
 TIME, SPACE = 5, 7
@@ -49,3 +50,15 @@ def test_space_time_attention_spread_over_ranks(pool: RankPool) -> None:
         for found, gradient in pool.run(ranks, spread):
             torch.testing.assert_close(found, expected.detach(), rtol=1e-12, atol=1e-12)
             torch.testing.assert_close(gradient, whole.grad, rtol=1e-12, atol=1e-12)
+
+
+def group_timeouts(handle: Any) -> list[float]:
+    """Of both groups of a mesh over all ranks of the pool."""
+    mesh = init_mesh(2, timeout=timedelta(seconds=77))
+    groups = mesh.sequence_group().handle, mesh.data_group().handle
+    return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
+
+
+def test_groups_of_a_mesh_give_up_when_they_are_told_to(pool: RankPool) -> None:
+    """A time-out that only the default group knows: a rank that waits inside its sequence group would wait for torch's own."""
+    assert pool.run(4, group_timeouts) == [[77.0, 77.0]] * 4
