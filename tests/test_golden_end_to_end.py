@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import defaultdict
 from pathlib import Path
 
@@ -12,9 +13,11 @@ import torch
 from torch import Tensor
 
 from evodsp.config import LossConfig, ModelConfig
+from evodsp.geometry.residues import ATOM_ORDER
 from evodsp.geometry.rigid import Rigid
 from evodsp.losses.fape import backbone_fape
 from evodsp.losses.total import total_loss
+from evodsp.metrics import lddt_ca
 from evodsp.model.alphafold import AlphaFold
 from evodsp.model.outputs import ModelOutput
 from evodsp.weights.deepmind import load_arrays
@@ -112,7 +115,9 @@ def test_losses_and_gradients(
         "experimentally_resolved": "experimentally_resolved_loss",
     }.items():
         assert terms[ours].item() == pytest.approx(float(expected[theirs]), rel=1e-5), ours
-    # One residue's lDDT is 0.1, the edge between two bins: rounding decides, and moves the pLDDT loss by 0.6 %.
+    # The lDDT of two residues lies on the edge of two bins: rounding decides which is the target, and moves the loss by 0.6 %.
+    expected_plddt = pytest.approx(float(expected["plddt_loss"]), rel=1e-5)
+    assert any(loss == expected_plddt for loss in plddt_losses(output, labels))
     assert terms["plddt"].item() == pytest.approx(float(expected["plddt_loss"]), rel=1e-2)
     assert total.item() == pytest.approx(float(expected["total_loss"]), rel=1e-5)
 
@@ -130,6 +135,22 @@ def test_losses_and_gradients(
     largest = np.sqrt(sum(value**2 for value in norms.values()))
     for key, value in norms.items():
         assert abs(squares[key] ** 0.5 - value) <= 1e-3 * value + 1e-6 * largest, key
+
+
+def plddt_losses(output: ModelOutput, labels: dict[str, Tensor]) -> list[float]:
+    """The pLDDT loss (supplement 1.9.6) for every choice of bins for the lDDTs that lie on an edge, up to rounding."""
+    ca = ATOM_ORDER["CA"]
+    truth, mask = labels["all_atom_positions"][0, :, ca], labels["all_atom_mask"][0, :, ca]
+    entropies = -output.plddt_logits[0].detach().log_softmax(-1)  # of every bin as the target
+    scores = lddt_ca(output.structure.positions[0, :, ca].detach(), truth, mask, per_residue=True) * entropies.shape[-1]
+    edges = ((scores - scores.round()).abs() < 1e-4).logical_and(mask > 0).nonzero().flatten()
+    assert len(edges) == 2
+    losses = []
+    for below in itertools.product((0, 1), repeat=len(edges)):
+        target = scores.long().index_put((edges,), scores[edges].round().long() - torch.tensor(below))
+        target = target.clamp(0, entropies.shape[-1] - 1)
+        losses.append(float((entropies.gather(-1, target.unsqueeze(-1)).squeeze(-1) * mask).sum() / mask.sum()))
+    return losses
 
 
 def outputs(array: np.ndarray, layout: str, stacked: bool) -> int:
