@@ -105,20 +105,15 @@ class OuterProductMean(ShardedModule):
         update = self._summed(left, right, *msa_mask.shape[1:]) + self.output.bias
         return update / (count.unsqueeze(-1) + 1e-3)
 
-    def sums_partially(self, sequences: int, residues: int) -> bool:
-        """With m on S: whether adding up R x R x c_z partial sums moves less than S x R x channels (1 + 1/N) of operands."""
-        if self.plan.outer_product_mean != "auto":
-            return self.plan.outer_product_mean == "sum"
-        ranks = self.exchange.ranks
-        return sequences * self.channels * (ranks + 1) >= ranks * residues * self.output.out_features
-
     def _summed(
         self, left: Float[Tensor, "B _ _ c"], right: Float[Tensor, "B _ _ c"], sequences: int, residues: int
     ) -> Float[Tensor, "B I j c_z"]:
         """The projected outer product, summed over all sequences."""
         if self.layout == "res":
             return outer_product(self.exchange.gather(left, "res", whole=residues), right, self.output.weight)
-        if self.sums_partially(sequences, residues):
+        if self.plan.sums_outer_products(
+            sequences, residues, self.channels, self.output.out_features, self.exchange.ranks
+        ):
             return self._reduced(left, right)
         whole = self.exchange.start_gather(left, "seq", whole=sequences)
         columns = self.exchange.switch(right, "seq", "res", whole=sequences)

@@ -66,16 +66,25 @@ class Plan:
     keep_gathered: bool = True
     """Where a block is recomputed, keep what was gathered or summed (biases, an operand) instead of gathering it again."""
 
+    def sums_outer_products(self, sequences: int, residues: int, channels: int, c_z: int, ranks: int) -> bool:
+        """Whether the extra-MSA stack's outer product mean adds up partial sums, R x R x c_z, instead of moving its operands,
+        S x R x channels (1 + 1/N).
+        """
+        if self.outer_product_mean != "auto":
+            return self.outer_product_mean == "sum"
+        return sequences * channels * (ranks + 1) >= ranks * residues * c_z
+
     def pair_steps(self, steps: tuple[Step, ...]) -> tuple[Step, ...]:
         """`steps` with the triangle multiplications done in this plan's way."""
-        ways = {
-            ("triangle_outgoing", "gather"): {"pair": "i"},
-            ("triangle_incoming", "gather"): {"pair": "j", "result": None},
-        }
-        return tuple(
-            replace(step, **ways.get((step.layer, getattr(self, step.layer, "")), {}))  # type: ignore[arg-type]
-            for step in steps
-        )
+
+        def in_our_way(step: Step) -> Step:
+            if step.layer == "triangle_outgoing" and self.triangle_outgoing == "gather":
+                return replace(step, pair="i")
+            if step.layer == "triangle_incoming" and self.triangle_incoming == "gather":
+                return replace(step, result=None)
+            return step
+
+        return tuple(in_our_way(step) for step in steps)
 
 
 DAP = Plan(triangle_outgoing="gather", triangle_incoming="gather", outer_product_mean="gather")

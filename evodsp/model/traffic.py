@@ -105,9 +105,7 @@ def _outer_product_mean(n: Sizes) -> Iterator[Call]:
 
 def _outer_product_mean_on_s(n: Sizes) -> Iterator[Call]:
     layer, channels = "outer_product_mean", n.config.outer_product_channels
-    way = n.plan.outer_product_mean
-    gathered = n.sequences * channels * (n.ranks + 1)
-    if way == "sum" or (way == "auto" and gathered >= n.ranks * n.residues * n.c_z):
+    if n.plan.sums_outer_products(n.sequences, n.residues, channels, n.c_z, n.ranks):
         for size in shard_sizes(n.residues, n.ranks):
             elements = n.batch * n.residues * size * n.c_z
             yield Call(layer, "reduce", elements, elements)
