@@ -30,15 +30,16 @@ SMALL = (5, 6, 7)
 """Clusters, extra sequences, residues."""
 
 
-def config() -> ModelConfig:
+def config(recompute: bool = True) -> ModelConfig:
     base = ModelConfig.preset("test")
     return dataclasses.replace(
         base,
         templates=TemplateConfig(
             True, channels=8, blocks=2, pair_heads=2, pair_head_width=3, triangle_channels=5, attention_heads=2,
-            attention_head_width=3, unit_vector=True, checkpoint=True,
+            attention_head_width=3, unit_vector=True, checkpoint=recompute,
         ),
-        evoformer=dataclasses.replace(base.evoformer, checkpoint=True),
+        evoformer=dataclasses.replace(base.evoformer, checkpoint=recompute),
+        extra_msa=dataclasses.replace(base.extra_msa, checkpoint=recompute),
         heads=dataclasses.replace(base.heads, experimentally_resolved=True, predicted_aligned_error=True),
     )  # fmt: skip
 

@@ -42,11 +42,13 @@ def batch(samples: int, sizes: Sizes) -> dict[str, Tensor]:
     }
 
 
-def run(samples: int, sizes: Sizes, exchange: Exchange, plan: Plan) -> tuple[Tensor, dict[str, Tensor], AlphaFold]:
+def run(
+    samples: int, sizes: Sizes, exchange: Exchange, plan: Plan, recompute: bool = True
+) -> tuple[Tensor, dict[str, Tensor], AlphaFold]:
     """The loss, its terms, and the model with its gradients, as this rank has them."""
     torch.set_default_dtype(torch.float64)
     try:
-        model = dense(AlphaFold(config()))
+        model = dense(AlphaFold(config(recompute)))
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(0.5)
@@ -60,9 +62,11 @@ def run(samples: int, sizes: Sizes, exchange: Exchange, plan: Plan) -> tuple[Ten
     return loss.detach(), terms, model
 
 
-def run_rank(handle: Any, samples: int, sizes: Sizes, plan: Plan) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    exchange = ShardedExchange(Group(handle))
-    loss, terms, model = run(samples, sizes, exchange, plan)
+def run_rank(
+    handle: Any, samples: int, sizes: Sizes, plan: Plan, recompute: bool, overlap: bool
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    exchange = ShardedExchange(Group(handle), overlap)
+    loss, terms, model = run(samples, sizes, exchange, plan, recompute)
 
     def mean(x: Tensor) -> Tensor:
         dist.all_reduce(x, group=handle)
@@ -72,9 +76,17 @@ def run_rank(handle: Any, samples: int, sizes: Sizes, plan: Plan) -> tuple[dict[
     return losses, {name: mean(p.grad) for name, p in model.named_parameters()}
 
 
-def check(pool: RankPool, ranks: int, samples: int, sizes: Sizes, plan: Plan) -> None:
-    loss, terms, model = run(samples, sizes, LocalExchange(), Plan())
-    for losses, gradients in pool.run(ranks, run_rank, samples, sizes, plan):
+def check(
+    pool: RankPool,
+    ranks: int,
+    samples: int,
+    sizes: Sizes,
+    plan: Plan,
+    recompute: bool = True,
+    overlap: bool = True,
+) -> None:
+    loss, terms, model = run(samples, sizes, LocalExchange(), Plan(), recompute=False)
+    for losses, gradients in pool.run(ranks, run_rank, samples, sizes, plan, recompute, overlap):
         for name, term in {**terms, "loss": loss}.items():
             close(losses[name], term, name)
         for name, parameter in model.named_parameters():
@@ -94,6 +106,16 @@ def check(pool: RankPool, ranks: int, samples: int, sizes: Sizes, plan: Plan) ->
 def test_model_and_loss_over_ranks_equal_one_device(pool: RankPool, ranks: int, samples: int, plan: Plan) -> None:
     """A term that counts its shard once instead of N times, or one that all ranks compute and N times is counted."""
     check(pool, ranks, samples, SMALL, plan)
+
+
+@pytest.mark.verify
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize(("samples", "recompute", "overlap"), [(1, False, True), (2, True, False), (2, False, False)])
+def test_model_and_loss_recomputed_or_not_overlapped_or_not(
+    pool: RankPool, ranks: int, samples: int, recompute: bool, overlap: bool
+) -> None:
+    """A collective that is right only where something else waits for it, or only in a recomputation."""
+    check(pool, ranks, samples, SMALL, Plan(), recompute, overlap)
 
 
 @pytest.fixture(scope="module")
