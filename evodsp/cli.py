@@ -78,11 +78,11 @@ def train(command: str) -> Callable[[list[str]], int]:
     """The function behind `fit`, `validate` and `test`."""
 
     def run(words: list[str]) -> int:
-        from evodsp.training import arguments
+        from evodsp.training import options
 
-        name = cast(arguments.Command, command)
+        name = cast(options.Command, command)
         if {"-h", "--help"} & set(words) or not words:
-            arguments.print_help(name)
+            options.print_help(name)
             return 0 if words else 2
         from evodsp.training.command import run_command
 
@@ -93,7 +93,7 @@ def train(command: str) -> Callable[[list[str]], int]:
 
 def parsed(settings: type[Settings], command: str, required: str, description: str, words: list[str]) -> Settings:
     """The settings that `words` spell out; help, and a UserError on what does not fit."""
-    from evodsp.parser import OneLineErrors
+    from evodsp.argument_parser import OneLineErrors
 
     usage = f"evodsp {command} {required} [--option value ...]"
     parser = OneLineErrors(prog=f"evodsp {command}", usage=usage, description=description)
@@ -108,16 +108,16 @@ def predict(words: list[str]) -> int:
     required = "--fasta FILE --alignments DIR --checkpoint FILE --output DIR"
     description = "Predict the structures of the sequences of a FASTA file."
     settings = parsed(PredictConfig, "predict", required, description, words)
-    from evodsp.inference.ranks import run
+    from evodsp.inference.command import run
 
     return run(settings, ["predict", *words])
 
 
 def synthesize(words: list[str]) -> int:
-    """Write synthetic protein families: evodsp.data.synthetic."""
-    from evodsp.data.synthetic import SynthesisConfig
-    from evodsp.data.synthetic import synthesize as run
-    from evodsp.parser import OneLineErrors
+    """Write synthetic protein families: evodsp.synthetic."""
+    from evodsp.argument_parser import OneLineErrors
+    from evodsp.synthetic import SynthesisConfig
+    from evodsp.synthetic import synthesize as run
 
     parser = OneLineErrors(
         prog="evodsp data synthesize",

@@ -16,14 +16,16 @@ import torch
 import torch.distributed as dist
 
 from evodsp.config import ModelConfig
+from evodsp.launch.process_group import guarded, stop
+from evodsp.launch.process_group import start as start_ranks
 from evodsp.model.evoformer import EvoformerStack
 from evodsp.model.primitives import use_exchange
-from evodsp.parallel.collectives import Collective, Gather, Group, ScatterSum, Sum, Switch, start
+from evodsp.parallel.collectives import Collective, Gather, ScatterSum, Sum, Switch
 from evodsp.parallel.exchange import ShardedExchange
+from evodsp.parallel.group import Group
 from evodsp.parallel.layout import shard_sizes
 from evodsp.parallel.mesh import init_mesh
-from evodsp.parallel.process_group import guarded, stop
-from evodsp.parallel.process_group import start as start_ranks
+from evodsp.parallel.pending import start
 from evodsp.rng import Draws
 
 

@@ -15,8 +15,8 @@ from evodsp.config import ModelConfig
 from evodsp.model.evoformer import EvoformerStack
 from evodsp.model.primitives import use_exchange
 from evodsp.model.schedule import DAP
-from evodsp.parallel.collectives import Group
 from evodsp.parallel.exchange import Exchange, LocalExchange, ShardedExchange
+from evodsp.parallel.group import Group
 from scripts.benchmarks import communication, long_protein, memory, trace
 from scripts.benchmarks.dap import switch_in_every_block
 from scripts.benchmarks.held import Activations

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from evodsp import __version__
+from evodsp.argument_parser import line_of_key, with_underscores
 from evodsp.cli import COMMANDS, main
-from evodsp.parser import line_of_key, with_underscores
-from evodsp.training.arguments import TrainerOptions
+from evodsp.training.options import TrainerOptions
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:

@@ -20,12 +20,16 @@ FLOORS = {
     "evodsp.parallel.exchange": (
         "lightning", "evodsp.geometry", "evodsp.data", "evodsp.model", "evodsp.losses", "evodsp.config",
     ),
+    "evodsp.launch.consensus": ("lightning", "evodsp.geometry", "evodsp.data", "evodsp.model", "evodsp.config"),
+    "evodsp.launch.launcher": ("lightning", "evodsp.geometry", "evodsp.data", "evodsp.model", "evodsp.config"),
+    "evodsp.files": (*TORCH_FREE, "numpy"),
+    "evodsp.synthetic": TORCH_FREE,
     "evodsp.data.types": TORCH_FREE,
     "evodsp.data.parsers": TORCH_FREE,
     "evodsp.data.mmcif": TORCH_FREE,
     "evodsp.data.mmcif_writer": TORCH_FREE,
     "evodsp.data.msa": TORCH_FREE,
-    "evodsp.data.transforms": TORCH_FREE,
+    "evodsp.data.features": TORCH_FREE,
     "evodsp.data.crop": TORCH_FREE,
     "evodsp.data.store": TORCH_FREE,
     "evodsp.data.template_source": TORCH_FREE,
@@ -43,8 +47,8 @@ FLOORS = {
     "evodsp.inference.config": TORCH_FREE,
     "evodsp.inference.predict": ("lightning", "evodsp.training", "matplotlib"),
     "evodsp.training.config": TORCH_FREE,
-    "evodsp.training.arguments": ("torch", "lightning"),
-    "evodsp.parser": ("torch", "lightning", "numpy"),
+    "evodsp.training.options": ("torch", "lightning"),
+    "evodsp.argument_parser": ("torch", "lightning", "numpy"),
     "evodsp.cli": ("torch", "lightning", "numpy", "jsonargparse", "evodsp.model", "evodsp.training"),
 }  # fmt: skip
 

@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from evodsp.cli import main
-from evodsp.training.curve import read_curve
+from evodsp.training.csv_logger import read_curve
 from tests.conftest import SHARED
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Sequence as ListOf
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -22,11 +22,7 @@ from torch.utils.data import Dataset
 
 from evodsp.config import FeatureConfig
 from evodsp.data.crop import Crop, centre_crop, training_crop
-from evodsp.data.msa import MsaFeatures, merge_alignments, query_only
-from evodsp.data.template_hits import TemplateHit
-from evodsp.data.template_source import FoundTemplates, TemplateSource
-from evodsp.data.templates import TemplateFeatures
-from evodsp.data.transforms import (
+from evodsp.data.features import (
     FEATURE_AXES,
     GAP,
     UNKNOWN,
@@ -36,7 +32,11 @@ from evodsp.data.transforms import (
     make_features,
     max_clusters,
 )
-from evodsp.data.types import Alignment, Chain, Sequence
+from evodsp.data.msa import MsaFeatures, merge_alignments, query_only
+from evodsp.data.template_hits import TemplateHit
+from evodsp.data.template_source import FoundTemplates, TemplateSource
+from evodsp.data.templates import TemplateFeatures
+from evodsp.data.types import Alignment, Chain, ProteinSequence
 from evodsp.errors import UserError
 from evodsp.geometry.frames import structure_labels
 from evodsp.geometry.residues import RESTYPES_WITH_X
@@ -55,13 +55,13 @@ _ALIGNED_AS = str.maketrans("BUZ", "DCE")
 class ChainSource(Protocol):
     """Where chains come from; `evodsp.data.store.FeatureStore` is one."""
 
-    def alignments(self, key: str, query: Sequence | None = None) -> list[Alignment]:
+    def alignments(self, key: str, query: ProteinSequence | None = None) -> list[Alignment]:
         """The alignments of the chain `key`, in the order in which they are to be merged. `query`: the chain's sequence."""
 
     def chain(self, key: str) -> Chain:
         """The structure of the chain `key`."""
 
-    def template_hits(self, key: str, query: Sequence) -> list[TemplateHit]:
+    def template_hits(self, key: str, query: ProteinSequence) -> list[TemplateHit]:
         """The hits of the chain's template searches."""
 
 
@@ -117,7 +117,7 @@ def load_record(source: ChainSource, key: str, templates: TemplateSource | None 
     Raises UserError if its structure, its alignments and its template searches are of different sequences.
     """
     chain = source.chain(key)
-    query = Sequence(key, chain.sequence)
+    query = ProteinSequence(key, chain.sequence)
     alignments = source.alignments(key, query)
     if not alignments:
         raise UserError(f"chain {key} has no alignment; put an .a3m or .sto file into its alignment folder")
@@ -159,7 +159,7 @@ class ChainDataset(Dataset[Sample]):
     def __init__(
         self,
         source: ChainSource,
-        keys: ListOf[str],
+        keys: Sequence[str],
         config: FeatureConfig,
         seed: int,
         training: bool,
@@ -247,7 +247,7 @@ def _crop_label(label: Tensor, crop: Crop, size: int) -> Tensor:
 
 
 def prediction_sample(
-    query: Sequence,
+    query: ProteinSequence,
     alignments: list[Alignment],
     config: FeatureConfig,
     seed: int,
@@ -271,7 +271,7 @@ def prediction_sample(
     return {name: torch.from_numpy(values) for name, values in features.items()}
 
 
-def collate(samples: ListOf[Sample]) -> dict[str, Tensor]:
+def collate(samples: Sequence[Sample]) -> dict[str, Tensor]:
     """Stack samples along a new batch axis, padding residues and MSA rows with zeros to the largest of them.
 
     Raises ValueError if they do not have the same entries or the same number of recycling iterations.

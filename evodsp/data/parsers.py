@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Bool, Int8, Int32, UInt8
 
 from evodsp.data.files import check_text, read_bytes, unpack
-from evodsp.data.types import Alignment, Sequence
+from evodsp.data.types import Alignment, ProteinSequence
 from evodsp.errors import FileFormatError, UserError
 from evodsp.geometry.residues import RESTYPE_ORDER, RESTYPES
 
@@ -60,7 +60,7 @@ def encode(letters: str) -> Int8[np.ndarray, "L"]:
     return codes
 
 
-def parse_fasta(path: str | Path) -> list[Sequence]:
+def parse_fasta(path: str | Path) -> list[ProteinSequence]:
     """The sequences of a FASTA file, in its order. Letters: the 20 amino acids and X, either case.
 
     Names (the first word of a header) become names of folders, so they must be fit for that and differ from one another.
@@ -72,7 +72,7 @@ def parse_fasta(path: str | Path) -> list[Sequence]:
     _translate(
         records, _FASTA, "write X, or the amino acid it stands for (U: C, O: K, B: D or N, Z: E or Q, J: I or L)"
     )
-    sequences: list[Sequence] = []
+    sequences: list[ProteinSequence] = []
     line_of_name: dict[str, int] = {}
     for header, line, row in zip(records.headers, records.header_lines, records.rows, strict=True):
         name, *description = header.split(maxsplit=1) or [""]
@@ -86,7 +86,7 @@ def parse_fasta(path: str | Path) -> list[Sequence]:
         letters = row.translate(None, _BLANKS).decode().upper()
         if not letters:
             raise FileFormatError(path, f"sequence '{name}' is empty; add its residues or remove its header", line)
-        sequences.append(Sequence(name=name, letters=letters, description="".join(description).strip()))
+        sequences.append(ProteinSequence(name=name, letters=letters, description="".join(description).strip()))
     return sequences
 
 

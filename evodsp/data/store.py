@@ -21,7 +21,7 @@ from evodsp.data.parsers import X, decode, encode, parse_a3m, parse_stockholm
 from evodsp.data.structures import StructureFolder
 from evodsp.data.template_hits import TemplateHit, is_search_result, parse_search_result
 from evodsp.data.template_source import read_template_hits
-from evodsp.data.types import Alignment, Chain, Sequence, Structure
+from evodsp.data.types import Alignment, Chain, ProteinSequence, Structure
 from evodsp.errors import FileFormatError, UserError, nearest
 
 INDEX_NAME = "alignment_db.index"
@@ -30,7 +30,7 @@ _NESTED = ("a3m", "sto")
 _NO_ALIGNMENTS_OF_THE_CHAIN = ("uniprot_hits", "hmm_output")  # for pairing chains and for templates
 
 
-def read_alignment_dir(directory: str | Path, query: Sequence | None = None) -> list[Alignment]:
+def read_alignment_dir(directory: str | Path, query: ProteinSequence | None = None) -> list[Alignment]:
     """Every .a3m and .sto file (gzipped or not) of a directory or of its a3m/ and sto/ folders, sorted by file name.
 
     The first row of each must be the query: `query` where given, else the first file's first row. X matches any letter.
@@ -100,13 +100,13 @@ class FeatureStore:
             raise UserError(f"chain {key}: no structure directory was given; set it to the folder of .cif files")
         return self._structures
 
-    def query(self, key: str) -> Sequence:
+    def query(self, key: str) -> ProteinSequence:
         """The chain's sequence: of its structure (SEQRES) where there is one, else the first row of its first alignment."""
         if self.has_structure(key):
-            return Sequence(name=key, letters=self.chain(key).sequence)
-        return Sequence(name=key, letters=decode(self._read_alignments(key, None)[0].residues[0]))
+            return ProteinSequence(name=key, letters=self.chain(key).sequence)
+        return ProteinSequence(name=key, letters=decode(self._read_alignments(key, None)[0].residues[0]))
 
-    def alignments(self, key: str, query: Sequence | None = None) -> list[Alignment]:
+    def alignments(self, key: str, query: ProteinSequence | None = None) -> list[Alignment]:
         """The chain's alignments, sorted by file name, each checked to start with the query.
 
         `query`: the chain's sequence if it is known already; otherwise the structure, where there is one, is read for it.
@@ -116,7 +116,7 @@ class FeatureStore:
             query = self.query(key)
         return self._read_alignments(key, query)
 
-    def template_hits(self, key: str, query: Sequence) -> list[TemplateHit]:
+    def template_hits(self, key: str, query: ProteinSequence) -> list[TemplateHit]:
         """Hits of the chain's template searches (.hhr, hmm_output.sto), in file order; empty if there are none.
 
         `query`: the chain's sequence. Raises UserError if the chain is unknown, FileFormatError for a broken file.
@@ -130,7 +130,7 @@ class FeatureStore:
             for hit in parse_search_result(source, query.letters, data)
         ]
 
-    def _read_alignments(self, key: str, query: Sequence | None) -> list[Alignment]:
+    def _read_alignments(self, key: str, query: ProteinSequence | None) -> list[Alignment]:
         if self._index is not None:
             return self._from_database(key, self._index, query)
         directory = self.alignment_dir / key
@@ -155,7 +155,7 @@ class FeatureStore:
             raise FileFormatError(path, 'expected {chain: {"db": …, "files": …}}; make the index again')
         return index
 
-    def _from_database(self, key: str, index: dict[str, Any], query: Sequence | None) -> list[Alignment]:
+    def _from_database(self, key: str, index: dict[str, Any], query: ProteinSequence | None) -> list[Alignment]:
         alignments = [
             _PARSERS[_format(name)](source, data)
             for source, name, data in self._database_files(key, index)
@@ -206,7 +206,7 @@ def _is_alignment(name: str) -> bool:
     return _format(name) in _PARSERS and not name.startswith((".", *_NO_ALIGNMENTS_OF_THE_CHAIN))
 
 
-def _check_queries(alignments: list[Alignment], query: Sequence | None) -> None:
+def _check_queries(alignments: list[Alignment], query: ProteinSequence | None) -> None:
     """Each alignment's first row must be the query; an X on either side (a modified residue) matches anything."""
     if query is None:
         expected, name = alignments[0].residues[0], f"first row of {Path(alignments[0].source).name}"

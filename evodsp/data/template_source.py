@@ -29,7 +29,7 @@ from evodsp.data.templates import (
     TemplateRejection,
     template_features,
 )
-from evodsp.data.types import Sequence
+from evodsp.data.types import ProteinSequence
 from evodsp.errors import UserError
 
 _FOLDERS = ("hhr", "sto")
@@ -97,7 +97,7 @@ class TemplateSource:
     def find(
         self,
         hits: str | Path | list[TemplateHit],
-        query: Sequence,
+        query: ProteinSequence,
         release_date: date | None = None,
         pdb_id: str | None = None,
     ) -> FoundTemplates:
@@ -143,7 +143,7 @@ def template_files(directory: str | Path) -> list[Path]:
     return sorted((p for p in found if p.is_file() and is_search_result(p.name)), key=lambda path: path.name)
 
 
-def read_template_hits(directory: str | Path, query: Sequence) -> list[TemplateHit]:
+def read_template_hits(directory: str | Path, query: ProteinSequence) -> list[TemplateHit]:
     """The hits of all search results of a chain's folder, in the order of the files; empty where there are none.
 
     Raises UserError if there is no such folder, FileFormatError for a broken file.

@@ -22,7 +22,7 @@ from jaxtyping import Float32, Int8, Int64
 
 from evodsp.data.parsers import GAP, X, decode, encode
 from evodsp.data.template_hits import TemplateHit
-from evodsp.data.types import Chain, Sequence, Structure
+from evodsp.data.types import Chain, ProteinSequence, Structure
 from evodsp.errors import FileFormatError, UserError
 from evodsp.geometry.residues import ATOM_ORDER, RESTYPE_ORDER, RESTYPES
 
@@ -177,7 +177,7 @@ class ChainSource(Protocol):
 
 
 def template_features(
-    query: Sequence, hits: Iterable[TemplateHit], structures: ChainSource, limit: int = MAX_TEMPLATES
+    query: ProteinSequence, hits: Iterable[TemplateHit], structures: ChainSource, limit: int = MAX_TEMPLATES
 ) -> tuple[TemplateFeatures, dict[TemplateRejection, tuple[str, ...]]]:
     """The first `limit` usable hits by falling `sum_probs` (given order among equals), and the keys of those rejected
     before the limit was reached, by reason.
@@ -243,7 +243,7 @@ def _falling_score(hit: TemplateHit) -> float:
     return -(hit.sum_probs or 0.0)
 
 
-def _check_query(hit: TemplateHit, query: Sequence, wanted: Int8[np.ndarray, "R"]) -> None:
+def _check_query(hit: TemplateHit, query: ProteinSequence, wanted: Int8[np.ndarray, "R"]) -> None:
     """The query that was searched must be this one; X on either side matches anything."""
     columns = hit.indices_query[hit.indices_query >= 0]
     mend = "search again with this query"

@@ -16,7 +16,7 @@ from evodsp.errors import UserError
 
 
 @dataclass(frozen=True)
-class Sequence:
+class ProteinSequence:
     """One FASTA record. `letters` are upper-case one-letter codes, `name` is the first word of the header."""
 
     name: str

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from evodsp.errors import UserError
-from evodsp.model.schedule import Plan
+from evodsp.model.schedule import CommunicationPlan
 from evodsp.parallel.config import SequenceConfig
 
 
@@ -60,7 +60,7 @@ class PredictConfig:
     """Replace earlier results. Otherwise a finished prediction with the same inputs is kept and named."""
     parallel: SequenceConfig = field(default_factory=SequenceConfig)
     """One structure over several ranks."""
-    plan: Plan = field(default_factory=Plan)
+    plan: CommunicationPlan = field(default_factory=CommunicationPlan)
     """In which way the ranks communicate."""
 
     def __post_init__(self) -> None:

@@ -26,18 +26,18 @@ from evodsp.data.templates import TemplateFeatures
 from evodsp.data.types import Alignment
 from evodsp.errors import UserError
 from evodsp.inference.config import PredictConfig
+from evodsp.inference.provenance import check_degree, feature_config, result_settings, seeds, sizes_line
 from evodsp.inference.results import TIMINGS, PredictionResult, finished, whole_folder, write_json, write_results
-from evodsp.inference.settings import check_degree, feature_config, result_settings, seeds, sizes_line
 from evodsp.inference.target_templates import find_templates, takes_no_templates, template_source
 from evodsp.inference.targets import Target, digest, find_targets
 from evodsp.inference.writers import AlignedError, PredictedStructure
+from evodsp.launch.consensus import all_of, check_same, from_first, on_first, tensors_from_first
 from evodsp.losses.confidence import compute_pae, compute_plddt, compute_ptm, highest_pae
 from evodsp.model.alphafold import AlphaFold
 from evodsp.model.outputs import ModelOutput
 from evodsp.model.primitives import use_exchange
-from evodsp.parallel.agreement import all_of, check_same, from_first, on_first, tensors_from_first
-from evodsp.parallel.collectives import Group
 from evodsp.parallel.exchange import ShardedExchange
+from evodsp.parallel.group import Group
 from evodsp.weights.checkpoint import load_features, load_model
 
 Report = Callable[[str], None]

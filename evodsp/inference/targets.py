@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from evodsp.data.parsers import parse_fasta
-from evodsp.data.types import Sequence
+from evodsp.data.types import ProteinSequence
 from evodsp.errors import UserError, nearest
 
 _ALIGNMENT_SUFFIXES = (".a3m", ".sto")
@@ -17,7 +17,7 @@ _ALIGNMENT_SUFFIXES = (".a3m", ".sto")
 class Target:
     """One FASTA record and the folder of its alignments."""
 
-    query: Sequence
+    query: ProteinSequence
     alignments: Path
 
 
@@ -35,7 +35,7 @@ def find_targets(fasta: Path, alignments: Path) -> list[Target]:
     return [Target(query, _folder_of(query, alignments, alone=len(queries) == 1)) for query in queries]
 
 
-def _folder_of(query: Sequence, alignments: Path, alone: bool) -> Path:
+def _folder_of(query: ProteinSequence, alignments: Path, alone: bool) -> Path:
     if (folder := alignments / query.name).is_dir():
         return folder
     if alone and alignment_files(alignments):

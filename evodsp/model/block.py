@@ -13,13 +13,13 @@ from torch import Tensor
 
 from evodsp.model.primitives import Dropout, ShardedModule
 from evodsp.model.schedule import Step
-from evodsp.parallel.collectives import Arrived, Pending, Shared
 from evodsp.parallel.exchange import Exchange
 from evodsp.parallel.layout import DIMENSION, Axis
+from evodsp.parallel.pending import Pending, Ready, Shared
 from evodsp.rng import Draws
 
 
-class Located:
+class Sharded:
     """A representation on its way through a block: this rank's shard of it, and along which axis it is cut."""
 
     def __init__(
@@ -36,7 +36,7 @@ class Located:
     def start(self, axis: Axis) -> Pending:
         """The representation on its way to be cut along `axis`."""
         if axis == self.axis:
-            return Arrived(self.x)
+            return Ready(self.x)
         return self.exchange.start_switch(self.x, self.axis, axis, self.whole[DIMENSION[self.axis] - 1])
 
     def on(self, axis: Axis) -> Tensor:
@@ -56,7 +56,7 @@ class Block(ShardedModule):
             {step.layer: Dropout(rates[step.updates], step.shared) for step in steps if step.shared is not None}
         )
 
-    def run(self, draws: Sequence[Draws], **representations: Located) -> None:
+    def run(self, draws: Sequence[Draws], **representations: Sharded) -> None:
         """Update the representations, `msa` and `pair`, step by step. `draws`: one stream of dropout per sample, or none."""
         for step in self.plan.pair_steps(self.steps):
             inputs = [representations[name].on(axis) for name, axis in step.reads]

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from evodsp.config import EvoformerConfig
-from evodsp.model.block import Block, Located
+from evodsp.model.block import Block, Sharded
 from evodsp.model.msa_ops import MSAColumnAttention, MSAColumnGlobalAttention, MSARowAttention, OuterProductMean
 from evodsp.model.pair_ops import TriangleAttention, TriangleMultiplication
 from evodsp.model.primitives import ShardedModule, Transition
 from evodsp.model.schedule import EXTRA_MSA_HALF, MSA_HALF, PAIR_HALF
-from evodsp.parallel.collectives import Arrived, Pending
+from evodsp.parallel.pending import Pending, Ready
 from evodsp.rng import Draws
 
 MSAMask = Float[Tensor, "B S R"]
@@ -40,7 +40,7 @@ class PairStack(Block):
     def forward(
         self, z: Float[Tensor, "B I j c_z"], pair_mask: PairMask, draws: Sequence[Draws] = ()
     ) -> Float[Tensor, "B I j c_z"]:
-        pair = Located(z, "j", pair_mask, self.exchange)
+        pair = Sharded(z, "j", pair_mask, self.exchange)
         self.run(draws, pair=pair)
         return pair.on("j")
 
@@ -66,7 +66,7 @@ class EvoformerBlock(Block):
         draws: Sequence[Draws] = (),
     ) -> tuple[Float[Tensor, "B _ _ c_m"], Float[Tensor, "B I j c_z"]]:
         """Lines 2 to 5 of algorithm 6. m on S in; out on R, or with `extra` on S."""
-        msa, pair = Located(m, "seq", msa_mask, self.exchange), Located(z, "j", pair_mask, self.exchange)
+        msa, pair = Sharded(m, "seq", msa_mask, self.exchange), Sharded(z, "j", pair_mask, self.exchange)
         self.run(draws, msa=msa, pair=pair)
         return msa.x, pair.x
 
@@ -106,7 +106,7 @@ class EvoformerStack(ShardedModule):
     ) -> tuple[Float[Tensor, "B _ _ c_m"], Float[Tensor, "B I j c_z"]]:
         """m on S and z on J in; z on J and m on R out, or with `extra` on S."""
         recompute = self.checkpoint and torch.is_grad_enabled()
-        arriving: Pending = Arrived(m)
+        arriving: Pending = Ready(m)
         for number in range(len(self.blocks) + 1):
             arguments = (number, arriving, z, msa_mask, pair_mask, draws, recompute)
             if recompute:
@@ -115,7 +115,7 @@ class EvoformerStack(ShardedModule):
             else:
                 m, z = self._segment(*arguments)
             if self.extra or number + 1 >= len(self.blocks):
-                arriving = Arrived(m)
+                arriving = Ready(m)
             else:
                 arriving = self.exchange.start_switch(m, "res", "seq", whole=msa_mask.shape[2])
         return m, z
@@ -133,7 +133,7 @@ class EvoformerStack(ShardedModule):
         """The pair half of the block before `number`, then the MSA half of block `number`."""
         if number > 0:
             z = self.blocks[number - 1].pair_stack(z, pair_mask, [d.at("block", number - 1) for d in draws])
-        m = arriving.wait(again=recompute)
+        m = arriving.wait(keep=recompute)
         if number < len(self.blocks):
             own = [d.at("block", number) for d in draws]
             m, z = self.blocks[number].msa_half(m, z, msa_mask, pair_mask, own)

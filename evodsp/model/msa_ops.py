@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from evodsp.model.kernels.outer_product import outer_product
 from evodsp.model.primitives import GatedAttention, Linear, PairBias, ShardedModule, mask_bias
-from evodsp.parallel.collectives import Pending
 from evodsp.parallel.exchange import LocalExchange
+from evodsp.parallel.pending import Pending
 
 
 class MSARowAttention(ShardedModule):

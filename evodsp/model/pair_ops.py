@@ -12,8 +12,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from evodsp.model.primitives import GatedAttention, Linear, PairBias, ShardedModule
-from evodsp.parallel.collectives import Arrived, Pending
 from evodsp.parallel.layout import Axis
+from evodsp.parallel.pending import Pending, Ready
 
 
 class TriangleMultiplication(ShardedModule):
@@ -62,7 +62,7 @@ class TriangleMultiplication(ShardedModule):
         a, b = both.chunk(2, -1)
         # Outgoing: rows of the product are rows of a, columns are rows of b. Incoming: rows are columns of b, columns of a.
         b = self.exchange.gather(b, "i" if self.edges == "outgoing" else "j", whole=residues)
-        return Arrived(self._product(a.permute(0, 3, 1, 2), b.permute(0, 3, 1, 2)))
+        return Ready(self._product(a.permute(0, 3, 1, 2), b.permute(0, 3, 1, 2)))
 
     def _product(self, a: Float[Tensor, "B c _ _"], b: Float[Tensor, "B c _ _"]) -> Float[Tensor, "B _ _ c"]:
         """Sum over the third residue, channel by channel."""

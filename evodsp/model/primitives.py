@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from evodsp.model.kernels.attention import attention
-from evodsp.model.schedule import Plan
-from evodsp.parallel.collectives import Arrived, Pending
+from evodsp.model.schedule import CommunicationPlan
 from evodsp.parallel.exchange import Exchange, LocalExchange
 from evodsp.parallel.layout import DIMENSION, Axis
+from evodsp.parallel.pending import Pending, Ready
 from evodsp.rng import Draws
 
 # Adding this to a logit removes its key from the softmax; a row of nothing but masked keys stays uniform (as in AF2).
@@ -34,14 +34,14 @@ class ShardedModule(nn.Module):
     """
 
     exchange: Exchange = LocalExchange()
-    plan: Plan = Plan()
+    plan: CommunicationPlan = CommunicationPlan()
 
 
-def use_exchange(model: nn.Module, exchange: Exchange, plan: Plan | None = None) -> None:
+def use_exchange(model: nn.Module, exchange: Exchange, plan: CommunicationPlan | None = None) -> None:
     """Give every module of `model` that communicates the same exchange, and the same plan."""
     for module in model.modules():
         if isinstance(module, ShardedModule):
-            module.exchange, module.plan = exchange, plan or Plan()
+            module.exchange, module.plan = exchange, plan or CommunicationPlan()
 
 
 class Linear(nn.Linear):
@@ -90,13 +90,15 @@ class PairBias:
     fetched again in the backward pass.
     """
 
-    def __init__(self, own: Float[Tensor, "B _ _ H"], axis: Axis, whole: int, exchange: Exchange, plan: Plan) -> None:
+    def __init__(
+        self, own: Float[Tensor, "B _ _ H"], axis: Axis, whole: int, exchange: Exchange, plan: CommunicationPlan
+    ) -> None:
         """`own`: this rank's shard along `axis`; axis 1 holds queries, axis 2 keys, both `whole` long."""
         self.whole, self.exchange, self.stream = whole, exchange, plan.stream_bias
         if not self.stream:
             self._arriving: Pending = exchange.start_gather(own, axis, whole)
         else:
-            self._arriving = exchange.start_switch(own, "j", "i", whole) if axis == "j" else Arrived(own)
+            self._arriving = exchange.start_switch(own, "j", "i", whole) if axis == "j" else Ready(own)
 
     def attention(
         self,

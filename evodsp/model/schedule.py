@@ -50,7 +50,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Plan:
+class CommunicationPlan:
     """Which way a block communicates where there is more than one. Every plan computes the same."""
 
     triangle_outgoing: Literal["channel", "gather"] = "channel"
@@ -87,7 +87,7 @@ class Plan:
         return tuple(in_our_way(step) for step in steps)
 
 
-DAP = Plan(triangle_outgoing="gather", triangle_incoming="gather", outer_product_mean="gather")
+DAP = CommunicationPlan(triangle_outgoing="gather", triangle_incoming="gather", outer_product_mean="gather")
 """FastFold's Dynamic Axial Parallelism: what DSP is compared with."""
 
 

@@ -20,7 +20,7 @@ from evodsp.config import TemplateConfig
 from evodsp.geometry.frames import atom37_to_torsion_angles
 from evodsp.geometry.residues import ATOM_ORDER
 from evodsp.geometry.rigid import Rigid
-from evodsp.model.block import Block, Located
+from evodsp.model.block import Block, Sharded
 from evodsp.model.embedders import distance_one_hot, squared_edges
 from evodsp.model.pair_ops import TriangleAttention, TriangleMultiplication
 from evodsp.model.primitives import Linear, ShardedModule, Transition, mask_bias
@@ -81,7 +81,7 @@ class TemplatePairBlock(Block):
 
     def forward(self, t: TemplatePair, pair_mask: Float[Tensor, "N R R"], draws: Sequence[Draws] = ()) -> TemplatePair:
         """`draws`: one stream of dropout per template; none means no dropout."""
-        pair = Located(t, "i", pair_mask, self.exchange)
+        pair = Sharded(t, "i", pair_mask, self.exchange)
         self.run(draws, pair=pair)
         return pair.x
 

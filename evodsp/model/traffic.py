@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from evodsp.config import EvoformerConfig
-from evodsp.model.schedule import EXTRA_MSA_HALF, MSA_HALF, PAIR_HALF, Plan, Representation, Step
+from evodsp.model.schedule import EXTRA_MSA_HALF, MSA_HALF, PAIR_HALF, CommunicationPlan, Representation, Step
 from evodsp.parallel.layout import Axis, shard_sizes
 from evodsp.parallel.ledger import Kind
 
@@ -40,7 +40,7 @@ class Sizes:
     c_m: int
     c_z: int
     config: EvoformerConfig
-    plan: Plan = field(default_factory=Plan)
+    plan: CommunicationPlan = field(default_factory=CommunicationPlan)
 
     def whole(self, axis: Axis) -> int:
         """True size of an axis; that of the channels is the operands' of triangle multiplication."""

@@ -1,14 +1,10 @@
 """The linear maps between the shards of a group of ranks, each with its exact transpose.
 
 The ranks of a group are ONE program, and a collective is a linear map of all their tensors. Its backward is that map's
-transpose: switch <-> switch reversed, gather <-> scatter_sum, sum <-> sum. (A gather whose backward is a slice, as often seen,
-drops the gradients of all other ranks' uses.)
+transpose: switch <-> switch reversed, gather <-> scatter_sum, sum <-> sum, broadcast <-> reduce. (A gather whose backward is a
+slice, as often seen, drops the gradients of all other ranks' uses.)
 
-A collective is launched and awaited apart, so that computation can lie between the two. What is launched early in the forward
-pass is launched early in the backward pass as well: the transpose starts where the forward one was awaited and is awaited
-where that was launched.
-
-    pending = start(x, Switch(...))      y = pending.wait()
+A `Collective` knows shapes and communicates; it knows nothing of autograd. `evodsp.parallel.pending` puts one into the graph.
 """
 
 from __future__ import annotations
@@ -23,34 +19,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from evodsp.parallel.group import Group
 from evodsp.parallel.layout import shard_slice
-from evodsp.parallel.ledger import Kind, Ledger
+from evodsp.parallel.ledger import Kind
 
 # torch 2.13 renamed them and deprecates the old names, which older releases only have.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
-@dataclass(frozen=True)
-class Group:
-    """The ranks among which one sample is spread."""
-
-    handle: dist.ProcessGroup
-    ledger: Ledger | None = None
-    """Where collectives are entered; None: nowhere."""
-
-    @property
-    def rank(self) -> int:
-        """This process's place in the group."""
-        return dist.get_rank(self.handle)
-
-    @property
-    def size(self) -> int:
-        return dist.get_world_size(self.handle)
-
-
 @dataclass
-class Flight:
+class Transfer:
     """A collective under way."""
 
     work: Any
@@ -60,7 +39,7 @@ class Flight:
     sent: Tensor | None
     """Must outlive the communication, and no more than that."""
 
-    def land(self) -> Tensor:
+    def wait(self) -> Tensor:
         """Wait for the communication; its result."""
         self.work.wait()
         self.sent = None
@@ -74,7 +53,7 @@ class Collective(ABC):
     kind: Kind
 
     @abstractmethod
-    def launch(self, x: Tensor, backward: bool = False) -> Flight:
+    def launch(self, x: Tensor, backward: bool = False) -> Transfer:
         """Start the communication of this rank's `x`."""
 
     @abstractmethod
@@ -97,7 +76,7 @@ class Switch(Collective):
     target_sizes: tuple[int, ...]
     kind: Kind = "all-to-all"
 
-    def launch(self, x: Tensor, backward: bool = False) -> Flight:
+    def launch(self, x: Tensor, backward: bool = False) -> Transfer:
         rank = self.group.rank
         _check_size(x, self.source, self.source_sizes[rank])
         _check_size(x, self.target, sum(self.target_sizes))
@@ -115,7 +94,7 @@ class Switch(Collective):
         )
         self._enter(sent, backward)
         whole = _resized(x, {self.source: sum(self.source_sizes), self.target: self.target_sizes[rank]})
-        return Flight(work, _pieces(received, shapes, whole, self.source), self.source, sent)
+        return Transfer(work, _pieces(received, shapes, whole, self.source), self.source, sent)
 
     def transpose(self) -> Switch:
         return Switch(self.group, self.target, self.source, self.target_sizes, self.source_sizes)
@@ -130,7 +109,7 @@ class Gather(Collective):
     sizes: tuple[int, ...]
     kind: Kind = "all-gather"
 
-    def launch(self, x: Tensor, backward: bool = False) -> Flight:
+    def launch(self, x: Tensor, backward: bool = False) -> Transfer:
         most = max(self.sizes)
         _check_size(x, self.dim, self.sizes[self.group.rank])
         # Shards differ by one entry at most: all are sent as the largest. In front, so that the padding comes off as a view.
@@ -144,10 +123,10 @@ class Gather(Collective):
         work = _all_gather(received, sent, group=self.group.handle, async_op=True)
         self._enter(received, backward)
         if min(self.sizes) == most:
-            return Flight(work, (received.movedim(0, self.dim),), self.dim, sent)
+            return Transfer(work, (received.movedim(0, self.dim),), self.dim, sent)
         parts = received.view(len(self.sizes), *sent.shape)
         pieces = tuple(part[:size].movedim(0, self.dim) for part, size in zip(parts, self.sizes, strict=True))
-        return Flight(work, pieces, self.dim, sent)
+        return Transfer(work, pieces, self.dim, sent)
 
     def transpose(self) -> ScatterSum:
         return ScatterSum(self.group, self.dim, self.sizes)
@@ -162,7 +141,7 @@ class ScatterSum(Collective):
     sizes: tuple[int, ...]
     kind: Kind = "reduce-scatter"
 
-    def launch(self, x: Tensor, backward: bool = False) -> Flight:
+    def launch(self, x: Tensor, backward: bool = False) -> Transfer:
         most, rank = max(self.sizes), self.group.rank
         _check_size(x, self.dim, sum(self.sizes))
         front = x.movedim(self.dim, 0)
@@ -176,7 +155,7 @@ class ScatterSum(Collective):
         received = x.new_empty(most, *front.shape[1:])
         work = _reduce_scatter(received, sent, group=self.group.handle, async_op=True)
         self._enter(sent, backward)
-        return Flight(work, (received[: self.sizes[rank]].movedim(0, self.dim),), self.dim, sent)
+        return Transfer(work, (received[: self.sizes[rank]].movedim(0, self.dim),), self.dim, sent)
 
     def transpose(self) -> Gather:
         return Gather(self.group, self.dim, self.sizes)
@@ -189,11 +168,11 @@ class Sum(Collective):
     group: Group
     kind: Kind = "all-reduce"
 
-    def launch(self, x: Tensor, backward: bool = False) -> Flight:
+    def launch(self, x: Tensor, backward: bool = False) -> Transfer:
         total = x.clone(memory_format=torch.contiguous_format)
         work = dist.all_reduce(total, group=self.group.handle, async_op=True)
         self._enter(total, backward, times=2)
-        return Flight(work, (total,), 0, total)
+        return Transfer(work, (total,), 0, total)
 
     def transpose(self) -> Sum:
         return self
@@ -209,14 +188,14 @@ class Broadcast(Collective):
     sizes: tuple[int, ...]
     kind: Kind = "broadcast"
 
-    def launch(self, x: Tensor, backward: bool = False) -> Flight:
+    def launch(self, x: Tensor, backward: bool = False) -> Transfer:
         rank = self.group.rank
         _check_size(x, self.dim, self.sizes[rank])
         shape = _resized(x, {self.dim: self.sizes[self.root]})
         buffer = x.contiguous() if rank == self.root else x.new_empty(shape)
         work = dist.broadcast(buffer, group_src=self.root, group=self.group.handle, async_op=True)
         self._enter(buffer, backward)
-        return Flight(work, (buffer,), self.dim, buffer)
+        return Transfer(work, (buffer,), self.dim, buffer)
 
     def transpose(self) -> Reduce:
         return Reduce(self.group, self.root, self.dim, self.sizes)
@@ -232,108 +211,17 @@ class Reduce(Collective):
     sizes: tuple[int, ...]
     kind: Kind = "reduce"
 
-    def launch(self, x: Tensor, backward: bool = False) -> Flight:
+    def launch(self, x: Tensor, backward: bool = False) -> Transfer:
         rank = self.group.rank
         _check_size(x, self.dim, self.sizes[self.root])
         total = x.clone(memory_format=torch.contiguous_format)
         work = dist.reduce(total, group_dst=self.root, group=self.group.handle, async_op=True)
         self._enter(total, backward)
         own = total if rank == self.root else x.new_zeros(_resized(x, {self.dim: self.sizes[rank]}))
-        return Flight(work, (own,), self.dim, total)
+        return Transfer(work, (own,), self.dim, total)
 
     def transpose(self) -> Broadcast:
         return Broadcast(self.group, self.root, self.dim, self.sizes)
-
-
-class Pending(ABC):
-    """A tensor that may still be on its way."""
-
-    @abstractmethod
-    def wait(self, again: bool = False) -> Tensor:
-        """The tensor. `again`: it will be asked for another time, by a recomputation; otherwise it may be asked for once."""
-
-
-class Arrived(Pending):
-    """A tensor that is here."""
-
-    def __init__(self, x: Tensor) -> None:
-        self.x = x
-
-    def wait(self, again: bool = False) -> Tensor:
-        return self.x
-
-
-class Shared(Pending):
-    """A pending tensor with several readers: the first of them waits."""
-
-    def __init__(self, pending: Pending) -> None:
-        self._pending, self._x = pending, None if not isinstance(pending, Arrived) else pending.x
-
-    def wait(self, again: bool = False) -> Tensor:
-        if self._x is None:
-            self._x = self._pending.wait()
-        return self._x
-
-
-class InFlight(Pending):
-    """The result of a collective under way, and a link of the graph.
-
-    What goes through the graph from launch to wait is only a token: a buffer that is still being filled must not be touched,
-    and autograd would check it or add to it. The tensors ride in `_Ride`, which both ends of the link know.
-    """
-
-    def __init__(self, x: Tensor, collective: Collective) -> None:
-        self._ride = _Ride(collective)
-        self._token: Tensor = _Launch.apply(x, self._ride)
-
-    def wait(self, again: bool = False) -> Tensor:
-        return _Await.apply(self._token, self._ride, again)
-
-
-@dataclass
-class _Ride:
-    """The state of one collective and its transpose, shared by the two nodes of the graph."""
-
-    collective: Collective
-    there: Flight | None = None
-    back: Flight | None = None
-    kept: Tensor | None = None
-    """What came, if it will be asked for again."""
-
-
-class _Launch(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ride: _Ride) -> Tensor:
-        ctx.ride = ride
-        ride.there = ride.collective.launch(x)
-        return x.new_zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, token: Tensor) -> tuple[Tensor, None]:
-        back, ctx.ride.back = ctx.ride.back, None
-        return back.land(), None
-
-
-class _Await(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, token: Tensor, ride: _Ride, again: bool) -> Tensor:
-        ctx.ride = ride
-        there, ride.there = ride.there, None  # and with it what was sent
-        came = ride.kept if there is None else there.land()
-        if came is None:
-            raise RuntimeError("a collective's result was asked for twice; use wait(again=True) the first time")
-        ride.kept = came if again else None
-        return came.detach()  # a tensor object of its own: autograd marks it
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        ctx.ride.back = ctx.ride.collective.transpose().launch(gradient, backward=True)
-        return gradient.new_zeros(()), None, None
-
-
-def start(x: Tensor, collective: Collective) -> InFlight:
-    """Launch `collective` on `x`; its result is awaited with `.wait()`."""
-    return InFlight(x, collective)
 
 
 def shard(x: Tensor, dim: int, group: Group) -> Tensor:

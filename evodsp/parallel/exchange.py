@@ -18,21 +18,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from evodsp.parallel.collectives import (
-    Arrived,
-    Broadcast,
-    Collective,
-    Gather,
-    Group,
-    Pending,
-    Reduce,
-    ScatterSum,
-    Sum,
-    Switch,
-    maximum,
-    start,
-)
+from evodsp.parallel.collectives import Broadcast, Collective, Gather, Reduce, ScatterSum, Sum, Switch, maximum
+from evodsp.parallel.group import Group
 from evodsp.parallel.layout import DIMENSION, Axis, shard_sizes, shard_slice
+from evodsp.parallel.pending import Pending, Ready, start
 
 
 class Exchange(ABC):
@@ -106,22 +95,22 @@ class LocalExchange(Exchange):
     """The exchange of one device: the whole representation is here, so every answer is what was given."""
 
     def start_switch(self, x: Tensor, from_axis: Axis, to_axis: Axis, whole: int) -> Pending:
-        return Arrived(x)
+        return Ready(x)
 
     def start_gather(self, x: Tensor, axis: Axis, whole: int) -> Pending:
-        return Arrived(x)
+        return Ready(x)
 
     def start_scatter_sum(self, x: Tensor, axis: Axis) -> Pending:
-        return Arrived(x)
+        return Ready(x)
 
     def start_sum(self, x: Tensor) -> Pending:
-        return Arrived(x)
+        return Ready(x)
 
     def start_broadcast(self, x: Tensor, axis: Axis, root: int, whole: int) -> Pending:
-        return Arrived(x)
+        return Ready(x)
 
     def start_reduce(self, x: Tensor, axis: Axis, root: int, whole: int) -> Pending:
-        return Arrived(x)
+        return Ready(x)
 
     def shards(self, whole: int) -> list[slice]:
         return [slice(0, whole)]
@@ -210,13 +199,13 @@ class ShardedExchange(Exchange):
         if self._tape is None or not keeps:
             return self._launched(x, collective)
         if self._tape.replaying:
-            return Arrived(self._tape.next().requires_grad_(x.requires_grad))
+            return Ready(self._tape.next().requires_grad_(x.requires_grad))
         self._tape.results.append(None)
-        return _Kept(self._launched(x, collective), self._tape.results, len(self._tape.results) - 1)
+        return _Recorded(self._launched(x, collective), self._tape.results, len(self._tape.results) - 1)
 
     def _launched(self, x: Tensor, collective: Collective) -> Pending:
-        pending: Pending = start(x, collective) if self.dtype is None else _Narrowed(x, collective, self.dtype)
-        return pending if self.overlap else Arrived(pending.wait())
+        pending: Pending = start(x, collective) if self.dtype is None else _Cast(x, collective, self.dtype)
+        return pending if self.overlap else Ready(pending.wait())
 
 
 _KEPT = ("all-gather", "all-reduce")
@@ -240,23 +229,23 @@ class _Tape:
         return result.detach()
 
 
-class _Kept(Pending):
+class _Recorded(Pending):
     """A result that goes onto the tape when it has come."""
 
     def __init__(self, pending: Pending, results: list[Tensor | None], place: int) -> None:
         self._pending, self._results, self._place = pending, results, place
 
-    def wait(self, again: bool = False) -> Tensor:
-        result = self._pending.wait(again)
+    def wait(self, keep: bool = False) -> Tensor:
+        result = self._pending.wait(keep)
         self._results[self._place] = result.detach()
         return result
 
 
-class _Narrowed(Pending):
+class _Cast(Pending):
     """A collective whose numbers travel in another precision, there and back."""
 
     def __init__(self, x: Tensor, collective: Collective, dtype: torch.dtype) -> None:
         self._pending, self._dtype = start(x.to(dtype), collective), x.dtype
 
-    def wait(self, again: bool = False) -> Tensor:
-        return self._pending.wait(again).to(self._dtype)
+    def wait(self, keep: bool = False) -> Tensor:
+        return self._pending.wait(keep).to(self._dtype)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from evodsp.parallel.collectives import Gather, Switch, shard, start
+from evodsp.parallel.collectives import Gather, Switch, shard
 from evodsp.parallel.layout import shard_sizes
 from evodsp.parallel.mesh import Mesh
+from evodsp.parallel.pending import start
 
 
 def split(x: Tensor, dim: int, mesh: Mesh) -> Tensor:

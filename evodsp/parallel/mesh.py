@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from evodsp.errors import UserError
-from evodsp.parallel.collectives import Group
+from evodsp.parallel.group import Group
 from evodsp.parallel.ledger import Ledger
 
 DATA, SEQUENCE = "data", "sequence"

@@ -17,21 +17,20 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveCon
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from evodsp.argument_parser import OneLineErrors, check_nested
 from evodsp.errors import UserError
+from evodsp.launch.launcher import launch
+from evodsp.launch.process_group import guarded, place, stop, under_launcher, was_restarted
 from evodsp.parallel.config import ParallelConfig
-from evodsp.parallel.launcher import launch
-from evodsp.parallel.process_group import guarded, place, stop, under_launcher, was_restarted
-from evodsp.parser import OneLineErrors, check_nested
-from evodsp.training.arguments import SUMMARY, Command, TrainerOptions, add_arguments
-from evodsp.training.callbacks import Interruption, LastCheckpoint, best_checkpoint
-from evodsp.training.checkpoint_io import WholeFileIO, remove_partial
+from evodsp.training.checkpointing import Interruption, LastCheckpoint, WholeFileIO, best_checkpoint, remove_partial
+from evodsp.training.checks import check_clipping, check_degree, count_ranks, is_first_rank, on_gpu
 from evodsp.training.config import DataConfig, RunConfig, TrainingConfig, check_templates
-from evodsp.training.curve import CurveLogger
+from evodsp.training.csv_logger import CurveLogger
 from evodsp.training.datamodule import ChainDataModule
 from evodsp.training.ema import ExponentialMovingAverage
 from evodsp.training.module import TrainingModule
+from evodsp.training.options import SUMMARY, Command, TrainerOptions, add_arguments
 from evodsp.training.progress import TrainingProgress, score_table
-from evodsp.training.ranks import check_clipping, check_degree, count_ranks, is_first_rank, on_gpu
 from evodsp.training.strategy import DSPStrategy
 from evodsp.weights.checkpoint import check_same_model, load_model, read_checkpoint
 

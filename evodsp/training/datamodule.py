@@ -19,8 +19,8 @@ from evodsp.data.store import FeatureStore
 from evodsp.data.template_source import TemplateSource
 from evodsp.errors import UserError, nearest
 from evodsp.training.config import DataConfig
+from evodsp.training.loader import BatchStream, Check, StreamSampler, TrainingStream, whole_batches
 from evodsp.training.strategy import DSPStrategy
-from evodsp.training.stream import BatchStream, Check, StreamSampler, TrainingStream, whole_batches
 
 MOST_CHAINS_READ = 64
 """Up to this many chains are read whole before training starts; of more, only their files' presence is checked."""

@@ -10,7 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
 from evodsp.errors import UserError
-from evodsp.training.spread import local, spread_like
+from evodsp.training.dtensor import local, spread_like
 
 
 def decay_at(update: int, decay: float) -> float:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from evodsp.parallel.mesh import Mesh
-from evodsp.training.spread import local
+from evodsp.training.dtensor import local
 
 # In numbers: each gradient begins at a multiple of this, so that vectorised kernels may be used on it.
 _ALIGNMENT = 32

@@ -18,10 +18,10 @@ from evodsp.losses.total import total_loss
 from evodsp.model.alphafold import AlphaFold
 from evodsp.model.outputs import ModelOutput
 from evodsp.rng import Draws
+from evodsp.training.checkpointing import recount_batches
 from evodsp.training.config import TrainingConfig
 from evodsp.training.gradients import FlatGradients, Gradients, PlainGradients
 from evodsp.training.lr_schedule import learning_rate
-from evodsp.training.resume import recount_batches
 from evodsp.training.strategy import DSPStrategy, make_optimizer
 from evodsp.weights.checkpoint import checkpoint_entries
 

@@ -27,17 +27,17 @@ from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Adam, Optimizer
 
+from evodsp.launch import process_group
+from evodsp.launch.consensus import check_same
 from evodsp.model.evoformer import EvoformerBlock, PairStack
 from evodsp.model.primitives import use_exchange
-from evodsp.model.schedule import Plan
-from evodsp.parallel import process_group
-from evodsp.parallel.agreement import check_same
-from evodsp.parallel.collectives import Group
+from evodsp.model.schedule import CommunicationPlan
 from evodsp.parallel.config import ParallelConfig
 from evodsp.parallel.exchange import ShardedExchange
+from evodsp.parallel.group import Group
 from evodsp.parallel.mesh import Mesh, init_mesh
-from evodsp.training.agreement import Agreement
-from evodsp.training.spread import spread_like, whole
+from evodsp.training.batch_check import Agreement
+from evodsp.training.dtensor import spread_like, whole
 
 
 class Ranks(ClusterEnvironment):
@@ -86,7 +86,7 @@ class DSPStrategy(ParallelStrategy):
 
     strategy_name = "dsp"
 
-    def __init__(self, config: ParallelConfig, settings: str = "", plan: Plan | None = None) -> None:
+    def __init__(self, config: ParallelConfig, settings: str = "", plan: CommunicationPlan | None = None) -> None:
         """`settings`: the run's, as text; that ranks were given different ones is found when they meet. `plan`: in which way
         the model communicates."""
         super().__init__(cluster_environment=Ranks())

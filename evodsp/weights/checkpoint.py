@@ -18,9 +18,10 @@ from torch import Tensor
 
 from evodsp.config import FeatureConfig, ModelConfig, from_dict
 from evodsp.errors import UserError
+from evodsp.files import whole_file
 from evodsp.model.alphafold import AlphaFold
 from evodsp.weights.config import preset_of, published_features
-from evodsp.weights.files import container, whole_file
+from evodsp.weights.container import container
 from evodsp.weights.published import is_parameter_file, load_published
 
 FORMAT_VERSION = 1

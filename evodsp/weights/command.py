@@ -8,8 +8,8 @@ from evodsp.errors import UserError
 from evodsp.model.alphafold import AlphaFold
 from evodsp.weights.checkpoint import load_features, load_model, model_config, read_checkpoint, save_model
 from evodsp.weights.config import ExportConfig, ImportConfig, check_output, preset_of, published_features
+from evodsp.weights.container import container
 from evodsp.weights.deepmind import export_deepmind, write_npz
-from evodsp.weights.files import container
 from evodsp.weights.openfold import export_openfold, write_openfold
 from evodsp.weights.published import is_parameter_file, load_parameters, load_published
 

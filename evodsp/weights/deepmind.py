@@ -20,9 +20,10 @@ from torch import Tensor, nn
 
 from evodsp.config import ModelConfig
 from evodsp.errors import UserError, nearest
+from evodsp.files import whole_file
 from evodsp.model.alphafold import AlphaFold
 from evodsp.weights.accounting import check_arrays
-from evodsp.weights.files import container, whole_file
+from evodsp.weights.container import container
 from evodsp.weights.names import Name, block_probes, parameter_names
 
 FUSED_MARK = "/triangle_multiplication_outgoing/projection//weights"  # only newer files have this array

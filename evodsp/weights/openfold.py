@@ -19,9 +19,10 @@ from torch import Tensor
 
 from evodsp.config import ModelConfig
 from evodsp.errors import UserError
+from evodsp.files import whole_file
 from evodsp.model.alphafold import AlphaFold
 from evodsp.weights.accounting import check_arrays
-from evodsp.weights.files import container, whole_file
+from evodsp.weights.container import container
 from evodsp.weights.names import Name, older, parameter_names
 
 FUSED_MARK = ".linear_ab_p.weight"  # only newer models with fused projections have this array

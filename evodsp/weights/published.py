@@ -16,7 +16,7 @@ from evodsp.errors import UserError
 from evodsp.model.alphafold import AlphaFold
 from evodsp.weights import deepmind, openfold
 from evodsp.weights.config import preset_of
-from evodsp.weights.files import container
+from evodsp.weights.container import container
 
 
 def is_parameter_file(path: str | Path) -> bool:

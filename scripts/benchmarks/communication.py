@@ -19,7 +19,7 @@ import torch
 from evodsp.config import EvoformerConfig, ModelConfig
 from evodsp.model.evoformer import EvoformerStack
 from evodsp.model.primitives import use_exchange
-from evodsp.model.schedule import DAP, Plan
+from evodsp.model.schedule import DAP, CommunicationPlan
 from evodsp.model.traffic import Call, Sizes, extra_msa_calls, inner_block
 from evodsp.parallel.exchange import ShardedExchange
 from evodsp.parallel.ledger import Entry, Ledger
@@ -64,7 +64,7 @@ class Case:
 
     def predicted(self, ranks: int, dap: bool) -> list[Call]:
         """The forward pass of a block, by the schedule."""
-        plan = DAP if dap else Plan()
+        plan = DAP if dap else CommunicationPlan()
         n = Sizes(ranks, 0, 1, self.sequences, self.residues, self.c_m, ModelConfig().channels.pair, self.config, plan)
         if self.extra and not dap:
             return extra_msa_calls(dataclasses.replace(n, config=dataclasses.replace(self.config, blocks=1)))
@@ -112,7 +112,7 @@ def passes(case: Case, ranks: int, dap: bool, dtype: torch.dtype, blocks: int) -
         if dap and case.extra:
             switch_in_every_block(stack)
         exchange = ShardedExchange(group, dtype=dtype)
-        use_exchange(stack, exchange, DAP if dap else Plan())
+        use_exchange(stack, exchange, DAP if dap else CommunicationPlan())
         s, r = case.sequences, case.residues
         m = exchange.shard(torch.empty(1, s, r, case.c_m), "seq").requires_grad_()
         z = exchange.shard(torch.empty(1, r, r, 128), "j").requires_grad_()

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from evodsp.parallel.collectives import Group
+from evodsp.parallel.group import Group
 from evodsp.parallel.ledger import Ledger
 
 

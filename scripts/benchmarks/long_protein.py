@@ -23,8 +23,8 @@ import torch.distributed as dist
 from evodsp.config import ModelConfig
 from evodsp.model.alphafold import AlphaFold
 from evodsp.model.primitives import use_exchange
-from evodsp.parallel.collectives import Group
 from evodsp.parallel.exchange import Exchange, LocalExchange, ShardedExchange
+from evodsp.parallel.group import Group
 
 from .held import Activations
 from .samples import output_tensors, random_features, randomise

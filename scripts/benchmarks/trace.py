@@ -28,8 +28,10 @@ from evodsp.model.block import Block
 from evodsp.model.evoformer import EvoformerStack
 from evodsp.model.primitives import use_exchange
 from evodsp.model.traffic import Sizes, inner_block
-from evodsp.parallel.collectives import Collective, Flight, Group, Pending
+from evodsp.parallel.collectives import Collective, Transfer
 from evodsp.parallel.exchange import ShardedExchange
+from evodsp.parallel.group import Group
+from evodsp.parallel.pending import Pending
 
 from .trace_drawing import draw
 
@@ -57,12 +59,12 @@ class Interval:
 
 
 @dataclass
-class _NamedFlight(Flight):
+class _NamedFlight(Transfer):
     name: str
 
-    def land(self) -> Tensor:
+    def wait(self) -> Tensor:
         with record_function(AWAIT + self.name):
-            return super().land()
+            return super().wait()
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ class _Named(Collective):
     inner: Collective
     name: str
 
-    def launch(self, x: Tensor, backward: bool = False) -> Flight:
+    def launch(self, x: Tensor, backward: bool = False) -> Transfer:
         with record_function(LAUNCH + self.name):
             flight = self.inner.launch(x, backward)
         return _NamedFlight(flight.work, flight.pieces, flight.dim, flight.sent, self.name)

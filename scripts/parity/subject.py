@@ -17,11 +17,11 @@ import torch
 from jaxtyping import Float, Int, Int64
 
 from evodsp.config import ModelConfig
-from evodsp.data.synthetic.backbone import build_backbone
-from evodsp.data.synthetic.sidechains import all_atoms
 from evodsp.geometry.frames import atom14_to_atom37, pseudo_beta
 from evodsp.geometry.residues import RESTYPE_ATOM14_MASK, RESTYPE_ATOM37_MASK
 from evodsp.model.alphafold import AlphaFold
+from evodsp.synthetic.backbone import build_backbone
+from evodsp.synthetic.sidechains import all_atoms
 from evodsp.weights.deepmind import expected_shapes
 from evodsp.weights.names import parameter_names
 

@@ -13,7 +13,7 @@ import pytest
 from evodsp.data.mmcif import read_chain, read_structure
 from evodsp.data.parsers import parse_a3m, parse_fasta, parse_stockholm
 from evodsp.data.store import FeatureStore, read_alignment_dir
-from evodsp.data.types import Sequence
+from evodsp.data.types import ProteinSequence
 from evodsp.errors import UserError
 from tests.data.test_mmcif import atom, entry
 
@@ -166,8 +166,14 @@ def test_query_differs_from_the_first_row(tmp_path: Path):
     path = folder(tmp_path, {"bfd.a3m": ">other\nACDE\n"})
     file = str(path / "bfd.a3m")
     parts = ("'other' has 'D' at position 3", "query 'mine' has 'W'", "(1 positions differ)", "remove the file")
-    says(lambda: read_alignment_dir(path, Sequence("mine", "ACWE")), file, *parts)
-    says(lambda: read_alignment_dir(path, Sequence("mine", "ACDEF")), file, "has 4 residues", "has 5", "search again")
+    says(lambda: read_alignment_dir(path, ProteinSequence("mine", "ACWE")), file, *parts)
+    says(
+        lambda: read_alignment_dir(path, ProteinSequence("mine", "ACDEF")),
+        file,
+        "has 4 residues",
+        "has 5",
+        "search again",
+    )
 
 
 def test_alignments_of_different_queries(tmp_path: Path):

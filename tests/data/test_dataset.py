@@ -15,10 +15,10 @@ from torch.utils.data import DataLoader
 
 from evodsp.config import FeatureConfig
 from evodsp.data.dataset import ChainDataset, Sample, check_query, collate, load_record, prediction_sample
+from evodsp.data.features import FEATURE_AXES, encode_sequence
 from evodsp.data.store import FeatureStore
 from evodsp.data.template_hits import TemplateHit
-from evodsp.data.transforms import FEATURE_AXES, encode_sequence
-from evodsp.data.types import Alignment, Chain, Sequence
+from evodsp.data.types import Alignment, Chain, ProteinSequence
 from evodsp.errors import UserError
 from evodsp.geometry import residues
 from evodsp.geometry.frames import structure_labels
@@ -62,7 +62,7 @@ class Memory:
         self.rows = rows
         self.reads: Counter[str] = Counter()
 
-    def alignments(self, key: str, query: Sequence | None = None) -> list[Alignment]:
+    def alignments(self, key: str, query: ProteinSequence | None = None) -> list[Alignment]:
         assert query is None or query.letters == self.chains[key].sequence
         self.reads[key] += 1
         return [make_alignment(self.chains[key].sequence, self.rows)]
@@ -70,7 +70,7 @@ class Memory:
     def chain(self, key: str) -> Chain:
         return self.chains[key]
 
-    def template_hits(self, key: str, query: Sequence) -> list[TemplateHit]:
+    def template_hits(self, key: str, query: ProteinSequence) -> list[TemplateHit]:
         return []
 
 
@@ -287,8 +287,8 @@ def test_collate_pads_to_the_largest() -> None:
 
 
 def test_collate_pads_msa_rows() -> None:
-    shallow = prediction_sample(Sequence("a", "ACD"), [make_alignment("ACD", 2)], CONFIG, 0)
-    deep = prediction_sample(Sequence("b", "ACDE"), [make_alignment("ACDE", 11)], CONFIG, 0)
+    shallow = prediction_sample(ProteinSequence("a", "ACD"), [make_alignment("ACD", 2)], CONFIG, 0)
+    deep = prediction_sample(ProteinSequence("b", "ACDE"), [make_alignment("ACDE", 11)], CONFIG, 0)
     batch = collate([shallow, deep])
     assert batch["msa_row_mask"].sum(-1).tolist() == [[2.0] * 4, [6.0] * 4]
     assert batch["extra_msa_row_mask"].sum(-1).tolist() == [[0.0] * 4, [5.0] * 4]
@@ -307,21 +307,21 @@ def test_collate_refuses_what_is_no_batch() -> None:
 
 
 def test_prediction_takes_the_whole_chain_and_all_cycles() -> None:
-    query = Sequence("q", LETTERS)
+    query = ProteinSequence("q", LETTERS)
     sample = prediction_sample(query, [make_alignment(LETTERS)], replace(CONFIG, crop_size=3), 0)
     assert sample["aatype"].shape == (4, 20)
     assert set(sample) == set(FEATURE_AXES)
 
 
 def test_prediction_seeds_differ_and_repeat() -> None:
-    query, alignments = Sequence("q", LETTERS), [make_alignment(LETTERS, 30)]
+    query, alignments = ProteinSequence("q", LETTERS), [make_alignment(LETTERS, 30)]
     one, again, other = (prediction_sample(query, alignments, CONFIG, seed) for seed in (1, 1, 2))
     assert_equal(one, again)
     assert (one["msa_feat"] != other["msa_feat"]).any()
 
 
 def test_prediction_without_homologues() -> None:
-    sample = prediction_sample(Sequence("q", "MXA"), [], CONFIG, 0)
+    sample = prediction_sample(ProteinSequence("q", "MXA"), [], CONFIG, 0)
     assert sample["msa_feat"].shape == (4, 1, 3, 49)
     assert sample["true_msa"][0, 0].tolist() == [12, 20, 0]
     assert not sample["extra_msa_mask"].any()
@@ -334,7 +334,7 @@ def test_structure_of_another_sequence_is_named() -> None:
     """The chain, the first differing residue (from 1) and both letters, in one line."""
 
     class Swapped(Memory):
-        def alignments(self, key: str, query: Sequence | None = None) -> list[Alignment]:
+        def alignments(self, key: str, query: ProteinSequence | None = None) -> list[Alignment]:
             return [make_alignment("ARWD", source="1abc_A/hits.a3m")]
 
     chain = make_chain("1abc", "ARND")
@@ -345,7 +345,7 @@ def test_structure_of_another_sequence_is_named() -> None:
 
 def test_query_of_another_length_is_named() -> None:
     with pytest.raises(UserError, match=r"sequence 'q': 4 residues, but 3 columns in hits\.a3m"):
-        prediction_sample(Sequence("q", "ARND"), [make_alignment("ARN")], CONFIG, 0)
+        prediction_sample(ProteinSequence("q", "ARND"), [make_alignment("ARN")], CONFIG, 0)
 
 
 def test_gap_in_the_query_row_is_named() -> None:
@@ -360,7 +360,7 @@ def test_unknown_and_ambiguous_letters_agree() -> None:
 
 def test_chain_without_alignment_is_no_single_sequence_sample() -> None:
     class Empty(Memory):
-        def alignments(self, key: str, query: Sequence | None = None) -> list[Alignment]:
+        def alignments(self, key: str, query: ProteinSequence | None = None) -> list[Alignment]:
             return []
 
     data = ChainDataset(Empty(FIVE[0]), [FIVE[0].key], CONFIG, 0, training=True)

@@ -12,7 +12,7 @@ import pytest
 from evodsp.data.parsers import decode
 from evodsp.data.store import FeatureStore, read_alignment_dir
 from evodsp.data.structures import split_key
-from evodsp.data.types import Sequence
+from evodsp.data.types import ProteinSequence
 from evodsp.errors import UserError
 
 A3M = ">q\nACDE\n>h\nAC-E\n"
@@ -42,7 +42,7 @@ def test_alignment_dir_reads_what_is_an_alignment_of_the_chain(tmp_path: Path):
         "notes.txt": "x",
     }
     folder = chain_folder(tmp_path, "1abc_A", files)
-    alignments = read_alignment_dir(folder, Sequence("1abc_A", "ACDE"))
+    alignments = read_alignment_dir(folder, ProteinSequence("1abc_A", "ACDE"))
     assert names(alignments) == ["bfd_hits.a3m", "mgnify_hits.a3m.gz", "uniref90_hits.sto.gz"]
     assert [decode(a.residues[0]) for a in alignments] == ["ACDE"] * 3
 
@@ -56,7 +56,7 @@ def test_nested_layout_of_openproteinset(tmp_path: Path):
 def test_unknown_residue_matches_any_letter(tmp_path: Path):
     """Catches a chain with a modified residue (X) refused because the search was run with its parent amino acid."""
     folder = chain_folder(tmp_path, "1abc_A", {"bfd.a3m": A3M})
-    assert len(read_alignment_dir(folder, Sequence("q", "AXDE"))) == 1
+    assert len(read_alignment_dir(folder, ProteinSequence("q", "AXDE"))) == 1
 
 
 def database(root: Path, chains: dict[str, dict[str, str]]) -> Path:
@@ -77,7 +77,7 @@ def test_alignment_database(tmp_path: Path):
     store = FeatureStore(database(tmp_path, {"2xyz_B": {"bfd.a3m": ">q\nWW\n"}, "1abc_A": files}))
     assert store.keys() == ["1abc_A", "2xyz_B"]
     assert names(store.alignments("1abc_A")) == ["bfd.a3m", "uniref90_hits.sto"]
-    assert store.query("2xyz_B") == Sequence("2xyz_B", "WW")
+    assert store.query("2xyz_B") == ProteinSequence("2xyz_B", "WW")
 
 
 def test_split_key():

@@ -15,13 +15,13 @@ import torch
 from evodsp.config import FeatureConfig
 from evodsp.data.crop import Crop
 from evodsp.data.dataset import ChainDataset, collate, draw_templates, load_record, prediction_sample
+from evodsp.data.features import TEMPLATE_AXES, encode_sequence, make_features
 from evodsp.data.parsers import parse_fasta
 from evodsp.data.store import FeatureStore
 from evodsp.data.template_hits import TemplateHit
 from evodsp.data.template_source import TemplateSource
 from evodsp.data.templates import TemplateFeatures
-from evodsp.data.transforms import TEMPLATE_AXES, encode_sequence, make_features
-from evodsp.data.types import Alignment, Chain, Sequence
+from evodsp.data.types import Alignment, Chain, ProteinSequence
 from evodsp.rng import Draws
 from tests.conftest import load
 from tests.data.test_dataset import CONFIG, LETTERS, Memory, make_alignment, make_chain
@@ -42,13 +42,13 @@ class RealQuery:
         made_up = make_chain("9xyz", self.query.letters)
         self.made_up = replace(made_up, release_date=released)
 
-    def alignments(self, key: str, query: Sequence | None = None) -> list[Alignment]:
+    def alignments(self, key: str, query: ProteinSequence | None = None) -> list[Alignment]:
         return self.store.alignments("query73_A", query)
 
     def chain(self, key: str) -> Chain:
         return self.made_up
 
-    def template_hits(self, key: str, query: Sequence) -> list[TemplateHit]:
+    def template_hits(self, key: str, query: ProteinSequence) -> list[TemplateHit]:
         return self.store.template_hits("query73_A", query)
 
 
@@ -129,7 +129,7 @@ def test_golden_features(golden: Path) -> None:
 
 def test_no_template_features_without_max_templates() -> None:
     sample = prediction_sample(
-        Sequence("q", LETTERS), [make_alignment(LETTERS)], CONFIG, 0, made_templates(2, len(LETTERS))
+        ProteinSequence("q", LETTERS), [make_alignment(LETTERS)], CONFIG, 0, made_templates(2, len(LETTERS))
     )
     assert not [name for name in sample if name.startswith("template_")]
 
@@ -138,7 +138,7 @@ def test_no_template_features_without_max_templates() -> None:
 def test_always_max_templates(number: int | None) -> None:
     """Catches missing entries where a chain has no templates, and padding that is not masked zeros."""
     templates = None if number is None else made_templates(number, len(LETTERS))
-    sample = prediction_sample(Sequence("q", LETTERS), [make_alignment(LETTERS)], WHOLE, 0, templates)
+    sample = prediction_sample(ProteinSequence("q", LETTERS), [make_alignment(LETTERS)], WHOLE, 0, templates)
     there = min(number or 0, 4)
     assert sample["template_mask"].tolist() == [[1] * there + [0] * (4 - there)] * 2
     for name, axes in TEMPLATE_AXES.items():
@@ -164,7 +164,7 @@ class Searched(Memory):
     def chain(self, key: str) -> Chain:
         return replace(self.chains[key], release_date=date(2020, 1, 1))
 
-    def template_hits(self, key: str, query: Sequence) -> list[TemplateHit]:
+    def template_hits(self, key: str, query: ProteinSequence) -> list[TemplateHit]:
         numbers = range(self.number_of[key])
         letters = other_letters(query.letters)
         return [make_hit(query.letters, letters, key=f"{key[0]}t{k:02}_A", score=50.0 - k) for k in numbers]

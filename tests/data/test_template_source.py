@@ -14,7 +14,7 @@ from evodsp.data.store import FeatureStore
 from evodsp.data.template_hits import HitLimits, Rejection, parse_hhr
 from evodsp.data.template_source import TemplateSource, TemplateStructures, read_template_hits, template_files
 from evodsp.data.templates import TemplateRejection, template_features
-from evodsp.data.types import Chain, Sequence
+from evodsp.data.types import Chain, ProteinSequence
 from evodsp.errors import UserError
 from tests.data.test_store import database
 from tests.data.test_templates import LETTERS, QUERY, Chains, make_chain, make_hit
@@ -36,7 +36,7 @@ class Dated(Chains):
 
 
 @pytest.fixture(scope="module")
-def query73(real_data: Path) -> Sequence:
+def query73(real_data: Path) -> ProteinSequence:
     return parse_fasta(real_data / "fasta" / "query73.fasta")[0]
 
 
@@ -45,7 +45,7 @@ def source(real_data: Path) -> TemplateSource:
     return TemplateSource.open(real_data / "mmcif_files")
 
 
-def test_query73(real_data: Path, query73: Sequence, source: TemplateSource) -> None:
+def test_query73(real_data: Path, query73: ProteinSequence, source: TemplateSource) -> None:
     """Catches a real search that does not go through, and a missing structure that the log does not name."""
     found = source.find(real_data / "alignments" / "query73_A", query73)
     assert found.features.names == SEVEN
@@ -56,7 +56,9 @@ def test_query73(real_data: Path, query73: Sequence, source: TemplateSource) -> 
     )
 
 
-def test_no_template_is_as_young_as_the_query(real_data: Path, query73: Sequence, source: TemplateSource) -> None:
+def test_no_template_is_as_young_as_the_query(
+    real_data: Path, query73: ProteinSequence, source: TemplateSource
+) -> None:
     """Catches leakage: the query's own date ignored, the margin of 60 days, or a hit without a date let through."""
     folder = real_data / "alignments" / "query73_A"
     found = source.find(folder, query73, release_date=date(2008, 1, 1), pdb_id="9xyz")
@@ -73,7 +75,7 @@ def test_no_template_is_as_young_as_the_query(real_data: Path, query73: Sequence
     assert latest.find(folder, query73, date(2020, 1, 1), "9xyz").features.names == ("1psm_A",)
 
 
-def test_the_querys_own_entry_is_no_template(real_data: Path, query73: Sequence, source: TemplateSource) -> None:
+def test_the_querys_own_entry_is_no_template(real_data: Path, query73: ProteinSequence, source: TemplateSource) -> None:
     """Catches the answer given as a template, also where dates would allow it."""
     found = source.find(real_data / "alignments" / "query73_A", query73, date(2030, 1, 1), "2CRB")
     assert found.features.names == tuple(name for name in SEVEN if name != "2crb_A")
@@ -140,7 +142,7 @@ def test_the_only_chain_stands_for_one_that_is_not_there() -> None:
     assert rejected == {TemplateRejection.NO_CHAIN: ("1abc_A",)}
 
 
-def test_another_chain_of_a_real_entry(real_data: Path, query73: Sequence, source: TemplateSource) -> None:
+def test_another_chain_of_a_real_entry(real_data: Path, query73: ProteinSequence, source: TemplateSource) -> None:
     hits = parse_hhr(real_data / "alignments" / "query73_A" / "pdb70_hits.hhr")
     renamed = [replace(hit, chain_id="Z") for hit in hits if hit.key == "4zey_A"]
     assert source.find(renamed, query73).features.names == ("4zey_A",)
@@ -179,7 +181,7 @@ def test_log_of_many_missing_structures() -> None:
     assert line.endswith("1009_A and 2 more)")
 
 
-def test_limit_and_pickle(real_data: Path, query73: Sequence, source: TemplateSource) -> None:
+def test_limit_and_pickle(real_data: Path, query73: ProteinSequence, source: TemplateSource) -> None:
     """Catches a source that workers cannot receive, and more templates kept than wanted."""
     sent = pickle.loads(pickle.dumps(replace(source, limit=2)))
     assert sent.find(real_data / "alignments" / "query73_A", query73).features.names == SEVEN[:2]

@@ -22,13 +22,13 @@ from evodsp.data.templates import (
     rejection_summary,
     template_features,
 )
-from evodsp.data.types import Chain, Sequence, Structure
+from evodsp.data.types import Chain, ProteinSequence, Structure
 from evodsp.errors import FileFormatError, UserError
 from evodsp.geometry.residues import ATOM_ORDER
 from tests.conftest import load
 
 LETTERS = "MKTAYIAKQRQISFVKSHFSRQLEERLGLIEV"
-QUERY = Sequence("q", LETTERS)
+QUERY = ProteinSequence("q", LETTERS)
 N, CA, C, CB, OXYGEN = (ATOM_ORDER[name] for name in ("N", "CA", "C", "CB", "O"))
 
 
@@ -123,7 +123,7 @@ def test_atoms_golden(golden: Path, real_data: Path):
         arrays = load(golden / "featurization" / f"mmcif_{pdb_id}.npz")
         sequence = store.chain(key).sequence
         hit = make_hit(sequence[8:], sequence[8:], first_hit=1, key=key)
-        found, rejected = template_features(Sequence("piece", sequence[8:]), [hit], store)
+        found, rejected = template_features(ProteinSequence("piece", sequence[8:]), [hit], store)
         assert rejected == {}
         assert found.sequences == (sequence[8:],)
         np.testing.assert_array_equal(found.aatype[0], arrays[f"{chain_id}/aatype"][8:])

@@ -23,8 +23,8 @@ from evodsp.errors import UserError
 from evodsp.inference.config import PredictConfig
 from evodsp.inference.predict import predict
 from evodsp.model.alphafold import AlphaFold
-from evodsp.parallel.collectives import Group
 from evodsp.parallel.config import SequenceConfig
+from evodsp.parallel.group import Group
 from evodsp.weights.checkpoint import save_model
 from tests.ranks import RankPool
 

@@ -12,7 +12,7 @@ import torch
 from evodsp.data.dataset import collate, prediction_sample
 from evodsp.data.mmcif import read_chain
 from evodsp.data.store import read_alignment_dir
-from evodsp.data.types import Sequence
+from evodsp.data.types import ProteinSequence
 from evodsp.errors import UserError
 from evodsp.inference.predict import predict
 from evodsp.model.outputs import ModelOutput
@@ -31,7 +31,7 @@ def read_json(path):
 
 def by_hand(workplace: Workplace, recycles: int, ensembles: int, **options: float) -> ModelOutput:
     """The model on features with the sizes of the fixture's config, seed 0 of alpha_A."""
-    query = Sequence("alpha_A", QUERY)
+    query = ProteinSequence("alpha_A", QUERY)
     config = replace(TRAINED, crop_size=None, msa_clusters=5, extra_msa=4, recycles=recycles, ensembles=ensembles)
     sample = prediction_sample(query, read_alignment_dir(workplace.config.alignments / "alpha_A", query), config, 0)
     assert len(sample["aatype"]) == (recycles + 1) * ensembles

@@ -14,7 +14,7 @@ from evodsp.config import FeatureConfig, ModelConfig, TemplateConfig
 from evodsp.data.dataset import Sample, collate, prediction_sample
 from evodsp.data.mmcif import read_chain
 from evodsp.data.store import read_alignment_dir
-from evodsp.data.types import Sequence
+from evodsp.data.types import ProteinSequence
 from evodsp.errors import UserError
 from evodsp.inference import predict as module
 from evodsp.inference.predict import predict
@@ -68,7 +68,7 @@ def ptm_workplace(workplace: Workplace, ptm_checkpoint: Path) -> Workplace:
 
 def sample_of(workplace: Workplace, name: str, letters: str, seed: int = 0) -> Sample:
     """The features without templates."""
-    query = Sequence(name, letters)
+    query = ProteinSequence(name, letters)
     return prediction_sample(query, read_alignment_dir(workplace.config.alignments / name, query), SIZES, seed)
 
 
@@ -153,7 +153,9 @@ def test_no_template_is_no_update(ptm_workplace):
     """AF2: a masked template changes neither the pair representation nor, as rows of the MSA, anything else."""
     model, sample = load_model(ptm_workplace.config.checkpoint), sample_of(ptm_workplace, "alpha_A", QUERY)
     one = run_by_hand(model, sample | masked_template(len(QUERY)))
-    with_four = prediction_sample(Sequence("alpha_A", QUERY), [], replace(SIZES, msa_clusters=8, max_templates=4), 0)
+    with_four = prediction_sample(
+        ProteinSequence("alpha_A", QUERY), [], replace(SIZES, msa_clusters=8, max_templates=4), 0
+    )
     four = {name: with_four[name] for name in TEMPLATE_FEATURES}
     several = run_by_hand(model, sample | four)
     model.template_embedder = model.template_torsion_embedder = None
@@ -180,7 +182,7 @@ def test_padding_is_not_judged(ptm_workplace):
     model = load_model(ptm_workplace.config.checkpoint)
     long = sample_of(ptm_workplace, "alpha_A", QUERY) | masked_template(len(QUERY))
     short = sample_of(ptm_workplace, "beta_A", OTHER) | masked_template(len(OTHER))
-    target = Target(Sequence("beta_A", OTHER), ptm_workplace.config.alignments / "beta_A")
+    target = Target(ProteinSequence("beta_A", OTHER), ptm_workplace.config.alignments / "beta_A")
     batches = collate([short]), {name: values[:1] for name, values in collate([short, long]).items()}
     assert batches[1]["aatype"].shape[-1] == len(QUERY)
     with torch.no_grad():

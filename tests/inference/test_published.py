@@ -13,7 +13,7 @@ from evodsp.cli import main
 from evodsp.config import ModelConfig
 from evodsp.inference import predict as module
 from evodsp.inference.predict import predict
-from evodsp.inference.settings import feature_config
+from evodsp.inference.provenance import feature_config
 from evodsp.model.alphafold import AlphaFold
 from evodsp.weights.config import published_features
 from evodsp.weights.deepmind import read_npz

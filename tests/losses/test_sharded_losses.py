@@ -25,8 +25,8 @@ from evodsp.losses.total import total_loss
 from evodsp.losses.violation import Violations, find_violations, violation_metrics
 from evodsp.metrics import lddt_ca
 from evodsp.model.outputs import ModelOutput, StructureOutput
-from evodsp.parallel.collectives import Group
 from evodsp.parallel.exchange import Exchange, LocalExchange, ShardedExchange
+from evodsp.parallel.group import Group
 from evodsp.parallel.ledger import Ledger
 from tests.ranks import RankPool
 

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from evodsp.config import ModelConfig, TemplateConfig
 from evodsp.model.evoformer import EvoformerStack
 from evodsp.model.primitives import use_exchange
-from evodsp.model.schedule import DAP, Plan
+from evodsp.model.schedule import DAP, CommunicationPlan
 from evodsp.model.templates import TemplatePairStack
-from evodsp.parallel.collectives import Group
 from evodsp.parallel.exchange import Exchange, LocalExchange, ShardedExchange
+from evodsp.parallel.group import Group
 from evodsp.rng import Draws
 from tests.ranks import RankPool
 
@@ -37,7 +37,7 @@ class Case:
     batch: int = 1
     recompute: bool = False
     overlap: bool = True
-    plan: Plan = dataclasses.field(default_factory=Plan)
+    plan: CommunicationPlan = dataclasses.field(default_factory=CommunicationPlan)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,10 +158,10 @@ QUICK = [
     Case("extra_deep", recompute=True),
     Case("templates", batch=2, recompute=True),
     Case("evoformer", plan=DAP),
-    Case("extra", recompute=True, plan=Plan(keep_gathered=False)),
+    Case("extra", recompute=True, plan=CommunicationPlan(keep_gathered=False)),
     Case("extra_deep", recompute=True, plan=DAP),
-    Case("extra", batch=2, recompute=True, plan=Plan(outer_product_mean="sum", stream_bias=True)),
-    Case("templates", plan=Plan("channel", "gather", stream_bias=True)),
+    Case("extra", batch=2, recompute=True, plan=CommunicationPlan(outer_product_mean="sum", stream_bias=True)),
+    Case("templates", plan=CommunicationPlan("channel", "gather", stream_bias=True)),
 ]
 
 

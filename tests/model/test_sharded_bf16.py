@@ -16,8 +16,8 @@ from torch import Tensor
 from evodsp.config import ModelConfig
 from evodsp.model.evoformer import EvoformerStack
 from evodsp.model.primitives import use_exchange
-from evodsp.parallel.collectives import Group
 from evodsp.parallel.exchange import Exchange, LocalExchange, ShardedExchange
+from evodsp.parallel.group import Group
 from tests.ranks import RankPool
 
 BATCH, SEQUENCES, RESIDUES = 2, 13, 22

@@ -18,8 +18,8 @@ from evodsp.config import HeadsConfig, ModelConfig, TemplateConfig
 from evodsp.model.alphafold import AlphaFold
 from evodsp.model.outputs import ModelOutput
 from evodsp.model.primitives import use_exchange
-from evodsp.parallel.collectives import Group
 from evodsp.parallel.exchange import Exchange, LocalExchange, ShardedExchange
+from evodsp.parallel.group import Group
 from evodsp.parallel.layout import Axis
 from evodsp.rng import Draws
 from tests.model.test_sharded import close, dense

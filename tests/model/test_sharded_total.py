@@ -16,9 +16,9 @@ from torch import Tensor
 from evodsp.losses.total import total_loss
 from evodsp.model.alphafold import AlphaFold
 from evodsp.model.primitives import use_exchange
-from evodsp.model.schedule import Plan
-from evodsp.parallel.collectives import Group
+from evodsp.model.schedule import CommunicationPlan
 from evodsp.parallel.exchange import Exchange, LocalExchange, ShardedExchange
+from evodsp.parallel.group import Group
 from evodsp.rng import Draws
 from tests.losses.test_sharded_losses import WEIGHTS, batch_of
 from tests.model.test_sharded import close, dense
@@ -43,7 +43,7 @@ def batch(samples: int, sizes: Sizes) -> dict[str, Tensor]:
 
 
 def run(
-    samples: int, sizes: Sizes, exchange: Exchange, plan: Plan, recompute: bool = True
+    samples: int, sizes: Sizes, exchange: Exchange, plan: CommunicationPlan, recompute: bool = True
 ) -> tuple[Tensor, dict[str, Tensor], AlphaFold]:
     """The loss, its terms, and the model with its gradients, as this rank has them."""
     torch.set_default_dtype(torch.float64)
@@ -63,7 +63,7 @@ def run(
 
 
 def run_rank(
-    handle: Any, samples: int, sizes: Sizes, plan: Plan, recompute: bool, overlap: bool
+    handle: Any, samples: int, sizes: Sizes, plan: CommunicationPlan, recompute: bool, overlap: bool
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     exchange = ShardedExchange(Group(handle), overlap)
     loss, terms, model = run(samples, sizes, exchange, plan, recompute)
@@ -81,11 +81,11 @@ def check(
     ranks: int,
     samples: int,
     sizes: Sizes,
-    plan: Plan,
+    plan: CommunicationPlan,
     recompute: bool = True,
     overlap: bool = True,
 ) -> None:
-    loss, terms, model = run(samples, sizes, LocalExchange(), Plan(), recompute=False)
+    loss, terms, model = run(samples, sizes, LocalExchange(), CommunicationPlan(), recompute=False)
     for losses, gradients in pool.run(ranks, run_rank, samples, sizes, plan, recompute, overlap):
         for name, term in {**terms, "loss": loss}.items():
             close(losses[name], term, name)
@@ -96,14 +96,16 @@ def check(
 @pytest.mark.parametrize(
     ("ranks", "samples", "plan"),
     [
-        (2, 1, Plan()),
-        (3, 2, Plan("gather", "channel", "gather")),
-        (4, 2, Plan()),
-        pytest.param(4, 1, Plan(outer_product_mean="sum", stream_bias=True), marks=pytest.mark.verify),
+        (2, 1, CommunicationPlan()),
+        (3, 2, CommunicationPlan("gather", "channel", "gather")),
+        (4, 2, CommunicationPlan()),
+        pytest.param(4, 1, CommunicationPlan(outer_product_mean="sum", stream_bias=True), marks=pytest.mark.verify),
     ],
     ids=str,
 )
-def test_model_and_loss_over_ranks_equal_one_device(pool: RankPool, ranks: int, samples: int, plan: Plan) -> None:
+def test_model_and_loss_over_ranks_equal_one_device(
+    pool: RankPool, ranks: int, samples: int, plan: CommunicationPlan
+) -> None:
     """A term that counts its shard once instead of N times, or one that all ranks compute and N times is counted."""
     check(pool, ranks, samples, SMALL, plan)
 
@@ -115,7 +117,7 @@ def test_model_and_loss_recomputed_or_not_overlapped_or_not(
     pool: RankPool, ranks: int, samples: int, recompute: bool, overlap: bool
 ) -> None:
     """A collective that is right only where something else waits for it, or only in a recomputation."""
-    check(pool, ranks, samples, SMALL, Plan(), recompute, overlap)
+    check(pool, ranks, samples, SMALL, CommunicationPlan(), recompute, overlap)
 
 
 @pytest.fixture(scope="module")
@@ -129,4 +131,4 @@ def eight() -> Iterator[RankPool]:
 @pytest.mark.parametrize("samples", [1, 2])
 def test_model_and_loss_over_eight_ranks_equal_one_device(eight: RankPool, samples: int) -> None:
     """More ranks than heads, channels of an operand, or templates: some shards are empty."""
-    check(eight, 8, samples, FOR_EIGHT, Plan())
+    check(eight, 8, samples, FOR_EIGHT, CommunicationPlan())

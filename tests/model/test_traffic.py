@@ -12,24 +12,28 @@ import torch
 from evodsp.config import EvoformerConfig, ModelConfig
 from evodsp.model.evoformer import EvoformerStack
 from evodsp.model.primitives import use_exchange
-from evodsp.model.schedule import DAP, Plan
+from evodsp.model.schedule import DAP, CommunicationPlan
 from evodsp.model.traffic import Call, Sizes, evoformer_calls, extra_msa_calls, inner_block
-from evodsp.parallel.collectives import Group
 from evodsp.parallel.exchange import ShardedExchange
+from evodsp.parallel.group import Group
 from evodsp.parallel.ledger import Entry, Ledger
 from tests.ranks import RankPool
 
 RESIDUES = 7
 
 
-def sizes(extra: bool, sequences: int, ranks: int, rank: int, batch: int, plan: Plan, recompute: bool = False) -> Sizes:
+def sizes(
+    extra: bool, sequences: int, ranks: int, rank: int, batch: int, plan: CommunicationPlan, recompute: bool = False
+) -> Sizes:
     config = ModelConfig.preset("test")
     stack = dataclasses.replace(config.extra_msa if extra else config.evoformer, blocks=2, checkpoint=recompute)
     c_m = config.channels.extra_msa if extra else config.channels.msa
     return Sizes(ranks, rank, batch, sequences, RESIDUES, c_m, config.channels.pair, stack, plan)
 
 
-def entries(handle: Any, extra: bool, sequences: int, batch: int, plan: Plan, recompute: bool = False) -> list[Entry]:
+def entries(
+    handle: Any, extra: bool, sequences: int, batch: int, plan: CommunicationPlan, recompute: bool = False
+) -> list[Entry]:
     ledger = Ledger()
     exchange = ShardedExchange(Group(handle, ledger))
     n = sizes(extra, sequences, exchange.group.size, exchange.group.rank, batch, plan, recompute)
@@ -46,17 +50,17 @@ def entries(handle: Any, extra: bool, sequences: int, batch: int, plan: Plan, re
 @pytest.mark.parametrize(
     ("extra", "sequences", "plan"),
     [
-        (False, 5, Plan()),
-        (True, 6, Plan()),
-        (True, 40, Plan()),
+        (False, 5, CommunicationPlan()),
+        (True, 6, CommunicationPlan()),
+        (True, 40, CommunicationPlan()),
         (False, 5, DAP),
         (True, 40, DAP),
-        (True, 6, Plan(outer_product_mean="sum", stream_bias=True, triangle_incoming="gather")),
+        (True, 6, CommunicationPlan(outer_product_mean="sum", stream_bias=True, triangle_incoming="gather")),
     ],
     ids=str,
 )
 def test_ledger_is_what_the_schedule_predicts(
-    pool: RankPool, extra: bool, sequences: int, plan: Plan, ranks: int
+    pool: RankPool, extra: bool, sequences: int, plan: CommunicationPlan, ranks: int
 ) -> None:
     """A collective that nobody planned, or one that moves more than it should."""
     for rank, ledger in enumerate(pool.run(ranks, entries, extra, sequences, 2, plan)):
@@ -109,8 +113,8 @@ def test_an_extra_msa_block_moves_less_than_under_dap(sequences: int, residues: 
 @pytest.mark.parametrize("extra", [False, True])
 def test_recomputation_does_not_gather_again(pool: RankPool, extra: bool) -> None:
     """What was gathered is kept, and the MSA's way back to S lies outside of what is recomputed."""
-    for rank, ledger in enumerate(pool.run(2, entries, extra, 6, 2, Plan(), True)):
-        n = sizes(extra, 6, 2, rank, 2, Plan())
+    for rank, ledger in enumerate(pool.run(2, entries, extra, 6, 2, CommunicationPlan(), True)):
+        n = sizes(extra, 6, 2, rank, 2, CommunicationPlan())
         calls = extra_msa_calls(n) if extra else evoformer_calls(n)
         once = Counter(call.kind for call in calls)
         found = Counter(entry.kind for entry in ledger if not entry.backward)

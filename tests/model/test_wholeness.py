@@ -24,9 +24,9 @@ from evodsp.config import ChannelsConfig, EvoformerConfig, LossConfig, ModelConf
 from evodsp.losses.total import total_loss
 from evodsp.model.alphafold import AlphaFold
 from evodsp.model.primitives import use_exchange
-from evodsp.model.schedule import DAP, Plan
-from evodsp.parallel.collectives import Group
+from evodsp.model.schedule import DAP, CommunicationPlan
 from evodsp.parallel.exchange import ShardedExchange
+from evodsp.parallel.group import Group
 from evodsp.rng import Draws
 from scripts.benchmarks.samples import random_features
 from tests.losses.test_sharded_losses import batch_of
@@ -128,7 +128,7 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
             yield from _tensors(list(vars(leaf).values()))
 
 
-def watch(handle: Any, plan: Plan) -> tuple[list[str], list[str]]:
+def watch(handle: Any, plan: CommunicationPlan) -> tuple[list[str], list[str]]:
     """What is found in two passes with loss and gradients, and which modules did not run."""
     torch.manual_seed(0)
     exchange = ShardedExchange(Group(handle))
@@ -150,7 +150,7 @@ def watch(handle: Any, plan: Plan) -> tuple[list[str], list[str]]:
 
 def test_nothing_large_is_ever_whole(pool: RankPool) -> None:
     """A gather of a representation, wherever it hides: relative positions, recycling, templates, heads, losses, gradients."""
-    for found, unseen in pool.run(RANKS, watch, Plan()):
+    for found, unseen in pool.run(RANKS, watch, CommunicationPlan()):
         assert not found, "\n".join(found)
         # Their parameters are read by operators of the module that they are in, which are looked at as well.
         assert all(name.endswith(("relative_position", "outer_product_mean.output")) for name in unseen), unseen

@@ -13,19 +13,19 @@ from torch import Tensor
 from evodsp.parallel.collectives import (
     Broadcast,
     Collective,
-    Flight,
     Gather,
-    Group,
     Reduce,
     ScatterSum,
     Sum,
     Switch,
+    Transfer,
     maximum,
     shard,
-    start,
 )
+from evodsp.parallel.group import Group
 from evodsp.parallel.layout import shard_sizes, shard_slice
 from evodsp.parallel.ledger import Entry, Ledger
+from evodsp.parallel.pending import start
 from tests.ranks import RankPool
 
 BATCH, ROWS, COLUMNS, CHANNELS = 2, 5, 7, 3  # all differ, and neither 2, 3 nor 4 divides them all
@@ -245,7 +245,7 @@ def test_ledger_counts_both_passes(pool: RankPool) -> None:
 def wait_twice(handle: Any) -> tuple[str, bool]:
     group = Group(handle)
     pending = start(torch.ones(2, requires_grad=True), Sum(group))
-    once, again = pending.wait(again=True), pending.wait()
+    once, again = pending.wait(keep=True), pending.wait()
     try:
         pending.wait()
     except RuntimeError as error:
@@ -261,17 +261,17 @@ def test_a_result_is_given_out_once_unless_asked_for_again(pool: RankPool) -> No
 
 
 def flight_after_landing(handle: Any) -> tuple[bool, bool]:
-    flights: list[weakref.ref[Flight]] = []
+    flights: list[weakref.ref[Transfer]] = []
 
     class Watched(Sum):
-        def launch(self, x: Tensor, backward: bool = False) -> Flight:
+        def launch(self, x: Tensor, backward: bool = False) -> Transfer:
             flight = super().launch(x, backward)
             flights.append(weakref.ref(flight))
             return flight
 
     pending = start(torch.ones(2, requires_grad=True), Watched(Group(handle)))
     under_way = flights[0]() is not None
-    pending.wait(again=True)
+    pending.wait(keep=True)
     return under_way, flights[0]() is not None
 
 

@@ -76,7 +76,7 @@ def _leave() -> None:
     """A run that failed leaves its group behind."""
     import torch.distributed as dist
 
-    from evodsp.parallel.watch import watch_of_this_process
+    from evodsp.launch.watch import watch_of_this_process
 
     if watch := watch_of_this_process():
         watch.stop()

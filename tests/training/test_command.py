@@ -14,7 +14,7 @@ import torch
 
 from evodsp.cli import main
 from evodsp.config import FeatureConfig
-from evodsp.training.curve import read_curve
+from evodsp.training.csv_logger import read_curve
 from evodsp.weights.checkpoint import load_features, load_model, read_checkpoint
 
 

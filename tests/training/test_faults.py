@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from evodsp.training.curve import read_curve
+from evodsp.training.csv_logger import read_curve
 from tests.parallel.test_faults import TORCHRUN, begin, free_port
 from tests.training.ranks import CommandPool
 

@@ -13,7 +13,7 @@ from evodsp.cli import main
 from evodsp.config import FeatureConfig, ModelConfig, TemplateConfig
 from evodsp.errors import UserError
 from evodsp.training.config import DataConfig, check_templates
-from evodsp.training.curve import read_curve
+from evodsp.training.csv_logger import read_curve
 from evodsp.training.datamodule import ChainDataModule
 from evodsp.weights.checkpoint import read_checkpoint
 from tests.training.conftest import SEQUENCES

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from evodsp.errors import UserError
-from evodsp.parallel import process_group
-from evodsp.parallel.launcher import _environment
-from evodsp.parallel.process_group import Place, first_host, place, under_launcher
-from evodsp.parallel.watch import Judge, State
+from evodsp.launch import process_group
+from evodsp.launch.launcher import _environment
+from evodsp.launch.process_group import Place, first_host, place, under_launcher
+from evodsp.launch.watch import Judge, State
 
 VARIABLES = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE", "SLURM_PROCID",
@@ -86,7 +86,7 @@ def test_the_first_host_of_a_node_list(nodes: str, first: str) -> None:
 
 def test_threads_are_divided_among_local_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight ranks with sixteen threads each on sixteen cores."""
-    monkeypatch.setattr("evodsp.parallel.launcher._cores", lambda: 16)
+    monkeypatch.setattr("evodsp.launch.launcher._cores", lambda: 16)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert _environment(0, 8, 1)["OMP_NUM_THREADS"] == "2"
     assert _environment(0, 32, 1)["OMP_NUM_THREADS"] == "1"

@@ -1,6 +1,6 @@
 """What a rank of `test_faults` does: adds up numbers with the others, and at step 5 of the first attempt comes to grief.
 
-    python -m tests.parallel.rank_program FAULT VICTIM TIMEOUT FOLDER
+    python -m tests.launch.rank_program FAULT VICTIM TIMEOUT FOLDER
 
 A file in FOLDER says that an attempt was made: restart counts differ between machines.
 """
@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from evodsp.parallel.process_group import guarded, start, stop
+from evodsp.launch.process_group import guarded, start, stop
 
 
 def main(fault: str, victim: str, timeout: str, folder: str) -> None:

@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from evodsp.config import FeatureConfig
+from evodsp.data.features import check_config
 from evodsp.data.templates import TemplateFeatures
-from evodsp.data.transforms import check_config
 from evodsp.errors import UserError
 from evodsp.inference.config import PredictConfig
 from evodsp.inference.target_templates import template_digest

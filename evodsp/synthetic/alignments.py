@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Bool, Int64
 
-from evodsp.data.synthetic.sequences import PottsModel, to_letters
 from evodsp.geometry.residues import RESTYPES
 from evodsp.rng import Draws
+from evodsp.synthetic.sequences import PottsModel, to_letters
 
 LONGEST_INSERTION = 4
 SWEEPS = 3

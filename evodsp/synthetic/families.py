@@ -9,17 +9,17 @@ from datetime import date, timedelta
 import numpy as np
 import torch
 
-from evodsp.data.synthetic.alignments import Homologs, draw_homologs
-from evodsp.data.synthetic.backbone import CA, CB, build_backbone
-from evodsp.data.synthetic.blueprint import make_blueprint
-from evodsp.data.synthetic.config import FOLDS, SynthesisConfig
-from evodsp.data.synthetic.folding import fold, vary
-from evodsp.data.synthetic.sequences import make_potts_model, to_letters
-from evodsp.data.synthetic.sidechains import place_side_chains
 from evodsp.data.types import Chain
 from evodsp.geometry.frames import atom14_to_atom37
 from evodsp.geometry.residues import RESTYPE_ATOM37_MASK
 from evodsp.rng import Draws
+from evodsp.synthetic.alignments import Homologs, draw_homologs
+from evodsp.synthetic.backbone import CA, CB, build_backbone
+from evodsp.synthetic.blueprint import make_blueprint
+from evodsp.synthetic.config import FOLDS, SynthesisConfig
+from evodsp.synthetic.folding import fold, vary
+from evodsp.synthetic.sequences import make_potts_model, to_letters
+from evodsp.synthetic.sidechains import place_side_chains
 
 VARIANTS = 36
 """Starts of the folding, of which the better third is followed up and the best kept."""

@@ -14,11 +14,11 @@ from evodsp.cli import main
 from evodsp.config import ModelConfig
 from evodsp.errors import UserError
 from evodsp.parallel.mesh import init_mesh
-from evodsp.training.agreement import Agreement, digest
+from evodsp.training.batch_check import Agreement, digest
+from evodsp.training.checkpointing import recount_batches
 from evodsp.training.config import TrainingConfig
-from evodsp.training.curve import read_curve
+from evodsp.training.csv_logger import read_curve
 from evodsp.training.module import TrainingModule, mean_by_chain
-from evodsp.training.resume import recount_batches
 from tests.ranks import RankPool
 from tests.training.ranks import CommandPool
 

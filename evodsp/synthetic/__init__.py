@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from evodsp.data.synthetic.config import SynthesisConfig
+from evodsp.synthetic.config import SynthesisConfig
 
 __all__ = ["SynthesisConfig", "synthesize"]
 
@@ -24,6 +24,6 @@ def synthesize(output: Path, config: SynthesisConfig, report: Callable[[str], No
     Raises UserError if `output` exists and is not an empty folder; nothing is left at `output` if writing fails.
     """
     # Imported late: the command line reads SynthesisConfig for its help, which must not wait for torch.
-    from evodsp.data.synthetic.writers import write_families
+    from evodsp.synthetic.writers import write_families
 
     write_families(Path(output), config, report)

@@ -26,7 +26,7 @@ def free_port() -> int:
 
 
 def program(fault: str, victim: int, folder: Path) -> list[str]:
-    return ["-m", "tests.parallel.rank_program", fault, str(victim), str(TIMEOUT), str(folder)]
+    return ["-m", "tests.launch.rank_program", fault, str(victim), str(TIMEOUT), str(folder)]
 
 
 def begin(words: list[str], **variables: object) -> subprocess.Popen[str]:
@@ -128,7 +128,7 @@ def test_torchrun_on_two_nodes(tmp_path: Path, fault: str) -> None:
 def test_a_rank_that_never_comes_is_named() -> None:
     """A node that did not boot: all others wait for it without saying so."""
     process = begin(
-        [sys.executable, "-c", "from evodsp.parallel.process_group import start; start('gloo', meeting_s=2.0)"],
+        [sys.executable, "-c", "from evodsp.launch.process_group import start; start('gloo', meeting_s=2.0)"],
         RANK=0, WORLD_SIZE=3, MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port(),
     )  # fmt: skip
     _, error = process.communicate(timeout=60)
@@ -147,7 +147,7 @@ def test_sigterm_to_the_launcher_ends_its_ranks() -> None:
 
 LAUNCH = """
 import subprocess, sys, threading
-from evodsp.parallel import launcher
+from evodsp.launch import launcher
 started, real = [], launcher._start
 class Patient(subprocess.Popen):
     def __init__(self, words, **options):

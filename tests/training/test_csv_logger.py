@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from evodsp.training.curve import CurveLogger, read_curve
+from evodsp.training.csv_logger import CurveLogger, read_curve
 
 
 def logged(folder: Path, steps: list[int]) -> None:

@@ -5,7 +5,7 @@ import torch
 
 from evodsp.data.dataset import ChainDataset
 from evodsp.errors import FileFormatError, UserError
-from evodsp.training.stream import BatchStream, StreamSampler, TrainingStream, collate_or_error, whole_batches
+from evodsp.training.loader import BatchStream, StreamSampler, TrainingStream, collate_or_error, whole_batches
 
 
 class Numbers(ChainDataset):

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from evodsp.errors import UserError
-from evodsp.parallel.collectives import Group
+from evodsp.parallel.group import Group
 
 T = TypeVar("T")
 

@@ -11,9 +11,9 @@ from typing import Any, Literal
 
 from jsonargparse import ActionConfigFile
 
-from evodsp.model.schedule import Plan
+from evodsp.argument_parser import OneLineErrors
+from evodsp.model.schedule import CommunicationPlan
 from evodsp.parallel.config import ParallelConfig
-from evodsp.parser import OneLineErrors
 from evodsp.training.config import DataConfig, RunConfig, TrainingConfig
 
 Command = Literal["fit", "validate", "test"]
@@ -79,7 +79,7 @@ def add_arguments(parser: Any) -> None:
     parser.add_class_arguments(TrainingConfig, "model")
     parser.add_class_arguments(DataConfig, "data")
     parser.add_class_arguments(ParallelConfig, "parallel")
-    parser.add_class_arguments(Plan, "plan")
+    parser.add_class_arguments(CommunicationPlan, "plan")
 
 
 def print_help(command: Command) -> None:

@@ -1,6 +1,6 @@
 """The default process group of one rank: found from the environment, started, stopped.
 
-Ranks are started by torchrun, by plain `srun`, or by `evodsp` itself (`evodsp.parallel.launcher`); `start` serves all three.
+Ranks are started by torchrun, by plain `srun`, or by `evodsp` itself (`evodsp.launch.launcher`); `start` serves all three.
 What can go wrong, and how soon it ends:
 
 - A rank that dies takes its connections with it: the others' next collective fails at once (`guarded` says so in a line).
@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from evodsp.errors import UserError
-from evodsp.parallel.watch import GIVEN_UP, Watch, watch_of_this_process
+from evodsp.launch.watch import GIVEN_UP, Watch, watch_of_this_process
 
 TIMEOUT_S = 600.0
 """How long a collective may take (NCCL's own default; gloo's is three times that): longer than reading an alignment or saving

@@ -5,9 +5,9 @@ from __future__ import annotations
 from evodsp.errors import UserError
 from evodsp.inference.config import PredictConfig
 from evodsp.inference.predict import device_of, predict
-from evodsp.parallel.launcher import launch
+from evodsp.launch.launcher import launch
+from evodsp.launch.process_group import collective_timeout, guarded, place, start, stop, under_launcher
 from evodsp.parallel.mesh import init_mesh
-from evodsp.parallel.process_group import collective_timeout, guarded, place, start, stop, under_launcher
 
 
 def run(config: PredictConfig, words: list[str]) -> int:

@@ -1,11 +1,8 @@
-"""Files that hold parameters: what kind one is, by its content, and how one is written."""
+"""Files that hold parameters: what kind one is, by its content."""
 
 from __future__ import annotations
 
-import os
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
@@ -24,16 +21,3 @@ def container(path: Path) -> Container | None:
     if any(name.endswith(".npy") for name in members):
         return "npz"
     return "torch" if any(name.endswith("data.pkl") for name in members) else None
-
-
-@contextmanager
-def whole_file(path: str | Path) -> Iterator[Path]:
-    """A name to write to. The file appears under `path`, whole, when the block ends, and not at all if it fails."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        yield partial
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from evodsp.errors import UserError
-from evodsp.parallel import process_group
+from evodsp.launch import process_group
 from evodsp.parallel.config import ParallelConfig
 from evodsp.parallel.mesh import data_ranks
 from evodsp.training.config import DataConfig, TrainingConfig

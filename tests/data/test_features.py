@@ -10,9 +10,7 @@ import pytest
 
 from evodsp.config import FeatureConfig
 from evodsp.data.crop import Crop
-from evodsp.data.msa import MsaFeatures, letter_profile, query_only
-from evodsp.data.templates import TemplateFeatures
-from evodsp.data.transforms import (
+from evodsp.data.features import (
     FEATURE_AXES,
     TEMPLATE_AXES,
     CycleDraws,
@@ -30,6 +28,8 @@ from evodsp.data.transforms import (
     summarise_clusters,
     target_features,
 )
+from evodsp.data.msa import MsaFeatures, letter_profile, query_only
+from evodsp.data.templates import TemplateFeatures
 from evodsp.errors import UserError
 from evodsp.rng import Draws
 from tests.conftest import load

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from jaxtyping import Float, Float64, Int64
 
-from evodsp.data.synthetic.backbone import CA, C, N, O
 from evodsp.geometry.frames import frames_to_atom14, torsion_angles_to_frames
 from evodsp.geometry.residues import (
     RESTYPE_1TO3,
@@ -26,6 +25,7 @@ from evodsp.geometry.residues import (
 )
 from evodsp.geometry.rigid import Rigid
 from evodsp.rng import Draws
+from evodsp.synthetic.backbone import CA, C, N, O
 
 KEPT_ROTAMERS = 10
 CLASH = 2.6

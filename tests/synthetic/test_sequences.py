@@ -9,14 +9,14 @@ import pytest
 
 from evodsp.data.parsers import parse_a3m, parse_stockholm
 from evodsp.data.store import FeatureStore
-from evodsp.data.synthetic import sequences
-from evodsp.data.synthetic.alignments import Homologs, draw_homologs, to_a3m, to_stockholm
-from evodsp.data.synthetic.backbone import backbone_jacobian, build_backbone
-from evodsp.data.synthetic.folding import superpose
-from evodsp.data.synthetic.sequences import PottsModel, burial, contact_map, make_potts_model
 from evodsp.data.types import Chain
 from evodsp.geometry.residues import ATOM_ORDER, RESTYPE_ORDER
 from evodsp.rng import Draws
+from evodsp.synthetic import sequences
+from evodsp.synthetic.alignments import Homologs, draw_homologs, to_a3m, to_stockholm
+from evodsp.synthetic.backbone import backbone_jacobian, build_backbone
+from evodsp.synthetic.folding import superpose
+from evodsp.synthetic.sequences import PottsModel, burial, contact_map, make_potts_model
 
 BUNDLED = Path(__file__).resolve().parents[2] / "data"
 CHAINS = ("s001_A", "s006_A", "s011_A")

@@ -10,14 +10,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from evodsp.data.mmcif_writer import write_mmcif
-from evodsp.data.synthetic.alignments import to_a3m, to_stockholm
-from evodsp.data.synthetic.config import SynthesisConfig
-from evodsp.data.synthetic.families import Member, make_family
 from evodsp.errors import UserError
+from evodsp.synthetic.alignments import to_a3m, to_stockholm
+from evodsp.synthetic.config import SynthesisConfig
+from evodsp.synthetic.families import Member, make_family
 
 
 def write_families(output: Path, config: SynthesisConfig, report: Callable[[str], None] | None = None) -> None:
-    """See `evodsp.data.synthetic.synthesize`."""
+    """See `evodsp.synthetic.synthesize`."""
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError(f"{output}: exists and is not an empty folder; name a new one, or empty it first")
     if not output.parent.is_dir():

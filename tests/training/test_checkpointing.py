@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from evodsp.cli import main
-from evodsp.training.checkpoint_io import WholeFileIO, remove_partial
+from evodsp.training.checkpointing import WholeFileIO, remove_partial
 
 
 class Unwritable:

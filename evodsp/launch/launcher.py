@@ -20,7 +20,7 @@ from typing import IO, Any
 
 import torch.distributed as dist
 
-from evodsp.parallel.watch import GIVEN_UP
+from evodsp.launch.watch import GIVEN_UP
 
 POLL_S = 0.05
 GRACE_S = 10.0

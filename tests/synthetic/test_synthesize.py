@@ -13,17 +13,17 @@ import pytest
 import torch
 
 from evodsp.data.store import FeatureStore
-from evodsp.data.synthetic import SynthesisConfig, families, synthesize, writers
-from evodsp.data.synthetic.backbone import backbone_torsions
-from evodsp.data.synthetic.blueprint import make_blueprint
-from evodsp.data.synthetic.config import FOLDS
-from evodsp.data.synthetic.folding import expected_radius_of_gyration, radius_of_gyration, rmsd
-from evodsp.data.synthetic.sidechains import closest_approach
 from evodsp.data.types import Chain
 from evodsp.errors import UserError
 from evodsp.geometry.frames import atom37_to_atom14
 from evodsp.geometry.residues import ATOM_ORDER, RESTYPE_ATOM37_MASK, RESTYPE_ORDER
 from evodsp.rng import Draws
+from evodsp.synthetic import SynthesisConfig, families, synthesize, writers
+from evodsp.synthetic.backbone import backbone_torsions
+from evodsp.synthetic.blueprint import make_blueprint
+from evodsp.synthetic.config import FOLDS
+from evodsp.synthetic.folding import expected_radius_of_gyration, radius_of_gyration, rmsd
+from evodsp.synthetic.sidechains import closest_approach
 
 BUNDLED = Path(__file__).resolve().parents[2] / "data"
 SMALL = SynthesisConfig(families=3, members=1, held_out=1, min_length=48, max_length=56, sequences=12, seed=3)

@@ -1,0 +1,111 @@
+"""Collectives in the autograd graph, launched and awaited apart so that computation can lie between the two.
+
+    pending = start(x, Switch(...))      # communication begins
+    ...                                  # compute something else
+    y = pending.wait()                   # its result
+
+What is launched early in the forward pass is launched early in the backward pass as well: the transpose is launched where the
+forward result was awaited, and awaited where the forward collective was launched.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from evodsp.parallel.collectives import Collective, Transfer
+
+
+class Pending(ABC):
+    """A tensor that may still be on its way."""
+
+    @abstractmethod
+    def wait(self, keep: bool = False) -> Tensor:
+        """The tensor. `keep`: a recomputation will ask for it again; otherwise it may be asked for once."""
+
+
+class Ready(Pending):
+    """A tensor that is here."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+    def wait(self, keep: bool = False) -> Tensor:
+        return self.x
+
+
+class Shared(Pending):
+    """A pending tensor with several readers: the first of them waits."""
+
+    def __init__(self, pending: Pending) -> None:
+        self._pending, self._x = pending, None if not isinstance(pending, Ready) else pending.x
+
+    def wait(self, keep: bool = False) -> Tensor:
+        if self._x is None:
+            self._x = self._pending.wait()
+        return self._x
+
+
+class Launched(Pending):
+    """The result of a collective under way, and a link of the graph.
+
+    What goes through the graph from launch to wait is only a token: a buffer that is still being filled must not be touched,
+    and autograd would check it or add to it. The tensors travel in `_Link`, which both graph nodes hold.
+    """
+
+    def __init__(self, x: Tensor, collective: Collective) -> None:
+        self._link = _Link(collective)
+        self._token: Tensor = _Launch.apply(x, self._link)
+
+    def wait(self, keep: bool = False) -> Tensor:
+        return _Wait.apply(self._token, self._link, keep)
+
+
+@dataclass
+class _Link:
+    """The state of one collective and its transpose, shared by the two nodes of the graph."""
+
+    collective: Collective
+    sending: Transfer | None = None
+    returning: Transfer | None = None
+    kept: Tensor | None = None
+    """The result, kept if it will be asked for again."""
+
+
+class _Launch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, link: _Link) -> Tensor:
+        ctx.link = link
+        link.sending = link.collective.launch(x)
+        return x.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, token: Tensor) -> tuple[Tensor, None]:
+        transfer, ctx.link.returning = ctx.link.returning, None
+        return transfer.wait(), None
+
+
+class _Wait(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, link: _Link, keep: bool) -> Tensor:
+        ctx.link = link
+        transfer, link.sending = link.sending, None  # and with it what was sent
+        result = link.kept if transfer is None else transfer.wait()
+        if result is None:
+            raise RuntimeError("a collective's result was asked for twice; use wait(keep=True) the first time")
+        link.kept = result if keep else None
+        return result.detach()  # a tensor object of its own: autograd marks it
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        ctx.link.returning = ctx.link.collective.transpose().launch(gradient, backward=True)
+        return gradient.new_zeros(()), None, None
+
+
+def start(x: Tensor, collective: Collective) -> Launched:
+    """Launch `collective` on `x`; its result is awaited with `.wait()`."""
+    return Launched(x, collective)
