@@ -214,7 +214,7 @@ def _each_structure(
 
 
 def _search(
-    mobile: Float[Tensor, "n 3"], target: Float[Tensor, "n 3"], limits: Float[Tensor, "C"]
+    mobile: Float[Tensor, "n 3"], target: Float[Tensor, "n 3"], limits: Float[Tensor, " C"]
 ) -> Iterator[Float[Tensor, "K n"]]:
     """Distances between paired atoms under many superpositions, K at a time.
 

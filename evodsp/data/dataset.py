@@ -69,7 +69,7 @@ class ChainSource(Protocol):
 class ChainRecord:
     """What is kept of a chain between samples: features before sampling, labels of the whole chain."""
 
-    aatype: Int32[np.ndarray, "L"]
+    aatype: Int32[np.ndarray, " L"]
     msa: MsaFeatures
     labels: dict[str, Tensor]
     templates: FoundTemplates | None = None
@@ -80,7 +80,7 @@ class ChainRecord:
         return self.msa.nbytes + sum(label.nbytes for label in self.labels.values()) + templates
 
 
-def check_query(name: str, letters: str, query: Int8[np.ndarray, "L"], source: str) -> None:
+def check_query(name: str, letters: str, query: Int8[np.ndarray, " L"], source: str) -> None:
     """Raise UserError where the sequence `letters` differs from the first row of its alignment; X agrees with any letter."""
     if len(letters) != len(query):
         raise UserError(
@@ -97,7 +97,7 @@ def check_query(name: str, letters: str, query: Int8[np.ndarray, "L"], source: s
         )
 
 
-def chain_labels(chain: Chain, aatype: Int32[np.ndarray, "L"]) -> dict[str, Tensor]:
+def chain_labels(chain: Chain, aatype: Int32[np.ndarray, " L"]) -> dict[str, Tensor]:
     """Labels of a whole chain: golden names, float32 (Å) and int32. A structure without a resolution (NMR) has 0."""
     positions, mask = torch.from_numpy(chain.positions), torch.from_numpy(chain.mask)
     labels = structure_labels(torch.from_numpy(aatype), positions, mask)

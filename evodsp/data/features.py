@@ -81,9 +81,9 @@ class Sizes:
 class CycleDraws:
     """All random numbers that the features of one recycling iteration consume."""
 
-    deleted_block_starts: Int64[np.ndarray, "blocks"]
+    deleted_block_starts: Int64[np.ndarray, " blocks"]
     """First row of each deleted block; empty without block deletion."""
-    order: Int64[np.ndarray, "N"]
+    order: Int64[np.ndarray, " N"]
     """All rows of the MSA in random order, the query first."""
     replace: Float[np.ndarray, "S L"]
     """Uniform numbers that choose the letters to replace."""
@@ -145,12 +145,12 @@ def check_config(config: FeatureConfig) -> None:
         raise UserError(f"masked_uniform + masked_profile + masked_same is {total:g}; together they may be at most 1")
 
 
-def encode_sequence(letters: str) -> Int32[np.ndarray, "L"]:
+def encode_sequence(letters: str) -> Int32[np.ndarray, " L"]:
     """aatype of a sequence; every letter that is not one of the 20 amino acids is X (20)."""
     return _CODES[np.frombuffer(letters.encode("latin-1", "replace"), np.uint8)]
 
 
-def kept_rows(rows: int, starts: Int64[np.ndarray, "blocks"], fraction: float) -> Bool[np.ndarray, "{rows}"]:
+def kept_rows(rows: int, starts: Int64[np.ndarray, " blocks"], fraction: float) -> Bool[np.ndarray, " {rows}"]:
     """Which rows survive the deletion of one block of `fraction` of them from each start (algorithm 1). The query does."""
     keep = np.ones(rows, bool)
     index = np.arange(rows)
@@ -205,7 +205,7 @@ def mask_letters(
 _COLUMN_TILE, _PAIR_TILE = 16, 1 << 16
 
 
-def nearest_clusters(clusters: Int8[np.ndarray, "S L"], extra: Int8[np.ndarray, "E L"]) -> Int32[np.ndarray, "E"]:
+def nearest_clusters(clusters: Int8[np.ndarray, "S L"], extra: Int8[np.ndarray, "E L"]) -> Int32[np.ndarray, " E"]:
     """For each extra sequence the cluster it agrees with in most columns, the first of equals (supplement 1.2.7, step 3).
 
     Gaps and masked letters agree with nothing. This is the one-hot matrix product of the supplement, done as tiles of byte
@@ -235,7 +235,7 @@ def summarise_clusters(
     cluster_deletions: Int32[np.ndarray, "S R"],
     extra: Int8[np.ndarray, "E R"],
     extra_deletions: Int32[np.ndarray, "E R"],
-    nearest: Int32[np.ndarray, "E"],
+    nearest: Int32[np.ndarray, " E"],
 ) -> tuple[Float32[np.ndarray, "S R 23"], Float32[np.ndarray, "S R"]]:
     """(letter frequencies, mean number of deletions) in each cluster, its centre included (supplement 1.2.7, step 4)."""
     size, columns = clusters.shape
@@ -277,14 +277,14 @@ def msa_features(
     return features
 
 
-def target_features(aatype: Int32[np.ndarray, "R"]) -> Float32[np.ndarray, "R 22"]:
+def target_features(aatype: Int32[np.ndarray, " R"]) -> Float32[np.ndarray, "R 22"]:
     """`target_feat`: a column that marks chain breaks (none in a monomer), then the one-hot residue type, 21."""
     features = np.zeros((len(aatype), 22), np.float32)
     features[:, 1:] = _ONE_HOT[aatype, :21]
     return features
 
 
-def sequence_features(aatype: Int32[np.ndarray, "L"], crop: Crop) -> dict[str, np.ndarray]:
+def sequence_features(aatype: Int32[np.ndarray, " L"], crop: Crop) -> dict[str, np.ndarray]:
     """The features that are the same in every recycling iteration, cropped to R residues."""
     cropped = aatype[crop.residues]
     return {
@@ -330,7 +330,7 @@ def sampled_features(msa: MsaFeatures, config: FeatureConfig, draws: CycleDraws,
 
 
 def make_features(
-    aatype: Int32[np.ndarray, "L"],
+    aatype: Int32[np.ndarray, " L"],
     msa: MsaFeatures,
     config: FeatureConfig,
     draws: Draws,

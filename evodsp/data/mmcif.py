@@ -89,7 +89,7 @@ class _Entry:
     release_date: date | None
     seqres: dict[str, dict[int, list[str]]]  # label_asym_id -> sequence number -> monomers (several: heterogeneous)
     asym_of_chain: dict[str, str]  # author chain id -> label_asym_id
-    rows_of_asym: dict[str, Int64[np.ndarray, "n"]]  # rows of _atom_site, first model only
+    rows_of_asym: dict[str, Int64[np.ndarray, " n"]]  # rows of _atom_site, first model only
 
     @classmethod
     def read(cls, path: str | Path) -> _Entry:
@@ -110,7 +110,7 @@ class _Entry:
             rows_of_asym=rows_of_asym,
         )
 
-    def column(self, tag: str, rows: Int64[np.ndarray, "n"], missing: str) -> np.ndarray:
+    def column(self, tag: str, rows: Int64[np.ndarray, " n"], missing: str) -> np.ndarray:
         """Unquoted strings [n] of an _atom_site column; `missing` for '?', '.' and an absent column."""
         found = self.block.find_values(f"_atom_site.{tag}")
         if not found or not rows.size:
@@ -120,7 +120,7 @@ class _Entry:
         unique, inverse = np.unique(raw, return_inverse=True)
         return np.array([missing if cif.is_null(text) else _unquoted(text) for text in unique])[inverse]
 
-    def numbers(self, tag: str, rows: Int64[np.ndarray, "n"], missing: str = "") -> Float64[np.ndarray, "n"]:
+    def numbers(self, tag: str, rows: Int64[np.ndarray, " n"], missing: str = "") -> Float64[np.ndarray, " n"]:
         """Finite numbers [n] of an _atom_site column, standard deviations in parentheses cut off."""
         texts = self.column(tag, rows, missing)
         try:
@@ -181,10 +181,10 @@ class _Entry:
 
     def _atom37(
         self,
-        rows: Int64[np.ndarray, "n"],
-        residue: Int64[np.ndarray, "n"],
+        rows: Int64[np.ndarray, " n"],
+        residue: Int64[np.ndarray, " n"],
         names: np.ndarray,
-        occupancy: Float64[np.ndarray, "n"],
+        occupancy: Float64[np.ndarray, " n"],
         length: int,
     ) -> tuple[Float32[np.ndarray, "L 37 3"], Float32[np.ndarray, "L 37"]]:
         """Positions and mask of the given atom rows; `residue` and `names` are each row's index and monomer."""
@@ -201,8 +201,8 @@ class _Entry:
 
 
 def _first_of_each(
-    keys: Int64[np.ndarray, "n"], occupancy: Float64[np.ndarray, "n"]
-) -> tuple[Int64[np.ndarray, "m"], Int64[np.ndarray, "m"]]:
+    keys: Int64[np.ndarray, " n"], occupancy: Float64[np.ndarray, " n"]
+) -> tuple[Int64[np.ndarray, " m"], Int64[np.ndarray, " m"]]:
     """The distinct keys and, for each, the row of the highest occupancy (the first among equals)."""
     order = np.argsort(-occupancy, kind="stable")
     unique, first = np.unique(keys[order], return_index=True)
@@ -210,7 +210,7 @@ def _first_of_each(
 
 
 def _name_arginine_nitrogens(
-    positions: Float32[np.ndarray, "L 37 3"], mask: Float32[np.ndarray, "L 37"], is_arginine: Bool[np.ndarray, "L"]
+    positions: Float32[np.ndarray, "L 37 3"], mask: Float32[np.ndarray, "L 37"], is_arginine: Bool[np.ndarray, " L"]
 ) -> None:
     """Exchange NH1 and NH2, in place, where NH2 is nearer to CD: some entries name them the other way round."""
     complete = np.flatnonzero(is_arginine & mask[:, [_CD, _NH1, _NH2]].all(axis=1))

@@ -47,7 +47,7 @@ class MsaFeatures:
         return self.msa.nbytes + self.deletions.nbytes + self.profile.nbytes
 
 
-def first_occurrences(rows: Int8[np.ndarray, "N L"]) -> Int64[np.ndarray, "M"]:
+def first_occurrences(rows: Int8[np.ndarray, "N L"]) -> Int64[np.ndarray, " M"]:
     """Indices of the rows that equal no earlier row, ascending."""
     contiguous = np.ascontiguousarray(rows)
     as_bytes = contiguous.view(np.dtype((np.void, contiguous.shape[1]))).ravel()
@@ -84,7 +84,7 @@ def merge_alignments(alignments: Sequence[Alignment]) -> MsaFeatures:
     return MsaFeatures(msa, deletions, letter_profile(msa))
 
 
-def query_only(query: Int8[np.ndarray, "L"]) -> MsaFeatures:
+def query_only(query: Int8[np.ndarray, " L"]) -> MsaFeatures:
     """The MSA of a chain without homologues: the query alone."""
     msa = query[None]
     return MsaFeatures(msa, np.zeros(msa.shape, np.int32), letter_profile(msa))

@@ -52,7 +52,7 @@ _STOCKHOLM = _table(_LETTER_CODES | _LOWER_CASE | dict.fromkeys("-._~", GAP))
 _FASTA = _table({c: k for c, k in (_LETTER_CODES | _LOWER_CASE).items() if c.upper() not in "BJOUZ"} | _WHITESPACE)
 
 
-def encode(letters: str) -> Int8[np.ndarray, "L"]:
+def encode(letters: str) -> Int8[np.ndarray, " L"]:
     """One-letter codes (either case, '-' for a gap) as AF2 residue codes: 0..19, X = 20, gap = 21."""
     codes = np.frombuffer(letters.encode("ascii", "replace").translate(_STOCKHOLM), np.int8)
     if (illegal := np.flatnonzero(codes == _ILLEGAL)).size:
@@ -174,7 +174,7 @@ def parse_stockholm(path: str | Path, data: bytes | None = None) -> Alignment:
     return Alignment(str(path), names, residues, _deletions_of_dropped(codes, kept))
 
 
-def _deletions_of_dropped(codes: UInt8[np.ndarray, "N W"], kept: Bool[np.ndarray, "W"]) -> Int32[np.ndarray, "N L"]:
+def _deletions_of_dropped(codes: UInt8[np.ndarray, "N W"], kept: Bool[np.ndarray, " W"]) -> Int32[np.ndarray, "N L"]:
     """Residues in dropped columns, counted at the next kept column."""
     deletions = np.zeros((len(codes), int(kept.sum())), np.int32)
     dropped = np.flatnonzero(~kept)
@@ -231,7 +231,7 @@ def _split_records(path: str | Path, data: bytes, kind: str) -> _Records:
     return _Records(path, headers, [start + 1 for start in starts], bodies, rows)
 
 
-def _translate(records: _Records, table: bytes, mend: str) -> UInt8[np.ndarray, "n"]:
+def _translate(records: _Records, table: bytes, mend: str) -> UInt8[np.ndarray, " n"]:
     """Codes of all rows joined; raises FileFormatError at the first illegal byte."""
     joined = b"".join(records.rows).translate(table)
     if (at := joined.find(_ILLEGAL)) >= 0:
@@ -268,6 +268,6 @@ def _text(path: str | Path, data: bytes | None) -> bytes:
     return read_bytes(path) if data is None else check_text(path, unpack(path, data))
 
 
-def decode(residues: Int8[np.ndarray, "L"]) -> str:
+def decode(residues: Int8[np.ndarray, " L"]) -> str:
     """One-letter codes of AF2 residue codes, '-' for a gap: the inverse of `encode`, ambiguous letters aside."""
     return np.frombuffer(_CODE_TO_LETTER, np.uint8)[residues].tobytes().decode()

@@ -52,8 +52,8 @@ class TemplateHit:
     sum_probs: float | None
     query: str
     hit_sequence: str
-    indices_query: Int32[np.ndarray, "C"]
-    indices_hit: Int32[np.ndarray, "C"]
+    indices_query: Int32[np.ndarray, " C"]
+    indices_hit: Int32[np.ndarray, " C"]
 
     @property
     def key(self) -> str:
@@ -199,7 +199,7 @@ class _Row:
     def letters(self) -> str:
         return "".join(self.chunks)
 
-    def indices(self) -> Int32[np.ndarray, "C"]:
+    def indices(self) -> Int32[np.ndarray, " C"]:
         """Residue index (from 0) of each column, -1 for a gap."""
         return _indices(np.frombuffer(self.letters().encode(), "S1") != b"-", (self.start or 1) - 1)
 
@@ -435,7 +435,7 @@ def select_hits(
     return HitSelection(tuple(kept), tuple(rejected))
 
 
-def _indices(is_residue: np.ndarray, first: int) -> Int32[np.ndarray, "C"]:
+def _indices(is_residue: np.ndarray, first: int) -> Int32[np.ndarray, " C"]:
     """`first`, first + 1, … at residues, -1 elsewhere."""
     return np.where(is_residue, first - 1 + np.cumsum(is_residue), -1).astype(np.int32)
 

@@ -54,7 +54,7 @@ class TemplateFeatures:
     aatype: Int8[np.ndarray, "T R"]
     positions: Float32[np.ndarray, "T R 37 3"]
     mask: Float32[np.ndarray, "T R 37"]
-    sum_probs: Float32[np.ndarray, "T"]
+    sum_probs: Float32[np.ndarray, " T"]
 
     def __post_init__(self) -> None:
         templates, length = self.aatype.shape
@@ -82,7 +82,7 @@ class TemplateFeatures:
         return cls((), row.aatype[None][:0], row.positions[None][:0], row.mask[None][:0], np.zeros(0, np.float32))
 
     def select(
-        self, templates: Int64[np.ndarray, "K"] | slice = slice(None), residues: slice = slice(None)
+        self, templates: Int64[np.ndarray, " K"] | slice = slice(None), residues: slice = slice(None)
     ) -> TemplateFeatures:
         """The given templates, in the given order, cropped to the given residues of the query."""
         chosen = np.arange(len(self))[templates]
@@ -229,7 +229,7 @@ class _Row:
     """One template along the query: the atoms of chain `key`."""
 
     key: str
-    aatype: Int8[np.ndarray, "R"]
+    aatype: Int8[np.ndarray, " R"]
     positions: Float32[np.ndarray, "R 37 3"]
     mask: Float32[np.ndarray, "R 37"]
 
@@ -243,7 +243,7 @@ def _falling_score(hit: TemplateHit) -> float:
     return -(hit.sum_probs or 0.0)
 
 
-def _check_query(hit: TemplateHit, query: ProteinSequence, wanted: Int8[np.ndarray, "R"]) -> None:
+def _check_query(hit: TemplateHit, query: ProteinSequence, wanted: Int8[np.ndarray, " R"]) -> None:
     """The query that was searched must be this one; X on either side matches anything."""
     columns = hit.indices_query[hit.indices_query >= 0]
     mend = "search again with this query"
@@ -281,7 +281,7 @@ def _template_row(hit: TemplateHit, structures: ChainSource, length: int) -> _Ro
     return row if row.mask.sum() >= MIN_ATOMS else TemplateRejection.NO_ATOMS
 
 
-_Located = tuple[Chain, Int8[np.ndarray, "n"], Int64[np.ndarray, "n"]]
+_Located = tuple[Chain, Int8[np.ndarray, " n"], Int64[np.ndarray, " n"]]
 
 
 def _locate(hit: TemplateHit, structures: ChainSource) -> _Located | TemplateRejection:
@@ -336,7 +336,7 @@ def _find_with_unknowns(sequence: str, residues: str) -> int:
     return -1 if found is None else found.start()
 
 
-def realign(residues: str, sequence: str) -> Int64[np.ndarray, "n"] | None:
+def realign(residues: str, sequence: str) -> Int64[np.ndarray, " n"] | None:
     """Index in `sequence` of each of the n `residues`, -1 where it has none; None if the two are not the same protein.
 
     Both lie whole in the alignment, overhanging ends cost nothing. As in AF2 the identical residues must be at least

@@ -79,7 +79,7 @@ class Chain:
     pdb_id: str
     chain_id: str
     sequence: str
-    residue_number: Int32[np.ndarray, "L"]
+    residue_number: Int32[np.ndarray, " L"]
     insertion_code: tuple[str, ...]
     is_missing: np.ndarray  # bool [L]: in SEQRES, not in ATOM records
     positions: Float32[np.ndarray, "L 37 3"]

@@ -175,7 +175,7 @@ def pseudo_beta(
 
 @torch.no_grad()
 def structure_labels(
-    aatype: Int[Tensor, "R"], positions: Float[Tensor, "R 37 3"], mask: Float[Tensor, "R 37"]
+    aatype: Int[Tensor, " R"], positions: Float[Tensor, "R 37 3"], mask: Float[Tensor, "R 37"]
 ) -> dict[str, Tensor]:
     """All labels that the losses need from a chain's observed atoms: the arrays of the four functions above, and
 

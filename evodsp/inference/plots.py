@@ -28,10 +28,10 @@ _PLDDT_BANDS = (
 def distance_figure(
     true_positions: Float[np.ndarray, "R 3"] | None,
     predicted_positions: Float[np.ndarray, "R 3"],
-    plddt: Float[np.ndarray, "R"],
+    plddt: Float[np.ndarray, " R"],
     path: Path,
     title: str = "",
-    true_mask: Bool[np.ndarray, "R"] | None = None,
+    true_mask: Bool[np.ndarray, " R"] | None = None,
 ) -> None:
     """Draw CA-CA distances and the pLDDT curve into an image file (its suffix decides the format).
 
@@ -88,7 +88,7 @@ def _draw_map(figure: Figure, axes: Axes, distances: Float[np.ndarray, "R R"], b
     figure.colorbar(image, ax=axes, label="distance (Å)", extend="max", shrink=0.9)
 
 
-def _draw_plddt(axes: Axes, plddt: Float[np.ndarray, "R"]) -> None:
+def _draw_plddt(axes: Axes, plddt: Float[np.ndarray, " R"]) -> None:
     residues = np.arange(1, len(plddt) + 1)
     top = 100.0
     for lower, colour, name in _PLDDT_BANDS:

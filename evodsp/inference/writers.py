@@ -39,13 +39,13 @@ class PredictedStructure:
     """One predicted chain. Residues are numbered from 1; those of type X have no atoms."""
 
     name: str
-    aatype: Integer[np.ndarray, "R"]
+    aatype: Integer[np.ndarray, " R"]
     """0..19, X = 20."""
     positions: Float32[np.ndarray, "R 37 3"]
     """Å."""
     mask: Float32[np.ndarray, "R 37"]
     """1 where the atom exists."""
-    plddt: Float32[np.ndarray, "R"]
+    plddt: Float32[np.ndarray, " R"]
     """0..100."""
     chain_id: str = "A"
     aligned_error: AlignedError | None = None

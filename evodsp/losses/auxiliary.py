@@ -33,7 +33,7 @@ def distogram_loss(
     min_distance: float,
     max_distance: float,
     exchange: Exchange = LocalExchange(),
-) -> Float[Tensor, "B"]:
+) -> Float[Tensor, " B"]:
     """Cross-entropy of the binned distances between CB atoms (CA for glycine), mean over pairs of observed residues.
 
     Positions and distances in Å. The logits are this rank's rows; positions and mask are whole.
@@ -50,7 +50,7 @@ def masked_msa_loss(
     true_msa: Int[Tensor, "B S R"],
     bert_mask: Float[Tensor, "B S R"],
     exchange: Exchange = LocalExchange(),
-) -> Float[Tensor, "B"]:
+) -> Float[Tensor, " B"]:
     """Cross-entropy of the true letters, mean over the positions chosen for masking (`bert_mask`).
 
     The logits are this rank's residues; letters and mask are whole.

@@ -33,11 +33,11 @@ def plddt_loss(
     ca: Float[Tensor, "B R 3"],
     true_ca: Float[Tensor, "B R 3"],
     mask: Float[Tensor, "B R"],
-    resolution: Float[Tensor, "B"],
+    resolution: Float[Tensor, " B"],
     min_resolution: float,
     max_resolution: float,
     exchange: Exchange = LocalExchange(),
-) -> Float[Tensor, "B"]:
+) -> Float[Tensor, " B"]:
     """Cross-entropy of the binned lDDT-CA that the prediction has, mean over residues with an observed CA.
 
     Positions and resolutions in Å. Zero for structures whose resolution is not within the bounds (predicted and NMR
@@ -57,12 +57,12 @@ def pae_loss(
     backbone: Rigid,
     true_backbone: Rigid,
     mask: Float[Tensor, "B R"],
-    resolution: Float[Tensor, "B"],
+    resolution: Float[Tensor, " B"],
     min_resolution: float,
     max_resolution: float,
     max_error: float = MAX_ALIGNED_ERROR,
     exchange: Exchange = LocalExchange(),
-) -> Float[Tensor, "B"]:
+) -> Float[Tensor, " B"]:
     """Cross-entropy of the binned aligned error, mean over pairs of residues with an observed backbone.
 
     The error of (i, j) is the distance in Å of residue j's CA from where it truly is, both seen from the backbone frame of
@@ -136,7 +136,7 @@ def compute_ptm(
 
 def _aligned_error_distribution(
     logits: Float[Tensor, "*b i R bins"], max_error: float
-) -> tuple[Float[Tensor, "*b i R bins"], Float[Tensor, "bins"]]:
+) -> tuple[Float[Tensor, "*b i R bins"], Float[Tensor, " bins"]]:
     """Probability of each bin in float32 or wider, and the bins' centres in Å."""
     bins = logits.shape[-1]
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -42,10 +42,10 @@ class _ErrorSum(torch.autograd.Function):
         points: Float[Tensor, "b 7 A"],
         frame_mask: Float[Tensor, "b F"],
         point_mask: Float[Tensor, "b A"],
-        clamped_fraction: Float[Tensor, "b"],
+        clamped_fraction: Float[Tensor, " b"],
         clamp: float,
         eps: float,
-    ) -> Float[Tensor, "b"]:
+    ) -> Float[Tensor, " b"]:
         (samples, frames), count = frame_mask.shape, point_mask.shape[1]
         chunk = _CPU_CHUNK if points.device.type == "cpu" else _GPU_CHUNK
         rows = max(1, chunk // max(1, samples * count))
@@ -78,7 +78,7 @@ class _ErrorSum(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Float[Tensor, "b"]) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Float[Tensor, " b"]) -> tuple[Tensor | None, ...]:
         grad_transforms, grad_points = ctx.saved_tensors
         grad = grad[:, None, None]
         return grad[..., None] * grad_transforms, grad * grad_points, None, None, None, None, None
@@ -146,9 +146,9 @@ def backbone_fape(
     backbone: Rigid,
     true_backbone: Rigid,
     mask: Float[Tensor, "B R"],
-    use_clamped_fape: Float[Tensor, "B"] | None = None,
+    use_clamped_fape: Float[Tensor, " B"] | None = None,
     exchange: Exchange = LocalExchange(),
-) -> Float[Tensor, "B"]:
+) -> Float[Tensor, " B"]:
     """FAPE of the CA atoms in the backbone frames, mean over the iterations (line 17 of algorithm 20).
 
     `backbone` is [T, B, R], `true_backbone` [B, R]. `use_clamped_fape` is 1 where the error is clamped at 10 Å (the
@@ -169,7 +169,7 @@ def sidechain_fape(
     true_atom14: Float[Tensor, "B R 14 3"],
     atom_mask: Float[Tensor, "B R 14"],
     exchange: Exchange = LocalExchange(),
-) -> Float[Tensor, "B"]:
+) -> Float[Tensor, " B"]:
     """FAPE of all atoms in all rigid groups (line 28 of algorithm 20), always clamped at 10 Å.
 
     `frames` and `true_frames` are [B, R, 8]. The truth is the renamed one: see `evodsp.losses.renaming`.

@@ -12,10 +12,10 @@ def experimentally_resolved_loss(
     logits: Float[Tensor, "B R 37"],
     observed: Float[Tensor, "B R 37"],
     exists: Float[Tensor, "B R 37"],
-    resolution: Float[Tensor, "B"],
+    resolution: Float[Tensor, " B"],
     min_resolution: float,
     max_resolution: float,
-) -> Float[Tensor, "B"]:
+) -> Float[Tensor, " B"]:
     """Binary cross-entropy of each atom having been observed, mean over the atoms that the residues have.
 
     `observed` is `all_atom_mask`, `exists` is `atom37_atom_exists`. Zero for structures whose resolution in Å is not within

@@ -12,7 +12,7 @@ def torsion_loss(
     truth: Float[Tensor, "B R n 2"],
     alternative: Float[Tensor, "B R n 2"],
     mask: Float[Tensor, "B R n"],
-) -> Float[Tensor, "B"]:
+) -> Float[Tensor, " B"]:
     """Squared distance on the unit circle to the true angle or its alternative, whichever is nearer; mean over T, R and n.
 
     `alternative` differs from `truth` by pi where the side chain is symmetric. `angles` are of unit length. The training loss
@@ -22,7 +22,7 @@ def torsion_loss(
     return (error * mask).sum((0, 2, 3)) / (angles.shape[0] * mask.sum((1, 2)) + 1e-10)
 
 
-def angle_norm_loss(angles: Float[Tensor, "T B R n 2"], mask: Float[Tensor, "B R"]) -> Float[Tensor, "B"]:
+def angle_norm_loss(angles: Float[Tensor, "T B R n 2"], mask: Float[Tensor, "B R"]) -> Float[Tensor, " B"]:
     """Absolute deviation of unnormalised angle vectors from unit length; mean over T, the residues of `mask` and n."""
     # The small number keeps the root differentiable at zero.
     error = ((angles.square().sum(-1) + 1e-6).sqrt() - 1).abs()

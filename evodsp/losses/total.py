@@ -37,13 +37,13 @@ class _Inputs:
     exchange: Exchange
 
 
-def _backbone_fape(x: _Inputs) -> Float[Tensor, "B"]:
+def _backbone_fape(x: _Inputs) -> Float[Tensor, " B"]:
     truth = Rigid.from_flat12(x.batch["rigidgroups_gt_frames"][:, :, 0])
     mask, clamped = x.batch["backbone_affine_mask"], x.batch.get("use_clamped_fape")
     return backbone_fape(x.output.structure.backbone, truth, mask, clamped, x.exchange)
 
 
-def _sidechain_fape(x: _Inputs) -> Float[Tensor, "B"]:
+def _sidechain_fape(x: _Inputs) -> Float[Tensor, " B"]:
     structure = x.output.structure
     truth = compute_renamed_ground_truth(x.batch, structure.atom14, x.exchange)
     mask = x.batch["rigidgroups_gt_exists"]
@@ -52,45 +52,45 @@ def _sidechain_fape(x: _Inputs) -> Float[Tensor, "B"]:
     )
 
 
-def _torsion(x: _Inputs) -> Float[Tensor, "B"]:
+def _torsion(x: _Inputs) -> Float[Tensor, " B"]:
     names = ("torsion_angles_sin_cos", "alt_torsion_angles_sin_cos", "torsion_angles_mask")
     truth, alternative, mask = (x.batch[name][:, :, 3:] for name in names)  # chi1 to chi4
     return torsion_loss(x.output.structure.angles[..., 3:, :], truth, alternative, mask)
 
 
-def _angle_norm(x: _Inputs) -> Float[Tensor, "B"]:
+def _angle_norm(x: _Inputs) -> Float[Tensor, " B"]:
     return angle_norm_loss(x.output.structure.unnormalized_angles, x.batch["seq_mask"])
 
 
-def _distogram(x: _Inputs) -> Float[Tensor, "B"]:
+def _distogram(x: _Inputs) -> Float[Tensor, " B"]:
     edges = x.heads.distogram_min_distance, x.heads.distogram_max_distance
     positions, mask = x.batch["pseudo_beta"], x.batch["pseudo_beta_mask"]
     return distogram_loss(x.output.distogram_logits, positions, mask, *edges, x.exchange)
 
 
-def _masked_msa(x: _Inputs) -> Float[Tensor, "B"]:
+def _masked_msa(x: _Inputs) -> Float[Tensor, " B"]:
     return masked_msa_loss(x.output.masked_msa_logits, x.batch["true_msa"], x.batch["bert_mask"], x.exchange)
 
 
-def _plddt(x: _Inputs) -> Float[Tensor, "B"]:
+def _plddt(x: _Inputs) -> Float[Tensor, " B"]:
     predicted, truth = x.output.structure.positions[:, :, _CA], x.batch["all_atom_positions"][:, :, _CA]
     mask, bounds = x.batch["all_atom_mask"][:, :, _CA], _resolution_bounds(x)
     return plddt_loss(x.output.plddt_logits, predicted, truth, mask, x.batch["resolution"], *bounds, x.exchange)
 
 
-def _experimentally_resolved(x: _Inputs) -> Float[Tensor, "B"]:
+def _experimentally_resolved(x: _Inputs) -> Float[Tensor, " B"]:
     logits = _head_output(x.output.resolved_logits, "experimentally_resolved", "experimentally_resolved")
     observed, exists = x.batch["all_atom_mask"], x.batch["atom37_atom_exists"]
     return experimentally_resolved_loss(logits, observed, exists, x.batch["resolution"], *_resolution_bounds(x))
 
 
-def _violation(x: _Inputs) -> Float[Tensor, "B"]:
+def _violation(x: _Inputs) -> Float[Tensor, " B"]:
     mask = x.batch["atom14_atom_exists"]
     found = find_violations(x.output.structure.atom14, mask, x.batch["residue_index"], x.batch["aatype"], x.exchange)
     return violation_loss(found, mask)
 
 
-def _pae(x: _Inputs) -> Float[Tensor, "B"]:
+def _pae(x: _Inputs) -> Float[Tensor, " B"]:
     logits = _head_output(x.output.pae_logits, "pae", "predicted_aligned_error")
     truth = Rigid.from_flat12(x.batch["rigidgroups_gt_frames"][:, :, 0])
     mask, bounds = x.batch["backbone_affine_mask"], _resolution_bounds(x)

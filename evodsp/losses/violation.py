@@ -44,17 +44,17 @@ class Violations:
     knows the pairs whose earlier residue is this rank's. All else is the same on every rank.
     """
 
-    bond_loss: Float[Tensor, "B"]
+    bond_loss: Float[Tensor, " B"]
     """Mean over peptide bonds of what the C-N length exceeds its tolerance by."""
-    angle_ca_c_n_loss: Float[Tensor, "B"]
+    angle_ca_c_n_loss: Float[Tensor, " B"]
     """The same for the cosine of the angle CA-C-N."""
-    angle_c_n_ca_loss: Float[Tensor, "B"]
+    angle_c_n_ca_loss: Float[Tensor, " B"]
     """The same for the cosine of the angle C-N-CA."""
     connection_loss: Float[Tensor, "B R"]
     """The three of each bond, half to either residue. For display: gaps and unobserved atoms are not masked, as in AF2."""
     connection_mask: Float[Tensor, "B R"]
     """Residues either of whose peptide bonds violates length or angles."""
-    clash_loss: Float[Tensor, "B"]
+    clash_loss: Float[Tensor, " B"]
     """Mean overlap over all pairs of atoms of different residues."""
     clash_atom_loss: Float[Tensor, "B R 14"]
     """Sum of each atom's overlaps with atoms of other residues."""
@@ -104,7 +104,7 @@ def find_violations(
     )
 
 
-def violation_loss(violations: Violations, mask: Float[Tensor, "B R 14"]) -> Float[Tensor, "B"]:
+def violation_loss(violations: Violations, mask: Float[Tensor, "B R 14"]) -> Float[Tensor, " B"]:
     """The violation term of the loss: bonds, both angles, and clashes and inner distances per atom of `mask`.
 
     `mask` is the one that `find_violations` was given. The mean over ranks is the loss.
@@ -122,7 +122,7 @@ def violation_metrics(
     residue_index: Int[Tensor, "B R"],
     seq_mask: Float[Tensor, "B R"],
     exchange: Exchange = LocalExchange(),
-) -> dict[str, Float[Tensor, "B"]]:
+) -> dict[str, Float[Tensor, " B"]]:
     """Fractions of residues in violation, under AF2's names.
 
     `violations_extreme_ca_ca_distance` is the fraction of neighbours whose CA atoms are over 1.5 Å too far apart; the
@@ -196,7 +196,7 @@ def _clashes(
     residue_index: Int[Tensor, "B R"],
     aatype: Int[Tensor, "B R"],
     exchange: Exchange,
-) -> tuple[Float[Tensor, "B"], Float[Tensor, "B R 14"], Float[Tensor, "B R 14"]]:
+) -> tuple[Float[Tensor, " B"], Float[Tensor, "B R 14"], Float[Tensor, "B R 14"]]:
     """Mean overlap of pairs of atoms [B]; summed overlap and presence of one, for each atom (this rank's pairs)."""
     samples, residues = aatype.shape
     radius = _look_up(RESTYPE_ATOM14_RADIUS, aatype, atom14)
@@ -221,7 +221,7 @@ def _close_pairs(
     residue_index: Int[Tensor, "B R"],
     radius: Float[Tensor, "B R 14"],
     rows: slice,
-) -> tuple[Int64[Tensor, "P"], Int64[Tensor, "P"], Int64[Tensor, "P"]]:
+) -> tuple[Int64[Tensor, " P"], Int64[Tensor, " P"], Int64[Tensor, " P"]]:
     """Sample and atoms (of R * 14) of all pairs that may clash: near, not bonded, the first of the earlier residue.
 
     That residue is one of `rows`.
@@ -247,7 +247,7 @@ def _close_pairs(
     return sample, one, other
 
 
-def _count_pairs(mask: Float[Tensor, "B R 14"], residue_index: Int[Tensor, "B R"]) -> Float[Tensor, "B"]:
+def _count_pairs(mask: Float[Tensor, "B R 14"], residue_index: Int[Tensor, "B R"]) -> Float[Tensor, " B"]:
     """How many pairs of atoms could clash: of different residues, not bonded to one another.
 
     AF2 takes every pair of atoms in slot 5 for a disulphide bridge, of whatever residues, and so does `_close_pairs`.
@@ -280,5 +280,5 @@ def _pad(x: Float[Tensor, "B n"], before: int, after: int) -> Float[Tensor, "B m
     return torch.nn.functional.pad(x, (before, after))
 
 
-def _mean(value: Float[Tensor, "B n"], weight: Float[Tensor, "B n"]) -> Float[Tensor, "B"]:
+def _mean(value: Float[Tensor, "B n"], weight: Float[Tensor, "B n"]) -> Float[Tensor, " B"]:
     return (value * weight).sum(-1) / (1e-10 + weight.sum(-1))

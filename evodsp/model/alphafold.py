@@ -91,7 +91,8 @@ class AlphaFold(ShardedModule):
             raise ValueError(f"a cycle axis of {sets} feature sets does not hold passes of {ensembles}")
         last = sets // ensembles - 1
         recycled = self._first(batch)
-        for cycle in range(last + 1):
+        cycle = 0
+        while True:
             members = [
                 {name: batch[name][:, entry] for name in self.features}
                 for entry in range(cycle * ensembles, (cycle + 1) * ensembles)
@@ -103,10 +104,9 @@ class AlphaFold(ShardedModule):
             if stop_tolerance > 0 and cycle > 0:
                 output = with_ca_change(output, recycled, members[0]["seq_mask"], self.exchange)
             if cycle == last or settled(output, stop_tolerance):
-                break
-            recycled = Recycled.of(output)
+                return output
+            recycled, cycle = Recycled.of(output), cycle + 1
             del output  # its logits are as large as the pair representation: not to be kept beside the next pass
-        return output
 
     def one_pass(
         self, members: Sequence[Mapping[str, Tensor]], recycled: Recycled, draws: Sequence[Draws] = ()

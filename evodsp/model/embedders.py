@@ -97,13 +97,13 @@ class RecyclingEmbedder(ShardedModule):
         return distance_one_hot(beta, beta[:, self.exchange.owned(beta.shape[1])], self.lower)
 
 
-def squared_edges(first: float, last: float, bins: int) -> Float[Tensor, "bins"]:
+def squared_edges(first: float, last: float, bins: int) -> Float[Tensor, " bins"]:
     """Squares of the bins' lower edges, evenly spaced from `first` to `last`, in Å."""
     return torch.linspace(first, last, bins) ** 2
 
 
 def distance_one_hot(
-    rows: Float[Tensor, "*b I 3"], columns: Float[Tensor, "*b J 3"], lower: Float[Tensor, "bins"]
+    rows: Float[Tensor, "*b I 3"], columns: Float[Tensor, "*b J 3"], lower: Float[Tensor, " bins"]
 ) -> Float[Tensor, "*b I J bins"]:
     """One-hot of the binned distance, `lower` holding squared lower edges; shorter than the first bin: all zero; the last
     bin has no upper edge.

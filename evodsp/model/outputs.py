@@ -55,5 +55,5 @@ class ModelOutput:
     """Which atoms an experiment resolves, if the model has that head."""
     pae_logits: Float[Tensor, "B i R pae_bins"] | None = None
     """Binned aligned error, if the model has that head."""
-    ca_change: Float[Tensor, "B"] | None = None
+    ca_change: Float[Tensor, " B"] | None = None
     """How far CA-CA distances moved since the pass before (root mean square, Å), if a stop tolerance was given."""

@@ -48,7 +48,7 @@ def with_ca_change(
 
 def ca_change(
     new: Float[Tensor, "B R 3"], old: Float[Tensor, "B R 3"], mask: Float[Tensor, "B R"]
-) -> Float[Tensor, "B"]:
+) -> Float[Tensor, " B"]:
     """Root mean square change in Å of all CA-CA distances, over the pairs (a residue with itself too, as AlphaFold-Multimer
     counts them) that `mask` leaves. Superposition does not matter; 0 where no residue is left."""
     pairs = mask.unsqueeze(-1) * mask.unsqueeze(-2)

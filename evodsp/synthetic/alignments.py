@@ -33,8 +33,8 @@ class Homologs:
 
 def draw_homologs(
     model: PottsModel,
-    query: Int64[np.ndarray, "R"],
-    loop: Bool[np.ndarray, "R"],
+    query: Int64[np.ndarray, " R"],
+    loop: Bool[np.ndarray, " R"],
     name: str,
     prefix: str,
     count: int,

@@ -58,9 +58,9 @@ class Goals:
     """
 
     regions: Float64[np.ndarray, "R 2"]
-    region_width: Float64[np.ndarray, "R"]
+    region_width: Float64[np.ndarray, " R"]
     target: Float64[np.ndarray, "R 3"]
-    target_mask: Bool[np.ndarray, "R"]
+    target_mask: Bool[np.ndarray, " R"]
     hydrogen_bonds: Int64[np.ndarray, "K 2"]
 
 
@@ -200,7 +200,7 @@ def superpose(moving: Float64[np.ndarray, "P 3"], fixed: Float64[np.ndarray, "P 
 
 def _residuals(
     torsions: np.ndarray, goals: Goals, weights: Weights, derivative: bool
-) -> tuple[Float64[np.ndarray, "K"], Float64[np.ndarray, "K T"]]:
+) -> tuple[Float64[np.ndarray, " K"], Float64[np.ndarray, "K T"]]:
     """All residuals and, when asked for, their derivatives by the torsions (else no columns)."""
     residues = len(torsions)
     atoms = build_backbone(torsions)

@@ -54,7 +54,7 @@ class PottsModel:
     contacts: Bool[np.ndarray, "R R"]
 
     def sample(
-        self, start: Int64[np.ndarray, "S R"], sweeps: int, draws: Draws, rate: Float64[np.ndarray, "S"] | float = 1.0
+        self, start: Int64[np.ndarray, "S R"], sweeps: int, draws: Draws, rate: Float64[np.ndarray, " S"] | float = 1.0
     ) -> Int64[np.ndarray, "S R"]:
         """Gibbs sampling from `start`; in each sweep a sequence redraws each of its residues with probability `rate`."""
         sequences = len(start)
@@ -135,7 +135,7 @@ def contact_map(cb: Float64[np.ndarray, "R 3"]) -> Bool[np.ndarray, "R R"]:
     return (np.linalg.norm(cb[:, None] - cb[None], axis=-1) < CONTACT_DISTANCE) & apart
 
 
-def burial(ca: Float64[np.ndarray, "R 3"], cb: Float64[np.ndarray, "R 3"]) -> Float64[np.ndarray, "R"]:
+def burial(ca: Float64[np.ndarray, "R 3"], cb: Float64[np.ndarray, "R 3"]) -> Float64[np.ndarray, " R"]:
     """0 (exposed) to 1 (buried): rank of the number of CA atoms within 12 Å in the half-space the side chain points to."""
     to_others = ca[None] - ca[:, None]
     ahead = (to_others * (cb - ca)[:, None]).sum(-1) > 0

@@ -53,10 +53,10 @@ _POLAR = np.isin(np.char.ljust(_ATOM_NAMES, 1).astype("U1"), ["N", "O"])
 
 
 def place_side_chains(
-    types: Int64[np.ndarray, "R"],
+    types: Int64[np.ndarray, " R"],
     backbone: Float64[np.ndarray, "R 6 3"],
     draws: Draws,
-) -> tuple[Int64[np.ndarray, "R"], Float64[np.ndarray, "R 14 3"]]:
+) -> tuple[Int64[np.ndarray, " R"], Float64[np.ndarray, "R 14 3"]]:
     """All heavy atoms, and the sequence, in which residues without room were replaced by smaller ones.
 
     `types`: amino acids 0..19. `backbone`: as from `build_backbone`.
@@ -71,7 +71,7 @@ def place_side_chains(
     return types, atoms
 
 
-def closest_approach(types: Int64[np.ndarray, "R"], atoms: Float[np.ndarray, "R 14 3"]) -> Float[np.ndarray, "R R"]:
+def closest_approach(types: Int64[np.ndarray, " R"], atoms: Float[np.ndarray, "R 14 3"]) -> Float[np.ndarray, "R R"]:
     """Smallest distance between heavy atoms of two residues in Å; infinite on the diagonal.
 
     Of residues next to each other, atoms within three bonds of the peptide bond are left out, whose distance is geometry.
@@ -160,7 +160,7 @@ def _fitting_rotamers(types: np.ndarray, backbone: np.ndarray) -> tuple[np.ndarr
     return np.stack(chosen_atoms), np.stack(chosen_energy)
 
 
-def _rotamers(letter: str) -> tuple[Float64[np.ndarray, "K 4"], Float64[np.ndarray, "K"]]:
+def _rotamers(letter: str) -> tuple[Float64[np.ndarray, "K 4"], Float64[np.ndarray, " K"]]:
     """chi angles in radians and the strain of their deviations from the ideal."""
     if letter in "AG":
         return np.zeros((1, 4)), np.zeros(1)

@@ -116,7 +116,7 @@ def _starts_at_one(key: str) -> bool:
 
 
 def random_chain(
-    types: Int64[np.ndarray, "L"], rng: np.random.Generator
+    types: Int64[np.ndarray, " L"], rng: np.random.Generator
 ) -> tuple[Float[np.ndarray, "L 37 3"], Float[np.ndarray, "L 37"]]:
     """A chain of ideal bonds, angles and rings in a random fold: atom37 positions in Å and which atoms there are.
 
@@ -133,7 +133,7 @@ def random_chain(
     return atom14_to_atom37(atom14, kinds).float().numpy(), RESTYPE_ATOM37_MASK[types].astype(np.float32)
 
 
-def random_structure(aatype: Int[np.ndarray, "R"], sizes: Sizes, seed: int) -> dict[str, np.ndarray]:
+def random_structure(aatype: Int[np.ndarray, " R"], sizes: Sizes, seed: int) -> dict[str, np.ndarray]:
     """`all_atom_positions` [R, 37, 3] in Å, `all_atom_mask` [R, 37]; 4 % of the atoms and three residues are missing."""
     rng = np.random.default_rng([seed, 1])
     real = slice(sizes.residues)
