@@ -18,7 +18,6 @@ from evodsp.model.schedule import DAP
 from evodsp.parallel.exchange import Exchange, LocalExchange, ShardedExchange
 from evodsp.parallel.group import Group
 from scripts.benchmarks import communication, long_protein, memory, trace
-from scripts.benchmarks.dap import switch_in_every_block
 from scripts.benchmarks.held import Activations
 from tests.model.test_sharded import close, dense
 from tests.ranks import RankPool
@@ -36,7 +35,7 @@ def extra_msa(exchange: Exchange, dap: bool) -> tuple[dict[str, Tensor], dict[st
     config, s, r = ModelConfig.preset("test"), SEQUENCES, RESIDUES
     sizes = dataclasses.replace(config.extra_msa, blocks=3, checkpoint=False)
     stack = EvoformerStack(config.channels.extra_msa, config.channels.pair, sizes, extra=True)
-    dense(switch_in_every_block(stack) if dap else stack)
+    dense(stack)
     use_exchange(stack, exchange, DAP if dap else None)
     inputs = {"m": random(1, s, r, config.channels.extra_msa), "z": random(1, r, r, config.channels.pair)}
     for x in inputs.values():

@@ -1,7 +1,25 @@
-"""Evoformer and extra-MSA stacks (algorithms 6 and 18), run by the tables of `evodsp.model.schedule`.
+"""Evoformer stack and extra-MSA stack (algorithms 6 and 18).
 
-Shape legend: B batch, S sequences, R residues, I J residues of the pair; small letters are this rank's shard of an axis.
-Layout: m on S and z on J at entry; at the end the Evoformer leaves m on R, where its first row is, and z on J.
+Shape legend: B batch, S sequences, R residues, I J residues of the pair, c_m c_z channels. A small letter (s r i j) is this
+rank's shard of that axis; on one device it is the whole axis. Masks are whole on every rank.
+
+m is the MSA representation [B, S, R, c_m], z the pair representation [B, I, J, c_z]. A block receives m sharded along S and z
+along J. In the Evoformer it leaves m on R, and the stack sends it back to S while the pair stack computes. Forward volume of
+one rank among N, with Mm = S R c_m and Mz = R R c_z:
+
+    sub-layer                              m, z on     communication
+    MSA row attention with pair bias       S, J        all-gather of the bias, 8 R R
+    switch m to R                                      all-to-all, Mm/N
+    MSA column attention, MSA transition   R           none
+    outer product mean                     R, J        all-gather of one 32-channel operand, 32 S R
+    switch m to S                                      all-to-all, Mm/N, hidden by the pair stack
+    triangle multiplication, outgoing      J           all-to-all of both operands to channels and of the product back, 3 Mz/N
+    switch z to I                                      all-to-all, Mz/N, hidden by the next sub-layer
+    triangle multiplication, incoming      J           the same, 3 Mz/N; the product returns on I
+    triangle attention, starting node      I           all-gather of the bias, 4 R R
+    switch z to J                                      all-to-all, Mz/N
+    triangle attention, ending node        J           all-gather of the bias, 4 R R
+    pair transition                        J           none
 """
 
 from __future__ import annotations
@@ -14,11 +32,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from evodsp.config import EvoformerConfig
-from evodsp.model.block import Block, Sharded
 from evodsp.model.msa_ops import MSAColumnAttention, MSAColumnGlobalAttention, MSARowAttention, OuterProductMean
 from evodsp.model.pair_ops import TriangleAttention, TriangleMultiplication
-from evodsp.model.primitives import ShardedModule, Transition
-from evodsp.model.schedule import EXTRA_MSA_HALF, MSA_HALF, PAIR_HALF
+from evodsp.model.primitives import Dropout, ShardedModule, Transition
+from evodsp.model.sharded import Sharded
+from evodsp.parallel.layout import Axis
 from evodsp.parallel.pending import Pending, Ready
 from evodsp.rng import Draws
 
@@ -26,49 +44,96 @@ MSAMask = Float[Tensor, "B S R"]
 PairMask = Float[Tensor, "B R R"]
 
 
-class PairStack(Block):
-    """The pair half of a block (algorithm 6, lines 6 to 10). z on J in and out."""
+class MSAStack(ShardedModule):
+    """MSA stack and outer product mean of a block (algorithm 6, lines 2 to 5).
+
+    With `extra`, of the extra-MSA stack: column attention is global (algorithm 19), and m stays on S, because global
+    attention needs only sums over sequences from the other ranks.
+    """
+
+    gathers_parameters = True
+
+    def __init__(self, c_m: int, c_z: int, config: EvoformerConfig, extra: bool = False) -> None:
+        super().__init__()
+        self.extra = extra
+        heads, width = config.msa_heads, config.msa_head_width
+        self.row_attention = MSARowAttention(c_m, c_z, heads, width)
+        self.row_dropout = Dropout(config.msa_dropout, "row_attention", shared_axis="seq")
+        self.column_attention = (MSAColumnGlobalAttention if extra else MSAColumnAttention)(c_m, heads, width)
+        self.transition = Transition(c_m, config.transition_factor)
+        self.outer_product_mean = OuterProductMean(c_m, c_z, config.outer_product_channels)
+
+    @property
+    def column_axis(self) -> Axis:
+        """Axis along which m is sharded from column attention on."""
+        return self.plan.extra_msa_axis if self.extra else "res"
+
+    def forward(
+        self,
+        m: Float[Tensor, "B s R c_m"],
+        z: Float[Tensor, "B I j c_z"],
+        msa_mask: MSAMask,
+        pair_mask: PairMask,
+        draws: Sequence[Draws] = (),
+    ) -> tuple[Float[Tensor, "B _ _ c_m"], Float[Tensor, "B I j c_z"]]:
+        """m on S and z on J in; m on `column_axis` and z on J out. `draws`: one dropout stream per sample, or none."""
+        msa, pair = Sharded(m, "seq", msa_mask, self.exchange), Sharded(z, "j", pair_mask, self.exchange)
+        del m, z  # `msa` and `pair` hold them, no longer than they are needed
+        msa = msa.add(self.row_attention(msa.x, pair.x, msa_mask), self.row_dropout, draws)
+        msa = msa.switch(self.column_axis)
+        msa = msa.add(self.column_attention(msa.x, msa_mask, msa.axis))
+        msa = msa.add(self.transition(msa.x))
+        pair = pair.add(self.outer_product_mean(msa.x, msa_mask, msa.axis))
+        return msa.x, pair.x
+
+
+class PairStack(ShardedModule):
+    """Pair stack of a block (algorithm 6, lines 6 to 10)."""
+
+    gathers_parameters = True
 
     def __init__(self, c_z: int, config: EvoformerConfig) -> None:
-        super().__init__(PAIR_HALF, config.msa_dropout, config.pair_dropout)
-        self.triangle_outgoing = TriangleMultiplication(c_z, config.triangle_channels, "outgoing")
-        self.triangle_incoming = TriangleMultiplication(c_z, config.triangle_channels, "incoming", result="i")
-        self.attention_starting = TriangleAttention(c_z, config.pair_heads, config.pair_head_width, "starting")
-        self.attention_ending = TriangleAttention(c_z, config.pair_heads, config.pair_head_width, "ending")
+        super().__init__()
+        channels, heads, width = config.triangle_channels, config.pair_heads, config.pair_head_width
+        rate = config.pair_dropout
+        self.triangle_outgoing = TriangleMultiplication(c_z, channels, "outgoing")
+        self.outgoing_dropout = Dropout(rate, "triangle_outgoing", shared_axis="i")
+        self.triangle_incoming = TriangleMultiplication(c_z, channels, "incoming")
+        self.incoming_dropout = Dropout(rate, "triangle_incoming", shared_axis="i")
+        self.attention_starting = TriangleAttention(c_z, heads, width, "starting")
+        self.starting_dropout = Dropout(rate, "attention_starting", shared_axis="i")
+        self.attention_ending = TriangleAttention(c_z, heads, width, "ending")
+        self.ending_dropout = Dropout(rate, "attention_ending", shared_axis="j")
         self.transition = Transition(c_z, config.transition_factor)
 
     def forward(
         self, z: Float[Tensor, "B I j c_z"], pair_mask: PairMask, draws: Sequence[Draws] = ()
     ) -> Float[Tensor, "B I j c_z"]:
+        """z on J in and out. `draws`: one dropout stream per sample, or none."""
         pair = Sharded(z, "j", pair_mask, self.exchange)
-        self.run(draws, pair=pair)
-        return pair.on("j")
+        del z
+        pair = pair.switch(self.plan.outgoing_axis)
+        pair = pair.add(self.triangle_outgoing(pair.x, pair_mask, pair.axis), self.outgoing_dropout, draws)
+        pair = pair.switch("j")
+        rows = pair.switch(self.plan.incoming_result_axis)  # travels while the update is computed
+        update = self.triangle_incoming(pair.x, pair_mask, pair.axis, rows.axis, rows.pending)
+        pair = rows.add(update, self.incoming_dropout, draws)
+        del rows, update
+        pair = pair.switch("i")
+        pair = pair.add(self.attention_starting(pair.x, pair_mask), self.starting_dropout, draws)
+        pair = pair.switch("j")
+        pair = pair.add(self.attention_ending(pair.x, pair_mask), self.ending_dropout, draws)
+        pair = pair.add(self.transition(pair.x))
+        return pair.x
 
 
-class EvoformerBlock(Block):
+class EvoformerBlock(nn.Module):
     """One block of the Evoformer (algorithm 6) or, with `extra`, of the extra-MSA stack (algorithm 18)."""
 
     def __init__(self, c_m: int, c_z: int, config: EvoformerConfig, extra: bool = False) -> None:
-        super().__init__(EXTRA_MSA_HALF if extra else MSA_HALF, config.msa_dropout, config.pair_dropout)
-        heads, width = config.msa_heads, config.msa_head_width
-        self.row_attention = MSARowAttention(c_m, c_z, heads, width)
-        self.column_attention = (MSAColumnGlobalAttention if extra else MSAColumnAttention)(c_m, heads, width)
-        self.msa_transition = Transition(c_m, config.transition_factor)
-        self.outer_product_mean = OuterProductMean(c_m, c_z, config.outer_product_channels, "seq" if extra else "res")
+        super().__init__()
+        self.msa_stack = MSAStack(c_m, c_z, config, extra)
         self.pair_stack = PairStack(c_z, config)
-
-    def msa_half(
-        self,
-        m: Float[Tensor, "B s R c_m"],
-        z: Float[Tensor, "B I j c_z"],
-        msa_mask: MSAMask,
-        pair_mask: PairMask,
-        draws: Sequence[Draws] = (),
-    ) -> tuple[Float[Tensor, "B _ _ c_m"], Float[Tensor, "B I j c_z"]]:
-        """Lines 2 to 5 of algorithm 6. m on S in; out on R, or with `extra` on S."""
-        msa, pair = Sharded(m, "seq", msa_mask, self.exchange), Sharded(z, "j", pair_mask, self.exchange)
-        self.run(draws, msa=msa, pair=pair)
-        return msa.x, pair.x
 
     def forward(
         self,
@@ -78,21 +143,21 @@ class EvoformerBlock(Block):
         pair_mask: PairMask,
         draws: Sequence[Draws] = (),
     ) -> tuple[Float[Tensor, "B _ _ c_m"], Float[Tensor, "B I j c_z"]]:
-        """A block by itself. `draws`: one stream of dropout per sample; none means no dropout."""
-        m, z = self.msa_half(m, z, msa_mask, pair_mask, draws)
+        """m on S and z on J in; m on R (with `extra` on S) and z on J out. `draws`: one dropout stream per sample, or none."""
+        m, z = self.msa_stack(m, z, msa_mask, pair_mask, draws)
         return m, self.pair_stack(z, pair_mask, draws)
 
 
 class EvoformerStack(ShardedModule):
-    """Blocks one after another, recomputed in the backward pass where the config says so.
+    """Blocks one after another. With `config.checkpoint` their activations are recomputed in the backward pass.
 
-    What is recomputed at once is a pair half and the MSA half that follows it. Between MSA half and pair half, outside of
-    any recomputation, the MSA representation is sent back to S; it is awaited when the pair half has been computed.
+    A recomputed segment is the pair stack of one block and the MSA stack of the next. Between the MSA stack and the pair stack
+    of one block, outside of any segment, m is sent back to S. It is awaited after the pair stack, which therefore hides it.
     """
 
     def __init__(self, c_m: int, c_z: int, config: EvoformerConfig, extra: bool = False) -> None:
         super().__init__()
-        self.checkpoint, self.extra = config.checkpoint, extra
+        self.checkpoint = config.checkpoint
         blocks = [EvoformerBlock(c_m, c_z, config, extra) for _ in range(config.blocks)]
         self.blocks: Sequence[EvoformerBlock] = nn.ModuleList(blocks)  # type: ignore[assignment]
 
@@ -104,7 +169,7 @@ class EvoformerStack(ShardedModule):
         pair_mask: PairMask,
         draws: Sequence[Draws] = (),
     ) -> tuple[Float[Tensor, "B _ _ c_m"], Float[Tensor, "B I j c_z"]]:
-        """m on S and z on J in; z on J and m on R out, or with `extra` on S."""
+        """m on S and z on J in; z on J and m on R out (of the extra-MSA stack: on S)."""
         recompute = self.checkpoint and torch.is_grad_enabled()
         arriving: Pending = Ready(m)
         for number in range(len(self.blocks) + 1):
@@ -114,10 +179,9 @@ class EvoformerStack(ShardedModule):
                 m, z = checkpoint(self._segment, *arguments, use_reentrant=False, context_fn=contexts)
             else:
                 m, z = self._segment(*arguments)
-            if self.extra or number + 1 >= len(self.blocks):
-                arriving = Ready(m)
-            else:
-                arriving = self.exchange.start_switch(m, "res", "seq", whole=msa_mask.shape[2])
+            arriving = Ready(m)
+            if number + 1 < len(self.blocks) and (axis := self.blocks[number].msa_stack.column_axis) != "seq":
+                arriving = self.exchange.start_switch(m, axis, "seq", whole=msa_mask.shape[2])
         return m, z
 
     def _segment(
@@ -130,11 +194,11 @@ class EvoformerStack(ShardedModule):
         draws: Sequence[Draws],
         recompute: bool,
     ) -> tuple[Float[Tensor, "B _ _ c_m"], Float[Tensor, "B I j c_z"]]:
-        """The pair half of the block before `number`, then the MSA half of block `number`."""
+        """The pair stack of the block before `number`, then the MSA stack of block `number`."""
         if number > 0:
             z = self.blocks[number - 1].pair_stack(z, pair_mask, [d.at("block", number - 1) for d in draws])
         m = arriving.wait(keep=recompute)
         if number < len(self.blocks):
-            own = [d.at("block", number) for d in draws]
-            m, z = self.blocks[number].msa_half(m, z, msa_mask, pair_mask, own)
+            block_draws = [d.at("block", number) for d in draws]
+            m, z = self.blocks[number].msa_stack(m, z, msa_mask, pair_mask, block_draws)
         return m, z

@@ -1,7 +1,7 @@
 """Operations on the pair representation (algorithms 11 to 14).
 
-Shape legend: B batch, R residues, I J residues of the pair, c channels, H heads. Small letters i j are this rank's shard of an
-axis, which on one device is all of it. Masks are whole everywhere.
+Shape legend: B batch, R residues, I J residues of the pair, c channels, H heads. A small letter (i j) is this rank's shard of
+that axis; on one device it is the whole axis. Masks are whole on every rank.
 """
 
 from __future__ import annotations
@@ -17,18 +17,17 @@ from evodsp.parallel.pending import Pending, Ready
 
 
 class TriangleMultiplication(ShardedModule):
-    """Triangular multiplicative update, outgoing or incoming edges (algorithms 11 and 12).
+    """Triangular multiplicative update with outgoing or incoming edges (algorithms 11 and 12).
 
-    By channel (z on J): every channel is a product of its own, so both operands go from J to channels in one switch, and the
-    product comes back on `result`. No rank needs the whole pair representation.
-    By gathering (z on I for outgoing, on J for incoming edges): one operand is gathered whole, the product is where z is.
+    The product sums over a third residue, separately in each channel. Hence two ways of communicating (`CommunicationPlan`):
+    By channel (z on J): one all-to-all takes both operands from J to channels, another one brings the product back. No rank
+    ever has the whole pair representation.
+    By gathering (z on I for outgoing edges, on J for incoming ones): one operand is gathered whole.
     """
 
-    def __init__(
-        self, c_z: int, channels: int, edges: Literal["outgoing", "incoming"], result: Literal["i", "j"] = "j"
-    ) -> None:
+    def __init__(self, c_z: int, channels: int, edges: Literal["outgoing", "incoming"]) -> None:
         super().__init__()
-        self.edges, self.channels, self.result = edges, channels, result
+        self.edges, self.channels = edges, channels
         self.norm = nn.LayerNorm(c_z)
         self.projection = Linear(c_z, 2 * channels)
         self.projection_gate = Linear(c_z, 2 * channels, init="gate")
@@ -37,43 +36,55 @@ class TriangleMultiplication(ShardedModule):
         self.output_gate = Linear(c_z, c_z, init="gate")
 
     def forward(
-        self, z: Float[Tensor, "B _ _ c_z"], pair_mask: Float[Tensor, "B R R"], moved: Pending | None = None
+        self,
+        z: Float[Tensor, "B _ _ c_z"],
+        pair_mask: Float[Tensor, "B R R"],
+        axis: Axis = "j",
+        result_axis: Axis | None = None,
+        switched: Pending | None = None,
     ) -> Float[Tensor, "B _ _ c_z"]:
-        """The update. `moved`: z on its way to where the update comes out, if that is elsewhere: the output gate reads it."""
+        """The update of z, which is sharded along `axis`. The update is sharded along `result_axis` (default: `axis`).
+
+        `switched`: z on its way to `result_axis`, if that differs from `axis`; the output gate reads it.
+        """
         way = self.plan.triangle_outgoing if self.edges == "outgoing" else self.plan.triangle_incoming
-        axis: Axis = "i" if (self.edges, way) == ("outgoing", "gather") else "j"
         x = self.norm(z)
         mask = self.exchange.shard(pair_mask, axis).unsqueeze(-1)
         multiply = self._by_channel if way == "channel" else self._by_gathering
-        # Not given a name here: the operands are to be free once they have been sent.
-        product = multiply(self.projection(x) * self.projection_gate(x).sigmoid() * mask, pair_mask.shape[1])
-        there = z if moved is None else moved.wait()
-        gate = self.output_gate(x if there is z else self.norm(there)).sigmoid()
+        # The operands get no name here, so that they are freed once they have been sent.
+        product = multiply(
+            self.projection(x) * self.projection_gate(x).sigmoid() * mask, axis, result_axis or axis, pair_mask.shape[1]
+        )
+        gated = z if switched is None else switched.wait()
+        gate = self.output_gate(x if gated is z else self.norm(gated)).sigmoid()
         return self.output(self.product_norm(product.wait())) * gate
 
-    def _by_channel(self, both: Float[Tensor, "B I j cc"], residues: int) -> Pending:
-        # Operands on the batch axis, so that a rank gets the same channels of both.
+    def _by_channel(self, both: Float[Tensor, "B I j cc"], axis: Axis, result_axis: Axis, residues: int) -> Pending:
+        # The two operands go onto the batch axis, so that a rank gets the same channels of both: [2 B, I, j, c].
         both = both.unflatten(-1, (2, self.channels)).movedim(-2, 0).flatten(0, 1)  # a view, for a batch of one
-        both = self.exchange.switch(both, "j", "channel", whole=residues)
+        both = self.exchange.switch(both, axis, "channel", whole=residues)  # [2 B, I, J, c/N]
         product = self._product(*both.permute(0, 3, 1, 2).chunk(2))
-        return self.exchange.start_switch(product, "channel", self.result, whole=self.channels)
+        return self.exchange.start_switch(product, "channel", result_axis, whole=self.channels)
 
-    def _by_gathering(self, both: Float[Tensor, "B _ _ cc"], residues: int) -> Pending:
+    def _by_gathering(self, both: Float[Tensor, "B _ _ cc"], axis: Axis, result_axis: Axis, residues: int) -> Pending:
+        if result_axis != axis:
+            raise ValueError(f"gathering leaves the product on '{axis}', not on '{result_axis}'")
         a, b = both.chunk(2, -1)
-        # Outgoing: rows of the product are rows of a, columns are rows of b. Incoming: rows are columns of b, columns of a.
-        b = self.exchange.gather(b, "i" if self.edges == "outgoing" else "j", whole=residues)
+        # Outgoing: rows of the product come from rows of a, columns from rows of b. Incoming: from columns of b and of a.
+        b = self.exchange.gather(b, axis, whole=residues)
         return Ready(self._product(a.permute(0, 3, 1, 2), b.permute(0, 3, 1, 2)))
 
     def _product(self, a: Float[Tensor, "B c _ _"], b: Float[Tensor, "B c _ _"]) -> Float[Tensor, "B _ _ c"]:
-        """Sum over the third residue, channel by channel."""
+        """Sum over the third residue k, separately in each channel: a_ik b_jk (outgoing) or a_kj b_ki (incoming)."""
         product = a @ b.transpose(-1, -2) if self.edges == "outgoing" else b.transpose(-1, -2) @ a
         return product.permute(0, 2, 3, 1)
 
 
 class TriangleAttention(ShardedModule):
-    """Triangular gated self-attention around the starting or ending node (algorithms 13 and 14). z on I, or on J.
+    """Triangular gated self-attention around the starting or ending node (algorithms 13 and 14).
 
-    The ending node's is the starting node's on the transposed pair representation.
+    z is on I for the starting node, on J for the ending node. Attention around the ending node is attention around the starting
+    node of the transposed pair representation.
     """
 
     def __init__(self, c_z: int, heads: int, head_width: int, node: Literal["starting", "ending"]) -> None:

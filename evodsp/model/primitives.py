@@ -35,6 +35,8 @@ class ShardedModule(nn.Module):
 
     exchange: Exchange = LocalExchange()
     plan: CommunicationPlan = CommunicationPlan()
+    gathers_parameters: bool = False
+    """Whether this module is a unit of FSDP2: its parameters are gathered together when it runs."""
 
 
 def use_exchange(model: nn.Module, exchange: Exchange, plan: CommunicationPlan | None = None) -> None:
@@ -160,27 +162,28 @@ class Transition(nn.Module):
 
 
 class Dropout(ShardedModule):
-    """Dropout whose mask is shared along one axis of a representation (supplement 1.11.6), drawn by global position.
+    """Dropout of a residual update, with a mask shared along one axis of the representation (supplement 1.11.6).
 
-    The mask of a sample is a function of its `Draws` and of positions in the WHOLE representation: the same on every mesh,
-    and when activation checkpointing recomputes.
+    The mask is a function of the sample's random stream, of `layer` and of positions in the WHOLE representation. It is
+    therefore the same on every mesh, and the same again when activations are recomputed.
     """
 
-    def __init__(self, rate: float, shared: Axis) -> None:
+    def __init__(self, rate: float, layer: str, shared_axis: Axis) -> None:
+        """`layer`: name of the sub-layer whose update is dropped; a part of the random numbers' address."""
         super().__init__()
-        self.rate, self.shared = rate, shared
+        self.rate, self.layer, self.shared_axis = rate, layer, shared_axis
 
     def forward(
-        self, x: Float[Tensor, "B n1 n2 c"], draws: Sequence[Draws], whole: tuple[int, int], axis: Axis
+        self, x: Float[Tensor, "B n1 n2 c"], draws: Sequence[Draws], total_sizes: tuple[int, int], axis: Axis
     ) -> Float[Tensor, "B n1 n2 c"]:
-        """`draws`: one stream per sample (none: no dropout); `whole`: true sizes of axes 1 and 2 over all shards; `axis`: along
-        which `x` is cut.
+        """`draws`: one stream per sample; none means no dropout. `total_sizes`: sizes of axes 1 and 2 over all shards. `axis`:
+        the one along which `x` is sharded.
         """
         if not draws or self.rate == 0.0:
             return x
-        sizes = [*whole, x.shape[-1]]
-        sizes[DIMENSION[self.shared] - 1] = 1
+        sizes = [*total_sizes, x.shape[-1]]
+        sizes[DIMENSION[self.shared_axis] - 1] = 1
         positions = torch.arange(math.prod(sizes), device=x.device)
-        keep = torch.stack([d.uniform_at(positions) for d in draws]) >= self.rate
+        keep = torch.stack([d.at(self.layer).uniform_at(positions) for d in draws]) >= self.rate
         mask = keep.view(len(draws), *sizes).to(x.dtype) / (1.0 - self.rate)
-        return x * (mask if axis == self.shared else self.exchange.shard(mask, axis))
+        return x * (mask if axis == self.shared_axis else self.exchange.shard(mask, axis))

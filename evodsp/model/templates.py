@@ -20,11 +20,11 @@ from evodsp.config import TemplateConfig
 from evodsp.geometry.frames import atom37_to_torsion_angles
 from evodsp.geometry.residues import ATOM_ORDER
 from evodsp.geometry.rigid import Rigid
-from evodsp.model.block import Block, Sharded
 from evodsp.model.embedders import distance_one_hot, squared_edges
 from evodsp.model.pair_ops import TriangleAttention, TriangleMultiplication
-from evodsp.model.primitives import Linear, ShardedModule, Transition, mask_bias
-from evodsp.model.schedule import LAST_TEMPLATE_PAIR, TEMPLATE_PAIR
+from evodsp.model.primitives import Dropout, Linear, ShardedModule, Transition, mask_bias
+from evodsp.model.sharded import Sharded
+from evodsp.parallel.layout import Axis
 from evodsp.rng import Draws
 
 LETTERS = 22
@@ -64,25 +64,41 @@ class Templates:
         )
 
 
-class TemplatePairBlock(Block):
-    """One block of the template pair stack (algorithm 16, lines 2 to 6): attention comes before multiplication.
-
-    t on I in; out on I, or from the `last` block on J.
-    """
+class TemplatePairBlock(ShardedModule):
+    """One block of the template pair stack (algorithm 16). t is on I at entry; it is left on I, by the last block on J."""
 
     def __init__(self, config: TemplateConfig, last: bool) -> None:
-        super().__init__(LAST_TEMPLATE_PAIR if last else TEMPLATE_PAIR, 0.0, config.pair_dropout)
+        super().__init__()
+        self.exit_axis: Axis = "j" if last else "i"
         c, heads, width = config.channels, config.pair_heads, config.pair_head_width
+        rate = config.pair_dropout
         self.attention_starting = TriangleAttention(c, heads, width, "starting")
+        self.starting_dropout = Dropout(rate, "attention_starting", shared_axis="i")
         self.attention_ending = TriangleAttention(c, heads, width, "ending")
+        self.ending_dropout = Dropout(rate, "attention_ending", shared_axis="j")
         self.triangle_outgoing = TriangleMultiplication(c, config.triangle_channels, "outgoing")
-        self.triangle_incoming = TriangleMultiplication(c, config.triangle_channels, "incoming", "j" if last else "i")
+        self.outgoing_dropout = Dropout(rate, "triangle_outgoing", shared_axis="i")
+        self.triangle_incoming = TriangleMultiplication(c, config.triangle_channels, "incoming")
+        self.incoming_dropout = Dropout(rate, "triangle_incoming", shared_axis="i")
         self.transition = Transition(c, config.transition_factor)
 
     def forward(self, t: TemplatePair, pair_mask: Float[Tensor, "N R R"], draws: Sequence[Draws] = ()) -> TemplatePair:
-        """`draws`: one stream of dropout per template; none means no dropout."""
+        """`draws`: one dropout stream per template, or none."""
         pair = Sharded(t, "i", pair_mask, self.exchange)
-        self.run(draws, pair=pair)
+        del t
+        pair = pair.add(self.attention_starting(pair.x, pair_mask), self.starting_dropout, draws)
+        pair = pair.switch("j")
+        pair = pair.add(self.attention_ending(pair.x, pair_mask), self.ending_dropout, draws)
+        pair = pair.switch(self.plan.outgoing_axis)
+        pair = pair.add(self.triangle_outgoing(pair.x, pair_mask, pair.axis), self.outgoing_dropout, draws)
+        pair = pair.switch("j")
+        # On its way while the update is computed. Gathering leaves the product on J, whatever is needed next.
+        moved = pair.switch("j" if self.exit_axis == "j" else self.plan.incoming_result_axis)
+        update = self.triangle_incoming(pair.x, pair_mask, pair.axis, moved.axis, moved.pending)
+        pair = moved.add(update, self.incoming_dropout, draws)
+        del moved, update
+        pair = pair.switch(self.exit_axis)
+        pair = pair.add(self.transition(pair.x))
         return pair.x
 
 

@@ -34,10 +34,10 @@ class Transfer:
 
     work: Any
     pieces: tuple[Tensor, ...]
-    """What is received: side by side along `dim` it is the result."""
+    """Received buffers; concatenated along `dim` they are the result."""
     dim: int
     sent: Tensor | None
-    """Must outlive the communication, and no more than that."""
+    """Send buffer; kept until the communication is done."""
 
     def wait(self) -> Tensor:
         """Wait for the communication; its result."""
@@ -60,6 +60,14 @@ class Collective(ABC):
     def transpose(self) -> Collective:
         """The map that gradients go through."""
 
+    @abstractmethod
+    def result_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Shape of this rank's result, from the shape of its input."""
+
+    @abstractmethod
+    def volume(self, shape: Sequence[int]) -> int:
+        """Numbers that the ledger counts for an input of this shape (`evodsp.parallel.ledger` says what is counted)."""
+
     def _enter(self, buffer: Tensor, backward: bool, times: int = 1) -> None:
         if self.group.ledger is not None:
             self.group.ledger.add(self.kind, times * buffer.numel(), buffer.element_size(), backward)
@@ -81,7 +89,9 @@ class Switch(Collective):
         _check_size(x, self.source, self.source_sizes[rank])
         _check_size(x, self.target, sum(self.target_sizes))
         sent = _packed(x, self.target, self.target_sizes)
-        shapes = [_resized(x, {self.source: size, self.target: self.target_sizes[rank]}) for size in self.source_sizes]
+        shapes = [
+            _resized(x.shape, {self.source: size, self.target: self.target_sizes[rank]}) for size in self.source_sizes
+        ]
         received = x.new_empty(sum(map(math.prod, shapes)))
         leaving = x.numel() // max(1, sum(self.target_sizes))
         work = dist.all_to_all_single(
@@ -93,8 +103,15 @@ class Switch(Collective):
             async_op=True,
         )
         self._enter(sent, backward)
-        whole = _resized(x, {self.source: sum(self.source_sizes), self.target: self.target_sizes[rank]})
+        whole = _resized(x.shape, {self.source: sum(self.source_sizes), self.target: self.target_sizes[rank]})
         return Transfer(work, _pieces(received, shapes, whole, self.source), self.source, sent)
+
+    def result_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        rank = self.group.rank
+        return _resized(shape, {self.source: sum(self.source_sizes), self.target: self.target_sizes[rank]})
+
+    def volume(self, shape: Sequence[int]) -> int:
+        return math.prod(shape)
 
     def transpose(self) -> Switch:
         return Switch(self.group, self.target, self.source, self.target_sizes, self.source_sizes)
@@ -128,6 +145,12 @@ class Gather(Collective):
         pieces = tuple(part[:size].movedim(0, self.dim) for part, size in zip(parts, self.sizes, strict=True))
         return Transfer(work, pieces, self.dim, sent)
 
+    def result_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        return _resized(shape, {self.dim: sum(self.sizes)})
+
+    def volume(self, shape: Sequence[int]) -> int:
+        return math.prod(_resized(shape, {self.dim: len(self.sizes) * max(self.sizes)}))
+
     def transpose(self) -> ScatterSum:
         return ScatterSum(self.group, self.dim, self.sizes)
 
@@ -157,6 +180,12 @@ class ScatterSum(Collective):
         self._enter(sent, backward)
         return Transfer(work, (received[: self.sizes[rank]].movedim(0, self.dim),), self.dim, sent)
 
+    def result_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        return _resized(shape, {self.dim: self.sizes[self.group.rank]})
+
+    def volume(self, shape: Sequence[int]) -> int:
+        return math.prod(_resized(shape, {self.dim: len(self.sizes) * max(self.sizes)}))
+
     def transpose(self) -> Gather:
         return Gather(self.group, self.dim, self.sizes)
 
@@ -173,6 +202,12 @@ class Sum(Collective):
         work = dist.all_reduce(total, group=self.group.handle, async_op=True)
         self._enter(total, backward, times=2)
         return Transfer(work, (total,), 0, total)
+
+    def result_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        return tuple(shape)
+
+    def volume(self, shape: Sequence[int]) -> int:
+        return 2 * math.prod(shape)
 
     def transpose(self) -> Sum:
         return self
@@ -191,11 +226,17 @@ class Broadcast(Collective):
     def launch(self, x: Tensor, backward: bool = False) -> Transfer:
         rank = self.group.rank
         _check_size(x, self.dim, self.sizes[rank])
-        shape = _resized(x, {self.dim: self.sizes[self.root]})
+        shape = _resized(x.shape, {self.dim: self.sizes[self.root]})
         buffer = x.contiguous() if rank == self.root else x.new_empty(shape)
         work = dist.broadcast(buffer, group_src=self.root, group=self.group.handle, async_op=True)
         self._enter(buffer, backward)
         return Transfer(work, (buffer,), self.dim, buffer)
+
+    def result_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        return _resized(shape, {self.dim: self.sizes[self.root]})
+
+    def volume(self, shape: Sequence[int]) -> int:
+        return math.prod(self.result_shape(shape))
 
     def transpose(self) -> Reduce:
         return Reduce(self.group, self.root, self.dim, self.sizes)
@@ -217,8 +258,14 @@ class Reduce(Collective):
         total = x.clone(memory_format=torch.contiguous_format)
         work = dist.reduce(total, group_dst=self.root, group=self.group.handle, async_op=True)
         self._enter(total, backward)
-        own = total if rank == self.root else x.new_zeros(_resized(x, {self.dim: self.sizes[rank]}))
+        own = total if rank == self.root else x.new_zeros(_resized(x.shape, {self.dim: self.sizes[rank]}))
         return Transfer(work, (own,), self.dim, total)
+
+    def result_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        return _resized(shape, {self.dim: self.sizes[self.group.rank]})
+
+    def volume(self, shape: Sequence[int]) -> int:
+        return math.prod(shape)
 
     def transpose(self) -> Broadcast:
         return Broadcast(self.group, self.root, self.dim, self.sizes)
@@ -257,8 +304,9 @@ def _pieces(flat: Tensor, shapes: list[tuple[int, ...]], whole: tuple[int, ...],
     return tuple(part.view(shape) for part, shape in zip(parts, shapes, strict=True))
 
 
-def _resized(x: Tensor, sizes: dict[int, int]) -> tuple[int, ...]:
-    return tuple(sizes.get(dim, size) for dim, size in enumerate(x.shape))
+def _resized(shape: Sequence[int], sizes: dict[int, int]) -> tuple[int, ...]:
+    """`shape` with the sizes of some axes replaced."""
+    return tuple(sizes.get(dim, size) for dim, size in enumerate(shape))
 
 
 def _check_size(x: Tensor, dim: int, size: int) -> None:

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch.distributed as dist
 
 from evodsp.parallel.ledger import Ledger
 
 
-@dataclass(frozen=True)
 class Group:
-    """The ranks among which one sample is spread."""
+    """A process group, and the ledger in which its collectives are entered."""
 
-    handle: dist.ProcessGroup
-    ledger: Ledger | None = None
-    """Where collectives are entered; None: nowhere."""
+    def __init__(self, handle: dist.ProcessGroup, ledger: Ledger | None = None) -> None:
+        """`ledger`: None enters them nowhere."""
+        self.handle, self.ledger = handle, ledger
 
     @property
     def rank(self) -> int:
-        """This process's place in the group."""
+        """This process's rank within the group."""
         return dist.get_rank(self.handle)
 
     @property
     def size(self) -> int:
+        """Number of ranks in the group."""
         return dist.get_world_size(self.handle)

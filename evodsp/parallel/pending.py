@@ -39,14 +39,16 @@ class Ready(Pending):
 
 
 class Shared(Pending):
-    """A pending tensor with several readers: the first of them waits."""
+    """A pending tensor with several readers: the first one waits, the others get the same tensor."""
 
     def __init__(self, pending: Pending) -> None:
-        self._pending, self._x = pending, None if not isinstance(pending, Ready) else pending.x
+        self._pending: Pending | None = pending
+        self._x: Tensor | None = None
 
     def wait(self, keep: bool = False) -> Tensor:
-        if self._x is None:
-            self._x = self._pending.wait()
+        if self._pending is not None:
+            self._x, self._pending = self._pending.wait(keep), None
+        assert self._x is not None
         return self._x
 
 

@@ -24,6 +24,7 @@ from evodsp.training.gradients import FlatGradients, Gradients, PlainGradients
 from evodsp.training.lr_schedule import learning_rate
 from evodsp.training.strategy import DSPStrategy, make_optimizer
 from evodsp.weights.checkpoint import checkpoint_entries
+from evodsp.weights.versions import upgrade
 
 MOST_CHAINS_LOGGED = 16
 """Up to this many validation chains have a column each in the learning curve."""
@@ -175,6 +176,7 @@ class TrainingModule(LightningModule):
         checkpoint["batches_per_step"] = self.trainer.accumulate_grad_batches
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        upgrade(checkpoint)  # Lightning calls this first, so callbacks see the upgraded checkpoint too
         if self.trainer.state.fn == TrainerFn.FITTING:
             recount_batches(checkpoint, self.trainer.accumulate_grad_batches)
 

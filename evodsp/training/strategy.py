@@ -23,13 +23,12 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Adam, Optimizer
 
 from evodsp.launch import process_group
 from evodsp.launch.consensus import check_same
-from evodsp.model.evoformer import EvoformerBlock, PairStack
 from evodsp.model.primitives import use_exchange
 from evodsp.model.schedule import CommunicationPlan
 from evodsp.parallel.config import ParallelConfig
@@ -202,19 +201,12 @@ def make_optimizer(parameters: Iterator[nn.Parameter], strategy: Strategy, **opt
 
 
 def spread_parameters(model: nn.Module) -> None:
-    """FSDP2 over all ranks: each holds its share of every parameter; what a half of a block needs is put together when it runs.
-
-    The halves are the units because the stacks call them one by one.
-    """
+    """FSDP2 over all ranks: each keeps its share of every parameter, and a unit's parameters are gathered while it runs."""
     mesh = init_device_mesh(next(model.parameters()).device.type, (dist.get_world_size(),))
     for module in list(model.modules()):
-        if isinstance(module, PairStack):
+        if getattr(module, "gathers_parameters", False):
             fully_shard(module, mesh=mesh)
-    for module in list(model.modules()):
-        if isinstance(module, EvoformerBlock):
-            fully_shard(module, mesh=mesh)
-            register_fsdp_forward_method(module, "msa_half")
-    # True: between steps every parameter is its share, which the moving average and checkpoints rely on.
+    # True: between steps every parameter is a share, which the moving average and checkpoints rely on.
     fully_shard(model, mesh=mesh, reshard_after_forward=True)
 
 

@@ -23,8 +23,8 @@ from evodsp.model.alphafold import AlphaFold
 from evodsp.weights.config import preset_of, published_features
 from evodsp.weights.container import container
 from evodsp.weights.published import is_parameter_file, load_published
+from evodsp.weights.versions import FORMAT_VERSION, upgrade
 
-FORMAT_VERSION = 1
 PREFIX = "model."
 
 
@@ -54,6 +54,7 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
         raise UserError(
             f"{path}: not an evodsp checkpoint, it lacks {', '.join(lacking)}; give one written by `evodsp fit`"
         )
+    upgrade(checkpoint)
     if checkpoint["format_version"] != FORMAT_VERSION:
         raise UserError(
             f"{path}: format version {checkpoint['format_version']}, but this evodsp reads {FORMAT_VERSION}; "

@@ -224,17 +224,18 @@ def evoformer_block(
     openfold: str = "",
 ) -> Iterator[Name]:
     config = config or EvoformerConfig()
-    heads, column = config.msa_heads, (f"{ours}.column_attention", f"{openfold}.msa_att_col")
+    msa, heads = f"{ours}.msa_stack", config.msa_heads
+    column = f"{msa}.column_attention", f"{openfold}.msa_att_col"
     yield from row_attention(
-        f"{ours}.row_attention", f"{scope}/msa_row_attention_with_pair_bias", heads, f"{openfold}.msa_att_row"
+        f"{msa}.row_attention", f"{scope}/msa_row_attention_with_pair_bias", heads, f"{openfold}.msa_att_row"
     )
     if extra:
         yield from global_attention(column[0], f"{scope}/msa_column_global_attention", heads, column[1])
     else:
         yield from column_attention(column[0], f"{scope}/msa_column_attention", heads, column[1])
-    yield from transition(f"{ours}.msa_transition", f"{scope}/msa_transition", f"{openfold}.msa_transition")
+    yield from transition(f"{msa}.transition", f"{scope}/msa_transition", f"{openfold}.msa_transition")
     yield from outer_product_mean(
-        f"{ours}.outer_product_mean",
+        f"{msa}.outer_product_mean",
         f"{scope}/outer_product_mean",
         config.outer_product_channels,
         f"{openfold}.outer_product_mean",

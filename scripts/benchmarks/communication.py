@@ -24,7 +24,6 @@ from evodsp.model.traffic import Call, Sizes, extra_msa_calls, inner_block
 from evodsp.parallel.exchange import ShardedExchange
 from evodsp.parallel.ledger import Entry, Ledger
 
-from .dap import switch_in_every_block
 from .fake_ranks import fake_group
 
 MIB = 2**20
@@ -68,7 +67,7 @@ class Case:
         n = Sizes(ranks, 0, 1, self.sequences, self.residues, self.c_m, ModelConfig().channels.pair, self.config, plan)
         if self.extra and not dap:
             return extra_msa_calls(dataclasses.replace(n, config=dataclasses.replace(self.config, blocks=1)))
-        return inner_block(n)  # DAP treats the extra MSA like the other one
+        return inner_block(n, self.extra)
 
     def formula(self, ranks: int, dap: bool) -> int | None:
         """Numbers moved by an Evoformer block's forward pass, where sizes divide (DESIGN, section 3)."""
@@ -109,8 +108,6 @@ def passes(case: Case, ranks: int, dap: bool, dtype: torch.dtype, blocks: int) -
     ledger = Ledger()
     with fake_group(ranks, ledger=ledger) as group, torch.device("meta"):
         stack = EvoformerStack(case.c_m, 128, dataclasses.replace(case.config, blocks=blocks), case.extra)
-        if dap and case.extra:
-            switch_in_every_block(stack)
         exchange = ShardedExchange(group, dtype=dtype)
         use_exchange(stack, exchange, DAP if dap else CommunicationPlan())
         s, r = case.sequences, case.residues

@@ -13,7 +13,7 @@ import argparse
 import csv
 import dataclasses
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from evodsp.config import EvoformerConfig, ModelConfig
-from evodsp.model.block import Block
 from evodsp.model.evoformer import EvoformerStack
 from evodsp.model.primitives import use_exchange
 from evodsp.model.traffic import Sizes, inner_block
@@ -82,6 +81,12 @@ class _Named(Collective):
     def transpose(self) -> _Named:
         return _Named(self.inner.transpose(), self.name)
 
+    def result_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        return self.inner.result_shape(shape)
+
+    def volume(self, shape: Sequence[int]) -> int:
+        return self.inner.volume(shape)
+
 
 class TracedExchange(ShardedExchange):
     """Names its collectives, as they come."""
@@ -97,10 +102,9 @@ class TracedExchange(ShardedExchange):
 def name_layers(stack: EvoformerStack) -> None:
     """Have sub-layers show in the trace."""
     for number, block in enumerate(stack.blocks):
-        for part in (block, block.pair_stack):
-            assert isinstance(part, Block)
-            for step in part.steps:
-                _name(part.get_submodule(step.layer), f"{step.layer} {number}")
+        for part in (block.msa_stack, block.pair_stack):
+            for name, layer in part.named_children():
+                _name(layer, f"{name} {number}")
 
 
 def _name(module: nn.Module, name: str) -> None:

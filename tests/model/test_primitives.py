@@ -74,7 +74,7 @@ def test_a_row_of_masked_keys_is_uniform() -> None:
 def test_dropout_shares_its_mask_and_keeps_the_mean() -> None:
     """Catches a mask that differs along the shared axis, a wrong scale, or samples that share a mask."""
     x = torch.ones(2, 3, 50, 40)
-    dropout = Dropout(0.25, shared="seq")
+    dropout = Dropout(0.25, "row_attention", shared_axis="seq")
     streams = [Draws.root(0).at(n) for n in range(2)]
     y = dropout(x, streams, (3, 50), "seq")
     assert torch.equal(y[:, 0], y[:, 1])

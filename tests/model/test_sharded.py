@@ -22,6 +22,7 @@ from evodsp.model.schedule import DAP, CommunicationPlan
 from evodsp.model.templates import TemplatePairStack
 from evodsp.parallel.exchange import Exchange, LocalExchange, ShardedExchange
 from evodsp.parallel.group import Group
+from evodsp.parallel.layout import DIMENSION
 from evodsp.rng import Draws
 from tests.ranks import RankPool
 
@@ -99,7 +100,7 @@ def run(case: Case, exchange: Exchange, ranks: int) -> tuple[dict[str, Tensor], 
         m, z = stack(exchange.shard(msa, "seq"), exchange.shard(pair, "j"), msa_mask, pair_mask, draws)
         inputs, outputs = {"m": msa, "z": pair}, {"m": m, "z": z}
         weights = {
-            "m": exchange.shard(random(*msa.shape), "seq" if extra else "res"),
+            "m": exchange.shard(random(*msa.shape), case.plan.extra_msa_axis if extra else "res"),
             "z": exchange.shard(random(*pair.shape), "j"),
         }
     loss = sum((weights[name] * output).sum() for name, output in outputs.items())
@@ -139,7 +140,8 @@ def check(pool: RankPool, ranks: int, case: Case) -> None:
         outputs, inputs, stack = run(dataclasses.replace(case, recompute=False), LocalExchange(), 1)
     finally:
         torch.set_default_dtype(torch.float32)
-    cut = {"m": 2 if case.stack == "evoformer" else 1, "z": 2}
+    m_axis = case.plan.extra_msa_axis if case.stack.startswith("extra") else "res"
+    cut = {"m": DIMENSION[m_axis], "z": 2}
     found = pool.run(ranks, run_rank, case)
     for name, output in outputs.items():
         close(torch.cat([rank.outputs[name] for rank in found], cut[name]), output.detach(), name)

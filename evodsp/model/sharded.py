@@ -1,0 +1,68 @@
+"""A representation of which every rank of a group holds one shard.
+
+A block of the Evoformer is written with two verbs: `add` the update of a sub-layer, and `switch` the sharded axis where the
+next sub-layer needs another one. On one device `switch` does nothing.
+
+Shape legend: B batch, n1 n2 the two axes of a representation (one of them may be a shard), N1 N2 their total sizes, c channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jaxtyping import Float
+from torch import Tensor
+
+from evodsp.model.primitives import Dropout
+from evodsp.parallel.exchange import Exchange
+from evodsp.parallel.layout import DIMENSION, Axis
+from evodsp.parallel.pending import Pending, Ready, Shared
+from evodsp.rng import Draws
+
+
+class Sharded:
+    """This rank's shard of a representation, and the axis along which the representation is sharded. Never changes."""
+
+    def __init__(
+        self,
+        x: Float[Tensor, "B n1 n2 c"] | Pending,
+        axis: Axis,
+        mask: Float[Tensor, "B N1 N2"],
+        exchange: Exchange,
+    ) -> None:
+        """`x`: the shard, or a collective that delivers it. `mask`: of the WHOLE representation, on every rank (it has no
+        channels, so it is small); its shape gives the total sizes.
+        """
+        self.pending = Shared(x if isinstance(x, Pending) else Ready(x))
+        self.axis, self.mask, self.exchange = axis, mask, exchange
+
+    @property
+    def x(self) -> Float[Tensor, "B n1 n2 c"]:
+        """The shard. Waits for it if a switch is still under way."""
+        return self.pending.wait()
+
+    @property
+    def total_sizes(self) -> tuple[int, int]:
+        """Sizes of axes 1 and 2 over all shards."""
+        return self.mask.shape[1], self.mask.shape[2]
+
+    def switch(self, axis: Axis) -> Sharded:
+        """The same representation sharded along `axis`: an all-to-all, or nothing if it is sharded so already.
+
+        The all-to-all is launched here and awaited where the result's `x` is first read, so computation in between hides it.
+        """
+        if axis == self.axis:
+            return self
+        total = self.total_sizes[DIMENSION[self.axis] - 1]
+        return Sharded(self.exchange.start_switch(self.x, self.axis, axis, total), axis, self.mask, self.exchange)
+
+    def add(
+        self, update: Float[Tensor, "B n1 n2 c"], dropout: Dropout | None = None, draws: Sequence[Draws] = ()
+    ) -> Sharded:
+        """The representation plus `dropout(update)`. The update is sharded along the same axis.
+
+        `draws`: one stream of random numbers per sample for the dropout mask; none means no dropout.
+        """
+        if dropout is not None:
+            update = dropout(update, draws, self.total_sizes, self.axis)
+        return Sharded(self.x + update, self.axis, self.mask, self.exchange)
