@@ -156,7 +156,7 @@ def test_collectives_launched_early_lie_over_compute_in_both_passes(pool: RankPo
                 for name, x in collectives.items()
             }
             pair_half = {f"{name} 0" for name in ("triangle_outgoing", "triangle_incoming", "transition")}
-            assert pair_half < layers["4 switch m 0"], "the MSA's way back lies under the whole pair half"
+            assert pair_half < layers["4 switch m back 0"], "the MSA's way back lies under the whole pair half"
             assert "triangle_incoming 1" in layers["7 switch z 1"], (
                 "the pair's switch lies under triangle multiplication"
             )

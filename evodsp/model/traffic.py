@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from evodsp.config import EvoformerConfig
 from evodsp.model.schedule import EXTRA_MSA_HALF, MSA_HALF, PAIR_HALF, CommunicationPlan, Representation, Step
+from evodsp.parallel.exchange import KEPT
 from evodsp.parallel.layout import Axis, shard_sizes
 from evodsp.parallel.ledger import Kind
 
@@ -20,7 +21,7 @@ class Call:
     """One collective of one rank."""
 
     layer: str
-    """The sub-layer that asks for it; `switch m` and `switch z` move a representation between sub-layers."""
+    """The sub-layer that asks for it; `switch m`, `switch m back` and `switch z` move a representation between sub-layers."""
     kind: Kind
     elements: int
     """Numbers in the forward pass."""
@@ -55,6 +56,20 @@ class Sizes:
     def padded(self, axis: Axis) -> int:
         """Entries of `axis` that a gather or a reduce-scatter moves: every shard travels as the largest."""
         return self.ranks * max(shard_sizes(self.whole(axis), self.ranks))
+
+
+RETURN = "switch m back"
+"""The switch of the MSA representation back to S between two blocks: it lies outside of what is recomputed at once."""
+
+
+def recomputed(calls: Sequence[Call], plan: CommunicationPlan) -> list[Call]:
+    """Those of a stack's `calls` that activation checkpointing launches again in the backward pass, once each.
+
+    Results that the plan keeps are not communicated again, and the switch between blocks is not part of a recomputed segment.
+    `stream_bias` recomputes its broadcasts a second time, within the recomputation; that is not counted here.
+    """
+    kept = KEPT if plan.keep_gathered else ()
+    return [call for call in calls if call.layer != RETURN and call.kind not in kept]
 
 
 def _switch(layer: str, n: Sizes, source: Axis, target: Axis, others: int) -> Call:
@@ -167,7 +182,7 @@ def evoformer_calls(n: Sizes) -> list[Call]:
         at: dict[Representation, Axis] = {"msa": "seq", "pair": "j"}
         calls += walk(MSA_HALF, n, at)
         if block + 1 < n.config.blocks:
-            calls.append(_switch("switch m", n, at["msa"], "seq", n.batch * n.c_m))
+            calls.append(_switch(RETURN, n, at["msa"], "seq", n.batch * n.c_m))
         calls += walk(PAIR_HALF, n, at)
     return calls
 
