@@ -1,10 +1,12 @@
-"""FastFold's Dynamic Axial Parallelism (DAP), what DSP is compared with: same modules, same collectives, same ledger.
+"""The extra-MSA stack under FastFold's Dynamic Axial Parallelism (DAP), the schedule that DSP is compared with.
 
-Under DAP m is switched S -> R -> S in every block, and triangle multiplication gathers one operand whole. FastFold's own
-all-gather has a slice as its backward and so loses gradients; here every collective has its exact transpose, so that DAP too
-equals one device (`tests/test_benchmark_scripts.py`) and what is compared is schedules, not mistakes.
+DAP switches m from S to R and back in every block, and gathers one whole operand of each triangle multiplication. It runs here
+with evodsp's modules, collectives and ledger. In FastFold the backward pass of an all-gather is a slice, which loses gradients;
+here every collective has its exact transpose, so DAP equals one device too (`tests/test_benchmark_scripts.py`) and the
+comparison is between two correct schedules.
 
-For Evoformer blocks DAP is a plan (`evodsp.model.schedule.DAP`). The extra-MSA stack stays on S under DSP; here is DAP's.
+For Evoformer blocks DAP is a plan: `evodsp.model.schedule.DAP`. Under DSP the extra-MSA stack keeps m on S; this module changes
+it to DAP's schedule.
 """
 
 from __future__ import annotations
@@ -15,11 +17,11 @@ from evodsp.model.schedule import MSA_HALF
 
 
 def switch_in_every_block(stack: EvoformerStack) -> EvoformerStack:
-    """Have an extra-MSA stack go DAP's way, in place: every block reads m on S, then on R, and sends it back to S.
+    """Change an extra-MSA stack, in place, to read m on S and then on R in every block and to switch it back to S.
 
-    To be run with `plan=DAP`. m comes out on R, not on S.
+    Run it with `plan=DAP`. It returns m on R, not on S.
     """
-    stack.extra = False  # what keeps m on S between blocks
+    stack.extra = False  # `extra` keeps m on S between blocks
     for block in stack.blocks:
         block.steps = MSA_HALF
         for module in block.modules():
