@@ -18,7 +18,7 @@ from evodsp.model.schedule import DAP
 from evodsp.parallel.exchange import Exchange, LocalExchange, ShardedExchange
 from evodsp.parallel.group import Group
 from scripts.benchmarks import communication, long_protein, memory, trace
-from scripts.benchmarks.held import Activations
+from scripts.benchmarks.peak_memory import PeakMemory
 from tests.model.test_sharded import close, dense
 from tests.ranks import RankPool
 
@@ -111,8 +111,8 @@ def test_a_count_that_is_off_is_told() -> None:
 def test_four_ranks_hold_less_than_a_third_of_what_one_holds() -> None:
     """An activation of a stack that is whole on every rank, or kept twice where ranks communicate."""
     one, four = (memory.measure(memory.stacks, ranks) for ranks in (1, 4))
-    assert four.peak <= memory.ASKED_OF_4 * one.peak
-    assert one.now == four.now == 0  # what is counted as come is counted as gone
+    assert four.peak <= memory.LIMIT_AT_4 * one.peak
+    assert one.current == four.current == 0  # what is counted as come is counted as gone
 
 
 def test_what_is_counted_as_held_is_what_pytorch_allocates() -> None:
@@ -125,14 +125,14 @@ def test_what_is_counted_as_held_is_what_pytorch_allocates() -> None:
         (y.sum() + x.sum()).backward()
 
     weight = torch.ones(400, 400)
-    with Activations() as held:
+    with PeakMemory() as memory_of_program:
         program()
     with torch.profiler.profile(profile_memory=True) as profiler:
         program()
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
     sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
-    assert held.peak == pytest.approx(max(itertools.accumulate(sizes)), rel=1e-3)
-    assert held.peak > 4 * 4 * 300 * 400
+    assert memory_of_program.peak == pytest.approx(max(itertools.accumulate(sizes)), rel=1e-3)
+    assert memory_of_program.peak > 4 * 4 * 300 * 400
 
 
 def traced(handle: Any) -> list[trace.Interval]:
@@ -155,7 +155,7 @@ def test_collectives_launched_early_lie_over_compute_in_both_passes(pool: RankPo
                 for name, x in collectives.items()
             }
             pair_half = {f"{name} 0" for name in ("triangle_outgoing", "triangle_incoming", "transition")}
-            assert pair_half < layers["4 switch m 0"], "the MSA's way back lies under the whole pair half"
+            assert pair_half < layers["4 switch m back 0"], "the MSA's way back lies under the whole pair half"
             assert "triangle_incoming 1" in layers["7 switch z 1"], (
                 "the pair's switch lies under triangle multiplication"
             )

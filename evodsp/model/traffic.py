@@ -10,6 +10,7 @@ twice its input; the part that a rank keeps for itself is included.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,7 +22,7 @@ from evodsp.model.evoformer import EvoformerStack
 from evodsp.model.primitives import use_exchange
 from evodsp.model.schedule import CommunicationPlan
 from evodsp.parallel.collectives import Collective
-from evodsp.parallel.exchange import ShardedExchange
+from evodsp.parallel.exchange import KEPT, ShardedExchange
 from evodsp.parallel.group import Group
 from evodsp.parallel.layout import Axis
 from evodsp.parallel.ledger import Kind
@@ -33,7 +34,7 @@ class Call:
     """One collective of one rank."""
 
     layer: str
-    """The sub-layer that asks for it; `switch m` and `switch z` move a representation between sub-layers."""
+    """The sub-layer that asks for it; `switch m`, `switch m back` and `switch z` move a representation between sub-layers."""
     kind: Kind
     elements: int
     """Numbers counted in the forward pass."""
@@ -71,6 +72,20 @@ class _Place(Group):
         return self._size
 
 
+RETURN = "switch m back"
+"""The switch of the MSA representation back to S between two blocks. It lies outside of the recomputed segments."""
+
+
+def recomputed(calls: Sequence[Call], plan: CommunicationPlan) -> list[Call]:
+    """Those of a stack's `calls` that activation checkpointing launches again in the backward pass, once each.
+
+    Results that the plan keeps are not communicated again, and the switch between blocks is not part of a recomputed segment.
+    `stream_bias` recomputes its broadcasts a second time, within the recomputation; that is not counted here.
+    """
+    kept = KEPT if plan.keep_gathered else ()
+    return [call for call in calls if call.layer != RETURN and call.kind not in kept]
+
+
 class RecordingExchange(ShardedExchange):
     """Writes down what one rank of a group would communicate. Results have the right shapes and no content."""
 
@@ -87,12 +102,12 @@ class RecordingExchange(ShardedExchange):
                 self._name(module, path.rpartition(".")[2])
 
     def start_switch(self, x: Tensor, from_axis: Axis, to_axis: Axis, whole: int) -> Pending:
-        if self.layer is None:
-            self.layer = f"switch {'m' if from_axis in ('seq', 'res') else 'z'}"
-            pending = super().start_switch(x, from_axis, to_axis, whole)
-            self.layer = None
-            return pending
-        return super().start_switch(x, from_axis, to_axis, whole)
+        if self.layer is not None:
+            return super().start_switch(x, from_axis, to_axis, whole)
+        self.layer = {"res": "switch m", "seq": RETURN}.get(to_axis, "switch z")
+        pending = super().start_switch(x, from_axis, to_axis, whole)
+        self.layer = None
+        return pending
 
     def max(self, x: Tensor) -> Tensor:
         self._record("all-reduce", 2 * x.numel(), 0)

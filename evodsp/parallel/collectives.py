@@ -281,7 +281,7 @@ def maximum(x: Tensor, group: Group) -> Tensor:
     total = x.detach().clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, dist.ReduceOp.MAX, group=group.handle)
     if group.ledger is not None:
-        group.ledger.add("all-reduce", 2 * total.numel(), total.element_size(), backward=False)
+        group.ledger.add("all-reduce", 2 * total.numel(), total.element_size())
     return total
 
 

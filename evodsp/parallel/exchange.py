@@ -21,6 +21,7 @@ from torch import Tensor
 from evodsp.parallel.collectives import Broadcast, Collective, Gather, Reduce, ScatterSum, Sum, Switch, maximum
 from evodsp.parallel.group import Group
 from evodsp.parallel.layout import DIMENSION, Axis, shard_sizes, shard_slice
+from evodsp.parallel.ledger import Kind
 from evodsp.parallel.pending import Pending, Ready, start
 
 
@@ -195,7 +196,7 @@ class ShardedExchange(Exchange):
             self._tape = before
 
     def _start(self, x: Tensor, collective: Collective) -> Pending:
-        keeps = self._tape is not None and collective.kind in _KEPT
+        keeps = self._tape is not None and collective.kind in KEPT
         if self._tape is None or not keeps:
             return self._launched(x, collective)
         if self._tape.replaying:
@@ -208,8 +209,9 @@ class ShardedExchange(Exchange):
         return pending if self.overlap else Ready(pending.wait())
 
 
-_KEPT = ("all-gather", "all-reduce")
-"""Their results are small: biases, one operand, sums. A switch's result is as large as the activations that are recomputed."""
+KEPT: tuple[Kind, ...] = ("all-gather", "all-reduce")
+"""Collectives whose results `keeping` keeps: they are small (biases, one operand, sums). A switch's result is as large as the
+activations that are recomputed, so it is communicated again."""
 
 
 @dataclass

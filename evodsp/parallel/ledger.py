@@ -1,18 +1,20 @@
-"""What was communicated: every collective, in order, with its bytes.
+"""What was communicated: every collective in order, with its bytes.
 
-Bytes of an all-gather are its output's, of a reduce-scatter and an all-to-all its local input's, of an all-reduce twice its
-input's, of a broadcast and a reduce one copy of what is sent: an all-gather or a reduce-scatter done one shard at a time counts
-as it does in one piece. The part that a rank keeps counts: on the wire it is (N - 1) / N of it.
+An all-gather counts the bytes of its output; a reduce-scatter and an all-to-all those of their local input; an all-reduce
+twice its input; a broadcast and a reduce one copy of what is sent. An all-gather or a reduce-scatter counts the same whether it
+is done at once or one shard at a time. The part that a rank sends to itself is included: (N - 1) / N of the count crosses the
+wire.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
+import torch
+
 Kind = Literal["all-to-all", "all-gather", "reduce-scatter", "all-reduce", "broadcast", "reduce"]
+Phase = Literal["forward", "backward", "recompute"]
 
 
 @dataclass(frozen=True)
@@ -22,29 +24,33 @@ class Entry:
     kind: Kind
     elements: int
     bytes: int
-    backward: bool
-    """Launched by a backward pass (as the transpose of a forward one)."""
+    phase: Phase
+    """`backward`: a transpose, launched for gradients. `recompute`: a collective of the forward pass that activation
+    checkpointing launches again inside the backward pass."""
 
 
 @dataclass
 class Ledger:
-    """The collectives of one rank since the ledger was made or last `recorded`."""
+    """The collectives of one rank since the ledger was made."""
 
     entries: list[Entry] = field(default_factory=list)
 
-    def add(self, kind: Kind, elements: int, element_size: int, backward: bool) -> None:
-        """Enter a collective that moves `elements` numbers of `element_size` bytes."""
-        self.entries.append(Entry(kind, elements, elements * element_size, backward))
+    def add(self, kind: Kind, elements: int, element_size: int, transposed: bool = False) -> None:
+        """Record a collective that moves `elements` numbers of `element_size` bytes. `transposed`: it carries gradients."""
+        phase: Phase = "backward" if transposed else "recompute" if _inside_backward_pass() else "forward"
+        self.entries.append(Entry(kind, elements, elements * element_size, phase))
 
-    def bytes(self, backward: bool | None = None) -> int:
-        """Bytes of all entries, or of those of the forward or the backward pass."""
-        return sum(entry.bytes for entry in self.entries if backward is None or entry.backward == backward)
+    def of(self, phase: Phase) -> list[Entry]:
+        """The entries of one phase, in order."""
+        return [entry for entry in self.entries if entry.phase == phase]
 
-    @contextmanager
-    def recorded(self) -> Iterator[list[Entry]]:
-        """The entries made inside the `with` block, in order."""
-        start, found = len(self.entries), list[Entry]()
-        try:
-            yield found
-        finally:
-            found.extend(self.entries[start:])
+    def bytes(self, phase: Phase | None = None) -> int:
+        """Bytes of all entries, or of one phase."""
+        return sum(entry.bytes for entry in self.entries if phase is None or entry.phase == phase)
+
+
+def _inside_backward_pass() -> bool:
+    """Whether autograd is running a backward pass in this thread. A collective of the forward pass that is launched there is
+    launched again: activation checkpointing recomputes inside the backward pass, and tells nobody. torch has no public
+    question for this; its own checkpointing asks the same function."""
+    return torch._C._current_graph_task_id() != -1

@@ -1,10 +1,10 @@
-"""Time and memory of evodsp's attention against the formula written out: forward and backward pass, on this machine.
+"""Time and memory of evodsp's attention against the plain formula: forward and backward pass, on this machine's CPU.
 
     python scripts/benchmarks/attention.py [--rounds 20] [--threads 1]
 
-Both run once a round, in turn and the order changing, so that a slow spell of the machine hits both; a round's ratio is the
-formula's seconds over evodsp's, so above 1 evodsp is faster. The table gives the median and the middle half of the ratios.
-Memory is the most that PyTorch held at once beyond the inputs, counted from its allocations in a pass that is not timed.
+Each round runs both once, in alternating order, so that other load on the machine affects both. The ratio of a round is the
+formula's time divided by evodsp's: above 1, evodsp is faster. The table shows the median ratio and the middle half (first to
+third quartile). Memory is the peak of PyTorch's allocations during a separate, untimed pass, inputs excluded.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from torch.profiler import ProfilerActivity, profile
 
 from evodsp.model.kernels.attention import attention
 
-# (rows, heads, length, head width): a 2q2k-sized and two larger crops' MSA-row and triangle attention.
+# (rows, heads, length, head width). The first has the size of chain 2q2k_A's triangle attention, the others of larger crops.
 SHAPES = ((70, 4, 70, 8), (128, 4, 128, 32), (191, 4, 191, 32))
 
 Attention = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def formula(q: Tensor, k: Tensor, v: Tensor, mask_bias: Tensor, pair_bias: Tensor) -> Tensor:
-    """softmax(q k^T / sqrt(D) + mask + bias) v by autograd. Frozen: later numbers must compare with earlier ones."""
+    """softmax(q k^T / sqrt(D) + mask + bias) v by autograd. Do not change it: it is the baseline of all measurements."""
     logits = torch.einsum("bnhqd,bnhkd->bnhqk", q * q.shape[-1] ** -0.5, k)
     logits = logits + mask_bias[:, :, None, None, :] + pair_bias[:, None]
     return torch.einsum("bnhqk,bnhkd->bnhqd", logits.softmax(-1), v)
@@ -40,7 +40,7 @@ CONTENDERS: dict[str, Attention] = {"formula": formula, "evodsp": attention}
 
 @dataclass(frozen=True)
 class Inputs:
-    """Random operands of one shape; a tenth of the keys is masked."""
+    """Random operands of one shape; one tenth of the keys is masked."""
 
     q: Tensor
     k: Tensor
@@ -50,7 +50,7 @@ class Inputs:
     upstream: Tensor
 
     @classmethod
-    def draw(cls, rows: int, heads: int, length: int, width: int) -> Inputs:
+    def random(cls, rows: int, heads: int, length: int, width: int) -> Inputs:
         generator = torch.Generator().manual_seed(0)
 
         def normal(*shape: int) -> Tensor:
@@ -75,32 +75,32 @@ def seconds(inputs: Inputs, function: Attention) -> float:
 
 
 def peak_mib(inputs: Inputs, function: Attention) -> float:
-    """Most memory held at once by what the pass allocated, in MiB."""
+    """Peak of the memory that the pass allocates, in MiB."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         inputs.run(function)
-    held, peak = 0, 0
+    allocated, peak = 0, 0
     events = (event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]")
     for event in sorted(events, key=lambda event: event.start_ns()):
-        held += event.nbytes()
-        peak = max(peak, held)
+        allocated += event.nbytes()
+        peak = max(peak, allocated)
     return peak / 2**20
 
 
 def largest_difference(inputs: Inputs) -> float:
-    """Between the two, over output and gradients, relative to each one's largest value."""
+    """Largest difference between the two, over output and gradients, relative to the largest value of each tensor."""
     pairs = zip(inputs.run(attention), inputs.run(formula), strict=True)
     return max(float((ours - theirs).abs().max() / theirs.abs().max()) for ours, theirs in pairs)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=20, help="rounds of measurement of each shape (default: 20)")
-    parser.add_argument("--threads", type=int, default=1, help="threads of PyTorch (default: 1)")
+    parser.add_argument("--rounds", type=int, default=20, help="rounds per shape (default: 20)")
+    parser.add_argument("--threads", type=int, default=1, help="PyTorch threads (default: 1)")
     arguments = parser.parse_args()
     if min(arguments.rounds, arguments.threads) < 1:
         parser.error("--rounds and --threads must be at least 1")
     torch.set_num_threads(arguments.threads)
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler tells of its start and stop otherwise
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise the profiler logs its start and stop
 
     print(
         f"PyTorch {torch.__version__}, {arguments.threads} threads, {arguments.rounds} rounds, forward + backward, fp32"
@@ -108,10 +108,10 @@ def main() -> None:
     head = f"{'rows, heads, length, width':28}{'formula ms':>12}{'evodsp ms':>12}{'ratio':>8}  {'middle half':14}"
     print(f"{head}{'formula MiB':>12}{'evodsp MiB':>12}{'largest difference':>20}")
     for shape in SHAPES:
-        inputs = Inputs.draw(*shape)
+        inputs = Inputs.random(*shape)
         times: dict[str, list[float]] = {name: [] for name in CONTENDERS}
         for function in CONTENDERS.values():
-            seconds(inputs, function)  # the first run pays for what both keep
+            seconds(inputs, function)  # warm-up
         for number in range(arguments.rounds):
             for name in sorted(CONTENDERS, reverse=bool(number % 2)):
                 times[name].append(seconds(inputs, CONTENDERS[name]))

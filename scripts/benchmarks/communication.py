@@ -121,11 +121,11 @@ def passes(case: Case, ranks: int, dap: bool, dtype: torch.dtype, blocks: int) -
 def measure(case: Case, ranks: int, dap: bool, dtype: torch.dtype = torch.float32) -> Moved:
     """One block that is not the last."""
     three, two = (passes(case, ranks, dap, dtype, blocks) for blocks in (3, 2))
-    forward = [entry for entry in three if not entry.backward]
-    per_block = len(forward) - sum(not entry.backward for entry in two)
+    forward = [entry for entry in three if entry.phase == "forward"]
+    per_block = len(forward) - sum(entry.phase == "forward" for entry in two)
 
     def back(entries: Sequence[Entry]) -> int:
-        return sum(entry.bytes for entry in entries if entry.backward)
+        return sum(entry.bytes for entry in entries if entry.phase == "backward")
 
     return Moved(forward[:per_block], back(three) - back(two))
 

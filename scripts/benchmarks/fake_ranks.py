@@ -1,5 +1,7 @@
-"""One rank's program without the other ranks: PyTorch's fake process group, whose collectives return at once and leave buffers
-as they are, for any number of ranks. On the meta device, where tensors have shapes and no memory, any size costs nothing.
+"""Run one rank's program without the other ranks, for any number of ranks.
+
+PyTorch's fake process group returns from each collective at once and leaves buffers unchanged. On the meta device tensors have
+shapes but no memory, so any size can be counted.
 """
 
 from __future__ import annotations
@@ -16,11 +18,11 @@ from evodsp.parallel.ledger import Ledger
 
 @contextmanager
 def fake_group(ranks: int, rank: int = 0, ledger: Ledger | None = None) -> Iterator[Group]:
-    """A group of `ranks` ranks, of which this process is number `rank` and the others do not exist."""
+    """A group of `ranks` ranks in which this process is number `rank`; the others do not exist."""
     dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
     try:
         handle = dist.group.WORLD
-        assert handle is not None  # it was made a line above
+        assert handle is not None  # created one line above
         yield Group(handle, ledger)
     finally:
         dist.destroy_process_group()

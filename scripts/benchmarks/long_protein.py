@@ -1,10 +1,11 @@
-"""A protein of 1,024 residues through the full-width model, on one process and on ranks of this machine: memory of each rank.
+"""Memory of each rank when a protein of 1,024 residues passes through the full-width model, on 1, 2 and 4 ranks of one machine.
 
     python -m scripts.benchmarks.long_protein [--ranks 1 2 4] [--residues 1024] [--backward]
 
-Random features, two Evoformer blocks and one extra-MSA block, fp32, one pass. Ranks share the cores, so that the time says
-nothing about a machine with a core, or a GPU, for each. Tensors: the most that a rank's tensors held, beyond parameters and
-features. Resident: what the operating system saw the process grow by. Both are of the rank that had most.
+The features are random; the model has two Evoformer blocks and one extra-MSA block, fp32, without recycling. The ranks share
+the machine's cores, so the time says nothing about a machine with a core or GPU per rank. "tensors": peak memory of the tensors
+created during the pass, parameters and features excluded. "resident": growth of the process's resident memory. Both are the
+maximum over ranks.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from evodsp.model.primitives import use_exchange
 from evodsp.parallel.exchange import Exchange, LocalExchange, ShardedExchange
 from evodsp.parallel.group import Group
 
-from .held import Activations
-from .samples import output_tensors, random_features, randomise
+from .peak_memory import PeakMemory
+from .random_inputs import output_tensors, random_features, randomise
 
 CLUSTERS, EXTRA = 32, 64
 
 
 def measured(exchange: Exchange, residues: int, backward: bool) -> dict[str, Any]:
-    """One pass of the model on this rank: memory in MiB, seconds, and a number to compare ranks and runs by."""
+    """One pass of the model on this rank: memory in MiB, seconds, and the RMS of the pLDDT logits, equal at any mesh."""
     torch.manual_seed(0)
     config = ModelConfig.preset("model_3")
     config = dataclasses.replace(
@@ -49,12 +50,12 @@ def measured(exchange: Exchange, residues: int, backward: bool) -> dict[str, Any
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
     before, start = _resident(), time.perf_counter()
-    with torch.set_grad_enabled(backward), Activations() as held:
+    with torch.set_grad_enabled(backward), PeakMemory() as memory:
         output = model.one_pass([{name: batch[name][:, 0] for name in model.features}], model._first(batch))
         if backward:
             torch.stack([x.mean() for x in output_tensors(output) if x.requires_grad]).sum().backward()
     return {
-        "tensors": held.peak / 2**20,
+        "tensors": memory.peak / 2**20,
         "resident": _resident() - before,
         "seconds": time.perf_counter() - start,
         "plddt logits": float(output.plddt_logits.detach().double().square().mean().sqrt()),
@@ -62,7 +63,7 @@ def measured(exchange: Exchange, residues: int, backward: bool) -> dict[str, Any
 
 
 def _resident() -> float:
-    """The most memory that this process ever had, in MiB."""
+    """Peak resident memory of this process, in MiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
 
 
@@ -70,9 +71,9 @@ def _rank(rank: int, ranks: int, folder: str, arguments: argparse.Namespace) -> 
     torch.set_num_threads(1)
     exchange: Exchange = LocalExchange()
     if ranks > 1:
-        dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=ranks)
+        dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks)
         handle = dist.group.WORLD
-        assert handle is not None  # it was made a line above
+        assert handle is not None  # created one line above
         exchange = ShardedExchange(Group(handle))
     result = measured(exchange, arguments.residues, arguments.backward)
     torch.save(result, f"{folder}/{rank}.pt")
@@ -84,14 +85,14 @@ def _rank(rank: int, ranks: int, folder: str, arguments: argparse.Namespace) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--ranks", type=int, nargs="+", default=(1, 2, 4), help="numbers of ranks (default: %(default)s)"
+        "--ranks", type=int, nargs="+", default=(1, 2, 4), help="numbers of ranks to measure (default: %(default)s)"
     )
     parser.add_argument("--residues", type=int, default=1024, help="length of the protein (default: 1024)")
-    parser.add_argument("--backward", action="store_true", help="the backward pass, too, recomputing activations")
+    parser.add_argument("--backward", action="store_true", help="run the backward pass too, recomputing activations")
     arguments = parser.parse_args()
     print(
         f"{arguments.residues} residues, {CLUSTERS} clusters, {EXTRA} extra sequences, full widths, 2 Evoformer blocks, "
-        f"1 extra-MSA block, fp32, {'forward + backward' if arguments.backward else 'forward'}, one thread a rank"
+        f"1 extra-MSA block, fp32, {'forward + backward' if arguments.backward else 'forward'}, one thread per rank"
     )
     print(f"{'ranks':>5}{'tensors MiB':>13}{'of 1 rank':>11}{'resident MiB':>14}{'wall s':>8}  pLDDT logits")
     first = None
@@ -99,11 +100,11 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             torch.multiprocessing.spawn(_rank, (ranks, folder, arguments), nprocs=ranks)
             results = [torch.load(Path(folder) / f"{rank}.pt") for rank in range(ranks)]
-        most = {name: max(result[name] for result in results) for name in results[0]}
-        first = first or most["tensors"]
+        largest = {name: max(result[name] for result in results) for name in results[0]}
+        first = first or largest["tensors"]
         print(
-            f"{ranks:5}{most['tensors']:13.0f}{most['tensors'] / first:11.3f}{most['resident']:14.0f}"
-            f"{most['seconds']:8.0f}  {most['plddt logits']:.6f}",
+            f"{ranks:5}{largest['tensors']:13.0f}{largest['tensors'] / first:11.3f}{largest['resident']:14.0f}"
+            f"{largest['seconds']:8.0f}  {largest['plddt logits']:.6f}",
             flush=True,
         )
 

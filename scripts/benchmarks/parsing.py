@@ -1,11 +1,10 @@
-"""Time the readers of evodsp.data against character loops and Biopython, on your own files.
+"""Time evodsp's parsers against character loops and Biopython, on your own files.
 
     python scripts/benchmarks/parsing.py --alignments DIR --structures DIR [--rounds 9]
 
-Every contender reads every file once a round, in turn, so that a slow spell of the machine hits all of them; the table gives
-the median over rounds and the ratio to evodsp's. The A3M and Stockholm baselines are the straightforward way: parse
-records, then visit every character to count deletions and look up its code. Biopython's mmCIF time ends at its
-Structure object.
+Each round, every parser reads every file once, so that other load on the machine affects all of them. The table shows the
+median over rounds and its ratio to evodsp's. The A3M and Stockholm baselines split the file into records, then visit every
+character to count deletions and look up its code. Biopython's mmCIF time ends with its Structure object.
 """
 
 from __future__ import annotations
@@ -45,17 +44,17 @@ def a3m_by_characters(path: Path) -> list[tuple[list[int], list[int]]]:
 
 def stockholm_by_characters(path: Path) -> list[tuple[list[int], list[int]]]:
     """Codes and deletions of every row in the query's columns, one character at a time."""
-    texts: dict[str, str] = {}
+    letters_of: dict[str, str] = {}
     for line in path.read_text().splitlines():
         if line.strip() and not line.startswith(("#", "//")):
             name, chunk = line.split()
-            texts[name] = texts.get(name, "") + chunk
-    query = next(iter(texts.values()))
+            letters_of[name] = letters_of.get(name, "") + chunk
+    query = next(iter(letters_of.values()))
     rows = []
-    for text in texts.values():
+    for row in letters_of.values():
         codes, deletions, deleted = [], [], 0
-        for letter, wanted in zip(text, query, strict=True):
-            if wanted == "-":
+        for letter, query_letter in zip(row, query, strict=True):
+            if query_letter == "-":
                 deleted += letter != "-"
             else:
                 codes.append(21 if letter == "-" else RESTYPE_ORDER.get(letter, 20))
@@ -88,9 +87,11 @@ CONTENDERS: dict[str, dict[str, Callable[[Path], object]]] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--alignments", type=Path, required=True, help="folder searched for .a3m and .sto files")
+    parser.add_argument(
+        "--alignments", type=Path, required=True, help="folder that is searched for .a3m and .sto files"
+    )
     parser.add_argument("--structures", type=Path, required=True, help="folder of .cif files")
-    parser.add_argument("--rounds", type=int, default=9, help="rounds of measurement")
+    parser.add_argument("--rounds", type=int, default=9, help="rounds (default: %(default)s)")
     arguments = parser.parse_args()
     files = {
         "a3m": sorted(arguments.alignments.rglob("*.a3m")),
@@ -101,10 +102,10 @@ def main() -> None:
     for kind, contenders in CONTENDERS.items():
         seconds: dict[str, list[float]] = {name: [] for name in contenders}
         for _ in range(arguments.rounds):
-            for name, reader in contenders.items():
+            for name, parse in contenders.items():
                 start = time.perf_counter()
                 for path in files[kind]:
-                    reader(path)
+                    parse(path)
                 seconds[name].append(time.perf_counter() - start)
         size = sum(path.stat().st_size for path in files[kind]) / 1e6
         ours = statistics.median(seconds["evodsp"])

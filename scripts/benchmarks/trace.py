@@ -26,7 +26,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from evodsp.config import EvoformerConfig, ModelConfig
 from evodsp.model.evoformer import EvoformerStack
 from evodsp.model.primitives import use_exchange
-from evodsp.model.traffic import Sizes, inner_block
+from evodsp.model.traffic import RETURN, Sizes, inner_block
 from evodsp.parallel.collectives import Collective, Transfer
 from evodsp.parallel.exchange import ShardedExchange
 from evodsp.parallel.group import Group
@@ -35,8 +35,6 @@ from evodsp.parallel.pending import Pending
 from .trace_drawing import draw
 
 RESULTS = Path(__file__).parent / "results"
-RETURN = 4
-"""Place in the table of the switch of m back to S."""
 LAYER, LAUNCH, AWAIT, PASS = "layer ", "launch ", "await ", "pass "
 """What annotations in the trace begin with."""
 
@@ -153,8 +151,8 @@ def _numbered(n: Sizes) -> list[str]:
     """The schedule's names of all collectives in order; the last block does not send m back to S."""
     table = [(place, call.layer) for place, call in enumerate(inner_block(n), 1)]
     names = [f"{place} {layer} {block}" for block in range(n.config.blocks) for place, layer in table]
-    last_switch = len(names) - len(table) + RETURN - 1
-    return names[:last_switch] + names[last_switch + 1 :]
+    last = n.config.blocks - 1
+    return [name for name in names if not name.endswith(f"{RETURN} {last}")]
 
 
 def intervals(events: list[Any]) -> list[Interval]:

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 COLOURS = {
     "row_attention": "#4e79a7", "column_attention": "#a0cbe8", "outer_product_mean": "#76b7b2",
     "triangle_outgoing": "#f28e2b", "triangle_incoming": "#ffbe7d", "attention_starting": "#59a14f",
-    "attention_ending": "#8cd17d", "transition": "#d7f0d0", "switch m": "#333333", "switch z": "#888888",
+    "attention_ending": "#8cd17d", "transition": "#d7f0d0",
+    "switch m": "#333333", "switch m back": "#666666", "switch z": "#999999",
 }  # fmt: skip
 """By sub-layer; a collective has the colour of the sub-layer that asks for it."""
 

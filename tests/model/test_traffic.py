@@ -13,10 +13,10 @@ from evodsp.config import EvoformerConfig, ModelConfig
 from evodsp.model.evoformer import EvoformerStack
 from evodsp.model.primitives import use_exchange
 from evodsp.model.schedule import DAP, CommunicationPlan
-from evodsp.model.traffic import Call, Sizes, evoformer_calls, extra_msa_calls, inner_block
+from evodsp.model.traffic import Call, Sizes, evoformer_calls, extra_msa_calls, inner_block, recomputed
 from evodsp.parallel.exchange import ShardedExchange
 from evodsp.parallel.group import Group
-from evodsp.parallel.ledger import Entry, Ledger
+from evodsp.parallel.ledger import Ledger
 from tests.ranks import RankPool
 
 RESIDUES = 7
@@ -31,9 +31,10 @@ def sizes(
     return Sizes(ranks, rank, batch, sequences, RESIDUES, c_m, config.channels.pair, stack, plan)
 
 
-def entries(
+def traffic(
     handle: Any, extra: bool, sequences: int, batch: int, plan: CommunicationPlan, recompute: bool = False
-) -> list[Entry]:
+) -> Ledger:
+    """A forward and backward pass of a stack on one rank."""
     ledger = Ledger()
     exchange = ShardedExchange(Group(handle, ledger))
     n = sizes(extra, sequences, exchange.group.size, exchange.group.rank, batch, plan, recompute)
@@ -43,7 +44,7 @@ def entries(
     z = exchange.shard(torch.randn(batch, RESIDUES, RESIDUES, n.c_z), "j").requires_grad_()
     m, z = stack(m, z, torch.ones(batch, sequences, RESIDUES), torch.ones(batch, RESIDUES, RESIDUES))
     (m.sum() + z.sum()).backward()
-    return ledger.entries
+    return ledger
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
@@ -63,16 +64,16 @@ def test_ledger_is_what_the_schedule_predicts(
     pool: RankPool, extra: bool, sequences: int, plan: CommunicationPlan, ranks: int
 ) -> None:
     """A collective that nobody planned, or one that moves more than it should."""
-    for rank, ledger in enumerate(pool.run(ranks, entries, extra, sequences, 2, plan)):
+    for rank, ledger in enumerate(pool.run(ranks, traffic, extra, sequences, 2, plan)):
         n = sizes(extra, sequences, ranks, rank, 2, plan)
         calls = extra_msa_calls(n) if extra else evoformer_calls(n)
-        forward = [(entry.kind, entry.elements) for entry in ledger if not entry.backward][: len(calls)]
+        forward = [(entry.kind, entry.elements) for entry in ledger.of("forward")]
         assert forward == [(call.kind, call.elements) for call in calls]
-        if plan.stream_bias:  # the backward pass fetches the shards of the bias again
-            continue
         transposed = {"all-gather": "reduce-scatter", "reduce": "broadcast", "broadcast": "reduce"}
-        backward = Counter((entry.kind, entry.elements) for entry in ledger if entry.backward)
+        backward = Counter((entry.kind, entry.elements) for entry in ledger.of("backward"))
         assert backward == Counter((transposed.get(c.kind, c.kind), c.backward) for c in calls if c.backward)
+        streamed = sum(call.kind == "broadcast" for call in calls)  # shards of a bias are fetched again
+        assert [entry.kind for entry in ledger.of("recompute")] == streamed * ["broadcast"]
 
 
 def volume(calls: list[Call]) -> int:
@@ -110,15 +111,58 @@ def test_an_extra_msa_block_moves_less_than_under_dap(sequences: int, residues: 
     assert volume(extra_msa_calls(n)) / volume(inner_block(dataclasses.replace(n, plan=DAP))) <= most
 
 
-@pytest.mark.parametrize("extra", [False, True])
-def test_recomputation_does_not_gather_again(pool: RankPool, extra: bool) -> None:
-    """What was gathered is kept, and the MSA's way back to S lies outside of what is recomputed."""
-    for rank, ledger in enumerate(pool.run(2, entries, extra, 6, 2, CommunicationPlan(), True)):
-        n = sizes(extra, 6, 2, rank, 2, CommunicationPlan())
+@pytest.mark.parametrize(
+    ("extra", "sequences", "plan"),
+    [
+        (False, 5, CommunicationPlan()),
+        (False, 5, CommunicationPlan(keep_gathered=False)),
+        (True, 6, CommunicationPlan()),
+        (True, 6, CommunicationPlan(keep_gathered=False)),
+        (True, 40, CommunicationPlan()),  # its outer product mean adds partial sums up
+    ],
+    ids=str,
+)
+def test_recomputation_communicates_what_the_schedule_says(
+    pool: RankPool, extra: bool, sequences: int, plan: CommunicationPlan
+) -> None:
+    """A kept result that is gathered again; a switch between blocks that is repeated; entries counted in the wrong phase."""
+    for rank, ledger in enumerate(pool.run(2, traffic, extra, sequences, 2, plan, True)):
+        n = sizes(extra, sequences, 2, rank, 2, plan)
         calls = extra_msa_calls(n) if extra else evoformer_calls(n)
-        once = Counter(call.kind for call in calls)
-        found = Counter(entry.kind for entry in ledger if not entry.backward)
-        for kind in ("all-gather", "all-reduce"):
-            assert found[kind] == once[kind], kind
-        launched_outside = 0 if extra else n.config.blocks - 1
-        assert found["all-to-all"] <= 2 * once["all-to-all"] - launched_outside
+        found = Counter((entry.kind, entry.elements) for entry in ledger.of("recompute"))
+        assert found == Counter((call.kind, call.elements) for call in recomputed(calls, plan))
+        assert [(entry.kind, entry.elements) for entry in ledger.of("forward")] == [(c.kind, c.elements) for c in calls]
+        assert len(ledger.of("backward")) == sum(call.backward > 0 for call in calls)
+
+
+def test_two_evoformer_blocks_launch_seven_switches_each_again(pool: RankPool) -> None:
+    """Of 23 collectives, four gathers a block and the switch between the blocks are not repeated."""
+    for ledger in pool.run(2, traffic, False, 5, 2, CommunicationPlan(), True):
+        assert (len(ledger.of("forward")), len(ledger.of("backward"))) == (23, 23)
+        assert [entry.kind for entry in ledger.of("recompute")] == 14 * ["all-to-all"]
+        assert ledger.bytes() == sum(ledger.bytes(phase) for phase in ("forward", "recompute", "backward"))
+
+
+PAIR_CALLS = [
+    *(("triangle_outgoing", "all-to-all"),) * 2,
+    ("switch z", "all-to-all"),
+    *(("triangle_incoming", "all-to-all"),) * 2,
+    ("attention_starting", "all-gather"),
+    ("switch z", "all-to-all"),
+    ("attention_ending", "all-gather"),
+]
+
+
+@pytest.mark.parametrize(
+    ("extra", "msa_calls"),
+    [
+        (False, [("row_attention", "all-gather"), ("switch m", "all-to-all"), ("outer_product_mean", "all-gather"),
+                 ("switch m back", "all-to-all")]),
+        (True, [("row_attention", "all-gather"), *(("column_attention", "all-reduce"),) * 3,
+                ("outer_product_mean", "all-gather"), ("outer_product_mean", "all-to-all")]),
+    ],
+)  # fmt: skip
+def test_the_schedule_is_the_documented_one(extra: bool, msa_calls: list[tuple[str, str]]) -> None:
+    """A collective more, less or elsewhere. The list is traced from the program, so only this says what it should be."""
+    n = Sizes(2, 0, 1, 6, RESIDUES, 12, 10, ModelConfig.preset("test").evoformer)
+    assert [(call.layer, call.kind) for call in inner_block(n, extra)] == [*msa_calls, *PAIR_CALLS]

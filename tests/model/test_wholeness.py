@@ -28,7 +28,7 @@ from evodsp.model.schedule import DAP, CommunicationPlan
 from evodsp.parallel.exchange import ShardedExchange
 from evodsp.parallel.group import Group
 from evodsp.rng import Draws
-from scripts.benchmarks.samples import random_features
+from scripts.benchmarks.random_inputs import random_features
 from tests.losses.test_sharded_losses import batch_of
 from tests.ranks import RankPool
 

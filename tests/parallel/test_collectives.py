@@ -225,7 +225,7 @@ def test_ledger_counts_both_passes(pool: RankPool) -> None:
     for rank, entries in enumerate(pool.run(2, ledger_of)):
         rows = (3, 2)[rank]
         row, padded = BATCH * COLUMNS * CHANNELS, 6  # five rows on two ranks travel as three each
-        forward = [(e.kind, e.elements) for e in entries if not e.backward]
+        forward = [(e.kind, e.elements) for e in entries if e.phase == "forward"]
         assert forward == [
             ("all-to-all", rows * row),
             ("all-gather", padded * row),
@@ -233,7 +233,7 @@ def test_ledger_counts_both_passes(pool: RankPool) -> None:
             ("all-reduce", 2 * row),
         ]
         columns = (4, 3)[rank]
-        backward = sorted((e.kind, e.elements) for e in entries if e.backward)
+        backward = sorted((e.kind, e.elements) for e in entries if e.phase == "backward")
         assert backward == [
             ("all-reduce", 2 * row),
             ("all-to-all", BATCH * ROWS * columns * CHANNELS),

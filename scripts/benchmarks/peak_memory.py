@@ -1,0 +1,93 @@
+"""Peak memory of a program: counts every tensor's storage from its creation to its release, on any device."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """One storage, as it was when it was created."""
+
+    bytes: int
+    shape: tuple[int, ...]
+    """Shape of the first tensor that used the storage."""
+    dtype: torch.dtype
+    origin: str
+    """The operator that created it; with `origins`, also the lines of evodsp that called the operator."""
+
+
+class PeakMemory(TorchDispatchMode):
+    """Counts the memory of all tensors that are created inside the `with` block.
+
+    A view costs nothing: memory belongs to storages, and a storage counts until its last tensor is released. Tensors that
+    existed before (parameters, their gradients, features) are not counted. `current` is what is alive now and `peak` the
+    maximum so far, both in bytes. With `origins`, which is slow, `at_peak` lists the allocations alive at the peak.
+    """
+
+    def __init__(self, origins: bool = False) -> None:
+        super().__init__()
+        self.current = self.peak = 0
+        self.at_peak: tuple[Allocation, ...] = ()
+        self._origins = origins
+        self._alive: dict[int, Allocation] = {}
+        self._seen: dict[int, weakref.ref[Any]] = {}
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        for tensor in _tensors((args, kwargs)):
+            self._register(tensor, None)  # an input seen here for the first time existed before the block
+        result = function(*args, **(kwargs or {}))
+        for tensor in _tensors(result):
+            self._register(tensor, str(function))
+        return result
+
+    def _register(self, tensor: Tensor, operator: str | None) -> None:
+        """Count the tensor's storage if it is new. `operator`: what created it, or None if it is not to be counted."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._seen:
+            return
+        # The address may be reused after the storage is released, so the entry is removed at that moment.
+        self._seen[key] = weakref.ref(storage, lambda _: self._release(key))
+        if operator is None:
+            return
+        origin = f"{operator} {_calling_lines()}" if self._origins else operator
+        self._alive[key] = Allocation(storage.nbytes(), tuple(tensor.shape), tensor.dtype, origin)
+        self.current += storage.nbytes()
+        if self.current > self.peak:
+            self.peak = self.current
+            if self._origins:
+                self.at_peak = tuple(self._alive.values())
+
+    def _release(self, key: int) -> None:
+        self._seen.pop(key, None)
+        allocation = self._alive.pop(key, None)
+        if allocation is not None:
+            self.current -= allocation.bytes
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
+
+
+def _calling_lines() -> str:
+    """Up to three lines of evodsp on the call stack, innermost first. A backward pass may have none."""
+    lines: list[str] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and len(lines) < 3:
+        if "/evodsp/" in frame.f_code.co_filename:
+            lines.append(f"{frame.f_code.co_filename.rpartition('/evodsp/')[2]}:{frame.f_lineno}")
+        frame = frame.f_back
+    return " < ".join(lines)
