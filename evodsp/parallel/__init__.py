@@ -1,12 +1,12 @@
-"""Dynamic Sequence Parallelism on any multi-dimensional transformer: the four functions of the paper (arXiv 2403.10266).
+"""Dynamic Sequence Parallelism for any multi-dimensional transformer: the four functions of the paper (arXiv 2403.10266).
 
     mesh = init_mesh(sequence=4)
-    x = split(x, 1, mesh)                     # whole on every rank -> this rank's shard of axis 1
-    x = switch(x, 1, 2, whole=length, mesh=mesh)   # sharded along axis 1 -> along axis 2
-    x = gather(x, 2, whole=width, mesh=mesh)       # sharded along axis 2 -> whole
+    x = split(x, 1, mesh)                          # whole on every rank -> this rank's shard of dimension 1
+    x = switch(x, 1, 2, whole=length, mesh=mesh)   # sharded along dimension 1 -> sharded along dimension 2
+    x = gather(x, 2, whole=width, mesh=mesh)       # sharded along dimension 2 -> whole on every rank
 
-Backward passes are exact transposes: the MEAN over the group of its ranks' losses is the loss, and the mean over the group
-of each parameter's gradients its gradient. `exchange` offers the same by named axes, `collectives` launched early.
+Backward passes are exact transposes. The MEAN over the group of its ranks' losses is the loss, and the mean over the group of
+each parameter's gradients is its gradient. `exchange` offers the same by named axes; `pending` launches collectives early.
 """
 
 from __future__ import annotations

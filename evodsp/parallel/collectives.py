@@ -1,8 +1,8 @@
 """The linear maps between the shards of a group of ranks, each with its exact transpose.
 
 The ranks of a group are ONE program, and a collective is a linear map of all their tensors. Its backward is that map's
-transpose: switch <-> switch reversed, gather <-> scatter_sum, sum <-> sum, broadcast <-> reduce. (A gather whose backward is a
-slice, as often seen, drops the gradients of all other ranks' uses.)
+transpose: switch <-> switch reversed, all-gather <-> reduce-scatter, sum <-> sum, broadcast <-> reduce. (A gather whose
+backward is a slice, as often seen, drops the gradients of all other ranks' uses.)
 
 A `Collective` knows shapes and communicates; it knows nothing of autograd. `evodsp.parallel.pending` puts one into the graph.
 """
@@ -30,7 +30,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_ten
 
 @dataclass
 class Transfer:
-    """A collective under way."""
+    """A communication under way."""
 
     work: Any
     pieces: tuple[Tensor, ...]
@@ -40,7 +40,7 @@ class Transfer:
     """Send buffer; kept until the communication is done."""
 
     def wait(self) -> Tensor:
-        """Wait for the communication; its result."""
+        """Wait for the communication and return its result."""
         self.work.wait()
         self.sent = None
         return self.pieces[0] if len(self.pieces) == 1 else torch.cat(self.pieces, self.dim)
@@ -54,11 +54,11 @@ class Collective(ABC):
 
     @abstractmethod
     def launch(self, x: Tensor, backward: bool = False) -> Transfer:
-        """Start the communication of this rank's `x`."""
+        """Start communicating this rank's `x`. `backward`: it is a gradient (for the ledger)."""
 
     @abstractmethod
     def transpose(self) -> Collective:
-        """The map that gradients go through."""
+        """The transposed map, which gradients take."""
 
     @abstractmethod
     def result_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
@@ -68,14 +68,14 @@ class Collective(ABC):
     def volume(self, shape: Sequence[int]) -> int:
         """Numbers that the ledger counts for an input of this shape (`evodsp.parallel.ledger` says what is counted)."""
 
-    def _enter(self, buffer: Tensor, backward: bool, times: int = 1) -> None:
+    def _record(self, buffer: Tensor, backward: bool, times: int = 1) -> None:
         if self.group.ledger is not None:
             self.group.ledger.add(self.kind, times * buffer.numel(), buffer.element_size(), backward)
 
 
 @dataclass(frozen=True)
 class Switch(Collective):
-    """All-to-all: sharded along `source` in, along `target` out. The sizes are those of every rank's shard."""
+    """All-to-all: the sharded dimension changes from `source` to `target`. Sizes are given for every rank's shard."""
 
     group: Group
     source: int
@@ -102,7 +102,7 @@ class Switch(Collective):
             group=self.group.handle,
             async_op=True,
         )
-        self._enter(sent, backward)
+        self._record(sent, backward)
         whole = _resized(x.shape, {self.source: sum(self.source_sizes), self.target: self.target_sizes[rank]})
         return Transfer(work, _pieces(received, shapes, whole, self.source), self.source, sent)
 
@@ -119,7 +119,7 @@ class Switch(Collective):
 
 @dataclass(frozen=True)
 class Gather(Collective):
-    """All-gather: sharded along `dim` in, whole on every rank out."""
+    """All-gather: from shards along `dim` to the whole tensor on every rank."""
 
     group: Group
     dim: int
@@ -127,19 +127,19 @@ class Gather(Collective):
     kind: Kind = "all-gather"
 
     def launch(self, x: Tensor, backward: bool = False) -> Transfer:
-        most = max(self.sizes)
+        largest = max(self.sizes)
         _check_size(x, self.dim, self.sizes[self.group.rank])
-        # Shards differ by one entry at most: all are sent as the largest. In front, so that the padding comes off as a view.
+        # Shard sizes differ by at most one: every shard is padded to the largest. With `dim` in front, unpadding is a view.
         front = x.movedim(self.dim, 0)
-        if front.shape[0] == most:
+        if front.shape[0] == largest:
             sent = front.contiguous()
         else:
-            sent = front.new_zeros(most, *front.shape[1:])
+            sent = front.new_zeros(largest, *front.shape[1:])
             sent[: front.shape[0]] = front
-        received = x.new_empty(len(self.sizes) * most, *front.shape[1:])
+        received = x.new_empty(len(self.sizes) * largest, *front.shape[1:])
         work = _all_gather(received, sent, group=self.group.handle, async_op=True)
-        self._enter(received, backward)
-        if min(self.sizes) == most:
+        self._record(received, backward)
+        if min(self.sizes) == largest:
             return Transfer(work, (received.movedim(0, self.dim),), self.dim, sent)
         parts = received.view(len(self.sizes), *sent.shape)
         pieces = tuple(part[:size].movedim(0, self.dim) for part, size in zip(parts, self.sizes, strict=True))
@@ -157,7 +157,7 @@ class Gather(Collective):
 
 @dataclass(frozen=True)
 class ScatterSum(Collective):
-    """Reduce-scatter: every rank's whole tensor is added up; out comes this rank's shard of the sum along `dim`."""
+    """Reduce-scatter: this rank's shard, along `dim`, of the sum of every rank's whole tensor."""
 
     group: Group
     dim: int
@@ -165,19 +165,19 @@ class ScatterSum(Collective):
     kind: Kind = "reduce-scatter"
 
     def launch(self, x: Tensor, backward: bool = False) -> Transfer:
-        most, rank = max(self.sizes), self.group.rank
+        largest, rank = max(self.sizes), self.group.rank
         _check_size(x, self.dim, sum(self.sizes))
         front = x.movedim(self.dim, 0)
-        if min(self.sizes) == most:
+        if min(self.sizes) == largest:
             sent = front.contiguous()
         else:
-            sent = front.new_zeros(len(self.sizes), most, *front.shape[1:])
+            sent = front.new_zeros(len(self.sizes), largest, *front.shape[1:])
             for part, values in zip(sent, front.split(self.sizes), strict=True):
                 part[: len(values)] = values
             sent = sent.flatten(0, 1)
-        received = x.new_empty(most, *front.shape[1:])
+        received = x.new_empty(largest, *front.shape[1:])
         work = _reduce_scatter(received, sent, group=self.group.handle, async_op=True)
-        self._enter(sent, backward)
+        self._record(sent, backward)
         return Transfer(work, (received[: self.sizes[rank]].movedim(0, self.dim),), self.dim, sent)
 
     def result_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
@@ -192,7 +192,7 @@ class ScatterSum(Collective):
 
 @dataclass(frozen=True)
 class Sum(Collective):
-    """All-reduce: the sum of every rank's tensor, on every rank."""
+    """All-reduce: every rank gets the sum of all ranks' tensors."""
 
     group: Group
     kind: Kind = "all-reduce"
@@ -200,7 +200,7 @@ class Sum(Collective):
     def launch(self, x: Tensor, backward: bool = False) -> Transfer:
         total = x.clone(memory_format=torch.contiguous_format)
         work = dist.all_reduce(total, group=self.group.handle, async_op=True)
-        self._enter(total, backward, times=2)
+        self._record(total, backward, times=2)
         return Transfer(work, (total,), 0, total)
 
     def result_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
@@ -215,7 +215,7 @@ class Sum(Collective):
 
 @dataclass(frozen=True)
 class Broadcast(Collective):
-    """One shard of a gather: the `root`'s shard along `dim`, on every rank."""
+    """Broadcast: one shard of an all-gather. Every rank gets rank `root`'s shard along `dim`."""
 
     group: Group
     root: int
@@ -229,7 +229,7 @@ class Broadcast(Collective):
         shape = _resized(x.shape, {self.dim: self.sizes[self.root]})
         buffer = x.contiguous() if rank == self.root else x.new_empty(shape)
         work = dist.broadcast(buffer, group_src=self.root, group=self.group.handle, async_op=True)
-        self._enter(buffer, backward)
+        self._record(buffer, backward)
         return Transfer(work, (buffer,), self.dim, buffer)
 
     def result_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
@@ -244,7 +244,7 @@ class Broadcast(Collective):
 
 @dataclass(frozen=True)
 class Reduce(Collective):
-    """One shard of a scatter_sum: the sum of what every rank has for the `root`'s shard along `dim`, there; zero elsewhere."""
+    """Reduce: one shard of a reduce-scatter. Rank `root` gets the sum of all ranks' tensors, the other ranks get zeros."""
 
     group: Group
     root: int
@@ -257,7 +257,7 @@ class Reduce(Collective):
         _check_size(x, self.dim, self.sizes[self.root])
         total = x.clone(memory_format=torch.contiguous_format)
         work = dist.reduce(total, group_dst=self.root, group=self.group.handle, async_op=True)
-        self._enter(total, backward)
+        self._record(total, backward)
         own = total if rank == self.root else x.new_zeros(_resized(x.shape, {self.dim: self.sizes[rank]}))
         return Transfer(work, (own,), self.dim, total)
 
@@ -272,12 +272,12 @@ class Reduce(Collective):
 
 
 def shard(x: Tensor, dim: int, group: Group) -> Tensor:
-    """This rank's shard of a tensor that every rank holds. Its transpose pads with zeros, without communication."""
+    """This rank's shard of a tensor that every rank holds whole. The transpose pads with zeros, without communication."""
     return x[(slice(None),) * (dim % x.ndim) + (shard_slice(x.shape[dim], group.size, group.rank),)]
 
 
 def maximum(x: Tensor, group: Group) -> Tensor:
-    """Elementwise maximum over the group, outside the graph."""
+    """Elementwise maximum over the group, without gradient."""
     total = x.detach().clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, dist.ReduceOp.MAX, group=group.handle)
     if group.ledger is not None:
@@ -286,7 +286,7 @@ def maximum(x: Tensor, group: Group) -> Tensor:
 
 
 def _packed(x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
-    """The parts of `x` along `dim` one after another, flat: a single copy, or none where memory already lies so."""
+    """The parts of `x` along `dim`, flattened one after another: one copy, or none if memory already has this order."""
     if math.prod(x.shape[:dim]) == 1:
         return x.contiguous().view(-1)
     flat, start = x.new_empty(x.numel()), 0
@@ -297,7 +297,7 @@ def _packed(x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
 
 
 def _pieces(flat: Tensor, shapes: list[tuple[int, ...]], whole: tuple[int, ...], dim: int) -> tuple[Tensor, ...]:
-    """The parts in `flat` as tensors to be put side by side along `dim`; the whole, where memory already lies so."""
+    """Views of the parts in `flat`, to be concatenated along `dim`; one view of all of it if memory has that order."""
     if math.prod(whole[:dim]) == 1:
         return (flat.view(whole),)
     parts = flat.split([math.prod(shape) for shape in shapes])
@@ -310,6 +310,6 @@ def _resized(shape: Sequence[int], sizes: dict[int, int]) -> tuple[int, ...]:
 
 
 def _check_size(x: Tensor, dim: int, size: int) -> None:
-    """A wrong size here would hang the group, or mix up its data."""
+    """A wrong size would make the group hang or mix up data."""
     if x.shape[dim] != size:
         raise ValueError(f"shard of shape {tuple(x.shape)}: axis {dim} has {x.shape[dim]} entries, expected {size}")

@@ -1,4 +1,4 @@
-"""How a run is spread over ranks: settings without torch, so that help is quick."""
+"""Settings of parallel runs. This module does not import torch, so that `--help` answers fast."""
 
 from __future__ import annotations
 
@@ -13,16 +13,13 @@ WirePrecision = Literal["same", "bf16"]
 
 @dataclass(frozen=True)
 class SequenceConfig:
-    """How one sample is spread over several ranks: a GPU each, or a CPU process each.
-
-    Raises UserError on a number out of range.
-    """
+    """How one sample is sharded over ranks. A rank is one GPU, or one CPU process. Raises UserError on a value out of range."""
 
     sequence: int = 1
-    """Ranks that share one sample (Dynamic Sequence Parallelism): at most its residues and the rows of its clustered MSA. They
-    are started on this machine, unless torchrun or srun has started them."""
+    """Number of ranks that share one sample (Dynamic Sequence Parallelism). Any number up to the sample's residues and the rows
+    of its clustered MSA; nothing needs to be divisible. evodsp starts them on this machine, unless torchrun or srun did."""
     timeout: float = 600.0
-    """Seconds that a rank may stand still before the run is ended, and the rank named."""
+    """Seconds without progress after which a rank counts as hung; the run then ends and names the rank."""
 
     def __post_init__(self) -> None:
         if self.sequence < 1:
@@ -35,18 +32,19 @@ class SequenceConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig(SequenceConfig):
-    """The mesh of ranks, (data, sequence), and where parameters live on it. Data ranks = all ranks / `sequence`.
+    """The mesh of ranks and where parameters live on it. The number of data-parallel ranks is all ranks / `sequence`.
 
     Raises UserError on a value out of range.
     """
 
     parameters: ParameterMode = "replicate"
-    """Where parameters and optimizer state live: `replicate`, whole on every rank; `zero1`, the optimizer's state spread over
-    all ranks; `fsdp2`, parameters and gradients as well (PyTorch's fully_shard)."""
+    """Where parameters and optimizer state live. `replicate`: whole on every rank. `zero1`: the optimizer state is sharded over
+    all ranks. `fsdp2`: parameters and gradients are sharded as well (PyTorch's fully_shard)."""
     wire: WirePrecision = "same"
-    """What activations and their gradients travel as between the ranks of a sample: `same` as they are, or `bf16`."""
+    """Precision in which ranks communicate activations and their gradients: `same` as computed, or `bf16`."""
     overlap: bool = True
-    """Compute while activations travel; false waits for each collective where it is launched (to measure, to find mistakes)."""
+    """Compute while activations are communicated. false waits for each collective where it is launched, for measurements and
+    debugging."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

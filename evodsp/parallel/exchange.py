@@ -1,11 +1,11 @@
-"""What a module asks of the other shards of a representation.
+"""How a module gets what other ranks hold of a representation.
 
-A module of the model is written for one device. Where it needs something that other shards hold it asks its `Exchange`, by
-the NAME of the axis (`layout.DIMENSION` says where each stands). `LocalExchange` is the exchange of one device: every answer
-is what was given. `ShardedExchange` does the collectives. Model code therefore has no `if world_size > 1`.
+A module of the model is written for one device. Where it needs data from other shards it calls its `Exchange`, with the NAME
+of an axis (`layout.DIMENSION` gives the dimension). `ShardedExchange` runs collectives. `LocalExchange` is for one device and
+returns its input. Model code therefore has no `if world_size > 1`.
 
-Each question has two forms: `switch` and the like answer at once; `start_switch` and the like return a `Pending` whose
-`wait()` gives the answer, so that computation can go on meanwhile. `whole` is the true size of the axis over all shards.
+Each method has two forms. `switch` returns the result; `start_switch` returns a `Pending` whose `wait()` returns it, so that
+computation in between hides the communication. `whole` is the size of the axis over all shards.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from evodsp.parallel.collectives import Broadcast, Collective, Gather, Reduce, ScatterSum, Sum, Switch, maximum
+from evodsp.parallel.collectives import Broadcast, Collective, Gather, Reduce, Sum, Switch, maximum
 from evodsp.parallel.group import Group
 from evodsp.parallel.layout import DIMENSION, Axis, shard_sizes, shard_slice
 from evodsp.parallel.ledger import Kind
@@ -26,57 +26,58 @@ from evodsp.parallel.pending import Pending, Ready, start
 
 
 class Exchange(ABC):
-    """The linear maps between shards. Each one's backward is its exact transpose."""
+    """Linear maps between shards. The backward pass of each is its exact transpose."""
 
     @abstractmethod
     def start_switch(self, x: Tensor, from_axis: Axis, to_axis: Axis, whole: int) -> Pending:
-        """All-to-all: `x` sharded along `from_axis`, `whole` entries in all, comes back sharded along `to_axis`."""
+        """All-to-all: from a sharding along `from_axis` (of size `whole`) to one along `to_axis`."""
 
     @abstractmethod
     def start_gather(self, x: Tensor, axis: Axis, whole: int) -> Pending:
-        """All-gather: `x` sharded along `axis`, `whole` entries in all, comes back whole."""
-
-    @abstractmethod
-    def start_scatter_sum(self, x: Tensor, axis: Axis) -> Pending:
-        """Reduce-scatter: partial sums, whole along `axis`, are added over ranks; each rank keeps its shard of `axis`."""
+        """All-gather: every rank gets the whole of `x`, which is sharded along `axis` (of size `whole`)."""
 
     @abstractmethod
     def start_sum(self, x: Tensor) -> Pending:
-        """All-reduce: partial sums are added over ranks; every rank has the total."""
+        """All-reduce: every rank gets the sum of `x` over ranks."""
 
     @abstractmethod
     def start_broadcast(self, x: Tensor, axis: Axis, root: int, whole: int) -> Pending:
-        """One shard of a gather: shard number `root` of `x` along `axis`, on every rank."""
+        """One shard of an all-gather: every rank gets the shard of rank `root` along `axis`."""
 
     @abstractmethod
     def start_reduce(self, x: Tensor, axis: Axis, root: int, whole: int) -> Pending:
-        """One shard of a scatter_sum: every rank's part of shard number `root` is added up there; elsewhere comes zero."""
+        """One shard of a reduce-scatter: `x` is every rank's partial sum for the shard of rank `root` along `axis`. Rank `root`
+        gets their sum, the other ranks get zeros.
+        """
 
     @abstractmethod
     def shards(self, whole: int) -> list[slice]:
-        """The entries of every shard, in order, of an axis of `whole` entries."""
+        """The slice of every shard, by rank, of an axis of size `whole`."""
 
     @abstractmethod
     def max(self, x: Tensor) -> Tensor:
-        """Elementwise maximum over ranks, outside the graph (it only stabilises a softmax)."""
+        """Elementwise maximum over ranks, without gradient (used to stabilise a softmax)."""
 
     def keeping(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """Contexts of a computation and of its repetition (`context_fn` of torch's checkpoint): what the first gathered or
-        summed is kept, and given to the second without communication."""
+        """Contexts for a computation and for its recomputation (`context_fn` of torch's checkpoint).
+
+        Results of gathers and sums in the first are kept and reused in the second, without communication.
+        """
         return nullcontext(), nullcontext()
 
     @abstractmethod
     def owned(self, whole: int) -> slice:
-        """The entries that are this rank's, of an axis of `whole` entries."""
+        """This rank's slice of an axis of size `whole`."""
 
     @property
     @abstractmethod
     def ranks(self) -> int:
-        """How many shards there are. A loss that counts this rank's share of a sum counts it so many times (the mean over
-        ranks of their losses is the loss)."""
+        """Number of ranks. A loss term computed from this rank's shard is multiplied by it, because the mean of the ranks'
+        losses is the loss.
+        """
 
     def shard(self, x: Tensor, axis: Axis) -> Tensor:
-        """This rank's shard of a tensor that every rank holds whole. Its transpose pads with zeros."""
+        """This rank's shard of a tensor that every rank holds whole. The transpose pads with zeros, without communication."""
         return x[(slice(None),) * DIMENSION[axis] + (self.owned(x.shape[DIMENSION[axis]]),)]
 
     def switch(self, x: Tensor, from_axis: Axis, to_axis: Axis, whole: int) -> Tensor:
@@ -85,23 +86,17 @@ class Exchange(ABC):
     def gather(self, x: Tensor, axis: Axis, whole: int) -> Tensor:
         return self.start_gather(x, axis, whole).wait()
 
-    def scatter_sum(self, x: Tensor, axis: Axis) -> Tensor:
-        return self.start_scatter_sum(x, axis).wait()
-
     def sum(self, x: Tensor) -> Tensor:
         return self.start_sum(x).wait()
 
 
 class LocalExchange(Exchange):
-    """The exchange of one device: the whole representation is here, so every answer is what was given."""
+    """The exchange of one device, which holds whole representations: every method returns its input."""
 
     def start_switch(self, x: Tensor, from_axis: Axis, to_axis: Axis, whole: int) -> Pending:
         return Ready(x)
 
     def start_gather(self, x: Tensor, axis: Axis, whole: int) -> Pending:
-        return Ready(x)
-
-    def start_scatter_sum(self, x: Tensor, axis: Axis) -> Pending:
         return Ready(x)
 
     def start_sum(self, x: Tensor) -> Pending:
@@ -130,8 +125,8 @@ class LocalExchange(Exchange):
 class ShardedExchange(Exchange):
     """The exchange of one rank of a group.
 
-    `overlap` False waits for each collective where it is launched: for measuring, and for finding mistakes. `dtype`: what
-    numbers travel as (None: as they are); sums are added up in that precision too.
+    `overlap`: False waits for each collective where it is launched, for measurements and debugging. `dtype`: precision in
+    which numbers are communicated and reduced; None: that of the tensor.
     """
 
     def __init__(self, group: Group, overlap: bool = True, dtype: torch.dtype | None = None) -> None:
@@ -139,7 +134,7 @@ class ShardedExchange(Exchange):
         self._tape: _Tape | None = None
 
     def __deepcopy__(self, memo: dict[int, object]) -> ShardedExchange:
-        """Copies of a model belong to the same group; its handle cannot be copied anyway."""
+        """Copies of a model share the exchange: a process group cannot be copied."""
         return self
 
     def start_switch(self, x: Tensor, from_axis: Axis, to_axis: Axis, whole: int) -> Pending:
@@ -151,10 +146,6 @@ class ShardedExchange(Exchange):
 
     def start_gather(self, x: Tensor, axis: Axis, whole: int) -> Pending:
         return self._start(x, Gather(self.group, DIMENSION[axis], shard_sizes(whole, self.group.size)))
-
-    def start_scatter_sum(self, x: Tensor, axis: Axis) -> Pending:
-        dim = DIMENSION[axis]
-        return self._start(x, ScatterSum(self.group, dim, shard_sizes(x.shape[dim], self.group.size)))
 
     def start_sum(self, x: Tensor) -> Pending:
         return self._start(x, Sum(self.group))
@@ -216,35 +207,35 @@ activations that are recomputed, so it is communicated again."""
 
 @dataclass
 class _Tape:
-    """Results of collectives in the order of their launch, being recorded or replayed."""
+    """Results of collectives in launch order: recorded by a computation, replayed by its recomputation."""
 
     results: list[Tensor | None]
     replaying: bool
-    place: int = 0
+    position: int = 0
 
     def next(self) -> Tensor:
-        """The next result, as a leaf of the graph that the repetition builds."""
-        result = self.results[self.place]
-        self.place += 1
+        """The next result, as a leaf of the recomputation's graph."""
+        result = self.results[self.position]
+        self.position += 1
         if result is None:
-            raise RuntimeError("a collective was launched but not awaited in the computation that is repeated")
+            raise RuntimeError("a collective was launched but not awaited before the recomputation")
         return result.detach()
 
 
 class _Recorded(Pending):
-    """A result that goes onto the tape when it has come."""
+    """A collective whose result is recorded on the tape when it has arrived."""
 
-    def __init__(self, pending: Pending, results: list[Tensor | None], place: int) -> None:
-        self._pending, self._results, self._place = pending, results, place
+    def __init__(self, pending: Pending, results: list[Tensor | None], position: int) -> None:
+        self._pending, self._results, self._position = pending, results, position
 
     def wait(self, keep: bool = False) -> Tensor:
         result = self._pending.wait(keep)
-        self._results[self._place] = result.detach()
+        self._results[self._position] = result.detach()
         return result
 
 
 class _Cast(Pending):
-    """A collective whose numbers travel in another precision, there and back."""
+    """A collective that communicates in another precision, in the forward and in the backward pass."""
 
     def __init__(self, x: Tensor, collective: Collective, dtype: torch.dtype) -> None:
         self._pending, self._dtype = start(x.to(dtype), collective), x.dtype

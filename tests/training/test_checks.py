@@ -31,7 +31,7 @@ def words(chains: Path, output: Path, *options: str) -> tuple[str, ...]:
     ("options", "said"),
     [
         (("--parallel.sequence", "0"), "parallel.sequence is 0"),
-        (("--parallel.sequence", "2", "--trainer.devices", "3"), "groups of 2 do not divide"),
+        (("--parallel.sequence", "2", "--trainer.devices", "3"), "not a multiple of it"),
         (("--parallel.sequence", "5"), "data.train.msa_clusters is 4"),
         (("--parallel.sequence", "4", "--data.train.crop_size", "3"), "data.train.crop_size is 3"),
         (("--parallel.parameters", "zero2"), "zero2"),
@@ -61,7 +61,7 @@ def test_mistakes_are_found_before_anything_starts(
 @pytest.mark.parametrize(
     ("ranks", "options", "own", "said"),
     [
-        (3, ("--parallel.sequence", "2"), {}, "there are 3 ranks, which groups of 2 do not divide"),
+        (3, ("--parallel.sequence", "2"), {}, "the number of ranks, 3, is not a multiple of it"),
         (2, ("--trainer.devices", "4"), {}, "but 2 were started"),
         (2, ("--parallel.sequence", "2"), {1: ("--seed", "9")}, "different settings"),
         (2, (), {1: ("--parallel.sequence", "2")}, "different settings"),
