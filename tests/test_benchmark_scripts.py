@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -81,31 +82,43 @@ def test_the_comparator_of_the_extra_msa_stack_equals_one_device(pool: RankPool,
 
 @pytest.mark.parametrize("case", communication.CASES, ids=str)
 @pytest.mark.parametrize("ranks", [4, 16])
-def test_the_ledger_of_fake_ranks_is_formula_and_schedule(case: communication.Case, ranks: int) -> None:
-    """A call that the schedule does not know, at full size; a backward pass that moves more than the forward one."""
-    for dap in (False, True):
-        moved = communication.measure(case, ranks, dap)
-        assert communication.differences(case, ranks, dap, moved) == []
-        forward = moved.bytes - moved.backward_bytes
-        maximum = 2 * 4 * case.residues * case.config.msa_heads if case.extra and not dap else 0
-        assert moved.backward_bytes == forward - maximum  # the softmax's maximum is outside of the graph
+def test_the_ledger_of_fake_ranks_equals_formula_and_schedule(case: communication.Case, ranks: int) -> None:
+    """A call that the schedule does not know, at full size; a backward pass that moves more than the forward pass."""
+    for plan in (communication.DSP, DAP):
+        moved = communication.measure(case, ranks, plan)
+        assert communication.differences(case, ranks, plan, moved) == []
+        maximum = 2 * 4 * case.residues * case.config.msa_heads if case.extra and plan == communication.DSP else 0
+        assert moved.bytes("backward") == moved.bytes("forward") - maximum  # the softmax's maximum is outside the graph
+
+
+def test_training_with_default_settings_moves_1_4_times_what_the_passes_need() -> None:
+    """A table that leaves out recomputation: 36 of 44 MiB are moved again."""
+    moved = communication.measure(communication.CASES[0], 4, communication.DSP, torch.bfloat16)
+    assert [moved.bytes(phase) / 2**20 for phase in communication.PHASES] == [44, 36, 44]
+    regathering = communication.measure(communication.CASES[0], 4, communication.DAP_REGATHERING)
+    assert (
+        regathering.bytes("recompute") == regathering.bytes("forward") - 4 * 128 * 256 * 256 // 4
+    )  # all but the switch back to S
 
 
 def test_numbers_that_travel_in_bf16_are_half_the_bytes() -> None:
     """A collective that forgets in which precision numbers are to travel."""
-    case = communication.CASES[0]
-    narrow, wide = (communication.measure(case, 4, False, dtype).bytes for dtype in (torch.bfloat16, torch.float32))
+    case, plan = communication.CASES[0], communication.DSP
+    narrow, wide = (communication.measure(case, 4, plan, dtype).total for dtype in (torch.bfloat16, torch.float32))
     assert 2 * narrow == wide
 
 
-def test_a_count_that_is_off_is_told() -> None:
+def test_a_wrong_count_is_reported() -> None:
     """A check that passes whatever is counted."""
-    case = communication.CASES[0]
-    moved = communication.measure(case, 4, dap=False)
-    short = dataclasses.replace(moved, forward=moved.forward[:-1])
-    assert [line.split(": ")[0] for line in communication.differences(case, 4, False, short)] == [
-        "Evoformer block, S=128 R=256, 4 ranks, DSP"
-    ] * 2
+    case, plan = communication.CASES[0], communication.DSP
+    moved = communication.measure(case, 4, plan)
+    short = dataclasses.replace(moved, forward=moved.forward[:-1], recompute=Counter(moved.forward))
+    found = [line.partition(": ") for line in communication.differences(case, 4, plan, short)]
+    assert {name for name, _, _ in found} == {"Evoformer block, S=128 R=256, 4 ranks, DSP"}
+    assert [what.split(" differs")[0] for _, _, what in found[1:]] == [
+        "the forward pass in the ledger",
+        "the recomputation in the ledger",
+    ]
 
 
 def test_four_ranks_hold_less_than_a_third_of_what_one_holds() -> None:
