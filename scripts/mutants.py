@@ -1,10 +1,11 @@
 """Breaks the package on purpose, one line at a time, and checks that the test named beside each break fails.
 
-    python -m scripts.mutants [--list] [--only NAME] [--share I/N]
+    python -m scripts.mutants [--list] [--only TEXT] [--share I/N]
 
-Every entry of `MUTANTS` once survived the whole test suite. The script copies the package into a temporary folder, runs all
-named tests there unbroken (they must pass), then applies one break after another and expects the named test to fail. A break
-that cannot be imported does not count as found. Exit code 1: a mutant survived, or could not be tried.
+`mutants.toml` holds breaks that once survived the whole test suite, and others like them. The script copies the package into
+a temporary folder and runs all named tests there unbroken: they must pass. Then it applies one break after another and
+expects the named test to fail. A break that cannot be imported does not count as found. Exit code 1: a mutant survived, or
+could not be tried.
 
 `--share I/N` tries every N-th mutant, starting with number I (from 0).
 """
@@ -19,6 +20,7 @@ import signal
 import sys
 import tempfile
 import time
+import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+TABLE = ROOT / "scripts" / "mutants.toml"
 TIMEOUT = 300.0
 """Seconds after which a test that hangs is ended."""
 
@@ -44,70 +47,9 @@ class Mutant:
     """Test id. Without parameters it stands for every parametrisation; one failure is enough."""
 
 
-_DROPOUT = "tests/model/test_dropout_rules.py"
-_REMOVED = f"{_DROPOUT}::test_every_element_that_dropout_removes"
-_TEMPLATES = f"{_DROPOUT}::test_every_element_that_dropout_removes_from_templates"
-_TWICE = f"{_DROPOUT}::test_structure_module_drops_out_twice_in_each_iteration"
-_WEIGHTS = "tests/model/test_initial_weights.py"
-_FUSED_QKV = f"{_WEIGHTS}::test_fused_queries_keys_and_values_have_the_limit_of_one_of_them"
-_FUSED_KV = f"{_WEIGHTS}::test_fused_keys_and_values_have_the_limit_of_one_of_them"
-_TRANSITIONS = f"{_WEIGHTS}::test_transitions_start_with_he_and_end_with_zero"
-_IPA = f"{_WEIGHTS}::test_invariant_point_attention_starts_as_the_identity"
-_ZERO = f"{_WEIGHTS}::test_every_residual_update_starts_at_zero_and_every_gate_open"
-_NEGATIVE = "tests/parallel/test_negative_dims.py::test_a_negative_dim_counts_from_the_end"
-
-_ALPHAFOLD = "evodsp/model/alphafold.py"
-_BLOCK = "evodsp/model/block.py"
-_EVOFORMER = "evodsp/model/evoformer.py"
-_FUNCTIONAL = "evodsp/parallel/functional.py"
-_MSA = "evodsp/model/msa_ops.py"
-_PRIMITIVES = "evodsp/model/primitives.py"
-_SCHEDULE = "evodsp/model/schedule.py"
-_STRUCTURE = "evodsp/model/structure_module.py"
-_TEMPLATE = "evodsp/model/templates.py"
-_MODULE = "evodsp/training/module.py"
-
-MUTANTS = (
-    # Addresses of dropout.
-    Mutant("one address: pair halves of all blocks", _EVOFORMER, '[d.at("block", number - 1) for d in draws]', "list(draws)", _REMOVED),
-    Mutant("one address: MSA halves of all blocks", _EVOFORMER, '[d.at("block", number) for d in draws]', "list(draws)", _REMOVED),
-    Mutant("pair half has the address of the next block", _EVOFORMER, 'd.at("block", number - 1)', 'd.at("block", number)', _REMOVED),
-    Mutant("one address: both stacks", _ALPHAFOLD, 'd.at("extra")', 'd.at("evoformer")', _REMOVED),
-    Mutant("one address: all cycles", _ALPHAFOLD, 'd.at("cycle", cycle)', 'd.at("cycle", 0)', _REMOVED),
-    Mutant("one address: all samples", _MODULE, "self._dropout.at(index)", "self._dropout.at(0)", _REMOVED),
-    Mutant("one address: all layers", _BLOCK, "d.at(step.layer)", 'd.at("layer")', _REMOVED),
-    Mutant("one address: all samples of a batch", _PRIMITIVES, "d.uniform_at(positions) for d in draws", "draws[0].uniform_at(positions) for d in draws", _REMOVED),
-    Mutant("one address: all templates", _TEMPLATE, 'd.at("template", number)', 'd.at("template", 0)', _TEMPLATES),
-    Mutant("one address: all blocks of templates", _TEMPLATE, 'd.at("block", number)', 'd.at("block", 0)', _TEMPLATES),
-    # Masks of dropout.
-    Mutant("what is kept is not rescaled", _PRIMITIVES, "to(x.dtype) / (1.0 - self.rate)", "to(x.dtype)", _REMOVED),
-    Mutant("MSA mask differs between sequences", _SCHEDULE, 'msa="seq", pair="j", shared="seq"),\n    Step("column_attention", "msa", msa="res")', 'msa="seq", pair="j", shared="res"),\n    Step("column_attention", "msa", msa="res")', _REMOVED),
-    Mutant("extra MSA mask differs between sequences", _SCHEDULE, 'msa="seq", pair="j", shared="seq"),\n    Step("column_attention", "msa", msa="seq")', 'msa="seq", pair="j", shared="res"),\n    Step("column_attention", "msa", msa="seq")', _REMOVED),
-    Mutant("outgoing update's mask shared along columns", _SCHEDULE, 'PAIR_HALF = (\n    Step("triangle_outgoing", "pair", pair="j", shared="i")', 'PAIR_HALF = (\n    Step("triangle_outgoing", "pair", pair="j", shared="j")', _REMOVED),
-    Mutant("starting node's mask shared along columns", _SCHEDULE, 'Step("triangle_incoming", "pair", pair="j", result="i", shared="i"),\n    Step("attention_starting", "pair", pair="i", shared="i")', 'Step("triangle_incoming", "pair", pair="j", result="i", shared="i"),\n    Step("attention_starting", "pair", pair="i", shared="j")', _REMOVED),
-    Mutant("ending node's mask shared along rows", _SCHEDULE, 'Step("attention_ending", "pair", pair="j", shared="j"),\n    Step("transition"', 'Step("attention_ending", "pair", pair="j", shared="i"),\n    Step("transition"', _REMOVED),
-    Mutant("templates: ending node's mask shared along rows", _SCHEDULE, 'Step("attention_ending", "pair", pair="j", shared="j"),\n    Step("triangle', 'Step("attention_ending", "pair", pair="j", shared="i"),\n    Step("triangle', _TEMPLATES),
-    Mutant("MSA and pair rates exchanged", _BLOCK, '{"msa": msa_dropout, "pair": pair_dropout}', '{"msa": pair_dropout, "pair": msa_dropout}', _REMOVED),
-    # The structure module.
-    Mutant("structure module's two masks are one", _STRUCTURE, 'd.at("transition", iteration)', 'd.at("attention", iteration)', _TWICE),
-    Mutant("structure module's masks of all iterations are one", _STRUCTURE, 'd.at("attention", iteration)', 'd.at("attention", 0)', _TWICE),
-    Mutant("structure module does not rescale", _STRUCTURE, "keep.to(s.dtype) / (1.0 - self.config.dropout)", "keep.to(s.dtype)", _TWICE),
-    # Weights at the start.
-    Mutant("fused queries, keys and values count as one", _PRIMITIVES, 'init="glorot", parts=3', 'init="glorot"', _FUSED_QKV),
-    Mutant("the number of parts is ignored", _PRIMITIVES, "self.out_features // self._parts", "self.out_features", _FUSED_QKV),
-    Mutant("global attention's keys and values count as one", _MSA, 'init="glorot", parts=2', 'init="glorot"', _FUSED_KV),
-    Mutant("template attention's keys and values count as one", _TEMPLATE, 'init="glorot", parts=2', 'init="glorot"', _FUSED_KV),
-    Mutant("transitions widen by LeCun's rule", _PRIMITIVES, 'factor * channels, init="relu"', "factor * channels", _TRANSITIONS),
-    Mutant("transitions do not end in zero", _PRIMITIVES, 'self.narrow = Linear(factor * channels, channels, init="final")', "self.narrow = Linear(factor * channels, channels)", _TRANSITIONS),
-    Mutant("structure module's transition does not end in zero", _STRUCTURE, '"final" if n == last else "relu"', '"relu"', _TRANSITIONS),
-    Mutant("invariant point attention does not end in zero", _STRUCTURE, '(e + 4 * v + c_z), c_s, init="final")', "(e + 4 * v + c_z), c_s)", _IPA),
-    Mutant("attention does not end in zero", _PRIMITIVES, 'self.output = Linear(width, channels, init="final")', "self.output = Linear(width, channels)", _ZERO),
-    Mutant("gates start half open", _PRIMITIVES, 'fill_(1.0 if self._init == "gate" else 0.0)', "fill_(0.0)", _ZERO),
-    # The four functions.
-    Mutant("split takes a negative dim for another axis", _FUNCTIONAL, "shard(x, dim % x.ndim,", "shard(x, abs(dim),", _NEGATIVE),
-    Mutant("switch takes a negative dim as it is", _FUNCTIONAL, "from_dim % x.ndim, to_dim % x.ndim", "from_dim, to_dim", _NEGATIVE),
-    Mutant("gather takes a negative dim for another axis", _FUNCTIONAL, "Gather(group, dim % x.ndim,", "Gather(group, abs(dim) - 1,", _NEGATIVE),
-)  # fmt: skip
+def read_table(path: Path = TABLE) -> tuple[Mutant, ...]:
+    """The mutants of a table."""
+    return tuple(Mutant(**entry) for entry in tomllib.loads(path.read_text())["mutant"])
 
 
 @dataclass(frozen=True)
@@ -240,12 +182,19 @@ def main(words: Sequence[str] | None = None) -> int:
         prog="python -m scripts.mutants", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--list", action="store_true", help="print the mutants and their tests, run nothing")
-    parser.add_argument("--only", metavar="NAME", help="try the mutants whose name contains NAME")
+    parser.add_argument("--only", metavar="TEXT", help="try the mutants whose name or file contains TEXT")
     parser.add_argument(
         "--share", metavar="I/N", default="0/1", help="try every N-th mutant, starting with number I (from 0)"
     )
+    parser.add_argument(
+        "--table", type=Path, default=TABLE, help="read other mutants than those of scripts/mutants.toml"
+    )
     options = parser.parse_args(words)
-    chosen = [mutant for mutant in share_of(MUTANTS, options.share) if (options.only or "") in mutant.name]
+    chosen = [
+        mutant
+        for mutant in share_of(read_table(options.table), options.share)
+        if (options.only or "") in f"{mutant.name} {mutant.file}"
+    ]
     if options.list:
         for mutant in chosen:
             print(f"{mutant.name}  {mutant.file}  {mutant.test}")
@@ -258,8 +207,10 @@ def main(words: Sequence[str] | None = None) -> int:
 
 if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    import pytest  # noqa: F401  (these three take seconds; forked processes have them already)
-    import torch  # noqa: F401
-    from jaxtyping import install_import_hook  # noqa: F401
+    # These take seconds to import. The forked processes have them already.
+    import jaxtyping  # noqa: F401
+    import lightning.pytorch  # noqa: F401
+    import pytest  # noqa: F401
+    import torch.distributed.device_mesh  # noqa: F401
 
     sys.exit(main())
