@@ -18,7 +18,7 @@ COMPARE = $(BIN)/python -m scripts.parity.compare --alphafold $(PARITY)/bin/pyth
 help:
 	@echo "make demo    train a small model on the bundled families, predict held-out members, show the result"
 	@echo "make test    all tests (under 15 minutes)"
-	@echo "make verify  long sweeps (under 60 minutes)"
+	@echo "make verify  long sweeps (under 60 minutes); SHARE='--rotate WORD --budget-minutes 8' runs a part of them"
 	@echo "make parity  compare live with DeepMind's JAX code, on random weights (SEED=0)"
 	@echo "make lint    ruff and mypy"
 
@@ -46,7 +46,7 @@ test: $(READY)
 	$(BIN)/python -m pytest -m "not verify"
 
 verify: $(READY)
-	$(BIN)/python -m pytest -m verify
+	$(BIN)/python -m pytest -m verify $(SHARE)
 
 $(PARITY_READY): scripts/parity/constraints.txt
 	$(PYTHON) -m venv --clear $(PARITY)

@@ -20,6 +20,12 @@ torch.set_num_threads(1)
 from collections.abc import Iterator  # noqa: E402
 
 from tests.ranks import RankPool  # noqa: E402
+from tests.selection import (  # noqa: E402, F401  (hooks of pytest)
+    pytest_addoption,
+    pytest_collection_modifyitems,
+    pytest_runtest_setup,
+    pytest_terminal_summary,
+)
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 

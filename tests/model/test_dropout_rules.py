@@ -1,0 +1,216 @@
+"""Which elements dropout removes in a real forward pass, against masks computed here from the documented rules.
+
+The rules (supplement 1.11.6): one mask for all sequences after MSA row attention, one for all rows of the pair representation
+after triangle multiplication and attention around the starting node, one for all columns after attention around the ending
+node; what is kept is divided by 1 - rate. The address of a draw is (seed, "dropout", sample, "cycle", c, stack, "block", b,
+layer) and its position in the whole mask. Comparing a parallel run with a serial one cannot find a mistake in either: both
+would make it.
+
+At the start of training every update is its output layer's bias. A bias of 1 in a channel of its own therefore shows each
+layer's mask in what a stack adds to its input.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from evodsp.config import ChannelsConfig, EvoformerConfig, ModelConfig, StructureModuleConfig
+from evodsp.model.alphafold import AlphaFold
+from evodsp.model.structure_module import StructureModule
+from evodsp.rng import Draws
+from evodsp.training.config import TrainingConfig
+from evodsp.training.module import TrainingModule
+from tests.builders.small_model import CYCLES, SMALL, TEMPLATES, config, features
+
+SEED, SAMPLES, BLOCKS = 5, (3, 8), 2
+CLUSTERS, EXTRA, RESIDUES = SMALL
+RATES = {"msa": 0.15, "pair": 0.25}
+# layer, the representation that it updates, the axis along which its mask is constant (None: no dropout)
+RULES = (
+    ("row_attention", "msa", 1),
+    ("column_attention", "msa", None),
+    ("msa_transition", "msa", None),
+    ("triangle_outgoing", "pair", 1),
+    ("triangle_incoming", "pair", 1),
+    ("attention_starting", "pair", 1),
+    ("attention_ending", "pair", 2),
+    ("transition", "pair", None),
+)
+CHANNELS = len(RULES) * BLOCKS
+
+
+def channel(layer: str, block: int) -> int:
+    """The channel in which an update shows."""
+    return [name for name, _, _ in RULES].index(layer) * BLOCKS + block
+
+
+def expected_mask(stream: Draws, shape: tuple[int, int, int], rate: float, constant_axis: int | None) -> np.ndarray:
+    """[axis 1, axis 2, channels]: 0 or 1 / (1 - rate). `stream`: of one layer; `shape`: of the update of one sample."""
+    if constant_axis is None:
+        return np.ones(shape)
+    drawn = list(shape)
+    drawn[constant_axis - 1] = 1
+    keep = stream.uniform(*drawn) >= rate
+    return np.broadcast_to(keep, shape) / (1.0 - rate)
+
+
+@dataclass
+class Update:
+    """What one call of a stack added to its inputs, [sample, axis 1, axis 2, channels]."""
+
+    msa: Tensor | None
+    pair: Tensor
+
+
+class Enough(Exception):
+    """Ends a training step after its forward pass."""
+
+
+def show_updates(stack: nn.Module) -> None:
+    """Set the bias of every update to 1, each in its own channel. The update's weights are zero at the start."""
+    for name, parameter in stack.named_parameters():
+        block = re.search(r"blocks\.(\d+)\.", name)
+        layers = [layer for layer, _, _ in RULES if f".{layer}." in name]
+        if block and layers and re.search(r"\.(output|narrow)\.bias$", name):
+            with torch.no_grad():
+                parameter[channel(layers[0], int(block[1]))] = 1.0
+
+
+def watch(stack: nn.Module, found: list[Update], has_msa: bool) -> None:
+    def record(_: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        if has_msa:
+            found.append(Update((output[0] - inputs[0]).detach(), (output[1] - inputs[1]).detach()))
+        else:
+            found.append(Update(None, (output - inputs[0]).detach()))
+
+    stack.register_forward_hook(record)
+
+
+def check(update: Tensor, sample: int, stream: Draws, representation: str) -> None:
+    """Every layer of every block of one sample. `stream`: of the stack."""
+    for layer, updated, constant_axis in RULES:
+        if updated != representation:
+            continue
+        for block in range(BLOCKS):
+            place = channel(layer, block)
+            own = stream.at("block", block).at(layer)
+            mask = expected_mask(own, tuple(update.shape[1:]), RATES[representation], constant_axis)[..., place]
+            shown = update[sample, ..., place].double().numpy()
+            # Triangle multiplication multiplies its update by a gate, which starts at sigmoid(1).
+            gate = 1 / (1 + np.exp(-1)) if layer.startswith("triangle_") else 1.0
+            np.testing.assert_allclose(shown, gate * mask, rtol=0, atol=1e-5, err_msg=f"{layer} of block {block}")
+
+
+@pytest.fixture(scope="module")
+def updates() -> dict[str, list[Update]]:
+    """What the stacks added in one training step of two samples and two cycles, by the stack's name."""
+    base = config(recompute=False)
+    stack = EvoformerConfig(
+        blocks=BLOCKS, msa_heads=2, msa_head_width=2, pair_heads=2, pair_head_width=2, triangle_channels=3,
+        outer_product_channels=2, transition_factor=1, msa_dropout=RATES["msa"], pair_dropout=RATES["pair"], checkpoint=False,
+    )  # fmt: skip
+    sizes = dataclasses.replace(
+        base,
+        channels=ChannelsConfig(msa=CHANNELS, pair=CHANNELS, extra_msa=CHANNELS, single=7),
+        evoformer=stack,
+        extra_msa=stack,
+        templates=dataclasses.replace(base.templates, channels=CHANNELS, pair_dropout=RATES["pair"], torsions=False),
+    )
+    module = TrainingModule(TrainingConfig(), seed=SEED)
+    module.model = AlphaFold(sizes)
+    model = module.model
+    assert model.template_embedder is not None
+    found: dict[str, list[Update]] = {"evoformer": [], "extra": [], "templates": []}
+    stacks = {"evoformer": model.evoformer, "extra": model.extra_msa_stack, "templates": model.template_embedder.stack}
+    for name, module_of_blocks in stacks.items():
+        show_updates(module_of_blocks)
+        watch(module_of_blocks, found[name], has_msa=name != "templates")
+    batch = {name: x.float() if x.is_floating_point() else x for name, x in features(len(SAMPLES)).items()}
+    batch["sample_index"] = torch.tensor(SAMPLES)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("evodsp.training.module.total_loss", _enough)
+        with pytest.raises(Enough):
+            module.training_step(batch, 0)
+    return found
+
+
+def _enough(*arguments: Any) -> None:
+    raise Enough
+
+
+@pytest.mark.parametrize("name", ["evoformer", "extra"])
+def test_every_element_that_dropout_removes(updates: dict[str, list[Update]], name: str) -> None:
+    """One mask for all blocks, cycles, samples or for both stacks; a mask shared along the wrong axis; no 1 / (1 - rate)."""
+    assert len(updates[name]) == CYCLES
+    for cycle, update in enumerate(updates[name]):
+        for place, index in enumerate(SAMPLES):
+            stream = Draws.root(SEED).at("dropout").at(index).at("cycle", cycle).at(name)
+            assert update.msa is not None
+            assert update.msa.shape[1:3] == ((EXTRA if name == "extra" else CLUSTERS), RESIDUES)
+            check(update.msa, place, stream, "msa")
+            check(update.pair, place, stream, "pair")
+
+
+def test_every_element_that_dropout_removes_from_templates(updates: dict[str, list[Update]]) -> None:
+    """One mask for all templates of a sample: they lie on the batch axis of their stack."""
+    assert len(updates["templates"]) == CYCLES
+    for cycle, update in enumerate(updates["templates"]):
+        for place, index in enumerate(SAMPLES):
+            stream = Draws.root(SEED).at("dropout").at(index).at("cycle", cycle).at("templates")
+            for template in range(TEMPLATES):
+                check(update.pair, place * TEMPLATES + template, stream.at("template", template), "pair")
+
+
+def test_masks_are_constant_along_the_axis_that_the_supplement_names(updates: dict[str, list[Update]]) -> None:
+    """Seen without the oracle: slices along the shared axis are equal; other slices and other blocks differ."""
+    for name in ("evoformer", "extra"):
+        for layer, representation, constant_axis in RULES:
+            if constant_axis is None:
+                continue
+            masks = []
+            for update in updates[name]:
+                whole = update.msa if representation == "msa" else update.pair
+                assert whole is not None
+                for block in range(BLOCKS):
+                    mask = whole[..., channel(layer, block)]  # [sample, axis 1, axis 2]
+                    first = mask.narrow(constant_axis, 0, 1)
+                    torch.testing.assert_close(mask, first.expand_as(mask), rtol=0, atol=1e-6)
+                    masks += [first[sample].flatten().round(decimals=3) for sample in range(len(SAMPLES))]
+            assert len({tuple(mask.tolist()) for mask in masks}) > len(masks) // 2, f"{layer}: masks repeat"
+            assert any(len(mask.unique()) > 1 for mask in masks), f"{layer}: nothing varies along the other axis"
+
+
+def test_structure_module_drops_out_twice_in_each_iteration() -> None:
+    """After attention and after the transition, by different masks; a third for the next iteration."""
+    sizes = dataclasses.replace(ModelConfig.preset("test").structure_module, iterations=2, dropout=0.3)
+    assert isinstance(sizes, StructureModuleConfig)
+    torch.manual_seed(0)
+    module = StructureModule(9, 4, sizes)  # attention and transition start as zero: dropout sees its input itself
+    norms: list[tuple[Tensor, Tensor]] = []
+    for norm in (module.attention_norm, module.transition_norm):
+        norm.register_forward_hook(lambda _, inputs, output: norms.append((inputs[0].detach(), output.detach())))
+    initial: list[Tensor] = []
+    module.initial.register_forward_hook(lambda _, inputs, output: initial.append(output.detach()))
+    shape = (len(SAMPLES), RESIDUES, 9)
+    draws = [Draws.root(SEED).at(sample) for sample in SAMPLES]
+    zeros = torch.zeros(len(SAMPLES), RESIDUES, dtype=torch.int64)
+    module(torch.randn(shape), torch.randn(*shape[:2], RESIDUES, 4), zeros, torch.ones(shape[:2]), draws)
+    assert len(norms) == 2 * sizes.iterations
+    before = initial[0]
+    masks = []
+    for number, (dropped, after) in enumerate(norms):
+        iteration, part = divmod(number, 2)
+        streams = [d.at(("attention", "transition")[part], iteration) for d in draws]
+        mask = np.stack([expected_mask(d, (1, *shape[1:]), 0.3, 1)[0] for d in streams])
+        torch.testing.assert_close(dropped, before * torch.from_numpy(mask).float(), rtol=1e-5, atol=1e-6)
+        masks.append(mask)
+        before = after
+    assert len({mask.tobytes() for mask in masks}) == len(masks)

@@ -1,0 +1,97 @@
+"""Options of pytest with which CI runs a part of the verify tests: some that concern the change, some in rotation.
+
+`make verify` runs all of them, which takes longer than CI has. With `--changed-since` and `--rotate` they are put into another
+order, and `--budget-minutes` starts none after so many minutes. Those not started are reported as skipped, and listed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Iterable
+from itertools import chain, zip_longest
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+# Parts of a path that say nothing about what it concerns.
+_COMMON = {"evodsp", "test", "script", "init", "conftest", "main", "config", "command"}
+
+_not_started = pytest.StashKey[list[str]]()
+_deadline = pytest.StashKey[float]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("evodsp")
+    group.addoption(
+        "--changed-since", metavar="REVISION", help="let every second test concern a file changed since then"
+    )
+    group.addoption(
+        "--rotate", metavar="WORD", help="put tests into an order that this word determines, e.g. a commit's hash"
+    )
+    group.addoption(
+        "--budget-minutes",
+        type=float,
+        metavar="MINUTES",
+        help="start no verify test after so many minutes; list what was not run",
+    )
+
+
+def words(path: str) -> set[str]:
+    """What a path is about: its parts in lower case without endings, such as {"model", "evoformer"}."""
+    parts = re.split(r"[/._]", path.lower())
+    return {part.rstrip("s") for part in parts if len(part) > 2} - _COMMON - {"py", "ipynb", "yaml", "md", "txt"}
+
+
+def concerns(test: str, changed: Iterable[str]) -> bool:
+    """Whether a test id shares a folder's or a file's name with a changed file. It may do so in a parameter."""
+    about = words(re.sub(r"[\[\]]", "/", test))
+    return any(about & words(path) for path in changed)
+
+
+def changed_files(revision: str) -> list[str]:
+    """Files changed since a git revision; all tests' order then stays the rotation's if git does not know it."""
+    done = subprocess.run(
+        ["git", "diff", "--name-only", revision, "--"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    return done.stdout.split()
+
+
+def ordered(tests: Iterable[str], rotate: str, changed: Iterable[str]) -> list[str]:
+    """Tests in the order that `rotate` determines, by turns one that concerns a changed file and one of the others."""
+    shuffled = sorted(tests, key=lambda test: hashlib.sha256(f"{rotate} {test}".encode()).digest())
+    first = [test for test in shuffled if concerns(test, changed)]
+    rest = [test for test in shuffled if test not in set(first)]
+    return [test for test in chain.from_iterable(zip_longest(first, rest)) if test is not None]
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    rotate, since = config.getoption("--rotate"), config.getoption("--changed-since")
+    if rotate is None and since is None:
+        return
+    by_id = {item.nodeid: item for item in items}
+    items[:] = [by_id[test] for test in ordered(by_id, rotate or "", changed_files(since) if since else [])]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    budget, stash = item.config.getoption("--budget-minutes"), item.config.stash
+    if budget is None or item.get_closest_marker("verify") is None:
+        return
+    if time.monotonic() > stash.setdefault(_deadline, time.monotonic() + 60 * budget):
+        stash.setdefault(_not_started, []).append(item.nodeid)
+        pytest.skip(f"not started: the budget of {budget:g} minutes was spent")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    tests = config.stash.get(_not_started, [])
+    if not tests:
+        return
+    terminalreporter.section(f"{len(tests)} verify tests not started: the budget was spent")
+    for name, count in sorted(Counter(test.split("[")[0] for test in tests).items()):
+        terminalreporter.line(f"{count:4}  {name}")

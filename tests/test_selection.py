@@ -1,0 +1,74 @@
+"""The part of the verify tests that CI runs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.selection import concerns, ordered
+
+TESTS = [f"tests/model/test_sharded.py::test_it[{n}]" for n in range(4)] + [
+    "tests/test_notebooks.py::test_runs",
+    "tests/test_demo.py::test_it",
+]
+MADE_UP = """
+import time
+import pytest
+{imports}
+
+@pytest.mark.verify
+@pytest.mark.parametrize("number", range(5))
+def test_slow(number):
+    time.sleep(0.2)
+
+def test_quick():
+    pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("test", "changed", "expected"),
+    [
+        ("tests/model/test_sharded.py::test_it", "evodsp/model/evoformer.py", True),
+        ("tests/test_notebooks.py::test_runs", "notebooks/quickstart.ipynb", True),
+        ("tests/test_mutants.py::test_found[evodsp/parallel/functional.py]", "evodsp/parallel/functional.py", True),
+        ("tests/training/test_mesh.py::test_it", "evodsp/parallel/mesh.py", True),
+        ("tests/model/test_sharded.py::test_it", "evodsp/losses/fape.py", False),
+        ("tests/test_demo.py::test_it", "scripts/slurm/train.sh", False),
+    ],
+)
+def test_what_concerns_a_change_is_known_by_its_path(test: str, changed: str, expected: bool) -> None:
+    """A change of the model whose CI runs the sweeps of something else."""
+    assert concerns(test, [changed]) == expected
+
+
+def test_order_rotates_and_alternates() -> None:
+    """A test that no commit ever reaches, or one that is lost or run twice."""
+    orders = [ordered(TESTS, word, ["notebooks/quickstart.ipynb"]) for word in "abcdefghijklmnop"]
+    assert all(sorted(order) == sorted(TESTS) for order in orders)
+    assert all(order[0] == "tests/test_notebooks.py::test_runs" for order in orders)
+    assert {order[1] for order in orders} == set(TESTS) - {"tests/test_notebooks.py::test_runs"}
+    assert ordered(TESTS, "a", []) == ordered(list(reversed(TESTS)), "a", [])
+
+
+def test_a_spent_budget_starts_nothing_more_and_says_so(tmp_path: Path) -> None:
+    """Verify tests that are left out silently, or that run past CI's time."""
+    hooks = "from tests.selection import *"
+    (tmp_path / "conftest.py").write_text(f"{hooks}  # noqa: F403\n")
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = verify\n")
+    (tmp_path / "test_made_up.py").write_text(MADE_UP.format(imports=""))
+    root = Path(__file__).resolve().parents[1]
+    words = ["-q", "--budget-minutes", "0.005", "--rotate", "x", f"--rootdir={tmp_path}", str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *words],
+        cwd=root, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    skipped = int(done.stdout.splitlines()[-1].split(" skipped")[0].split()[-1])
+    assert 1 <= skipped <= 4
+    assert f"{6 - skipped} passed" in done.stdout.splitlines()[-1]
+    assert f"{skipped} verify tests not started" in done.stdout
+    assert "test_made_up.py::test_slow" in done.stdout
