@@ -22,24 +22,15 @@ from torch.utils.data import Dataset
 
 from evodsp.config import FeatureConfig
 from evodsp.data.crop import Crop, centre_crop, training_crop
-from evodsp.data.features import (
-    FEATURE_AXES,
-    GAP,
-    UNKNOWN,
-    Sizes,
-    check_config,
-    encode_sequence,
-    make_features,
-    max_clusters,
-)
+from evodsp.data.features import FEATURE_AXES, Sizes, check_config, make_features, max_clusters
 from evodsp.data.msa import MsaFeatures, merge_alignments, query_only
+from evodsp.data.records import Alignment, Chain, ProteinSequence
 from evodsp.data.template_hits import TemplateHit
 from evodsp.data.template_source import FoundTemplates, TemplateSource
 from evodsp.data.templates import TemplateFeatures
-from evodsp.data.types import Alignment, Chain, ProteinSequence
 from evodsp.errors import UserError
+from evodsp.geometry.alphabet import GAP, RESTYPES_WITH_X, UNKNOWN, encode_sequence
 from evodsp.geometry.frames import structure_labels
-from evodsp.geometry.residues import RESTYPES_WITH_X
 from evodsp.rng import Draws
 
 Sample = dict[str, Tensor]

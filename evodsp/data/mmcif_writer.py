@@ -17,9 +17,10 @@ from typing import Any
 import gemmi
 import numpy as np
 
-from evodsp.data.types import Chain
+from evodsp.data.records import Chain
 from evodsp.errors import UserError
-from evodsp.geometry.residues import ATOM_TYPES, RESTYPE_1TO3
+from evodsp.geometry.alphabet import residue_name
+from evodsp.geometry.residues import ATOM_TYPES
 
 # Columns of a category; None is written `?` (unknown), False `.` (does not apply).
 Table = dict[str, list[Any]]
@@ -122,7 +123,7 @@ def _label_asym(index: int) -> str:
 
 
 def _residue_names(sequence: str) -> np.ndarray:
-    return np.array([RESTYPE_1TO3.get(letter, "UNK") for letter in sequence])
+    return np.array([residue_name(letter) for letter in sequence])
 
 
 def _write_entry(block: gemmi.cif.Block, chain: Chain) -> None:

@@ -3,8 +3,7 @@
 A file is split into lines once; the residues of all sequences are joined, translated through one 256-entry table and
 viewed as a NumPy array, so that match columns, insertions and illegal bytes are boolean masks over the whole alignment.
 
-Letters become AF2's restype order directly. Ambiguous ones follow AF2's HHblits table: B -> D, Z -> E, U -> C, and
-J, O, X -> X.
+Letters become AF2's codes directly (`geometry.alphabet.ALIGNMENT_CODES`).
 """
 
 from __future__ import annotations
@@ -15,22 +14,16 @@ from itertools import islice, pairwise
 from pathlib import Path
 
 import numpy as np
-from jaxtyping import Bool, Int8, Int32, UInt8
+from jaxtyping import Bool, Int32, UInt8
 
-from evodsp.data.files import check_text, read_bytes, unpack
-from evodsp.data.types import Alignment, ProteinSequence
-from evodsp.errors import FileFormatError, UserError
-from evodsp.geometry.residues import RESTYPE_ORDER, RESTYPES
+from evodsp.data.records import Alignment, ProteinSequence
+from evodsp.data.text_files import check_text, read_bytes, unpack
+from evodsp.errors import FileFormatError
+from evodsp.geometry.alphabet import ALIGNMENT_CODES, GAP
 
-X, GAP = 20, 21
 _INSERT, _SKIP, _ILLEGAL = 100, 101, 102
-_AMBIGUOUS = {"B": "D", "Z": "E", "U": "C"}
-_LETTER_CODES = {
-    letter: RESTYPE_ORDER.get(_AMBIGUOUS.get(letter, letter), X) for letter in "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-}
 _UNFIT_FOR_FILES = re.compile(r'[/\\:*?"<>\x00-\x1f\x7f]|^[.-]')
 _LONGEST_NAME = 200
-_CODE_TO_LETTER = "".join(RESTYPES).encode() + b"X-"
 
 
 def _table(codes: dict[str, int]) -> bytes:
@@ -43,21 +36,13 @@ def _table(codes: dict[str, int]) -> bytes:
 
 _BLANKS = b" \t\v\f"
 _WHITESPACE = dict.fromkeys(_BLANKS.decode(), _SKIP)
-_LOWER_CASE = {letter.lower(): code for letter, code in _LETTER_CODES.items()}
+_LOWER_CASE = {letter.lower(): code for letter, code in ALIGNMENT_CODES.items()}
 # A dot in A3M is padding opposite another row's insertion: it stands for nothing.
 _A3M = _table(
-    _LETTER_CODES | dict.fromkeys(map(str.lower, _LETTER_CODES), _INSERT) | {"-": GAP, ".": _SKIP} | _WHITESPACE
+    ALIGNMENT_CODES | dict.fromkeys(map(str.lower, ALIGNMENT_CODES), _INSERT) | {"-": GAP, ".": _SKIP} | _WHITESPACE
 )
-_STOCKHOLM = _table(_LETTER_CODES | _LOWER_CASE | dict.fromkeys("-._~", GAP))
-_FASTA = _table({c: k for c, k in (_LETTER_CODES | _LOWER_CASE).items() if c.upper() not in "BJOUZ"} | _WHITESPACE)
-
-
-def encode(letters: str) -> Int8[np.ndarray, " L"]:
-    """One-letter codes (either case, '-' for a gap) as AF2 residue codes: 0..19, X = 20, gap = 21."""
-    codes = np.frombuffer(letters.encode("ascii", "replace").translate(_STOCKHOLM), np.int8)
-    if (illegal := np.flatnonzero(codes == _ILLEGAL)).size:
-        raise UserError(f"letter '{letters[illegal[0]]}' at position {illegal[0] + 1} is no amino acid; write X")
-    return codes
+_STOCKHOLM = _table(ALIGNMENT_CODES | _LOWER_CASE | dict.fromkeys("-._~", GAP))
+_FASTA = _table({c: k for c, k in (ALIGNMENT_CODES | _LOWER_CASE).items() if c.upper() not in "BJOUZ"} | _WHITESPACE)
 
 
 def parse_fasta(path: str | Path) -> list[ProteinSequence]:
@@ -266,8 +251,3 @@ def _check_name(path: str | Path, name: str, line: int) -> None:
 
 def _text(path: str | Path, data: bytes | None) -> bytes:
     return read_bytes(path) if data is None else check_text(path, unpack(path, data))
-
-
-def decode(residues: Int8[np.ndarray, " L"]) -> str:
-    """One-letter codes of AF2 residue codes, '-' for a gap: the inverse of `encode`, ambiguous letters aside."""
-    return np.frombuffer(_CODE_TO_LETTER, np.uint8)[residues].tobytes().decode()

@@ -16,13 +16,14 @@ from typing import Any
 
 import numpy as np
 
-from evodsp.data.files import read_bytes
-from evodsp.data.parsers import X, decode, encode, parse_a3m, parse_stockholm
+from evodsp.data.parsers import parse_a3m, parse_stockholm
+from evodsp.data.records import Alignment, Chain, ProteinSequence, Structure
 from evodsp.data.structures import StructureFolder
 from evodsp.data.template_hits import TemplateHit, is_search_result, parse_search_result
 from evodsp.data.template_source import read_template_hits
-from evodsp.data.types import Alignment, Chain, ProteinSequence, Structure
+from evodsp.data.text_files import read_bytes
 from evodsp.errors import FileFormatError, UserError, nearest
+from evodsp.geometry.alphabet import UNKNOWN, decode, encode
 
 INDEX_NAME = "alignment_db.index"
 _PARSERS = {".a3m": parse_a3m, ".sto": parse_stockholm}
@@ -220,7 +221,7 @@ def _check_queries(alignments: list[Alignment], query: ProteinSequence | None) -
                 f"{alignment.source}: the first row '{alignment.names[0]}' has {len(row)} residues, the {name} has "
                 f"{len(expected)}; {mend}"
             )
-        differs = np.flatnonzero((row != expected) & (row != X) & (expected != X))
+        differs = np.flatnonzero((row != expected) & (row != UNKNOWN) & (expected != UNKNOWN))
         if differs.size:
             at = int(differs[0])
             found, wanted = decode(row[at : at + 1]), decode(expected[at : at + 1])

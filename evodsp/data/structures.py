@@ -8,9 +8,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from evodsp.data.files import read_bytes, stem
 from evodsp.data.mmcif import read_chain, read_release_date, read_structure
-from evodsp.data.types import Chain, Structure
+from evodsp.data.records import Chain, Structure
+from evodsp.data.text_files import read_bytes, stem
 from evodsp.errors import FileFormatError, UserError, nearest
 
 CACHE_NAMES = ("mmcif_cache.json", "chain_data_cache.json")

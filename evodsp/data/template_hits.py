@@ -20,7 +20,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Int32
 
-from evodsp.data.files import check_text, read_bytes, unpack
+from evodsp.data.text_files import check_text, read_bytes, unpack
 from evodsp.errors import FileFormatError, UserError
 
 _CHAIN = re.compile(r"([A-Za-z0-9]{4})_([A-Za-z0-9.]+)")

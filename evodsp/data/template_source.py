@@ -12,6 +12,7 @@ from datetime import date
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
+from evodsp.data.records import ProteinSequence
 from evodsp.data.structures import StructureFolder
 from evodsp.data.template_hits import (
     HitLimits,
@@ -29,7 +30,6 @@ from evodsp.data.templates import (
     TemplateRejection,
     template_features,
 )
-from evodsp.data.types import ProteinSequence
 from evodsp.errors import UserError
 
 _FOLDERS = ("hhr", "sto")

@@ -20,11 +20,11 @@ import numpy as np
 from Bio.Align import PairwiseAligner
 from jaxtyping import Float32, Int8, Int64
 
-from evodsp.data.parsers import GAP, X, decode, encode
+from evodsp.data.records import Chain, ProteinSequence, Structure
 from evodsp.data.template_hits import TemplateHit
-from evodsp.data.types import Chain, ProteinSequence, Structure
 from evodsp.errors import FileFormatError, UserError
-from evodsp.geometry.residues import ATOM_ORDER, RESTYPE_ORDER, RESTYPES
+from evodsp.geometry.alphabet import GAP, RESTYPE_ORDER, RESTYPES, UNKNOWN, decode, encode
+from evodsp.geometry.residues import CA, CB
 
 MAX_TEMPLATES = 20
 """Templates that AF2 keeps of a search; the model is given up to 4 of them."""
@@ -39,7 +39,6 @@ HHBLITS_LETTERS = "".join(sorted(RESTYPES)) + "X-"
 """Order of the 22 letters of AF2's raw `template_aatype` (not that of the processed one, which is our own)."""
 _HHBLITS_TO_OURS = encode(HHBLITS_LETTERS)
 _OURS_TO_HHBLITS = np.argsort(_HHBLITS_TO_OURS)
-_CA, _CB = ATOM_ORDER["CA"], ATOM_ORDER["CB"]
 
 
 @dataclass(frozen=True)
@@ -148,8 +147,8 @@ def pseudo_beta(
 ) -> tuple[Float32[np.ndarray, "*b 3"], Float32[np.ndarray, "*b"]]:
     """CB position in Å (CA for glycine) and whether that atom is there."""
     is_glycine = aatype == RESTYPE_ORDER["G"]
-    beta = np.where(is_glycine[..., None], positions[..., _CA, :], positions[..., _CB, :])
-    return beta, np.where(is_glycine, mask[..., _CA], mask[..., _CB])
+    beta = np.where(is_glycine[..., None], positions[..., CA, :], positions[..., CB, :])
+    return beta, np.where(is_glycine, mask[..., CA], mask[..., CB])
 
 
 class TemplateRejection(Enum):
@@ -252,7 +251,7 @@ def _check_query(hit: TemplateHit, query: ProteinSequence, wanted: Int8[np.ndarr
             f"hit '{hit.key}': aligned to residue {columns.max() + 1} of the query, '{query.name}' has {len(wanted)}; {mend}"
         )
     letters = encode(hit.query.replace("-", ""))
-    differs = np.flatnonzero((letters != wanted[columns]) & (letters != X) & (wanted[columns] != X))
+    differs = np.flatnonzero((letters != wanted[columns]) & (letters != UNKNOWN) & (wanted[columns] != UNKNOWN))
     if differs.size:
         at = columns[differs[0]]
         raise UserError(
@@ -364,6 +363,6 @@ def _aligner() -> PairwiseAligner:
 
 def _has_distant_neighbours(chain: Chain) -> bool:
     """Whether two successive residues of the chain, both with CA, are more than `MAX_CA_DISTANCE` apart."""
-    there = chain.mask[:, _CA] > 0
-    distance = np.linalg.norm(np.diff(chain.positions[:, _CA], axis=0), axis=-1)
+    there = chain.mask[:, CA] > 0
+    distance = np.linalg.norm(np.diff(chain.positions[:, CA], axis=0), axis=-1)
     return bool((distance[there[1:] & there[:-1]] > MAX_CA_DISTANCE).any())

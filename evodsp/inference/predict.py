@@ -21,9 +21,9 @@ import torch
 
 from evodsp.config import FeatureConfig
 from evodsp.data.dataset import collate, prediction_sample
+from evodsp.data.records import Alignment
 from evodsp.data.store import read_alignment_dir
 from evodsp.data.templates import TemplateFeatures
-from evodsp.data.types import Alignment
 from evodsp.errors import UserError
 from evodsp.inference.config import PredictConfig
 from evodsp.inference.provenance import check_degree, feature_config, result_settings, seeds, sizes_line

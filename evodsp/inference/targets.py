@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from evodsp.data.parsers import parse_fasta
-from evodsp.data.types import ProteinSequence
+from evodsp.data.records import ProteinSequence
 from evodsp.errors import UserError, nearest
 
 _ALIGNMENT_SUFFIXES = (".a3m", ".sto")

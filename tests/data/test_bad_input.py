@@ -12,8 +12,8 @@ import pytest
 
 from evodsp.data.mmcif import read_chain, read_structure
 from evodsp.data.parsers import parse_a3m, parse_fasta, parse_stockholm
+from evodsp.data.records import ProteinSequence
 from evodsp.data.store import FeatureStore, read_alignment_dir
-from evodsp.data.types import ProteinSequence
 from evodsp.errors import UserError
 from tests.data.test_mmcif import atom, entry
 

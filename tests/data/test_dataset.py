@@ -15,12 +15,13 @@ from torch.utils.data import DataLoader
 
 from evodsp.config import FeatureConfig
 from evodsp.data.dataset import ChainDataset, Sample, check_query, collate, load_record, prediction_sample
-from evodsp.data.features import FEATURE_AXES, encode_sequence
+from evodsp.data.features import FEATURE_AXES
+from evodsp.data.records import Alignment, Chain, ProteinSequence
 from evodsp.data.store import FeatureStore
 from evodsp.data.template_hits import TemplateHit
-from evodsp.data.types import Alignment, Chain, ProteinSequence
 from evodsp.errors import UserError
 from evodsp.geometry import residues
+from evodsp.geometry.alphabet import encode_sequence
 from evodsp.geometry.frames import structure_labels
 
 CONFIG = FeatureConfig(crop_size=12, msa_clusters=6, extra_msa=7, recycles=3)

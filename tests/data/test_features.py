@@ -17,7 +17,6 @@ from evodsp.data.features import (
     Sizes,
     check_config,
     deletion_value,
-    encode_sequence,
     kept_rows,
     letter_probabilities,
     make_features,
@@ -31,6 +30,7 @@ from evodsp.data.features import (
 from evodsp.data.msa import MsaFeatures, letter_profile, query_only
 from evodsp.data.templates import TemplateFeatures
 from evodsp.errors import UserError
+from evodsp.geometry.alphabet import encode_sequence
 from evodsp.rng import Draws
 from tests.conftest import load
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from evodsp.data.mmcif import read_chain, read_structure
-from evodsp.data.parsers import encode
 from evodsp.errors import UserError
+from evodsp.geometry.alphabet import encode
 from evodsp.geometry.residues import ATOM_ORDER
 from tests.conftest import load
 

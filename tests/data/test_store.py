@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from evodsp.data.parsers import decode
+from evodsp.data.records import ProteinSequence
 from evodsp.data.store import FeatureStore, read_alignment_dir
 from evodsp.data.structures import split_key
-from evodsp.data.types import ProteinSequence
 from evodsp.errors import UserError
+from evodsp.geometry.alphabet import decode
 
 A3M = ">q\nACDE\n>h\nAC-E\n"
 STO = "# STOCKHOLM 1.0\nq AC-DE\nh AKKDE\n//\n"

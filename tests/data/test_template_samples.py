@@ -15,13 +15,14 @@ import torch
 from evodsp.config import FeatureConfig
 from evodsp.data.crop import Crop
 from evodsp.data.dataset import ChainDataset, collate, draw_templates, load_record, prediction_sample
-from evodsp.data.features import TEMPLATE_AXES, encode_sequence, make_features
+from evodsp.data.features import TEMPLATE_AXES, make_features
 from evodsp.data.parsers import parse_fasta
+from evodsp.data.records import Alignment, Chain, ProteinSequence
 from evodsp.data.store import FeatureStore
 from evodsp.data.template_hits import TemplateHit
 from evodsp.data.template_source import TemplateSource
 from evodsp.data.templates import TemplateFeatures
-from evodsp.data.types import Alignment, Chain, ProteinSequence
+from evodsp.geometry.alphabet import encode_sequence
 from evodsp.rng import Draws
 from tests.conftest import load
 from tests.data.test_dataset import CONFIG, LETTERS, Memory, make_alignment, make_chain

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from evodsp.data.parsers import parse_fasta
+from evodsp.data.records import Chain, ProteinSequence
 from evodsp.data.store import FeatureStore
 from evodsp.data.template_hits import HitLimits, Rejection, parse_hhr
 from evodsp.data.template_source import TemplateSource, TemplateStructures, read_template_hits, template_files
 from evodsp.data.templates import TemplateRejection, template_features
-from evodsp.data.types import Chain, ProteinSequence
 from evodsp.errors import UserError
 from tests.data.test_store import database
 from tests.data.test_templates import LETTERS, QUERY, Chains, make_chain, make_hit

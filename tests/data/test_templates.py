@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from evodsp.data.parsers import GAP, X, encode, parse_fasta
+from evodsp.data.parsers import parse_fasta
+from evodsp.data.records import Chain, ProteinSequence, Structure
 from evodsp.data.store import FeatureStore
 from evodsp.data.template_hits import HitLimits, TemplateHit, parse_hhr, parse_hmmsearch, select_hits
 from evodsp.data.templates import (
@@ -22,8 +23,8 @@ from evodsp.data.templates import (
     rejection_summary,
     template_features,
 )
-from evodsp.data.types import Chain, ProteinSequence, Structure
 from evodsp.errors import FileFormatError, UserError
+from evodsp.geometry.alphabet import GAP, UNKNOWN, encode
 from evodsp.geometry.residues import ATOM_ORDER
 from tests.conftest import load
 
@@ -238,7 +239,7 @@ def test_x_matches_anything_when_looking_for_the_hit():
     assert find_residues("ACD", "GAGD") is None
     hit = make_hit("MKTAYI", "MXTAYI")
     found, _ = template_features(QUERY, [hit], Chains(make_chain()))
-    assert found.aatype[0, 1] == X
+    assert found.aatype[0, 1] == UNKNOWN
     assert found.mask[0, 1].sum() == 5
 
 

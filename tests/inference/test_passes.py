@@ -11,8 +11,8 @@ import torch
 
 from evodsp.data.dataset import collate, prediction_sample
 from evodsp.data.mmcif import read_chain
+from evodsp.data.records import ProteinSequence
 from evodsp.data.store import read_alignment_dir
-from evodsp.data.types import ProteinSequence
 from evodsp.errors import UserError
 from evodsp.inference.predict import predict
 from evodsp.model.outputs import ModelOutput

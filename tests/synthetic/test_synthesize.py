@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 import torch
 
+from evodsp.data.records import Chain
 from evodsp.data.store import FeatureStore
-from evodsp.data.types import Chain
 from evodsp.errors import UserError
+from evodsp.geometry.alphabet import RESTYPE_ORDER
 from evodsp.geometry.frames import atom37_to_atom14
-from evodsp.geometry.residues import ATOM_ORDER, RESTYPE_ATOM37_MASK, RESTYPE_ORDER
+from evodsp.geometry.residues import ATOM_ORDER, RESTYPE_ATOM37_MASK
 from evodsp.rng import Draws
 from evodsp.synthetic import SynthesisConfig, families, synthesize, writers
 from evodsp.synthetic.backbone import backbone_torsions
