@@ -33,7 +33,7 @@ FLOORS = {
     "evodsp.data.features": TORCH_FREE,
     "evodsp.data.crop": TORCH_FREE,
     "evodsp.data.store": TORCH_FREE,
-    "evodsp.data.template_source": TORCH_FREE,
+    "evodsp.data.templates.source": TORCH_FREE,
     "evodsp.data.dataset": ("lightning", "evodsp.model", "evodsp.parallel", "evodsp.training", "evodsp.losses"),
     "evodsp.model.schedule": (*TORCH_FREE, "numpy"),
     "evodsp.model.alphafold": ("lightning", "evodsp.data", "evodsp.losses", "evodsp.training", "evodsp.inference"),

@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Float32, Int8, Int32, Int64
 from evodsp.config import FeatureConfig
 from evodsp.data.crop import Crop
 from evodsp.data.msa import MsaFeatures
-from evodsp.data.templates import TemplateFeatures
+from evodsp.data.templates.features import TemplateFeatures
 from evodsp.errors import UserError
 from evodsp.geometry import residues
 from evodsp.geometry.alphabet import GAP, LETTERS_WITH_GAP, LETTERS_WITH_MASK, LETTERS_WITH_X, MASK

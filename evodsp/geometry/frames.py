@@ -15,8 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from evodsp.geometry import residues
-from evodsp.geometry.alphabet import RESTYPE_ORDER
-from evodsp.geometry.residues import CA, CB, C, N, O
+from evodsp.geometry.residues import CA, C, N, O
 from evodsp.geometry.rigid import Rigid
 
 _RENAMED_SLOT = residues.RENAMING_MATRICES.argmax(-1)  # [21, 14] the slot whose name each slot takes
@@ -166,10 +165,10 @@ def pseudo_beta(
 def pseudo_beta(
     aatype: Int[Tensor, "*b"], positions: Float[Tensor, "*b 37 3"], mask: Float[Tensor, "*b 37"] | None = None
 ) -> Float[Tensor, "*b 3"] | tuple[Float[Tensor, "*b 3"], Float[Tensor, "*b"]]:
-    """CB position, CA for glycine; given a mask, also whether that atom is there."""
-    is_glycine = aatype == RESTYPE_ORDER["G"]
-    beta = torch.where(is_glycine.unsqueeze(-1), positions[..., CA, :], positions[..., CB, :])
-    return beta if mask is None else (beta, torch.where(is_glycine, mask[..., CA], mask[..., CB]))
+    """CB position, CA for glycine; with a mask also whether that atom is present."""
+    slot = residues.PSEUDO_BETA_SLOT[:, None]
+    beta = _select(positions, slot, aatype).squeeze(-2)
+    return beta if mask is None else (beta, _select(mask, slot, aatype).squeeze(-1))
 
 
 @torch.no_grad()

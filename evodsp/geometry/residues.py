@@ -15,7 +15,7 @@ from importlib import resources
 import numpy as np
 from jaxtyping import Float, Float32, Int32, Int64
 
-from evodsp.geometry.alphabet import LETTERS_WITH_X, RESTYPE_ORDER, RESTYPES, residue_name
+from evodsp.geometry.alphabet import LETTERS_WITH_GAP, LETTERS_WITH_X, RESTYPE_ORDER, RESTYPES, residue_name
 
 ATOM_TYPES: tuple[str, ...] = (
     "N", "CA", "C", "CB", "O", "CG", "CG1", "CG2", "OG", "OG1", "SG", "CD", "CD1", "CD2", "ND1", "ND2", "OD1", "OD2", "SD",
@@ -25,6 +25,9 @@ ATOM_TYPES: tuple[str, ...] = (
 ATOM_ORDER: dict[str, int] = {name: number for number, name in enumerate(ATOM_TYPES)}
 N, CA, C, CB, O = (ATOM_ORDER[name] for name in ("N", "CA", "C", "CB", "O"))  # noqa: E741
 """atom37 slots of the backbone atoms and CB."""
+PSEUDO_BETA_SLOT: Int64[np.ndarray, " 22"] = np.full(LETTERS_WITH_GAP, CB, np.int64)
+"""atom37 slot of the atom that stands for each residue type's side chain: CB, CA for glycine (gaps included: CB)."""
+PSEUDO_BETA_SLOT[RESTYPE_ORDER["G"]] = CA
 
 _RESTYPE_NUMBER = {residue_name(letter): number for letter, number in RESTYPE_ORDER.items()}
 _TYPES, _ATOM14, _ATOM37, _GROUPS, _CHIS = LETTERS_WITH_X, 14, len(ATOM_TYPES), 8, 4

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 
 from evodsp.config import FeatureConfig
+from evodsp.data.chain_folder import read_alignment_dir
 from evodsp.data.dataset import collate, prediction_sample
 from evodsp.data.records import Alignment
-from evodsp.data.store import read_alignment_dir
-from evodsp.data.templates import TemplateFeatures
+from evodsp.data.templates.features import TemplateFeatures
 from evodsp.errors import UserError
 from evodsp.inference.config import PredictConfig
 from evodsp.inference.provenance import check_degree, feature_config, result_settings, seeds, sizes_line

@@ -6,12 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 from evodsp.config import FeatureConfig
+from evodsp.data.chain_folder import alignment_files
 from evodsp.data.features import check_config
-from evodsp.data.templates import TemplateFeatures
+from evodsp.data.templates.features import TemplateFeatures
 from evodsp.errors import UserError
 from evodsp.inference.config import PredictConfig
 from evodsp.inference.target_templates import template_digest
-from evodsp.inference.targets import Target, alignment_files, digest
+from evodsp.inference.targets import Target, digest
 
 SIZES = ("recycles", "msa_clusters", "extra_msa")
 """Options that, where not given, are as in training."""

@@ -16,7 +16,7 @@ from torch.utils.data import BatchSampler, Sampler
 from evodsp.config import FeatureConfig
 from evodsp.data.dataset import ChainDataset, load_record
 from evodsp.data.store import FeatureStore
-from evodsp.data.template_source import TemplateSource
+from evodsp.data.templates.source import TemplateSource
 from evodsp.errors import UserError, nearest
 from evodsp.training.config import DataConfig
 from evodsp.training.loader import BatchStream, Check, StreamSampler, TrainingStream, whole_batches

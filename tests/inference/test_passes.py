@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from evodsp.data.chain_folder import read_alignment_dir
 from evodsp.data.dataset import collate, prediction_sample
 from evodsp.data.mmcif import read_chain
 from evodsp.data.records import ProteinSequence
-from evodsp.data.store import read_alignment_dir
 from evodsp.errors import UserError
 from evodsp.inference.predict import predict
 from evodsp.model.outputs import ModelOutput
