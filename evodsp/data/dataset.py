@@ -224,6 +224,7 @@ def prediction_sample(
     config: FeatureConfig,
     seed: int,
     templates: TemplateFeatures | None = None,
+    ensembles: int = 1,
 ) -> Sample:
     """Features of the whole chain `query` for prediction; `crop_size` is not looked at.
 
@@ -238,7 +239,7 @@ def prediction_sample(
         msa = merge_alignments(alignments)
     else:
         msa = query_only(aatype.astype(np.int8))
-    sets = (config.recycles + 1) * config.ensembles  # those of one pass side by side
+    sets = (config.recycles + 1) * ensembles  # those of one pass side by side
     features = make_features(aatype, msa, config, Draws.root(seed).at("prediction"), sets, templates=templates)
     return {name: torch.from_numpy(values) for name, values in features.items()}
 

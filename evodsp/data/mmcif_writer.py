@@ -7,7 +7,6 @@ resolution and revision date. Quoting is gemmi's. Dictionary: PDBx/mmCIF v5 (htt
 
 from __future__ import annotations
 
-import os
 import string
 from collections.abc import Mapping
 from collections.abc import Sequence as ListOf
@@ -19,6 +18,7 @@ import numpy as np
 
 from evodsp.data.records import Chain
 from evodsp.errors import UserError
+from evodsp.files import whole_file
 from evodsp.geometry.alphabet import residue_name
 from evodsp.geometry.residues import ATOM_TYPES
 
@@ -36,18 +36,10 @@ def write_mmcif(
     b_factors: ListOf[np.ndarray] | None = None,
     items: Mapping[str, str] | None = None,
 ) -> None:
-    """Write `mmcif_text(chains, b_factors, items)` to `path`, under a temporary name first, so that no half file is ever seen.
-
-    Raises UserError as `mmcif_text` does; then nothing is left behind.
-    """
-    path = Path(path)
+    """Write `mmcif_text(chains, b_factors, items)` to `path`, completely or not at all. Raises UserError as it does."""
     text = mmcif_text(chains, b_factors, items)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with whole_file(path) as partial:
+        partial.write_text(text, encoding="utf-8")
 
 
 def mmcif_text(

@@ -21,7 +21,7 @@ SIZES = ("recycles", "msa_clusters", "extra_msa")
 def feature_config(config: PredictConfig, trained: FeatureConfig) -> FeatureConfig:
     """The checkpoint's features of the whole chain, with the sizes that the user gave in place of its own."""
     given = {name: value for name in SIZES if (value := getattr(config, name)) is not None}
-    features = replace(trained, crop_size=None, uniform_recycling=False, ensembles=config.ensembles, **given)
+    features = replace(trained, crop_size=None, uniform_recycling=False, **given)
     check_config(features)
     return features
 
@@ -36,14 +36,14 @@ def check_degree(ranks: int, features: FeatureConfig, target: Target) -> None:
         )
 
 
-def sizes_line(features: FeatureConfig, trained: FeatureConfig) -> str:
+def sizes_line(features: FeatureConfig, trained: FeatureConfig, ensembles: int) -> str:
     """The sizes in use, and beside those that the user changed the checkpoint's own."""
     sizes = []
     for name in SIZES:
         used, default = getattr(features, name), getattr(trained, name)
         sizes.append(f"{name} {used}" if used == default else f"{name} {used} (default {default})")
-    if features.ensembles > 1:
-        sizes.append(f"ensembles {features.ensembles}")
+    if ensembles > 1:
+        sizes.append(f"ensembles {ensembles}")
     return f"sizes: {', '.join(sizes)}"
 
 
@@ -61,7 +61,7 @@ def result_settings(
         "raw": config.raw,
         "seeds": seeds(config),
         **{name: getattr(features, name) for name in SIZES},
-        "ensembles": features.ensembles,
+        "ensembles": config.ensembles,
         "stop_tolerance": config.stop_tolerance or None,
         "templates": list(templates.names),
         "templates_digest": template_digest(templates),

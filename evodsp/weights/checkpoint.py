@@ -25,6 +25,7 @@ from evodsp.weights.container import container
 from evodsp.weights.published import is_parameter_file, load_published
 
 FORMAT_VERSION = 1
+_RETIRED_FEATURES = frozenset({"ensembles"})  # keys of FeatureConfig in older checkpoints; an option of prediction now
 PREFIX = "model."
 
 
@@ -92,6 +93,7 @@ def load_features(path: str | Path, preset: str | None = None) -> FeatureConfig:
     values = _own_checkpoint(path, preset).get("features", {})
     if not isinstance(values, dict):
         raise UserError(f"{path}: unreadable feature sizes: 'features' is a {type(values).__name__}, not a dictionary")
+    values = {key: value for key, value in values.items() if key not in _RETIRED_FEATURES}
     try:
         features: FeatureConfig = from_dict(FeatureConfig, values, "features")
     except UserError as error:

@@ -32,8 +32,10 @@ def read_json(path):
 def by_hand(workplace: Workplace, recycles: int, ensembles: int, **options: float) -> ModelOutput:
     """The model on features with the sizes of the fixture's config, seed 0 of alpha_A."""
     query = ProteinSequence("alpha_A", QUERY)
-    config = replace(TRAINED, crop_size=None, msa_clusters=5, extra_msa=4, recycles=recycles, ensembles=ensembles)
-    sample = prediction_sample(query, read_alignment_dir(workplace.config.alignments / "alpha_A", query), config, 0)
+    config = replace(TRAINED, crop_size=None, msa_clusters=5, extra_msa=4, recycles=recycles)
+    sample = prediction_sample(
+        query, read_alignment_dir(workplace.config.alignments / "alpha_A", query), config, 0, ensembles=ensembles
+    )
     assert len(sample["aatype"]) == (recycles + 1) * ensembles
     with torch.no_grad():
         return load_model(workplace.config.checkpoint)(collate([sample]), ensembles=ensembles, **options)
