@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TypeVar, cast
 
 from evodsp import __version__
@@ -115,20 +114,14 @@ def predict(words: list[str]) -> int:
 
 def synthesize(words: list[str]) -> int:
     """Write synthetic protein families: evodsp.synthetic."""
-    from evodsp.argument_parser import OneLineErrors
-    from evodsp.synthetic import SynthesisConfig
-    from evodsp.synthetic import synthesize as run
+    from evodsp.synthetic.command import synthesize as run
+    from evodsp.synthetic.config import SynthesisConfig
 
-    parser = OneLineErrors(
-        prog="evodsp data synthesize",
-        usage="evodsp data synthesize --output DIR [--option value ...]",
-        description="Write seeded protein families, structures and alignments, to train on without a download.",
+    description = "Write seeded protein families, structures and alignments, to train on without a download."
+    run(
+        parsed(SynthesisConfig, "data synthesize", "--output DIR", description, words),
+        lambda line: print(line, file=sys.stderr),
     )
-    parser.add_argument("--output", type=Path, required=True, help="Folder to make; it must not exist or be empty.")
-    parser.add_class_arguments(SynthesisConfig)
-    settings = vars(parser.parse_args(words))
-    output = settings.pop("output")
-    run(output, SynthesisConfig(**settings), lambda line: print(line, file=sys.stderr))
     return 0
 
 

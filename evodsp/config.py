@@ -303,8 +303,6 @@ class FeatureConfig:
     """Templates of a sample (AF2: 4), missing ones masked; their rows take their place among `msa_clusters`. 0 for none."""
     recycles: int = 3
     """Largest number of recycling iterations: a sample runs 1 to recycles + 1 passes."""
-    ensembles: int = 1
-    """Feature sets that prediction draws for each pass and averages (supplement 1.11.2); training and validation draw one."""
     uniform_recycling: bool = True
     """Draw the number of passes uniformly (training); otherwise always take the largest."""
     masked_msa_fraction: float = 0.15

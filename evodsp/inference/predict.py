@@ -20,10 +20,10 @@ from typing import Any
 import torch
 
 from evodsp.config import FeatureConfig
+from evodsp.data.chain_folder import read_alignment_dir
 from evodsp.data.dataset import collate, prediction_sample
-from evodsp.data.store import read_alignment_dir
-from evodsp.data.templates import TemplateFeatures
-from evodsp.data.types import Alignment
+from evodsp.data.records import Alignment
+from evodsp.data.templates.features import TemplateFeatures
 from evodsp.errors import UserError
 from evodsp.inference.config import PredictConfig
 from evodsp.inference.provenance import check_degree, feature_config, result_settings, seeds, sizes_line
@@ -117,7 +117,7 @@ def predict(config: PredictConfig, report: Report = print, group: Group | None =
         if group is not None:
             use_exchange(model, ShardedExchange(group), config.plan)
 
-    report(sizes_line(features, plan.trained))
+    report(sizes_line(features, plan.trained, config.ensembles))
     complete: list[PredictionResult] = []
     for number, job in enumerate(plan.jobs, start=1):
         report(f"[{number}/{len(plan.jobs)}] {job.target.query.name}: {len(job.target.query)} residues")
@@ -196,11 +196,11 @@ def _predict_target(
     runs: dict[int, _SeedRun] = {}
     for seed in seeds(config):
         start = time.perf_counter()
-        make = partial(_features, target, alignments, features, seed, job.templates)
+        make = partial(_features, target, alignments, features, seed, job.templates, config.ensembles)
         batch = tensors_from_first(make, device, group)
         seconds = time.perf_counter() - start
         report(f"  seed {seed}: features, {seconds:.1f} s")
-        structures[seed], passes, change = _predict_seed(target, batch, model, config, features.ensembles)
+        structures[seed], passes, change = _predict_seed(target, batch, model, config)
         runs[seed] = _SeedRun(seconds, passes, change)
         report(
             f"  seed {seed}: model, {runs[seed].model_line(features.recycles + 1)}; {structures[seed].confidence_line}"
@@ -233,17 +233,22 @@ def _predict_target(
 
 
 def _features(
-    target: Target, alignments: list[Alignment], features: FeatureConfig, seed: int, templates: TemplateFeatures
+    target: Target,
+    alignments: list[Alignment],
+    features: FeatureConfig,
+    seed: int,
+    templates: TemplateFeatures,
+    ensembles: int,
 ) -> dict[str, torch.Tensor]:
-    return collate([prediction_sample(target.query, alignments, features, seed, templates)])
+    return collate([prediction_sample(target.query, alignments, features, seed, templates, ensembles)])
 
 
 def _predict_seed(
-    target: Target, batch: dict[str, torch.Tensor], model: AlphaFold, config: PredictConfig, ensembles: int
+    target: Target, batch: dict[str, torch.Tensor], model: AlphaFold, config: PredictConfig
 ) -> tuple[PredictedStructure, tuple[float, ...], float | None]:
     """The structure, the seconds of each pass, and how far CA-CA distances moved in the last (`_SeedRun`)."""
     try:
-        output, passes = _run(model, batch, ensembles, config.stop_tolerance or 0.0)
+        output, passes = _run(model, batch, config.ensembles, config.stop_tolerance or 0.0)
     except torch.OutOfMemoryError as error:
         raise UserError(
             f"{target.query.name}: {len(target.query)} residues do not fit into the memory of this GPU; "

@@ -13,9 +13,10 @@ import numpy as np
 from jaxtyping import Float32, Float64, Integer
 
 from evodsp.data.mmcif_writer import mmcif_text
-from evodsp.data.types import Chain
+from evodsp.data.records import Chain
 from evodsp.errors import UserError
-from evodsp.geometry.residues import ATOM_TYPES, RESTYPE_1TO3, RESTYPES_WITH_X
+from evodsp.geometry.alphabet import RESTYPE_1TO3, RESTYPES_WITH_X
+from evodsp.geometry.residues import ATOM_TYPES
 
 _PDB_MOST_RESIDUES = 9_999
 _PDB_MOST_SERIALS = 99_999

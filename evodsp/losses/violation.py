@@ -14,13 +14,13 @@ import torch
 from jaxtyping import Float, Int, Int64
 from torch import Tensor
 
+from evodsp.geometry.alphabet import RESTYPE_ORDER
 from evodsp.geometry.residues import (
     ATOM14_DISTS_LOWER_BOUND,
     ATOM14_DISTS_UPPER_BOUND,
     CLASH_TOLERANCE,
     DISTANCE_TOLERANCE,
     RESTYPE_ATOM14_RADIUS,
-    RESTYPE_ORDER,
 )
 from evodsp.parallel.exchange import Exchange, LocalExchange
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterable
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,8 @@ from torch.utils.data import BatchSampler, Sampler
 from evodsp.config import FeatureConfig
 from evodsp.data.dataset import ChainDataset, load_record
 from evodsp.data.store import FeatureStore
-from evodsp.data.template_source import TemplateSource
+from evodsp.data.templates.dates import parse_latest_date
+from evodsp.data.templates.source import TemplateSource
 from evodsp.errors import UserError, nearest
 from evodsp.training.config import DataConfig
 from evodsp.training.loader import BatchStream, Check, StreamSampler, TrainingStream, whole_batches
@@ -184,13 +184,7 @@ def _template_source(config: DataConfig) -> TemplateSource | None:
         raise UserError(
             f"data.obsolete is {obsolete}, which is not a file; download the PDB's obsolete.dat, or leave it out"
         )
-    try:
-        max_date = None if latest is None else date.fromisoformat(latest)
-    except ValueError as error:
-        raise UserError(
-            f"data.max_template_date is '{latest}', which is no date; write one such as 2018-04-30"
-        ) from error
-    return TemplateSource.open(folder, max_date, obsolete)
+    return TemplateSource.open(folder, parse_latest_date("data.max_template_date", latest), obsolete)
 
 
 @rank_zero_only

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from evodsp.data.chain_folder import read_alignment_dir
 from evodsp.data.dataset import collate, prediction_sample
 from evodsp.data.mmcif import read_chain
-from evodsp.data.store import read_alignment_dir
-from evodsp.data.types import ProteinSequence
+from evodsp.data.records import ProteinSequence
 from evodsp.errors import UserError
 from evodsp.inference.predict import predict
 from evodsp.model.outputs import ModelOutput
@@ -32,8 +32,10 @@ def read_json(path):
 def by_hand(workplace: Workplace, recycles: int, ensembles: int, **options: float) -> ModelOutput:
     """The model on features with the sizes of the fixture's config, seed 0 of alpha_A."""
     query = ProteinSequence("alpha_A", QUERY)
-    config = replace(TRAINED, crop_size=None, msa_clusters=5, extra_msa=4, recycles=recycles, ensembles=ensembles)
-    sample = prediction_sample(query, read_alignment_dir(workplace.config.alignments / "alpha_A", query), config, 0)
+    config = replace(TRAINED, crop_size=None, msa_clusters=5, extra_msa=4, recycles=recycles)
+    sample = prediction_sample(
+        query, read_alignment_dir(workplace.config.alignments / "alpha_A", query), config, 0, ensembles=ensembles
+    )
     assert len(sample["aatype"]) == (recycles + 1) * ensembles
     with torch.no_grad():
         return load_model(workplace.config.checkpoint)(collate([sample]), ensembles=ensembles, **options)

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from evodsp.config import FeatureConfig, ModelConfig, TemplateConfig
+from evodsp.data.chain_folder import read_alignment_dir
 from evodsp.data.dataset import Sample, collate, prediction_sample
 from evodsp.data.mmcif import read_chain
-from evodsp.data.store import read_alignment_dir
-from evodsp.data.types import ProteinSequence
+from evodsp.data.records import ProteinSequence
 from evodsp.errors import UserError
 from evodsp.inference import predict as module
 from evodsp.inference.predict import predict

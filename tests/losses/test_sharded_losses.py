@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from evodsp.config import HeadsConfig, LossConfig
+from evodsp.geometry.alphabet import RESTYPE_ORDER
 from evodsp.geometry.frames import structure_labels
-from evodsp.geometry.residues import RESTYPE_ATOM14_MASK, RESTYPE_ATOM37_MASK, RESTYPE_ORDER
+from evodsp.geometry.residues import RESTYPE_ATOM14_MASK, RESTYPE_ATOM37_MASK
 from evodsp.geometry.rigid import Rigid
 from evodsp.losses.confidence import compute_pae, compute_ptm
 from evodsp.losses.fape import sidechain_fape

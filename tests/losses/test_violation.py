@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from evodsp.geometry.residues import RESTYPE_ATOM14_MASK, RESTYPE_ATOM14_RADIUS, RESTYPE_ORDER
+from evodsp.geometry.alphabet import RESTYPE_ORDER
+from evodsp.geometry.residues import RESTYPE_ATOM14_MASK, RESTYPE_ATOM14_RADIUS
 from evodsp.losses import violation
 from evodsp.losses.violation import find_violations, violation_loss, violation_metrics
 from tests.conftest import load

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from evodsp.data.mmcif_writer import write_mmcif
-from evodsp.data.types import Chain
-from evodsp.geometry.residues import RESTYPE_ATOM37_MASK, RESTYPE_ORDER
+from evodsp.data.records import Chain
+from evodsp.geometry.alphabet import RESTYPE_ORDER
+from evodsp.geometry.residues import RESTYPE_ATOM37_MASK
 from tests.training.ranks import CommandPool
 
 TINY = """

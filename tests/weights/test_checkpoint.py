@@ -119,6 +119,13 @@ def test_feature_sizes_come_back_as_saved(model: AlphaFold, tmp_path: Path) -> N
     assert load_features(path) == FeatureConfig()
 
 
+def test_feature_sizes_of_older_checkpoints_load(model: AlphaFold, tmp_path: Path) -> None:
+    """`ensembles` was a feature size once: checkpoints that hold it must not be refused."""
+    save_model(path := tmp_path / "x.ckpt", model)
+    older = {**dataclasses.asdict(FeatureConfig(msa_clusters=7)), "ensembles": 1}
+    assert load_features(changed(path, tmp_path / "y.ckpt", format_version=1, features=older)) == FeatureConfig(msa_clusters=7)
+
+
 @pytest.mark.parametrize(
     ("features", "said"),
     [({"msa_cluster": 3}, "'features.msa_cluster'. Did you mean 'msa_clusters'"), ([3], "'features' is a list")],
