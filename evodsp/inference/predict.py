@@ -39,6 +39,7 @@ from evodsp.model.primitives import use_exchange
 from evodsp.parallel.exchange import ShardedExchange
 from evodsp.parallel.group import Group
 from evodsp.weights.checkpoint import load_features, load_model
+from evodsp.weights.deepspeed import parameter_file
 
 Report = Callable[[str], None]
 
@@ -135,7 +136,7 @@ def _plan(config: PredictConfig, ranks: int) -> _Plan:
     """Check everything, read the checkpoint."""
     targets = find_targets(config.fasta, config.alignments)
     _check_output(config.output)
-    if not config.checkpoint.is_file():
+    if not config.checkpoint.exists():
         raise UserError(f"{config.checkpoint}: no such checkpoint; check --checkpoint")
     trained = load_features(config.checkpoint, config.preset)
     features = feature_config(config, trained)
@@ -155,7 +156,7 @@ def _plan(config: PredictConfig, ranks: int) -> _Plan:
 
 def _jobs(config: PredictConfig, features: FeatureConfig, targets: list[Target]) -> list[_Job]:
     """What is to be done, and what is done already."""
-    checkpoint = digest(config.checkpoint)
+    checkpoint = digest(parameter_file(config.checkpoint))
     source = template_source(config, features)
     jobs = []
     for target in targets:
