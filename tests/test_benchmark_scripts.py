@@ -20,7 +20,8 @@ from evodsp.parallel.group import Group
 from scripts.benchmarks import communication, long_protein, memory, trace
 from scripts.benchmarks.dap import switch_in_every_block
 from scripts.benchmarks.held import Activations
-from tests.model.test_sharded import close, dense
+from tests.builders.comparison import close
+from tests.builders.parameters import dense
 from tests.ranks import RankPool
 
 SEQUENCES, RESIDUES = 6, 7

@@ -22,8 +22,8 @@ from evodsp.model.alphafold import AlphaFold
 from evodsp.model.outputs import ModelOutput
 from evodsp.weights.deepmind import load_arrays
 from evodsp.weights.names import parameter_names
+from tests.builders.golden import close
 from tests.conftest import load
-from tests.model.test_golden_modules import close
 
 REAL = 64  # residues; 8 more are padding
 CONFIG = dataclasses.replace(

@@ -21,8 +21,8 @@ from evodsp.model.alphafold import AlphaFold
 from evodsp.model.kernels.attention import attention
 from evodsp.model.structure_module import StructureModule
 from evodsp.rng import Draws
-from tests.model.test_sharded import dense
-from tests.model.test_sharded_model import config, features, tensors
+from tests.builders.parameters import dense
+from tests.builders.small_model import config, features, tensors
 
 # Of PyTorch's list of "CUDA ops that autocast to float32", those that models and losses use; `square` is a power.
 WIDENED = {

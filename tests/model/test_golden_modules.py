@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from evodsp.config import EvoformerConfig, ModelConfig, StructureModuleConfig
 from evodsp.model.evoformer import EvoformerBlock
@@ -21,6 +21,7 @@ from evodsp.model.primitives import Transition
 from evodsp.weights import names
 from evodsp.weights.deepmind import load_arrays
 from evodsp.weights.names import Name
+from tests.builders.golden import Holder, close
 from tests.conftest import load
 
 BLOCK = "evoformer/evoformer_iteration"
@@ -90,23 +91,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Iterable[Name]], tu
 }
 
 
-class Holder(nn.Module):
-    """Gives a single module the name `x` of its rows in the table."""
-
-    def __init__(self, x: nn.Module) -> None:
-        super().__init__()
-        self.x = x
-
-
 def first_block(rows: Iterable[Name]) -> list[Name]:
     return [Name(row.ours, row.deepmind, row.layout, block=0) for row in rows]
-
-
-def close(actual: Tensor | np.ndarray, expected: np.ndarray, tolerance: float, what: str) -> None:
-    actual = np.asarray(actual.detach() if isinstance(actual, Tensor) else actual)
-    assert actual.shape == expected.shape, f"{what}: shape {actual.shape}, expected {expected.shape}"
-    error = np.abs(actual - expected).max() / np.abs(expected).max()
-    assert error <= tolerance, f"{what}: {error:.2e} of the maximum, allowed {tolerance:.0e}"
 
 
 @pytest.mark.parametrize("case", sorted(CASES))

@@ -15,8 +15,8 @@ from evodsp.model.alphafold import AlphaFold
 from evodsp.model.structure_module import InvariantPointAttention, StructureModule
 from evodsp.weights import names
 from evodsp.weights.deepmind import load_arrays
+from tests.builders.golden import Holder, close
 from tests.conftest import load
-from tests.model.test_golden_modules import Holder, close
 
 LAYER = "structure_module/fold_iteration"
 

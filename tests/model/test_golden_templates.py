@@ -27,8 +27,8 @@ from evodsp.rng import Draws
 from evodsp.weights import names
 from evodsp.weights.deepmind import load_arrays
 from evodsp.weights.names import Name
+from tests.builders.golden import Holder, close
 from tests.conftest import load
-from tests.model.test_golden_modules import Holder, close
 
 SCOPE = "evoformer/template_embedding"
 SIZES = TemplateConfig(blocks=1, checkpoint=False)

@@ -23,10 +23,11 @@ from evodsp.model.templates import TemplatePairStack
 from evodsp.parallel.exchange import Exchange, LocalExchange, ShardedExchange
 from evodsp.parallel.group import Group
 from evodsp.rng import Draws
+from tests.builders.comparison import close
+from tests.builders.parameters import dense
 from tests.ranks import RankPool
 
 RESIDUES = 7
-TOLERANCE = 1e-10
 Stack = Literal["evoformer", "extra", "extra_deep", "templates"]
 SEQUENCES = {"evoformer": 5, "extra": 6, "extra_deep": 40, "templates": 0}
 
@@ -47,15 +48,6 @@ class Found:
     outputs: dict[str, Tensor]
     inputs: dict[str, Tensor]
     parameters: dict[str, Tensor]
-
-
-def dense(module: nn.Module) -> nn.Module:
-    """Every parameter random."""
-    generator = torch.Generator().manual_seed(7)
-    with torch.no_grad():
-        for parameter in module.double().parameters():
-            parameter.copy_(0.4 * torch.randn(parameter.shape, dtype=torch.float64, generator=generator))
-    return module
 
 
 def stack_of(case: Case) -> nn.Module:
@@ -125,12 +117,6 @@ def run_rank(handle: Any, case: Case) -> Found:
         {name: mean(gradient) for name, gradient in inputs.items()},
         {name: mean(p.grad) for name, p in stack.named_parameters()},
     )
-
-
-def close(found: Tensor, expected: Tensor, name: str) -> None:
-    # Some gradients are zero but for rounding: a softmax does not see a constant added to its logits.
-    error = (found - expected).abs().max() / expected.abs().max().clamp(min=0.1)
-    assert error < TOLERANCE, f"{name}: {error:.1e}"
 
 
 def check(pool: RankPool, ranks: int, case: Case) -> None:

@@ -14,80 +14,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from evodsp.config import HeadsConfig, ModelConfig, TemplateConfig
+from evodsp.config import HeadsConfig
 from evodsp.model.alphafold import AlphaFold
-from evodsp.model.outputs import ModelOutput
 from evodsp.model.primitives import use_exchange
 from evodsp.parallel.exchange import Exchange, LocalExchange, ShardedExchange
 from evodsp.parallel.group import Group
 from evodsp.parallel.layout import Axis
 from evodsp.rng import Draws
-from tests.model.test_sharded import close, dense
+from tests.builders.comparison import close
+from tests.builders.parameters import dense
+from tests.builders.small_model import SMALL, config, features, tensors
 from tests.ranks import RankPool
-
-TEMPLATES, CYCLES = 3, 2
-SMALL = (5, 6, 7)
-"""Clusters, extra sequences, residues."""
-
-
-def config(recompute: bool = True) -> ModelConfig:
-    base = ModelConfig.preset("test")
-    return dataclasses.replace(
-        base,
-        templates=TemplateConfig(
-            True, channels=8, blocks=2, pair_heads=2, pair_head_width=3, triangle_channels=5, attention_heads=2,
-            attention_head_width=3, unit_vector=True, checkpoint=recompute,
-        ),
-        evoformer=dataclasses.replace(base.evoformer, checkpoint=recompute),
-        extra_msa=dataclasses.replace(base.extra_msa, checkpoint=recompute),
-        heads=dataclasses.replace(base.heads, experimentally_resolved=True, predicted_aligned_error=True),
-    )  # fmt: skip
-
-
-def features(batch: int, sizes: tuple[int, int, int] = SMALL) -> dict[str, Tensor]:
-    """Random ones, with padding in every mask."""
-    generator = torch.Generator().manual_seed(5)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(batch, CYCLES, *shape, dtype=torch.float64, generator=generator)
-
-    def letters(most: int, *shape: int) -> Tensor:
-        return torch.randint(most, (batch, CYCLES, *shape), generator=generator).int()
-
-    (s, e, r), t = sizes, TEMPLATES
-    seq_mask = torch.ones(batch, CYCLES, r, dtype=torch.float64)
-    seq_mask[-1, :, -1] = 0
-    return {
-        "aatype": letters(20, r)[:, :1].expand(-1, CYCLES, -1),
-        "residue_index": torch.arange(r).int().expand(batch, CYCLES, r),
-        "seq_mask": seq_mask,
-        "target_feat": random(r, 22),
-        "msa_feat": random(s, r, 49),
-        "msa_mask": (random(s, r) > -1).double() * seq_mask.unsqueeze(-2),
-        "extra_msa": letters(23, e, r),
-        "extra_msa_mask": (random(e, r) > -1).double(),
-        "extra_has_deletion": random(e, r).sign().clamp(min=0),
-        "extra_deletion_value": random(e, r),
-        "template_aatype": letters(22, t, r),
-        "template_all_atom_positions": 10 * random(t, r, 37, 3),
-        "template_all_atom_masks": (random(t, r, 37) > -1).double(),
-        "template_pseudo_beta": 10 * random(t, r, 3),
-        "template_pseudo_beta_mask": (random(t, r) > -1).double(),
-        "template_mask": torch.ones(batch, CYCLES, t, dtype=torch.float64),
-    }
-
-
-def tensors(output: ModelOutput) -> dict[str, Tensor]:
-    """What losses and recycling read."""
-    own = {name: value for name, value in vars(output).items() if isinstance(value, Tensor)}
-    structure = output.structure
-    return own | {
-        "angles": structure.angles,
-        "atom14": structure.atom14,
-        "backbone": structure.backbone.to_flat12(),
-        "frames": structure.frames.to_flat12(),
-    }
-
 
 SHARDED: dict[str, Axis] = {
     "msa": "res", "pair": "j", "distogram_logits": "i", "pae_logits": "i", "masked_msa_logits": "res",

@@ -20,9 +20,10 @@ from evodsp.model.schedule import CommunicationPlan
 from evodsp.parallel.exchange import Exchange, LocalExchange, ShardedExchange
 from evodsp.parallel.group import Group
 from evodsp.rng import Draws
+from tests.builders.comparison import close
+from tests.builders.parameters import dense
+from tests.builders.small_model import CYCLES, SMALL, config, features
 from tests.losses.test_sharded_losses import WEIGHTS, batch_of
-from tests.model.test_sharded import close, dense
-from tests.model.test_sharded_model import CYCLES, SMALL, config, features
 from tests.ranks import RankPool
 
 Sizes = tuple[int, int, int]

@@ -1,0 +1,22 @@
+"""Comparison of a single module with DeepMind's arrays."""
+
+from __future__ import annotations
+
+import numpy as np
+from torch import Tensor, nn
+
+
+class Holder(nn.Module):
+    """Gives a single module the name `x`, under which its rows in the table of names look for it."""
+
+    def __init__(self, x: nn.Module) -> None:
+        super().__init__()
+        self.x = x
+
+
+def close(actual: Tensor | np.ndarray, expected: np.ndarray, tolerance: float, what: str) -> None:
+    """Assert that both are equal up to `tolerance` of the largest element. `what` says in the message what was compared."""
+    actual = np.asarray(actual.detach() if isinstance(actual, Tensor) else actual)
+    assert actual.shape == expected.shape, f"{what}: shape {actual.shape}, expected {expected.shape}"
+    error = np.abs(actual - expected).max() / np.abs(expected).max()
+    assert error <= tolerance, f"{what}: {error:.2e} of the maximum, allowed {tolerance:.0e}"
