@@ -8,7 +8,6 @@ to is never imported, so no code of the file can run. Tensors, numbers, strings 
 
 from __future__ import annotations
 
-import builtins
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -18,24 +17,15 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from evodsp.errors import UserError
 
-_HOSTILE_MODULES = frozenset(
-    (
-        "os",
-        "posix",
-        "nt",
-        "sys",
-        "subprocess",
-        "pty",
-        "shutil",
-        "socket",
-        "importlib",
-        "runpy",
-        "ctypes",
-        "code",
-        "pickle",
-    )
+_HOSTILE_MODULES = (
+    *("os", "posix", "nt", "sys", "subprocess", "pty", "shutil", "socket"),
+    *("importlib", "runpy", "ctypes", "code", "pickle"),
 )
-"""No training program stores anything from these; a file that names one was made to run commands."""
+_HOSTILE_BUILTINS = (
+    *("__import__", "breakpoint", "compile", "delattr", "eval", "exec", "getattr", "globals", "input"),
+    *("locals", "open", "setattr", "vars"),
+)
+"""No training program stores anything of these modules, or these functions; a file that names one was made to run commands."""
 
 
 class Inert:
@@ -81,11 +71,9 @@ def load_untrusted(path: Path) -> Any:
 
 
 def _is_hostile(name: str) -> bool:
-    """Whether a pickle that names this wants code to run: a module for system access, or a built-in function."""
+    """Whether only a file that was made to run commands names this. Its stand-in would be inert; the user should still know."""
     module, _, attribute = name.rpartition(".")
-    if module == "builtins":  # int, dict and other types are harmless; eval, exec, getattr and open are not
-        return not isinstance(getattr(builtins, attribute, None), type)
-    return name.partition(".")[0] in _HOSTILE_MODULES
+    return attribute in _HOSTILE_BUILTINS if module == "builtins" else name.partition(".")[0] in _HOSTILE_MODULES
 
 
 def _stand_in(name: str) -> type:

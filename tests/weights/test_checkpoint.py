@@ -60,7 +60,7 @@ class Malicious:
     ("make", "said"),
     [
         (lambda path: None, "no such checkpoint"),
-        (lambda path: path.mkdir(), "no such checkpoint"),
+        (lambda path: path.mkdir(), "not a DeepSpeed checkpoint"),
         (lambda path: path.write_bytes(b""), "not a checkpoint"),
         (lambda path: path.write_text(">query\nMKT\n"), "not a checkpoint"),
         (lambda path: torch.save({"state_dict": {}}, path), "lacks format_version, model_config"),
