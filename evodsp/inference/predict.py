@@ -32,8 +32,8 @@ from evodsp.inference.target_templates import find_templates, takes_no_templates
 from evodsp.inference.targets import Target, digest, find_targets
 from evodsp.inference.writers import AlignedError, PredictedStructure
 from evodsp.launch.consensus import all_of, check_same, from_first, on_first, tensors_from_first
-from evodsp.losses.confidence import compute_pae, compute_plddt, compute_ptm, highest_pae
 from evodsp.model.alphafold import AlphaFold
+from evodsp.model.confidence import compute_pae, compute_plddt, compute_ptm, highest_pae
 from evodsp.model.outputs import ModelOutput
 from evodsp.model.primitives import use_exchange
 from evodsp.parallel.exchange import ShardedExchange

@@ -19,11 +19,11 @@ from evodsp.config import HeadsConfig, LossConfig
 from evodsp.geometry.frames import structure_labels
 from evodsp.geometry.residues import RESTYPE_ATOM14_MASK, RESTYPE_ATOM37_MASK, RESTYPE_ORDER
 from evodsp.geometry.rigid import Rigid
-from evodsp.losses.confidence import compute_pae, compute_ptm
 from evodsp.losses.fape import sidechain_fape
 from evodsp.losses.total import total_loss
 from evodsp.losses.violation import Violations, find_violations, violation_metrics
 from evodsp.metrics import lddt_ca
+from evodsp.model.confidence import compute_pae, compute_ptm
 from evodsp.model.outputs import ModelOutput, StructureOutput
 from evodsp.parallel.exchange import Exchange, LocalExchange, ShardedExchange
 from evodsp.parallel.group import Group
