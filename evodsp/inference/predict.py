@@ -32,13 +32,14 @@ from evodsp.inference.target_templates import find_templates, takes_no_templates
 from evodsp.inference.targets import Target, digest, find_targets
 from evodsp.inference.writers import AlignedError, PredictedStructure
 from evodsp.launch.consensus import all_of, check_same, from_first, on_first, tensors_from_first
-from evodsp.losses.confidence import compute_pae, compute_plddt, compute_ptm, highest_pae
 from evodsp.model.alphafold import AlphaFold
+from evodsp.model.confidence import compute_pae, compute_plddt, compute_ptm, highest_pae
 from evodsp.model.outputs import ModelOutput
 from evodsp.model.primitives import use_exchange
 from evodsp.parallel.exchange import ShardedExchange
 from evodsp.parallel.group import Group
 from evodsp.weights.checkpoint import load_features, load_model
+from evodsp.weights.deepspeed import parameter_file
 
 Report = Callable[[str], None]
 
@@ -135,7 +136,7 @@ def _plan(config: PredictConfig, ranks: int) -> _Plan:
     """Check everything, read the checkpoint."""
     targets = find_targets(config.fasta, config.alignments)
     _check_output(config.output)
-    if not config.checkpoint.is_file():
+    if not config.checkpoint.exists():
         raise UserError(f"{config.checkpoint}: no such checkpoint; check --checkpoint")
     trained = load_features(config.checkpoint, config.preset)
     features = feature_config(config, trained)
@@ -155,7 +156,7 @@ def _plan(config: PredictConfig, ranks: int) -> _Plan:
 
 def _jobs(config: PredictConfig, features: FeatureConfig, targets: list[Target]) -> list[_Job]:
     """What is to be done, and what is done already."""
-    checkpoint = digest(config.checkpoint)
+    checkpoint = digest(parameter_file(config.checkpoint))
     source = template_source(config, features)
     jobs = []
     for target in targets:

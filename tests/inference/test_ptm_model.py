@@ -21,8 +21,8 @@ from evodsp.inference.predict import predict
 from evodsp.inference.results import read_result, write_results
 from evodsp.inference.targets import Target
 from evodsp.inference.writers import AlignedError, PredictedStructure
-from evodsp.losses.confidence import compute_pae, compute_ptm
 from evodsp.model.alphafold import FEATURES, TEMPLATE_FEATURES, AlphaFold
+from evodsp.model.confidence import compute_pae, compute_ptm
 from evodsp.model.outputs import ModelOutput
 from evodsp.weights.checkpoint import load_model, save_model
 
