@@ -25,7 +25,7 @@ from evodsp.config import FeatureConfig, ModelConfig
 from evodsp.model.alphafold import AlphaFold
 from evodsp.weights.checkpoint import save_model
 from scripts.random_parameters import main as random_parameters
-from tests.training.conftest import SEQUENCES, TINY, write_chain
+from tests.builders.chains import SEQUENCES, TINY, write_chain
 
 KEY, OTHER_KEY = SEQUENCES
 QUERY, OTHER = SEQUENCES.values()

@@ -50,7 +50,7 @@ def test_help_shows_descriptions_and_defaults(capsys: pytest.CaptureFixture[str]
     for shown in (
         "--model.evoformer.blocks BLOCKS Number of blocks. (type: int, default: 48)",
         "--model.extra_msa.blocks BLOCKS Number of blocks. (type: int, default: 4)",
-        "--trainer.max_steps MAX_STEPS Optimizer steps to train for.",
+        "--trainer.max_steps MAX_STEPS Number of optimizer steps to train for.",
         "--data.num_workers",
         "evodsp fit --config configs/quickstart.yaml",
     ):

@@ -50,7 +50,7 @@ class State:
         return f"{self.pulse} {self.collectives}"
 
 
-class Judge:
+class StallDetector:
     """Finds the rank that all others wait for. Knows states and times only, no processes."""
 
     def __init__(self, silent_s: float, stalled_s: float) -> None:
@@ -95,7 +95,7 @@ class Watch(threading.Thread):
         self._silent_s = min(SILENCE_S, timeout_s)
         self._interval = min(5.0, self._silent_s / 10)
         # Who sees rank 0 only cannot tell who is behind.
-        self._judge = Judge(self._silent_s, timeout_s if rank == 0 else math.inf)
+        self._judge = StallDetector(self._silent_s, timeout_s if rank == 0 else math.inf)
         self._watched = range(ranks) if rank == 0 else range(1)
         self._pulse = 0
         self._stop_asked = threading.Event()

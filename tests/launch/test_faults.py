@@ -2,36 +2,23 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import socket
 import subprocess
 import sys
 import time
-from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.builders.processes import TORCHRUN, begin, free_port
+
 TIMEOUT = 4.0
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
-
-
-def free_port() -> int:
-    with closing(socket.socket()) as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 def program(fault: str, victim: int, folder: Path) -> list[str]:
-    return ["-m", "tests.launch.rank_program", fault, str(victim), str(TIMEOUT), str(folder)]
-
-
-def begin(words: list[str], **variables: object) -> subprocess.Popen[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **{name: str(value) for name, value in variables.items()}}
-    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd=ROOT)
+    return ["-m", "tests.builders.rank_program", fault, str(victim), str(TIMEOUT), str(folder)]
 
 
 def bare_ranks(number: int, fault: str, victim: int, folder: Path) -> list[subprocess.Popen[str]]:

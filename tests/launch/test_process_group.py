@@ -8,7 +8,7 @@ from evodsp.errors import UserError
 from evodsp.launch import process_group
 from evodsp.launch.launcher import _environment
 from evodsp.launch.process_group import Place, first_host, place, under_launcher
-from evodsp.launch.watch import Judge, State
+from evodsp.launch.watch import StallDetector, State
 
 VARIABLES = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE", "SLURM_PROCID",
@@ -105,7 +105,7 @@ def states(*pairs: tuple[int, int]) -> dict[int, State]:
     return {rank: State(*pair) for rank, pair in enumerate(pairs)}
 
 
-def watched(judge: Judge, seconds: int, step: int = 1, **stuck: int) -> tuple[list[int], str] | None:
+def watched(judge: StallDetector, seconds: int, step: int = 1, **stuck: int) -> tuple[list[int], str] | None:
     """Three ranks for some time; of rank `silent` the pulse stops at 5 s, rank `hangs` launches nothing from 5 s on, and for it
     the others wait."""
     for now in range(0, seconds, step):
@@ -127,11 +127,11 @@ def watched(judge: Judge, seconds: int, step: int = 1, **stuck: int) -> tuple[li
 
 
 def test_a_healthy_run_is_left_alone() -> None:
-    assert watched(Judge(silent_s=10.0, stalled_s=20.0), 100) is None
+    assert watched(StallDetector(silent_s=10.0, stalled_s=20.0), 100) is None
 
 
 def test_a_silent_rank_is_found() -> None:
-    found = watched(Judge(silent_s=10.0, stalled_s=20.0), 100, silent=2)
+    found = watched(StallDetector(silent_s=10.0, stalled_s=20.0), 100, silent=2)
     assert found is not None
     assert found[0] == [16, 2]
     assert "no sign of life for 10 s" in found[1]
@@ -139,7 +139,7 @@ def test_a_silent_rank_is_found() -> None:
 
 def test_the_rank_that_others_wait_for_is_found() -> None:
     """All of them stand still; the one at fault has launched one collective less."""
-    found = watched(Judge(silent_s=10.0, stalled_s=20.0), 100, hangs=1)
+    found = watched(StallDetector(silent_s=10.0, stalled_s=20.0), 100, hangs=1)
     assert found is not None
     assert found[0][1:] == [1]
     assert "launched no collective for 20 s while others wait, 1 ahead" in found[1]
@@ -147,7 +147,7 @@ def test_the_rank_that_others_wait_for_is_found() -> None:
 
 def test_a_silent_rank_is_to_blame_for_a_stall() -> None:
     """With a short time-out both are found at the same moment."""
-    judge = Judge(silent_s=10.0, stalled_s=10.0)
+    judge = StallDetector(silent_s=10.0, stalled_s=10.0)
     found = [judge.verdict(states((now, 7), (min(now, 1), 7)), float(now)) for now in range(12)]
     assert found[-1] is not None
     assert found[-1][0] == [1]
@@ -155,7 +155,7 @@ def test_a_silent_rank_is_to_blame_for_a_stall() -> None:
 
 def test_a_job_that_was_suspended_goes_on() -> None:
     """A batch system stops all processes for an hour: no pulse is old when they wake up."""
-    judge = Judge(silent_s=10.0, stalled_s=20.0)
+    judge = StallDetector(silent_s=10.0, stalled_s=20.0)
     assert watched(judge, 50) is None
     assert judge.verdict(states((50, 50), (50, 50), (50, 50)), 4000.0) is None
     assert judge.verdict(states((51, 50), (50, 50), (50, 50)), 4001.0) is None
@@ -163,6 +163,6 @@ def test_a_job_that_was_suspended_goes_on() -> None:
 
 def test_when_all_have_launched_the_same() -> None:
     """A GPU that hangs: no rank can be blamed, and none is."""
-    judge = Judge(silent_s=10.0, stalled_s=20.0)
+    judge = StallDetector(silent_s=10.0, stalled_s=20.0)
     found = [judge.verdict(states((now, 7), (now, 7)), float(now)) for now in range(22)]
     assert found[-1] == ([], "no rank launched a collective for 20 s; all are past number 7")

@@ -199,7 +199,7 @@ def test_a_broken_alignment_is_one_line_even_from_a_worker(
     chains: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Folders of more chains than are read ahead are found broken in the loader's process."""
-    monkeypatch.setattr("evodsp.training.datamodule.MOST_CHAINS_READ", 0)
+    monkeypatch.setattr("evodsp.training.chains.MOST_CHAINS_READ", 0)
     broken = tmp_path / "alignments"
     for key in ("1abc_A", "2abc_B"):
         (broken / key).mkdir(parents=True)

@@ -21,10 +21,9 @@ from pathlib import Path
 import pytest
 
 from evodsp.training.csv_logger import read_curve
-from tests.parallel.test_faults import TORCHRUN, begin, free_port
-from tests.training.ranks import CommandPool
+from tests.builders.processes import ROOT, TORCHRUN, begin, free_port
+from tests.builders.training import CommandPool
 
-ROOT = Path(__file__).parents[2]
 STEPS, EVERY = 24, 4
 KILLED_AFTER = 9
 """The step that must have been logged: two checkpoints are there, and the last one is not of this step."""
