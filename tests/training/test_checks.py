@@ -153,7 +153,7 @@ def test_one_ranks_mistake_is_raised_on_all(pool: RankPool) -> None:
         pool.run(4, check, 2, [sample(1), sample(1), "x.a3m:3: broken", "x.a3m:3: broken"]) == ["x.a3m:3: broken"] * 4
     )
     for found in pool.run(4, check, 4, [sample(1, residues=3)] * 4):
-        assert "has 3 residues only" in found
+        assert "has only 3 residues" in found
 
 
 def test_digests_tell_samples_apart() -> None:
