@@ -12,7 +12,7 @@ from evodsp.training.module import TrainingModule
 
 
 class ReportSetup(Callback):
-    """Gives each rank other initial weights, and prints as JSON what the strategy has made of the model at the start of `fit`."""
+    """Gives each rank different initial weights, and prints as JSON how the model is set up when `fit` starts."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         with torch.no_grad():
