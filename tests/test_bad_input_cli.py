@@ -37,7 +37,8 @@ OUTPUT = Path("runs") / "out"
 
 # The words that tell a user what to do about it.
 FIX = re.compile(
-    r"\b(write|create|remove|rename|add|choose|search|use|give|check|download|save|must be|drop|put|leave|shorten)\b|Did you mean"
+    r"\b(write|create|remove|rename|add|choose|search|use|give|check|download|save|must be|drop|put|leave|shorten)\b"
+    r"|Did you mean"
 )
 
 

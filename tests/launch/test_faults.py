@@ -59,7 +59,7 @@ def test_a_killed_rank_ends_the_others(tmp_path: Path, victim: int) -> None:
     assert seconds < 15
     said = "".join(errors)
     assert "Traceback" not in said
-    assert re.search(r"lost contact with another rank|store, .* is gone|rank 1 .* gave no sign of life", said), said
+    assert re.search(r"lost contact with another rank|store, .* is gone|rank 1 .* sent no heartbeat", said), said
 
 
 @pytest.mark.verify
@@ -69,7 +69,7 @@ def test_a_stopped_rank_is_named(tmp_path: Path, victim: int) -> None:
     pid, errors, seconds = ended(bare_ranks(3, "stop", victim, tmp_path), victim)
     assert seconds < 2 * TIMEOUT + 5
     named = f"rank {victim} (pid {pid} on {socket.gethostname()})"
-    what = "or its launcher, gave no answer for 4 s" if victim == 0 else "gave no sign of life for"
+    what = "or its launcher, gave no answer for 4 s" if victim == 0 else "sent no heartbeat for"
     assert any(f"{named} {what}" in error for error in errors), errors
 
 
@@ -119,7 +119,7 @@ def test_a_rank_that_never_comes_is_named() -> None:
         RANK=0, WORLD_SIZE=3, MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port(),
     )  # fmt: skip
     _, error = process.communicate(timeout=60)
-    assert "of 3 ranks number 1, 2 did not come within 2 s" in error
+    assert "of 3 ranks, rank 1, 2 did not arrive within 2 s" in error
 
 
 def test_sigterm_to_the_launcher_ends_its_ranks() -> None:

@@ -184,7 +184,7 @@ def test_a_stopped_rank_is_named_and_ended(config: Path, tmp_path: Path, victim:
         assert not any(map(runs, ranks.values()))
     print(f"stopped rank {victim}: {seconds:.1f} s with a time-out of {timeout} s")
     assert process.returncode == 1
-    named = f"rank {victim} (pid {ranks[victim]} on {socket.gethostname()}) gave no sign of life for"
+    named = f"rank {victim} (pid {ranks[victim]} on {socket.gethostname()}) sent no heartbeat for"
     assert len([line for line in error.splitlines() if "evodsp: error" in line]) == 1, error
     assert named in error
     assert "Traceback" not in error
