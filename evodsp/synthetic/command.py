@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 
 from evodsp.synthetic.config import SynthesisConfig, check_output
@@ -26,3 +27,9 @@ def synthesize(config: SynthesisConfig, report: Callable[[str], None] | None = N
     from evodsp.synthetic.writers import write_families
 
     write_families(config, report)
+
+
+def run(settings: SynthesisConfig, words: list[str]) -> int:
+    """Write the families and return the exit code. `words`: the command line (not needed here)."""
+    synthesize(settings, lambda line: print(line, file=sys.stderr))
+    return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 from evodsp.errors import UserError
@@ -12,6 +13,18 @@ from evodsp.weights.container import container
 from evodsp.weights.deepmind import export_deepmind, write_npz
 from evodsp.weights.openfold import export_openfold, write_openfold
 from evodsp.weights.published import is_parameter_file, load_parameters, load_published
+
+
+def run_import(settings: ImportConfig, words: list[str]) -> int:
+    """`evodsp weights import`: the exit code. `words`: the command line (not needed here)."""
+    print(import_weights(settings), file=sys.stderr)
+    return 0
+
+
+def run_export(settings: ExportConfig, words: list[str]) -> int:
+    """`evodsp weights export`: the exit code. `words`: the command line (not needed here)."""
+    print(export_weights(settings), file=sys.stderr)
+    return 0
 
 
 def import_weights(settings: ImportConfig) -> str:

@@ -231,7 +231,7 @@ def test_degrees_out_of_range_are_found_before_ranks_are_started() -> None:
     [
         (signal.SIGKILL, r"rank 1 \(pid {pid} on .*\) was killed by SIGKILL; the other ranks were ended", 15),
         pytest.param(
-            signal.SIGSTOP, r"rank 1 \(pid {pid} on .*\) gave no sign of life for [24] s .*; the run is ended", 30,
+            signal.SIGSTOP, r"rank 1 \(pid {pid} on .*\) sent no heartbeat for [24] s .*; the run is ended", 30,
             marks=pytest.mark.verify,
         ),
     ],
