@@ -30,7 +30,7 @@ class Recycled:
     @classmethod
     def of(cls, output: ModelOutput) -> Recycled:
         """Of a pass that was run without gradients."""
-        return cls(output.first_row, output.pair, output.structure.positions)
+        return cls(output.representations["first_row"], output.representations["pair"], output.structure.positions)
 
 
 def with_ca_change(
