@@ -123,7 +123,10 @@ STRUCTURE_CASES = {
     "fasta.cif": (">a\nMK\n", [":1: ", "not a valid structure file"]),
     "no_atoms.cif": (CIF[: CIF.index("loop_\n_atom_site")], ["no atoms", "another one"]),
     "truncated.cif": (CIF[:-9], ["truncated", "Wrong number of values"]),
-    "coordinate.cif": (CIF.replace(" 2 0 0 ", " x 0 0 ", 1), ["_atom_site.Cartn_x of atom row 5 is 'x'", "mend"]),
+    "coordinate.cif": (
+        CIF.replace(" 2 0 0 ", " x 0 0 ", 1),
+        ["_atom_site.Cartn_x of atom row 5 is 'x'", "correct the file"],
+    ),
     "beyond.cif": (entry({"A": "1:GLY"}, [atom("N", "SER", 2, 1)]), ["label_seq_id 2", "SEQRES (1..1)"]),
     "number.cif": (CIF.replace("2 SER", "two SER", 1).replace("1 two", "1 two"), ["_entity_poly_seq.num is 'two'"]),
     "binary.cif": (b"\0\1\2\3", ["not a text file"]),

@@ -64,7 +64,7 @@ def test_split_key():
     """Catches entries whose names hold underscores split at the first one."""
     assert split_key("6KWC_model_1_A") == ("6KWC_model_1", "A")
     for bad in ("1abcA", "_A", "1abc_"):
-        with pytest.raises(UserError, match="no chain key"):
+        with pytest.raises(UserError, match="not a chain key"):
             split_key(bad)
 
 

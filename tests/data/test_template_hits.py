@@ -154,11 +154,11 @@ def test_hhr_without_hits_and_from_bytes():
         (
             "Q query             6 GHI    8",
             "Q query             7 GHI    9",
-            "'query' goes on at residue 7, expected 6",
+            "'query' continues at residue 7, expected 6",
         ),
         ("Aligned_cols=6", "Aligned_cols=7", "a.hhr:10: hit '1ABC_B' has 6 aligned columns, Aligned_cols says 7"),
         (" Sum_probs=5.5", "", "a.hhr:10: expected 'Probab="),
-        ("Sum_probs=5.5", "Sum_probs=5e", "a.hhr:10: Sum_probs=5e is no number"),
+        ("Sum_probs=5.5", "Sum_probs=5e", "a.hhr:10: Sum_probs=5e is not a number"),
         (">1ABC_B", ">PF00017", "a.hhr:9: 'PF00017 a protein; with words' does not start with a PDB chain"),
         ("Q query             2 CD-EF", "Q query             2 C.-EF", "holds '.' or '~'"),
     ],
@@ -217,7 +217,7 @@ def test_hmmsearch_example(tmp_path: Path):
         ("--Dk\n", "--D*\n", r"hmm.sto:9: illegal character '\*' in hit '1abc_B/5-11'"),
         ("--Dk\n", "--Dkk\n", "hmm.sto:9: hit '1abc_B/5-11' has 8 residues, its range says 7"),
         ("--Dk\n", "--DK\n", "hmm.sto:9: hit '1abc_B/5-11' has 7 match columns, the query 6 residues; build"),
-        ("3xyz_Cc/1-5         ACD.\n", "P53_HUMAN/1-5 ACD.\n", "hmm.sto:12: 'P53_HUMAN/1-5' is no PDB chain"),
+        ("3xyz_Cc/1-5         ACD.\n", "P53_HUMAN/1-5 ACD.\n", "hmm.sto:12: 'P53_HUMAN/1-5' is not a PDB chain"),
     ],
 )
 def test_bad_hmmsearch_is_one_line(tmp_path: Path, old: str, new: str, message: str):

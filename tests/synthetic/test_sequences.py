@@ -104,7 +104,7 @@ def test_rate_zero_keeps_a_sequence() -> None:
 
 def test_sequences_carry_the_fold(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sequences without a pattern: a core like the surface, left-handed residues that are no glycine, proline in a helix."""
-    monkeypatch.setattr(sequences, "TASTE", 0.0)  # what all families have in common
+    monkeypatch.setattr(sequences, "PREFERENCE", 0.0)  # what all families have in common
     torsions = np.deg2rad(np.array([[-63.0, -42.0]] * 20 + [[58.0, 38.0]] * 2 + [[-118.0, 132.0]] * 20))
     backbone = build_backbone(torsions)
     structure = "H" * 20 + "LL" + "E" * 20
