@@ -8,8 +8,7 @@ date. gemmi does the quoting. Dictionary: PDBx/mmCIF v5 (https://mmcif.wwpdb.org
 from __future__ import annotations
 
 import string
-from collections.abc import Mapping
-from collections.abc import Sequence as ListOf
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +31,8 @@ _ELEMENTS = np.array([name[0] for name in ATOM_TYPES])
 
 def write_mmcif(
     path: Path | str,
-    chains: ListOf[Chain],
-    b_factors: ListOf[np.ndarray] | None = None,
+    chains: Sequence[Chain],
+    b_factors: Sequence[np.ndarray] | None = None,
     items: Mapping[str, str] | None = None,
 ) -> None:
     """Write `mmcif_text(chains, b_factors, items)` to `path`, completely or not at all. Raises UserError as it does."""
@@ -43,8 +42,8 @@ def write_mmcif(
 
 
 def mmcif_text(
-    chains: ListOf[Chain],
-    b_factors: ListOf[np.ndarray] | None = None,
+    chains: Sequence[Chain],
+    b_factors: Sequence[np.ndarray] | None = None,
     items: Mapping[str, str] | None = None,
 ) -> str:
     """One entry as mmCIF text.
@@ -87,7 +86,7 @@ def mmcif_text(
     return str(document.as_string(gemmi.cif.WriteOptions(gemmi.cif.Style.Pdbx)))
 
 
-def _check(chains: ListOf[Chain]) -> None:
+def _check(chains: Sequence[Chain]) -> None:
     seen: set[str] = set()
     for chain in chains:
         if chain.chain_id in seen:
@@ -143,7 +142,7 @@ def _write_entry(block: gemmi.cif.Block, chain: Chain) -> None:
 
 
 def _write_entities(
-    block: gemmi.cif.Block, chains: ListOf[Chain], sequences: ListOf[str], entity_of: ListOf[int]
+    block: gemmi.cif.Block, chains: Sequence[Chain], sequences: Sequence[str], entity_of: Sequence[int]
 ) -> None:
     """_entity, _entity_poly, _entity_poly_seq, _struct_asym and _chem_comp."""
     ids = [str(n + 1) for n in range(len(sequences))]
@@ -254,6 +253,6 @@ def _atom_columns(chain: Chain, entity: int, asym: str, b_factors: np.ndarray) -
     }
 
 
-def _join(tables: ListOf[Table]) -> Table:
+def _join(tables: Sequence[Table]) -> Table:
     """Concatenate the rows of tables with the same columns."""
     return {name: [value for table in tables for value in table[name]] for name in tables[0]}

@@ -15,7 +15,7 @@ from evodsp.errors import FileFormatError, UserError, nearest
 
 CACHE_NAMES = ("mmcif_cache.json", "chain_data_cache.json")
 """OpenFold's caches, `{pdbid: {"release_date": …}}` and `{chain: {"release_date": …}}`: in the folder or beside it."""
-_SUFFIXES = (".cif", ".cif.gz", ".pdb", ".pdb.gz")
+STRUCTURE_SUFFIXES = (".cif", ".cif.gz", ".pdb", ".pdb.gz")
 
 
 def split_key(key: str) -> tuple[str, str]:
@@ -104,7 +104,7 @@ class StructureFolder:
         )
 
     def _path(self, pdb_id: str) -> Path | None:
-        names = [f"{name}{suffix}" for name in dict.fromkeys((pdb_id, pdb_id.lower())) for suffix in _SUFFIXES]
+        names = [f"{name}{suffix}" for name in dict.fromkeys((pdb_id, pdb_id.lower())) for suffix in STRUCTURE_SUFFIXES]
         return next((path for name in names if (path := self.directory / name).is_file()), None)
 
 

@@ -296,6 +296,19 @@ def test_nothing_is_overwritten_and_nothing_left_behind(tmp_path: Path, monkeypa
     assert [p.name for p in tmp_path.iterdir()] == ["mine"]
 
 
+def test_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a traceback, or a half-written folder, if the output cannot be written."""
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(writers, "make_family", full)
+    with pytest.raises(UserError, match=r"new: cannot be written \(No space left on device\); make room") as error:
+        synthesize(SynthesisConfig(tmp_path / "new"))
+    assert "\n" not in str(error.value)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_lengths_are_spread_over_the_families() -> None:
     """Catches families that all have the same length despite a range."""
     config = SynthesisConfig(Path("new"), families=5, min_length=48, max_length=64)
