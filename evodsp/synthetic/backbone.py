@@ -66,24 +66,6 @@ def backbone_jacobian(atoms: Float64[np.ndarray, "R 6 3"]) -> Float64[np.ndarray
     return np.moveaxis(velocity * _moves(residues)[..., None], 2, 3)
 
 
-def dihedral(a: np.ndarray, b: np.ndarray, c: np.ndarray, d: np.ndarray) -> np.ndarray:
-    """Torsion angles a-b-c-d in (-pi, pi], IUPAC sign; points [..., 3]."""
-    axis = (c - b) / np.linalg.norm(c - b, axis=-1, keepdims=True)
-    before, after = a - b, d - c
-    before = before - (before * axis).sum(-1, keepdims=True) * axis
-    after = after - (after * axis).sum(-1, keepdims=True) * axis
-    return np.arctan2((np.cross(axis, before) * after).sum(-1), (before * after).sum(-1))
-
-
-def backbone_torsions(n: np.ndarray, ca: np.ndarray, c: np.ndarray) -> Float64[np.ndarray, "R 3"]:
-    """phi, psi and omega (of the bond before the residue) from atoms [R, 3]; NaN where they are undefined, at chain ends."""
-    out = np.full((len(ca), 3), np.nan)
-    out[1:, 0] = dihedral(c[:-1], n[1:], ca[1:], c[1:])
-    out[:-1, 1] = dihedral(n[:-1], ca[:-1], c[:-1], n[1:])
-    out[1:, 2] = dihedral(ca[:-1], c[:-1], n[1:], ca[1:])
-    return out
-
-
 def _moves(residues: int) -> Bool[np.ndarray, "R 6 T"]:
     """Which atoms a torsion rotates: all atoms after its bond, counted from the start of the chain."""
     atom_residue, torsion_residue = np.arange(residues)[:, None, None], np.arange(residues)

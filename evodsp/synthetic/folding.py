@@ -185,11 +185,6 @@ def overlap(atoms: Float64[np.ndarray, "R 6 3"]) -> float:
     return float(depth @ depth)
 
 
-def radius_of_gyration(ca: Float64[np.ndarray, "R 3"]) -> float:
-    """Root mean square distance from the centre, in Å."""
-    return float(np.sqrt(np.square(ca - ca.mean(0)).sum(-1).mean()))
-
-
 def superpose(moving: Float64[np.ndarray, "P 3"], fixed: Float64[np.ndarray, "P 3"]) -> Float64[np.ndarray, "P 3"]:
     """`moving` superposed onto `fixed` (Kabsch, proper rotation)."""
     centre_m, centre_f = moving.mean(0), fixed.mean(0)

@@ -70,7 +70,7 @@ def test_atom14_and_atom37_maps_undo_each_other() -> None:
     types, slots = np.nonzero(residues.RESTYPE_ATOM14_MASK)
     there = residues.RESTYPE_ATOM14_TO_ATOM37[types, slots]
     np.testing.assert_array_equal(residues.RESTYPE_ATOM37_TO_ATOM14[types, there], slots)
-    for three, letter in alphabet.RESTYPE_3TO1.items():
+    for letter, three in alphabet.RESTYPE_1TO3.items():
         names = residues.RESTYPE_NAME_TO_ATOM14_NAMES[three]
         number = alphabet.RESTYPE_ORDER[letter]
         indices = residues.RESTYPE_ATOM14_TO_ATOM37[number]

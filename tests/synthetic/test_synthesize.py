@@ -20,10 +20,9 @@ from evodsp.geometry.frames import atom37_to_atom14
 from evodsp.geometry.residues import ATOM_ORDER, RESTYPE_ATOM37_MASK
 from evodsp.rng import Draws
 from evodsp.synthetic import SynthesisConfig, families, synthesize, writers
-from evodsp.synthetic.backbone import backbone_torsions
 from evodsp.synthetic.blueprint import make_blueprint
 from evodsp.synthetic.config import FOLDS
-from evodsp.synthetic.folding import expected_radius_of_gyration, radius_of_gyration, rmsd
+from evodsp.synthetic.folding import expected_radius_of_gyration, rmsd
 from evodsp.synthetic.sidechains import closest_approach
 
 BUNDLED = Path(__file__).resolve().parents[2] / "data"
@@ -77,6 +76,24 @@ def written(request: pytest.FixtureRequest, small: Written) -> Written:
     return small if request.param == "small" else _read(BUNDLED, SynthesisConfig(BUNDLED))
 
 
+def _dihedral(a: np.ndarray, b: np.ndarray, c: np.ndarray, d: np.ndarray) -> np.ndarray:
+    """Torsion angles a-b-c-d in (-pi, pi], IUPAC sign; points [..., 3]."""
+    axis = (c - b) / np.linalg.norm(c - b, axis=-1, keepdims=True)
+    before, after = a - b, d - c
+    before = before - (before * axis).sum(-1, keepdims=True) * axis
+    after = after - (after * axis).sum(-1, keepdims=True) * axis
+    return np.arctan2((np.cross(axis, before) * after).sum(-1), (before * after).sum(-1))
+
+
+def _backbone_torsions(n: np.ndarray, ca: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """[R, 3] phi, psi, omega (of the bond before the residue) from atoms [R, 3]; NaN where undefined (chain ends)."""
+    out = np.full((len(ca), 3), np.nan)
+    out[1:, 0] = _dihedral(c[:-1], n[1:], ca[1:], c[1:])
+    out[:-1, 1] = _dihedral(n[:-1], ca[:-1], c[:-1], n[1:])
+    out[1:, 2] = _dihedral(ca[:-1], c[:-1], n[1:], ca[1:])
+    return out
+
+
 def _atoms(chain: Chain, name: str) -> np.ndarray:
     return chain.positions[:, ATOM_ORDER[name]].astype(np.float64)
 
@@ -109,7 +126,7 @@ def test_peptide_bonds_are_planar_and_trans(written: Written) -> None:
     """Catches omega other than 180°, and an O out of its plane because psi has the wrong sign."""
     for chain in written.chains:
         n, ca, c, o = (_atoms(chain, name) for name in ("N", "CA", "C", "O"))
-        omega = np.degrees(backbone_torsions(n, ca, c)[1:, 2])
+        omega = np.degrees(_backbone_torsions(n, ca, c)[1:, 2])
         assert np.abs(np.abs(omega) - 180).max() < 1.0
         normal = np.cross(ca[:-1] - c[:-1], n[1:] - c[:-1])
         height = ((o[:-1] - c[:-1]) * normal).sum(-1) / np.linalg.norm(normal, axis=-1)
@@ -157,7 +174,7 @@ def test_torsions_are_those_of_the_intended_secondary_structure(written: Written
     for number, family in enumerate(written.families):
         structure = np.array(list(written.structure(number)))
         for chain in family:
-            torsions = backbone_torsions(*(_atoms(chain, name) for name in ("N", "CA", "C")))
+            torsions = _backbone_torsions(*(_atoms(chain, name) for name in ("N", "CA", "C")))
             phi, psi = np.degrees(torsions[1:-1, 0]), np.degrees(torsions[1:-1, 1])
             inner = structure[1:-1]
             helix, strand = inner == "H", inner == "E"
@@ -183,7 +200,9 @@ def test_helices_and_sheets_are_held_by_hydrogen_bonds(written: Written) -> None
 def test_chains_are_as_compact_as_real_proteins(written: Written) -> None:
     """Catches an unfolded or collapsed chain: the radius of gyration is within 25 % of 2.2 N^0.38 Å."""
     for chain in written.chains:
-        ratio = radius_of_gyration(_atoms(chain, "CA")) / expected_radius_of_gyration(len(chain))
+        ca = _atoms(chain, "CA")
+        radius = np.sqrt(np.square(ca - ca.mean(0)).sum(-1).mean())
+        ratio = radius / expected_radius_of_gyration(len(chain))
         assert 0.75 < ratio < 1.25
 
 
