@@ -118,7 +118,7 @@ class ChainDataset(Dataset[Sample]):
     Training: sample i is a random crop of chain `key_of(i)`. Each epoch of `len(self)` samples is a permutation of the keys;
     indices continue into further epochs without limit. The number of recycling iterations is drawn once per `batch_group`
     consecutive indices, so that all samples of a batch have the same number.
-    Validation and prediction (`training` False): sample i is the i-th key, always with `recycles` + 1 iterations and, if
+    Validation (`training` False): sample i is the i-th key, always with `recycles` + 1 iterations and, if
     `crop_size` is set, the middle of the chain. The masked-MSA noise stays on, as in AF2; `masked_msa_fraction` 0 turns it
     off.
 
