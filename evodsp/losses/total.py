@@ -11,7 +11,7 @@ from torch import Tensor
 
 from evodsp.config import HeadsConfig, LossConfig
 from evodsp.errors import UserError
-from evodsp.geometry.residues import ATOM_ORDER
+from evodsp.geometry.residues import CA
 from evodsp.geometry.rigid import Rigid
 from evodsp.losses.auxiliary import distogram_loss, masked_msa_loss
 from evodsp.losses.confidence import pae_loss, plddt_loss
@@ -22,8 +22,6 @@ from evodsp.losses.torsion import angle_norm_loss, torsion_loss
 from evodsp.losses.violation import find_violations, violation_loss
 from evodsp.model.outputs import ModelOutput
 from evodsp.parallel.exchange import Exchange, LocalExchange
-
-_CA = ATOM_ORDER["CA"]
 
 
 @dataclass(frozen=True)
@@ -77,8 +75,8 @@ def _masked_msa(x: _Inputs) -> Float[Tensor, " B"]:
 
 
 def _plddt(x: _Inputs) -> Float[Tensor, " B"]:
-    predicted, truth = x.output.structure.positions[:, :, _CA], x.batch["all_atom_positions"][:, :, _CA]
-    mask, bounds = x.batch["all_atom_mask"][:, :, _CA], _resolution_bounds(x)
+    predicted, truth = x.output.structure.positions[:, :, CA], x.batch["all_atom_positions"][:, :, CA]
+    mask, bounds = x.batch["all_atom_mask"][:, :, CA], _resolution_bounds(x)
     return plddt_loss(x.logits("plddt"), predicted, truth, mask, x.batch["resolution"], *bounds, x.exchange)
 
 

@@ -13,9 +13,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from evodsp.config import ChannelsConfig, HeadsConfig
+from evodsp.geometry.alphabet import LETTERS_WITH_MASK
 from evodsp.model.primitives import Linear, ShardedModule
 
-MSA_LETTERS = 23
 ATOMS = 37
 
 
@@ -41,7 +41,7 @@ class MaskedMSAHead(nn.Module):
 
     def __init__(self, channels: ChannelsConfig) -> None:
         super().__init__()
-        self.logits = Linear(channels.msa, MSA_LETTERS, init="final")
+        self.logits = Linear(channels.msa, LETTERS_WITH_MASK, init="final")
 
     def forward(self, m: Float[Tensor, "B S r c_m"]) -> Float[Tensor, "B S r 23"]:
         return self.logits(m)
