@@ -13,14 +13,21 @@ SEED         ?= 0
 OPENFOLD_PYTHON ?= $(BIN)/python
 COMPARE = $(BIN)/python -m scripts.parity.compare --alphafold $(PARITY)/bin/python --openfold $(OPENFOLD_PYTHON) --seed $(SEED)
 
-.PHONY: help venv demo test verify parity lint format clean
+# The documentation's packages are added to .venv when they are first needed, so that `make demo` does not fetch them.
+DOCS_READY := $(VENV)/.ready-docs
+
+.PHONY: help venv demo test verify parity docs docs-serve wheel lint format clean
 
 help:
 	@echo "make demo    train a small model on the bundled families, predict held-out members, show the result"
 	@echo "make test    all tests (under 15 minutes)"
 	@echo "make verify  long sweeps (under 60 minutes)"
 	@echo "make parity  compare live with DeepMind's JAX code, on random weights (SEED=0)"
+	@echo "make docs    build the documentation into site/ (make docs-serve shows it while you write)"
+	@echo "make wheel   build dist/evodsp-<version>-py3-none-any.whl"
 	@echo "make lint    ruff and mypy"
+	@echo "make format  let ruff fix and format the code"
+	@echo "make clean   remove the environments, runs, and what was built"
 
 venv: $(READY)
 
@@ -58,6 +65,23 @@ parity: $(READY) $(PARITY_READY)
 	$(COMPARE) --model model_1_ptm
 	$(COMPARE) --model model_5_ptm --fused
 
+$(DOCS_READY): $(READY) pyproject.toml constraints.txt
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	@touch $(DOCS_READY)
+
+docs: $(DOCS_READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "open site/index.html"
+
+docs-serve: $(DOCS_READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
+
+# build/ goes first: setuptools would pack the modules of an earlier version that it finds there.
+wheel: $(READY)
+	rm -rf build
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+	@ls dist/*.whl
+
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -68,4 +92,4 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(PARITY) $(RUNS) build *.egg-info
+	rm -rf $(VENV) $(PARITY) $(RUNS) build dist site *.egg-info
