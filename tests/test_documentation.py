@@ -1,8 +1,9 @@
 """The documentation runs: every command and every code block of README.md and docs/ is executed, or listed here with a reason.
 
 Commands run in a folder that looks like the repository's root (its `data`, `configs` and `scripts`), in the order of `PAGES`,
-so that a later one finds what an earlier one left. Options that make them small are appended; nothing else is changed. A command
-without a rule fails, so a new one cannot go untested.
+so that a later one finds what an earlier one left. Options that make them small are appended; nothing else is changed, except
+that ranks are started in the verify tier only: starting them takes seconds. A command without a rule fails, so that a new one
+cannot go untested.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ NOT_RUN = {
     "source": "the environment's activation",
     ".venv/bin/pip install": "installs from a package index; the extras and files it names are checked",
     "pip install": "likewise",
-    "torchrun": "tests/training/test_faults.py trains under torchrun; here its options of evodsp are checked",
+    "evodsp data synthesize": "takes ten seconds a family; tests/synthetic writes families, here the options are checked",
+    "torchrun": "runs in the verify tier; otherwise its options of evodsp are checked",
 }
 """Commands that are not executed here, by how they begin, and why."""
 
@@ -62,7 +64,15 @@ NOT_YET: dict[str, str] = {
 }
 """YAML blocks that must still fail, and why. An entry that passes has to go."""
 
-OPTIONS_OF_OTHERS = {"--trainer.help", "--help", "--max-restarts", "--cpu", "--print_config", "--nproc-per-node", "--standalone"}
+OPTIONS_OF_OTHERS = {
+    "--trainer.help",
+    "--help",
+    "--max-restarts",
+    "--cpu",
+    "--print_config",
+    "--nproc-per-node",
+    "--standalone",
+}
 """Options of torchrun and of scripts, and those that `--help` does not show."""
 
 ELSEWHERE = {"config.yaml", "train.txt", "space_time.py", "train_monomer_demo_bp.sh", "fastfold/distributed/comm.py"}
@@ -134,10 +144,10 @@ def spans(page: str) -> list[str]:
 class Reader:
     """Follows the pages as a reader would, in the current folder."""
 
-    def __init__(self) -> None:
+    def __init__(self, start_ranks: bool = False) -> None:
         self.page = ""
         self.trained: set[str] = set()
-        self.ranks_started = False
+        self.one_rank = [] if start_ranks else ["--parallel.sequence=1"]
 
     def follow(self, page: str, command: str) -> None:
         """Apply the rule of a command. Fails on one that has none."""
@@ -180,11 +190,8 @@ class Reader:
             return
         if output not in self.trained and "--ckpt_path" not in words:
             small.append("--overwrite=true")
-        if "--parallel.sequence" in words:  # once on ranks of their own: starting them takes seconds
-            small += ["--parallel.sequence=1"] if self.ranks_started else []
-            self.ranks_started = True
         self.trained.add(output)
-        run([*words, *small])
+        run([*words, *small, *self.one_rank])
         assert (Path(output) / "checkpoints" / "last.ckpt").is_file()
 
     def validate(self, words: list[str]) -> None:
@@ -193,9 +200,7 @@ class Reader:
     def predict(self, words: list[str]) -> None:
         """All files that the page's table names must be there."""
         small = ["--recycles=0", "--msa_clusters=4", "--extra_msa=4", "--device=cpu", "--overwrite=true"]
-        if "--parallel.sequence" in words:
-            small.append("--parallel.sequence=1")  # tests/inference starts ranks
-        run([*words, *small])
+        run([*words, *small, *self.one_rank])
         output = option(words, "--output")
         assert output == "predictions", "the table of docs/prediction.md names another folder"
         listed = re.findall(r"^\| `(predictions/[^`]*)`", text_of("docs/prediction.md"), re.MULTILINE)
@@ -205,10 +210,10 @@ class Reader:
             assert Path(path.replace("<name>", name).replace("<k>", str(seed))).is_file(), path
 
     def synthesize(self, words: list[str]) -> None:
-        small = ["--families=1", "--members=1", "--held_out=0", "--max_length=48", "--sequences=4"]
-        run([*words, *small])
-        there = {path.name for path in Path(option(words, "--output") or "").iterdir()}
-        assert {"mmcif_files", "alignments", "fasta", "train.txt"} <= there
+        """Its options only, see NOT_RUN: they are read before the number of members is refused."""
+        with contextlib.redirect_stderr(io.StringIO()) as said:
+            assert main([*words, "--members=0"]) == 2
+        assert "members is 0" in said.getvalue()
 
     def convert(self, words: list[str]) -> None:
         run(words)
@@ -219,10 +224,14 @@ class Reader:
         assert runpy.run_path(str(ROOT / words[0]))["main"](words[1:]) == 0
 
     def torchrun(self, words: list[str]) -> None:
-        """Only the options of evodsp behind `-m evodsp`; see NOT_RUN."""
+        """Of one rank: only the options of evodsp behind `-m evodsp`."""
         at = words.index("evodsp")
         assert words[at - 1] == "-m"
         assert run_quietly([*words[at + 1 :], "--print_config"])
+        if not self.one_rank:
+            command = [sys.executable, "-m", "torch.distributed.run", *words, *SMALL, f"--trainer.max_steps={STEPS}"]
+            done = subprocess.run(command, capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr
 
 
 def run(words: list[str]) -> None:
@@ -304,9 +313,10 @@ def like_the_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_every_command_and_block_runs(like_the_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("start_ranks", [False, pytest.param(True, marks=pytest.mark.verify)])
+def test_every_command_and_block_runs(start_ranks: bool, like_the_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A renamed option or import, a command that the one before it spoils, a result that is elsewhere, wrong YAML."""
-    reader = Reader()
+    reader = Reader(start_ranks)
     for block in (block for page in PAGES for block in blocks(page)):
         try:
             if block.language == "python":
@@ -326,7 +336,7 @@ def test_every_command_and_block_runs(like_the_root: Path, monkeypatch: pytest.M
     assert {"checkpoints/last.ckpt", "checkpoints/best.ckpt", "curve.csv", "tensorboard", "config.yaml"} <= files
     assert list(read_curve(Path("runs/quickstart/curve.csv"))) == [STEPS - 1, 2 * STEPS - 1], "the run was not resumed"
     assert {path.name for path in like_the_root.iterdir()} - {"block.yaml"} == {
-        *("data", "configs", "scripts", "runs", "families", "predictions"),
+        *("data", "configs", "scripts", "runs", "predictions"),
     }
 
 
@@ -462,7 +472,9 @@ def test_the_site_has_all_pages_and_each_says_what_it_is_for() -> None:
         if isinstance(entries, str):
             return [entries]
         return [
-            file for entry in entries for file in files(next(iter(entry.values())) if isinstance(entry, dict) else entry)
+            file
+            for entry in entries
+            for file in files(next(iter(entry.values())) if isinstance(entry, dict) else entry)
         ]
 
     pages = {f"docs/{name}" for name in files(yaml.safe_load(text_of("mkdocs.yml"))["nav"])}
