@@ -233,8 +233,25 @@ class Reader:
 
 
 def run(words: list[str]) -> None:
-    """`evodsp` in this process."""
+    """`evodsp` in this process. Of an option that is given twice, as the page says it and as a test needs it, the last counts."""
+    words = last_options(words)
     assert main(words) == 0, f"evodsp {' '.join(words)}"
+
+
+def last_options(words: list[str]) -> list[str]:
+    """The words without options that a later word sets again; evodsp refuses repeated options. `--config` may repeat."""
+    kept: list[str] = []
+    for place, word in enumerate(words):
+        name = word.partition("=")[0]
+        later = {other.partition("=")[0] for other in words[place + 1 :]}
+        if word.startswith("--"):
+            dropped = name != "--config" and name in later
+        else:
+            before = words[place - 1] if place else ""
+            dropped = before.startswith("--") and "=" not in before and before != "--config" and before in later
+        if not dropped:
+            kept.append(word)
+    return kept
 
 
 def run_quietly(words: list[str]) -> str:
