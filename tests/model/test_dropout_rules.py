@@ -78,6 +78,7 @@ def show_updates(stack: nn.Module) -> None:
     """Set the bias of every update to 1, each in its own channel. The update's weights are zero at the start."""
     for name, parameter in stack.named_parameters():
         block = re.search(r"blocks\.(\d+)\.", name)
+        name = name.replace(".msa_stack.transition.", ".msa_transition.")
         layers = [layer for layer, _, _ in RULES if f".{layer}." in name]
         if block and layers and re.search(r"\.(output|narrow)\.bias$", name):
             with torch.no_grad():

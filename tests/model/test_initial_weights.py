@@ -63,7 +63,7 @@ def check_normal(weight: Tensor, variance: float) -> None:
 def test_fused_queries_keys_and_values_have_the_limit_of_one_of_them(weights: dict[str, Tensor]) -> None:
     """The width of the whole matrix taken for that of a part: weights are smaller by a factor of up to 1.4."""
     msa = find(weights, "row_attention.attention.qkv.weight", 2) + find(
-        weights, "block.column_attention.attention.qkv.weight", 1
+        weights, "column_attention.attention.qkv.weight", 1
     )
     pair = find(weights, "attention_starting.attention.qkv.weight", 2) + find(
         weights, "attention_ending.attention.qkv.weight", 2
@@ -76,10 +76,10 @@ def test_fused_queries_keys_and_values_have_the_limit_of_one_of_them(weights: di
 
 def test_fused_keys_and_values_have_the_limit_of_one_of_them(weights: dict[str, Tensor]) -> None:
     """Global attention has one head of keys and values; template attention has all heads."""
-    check_uniform(find(weights, "extra.column_attention.query.weight", 1)[0], math.sqrt(6 / (C_M + HEADS * WIDTH)))
+    check_uniform(find(weights, "column_attention.query.weight", 1)[0], math.sqrt(6 / (C_M + HEADS * WIDTH)))
     check_uniform(find(weights, "templates.query.weight", 1)[0], math.sqrt(6 / (C_Z + HEADS * WIDTH)))
     for suffix, c_in, width in (
-        ("extra.column_attention.key_value.weight", C_M, WIDTH),
+        ("column_attention.key_value.weight", C_M, WIDTH),
         ("templates.key_value.weight", 64, HEADS * WIDTH),
     ):
         for part in find(weights, suffix, 1)[0].chunk(2):
