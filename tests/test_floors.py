@@ -108,3 +108,17 @@ def test_every_package_is_on_a_floor() -> None:
 
     packages = {name for _, name, is_package in pkgutil.iter_modules(evodsp.__path__) if is_package}
     assert packages <= {module.split(".")[1] for module in FLOORS}
+
+
+def test_no_test_module_imports_another() -> None:
+    """Catches tests that cannot be moved or deleted by themselves. What they share lies in `tests/builders`."""
+    folder = Path(__file__).parent
+    found = []
+    for path in sorted(folder.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+            module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
+            imported = [module, *names] if module.startswith("tests") else names
+            if any(re.search(r"(^|\.)test_\w+$", name) for name in imported):
+                found.append(f"{path.relative_to(folder.parent)}:{node.lineno}: {module} {', '.join(names)}")
+    assert found == [], "\n".join(found)
