@@ -29,14 +29,14 @@ class Source:
         return torch.randint(0, high, shape, generator=self._generator)
 
     def present(self, *shape: int) -> Tensor:
-        """A mask with a fifth of it missing."""
+        """A mask of which a fifth is zero."""
         return (torch.rand(shape, generator=self._generator) > 0.2).double()
 
 
 def batch_of(samples: int, residues: int = RESIDUES) -> dict[str, Tensor]:
     """Features [B, cycle, ...] and labels [B, ...]; the first sample ends in two residues of padding."""
     source = Source(samples)
-    # Half of the residues have atoms of two names; two cysteines for the bridge, a proline for its bond.
+    # Half of the residues have ambiguous atom names. Two cysteines allow a disulfide bridge; a proline has its own bond.
     letters = torch.tensor([RESTYPE_ORDER[x] for x in ("DEFYCCPWKRGH" * residues)[:residues]])
     aatype = torch.stack([letters.roll(shift) for shift in range(samples)])
     seq_mask = torch.ones(samples, residues, dtype=torch.float64)
@@ -57,7 +57,7 @@ def batch_of(samples: int, residues: int = RESIDUES) -> dict[str, Tensor]:
         "bert_mask": source.present(samples, CLUSTERS, residues) * seq_mask[:, None],
     }
     return {
-        # What is not the last recycling iteration's must not matter.
+        # Only the last cycle's features may matter.
         **{key: torch.stack([torch.zeros_like(x), x], dim=1) for key, x in features.items()},
         **{key: torch.stack([label[key] for label in labels]) for key in labels[0] if key not in features},
         "resolution": torch.full((samples,), 2.0, dtype=torch.float64),
