@@ -9,9 +9,13 @@ RUNS   ?= runs
 PARITY       := .venv-parity
 PARITY_READY := $(PARITY)/.ready
 SEED         ?= 0
-# Python of an environment that has OpenFold; compared as well where there is one.
-OPENFOLD_PYTHON ?= $(BIN)/python
-COMPARE = $(BIN)/python -m scripts.parity.compare --alphafold $(PARITY)/bin/python --openfold $(OPENFOLD_PYTHON) --seed $(SEED)
+# A clone of OpenFold to compare with too: make parity OPENFOLD=DIR. Its requirements go into an environment of their own.
+OPENFOLD       ?=
+OPENFOLD_VENV  := .venv-openfold
+OPENFOLD_READY := $(OPENFOLD_VENV)/.ready
+OPENFOLD_SIDE   = $(if $(OPENFOLD),--openfold $(OPENFOLD_VENV)/bin/python)
+COMPARE = $(if $(OPENFOLD),OPENFOLD_SOURCE=$(OPENFOLD)) $(BIN)/python -m scripts.parity.compare \
+  --alphafold $(PARITY)/bin/python $(OPENFOLD_SIDE) --seed $(SEED)
 
 .PHONY: help venv demo test verify parity lint format clean
 
@@ -19,7 +23,7 @@ help:
 	@echo "make demo    train a small model on the bundled families, predict held-out members, show the result"
 	@echo "make test    all tests (under 15 minutes)"
 	@echo "make verify  long sweeps (under 60 minutes); SHARE='--rotate WORD --budget-minutes 8' runs a part of them"
-	@echo "make parity  compare live with DeepMind's JAX code, on random weights (SEED=0)"
+	@echo "make parity  compare live with DeepMind's JAX code, on random weights (SEED=0; OPENFOLD=DIR: with OpenFold too)"
 	@echo "make lint    ruff and mypy"
 
 venv: $(READY)
@@ -54,7 +58,15 @@ $(PARITY_READY): scripts/parity/constraints.txt
 	$(PARITY)/bin/python -m pip install --quiet --constraint scripts/parity/constraints.txt alphafold-colabfold jaxlib
 	@touch $(PARITY_READY)
 
-parity: $(READY) $(PARITY_READY)
+# OpenFold's requirements that evodsp lacks; torch and the rest come from $(VENV).
+$(OPENFOLD_READY): scripts/parity/openfold_requirements.txt | $(READY)
+	$(PYTHON) -m venv --clear $(OPENFOLD_VENV)
+	$(OPENFOLD_VENV)/bin/python -m pip install --quiet --no-deps --requirement scripts/parity/openfold_requirements.txt
+	$(BIN)/python -c "import pathlib, torch; print(pathlib.Path(torch.__file__).parents[1])" > \
+	  $$($(OPENFOLD_VENV)/bin/python -c "import site; print(site.getsitepackages()[0])")/evodsp.pth
+	@touch $(OPENFOLD_READY)
+
+parity: $(READY) $(PARITY_READY) $(if $(OPENFOLD),$(OPENFOLD_READY))
 	$(COMPARE) --model model_1_ptm
 	$(COMPARE) --model model_5_ptm --fused
 
@@ -68,4 +80,4 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(PARITY) $(RUNS) build *.egg-info
+	rm -rf $(VENV) $(PARITY) $(OPENFOLD_VENV) $(RUNS) build *.egg-info

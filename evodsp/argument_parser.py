@@ -1,7 +1,10 @@
-"""The command line's parser: jsonargparse whose errors are one line that says where and what was probably meant.
+"""The command line's parser: jsonargparse with one-line errors that name the place and the nearest valid option.
 
-Typed dataclasses become options (`--model.evoformer.blocks 8`), their attribute docstrings the help. No torch here, so that
-help is quick. `OneLineErrors` is a mixin because Lightning's command line wants its own parser class underneath.
+Typed dataclasses become options (`--model.evoformer.blocks 8`) and their attribute docstrings the help. No torch is imported
+here, so that help is quick. `OneLineErrors` can be mixed into Lightning's parser class.
+
+jsonargparse reports errors as English sentences only. `OneLineErrors.explain` recognises them by regular expression, which is
+why pyproject.toml limits jsonargparse's version; `tests/test_argument_parser.py` fails when a sentence changes.
 """
 
 from __future__ import annotations
@@ -10,19 +13,20 @@ import argparse
 import dataclasses
 import itertools
 import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NoReturn, get_type_hints
+from typing import Any, NoReturn
 
 import yaml  # type: ignore[import-untyped]
-from jsonargparse import ArgumentParser, DefaultHelpFormatter, set_parsing_settings
+from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace, set_parsing_settings
 
-from evodsp.errors import UserError, nearest
+from evodsp.errors import SettingError, UserError, nearest
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
 
 class OneLineErrors(ArgumentParser):
-    """Raises UserError, in one line, where jsonargparse prints its usage and exits."""
+    """Raises UserError with one line where jsonargparse would print its usage and exit."""
 
     config_files: tuple[str, ...] = ()
     words: tuple[str, ...] = ()
@@ -32,11 +36,22 @@ class OneLineErrors(ArgumentParser):
 
     def parse_args(self, args: Any = None, *rest: Any, **kwargs: Any) -> Any:
         for action in self._actions:
-            if getattr(action, "_typehint", None) is bool:  # `--raw` alone is `--raw true`
+            if getattr(action, "_typehint", None) is bool:  # `--raw` alone means `--raw true`
                 action.nargs, action.const = "?", True
         words = with_underscores(list(args or []))
-        self.config_files, self.words = tuple(_values_of("--config", words) + _values_of("-c", words)), tuple(words)
-        return super().parse_args(words, *rest, **kwargs)
+        self.config_files = tuple(_values_of("--config", words) + _values_of("-c", words))
+        self.words = tuple(words)
+        self._refuse_repetition()
+        config = super().parse_args(words, *rest, **kwargs)
+        self._check_groups(config)
+        return config
+
+    def instantiate_settings(self, config: Any) -> Any:
+        """The typed settings of a parsed `config`. A value out of range is a UserError with the config file's line."""
+        try:
+            return self.instantiate(config)
+        except SettingError as error:
+            raise UserError(f"{self.where(error.key)}{error}") from error
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         raise UserError(self.explain(message)) from ex
@@ -46,7 +61,7 @@ class OneLineErrors(ArgumentParser):
         return [name[2:] for action in self._actions for name in action.option_strings if name.startswith("--")]
 
     def explain(self, message: str) -> str:
-        """jsonargparse's message in one line, with the config file's line and the nearest valid name where they help."""
+        """jsonargparse's message as one line, with the config file's line and the nearest valid name where they help."""
         message = " ".join(message.split())
         if found := re.match(r"unrecognized arguments: (.*)", message):
             words = found[1].split()
@@ -57,20 +72,22 @@ class OneLineErrors(ArgumentParser):
         if found := re.search(r"(?:Group '([^']*)' does not accept o|O)ption '([^']*)'", message):
             key = ".".join(filter(None, found.groups()))
             return f"{self.where(key)}unknown config key '{key}'.{nearest(key, self.known_keys())} See '{self.prog} --help'"
-        if found := re.search(r"File does not exist: '([^']*)'", message):
-            return f"{found[1]}: no such file; check --config"
+        if found := re.search(r"(File does not exist|Path is not a file): '([^']*)'", message):
+            return f"{found[2]}: {'no such file' if found[1].startswith('File') else 'not a file'}; check --config"
         if found := re.search(r'Parser key "([^"]*)": ?(.*)', message):
-            return f"{self.where(found[1])}{found[1]}: {_what_was_expected(found[2])}"
+            return f"{self.where(found[1])}{found[1]}: {self._expected(*found.groups())}"
         if message.startswith(("Problems parsing config", "Unexpected config")):
             name = self.config_files[-1] if self.config_files else "config"
             return f"{name}: not a YAML mapping of options: {message.partition(':')[2].strip() or 'it is empty'}"
         if found := re.match(r"the following arguments are required: (.*)", message):
             options = ", ".join(f"--{name}" for name in found[1].split(", "))
             return f"{self.prog} needs {options}. See '{self.prog} --help'"
+        if found := re.match(r"argument (?:-\w/)?(--\S+): expected one argument", message):
+            return f"{found[1]} needs a value. See '{self.prog} --help'"
         return message
 
     def where(self, key: str) -> str:
-        """'file:line: ' of the config file that sets `key`, or nothing if none does or the command line has the last word."""
+        """'file:line: ' of the config file that sets `key`; empty if none does, or if the command line overrides it."""
         if any(word.partition("=")[0] == f"--{key}" for word in self.words):
             return ""
         for name in reversed(self.config_files):
@@ -78,12 +95,50 @@ class OneLineErrors(ArgumentParser):
                 return f"{name}:{line}: "
         return ""
 
+    def _refuse_repetition(self) -> None:
+        """Raise UserError if an option that takes one value is given twice; the first value would be lost without a word."""
+        single = {f"--{key}" for key in self.known_keys()} - {"--config"}
+        given = [option for word in self.words if (option := word.partition("=")[0]) in single]
+        if repeated := [option for option in given if given.count(option) > 1]:
+            raise UserError(f"{repeated[0]} is given more than once; give it once")
+
+    def _check_groups(self, config: Any) -> None:
+        """Raise UserError if a group of options was given a single value (`evoformer: 3`), which jsonargparse lets pass."""
+        for action in self._actions:
+            if action.metavar == "CONFIG" and action.dest != "config":
+                value = config.get(action.dest)
+                if value is not None and not isinstance(value, Mapping | Namespace):
+                    raise UserError(
+                        f"{self.where(action.dest)}{action.dest}: expected {self._group(action.dest)}, found {value}"
+                    )
+
+    def _group(self, key: str) -> str:
+        """'a group of options (a, b, …)', with the options of the group `key`; empty if there are none."""
+        names = {name.removeprefix(f"{key}.").split(".")[0] for name in self.known_keys() if name.startswith(f"{key}.")}
+        return f"a group of options ({', '.join(sorted(names))})" if names else ""
+
+    def _expected(self, key: str, detail: str) -> str:
+        """'expected int or null, found x' from jsonargparse's account of a value of the wrong type."""
+        plain = re.sub(r"<class '(?:\w+\.)*(\w+)'>|typing\.(?=\w)", lambda m: m[1] or "", detail)
+        for pattern, word in ((r"\bNoneType\b", "null"), (r"\bPath\b(?! is)", "path"), (r"Literal\[(.*?)\]", r"\1")):
+            plain = re.sub(pattern, word, plain)
+        if found := re.search(r"Subtypes: \[(.*?)\] Errors:.*Given value: (.*)$", plain):
+            return f"expected {found[1].replace(', ', ' or ')}, found {found[2]}"
+        if found := re.search(r"Expected an? (.*?)\.? Got value: (.*)$", plain):
+            return f"expected {found[1].replace(', ', ' or ')}, found {found[2]}"
+        if (group := self._group(key)) and (found := re.search(r"Unable to load config '([^']*)'", plain)):
+            return f"expected {group}, found {found[1]}"
+        return plain
+
 
 class HelpFormatter(DefaultHelpFormatter):
-    """Help that starts with the descriptions: one usage line, and no entries for whole groups given as files."""
+    """Help without entries for whole groups of options given as files; wide enough for one-line usage."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{"max_help_position": 44, "width": 120, **kwargs})
+
+    def _expand_help(self, action: argparse.Action) -> str:
+        return re.sub(r"<class '(?:\w+\.)*(\w+)'>", lambda found: found[1].lower(), super()._expand_help(action))
 
     def add_argument(self, action: argparse.Action) -> None:
         if action.metavar != "CONFIG" or action.dest == "config":
@@ -99,20 +154,8 @@ def with_underscores(words: list[str]) -> list[str]:
     ]
 
 
-def check_nested(settings: Any, where: str = "") -> None:
-    """Raise UserError where a group of options was overwritten by a single value (`evoformer: 3`)."""
-    hints = get_type_hints(type(settings))
-    for field in dataclasses.fields(settings):
-        value, hint, key = getattr(settings, field.name), hints[field.name], f"{where}.{field.name}".lstrip(".")
-        if dataclasses.is_dataclass(hint):
-            if not dataclasses.is_dataclass(value):
-                names = ", ".join(f.name for f in dataclasses.fields(hint))
-                raise UserError(f"config key '{key}' is {value!r}, but is a group of options: {names}")
-            check_nested(value, key)
-
-
 def line_of_key(path: Path, key: str) -> int | None:
-    """The line of a YAML file (from 1) on which the dotted `key` is set; None if it is not, or the file cannot be read."""
+    """The line of a YAML file (from 1) that sets the dotted `key`; None if it does not, or if the file cannot be read."""
     try:
         node = yaml.compose(path.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
@@ -127,16 +170,16 @@ def line_of_key(path: Path, key: str) -> int | None:
     return line
 
 
-def _what_was_expected(detail: str) -> str:
-    """'expected int or null, found x' from jsonargparse's account of a value of the wrong type."""
-    plain = re.sub(r"<class '(\w+)'>|typing\.(?=\w)", lambda m: m[1] or "", detail).replace("NoneType", "null")
-    if found := re.search(r"Subtypes: \[(.*?)\] Errors:.*Given value: (.*)$", plain):
-        return f"expected {found[1].replace(', ', ' or ')}, found {found[2]}"
-    if found := re.search(r"Expected an? (.*?)\.? Got value: (.*)$", plain):
-        return f"expected {found[1]}, found {found[2]}"
-    return plain
+def leaves(settings: Any, where: str) -> Iterator[tuple[str, Any]]:
+    """Dotted names and values of all single settings of nested dataclasses."""
+    for item in dataclasses.fields(settings):
+        value, key = getattr(settings, item.name), f"{where}.{item.name}"
+        if dataclasses.is_dataclass(value):
+            yield from leaves(value, key)
+        else:
+            yield key, value
 
 
 def _values_of(option: str, words: list[str]) -> list[str]:
-    following = [after for word, after in itertools.pairwise(words) if word == option]
-    return following + [word.partition("=")[2] for word in words if word.startswith(f"{option}=")]
+    values = [after for word, after in itertools.pairwise(words) if word == option]
+    return values + [word.partition("=")[2] for word in words if word.startswith(f"{option}=")]

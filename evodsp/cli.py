@@ -1,27 +1,130 @@
-"""The command `evodsp`. Each subcommand imports what it needs when it runs, so that help answers at once.
+"""The command `evodsp`. Each subcommand imports what it needs only when it runs, so that help answers at once.
 
-A mistake of the user's is one line on standard error and exit code 2; Ctrl-C is exit code 130.
+A user's mistake is one line on standard error and exit code 2; Ctrl-C is exit code 130.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import TypeVar, cast
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
 
 from evodsp import __version__
 from evodsp.errors import UserError, nearest
 
-Settings = TypeVar("Settings")
+
+@dataclass(frozen=True)
+class Command(ABC):
+    """A subcommand."""
+
+    name: str
+    """Its words, such as 'weights import'."""
+    summary: str
+    """One line for the overview."""
+
+    @abstractmethod
+    def __call__(self, words: list[str]) -> int:
+        """Parse the options `words`, run, and return the exit code; or print the help."""
+
+
+@dataclass(frozen=True)
+class SettingsCommand(Command):
+    """A command whose options are the fields of one dataclass, with an option `output` among them."""
+
+    settings: str
+    """The dataclass, as 'module:name'. Its module must not import torch: help waits for it."""
+    runner: str
+    """The function that runs the command, as 'module:name'. It takes the settings and the words, and returns the exit code."""
+    required: str
+    """The required options, as the usage line shows them."""
+    description: str
+
+    def __call__(self, words: list[str]) -> int:
+        from evodsp.argument_parser import OneLineErrors
+        from evodsp.output import check_output, output_errors
+
+        parser = OneLineErrors(
+            prog=f"evodsp {self.name}",
+            usage=f"evodsp {self.name} {self.required} [--option value ...]",
+            description=self.description,
+        )
+        settings_class = _imported(self.settings)
+        parser.add_class_arguments(settings_class)
+        settings = settings_class(**vars(parser.instantiate_settings(parser.parse_args(words))))
+        check_output(settings.output)
+        run = _imported(self.runner)
+        with output_errors(settings.output):
+            return int(run(settings, [*self.name.split(), *words]))
+
+
+@dataclass(frozen=True)
+class TrainingCommand(Command):
+    """`fit`, `validate` and `test`: their options include those of Lightning's Trainer, and come from YAML files as well."""
+
+    def __call__(self, words: list[str]) -> int:
+        from evodsp.training import options
+
+        if {"-h", "--help"} & set(words) or not words:
+            options.print_help(self.name)  # type: ignore[arg-type]
+            return 0 if words else 2
+        return int(_imported("evodsp.training.command:run")(self.name, words))
+
+
+COMMANDS: dict[str, Command] = {
+    command.name: command
+    for command in (
+        TrainingCommand("fit", "train a model"),
+        TrainingCommand("validate", "score a checkpoint on the validation chains"),
+        TrainingCommand("test", "score a checkpoint on the test chains"),
+        SettingsCommand(
+            "predict",
+            "predict structures from FASTA, alignments and a checkpoint",
+            settings="evodsp.inference.config:PredictConfig",
+            runner="evodsp.inference.command:run",
+            required="--fasta FILE --alignments DIR --checkpoint FILE --output DIR",
+            description="Predict the structures of the sequences in a FASTA file.",
+        ),
+        SettingsCommand(
+            "data synthesize",
+            "write synthetic protein families to train on",
+            settings="evodsp.synthetic.config:SynthesisConfig",
+            runner="evodsp.synthetic.command:run",
+            required="--output DIR",
+            description="Write synthetic protein families, structures and alignments, to train on without a download. The same "
+            "seed gives the same files.",
+        ),
+        SettingsCommand(
+            "weights import",
+            "convert DeepMind's or OpenFold's parameter file to a checkpoint",
+            settings="evodsp.weights.config:ImportConfig",
+            runner="evodsp.weights.command:run_import",
+            required="--checkpoint FILE.npz|FILE.pt --output FILE.ckpt",
+            description="Convert DeepMind's parameters of a model (.npz) or OpenFold's (.pt) to a checkpoint. These files "
+            "do not contain the model's sizes: they are taken from a preset, with the number of blocks found in the file, or "
+            "from the checkpoint --like. `evodsp predict` also reads files of a preset directly.",
+        ),
+        SettingsCommand(
+            "weights export",
+            "convert a checkpoint to DeepMind's or OpenFold's parameter file",
+            settings="evodsp.weights.config:ExportConfig",
+            runner="evodsp.weights.command:run_export",
+            required="--checkpoint FILE.ckpt --output FILE.npz|FILE.pt",
+            description="Write the parameters of a checkpoint with DeepMind's or OpenFold's names and shapes. These files "
+            "do not contain the model's sizes: if it is not a preset, keep the checkpoint for `weights import --like`.",
+        ),
+    )
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line (default: this process's) and return its exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    # Read when torch is first imported: waiting threads sleep instead of spinning. On a machine that does something else
-    # besides, spinning threads take the time of those that work.
+    # Read when torch is first imported: waiting threads sleep instead of spinning. On a busy machine, spinning threads take
+    # time from the threads that work.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         return dispatch(words)
@@ -41,7 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def dispatch(words: list[str]) -> int:
-    """Find the command that `words` begin with and run it on the rest."""
+    """Find the command that `words` begin with and run it with the rest."""
     if not words or words[0] in ("-h", "--help", "help"):
         print(overview(""))
         return 0 if words else 2
@@ -51,7 +154,7 @@ def dispatch(words: list[str]) -> int:
     for length in (2, 1):
         name = " ".join(words[:length])
         if name in COMMANDS:
-            return COMMANDS[name][1](words[length:])
+            return COMMANDS[name](words[length:])
     if subcommands := {name.split()[1] for name in COMMANDS if name.startswith(f"{words[0]} ")}:
         if len(words) == 1 or words[1] in ("-h", "--help"):
             print(overview(words[0]))
@@ -66,7 +169,7 @@ def dispatch(words: list[str]) -> int:
 
 def overview(group: str) -> str:
     """Help of `evodsp`, or of a group of commands such as `evodsp data`."""
-    shown = {name: text for name, (text, _) in COMMANDS.items() if name.startswith(group)}
+    shown = {name: command.summary for name, command in COMMANDS.items() if name.startswith(group)}
     width = max(map(len, shown))
     lines = [f"  {name:<{width}}  {text}" for name, text in shown.items()]
     head = ["usage: evodsp COMMAND [options]", "", "Train AlphaFold2-style models and predict protein structures."]
@@ -74,102 +177,7 @@ def overview(group: str) -> str:
     return "\n".join([*([] if group else head), "", "commands:", *lines, "", *tail])
 
 
-def train(command: str) -> Callable[[list[str]], int]:
-    """The function behind `fit`, `validate` and `test`."""
-
-    def run(words: list[str]) -> int:
-        from evodsp.training import options
-
-        name = cast(options.Command, command)
-        if {"-h", "--help"} & set(words) or not words:
-            options.print_help(name)
-            return 0 if words else 2
-        from evodsp.training.command import run_command
-
-        return run_command(name, words)
-
-    return run
-
-
-def parsed(settings: type[Settings], command: str, required: str, description: str, words: list[str]) -> Settings:
-    """The settings that `words` spell out; help, and a UserError on what does not fit."""
-    from evodsp.argument_parser import OneLineErrors
-
-    usage = f"evodsp {command} {required} [--option value ...]"
-    parser = OneLineErrors(prog=f"evodsp {command}", usage=usage, description=description)
-    parser.add_class_arguments(settings)
-    return settings(**vars(parser.instantiate(parser.parse_args(words))))
-
-
-def predict(words: list[str]) -> int:
-    """Predict structures: evodsp.inference."""
-    from evodsp.inference.config import PredictConfig
-
-    required = "--fasta FILE --alignments DIR --checkpoint FILE --output DIR"
-    description = "Predict the structures of the sequences of a FASTA file."
-    settings = parsed(PredictConfig, "predict", required, description, words)
-    from evodsp.inference.command import run
-
-    return run(settings, ["predict", *words])
-
-
-def synthesize(words: list[str]) -> int:
-    """Write synthetic protein families: evodsp.synthetic."""
-    from evodsp.argument_parser import OneLineErrors
-    from evodsp.synthetic import SynthesisConfig
-    from evodsp.synthetic import synthesize as run
-
-    parser = OneLineErrors(
-        prog="evodsp data synthesize",
-        usage="evodsp data synthesize --output DIR [--option value ...]",
-        description="Write seeded protein families, structures and alignments, to train on without a download.",
-    )
-    parser.add_argument("--output", type=Path, required=True, help="Folder to make; it must not exist or be empty.")
-    parser.add_class_arguments(SynthesisConfig)
-    settings = vars(parser.parse_args(words))
-    output = settings.pop("output")
-    run(output, SynthesisConfig(**settings), lambda line: print(line, file=sys.stderr))
-    return 0
-
-
-def import_weights(words: list[str]) -> int:
-    """Turn a published parameter file into a checkpoint: evodsp.weights."""
-    from evodsp.weights.config import ImportConfig
-
-    description = (
-        "Turn DeepMind's parameters of a model (.npz) or OpenFold's (.pt) into a checkpoint. Such files hold no sizes: they "
-        "are a preset's, with as many blocks as there are, or those of --like. `evodsp predict` reads a preset's directly."
-    )
-    required = "--checkpoint FILE.npz|FILE.pt --output FILE.ckpt"
-    settings = parsed(ImportConfig, "weights import", required, description, words)
-    from evodsp.weights.command import import_weights as run
-
-    print(run(settings), file=sys.stderr)
-    return 0
-
-
-def export_weights(words: list[str]) -> int:
-    """Turn a checkpoint into a parameter file of DeepMind's or OpenFold's: evodsp.weights."""
-    from evodsp.weights.config import ExportConfig
-
-    description = (
-        "Write the parameters of a checkpoint with DeepMind's or OpenFold's names and shapes. Such files hold no sizes: of a "
-        "model that is no preset keep the checkpoint, which `weights import --like` reads them from."
-    )
-    required = "--checkpoint FILE.ckpt --output FILE.npz|FILE.pt"
-    settings = parsed(ExportConfig, "weights export", required, description, words)
-    from evodsp.weights.command import export_weights as run
-
-    print(run(settings), file=sys.stderr)
-    return 0
-
-
-COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
-    "fit": ("train a model", train("fit")),
-    "validate": ("score a checkpoint on the validation chains", train("validate")),
-    "test": ("score a checkpoint on the test chains", train("test")),
-    "predict": ("predict structures from FASTA, alignments and a checkpoint", predict),
-    "data synthesize": ("write synthetic protein families to train on", synthesize),
-    "weights import": ("turn DeepMind's or OpenFold's parameter file into a checkpoint", import_weights),
-    "weights export": ("turn a checkpoint into DeepMind's or OpenFold's parameter file", export_weights),
-}
+def _imported(name: str) -> Any:
+    """The object called 'module:name'."""
+    module, _, attribute = name.partition(":")
+    return getattr(import_module(module), attribute)

@@ -1,7 +1,7 @@
 """Typed configuration of the model, the losses and the feature pipeline, with presets.
 
-Every size is a field here and described where it is defined; `evodsp fit --help` prints these descriptions. Defaults are
-AlphaFold2's model_1 (supplement, sections 1.5 to 1.9 and 1.11). Numbers in comments name the supplement's algorithm.
+Each size is a field with a description below it; `evodsp fit --help` prints these descriptions. The defaults are those of
+AlphaFold2's model_1 (supplement, sections 1.5 to 1.9 and 1.11).
 """
 
 from __future__ import annotations
@@ -10,7 +10,73 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, get_type_hints
 
-from evodsp.errors import UserError, nearest
+from evodsp.errors import SettingError, UserError, nearest
+
+
+@dataclass(frozen=True)
+class Range:
+    """The numbers that a setting may have."""
+
+    least: int
+    below: int | None = None
+    """Upper bound, excluded; None: no bound."""
+    least_excluded: bool = False
+
+    def __contains__(self, value: int | float) -> bool:
+        high_enough = value > self.least if self.least_excluded else value >= self.least
+        return high_enough and (self.below is None or value < self.below)
+
+    def __str__(self) -> str:
+        lower = f"above {self.least}" if self.least_excluded else f"at least {self.least}"
+        return lower if self.below is None else f"{lower} and below {self.below}"
+
+
+_SIZE, _COUNT, _POSITIVE = Range(1), Range(0), Range(0, least_excluded=True)
+_PROBABILITY = Range(0, 1)  # of dropout: with 1, nothing would be left to scale up
+
+RANGES: dict[str, Range] = {
+    "max_relative_position": _COUNT,
+    "blocks": _COUNT,
+    "angle_blocks": _COUNT,
+    "transition_layers": _COUNT,
+    "recycle_bins": Range(2),
+    "distogram_bins": Range(2),
+    "plddt_bins": Range(2),
+    "pae_bins": Range(2),
+    "pae_max_error": _POSITIVE,
+    "msa_dropout": _PROBABILITY,
+    "pair_dropout": _PROBABILITY,
+    "dropout": _PROBABILITY,
+}
+"""Allowed values of the model's numbers by field name; other integers are sizes of at least 1."""
+
+
+def check_model_numbers(settings: Any, where: str) -> None:
+    """Raise SettingError for the first number of `settings` that is out of range, nested groups included.
+
+    `where`: the dotted name of `settings`, such as 'model'. A group of options replaced by a single value (`evoformer: 3`) is a
+    SettingError too, and so is a distance range that ends before it starts.
+    """
+    hints = get_type_hints(type(settings))
+    for item in dataclasses.fields(settings):
+        value, hint, key = getattr(settings, item.name), hints[item.name], f"{where}.{item.name}"
+        if dataclasses.is_dataclass(hint):
+            if not dataclasses.is_dataclass(value):
+                raise SettingError(key, repr(value), f"a group of options: {', '.join(field_names(hint))}")
+            check_model_numbers(value, key)
+            continue
+        allowed = RANGES.get(item.name, _SIZE if hint is int else None)
+        if allowed is not None and value not in allowed:
+            raise SettingError(key, value, str(allowed))
+        if item.name.endswith("min_distance"):
+            last = item.name.replace("min_", "max_")
+            if not value < getattr(settings, last):
+                raise SettingError(key, value, f"below {where}.{last}, which is {getattr(settings, last)}")
+
+
+def field_names(settings: Any) -> list[str]:
+    """The names of the fields of a dataclass."""
+    return [item.name for item in dataclasses.fields(settings)]
 
 
 @dataclass(frozen=True)
@@ -43,7 +109,7 @@ class EmbedderConfig:
 
 @dataclass(frozen=True)
 class EvoformerConfig:
-    """A stack of Evoformer blocks (algorithm 6); the extra-MSA stack (algorithm 18) has the same fields."""
+    """A stack of Evoformer blocks (algorithm 6). The extra-MSA stack (algorithm 18) has the same fields."""
 
     blocks: int = 48
     """Number of blocks."""
@@ -62,9 +128,9 @@ class EvoformerConfig:
     transition_factor: int = 4
     """Widening factor of the transitions."""
     msa_dropout: float = 0.15
-    """Dropout of MSA row attention; the mask is shared by all sequences."""
+    """Dropout probability of MSA row attention. All sequences share one mask."""
     pair_dropout: float = 0.25
-    """Dropout of the pair updates; the mask is shared along rows, for the ending-node attention along columns."""
+    """Dropout probability of the pair updates. Masks are shared along rows, or columns in ending-node attention."""
     checkpoint: bool = True
     """Recompute each block's activations in the backward pass instead of keeping them."""
 
@@ -74,9 +140,9 @@ class TemplateConfig:
     """Template embedding, pair stack and pointwise attention (algorithm 2, lines 7 to 13; algorithms 16 and 17)."""
 
     enabled: bool = False
-    """Use templates: the batch then has to hold template features."""
+    """Use templates. The samples must then hold template features (max_templates)."""
     torsions: bool = True
-    """Append the templates' torsion angles to the MSA, a row each."""
+    """Append one MSA row per template, made of its torsion angles."""
     channels: int = 64
     """c_t: channels of a template's pair representation."""
     blocks: int = 2
@@ -90,7 +156,7 @@ class TemplateConfig:
     transition_factor: int = 2
     """Widening factor of the pair transition."""
     pair_dropout: float = 0.25
-    """Dropout of the pair updates; the mask is shared along rows, for the ending-node attention along columns."""
+    """Dropout probability of the pair updates. Masks are shared along rows, or columns in ending-node attention."""
     attention_heads: int = 4
     """Heads of the pointwise attention over templates."""
     attention_head_width: int = 16
@@ -102,7 +168,7 @@ class TemplateConfig:
     distogram_max_distance: float = 50.75
     """Lower edge of the last bin of the distogram, in Å."""
     unit_vector: bool = False
-    """Give directions between residues; the published monomer models leave these three features at zero."""
+    """Fill in the three unit-vector features between residues; the published monomer models leave them at zero."""
     checkpoint: bool = True
     """Recompute each block's activations in the backward pass instead of keeping them."""
 
@@ -112,21 +178,21 @@ class StructureModuleConfig:
     """Structure module (algorithms 20 to 24)."""
 
     iterations: int = 8
-    """Number of iterations of the shared-weight layer."""
+    """Number of iterations of the layer; all share the same weights."""
     heads: int = 12
     """Heads of invariant point attention."""
     scalar_query_width: int = 16
-    """Width of a head's scalar queries and keys."""
+    """Width of the scalar queries and keys of one head."""
     scalar_value_width: int = 16
-    """Width of a head's scalar values."""
+    """Width of the scalar values of one head."""
     query_points: int = 4
-    """Query and key points of a head."""
+    """Query and key points per head."""
     value_points: int = 8
-    """Value points of a head."""
+    """Value points per head."""
     transition_layers: int = 3
     """Linear layers of the transition after attention."""
     dropout: float = 0.1
-    """Dropout after attention and after the transition."""
+    """Dropout probability after attention and after the transition."""
     angle_channels: int = 128
     """Channels of the side-chain angle network."""
     angle_blocks: int = 2
@@ -148,9 +214,9 @@ class HeadsConfig:
     plddt_channels: int = 128
     """Hidden channels of the pLDDT head."""
     experimentally_resolved: bool = False
-    """Predict which atoms an experiment resolves (published models have this head)."""
+    """Add the head that predicts which atoms an experiment resolves (published models have it)."""
     predicted_aligned_error: bool = False
-    """Predict the aligned error of residue pairs, and from it pTM (the published *_ptm models)."""
+    """Add the head that predicts the aligned error of residue pairs, and from it pTM (the published *_ptm models have it)."""
     pae_bins: int = 64
     """Bins of the predicted aligned error."""
     pae_max_error: float = 31.0
@@ -176,25 +242,28 @@ class ModelConfig:
     heads: HeadsConfig = field(default_factory=HeadsConfig)
     """Output heads."""
 
+    def __post_init__(self) -> None:
+        check_model_numbers(self, "model")
+
     @classmethod
     def preset(cls, name: str) -> ModelConfig:
-        """A named configuration. Raises UserError with the nearest valid name if there is none such."""
+        """A named configuration. Raises UserError with the nearest valid name if `name` is unknown."""
         if name not in PRESETS:
             raise UserError(f"no model preset '{name}'.{nearest(name, PRESETS)} Presets: {', '.join(sorted(PRESETS))}")
         return PRESETS[name]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain nested dictionary, as stored in checkpoints."""
+        """A nested dictionary, as stored in checkpoints."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> ModelConfig:
-        """The inverse of `to_dict`. An unknown key is a UserError that names the nearest valid one."""
+        """The inverse of `to_dict`. Raises UserError on an unknown key, with the nearest valid one."""
         return from_dict(cls, values)
 
 
 def from_dict(cls: type[Any], values: dict[str, Any], where: str = "") -> Any:
-    """Build the dataclass `cls` from nested dictionaries; raises UserError on a key it does not have."""
+    """Build the dataclass `cls` from nested dictionaries. Raises UserError on an unknown key."""
     hints = get_type_hints(cls)
     names = {f.name for f in dataclasses.fields(cls)}
     arguments = {}
@@ -221,7 +290,7 @@ _SMALL_STACK = EvoformerConfig(
 
 
 def _published(number: int, ptm: bool) -> ModelConfig:
-    """Sizes of DeepMind's model_<number> or model_<number>_ptm: models 1 and 2 use templates, 3 to 5 do not."""
+    """Sizes of DeepMind's model_<number> or model_<number>_ptm. Models 1 and 2 use templates, 3 to 5 do not."""
     return ModelConfig(
         templates=TemplateConfig(enabled=number <= 2),
         heads=HeadsConfig(experimentally_resolved=True, predicted_aligned_error=ptm),
@@ -230,7 +299,7 @@ def _published(number: int, ptm: bool) -> ModelConfig:
 
 PRESETS: dict[str, ModelConfig] = {
     **{f"model_{n}{'_ptm' * ptm}": _published(n, ptm) for n in range(1, 6) for ptm in (False, True)},
-    # Learns a handful of small proteins on a laptop's CPU: the model of configs/quickstart.yaml.
+    # For a few small proteins on a laptop's CPU: the model of configs/quickstart.yaml.
     "small": ModelConfig(
         channels=ChannelsConfig(msa=64, pair=32, extra_msa=16, single=64),
         extra_msa=dataclasses.replace(_SMALL_STACK, blocks=1),
@@ -238,7 +307,7 @@ PRESETS: dict[str, ModelConfig] = {
         structure_module=StructureModuleConfig(iterations=4, heads=4, angle_channels=64),
         heads=HeadsConfig(plddt_channels=32),
     ),
-    # All sizes differ, so a transposed axis cannot pass a test.
+    # For tests: all sizes differ, so that a transposed axis fails.
     "test": ModelConfig(
         channels=ChannelsConfig(msa=12, pair=10, extra_msa=6, single=14),
         extra_msa=EvoformerConfig(
@@ -264,11 +333,11 @@ class LossConfig:
     backbone_fape: float = 0.5
     """Backbone frame-aligned point error, mean over the structure module's iterations."""
     sidechain_fape: float = 0.5
-    """Frame-aligned point error of all atoms and rigid groups of the last iteration."""
+    """Frame-aligned point error of all atoms and rigid groups, last iteration."""
     torsion: float = 0.5
-    """Side-chain torsion angles chi1 to chi4, mean over the iterations (AF2's program leaves the backbone's to FAPE)."""
+    """Side-chain torsion angles chi1 to chi4, mean over the iterations (as in AF2's code, without backbone torsions)."""
     angle_norm: float = 0.01
-    """Deviation of the unnormalised angle vectors from unit length (a part of the torsion loss)."""
+    """Deviation of the unnormalised angle vectors from unit length (part of the torsion loss)."""
     distogram: float = 0.3
     """Cross-entropy of the binned CB-CB distances."""
     masked_msa: float = 2.0
@@ -276,11 +345,11 @@ class LossConfig:
     plddt: float = 0.01
     """Cross-entropy of the binned lDDT-CA of the prediction."""
     experimentally_resolved: float = 0.0
-    """Cross-entropy of which atoms are resolved (AF2: 0.01 in fine-tuning; needs the head of that name)."""
+    """Cross-entropy of which atoms are resolved (AF2: 0.01 in fine-tuning; needs heads.experimentally_resolved)."""
     violation: float = 0.0
     """Bond lengths, bond angles and clashes of the prediction (AF2: 1 in fine-tuning)."""
     pae: float = 0.0
-    """Cross-entropy of the binned aligned error (AF2: 0.1 for ptm models; needs the head of that name)."""
+    """Cross-entropy of the binned aligned error (AF2: 0.1 for ptm models; needs heads.predicted_aligned_error)."""
     confidence_min_resolution: float = 0.1
     """The pLDDT, PAE and resolved losses count only structures whose resolution is at least this, in Å."""
     confidence_max_resolution: float = 3.0
@@ -294,29 +363,27 @@ class FeatureConfig:
     """Sizes and noise of the feature pipeline (supplement 1.2)."""
 
     crop_size: int | None = 256
-    """Residues of a training crop; None keeps the whole chain."""
+    """Residues of a training crop; null keeps the whole chain."""
     msa_clusters: int = 128
-    """Rows of the clustered MSA, the template rows included."""
+    """Rows of the clustered MSA, including one row per template."""
     extra_msa: int = 1024
     """Rows of the extra MSA."""
     max_templates: int = 0
-    """Templates of a sample (AF2: 4), missing ones masked; their rows take their place among `msa_clusters`. 0 for none."""
+    """Templates per sample (AF2: 4), missing ones masked. Their rows count among `msa_clusters`. 0 for no templates."""
     recycles: int = 3
-    """Largest number of recycling iterations: a sample runs 1 to recycles + 1 passes."""
-    ensembles: int = 1
-    """Feature sets that prediction draws for each pass and averages (supplement 1.11.2); training and validation draw one."""
+    """Largest number of recycling iterations; the model runs 1 to recycles + 1 times per sample."""
     uniform_recycling: bool = True
-    """Draw the number of passes uniformly (training); otherwise always take the largest."""
+    """Draw the number of recycling iterations uniformly (as in training); false always takes the largest."""
     masked_msa_fraction: float = 0.15
-    """Fraction of MSA letters that are replaced for the masked-MSA loss."""
+    """Fraction of MSA letters that the masked-MSA loss hides."""
     masked_uniform: float = 0.1
-    """Probability that a replaced letter becomes one of the 20 amino acids, uniformly."""
+    """Probability that a hidden letter becomes one of the 20 amino acids, drawn uniformly."""
     masked_profile: float = 0.1
-    """Probability that a replaced letter is drawn from the MSA profile."""
+    """Probability that a hidden letter becomes one drawn from the MSA profile."""
     masked_same: float = 0.1
-    """Probability that a replaced letter stays as it is; the rest becomes the mask token."""
+    """Probability that a hidden letter stays as it is; the other hidden letters become the mask token."""
     block_delete: bool = False
-    """Delete random blocks of MSA rows (supplement 1.2.6): on in training on deep alignments."""
+    """Delete random blocks of MSA rows (supplement 1.2.6); meant for training on deep alignments."""
     block_delete_fraction: float = 0.3
     """Length of a deleted block, as a fraction of the rows."""
     block_delete_blocks: int = 5

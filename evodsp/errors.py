@@ -1,8 +1,8 @@
-"""The one exception that stands for a mistake of the user's.
+"""The exceptions for mistakes in the user's input.
 
-Anything a user can get wrong (a file, a name, a number in a config) is raised as `UserError` with a message of one
-line that says where (file, line or residue), what was found against what was expected, and how to mend it. The command
-line prints that line and exits with code 2; a traceback is reserved for our own mistakes.
+Anything a user can get wrong (a file, a name, a number in a config) is raised as `UserError`. Its message is one line that
+says where (file, line or residue), what was found against what was expected, and the fix. The command line prints that line
+and exits with code 2; a traceback means a bug in evodsp.
 """
 
 from __future__ import annotations
@@ -16,8 +16,16 @@ class UserError(Exception):
     """A mistake in the user's input: one line, no traceback, exit code 2."""
 
 
+class SettingError(UserError):
+    """A setting with a wrong value. `key` is its dotted name, such as 'model.evoformer.blocks'."""
+
+    def __init__(self, key: str, value: object, expected: str) -> None:
+        super().__init__(f"{key} is {value}, but must be {expected}")
+        self.key = key
+
+
 class FileFormatError(UserError):
-    """A file that is not what its name promises. `line` counts from 1."""
+    """A file whose content is not in the format that its name promises. `line` counts from 1."""
 
     def __init__(self, path: str | Path, message: str, line: int | None = None) -> None:
         where = f"{path}:{line}" if line is not None else f"{path}"
@@ -26,6 +34,6 @@ class FileFormatError(UserError):
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:
-    """' Did you mean X?' for the choice nearest to `word`, or the empty string when none is near."""
+    """' Did you mean X?' with the choice nearest to `word`, or an empty string if none is similar."""
     found = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.5)
     return f" Did you mean '{found[0]}'?" if found else ""

@@ -1,8 +1,13 @@
-"""Writing a file that is there whole or not at all, whenever the process is killed."""
+"""Writing files and folders that are either complete or absent: write under a temporary name, then rename.
+
+The temporary name lies beside the target, because a rename replaces its target in one step only within one file system.
+A process that is killed leaves at most a hidden `.<name>.<pid>.partial`; the target is then as it was before.
+"""
 
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,12 +15,56 @@ from pathlib import Path
 
 @contextmanager
 def whole_file(path: str | Path) -> Iterator[Path]:
-    """A name to write to. The file appears under `path`, whole, when the block ends, and not at all if it fails."""
+    """Yield a temporary path to write to; rename it to `path` when the block succeeds.
+
+    If the block raises, the temporary file is removed and an existing `path` is kept. Missing parent folders are created.
+    """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial = _partial_name(path)
     try:
         yield partial
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def whole_folder(path: str | Path) -> Iterator[Path]:
+    """Yield an empty temporary folder to fill; rename it to `path` when the block succeeds, replacing an existing folder.
+
+    If the block raises, the temporary folder and the parent folders created for it are removed, and an existing `path` is
+    kept. Errors of the file system are raised as OSError: the caller knows which option to name in its message.
+    """
+    path = Path(path)
+    created = [folder for folder in path.parents if not folder.exists()]  # innermost first
+    partial = _partial_name(path)
+    try:
+        shutil.rmtree(partial, ignore_errors=True)  # of a killed process that had our process id
+        partial.mkdir(parents=True)
+        yield partial
+        _replace_folder(path, partial)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        for folder in created:
+            if folder.is_dir() and not any(folder.iterdir()):
+                folder.rmdir()
+        raise
+
+
+def _partial_name(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}.partial")
+
+
+def _replace_folder(path: Path, new: Path) -> None:
+    """Rename the folder `new` to `path`. The old folder is moved aside first and deleted only after the rename."""
+    old = new.with_suffix(".old")
+    if path.exists():
+        path.replace(old)
+    try:
+        new.replace(path)
+    except BaseException:
+        if old.exists():
+            old.replace(path)
+        raise
+    shutil.rmtree(old, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""How near a predicted structure is to the true one: lDDT, RMSD, GDT-TS, TM-score, dRMSD.
+"""How near a predicted structure is to the true one: lDDT, RMSD, GDT-TS, TM-score.
 
 Shape legend: *b batch axes, N atoms (one per residue for GDT and TM), R residues, A atoms of a residue. All functions take
 (predicted, true, mask); positions in Å, atoms whose mask is 0 count nowhere. Nothing here is differentiated. Superpositions
@@ -130,17 +130,6 @@ def rmsd(
     mobile, target = predicted.double(), true.double()
     moved = superpose(mobile, target, mask).unsqueeze(-1).apply(mobile)
     square = ((moved - target).square().sum(-1) * mask).sum(-1) / mask.sum(-1).clamp(min=1e-12)
-    return square.sqrt().to(predicted.dtype)
-
-
-@torch.no_grad()
-def drmsd(
-    predicted: Float[Tensor, "*b N 3"], true: Float[Tensor, "*b N 3"], mask: Float[Tensor, "*b N"]
-) -> Float[Tensor, "*b"]:
-    """Root-mean-square deviation of the distances between all pairs of atoms, in Å. It cannot tell mirror images apart."""
-    difference = _distances(predicted.double(), predicted.double()) - _distances(true.double(), true.double())
-    pairs = (mask.unsqueeze(-1) * mask.unsqueeze(-2)).triu(1)
-    square = (difference.square() * pairs).sum((-1, -2)) / pairs.sum((-1, -2)).clamp(min=1e-12)
     return square.sqrt().to(predicted.dtype)
 
 

@@ -1,7 +1,7 @@
-"""Bad input through the whole command: what users get wrong with `predict` and `fit` is exit code 2, one line on standard error
-that names file, line and mend, no traceback, and not one file more on the disk than before.
+"""Bad input through the whole command: a mistake with `predict` or `fit` ends with exit code 2 and one line on standard error
+that names the file, the line and the fix. There is no traceback, and the disk holds the same files as before.
 
-`tests/data/test_bad_input.py` tries the readers with many more broken files; here is what the user of the program sees.
+`tests/data/test_bad_input.py` tries the readers with many more broken files; this is what users of the program see.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from evodsp.config import FeatureConfig, ModelConfig
 from evodsp.model.alphafold import AlphaFold
 from evodsp.weights.checkpoint import save_model
 from scripts.random_parameters import main as random_parameters
-from tests.training.conftest import SEQUENCES, TINY, write_chain
+from tests.builders.training_chains import SEQUENCES, TINY, write_chain
 
 KEY, OTHER_KEY = SEQUENCES
 QUERY, OTHER = SEQUENCES.values()
@@ -36,8 +36,9 @@ FASTA, CHECKPOINT, CONFIG = "query.fasta", "tiny.ckpt", "tiny.yaml"
 OUTPUT = Path("runs") / "out"
 
 # The words that tell a user what to do about it.
-MEND = re.compile(
-    r"\b(write|remove|rename|add|mend|search|use|give|check|download|save|must be|drop|put|leave|shorten)\b|Did you mean"
+FIX = re.compile(
+    r"\b(write|create|remove|rename|add|choose|search|use|give|check|download|save|must be|drop|put|leave|shorten)\b"
+    r"|Did you mean"
 )
 
 
@@ -99,7 +100,7 @@ def check_message(error: str, *parts: str) -> None:
     assert "Traceback" not in error
     for part in parts:
         assert part in error, f"'{part}' is not in: {error}"
-    assert MEND.search(error), f"no mend in: {error}"
+    assert FIX.search(error), f"no fix in: {error}"
     assert len(error) < 400, f"too long to read: {error}"
 
 
@@ -333,6 +334,27 @@ def test_a_misspelt_config_key(
     (inputs / CONFIG).write_text(text)
     line = next(number for number, line in enumerate(text.splitlines(), 1) if wrong in line)
     check_refused(fit(), inputs, capsys, f"{CONFIG}:{line}: ", "unknown config key", "Did you mean", key)
+
+
+@pytest.mark.parametrize("output", [f"{CONFIG}/out", "/proc/evodsp/out"])
+def test_an_output_that_cannot_be_written(output: str, inputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A parent that is a file, and a file system that takes no folders: a traceback, or hours of work that cannot be saved."""
+    commands = {
+        "fit": ["fit", "--config", CONFIG],
+        "predict": predict()[: predict().index("--output")] + predict()[predict().index("--output") + 2 :],
+        "export": ["weights", "export", "--checkpoint", CHECKPOINT, "--format", "deepmind"],
+        "synthesize": [
+            "data",
+            "synthesize",
+            "--families=1",
+            "--members=1",
+            "--held_out=0",
+            "--min_length=48",
+            "--sequences=4",
+        ],
+    }
+    for words in commands.values():
+        check_refused([*words, "--output", output], inputs, capsys, output.rpartition("/")[0].removesuffix("/evodsp"))
 
 
 def test_a_misspelt_option(inputs: Path, capsys: pytest.CaptureFixture[str]) -> None:

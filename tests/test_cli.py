@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from evodsp import __version__
-from evodsp.argument_parser import line_of_key, with_underscores
 from evodsp.cli import COMMANDS, main
 from evodsp.training.options import TrainerOptions
 
@@ -50,7 +49,7 @@ def test_help_shows_descriptions_and_defaults(capsys: pytest.CaptureFixture[str]
     for shown in (
         "--model.evoformer.blocks BLOCKS Number of blocks. (type: int, default: 48)",
         "--model.extra_msa.blocks BLOCKS Number of blocks. (type: int, default: 4)",
-        "--trainer.max_steps MAX_STEPS Optimizer steps to train for.",
+        "--trainer.max_steps MAX_STEPS Number of optimizer steps to train for.",
         "--data.num_workers",
         "evodsp fit --config configs/quickstart.yaml",
     ):
@@ -116,18 +115,6 @@ def test_exit_codes_of_the_real_program(tmp_path: Path) -> None:
 def test_every_listed_command_runs_something() -> None:
     """A command in the overview that does nothing."""
     assert {name.split()[0] for name in COMMANDS} == {"fit", "validate", "test", "predict", "data", "weights"}
-
-
-def test_dashes_and_underscores_are_the_same() -> None:
-    words = ["--extra-msa", "3", "--msa-clusters=a-b", "x-y", "-c", "--", "--data.batch-size"]
-    assert with_underscores(words) == ["--extra_msa", "3", "--msa_clusters=a-b", "x-y", "-c", "--", "--data.batch_size"]
-
-
-def test_the_line_of_a_key(tmp_path: Path) -> None:
-    (tmp_path / "a.yaml").write_text("a: 1\nmodel:\n  evoformer: {blocks: 2}\n  loss:\n    plddt: 3\n")
-    found = [line_of_key(tmp_path / "a.yaml", key) for key in ("a", "model.evoformer.blocks", "model.loss.plddt", "b")]
-    assert found == [1, 3, 5, None]
-    assert line_of_key(tmp_path / "missing.yaml", "a") is None
 
 
 @pytest.mark.parametrize("path", sorted(Path(__file__).parents[1].glob("configs/*.yaml")), ids=lambda path: path.name)

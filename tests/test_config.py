@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
 import pytest
-import yaml
 
-from evodsp.config import PRESETS, ModelConfig
+from evodsp.config import PRESETS, EvoformerConfig, ModelConfig
 from evodsp.errors import UserError
 
 
@@ -27,14 +25,33 @@ def test_unknown_key_names_the_nearest() -> None:
         ModelConfig.preset("model1")
 
 
-def test_quickstart_trains_the_small_preset() -> None:
-    """Catches sizes in the YAML that drift from the preset of the same name."""
-    path = Path(__file__).resolve().parents[1] / "configs" / "quickstart.yaml"
-    model = yaml.safe_load(path.read_text())["model"]
-    sizes = {f.name: model[f.name] for f in dataclasses.fields(ModelConfig) if f.name in model}
-    small = ModelConfig.preset("small")
-    assert dataclasses.replace(ModelConfig.from_dict(sizes), extra_msa=small.extra_msa) == small
-    assert small.extra_msa.msa_head_width == sizes["extra_msa"]["msa_head_width"]
+@pytest.mark.parametrize(
+    ("part", "name", "value", "said"),
+    [
+        ("evoformer", "msa_heads", 0, "model.evoformer.msa_heads is 0, but must be at least 1"),
+        ("extra_msa", "pair_head_width", -3, "model.extra_msa.pair_head_width is -3, but must be at least 1"),
+        ("evoformer", "blocks", -1, "model.evoformer.blocks is -1, but must be at least 0"),
+        ("evoformer", "msa_dropout", 1.0, "model.evoformer.msa_dropout is 1.0, but must be at least 0 and below 1"),
+        ("templates", "pair_dropout", -0.1, "model.templates.pair_dropout is -0.1, but must be at least 0 and below 1"),
+        ("structure_module", "dropout", float("nan"), "model.structure_module.dropout is nan"),
+        ("channels", "single", 0, "model.channels.single is 0, but must be at least 1"),
+        ("heads", "plddt_bins", 1, "model.heads.plddt_bins is 1, but must be at least 2"),
+        ("heads", "pae_max_error", 0.0, "model.heads.pae_max_error is 0.0, but must be above 0"),
+        ("embedder", "recycle_min_distance", 30.0, "is 30.0, but must be below model.embedder.recycle_max_distance"),
+    ],
+)
+def test_a_number_out_of_range(part: str, name: str, value: float, said: str) -> None:
+    """Catches a traceback from the middle of the model, or a model that trains on nonsense."""
+    config = ModelConfig()
+    with pytest.raises(UserError) as caught:
+        dataclasses.replace(config, **{part: dataclasses.replace(getattr(config, part), **{name: value})})
+    assert said in str(caught.value)
+
+
+def test_the_smallest_numbers_are_allowed() -> None:
+    """Catches a bound that is one too high."""
+    stack = EvoformerConfig(blocks=0, msa_heads=1, msa_dropout=0.0)
+    assert ModelConfig(evoformer=stack).evoformer == stack
 
 
 def test_the_package_offers_its_main_classes() -> None:

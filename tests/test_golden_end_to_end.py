@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections import defaultdict
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from evodsp.config import LossConfig, ModelConfig
+from evodsp.config import LossConfig
 from evodsp.geometry.residues import ATOM_ORDER
 from evodsp.geometry.rigid import Rigid
 from evodsp.losses.fape import backbone_fape
@@ -23,16 +22,10 @@ from evodsp.model.outputs import ModelOutput
 from evodsp.weights.deepmind import load_arrays
 from evodsp.weights.names import parameter_names
 from tests.builders.golden import close
+from tests.builders.golden_model import CONFIG
 from tests.conftest import load
 
 REAL = 64  # residues; 8 more are padding
-CONFIG = dataclasses.replace(
-    (PTM := ModelConfig.preset("model_1_ptm")),
-    evoformer=dataclasses.replace(PTM.evoformer, blocks=2),
-    extra_msa=dataclasses.replace(PTM.extra_msa, blocks=1),
-    templates=dataclasses.replace(PTM.templates, blocks=1),
-    structure_module=dataclasses.replace(PTM.structure_module, iterations=2),
-)
 WEIGHTS = LossConfig(plddt=0.01, pae=0.1, experimentally_resolved=0.01, violation=1.0, scale_by_length=False)
 
 

@@ -1,17 +1,22 @@
-"""`make parity` itself needs minutes and DeepMind's JAX code; here are the parts that decide what it shows."""
+"""The parts that decide what `make parity` shows. `make parity` itself takes minutes and needs DeepMind's JAX code."""
 
 from __future__ import annotations
 
 import dataclasses
-import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from evodsp.config import ModelConfig
+from evodsp.model.alphafold import AlphaFold
+from evodsp.weights.deepmind import set_parameters
+from evodsp.weights.openfold import export_openfold
 from scripts.parity import compare, table
+from scripts.parity import openfold_side as side
 from scripts.parity.subject import Sizes, Subject, shallow
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -139,18 +144,84 @@ def test_distance_to_the_nearest_edge() -> None:
     assert nearest == pytest.approx(0.01, abs=1e-5)
 
 
-def test_openfold_is_skipped_where_it_is_not_installed(tmp_path: Path) -> None:
-    """Catches a missing OpenFold that ends the run with a traceback."""
-    side = ROOT / "scripts" / "parity" / "openfold_side.py"
-    hidden = tmp_path / "openfold.py"  # found before any that is installed
-    hidden.write_text("raise ImportError\n")
-    code = (
-        f"import runpy, sys; sys.path.insert(0, {str(tmp_path)!r}); runpy.run_path({str(side)!r}, run_name='__main__')"
+def test_openfold_is_skipped_only_if_it_is_not_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches a missing OpenFold that ends the run with a traceback, and a broken one that is skipped."""
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.setitem(sys.modules, "attn_core_inplace_cuda", ModuleType("attn_core_inplace_cuda"))
+    package = tmp_path / "openfold.py"  # found before any that is installed
+
+    package.write_text("raise ModuleNotFoundError('No module named openfold', name='openfold')\n")
+    assert (side.main([]), capsys.readouterr().err) == (compare.SKIPPED, "")
+    package.write_text("raise ModuleNotFoundError('No module named tree', name='tree')  # a requirement\n")
+    assert side.main([]) == 1
+    assert "No module named tree" in (message := capsys.readouterr().err)
+    assert message.count("\n") == 1
+    monkeypatch.setenv(side.SOURCE, str(tmp_path))
+    assert side.main([]) == 1
+    assert "stereo_chemical_props.txt: missing" in capsys.readouterr().err
+
+
+def test_the_kernel_s_stand_in_is_softmax_with_its_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a comparison that blames OpenFold for a wrong stand-in."""
+    monkeypatch.setitem(sys.modules, "attn_core_inplace_cuda", ModuleType("attn_core_inplace_cuda"))
+    side.replace_kernel()
+    kernel = sys.modules["attn_core_inplace_cuda"]
+    generator = torch.Generator().manual_seed(0)
+    logits, values, grad = (torch.randn(size, generator=generator) for size in ((2, 3, 5), (2, 5, 4), (2, 3, 4)))
+    logits.requires_grad_()
+    expected = logits.softmax(-1)
+    (expected @ values).backward(grad)
+    in_place = logits.detach().clone()
+    kernel.forward_(in_place, 6, 5)
+    torch.testing.assert_close(in_place, expected)
+    kernel.backward_(in_place, grad, values, 6, 5, 4)
+    torch.testing.assert_close(in_place, logits.grad)
+
+
+def test_the_angle_s_deviation_is_corrected_in_that_term_only() -> None:
+    """Catches a correction that also moves the bond term, or that stays after the call."""
+    constants = SimpleNamespace(
+        between_res_bond_length_stddev_c_n=[0.014, 0.016], between_res_cos_angles_ca_c_n=[-0.4473, 0.0311]
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, "subject", "result"], capture_output=True, text=True, check=False
+
+    def released() -> dict[str, float]:
+        bond = constants.between_res_bond_length_stddev_c_n[0]
+        return {"c_n_loss_mean": bond, "ca_c_n_loss_mean": bond}
+
+    loss = SimpleNamespace(between_residue_bond_loss=released)
+    side.correct_angle_deviation(loss, constants)
+    assert loss.between_residue_bond_loss() == {"c_n_loss_mean": 0.014, "ca_c_n_loss_mean": 0.0311}
+    assert released() == {"c_n_loss_mean": 0.014, "ca_c_n_loss_mean": 0.014}
+
+
+def test_an_aligned_error_of_zero_is_in_the_first_bin() -> None:
+    """Catches a diagonal left to rounding, or other labels or losses changed with it."""
+    seen: list[torch.Tensor] = []
+    loss = SimpleNamespace(
+        lddt=lambda: 0.5,
+        softmax_cross_entropy=lambda logits, labels: seen.append(labels),
+        tm_loss=lambda labels: loss.softmax_cross_entropy(None, labels),
     )
-    assert (done.returncode, done.stderr) == (compare.SKIPPED, "")
+    side.settle_bin_edges(loss)
+    labels = torch.nn.functional.one_hot(torch.full((3, 3), 1), 4)
+    loss.tm_loss(labels)
+    loss.softmax_cross_entropy(None, labels)
+    assert torch.equal(seen[0].argmax(-1), 1 - torch.eye(3).long())
+    assert torch.equal(seen[1], labels)
+    assert loss.lddt() == 0.5 + 1e-6
+
+
+def test_openfold_s_gradients_come_into_deepmind_s_layout(subject: Subject) -> None:
+    """Catches a gradient compared with another parameter's, or with its own transposed or split at the wrong place."""
+    model = AlphaFold(SMALL)
+    set_parameters(model, subject.parameters)
+    theirs = {f"gradient/{name}": value.numpy() for name, value in export_openfold(model, legacy=True).items()}
+    converted = compare.in_deepmind_layout(SMALL, subject, {**theirs, "loss/total": np.array(2.0)})
+    assert converted.pop("loss/total") == 2.0
+    assert converted.keys() == {f"gradient/{key}" for key in subject.parameters}
+    assert all(np.array_equal(converted[f"gradient/{key}"], value) for key, value in subject.parameters.items())
 
 
 @pytest.mark.parametrize(

@@ -81,6 +81,9 @@ def run_fit(words: list[str]) -> None:
     """A resumed run must have something left to do; one on DIR is given folders that are there."""
     steps = 2 * STEPS if "--ckpt_path" in words else STEPS
     small = [*SMALL, f"--trainer.max_steps={steps}"]
+    if "--trainer.max_steps" in words:  # an option may be given once only
+        at = words.index("--trainer.max_steps")
+        words = words[:at] + words[at + 2 :]
     if "DIR" not in words:
         run([*words, *small])
         return

@@ -1,6 +1,6 @@
 """Samples for training, validation and prediction: a chain's alignments and structure as tensors.
 
-A sample is a dictionary of tensors without a batch axis. Features (`transforms.FEATURE_AXES`) have a leading axis of recycling
+A sample is a dictionary of tensors without a batch axis. Features (`features.FEATURE_AXES`) have a leading axis of recycling
 iterations, labels (`geometry.frames.structure_labels`, in Å) have the residue axis first. `collate` adds the batch axis.
 
 Everything random about sample i is a function of (seed, i): of no worker, rank, epoch boundary or resume.
@@ -16,30 +16,22 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
-from jaxtyping import Int8, Int32
+from jaxtyping import Int32
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from evodsp.config import FeatureConfig
 from evodsp.data.crop import Crop, centre_crop, training_crop
-from evodsp.data.features import (
-    FEATURE_AXES,
-    GAP,
-    UNKNOWN,
-    Sizes,
-    check_config,
-    encode_sequence,
-    make_features,
-    max_clusters,
-)
+from evodsp.data.features import FEATURE_AXES, Sizes, check_config, make_features, max_clusters
 from evodsp.data.msa import MsaFeatures, merge_alignments, query_only
-from evodsp.data.template_hits import TemplateHit
-from evodsp.data.template_source import FoundTemplates, TemplateSource
-from evodsp.data.templates import TemplateFeatures
-from evodsp.data.types import Alignment, Chain, ProteinSequence
+from evodsp.data.query_check import check_alignments
+from evodsp.data.records import Alignment, Chain, ProteinSequence
+from evodsp.data.templates.features import TemplateFeatures
+from evodsp.data.templates.hits import TemplateHit
+from evodsp.data.templates.source import FoundTemplates, TemplateSource
 from evodsp.errors import UserError
+from evodsp.geometry.alphabet import encode_sequence
 from evodsp.geometry.frames import structure_labels
-from evodsp.geometry.residues import RESTYPES_WITH_X
 from evodsp.rng import Draws
 
 Sample = dict[str, Tensor]
@@ -47,12 +39,9 @@ Sample = dict[str, Tensor]
 SCALAR_LABELS = ("resolution", "use_clamped_fape")
 """Labels without a residue axis."""
 
-# Alignments spell some residues by their nearest amino acid where a sequence has X.
-_ALIGNED_AS = str.maketrans("BUZ", "DCE")
-
 
 @runtime_checkable
-class ChainSource(Protocol):
+class ChainStore(Protocol):
     """Where chains come from; `evodsp.data.store.FeatureStore` is one."""
 
     def alignments(self, key: str, query: ProteinSequence | None = None) -> list[Alignment]:
@@ -80,23 +69,6 @@ class ChainRecord:
         return self.msa.nbytes + sum(label.nbytes for label in self.labels.values()) + templates
 
 
-def check_query(name: str, letters: str, query: Int8[np.ndarray, " L"], source: str) -> None:
-    """Raise UserError where the sequence `letters` differs from the first row of its alignment; X agrees with any letter."""
-    if len(letters) != len(query):
-        raise UserError(
-            f"{name}: {len(letters)} residues, but {len(query)} columns in {source}; align the sequence of {name} itself"
-        )
-    spelt = encode_sequence(letters.translate(_ALIGNED_AS))
-    differs = (spelt != query) & (spelt != UNKNOWN) & (query != UNKNOWN)
-    if differs.any():
-        position = int(differs.argmax())
-        found = "a gap" if query[position] == GAP else f"'{RESTYPES_WITH_X[query[position]]}'"
-        raise UserError(
-            f"{name}: residue {position + 1} is '{letters[position]}', but {found} in the first row of {source}; "
-            f"align the sequence of {name} itself"
-        )
-
-
 def chain_labels(chain: Chain, aatype: Int32[np.ndarray, " L"]) -> dict[str, Tensor]:
     """Labels of a whole chain: golden names, float32 (Å) and int32. A structure without a resolution (NMR) has 0."""
     positions, mask = torch.from_numpy(chain.positions), torch.from_numpy(chain.mask)
@@ -111,7 +83,7 @@ def _narrow(values: Tensor) -> Tensor:
     return values.to(torch.float32 if values.is_floating_point() else torch.int32)
 
 
-def load_record(source: ChainSource, key: str, templates: TemplateSource | None = None) -> ChainRecord:
+def load_record(source: ChainStore, key: str, templates: TemplateSource | None = None) -> ChainRecord:
     """Read the chain `key`, and its templates where their source is given: none of its own entry, all released before it.
 
     Raises UserError if its structure, its alignments and its template searches are of different sequences.
@@ -121,8 +93,8 @@ def load_record(source: ChainSource, key: str, templates: TemplateSource | None 
     alignments = source.alignments(key, query)
     if not alignments:
         raise UserError(f"chain {key} has no alignment; put an .a3m or .sto file into its alignment folder")
+    check_alignments(alignments, query)
     msa = merge_alignments(alignments)
-    check_query(f"chain {key}", chain.sequence, msa.msa[0], alignments[0].source)
     aatype = encode_sequence(chain.sequence)
     found = None
     if templates is not None:
@@ -158,7 +130,7 @@ class ChainDataset(Dataset[Sample]):
 
     def __init__(
         self,
-        source: ChainSource,
+        source: ChainStore,
         keys: Sequence[str],
         config: FeatureConfig,
         seed: int,
@@ -252,6 +224,7 @@ def prediction_sample(
     config: FeatureConfig,
     seed: int,
     templates: TemplateFeatures | None = None,
+    ensembles: int = 1,
 ) -> Sample:
     """Features of the whole chain `query` for prediction; `crop_size` is not looked at.
 
@@ -262,11 +235,11 @@ def prediction_sample(
     """
     aatype = encode_sequence(query.letters)
     if alignments:
+        check_alignments(alignments, query)
         msa = merge_alignments(alignments)
-        check_query(f"sequence '{query.name}'", query.letters, msa.msa[0], alignments[0].source)
     else:
         msa = query_only(aatype.astype(np.int8))
-    sets = (config.recycles + 1) * config.ensembles  # those of one pass side by side
+    sets = (config.recycles + 1) * ensembles  # those of one pass side by side
     features = make_features(aatype, msa, config, Draws.root(seed).at("prediction"), sets, templates=templates)
     return {name: torch.from_numpy(values) for name, values in features.items()}
 

@@ -18,18 +18,13 @@ from jaxtyping import Bool, Float, Float32, Int8, Int32, Int64
 from evodsp.config import FeatureConfig
 from evodsp.data.crop import Crop
 from evodsp.data.msa import MsaFeatures
-from evodsp.data.templates import TemplateFeatures
+from evodsp.data.templates.features import TemplateFeatures
 from evodsp.errors import UserError
 from evodsp.geometry import residues
+from evodsp.geometry.alphabet import GAP, LETTERS_WITH_GAP, LETTERS_WITH_MASK, LETTERS_WITH_X, MASK
 from evodsp.rng import Draws
 
-UNKNOWN, GAP, MASK = 20, 21, 22
-LETTERS = 23
-"""Letters of a masked MSA: 20 amino acids, X, gap, mask."""
-
-_ONE_HOT = np.eye(LETTERS, dtype=np.float32)
-_CODES = np.full(256, UNKNOWN, np.int32)
-_CODES[np.frombuffer("".join(residues.RESTYPES).encode(), np.uint8)] = np.arange(20)
+_ONE_HOT = np.eye(LETTERS_WITH_MASK, dtype=np.float32)
 
 FEATURE_AXES: dict[str, tuple[str | None, ...]] = {
     "aatype": ("residues",),
@@ -145,11 +140,6 @@ def check_config(config: FeatureConfig) -> None:
         raise UserError(f"masked_uniform + masked_profile + masked_same is {total:g}; together they may be at most 1")
 
 
-def encode_sequence(letters: str) -> Int32[np.ndarray, " L"]:
-    """aatype of a sequence; every letter that is not one of the 20 amino acids is X (20)."""
-    return _CODES[np.frombuffer(letters.encode("latin-1", "replace"), np.uint8)]
-
-
 def kept_rows(rows: int, starts: Int64[np.ndarray, " blocks"], fraction: float) -> Bool[np.ndarray, " {rows}"]:
     """Which rows survive the deletion of one block of `fraction` of them from each start (algorithm 1). The query does."""
     keep = np.ones(rows, bool)
@@ -168,9 +158,9 @@ def letter_probabilities(
 
     `profile`: the profile of each letter's column (broadcast). X and gap are never drawn uniformly (supplement 1.2.7).
     """
-    uniform = np.zeros(LETTERS - 1, np.float32)
+    uniform = np.zeros(LETTERS_WITH_GAP, np.float32)
     uniform[:20] = 1 / 20
-    probabilities = np.zeros((*letters.shape, LETTERS), np.float32)
+    probabilities = np.zeros((*letters.shape, LETTERS_WITH_MASK), np.float32)
     probabilities[..., :MASK] = (
         config.masked_uniform * uniform
         + np.float32(config.masked_profile) * profile
@@ -246,8 +236,10 @@ def summarise_clusters(
     for start in range(0, columns, step):
         block = slice(start, start + step)
         width = counts[:, block].shape[1]
-        cells = (base * width + np.arange(width)) * LETTERS + extra[:, block]
-        counts[:, block] += np.bincount(cells.ravel(), minlength=size * width * LETTERS).reshape(size, width, LETTERS)
+        cells = (base * width + np.arange(width)) * LETTERS_WITH_MASK + extra[:, block]
+        counts[:, block] += np.bincount(cells.ravel(), minlength=size * width * LETTERS_WITH_MASK).reshape(
+            size, width, LETTERS_WITH_MASK
+        )
     # Few cells have deletions: count those alone.
     row, column = np.nonzero(extra_deletions)
     cells = nearest[row].astype(np.int64) * columns + column
@@ -280,7 +272,7 @@ def msa_features(
 def target_features(aatype: Int32[np.ndarray, " R"]) -> Float32[np.ndarray, "R 22"]:
     """`target_feat`: a column that marks chain breaks (none in a monomer), then the one-hot residue type, 21."""
     features = np.zeros((len(aatype), 22), np.float32)
-    features[:, 1:] = _ONE_HOT[aatype, :21]
+    features[:, 1:] = _ONE_HOT[aatype, :LETTERS_WITH_X]
     return features
 
 

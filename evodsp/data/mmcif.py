@@ -24,13 +24,13 @@ from Bio.Data.PDBData import protein_letters_3to1_extended
 from gemmi import cif
 from jaxtyping import Bool, Float32, Float64, Int64
 
-from evodsp.data.files import read_bytes, stem
-from evodsp.data.types import Chain, Structure
+from evodsp.data.records import Chain, Structure
+from evodsp.data.text_files import read_bytes, stem
 from evodsp.errors import FileFormatError, UserError, nearest
 from evodsp.geometry.residues import ATOM_ORDER, ATOM_TYPES
 
 _ATOM_NAMES, _ATOM_INDICES = np.array(sorted(ATOM_TYPES)), np.argsort(ATOM_TYPES)
-_CD, _NH1, _NH2, _SD = (ATOM_ORDER[name] for name in ("CD", "NH1", "NH2", "SD"))
+_CD, _NH1, _NH2 = (ATOM_ORDER[name] for name in ("CD", "NH1", "NH2"))
 _RESOLUTIONS = ("_refine.ls_d_res_high", "_em_3d_reconstruction.resolution", "_reflns.d_resolution_high")
 _LARGEST = 1e9
 _NEEDED = (

@@ -7,7 +7,6 @@ resolution and revision date. Quoting is gemmi's. Dictionary: PDBx/mmCIF v5 (htt
 
 from __future__ import annotations
 
-import os
 import string
 from collections.abc import Mapping
 from collections.abc import Sequence as ListOf
@@ -17,9 +16,11 @@ from typing import Any
 import gemmi
 import numpy as np
 
-from evodsp.data.types import Chain
+from evodsp.data.records import Chain
 from evodsp.errors import UserError
-from evodsp.geometry.residues import ATOM_TYPES, RESTYPE_1TO3
+from evodsp.files import whole_file
+from evodsp.geometry.alphabet import residue_name
+from evodsp.geometry.residues import ATOM_TYPES
 
 # Columns of a category; None is written `?` (unknown), False `.` (does not apply).
 Table = dict[str, list[Any]]
@@ -35,18 +36,10 @@ def write_mmcif(
     b_factors: ListOf[np.ndarray] | None = None,
     items: Mapping[str, str] | None = None,
 ) -> None:
-    """Write `mmcif_text(chains, b_factors, items)` to `path`, under a temporary name first, so that no half file is ever seen.
-
-    Raises UserError as `mmcif_text` does; then nothing is left behind.
-    """
-    path = Path(path)
+    """Write `mmcif_text(chains, b_factors, items)` to `path`, completely or not at all. Raises UserError as it does."""
     text = mmcif_text(chains, b_factors, items)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with whole_file(path) as partial:
+        partial.write_text(text, encoding="utf-8")
 
 
 def mmcif_text(
@@ -122,7 +115,7 @@ def _label_asym(index: int) -> str:
 
 
 def _residue_names(sequence: str) -> np.ndarray:
-    return np.array([RESTYPE_1TO3.get(letter, "UNK") for letter in sequence])
+    return np.array([residue_name(letter) for letter in sequence])
 
 
 def _write_entry(block: gemmi.cif.Block, chain: Chain) -> None:

@@ -11,11 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float32, Int8, Int32, Int64
 
-from evodsp.data.types import Alignment
+from evodsp.data.records import Alignment
 from evodsp.errors import UserError
-
-LETTERS = 22
-"""Letters of an MSA: 20 amino acids, X and gap."""
+from evodsp.geometry.alphabet import LETTERS_WITH_GAP
 
 
 @dataclass(frozen=True)
@@ -32,7 +30,7 @@ class MsaFeatures:
 
     def __post_init__(self) -> None:
         rows, columns = self.msa.shape
-        agree = self.deletions.shape == self.msa.shape and self.profile.shape == (columns, LETTERS)
+        agree = self.deletions.shape == self.msa.shape and self.profile.shape == (columns, LETTERS_WITH_GAP)
         if not (rows and columns and agree):
             raise ValueError(f"msa {self.msa.shape}, deletions {self.deletions.shape}, profile {self.profile.shape}")
 
@@ -57,8 +55,8 @@ def first_occurrences(rows: Int8[np.ndarray, "N L"]) -> Int64[np.ndarray, " M"]:
 def letter_profile(msa: Int8[np.ndarray, "N L"]) -> Float32[np.ndarray, "L 22"]:
     """Frequency of each of the 22 letters in each column."""
     rows, columns = msa.shape
-    cells = msa + np.arange(0, columns * LETTERS, LETTERS, dtype=np.int64)
-    counts = np.bincount(cells.ravel(), minlength=columns * LETTERS).reshape(columns, LETTERS)
+    cells = msa + np.arange(0, columns * LETTERS_WITH_GAP, LETTERS_WITH_GAP, dtype=np.int64)
+    counts = np.bincount(cells.ravel(), minlength=columns * LETTERS_WITH_GAP).reshape(columns, LETTERS_WITH_GAP)
     return (counts / rows).astype(np.float32)
 
 

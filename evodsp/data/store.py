@@ -14,45 +14,23 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from evodsp.data.files import read_bytes
-from evodsp.data.parsers import X, decode, encode, parse_a3m, parse_stockholm
+from evodsp.data.chain_folder import (
+    is_alignment,
+    is_search_result,
+    parse_alignment,
+    parse_search_result,
+    read_alignment_dir,
+    read_template_hits,
+)
+from evodsp.data.query_check import check_alignments
+from evodsp.data.records import Alignment, Chain, ProteinSequence, Structure
 from evodsp.data.structures import StructureFolder
-from evodsp.data.template_hits import TemplateHit, is_search_result, parse_search_result
-from evodsp.data.template_source import read_template_hits
-from evodsp.data.types import Alignment, Chain, ProteinSequence, Structure
+from evodsp.data.templates.hits import TemplateHit
+from evodsp.data.text_files import read_bytes
 from evodsp.errors import FileFormatError, UserError, nearest
+from evodsp.geometry.alphabet import decode
 
 INDEX_NAME = "alignment_db.index"
-_PARSERS = {".a3m": parse_a3m, ".sto": parse_stockholm}
-_NESTED = ("a3m", "sto")
-_NO_ALIGNMENTS_OF_THE_CHAIN = ("uniprot_hits", "hmm_output")  # for pairing chains and for templates
-
-
-def read_alignment_dir(directory: str | Path, query: ProteinSequence | None = None) -> list[Alignment]:
-    """Every .a3m and .sto file (gzipped or not) of a directory or of its a3m/ and sto/ folders, sorted by file name.
-
-    The first row of each must be the query: `query` where given, else the first file's first row. X matches any letter.
-
-    Raises UserError if there is none, if the directory is missing, or if a first row is not the query (naming file,
-    position and letters).
-    """
-    directory = Path(directory)
-    if not directory.is_dir():
-        raise UserError(f"{directory}: no such alignment directory; check the path or run the search for this chain")
-    folders = [directory, *(directory / name for name in _NESTED if (directory / name).is_dir())]
-    files = sorted(
-        (path for folder in folders for path in folder.iterdir() if path.is_file()), key=lambda path: path.name
-    )
-    alignments = [_PARSERS[_format(path.name)](path) for path in files if _is_alignment(path.name)]
-    if not alignments:
-        found = ", ".join(path.name for path in files[:5]) or "it is empty"
-        raise UserError(
-            f"{directory}: no alignment (.a3m or .sto) of the chain here ({found}); run the search for this chain"
-        )
-    _check_queries(alignments, query)
-    return alignments
 
 
 class FeatureStore:
@@ -157,14 +135,14 @@ class FeatureStore:
 
     def _from_database(self, key: str, index: dict[str, Any], query: ProteinSequence | None) -> list[Alignment]:
         alignments = [
-            _PARSERS[_format(name)](source, data)
+            parse_alignment(source, data)
             for source, name, data in self._database_files(key, index)
-            if _is_alignment(name)
+            if is_alignment(name)
         ]
         if not alignments:
             path = self.alignment_dir / INDEX_NAME
             raise UserError(f"{path}: no alignment (.a3m or .sto) of chain '{key}' in the database; make it again")
-        _check_queries(alignments, query)
+        check_alignments(alignments, query)
         return alignments
 
     def _database_files(self, key: str, index: dict[str, Any]) -> Iterator[tuple[str, str, bytes]]:
@@ -185,7 +163,7 @@ class FeatureStore:
         try:
             with database.open("rb") as file:
                 for name, offset, length in files:
-                    if not (_is_alignment(name) or is_search_result(name)):
+                    if not (is_alignment(name) or is_search_result(name)):
                         continue
                     file.seek(offset)
                     data = file.read(length)
@@ -196,35 +174,3 @@ class FeatureStore:
             raise UserError(
                 f"{database}: cannot be read ({error.strerror}); {INDEX_NAME} names it for '{key}'"
             ) from error
-
-
-def _format(name: str) -> str:
-    return Path(name.removesuffix(".gz")).suffix
-
-
-def _is_alignment(name: str) -> bool:
-    return _format(name) in _PARSERS and not name.startswith((".", *_NO_ALIGNMENTS_OF_THE_CHAIN))
-
-
-def _check_queries(alignments: list[Alignment], query: ProteinSequence | None) -> None:
-    """Each alignment's first row must be the query; an X on either side (a modified residue) matches anything."""
-    if query is None:
-        expected, name = alignments[0].residues[0], f"first row of {Path(alignments[0].source).name}"
-    else:
-        expected, name = encode(query.letters), f"query '{query.name}'"
-    mend = "search again with this query, or remove the file"
-    for alignment in alignments:
-        row = alignment.residues[0]
-        if len(row) != len(expected):
-            raise UserError(
-                f"{alignment.source}: the first row '{alignment.names[0]}' has {len(row)} residues, the {name} has "
-                f"{len(expected)}; {mend}"
-            )
-        differs = np.flatnonzero((row != expected) & (row != X) & (expected != X))
-        if differs.size:
-            at = int(differs[0])
-            found, wanted = decode(row[at : at + 1]), decode(expected[at : at + 1])
-            raise UserError(
-                f"{alignment.source}: the first row '{alignment.names[0]}' has '{found}' at position {at + 1}, the {name} "
-                f"has '{wanted}' ({differs.size} positions differ); {mend}"
-            )

@@ -6,11 +6,11 @@ import json
 from datetime import date
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
-from evodsp.data.files import read_bytes, stem
 from evodsp.data.mmcif import read_chain, read_release_date, read_structure
-from evodsp.data.types import Chain, Structure
+from evodsp.data.records import Chain, Structure
+from evodsp.data.text_files import read_bytes, stem
 from evodsp.errors import FileFormatError, UserError, nearest
 
 CACHE_NAMES = ("mmcif_cache.json", "chain_data_cache.json")
@@ -24,6 +24,23 @@ def split_key(key: str) -> tuple[str, str]:
     if not pdb_id or not chain_id:
         raise UserError(f"'{key}' is no chain key; write '<pdbid>_<chain>', for example '1abc_A'")
     return pdb_id, chain_id
+
+
+@runtime_checkable
+class TemplateStructures(Protocol):
+    """Where the structures of templates come from; `StructureFolder` implements it."""
+
+    def has_structure(self, key: str) -> bool:
+        """Whether there is a file for the chain's entry."""
+
+    def chain(self, key: str) -> Chain:
+        """The chain. Raises UserError if the entry does not have it, FileFormatError if the file is broken."""
+
+    def structure(self, pdb_id: str) -> Structure:
+        """All protein chains of the entry. Raises FileFormatError if the file is broken."""
+
+    def release_date(self, pdb_id: str) -> date | None:
+        """When the entry was released, None if that is not known."""
 
 
 class StructureFolder:

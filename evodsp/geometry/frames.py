@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from evodsp.geometry import residues
-from evodsp.geometry.residues import ATOM_ORDER
+from evodsp.geometry.residues import CA, C, N, O
 from evodsp.geometry.rigid import Rigid
 
 _RENAMED_SLOT = residues.RENAMING_MATRICES.argmax(-1)  # [21, 14] the slot whose name each slot takes
@@ -78,12 +78,11 @@ def atom37_to_torsion_angles(
     by pi; `torsion_angles_mask` [*b, R, 7], which is 1 where all four atoms are there. Undefined angles are (0, 0).
     """
     mask = mask.to(positions.dtype)
-    n, ca, c, o = (ATOM_ORDER[name] for name in ("N", "CA", "C", "O"))
     atoms = torch.cat([positions, mask.unsqueeze(-1)], -1)  # coordinates and mask travel together
     before = torch.cat([torch.zeros_like(atoms[..., :1, :, :]), atoms[..., :-1, :, :]], -3)
-    omega = torch.cat([before[..., [ca, c], :], atoms[..., [n, ca], :]], -2)
-    phi = torch.cat([before[..., [c], :], atoms[..., [n, ca, c], :]], -2)
-    psi = atoms[..., [n, ca, c, o], :]
+    omega = torch.cat([before[..., [CA, C], :], atoms[..., [N, CA], :]], -2)
+    phi = torch.cat([before[..., [C], :], atoms[..., [N, CA, C], :]], -2)
+    psi = atoms[..., [N, CA, C, O], :]
     chi = _select(atoms, residues.CHI_ANGLES_ATOM_INDICES.reshape(-1, 16), aatype).unflatten(-2, (4, 4))
     corners = torch.cat([torch.stack([omega, phi, psi], -3), chi], -3)  # [*b, R, angle, corner, xyz and mask]
 
@@ -166,11 +165,10 @@ def pseudo_beta(
 def pseudo_beta(
     aatype: Int[Tensor, "*b"], positions: Float[Tensor, "*b 37 3"], mask: Float[Tensor, "*b 37"] | None = None
 ) -> Float[Tensor, "*b 3"] | tuple[Float[Tensor, "*b 3"], Float[Tensor, "*b"]]:
-    """CB position, CA for glycine; given a mask, also whether that atom is there."""
-    is_glycine = aatype == residues.RESTYPE_ORDER["G"]
-    ca, cb = ATOM_ORDER["CA"], ATOM_ORDER["CB"]
-    beta = torch.where(is_glycine.unsqueeze(-1), positions[..., ca, :], positions[..., cb, :])
-    return beta if mask is None else (beta, torch.where(is_glycine, mask[..., ca], mask[..., cb]))
+    """CB position, CA for glycine; with a mask also whether that atom is present."""
+    slot = residues.PSEUDO_BETA_SLOT[:, None]
+    beta = _select(positions, slot, aatype).squeeze(-2)
+    return beta if mask is None else (beta, _select(mask, slot, aatype).squeeze(-1))
 
 
 @torch.no_grad()

@@ -15,16 +15,7 @@ from importlib import resources
 import numpy as np
 from jaxtyping import Float, Float32, Int32, Int64
 
-RESTYPE_1TO3: dict[str, str] = {
-    "A": "ALA", "R": "ARG", "N": "ASN", "D": "ASP", "C": "CYS", "Q": "GLN", "E": "GLU", "G": "GLY", "H": "HIS", "I": "ILE",
-    "L": "LEU", "K": "LYS", "M": "MET", "F": "PHE", "P": "PRO", "S": "SER", "T": "THR", "W": "TRP", "Y": "TYR", "V": "VAL",
-}  # fmt: skip
-"""Three-letter names of the 20 amino acids; X, which is none, is not among them."""
-RESTYPE_3TO1: dict[str, str] = {three: one for one, three in RESTYPE_1TO3.items()}
-RESTYPES: tuple[str, ...] = tuple(RESTYPE_1TO3)
-RESTYPES_WITH_X: tuple[str, ...] = (*RESTYPES, "X")
-RESTYPE_ORDER: dict[str, int] = {letter: number for number, letter in enumerate(RESTYPES_WITH_X)}
-"""Number of each letter, X = 20 included."""
+from evodsp.geometry.alphabet import LETTERS_WITH_GAP, LETTERS_WITH_X, RESTYPE_ORDER, RESTYPES, residue_name
 
 ATOM_TYPES: tuple[str, ...] = (
     "N", "CA", "C", "CB", "O", "CG", "CG1", "CG2", "OG", "OG1", "SG", "CD", "CD1", "CD2", "ND1", "ND2", "OD1", "OD2", "SD",
@@ -32,9 +23,14 @@ ATOM_TYPES: tuple[str, ...] = (
 )  # fmt: skip
 """The 37 heavy-atom names of proteins, in atom37 order."""
 ATOM_ORDER: dict[str, int] = {name: number for number, name in enumerate(ATOM_TYPES)}
+N, CA, C, CB, O = (ATOM_ORDER[name] for name in ("N", "CA", "C", "CB", "O"))  # noqa: E741
+"""atom37 slots of the backbone atoms and CB."""
+PSEUDO_BETA_SLOT: Int64[np.ndarray, " 22"] = np.full(LETTERS_WITH_GAP, CB, np.int64)
+"""atom37 slot of the atom that stands for each residue type's side chain: CB, CA for glycine (gaps included: CB)."""
+PSEUDO_BETA_SLOT[RESTYPE_ORDER["G"]] = CA
 
-_RESTYPE_NUMBER = {RESTYPE_1TO3.get(letter, "UNK"): number for letter, number in RESTYPE_ORDER.items()}
-_TYPES, _ATOM14, _ATOM37, _GROUPS, _CHIS = len(RESTYPES_WITH_X), 14, len(ATOM_TYPES), 8, 4
+_RESTYPE_NUMBER = {residue_name(letter): number for letter, number in RESTYPE_ORDER.items()}
+_TYPES, _ATOM14, _ATOM37, _GROUPS, _CHIS = LETTERS_WITH_X, 14, len(ATOM_TYPES), 8, 4
 
 
 def _read_table(name: str) -> list[dict[str, str]]:
@@ -76,10 +72,8 @@ def _scatter(slot: np.ndarray, width: int, values: np.ndarray | float, dtype: ty
 RESTYPE_ATOM14_MASK: Float32[np.ndarray, "21 14"] = _scatter(_SLOT14, _ATOM14, 1.0, np.float32)
 """1 where a residue type has an atom in that slot. All zero for X."""
 RESTYPE_ATOM37_MASK: Float32[np.ndarray, "21 37"] = _scatter(_SLOT37, _ATOM37, 1.0, np.float32)
-STANDARD_ATOM_MASK: Int32[np.ndarray, "21 37"] = RESTYPE_ATOM37_MASK.astype(np.int32)
 RESTYPE_ATOM14_TO_RIGID_GROUP: Int64[np.ndarray, "21 14"] = _scatter(_SLOT14, _ATOM14, _GROUP, np.int64)
 """The rigid group that moves each atom."""
-RESTYPE_ATOM37_TO_RIGID_GROUP: Int64[np.ndarray, "21 37"] = _scatter(_SLOT37, _ATOM37, _GROUP, np.int64)
 RESTYPE_ATOM14_RIGID_GROUP_POSITIONS: Float32[np.ndarray, "21 14 3"] = _scatter(_SLOT14, _ATOM14, _POSITION, np.float32)
 """Position of each atom in the frame of its rigid group, in Å."""
 RESTYPE_ATOM37_RIGID_GROUP_POSITIONS: Float32[np.ndarray, "21 37 3"] = _scatter(_SLOT37, _ATOM37, _POSITION, np.float32)
@@ -136,7 +130,7 @@ def _default_frames() -> Float32[np.ndarray, "21 8 4 4"]:
     frames = np.zeros((_TYPES, _GROUPS, 4, 4))
     known = slice(len(RESTYPES))
     atoms = RESTYPE_ATOM37_RIGID_GROUP_POSITIONS.astype(np.float64)
-    n, ca, c = (atoms[known, ATOM_ORDER[name]] for name in ("N", "CA", "C"))
+    n, ca, c = (atoms[known, slot] for slot in (N, CA, C))
     x_axis = np.broadcast_to([1.0, 0.0, 0.0], n.shape)
     frames[known, :2] = np.eye(4)  # the omega group holds no heavy atom: it stays on the backbone
     frames[known, 2] = _frame(n - ca, x_axis, n)
@@ -155,8 +149,8 @@ RESTYPE_RIGID_GROUP_DEFAULT_FRAME: Float32[np.ndarray, "21 8 4 4"] = _default_fr
 
 def _base_atoms() -> Int32[np.ndarray, "21 8 3"]:
     base = np.zeros((_TYPES, _GROUPS, 3), np.int32)
-    base[:, 0] = [ATOM_ORDER[name] for name in ("C", "CA", "N")]
-    base[:, 3] = [ATOM_ORDER[name] for name in ("CA", "C", "O")]
+    base[:, 0] = C, CA, N
+    base[:, 3] = CA, C, O
     base[:, 4:] = CHI_ANGLES_ATOM_INDICES[..., 1:]
     return base
 

@@ -96,11 +96,6 @@ class Rigid:
         """Points of the outer space, in self's local coordinates: the inverse of `apply`."""
         return _rotate(self.rotation.transpose(-1, -2), points - self.translation)
 
-    def invert(self) -> Rigid:
-        """The motion that undoes self."""
-        inverse = self.rotation.transpose(-1, -2)
-        return Rigid(inverse, -_rotate(inverse, self.translation))
-
     def scale_translation(self, factor: float) -> Rigid:
         """The same motion with its translation times `factor` (a change of unit)."""
         return Rigid(self.rotation, self.translation * factor)

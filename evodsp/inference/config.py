@@ -7,6 +7,7 @@ from datetime import date
 from pathlib import Path
 from typing import Literal
 
+from evodsp.data.templates.dates import parse_latest_date
 from evodsp.errors import UserError
 from evodsp.model.schedule import CommunicationPlan
 from evodsp.parallel.config import SequenceConfig
@@ -88,11 +89,4 @@ class PredictConfig:
     @property
     def latest_template(self) -> date | None:
         """`max_template_date` as a date. Raises UserError if it is none."""
-        if self.max_template_date is None:
-            return None
-        try:
-            return date.fromisoformat(self.max_template_date)
-        except ValueError as error:
-            raise UserError(
-                f"--max_template_date is '{self.max_template_date}', but must be a date such as 2020-05-14"
-            ) from error
+        return parse_latest_date("--max_template_date", self.max_template_date)

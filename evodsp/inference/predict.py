@@ -20,10 +20,10 @@ from typing import Any
 import torch
 
 from evodsp.config import FeatureConfig
+from evodsp.data.chain_folder import read_alignment_dir
 from evodsp.data.dataset import collate, prediction_sample
-from evodsp.data.store import read_alignment_dir
-from evodsp.data.templates import TemplateFeatures
-from evodsp.data.types import Alignment
+from evodsp.data.records import Alignment
+from evodsp.data.templates.features import TemplateFeatures
 from evodsp.errors import UserError
 from evodsp.inference.config import PredictConfig
 from evodsp.inference.provenance import check_degree, feature_config, result_settings, seeds, sizes_line
@@ -32,13 +32,14 @@ from evodsp.inference.target_templates import find_templates, takes_no_templates
 from evodsp.inference.targets import Target, digest, find_targets
 from evodsp.inference.writers import AlignedError, PredictedStructure
 from evodsp.launch.consensus import all_of, check_same, from_first, on_first, tensors_from_first
-from evodsp.losses.confidence import compute_pae, compute_plddt, compute_ptm, highest_pae
 from evodsp.model.alphafold import AlphaFold
+from evodsp.model.confidence import compute_pae, compute_plddt, compute_ptm, highest_pae
 from evodsp.model.outputs import ModelOutput
 from evodsp.model.primitives import use_exchange
 from evodsp.parallel.exchange import ShardedExchange
 from evodsp.parallel.group import Group
 from evodsp.weights.checkpoint import load_features, load_model
+from evodsp.weights.deepspeed import parameter_file
 
 Report = Callable[[str], None]
 
@@ -117,7 +118,7 @@ def predict(config: PredictConfig, report: Report = print, group: Group | None =
         if group is not None:
             use_exchange(model, ShardedExchange(group), config.plan)
 
-    report(sizes_line(features, plan.trained))
+    report(sizes_line(features, plan.trained, config.ensembles))
     complete: list[PredictionResult] = []
     for number, job in enumerate(plan.jobs, start=1):
         report(f"[{number}/{len(plan.jobs)}] {job.target.query.name}: {len(job.target.query)} residues")
@@ -135,7 +136,7 @@ def _plan(config: PredictConfig, ranks: int) -> _Plan:
     """Check everything, read the checkpoint."""
     targets = find_targets(config.fasta, config.alignments)
     _check_output(config.output)
-    if not config.checkpoint.is_file():
+    if not config.checkpoint.exists():
         raise UserError(f"{config.checkpoint}: no such checkpoint; check --checkpoint")
     trained = load_features(config.checkpoint, config.preset)
     features = feature_config(config, trained)
@@ -155,7 +156,7 @@ def _plan(config: PredictConfig, ranks: int) -> _Plan:
 
 def _jobs(config: PredictConfig, features: FeatureConfig, targets: list[Target]) -> list[_Job]:
     """What is to be done, and what is done already."""
-    checkpoint = digest(config.checkpoint)
+    checkpoint = digest(parameter_file(config.checkpoint))
     source = template_source(config, features)
     jobs = []
     for target in targets:
@@ -196,11 +197,11 @@ def _predict_target(
     runs: dict[int, _SeedRun] = {}
     for seed in seeds(config):
         start = time.perf_counter()
-        make = partial(_features, target, alignments, features, seed, job.templates)
+        make = partial(_features, target, alignments, features, seed, job.templates, config.ensembles)
         batch = tensors_from_first(make, device, group)
         seconds = time.perf_counter() - start
         report(f"  seed {seed}: features, {seconds:.1f} s")
-        structures[seed], passes, change = _predict_seed(target, batch, model, config, features.ensembles)
+        structures[seed], passes, change = _predict_seed(target, batch, model, config)
         runs[seed] = _SeedRun(seconds, passes, change)
         report(
             f"  seed {seed}: model, {runs[seed].model_line(features.recycles + 1)}; {structures[seed].confidence_line}"
@@ -233,17 +234,22 @@ def _predict_target(
 
 
 def _features(
-    target: Target, alignments: list[Alignment], features: FeatureConfig, seed: int, templates: TemplateFeatures
+    target: Target,
+    alignments: list[Alignment],
+    features: FeatureConfig,
+    seed: int,
+    templates: TemplateFeatures,
+    ensembles: int,
 ) -> dict[str, torch.Tensor]:
-    return collate([prediction_sample(target.query, alignments, features, seed, templates)])
+    return collate([prediction_sample(target.query, alignments, features, seed, templates, ensembles)])
 
 
 def _predict_seed(
-    target: Target, batch: dict[str, torch.Tensor], model: AlphaFold, config: PredictConfig, ensembles: int
+    target: Target, batch: dict[str, torch.Tensor], model: AlphaFold, config: PredictConfig
 ) -> tuple[PredictedStructure, tuple[float, ...], float | None]:
     """The structure, the seconds of each pass, and how far CA-CA distances moved in the last (`_SeedRun`)."""
     try:
-        output, passes = _run(model, batch, ensembles, config.stop_tolerance or 0.0)
+        output, passes = _run(model, batch, config.ensembles, config.stop_tolerance or 0.0)
     except torch.OutOfMemoryError as error:
         raise UserError(
             f"{target.query.name}: {len(target.query)} residues do not fit into the memory of this GPU; "

@@ -6,12 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 from evodsp.config import FeatureConfig
+from evodsp.data.chain_folder import alignment_files
 from evodsp.data.features import check_config
-from evodsp.data.templates import TemplateFeatures
+from evodsp.data.templates.features import TemplateFeatures
 from evodsp.errors import UserError
 from evodsp.inference.config import PredictConfig
 from evodsp.inference.target_templates import template_digest
-from evodsp.inference.targets import Target, alignment_files, digest
+from evodsp.inference.targets import Target, digest
 
 SIZES = ("recycles", "msa_clusters", "extra_msa")
 """Options that, where not given, are as in training."""
@@ -20,7 +21,7 @@ SIZES = ("recycles", "msa_clusters", "extra_msa")
 def feature_config(config: PredictConfig, trained: FeatureConfig) -> FeatureConfig:
     """The checkpoint's features of the whole chain, with the sizes that the user gave in place of its own."""
     given = {name: value for name in SIZES if (value := getattr(config, name)) is not None}
-    features = replace(trained, crop_size=None, uniform_recycling=False, ensembles=config.ensembles, **given)
+    features = replace(trained, crop_size=None, uniform_recycling=False, **given)
     check_config(features)
     return features
 
@@ -35,14 +36,14 @@ def check_degree(ranks: int, features: FeatureConfig, target: Target) -> None:
         )
 
 
-def sizes_line(features: FeatureConfig, trained: FeatureConfig) -> str:
+def sizes_line(features: FeatureConfig, trained: FeatureConfig, ensembles: int) -> str:
     """The sizes in use, and beside those that the user changed the checkpoint's own."""
     sizes = []
     for name in SIZES:
         used, default = getattr(features, name), getattr(trained, name)
         sizes.append(f"{name} {used}" if used == default else f"{name} {used} (default {default})")
-    if features.ensembles > 1:
-        sizes.append(f"ensembles {features.ensembles}")
+    if ensembles > 1:
+        sizes.append(f"ensembles {ensembles}")
     return f"sizes: {', '.join(sizes)}"
 
 
@@ -60,7 +61,7 @@ def result_settings(
         "raw": config.raw,
         "seeds": seeds(config),
         **{name: getattr(features, name) for name in SIZES},
-        "ensembles": features.ensembles,
+        "ensembles": config.ensembles,
         "stop_tolerance": config.stop_tolerance or None,
         "templates": list(templates.names),
         "templates_digest": template_digest(templates),

@@ -14,8 +14,8 @@ import torch
 
 from evodsp import metrics
 from evodsp.data.mmcif import read_chain
+from evodsp.data.records import Chain
 from evodsp.data.structures import split_key
-from evodsp.data.types import Chain
 from evodsp.errors import UserError
 from evodsp.geometry.residues import ATOM_ORDER
 from evodsp.inference.plots import distance_figure

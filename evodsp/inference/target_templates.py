@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 
 from evodsp.config import FeatureConfig
-from evodsp.data.template_source import FoundTemplates, TemplateSource, template_files
-from evodsp.data.templates import TemplateFeatures
+from evodsp.data.chain_folder import search_result_files
+from evodsp.data.templates.features import TemplateFeatures
+from evodsp.data.templates.source import FoundTemplates, TemplateSource
 from evodsp.errors import UserError
 from evodsp.inference.config import PredictConfig
 from evodsp.inference.targets import Target
@@ -53,7 +54,7 @@ def find_templates(source: TemplateSource | None, target: Target, most: int) -> 
 
 
 def _line(found: FoundTemplates, used: TemplateFeatures, target: Target) -> str:
-    if not template_files(target.alignments):
+    if not search_result_files(target.alignments):
         return f"templates: none; no search result (.hhr or hmm_output.sto) in {target.alignments}"
     taken = f"the best {len(used)} are used: {', '.join(used.names)}" if len(used) else "none is used"
     return f"templates: {found.log_line.removeprefix(f'{found.name}: ')}; {taken}"

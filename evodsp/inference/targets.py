@@ -6,11 +6,10 @@ import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
+from evodsp.data.chain_folder import alignment_files
 from evodsp.data.parsers import parse_fasta
-from evodsp.data.types import ProteinSequence
+from evodsp.data.records import ProteinSequence
 from evodsp.errors import UserError, nearest
-
-_ALIGNMENT_SUFFIXES = (".a3m", ".sto")
 
 
 @dataclass(frozen=True)
@@ -45,12 +44,6 @@ def _folder_of(query: ProteinSequence, alignments: Path, alone: bool) -> Path:
         f"{alignments}: no alignments for '{query.name}'.{nearest(query.name, folders)} "
         f"Put its .a3m and .sto files into {folder}"
     )
-
-
-def alignment_files(folder: Path) -> list[Path]:
-    """The .a3m and .sto files (gzipped or not) of a chain's folder, also those of OpenProteinSet's nested form, by name."""
-    found = [*folder.glob("*"), *folder.glob("a3m/*"), *folder.glob("sto/*")]
-    return sorted(p for p in found if p.name.removesuffix(".gz").endswith(_ALIGNMENT_SUFFIXES) and p.is_file())
 
 
 def digest(*files: Path) -> str:

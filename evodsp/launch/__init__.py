@@ -1,1 +1,1 @@
-"""Ranks as processes: started, given their process group, watched, and ended together when one fails."""
+"""Ranks as processes: starts them, connects them, watches them, and ends them together when one fails."""

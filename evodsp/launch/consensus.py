@@ -1,6 +1,6 @@
-"""What the ranks of a group have to agree on before they compute together: otherwise they hang, or mix up their data.
+"""Values that the ranks of a group share or compare before they compute together. All ranks call these in the same order.
 
-Everything here is called by all ranks of the group, in the same order.
+Without this, ranks with different inputs hang or compute nonsense.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ T = TypeVar("T")
 
 
 def from_first(make: Callable[[], T], group: Group | None) -> T:
-    """What `make` gives on rank 0, which alone calls it, on every rank. It travels pickled.
+    """Call `make` on rank 0 and return its result on every rank (pickled on the way).
 
-    A UserError of `make` is raised on every rank. `group`: None for one process, which then is rank 0.
+    A UserError of `make` is raised on every rank. `group`: None for one process, which then acts as rank 0.
     """
     if group is None:
         return make()
@@ -41,7 +41,7 @@ def from_first(make: Callable[[], T], group: Group | None) -> T:
 
 
 def on_first(make: Callable[[], T], group: Group | None) -> T | None:
-    """What `make` gives on rank 0, which alone calls it; None on the others. A UserError of `make` is raised on every rank."""
+    """Call `make` on rank 0 and return its result there, None on other ranks. Its UserError is raised on every rank."""
     kept: list[T] = []
     from_first(lambda: kept.append(make()), group)
     return kept[0] if kept else None
@@ -50,7 +50,7 @@ def on_first(make: Callable[[], T], group: Group | None) -> T | None:
 def tensors_from_first(
     make: Callable[[], Mapping[str, Tensor]], device: torch.device, group: Group | None
 ) -> dict[str, Tensor]:
-    """Rank 0's tensors by name, on every rank's `device`. As `from_first`, but nothing is pickled."""
+    """Rank 0's tensors by name, on every rank's `device`. Like `from_first`, but tensors are not pickled."""
     if group is None:
         return {name: value.to(device) for name, value in make().items()}
     tensors: dict[str, Tensor] = {}
@@ -66,31 +66,31 @@ def tensors_from_first(
     return tensors
 
 
-def check_same(what: str, mine: str, group: Group | None) -> None:
-    """Raise UserError on every rank if they do not all hold the same text. `what`: such as 'command lines'."""
+def check_same(what: str, text: str, group: Group | None) -> None:
+    """Raise UserError on every rank if the ranks hold different texts. `what`: a name for the text, such as 'command lines'."""
     if group is None:
         return
-    texts = all_of(mine, group)
-    usual, _ = Counter(texts).most_common(1)[0]
-    if others := [rank for rank, text in enumerate(texts) if text != usual]:
-        there, here = _difference(texts[others[0]], usual)
+    texts = all_of(text, group)
+    most_common, _ = Counter(texts).most_common(1)[0]
+    if others := [rank for rank, text in enumerate(texts) if text != most_common]:
+        there, here = _difference(texts[others[0]], most_common)
         raise UserError(
-            f"the ranks were given different {what}: rank {others[0]} has {there}, rank {texts.index(usual)} {here}; "
-            "start all of them alike"
+            f"the ranks were given different {what}: rank {others[0]} has {there}, rank {texts.index(most_common)} {here}; "
+            "start all of them in the same way"
         )
 
 
-def all_of(mine: T, group: Group | None) -> list[T]:
-    """Every rank's value, by rank. They travel pickled."""
+def all_of(value: T, group: Group | None) -> list[T]:
+    """Every rank's value, by rank (pickled on the way)."""
     if group is None:
-        return [mine]
+        return [value]
     found: list[T | None] = [None] * group.size
-    dist.all_gather_object(found, mine, group=group.handle)
+    dist.all_gather_object(found, value, group=group.handle)
     return found  # type: ignore[return-value]
 
 
 def _difference(one: str, other: str, around: int = 20) -> tuple[str, str]:
-    """The two texts from a little before where they differ to a little after."""
+    """The parts of two texts around the first place where they differ."""
     same = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
     start = max(same - around, 0)
     shown = ("'" + text[start : start + 3 * around] + "'" for text in (one, other))

@@ -1,7 +1,7 @@
-"""`evodsp` on several ranks of this machine: starts them, shows what rank 0 says, ends them all when one fails.
+"""Runs `evodsp` on several ranks of this machine: starts them, shows the output of rank 0, ends all when one fails.
 
-torchrun does this too, for more machines and with restarts. This one knows what `evodsp` exits with: a user's mistake that
-every rank finds stays one line, a dead rank is named in one line and the rest are ended at once.
+torchrun does this too, for several machines and with restarts. This launcher knows the exit codes of `evodsp`: a user's mistake
+that every rank finds is printed once, and a dead rank is named in one line while the others are ended at once.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from evodsp.launch.watch import GIVEN_UP
 
 POLL_S = 0.05
 GRACE_S = 10.0
-"""How long ranks may take to end when asked to, before they are killed."""
+"""How long ranks may take to end after a signal, before they are killed."""
 SAME_MISTAKE_S = 3.0
-"""How long after another rank rank 0 may come upon the same mistake of the user's."""
+"""How much later than another rank rank 0 may find the same mistake of the user."""
 SHOWN_LINES = 50
-"""Of the output of a rank that failed."""
+"""Lines of a failed rank's output to print."""
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,13 @@ class _Rank:
     number: int
     process: subprocess.Popen[bytes]
     output: IO[bytes] | None
-    """What it says; None for rank 0, which says it to the user."""
+    """File with its captured output; None for rank 0, whose output goes to the user."""
 
     def __str__(self) -> str:
         return f"rank {self.number} (pid {self.process.pid} on {socket.gethostname()})"
 
-    def said(self) -> str:
-        """The end of its output."""
+    def last_output(self) -> str:
+        """The last lines of its output."""
         if self.output is None:
             return ""
         self.output.seek(0)
@@ -50,16 +50,16 @@ class _Rank:
 
 
 class _Terminated(Exception):
-    """This process was asked to end (SIGTERM, SIGHUP)."""
+    """This process got SIGTERM or SIGHUP."""
 
 
 def launch(ranks: int, words: list[str]) -> int:
-    """Run `evodsp *words` on `ranks` ranks of this machine and return the exit code of the whole.
+    """Run `evodsp *words` on `ranks` ranks of this machine and return the exit code of the run.
 
-    2: a user's mistake, told in one line. 130: Ctrl-C. 143: SIGTERM. 1: a rank failed or died; it is named on standard error.
-    The output of rank 0 is shown as it comes, that of another one only if it failed first.
+    2: a user's mistake, printed as one line. 130: Ctrl-C. 143: SIGTERM. 1: a rank failed or died; standard error names it.
+    The output of rank 0 is shown as it comes, the output of another rank only if that rank failed first.
     """
-    # Here, so that it outlives every rank and its port is free for sure.
+    # Created here, so that it outlives every rank and uses a port that is certainly free.
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     with ExitStack() as stack:
         started = [_start(number, ranks, store.port, words, stack) for number in range(ranks)]
@@ -67,7 +67,7 @@ def launch(ranks: int, words: list[str]) -> int:
             with _signals_raised():
                 first = _first_failure(started)
         except KeyboardInterrupt:
-            # They are in a session of their own, so a terminal's Ctrl-C came to us alone.
+            # The ranks are in their own sessions, so the terminal's Ctrl-C reached only this process.
             _end(started, signal.SIGINT)
             return 130
         except _Terminated:
@@ -75,7 +75,7 @@ def launch(ranks: int, words: list[str]) -> int:
             return 143
         finally:
             _end(started, signal.SIGTERM)
-        return 0 if first is None else _tell(first, started[0])
+        return 0 if first is None else _report_failure(first, started[0])
 
 
 def _start(number: int, ranks: int, port: int, words: list[str], stack: ExitStack) -> _Rank:
@@ -92,7 +92,7 @@ def _start(number: int, ranks: int, port: int, words: list[str], stack: ExitStac
 
 
 def _environment(number: int, ranks: int, port: int) -> dict[str, str]:
-    """What torchrun would set, so that whatever knows torchrun knows this."""
+    """The variables that torchrun would set, so that libraries which know torchrun work here too."""
     threads = max(1, _cores() // ranks)
     settings = {
         "RANK": number,
@@ -108,20 +108,20 @@ def _environment(number: int, ranks: int, port: int) -> dict[str, str]:
         "TORCHELASTIC_USE_AGENT_STORE": True,
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads),
     }
-    # gloo looks for the host's name otherwise, which not every laptop can resolve.
+    # Otherwise gloo resolves the host's name, which fails on some laptops.
     if "lo" in {name for _, name in socket.if_nameindex()}:
         settings["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
     return {name: str(value) for name, value in settings.items()}
 
 
 def _cores() -> int:
-    """Cores that this process may use."""
+    """Number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @contextmanager
 def _signals_raised() -> Iterator[None]:
-    """SIGTERM and SIGHUP raise, so that ranks are not left behind."""
+    """Make SIGTERM and SIGHUP raise an exception, so that no rank is left running."""
 
     def raise_terminated(number: int, frame: Any) -> None:
         raise _Terminated
@@ -135,12 +135,12 @@ def _signals_raised() -> Iterator[None]:
 
 
 def _first_failure(started: list[_Rank]) -> _Rank | None:
-    """Wait until all have ended well (None) or one has not: that one, or of several at once the likeliest cause."""
+    """Wait until all ranks have succeeded (None) or one has failed; of several failures, return the most likely cause."""
     while True:
         codes = {rank.number: rank.process.poll() for rank in started}
         failed = [rank for rank in started if codes[rank.number]]
         if failed:
-            # Killed before failed, and that before given up because of another.
+            # First a killed rank, then one that failed, last one that gave up because of another.
             failed.sort(key=lambda rank: (rank.process.returncode > 0, rank.process.returncode == GIVEN_UP))
             if failed[0].process.returncode == 2:
                 _wait(started[:1], SAME_MISTAKE_S)
@@ -151,18 +151,18 @@ def _first_failure(started: list[_Rank]) -> _Rank | None:
 
 
 def _wait(ranks: list[_Rank], seconds: float) -> None:
-    """Until they have ended, or so long."""
+    """Wait until the ranks have ended, at most `seconds`."""
     deadline = time.monotonic() + seconds
     while any(rank.process.poll() is None for rank in ranks) and time.monotonic() < deadline:
         time.sleep(POLL_S)
 
 
 def _end(started: list[_Rank], first_signal: signal.Signals) -> None:
-    """Ask those that still run to end, then make them."""
+    """Send `first_signal` to the running ranks, and kill those that do not end in time."""
     running = [rank for rank in started if rank.process.poll() is None]
     for rank in running:
         rank.process.send_signal(first_signal)
-        rank.process.send_signal(signal.SIGCONT)  # a stopped process takes no other signal
+        rank.process.send_signal(signal.SIGCONT)  # a stopped process handles no other signal
     _wait(running, GRACE_S)
     for rank in running:
         if rank.process.poll() is None:
@@ -170,14 +170,14 @@ def _end(started: list[_Rank], first_signal: signal.Signals) -> None:
             rank.process.wait()
 
 
-def _tell(rank: _Rank, first: _Rank) -> int:
-    """Say what became of the rank that failed first; the exit code of the whole. `first`: rank 0."""
+def _report_failure(rank: _Rank, rank_0: _Rank) -> int:
+    """Print how `rank`, the first to fail, ended, and return the exit code of the run."""
     code = rank.process.returncode
-    if code == 2 and first.process.returncode == 2:  # which has said the same to the user
+    if code == 2 and rank_0.process.returncode == 2:  # rank 0 has printed the same mistake
         return 2
-    if said := rank.said():
-        print(said, file=sys.stderr)
-    if code in (2, 130):  # it has said why
+    if output := rank.last_output():
+        print(output, file=sys.stderr)
+    if code in (2, 130):  # its output says why
         return code
     if code == GIVEN_UP:
         return 1

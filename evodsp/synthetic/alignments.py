@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Bool, Int64
 
-from evodsp.geometry.residues import RESTYPES
+from evodsp.geometry.alphabet import RESTYPES
 from evodsp.rng import Draws
-from evodsp.synthetic.sequences import PottsModel, to_letters
+from evodsp.synthetic.sequences import PottsModel
 
 LONGEST_INSERTION = 4
 SWEEPS = 3
@@ -93,8 +93,3 @@ def _cells(homologs: Homologs, filler: str) -> np.ndarray:
     lower = np.char.lower(_LETTERS)[homologs.insertions]
     cells = np.where(shown, lower, np.where(padded, filler, "")).astype(object)
     return letters + cells.sum(-1)
-
-
-def query_letters(homologs: Homologs) -> str:
-    """The query's sequence."""
-    return to_letters(homologs.residues[0])

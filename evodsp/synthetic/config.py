@@ -1,8 +1,9 @@
-"""What `synthesize` makes: sizes, names and the seed."""
+"""Settings of `evodsp data synthesize`: where to write, sizes and the seed. Importing this costs nothing (no torch)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from evodsp.errors import UserError
 
@@ -17,6 +18,8 @@ class SynthesisConfig:
     Raises UserError, with the value and the bound, for sizes that cannot be made.
     """
 
+    output: Path
+    """Folder to create; it must not exist or be empty."""
     families: int = 3
     """Families; they take the folds helix_bundle, beta_meander and alpha_beta in turn."""
     members: int = 4
@@ -30,7 +33,7 @@ class SynthesisConfig:
     sequences: int = 96
     """Sequences in each alignment file of a chain, the query included."""
     seed: int = 0
-    """Everything random follows from this."""
+    """Seed of everything random."""
 
     def __post_init__(self) -> None:
         for name, low in (("families", 1), ("members", 1), ("held_out", 0), ("sequences", 2), ("seed", 0)):
@@ -52,3 +55,11 @@ class SynthesisConfig:
         if self.families == 1:
             return self.max_length
         return self.min_length + round(family * (self.max_length - self.min_length) / (self.families - 1))
+
+
+def check_output(path: Path) -> None:
+    """Raise UserError if `path` is not free for a new folder."""
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise UserError(f"{path}: exists and is not an empty folder; name a new one, or empty it first")
+    if not path.parent.is_dir():
+        raise UserError(f"{path}: its parent folder {path.parent} does not exist; create it first")

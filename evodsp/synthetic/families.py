@@ -9,7 +9,7 @@ from datetime import date, timedelta
 import numpy as np
 import torch
 
-from evodsp.data.types import Chain
+from evodsp.data.records import Chain
 from evodsp.geometry.frames import atom14_to_atom37
 from evodsp.geometry.residues import RESTYPE_ATOM37_MASK
 from evodsp.rng import Draws

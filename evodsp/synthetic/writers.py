@@ -1,35 +1,23 @@
-"""Families to files, in OpenFold's layout. Everything is written beside the goal and moved there when complete."""
+"""Families to files, in OpenFold's layout. Everything is written under a temporary name and renamed when complete."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 from evodsp.data.mmcif_writer import write_mmcif
-from evodsp.errors import UserError
+from evodsp.files import whole_folder
 from evodsp.synthetic.alignments import to_a3m, to_stockholm
 from evodsp.synthetic.config import SynthesisConfig
 from evodsp.synthetic.families import Member, make_family
 
 
-def write_families(output: Path, config: SynthesisConfig, report: Callable[[str], None] | None = None) -> None:
+def write_families(config: SynthesisConfig, report: Callable[[str], None] | None = None) -> None:
     """See `evodsp.synthetic.synthesize`."""
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise UserError(f"{output}: exists and is not an empty folder; name a new one, or empty it first")
-    if not output.parent.is_dir():
-        raise UserError(f"{output}: its parent folder {output.parent} does not exist; create it first")
-    unfinished = output.with_name(f".{output.name}.{os.getpid()}.tmp")
-    try:
-        _write(unfinished, config, report)
-        if output.exists():
-            output.rmdir()
-        os.replace(unfinished, output)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+    with whole_folder(config.output) as partial:
+        _write(partial, config, report)
 
 
 def _write(root: Path, config: SynthesisConfig, report: Callable[[str], None] | None) -> None:
@@ -57,9 +45,11 @@ def _write(root: Path, config: SynthesisConfig, report: Callable[[str], None] | 
 
 def _readme(config: SynthesisConfig, members: list[Member]) -> str:
     """What lies here, and the command that makes it."""
-    defaults = {field.name: field.default for field in dataclasses.fields(SynthesisConfig)}
-    changed = {name: value for name, value in dataclasses.asdict(config).items() if value != defaults[name]}
-    options = "".join(f" --{name} {value}" for name, value in changed.items())
+    options = "".join(
+        f" --{field.name} {value}"
+        for field in dataclasses.fields(config)
+        if field.name != "output" and (value := getattr(config, field.name)) != field.default
+    )
     size = config.members + config.held_out
     rows = []
     for family in range(config.families):

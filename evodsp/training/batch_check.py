@@ -1,7 +1,7 @@
-"""Ranks agree on each batch before they work on it: one's mistake is everybody's, and a sequence group holds one sample.
+"""All ranks compare their batches before they compute on them.
 
-Without this, a rank that raises leaves the others waiting in a collective, and ranks of a group with different samples
-compute nonsense or hang.
+Without this check a rank that raises leaves the others waiting in a collective, and ranks of one sequence group that hold
+different samples compute nonsense or hang.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from evodsp.errors import UserError
 from evodsp.parallel.mesh import Mesh
 
 SAMPLED = 4096
-"""Numbers of each tensor, evenly spread, that go into a digest: two samples, crops or draws differ in many places."""
+"""About as many evenly spaced values of each tensor go into a digest: two samples, crops or draws differ in many places."""
 
 
-class Agreement:
-    """Compares batches over the ranks of a mesh. Talks over gloo, on the CPU: a GPU's queue is not waited for."""
+class BatchCheck:
+    """Compares batches over the ranks of a mesh. It uses gloo on the CPU, so that a GPU's queue need not be empty."""
 
     def __init__(self, mesh: Mesh, timeout: timedelta | None = None) -> None:
         self.mesh = mesh
@@ -30,25 +30,25 @@ class Agreement:
         self._group = dist.group.WORLD if on_cpu else dist.new_group(backend="gloo", timeout=timeout)
 
     def check(self, batch: Mapping[str, Tensor] | UserError) -> None:
-        """To be called on all ranks at once, with this rank's batch or the mistake that it met.
+        """Compare this rank's batch, or the UserError that it met instead, with the other ranks'. All ranks call this together.
 
-        Raises UserError on every rank if one met a mistake, if a sequence group holds different batches, or if a sample is
-        shorter than its group has ranks.
+        Raises UserError on every rank if any rank met one, if the ranks of a sequence group hold different batches, or if a
+        sample has fewer residues than its group has ranks.
         """
-        mistake = batch if isinstance(batch, UserError) else self._too_short(batch)
-        own = (int(mistake is not None), 0 if isinstance(batch, UserError) else digest(batch))
+        error = batch if isinstance(batch, UserError) else self._too_short(batch)
+        local = (int(error is not None), 0 if isinstance(batch, UserError) else digest(batch))
         gathered = [torch.empty(2, dtype=torch.long) for _ in range(dist.get_world_size())]
-        dist.all_gather(gathered, torch.tensor(own), group=self._group)
-        everybody = torch.stack(gathered)
-        if everybody[:, 0].any():
-            self._raise_first(mistake)
-        digests = everybody[:, 1].view(self.mesh.data, self.mesh.sequence)
+        dist.all_gather(gathered, torch.tensor(local), group=self._group)
+        failed, digests = torch.stack(gathered).unbind(1)
+        if failed.any():
+            self._raise_first(error)
+        digests = digests.view(self.mesh.data, self.mesh.sequence)
         differing = (digests != digests[:, :1]).nonzero()
         if len(differing):
-            group, place = differing[0].tolist()
+            group, member = differing[0].tolist()
             first = group * self.mesh.sequence
             raise UserError(
-                f"ranks {first} and {first + place} share a sample but were given different ones; give all ranks the same "
+                f"ranks {first} and {first + member} share a sample but were given different ones; give all ranks the same "
                 "settings, seed and files"
             )
 
@@ -57,18 +57,19 @@ class Agreement:
         if residues >= ranks:
             return None
         return UserError(
-            f"parallel.sequence is {ranks}, but sample {batch['sample_index'].tolist()} has {residues} residues only; "
-            "use fewer ranks a sample, or leave that chain out"
+            f"parallel.sequence is {ranks}, but sample {batch['sample_index'].tolist()} has only {residues} residues; "
+            "use fewer ranks per sample, or leave that chain out"
         )
 
-    def _raise_first(self, mistake: UserError | None) -> None:
+    def _raise_first(self, error: UserError | None) -> None:
+        """Raise the first rank's error on every rank."""
         texts: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(texts, None if mistake is None else str(mistake), group=self._group)
+        dist.all_gather_object(texts, None if error is None else str(error), group=self._group)
         raise UserError(next(text for text in texts if text is not None))
 
 
 def digest(batch: Mapping[str, Tensor]) -> int:
-    """A number that differs for batches of different samples, crops or draws: of names, shapes and a part of the values."""
+    """A checksum of names, shapes, types and evenly spaced values; it differs for other samples, crops or random draws."""
     number = 0
     for name in sorted(batch):
         value = batch[name].detach().cpu().reshape(-1)

@@ -1,7 +1,7 @@
-"""Checkpoints of a run: when they are written, how a file is always whole, and where a resumed run picks up.
+"""Checkpoints of a run: when they are written, how a kill never leaves half a file, and where a resumed run continues.
 
-Lightning counts batches of one rank. The same global batch is twice as many batches on half the data ranks, so a checkpoint's
-counts are rewritten when a run resumes on another mesh (`recount_batches`).
+Lightning counts the batches of one rank. On half the data ranks the same global batch takes twice as many batches, so the
+counts in a checkpoint are rewritten when a run resumes on another mesh (`recount_batches`).
 """
 
 from __future__ import annotations
@@ -21,39 +21,33 @@ _COUNTS = ("ready", "started", "processed", "completed")
 
 
 class WholeFileIO(TorchCheckpointIO):
-    """Writes beside the file and renames.
+    """Writes a temporary file in the same folder and renames it.
 
-    Lightning's own writes to the folder of temporary files and moves from there. Where that is another file system, as on most
-    clusters, moving is copying: a run killed then leaves half a checkpoint in the place of the one it had.
+    Lightning's version writes to the system's temporary folder and moves the file. If that is another file system, as on most
+    clusters, moving means copying, and a run killed meanwhile has lost its only checkpoint.
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         with whole_file(path) as partial, partial.open("wb") as file:
             torch.save(checkpoint, file)
             file.flush()
-            os.fsync(file.fileno())  # or a machine that goes down may keep the new name and not what is in it
-
-
-def remove_partial(folder: Path) -> None:
-    """Delete what a run that was killed had begun to write in its output folder. Nobody else may be writing there."""
-    for path in [*folder.glob(".*.partial"), *(folder / "checkpoints").glob(".*.partial")]:
-        path.unlink(missing_ok=True)
+            os.fsync(file.fileno())  # or the new name may survive a power failure without its content
 
 
 class LastCheckpoint(Checkpoint):
-    """Keeps one file, `last.ckpt`, fresh: every `every` steps, after every validation and at the end.
+    """Writes one file, `last.ckpt`: every `every` steps, after each validation and at the end of training."""
 
-    It is written under a temporary name and renamed (`WholeFileIO`), so there is always a whole one.
-    """
-
-    def __init__(self, folder: Path, every: int) -> None:
-        self.path, self.every = folder / "last.ckpt", every
+    def __init__(self, path: Path, every: int) -> None:
+        self.path, self.every = path, every
         self.saved_step: int | None = None
+        """Step of the last write; None before the first."""
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        stepped = (batch_idx + 1) % trainer.accumulate_grad_batches == 0  # gradients under way would be lost
+        stepped = (
+            batch_idx + 1
+        ) % trainer.accumulate_grad_batches == 0  # within a step, accumulated gradients would be lost
         if stepped and trainer.global_step % self.every == 0:
             self._save(trainer)
 
@@ -71,7 +65,7 @@ class LastCheckpoint(Checkpoint):
 
 
 def best_checkpoint(folder: Path) -> ModelCheckpoint:
-    """Keeps `best.ckpt`, that of the highest lDDT-CA in validation."""
+    """Keeps `best.ckpt`, the checkpoint with the highest validation lDDT-CA."""
     return ModelCheckpoint(
         folder,
         "best",
@@ -84,7 +78,7 @@ def best_checkpoint(folder: Path) -> ModelCheckpoint:
 
 
 class Interruption(Callback):
-    """Remembers that the user pressed Ctrl-C, because Lightning ends the process with its own exit code."""
+    """Records that the user pressed Ctrl-C, because Lightning then exits with its own code."""
 
     def __init__(self) -> None:
         self.happened = False
@@ -94,20 +88,17 @@ class Interruption(Callback):
 
 
 def recount_batches(checkpoint: dict[str, Any], batches_per_step: int) -> None:
-    """Rewrite the training loop's place in a checkpoint, in place, for `batches_per_step` batches to an optimizer step.
+    """Rewrite the training loop's position in a checkpoint, in place, for `batches_per_step` batches per optimizer step.
 
-    The place is that of the last whole step; nothing is kept of one that was interrupted.
+    The position is rounded down to a whole step; the gradients of an interrupted step are not saved.
     """
     former = checkpoint.get("batches_per_step", batches_per_step)
     progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
     for counts in (progress["total"], progress["current"]):
         ready = counts["ready"]
-        steps, begun = divmod(ready, former)
-        # A checkpoint may be written after a batch was processed, before it counts as completed: that difference stays.
-        counts.update(
-            {
-                name: steps * batches_per_step + (0 if begun else counts[name] - ready)
-                for name in _COUNTS
-                if name in counts
-            }
-        )
+        steps, within_step = divmod(ready, former)
+        for name in _COUNTS:
+            if name in counts:
+                # A checkpoint may be written after a batch was processed and before it counts as completed: keep that lag.
+                lag = 0 if within_step else counts[name] - ready
+                counts[name] = steps * batches_per_step + lag

@@ -1,21 +1,96 @@
-"""How many ranks a run has, and who starts them."""
+"""Checks of a training run before it starts. They read files; they build, write and delete nothing."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from evodsp.data.features import check_config
 from evodsp.errors import UserError
 from evodsp.launch import process_group
+from evodsp.model.schedule import CommunicationPlan
+from evodsp.output import check_output
 from evodsp.parallel.config import ParallelConfig
 from evodsp.parallel.mesh import data_ranks
-from evodsp.training.config import DataConfig, TrainingConfig
+from evodsp.training.chains import Chains, find_chains
+from evodsp.training.config import DataConfig, RunConfig, TrainingConfig, check_templates
+from evodsp.training.options import Command
+from evodsp.training.run_folder import RunFolder
+from evodsp.weights.checkpoint import check_same_model, read_checkpoint
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All options of a run, typed."""
+
+    run: RunConfig
+    model: TrainingConfig
+    data: DataConfig
+    parallel: ParallelConfig
+    plan: CommunicationPlan
+    trainer: dict[str, Any]
+    """Options of Lightning's Trainer."""
+
+    @classmethod
+    def of(cls, options: Any) -> Settings:
+        """From the parser's namespace of instantiated options."""
+        run = RunConfig(**{item.name: options[item.name] for item in dataclasses.fields(RunConfig)})
+        return cls(run, options.model, options.data, options.parallel, options.plan, dict(options.trainer))
+
+    @property
+    def batches_per_pass(self) -> int:
+        """Into how many passes a batch is divided: clipping per sample needs the gradient of each sample alone."""
+        per_sample = self.trainer["gradient_clip_val"] and self.model.optimizer.clip == "sample"
+        return self.data.batch_size if per_sample else 1
+
+
+@dataclass(frozen=True)
+class CheckedRun:
+    """A run whose settings fit together and whose inputs exist."""
+
+    command: Command
+    settings: Settings
+    ranks: int
+    folder: RunFolder
+    start: Path | None
+    """Checkpoint to start from."""
+    chains: Chains
+
+    @property
+    def must_launch(self) -> bool:
+        """Whether this process has to start the ranks instead of being one of them."""
+        return self.ranks > 1 and not process_group.under_launcher()
+
+
+def check_run(command: Command, settings: Settings) -> CheckedRun:
+    """Check everything that the settings name. Raises UserError for the first mistake."""
+    model, data, parallel = settings.model, settings.data, settings.parallel
+    check_templates(model, data)
+    for name, features in (("train", data.train), ("validation", data.validation)):
+        try:
+            check_config(features)
+        except UserError as error:
+            raise UserError(f"data.{name}: {error}") from error
+    check_clipping(parallel, model, settings.trainer)
+    ranks = count_ranks(settings.trainer, parallel)
+    check_training_sizes(parallel, data)
+    folder = RunFolder(Path(settings.run.output))
+    start = folder.start(command, settings.run, process_group.was_restarted())
+    if command == "fit":
+        check_output(folder.path)
+    chains = find_chains(data)
+    if start is not None and command == "fit":
+        check_same_model(start, read_checkpoint(start), model.model_config())
+    return CheckedRun(command, settings, ranks, folder, start, chains)
 
 
 def count_ranks(trainer: Mapping[str, Any], parallel: ParallelConfig) -> int:
-    """Ranks of this run: those that were started, or those that are to be started on this machine.
+    """Ranks of this run: the ones that a launcher started, or the ones to start on this machine.
 
     `trainer`: Lightning's options. Raises UserError if they contradict the launcher, or do not form groups of
     `parallel.sequence`.
@@ -25,7 +100,7 @@ def count_ranks(trainer: Mapping[str, Any], parallel: ParallelConfig) -> int:
         ranks = process_group.place().ranks
         if devices is not None and devices * nodes != ranks:
             raise UserError(
-                f"trainer.devices {devices} x trainer.num_nodes {nodes} are {devices * nodes} ranks, but {ranks} were started; "
+                f"trainer.devices {devices} x trainer.num_nodes {nodes} = {devices * nodes} ranks, but {ranks} were started; "
                 "leave both out"
             )
     elif nodes > 1:
@@ -44,48 +119,47 @@ def count_ranks(trainer: Mapping[str, Any], parallel: ParallelConfig) -> int:
 
 
 def on_gpu(trainer: Mapping[str, Any]) -> bool:
-    """Whether ranks are GPUs."""
+    """Whether each rank computes on a GPU."""
     name = trainer["accelerator"]
     return name in ("gpu", "cuda") or (name == "auto" and torch.cuda.is_available())
 
 
-def is_first_rank() -> bool:
-    """Whether this process writes files: rank 0, or the only one."""
-    return not process_group.under_launcher() or process_group.place().rank == 0
-
-
-def check_degree(parallel: ParallelConfig, data: DataConfig) -> None:
-    """Raise UserError if a sample of the training features is too small for `parallel.sequence` ranks."""
+def check_training_sizes(parallel: ParallelConfig, data: DataConfig) -> None:
+    """Raise UserError if training samples have too few MSA rows or residues for `parallel.sequence` ranks."""
     rows, residues = data.train.msa_clusters, data.train.crop_size
-    for name, size in (("data.train.msa_clusters", rows), ("data.train.crop_size", residues)):
-        if size is not None and parallel.sequence > size:
-            raise UserError(
-                f"parallel.sequence is {parallel.sequence}, but {name} is {size}; a sample is spread over at most "
-                f"{min(rows, residues or rows)} ranks"
-            )
+    if parallel.sequence > rows:
+        raise UserError(
+            f"parallel.sequence is {parallel.sequence}, but data.train.msa_clusters is {rows}, and each rank of a sample needs "
+            "an MSA row; lower parallel.sequence or raise data.train.msa_clusters"
+        )
+    if residues is not None and parallel.sequence > residues:
+        raise UserError(
+            f"parallel.sequence is {parallel.sequence}, but data.train.crop_size is {residues}, and each rank of a sample "
+            "needs a residue; lower parallel.sequence or raise data.train.crop_size"
+        )
 
 
 def check_clipping(parallel: ParallelConfig, model: TrainingConfig, trainer: Mapping[str, Any]) -> None:
-    """Raise UserError if gradients cannot be clipped as asked."""
+    """Raise UserError if gradients cannot be clipped as the settings ask."""
     if not trainer["gradient_clip_val"] or model.optimizer.clip == "batch":
         return
-    mend = "set model.optimizer.clip to batch"
+    fix = "set model.optimizer.clip to batch"
     if parallel.parameters == "fsdp2":
         raise UserError(
-            "parallel.parameters is fsdp2, which averages gradients over all ranks before the norm of a sample's can be "
-            f"taken, but model.optimizer.clip is sample; {mend}, or use replicate or zero1"
+            "parallel.parameters is fsdp2, which averages gradients over all ranks before the norm of a sample's gradient can "
+            f"be taken, but model.optimizer.clip is sample; {fix}, or use replicate or zero1"
         )
     if str(trainer["gradient_clip_algorithm"]) == "value":
-        raise UserError(f"trainer.gradient_clip_algorithm is value, but model.optimizer.clip is sample; {mend}")
+        raise UserError(f"trainer.gradient_clip_algorithm is value, but model.optimizer.clip is sample; {fix}")
     if str(trainer["precision"]).startswith("16"):
         raise UserError(
-            f"trainer.precision is {trainer['precision']}, whose gradients are scaled, but "
-            f"model.optimizer.clip is sample; {mend}, or use bf16-mixed"
+            f"trainer.precision is {trainer['precision']}, which scales gradients, but model.optimizer.clip is sample; {fix}, "
+            "or use bf16-mixed"
         )
 
 
 def _devices(devices: Any) -> int | None:
-    """Lightning's `devices` as a number; None for as many as there are."""
+    """Lightning's `devices` as a number; None for all devices."""
     if devices in ("auto", -1, "-1"):
         return None
     if isinstance(devices, str) and not devices.isdigit():
@@ -101,15 +175,15 @@ def _devices(devices: Any) -> int | None:
 
 
 def _check_options(trainer: Mapping[str, Any]) -> None:
-    """What one process allows and several ranks do not."""
+    """Raise UserError for Trainer options that work in one process but not on several ranks."""
     if trainer["strategy"] != "auto":
         raise UserError(
-            f"trainer.strategy is {trainer['strategy']}, but several ranks are arranged by parallel.sequence and "
-            "parallel.parameters; leave it out"
+            f"trainer.strategy is {trainer['strategy']}, but parallel.sequence and parallel.parameters arrange several ranks; "
+            "leave it out"
         )
     if str(trainer["precision"]).startswith("16"):
         raise UserError(
-            f"trainer.precision is {trainer['precision']}, which several ranks cannot train in; use bf16-mixed or 32-true"
+            f"trainer.precision is {trainer['precision']}, which several ranks do not support; use bf16-mixed or 32-true"
         )
     if trainer["accelerator"] not in ("cpu", "gpu", "cuda", "auto"):
         raise UserError(f"trainer.accelerator is {trainer['accelerator']}; several ranks need cpu or gpu")

@@ -1,9 +1,8 @@
-"""A learning curve in one CSV file: a row per logged step, columns as they come, and a resumed run goes on in the same file."""
+"""The learning curve as one CSV file: a row per logged step, a column per metric. A resumed run continues the same file."""
 
 from __future__ import annotations
 
 import csv
-import os
 import time
 from argparse import Namespace
 from collections.abc import Mapping
@@ -13,19 +12,21 @@ from typing import Any
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
+from evodsp.files import whole_file
+
 
 class CurveLogger(Logger):
-    """Writes `<folder>/curve.csv` with the columns step, epoch, seconds and every metric logged.
+    """Writes `<folder>/curve.csv` with the columns step, epoch, seconds and every logged metric.
 
-    Rows of a file found there are kept up to the first step logged now: a resumed run continues its curve (and its clock), and
-    steps done twice are in it once. Lightning's own CSVLogger starts a new file each time.
+    Rows of an existing file are kept up to the first step logged now: a resumed run continues its curve and its clock, and
+    repeated steps appear once. Lightning's CSVLogger would start a new file.
     """
 
     def __init__(self, folder: str | Path) -> None:
         super().__init__()
         self.folder = Path(folder)
         self._rows: dict[int, dict[str, str]] = {}
-        self._begun = time.monotonic()  # not at the first row: the steps up to it take time too
+        self._begun = time.monotonic()  # not at the first row, which comes only after the first steps
         self._started: float | None = None
         self._unsaved = False
 
@@ -51,7 +52,7 @@ class CurveLogger(Logger):
 
     @rank_zero_only
     def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
-        """Hyperparameters are in config.yaml."""
+        """Nothing to log: hyperparameters are in config.yaml."""
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
@@ -66,18 +67,15 @@ class CurveLogger(Logger):
 
     @rank_zero_only
     def save(self) -> None:
-        """Write the file anew, whole or not at all."""
+        """Rewrite the file; a kill leaves either the old or the new one."""
         if not self._unsaved:
             return
-        self.folder.mkdir(parents=True, exist_ok=True)
         first = ["step", "epoch", "seconds"]
         names = sorted({name for row in self._rows.values() for name in row} - set(first))
-        partial = self.path.with_name(f".curve.{os.getpid()}.partial")
-        with partial.open("w", newline="") as file:
+        with whole_file(self.path) as partial, partial.open("w", newline="") as file:
             writer = csv.DictWriter(file, [*first, *names], restval="")
             writer.writeheader()
             writer.writerows(row for _, row in sorted(self._rows.items()))
-        partial.replace(self.path)
         self._unsaved = False
 
     def finalize(self, status: str) -> None:
@@ -85,7 +83,7 @@ class CurveLogger(Logger):
 
 
 def read_curve(path: Path) -> dict[int, dict[str, str]]:
-    """The rows of a learning curve by step; none if there is no such file. Empty cells are left out."""
+    """The rows of a learning curve by step, without empty cells; no rows if there is no such file."""
     if not path.is_file():
         return {}
     with path.open(newline="") as file:

@@ -1,4 +1,4 @@
-"""Exponential moving average of the weights (supplement 1.11.7): followed in training, used in validation, saved."""
+"""Exponential moving average of the weights (supplement 1.11.7), used for validation and saved in checkpoints."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
 from evodsp.errors import UserError
-from evodsp.training.dtensor import local, spread_like
+from evodsp.training.dtensor import local, shard_like
 
 
 def decay_at(update: int, decay: float) -> float:
-    """Decay of update number `update` (from 1): at first close to a plain mean of the weights so far.
+    """Decay of update number `update` (from 1). It starts low, so that the average is close to a plain mean of the weights.
 
-    With AF2's constant decay the random initial weights would dominate the average for the first thousand steps, which is all
-    of a short run. From about 9 / (1 - decay) updates on this is AF2's.
+    With AF2's constant decay the random initial weights would dominate the average for the first thousand steps, which may be
+    a whole run. From about 9 / (1 - decay) updates on, this is AF2's decay.
     """
     return min(decay, (1 + update) / (10 + update))
 
@@ -25,7 +25,7 @@ def decay_at(update: int, decay: float) -> float:
 class ExponentialMovingAverage(Callback):
     """Keeps the average of every parameter, swaps it in for validation, and writes it to checkpoints as `ema_state_dict`.
 
-    The average lives beside the parameter, on its device and sharded as it is.
+    The average of a parameter is on the same device and sharded in the same way.
     """
 
     def __init__(self, decay: float = 0.999) -> None:
@@ -47,11 +47,11 @@ class ExponentialMovingAverage(Callback):
         return {"updates": self._updates}
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # Not in `setup`: only now are the weights restored and on their device.
+        # Not in `setup`: the weights are restored and on their device only now.
         source = self._loaded or {}
         with torch.no_grad():
             self._average = {
-                name: parameter.detach().clone().copy_(spread_like(source[name], parameter))
+                name: parameter.detach().clone().copy_(shard_like(source[name], parameter))
                 if name in source
                 else parameter.detach().clone()
                 for name, parameter in pl_module.named_parameters()
@@ -59,7 +59,7 @@ class ExponentialMovingAverage(Callback):
         self._loaded = None
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        if trainer.global_step > self._updates:  # not while gradients of further batches are accumulated
+        if trainer.global_step > self._updates:  # only after an optimizer step, not after each accumulated batch
             self._updates = trainer.global_step
             self.update(pl_module)
 

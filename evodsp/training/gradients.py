@@ -1,11 +1,11 @@
-"""From the gradient of one backward pass to the one that the optimizer takes, on any number of ranks.
+"""Reduces the gradients of backward passes to the gradient of an optimizer step, on any number of ranks.
 
-There are two stages. The mean within a sequence group is the gradient of ONE sample; AlphaFold2 clips its norm (supplement
-1.11.3). Then comes the mean over data ranks and accumulated batches. Without clipping per sample the two collapse into one
+There are two stages. The mean over a sequence group is the gradient of ONE sample; AlphaFold2 clips its norm (supplement
+1.11.3). Then comes the mean over data ranks and accumulated batches. Without clipping per sample, both stages are a single
 mean over all ranks.
 
-Own flat buffers instead of DDP's wrapper: one all-reduce a stage, a place between the stages to clip at, and a parameter that
-a sample does not use (its gradient is zero, on whatever rank) is no special case.
+We use flat buffers instead of DDP's wrapper: each stage is one all-reduce, gradients can be clipped between the stages, and a
+parameter that a sample does not use needs no special case (its gradient is zero).
 """
 
 from __future__ import annotations
@@ -22,29 +22,32 @@ from torch.distributed.tensor import DTensor
 from evodsp.parallel.mesh import Mesh
 from evodsp.training.dtensor import local
 
-# In numbers: each gradient begins at a multiple of this, so that vectorised kernels may be used on it.
+# In elements: each gradient starts at a multiple of this, so that vectorised kernels can be used on it.
 _ALIGNMENT = 32
 
 
 class Gradients(ABC):
-    """Gradients of a model's parameters in the course of one optimizer step."""
+    """Gradients of a model's parameters during one optimizer step."""
 
     @abstractmethod
     def begin(self) -> None:
-        """Forget those of the last step. Before the step's first backward pass."""
+        """Clear the gradients of the last step. Called before the first backward pass of a step."""
 
     @abstractmethod
     def add(self, batches: int) -> None:
-        """After each backward pass. Its loss was divided by `batches`, the number of passes of this step."""
+        """Called after each backward pass. Its loss was divided by `batches`, the number of passes of this step."""
 
     @abstractmethod
     def finish(self) -> Float[Tensor, ""]:
-        """After the last backward pass: every rank's `.grad` is what the optimizer takes. The norm before clipping: clipped
-        per sample, the mean of the norms of this rank's samples; else that of the whole gradient, the same on all ranks."""
+        """Called after the last backward pass: sets every rank's `.grad` to the gradient for the optimizer.
+
+        Returns the norm before clipping: with clipping per sample, the mean of the norms of this rank's samples; otherwise the
+        norm of the whole gradient, the same on all ranks.
+        """
 
 
 class PlainGradients(Gradients):
-    """Gradients where autograd (or FSDP2, which averages over all ranks in the backward pass) leaves them."""
+    """Gradients as autograd leaves them, or FSDP2, which averages them over all ranks in the backward pass."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], clip: float | None) -> None:
         self.parameters, self.clip = list(parameters), clip
@@ -54,7 +57,7 @@ class PlainGradients(Gradients):
             parameter.grad = None
 
     def add(self, batches: int) -> None:
-        pass
+        """autograd has added to `.grad` already."""
 
     def finish(self) -> Float[Tensor, ""]:
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
@@ -69,8 +72,8 @@ class PlainGradients(Gradients):
 class FlatGradients(Gradients):
     """Gradients as views of one flat tensor.
 
-    `mesh`: None for one process. `clip`: largest norm, of each sample's gradient with `per_sample` (then a backward pass must
-    be of one sample), else of the whole; None for no clipping.
+    `mesh`: None for one process. `clip`: largest norm, or None. With `per_sample` it bounds the gradient of each sample, and a
+    backward pass must hold one sample; otherwise it bounds the whole gradient.
     """
 
     def __init__(
@@ -80,7 +83,7 @@ class FlatGradients(Gradients):
         self.per_sample = per_sample and clip is not None
         first = self.parameters[0]
         if any(p.dtype != first.dtype or p.device != first.device for p in self.parameters):
-            raise ValueError("parameters of several types or devices do not fit one flat gradient")
+            raise ValueError("parameters have several types or devices; one flat gradient needs a single one")
         sizes = [-(-p.numel() // _ALIGNMENT) * _ALIGNMENT for p in self.parameters]
         self._flat = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
         self._views = [
@@ -94,7 +97,7 @@ class FlatGradients(Gradients):
         for flat in (self._flat, self._total):
             if flat is not None:
                 flat.zero_()
-        # Anew each time: `zero_grad` elsewhere cuts the tie. autograd adds to what it finds, in place.
+        # Set `.grad` in each step, because `zero_grad` elsewhere removes it. autograd adds to an existing `.grad` in place.
         for parameter, view in zip(self.parameters, self._views, strict=True):
             parameter.grad = view
 
@@ -123,12 +126,12 @@ class FlatGradients(Gradients):
 
 
 def _coefficient(norm: Float[Tensor, ""], clip: float) -> Float[Tensor, ""]:
-    """What a gradient of `norm` is multiplied by, so that its norm is at most `clip`."""
+    """Factor that scales a gradient of norm `norm` down to a norm of at most `clip`."""
     return (clip / (norm + 1e-6)).clamp(max=1.0)
 
 
 def _mean(x: Tensor, group: dist.ProcessGroup | None) -> None:
-    """The mean over the group, in place; the very same bits on all of its ranks."""
+    """The mean over the group, in place, bitwise identical on all of its ranks."""
     size = dist.get_world_size(group)
     if size > 1:
         dist.all_reduce(x, group=group)

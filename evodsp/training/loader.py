@@ -1,7 +1,7 @@
-"""The endless stream of training samples, cut into epochs, that knows where it is.
+"""Loaders of batches. The training loader yields an endless sequence of samples, divided into epochs, and can be resumed.
 
 Samples are addressed by global index; the only state is how many of them all ranks together have taken. A run that stops in
-the middle of an epoch therefore goes on with the very next sample, on any number of ranks with the same global batch.
+the middle of an epoch therefore resumes with the next sample, on any number of ranks with the same global batch.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ Batch = dict[str, Tensor]
 Check = Callable[[Batch | UserError], None]
 
 
-class StreamSampler(Sampler[list[int]]):
-    """Batches of global sample indices: rank d of D takes those that are d modulo D.
+class EpochSampler(Sampler[list[int]]):
+    """Batches of global sample indices: data rank d of D takes the indices that are d modulo D.
 
-    One iteration yields what is left of the epoch: at its start all `len(self)` batches, after a resume fewer.
+    One iteration yields the rest of the epoch: all `len(self)` batches at its start, fewer after a resume.
     """
 
     def __init__(self, batch_size: int, batches: int, rank: int = 0, ranks: int = 1) -> None:
@@ -34,7 +34,7 @@ class StreamSampler(Sampler[list[int]]):
 
     @property
     def samples_per_step(self) -> int:
-        """Samples of one batch on every rank."""
+        """Samples of one batch on each of the data ranks, together."""
         return self.batch_size * self.ranks
 
     def __len__(self) -> int:
@@ -48,14 +48,14 @@ class StreamSampler(Sampler[list[int]]):
 
 
 def whole_batches(samples: int, batch_size: int, ranks: int, accumulate: int) -> int:
-    """Batches of each rank for an epoch of at least `samples` samples, a whole number of optimizer steps."""
+    """Batches per data rank of an epoch of at least `samples` samples, rounded up to whole optimizer steps."""
     return math.ceil(samples / (batch_size * ranks * accumulate)) * accumulate
 
 
 class IndexedSamples(Dataset[Sample | UserError]):
-    """A dataset whose samples carry their index, and whose mistakes of the user's come out as values.
+    """A dataset whose samples carry their index, and which returns a UserError instead of raising it.
 
-    An exception in a loader's worker process would be wrapped in its traceback on the way out; a value is not.
+    PyTorch wraps an exception of a worker process in its traceback; a returned value reaches the main process unchanged.
     """
 
     def __init__(self, samples: ChainDataset) -> None:
@@ -72,33 +72,25 @@ class IndexedSamples(Dataset[Sample | UserError]):
 
 
 def collate_or_error(samples: list[Sample | UserError]) -> Batch | UserError:
-    """A batch, or the first mistake among its samples."""
+    """A batch, or the first UserError among its samples."""
     good = [sample for sample in samples if not isinstance(sample, UserError)]
     return collate(good) if len(good) == len(samples) else next(s for s in samples if isinstance(s, UserError))
 
 
-def raise_mistake(batch: Batch | UserError) -> None:
-    """The check of one process: the mistake that came instead of a batch is raised."""
-    if isinstance(batch, UserError):
-        raise batch
+class BatchLoader:
+    """An iterable of batches, as Lightning's Trainer takes for training or validation."""
 
-
-class BatchStream:
-    """An iterable of batches whose position can be saved: what a Trainer takes as its training or validation loader."""
-
-    def __init__(
-        self, samples: ChainDataset, sampler: Sampler[list[int]], num_workers: int, check: Check | None = None
-    ) -> None:
-        """`check`: called on every batch (or mistake met instead of one); None raises mistakes, and that is all."""
-        self.check = check or raise_mistake
-        self.indices = sampler  # not `sampler`: Lightning takes what has one for a DataLoader
+    def __init__(self, samples: ChainDataset, sampler: Sampler[list[int]], num_workers: int, check: Check) -> None:
+        """`check`: called on every batch, or on the UserError that stands in for it (`World.check_batch`)."""
+        self.check = check
+        self.indices = sampler  # not named `sampler`: Lightning treats an object with that attribute as a DataLoader
         self.loader = DataLoader(
             IndexedSamples(samples),
             batch_sampler=sampler,
             num_workers=num_workers,
             collate_fn=collate_or_error,
             pin_memory=torch.cuda.is_available(),
-            # Not fork: by now the process has threads (logger, progress, OpenMP), whose locks a fork would inherit held.
+            # Not fork: the process has threads by now (logger, progress, OpenMP), and a fork would inherit locks they hold.
             multiprocessing_context="forkserver" if num_workers else None,
             persistent_workers=num_workers > 0,
         )
@@ -109,19 +101,17 @@ class BatchStream:
     def __iter__(self) -> Iterator[Batch]:
         for batch in self.loader:
             self.check(batch)
-            if isinstance(self.indices, StreamSampler):
+            if isinstance(self.indices, EpochSampler):
                 self.indices.samples += self.indices.samples_per_step
             yield batch
 
 
-class TrainingStream(BatchStream):
-    """A BatchStream over a StreamSampler. Lightning finds the two methods below and resumes in the middle of an epoch."""
+class TrainingLoader(BatchLoader):
+    """A BatchLoader over an EpochSampler. Lightning calls the two methods below to resume in the middle of an epoch."""
 
-    indices: StreamSampler
+    indices: EpochSampler
 
-    def __init__(
-        self, samples: ChainDataset, sampler: StreamSampler, num_workers: int, check: Check | None = None
-    ) -> None:
+    def __init__(self, samples: ChainDataset, sampler: EpochSampler, num_workers: int, check: Check) -> None:
         super().__init__(samples, sampler, num_workers, check)
 
     def state_dict(self) -> dict[str, Any]:

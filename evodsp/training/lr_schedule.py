@@ -8,12 +8,11 @@ from evodsp.training.config import OptimizerConfig
 
 
 def learning_rate(step: int, config: OptimizerConfig, total_steps: int) -> float:
-    """Learning rate of optimizer step `step` (from 0) of a run of `total_steps`."""
+    """Learning rate of optimizer step `step` (from 0) in a run of `total_steps`."""
     warmup = config.warmup_steps
     if step < warmup:
-        return (
-            config.lr * (step + 1) / warmup
-        )  # the first step already learns, the last of the warm-up has the full rate
+        # The rate of the first step is above zero; the last step of the warm-up has the full rate.
+        return config.lr * (step + 1) / warmup
     if config.schedule == "constant":
         return config.lr * (config.drop_factor if step >= config.drop_step else 1.0)
     # The last step, total_steps - 1, has exactly `final_lr`.

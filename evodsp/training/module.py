@@ -20,14 +20,14 @@ from evodsp.model.outputs import ModelOutput
 from evodsp.rng import Draws
 from evodsp.training.checkpointing import recount_batches
 from evodsp.training.config import TrainingConfig
-from evodsp.training.gradients import FlatGradients, Gradients, PlainGradients
+from evodsp.training.gradients import Gradients
 from evodsp.training.lr_schedule import learning_rate
-from evodsp.training.strategy import DSPStrategy, make_optimizer
+from evodsp.training.world import World
 from evodsp.weights.checkpoint import checkpoint_entries
 from evodsp.weights.versions import upgrade
 
 MOST_CHAINS_LOGGED = 16
-"""Up to this many validation chains have a column each in the learning curve."""
+"""Up to this many validation chains get their own column in the learning curve."""
 
 _CA = ATOM_ORDER["CA"]
 
@@ -52,18 +52,24 @@ def score(output: ModelOutput, batch: dict[str, Tensor]) -> dict[str, Tensor]:
 class TrainingModule(LightningModule):
     """Lightning's view of `AlphaFold`.
 
-    Dropout of sample i is drawn from (seed, i), so that it does not depend on ranks, resumes or recomputation. `features`,
-    those of validation, go into the checkpoints: prediction takes its sizes from there.
+    Dropout of sample i is drawn from (seed, i), so it does not depend on ranks, resumes or recomputation.
     """
 
-    def __init__(self, config: TrainingConfig, seed: int = 0, features: FeatureConfig | None = None) -> None:
+    def __init__(
+        self,
+        config: TrainingConfig,
+        seed: int = 0,
+        features: FeatureConfig | None = None,
+        world: World | None = None,
+    ) -> None:
+        """`features`: sizes of the validation features, saved in checkpoints for prediction. `world`: None for one process."""
         super().__init__()
-        self.config, self.features = config, features
+        self.config, self.features, self.world = config, features, world or World()
         self.model = AlphaFold(config.model_config())
         self.chain_names: dict[str, list[str]] = {}
         """Names of the validation ("val") and test chains by sample index, where known."""
         self.scores: dict[str, dict[str, float]] = {}
-        """Metrics by chain of the last validation or test."""
+        """Metrics of the last validation or test, by chain."""
         self._dropout = Draws.root(seed).at("dropout")
         self._gradients: Gradients | None = None
         self._step: list[dict[str, Tensor]] = []
@@ -80,16 +86,13 @@ class TrainingModule(LightningModule):
         return loss
 
     def on_fit_start(self) -> None:
-        """Not in `setup`: only now do the parameters lie where they will stay."""
-        trainer, strategy = self.trainer, self.trainer.strategy
+        """Not in `setup`: the strategy has moved or sharded the parameters only now."""
+        trainer = self.trainer
         clip = trainer.gradient_clip_val if str(trainer.gradient_clip_algorithm or "norm") != "value" else None
-        mesh = strategy.mesh if isinstance(strategy, DSPStrategy) else None
-        per_sample = self.config.optimizer.clip == "sample" and clip is not None
-        sharded = isinstance(strategy, DSPStrategy) and strategy.config.parameters == "fsdp2"
-        if sharded or (mesh is None and not (per_sample and trainer.accumulate_grad_batches > 1)):
-            self._gradients = PlainGradients(self.model.parameters(), clip)
-        else:
-            self._gradients = FlatGradients(self.model.parameters(), mesh, clip, per_sample)
+        per_sample = self.config.optimizer.clip == "sample"
+        self._gradients = self.world.gradients(
+            self.model.parameters(), clip, per_sample, trainer.accumulate_grad_batches
+        )
         self._step, self._step_samples = [], []
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
@@ -99,13 +102,15 @@ class TrainingModule(LightningModule):
         self.gradients.add(self.trainer.accumulate_grad_batches)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Bring the gradient together, and log what this step's batches had: means over all of them, on all ranks."""
+        """Reduce the gradient over batches and ranks, and log the means of this step's losses over all of them."""
         norm = self.gradients.finish()
-        own = {name: torch.stack([terms[name].float() for terms in self._step]).mean() for name in self._step[0]}
-        values = torch.stack([*own.values(), norm.float()])
-        means = dict(zip((*own, "gradient_norm"), self.trainer.strategy.reduce(values, reduce_op="mean"), strict=True))
+        local = {name: torch.stack([terms[name].float() for terms in self._step]).mean() for name in self._step[0]}
+        values = torch.stack([*local.values(), norm.float()])
+        means = dict(
+            zip((*local, "gradient_norm"), self.trainer.strategy.reduce(values, reduce_op="mean"), strict=True)
+        )
         if not torch.isfinite(means["loss"]):
-            self._refuse(own["loss"], means["loss"])
+            self._raise_not_finite(local["loss"], means["loss"])
         self.log("train/loss", means.pop("loss"), prog_bar=True)
         self.log_dict({f"train/{name}": value for name, value in means.items() if name != "total"})
         self.log("train/lr", optimizer.param_groups[0]["lr"])
@@ -117,24 +122,21 @@ class TrainingModule(LightningModule):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Norms are clipped where gradients come together; by value is Lightning's."""
+        """`Gradients` clips by norm; clipping by value is left to Lightning."""
         if str(gradient_clip_algorithm or "norm") == "value":
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     @property
     def gradients(self) -> Gradients:
-        """What turns backward passes into an optimizer step."""
+        """Accumulates, reduces and clips the gradients of an optimizer step."""
         if self._gradients is None:
-            raise RuntimeError("gradients are there while training")
+            raise RuntimeError("gradients exist only during fit")
         return self._gradients
 
-    def _refuse(self, own: Tensor, mean: Tensor) -> None:
-        """Raise UserError, the same on every rank: a loss was infinite or not a number, this rank's `own` or another's."""
-        found = [] if torch.isfinite(own) else self._step_samples
-        parts = [found]
-        if isinstance(self.trainer.strategy, DSPStrategy):
-            parts = [[]] * self.trainer.world_size
-            torch.distributed.all_gather_object(parts, found)
+    def _raise_not_finite(self, local: Tensor, mean: Tensor) -> None:
+        """Raise UserError, the same on every rank: the loss of this rank (`local`) or of another one is not finite."""
+        found = [] if torch.isfinite(local) else self._step_samples
+        parts = self.world.gather(found)
         samples = ", ".join(str(index) for index in sorted({index for part in parts for index in part}))
         raise UserError(
             f"the loss is {mean.item()} at step {self.global_step}, sample {samples}; lower model.optimizer.lr, lengthen its "
@@ -162,10 +164,10 @@ class TrainingModule(LightningModule):
     def configure_optimizers(self) -> Any:
         config = self.config.optimizer
         total = config.total_steps or int(self.trainer.estimated_stepping_batches)
-        # One kernel for all parameters; in mixed precision Lightning refuses to clip gradients for it.
+        # `fused`: one kernel for all parameters. In mixed precision Lightning refuses to clip gradients of a fused optimizer.
         fused = not str(self.trainer.precision).endswith("mixed")
         options = {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.eps, "fused": fused}
-        optimizer = make_optimizer(self.model.parameters(), self.trainer.strategy, **options)
+        optimizer = self.world.optimizer(self.model.parameters(), **options)
         schedule = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: learning_rate(step, config, total) / config.lr
         )
@@ -190,11 +192,8 @@ class TrainingModule(LightningModule):
             self.scores[chain] = {name: float(values[row]) for name, values in found.items()}
 
     def _collect(self, stage: str) -> None:
-        """Bring all ranks' scores together, in the order of the chains; log their means, and each lDDT-CA where few."""
-        parts: list[dict[str, dict[str, float]]] = [self.scores]
-        if isinstance(self.trainer.strategy, DSPStrategy):
-            parts = [{}] * self.trainer.world_size
-            torch.distributed.all_gather_object(parts, self.scores)
+        """Gather the scores of all ranks in the order of the chains; log their means, and each lDDT-CA if there are few."""
+        parts = self.world.gather(self.scores)
         order = {chain: place for place, chain in enumerate(self.chain_names.get(stage, []))}
         scores = mean_by_chain(parts)
         scores = dict(sorted(scores.items(), key=lambda item: order.get(item[0], 0)))
@@ -209,10 +208,10 @@ class TrainingModule(LightningModule):
 
 
 def mean_by_chain(parts: Sequence[dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
-    """Every chain once, with the means of what ranks found for it.
+    """Mean of each chain's scores over the ranks that scored it.
 
-    All ranks of a sequence group score the same chain, and the mean of their losses is its loss; a chain that fills up a
-    data rank's share is scored by several groups, alike.
+    All ranks of a sequence group score the same chain, and the mean of their losses is the chain's loss. Chains that fill up a
+    data rank's share are scored by several groups, with equal results.
     """
     found: dict[str, list[dict[str, float]]] = {}
     for part in parts:

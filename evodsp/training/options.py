@@ -1,7 +1,7 @@
-"""Options of `evodsp fit`, `validate` and `test`, defined once: for the quick help here, for the run in `command.py`.
+"""Options of `evodsp fit`, `validate` and `test`, defined once for the quick help (here) and for the run (`command.py`).
 
-Importing Lightning takes seconds, so help lists our own options in full (no torch needed) and of Lightning's Trainer those
-that people use most; `--trainer.help` imports Lightning and lists them all.
+Importing Lightning takes seconds. So `--help` lists all of our own options, which need no torch, and only the most used options
+of Lightning's Trainer; `--trainer.help` imports Lightning and lists all of them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ from typing import Any, Literal
 
 from jsonargparse import ActionConfigFile
 
-from evodsp.argument_parser import OneLineErrors
+from evodsp.argument_parser import OneLineErrors, leaves
+from evodsp.config import PRESETS, ModelConfig
+from evodsp.errors import UserError, nearest
 from evodsp.model.schedule import CommunicationPlan
 from evodsp.parallel.config import ParallelConfig
 from evodsp.training.config import DataConfig, RunConfig, TrainingConfig
@@ -30,6 +32,7 @@ EXAMPLES: dict[Command, tuple[str, ...]] = {
         "evodsp fit --config configs/quickstart.yaml --model.evoformer.blocks 8 --trainer.max_steps 100",
         "evodsp fit --config configs/quickstart.yaml --ckpt_path last",
         "evodsp fit --config configs/quickstart.yaml --parallel.sequence 2",
+        "evodsp fit --config configs/quickstart.yaml --model.preset model_3",
         "evodsp fit --config configs/quickstart.yaml --print_config",
     ),
     "validate": ("evodsp validate --config configs/quickstart.yaml --ckpt_path best",),
@@ -39,44 +42,76 @@ EXAMPLES: dict[Command, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class TrainerOptions:
-    """Lightning's Trainer: the options used most (all of them: --trainer.help)."""
+    """Lightning's Trainer: its most used options (--trainer.help lists all)."""
 
     max_steps: int = 75_000
-    """Optimizer steps to train for."""
+    """Number of optimizer steps to train for."""
     max_epochs: int | None = -1
-    """Epochs (of data.samples_per_epoch samples) to train for; -1 for no limit."""
+    """Number of epochs (of data.samples_per_epoch samples) to train for; -1 for no limit."""
     max_time: str | None = None
     """Stop after this time, as DD:HH:MM:SS."""
     accelerator: str = "auto"
-    """cpu, gpu, …; auto takes a GPU if there is one."""
+    """cpu, gpu, …; auto uses GPUs if there are any."""
     devices: str | int | list[int] = "auto"
-    """Number of devices, or their indices."""
+    """Number of devices. On a CPU, auto starts parallel.sequence ranks; on GPUs it uses all of them."""
     num_nodes: int = 1
     """Number of machines."""
     precision: str | int | None = "32-true"
-    """Arithmetic: 32-true, bf16-mixed, …"""
+    """Floating-point precision: 32-true, bf16-mixed, …"""
     accumulate_grad_batches: int = 1
-    """Batches whose gradients are added up before each optimizer step."""
+    """Batches whose gradients are accumulated for each optimizer step."""
     gradient_clip_val: float | None = 0.1
-    """Largest norm of a gradient (whose: model.optimizer.clip); a larger one is scaled down to it."""
+    """Gradients with a larger norm are scaled down to this norm; model.optimizer.clip says which gradients."""
     log_every_n_steps: int = 10
-    """Steps between two rows of the logs."""
+    """Steps between two rows of curve.csv and of the other logs."""
     check_val_every_n_epoch: int | None = 1
     """Epochs between two validations."""
     limit_val_batches: int | float | None = None
-    """Validate on this many batches only; 0 for no validation."""
+    """Validate on at most this many batches; 0 for no validation."""
     num_sanity_val_steps: int | None = 0
-    """Validation batches to try before training starts."""
+    """Validation batches to run as a test before training starts."""
     enable_model_summary: bool | None = False
     """Print a table of the model's layers."""
     enable_progress_bar: bool | None = True
     """Show progress."""
 
 
+class PresetParser(OneLineErrors):
+    """A parser of the options below, in which `model.preset` sets the defaults of the model's sizes."""
+
+    def parse_args(self, args: Any = None, *rest: Any, **kwargs: Any) -> Any:
+        """Parse twice: first to find the preset, which any file or option may name, then with its sizes as the defaults."""
+        words = list(args or [])
+        name = super().parse_args([word for word in words if not word.startswith(_ENDS_PARSING)]).model.preset
+        if name is not None:
+            if name not in PRESETS:
+                raise UserError(
+                    f"{self.where('model.preset')}model.preset: no preset '{name}'.{nearest(name, PRESETS)} "
+                    f"Use one of {', '.join(sorted(PRESETS))}"
+                )
+            self.set_defaults(dict(leaves(ModelConfig.preset(name), "model")))
+        return super().parse_args(words, *rest, **kwargs)
+
+    def instantiate_settings(self, config: Any) -> Any:
+        """The typed settings of a parsed `config`; the preset's sizes are in it already."""
+        config = config.clone()
+        config.model.pop("preset")
+        return super().instantiate_settings(config)
+
+
+_ENDS_PARSING = ("--print_config", "--print-config", "--help", "-h")
+
+
 def add_arguments(parser: Any) -> None:
     """Add everything but the Trainer's options and --config to a jsonargparse parser."""
     parser.add_class_arguments(RunConfig)
     parser.add_class_arguments(TrainingConfig, "model")
+    parser.add_argument(
+        "--model.preset",
+        type=str | None,
+        help=f"Model whose sizes are the defaults of the sizes above: {', '.join(sorted(PRESETS))}. Sizes that are given "
+        "override it. null: the defaults shown.",
+    )
     parser.add_class_arguments(DataConfig, "data")
     parser.add_class_arguments(ParallelConfig, "parallel")
     parser.add_class_arguments(CommunicationPlan, "plan")
@@ -84,17 +119,15 @@ def add_arguments(parser: Any) -> None:
 
 def print_help(command: Command) -> None:
     """The quick help of `command` on standard output."""
-    parser = OneLineErrors(
+    parser = PresetParser(
         prog=f"evodsp {command}",
         usage=f"evodsp {command} --config FILE [--option value ...]",
-        description="\n".join(
-            (f"{SUMMARY[command].capitalize()}. Options come from YAML files and the command line; the last one wins.",)
-        ),
+        description=f"{SUMMARY[command].capitalize()}. Options come from YAML files and the command line; the last one wins.",
         epilog="Examples:  " + "  |  ".join(EXAMPLES[command]),
         parser_mode="omegaconf+",
     )
     parser.add_argument(
-        "-c", "--config", action=ActionConfigFile, help="YAML file of options; may be given more than once."
+        "-c", "--config", action=ActionConfigFile, help="YAML file of options. Several files may be given."
     )
     add_arguments(parser)
     parser.add_class_arguments(TrainerOptions, "trainer")

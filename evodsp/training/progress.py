@@ -1,4 +1,4 @@
-"""What a training run shows: a bar on a terminal, a line now and then elsewhere."""
+"""Progress of a training run: a bar on a terminal, otherwise a line every 20 seconds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SECONDS_BETWEEN_LINES = 20.0
 class TrainingProgress(ProgressBar):
     """One bar over all steps of `fit`, with the loss and the last validation's lDDT-CA; a printed line per validation.
 
-    Where standard error is no terminal (a log file, CI), lines take the bar's place.
+    If standard error is not a terminal (a log file, CI), lines replace the bar.
     """
 
     def __init__(self, console: Console | None = None) -> None:
@@ -91,7 +91,7 @@ def _summary(trainer: Trainer) -> str:
 
 
 def score_table(scores: dict[str, dict[str, float]]) -> str:
-    """Scores by chain as text, one line a chain and their mean."""
+    """A table of the scores: one line per chain, and their mean."""
     if not scores:
         return "no chains"
     mean = {name: sum(row[name] for row in scores.values()) / len(scores) for name in next(iter(scores.values()))}

@@ -1,15 +1,15 @@
-"""Lightning's strategy for a (data, sequence) mesh: Dynamic Sequence Parallelism and three ways to keep parameters.
+"""Lightning's strategy for a (data, sequence) mesh: Dynamic Sequence Parallelism with three ways to keep parameters.
 
-Every rank of a sequence group runs the whole training step on its shards of one sample; the MEAN over the group of its ranks'
-losses is the loss. The strategy starts the process group, gives the model its exchange and its parameters their place, and
-turns what ranks hold into files that any other mesh resumes from. How gradients become one is `evodsp.training.gradients`.
+Every rank of a sequence group runs the whole training step on its shards of one sample; the loss is the MEAN of the losses of
+the group's ranks. The strategy gives the model its exchange, places the parameters, and gathers sharded tensors into
+checkpoints that resume on any mesh. How gradients are reduced is in `evodsp.training.gradients`.
 """
 
 from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
@@ -17,30 +17,25 @@ import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import ParallelStrategy, Strategy
+from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.optim import Adam, Optimizer
+from torch.optim import Optimizer
 
 from evodsp.launch import process_group
-from evodsp.launch.consensus import check_same
 from evodsp.model.primitives import use_exchange
 from evodsp.model.schedule import CommunicationPlan
-from evodsp.parallel.config import ParallelConfig
 from evodsp.parallel.exchange import ShardedExchange
-from evodsp.parallel.group import Group
-from evodsp.parallel.mesh import Mesh, init_mesh
-from evodsp.training.batch_check import Agreement
-from evodsp.training.dtensor import spread_like, whole
+from evodsp.training.dtensor import gather_tree, shard_like
+from evodsp.training.world import MeshWorld
 
 
-class Ranks(ClusterEnvironment):
-    """This process's place, in Lightning's words. Somebody else started the ranks."""
+class LaunchedRank(ClusterEnvironment):
+    """Tells Lightning which rank this process is. A launcher has started all ranks already."""
 
     def __init__(self) -> None:
         self._place = process_group.place()
@@ -65,46 +60,32 @@ class Ranks(ClusterEnvironment):
         return self._place.ranks
 
     def set_world_size(self, size: int) -> None:
-        pass
+        """Lightning asks for this; the launcher decides the number of ranks."""
 
     def global_rank(self) -> int:
         return self._place.rank
 
     def set_global_rank(self, rank: int) -> None:
-        pass
+        """Lightning asks for this; the launcher numbers the ranks."""
 
     def local_rank(self) -> int:
         return self._place.local_rank
 
     def node_rank(self) -> int:
-        return 0 if self._place.local_rank == self._place.rank else 1  # only whether it is the first is ever asked
+        return (
+            0 if self._place.local_rank == self._place.rank else 1
+        )  # Lightning only asks whether this is the first node
 
 
 class DSPStrategy(ParallelStrategy):
-    """One device a rank, ranks in a (data, sequence) mesh. Raises UserError if the mesh does not multiply out."""
+    """One device per rank, ranks in the mesh of `world`. The ranks must have met (`MeshWorld.meet`) before the trainer runs."""
 
     strategy_name = "dsp"
 
-    def __init__(self, config: ParallelConfig, settings: str = "", plan: CommunicationPlan | None = None) -> None:
-        """`settings`: the run's, as text; that ranks were given different ones is found when they meet. `plan`: in which way
-        the model communicates."""
-        super().__init__(cluster_environment=Ranks())
-        self.config, self.settings, self.plan = config, settings, plan
-        self._mesh: Mesh | None = None
-        self._agreement: Agreement | None = None
-
-    @property
-    def mesh(self) -> Mesh:
-        if self._mesh is None:
-            raise RuntimeError("the mesh is made when the run starts")
-        return self._mesh
-
-    @property
-    def agreement(self) -> Agreement:
-        """Compares batches over ranks."""
-        if self._agreement is None:
-            raise RuntimeError("ranks meet when the run starts")
-        return self._agreement
+    def __init__(self, world: MeshWorld, plan: CommunicationPlan | None = None) -> None:
+        """`plan`: how the model communicates where there is more than one way."""
+        super().__init__(cluster_environment=LaunchedRank())
+        self.world, self.plan = world, plan
 
     @property
     def root_device(self) -> torch.device:
@@ -115,25 +96,21 @@ class DSPStrategy(ParallelStrategy):
         super().setup_environment()
         for decorator in (rank_zero_only, utilities_rank_zero_only):
             setattr(decorator, "rank", self.global_rank)  # noqa: B010  (an attribute of a function)
-        process_group.start("nccl" if self.root_device.type == "cuda" else "gloo", self.config.timeout)
-        check_same("settings", self.settings, Group(dist.distributed_c10d._get_default_group()))
-        timeout = process_group.collective_timeout(self.config.timeout)
-        self._mesh = init_mesh(self.config.sequence, self.root_device.type, timeout)
-        self._agreement = Agreement(self._mesh, timeout)
 
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None
         assert self.lightning_module is not None
+        config, mesh = self.world.config, self.world.mesh
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.lightning_module)
         self.model_to_device()
-        _copy_from_first_rank(self.lightning_module)
-        if self.mesh.sequence > 1:
-            wire = torch.bfloat16 if self.config.wire == "bf16" else None
-            exchange = ShardedExchange(self.mesh.sequence_group(), self.config.overlap, wire)
+        broadcast_weights(self.lightning_module)
+        if mesh.sequence > 1:
+            wire = torch.bfloat16 if config.wire == "bf16" else None
+            exchange = ShardedExchange(mesh.sequence_group(), config.overlap, wire)
             use_exchange(self.lightning_module, exchange, self.plan)
-        if self.config.parameters == "fsdp2":
-            spread_parameters(cast(nn.Module, self.lightning_module.model))
+        if config.parameters == "fsdp2":
+            shard_parameters(cast(nn.Module, self.lightning_module.model))
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
@@ -141,13 +118,13 @@ class DSPStrategy(ParallelStrategy):
             _optimizers_to_device(self.optimizers, self.root_device)
 
     def on_train_start(self) -> None:
-        _end_when_asked()
+        _restore_sigterm()
 
     def on_validation_start(self) -> None:
-        _end_when_asked()
+        _restore_sigterm()
 
     def on_test_start(self) -> None:
-        _end_when_asked()
+        _restore_sigterm()
 
     def model_to_device(self) -> None:
         assert self.lightning_module is not None
@@ -162,7 +139,7 @@ class DSPStrategy(ParallelStrategy):
         return held[0]
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """The mean, or the sum, over the ranks of `group` (None: all). A new tensor; what is no tensor comes back as it is."""
+        """The mean or the sum over the ranks of `group` (None: all), as a new tensor. Other objects are returned unchanged."""
         if not isinstance(tensor, Tensor):
             return tensor
         mean = reduce_op in ("mean", "avg", dist.ReduceOp.AVG, None)
@@ -175,54 +152,51 @@ class DSPStrategy(ParallelStrategy):
         return self.lightning_module.state_dict()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Rank 0 writes the whole of everything, so that any other mesh can read it. All ranks must come here together."""
-        super().save_checkpoint(whole(checkpoint, keep=self.is_global_zero), filepath, storage_options)
+        """Rank 0 writes full tensors, so that a run on any mesh can read them. All ranks must call this together."""
+        super().save_checkpoint(gather_tree(checkpoint, keep=self.is_global_zero), filepath, storage_options)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            optimizer.load_state_dict(_placed(state, optimizer))
+            optimizer.load_state_dict(_shard_state(state, optimizer))
         _optimizers_to_device(self.optimizers, self.root_device)
 
 
-def _end_when_asked() -> None:
-    """SIGTERM ends this process at once, even while it waits for another rank.
+def _restore_sigterm() -> None:
+    """Let SIGTERM end this process at once, even while it waits for another rank.
 
-    Lightning's handler, in place by now, broadcasts: where two ranks are asked at different places, or one is dead, that hangs.
+    Lightning's handler, installed by now, broadcasts first. That hangs if two ranks get the signal at different places, or if
+    one of them is dead.
     """
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def make_optimizer(parameters: Iterator[nn.Parameter], strategy: Strategy, **options: Any) -> Optimizer:
-    """Adam; where the strategy says `zero1`, each rank keeps the state of its share of the parameters."""
-    if isinstance(strategy, DSPStrategy) and strategy.config.parameters == "zero1":
-        return ZeroRedundancyOptimizer(parameters, Adam, parameters_as_bucket_view=True, **options)
-    return Adam(parameters, **options)
-
-
-def spread_parameters(model: nn.Module) -> None:
-    """FSDP2 over all ranks: each keeps its share of every parameter, and a unit's parameters are gathered while it runs."""
+def shard_parameters(model: nn.Module) -> None:
+    """Shard every parameter over all ranks with FSDP2. A module that `gathers_parameters` gathers its own while it runs."""
     mesh = init_device_mesh(next(model.parameters()).device.type, (dist.get_world_size(),))
     for module in list(model.modules()):
         if getattr(module, "gathers_parameters", False):
             fully_shard(module, mesh=mesh)
-    # True: between steps every parameter is a share, which the moving average and checkpoints rely on.
+    # True: between steps every parameter is sharded, which the moving average and checkpoints rely on.
     fully_shard(model, mesh=mesh, reshard_after_forward=True)
 
 
-def _placed(state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
-    """An optimizer's state with each tensor spread as its parameter is."""
+def _shard_state(state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
+    """An optimizer's state with each tensor sharded as its parameter is."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     entries = {
-        index: {name: spread_like(v, parameters[index]) if isinstance(v, Tensor) else v for name, v in entry.items()}
+        index: {name: shard_like(v, parameters[index]) if isinstance(v, Tensor) else v for name, v in entry.items()}
         for index, entry in state["state"].items()
     }
     return {**state, "state": entries}
 
 
 @torch.no_grad()
-def _copy_from_first_rank(module: nn.Module) -> None:
-    """Weights that differ from the start would differ for ever. The same seed gives the same; this holds on any hardware."""
+def broadcast_weights(module: nn.Module) -> None:
+    """Broadcast rank 0's weights; initial differences would persist.
+
+    The same seed gives the same weights on the same hardware only.
+    """
     parameters = [parameter.detach() for parameter in module.parameters()]
     if parameters:
         flat = torch.cat([parameter.reshape(-1) for parameter in parameters])

@@ -1,4 +1,4 @@
-"""Every array of a parameter file is accounted for: what is missing, unknown or misshapen is named, with both shapes."""
+"""Check that a parameter file has exactly a model's arrays, and name the first one that is missing, unknown or misshapen."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ def check_arrays(
     source: str,
     shown: Callable[[str], str] = str,
 ) -> None:
-    """Raise UserError naming the first array that is missing, unknown or misshapen, and both shapes.
+    """Raise UserError that names the first array which is missing, unknown or of another shape, and both shapes.
 
-    `shown`: how the file itself calls an array, where it has other names than `expected`.
+    `expected`: shape of each array of the model. `source`: the file, for the message. `shown`: translates a name of `expected`
+    into the name that the file uses.
     """
     if missing := sorted(expected.keys() - arrays.keys()):
         key = missing[0]
@@ -39,6 +40,14 @@ def check_arrays(
             f"{source}: array '{shown(key)}' has the shape {tuple(arrays[key].shape)}, but the model needs "
             f"{expected[key]}{_and_more(misshapen)}; is it another model's file?"
         )
+
+
+def multimer_error(source: str) -> UserError:
+    """The error for a file of an AlphaFold-Multimer model."""
+    return UserError(
+        f"{source}: holds an AlphaFold-Multimer model, but evodsp has monomer models only; "
+        "give a monomer file, such as params_model_1_ptm.npz or finetuning_ptm_2.pt"
+    )
 
 
 def _and_more(keys: list[str]) -> str:

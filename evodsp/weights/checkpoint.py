@@ -1,9 +1,15 @@
-"""Checkpoints: Lightning's files with the model's sizes and a format version inside, read without Lightning.
+"""evodsp's checkpoints: Lightning's files, with the model's sizes and a format version added. They are read without Lightning.
 
-Keys of ours: `format_version`; `model_config` (nested dictionary of sizes); `features` (dictionary of the feature pipeline's
-sizes that the model was validated with, where known); `state_dict` (raw weights, names begin with
-`model.`); `ema_state_dict` (their exponential moving average, where training kept one). Everything is tensors, numbers, strings
-and containers, so files are loaded with `weights_only=True`: a checkpoint from a stranger cannot run code.
+Keys that evodsp reads:
+
+- `format_version`;
+- `model_config`: nested dictionary of the model's sizes;
+- `features`, optional: dictionary of the feature sizes that the model was validated with;
+- `state_dict`: raw weights, under names that begin with `model.`;
+- `ema_state_dict`, optional: the exponential moving average of the weights.
+
+Everything is tensors, numbers, strings and containers, so files are loaded with `weights_only=True`: a stranger's checkpoint
+cannot run code.
 """
 
 from __future__ import annotations
@@ -29,7 +35,7 @@ PREFIX = "model."
 
 
 def checkpoint_entries(config: ModelConfig, features: FeatureConfig | None) -> dict[str, Any]:
-    """What makes a Lightning checkpoint readable by `load_model` and, with `features`, by `load_features`; no weights."""
+    """The entries, besides the weights, that `load_model` and `load_features` need in a Lightning checkpoint."""
     entries: dict[str, Any] = {"format_version": FORMAT_VERSION, "model_config": config.to_dict()}
     if features is not None:
         entries["features"] = dataclasses.asdict(features)
@@ -39,13 +45,15 @@ def checkpoint_entries(config: ModelConfig, features: FeatureConfig | None) -> d
 def read_checkpoint(path: str | Path) -> dict[str, Any]:
     """The checkpoint's dictionary, on the CPU, memory-mapped. Raises UserError if the file is not an evodsp checkpoint."""
     path = Path(path)
+    if path.is_dir():
+        raise UserError(f"{path}: a folder, but an evodsp checkpoint is a file; give <output>/checkpoints/last.ckpt")
     if not path.is_file():
         raise UserError(f"{path}: no such checkpoint file; give one that `evodsp fit` wrote to <output>/checkpoints")
     if container(path) is None:
         raise UserError(f"{path}: not a checkpoint (or cut short); give a .ckpt file written by `evodsp fit`")
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # a damaged file's pickle raises whatever its reader stumbles over
+    except Exception as error:  # a damaged pickle can raise any exception
         raise UserError(
             f"{path}: not a readable checkpoint, it is damaged or another program's; give one written by `evodsp fit`"
         ) from error
@@ -64,11 +72,14 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
 
 
 def load_model(path: str | Path, raw: bool = False, preset: str | None = None) -> AlphaFold:
-    """The model of a checkpoint, or of DeepMind's or OpenFold's parameter file, on the CPU, in evaluation mode.
+    """Load a model from an evodsp checkpoint or from DeepMind's or OpenFold's parameters; on the CPU, in evaluation mode.
 
-    Its weights are the exponential moving average, or the raw ones where `raw` is set or training kept no average. `preset`:
-    the model that a parameter file is of; None: as its name says (params_model_1_ptm.npz). Raises UserError if the file is
-    none of these, its weights do not fit the model, or a preset is given for a checkpoint, which has sizes of its own.
+    path: evodsp's .ckpt, DeepMind's .npz, OpenFold's .pt or .ckpt, or a DeepSpeed folder written by OpenFold.
+    raw: take the raw weights. By default they are the exponential moving average, if training kept one.
+    preset: the model that DeepMind's or OpenFold's parameters belong to; None: read from the file's name, such as
+        params_model_1_ptm.npz. evodsp's checkpoints hold their sizes, so they take no preset.
+
+    Raises UserError if the file cannot be read, its weights do not fit the model, or a preset is given for evodsp's checkpoint.
     """
     if is_parameter_file(path):
         return load_published(path, preset, raw)[0].eval()
@@ -81,10 +92,10 @@ def load_model(path: str | Path, raw: bool = False, preset: str | None = None) -
 
 
 def load_features(path: str | Path, preset: str | None = None) -> FeatureConfig:
-    """The feature sizes that a checkpoint's model was validated with; the defaults of `FeatureConfig` where it has none.
+    """The feature sizes that a checkpoint's model was validated with; without an entry, the defaults of `FeatureConfig`.
 
-    Of DeepMind's and OpenFold's parameter files, those that the preset's model predicts with; `preset` as in `load_model`.
-    Raises UserError if the file is none of these or its sizes are not of this version.
+    For DeepMind's and OpenFold's parameters, the sizes that DeepMind predicts with; `preset` as in `load_model`. Raises
+    UserError if the file cannot be read, or its sizes are of another version of evodsp.
     """
     if is_parameter_file(path):
         name = preset or preset_of(Path(path))
@@ -101,29 +112,30 @@ def load_features(path: str | Path, preset: str | None = None) -> FeatureConfig:
 
 
 def load_weights(model: AlphaFold, weights: Mapping[str, Tensor], source: str) -> None:
-    """Copy `weights` into `model`. Raises UserError naming the first that is missing, unknown or misshapen."""
-    own = model.state_dict()
-    for what, names in (("lacks", own.keys() - weights.keys()), ("has the unknown", weights.keys() - own.keys())):
+    """Copy `weights` into `model`. Raises UserError that names the first one which is missing, unknown or of another shape."""
+    expected = model.state_dict()
+    lacking, unknown = expected.keys() - weights.keys(), weights.keys() - expected.keys()
+    for what, names in (("lacks", lacking), ("has the unknown", unknown)):
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            raise UserError(f"{source}: {what} parameter '{min(names)}'{more}; it is of another model")
-    for name, value in own.items():
+            raise UserError(f"{source}: {what} parameter '{min(names)}'{more}; it belongs to another model")
+    for name, value in expected.items():
         if value.shape != weights[name].shape:
             raise UserError(
                 f"{source}: parameter '{name}' has the shape {tuple(weights[name].shape)}, "
-                f"the model {tuple(value.shape)}; it is of another model"
+                f"the model {tuple(value.shape)}; it belongs to another model"
             )
     model.load_state_dict(dict(weights))
 
 
 def check_same_model(path: str | Path, checkpoint: Mapping[str, Any], config: ModelConfig) -> None:
-    """Raise UserError naming the first size in which a checkpoint's model and `config` differ."""
-    theirs, ours = _flat(_config(path, checkpoint).to_dict()), _flat(config.to_dict())
-    free = ("dropout", "checkpoint")  # of training only
-    for key, value in ours.items():
-        if theirs[key] != value and not key.endswith(free):
+    """Raise UserError that names the first size in which a checkpoint's model and `config` differ."""
+    saved, wanted = _flat(_config(path, checkpoint).to_dict()), _flat(config.to_dict())
+    may_differ = ("dropout", "checkpoint")  # they matter in training only
+    for key, value in wanted.items():
+        if saved[key] != value and not key.endswith(may_differ):
             raise UserError(
-                f"{path}: trained with model.{key} {theirs[key]}, but the config says {value}; make them equal"
+                f"{path}: trained with model.{key} {saved[key]}, but the config says {value}; make them equal"
             )
 
 
@@ -133,9 +145,9 @@ def save_model(
     averaged: Mapping[str, Tensor] | None = None,
     features: FeatureConfig | None = None,
 ) -> None:
-    """Write a checkpoint of weights alone, for prediction.
+    """Write a checkpoint for prediction: weights and sizes, no optimizer state.
 
-    `averaged`: the moving average, by the model's parameter names. `features`: what `load_features` is to give.
+    `averaged`: the moving average, by the model's parameter names. `features`: the sizes that `load_features` returns.
     The file appears whole or not at all.
     """
     checkpoint = checkpoint_entries(model.config, features)
@@ -148,14 +160,14 @@ def save_model(
 
 
 def model_config(path: str | Path) -> ModelConfig:
-    """The sizes of a checkpoint's model. Raises UserError if the file is no evodsp checkpoint."""
+    """The sizes of a checkpoint's model. Raises UserError if the file is not an evodsp checkpoint."""
     return _config(path, read_checkpoint(path))
 
 
 def _own_checkpoint(path: str | Path, preset: str | None) -> dict[str, Any]:
     checkpoint = read_checkpoint(path)
     if preset is not None:
-        raise UserError(f"{path}: holds its model's sizes itself, so --preset {preset} has no place; leave it out")
+        raise UserError(f"{path}: holds its model's sizes itself, so --preset {preset} cannot be given; leave it out")
     return checkpoint
 
 

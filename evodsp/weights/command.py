@@ -1,7 +1,8 @@
-"""`evodsp weights import` and `export`: parameter files to checkpoints and back."""
+"""`evodsp weights import` and `export`: convert parameter files to checkpoints and back."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 from evodsp.errors import UserError
@@ -14,14 +15,26 @@ from evodsp.weights.openfold import export_openfold, write_openfold
 from evodsp.weights.published import is_parameter_file, load_parameters, load_published
 
 
-def import_weights(settings: ImportConfig) -> str:
-    """Write a checkpoint from DeepMind's or OpenFold's parameter file; returns a line that says what was done.
+def run_import(settings: ImportConfig, words: list[str]) -> int:
+    """`evodsp weights import`: the exit code. `words`: the command line (not needed here)."""
+    print(import_weights(settings), file=sys.stderr)
+    return 0
 
-    Raises UserError if the output exists, or the file is not exactly that of the model.
+
+def run_export(settings: ExportConfig, words: list[str]) -> int:
+    """`evodsp weights export`: the exit code. `words`: the command line (not needed here)."""
+    print(export_weights(settings), file=sys.stderr)
+    return 0
+
+
+def import_weights(settings: ImportConfig) -> str:
+    """Write a checkpoint from DeepMind's or OpenFold's parameters; returns a line that says what was done.
+
+    Raises UserError if the output exists, or the parameters are not exactly the model's.
     """
     check_output(settings.output, settings.overwrite)
     path = settings.checkpoint
-    _refuse_own(path)
+    _refuse_checkpoint(path)
     if settings.like is not None:
         sizes, config = str(settings.like), model_config(settings.like)
         features = load_features(settings.like)
@@ -37,7 +50,7 @@ def import_weights(settings: ImportConfig) -> str:
 def export_weights(settings: ExportConfig) -> str:
     """Write DeepMind's or OpenFold's parameter file from a checkpoint; returns a line that says what was done.
 
-    Raises UserError if the output exists, or the checkpoint is none.
+    Raises UserError if the output exists, or the checkpoint cannot be read.
     """
     check_output(settings.output, settings.overwrite)
     kind = settings.output_format
@@ -53,15 +66,15 @@ def export_weights(settings: ExportConfig) -> str:
     return f"{settings.output}: {kind}, {_count(model):,} parameters in {count} arrays"
 
 
-def _refuse_own(path: Path) -> None:
-    """Raise UserError if `path` is a checkpoint of evodsp's already."""
+def _refuse_checkpoint(path: Path) -> None:
+    """Raise UserError if `path` is already an evodsp checkpoint."""
     if container(path) != "torch" or is_parameter_file(path):
         return
     try:
         read_checkpoint(path)
     except UserError:
-        return  # not evodsp's: its reader says what is wrong with it
-    raise UserError(f"{path}: is a checkpoint of evodsp's already; use it as it is")
+        return  # not evodsp's: the other readers say what is wrong with it
+    raise UserError(f"{path}: is already an evodsp checkpoint; use it as it is")
 
 
 def _count(model: AlphaFold) -> int:

@@ -1,4 +1,4 @@
-"""Settings of `evodsp weights import` and `export`. Importing this costs nothing (no torch), so that their help is quick."""
+"""Settings of `evodsp weights import` and `export`. This module does not import torch, so the commands' help is quick."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ class ImportConfig:
     """Which parameter file to read, and where to put the checkpoint."""
 
     checkpoint: Path
-    """Parameter file to read: DeepMind's .npz or OpenFold's .pt in either of its namings, told apart by their content."""
+    """Parameters to read: DeepMind's .npz, OpenFold's .pt or .ckpt, or the folder that DeepSpeed wrote for OpenFold."""
     output: Path
     """Checkpoint to write, for `evodsp predict --checkpoint`."""
     preset: str | None = None
-    """Model the parameters are of, such as model_1_ptm; null: as the file is named after it (params_model_1_ptm.npz,
-    finetuning_ptm_2.pt). Stacks may differ in length."""
+    """Model that the parameters belong to, such as model_1_ptm; null: read from the file's name (params_model_1_ptm.npz,
+    finetuning_ptm_2.pt). The number of blocks in each stack is taken from the file."""
     like: Path | None = None
-    """In place of a preset, a checkpoint of evodsp's whose sizes the parameters have: the one that they were exported from."""
+    """An evodsp checkpoint to take the sizes from, instead of a preset: the one that the parameters were exported from."""
     raw: bool = False
-    """Of a training checkpoint of OpenFold's, use the weights of the last step instead of their moving average."""
+    """From an OpenFold training checkpoint, take the weights of the last step instead of their moving average."""
     overwrite: bool = False
     """Replace the output if it exists."""
 
@@ -45,49 +45,55 @@ class ExportConfig:
     """Which checkpoint to read, and where to put the parameter file."""
 
     checkpoint: Path
-    """Checkpoint written by `evodsp fit` or `evodsp weights import`; or another parameter file, to convert it."""
+    """Checkpoint written by `evodsp fit` or `evodsp weights import`; or another program's parameters, to convert them."""
     output: Path
     """Parameter file to write."""
     format: Format | None = None
-    """Whose names and shapes: deepmind (.npz), openfold (.pt, version 2 and later), openfold-legacy (.pt, before version 2 and
-    its published checkpoints); null: by the output's suffix, .npz or .pt."""
+    """Names and shapes to write: deepmind (.npz), openfold (.pt, version 2 and later), openfold-legacy (.pt, releases before
+    version 2 and the published checkpoints); null: by the output's suffix, .npz or .pt."""
     preset: str | None = None
-    """Model that another parameter file is of; null: as it is named. Checkpoints need none."""
+    """Model that another program's parameters belong to; null: read from the file's name. evodsp's checkpoints need none."""
     raw: bool = False
     """Use the raw weights of the checkpoint instead of their exponential moving average."""
     fused: bool = False
-    """Keep both sides of triangle multiplication in one array, as newer models of DeepMind's and OpenFold's do."""
+    """Keep both sides of triangle multiplication in one array, as newer models of DeepMind and OpenFold do."""
     overwrite: bool = False
     """Replace the output if it exists."""
 
     @property
     def output_format(self) -> Format:
-        """The format given, or the suffix's. Raises UserError if neither says it."""
+        """The format given, or the one that the output's suffix implies. Raises UserError if there is neither."""
         found = self.format or _FORMATS.get(self.output.suffix)
         if found is None:
             raise UserError(
-                f"{self.output}: the name does not say which format; end it in .npz or .pt, or give --format "
+                f"{self.output}: the format is unknown from this name; end it in .npz or .pt, or give --format "
                 f"{', '.join(get_args(Format))}"
             )
         return found
 
 
 def preset_of(path: Path) -> str:
-    """The preset that a file is named after: params_model_1_ptm.npz is of model_1_ptm. Raises UserError if it is of none.
+    """The preset that a file's name stands for: model_1_ptm for params_model_1_ptm.npz.
 
-    OpenFold's published checkpoints have its first model with templates or without them.
+    OpenFold's published checkpoints are model_1 with templates and model_3 without (_no_templ). Raises UserError if the name
+    stands for no preset.
     """
     if found := _PUBLISHED.search(path.stem):
         return found[0]
     if found := _OPENFOLD.match(path.stem):
         return f"model_{3 if found[1] else 1}{found[2] or ''}"
+    if "multimer" in path.stem:
+        raise UserError(
+            f"{path}: an AlphaFold-Multimer model by its name, but evodsp has monomer models only; "
+            "give a monomer file, or --preset if the name is wrong"
+        )
     raise UserError(
         f"{path}: the name does not say which model it is; give --preset, one of {', '.join(sorted(PRESETS))}"
     )
 
 
 def published_features(preset: str) -> FeatureConfig:
-    """The feature sizes that DeepMind predicts with (supplement, table 5); the defaults for a model of ours."""
+    """The feature sizes that DeepMind predicts with (supplement, table 5); the defaults for evodsp's own presets."""
     found = _PUBLISHED.fullmatch(preset)
     if not found:
         return FeatureConfig()
@@ -103,7 +109,7 @@ def published_features(preset: str) -> FeatureConfig:
 
 
 def check_output(path: Path, overwrite: bool) -> None:
-    """Raise UserError if `path` cannot be written without losing something."""
+    """Raise UserError if `path` is a folder, or exists and may not be overwritten."""
     if path.is_dir():
         raise UserError(f"{path}: is a folder; give --output the name of a file")
     if path.exists() and not overwrite:

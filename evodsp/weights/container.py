@@ -1,4 +1,4 @@
-"""Files that hold parameters: what kind one is, by its content."""
+"""What kind of file holds parameters: NumPy's or PyTorch's, by its content."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ Container = Literal["npz", "torch"]
 
 
 def container(path: Path) -> Container | None:
-    """Which program's file it is, whatever its name: NumPy's .npz, PyTorch's, or None if neither (or cut short)."""
+    """The kind of file by its content, not its name: NumPy's .npz, PyTorch's, or None if neither (or cut short)."""
     if not path.is_file():
         return None
     try:
         with zipfile.ZipFile(path) as file:
             members = file.namelist()
-    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError):  # the last two: a damaged directory
+    # A damaged directory of the archive raises ValueError or NotImplementedError.
+    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError):
         return None
     if any(name.endswith(".npy") for name in members):
         return "npz"

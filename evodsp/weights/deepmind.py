@@ -1,8 +1,7 @@
-"""Parameters in and out of DeepMind's files (`params_model_*.npz`), by the table of names.
+"""Read and write DeepMind's parameter files (`params_model_*.npz`), by the table in `names.py`.
 
-Nothing is skipped or guessed: an array that is missing, one that the model has no place for, and one of another shape are
-errors. Values are copied, never computed with, so float32 (the published files) makes the round trip bit for bit; other floats
-are converted to it.
+The file must have exactly the model's arrays, each in the right shape. Values are copied, so the round trip of float32, the
+dtype of the published files, is bitwise identical; other floats are converted to float32.
 """
 
 from __future__ import annotations
@@ -22,15 +21,16 @@ from evodsp.config import ModelConfig
 from evodsp.errors import UserError, nearest
 from evodsp.files import whole_file
 from evodsp.model.alphafold import AlphaFold
-from evodsp.weights.accounting import check_arrays
+from evodsp.weights.accounting import check_arrays, multimer_error
 from evodsp.weights.container import container
 from evodsp.weights.names import Name, block_probes, parameter_names
 
 FUSED_MARK = "/triangle_multiplication_outgoing/projection//weights"  # only newer files have this array
+MULTIMER_MARK = "/~_relative_encoding/"  # a scope that monomer models do not have
 
 
 def read_npz(path: str | Path) -> dict[str, np.ndarray]:
-    """All arrays of a parameter file. Raises UserError if it is no .npz file of floating-point arrays."""
+    """All arrays of a parameter file. Raises UserError if it is not an .npz file of floats, or of a multimer model."""
     path = Path(path)
     if not path.is_file():
         raise UserError(f"{path}: no such parameter file; give DeepMind's params_model_<n>.npz")
@@ -40,10 +40,14 @@ def read_npz(path: str | Path) -> dict[str, np.ndarray]:
         with np.load(path, allow_pickle=False) as file:
             arrays = {key: file[key] for key in file.files}
     except (ValueError, OSError, EOFError, zipfile.BadZipFile, zlib.error, NotImplementedError) as error:
-        raise UserError(f"{path}: unreadable .npz file, it is damaged or another program's; fetch it again") from error
+        raise UserError(
+            f"{path}: unreadable .npz file, it is damaged or another program's; download it again"
+        ) from error
     for key, array in arrays.items():
         if not (isinstance(array, np.ndarray) and array.dtype.kind == "f"):
-            raise UserError(f"{path}: '{key}' is no array of floats; give DeepMind's params_model_<n>.npz")
+            raise UserError(f"{path}: '{key}' is not an array of floats; give DeepMind's params_model_<n>.npz")
+    if any(MULTIMER_MARK in key for key in arrays):
+        raise multimer_error(str(path))
     return arrays
 
 
@@ -54,15 +58,18 @@ def write_npz(path: str | Path, arrays: Mapping[str, np.ndarray]) -> None:
 
 
 def load_deepmind(path: str | Path, model: AlphaFold) -> None:
-    """Set every parameter of `model` from DeepMind's file. Raises UserError unless the file is exactly this model's."""
+    """Set every parameter of `model` from DeepMind's parameter file `path`.
+
+    Raises UserError that names the first array which is missing, unknown or of another shape; the model is then unchanged.
+    """
     set_parameters(model, read_npz(path), str(path))
 
 
 def set_parameters(model: AlphaFold, arrays: Mapping[str, np.ndarray], source: str = "parameter file") -> None:
     """Set every parameter of `model` from DeepMind's arrays, in either layout of triangle multiplication.
 
-    `source`: the file, for messages. Raises UserError that names the first array which is missing, unknown or misshapen, and
-    both shapes; the model is then unchanged.
+    `source`: the file, for error messages. Raises UserError that names the first array which is missing, unknown or of another
+    shape; the model is then unchanged.
     """
     names = parameter_names(model.config, fused=is_fused(arrays))
     check_arrays(arrays, expected_shapes(model, names), source)
@@ -70,7 +77,10 @@ def set_parameters(model: AlphaFold, arrays: Mapping[str, np.ndarray], source: s
 
 
 def export_deepmind(model: AlphaFold, fused: bool = False) -> dict[str, np.ndarray]:
-    """DeepMind's arrays of `model`, float32, with full keys. `fused`: triangle multiplication in the newer layout."""
+    """The parameters of `model` as DeepMind's arrays, float32, with full keys.
+
+    `fused`: keep both sides of triangle multiplication in one array, as newer files do.
+    """
     parameters = dict(model.named_parameters())
     single: dict[str, np.ndarray] = {}
     stacked: dict[str, list[np.ndarray]] = defaultdict(list)
@@ -84,7 +94,7 @@ def export_deepmind(model: AlphaFold, fused: bool = False) -> dict[str, np.ndarr
 
 
 def is_fused(arrays: Iterable[str]) -> bool:
-    """Whether these keys are of the layout that keeps triangle multiplication's left and right side in one array."""
+    """Whether these keys have the layout that keeps both sides of triangle multiplication in one array."""
     return any(key.endswith(FUSED_MARK) for key in arrays)
 
 
@@ -98,12 +108,12 @@ def with_blocks_of(config: ModelConfig, arrays: Mapping[str, np.ndarray]) -> Mod
 
 
 def expected_shapes(module: nn.Module, names: Iterable[Name]) -> dict[str, tuple[int, ...]]:
-    """The shape of each of DeepMind's arrays, with the axis of blocks where it has one."""
+    """The shape of each of DeepMind's arrays; the arrays of a stack have a leading axis of blocks."""
     parameters = dict(module.named_parameters())
     shapes: dict[str, tuple[int, ...]] = {}
     for name in names:
         shape = name.array_shape(tuple(parameters[name.ours].shape))
-        for key in name.keys:  # blocks come in order: the last one's number is the axis's length less one
+        for key in name.keys:  # names come in order of blocks: the last block's number plus one is the length
             shapes[key] = shape if name.block is None else (name.block + 1, *shape)
     return shapes
 
@@ -125,7 +135,7 @@ def our_array(name: Name, arrays: Mapping[str, np.ndarray]) -> Tensor:
 
 
 def their_arrays(name: Name, parameter: Tensor) -> list[np.ndarray]:
-    """The inverse of `our_array`: one block of each of the arrays that make up `parameter`, in the order of `name.keys`."""
+    """The inverse of `our_array`: the arrays that make up `parameter`, in the order of `name.keys`, one block of each."""
     shape = name.array_shape(tuple(parameter.shape))
     parts = np.split(parameter.detach().float().cpu().numpy(), len(name.keys))
     return [np.array(part.T, order="C").reshape(shape) for part in parts]
@@ -133,7 +143,7 @@ def their_arrays(name: Name, parameter: Tensor) -> list[np.ndarray]:
 
 @torch.no_grad()
 def load_arrays(module: nn.Module, names: Iterable[Name], arrays: Mapping[str, np.ndarray]) -> None:
-    """Set every parameter of `module` that `names` lists. Raises UserError on a missing or misshapen array."""
+    """Set every parameter of `module` that `names` lists. Raises UserError if an array is missing or has another shape."""
     parameters = dict(module.named_parameters())
     for name in names:
         value, parameter = our_array(name, arrays), parameters[name.ours]

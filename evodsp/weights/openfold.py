@@ -1,9 +1,14 @@
-"""Parameters in and out of OpenFold's checkpoints (`.pt`), by the table of names.
+"""Read and write OpenFold's checkpoints (`.pt`, `.ckpt`, DeepSpeed folders), by the table in `names.py`.
 
-Both of OpenFold's namings are read, the present one and that of its releases before version 2, in which its published
-checkpoints are; a file may mix them, as those of the time between do. So are three forms on disk: the arrays alone (published);
-Lightning's checkpoint (`state_dict`, and `ema` with the averaged `params`); DeepSpeed's (`module`). Nothing is skipped or
-guessed, as in `evodsp.weights.deepmind`, and values are copied, never computed with: float32 makes the round trip bit for bit.
+OpenFold renamed its layers in version 2; its published checkpoints use the older names. Both namings are read,
+also mixed in one file, as releases between the two wrote them. Three forms are read:
+
+- published checkpoints: the arrays alone;
+- Lightning's training checkpoints: `state_dict`, and the moving average under `ema: {params: ...}`;
+- DeepSpeed's training checkpoints, a folder: `module` instead of `state_dict` (`deepspeed.py`).
+
+Training checkpoints also hold objects of classes that evodsp does not have; they are skipped safely (`untrusted.py`). The file
+must have exactly the model's arrays. Values are copied, so the round trip of float32 is bitwise identical.
 """
 
 from __future__ import annotations
@@ -21,12 +26,15 @@ from evodsp.config import ModelConfig
 from evodsp.errors import UserError
 from evodsp.files import whole_file
 from evodsp.model.alphafold import AlphaFold
-from evodsp.weights.accounting import check_arrays
+from evodsp.weights.accounting import check_arrays, multimer_error
 from evodsp.weights.container import container
+from evodsp.weights.deepspeed import parameter_file
 from evodsp.weights.names import Name, older, parameter_names
+from evodsp.weights.untrusted import load_untrusted
 
 FUSED_MARK = ".linear_ab_p.weight"  # only newer models with fused projections have this array
 MARKS = ("structure_module.ipa.head_weights", "evoformer.linear.weight")  # all of OpenFold's models have these
+MULTIMER_MARK = "structure_module.ipa.linear_k.weight"  # monomer models keep keys and values in one array, linear_kv
 TRANSITION_LAYERS = 3
 _WRAPPERS = re.compile(r"^(?:module\.)?(?:model\.)?")
 _STACKS = {
@@ -37,55 +45,52 @@ _STACKS = {
 
 
 def read_openfold(path: str | Path, raw: bool = False) -> dict[str, Tensor]:
-    """The arrays of an OpenFold checkpoint under the names it has for them, on the CPU, memory-mapped.
+    """The arrays of an OpenFold checkpoint, named as in the file, on the CPU, memory-mapped.
 
-    They are the moving average where the file has one, or the weights of the last step where `raw` is set. Raises UserError if
-    the file is no such checkpoint.
+    `path`: a file, or a DeepSpeed folder. The result is the moving average if the file has one and `raw` is not set, otherwise
+    the weights of the last step. Raises UserError if `path` is not an OpenFold checkpoint of a monomer model.
     """
-    path = Path(path)
-    if path.is_dir():
-        raise UserError(
-            f"{path}: is a folder; join a DeepSpeed checkpoint into one file with the zero_to_fp32.py in it"
-        )
-    if not path.is_file():
-        raise UserError(f"{path}: no such parameter file; give OpenFold's .pt checkpoint")
-    if container(path) is None:
-        raise UserError(f"{path}: not a .pt file of PyTorch's (or cut short); give OpenFold's checkpoint")
-    try:
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # a damaged file's pickle raises whatever its reader stumbles over
-        raise UserError(
-            f"{path}: not a readable checkpoint: damaged, or with more than tensors in it; "
-            "save its dictionary of parameters alone, with torch.save"
-        ) from error
-    return openfold_arrays(content, str(path), raw)
+    file = parameter_file(path)
+    if not file.is_file():
+        raise UserError(f"{file}: no such parameter file; give OpenFold's .pt checkpoint")
+    if container(file) is None:
+        raise UserError(f"{file}: not a PyTorch .pt file (or cut short); give OpenFold's checkpoint")
+    return openfold_arrays(load_untrusted(file), str(file), raw)
 
 
 def openfold_arrays(content: Any, source: str, raw: bool = False) -> dict[str, Tensor]:
-    """The arrays in what `torch.load` gave of an OpenFold checkpoint. Raises UserError if it holds none."""
+    """The arrays in an OpenFold checkpoint's loaded `content`. Raises UserError if there are none, or of a multimer model."""
     forms = [form for form in _forms(content) if _is_openfold(form)]
     if not forms:
         raise UserError(f"{source}: not an OpenFold checkpoint, it lacks '{MARKS[0]}'; give one of a monomer model")
     arrays = {_WRAPPERS.sub("", str(key)): value for key, value in forms[-1 if raw else 0].items()}
+    if MULTIMER_MARK in arrays:
+        raise multimer_error(source)
     for key, value in arrays.items():
         if not (isinstance(value, Tensor) and value.is_floating_point()):
-            raise UserError(f"{source}: '{key}' is no array of floats; give OpenFold's checkpoint of a monomer model")
+            raise UserError(
+                f"{source}: '{key}' is not an array of floats; give OpenFold's checkpoint of a monomer model"
+            )
     return arrays
 
 
 def is_openfold(content: Any) -> bool:
-    """Whether what `torch.load` gave is of an OpenFold checkpoint, in any of its forms."""
+    """Whether a file's loaded `content` is an OpenFold checkpoint, in any of its forms."""
     return any(_is_openfold(form) for form in _forms(content))
 
 
 def write_openfold(path: str | Path, arrays: Mapping[str, Tensor]) -> None:
-    """Write a checkpoint as OpenFold publishes them: the arrays alone. It appears whole or not at all."""
+    """Write a checkpoint in the form that OpenFold publishes: the arrays alone. It appears whole or not at all."""
     with whole_file(path) as partial:
         torch.save(dict(arrays), partial)
 
 
 def load_openfold(path: str | Path, model: AlphaFold, raw: bool = False) -> None:
-    """Set every parameter of `model` from OpenFold's file. Raises UserError unless the file is exactly this model's."""
+    """Set every parameter of `model` from OpenFold's checkpoint `path`, a file or a DeepSpeed folder.
+
+    `raw`: use the weights of the last step instead of the moving average. Raises UserError that names the first array which is
+    missing, unknown or of another shape; the model is then unchanged.
+    """
     set_parameters(model, read_openfold(path, raw), str(path))
 
 
@@ -93,8 +98,8 @@ def load_openfold(path: str | Path, model: AlphaFold, raw: bool = False) -> None
 def set_parameters(model: AlphaFold, arrays: Mapping[str, Tensor], source: str = "parameter file") -> None:
     """Set every parameter of `model` from OpenFold's arrays, in either naming and layout of triangle multiplication.
 
-    `source`: the file, for messages. Raises UserError that names the first array which is missing, unknown or misshapen, and
-    both shapes; the model is then unchanged.
+    `source`: the file, for error messages. Raises UserError that names the first array which is missing, unknown or of another
+    shape; the model is then unchanged.
     """
     names = parameter_names(model.config, fused=is_fused(arrays))
     parameters = dict(model.named_parameters())
@@ -104,7 +109,7 @@ def set_parameters(model: AlphaFold, arrays: Mapping[str, Tensor], source: str =
     for key in arrays:
         known = key if key in shapes else present.get(key, key)
         if known in renamed:
-            raise UserError(f"{source}: holds '{renamed[known]}' and '{key}', two names of one array; take one out")
+            raise UserError(f"{source}: holds '{renamed[known]}' and '{key}', two names of one array; remove one")
         renamed[known] = key
     is_older = any(key not in shapes and key in present for key in arrays)
     check_arrays(
@@ -119,33 +124,33 @@ def set_parameters(model: AlphaFold, arrays: Mapping[str, Tensor], source: str =
 
 
 def export_openfold(model: AlphaFold, legacy: bool = False, fused: bool = False) -> dict[str, Tensor]:
-    """OpenFold's arrays of `model`, float32, on the CPU.
+    """The parameters of `model` as OpenFold's arrays, float32, on the CPU.
 
-    `legacy`: the names of OpenFold's releases before version 2. `fused`: the projections of triangle multiplication side by
-    side, as in its models with fused projections. Raises UserError if OpenFold's model has no place for a layer.
+    `legacy`: use the names of OpenFold's releases before version 2. `fused`: keep both sides of triangle multiplication in one
+    array, as OpenFold's models with fused projections do. Raises UserError if OpenFold's model has no place for a layer.
     """
     layers = model.config.structure_module.transition_layers
     if layers != TRANSITION_LAYERS:
         raise UserError(
-            f"the model has structure_module.transition_layers {layers}, but OpenFold's always {TRANSITION_LAYERS}; "
-            "write DeepMind's names instead"
+            f"the model has structure_module.transition_layers {layers}, but OpenFold's models always have "
+            f"{TRANSITION_LAYERS}; export with --format deepmind instead"
         )
     parameters = dict(model.named_parameters())
     arrays: dict[str, Tensor] = {}
     for name in parameter_names(model.config, fused):
         value = _in_order(parameters[name.ours].detach().float().cpu(), name)
         for key, part in zip(name.openfold, value.chunk(len(name.openfold)), strict=True):
-            arrays[older(key) if legacy else key] = part.clone()  # a view would be saved with all of its matrix
+            arrays[older(key) if legacy else key] = part.clone()  # torch.save writes all of a view's storage
     return arrays
 
 
 def is_fused(arrays: Iterable[str]) -> bool:
-    """Whether these keys are of the layout that keeps a and b of triangle multiplication in one array."""
+    """Whether these keys have the layout that keeps a and b of triangle multiplication in one array."""
     return any(key.endswith(FUSED_MARK) for key in arrays)
 
 
 def with_blocks_of(config: ModelConfig, arrays: Iterable[str]) -> ModelConfig:
-    """`config` with as many blocks in each stack as these keys number."""
+    """`config` with as many blocks in each stack as there are block numbers in these keys."""
     keys = list(arrays)
     for stack, pattern in _STACKS.items():
         if blocks := len({found[1] for key in keys if (found := pattern.match(key))}):
@@ -164,12 +169,12 @@ def expected_shapes(names: Iterable[Name], parameters: Mapping[str, tuple[int, .
 
 
 def _in_order(value: Tensor, name: Name) -> Tensor:
-    """Our parameter in OpenFold's order of its rows, or the other way round."""
+    """Our parameter with its rows in OpenFold's order, or OpenFold's array in ours: the same swap of two halves."""
     return torch.cat(value.chunk(2)[::-1]) if name.halves_swapped else value
 
 
 def _forms(content: Any) -> list[Mapping[Any, Any]]:
-    """Where the arrays may lie, the moving average first."""
+    """The dictionaries that may hold the arrays, the moving average first."""
     if not isinstance(content, Mapping):
         return []
     averaged = content.get("ema")

@@ -1,15 +1,12 @@
-"""Models of other programs' parameter files: DeepMind's `.npz` and OpenFold's `.pt`, told apart by their content.
+"""Models from other programs' parameter files: DeepMind's `.npz` and OpenFold's checkpoints, told apart by their content.
 
-Such files hold no sizes. They are those of a preset, which the file's name or the user says, with as many blocks in each stack
-as the arrays have; or those that `load_parameters` is told.
+These files do not hold the model's sizes. The sizes come from a preset, named by the user or by the file's name, with as many
+blocks in each stack as the arrays have; or the caller of `load_parameters` gives them.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
-
-import torch
 
 from evodsp.config import ModelConfig
 from evodsp.errors import UserError
@@ -17,24 +14,31 @@ from evodsp.model.alphafold import AlphaFold
 from evodsp.weights import deepmind, openfold
 from evodsp.weights.config import preset_of
 from evodsp.weights.container import container
+from evodsp.weights.deepspeed import parameter_file
+from evodsp.weights.untrusted import load_untrusted
 
 
 def is_parameter_file(path: str | Path) -> bool:
-    """Whether this is DeepMind's or OpenFold's file; False for evodsp's checkpoints and for whatever cannot be read."""
-    kind = container(Path(path))
+    """Whether `path` is DeepMind's or OpenFold's; False for evodsp's checkpoints and for files that cannot be read.
+
+    Raises UserError if `path` is a folder, but not a DeepSpeed checkpoint that can be read.
+    """
+    file = parameter_file(path)
+    kind = container(file)
     if kind != "torch":
         return kind == "npz"
     try:
-        content: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception:  # a damaged file's pickle raises whatever its reader stumbles over
+        content = load_untrusted(file)
+    except UserError:
         return False
     return openfold.is_openfold(content) and "format_version" not in content
 
 
 def load_published(path: str | Path, preset: str | None = None, raw: bool = False) -> tuple[AlphaFold, int]:
-    """The model of a parameter file with a preset's sizes (None: as its name says), and how many arrays the file has.
+    """The model in a parameter file, and the number of the file's arrays.
 
-    Stacks may differ in length from the preset's. Raises UserError if the file is none or not exactly that of the model.
+    `preset`: the model's sizes; None: as the file's name says. The number of blocks in each stack is the file's.
+    `raw` and errors are as in `load_parameters`.
     """
     return load_parameters(path, ModelConfig.preset(preset or preset_of(Path(path))), raw, any_depth=True)
 
@@ -42,12 +46,13 @@ def load_published(path: str | Path, preset: str | None = None, raw: bool = Fals
 def load_parameters(
     path: str | Path, config: ModelConfig, raw: bool = False, any_depth: bool = False
 ) -> tuple[AlphaFold, int]:
-    """The model of a parameter file with these sizes, and how many arrays the file has.
+    """The model of these sizes with the parameters of a file, and the number of the file's arrays.
 
-    `raw`: of OpenFold's training checkpoints the weights of the last step instead of their moving average. `any_depth`: with as
-    many blocks in each stack as the arrays have. Raises UserError if the file is none or not exactly that of the model.
+    `raw`: from OpenFold's training checkpoints take the weights of the last step instead of their moving average. `any_depth`:
+    take the number of blocks in each stack from the file. Raises UserError if `path` is not a parameter file, or has other
+    arrays than the model.
     """
-    path = Path(path)
+    path = parameter_file(path)
     kind = container(path)
     if path.is_file() and kind is None:
         raise UserError(f"{path}: neither DeepMind's .npz nor OpenFold's .pt (or cut short); give one of these")

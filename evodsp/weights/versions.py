@@ -8,6 +8,8 @@ from typing import Any
 FORMAT_VERSION = 2
 """Version of the checkpoints that are written. Every earlier one can be read."""
 
+# `ensembles` was a feature size in version 1 and is an option of prediction now.
+_RETIRED_FEATURES = ("ensembles",)
 # Version 1 had the sub-layers of the MSA stack directly in the block.
 _MSA_LAYER = re.compile(
     r"(?<=\.)(blocks\.\d+\.)(row_attention|column_attention|msa_transition|outer_product_mean)(?=\.)"
@@ -22,6 +24,8 @@ def upgrade(checkpoint: dict[str, Any]) -> None:
     for key in _WEIGHTS:
         if isinstance(weights := checkpoint.get(key), dict):
             checkpoint[key] = {_renamed(name): value for name, value in weights.items()}
+    if isinstance(features := checkpoint.get("features"), dict):
+        checkpoint["features"] = {name: size for name, size in features.items() if name not in _RETIRED_FEATURES}
     checkpoint["format_version"] = FORMAT_VERSION
 
 

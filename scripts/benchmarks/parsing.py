@@ -22,7 +22,7 @@ from Bio.SeqIO.FastaIO import SimpleFastaParser
 
 from evodsp.data.mmcif import read_structure
 from evodsp.data.parsers import parse_a3m, parse_stockholm
-from evodsp.geometry.residues import RESTYPE_ORDER
+from evodsp.geometry.alphabet import RESTYPE_ORDER
 
 
 def a3m_by_characters(path: Path) -> list[tuple[list[int], list[int]]]:

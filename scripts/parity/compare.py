@@ -1,10 +1,12 @@
-"""Compare evodsp live with DeepMind's JAX code, and with OpenFold where that is installed: `make parity`.
+"""Compare evodsp live with DeepMind's JAX code and with OpenFold: `make parity`.
 
     .venv/bin/python -m scripts.parity.compare --alphafold .venv-parity/bin/python [--model model_1_ptm] [--seed 0]
+    OPENFOLD_SOURCE=<clone> .venv/bin/python -m scripts.parity.compare --openfold <python with OpenFold's requirements>
 
-All sides get the same dense random parameters, features and structure (subject.py), through a temporary folder: each other side
-runs in a Python environment of its own. Outputs, every term of the loss and the gradient of the total loss by every parameter
-are compared after two recycling passes. Exit code 1 if one is further away than allowed, 2 if a side could not run.
+All sides get the same dense random parameters, features and structure (subject.py), through a temporary folder: DeepMind's code
+and OpenFold each run in a Python environment of their own. After two recycling passes the outputs, every term of the loss, and
+the gradient of the total loss by every parameter are compared. The exit code is 1 if a difference is larger than allowed, and 2
+if a side could not run. OpenFold is skipped if it is not installed.
 """
 
 from __future__ import annotations
@@ -25,31 +27,40 @@ from evodsp.config import ModelConfig
 from evodsp.errors import UserError
 from evodsp.geometry.frames import pseudo_beta
 from evodsp.model.alphafold import AlphaFold
-from evodsp.weights.deepmind import export_deepmind, set_parameters, write_npz
+from evodsp.weights.deepmind import export_deepmind, is_fused, set_parameters, write_npz
 from evodsp.weights.openfold import export_openfold, write_openfold
+from evodsp.weights.openfold import set_parameters as set_openfold_parameters
 
 from . import evodsp_side, table
 from .subject import Sizes, Subject, shallow
 
 HERE = Path(__file__).resolve().parent
 SKIPPED = 3
-"""Exit code of a side whose package is not installed."""
+"""Exit code of a side if its package is not installed."""
 RECYCLED_EDGES = np.linspace(3.25, 20.75, 15)
-"""Å; edges of the distogram of the structure that is recycled."""
+"""Å; edges of the bins that distances of the recycled structure are sorted into."""
 TOO_NEAR = 1e-4
-"""Å; a recycled distance nearer than this to an edge may fall on either side of it, by rounding."""
+"""Å; rounding decides the bin of a recycled distance that is nearer than this to an edge."""
 MODELS = [f"model_{number}{ptm}" for ptm in ("", "_ptm") for number in range(1, 6)]
 SETTINGS = ("model", "fused", "evoformer", "extra_msa", "template", "structure")
-"""What the other sides have to know of the command line."""
+"""Options that the other sides need."""
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Compare evodsp live with AlphaFold2's JAX code and with OpenFold.")
-    parser.add_argument("--alphafold", type=Path, required=True, help="python that has alphafold-colabfold installed")
-    parser.add_argument("--openfold", type=Path, help="python that has openfold installed; none: this one")
-    parser.add_argument("--model", default="model_1_ptm", choices=MODELS, help="preset, its stacks shortened")
-    parser.add_argument("--seed", type=int, default=0, help="parameters, features and structure are drawn from it")
-    parser.add_argument("--fused", action="store_true", help="newer layout of triangle multiplication's parameters")
+    parser.add_argument(
+        "--alphafold", type=Path, help="python with alphafold-colabfold; none: compare with OpenFold only"
+    )
+    parser.add_argument(
+        "--openfold",
+        type=Path,
+        help="python with OpenFold, or with its requirements and OPENFOLD_SOURCE set to a clone; none: this python",
+    )
+    parser.add_argument("--model", default="model_1_ptm", choices=MODELS, help="preset; its stacks are shortened")
+    parser.add_argument("--seed", type=int, default=0, help="seed of parameters, features and structure")
+    parser.add_argument(
+        "--fused", action="store_true", help="use the newer layout of triangle multiplication's parameters"
+    )
     parser.add_argument("--evoformer", type=int, default=2, help="Evoformer blocks (published: 48)")
     parser.add_argument("--extra-msa", type=int, default=1, help="extra-MSA blocks (published: 4)")
     parser.add_argument("--template", type=int, default=2, help="template pair blocks (published: 2)")
@@ -80,9 +91,14 @@ def run(options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="evodsp-parity-") as folder:
         file = Path(folder) / "subject.npz"
         np.savez(file, allow_pickle=False, settings=np.array(json.dumps(settings)), **subject.flat())
-        passed = against_alphafold(options.alphafold, config, subject, file)
-        openfold = options.openfold or Path(sys.executable)
-        return 0 if against_openfold(openfold, config, subject, file) and passed else 1
+        results: list[bool | None] = []
+        if options.alphafold is not None:
+            results.append(against_alphafold(options.alphafold, config, subject, file))
+        results.append(against_openfold(options.openfold or Path(sys.executable), config, subject, file))
+    compared = [passed for passed in results if passed is not None]
+    if not compared:
+        raise UserError("nothing was compared; give --alphafold, or --openfold a python that has OpenFold")
+    return 0 if all(compared) else 1
 
 
 def heading(options: argparse.Namespace, config: ModelConfig, sizes: Sizes, subject: Subject) -> str:
@@ -111,29 +127,46 @@ def against_alphafold(python: Path, config: ModelConfig, subject: Subject, file:
     return report(ours, theirs, subject)
 
 
-def against_openfold(python: Path, config: ModelConfig, subject: Subject, file: Path) -> bool:
-    """Unverified where openfold is not installed: see openfold_side.py."""
+def against_openfold(python: Path, config: ModelConfig, subject: Subject, file: Path) -> bool | None:
+    """Whether all differences are within what is allowed; None if OpenFold is not installed."""
     model = AlphaFold(config)
     set_parameters(model, subject.parameters)
     for name, legacy in (("openfold.pt", False), ("openfold_legacy.pt", True)):
         write_openfold(file.with_name(name), export_openfold(model, legacy))
     write_npz(file.with_name("deepmind.npz"), export_deepmind(model))
+    start = time.perf_counter()
     theirs = other_side(python, "openfold_side", file)
     if theirs is None:
-        print("\nOpenFold: skipped, it is not installed (README: how to install it from its repository)")
-        return True
-    ours = evodsp_side.predict(model, subject.features)
-    print("\nOpenFold against evodsp")
+        print("\nOpenFold: skipped, it is not installed (`make parity OPENFOLD=<clone>` compares with a clone of it)")
+        return None
+    seconds = time.perf_counter() - start
+    start = time.perf_counter()
+    ours = evodsp_side.run(config, subject.parameters, subject.features, subject.structure, theirs)
+    print(f"\nOpenFold ({seconds:.0f} s) against evodsp ({time.perf_counter() - start:.0f} s)")
     imported = table.Row(
         "checkpoint", float(theirs.pop("import_difference")), 0.0, "OpenFold's own import against ours"
     )
-    return report(ours, theirs, subject, [imported])
+    return report(ours, in_deepmind_layout(config, subject, theirs), subject, [imported])
+
+
+def in_deepmind_layout(config: ModelConfig, subject: Subject, theirs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """OpenFold's results, with each gradient converted to DeepMind's array as its parameter would be."""
+    gradients = {
+        key.removeprefix(table.GRADIENT): torch.from_numpy(value)
+        for key, value in theirs.items()
+        if key.startswith(table.GRADIENT)
+    }
+    holder = AlphaFold(config)
+    set_openfold_parameters(holder, gradients, "OpenFold's gradients")
+    converted = export_deepmind(holder, is_fused(subject.parameters))
+    others = {key: value for key, value in theirs.items() if not key.startswith(table.GRADIENT)}
+    return others | {f"{table.GRADIENT}{key}": value for key, value in converted.items()}
 
 
 def other_side(python: Path, script: str, subject: Path) -> dict[str, np.ndarray] | None:
-    """What a side made of the subject, or None if its package is not installed. Raises UserError if it failed."""
+    """The results of another side, or None if its package is not installed. Raises UserError if it failed."""
     result = subject.with_name(f"{script}.npz")
-    # Not resolved: a virtual environment's python is a link, and its place tells it where its packages are.
+    # Not resolved: a virtual environment's python is a link, and finds its packages by the link's place.
     command = [str(python.absolute()), str(HERE / f"{script}.py"), str(subject), str(result)]
     try:
         done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
@@ -149,7 +182,7 @@ def other_side(python: Path, script: str, subject: Path) -> dict[str, np.ndarray
 
 
 def report(ours: table.Arrays, theirs: table.Arrays, subject: Subject, first: Sequence[table.Row] = ()) -> bool:
-    """Print the table, `first` at its head; True if all is within what is allowed."""
+    """Print the table, beginning with the rows `first`. Returns whether all differences are within what is allowed."""
     features = subject.features
     rows = [*first, *table.compare(ours, theirs, features)]
     print(table.text(rows))
@@ -157,13 +190,14 @@ def report(ours: table.Arrays, theirs: table.Arrays, subject: Subject, first: Se
         nearest = nearest_to_an_edge(theirs["recycled/positions"], features["aatype"][-1], features["seq_mask"][-1])
         if nearest < TOO_NEAR:
             print(
-                f"note: a recycled distance is {nearest:.0e} Å from a bin's edge, rounding may decide it; try other seeds"
+                f"note: a recycled distance is {nearest:.0e} Å from a bin's edge, so rounding may decide its bin; "
+                "try other seeds"
             )
     return all(row.passed for row in rows)
 
 
 def nearest_to_an_edge(positions: np.ndarray, aatype: np.ndarray, seq_mask: np.ndarray) -> float:
-    """The smallest distance in Å between a recycled CB-CB distance and an edge of the bins it is sorted into."""
+    """The smallest difference in Å between a recycled CB-CB distance and an edge of the bins."""
     beta = pseudo_beta(torch.from_numpy(aatype), torch.from_numpy(positions)).double().numpy()[seq_mask > 0]
     distances = np.linalg.norm(beta[:, None] - beta, axis=-1)[np.triu_indices(len(beta), 1)]
     return float(np.abs(distances[:, None] - RECYCLED_EDGES).min())

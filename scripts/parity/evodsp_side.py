@@ -51,12 +51,6 @@ def run(
     return results | {f"gradient/{key}": value for key, value in gradients(model, is_fused(parameters)).items()}
 
 
-@torch.no_grad()
-def predict(model: AlphaFold, features: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Outputs of the last pass. `features`: axes [cycle, …]."""
-    return outputs_of(model({name: torch.from_numpy(values)[None] for name, values in features.items()}))
-
-
 def labels_of(aatype: np.ndarray, structure: dict[str, np.ndarray]) -> dict[str, Tensor]:
     """What the losses look at, from the atoms of a structure; axes [batch, R, …]."""
     positions, mask = (torch.from_numpy(structure[f"all_atom_{name}"]) for name in ("positions", "mask"))

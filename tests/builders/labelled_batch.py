@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from evodsp.config import LossConfig
+from evodsp.geometry.alphabet import RESTYPE_ORDER
 from evodsp.geometry.frames import structure_labels
-from evodsp.geometry.residues import RESTYPE_ATOM14_MASK, RESTYPE_ATOM37_MASK, RESTYPE_ORDER
+from evodsp.geometry.residues import RESTYPE_ATOM14_MASK, RESTYPE_ATOM37_MASK
 
 RESIDUES, CLUSTERS = 7, 5
 WEIGHTS = LossConfig(

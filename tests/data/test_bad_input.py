@@ -10,12 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from evodsp.data.chain_folder import read_alignment_dir
 from evodsp.data.mmcif import read_chain, read_structure
 from evodsp.data.parsers import parse_a3m, parse_fasta, parse_stockholm
-from evodsp.data.store import FeatureStore, read_alignment_dir
-from evodsp.data.types import ProteinSequence
+from evodsp.data.records import ProteinSequence
+from evodsp.data.store import FeatureStore
 from evodsp.errors import UserError
-from tests.data.test_mmcif import atom, entry
+from tests.builders.mmcif import atom, entry
 
 STO = "# STOCKHOLM 1.0\n"
 CIF = entry(
@@ -80,7 +81,7 @@ A3M_CASES = {
         ">q\nACDE\n>h\nACDE\n>g x\nAC",
         [":5: ", "'g' has 2 match columns", "'q' has 4", "truncated"],
     ),
-    "unequal rows": (">q\nACDE\n>h\nACaaDEF\n>g\nACDE\n", [":3: ", "'h' has 5", "'q' has 4", "mend the row"]),
+    "unequal rows": (">q\nACDE\n>h\nACaaDEF\n>g\nACDE\n", [":3: ", "'h' has 5", "'q' has 4", "correct the row"]),
     "digit": (">q\nACDE\n>h\nAC\nD7\n", [":5: ", "letter '7'", "'h'", "remove it"]),
     "symbol": (">q\nACDE\n>h\nA*DE\n", [":4: ", "letter '*'"]),
     "insertions only": (">q\nacde\n", [":1: ", "0 match columns"]),
@@ -105,7 +106,7 @@ STOCKHOLM_CASES = {
     "no sequences": (STO + "#=GF ID x\n//\n", ["no sequences", "search again"]),
     "words": (STO + "q AC DE\n//\n", [":2: ", "found 3 words"]),
     "gaps only": (STO + "q ----\nh ACDE\n//\n", [":2: ", "'q' consists of gaps"]),
-    "two alignments": (STO + "q AC\n//\n" + STO + "q AC\n//\n", [":4: ", "one alignment a file"]),
+    "two alignments": (STO + "q AC\n//\n" + STO + "q AC\n//\n", [":4: ", "one alignment per file"]),
 }
 
 
@@ -165,7 +166,7 @@ def test_query_differs_from_the_first_row(tmp_path: Path):
     """Catches features of one protein trained against the structure of another."""
     path = folder(tmp_path, {"bfd.a3m": ">other\nACDE\n"})
     file = str(path / "bfd.a3m")
-    parts = ("'other' has 'D' at position 3", "query 'mine' has 'W'", "(1 positions differ)", "remove the file")
+    parts = ("'other' has 'D' at position 3", "query 'mine' has 'W'", "(1 position differs)", "remove the file")
     says(lambda: read_alignment_dir(path, ProteinSequence("mine", "ACWE")), file, *parts)
     says(
         lambda: read_alignment_dir(path, ProteinSequence("mine", "ACDEF")),

@@ -14,68 +14,21 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from evodsp.config import FeatureConfig
-from evodsp.data.dataset import ChainDataset, Sample, check_query, collate, load_record, prediction_sample
-from evodsp.data.features import FEATURE_AXES, encode_sequence
+from evodsp.data.dataset import ChainDataset, Sample, collate, load_record, prediction_sample
+from evodsp.data.features import FEATURE_AXES
+from evodsp.data.records import Alignment, Chain, ProteinSequence
 from evodsp.data.store import FeatureStore
-from evodsp.data.template_hits import TemplateHit
-from evodsp.data.types import Alignment, Chain, ProteinSequence
 from evodsp.errors import UserError
-from evodsp.geometry import residues
+from evodsp.geometry.alphabet import encode_sequence
 from evodsp.geometry.frames import structure_labels
+from tests.builders.alignments import make_alignment
+from tests.builders.chains import AMINO_ACIDS, MemoryStore, make_chain
 
 CONFIG = FeatureConfig(crop_size=12, msa_clusters=6, extra_msa=7, recycles=3)
 WHOLE = replace(CONFIG, crop_size=None)
 
 
-def make_chain(name: str, letters: str, resolved: bool = True, resolution: float | None = 2.0) -> Chain:
-    """A chain whose every atom lies near (10 i, 0, 0), i the residue's index."""
-    length = len(letters)
-    mask = residues.RESTYPE_ATOM37_MASK[encode_sequence(letters)].astype(np.float32) * resolved
-    jitter = np.random.default_rng(length).normal(size=(length, 37, 3))
-    positions = jitter + np.array([10.0, 0, 0]) * np.arange(length)[:, None, None]
-    return Chain(
-        pdb_id=name,
-        chain_id="A",
-        sequence=letters,
-        residue_number=np.arange(1, length + 1, dtype=np.int32),
-        insertion_code=("",) * length,
-        is_missing=np.full(length, not resolved),
-        positions=(positions * mask[..., None]).astype(np.float32),
-        mask=mask,
-        resolution=resolution,
-    )
-
-
-def make_alignment(letters: str, rows: int = 9, source: str = "hits.a3m") -> Alignment:
-    rng = np.random.default_rng(rows)
-    msa = rng.integers(0, 22, (rows, len(letters))).astype(np.int8)
-    msa[0] = encode_sequence(letters)
-    deletions = (rng.integers(0, 5, msa.shape) * (rng.random(msa.shape) < 0.3)).astype(np.int32)
-    return Alignment(source, tuple(f"row{i}" for i in range(rows)), msa, deletions)
-
-
-class Memory:
-    """A source in memory that counts how often a chain is read."""
-
-    def __init__(self, *chains: Chain, rows: int = 9) -> None:
-        self.chains = {chain.key: chain for chain in chains}
-        self.rows = rows
-        self.reads: Counter[str] = Counter()
-
-    def alignments(self, key: str, query: ProteinSequence | None = None) -> list[Alignment]:
-        assert query is None or query.letters == self.chains[key].sequence
-        self.reads[key] += 1
-        return [make_alignment(self.chains[key].sequence, self.rows)]
-
-    def chain(self, key: str) -> Chain:
-        return self.chains[key]
-
-    def template_hits(self, key: str, query: ProteinSequence) -> list[TemplateHit]:
-        return []
-
-
-LETTERS = "ARNDCQEGHILKMFPSTWYV"
-FIVE = [make_chain(f"{i}abc", (LETTERS[i:] + LETTERS)[: 17 + 3 * i]) for i in range(5)]
+FIVE = [make_chain(f"{i}abc", (AMINO_ACIDS[i:] + AMINO_ACIDS)[: 17 + 3 * i]) for i in range(5)]
 
 
 def dataset(
@@ -86,7 +39,7 @@ def dataset(
     batch_group: int = 1,
 ) -> ChainDataset:
     keys = [chain.key for chain in chains]
-    return ChainDataset(Memory(*chains), keys, config, seed, training, batch_group)
+    return ChainDataset(MemoryStore(*chains), keys, config, seed, training, batch_group)
 
 
 def assert_equal(one: Sample, two: Sample) -> None:
@@ -210,8 +163,8 @@ def test_names_and_types_are_the_golden_ones(golden: Path) -> None:
 @pytest.mark.parametrize("length", [1, 12, 30])
 def test_shapes_are_fixed_with_a_crop_size(length: int, rows: int) -> None:
     """Short chains and shallow alignments are padded, long and deep ones cut: the model sees one shape."""
-    chain = make_chain("1abc", (LETTERS * 2)[:length])
-    data = ChainDataset(Memory(chain, rows=rows), [chain.key], replace(CONFIG, recycles=0), 0, training=True)
+    chain = make_chain("1abc", (AMINO_ACIDS * 2)[:length])
+    data = ChainDataset(MemoryStore(chain, rows=rows), [chain.key], replace(CONFIG, recycles=0), 0, training=True)
     sample = data[0]
     assert sample["msa_feat"].shape == (1, 6, 12, 49)
     assert sample["extra_msa"].shape == (1, 7, 12)
@@ -236,16 +189,16 @@ def test_cache_reads_a_chain_once_and_is_bounded() -> None:
     for _ in range(3):
         list(data)
     assert set(data.source.reads.values()) == {1}
-    small = ChainDataset(Memory(*FIVE), data.keys, data.config, 0, training=False, cache_bytes=1)
+    small = ChainDataset(MemoryStore(*FIVE), data.keys, data.config, 0, training=False, cache_bytes=1)
     for index in (0, 0, 1, 0):
         small[index]
     assert small.source.reads[FIVE[0].key] == 2
 
 
 def test_cache_drops_the_least_recently_used_chain() -> None:
-    chains = [make_chain(f"{i}abc", LETTERS) for i in range(3)]
-    one = load_record(Memory(*chains), chains[0].key).nbytes
-    data = ChainDataset(Memory(*chains), [c.key for c in chains], CONFIG, 0, training=False, cache_bytes=2 * one)
+    chains = [make_chain(f"{i}abc", AMINO_ACIDS) for i in range(3)]
+    one = load_record(MemoryStore(*chains), chains[0].key).nbytes
+    data = ChainDataset(MemoryStore(*chains), [c.key for c in chains], CONFIG, 0, training=False, cache_bytes=2 * one)
     for index in (0, 1, 0, 2, 0, 1):
         data[index]
     assert data.source.reads == {"0abc_A": 1, "1abc_A": 2, "2abc_A": 1}
@@ -260,7 +213,7 @@ def test_degenerate_chains_give_finite_samples(letters: str, resolved: bool) -> 
     """One residue, no known residue, no atom, one sequence: masks say so, and no number is undefined."""
     chain = make_chain("1abc", letters, resolved, resolution=None)
     for config in (CONFIG, WHOLE):
-        sample = ChainDataset(Memory(chain, rows=1), [chain.key], config, 0, training=True)[0]
+        sample = ChainDataset(MemoryStore(chain, rows=1), [chain.key], config, 0, training=True)[0]
         assert all(tensor.isfinite().all() for tensor in sample.values())
         assert sample["resolution"] == 0
         if not resolved:
@@ -307,14 +260,14 @@ def test_collate_refuses_what_is_no_batch() -> None:
 
 
 def test_prediction_takes_the_whole_chain_and_all_cycles() -> None:
-    query = ProteinSequence("q", LETTERS)
-    sample = prediction_sample(query, [make_alignment(LETTERS)], replace(CONFIG, crop_size=3), 0)
+    query = ProteinSequence("q", AMINO_ACIDS)
+    sample = prediction_sample(query, [make_alignment(AMINO_ACIDS)], replace(CONFIG, crop_size=3), 0)
     assert sample["aatype"].shape == (4, 20)
     assert set(sample) == set(FEATURE_AXES)
 
 
 def test_prediction_seeds_differ_and_repeat() -> None:
-    query, alignments = ProteinSequence("q", LETTERS), [make_alignment(LETTERS, 30)]
+    query, alignments = ProteinSequence("q", AMINO_ACIDS), [make_alignment(AMINO_ACIDS, 30)]
     one, again, other = (prediction_sample(query, alignments, CONFIG, seed) for seed in (1, 1, 2))
     assert_equal(one, again)
     assert (one["msa_feat"] != other["msa_feat"]).any()
@@ -333,33 +286,23 @@ def test_prediction_without_homologues() -> None:
 def test_structure_of_another_sequence_is_named() -> None:
     """The chain, the first differing residue (from 1) and both letters, in one line."""
 
-    class Swapped(Memory):
+    class Swapped(MemoryStore):
         def alignments(self, key: str, query: ProteinSequence | None = None) -> list[Alignment]:
             return [make_alignment("ARWD", source="1abc_A/hits.a3m")]
 
     chain = make_chain("1abc", "ARND")
     data = ChainDataset(Swapped(chain), [chain.key], CONFIG, 0, training=True)
-    with pytest.raises(UserError, match=r"chain 1abc_A: residue 3 is 'N', but 'W' in .* 1abc_A/hits\.a3m"):
+    with pytest.raises(UserError, match=r"1abc_A/hits\.a3m: .* has 'W' at position 3, the query '1abc_A' has 'N'"):
         data[0]
 
 
 def test_query_of_another_length_is_named() -> None:
-    with pytest.raises(UserError, match=r"sequence 'q': 4 residues, but 3 columns in hits\.a3m"):
+    with pytest.raises(UserError, match=r"hits\.a3m: .* has 3 residues, the query 'q' has 4"):
         prediction_sample(ProteinSequence("q", "ARND"), [make_alignment("ARN")], CONFIG, 0)
 
 
-def test_gap_in_the_query_row_is_named() -> None:
-    with pytest.raises(UserError, match="residue 2 is 'R', but a gap"):
-        check_query("q", "AR", np.array([0, 21], np.int8), "hits.a3m")
-
-
-def test_unknown_and_ambiguous_letters_agree() -> None:
-    """X stands for anything on either side; alignments write U as C, B as D and Z as E."""
-    check_query("q", "XAUBZ", np.array([5, 20, 4, 3, 6], np.int8), "hits.a3m")
-
-
 def test_chain_without_alignment_is_no_single_sequence_sample() -> None:
-    class Empty(Memory):
+    class Empty(MemoryStore):
         def alignments(self, key: str, query: ProteinSequence | None = None) -> list[Alignment]:
             return []
 
@@ -370,7 +313,7 @@ def test_chain_without_alignment_is_no_single_sequence_sample() -> None:
 
 def test_no_chains_is_an_error_at_once() -> None:
     with pytest.raises(UserError, match="no chains"):
-        ChainDataset(Memory(), [], CONFIG, 0, training=True)
+        ChainDataset(MemoryStore(), [], CONFIG, 0, training=True)
 
 
 def test_impossible_config_is_an_error_before_the_first_sample() -> None:

@@ -17,7 +17,6 @@ from evodsp.data.features import (
     Sizes,
     check_config,
     deletion_value,
-    encode_sequence,
     kept_rows,
     letter_probabilities,
     make_features,
@@ -29,9 +28,10 @@ from evodsp.data.features import (
     target_features,
 )
 from evodsp.data.msa import MsaFeatures, letter_profile, query_only
-from evodsp.data.templates import TemplateFeatures
 from evodsp.errors import UserError
+from evodsp.geometry.alphabet import encode_sequence
 from evodsp.rng import Draws
+from tests.builders.templates import from_raw
 from tests.conftest import load
 
 CONFIG = FeatureConfig(msa_clusters=32, extra_msa=64, max_templates=4, crop_size=72, recycles=1)
@@ -148,7 +148,7 @@ def test_processed_features(golden: Path, golden_msa: MsaFeatures) -> None:
     aatype = encode_sequence(raw["sequence"][0].decode())
     features = make_features(
         aatype, golden_msa, CONFIG, Draws.root(0), cycles=2, crop=Crop(0, 64), sizes=Sizes(72, 28, 64),
-        templates=TemplateFeatures.from_raw(raw),
+        templates=from_raw(raw),
     )  # fmt: skip
 
     assert set(features) == set(processed) - {"random_crop_to_size_seed"} == {*FEATURE_AXES, *TEMPLATE_AXES}

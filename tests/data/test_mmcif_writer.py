@@ -11,9 +11,10 @@ import pytest
 
 from evodsp.data.mmcif import read_chain
 from evodsp.data.mmcif_writer import mmcif_text, write_mmcif
-from evodsp.data.types import Chain
+from evodsp.data.records import Chain
 from evodsp.errors import UserError
-from evodsp.geometry.residues import RESTYPE_ATOM37_MASK, RESTYPE_ORDER
+from evodsp.geometry.alphabet import RESTYPE_ORDER
+from evodsp.geometry.residues import RESTYPE_ATOM37_MASK
 
 
 def _chain(chain_id: str = "A", sequence: str = "ACDGWX", **changes: object) -> Chain:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from evodsp.data.msa import MsaFeatures, first_occurrences, letter_profile, merge_alignments, query_only
-from evodsp.data.types import Alignment
+from evodsp.data.records import Alignment
 from evodsp.errors import UserError
 from tests.conftest import load
 

@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from evodsp.data.parsers import GAP, decode, encode, parse_a3m, parse_fasta, parse_stockholm
+from evodsp.data.parsers import parse_a3m, parse_fasta, parse_stockholm
 from evodsp.errors import UserError
+from evodsp.geometry.alphabet import GAP, decode, encode
 from tests.conftest import load
 
 

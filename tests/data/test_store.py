@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 import pickle
 from pathlib import Path
 
 import pytest
 
-from evodsp.data.parsers import decode
-from evodsp.data.store import FeatureStore, read_alignment_dir
+from evodsp.data.chain_folder import read_alignment_dir
+from evodsp.data.records import ProteinSequence
+from evodsp.data.store import FeatureStore
 from evodsp.data.structures import split_key
-from evodsp.data.types import ProteinSequence
 from evodsp.errors import UserError
+from evodsp.geometry.alphabet import decode
+from tests.builders.alignments import chain_folder, database
 
 A3M = ">q\nACDE\n>h\nAC-E\n"
 STO = "# STOCKHOLM 1.0\nq AC-DE\nh AKKDE\n//\n"
-
-
-def chain_folder(root: Path, key: str, files: dict[str, str]) -> Path:
-    for name, text in files.items():
-        path = root / key / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(gzip.compress(text.encode()) if name.endswith(".gz") else text.encode())
-    return root / key
 
 
 def names(alignments) -> list[str]:
@@ -57,18 +49,6 @@ def test_unknown_residue_matches_any_letter(tmp_path: Path):
     """Catches a chain with a modified residue (X) refused because the search was run with its parent amino acid."""
     folder = chain_folder(tmp_path, "1abc_A", {"bfd.a3m": A3M})
     assert len(read_alignment_dir(folder, ProteinSequence("q", "AXDE"))) == 1
-
-
-def database(root: Path, chains: dict[str, dict[str, str]]) -> Path:
-    index, data = {}, b"unused"
-    for key, files in chains.items():
-        index[key] = {"db": "alignment_db_0.db", "files": []}
-        for name, text in files.items():
-            index[key]["files"].append([name, len(data), len(text.encode())])
-            data += text.encode()
-    (root / "alignment_db_0.db").write_bytes(data)
-    (root / "alignment_db.index").write_text(json.dumps(index))
-    return root
 
 
 def test_alignment_database(tmp_path: Path):

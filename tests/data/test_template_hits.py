@@ -10,18 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from evodsp.data.parsers import parse_fasta
-from evodsp.data.template_hits import (
-    HitLimits,
-    Rejection,
-    TemplateHit,
-    parse_hhr,
-    parse_hmmsearch,
-    parse_obsolete,
-    reject_alignment,
-    reject_date,
-    select_hits,
-)
+from evodsp.data.parsers import parse_fasta, parse_hhr, parse_hmmsearch, parse_obsolete
+from evodsp.data.templates.filters import HitLimits, Rejection, reject_alignment, reject_date, select_hits
+from evodsp.data.templates.hits import TemplateHit
 from evodsp.errors import FileFormatError, UserError
 
 HHR = """Query         query
@@ -220,7 +211,7 @@ def test_hmmsearch_example(tmp_path: Path):
     [
         (HMMSEARCH, " \n", "the file is empty"),
         ("# STOCKHOLM", "STOCKHOLM", "hmm.sto:1: not a Stockholm file"),
-        ("//\n", "", "hmm.sto:18: no '//' at the end; the file looks truncated"),
+        ("//\n", "", "hmm.sto:18: no '//' at the end: the file is truncated; run hmmsearch again"),
         ("//\n", "//\n# STOCKHOLM 1.0\n", "hmm.sto:20: text after '//'"),
         ("--Dk\n", "--Dk x\n", "hmm.sto:9: expected 'name residues'"),
         ("--Dk\n", "--D*\n", r"hmm.sto:9: illegal character '\*' in hit '1abc_B/5-11'"),

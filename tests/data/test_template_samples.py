@@ -15,20 +15,20 @@ import torch
 from evodsp.config import FeatureConfig
 from evodsp.data.crop import Crop
 from evodsp.data.dataset import ChainDataset, collate, draw_templates, load_record, prediction_sample
-from evodsp.data.features import TEMPLATE_AXES, encode_sequence, make_features
+from evodsp.data.features import TEMPLATE_AXES, make_features
 from evodsp.data.parsers import parse_fasta
+from evodsp.data.records import Alignment, Chain, ProteinSequence
 from evodsp.data.store import FeatureStore
-from evodsp.data.template_hits import TemplateHit
-from evodsp.data.template_source import TemplateSource
-from evodsp.data.templates import TemplateFeatures
-from evodsp.data.types import Alignment, Chain, ProteinSequence
+from evodsp.data.templates.hits import TemplateHit
+from evodsp.data.templates.source import TemplateSource
+from evodsp.geometry.alphabet import encode_sequence
 from evodsp.rng import Draws
+from tests.builders.alignments import make_alignment
+from tests.builders.chains import AMINO_ACIDS, MemoryStore, make_chain, straight_chain
+from tests.builders.templates import QUERY73_TEMPLATES, MemoryStructures, from_raw, make_hit, random_templates
 from tests.conftest import load
-from tests.data.test_dataset import CONFIG, LETTERS, Memory, make_alignment, make_chain
-from tests.data.test_template_source import SEVEN, Dated
-from tests.data.test_templates import make_chain as straight_chain
-from tests.data.test_templates import make_hit
 
+CONFIG = FeatureConfig(crop_size=12, msa_clusters=6, extra_msa=7, recycles=3)
 WITH = replace(CONFIG, max_templates=4, recycles=1)
 WHOLE = replace(WITH, crop_size=None)
 
@@ -59,17 +59,6 @@ def query73(
     return ChainDataset(RealQuery(real_data, released), ["9xyz_A"], config, seed, training, templates=templates)
 
 
-def made_templates(number: int, residues: int) -> TemplateFeatures:
-    rng = np.random.default_rng(number)
-    return TemplateFeatures(
-        names=tuple(f"{k}abc_A" for k in range(number)),
-        aatype=rng.integers(0, 20, (number, residues)).astype(np.int8),
-        positions=rng.normal(size=(number, residues, 37, 3)).astype(np.float32),
-        mask=np.ones((number, residues, 37), np.float32),
-        sum_probs=np.arange(number, 0, -1).astype(np.float32),
-    )
-
-
 # Real files ------------------------------------------------------------------------------------------------------------
 
 
@@ -91,7 +80,7 @@ def test_query73_for_training(real_data: Path) -> None:
     data = query73(real_data, date(2030, 1, 1), WITH, training=True)
     record = load_record(data.source, "9xyz_A", data.templates)
     assert record.templates is not None
-    assert record.templates.features.names == SEVEN
+    assert record.templates.features.names == QUERY73_TEMPLATES
     assert record.nbytes - load_record(data.source, "9xyz_A").nbytes == record.templates.features.nbytes > 0
     seen = Counter(int(data[index]["template_mask"][0].sum()) for index in range(40))
     assert set(seen) == {0, 1, 2, 3, 4}
@@ -113,9 +102,9 @@ def test_golden_features(golden: Path) -> None:
     full, processed = load(golden / "features_raw_full.npz"), load(golden / "features_processed.npz")
     letters = full["sequence"][0].decode()
     config = FeatureConfig(msa_clusters=32, extra_msa=64, max_templates=4, crop_size=72, recycles=1)
-    templates = TemplateFeatures.from_raw(full)
-    msa = load_record(Memory(make_chain("1abc", letters)), "1abc_A").msa
-    aatype = load_record(Memory(make_chain("1abc", letters)), "1abc_A").aatype
+    templates = from_raw(full)
+    msa = load_record(MemoryStore(make_chain("1abc", letters)), "1abc_A").msa
+    aatype = load_record(MemoryStore(make_chain("1abc", letters)), "1abc_A").aatype
     features = make_features(aatype, msa, config, Draws.root(0), 2, Crop(40, 64), templates=templates)
     for name in TEMPLATE_AXES:
         assert features[name].dtype == processed[name].dtype
@@ -129,7 +118,11 @@ def test_golden_features(golden: Path) -> None:
 
 def test_no_template_features_without_max_templates() -> None:
     sample = prediction_sample(
-        ProteinSequence("q", LETTERS), [make_alignment(LETTERS)], CONFIG, 0, made_templates(2, len(LETTERS))
+        ProteinSequence("q", AMINO_ACIDS),
+        [make_alignment(AMINO_ACIDS)],
+        CONFIG,
+        0,
+        random_templates(2, len(AMINO_ACIDS)),
     )
     assert not [name for name in sample if name.startswith("template_")]
 
@@ -137,29 +130,31 @@ def test_no_template_features_without_max_templates() -> None:
 @pytest.mark.parametrize("number", [None, 0, 1, 4, 6])
 def test_always_max_templates(number: int | None) -> None:
     """Catches missing entries where a chain has no templates, and padding that is not masked zeros."""
-    templates = None if number is None else made_templates(number, len(LETTERS))
-    sample = prediction_sample(ProteinSequence("q", LETTERS), [make_alignment(LETTERS)], WHOLE, 0, templates)
+    templates = None if number is None else random_templates(number, len(AMINO_ACIDS))
+    sample = prediction_sample(ProteinSequence("q", AMINO_ACIDS), [make_alignment(AMINO_ACIDS)], WHOLE, 0, templates)
     there = min(number or 0, 4)
     assert sample["template_mask"].tolist() == [[1] * there + [0] * (4 - there)] * 2
     for name, axes in TEMPLATE_AXES.items():
-        sizes = [{"templates": 4, "residues": len(LETTERS)}.get(axis) for axis in axes if axis]
+        sizes = [{"templates": 4, "residues": len(AMINO_ACIDS)}.get(axis) for axis in axes if axis]
         assert list(sample[name].shape[1 : 1 + len(sizes)]) == sizes
         assert not sample[name][:, there:].any(), name
     assert sample["template_sum_probs"][0, :there, 0].tolist() == list(range(number or 0, 0, -1))[:4]
 
 
-class Searched(Memory):
+class Searched(MemoryStore):
     """Chains in memory; a search found for each a given number of templates that cover it, `structures` among them."""
 
     def __init__(self, *numbers: int) -> None:
-        super().__init__(*(make_chain(f"{k}abc", (LETTERS * 2)[k : k + 18 + 5 * k]) for k in range(len(numbers))))
+        super().__init__(*(make_chain(f"{k}abc", (AMINO_ACIDS * 2)[k : k + 18 + 5 * k]) for k in range(len(numbers))))
         self.number_of = dict(zip(self.chains, numbers, strict=True))
         self.found = {
             f"{chain.pdb_id[0]}t{k:02}_A": straight_chain(other_letters(chain.sequence), f"{chain.pdb_id[0]}t{k:02}_A")
             for chain in self.chains.values()
             for k in range(self.number_of[chain.key])
         }
-        self.structures = Dated(*self.found.values(), dates={key[:4]: date(2001, 1, 1) for key in self.found})
+        self.structures = MemoryStructures(
+            *self.found.values(), dates={key[:4]: date(2001, 1, 1) for key in self.found}
+        )
 
     def chain(self, key: str) -> Chain:
         return replace(self.chains[key], release_date=date(2020, 1, 1))
@@ -176,7 +171,7 @@ class Searched(Memory):
 
 def other_letters(letters: str) -> str:
     """Another sequence of that length: a hit that is the query itself is no template."""
-    return letters.translate(str.maketrans(LETTERS, LETTERS[1:] + LETTERS[0]))
+    return letters.translate(str.maketrans(AMINO_ACIDS, AMINO_ACIDS[1:] + AMINO_ACIDS[0]))
 
 
 def test_templates_are_cropped_with_their_residues() -> None:
@@ -189,7 +184,7 @@ def test_templates_are_cropped_with_their_residues() -> None:
         x = sample["template_all_atom_positions"][:, :there, :, 1, 0] / 3.8
         torch.testing.assert_close(x.round().int(), sample["residue_index"][:, None].expand(-1, there, -1))
         # The next letter of the alphabet, in which the templates differ from their chains.
-        order = torch.tensor(encode_sequence(LETTERS[1:] + LETTERS[0]))[encode_sequence(LETTERS).argsort()]
+        order = torch.tensor(encode_sequence(AMINO_ACIDS[1:] + AMINO_ACIDS[0]))[encode_sequence(AMINO_ACIDS).argsort()]
         expected = order[sample["aatype"][:, None].expand(-1, there, -1).long()]
         torch.testing.assert_close(sample["template_aatype"][:, :there], expected.int())
         checked += there * (int(sample["residue_index"][0, 0]) > 0)
@@ -240,7 +235,7 @@ def test_templates_are_a_function_of_seed_and_index() -> None:
 def test_draws_are_the_supplements() -> None:
     """min(k, 4) with k uniform in 0..n, chosen without regard to score: catches the best ones taken, a number that is never
     drawn, and templates given twice."""
-    templates, samples = made_templates(7, 5), 4000
+    templates, samples = random_templates(7, 5), 4000
     drawn = [draw_templates(templates, 4, Draws.root(3).at(index)).names for index in range(samples)]
     numbers = np.bincount([len(names) for names in drawn]) / samples
     np.testing.assert_allclose(numbers, [1 / 8, 1 / 8, 1 / 8, 1 / 8, 4 / 8], atol=0.03)
@@ -248,5 +243,5 @@ def test_draws_are_the_supplements() -> None:
     each = Counter(name for names in drawn for name in names)
     mean = numbers @ np.arange(5) / 7
     np.testing.assert_allclose([each[name] / samples for name in templates.names], mean, atol=0.03)
-    assert draw_templates(made_templates(0, 5), 4, Draws.root(0)).names == ()
+    assert draw_templates(random_templates(0, 5), 4, Draws.root(0)).names == ()
     assert len(draw_templates(templates, 2, Draws.root(1)).names) <= 2

@@ -9,30 +9,21 @@ from pathlib import Path
 
 import pytest
 
-from evodsp.data.parsers import parse_fasta
+from evodsp.data.chain_folder import read_template_hits, search_result_files
+from evodsp.data.parsers import parse_fasta, parse_hhr
+from evodsp.data.records import ProteinSequence
 from evodsp.data.store import FeatureStore
-from evodsp.data.template_hits import HitLimits, Rejection, parse_hhr
-from evodsp.data.template_source import TemplateSource, TemplateStructures, read_template_hits, template_files
-from evodsp.data.templates import TemplateRejection, template_features
-from evodsp.data.types import Chain, ProteinSequence
+from evodsp.data.structures import TemplateStructures
+from evodsp.data.templates.build import template_features
+from evodsp.data.templates.filters import HitLimits, Rejection
+from evodsp.data.templates.matching import TemplateRejection
+from evodsp.data.templates.source import TemplateSource
 from evodsp.errors import UserError
-from tests.data.test_store import database
-from tests.data.test_templates import LETTERS, QUERY, Chains, make_chain, make_hit
+from tests.builders.alignments import database
+from tests.builders.chains import straight_chain
+from tests.builders.templates import LETTERS, QUERY, QUERY73_TEMPLATES, MemoryStructures, make_hit
 
-SEVEN = ("3u8v_A", "2crb_A", "4zey_A", "1psm_A", "3zee_A", "4i6p_A", "2q2k_A")
 STO = "# STOCKHOLM 1.0\n3abc_A/1-5  MKTAY" + "-" * 27 + "\n//\n"
-
-
-class Dated(Chains):
-    """Chains in memory with release dates by entry; the dates that are looked up are kept."""
-
-    def __init__(self, *chains: Chain, dates: dict[str, date | None] | None = None) -> None:
-        super().__init__(*chains)
-        self.dates, self.asked = dates or {}, []
-
-    def release_date(self, pdb_id: str) -> date | None:
-        self.asked.append(pdb_id)
-        return self.dates.get(pdb_id)
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +39,7 @@ def source(real_data: Path) -> TemplateSource:
 def test_query73(real_data: Path, query73: ProteinSequence, source: TemplateSource) -> None:
     """Catches a real search that does not go through, and a missing structure that the log does not name."""
     found = source.find(real_data / "alignments" / "query73_A", query73)
-    assert found.features.names == SEVEN
+    assert found.features.names == QUERY73_TEMPLATES
     assert found.features.positions.shape == (7, 73, 37, 3)
     assert found.log_line == (
         "query73_A: 7 templates of 10 hits; 1 hit: no structure (1hf9_B); "
@@ -78,13 +69,13 @@ def test_no_template_is_as_young_as_the_query(
 def test_the_querys_own_entry_is_no_template(real_data: Path, query73: ProteinSequence, source: TemplateSource) -> None:
     """Catches the answer given as a template, also where dates would allow it."""
     found = source.find(real_data / "alignments" / "query73_A", query73, date(2030, 1, 1), "2CRB")
-    assert found.features.names == tuple(name for name in SEVEN if name != "2crb_A")
+    assert found.features.names == tuple(name for name in QUERY73_TEMPLATES if name != "2crb_A")
     assert found.rejected[Rejection.SAME_ENTRY] == ("2crb_A",)
 
 
 def test_unknown_date_of_the_query() -> None:
     """Catches a training chain without a date (a PDB file) being given templates younger than itself."""
-    source = TemplateSource(Dated(make_chain(), dates={"1abc": date(2001, 1, 1)}))
+    source = TemplateSource(MemoryStructures(straight_chain(LETTERS), dates={"1abc": date(2001, 1, 1)}))
     hits = [make_hit(LETTERS[:12], LETTERS[:12])]
     found = source.find(hits, QUERY, None, "9xyz")
     assert len(found.features) == 0
@@ -98,7 +89,7 @@ def test_unknown_date_of_the_query() -> None:
 
 def test_dates_are_read_only_where_they_count() -> None:
     """Catches every hit's file opened for a date that nobody asks for."""
-    structures = Dated(make_chain(), dates={"1abc": date(2001, 1, 1)})
+    structures = MemoryStructures(straight_chain(LETTERS), dates={"1abc": date(2001, 1, 1)})
     assert isinstance(structures, TemplateStructures)
     hits = [make_hit(LETTERS[:12], LETTERS[:12])]
     TemplateSource(structures).find(hits, QUERY)
@@ -114,31 +105,33 @@ def test_withdrawn_entries_are_replaced(tmp_path: Path) -> None:
     (tmp_path / "structures").mkdir()
     opened = TemplateSource.open(tmp_path / "structures", date(2020, 1, 1), tmp_path / "obsolete.dat")
     assert opened.limits.max_date == date(2020, 1, 1)
-    source = replace(opened, structures=Dated(make_chain(), dates={"1abc": date(2001, 1, 1)}))
+    source = replace(opened, structures=MemoryStructures(straight_chain(LETTERS), dates={"1abc": date(2001, 1, 1)}))
     assert source.find([make_hit(LETTERS[:12], LETTERS[:12], key="0abc_A")], QUERY).features.names == ("1abc_A",)
 
 
 def test_another_chain_of_the_entry() -> None:
     """Catches a hit lost, or realigned with a wrong chain, where the entry's chains were renamed since the search."""
-    other, right = make_chain(LETTERS[::-1], "1abc_A"), make_chain("GG" + LETTERS, "1abc_C")
-    found, rejected = template_features(QUERY, [make_hit(LETTERS, LETTERS)], Chains(other, right))
+    other, right = straight_chain(LETTERS[::-1], "1abc_A"), straight_chain("GG" + LETTERS, "1abc_C")
+    found, rejected = template_features(QUERY, [make_hit(LETTERS, LETTERS)], MemoryStructures(other, right))
     assert (found.names, rejected) == (("1abc_C",), {})
     assert found.positions[0, 0, 1, 0] == pytest.approx(2 * 3.8), "residue 1 of the hit is residue 3 of chain C"
     # Letter by letter in another chain is better than with X in the named one.
-    with_x = make_chain("X" + LETTERS[1:], "1abc_A")
-    found, _ = template_features(QUERY, [make_hit(LETTERS, LETTERS)], Chains(with_x, right))
+    with_x = straight_chain("X" + LETTERS[1:], "1abc_A")
+    found, _ = template_features(QUERY, [make_hit(LETTERS, LETTERS)], MemoryStructures(with_x, right))
     assert found.names == ("1abc_C",)
-    found, _ = template_features(QUERY, [make_hit(LETTERS, LETTERS)], Chains(other, replace(with_x, chain_id="B")))
+    found, _ = template_features(
+        QUERY, [make_hit(LETTERS, LETTERS)], MemoryStructures(other, replace(with_x, chain_id="B"))
+    )
     assert found.names == ("1abc_B",)
 
 
 def test_the_only_chain_stands_for_one_that_is_not_there() -> None:
     """Catches an entry with one renamed chain refused; of several, realignment must not pick one by chance."""
-    similar = make_chain(LETTERS[:10] + "WW" + LETTERS[12:], "1abc_B")
+    similar = straight_chain(LETTERS[:10] + "WW" + LETTERS[12:], "1abc_B")
     hit = make_hit(LETTERS, LETTERS)
-    found, _ = template_features(QUERY, [hit], Chains(similar))
+    found, _ = template_features(QUERY, [hit], MemoryStructures(similar))
     assert found.names == ("1abc_B",)
-    _, rejected = template_features(QUERY, [hit], Chains(similar, make_chain("W" * 32, "1abc_C")))
+    _, rejected = template_features(QUERY, [hit], MemoryStructures(similar, straight_chain("W" * 32, "1abc_C")))
     assert rejected == {TemplateRejection.NO_CHAIN: ("1abc_A",)}
 
 
@@ -154,8 +147,8 @@ def test_files_of_both_searches_and_layouts(real_data: Path, tmp_path: Path) -> 
     for name in ("hhr/pdb70_hits.hhr.gz", "hmm_output.sto", "uniref90_hits.sto", "b.a3m", ".hidden.hhr", "a.hhr"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(STO)
-    assert [path.name for path in template_files(folder)] == ["a.hhr", "hmm_output.sto", "pdb70_hits.hhr.gz"]
-    for path in template_files(folder):
+    assert [path.name for path in search_result_files(folder)] == ["a.hhr", "hmm_output.sto", "pdb70_hits.hhr.gz"]
+    for path in search_result_files(folder):
         if ".hhr" in path.name:
             path.unlink()
     (hit,) = read_template_hits(folder, QUERY)
@@ -176,7 +169,9 @@ def test_hits_of_the_alignment_database(tmp_path: Path) -> None:
 def test_log_of_many_missing_structures() -> None:
     """Catches a log line of thousands of names."""
     hits = [make_hit(LETTERS[:12], LETTERS[:12], key=f"{k}abc_A") for k in range(1000, 1012)]
-    line = TemplateSource(Dated()).find([replace(hit, pdb_id=hit.pdb_id[:4]) for hit in hits], QUERY).log_line
+    line = (
+        TemplateSource(MemoryStructures()).find([replace(hit, pdb_id=hit.pdb_id[:4]) for hit in hits], QUERY).log_line
+    )
     assert line.startswith("q: 0 templates of 12 hits; 12 hits: no structure (1000_A, ")
     assert line.endswith("1009_A and 2 more)")
 
@@ -184,4 +179,4 @@ def test_log_of_many_missing_structures() -> None:
 def test_limit_and_pickle(real_data: Path, query73: ProteinSequence, source: TemplateSource) -> None:
     """Catches a source that workers cannot receive, and more templates kept than wanted."""
     sent = pickle.loads(pickle.dumps(replace(source, limit=2)))
-    assert sent.find(real_data / "alignments" / "query73_A", query73).features.names == SEVEN[:2]
+    assert sent.find(real_data / "alignments" / "query73_A", query73).features.names == QUERY73_TEMPLATES[:2]

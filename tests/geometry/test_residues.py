@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from evodsp.geometry import residues
+from evodsp.geometry import alphabet, residues
 from tests.conftest import load
 
 EXACT = [
     "restype_atom14_to_rigid_group", "restype_atom14_mask", "restype_atom14_rigid_group_positions",
-    "restype_atom37_to_rigid_group", "restype_atom37_mask", "restype_atom37_rigid_group_positions",
-    "chi_pi_periodic", "chi_angles_atom_indices", "renaming_matrices", "standard_atom_mask",
+    "restype_atom37_mask", "restype_atom37_rigid_group_positions",
+    "chi_pi_periodic", "chi_angles_atom_indices", "renaming_matrices",
 ]  # fmt: skip
 
 
@@ -49,9 +49,9 @@ def test_chi_mask_equals_alphafold_and_x_has_none(golden: Path) -> None:
 def test_alphabets_equal_alphafold(golden: Path) -> None:
     """Two residue types or atoms exchanged would pass every test of shapes."""
     expected = load(golden / "residue_constants.npz")
-    assert "".join(residues.RESTYPES) == b"".join(expected["restypes"]).decode()
+    assert "".join(alphabet.RESTYPES) == b"".join(expected["restypes"]).decode()
     assert list(residues.ATOM_TYPES) == [name.decode() for name in expected["atom_types"]]
-    assert residues.RESTYPE_ORDER["X"] == 20
+    assert alphabet.RESTYPE_ORDER["X"] == 20
 
 
 def test_index_maps_equal_alphafold(golden: Path) -> None:
@@ -72,9 +72,9 @@ def test_atom14_and_atom37_maps_undo_each_other() -> None:
     types, slots = np.nonzero(residues.RESTYPE_ATOM14_MASK)
     there = residues.RESTYPE_ATOM14_TO_ATOM37[types, slots]
     np.testing.assert_array_equal(residues.RESTYPE_ATOM37_TO_ATOM14[types, there], slots)
-    for three, letter in residues.RESTYPE_3TO1.items():
+    for three, letter in alphabet.RESTYPE_3TO1.items():
         names = residues.RESTYPE_NAME_TO_ATOM14_NAMES[three]
-        number = residues.RESTYPE_ORDER[letter]
+        number = alphabet.RESTYPE_ORDER[letter]
         indices = residues.RESTYPE_ATOM14_TO_ATOM37[number]
         assert all(residues.ATOM_TYPES[index] == name for index, name in zip(indices, names, strict=True) if name)
 

@@ -35,12 +35,10 @@ def test_compose_is_the_product_of_homogeneous_matrices() -> None:
     torch.testing.assert_close(a.compose(b).apply(points(*BATCH)), a.apply(b.apply(points(*BATCH))))
 
 
-def test_inverses() -> None:
+def test_apply_and_apply_inverse_undo_each_other() -> None:
     a, x = random_rigid(*BATCH), points(*BATCH)
     torch.testing.assert_close(a.apply_inverse(a.apply(x)), x)
-    torch.testing.assert_close(a.invert().apply(x), a.apply_inverse(x))
-    eye = torch.eye(4, dtype=torch.float64).expand(*BATCH, 4, 4)
-    torch.testing.assert_close(homogeneous(a.compose(a.invert())), eye)
+    torch.testing.assert_close(a.apply(a.apply_inverse(x)), x)
 
 
 def test_batch_axes_broadcast() -> None:
@@ -123,7 +121,7 @@ def test_gradients() -> None:
     def chain(q: Tensor, t: Tensor, flat: Tensor, x: Tensor) -> Tensor:
         a = Rigid.from_quaternion(q / q.norm(dim=-1, keepdim=True), t)
         b = Rigid.from_flat12(flat)
-        return a.compose(b).apply(b.invert().apply_inverse(x))
+        return a.compose(b).apply(b.apply_inverse(x))
 
     inputs = [points(2), points(2) * 3, random_rigid(2).to_flat12(), points(2) + 1]
     inputs[0] = torch.cat([torch.ones(2, 1, dtype=torch.float64), inputs[0]], -1)

@@ -23,8 +23,10 @@ from evodsp.errors import UserError
 from evodsp.inference.config import PredictConfig
 from evodsp.inference.predict import predict
 from evodsp.model.alphafold import AlphaFold
+from evodsp.model.schedule import CommunicationPlan
 from evodsp.parallel.config import SequenceConfig
 from evodsp.parallel.group import Group
+from evodsp.parallel.ledger import Ledger
 from evodsp.weights.checkpoint import save_model
 from tests.ranks import RankPool
 
@@ -98,6 +100,28 @@ def test_several_ranks_predict_what_one_does(
         assert passes[0] == passes[1]
     kept = dataclasses.replace(config, parallel=SequenceConfig())
     assert all(result.kept for result in predict(kept, silent)), "a result does not depend on the number of ranks"
+
+
+def collectives_on_rank(handle: Any, config: PredictConfig) -> list[str]:
+    """The kinds of the collectives of a prediction, in order."""
+    ledger = Ledger()
+    predict(config, silent, Group(handle, ledger))
+    return [entry.kind for entry in ledger.entries]
+
+
+def test_ranks_communicate_by_the_plan_that_is_given(workplace: Workplace, pool: RankPool) -> None:
+    """--plan read and ignored: every plan computes the same, so nothing else would show it."""
+    folders = (workplace.root / name for name in ("usual", "gather"))
+    usual, gather = (
+        pool.run(
+            2, collectives_on_rank, workplace.change(output=folder, plan=plan, parallel=SequenceConfig(2), seeds=1)
+        )[0]
+        for folder, plan in zip(
+            folders, (CommunicationPlan(), CommunicationPlan(triangle_outgoing="gather")), strict=True
+        )
+    )
+    assert gather.count("all-gather") > usual.count("all-gather")
+    assert gather.count("all-to-all") < usual.count("all-to-all")
 
 
 @pytest.mark.parametrize(
@@ -207,7 +231,7 @@ def test_degrees_out_of_range_are_found_before_ranks_are_started() -> None:
     [
         (signal.SIGKILL, r"rank 1 \(pid {pid} on .*\) was killed by SIGKILL; the other ranks were ended", 15),
         pytest.param(
-            signal.SIGSTOP, r"rank 1 \(pid {pid} on .*\) gave no sign of life for [24] s .*; the run is ended", 30,
+            signal.SIGSTOP, r"rank 1 \(pid {pid} on .*\) sent no heartbeat for [24] s .*; the run is ended", 30,
             marks=pytest.mark.verify,
         ),
     ],

@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 import torch
 
+from evodsp.data.chain_folder import read_alignment_dir
 from evodsp.data.dataset import collate, prediction_sample
 from evodsp.data.mmcif import read_chain
-from evodsp.data.store import read_alignment_dir
-from evodsp.data.types import ProteinSequence
+from evodsp.data.records import ProteinSequence
 from evodsp.errors import UserError
 from evodsp.inference.predict import predict
 from evodsp.model.outputs import ModelOutput
+from evodsp.model.recycling import settled
 from evodsp.weights.checkpoint import load_model
 
 from .conftest import QUERY, TRAINED, Workplace
@@ -29,14 +30,16 @@ def read_json(path):
     return json.loads(path.read_text())
 
 
-def by_hand(workplace: Workplace, recycles: int, ensembles: int, **options: float) -> ModelOutput:
-    """The model on features with the sizes of the fixture's config, seed 0 of alpha_A."""
+def by_hand(workplace: Workplace, recycles: int, ensembles: int, samples: int = 1, **options: float) -> ModelOutput:
+    """The model on features with the sizes of the fixture's config, seed 0 of alpha_A, a batch of equal samples."""
     query = ProteinSequence("alpha_A", QUERY)
-    config = replace(TRAINED, crop_size=None, msa_clusters=5, extra_msa=4, recycles=recycles, ensembles=ensembles)
-    sample = prediction_sample(query, read_alignment_dir(workplace.config.alignments / "alpha_A", query), config, 0)
+    config = replace(TRAINED, crop_size=None, msa_clusters=5, extra_msa=4, recycles=recycles)
+    sample = prediction_sample(
+        query, read_alignment_dir(workplace.config.alignments / "alpha_A", query), config, 0, ensembles=ensembles
+    )
     assert len(sample["aatype"]) == (recycles + 1) * ensembles
     with torch.no_grad():
-        return load_model(workplace.config.checkpoint)(collate([sample]), ensembles=ensembles, **options)
+        return load_model(workplace.config.checkpoint)(collate([sample] * samples), ensembles=ensembles, **options)
 
 
 def check_written(result, output: ModelOutput) -> None:
@@ -88,3 +91,13 @@ def test_a_tolerance_of_zero_is_none(workplace):
 def test_numbers_out_of_range(workplace, value, said):
     with pytest.raises(UserError, match=said):
         workplace.change(**value)
+
+
+def test_recycling_goes_on_until_every_sample_has_settled(workplace):
+    """A batch that stops as soon as one of its samples has settled, or that never stops."""
+    output = by_hand(workplace, 1, 1, stop_tolerance=0.1, samples=2)
+    assert output.ca_change is not None
+    assert len(output.ca_change) == 2
+    for changes, expected in (([0.1, 5.0], False), ([5.0, 0.1], False), ([0.1, 1.0], True)):
+        assert settled(replace(output, ca_change=torch.tensor(changes)), 1.0) == expected
+    assert not settled(replace(output, ca_change=None), 1.0), "after the first pass there is no change to judge"

@@ -11,18 +11,18 @@ import pytest
 import torch
 
 from evodsp.config import FeatureConfig, ModelConfig, TemplateConfig
+from evodsp.data.chain_folder import read_alignment_dir
 from evodsp.data.dataset import Sample, collate, prediction_sample
 from evodsp.data.mmcif import read_chain
-from evodsp.data.store import read_alignment_dir
-from evodsp.data.types import ProteinSequence
+from evodsp.data.records import ProteinSequence
 from evodsp.errors import UserError
 from evodsp.inference import predict as module
 from evodsp.inference.predict import predict
 from evodsp.inference.results import read_result, write_results
 from evodsp.inference.targets import Target
 from evodsp.inference.writers import AlignedError, PredictedStructure
-from evodsp.losses.confidence import compute_pae, compute_ptm
 from evodsp.model.alphafold import FEATURES, TEMPLATE_FEATURES, AlphaFold
+from evodsp.model.confidence import compute_pae, compute_ptm
 from evodsp.model.outputs import ModelOutput
 from evodsp.weights.checkpoint import load_model, save_model
 

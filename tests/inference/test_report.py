@@ -11,7 +11,7 @@ import torch
 
 from evodsp import metrics
 from evodsp.data.mmcif_writer import write_mmcif
-from evodsp.data.types import Chain
+from evodsp.data.records import Chain
 from evodsp.errors import UserError
 from evodsp.geometry.residues import ATOM_ORDER, RESTYPE_ATOM37_MASK
 from evodsp.inference import report as module

@@ -2,36 +2,23 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import socket
 import subprocess
 import sys
 import time
-from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.builders.processes import TORCHRUN, begin, free_port
+
 TIMEOUT = 4.0
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
-
-
-def free_port() -> int:
-    with closing(socket.socket()) as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 def program(fault: str, victim: int, folder: Path) -> list[str]:
-    return ["-m", "tests.launch.rank_program", fault, str(victim), str(TIMEOUT), str(folder)]
-
-
-def begin(words: list[str], **variables: object) -> subprocess.Popen[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **{name: str(value) for name, value in variables.items()}}
-    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd=ROOT)
+    return ["-m", "tests.builders.rank_program", fault, str(victim), str(TIMEOUT), str(folder)]
 
 
 def bare_ranks(number: int, fault: str, victim: int, folder: Path) -> list[subprocess.Popen[str]]:
@@ -72,7 +59,7 @@ def test_a_killed_rank_ends_the_others(tmp_path: Path, victim: int) -> None:
     assert seconds < 15
     said = "".join(errors)
     assert "Traceback" not in said
-    assert re.search(r"lost contact with another rank|store, .* is gone|rank 1 .* gave no sign of life", said), said
+    assert re.search(r"lost contact with another rank|store, .* is gone|rank 1 .* sent no heartbeat", said), said
 
 
 @pytest.mark.verify
@@ -82,7 +69,7 @@ def test_a_stopped_rank_is_named(tmp_path: Path, victim: int) -> None:
     pid, errors, seconds = ended(bare_ranks(3, "stop", victim, tmp_path), victim)
     assert seconds < 2 * TIMEOUT + 5
     named = f"rank {victim} (pid {pid} on {socket.gethostname()})"
-    what = "or its launcher, gave no answer for 4 s" if victim == 0 else "gave no sign of life for"
+    what = "or its launcher, gave no answer for 4 s" if victim == 0 else "sent no heartbeat for"
     assert any(f"{named} {what}" in error for error in errors), errors
 
 
@@ -132,7 +119,7 @@ def test_a_rank_that_never_comes_is_named() -> None:
         RANK=0, WORLD_SIZE=3, MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port(),
     )  # fmt: skip
     _, error = process.communicate(timeout=60)
-    assert "of 3 ranks number 1, 2 did not come within 2 s" in error
+    assert "of 3 ranks, rank 1, 2 did not arrive within 2 s" in error
 
 
 def test_sigterm_to_the_launcher_ends_its_ranks() -> None:

@@ -8,7 +8,7 @@ from evodsp.errors import UserError
 from evodsp.launch import process_group
 from evodsp.launch.launcher import _environment
 from evodsp.launch.process_group import Place, first_host, place, under_launcher
-from evodsp.launch.watch import Judge, State
+from evodsp.launch.watch import StallDetector, State
 
 VARIABLES = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE", "SLURM_PROCID",
@@ -33,7 +33,7 @@ STEP = {"SLURM_PROCID": 5, "SLURM_STEP_NUM_TASKS": 8, "SLURM_LOCALID": 1, "SLURM
 
 def test_a_process_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not under_launcher()
-    with pytest.raises(UserError, match="not started as a rank of several"):
+    with pytest.raises(UserError, match="no launcher started this process as a rank"):
         place()
 
 
@@ -72,7 +72,7 @@ def test_a_batch_script_is_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_environment_that_makes_no_sense(monkeypatch: pytest.MonkeyPatch) -> None:
     given(monkeypatch, **{**TORCHRUN, "WORLD_SIZE": "many"})
-    with pytest.raises(UserError, match=r"no number where one belongs .*many"):
+    with pytest.raises(UserError, match=r"is not a number .*many"):
         place()
 
 
@@ -97,7 +97,7 @@ def test_threads_are_divided_among_local_ranks(monkeypatch: pytest.MonkeyPatch) 
 def test_too_few_gpus_is_a_mistake_of_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_group.torch.cuda, "device_count", lambda: 1)
     given(monkeypatch, **TORCHRUN)
-    with pytest.raises(UserError, match="rank 5 is number 1 on its machine, which has 1 GPUs"):
+    with pytest.raises(UserError, match="rank 5 is local rank 1 on its machine, which has 1 GPUs"):
         process_group.start("nccl")
 
 
@@ -105,11 +105,11 @@ def states(*pairs: tuple[int, int]) -> dict[int, State]:
     return {rank: State(*pair) for rank, pair in enumerate(pairs)}
 
 
-def watched(judge: Judge, seconds: int, step: int = 1, **stuck: int) -> tuple[list[int], str] | None:
+def watched(detector: StallDetector, seconds: int, step: int = 1, **stuck: int) -> tuple[list[int], str] | None:
     """Three ranks for some time; of rank `silent` the pulse stops at 5 s, rank `hangs` launches nothing from 5 s on, and for it
     the others wait."""
     for now in range(0, seconds, step):
-        found = judge.verdict(
+        found = detector.find(
             states(
                 *(
                     (
@@ -127,19 +127,19 @@ def watched(judge: Judge, seconds: int, step: int = 1, **stuck: int) -> tuple[li
 
 
 def test_a_healthy_run_is_left_alone() -> None:
-    assert watched(Judge(silent_s=10.0, stalled_s=20.0), 100) is None
+    assert watched(StallDetector(silent_s=10.0, stalled_s=20.0), 100) is None
 
 
 def test_a_silent_rank_is_found() -> None:
-    found = watched(Judge(silent_s=10.0, stalled_s=20.0), 100, silent=2)
+    found = watched(StallDetector(silent_s=10.0, stalled_s=20.0), 100, silent=2)
     assert found is not None
     assert found[0] == [16, 2]
-    assert "no sign of life for 10 s" in found[1]
+    assert "sent no heartbeat for 10 s" in found[1]
 
 
 def test_the_rank_that_others_wait_for_is_found() -> None:
     """All of them stand still; the one at fault has launched one collective less."""
-    found = watched(Judge(silent_s=10.0, stalled_s=20.0), 100, hangs=1)
+    found = watched(StallDetector(silent_s=10.0, stalled_s=20.0), 100, hangs=1)
     assert found is not None
     assert found[0][1:] == [1]
     assert "launched no collective for 20 s while others wait, 1 ahead" in found[1]
@@ -147,22 +147,48 @@ def test_the_rank_that_others_wait_for_is_found() -> None:
 
 def test_a_silent_rank_is_to_blame_for_a_stall() -> None:
     """With a short time-out both are found at the same moment."""
-    judge = Judge(silent_s=10.0, stalled_s=10.0)
-    found = [judge.verdict(states((now, 7), (min(now, 1), 7)), float(now)) for now in range(12)]
+    detector = StallDetector(silent_s=10.0, stalled_s=10.0)
+    found = [detector.find(states((now, 7), (min(now, 1), 7)), float(now)) for now in range(12)]
     assert found[-1] is not None
     assert found[-1][0] == [1]
 
 
-def test_a_job_that_was_suspended_goes_on() -> None:
-    """A batch system stops all processes for an hour: no pulse is old when they wake up."""
-    judge = Judge(silent_s=10.0, stalled_s=20.0)
-    assert watched(judge, 50) is None
-    assert judge.verdict(states((50, 50), (50, 50), (50, 50)), 4000.0) is None
-    assert judge.verdict(states((51, 50), (50, 50), (50, 50)), 4001.0) is None
+def test_a_suspended_job_is_blamed_on_no_rank() -> None:
+    """A batch system stops all processes for an hour. When they wake up, rank 0 looks before the others have written again."""
+    detector = StallDetector(silent_s=10.0, stalled_s=20.0)
+    assert watched(detector, 50) is None
+    asleep = states((49, 49), (49, 49), (49, 49))
+    assert detector.find(asleep, 4000.0) is None
+    assert detector.find(asleep, 4004.0) is None
+    assert detector.find(states((50, 49), (50, 49), (50, 49)), 4008.0) is None
+
+
+def test_a_pause_of_more_than_half_the_silence_is_this_process_s_own() -> None:
+    """All ranks blamed because the watching process was starved for a few seconds."""
+    detector = StallDetector(silent_s=10.0, stalled_s=20.0)
+    assert watched(detector, 50) is None
+    asleep = states((49, 49), (49, 49), (49, 49))
+    assert detector.find(asleep, 54.5) is None  # 5.5 s after the last look: times start again
+    assert detector.find(asleep, 59.0) is None
+    assert detector.find(asleep, 63.5) is None  # 14.5 s after the last heartbeat, 9 s after the pause
+    assert detector.find(asleep, 65.0) == (
+        [0, 1, 2],
+        "sent no heartbeat for 10 s (stopped, starved, or its machine is gone)",
+    )
+
+
+def test_a_rank_that_does_not_wake_up_is_found() -> None:
+    """Times that start again at each look would never blame anybody."""
+    detector = StallDetector(silent_s=10.0, stalled_s=100.0)
+    assert watched(detector, 50) is None
+    found = [detector.find(states((now, 49), (49, 49), (now, 49)), 4000.0 + now) for now in range(12)]
+    assert found[:11] == [None] * 11
+    assert found[11] is not None
+    assert found[11][0] == [1]
 
 
 def test_when_all_have_launched_the_same() -> None:
     """A GPU that hangs: no rank can be blamed, and none is."""
-    judge = Judge(silent_s=10.0, stalled_s=20.0)
-    found = [judge.verdict(states((now, 7), (now, 7)), float(now)) for now in range(22)]
-    assert found[-1] == ([], "no rank launched a collective for 20 s; all are past number 7")
+    detector = StallDetector(silent_s=10.0, stalled_s=20.0)
+    found = [detector.find(states((now, 7), (now, 7)), float(now)) for now in range(22)]
+    assert found[-1] == ([], "no rank launched a collective for 20 s; all have launched 7")

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from evodsp.geometry.residues import RESTYPE_ATOM14_MASK, RESTYPE_ATOM14_RADIUS, RESTYPE_ORDER
+from evodsp.geometry.alphabet import RESTYPE_ORDER
+from evodsp.geometry.residues import RESTYPE_ATOM14_MASK, RESTYPE_ATOM14_RADIUS
 from evodsp.losses import violation
-from evodsp.losses.violation import find_violations, violation_loss, violation_metrics
+from evodsp.losses.violation import find_violations, violation_loss
 from tests.conftest import load
 
 BETWEEN, WITHIN = "between_residues", "within_residues"
@@ -19,67 +20,45 @@ NAMES = {
     "bond_loss": f"{BETWEEN}/bonds_c_n_loss_mean",
     "angle_ca_c_n_loss": f"{BETWEEN}/angles_ca_c_n_loss_mean",
     "angle_c_n_ca_loss": f"{BETWEEN}/angles_c_n_ca_loss_mean",
-    "connection_loss": f"{BETWEEN}/connections_per_residue_loss_sum",
-    "connection_mask": f"{BETWEEN}/connections_per_residue_violation_mask",
-    "clash_loss": f"{BETWEEN}/clashes_mean_loss",
     "clash_atom_loss": f"{BETWEEN}/clashes_per_atom_loss_sum",
-    "clash_atom_mask": f"{BETWEEN}/clashes_per_atom_clash_mask",
     "within_atom_loss": f"{WITHIN}/per_atom_loss_sum",
-    "within_atom_mask": f"{WITHIN}/per_atom_violations",
-    "residue_mask": "total_per_residue_violations_mask",
 }
 
 
-def _features(golden: Path) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """atom14 mask, residue index, aatype, sequence mask of the golden chain, batch of one."""
+def _features(golden: Path) -> tuple[Tensor, Tensor, Tensor]:
+    """atom14 mask, residue index and aatype of the golden chain, batch of one."""
     features = load(golden / "features_processed.npz")
-    names = ("atom14_atom_exists", "residue_index", "aatype", "seq_mask")
-    mask, index, aatype, seq_mask = (torch.from_numpy(features[name][:1]) for name in names)
-    return mask, index, aatype, seq_mask
+    names = ("atom14_atom_exists", "residue_index", "aatype")
+    mask, index, aatype = (torch.from_numpy(features[name][:1]) for name in names)
+    return mask, index, aatype
 
 
 @pytest.fixture(scope="module", params=["near native", "untrained"])
-def problem(golden: Path, request) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor]:
-    """AF2's violations, its metrics, and the structure that has them."""
+def problem(golden: Path, request) -> tuple[dict[str, Tensor], Tensor]:
+    """AF2's violations, and the structure that has them."""
     if request.param == "near native":
-        file, group, metrics, structure = "losses_functions.npz", "violations/", "violation_metrics/", "in/atom14_pos"
+        file, group, structure = "losses_functions.npz", "violations/", "in/atom14_pos"
     else:
-        prefix = "structure_module/"
-        file, group, metrics = "losses.npz", prefix + "violations/", prefix + "metrics/"
-        structure = "sidechains_atom_pos"
+        file, group, structure = "losses.npz", "structure_module/violations/", "sidechains_atom_pos"
     reference = {key: torch.from_numpy(np.asarray(value)) for key, value in load(golden / file).items()}
-
-    def within(prefix: str) -> dict[str, Tensor]:
-        return {key.removeprefix(prefix): value for key, value in reference.items() if key.startswith(prefix)}
-
-    return within(group), within(metrics), reference[structure][-1:]
+    violations = {key.removeprefix(group): value for key, value in reference.items() if key.startswith(group)}
+    return violations, reference[structure][-1:]
 
 
 def test_violations_are_alphafolds(golden: Path, problem) -> None:
     """Catches masks recomputed from aatype 0 in padding, the older releases' deviation of CA-C-N, and wrong exclusions."""
-    expected, _, atom14 = problem
-    found = find_violations(atom14, *_features(golden)[:3])
-    assert expected.keys() == set(NAMES.values())
+    expected, atom14 = problem
+    found = find_violations(atom14, *_features(golden))
     for name, key in NAMES.items():
         tolerance = 1e-5 * float(expected[key].abs().max())
         torch.testing.assert_close(getattr(found, name)[0], expected[key], rtol=1e-5, atol=tolerance, msg=key)
-
-
-def test_metrics_are_alphafolds(golden: Path, problem) -> None:
-    """Catches fractions of all residues, padding included."""
-    _, expected, atom14 = problem
-    mask, index, aatype, seq_mask = _features(golden)
-    metrics = violation_metrics(find_violations(atom14, mask, index, aatype), atom14, mask, index, seq_mask)
-    assert metrics.keys() == expected.keys()
-    for key, value in metrics.items():
-        torch.testing.assert_close(value[0], expected[key], rtol=1e-5, atol=0, msg=key)
 
 
 def test_loss_is_alphafolds(golden: Path) -> None:
     """Catches clashes averaged over pairs, or terms left out."""
     reference = load(golden / "losses_functions.npz")
     atom14 = torch.from_numpy(reference["in/atom14_pos"][-1:])
-    mask, index, aatype, _ = _features(golden)
+    mask, index, aatype = _features(golden)
     loss = violation_loss(find_violations(atom14, mask, index, aatype), mask)
     assert loss.item() == pytest.approx(float(reference["structural_violation_loss"]), rel=1e-5)
 
@@ -95,8 +74,8 @@ def _crowd(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return atom14, mask * (torch.rand(mask.shape, generator=generator) > 0.1), index, aatype
 
 
-def _all_pairs(atom14: Tensor, mask: Tensor, index: Tensor, aatype: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean overlap and summed overlap of each atom, from an array of all pairs: the formula as it is printed."""
+def _all_pairs(atom14: Tensor, mask: Tensor, index: Tensor, aatype: Tensor) -> Tensor:
+    """Summed overlap of each atom, from an array of all pairs: the formula as it is printed."""
     atoms = torch.arange(index.shape[1] * 14)
     slot, residue = atoms % 14, atoms // 14
     points, radius = atom14.flatten(1, 2), torch.from_numpy(RESTYPE_ATOM14_RADIUS).double()[aatype].flatten(1)
@@ -106,7 +85,7 @@ def _all_pairs(atom14: Tensor, mask: Tensor, index: Tensor, aatype: Tensor) -> t
     counted = (step > 0) & ~peptide & ~((slot[:, None] == 5) & (slot == 5))
     counted = counted * mask.flatten(1)[:, :, None] * mask.flatten(1)[:, None]
     overlap = counted * (radius[:, :, None] + radius[:, None] - 1.5 - distance).relu()
-    return overlap.sum((1, 2)) / (1e-6 + counted.sum((1, 2))), (overlap.sum(1) + overlap.sum(2)).view_as(mask)
+    return (overlap.sum(1) + overlap.sum(2)).view_as(mask)
 
 
 @pytest.mark.parametrize("pairs_at_once", [1, 5000, 1 << 22])
@@ -115,13 +94,13 @@ def test_clashes_equal_those_of_all_pairs(monkeypatch, pairs_at_once: int) -> No
     monkeypatch.setattr(violation, "_PAIRS_AT_ONCE", pairs_at_once)
     atom14, *rest = _crowd(1)
     results = []
-    for find in (lambda *x: (lambda v: (v.clash_loss, v.clash_atom_loss))(find_violations(*x)), _all_pairs):
+    for find in (lambda *x: find_violations(*x).clash_atom_loss, _all_pairs):
         points = atom14.clone().requires_grad_()
-        mean, per_atom = find(points, *rest)
+        per_atom = find(points, *rest)
         weight = torch.linspace(0.5, 2, per_atom.numel(), dtype=torch.float64).view_as(per_atom)
-        (mean.sum() + (weight * per_atom).sum()).backward()
-        results.append((mean.detach(), per_atom.detach(), points.grad))
-    assert (results[0][1] > 0).sum() > 50
+        (weight * per_atom).sum().backward()
+        results.append((per_atom.detach(), points.grad))
+    assert (results[0][0] > 0).sum() > 50
     for found, expected in zip(*results, strict=True):
         torch.testing.assert_close(found, expected)
 
@@ -136,7 +115,7 @@ def test_gradient_is_the_losss() -> None:
 
 def test_coincident_atoms_have_a_finite_gradient(golden: Path) -> None:
     """Catches the square root's slope at zero: an untrained model begins with all residues at the origin."""
-    mask, index, aatype, _ = _features(golden)
+    mask, index, aatype = _features(golden)
     atom14 = torch.zeros(1, index.shape[1], 14, 3, requires_grad=True)
     loss = violation_loss(find_violations(atom14, mask, index, aatype), mask)
     loss.sum().backward()
@@ -147,7 +126,7 @@ def test_coincident_atoms_have_a_finite_gradient(golden: Path) -> None:
 
 def test_samples_do_not_see_each_other(golden: Path, problem) -> None:
     """Catches atoms of one sample of a batch clashing with another's."""
-    atom14, features = problem[2], _features(golden)[:3]
+    atom14, features = problem[1], _features(golden)
     alone = find_violations(atom14, *features)
     moved = torch.cat([atom14, atom14 + 0.1])
     together = find_violations(moved, *(torch.cat([x, x]) for x in features))
@@ -161,5 +140,5 @@ def test_one_residue_and_no_clash_are_no_errors() -> None:
     aatype, index = torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.int64)
     mask = torch.from_numpy(RESTYPE_ATOM14_MASK)[aatype]
     found = find_violations(torch.zeros(1, 1, 14, 3), mask, index, aatype)
-    assert found.clash_loss.item() == found.bond_loss.item() == 0
-    assert found.within_atom_mask.sum() == 5
+    assert found.clash_atom_loss.sum() == found.bond_loss.item() == 0
+    assert (found.within_atom_loss > 0).sum() == 5

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from evodsp.data.parsers import parse_a3m, parse_stockholm
+from evodsp.data.records import Chain
 from evodsp.data.store import FeatureStore
-from evodsp.data.types import Chain
-from evodsp.geometry.residues import ATOM_ORDER, RESTYPE_ORDER
+from evodsp.geometry.alphabet import RESTYPE_ORDER
+from evodsp.geometry.residues import ATOM_ORDER
 from evodsp.rng import Draws
 from evodsp.synthetic import sequences
 from evodsp.synthetic.alignments import Homologs, draw_homologs, to_a3m, to_stockholm

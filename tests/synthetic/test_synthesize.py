@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 import torch
 
+from evodsp.data.records import Chain
 from evodsp.data.store import FeatureStore
-from evodsp.data.types import Chain
 from evodsp.errors import UserError
+from evodsp.geometry.alphabet import RESTYPE_ORDER
 from evodsp.geometry.frames import atom37_to_atom14
-from evodsp.geometry.residues import ATOM_ORDER, RESTYPE_ATOM37_MASK, RESTYPE_ORDER
+from evodsp.geometry.residues import ATOM_ORDER, RESTYPE_ATOM37_MASK
 from evodsp.rng import Draws
 from evodsp.synthetic import SynthesisConfig, families, synthesize, writers
 from evodsp.synthetic.backbone import backbone_torsions
@@ -26,7 +27,9 @@ from evodsp.synthetic.folding import expected_radius_of_gyration, radius_of_gyra
 from evodsp.synthetic.sidechains import closest_approach
 
 BUNDLED = Path(__file__).resolve().parents[2] / "data"
-SMALL = SynthesisConfig(families=3, members=1, held_out=1, min_length=48, max_length=56, sequences=12, seed=3)
+SMALL = SynthesisConfig(
+    Path("small"), families=3, members=1, held_out=1, min_length=48, max_length=56, sequences=12, seed=3
+)
 
 
 @dataclass(frozen=True)
@@ -65,13 +68,13 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Written:
         write = writers._write_member
         patch.setattr(writers, "_write_member", lambda at, member: (made.append(member), write(at, member)))
         root = tmp_path_factory.mktemp("synthetic") / "set"
-        synthesize(root, SMALL)
+        synthesize(replace(SMALL, output=root))
     return replace(_read(root, SMALL), made=tuple(made))
 
 
 @pytest.fixture(params=["bundled", "small"])
 def written(request: pytest.FixtureRequest, small: Written) -> Written:
-    return small if request.param == "small" else _read(BUNDLED, SynthesisConfig())
+    return small if request.param == "small" else _read(BUNDLED, SynthesisConfig(BUNDLED))
 
 
 def _atoms(chain: Chain, name: str) -> np.ndarray:
@@ -240,7 +243,7 @@ def test_the_same_seed_gives_the_same_bytes_and_another_does_not(
     """Randomness that is not a function of the seed alone."""
     monkeypatch.setattr(families, "VARIANTS", 1)
     for name, seed in (("first", 1), ("again", 1), ("other", 2)):
-        synthesize(tmp_path / name, SynthesisConfig(1, 1, 0, 48, 48, sequences=4, seed=seed))
+        synthesize(SynthesisConfig(tmp_path / name, 1, 1, 0, 48, 48, sequences=4, seed=seed))
     files = sorted(p.relative_to(tmp_path / "first") for p in (tmp_path / "first").rglob("*") if p.is_file())
     assert len(files) == 9
     _, unequal, missing = filecmp.cmpfiles(tmp_path / "first", tmp_path / "again", files, shallow=False)
@@ -270,7 +273,7 @@ def test_bundled_set_is_small(small: Written) -> None:
 def test_sizes_that_cannot_be_made_are_refused(settings: dict[str, int], words: tuple[str, ...]) -> None:
     """A config that fails deep inside the folding, or makes nothing."""
     with pytest.raises(UserError) as error:
-        SynthesisConfig(**settings)
+        SynthesisConfig(Path("new"), **settings)
     assert all(word in str(error.value) for word in words)
     assert "\n" not in str(error.value)
 
@@ -280,22 +283,22 @@ def test_nothing_is_overwritten_and_nothing_left_behind(tmp_path: Path, monkeypa
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("words")
     with pytest.raises(UserError, match="not an empty folder"):
-        synthesize(tmp_path / "mine", SMALL)
+        synthesize(replace(SMALL, output=tmp_path / "mine"))
     with pytest.raises(UserError, match="does not exist"):
-        synthesize(tmp_path / "no" / "such", SMALL)
+        synthesize(replace(SMALL, output=tmp_path / "no" / "such"))
 
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(writers, "make_family", stop)
     with pytest.raises(KeyboardInterrupt):
-        synthesize(tmp_path / "half", SynthesisConfig(1, 1, 0, 48, 48))
+        synthesize(SynthesisConfig(tmp_path / "half", 1, 1, 0, 48, 48))
     assert [p.name for p in tmp_path.iterdir()] == ["mine"]
 
 
 def test_lengths_are_spread_over_the_families() -> None:
     """Families that all have one length although a range was asked for."""
-    config = SynthesisConfig(families=5, min_length=48, max_length=64)
+    config = SynthesisConfig(Path("new"), families=5, min_length=48, max_length=64)
     lengths = [config.length(n) for n in range(5)]
     assert lengths == [48, 52, 56, 60, 64]
     assert all(a <= b for a, b in pairwise(lengths))

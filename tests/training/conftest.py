@@ -1,61 +1,14 @@
-"""A folder of two small chains in OpenFold's layout, and options for a model that takes milliseconds."""
+"""Fixtures of the training tests: two chains on disk, and ranks that wait for command lines."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from evodsp.data.mmcif_writer import write_mmcif
-from evodsp.data.types import Chain
-from evodsp.geometry.residues import RESTYPE_ATOM37_MASK, RESTYPE_ORDER
-from tests.training.ranks import CommandPool
-
-TINY = """
-model:
-  channels: {msa: 6, pair: 5, extra_msa: 4, single: 7}
-  extra_msa: &stack {blocks: 1, msa_heads: 2, msa_head_width: 2, pair_heads: 1, pair_head_width: 3, triangle_channels: 3,
-    outer_product_channels: 2, transition_factor: 1, checkpoint: false}
-  evoformer: *stack
-  structure_module: {iterations: 1, heads: 2, query_points: 1, value_points: 1, angle_channels: 4, transition_layers: 1}
-  heads: {plddt_channels: 4}
-  optimizer: {warmup_steps: 2, lr: 1.0e-2}
-  ema_decay: 0.9
-data:
-  validation_chains: [1abc_A]
-  batch_size: 1
-  samples_per_epoch: 4
-  train: {crop_size: 10, msa_clusters: 4, extra_msa: 3, recycles: 1}
-  validation: {crop_size: null, msa_clusters: 4, extra_msa: 3, recycles: 0, uniform_recycling: false}
-trainer: {max_steps: 6, accelerator: cpu, log_every_n_steps: 1}
-"""
-
-SEQUENCES = {"1abc_A": "MKTAYIAKQRWLE", "2abc_B": "GSHMDERVTCNPF"}
-
-
-def write_chain(folder: Path, key: str, letters: str) -> None:
-    """A chain with all its atoms about a straight line, and an alignment of three sequences."""
-    pdb_id, chain_id = key.split("_")
-    generator = np.random.default_rng(0)
-    positions = generator.normal(size=(len(letters), 37, 3)) + np.arange(len(letters))[:, None, None] * [3.8, 0, 0]
-    chain = Chain(
-        pdb_id=pdb_id,
-        chain_id=chain_id,
-        sequence=letters,
-        residue_number=np.arange(1, len(letters) + 1, dtype=np.int32),
-        insertion_code=("",) * len(letters),
-        is_missing=np.zeros(len(letters), bool),
-        positions=positions.astype(np.float32),
-        mask=RESTYPE_ATOM37_MASK[[RESTYPE_ORDER[letter] for letter in letters]].astype(np.float32),
-        resolution=2.0,
-    )
-    (folder / "mmcif_files").mkdir(exist_ok=True)
-    (folder / "alignments" / key).mkdir(parents=True)
-    write_mmcif(folder / "mmcif_files" / f"{pdb_id}.cif", [chain])
-    relatives = f">{key}\n{letters}\n>r1\n{letters[:4]}-{letters[5:]}\n>r2\n{letters[:6]}ac{letters[6:-1]}W\n"
-    (folder / "alignments" / key / "uniref90_hits.a3m").write_text(relatives)
+from tests.builders.training import CommandPool
+from tests.builders.training_chains import SEQUENCES, TINY, write_chain
 
 
 @pytest.fixture(scope="session")

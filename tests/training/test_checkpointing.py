@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from evodsp.cli import main
-from evodsp.training.checkpointing import WholeFileIO, remove_partial
+from evodsp.training.checkpointing import WholeFileIO
+from evodsp.training.run_folder import RunFolder
 
 
 class Unwritable:
@@ -46,14 +47,14 @@ def test_a_run_writes_checkpoints_in_place(chains: Path, tmp_path: Path, monkeyp
         assert main(words) == 0
     folder = tmp_path / "run" / "checkpoints"
     (folder / ".last.ckpt.123.partial").touch()
-    (tmp_path / "run" / ".curve.123.partial").touch()
+    (tmp_path / "run" / ".curve.csv.123.partial").touch()
     assert main([*words[:-1], "2", "--ckpt_path", "auto"]) == 0
     assert {path.name for path in folder.iterdir()} <= {"last.ckpt", "best.ckpt"}
     assert not list((tmp_path / "run").glob(".curve*"))
 
 
 def test_only_unfinished_files_are_deleted(tmp_path: Path) -> None:
-    remove_partial(tmp_path / "absent")
+    RunFolder(tmp_path / "absent").remove_partial()
     (tmp_path / "checkpoints").mkdir()
     for name in (
         "checkpoints/last.ckpt",
@@ -63,6 +64,6 @@ def test_only_unfinished_files_are_deleted(tmp_path: Path) -> None:
         "a.partial",
     ):
         (tmp_path / name).touch()
-    remove_partial(tmp_path)
+    RunFolder(tmp_path).remove_partial()
     left = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()}
     assert left == {"checkpoints/last.ckpt", "curve.csv", "a.partial"}

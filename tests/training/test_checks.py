@@ -14,13 +14,13 @@ from evodsp.cli import main
 from evodsp.config import ModelConfig
 from evodsp.errors import UserError
 from evodsp.parallel.mesh import init_mesh
-from evodsp.training.batch_check import Agreement, digest
+from evodsp.training.batch_check import BatchCheck, digest
 from evodsp.training.checkpointing import recount_batches
 from evodsp.training.config import TrainingConfig
 from evodsp.training.csv_logger import read_curve
 from evodsp.training.module import TrainingModule, mean_by_chain
+from tests.builders.training import CommandPool
 from tests.ranks import RankPool
-from tests.training.ranks import CommandPool
 
 
 def words(chains: Path, output: Path, *options: str) -> tuple[str, ...]:
@@ -89,7 +89,7 @@ def test_another_ranks_loss_that_is_no_number() -> None:
     module = TrainingModule(TrainingConfig(**vars(ModelConfig.preset("test"))))
     module.trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
     with pytest.raises(UserError, match="the loss is inf at step 0"):
-        module._refuse(torch.tensor(2.5), torch.tensor(math.inf))
+        module._raise_not_finite(torch.tensor(2.5), torch.tensor(math.inf))
 
 
 def test_it_starts_its_ranks_itself(chains: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -129,7 +129,7 @@ def test_validation_scores_each_chain_once(commands: CommandPool, chains: Path, 
 def check(group: Any, sequence: int, batches: list[Any]) -> str:
     batch = batches[torch.distributed.get_rank(group)]
     try:
-        Agreement(init_mesh(sequence)).check(UserError(batch) if isinstance(batch, str) else batch)
+        BatchCheck(init_mesh(sequence)).check(UserError(batch) if isinstance(batch, str) else batch)
     except UserError as error:
         return str(error)
     return ""
@@ -153,7 +153,7 @@ def test_one_ranks_mistake_is_raised_on_all(pool: RankPool) -> None:
         pool.run(4, check, 2, [sample(1), sample(1), "x.a3m:3: broken", "x.a3m:3: broken"]) == ["x.a3m:3: broken"] * 4
     )
     for found in pool.run(4, check, 4, [sample(1, residues=3)] * 4):
-        assert "has 3 residues only" in found
+        assert "has only 3 residues" in found
 
 
 def test_digests_tell_samples_apart() -> None:

@@ -115,6 +115,46 @@ def test_validation_in_training_scores_the_average(
         assert capsys.readouterr().out.splitlines()[1] == in_training
 
 
+def test_without_logger_and_checkpoints_only_the_config_is_written(
+    chains: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """config.yaml written to the current folder, over another one; files named that do not exist."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.yaml").write_text("mine")
+    options = ("--trainer.logger=false", "--trainer.enable_checkpointing=false", "--trainer.max_steps=1")
+    assert fit(chains, Path("run"), *options) == 0
+    files = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()}
+    assert files == {"config.yaml", "run/config.yaml"}
+    assert (tmp_path / "config.yaml").read_text() == "mine"
+    assert capsys.readouterr().out.splitlines()[-1] == "config: run/config.yaml"
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("--trainer.enable_checkpointing=false", "curve: OUT/curve.csv"),
+        ("--trainer.logger=false", "checkpoint: OUT/checkpoints/last.ckpt"),
+    ],
+)
+def test_only_files_that_exist_are_named(
+    chains: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str, said: str
+) -> None:
+    assert fit(chains, tmp_path / "run", option, "--trainer.max_steps=1") == 0
+    assert capsys.readouterr().out.splitlines()[-1] == said.replace("OUT", str(tmp_path / "run"))
+
+
+def test_nothing_is_deleted_before_everything_is_checked(
+    chains: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """--overwrite with a mistake in another option: the earlier run is gone and there is no new one."""
+    checkpoint = tmp_path / "run" / "checkpoints" / "last.ckpt"
+    checkpoint.parent.mkdir(parents=True)
+    checkpoint.touch()
+    for mistake in ("--trainer.accelerator=abacus", "--data.train_chains=[1abc_B]", "--model.ema_decay=2"):
+        assert fit(chains, tmp_path / "run", "--overwrite", mistake) == 2
+        assert checkpoint.is_file()
+
+
 def test_an_earlier_run_is_not_overwritten(chains: Path, finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert fit(chains, finished) == 2
     assert "--ckpt_path last" in capsys.readouterr().err
@@ -140,7 +180,15 @@ def test_accumulated_batches_and_workers_run(chains: Path, tmp_path: Path) -> No
         (("--model.evoformr.blocks", "3"), "Did you mean '--model.evoformer.blocks'?"),
         (("--trainer.max_step", "3"), "Did you mean '--trainer.max_steps'?"),
         (("--model.evoformer.blocks", "many"), "model.evoformer.blocks: expected int, found many"),
-        (("--model.evoformer", "3"), "model.evoformer"),
+        (("--model.evoformer", "3"), "model.evoformer: expected a group of options (blocks, "),
+        (("--model.evoformer.msa_heads", "0"), "model.evoformer.msa_heads is 0, but must be at least 1"),
+        (
+            ("--model.extra_msa.pair_dropout", "1.5"),
+            "model.extra_msa.pair_dropout is 1.5, but must be at least 0 and below 1",
+        ),
+        (("--model.optimizer.beta2", "1"), "model.optimizer.beta2 is 1.0, but must be at least 0 and below 1"),
+        (("--data.train.crop_size", "-5"), "data.train: crop_size is -5; give a positive number"),
+        (("--output", "elsewhere"), "--output is given more than once; give it once"),
         (("--trainer.accelerator", "abacus"), "abacus"),
         (("--data.train_chains", "[1abc_B]"), "no alignments of chain '1abc_B'"),
         (("--data.train_chains", "nowhere.txt"), "nowhere.txt: no such file"),
@@ -172,6 +220,8 @@ def test_a_mistake_is_one_line_and_leaves_nothing(
             "  trn: {crop",
             ":LINE: unknown config key 'data.trn.crop_size'. Did you mean 'data.train.crop_size'?",
         ),
+        ("channels: {msa: 6", "channels: {msa: 0", ":LINE: model.channels.msa is 0, but must be at least 1"),
+        ("  evoformer: *stack", "  evoformer: 3", ":LINE: model.evoformer: expected a group of options (blocks, "),
         ("channels: {msa: 6", "channels: {msa: six", ":LINE: model.channels.msa: expected int, found six"),
         ("trainer: {", "trainer: [", ": not a YAML mapping"),
     ],
@@ -199,7 +249,7 @@ def test_a_broken_alignment_is_one_line_even_from_a_worker(
     chains: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Folders of more chains than are read ahead are found broken in the loader's process."""
-    monkeypatch.setattr("evodsp.training.datamodule.MOST_CHAINS_READ", 0)
+    monkeypatch.setattr("evodsp.training.chains.MOST_CHAINS_READ", 0)
     broken = tmp_path / "alignments"
     for key in ("1abc_A", "2abc_B"):
         (broken / key).mkdir(parents=True)

@@ -21,10 +21,9 @@ from pathlib import Path
 import pytest
 
 from evodsp.training.csv_logger import read_curve
-from tests.parallel.test_faults import TORCHRUN, begin, free_port
-from tests.training.ranks import CommandPool
+from tests.builders.processes import ROOT, TORCHRUN, begin, free_port
+from tests.builders.training import CommandPool
 
-ROOT = Path(__file__).parents[2]
 STEPS, EVERY = 24, 4
 KILLED_AFTER = 9
 """The step that must have been logged: two checkpoints are there, and the last one is not of this step."""
@@ -185,7 +184,7 @@ def test_a_stopped_rank_is_named_and_ended(config: Path, tmp_path: Path, victim:
         assert not any(map(runs, ranks.values()))
     print(f"stopped rank {victim}: {seconds:.1f} s with a time-out of {timeout} s")
     assert process.returncode == 1
-    named = f"rank {victim} (pid {ranks[victim]} on {socket.gethostname()}) gave no sign of life for"
+    named = f"rank {victim} (pid {ranks[victim]} on {socket.gethostname()}) sent no heartbeat for"
     assert len([line for line in error.splitlines() if "evodsp: error" in line]) == 1, error
     assert named in error
     assert "Traceback" not in error

@@ -5,7 +5,10 @@ import torch
 
 from evodsp.data.dataset import ChainDataset
 from evodsp.errors import FileFormatError, UserError
-from evodsp.training.loader import BatchStream, StreamSampler, TrainingStream, collate_or_error, whole_batches
+from evodsp.training.loader import BatchLoader, EpochSampler, TrainingLoader, collate_or_error, whole_batches
+from evodsp.training.world import World
+
+CHECK = World().check_batch
 
 
 class Numbers(ChainDataset):
@@ -21,13 +24,13 @@ class Numbers(ChainDataset):
         return {"aatype": torch.tensor([index])}
 
 
-def indices(stream: BatchStream) -> list[int]:
+def indices(stream: BatchLoader) -> list[int]:
     return [int(i) for batch in stream for i in batch["sample_index"]]
 
 
 def test_epochs_go_on_where_the_last_one_ended() -> None:
     """Every epoch showing the same samples."""
-    stream = TrainingStream(Numbers(), StreamSampler(2, batches=3), 0)
+    stream = TrainingLoader(Numbers(), EpochSampler(2, batches=3), 0, CHECK)
     assert len(stream) == 3
     assert indices(stream) == [0, 1, 2, 3, 4, 5]
     assert indices(stream) == [6, 7, 8, 9, 10, 11]
@@ -35,7 +38,7 @@ def test_epochs_go_on_where_the_last_one_ended() -> None:
 
 def test_ranks_share_the_global_indices() -> None:
     """Rank d of D takes the indices that are d modulo D; another rule changes the run with the number of ranks."""
-    streams = [TrainingStream(Numbers(), StreamSampler(2, 2, rank, ranks=3), 0) for rank in range(3)]
+    streams = [TrainingLoader(Numbers(), EpochSampler(2, 2, rank, ranks=3), 0, CHECK) for rank in range(3)]
     batches = [[b["sample_index"].tolist() for b in stream] for stream in streams]
     assert batches == [[[0, 3], [6, 9]], [[1, 4], [7, 10]], [[2, 5], [8, 11]]]
 
@@ -43,14 +46,14 @@ def test_ranks_share_the_global_indices() -> None:
 @pytest.mark.parametrize("taken", [0, 1, 2, 3, 4])
 def test_a_resume_yields_the_rest_of_the_epoch(taken: int) -> None:
     """A resume that starts the epoch anew, skips a batch, or forgets to end the epoch; both ends of an epoch included."""
-    stream = TrainingStream(Numbers(), StreamSampler(1, batches=3), 0)
+    stream = TrainingLoader(Numbers(), EpochSampler(1, batches=3), 0, CHECK)
     seen: list[int] = []
     while len(seen) < taken:
         for batch in stream:
             seen.append(int(batch["sample_index"]))
             if len(seen) == taken:
                 break
-    other = TrainingStream(Numbers(), StreamSampler(1, batches=3), 0)
+    other = TrainingLoader(Numbers(), EpochSampler(1, batches=3), 0, CHECK)
     other.load_state_dict(stream.state_dict())
     assert seen + indices(other) == list(range(3 * (taken // 3 + 1)))
 
@@ -64,7 +67,7 @@ def test_epochs_hold_whole_optimizer_steps() -> None:
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_mistake_in_a_file_comes_out_as_it_was_raised(num_workers: int) -> None:
     """PyTorch wraps an exception of a worker in its traceback, and cannot rebuild one whose constructor takes two arguments."""
-    stream = BatchStream(Numbers(broken=(1,)), StreamSampler(1, batches=3), num_workers)
+    stream = BatchLoader(Numbers(broken=(1,)), EpochSampler(1, batches=3), num_workers, CHECK)
     with pytest.raises(UserError) as caught:
         list(stream)
     assert str(caught.value) == "x.a3m:7: cut short"
@@ -72,7 +75,7 @@ def test_a_mistake_in_a_file_comes_out_as_it_was_raised(num_workers: int) -> Non
 
 def test_workers_give_the_same_samples() -> None:
     """Prefetching that advances the saved position."""
-    stream = TrainingStream(Numbers(), StreamSampler(2, batches=4), 1)
+    stream = TrainingLoader(Numbers(), EpochSampler(2, batches=4), 1, CHECK)
     first = next(iter(stream))
     assert first["sample_index"].tolist() == [0, 1]
     assert stream.state_dict() == {"samples": 2}

@@ -1,7 +1,7 @@
 """Training on (data, sequence) meshes: the same run everywhere. Real chains, all noise on.
 
 Losses are compared, not weights: Adam makes steps of full size out of the rounding errors of parameters whose gradient is zero.
-Runs are whole command lines on a pool of processes that stay (`tests.training.ranks`).
+Runs are whole command lines on a pool of processes that stay (`tests.builders.training`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from evodsp.cli import main
 from evodsp.training.csv_logger import read_curve
 from evodsp.weights.checkpoint import load_model, read_checkpoint
-from tests.training.ranks import CommandPool
+from tests.builders.training import CommandPool
 
 RUN = """
 seed: 3

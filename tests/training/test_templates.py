@@ -12,11 +12,12 @@ import torch
 from evodsp.cli import main
 from evodsp.config import FeatureConfig, ModelConfig, TemplateConfig
 from evodsp.errors import UserError
+from evodsp.training.chains import find_chains
 from evodsp.training.config import DataConfig, check_templates
 from evodsp.training.csv_logger import read_curve
 from evodsp.training.datamodule import ChainDataModule
 from evodsp.weights.checkpoint import read_checkpoint
-from tests.training.conftest import SEQUENCES
+from tests.builders.training_chains import SEQUENCES
 
 TEMPLATES = """
   templates: {enabled: true, channels: 4, blocks: 1, pair_heads: 1, pair_head_width: 2, triangle_channels: 3,
@@ -71,10 +72,11 @@ def data_config(searched: Path, **changes) -> DataConfig:
 
 def test_batches_hold_the_templates(searched: Path) -> None:
     """Catches the source opened but not handed to the samples, and its date limit lost on the way."""
-    module = ChainDataModule(data_config(searched))
-    module.check()
-    assert module.templates is not None
-    assert module.templates.limits.max_date == date(2100, 1, 1)
+    config = data_config(searched)
+    chains = find_chains(config)
+    module = ChainDataModule(config, chains)
+    assert chains.templates is not None
+    assert chains.templates.limits.max_date == date(2100, 1, 1)
     masks = [batch["template_mask"] for batch in module.val_dataloader()]
     assert [mask[0, 0].tolist() for mask in masks] == [[1, 0], [0, 0]]
     train = next(iter(module.train_dataloader()))
@@ -83,8 +85,8 @@ def test_batches_hold_the_templates(searched: Path) -> None:
 
 def test_without_a_folder_templates_are_masked(searched: Path) -> None:
     """Catches a model with templates that cannot be trained on chains without any."""
-    module = ChainDataModule(data_config(searched, template_structure_dir=None, max_template_date=None))
-    module.check()
+    config = data_config(searched, template_structure_dir=None, max_template_date=None)
+    module = ChainDataModule(config, find_chains(config))
     batch = next(iter(module.train_dataloader()))
     assert batch["template_mask"].shape == (1, 1, 2)
     assert not batch["template_mask"].any()
@@ -94,7 +96,7 @@ def test_without_a_folder_templates_are_masked(searched: Path) -> None:
     ("changes", "message"),
     [
         ({"template_structure_dir": "nowhere"}, r"data\.template_structure_dir is nowhere, which is not a folder"),
-        ({"max_template_date": "tomorrow"}, r"data\.max_template_date is 'tomorrow', which is no date"),
+        ({"max_template_date": "tomorrow"}, r"data\.max_template_date is 'tomorrow', which is not a date"),
         ({"obsolete": "nowhere.dat"}, r"data\.obsolete is nowhere\.dat, which is not a file"),
         (
             {"template_structure_dir": None},
@@ -109,7 +111,7 @@ def test_without_a_folder_templates_are_masked(searched: Path) -> None:
 def test_wrong_settings_are_one_line(searched: Path, changes: dict, message: str) -> None:
     """Catches a wrong folder, date or number that is found only when training has begun, or never."""
     with pytest.raises(UserError, match=message) as caught:
-        ChainDataModule(data_config(searched, **changes)).check()
+        find_chains(data_config(searched, **changes))
     assert "\n" not in str(caught.value)
 
 

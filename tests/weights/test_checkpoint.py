@@ -60,7 +60,7 @@ class Malicious:
     ("make", "said"),
     [
         (lambda path: None, "no such checkpoint"),
-        (lambda path: path.mkdir(), "no such checkpoint"),
+        (lambda path: path.mkdir(), "not a DeepSpeed checkpoint"),
         (lambda path: path.write_bytes(b""), "not a checkpoint"),
         (lambda path: path.write_text(">query\nMKT\n"), "not a checkpoint"),
         (lambda path: torch.save({"state_dict": {}}, path), "lacks format_version, model_config"),
@@ -117,6 +117,15 @@ def test_feature_sizes_come_back_as_saved(model: AlphaFold, tmp_path: Path) -> N
     assert load_features(path) == features
     save_model(path, model)
     assert load_features(path) == FeatureConfig()
+
+
+def test_feature_sizes_of_older_checkpoints_load(model: AlphaFold, tmp_path: Path) -> None:
+    """`ensembles` was a feature size once: checkpoints that hold it must not be refused."""
+    save_model(path := tmp_path / "x.ckpt", model)
+    older = {**dataclasses.asdict(FeatureConfig(msa_clusters=7)), "ensembles": 1}
+    assert load_features(changed(path, tmp_path / "y.ckpt", format_version=1, features=older)) == FeatureConfig(
+        msa_clusters=7
+    )
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ def test_mistakes_exit_with_2_and_write_nothing(tmp_path: Path, capsys: pytest.C
         ("import", "--checkpoint", params, "--output", new, "--preset", "test", "--like", own): "leave one out",
         ("import", "--checkpoint", params, "--output", new, "--like", deeper): "but the model needs",
         ("import", "--checkpoint", params, "--output", new, "--like", params): "not a readable checkpoint",
-        ("import", "--checkpoint", own, "--output", new): "is a checkpoint of evodsp's already",
+        ("import", "--checkpoint", own, "--output", new): "is already an evodsp checkpoint",
         ("export", "--checkpoint", taken, "--output", file): "not a checkpoint",
         ("export", "--checkpoint", params, "--output", file): "does not say which model it is; give --preset",
         ("export", "--checkpoint", own, "--output", file, "--preset", "test"): "holds its model's sizes itself",
@@ -94,7 +94,7 @@ def test_mistakes_exit_with_2_and_write_nothing(tmp_path: Path, capsys: pytest.C
 
 
 def test_the_preset_is_read_off_the_name() -> None:
-    """model_1 taken for model_1_ptm, or a multimer's file for a monomer's."""
+    """model_1 taken for model_1_ptm, or a multimer file for a monomer file."""
     for name in ("model_1", "model_1_ptm", "model_5_ptm"):
         assert preset_of(Path(f"params/params_{name}.npz")) == name
     for name in ("params_model_6", "params_model_1_multimer_v3", "params_model_12", "weights"):

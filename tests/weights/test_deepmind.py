@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from evodsp.config import HeadsConfig, ModelConfig, TemplateConfig
+from evodsp.config import ModelConfig
 from evodsp.errors import UserError
 from evodsp.model.alphafold import AlphaFold
 from evodsp.weights.deepmind import (
@@ -24,30 +24,12 @@ from evodsp.weights.deepmind import (
     write_npz,
 )
 from evodsp.weights.names import parameter_names
+from tests.builders.golden_model import CONFIG as GOLDEN
+from tests.builders.weights import SMALL, random_model, same
 from tests.conftest import load
-from tests.test_golden_end_to_end import CONFIG as GOLDEN
 
 Arrays = dict[str, np.ndarray]
-# No two sizes alike, so that a transposed or wrongly split axis cannot pass.
-SMALL = dataclasses.replace(
-    ModelConfig.preset("test"),
-    templates=TemplateConfig(
-        enabled=True, channels=15, blocks=3, pair_heads=3, pair_head_width=7, triangle_channels=11,
-        attention_heads=2, attention_head_width=13,
-    ),
-    heads=HeadsConfig(plddt_channels=8, experimentally_resolved=True, predicted_aligned_error=True),
-)  # fmt: skip
 SCALE = "alphafold/alphafold_iteration/evoformer/evoformer_iteration/pair_transition/input_layer_norm//scale"
-
-
-def random_model(config: ModelConfig, seed: int) -> AlphaFold:
-    """No parameter is zero or one, as many are after initialisation."""
-    model = AlphaFold(config)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator))
-    return model
 
 
 @pytest.fixture(scope="module")
@@ -58,11 +40,6 @@ def model() -> AlphaFold:
 @pytest.fixture
 def arrays(model: AlphaFold) -> Arrays:
     return export_deepmind(model)
-
-
-def same(model: AlphaFold, other: AlphaFold) -> bool:
-    pairs = zip(model.named_parameters(), other.named_parameters(), strict=True)
-    return all(name == theirs and torch.equal(value, twin) for (name, value), (theirs, twin) in pairs)
 
 
 def test_golden_parameters_come_back_bit_for_bit(golden: Path, tmp_path: Path) -> None:
@@ -188,10 +165,10 @@ def member(path: Path) -> None:
         (lambda path: path.write_bytes(b""), "not an .npz file"),
         (lambda path: path.write_text(">query\nMKT\n"), "not an .npz file"),
         (lambda path: np.save(path.open("wb"), np.zeros(3)), "not an .npz file"),
-        (lambda path: torch.save({"weight": torch.zeros(1)}, path), "is no array of floats"),
-        (member, "is no array of floats"),
+        (lambda path: torch.save({"weight": torch.zeros(1)}, path), "is not an array of floats"),
+        (member, "is not an array of floats"),
         (lambda path: np.savez(path, a=np.array([{}], dtype=object)), "unreadable .npz file"),
-        (lambda path: np.savez(path, a=np.arange(3)), "'a' is no array of floats"),
+        (lambda path: np.savez(path, a=np.arange(3)), "'a' is not an array of floats"),
     ],
 )
 def test_a_file_that_is_no_parameter_file_is_one_line(tmp_path: Path, make: Callable[[Path], None], said: str) -> None:

@@ -18,7 +18,7 @@ from evodsp.weights.config import published_features
 from evodsp.weights.deepmind import export_deepmind, write_npz
 from evodsp.weights.openfold import export_openfold, write_openfold
 from evodsp.weights.published import is_parameter_file
-from tests.weights.test_deepmind import random_model, same
+from tests.builders.weights import random_model, same
 
 ROOT = Path(__file__).resolve().parents[2]
 TEST = ModelConfig.preset("test")

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from evodsp.config import ModelConfig
 from evodsp.errors import UserError
@@ -25,9 +24,8 @@ from evodsp.weights.openfold import (
     with_blocks_of,
     write_openfold,
 )
-from tests.weights.test_deepmind import SMALL, random_model, same
+from tests.builders.weights import SMALL, Arrays, averaged, prefixed, random_model, same
 
-Arrays = dict[str, Tensor]
 BLOCK = "evoformer.blocks.1"
 SCALE = f"{BLOCK}.pair_stack.pair_transition.layer_norm.weight"
 OLDER_SCALE = f"{BLOCK}.core.pair_transition.layer_norm.weight"
@@ -162,22 +160,14 @@ def test_blocks_are_counted_in_the_names(model: AlphaFold) -> None:
     assert with_blocks_of(deeper, ["evoformer.blocks.999999999.x"]).evoformer.blocks == 1
 
 
-def averaged(arrays: Arrays) -> Arrays:
-    return {key: value + 1 for key, value in arrays.items()}
-
-
-def under(prefix: str, arrays: Arrays) -> Arrays:
-    return {f"{prefix}{key}": value for key, value in arrays.items()}
-
-
 @pytest.mark.parametrize(
     ("form", "has_average"),
     [
         (lambda a: a, False),
-        (lambda a: under("model.", a), False),  # what zero_to_fp32.py makes of DeepSpeed's
-        (lambda a: {"state_dict": under("model.", a), "epoch": 3, "optimizer_states": [{}]}, False),
-        (lambda a: {"state_dict": under("model.", a), "ema": {"params": averaged(a), "decay": 0.999}}, True),
-        (lambda a: {"module": under("module.model.", a), "ema": {"params": averaged(a)}, "dp_world_size": 8}, True),
+        (lambda a: prefixed("model.", a), False),  # what zero_to_fp32.py makes of DeepSpeed's
+        (lambda a: {"state_dict": prefixed("model.", a), "epoch": 3, "optimizer_states": [{}]}, False),
+        (lambda a: {"state_dict": prefixed("model.", a), "ema": {"params": averaged(a), "decay": 0.999}}, True),
+        (lambda a: {"module": prefixed("module.model.", a), "ema": {"params": averaged(a)}, "dp_world_size": 8}, True),
     ],
 )
 def test_every_form_on_disk_is_read(
@@ -239,7 +229,7 @@ def test_an_array_is_called_as_in_the_file(model: AlphaFold) -> None:
 def test_a_transition_that_openfold_lacks_is_refused() -> None:
     """A checkpoint written that OpenFold cannot load."""
     longer = dataclasses.replace(SMALL.structure_module, transition_layers=4)
-    with pytest.raises(UserError, match="transition_layers 4, but OpenFold's always 3"):
+    with pytest.raises(UserError, match="transition_layers 4, but OpenFold's models always have 3"):
         export_openfold(AlphaFold(dataclasses.replace(SMALL, structure_module=longer)))
 
 
@@ -252,14 +242,14 @@ class Malicious:
     ("make", "said"),
     [
         (lambda path: None, "no such parameter file"),
-        (lambda path: path.mkdir(), "zero_to_fp32.py"),
-        (lambda path: path.write_bytes(b""), "not a .pt file"),
+        (lambda path: path.mkdir(), "not a DeepSpeed checkpoint"),
+        (lambda path: path.write_bytes(b""), "not a PyTorch .pt file"),
         (lambda path: torch.save([1, 2], path), "not an OpenFold checkpoint"),
         (lambda path: torch.save({"state_dict": {}}, path), "not an OpenFold checkpoint"),
         (lambda path: torch.save({"ema": {"params": 3}}, path), "not an OpenFold checkpoint"),
-        (lambda path: torch.save({"evoformer.linear.weight": 3}, path), "is no array of floats"),
-        (lambda path: torch.save({"evoformer.linear.weight": torch.arange(3)}, path), "is no array of floats"),
-        (lambda path: torch.save({"evoformer.linear.weight": Malicious()}, path), "more than tensors in it"),
+        (lambda path: torch.save({"evoformer.linear.weight": 3}, path), "is not an array of floats"),
+        (lambda path: torch.save({"evoformer.linear.weight": torch.arange(3)}, path), "is not an array of floats"),
+        (lambda path: torch.save({"evoformer.linear.weight": Malicious()}, path), "is not an array of floats"),
     ],
 )
 def test_a_file_that_is_no_checkpoint_is_one_line(

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from evodsp.model.alphafold import AlphaFold
 from evodsp.weights.deepmind import load_deepmind
 from evodsp.weights.openfold import export_openfold
+from tests.builders.golden_model import CONFIG
 from tests.conftest import load
-from tests.test_golden_end_to_end import CONFIG
 
 ROOT = "alphafold/alphafold_iteration"
 EVOFORMER = f"{ROOT}/evoformer"

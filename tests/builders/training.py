@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import socket
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 
+from tests.builders.processes import free_port
 from tests.ranks import RankPool, end_with_parent
 
 
@@ -33,10 +33,7 @@ class CommandPool(RankPool):
 
     def evodsp(self, ranks: int, *words: str, own: dict[int, tuple[str, ...]] | None = None) -> list[Outcome]:
         """`evodsp *words` on `ranks` ranks (rank r: with `own[r]` behind)."""
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        return self.run(ranks, words, own or {}, port)  # type: ignore[arg-type]
+        return self.run(ranks, words, own or {}, free_port())  # type: ignore[arg-type]
 
     def _target(self) -> Any:
         return _serve

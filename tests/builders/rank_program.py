@@ -1,8 +1,8 @@
-"""What a rank of `test_faults` does: adds up numbers with the others, and at step 5 of the first attempt comes to grief.
+"""A rank of `tests/launch/test_faults.py`: it adds numbers with the others; the victim fails at step 5 of the first attempt.
 
-    python -m tests.launch.rank_program FAULT VICTIM TIMEOUT FOLDER
+    python -m tests.builders.rank_program FAULT VICTIM TIMEOUT FOLDER
 
-A file in FOLDER says that an attempt was made: restart counts differ between machines.
+A file in FOLDER marks the first attempt, because restart counts differ between machines.
 """
 
 from __future__ import annotations

@@ -23,6 +23,16 @@ def read_bytes(path: str | Path) -> bytes:
     return check_text(path, unpack(path, data))
 
 
+def text_of(path: str | Path, data: bytes | None = None) -> bytes:
+    """As `read_bytes`, or, if the file was read already, its content `data` with the same treatment and checks."""
+    return read_bytes(path) if data is None else check_text(path, unpack(path, data))
+
+
+def lines_of(path: str | Path, data: bytes | None = None) -> list[str]:
+    """The lines of `text_of`, decoded."""
+    return [line.decode() for line in text_of(path, data).splitlines()]
+
+
 def unpack(source: str | Path, data: bytes) -> bytes:
     """`data`, or its content if it is gzipped."""
     if not data.startswith(_GZIP_MAGIC):

@@ -1,0 +1,99 @@
+"""The folder of one chain: which of its files are alignments, which are template searches, and reading them.
+
+Files lie in the folder itself (OpenFold) or in its sub-folders a3m/, sto/ and hhr/ (OpenProteinSet), gzipped or not. The
+alignment database (`evodsp.data.store`) decides by the same file names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from evodsp.data.parsers import parse_a3m, parse_hhr, parse_hmmsearch, parse_stockholm
+from evodsp.data.query_check import check_alignments
+from evodsp.data.records import Alignment, ProteinSequence
+from evodsp.data.templates.hits import TemplateHit
+from evodsp.errors import UserError
+
+_PARSERS = {".a3m": parse_a3m, ".sto": parse_stockholm}
+_SUBFOLDERS = ("a3m", "sto", "hhr")
+_HMMSEARCH = "hmm_output.sto"
+_NOT_FOR_THE_MSA = ("uniprot_hits", "hmm_output")  # for pairing chains of a complex; for templates
+
+
+def is_alignment(name: str) -> bool:
+    """Whether a file of that name is an alignment for the chain's MSA: .a3m and .sto, but not hmm_output.sto."""
+    return _format(name) in _PARSERS and not name.startswith((".", *_NOT_FOR_THE_MSA))
+
+
+def is_search_result(name: str) -> bool:
+    """Whether a file of that name holds template hits: any .hhr (HHsearch), and hmm_output.sto (hmmsearch)."""
+    name = name.removesuffix(".gz")
+    return not name.startswith(".") and (name.endswith(".hhr") or name == _HMMSEARCH)
+
+
+def alignment_files(directory: str | Path) -> list[Path]:
+    """The alignments of a chain's folder, sorted by file name."""
+    return [path for path in _files(Path(directory)) if is_alignment(path.name)]
+
+
+def search_result_files(directory: str | Path) -> list[Path]:
+    """The template searches of a chain's folder, sorted by file name."""
+    return [path for path in _files(Path(directory)) if is_search_result(path.name)]
+
+
+def parse_alignment(path: str | Path, data: bytes | None = None) -> Alignment:
+    """An alignment, parsed by its suffix. `data`: the file's bytes, if they were read already."""
+    parse: Callable[[str | Path, bytes | None], Alignment] = _PARSERS[_format(Path(path).name)]
+    return parse(path, data)
+
+
+def parse_search_result(path: str | Path, query: str, data: bytes | None = None) -> list[TemplateHit]:
+    """The hits of a template search, parsed by its name. `query`: the query's one-letter codes; `data`: the file's bytes.
+
+    An empty hmm_output.sto has no hits: hmmsearch leaves it if it finds nothing.
+    """
+    if Path(path).name.removesuffix(".gz").endswith(".hhr"):
+        return parse_hhr(path, data)
+    is_empty = data == b"" if data is not None else Path(path).is_file() and Path(path).stat().st_size == 0
+    return [] if is_empty else parse_hmmsearch(path, data, query=query)
+
+
+def read_alignment_dir(directory: str | Path, query: ProteinSequence | None = None) -> list[Alignment]:
+    """All alignments of a chain's folder, sorted by file name.
+
+    The first row of each must be the query: `query` if given, else the first file's first row. X matches any letter.
+
+    Raises UserError if the folder is missing or holds no alignment, or if a first row is not the query.
+    """
+    directory = Path(directory)
+    if not directory.is_dir():
+        raise UserError(f"{directory}: no such alignment directory; check the path or run the search for this chain")
+    alignments = [parse_alignment(path) for path in alignment_files(directory)]
+    if not alignments:
+        found = ", ".join(path.name for path in _files(directory)[:5]) or "it is empty"
+        raise UserError(
+            f"{directory}: no alignment (.a3m or .sto) of the chain here ({found}); run the search for this chain"
+        )
+    check_alignments(alignments, query)
+    return alignments
+
+
+def read_template_hits(directory: str | Path, query: ProteinSequence) -> list[TemplateHit]:
+    """The hits of all template searches of a chain's folder, in the order of the files; empty if there are none.
+
+    Raises UserError if the folder is missing, FileFormatError for a broken file.
+    """
+    if not Path(directory).is_dir():
+        raise UserError(f"{directory}: no such folder of template searches; check the path")
+    return [hit for path in search_result_files(directory) for hit in parse_search_result(path, query.letters)]
+
+
+def _files(directory: Path) -> list[Path]:
+    folders = [directory, *(directory / name for name in _SUBFOLDERS)]
+    found = [path for folder in folders if folder.is_dir() for path in folder.iterdir() if path.is_file()]
+    return sorted(found, key=lambda path: path.name)
+
+
+def _format(name: str) -> str:
+    return Path(name.removesuffix(".gz")).suffix

@@ -1,0 +1,55 @@
+"""A3M alignments, with boolean masks over the whole file instead of a loop over characters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from evodsp.data.parsers.bytes_to_codes import BLANK_CODES, INSERTION, SKIPPED, byte_table
+from evodsp.data.parsers.fasta import split_records, translate
+from evodsp.data.records import Alignment
+from evodsp.data.text_files import text_of
+from evodsp.errors import FileFormatError
+from evodsp.geometry.alphabet import ALIGNMENT_CODES, GAP
+
+# A dot is padding opposite another row's insertion: it stands for nothing.
+_A3M = byte_table(
+    ALIGNMENT_CODES | dict.fromkeys(map(str.lower, ALIGNMENT_CODES), INSERTION) | {"-": GAP, ".": SKIPPED} | BLANK_CODES
+)
+
+
+def parse_a3m(path: str | Path, data: bytes | None = None) -> Alignment:
+    """An A3M alignment: upper case and '-' are match columns, lower case is inserted between them.
+
+    `data`: the file's bytes, if they were read already (from an alignment database); `path` then names them in messages.
+    Lines before the first header that start with '#' are comments.
+
+    Raises FileFormatError (file and line) for an illegal character, a row whose number of match columns differs from the
+    first row's, and a header without sequence (a truncated file).
+    """
+    records = split_records(path, text_of(path, data), "an A3M")
+    codes = translate(records, _A3M, "remove it (X stands for an unknown residue)")
+    match = codes <= GAP
+    row_starts = np.concatenate(([0], np.cumsum([len(row) for row in records.rows])))
+    widths = np.diff(np.concatenate(([0], np.cumsum(match)))[row_starts])
+    names = records.names()
+    if (differs := np.flatnonzero((widths != widths[0]) | (widths == 0))).size:
+        row = int(differs[0])
+        found = (
+            f"sequence '{names[row]}' has {widths[row]} match columns, the first sequence '{names[0]}' has {widths[0]}"
+        )
+        truncated = row == len(names) - 1 and widths[row] < max(widths[0], 1)
+        fix = "the file looks truncated: write it again" if truncated else "correct the row or remove it"
+        raise FileFormatError(path, f"{found}; {fix}", records.header_lines[row])
+
+    shape = (len(names), int(widths[0]))
+    residues = codes[match].view(np.int8).reshape(shape)
+    inserted = codes == INSERTION
+    if not inserted.any():
+        return Alignment(str(path), names, residues, np.zeros(shape, np.int32))
+    # Insertions before each match column are differences of their running count, which starts anew in each row.
+    running = np.concatenate((np.zeros(1, np.int32), np.cumsum(inserted, dtype=np.int32)))
+    at_matches = running[:-1][match].reshape(shape)
+    deletions = np.diff(at_matches, axis=1, prepend=running[row_starts[:-1], None])
+    return Alignment(str(path), names, residues, deletions)

@@ -1,0 +1,119 @@
+"""FASTA files, and the records ('>header', then lines of residues) that A3M files consist of too.
+
+A file is split into lines once; the residues of all records are joined and translated together.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from itertools import islice, pairwise
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import UInt8
+
+from evodsp.data.parsers.bytes_to_codes import BLANK_CODES, BLANKS, EITHER_CASE, ILLEGAL, byte_table
+from evodsp.data.records import ProteinSequence
+from evodsp.data.text_files import read_bytes
+from evodsp.errors import FileFormatError
+
+_FASTA = byte_table({c: k for c, k in EITHER_CASE.items() if c.upper() not in "BJOUZ"} | BLANK_CODES)
+_UNFIT_FOR_FILES = re.compile(r'[/\\:*?"<>\x00-\x1f\x7f]|^[.-]')
+_LONGEST_NAME = 200
+
+
+def parse_fasta(path: str | Path) -> list[ProteinSequence]:
+    """The sequences of a FASTA file, in the file's order. Letters: the 20 amino acids and X, either case.
+
+    Names (the first word of a header) become names of folders, so they must be valid file names and differ from one another.
+
+    Raises FileFormatError (file and line) for residues before the first header, a header without sequence, an illegal letter,
+    and a name that is missing, repeated or not a valid file name.
+    """
+    records = split_records(path, read_bytes(path), "a FASTA")
+    translate(records, _FASTA, "write X, or the amino acid it stands for (U: C, O: K, B: D or N, Z: E or Q, J: I or L)")
+    sequences: list[ProteinSequence] = []
+    line_of_name: dict[str, int] = {}
+    for header, line, row in zip(records.headers, records.header_lines, records.rows, strict=True):
+        name, *description = header.split(maxsplit=1) or [""]
+        _check_name(path, name, line)
+        if name in line_of_name:
+            first = line_of_name[name]
+            raise FileFormatError(
+                path, f"the name '{name}' was used on line {first} already; rename one of the two", line
+            )
+        line_of_name[name] = line
+        letters = row.translate(None, BLANKS).decode().upper()
+        if not letters:
+            raise FileFormatError(path, f"sequence '{name}' is empty; add its residues or remove its header", line)
+        sequences.append(ProteinSequence(name=name, letters=letters, description="".join(description).strip()))
+    return sequences
+
+
+@dataclass(frozen=True)
+class Records:
+    """The records of a FASTA or A3M file. `header_lines` count from 1; a record's residues follow on the next lines."""
+
+    path: str | Path
+    headers: list[str]
+    header_lines: list[int]
+    bodies: list[list[bytes]]
+    """The residue lines of each record."""
+    rows: list[bytes]
+    """The same lines, joined."""
+
+    def names(self) -> tuple[str, ...]:
+        """The first word of every header."""
+        return tuple((header.split(maxsplit=1) or [""])[0] for header in self.headers)
+
+
+def split_records(path: str | Path, data: bytes, kind: str) -> Records:
+    """The records of `data`. `kind` ('a FASTA') names the format in messages. Lines before the first header may be comments.
+
+    Raises FileFormatError for text before the first header and for a file without headers.
+    """
+    lines = data.splitlines()
+    starts = [k for k, line in enumerate(lines) if line[:1] == b">"]
+    for number, line in enumerate(islice(lines, starts[0] if starts else None), 1):
+        if line.strip() and not line.startswith(b"#"):
+            raise FileFormatError(path, f"not {kind} file: expected a header that starts with '>'; add '>name'", number)
+    if not starts:
+        raise FileFormatError(path, f"not {kind} file: no header that starts with '>'; write it again")
+    headers = b"\n".join([lines[k][1:] for k in starts]).decode().split("\n")
+    bodies = [lines[start + 1 : end] for start, end in pairwise([*starts, len(lines)])]
+    rows = [body[0] if len(body) == 1 else b"".join(body) for body in bodies]
+    return Records(path, headers, [start + 1 for start in starts], bodies, rows)
+
+
+def translate(records: Records, table: bytes, fix: str) -> UInt8[np.ndarray, " n"]:
+    """Codes of all rows, joined. Raises FileFormatError at the first illegal byte; `fix` says what to do about it."""
+    joined = b"".join(records.rows).translate(table)
+    if (at := joined.find(ILLEGAL)) >= 0:
+        row, offset = _locate(records.rows, at)
+        index, offset = _locate(records.bodies[row], offset)
+        letter = records.bodies[row][index][offset:].decode(errors="replace")[0]
+        line = records.header_lines[row] + 1 + index
+        raise FileFormatError(
+            records.path, f"illegal letter {letter!r} in sequence '{records.names()[row]}'; {fix}", line
+        )
+    return np.frombuffer(joined, np.uint8)
+
+
+def _locate(parts: list[bytes], offset: int) -> tuple[int, int]:
+    """(part, offset in that part) of an offset in all parts joined."""
+    ends = np.cumsum([len(part) for part in parts])
+    part = int(np.searchsorted(ends, offset, side="right"))
+    return part, offset - int(ends[part]) + len(parts[part])
+
+
+def _check_name(path: str | Path, name: str, line: int) -> None:
+    """Raise FileFormatError unless the record's name can name a folder."""
+    if not name:
+        raise FileFormatError(path, "a header without a name; write '>name'", line)
+    if found := _UNFIT_FOR_FILES.search(name):
+        fix = "use letters, digits, '_', '-' and '.'"
+        message = f"the name '{name}' cannot name a folder because of its '{found.group()}'; {fix}"
+        raise FileFormatError(path, message, line)
+    if len(name.encode()) > _LONGEST_NAME:
+        raise FileFormatError(path, f"a name of {len(name)} characters cannot name a folder; shorten it", line)

@@ -1,0 +1,81 @@
+"""hmmsearch results (Stockholm, usually hmm_output.sto): template hits over pdb_seqres."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+
+from evodsp.data.parsers.stockholm import alignment_end
+from evodsp.data.templates.hits import TemplateHit, column_indices
+from evodsp.data.text_files import text_of
+from evodsp.errors import FileFormatError
+
+_NAME = re.compile(r"([A-Za-z0-9]{4})_([A-Za-z0-9.]+)/(\d{1,9})-(\d{1,9})$")
+
+
+def parse_hmmsearch(path: str | Path, data: bytes | None = None, *, query: str) -> list[TemplateHit]:
+    """The hits of `hmmsearch -A` (Stockholm, usually hmm_output.sto) over pdb_seqres, in its order.
+
+    `query`: the query's one-letter codes. The profile must have been built with one match state a residue of the query
+    (hmmbuild --hand), which is what makes the alignment's match columns (upper case and '-') the query's positions. Chains
+    described as nucleic acids ('mol:na') are skipped, though counted in `index`. `data` as in `parse_hhr`.
+
+    Raises FileFormatError (file and line) for a file that is not Stockholm, is truncated or empty, and for a hit whose
+    match columns are not the query's, whose name is no 'chain/first-last', or whose residues are not first..last.
+    """
+    raw_lines = text_of(path, data).splitlines()
+    lines = [line.decode() for line in raw_lines[: alignment_end(path, raw_lines, "run hmmsearch again")]]
+    chunks: dict[str, list[str]] = {}
+    line_of_hit: dict[str, int] = {}
+    descriptions: dict[str, str] = {}
+    for number, line in enumerate(lines, 1):
+        words = line.split(maxsplit=3)
+        if line.startswith("#=GS"):
+            if len(words) == 4 and words[2] == "DE":
+                descriptions[words[1]] = words[3]
+        elif words and not line.startswith("#"):
+            if len(words) != 2:
+                raise FileFormatError(
+                    path, f"expected 'name residues', found '{line[:30]}'; run hmmsearch again", number
+                )
+            chunks.setdefault(words[0], []).append(words[1])
+            line_of_hit.setdefault(words[0], number)
+    return [
+        _hit(path, line_of_hit[name], rank, name, "".join(parts), query)
+        for rank, (name, parts) in enumerate(chunks.items(), 1)
+        if not re.search(r"\bmol:(?!protein\b)", descriptions.get(name, ""))
+    ]
+
+
+def _hit(path: str | Path, line: int, rank: int, name: str, letters: str, query: str) -> TemplateHit:
+    found = _NAME.match(name)
+    if found is None:
+        message = f"'{name}' is no PDB chain with a range such as 1abc_A/1-99; search pdb_seqres with hmmsearch -A"
+        raise FileFormatError(path, message, line)
+    pdb_id, chain_id, first, last = found.groups()
+    codes = np.frombuffer(letters.encode("ascii", "replace"), np.uint8)
+    upper, lower = (codes >= ord("A")) & (codes <= ord("Z")), (codes >= ord("a")) & (codes <= ord("z"))
+    gap = codes == ord("-")
+    if (illegal := np.flatnonzero(~(upper | lower | gap | (codes == ord("."))))).size:
+        raise FileFormatError(
+            path, f"illegal character {letters[illegal[0]]!r} in hit '{name}'; run hmmsearch again", line
+        )
+    if (columns := int((upper | gap).sum())) != len(query):
+        message = (
+            f"hit '{name}' has {columns} match columns, the query {len(query)} residues; "
+            f"build the profile on this query with hmmbuild --hand"
+        )
+        raise FileFormatError(path, message, line)
+    if (count := int((upper | lower).sum())) != int(last) - int(first) + 1:
+        message = f"hit '{name}' has {count} residues, its range says {int(last) - int(first) + 1}; run hmmsearch again"
+        raise FileFormatError(path, message, line)
+    indices = column_indices(upper | lower, int(first) - 1)[upper | gap]
+    # Residues before the first match pair with nothing; without them `pairs` counts from the first aligned residue.
+    kept = upper | gap | (lower & np.logical_or.accumulate(upper))
+    sequence = codes[kept].tobytes().decode().upper()
+    return TemplateHit(
+        rank, f"{pdb_id}_{chain_id}", pdb_id.lower(), chain_id, int(upper.sum()), None,
+        query, sequence, np.arange(len(query), dtype=np.int32), indices,
+    )  # fmt: skip

@@ -1,0 +1,55 @@
+"""Whether alignments and template hits were made with the query they are used for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Int8, Integer
+
+from evodsp.data.records import Alignment, ProteinSequence
+from evodsp.errors import UserError
+from evodsp.geometry.alphabet import UNKNOWN, decode, encode
+
+
+def check_query(
+    where: str,
+    found: Int8[np.ndarray, " L"],
+    query_name: str,
+    query: Int8[np.ndarray, " M"],
+    fix: str,
+    positions: Integer[np.ndarray, " L"] | None = None,
+) -> None:
+    """Raise UserError unless `found`, the query as it stands in `where`, equals `query`. X on either side matches any letter.
+
+    `positions`: index of each residue in the whole query, for the message, if only a part of it is compared.
+    """
+    if len(found) != len(query):
+        raise UserError(f"{where} has {len(found)} residues, {query_name} has {len(query)}; {fix}")
+    differs = np.flatnonzero((found != query) & (found != UNKNOWN) & (query != UNKNOWN))
+    if differs.size:
+        at = int(differs[0])
+        letter, expected = decode(found[at : at + 1]), decode(query[at : at + 1])
+        position = 1 + (at if positions is None else int(positions[at]))
+        raise UserError(
+            f"{where} has '{letter}' at position {position}, {query_name} has '{expected}' "
+            f"({differs.size} {'position differs' if differs.size == 1 else 'positions differ'}); {fix}"
+        )
+
+
+def check_alignments(alignments: Sequence[Alignment], query: ProteinSequence | None = None) -> None:
+    """Raise UserError unless the first row of every alignment is the query (default: the first alignment's first row).
+
+    The message names the file, the first position that differs and both letters.
+    """
+    if not alignments:
+        return
+    if query is None:
+        expected, name = alignments[0].residues[0], f"the first row of {Path(alignments[0].source).name}"
+    else:
+        expected, name = encode(query.letters), f"the query '{query.name}'"
+    for alignment in alignments:
+        where = f"{alignment.source}: the first row '{alignment.names[0]}'"
+        fix = "search again with this query, or remove the file"
+        check_query(where, alignment.residues[0], name, expected, fix)

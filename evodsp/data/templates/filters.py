@@ -1,0 +1,145 @@
+"""Filters of template hits by date, identity, coverage and length (supplement 1.2.3).
+
+The filters are pure functions of the hit, the query and dates. Each rejection has a name, so that a log can count them.
+Structures are not read here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from datetime import date, timedelta
+from enum import Enum
+from types import MappingProxyType
+from typing import Protocol, runtime_checkable
+
+from evodsp.data.templates.hits import TemplateHit
+from evodsp.errors import UserError
+
+_NO_OBSOLETE: Mapping[str, str | None] = MappingProxyType({})
+
+
+class Rejection(Enum):
+    """Why a hit is not used as a template; the value is for logs."""
+
+    OBSOLETE = "the entry was withdrawn without a successor"
+    SAME_ENTRY = "the query's own entry"
+    UNKNOWN_DATE = "release date unknown"
+    TOO_RECENT = "released too late"
+    LOW_COVERAGE = "covers too little of the query"
+    DUPLICATE_OF_QUERY = "(nearly) the query itself"
+    TOO_SHORT = "too few residues"
+    DUPLICATE_CHAIN = "another chain of the entry with the same alignment is there"
+
+
+@dataclass(frozen=True)
+class HitLimits:
+    """Limits of the supplement 1.2.3, with AF2's values.
+
+    `max_date`: no template released later. `days_before_query`: how much earlier than the query a template must have been
+    released, in days (AF2: 60, since entries of one study appear weeks apart); at least 1, so that it is always before.
+    `min_coverage`: aligned columns over the query's length must exceed it. `max_query_fraction`: a hit that is a piece of
+    the query must not exceed this fraction of its length. `min_residues` of the hit. `drop_duplicate_chains`: keep one of
+    several chains of an entry that have the same residues in the same columns (AF2 keeps all).
+    """
+
+    max_date: date | None = None
+    days_before_query: int = 60
+    min_coverage: float = 0.1
+    max_query_fraction: float = 0.95
+    min_residues: int = 10
+    drop_duplicate_chains: bool = False
+
+    def __post_init__(self) -> None:
+        if self.days_before_query < 1:
+            raise UserError(f"days_before_query is {self.days_before_query}; give 1 or more, else the query leaks")
+
+    def last_date(self, query_release_date: date | None) -> date | None:
+        """The last allowed release date for a query that was released then (None: a query to predict)."""
+        before = None if query_release_date is None else query_release_date - timedelta(self.days_before_query)
+        return min((limit for limit in (self.max_date, before) if limit is not None), default=None)
+
+
+def reject_date(release_date: date | None, last_date: date | None) -> Rejection | None:
+    """None if released by `last_date` (None: no limit). An unknown date under a limit is a rejection: it might leak."""
+    if last_date is None:
+        return None
+    if release_date is None:
+        return Rejection.UNKNOWN_DATE
+    return Rejection.TOO_RECENT if release_date > last_date else None
+
+
+def reject_alignment(hit: TemplateHit, query: str, limits: HitLimits) -> Rejection | None:
+    """None if the hit covers enough of the query (one-letter codes), is not a large piece of it, and is long enough."""
+    if hit.aligned_columns <= limits.min_coverage * len(query):
+        return Rejection.LOW_COVERAGE
+    if len(hit.residues) > limits.max_query_fraction * len(query) and hit.residues in query:
+        return Rejection.DUPLICATE_OF_QUERY
+    return Rejection.TOO_SHORT if len(hit.residues) < limits.min_residues else None
+
+
+@dataclass(frozen=True)
+class HitSelection:
+    """What the filters left, best first, and what they rejected, in the same order, with the reason."""
+
+    kept: tuple[TemplateHit, ...]
+    rejected: tuple[tuple[TemplateHit, Rejection], ...]
+
+    def counts(self) -> dict[Rejection, int]:
+        """Number of hits rejected for each reason that occurred."""
+        return dict(Counter(reason for _, reason in self.rejected))
+
+
+@runtime_checkable
+class ReleaseDates(Protocol):
+    """Release dates by lower-case PDB id; a dictionary is one, and so is what reads a file when it is asked."""
+
+    def __contains__(self, pdb_id: object, /) -> bool:
+        """Whether the entry is there."""
+
+    def get(self, pdb_id: str, /) -> date | None:
+        """Its release date; None if that is not known."""
+
+
+def select_hits(
+    hits: list[TemplateHit],
+    query: str,
+    release_dates: ReleaseDates,
+    limits: HitLimits,
+    *,
+    query_release_date: date | None = None,
+    query_pdb_id: str | None = None,
+    obsolete: Mapping[str, str | None] = _NO_OBSOLETE,
+) -> HitSelection:
+    """All filters in turn on all hits, sorted by falling `sum_probs` (file order among equals and for hmmsearch).
+
+    `query`: one-letter codes. `release_dates`: by lower-case PDB id. `query_release_date` and `query_pdb_id`: of a query of
+    known structure (training). `obsolete` (`parse_obsolete`) replaces withdrawn entries that `release_dates` does not
+    list; the hits kept carry the new `pdb_id`. A hit is given the first reason that applies, in the order of `Rejection`.
+    """
+    last_date = limits.last_date(query_release_date)
+    kept: list[TemplateHit] = []
+    rejected: list[tuple[TemplateHit, Rejection]] = []
+    seen: set[tuple[str, str, bytes, bytes]] = set()
+    for hit in sorted(hits, key=lambda hit: -(hit.sum_probs or 0.0)):
+        pdb_id = hit.pdb_id if hit.pdb_id in release_dates else obsolete.get(hit.pdb_id, hit.pdb_id)
+        if pdb_id is None:
+            rejected.append((hit, Rejection.OBSOLETE))
+            continue
+        hit = replace(hit, pdb_id=pdb_id)
+        alignment = (pdb_id, hit.hit_sequence, hit.indices_query.tobytes(), hit.indices_hit.tobytes())
+        if query_pdb_id is not None and pdb_id == query_pdb_id.lower():
+            reason: Rejection | None = Rejection.SAME_ENTRY
+        else:
+            # A date may have to be read from a file: without a limit it is not asked for.
+            released = None if last_date is None else release_dates.get(pdb_id)
+            reason = reject_date(released, last_date) or reject_alignment(hit, query, limits)
+        if reason is None and limits.drop_duplicate_chains and alignment in seen:
+            reason = Rejection.DUPLICATE_CHAIN
+        if reason is None:
+            seen.add(alignment)
+            kept.append(hit)
+        else:
+            rejected.append((hit, reason))
+    return HitSelection(tuple(kept), tuple(rejected))

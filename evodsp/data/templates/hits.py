@@ -1,0 +1,53 @@
+"""One hit of a template search: which residues of the query are aligned with which residues of a PDB chain."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Int32
+
+
+@dataclass(frozen=True)
+class TemplateHit:
+    """One aligned chain of a template search; C columns, in which -1 stands for a gap and indices count from 0.
+
+    `pdb_id` is lower case, `chain_id` the author's. `aligned_columns`: columns that pair two residues (as the search tool
+    counts them). `sum_probs`: HHsearch's expected number of correctly aligned residues, None from hmmsearch.
+    `query` and `hit_sequence` are upper case with '-' for a gap. Of HHsearch, both are the C aligned columns. Of hmmsearch,
+    `query` is the whole query (C columns), and `hit_sequence` also holds the residues inserted between its columns, so
+    that without its gaps it is a contiguous piece of the chain in both cases. `index` is the rank in the file, from 1.
+    """
+
+    index: int
+    name: str
+    pdb_id: str
+    chain_id: str
+    aligned_columns: int
+    sum_probs: float | None
+    query: str
+    hit_sequence: str
+    indices_query: Int32[np.ndarray, " C"]
+    indices_hit: Int32[np.ndarray, " C"]
+
+    @property
+    def key(self) -> str:
+        """The chain key, '<pdbid>_<chain>'."""
+        return f"{self.pdb_id}_{self.chain_id}"
+
+    @property
+    def residues(self) -> str:
+        """The hit's residues without gaps: a contiguous piece of the chain's sequence."""
+        return self.hit_sequence.replace("-", "")
+
+    @property
+    def pairs(self) -> Int32[np.ndarray, "P 2"]:
+        """(index in the query, index in `residues`) of every column that pairs two residues, both from 0."""
+        paired = (self.indices_query >= 0) & (self.indices_hit >= 0)
+        first = self.indices_hit[self.indices_hit >= 0].min(initial=np.iinfo(np.int32).max)
+        return np.stack((self.indices_query[paired], self.indices_hit[paired] - first), axis=1)
+
+
+def column_indices(is_residue: np.ndarray, first: int) -> Int32[np.ndarray, " C"]:
+    """Residue index of each column: counted up from `first` where `is_residue`, -1 elsewhere."""
+    return np.where(is_residue, first - 1 + np.cumsum(is_residue), -1).astype(np.int32)

@@ -1,0 +1,132 @@
+"""From a query's template hits to its templates: dates, filters, structures, and one line for the log.
+
+AF2 supplement, sections 1.2.3 (filters) and 1.2.9 (features). In training the answer must not leak: a template must have been
+released before the query's structure, and the query's own entry is never used. If the query's release date is unknown, a
+latest date must be set, or the query gets no templates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import date
+from pathlib import Path
+
+from evodsp.data.chain_folder import read_template_hits
+from evodsp.data.parsers import parse_obsolete
+from evodsp.data.records import ProteinSequence
+from evodsp.data.structures import StructureFolder, TemplateStructures
+from evodsp.data.templates.build import MAX_TEMPLATES, template_features
+from evodsp.data.templates.features import TemplateFeatures
+from evodsp.data.templates.filters import HitLimits, Rejection, select_hits
+from evodsp.data.templates.hits import TemplateHit
+from evodsp.data.templates.matching import TemplateRejection
+
+_MOST_NAMED = 10
+"""At most this many hits are named in the log for each reason; the others are counted."""
+
+
+@dataclass(frozen=True)
+class FoundTemplates:
+    """The templates of one query, best first, and what became of the other hits.
+
+    `hits`: number of hits of the search. `rejected`: chain keys of the hits that were not used, by reason, up to the point
+    where the limit of templates was reached.
+    """
+
+    name: str
+    features: TemplateFeatures
+    hits: int
+    rejected: dict[Rejection | TemplateRejection, tuple[str, ...]]
+    note: str = ""
+
+    @property
+    def log_line(self) -> str:
+        """For example 'query73_A: 7 templates of 10 hits; 1 hit: no structure (1hf9_B)'."""
+        parts = [f"{self.name}: {_count(len(self.features), 'template')} of {_count(self.hits, 'hit')}"]
+        for reason, keys in self.rejected.items():
+            named = ", ".join(keys[:_MOST_NAMED])
+            more = f" and {len(keys) - _MOST_NAMED} more" if len(keys) > _MOST_NAMED else ""
+            parts.append(f"{_count(len(keys), 'hit')}: {reason.value} ({named}{more})")
+        return "; ".join([*parts, self.note] if self.note else parts)
+
+
+@dataclass(frozen=True)
+class TemplateSource:
+    """Finds the templates of queries. Picklable, for data-loading workers.
+
+    `structures`: where the templates' atoms are. `limits`: see `HitLimits`. `obsolete`: withdrawn entries
+    (`parse_obsolete`). `limit`: largest number of templates of a query.
+    """
+
+    structures: TemplateStructures
+    limits: HitLimits = field(default_factory=HitLimits)
+    obsolete: Mapping[str, str | None] = field(default_factory=dict)
+    limit: int = MAX_TEMPLATES
+
+    @classmethod
+    def open(
+        cls, structure_dir: str | Path, max_date: date | None = None, obsolete: str | Path | None = None
+    ) -> TemplateSource:
+        """From a folder of structures, the last release date allowed and the path of the PDB's obsolete.dat.
+
+        Raises UserError if the folder or the file does not exist, FileFormatError if the file is not obsolete.dat.
+        """
+        replaced = {} if obsolete is None else parse_obsolete(obsolete)
+        return cls(StructureFolder(structure_dir), HitLimits(max_date=max_date), replaced)
+
+    def find(
+        self,
+        hits: str | Path | list[TemplateHit],
+        query: ProteinSequence,
+        release_date: date | None = None,
+        pdb_id: str | None = None,
+    ) -> FoundTemplates:
+        """The templates of `query`: at most `limit`, by falling `sum_probs`.
+
+        `hits`: a chain's folder (`read_template_hits`), or the hits read from it. `pdb_id`, `release_date`: of a query of
+        known structure (training); its templates must be `limits.days_before_query` days older. If its date is unknown and
+        `limits` has no latest date either, it gets none.
+        Raises UserError if the search was made with another query, FileFormatError for a broken search result or structure.
+        """
+        if not isinstance(hits, list):
+            hits = read_template_hits(hits, query)
+        if pdb_id is not None and release_date is None and self.limits.max_date is None:
+            note = "the query's release date is unknown and no latest date of templates is set"
+            return FoundTemplates(query.name, TemplateFeatures.none(len(query)), len(hits), {}, note if hits else "")
+        selection = select_hits(
+            hits,
+            query.letters,
+            _ReleaseDates(self.structures),
+            self.limits,
+            query_release_date=release_date,
+            query_pdb_id=pdb_id,
+            obsolete=self.obsolete,
+        )
+        rejected: dict[Rejection | TemplateRejection, tuple[str, ...]] = {}
+        for hit, reason in selection.rejected:
+            # Without its file an entry has no date, but what the user can add is the file.
+            lacks_file = reason is Rejection.UNKNOWN_DATE and not self.structures.has_structure(hit.key)
+            shown = TemplateRejection.NO_STRUCTURE if lacks_file else reason
+            rejected[shown] = (*rejected.get(shown, ()), hit.key)
+        features, unusable = template_features(query, selection.kept, self.structures, self.limit)
+        for unused, keys in unusable.items():
+            rejected[unused] = (*rejected.get(unused, ()), *keys)
+        return FoundTemplates(query.name, features, len(hits), rejected)
+
+
+@dataclass(frozen=True)
+class _ReleaseDates:
+    """Release dates of the entries that have a structure, each looked up only when it is asked for."""
+
+    structures: TemplateStructures
+
+    def __contains__(self, pdb_id: object, /) -> bool:
+        return self.structures.has_structure(f"{pdb_id}_A")  # any chain id will do: only the entry's file is looked for
+
+    def get(self, pdb_id: str, /) -> date | None:
+        return self.structures.release_date(pdb_id) if pdb_id in self else None
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"

@@ -1,0 +1,75 @@
+"""What the confidence heads say, computed from their logits: pLDDT, predicted aligned error (PAE) and predicted TM-score (pTM).
+
+Each head predicts a distribution over bins; the confidence is an expected value over the bins' centres. The losses that train
+the heads are in `evodsp.losses.confidence`. Shapes: *b batch axes, R residues; i this rank's shard of the rows of the pair
+representation, which on one device is all R of them.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from evodsp.parallel.exchange import Exchange, LocalExchange
+
+MAX_ALIGNED_ERROR = 31.0
+"""Å; larger aligned errors fall in the last bin (supplement 1.9.7)."""
+_SHORTEST_CHAIN = 19
+"""Residues. The TM-score's d0 is not defined below 16 residues; AlphaFold2 treats shorter chains as having 19."""
+
+
+def compute_plddt(logits: Float[Tensor, "*b R bins"]) -> Float[Tensor, "*b R"]:
+    """Expected lDDT-CA of each residue, 0 to 100 (algorithm 29). The bins divide 0 to 100 equally."""
+    bins = logits.shape[-1]
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    centres = (torch.arange(bins, dtype=logits.dtype, device=logits.device) + 0.5) / bins  # [bins]
+    return 100 * (logits.softmax(-1) * centres).sum(-1)
+
+
+def compute_pae(logits: Float[Tensor, "*b i R bins"], max_error: float = MAX_ALIGNED_ERROR) -> Float[Tensor, "*b i R"]:
+    """Expected aligned error in Å: how far the CA of each residue (last axis) is from its true place, seen from the backbone
+    frame of each row's residue (axis i). Any subset of the rows may be given."""
+    probabilities, centres = _aligned_error_distribution(logits, max_error)
+    return (probabilities * centres).sum(-1)
+
+
+def highest_pae(bins: int, max_error: float = MAX_ALIGNED_ERROR) -> float:
+    """The largest error in Å that `compute_pae` can return: the last bin's centre."""
+    return (bins - 0.5) * max_error / (bins - 2)
+
+
+@torch.no_grad()
+def compute_ptm(
+    logits: Float[Tensor, "*b i R bins"],
+    mask: Float[Tensor, "*b R"],
+    max_error: float = MAX_ALIGNED_ERROR,
+    exchange: Exchange = LocalExchange(),
+) -> Float[Tensor, "*b"]:
+    """Predicted TM-score, 0 to 1 (supplement 1.9.7): the expected TM-score seen from a residue's frame, for the best residue.
+
+    `mask` is 1 for the residues that count (at least one) and 0 for padding. The logits are this rank's rows, the mask is the
+    whole chain's; every rank gets the same score. Not differentiated.
+    """
+    rows = exchange.owned(mask.shape[-1])
+    probabilities, centres = _aligned_error_distribution(logits, max_error)
+    mask = mask.to(probabilities.dtype)
+    d0 = 1.24 * (mask.sum(-1).clamp(min=_SHORTEST_CHAIN) - 15) ** (1 / 3) - 1.8  # [*b], Å
+    score = 1 / (1 + (centres / d0[..., None]).square())  # [*b, bins]
+    expected = (probabilities * score[..., None, None, :]).sum(-1)  # [*b, i, R]
+    per_frame = (expected * mask[..., None, :]).sum(-1) / (1e-8 + mask.sum(-1, keepdim=True))  # [*b, i]
+    return exchange.max((per_frame * mask[..., rows]).amax(-1))
+
+
+def _aligned_error_distribution(
+    logits: Float[Tensor, "*b i R bins"], max_error: float
+) -> tuple[Float[Tensor, "*b i R bins"], Float[Tensor, " bins"]]:
+    """Probability of each bin in float32 or wider, and the bins' centres in Å.
+
+    `bins` - 1 edges divide 0 to `max_error` equally. The first bin lies below 0, so its centre is half a bin above; the last
+    one is open.
+    """
+    bins = logits.shape[-1]
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    centres = (torch.arange(bins, dtype=logits.dtype, device=logits.device) + 0.5) * (max_error / (bins - 2))
+    return logits.softmax(-1), centres

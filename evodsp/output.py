@@ -1,0 +1,37 @@
+"""Output paths that cannot be written: found before the work starts where possible, and one line instead of a traceback."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from evodsp.errors import UserError
+
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+
+
+def check_output(path: Path) -> None:
+    """Raise UserError if `path` cannot be created or written because of the folders above it. Creates nothing."""
+    existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    if existing != path and not existing.is_dir():
+        raise UserError(f"--output {path}: {existing} is a file, not a folder; give another --output")
+    if not os.access(existing, os.W_OK):
+        raise UserError(f"--output {path}: no permission to write to {existing}; give another --output")
+
+
+@contextmanager
+def output_errors(path: Path) -> Iterator[None]:
+    """Turn an OSError about `path`, or about a path above or below it, into a UserError. A full disk counts as well."""
+    try:
+        yield
+    except OSError as error:
+        target = path.absolute()
+        failed = Path(os.fsdecode(error.filename)).absolute() if isinstance(error.filename, str | bytes) else None
+        related = failed is not None and (failed == target or failed in target.parents or target in failed.parents)
+        if not related and error.errno not in _NO_SPACE:
+            raise
+        where = "" if failed in (None, target) else f"{failed}: "
+        raise UserError(f"--output {path}: {where}{error.strerror}; give a writable --output") from error

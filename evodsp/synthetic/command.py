@@ -1,0 +1,35 @@
+"""`evodsp data synthesize`: write families of made-up proteins."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+from evodsp.synthetic.config import SynthesisConfig, check_output
+
+
+def synthesize(config: SynthesisConfig, report: Callable[[str], None] | None = None) -> None:
+    """Write the families of `config` to the folder `config.output`, in OpenFold's layout:
+
+    `mmcif_files/<id>.cif`, `alignments/<id>_A/{bfd_uniclust_hits.a3m, uniref90_hits.sto}`, `fasta/<id>_A.fasta`,
+    `chain_data_cache.json`, `mmcif_cache.json`, `train.txt` and `validation.txt` (chain names; the last `held_out` members of
+    each family) and a README.md with the contents and the command. Ids are s001, s002, …. `report` is given a line for
+    every chain written.
+
+    The same config gives the same bytes on one machine. On another machine the last digits of its linear algebra may differ
+    and lead the folding elsewhere: families of the same kind, not the same atoms.
+
+    Raises UserError if the output exists and is not an empty folder, or if its parent folder does not exist. If writing
+    fails, nothing is left.
+    """
+    check_output(config.output)
+    # Imported late: the command line imports this module for its help, which must not wait for torch.
+    from evodsp.synthetic.writers import write_families
+
+    write_families(config, report)
+
+
+def run(settings: SynthesisConfig, words: list[str]) -> int:
+    """Write the families and return the exit code. `words`: the command line (not needed here)."""
+    synthesize(settings, lambda line: print(line, file=sys.stderr))
+    return 0

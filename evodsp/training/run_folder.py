@@ -1,0 +1,82 @@
+"""The output folder of a run: which checkpoint a run starts from, and preparing the folder for it."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from evodsp.errors import UserError
+from evodsp.files import whole_file
+from evodsp.output import output_errors
+from evodsp.training.config import RunConfig
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The files of a run below `path`."""
+
+    path: Path
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def last(self) -> Path:
+        return self.checkpoints / "last.ckpt"
+
+    @property
+    def curve(self) -> Path:
+        return self.path / "curve.csv"
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.yaml"
+
+    def start(self, command: str, run: RunConfig, restarted: bool) -> Path | None:
+        """The checkpoint to start from; None to start a new run. `restarted`: the launcher restarted this run after a failure.
+
+        Raises UserError if a required checkpoint is missing, or if an existing one would be overwritten.
+        """
+        name = run.ckpt_path
+        if command == "fit" and self.last.is_file() and (name == "auto" or restarted):
+            return self.last  # written by this very run, whatever it started from
+        if name == "auto":
+            name = None
+        if name in ("last", "best"):
+            path = self.checkpoints / f"{name}.ckpt"
+            if not path.is_file():
+                raise UserError(f"--ckpt_path {name}: no {path}; check --output, or train first with 'evodsp fit'")
+            return path
+        if name is not None:
+            return Path(name)
+        if command != "fit":
+            raise UserError(f"evodsp {command} needs --ckpt_path FILE (or last, or best)")
+        found = sorted(self.checkpoints.glob("*.ckpt"))
+        if found and not run.overwrite:
+            raise UserError(
+                f"{found[0]} belongs to an earlier run; resume it with --ckpt_path last, choose another --output, "
+                "or replace it with --overwrite"
+            )
+        return None
+
+    def prepare(self, config_text: str, replace: bool) -> None:
+        """Make the folder ready for `fit`: delete partial files, and with `replace` an earlier run; write config.yaml.
+
+        Only one process may call this, and no other run may be writing here. Raises UserError if the folder is not writable.
+        """
+        with output_errors(self.path):
+            self.remove_partial()
+            if replace:
+                self.curve.unlink(missing_ok=True)
+                for name in ("checkpoints", "tensorboard"):
+                    shutil.rmtree(self.path / name, ignore_errors=True)
+            with whole_file(self.config) as partial:
+                partial.write_text(config_text)
+
+    def remove_partial(self) -> None:
+        """Delete the partial files of a run that was killed while writing."""
+        for folder in (self.path, self.checkpoints):
+            for path in folder.glob(".*.partial"):
+                path.unlink(missing_ok=True)

@@ -1,0 +1,127 @@
+"""The ranks of a run, as the training module and the data module see them.
+
+They ask a `World` for everything that depends on the number of ranks: data ranks, gradients, the optimizer, values of other
+ranks. So neither needs to know which Lightning strategy it runs under. `World` itself is a single process; `MeshWorld` is a
+mesh of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.optim import Adam, Optimizer
+
+from evodsp.errors import UserError
+from evodsp.launch import process_group
+from evodsp.launch.consensus import all_of, check_same
+from evodsp.parallel.config import ParallelConfig
+from evodsp.parallel.group import Group
+from evodsp.parallel.mesh import Mesh, init_mesh
+from evodsp.training.batch_check import BatchCheck
+from evodsp.training.gradients import FlatGradients, Gradients, PlainGradients
+
+T = TypeVar("T")
+
+
+class World:
+    """One process: a single data rank, nothing to communicate."""
+
+    @property
+    def data_ranks(self) -> int:
+        """Number of batches that are computed at the same time. All ranks of a sequence group share one batch."""
+        return 1
+
+    @property
+    def data_rank(self) -> int:
+        """Which of these batches is this rank's."""
+        return 0
+
+    @property
+    def group(self) -> Group | None:
+        """All ranks; None for one process."""
+        return None
+
+    def meet(self, settings: str) -> None:
+        """Connect all ranks. `settings`: the run's settings as text; raises UserError on every rank if they differ."""
+
+    def gather(self, value: T) -> list[T]:
+        """`value` of every rank, by rank."""
+        return all_of(value, self.group)
+
+    def check_batch(self, batch: Mapping[str, Tensor] | UserError) -> None:
+        """Raise the UserError that stands in for a batch. Every rank calls this with its batch before computing on it."""
+        if isinstance(batch, UserError):
+            raise batch
+
+    def gradients(
+        self, parameters: Iterable[nn.Parameter], clip: float | None, per_sample: bool, accumulate: int
+    ) -> Gradients:
+        """What turns backward passes into the gradient of an optimizer step.
+
+        `clip`: largest norm, or None; `per_sample`: of each sample's gradient; `accumulate`: backward passes per step.
+        """
+        if per_sample and clip is not None and accumulate > 1:
+            return FlatGradients(parameters, None, clip, per_sample=True)
+        return PlainGradients(parameters, clip)
+
+    def optimizer(self, parameters: Iterable[nn.Parameter], **options: Any) -> Optimizer:
+        """Adam over `parameters`."""
+        return Adam(parameters, **options)
+
+
+class MeshWorld(World):
+    """A (data, sequence) mesh of ranks, with parameters kept as `config.parameters` says. Connected by `meet`."""
+
+    def __init__(self, config: ParallelConfig, on_gpu: bool) -> None:
+        self.config, self.on_gpu = config, on_gpu
+        self._mesh: Mesh | None = None
+        self._batch_check: BatchCheck | None = None
+
+    @property
+    def mesh(self) -> Mesh:
+        if self._mesh is None:
+            raise RuntimeError("the mesh exists only after meet()")
+        return self._mesh
+
+    @property
+    def data_ranks(self) -> int:
+        return self.mesh.data
+
+    @property
+    def data_rank(self) -> int:
+        return self.mesh.data_rank
+
+    @property
+    def group(self) -> Group | None:
+        return Group(dist.distributed_c10d._get_default_group())
+
+    def meet(self, settings: str) -> None:
+        """Start the process group and make the mesh; see `World.meet`."""
+        process_group.start("nccl" if self.on_gpu else "gloo", self.config.timeout)
+        check_same("settings", settings, self.group)
+        timeout = process_group.collective_timeout(self.config.timeout)
+        self._mesh = init_mesh(self.config.sequence, "cuda" if self.on_gpu else "cpu", timeout)
+        self._batch_check = BatchCheck(self._mesh, timeout)
+
+    def check_batch(self, batch: Mapping[str, Tensor] | UserError) -> None:
+        """Compare the batch with those of the other ranks; see `BatchCheck.check`."""
+        if self._batch_check is None:
+            raise RuntimeError("batches are compared only after meet()")
+        self._batch_check.check(batch)
+
+    def gradients(
+        self, parameters: Iterable[nn.Parameter], clip: float | None, per_sample: bool, accumulate: int
+    ) -> Gradients:
+        if self.config.parameters == "fsdp2":
+            return PlainGradients(parameters, clip)  # FSDP2 averages over all ranks in the backward pass
+        return FlatGradients(parameters, self.mesh, clip, per_sample)
+
+    def optimizer(self, parameters: Iterable[nn.Parameter], **options: Any) -> Optimizer:
+        """Adam; with `zero1` each rank keeps the optimizer state of its share of the parameters."""
+        if self.config.parameters == "zero1":
+            return ZeroRedundancyOptimizer(parameters, Adam, parameters_as_bucket_view=True, **options)
+        return super().optimizer(parameters, **options)

@@ -1,0 +1,43 @@
+"""Alignments: random ones in memory, folders of files, and OpenFold's alignment database."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import numpy as np
+
+from evodsp.data.records import Alignment
+from evodsp.geometry.alphabet import encode_sequence
+
+
+def make_alignment(letters: str, rows: int = 9, source: str = "hits.a3m") -> Alignment:
+    """A random alignment whose first row is `letters`."""
+    rng = np.random.default_rng(rows)
+    msa = rng.integers(0, 22, (rows, len(letters))).astype(np.int8)
+    msa[0] = encode_sequence(letters)
+    deletions = (rng.integers(0, 5, msa.shape) * (rng.random(msa.shape) < 0.3)).astype(np.int32)
+    return Alignment(source, tuple(f"row{i}" for i in range(rows)), msa, deletions)
+
+
+def chain_folder(root: Path, key: str, files: dict[str, str]) -> Path:
+    """The folder `key` below `root` with the given files (name: text); names that end in .gz are gzipped."""
+    for name, text in files.items():
+        path = root / key / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(gzip.compress(text.encode()) if name.endswith(".gz") else text.encode())
+    return root / key
+
+
+def database(root: Path, chains: dict[str, dict[str, str]]) -> Path:
+    """OpenFold's alignment database in `root`, of the given files of each chain."""
+    index, data = {}, b"unused"
+    for key, files in chains.items():
+        index[key] = {"db": "alignment_db_0.db", "files": []}
+        for name, text in files.items():
+            index[key]["files"].append([name, len(data), len(text.encode())])
+            data += text.encode()
+    (root / "alignment_db_0.db").write_bytes(data)
+    (root / "alignment_db.index").write_text(json.dumps(index))
+    return root

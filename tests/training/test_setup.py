@@ -1,0 +1,51 @@
+"""What `evodsp fit` builds from its options: the exchange, the plan, the optimizer, and the same weights on every rank."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.builders.training import CommandPool, Outcome
+
+OPTIONS = (
+    "--parallel.sequence=2", "--parallel.overlap=false", "--parallel.wire=bf16", "--plan.triangle_outgoing=gather",
+    "--plan.outer_product_mean=sum", "--plan.stream_bias=true", "--plan.keep_gathered=false", "--model.optimizer.eps=0.003",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def found(commands: CommandPool, chains: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What `ReportSetup` prints on each of two ranks of a run with OPTIONS."""
+    words = ["fit", "--config", str(chains / "tiny.yaml"), "--output", str(tmp_path_factory.mktemp("setup") / "run")]
+    words += ["--trainer.max_steps=1", "--trainer.callbacks=tests.builders.observers.ReportSetup", *OPTIONS]
+    outcomes: list[Outcome] = commands.evodsp(2, *words)
+    assert [outcome.code for outcome in outcomes] == [0, 0], outcomes
+    lines = [[line for line in outcome.out.splitlines() if line.startswith("SETUP ")] for outcome in outcomes]
+    assert [len(found) for found in lines] == [1, 1]
+    return [json.loads(found[0].removeprefix("SETUP ")) for found in lines]
+
+
+def test_the_exchange_communicates_as_the_options_say(found: list[dict[str, Any]]) -> None:
+    """parallel.overlap and parallel.wire ignored: every number stays the same, only slower or over a wider wire."""
+    for rank in found:
+        assert (rank["ranks"], rank["overlap"], rank["wire"]) == (2, False, "torch.bfloat16")
+
+
+def test_the_plan_reaches_the_model(found: list[dict[str, Any]]) -> None:
+    """plan.* ignored by fit."""
+    expected = {"triangle_outgoing": "gather", "outer_product_mean": "sum", "stream_bias": True, "keep_gathered": False}
+    for rank in found:
+        assert rank["plan"] == {"triangle_incoming": "channel", **expected}
+
+
+def test_weights_are_copied_from_rank_0(found: list[dict[str, Any]]) -> None:
+    """The callback gave every rank other weights before the strategy was set up."""
+    assert found[0]["weights"] == found[1]["weights"]
+
+
+def test_adam_gets_its_epsilon(found: list[dict[str, Any]]) -> None:
+    """PyTorch's default of 1e-8 instead of the option."""
+    assert [rank["eps"] for rank in found] == [[0.003], [0.003]]
