@@ -96,7 +96,7 @@ def test_without_a_folder_templates_are_masked(searched: Path) -> None:
     ("changes", "message"),
     [
         ({"template_structure_dir": "nowhere"}, r"data\.template_structure_dir is nowhere, which is not a folder"),
-        ({"max_template_date": "tomorrow"}, r"data\.max_template_date is 'tomorrow', which is not a date"),
+        ({"max_template_date": "tomorrow"}, r"data\.max_template_date is 'tomorrow', but must be a date"),
         ({"obsolete": "nowhere.dat"}, r"data\.obsolete is nowhere\.dat, which is not a file"),
         (
             {"template_structure_dir": None},
