@@ -17,14 +17,21 @@ OPENFOLD_SIDE   = $(if $(OPENFOLD),--openfold $(OPENFOLD_VENV)/bin/python)
 COMPARE = $(if $(OPENFOLD),OPENFOLD_SOURCE=$(OPENFOLD)) $(BIN)/python -m scripts.parity.compare \
   --alphafold $(PARITY)/bin/python $(OPENFOLD_SIDE) --seed $(SEED)
 
-.PHONY: help venv demo test verify parity lint format clean
+# The documentation's packages are added to .venv when they are first needed, so that `make demo` does not fetch them.
+DOCS_READY := $(VENV)/.ready-docs
+
+.PHONY: help venv demo test verify parity docs docs-serve wheel lint format clean
 
 help:
 	@echo "make demo    train a small model on the bundled families, predict held-out members, show the result"
 	@echo "make test    all tests (under 15 minutes)"
 	@echo "make verify  long sweeps (under 60 minutes); SHARE='--rotate WORD --budget-minutes 8' runs a part of them"
 	@echo "make parity  compare live with DeepMind's JAX code, on random weights (SEED=0; OPENFOLD=DIR: with OpenFold too)"
+	@echo "make docs    build the documentation into site/ (make docs-serve shows it while you write)"
+	@echo "make wheel   build dist/evodsp-<version>-py3-none-any.whl"
 	@echo "make lint    ruff and mypy"
+	@echo "make format  let ruff fix and format the code"
+	@echo "make clean   remove the environments, runs, and what was built"
 
 venv: $(READY)
 
@@ -70,6 +77,23 @@ parity: $(READY) $(PARITY_READY) $(if $(OPENFOLD),$(OPENFOLD_READY))
 	$(COMPARE) --model model_1_ptm
 	$(COMPARE) --model model_5_ptm --fused
 
+$(DOCS_READY): $(READY) pyproject.toml constraints.txt
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	@touch $(DOCS_READY)
+
+docs: $(DOCS_READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "open site/index.html"
+
+docs-serve: $(DOCS_READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
+
+# build/ goes first: setuptools would pack the modules of an earlier version that it finds there.
+wheel: $(READY)
+	rm -rf build
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+	@ls dist/*.whl
+
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -80,4 +104,4 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(PARITY) $(OPENFOLD_VENV) $(RUNS) build *.egg-info
+	rm -rf $(VENV) $(PARITY) $(OPENFOLD_VENV) $(RUNS) build dist site *.egg-info

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from evodsp.config import ModelConfig
     from evodsp.model.alphafold import AlphaFold
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["AlphaFold", "ModelConfig", "__version__"]
 
 _HOME = {"AlphaFold": "evodsp.model.alphafold", "ModelConfig": "evodsp.config"}

@@ -1,24 +1,25 @@
 #!/usr/bin/env bash
-# Verify evodsp on a machine with several GPUs: collectives, parallel against serial, training on several meshes, the switch's speed.
+# Verify evodsp on a machine with several GPUs: transposes of collectives, parallel against serial, speed of the all-to-all, and
+# training on several meshes.
 #
-#   scripts/verify_gpus.sh             every GPU of the machine (2 at least), NCCL
-#   scripts/verify_gpus.sh --cpu 3     the same on 3 CPU processes, gloo: shows that the script itself works
+#   scripts/verify_gpus.sh             use all GPUs of the machine (at least 2), with NCCL
+#   scripts/verify_gpus.sh --cpu 3     run the same checks on 3 CPU processes with gloo, to test the script itself
 #
-# Expected: lines that begin with 'ok', the last one 'all verified'; an example is in scripts/verify_gpus.expected.txt. Exit code 1
-# and a line that begins with 'FAILED' otherwise. EVODSP_PYTHON names the interpreter.
+# Each check prints a line that begins with 'ok' or 'FAILED'. If all succeed the last line is 'all verified' and the exit code is 0,
+# otherwise 1. scripts/verify_gpus.expected.txt is an example. Set EVODSP_PYTHON to choose the interpreter.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 python=${EVODSP_PYTHON:-.venv/bin/python}
 [[ -x $python ]] || python=python3
 if [[ ${1:-} == --cpu ]]; then
-  device=cpu most=${2:-2}
+  device=cpu available=${2:-2}
   export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 else
-  device=cuda most=$("$python" -c 'import torch; print(torch.cuda.device_count())')
+  device=cuda available=$("$python" -c 'import torch; print(torch.cuda.device_count())')
 fi
-if ((most < 2)); then
-  echo "FAILED: this machine has $most GPUs, and there is nothing to verify between fewer than 2 (--cpu 3 tries it on CPUs)"
+if ((available < 2)); then
+  echo "FAILED: at least 2 ranks are needed, found $available; use a machine with 2 GPUs, or test the script with --cpu 3"
   exit 1
 fi
 
@@ -26,7 +27,7 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 failed=0
 
-check() { # check NAME COMMAND…: one line of it, and all it said if it fails
+check() { # check NAME COMMAND…: print one line, and if the command fails all of its output
   local name=$1 start=$SECONDS
   shift
   if "$@" >"$work/log" 2>&1; then
@@ -39,20 +40,20 @@ check() { # check NAME COMMAND…: one line of it, and all it said if it fails
   fi
 }
 
-ranks() { # ranks N WORDS…: a program on N ranks of this machine
+ranks() { # ranks N PROGRAM…: run a program on N ranks of this machine
   local number=$1
   shift
   "$python" -m torch.distributed.run --standalone --nproc-per-node "$number" "$@"
 }
 
 for number in 2 3 4 8; do
-  ((number <= most)) || continue
+  ((number <= available)) || continue
   check "collectives and their transposes, $number ranks" ranks "$number" scripts/verify_ranks.py collectives "$device"
   check "model over $number ranks equals one" ranks "$number" scripts/verify_ranks.py model "$device"
   check "speed of the switch, $number ranks" ranks "$number" scripts/verify_ranks.py switch "$device"
 done
 
-# The same ten steps on the same global batch of samples at every mesh: (data, sequence).
+# Ten training steps with the same global batch of samples on every mesh (data, sequence).
 fit() { # fit DATA SEQUENCE
   local data=$1 sequence=$2 precision=32-true
   ranks "$((data * sequence))" -m evodsp fit --config configs/quickstart.yaml --output "$work/fit_${data}_$sequence" \
@@ -64,7 +65,7 @@ global=2
 meshes=()
 for mesh in "1 1" "1 2" "2 1" "1 3" "2 2" "1 4" "2 4" "1 8"; do
   read -r data sequence <<<"$mesh"
-  ((data * sequence <= most)) || continue
+  ((data * sequence <= available)) || continue
   check "ten training steps, (data, sequence) = ($data, $sequence)" fit "$data" "$sequence"
   meshes+=("$work/fit_${data}_$sequence/curve.csv")
 done

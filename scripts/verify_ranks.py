@@ -1,6 +1,9 @@
-"""What `verify_gpus.sh` runs: `torchrun … scripts/verify_ranks.py collectives|model|switch cuda|cpu`, or `curves FILE …`.
+"""The checks that `verify_gpus.sh` runs on several ranks, and the comparison of their learning curves.
 
-Prints lines that begin with 'result:'; raises where something is not as it should be.
+    torchrun --nproc-per-node 2 scripts/verify_ranks.py collectives|model|switch cuda|cpu
+    python scripts/verify_ranks.py curves FILE FILE...
+
+Prints a line that begins with 'result:', or raises if a check fails.
 """
 
 from __future__ import annotations
@@ -30,8 +33,8 @@ from evodsp.rng import Draws
 
 
 def collectives(group: Group, device: torch.device) -> str:
-    """<A x, y> = <x, A' y>, summed over the ranks, for every collective: its backward is its exact transpose."""
-    most = 0.0
+    """Check that the backward pass of every collective is its exact transpose: <A x, y> = <x, A' y>, summed over ranks."""
+    largest = 0.0
     sizes = [shard_sizes(size, group.size) for size in (11, 13)]
     whole, rows, columns = (2, 11, 13), (2, sizes[0][group.rank], 13), (2, 11, sizes[1][group.rank])
     cases: list[tuple[Collective, tuple[int, ...]]] = [
@@ -48,19 +51,19 @@ def collectives(group: Group, device: torch.device) -> str:
         weight = torch.randn_like(y)
         (y * weight).sum().backward()
         assert x.grad is not None
-        # The transpose, forward, of the weights must be the gradient; and both inner products agree.
+        # The transpose applied to the weights must equal the gradient, and both inner products must agree.
         back = start(weight, collective.transpose()).wait()
         torch.testing.assert_close(back, x.grad, rtol=0, atol=1e-12)
         sides = torch.stack([(y.detach() * weight).sum(), (x.detach() * back).sum()])
         dist.all_reduce(sides)
-        most = max(most, float((sides[0] - sides[1]).abs() / sides[0].abs().clamp(min=1)))
-    if most > 1e-12:
-        raise AssertionError(f"inner products differ by {most:.1e}")
-    return f"inner products agree to {most:.0e}"
+        largest = max(largest, float((sides[0] - sides[1]).abs() / sides[0].abs().clamp(min=1)))
+    if largest > 1e-12:
+        raise AssertionError(f"inner products differ by {largest:.1e}, more than 1e-12")
+    return f"inner products agree to {largest:.0e}"
 
 
 def model(group: Group, device: torch.device) -> str:
-    """Three Evoformer blocks, dense random parameters, dropout on: the mean of the ranks' gradients is its gradient."""
+    """Check three Evoformer blocks, with random parameters and dropout: the mean of the ranks' gradients is the gradient."""
     config = ModelConfig.preset("test")
     sizes = dataclasses.replace(config.evoformer, blocks=3)
     s, r = 11, 13
@@ -86,20 +89,20 @@ def model(group: Group, device: torch.device) -> str:
     use_exchange(stack, exchange)
     out = stack(exchange.shard(m, "seq"), exchange.shard(z, "j"), *masks, draws)[1]
     (group.size * out.mul(exchange.shard(weight, "j")).sum()).backward()
-    most = 0.0
+    largest = 0.0
     for gradient, expected in zip(
         (parameter.grad for parameter in stack.parameters() if parameter.grad is not None), serial, strict=True
     ):
         dist.all_reduce(gradient)
         error = (gradient / group.size - expected).abs().max() / expected.abs().max().clamp(min=0.1)
-        most = max(most, float(error))
-    if most > 1e-9:
-        raise AssertionError(f"gradients differ by {most:.1e}")
-    return f"gradients agree to {most:.0e}"
+        largest = max(largest, float(error))
+    if largest > 1e-9:
+        raise AssertionError(f"gradients differ by {largest:.1e}, more than 1e-9")
+    return f"gradients agree to {largest:.0e}"
 
 
 def switch(group: Group, device: torch.device) -> str:
-    """Time of the pair's switch at R = 256 (512 on a GPU), 128 channels; bytes that leave a rank a second."""
+    """Time the all-to-all of the pair representation: 128 channels, R = 128 in fp32, or R = 512 in bf16 on a GPU."""
     residues, dtype = (512, torch.bfloat16) if device.type == "cuda" else (128, torch.float32)
     sizes = shard_sizes(residues, group.size)
     x = torch.zeros(1, sizes[group.rank], residues, 128, dtype=dtype, device=device)
@@ -121,30 +124,36 @@ def switch(group: Group, device: torch.device) -> str:
 
 
 def curves(paths: list[Path]) -> str:
-    """The training losses of several runs, which must be equal to 1e-5."""
+    """Check that the training losses of several runs agree to 1e-5."""
     losses = []
     for path in paths:
         with path.open() as file:
             found = [float(row["train/loss"]) for row in csv.DictReader(file) if row.get("train/loss")]
         losses.append(torch.tensor(found, dtype=torch.float64))
     if len(losses[0]) == 0 or len({len(loss) for loss in losses}) > 1:
-        raise AssertionError(f"curves of {[len(loss) for loss in losses]} rows: {[str(path) for path in paths]}")
-    most = max(float(((loss - losses[0]) / losses[0]).abs().max()) for loss in losses)
-    if most > 1e-5:
-        raise AssertionError(f"losses differ by {most:.1e} of themselves: {[loss.tolist() for loss in losses]}")
-    return f"{len(losses)} meshes, {len(losses[0])} steps: losses agree to {most:.0e}"
+        raise AssertionError(
+            f"the curves must have equally many rows, and at least one; found {[len(loss) for loss in losses]} rows in "
+            f"{[str(path) for path in paths]}"
+        )
+    largest = max(float(((loss - losses[0]) / losses[0]).abs().max()) for loss in losses)
+    if largest > 1e-5:
+        raise AssertionError(
+            f"losses differ by {largest:.1e} (relative), more than 1e-5: {[loss.tolist() for loss in losses]}"
+        )
+    return f"{len(losses)} meshes, {len(losses[0])} steps: losses agree to {largest:.0e}"
 
 
-def main(what: str, *words: str) -> None:
+def main(check: str, *arguments: str) -> None:
     """Run one check and print its result."""
-    if what == "curves":
-        print("result:", curves([Path(word) for word in words]))
+    if check == "curves":
+        print("result:", curves([Path(argument) for argument in arguments]))
         return
+    cuda = arguments[0] == "cuda"
     with guarded():
-        start_ranks("nccl" if words[0] == "cuda" else "gloo", timeout_s=120)
-        device = torch.device("cuda", torch.cuda.current_device()) if words[0] == "cuda" else torch.device("cpu")
+        start_ranks("nccl" if cuda else "gloo", timeout_s=120)
+        device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         group = init_mesh(dist.get_world_size()).sequence_group()
-        result = {"collectives": collectives, "model": model, "switch": switch}[what](group, device)
+        result = {"collectives": collectives, "model": model, "switch": switch}[check](group, device)
         if group.rank == 0:
             print("result:", result)
         stop()

@@ -49,16 +49,16 @@ def labels(golden: Path) -> dict[str, Tensor]:
 def agrees(out: ModelOutput, expected: dict[str, np.ndarray]) -> None:
     """Whatever of the output `expected` has, within 2e-5 of its maximum over real residues; atoms within 1e-3 Å."""
     ours = {
-        "representations/msa": (out.msa, (slice(None), slice(REAL))),
-        "representations/msa_first_row": (out.msa[:, 0], (slice(REAL),)),
-        "representations/pair": (out.pair, (slice(REAL), slice(REAL))),
-        "representations/single": (out.single, (slice(REAL),)),
+        "representations/msa": (out.representations["msa"], (slice(None), slice(REAL))),
+        "representations/msa_first_row": (out.representations["msa"][:, 0], (slice(REAL),)),
+        "representations/pair": (out.representations["pair"], (slice(REAL), slice(REAL))),
+        "representations/single": (out.representations["single"], (slice(REAL),)),
         "representations/structure_module": (out.structure.single, (slice(REAL),)),
-        "distogram/logits": (out.distogram_logits, (slice(REAL), slice(REAL))),
-        "masked_msa/logits": (out.masked_msa_logits, (slice(None), slice(REAL))),
-        "predicted_lddt/logits": (out.plddt_logits, (slice(REAL),)),
-        "experimentally_resolved/logits": (out.resolved_logits, (slice(REAL),)),
-        "predicted_aligned_error/logits": (out.pae_logits, (slice(REAL), slice(REAL))),
+        "distogram/logits": (out.logits["distogram"], (slice(REAL), slice(REAL))),
+        "masked_msa/logits": (out.logits["masked_msa"], (slice(None), slice(REAL))),
+        "predicted_lddt/logits": (out.logits["plddt"], (slice(REAL),)),
+        "experimentally_resolved/logits": (out.logits["experimentally_resolved"], (slice(REAL),)),
+        "predicted_aligned_error/logits": (out.logits["predicted_aligned_error"], (slice(REAL), slice(REAL))),
     }
     compared = [name for name in ours if name in expected]
     assert len(compared) >= 4
@@ -134,7 +134,7 @@ def plddt_losses(output: ModelOutput, labels: dict[str, Tensor]) -> list[float]:
     """The pLDDT loss (supplement 1.9.6) for every choice of bins for the lDDTs that lie on an edge, up to rounding."""
     ca = ATOM_ORDER["CA"]
     truth, mask = labels["all_atom_positions"][0, :, ca], labels["all_atom_mask"][0, :, ca]
-    entropies = -output.plddt_logits[0].detach().log_softmax(-1)  # of every bin as the target
+    entropies = -output.logits["plddt"][0].detach().log_softmax(-1)  # of every bin as the target
     scores = lddt_ca(output.structure.positions[0, :, ca].detach(), truth, mask, per_residue=True) * entropies.shape[-1]
     edges = ((scores - scores.round()).abs() < 1e-4).logical_and(mask > 0).nonzero().flatten()
     assert len(edges) == 2

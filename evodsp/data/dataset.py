@@ -3,7 +3,7 @@
 A sample is a dictionary of tensors without a batch axis. Features (`features.FEATURE_AXES`) have a leading axis of recycling
 iterations, labels (`geometry.frames.structure_labels`, in Å) have the residue axis first. `collate` adds the batch axis.
 
-Everything random about sample i is a function of (seed, i): of no worker, rank, epoch boundary or resume.
+Everything random about sample i is a function of (seed, i), whatever the worker, the rank, the epoch or a resume.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ SCALAR_LABELS = ("resolution", "use_clamped_fape")
 
 @runtime_checkable
 class ChainStore(Protocol):
-    """Where chains come from; `evodsp.data.store.FeatureStore` is one."""
+    """Alignments, structures and template hits by chain key; `evodsp.data.store.FeatureStore` implements it."""
 
     def alignments(self, key: str, query: ProteinSequence | None = None) -> list[Alignment]:
-        """The alignments of the chain `key`, in the order in which they are to be merged. `query`: the chain's sequence."""
+        """The alignments of the chain, in the order in which they are merged. `query`: the chain's sequence."""
 
     def chain(self, key: str) -> Chain:
-        """The structure of the chain `key`."""
+        """The structure of the chain."""
 
     def template_hits(self, key: str, query: ProteinSequence) -> list[TemplateHit]:
         """The hits of the chain's template searches."""
@@ -56,7 +56,7 @@ class ChainStore(Protocol):
 
 @dataclass(frozen=True)
 class ChainRecord:
-    """What is kept of a chain between samples: features before sampling, labels of the whole chain."""
+    """The parsed data of a chain that is cached between samples: features before sampling, labels of the whole chain."""
 
     aatype: Int32[np.ndarray, " L"]
     msa: MsaFeatures
@@ -70,12 +70,12 @@ class ChainRecord:
 
 
 def chain_labels(chain: Chain, aatype: Int32[np.ndarray, " L"]) -> dict[str, Tensor]:
-    """Labels of a whole chain: golden names, float32 (Å) and int32. A structure without a resolution (NMR) has 0."""
+    """Labels of a whole chain under AF2's names, float32 (Å) and int32. The resolution is 0 if there is none (NMR)."""
     positions, mask = torch.from_numpy(chain.positions), torch.from_numpy(chain.mask)
     labels = structure_labels(torch.from_numpy(aatype), positions, mask)
     resolution = torch.tensor(chain.resolution or 0.0)
     labels |= {"all_atom_positions": positions, "all_atom_mask": mask, "resolution": resolution}
-    # Which atoms a residue type has is a feature; a label of that name would hide it.
+    # `atom14_atom_exists` is a feature too; the label would overwrite it.
     return {name: _narrow(label) for name, label in labels.items() if name not in FEATURE_AXES}
 
 
@@ -84,9 +84,9 @@ def _narrow(values: Tensor) -> Tensor:
 
 
 def load_record(source: ChainStore, key: str, templates: TemplateSource | None = None) -> ChainRecord:
-    """Read the chain `key`, and its templates where their source is given: none of its own entry, all released before it.
+    """Read the chain `key`, and its templates if their source is given. No template is of its own entry or released after it.
 
-    Raises UserError if its structure, its alignments and its template searches are of different sequences.
+    Raises UserError if its structure, its alignments and its template searches have different sequences.
     """
     chain = source.chain(key)
     query = ProteinSequence(key, chain.sequence)
@@ -104,9 +104,9 @@ def load_record(source: ChainStore, key: str, templates: TemplateSource | None =
 
 
 def draw_templates(templates: TemplateFeatures, most: int, draws: Draws) -> TemplateFeatures:
-    """Templates of a training sample: min(k, `most`) of the n, in random order, k uniform in 0..n (supplement 1.2.3).
+    """The templates of a training sample: min(k, `most`) of the n, in random order, with k uniform in 0..n (supplement 1.2.3).
 
-    So the model sees bad templates too, or none, and cannot rely on copying the best one.
+    The model thus sees bad templates, or none, and cannot rely on copying the best one.
     """
     number = min(draws.at("template_number").integer(0, len(templates) + 1), most)
     return templates.select(draws.at("template_order").permutation(len(templates))[:number])
@@ -115,17 +115,19 @@ def draw_templates(templates: TemplateFeatures, most: int, draws: Draws) -> Temp
 class ChainDataset(Dataset[Sample]):
     """Samples of protein chains, addressed by GLOBAL sample index.
 
-    Training: index i is a random crop of chain `key_of(i)`: each epoch of `len(self)` samples is a permutation of the
-    keys, and indices go on beyond it without end (a sampler decides where to stop). The number of recycling iterations is
-    drawn once per `batch_group` consecutive indices, so that a batch made of such a group is rectangular.
-    Otherwise: index i is the i-th key, always with `recycles` + 1 iterations and, if `crop_size` is set, the middle of the
-    chain. The masked-MSA noise stays on, as AF2 has it; `masked_msa_fraction` 0 turns it off.
+    Training: sample i is a random crop of chain `key_of(i)`. Each epoch of `len(self)` samples is a permutation of the keys;
+    indices continue into further epochs without limit. The number of recycling iterations is drawn once per `batch_group`
+    consecutive indices, so that all samples of a batch have the same number.
+    Validation (`training` False): sample i is the i-th key, always with `recycles` + 1 iterations and, if
+    `crop_size` is set, the middle of the chain. The masked-MSA noise stays on, as in AF2; `masked_msa_fraction` 0 turns it
+    off.
 
-    With `max_templates` above 0 samples have template features (masked ones without `templates`, which says where they come
-    from): a random number of random ones in training, otherwise the best.
+    If `max_templates` is above 0, samples have template features: a random number of random templates in training, otherwise
+    the best. `templates` finds them; without it they are all masked.
 
-    With `crop_size` all samples have the same shapes: `crop_size` residues, `msa_clusters` - `max_templates` clusters,
-    `extra_msa` rows, zero-padded; without it each is as large as its data. Parsed chains are cached up to `cache_bytes`.
+    With `crop_size` all samples have the same shapes: `crop_size` residues, `msa_clusters` - `max_templates` clusters and
+    `extra_msa` rows, padded with zeros. Without it each sample has the sizes of its data. Parsed chains are cached up to
+    `cache_bytes`.
     """
 
     def __init__(
@@ -153,14 +155,14 @@ class ChainDataset(Dataset[Sample]):
         self._epoch: tuple[int, np.ndarray] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Workers start with an empty cache: sending the parsed chains would cost more than reading those they need."""
+        """Workers start with an empty cache: sending the parsed chains costs more than reading the ones they need."""
         return {**self.__dict__, "_cache": OrderedDict(), "_cached_bytes": 0}
 
     def __len__(self) -> int:
         return len(self.keys)
 
     def key_of(self, index: int) -> str:
-        """The chain of sample `index`. Raises IndexError on a negative index, or one beyond the end when not training."""
+        """The chain of sample `index`. Raises IndexError for a negative index and, unless training, for one beyond the end."""
         if index < 0 or (index >= len(self.keys) and not self.training):
             raise IndexError(f"sample {index} of {len(self.keys)}")
         if not self.training:
@@ -199,7 +201,7 @@ class ChainDataset(Dataset[Sample]):
         return sample
 
     def _record(self, key: str) -> ChainRecord:
-        """The parsed chain, from the cache; the least recently used ones leave when it is full."""
+        """The parsed chain, cached. The least recently used chains are dropped when the cache is full."""
         if key in self._cache:
             self._cache.move_to_end(key)
             return self._cache[key]
@@ -212,7 +214,7 @@ class ChainDataset(Dataset[Sample]):
 
 
 def _crop_label(label: Tensor, crop: Crop, size: int) -> Tensor:
-    """The residues of the crop, padded with zeros to `size`; never a view of the cached label."""
+    """The residues of the crop, padded with zeros to `size`. A copy: the cached label must not change with the sample."""
     cropped = label.new_zeros(size, *label.shape[1:])
     cropped[: crop.length] = label[crop.residues]
     return cropped
@@ -226,12 +228,12 @@ def prediction_sample(
     templates: TemplateFeatures | None = None,
     ensembles: int = 1,
 ) -> Sample:
-    """Features of the whole chain `query` for prediction; `crop_size` is not looked at.
+    """Features of the whole chain `query` for prediction; `crop_size` is ignored.
 
-    The leading axis holds `ensembles` independently drawn sets for each of the `recycles` + 1 iterations, in that order.
-    `templates`: best first; the first `max_templates` are taken, and masked ones of zeros fill them up (with `max_templates`
-    0 there are no template features). Without alignments the MSA is the query alone.
-    Raises UserError if the first row of the alignments is not the query.
+    The leading axis has `ensembles` independently drawn feature sets for each of the `recycles` + 1 iterations; the sets of
+    one iteration are adjacent. `templates`: best first; the first `max_templates` are taken, masked zeros fill up the rest.
+    Without alignments the MSA is the query alone.
+    Raises UserError if the first row of an alignment is not the query.
     """
     aatype = encode_sequence(query.letters)
     if alignments:
@@ -239,15 +241,15 @@ def prediction_sample(
         msa = merge_alignments(alignments)
     else:
         msa = query_only(aatype.astype(np.int8))
-    sets = (config.recycles + 1) * ensembles  # those of one pass side by side
+    sets = (config.recycles + 1) * ensembles
     features = make_features(aatype, msa, config, Draws.root(seed).at("prediction"), sets, templates=templates)
     return {name: torch.from_numpy(values) for name, values in features.items()}
 
 
 def collate(samples: Sequence[Sample]) -> dict[str, Tensor]:
-    """Stack samples along a new batch axis, padding residues and MSA rows with zeros to the largest of them.
+    """Stack samples along a new batch axis, padding residues and MSA rows with zeros to the largest sample.
 
-    Raises ValueError if they do not have the same entries or the same number of recycling iterations.
+    Raises ValueError unless all have the same entries and the same number of recycling iterations.
     """
     names = list(samples[0])
     if any(set(sample) != set(names) for sample in samples):

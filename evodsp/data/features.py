@@ -1,11 +1,11 @@
 """From one chain's MSA to the model's input features (supplement 1.2.6 to 1.2.9, table 1).
 
-Every stochastic step is a function of its random numbers, which it takes as arguments; `CycleDraws` is the one place that
-draws them. The order of steps is AF2's: block deletion, sampling of clusters, masking, nearest clusters, summary; the crop and
-the padding come last, but as the summary and all that follows work column by column, only the cropped columns are computed.
+Every random step takes its random numbers as arguments; only `CycleDraws` draws them. The order of steps is AF2's: block
+deletion, sampling of the clusters, masking, assignment to the nearest cluster, summary of the clusters, crop, padding. From
+the summary on, each column is independent of the others, so only the cropped columns are computed.
 
 Shapes: N sequences, S clusters, E extra sequences, L columns of the chain, R residues of the crop, C recycling iterations.
-Alphabet: AF2 order 0..19, X = 20, gap = 21, mask = 22.
+Residue codes: `evodsp.geometry.alphabet`.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ FEATURE_AXES: dict[str, tuple[str | None, ...]] = {
     "extra_has_deletion": ("extra", "residues"),
     "extra_deletion_value": ("extra", "residues"),
 }
-"""All features but the templates', with their axes after the recycling axis; named axes may be padded (with zeros), None is
-never."""
+"""All features except the templates', with their axes after the recycling axis. Named axes can be padded (with zeros); None
+marks an axis of fixed size."""
 
 TEMPLATE_AXES: dict[str, tuple[str | None, ...]] = {
     "template_aatype": ("templates", "residues"),
@@ -59,12 +59,12 @@ TEMPLATE_AXES: dict[str, tuple[str | None, ...]] = {
     "template_mask": ("templates",),
     "template_sum_probs": ("templates", None),
 }
-"""The features that are there as well where `max_templates` is above 0, likewise."""
+"""The template features, present if `max_templates` is above 0; likewise."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Padded sizes of the named feature axes. `templates` is the config's, whatever it is here."""
+    """Padded sizes of the named feature axes. `make_features` sets `templates` from the config."""
 
     residues: int
     msa: int
@@ -74,20 +74,20 @@ class Sizes:
 
 @dataclass(frozen=True)
 class CycleDraws:
-    """All random numbers that the features of one recycling iteration consume."""
+    """All random numbers that the features of one recycling iteration need."""
 
     deleted_block_starts: Int64[np.ndarray, " blocks"]
-    """First row of each deleted block; empty without block deletion."""
+    """First row of each deleted block; empty if no block is deleted."""
     order: Int64[np.ndarray, " N"]
     """All rows of the MSA in random order, the query first."""
     replace: Float[np.ndarray, "S L"]
     """Uniform numbers that choose the letters to replace."""
     letter: Float[np.ndarray, "S L"]
-    """Uniform numbers that choose what a letter is replaced by."""
+    """Uniform numbers that choose the new letters."""
 
     @classmethod
     def draw(cls, draws: Draws, rows: int, columns: int, config: FeatureConfig) -> CycleDraws:
-        """The numbers named by the stream `draws` for an MSA of `rows` x `columns`."""
+        """Draw the numbers for an MSA of `rows` x `columns` from the stream `draws`."""
         clusters = min(max_clusters(config), rows)
         blocks = config.block_delete_blocks if config.block_delete else 0
         return cls(
@@ -99,7 +99,7 @@ class CycleDraws:
 
 
 def max_clusters(config: FeatureConfig) -> int:
-    """Rows of the clustered MSA without the template rows. Raises UserError if the config leaves none."""
+    """Rows of the clustered MSA, the template rows not counted. Raises UserError if the config leaves none."""
     clusters = config.msa_clusters - config.max_templates
     if clusters < 1:
         raise UserError(
@@ -109,7 +109,7 @@ def max_clusters(config: FeatureConfig) -> int:
 
 
 def check_config(config: FeatureConfig) -> None:
-    """Raise UserError, naming the key, if `config` holds a size or a probability that cannot be."""
+    """Raise UserError, naming the key, if a size or a probability of `config` is out of range."""
     max_clusters(config)
     if config.max_templates < 0:
         raise UserError(f"max_templates is {config.max_templates}; it must be 0 or more")
@@ -141,7 +141,7 @@ def check_config(config: FeatureConfig) -> None:
 
 
 def kept_rows(rows: int, starts: Int64[np.ndarray, " blocks"], fraction: float) -> Bool[np.ndarray, " {rows}"]:
-    """Which rows survive the deletion of one block of `fraction` of them from each start (algorithm 1). The query does."""
+    """Which rows remain after deleting, from each start, a block of `fraction` of all rows (algorithm 1). The query remains."""
     keep = np.ones(rows, bool)
     index = np.arange(rows)
     length = int(rows * fraction)
@@ -154,9 +154,10 @@ def kept_rows(rows: int, starts: Int64[np.ndarray, " blocks"], fraction: float) 
 def letter_probabilities(
     letters: Int8[np.ndarray, "*s"], profile: Float32[np.ndarray, "*#s 22"], config: FeatureConfig
 ) -> Float32[np.ndarray, "*s 23"]:
-    """What a replaced letter becomes: an amino acid uniformly, a letter of the column's profile, itself, or the mask token.
+    """Probabilities of the new letter at each replaced position (supplement 1.2.7).
 
-    `profile`: the profile of each letter's column (broadcast). X and gap are never drawn uniformly (supplement 1.2.7).
+    It is a mixture: a uniformly drawn amino acid (never X or gap), a letter from the column's profile, the letter itself,
+    and the mask token. `profile`: the profile of each letter's column (broadcast).
     """
     uniform = np.zeros(LETTERS_WITH_GAP, np.float32)
     uniform[:20] = 1 / 20
@@ -177,32 +178,32 @@ def mask_letters(
     letter: Float[np.ndarray, "S L"],
     config: FeatureConfig,
 ) -> tuple[Int8[np.ndarray, "S L"], Float32[np.ndarray, "S L"]]:
-    """Replace a fraction of the letters for the masked-MSA loss: (the masked MSA, 1 where a letter was drawn anew).
+    """Replace a fraction of the letters for the masked-MSA loss. Returns the masked MSA, and 1 where a letter was redrawn.
 
-    `replace` and `letter` are uniform in [0, 1): a letter is replaced where `replace` is below the fraction, and the
-    new one is read off the inverse of the cumulative distribution at `letter`.
+    `replace` and `letter` are uniform in [0, 1). A letter is redrawn where `replace` is below the fraction; the new one is
+    found by inverting the cumulative distribution at `letter`.
     """
     replaced = replace < config.masked_msa_fraction
     columns = np.nonzero(replaced)[1]
     cumulative = np.cumsum(letter_probabilities(msa[replaced], profile[columns], config), axis=-1, dtype=np.float64)
     masked = msa.copy()
-    # The last boundary is 1 up to rounding and must not be passed: it is left out.
+    # The last boundary is 1 up to rounding. It is left out, so that no number lies beyond it.
     masked[replaced] = (letter[replaced][:, None] >= cumulative[:, :-1]).sum(-1)
     return masked, replaced.astype(np.float32)
 
 
-# One tile of the comparison, COLUMN_TILE x PAIR_TILE bytes, stays in a core's second-level cache.
+# One tile of the comparison, _COLUMN_TILE x _PAIR_TILE bytes, fits into a core's second-level cache.
 _COLUMN_TILE, _PAIR_TILE = 16, 1 << 16
 
 
 def nearest_clusters(clusters: Int8[np.ndarray, "S L"], extra: Int8[np.ndarray, "E L"]) -> Int32[np.ndarray, " E"]:
-    """For each extra sequence the cluster it agrees with in most columns, the first of equals (supplement 1.2.7, step 3).
+    """For each extra sequence, the cluster it agrees with in most columns; the first of equals (supplement 1.2.7, step 3).
 
-    Gaps and masked letters agree with nothing. This is the one-hot matrix product of the supplement, done as tiles of byte
-    comparisons: a quarter of its time, and exact.
+    Gaps and masked letters agree with nothing. The supplement uses a matrix product of one-hot letters; comparing bytes in
+    tiles gives the same counts, exactly, in a quarter of the time.
     """
     rows = max(1, _PAIR_TILE // len(clusters))
-    # A letter that no extra sequence holds never agrees.
+    # -1 occurs in no extra sequence, so it never agrees.
     clusters_by_column = np.ascontiguousarray(np.where(clusters < GAP, clusters, -1).astype(np.int8).T)[:, :, None]
     extra_by_column = np.ascontiguousarray(extra.T)[:, None, :]
     nearest = np.empty(len(extra), np.int32)
@@ -216,7 +217,7 @@ def nearest_clusters(clusters: Int8[np.ndarray, "S L"], extra: Int8[np.ndarray, 
     return nearest
 
 
-# Cells of an alignment that are counted at once; bounds the memory of the index arrays to some tens of megabytes.
+# Cells of an alignment that are counted at once. Bounds the memory of the index arrays to tens of megabytes.
 _COUNTED_CELLS = 1 << 20
 
 
@@ -227,7 +228,7 @@ def summarise_clusters(
     extra_deletions: Int32[np.ndarray, "E R"],
     nearest: Int32[np.ndarray, " E"],
 ) -> tuple[Float32[np.ndarray, "S R 23"], Float32[np.ndarray, "S R"]]:
-    """(letter frequencies, mean number of deletions) in each cluster, its centre included (supplement 1.2.7, step 4)."""
+    """Letter frequencies and mean number of deletions of each cluster, its centre included (supplement 1.2.7, step 4)."""
     size, columns = clusters.shape
     members = (1e-6 + 1 + np.bincount(nearest, minlength=size)).astype(np.float32)
     base = nearest.astype(np.int64)[:, None]
@@ -240,7 +241,7 @@ def summarise_clusters(
         counts[:, block] += np.bincount(cells.ravel(), minlength=size * width * LETTERS_WITH_MASK).reshape(
             size, width, LETTERS_WITH_MASK
         )
-    # Few cells have deletions: count those alone.
+    # Few cells have deletions: count only those.
     row, column = np.nonzero(extra_deletions)
     cells = nearest[row].astype(np.int64) * columns + column
     deletions = np.bincount(cells, weights=extra_deletions[row, column], minlength=size * columns)
@@ -249,7 +250,7 @@ def summarise_clusters(
 
 
 def deletion_value(deletions: Int32[np.ndarray, "*s"] | Float32[np.ndarray, "*s"]) -> Float32[np.ndarray, "*s"]:
-    """Numbers of deletions squashed into [0, 1): arctan(d / 3) * 2 / pi."""
+    """Numbers of deletions d mapped to [0, 1): arctan(d / 3) * 2 / pi."""
     return np.arctan(deletions.astype(np.float32) / np.float32(3)) * np.float32(2 / np.pi)
 
 
@@ -259,7 +260,7 @@ def msa_features(
     cluster_profile: Float32[np.ndarray, "S R 23"],
     cluster_deletion_mean: Float32[np.ndarray, "S R"],
 ) -> Float32[np.ndarray, "S R 49"]:
-    """`msa_feat`: one-hot letter 23, has deletion, deletion value, cluster profile 23, mean deletion value."""
+    """`msa_feat`: one-hot letter (23), has deletion, deletion value, cluster profile (23), mean deletion value."""
     features = np.empty((*msa.shape, 49), np.float32)
     features[..., :23] = _ONE_HOT[msa]
     features[..., 23] = deletions > 0
@@ -270,14 +271,14 @@ def msa_features(
 
 
 def target_features(aatype: Int32[np.ndarray, " R"]) -> Float32[np.ndarray, "R 22"]:
-    """`target_feat`: a column that marks chain breaks (none in a monomer), then the one-hot residue type, 21."""
+    """`target_feat`: one column that marks chain breaks (zero in a monomer), then the one-hot residue type (21)."""
     features = np.zeros((len(aatype), 22), np.float32)
     features[:, 1:] = _ONE_HOT[aatype, :LETTERS_WITH_X]
     return features
 
 
 def sequence_features(aatype: Int32[np.ndarray, " L"], crop: Crop) -> dict[str, np.ndarray]:
-    """The features that are the same in every recycling iteration, cropped to R residues."""
+    """The features that do not change between recycling iterations, cropped to R residues."""
     cropped = aatype[crop.residues]
     return {
         "aatype": cropped,
@@ -293,7 +294,7 @@ def sequence_features(aatype: Int32[np.ndarray, " L"], crop: Crop) -> dict[str, 
 
 
 def sampled_features(msa: MsaFeatures, config: FeatureConfig, draws: CycleDraws, crop: Crop) -> dict[str, np.ndarray]:
-    """The MSA features of one recycling iteration, cropped to R residues, at their natural number of rows."""
+    """The MSA features of one recycling iteration, cropped to R residues, without padding of rows."""
     keep = kept_rows(msa.num_alignments, draws.deleted_block_starts, config.block_delete_fraction)
     order = draws.order[keep[draws.order]]
     centres, others = np.split(order, [max_clusters(config)])
@@ -305,7 +306,7 @@ def sampled_features(msa: MsaFeatures, config: FeatureConfig, draws: CycleDraws,
     masked, true, extra = masked[:, crop.residues], true[:, crop.residues], extra[:, crop.residues]
     deletions, extra_deletions = msa.deletions[centres, crop.residues], msa.deletions[others, crop.residues]
     summary = summarise_clusters(masked, deletions, extra, extra_deletions, nearest)
-    # The rows are in random order already: the first ones are a random sample.
+    # The rows are in random order, so the first ones are a random sample.
     extra, extra_deletions = extra[: config.extra_msa], extra_deletions[: config.extra_msa]
     return {
         "msa_feat": msa_features(masked, deletions, *summary),
@@ -333,12 +334,12 @@ def make_features(
 ) -> dict[str, np.ndarray]:
     """All input features of one sample, named and typed as AF2's, with a leading axis of `cycles` recycling iterations.
 
-    Each iteration samples, masks and clusters the MSA anew, from the stream `draws.at(cycle)`. `crop`: the residues to keep
-    (None: all). `sizes`: pad with zeros to these sizes (None: as large as the data, with at least one row of extra MSA, so
+    Each iteration samples, masks and clusters the MSA again, with the stream `draws.at(cycle)`. `crop`: the residues to keep
+    (None: all). `sizes`: pad with zeros to these sizes (None: the sizes of the data, with at least one row of extra MSA, so
     that no axis is empty).
 
-    With `max_templates` above 0 there are always so many templates: the first ones of `templates` (whose R is L), the same
-    in every iteration, then masked ones of zeros. Otherwise `templates` is not looked at.
+    If `max_templates` is above 0 there are always that many templates, the same in every iteration: the first ones of
+    `templates` (whose R is L), then masked zeros. If it is 0, `templates` is ignored.
     """
     check_config(config)
     crop = crop or Crop(0, len(aatype))

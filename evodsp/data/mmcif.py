@@ -1,12 +1,12 @@
-"""Structure files (mmCIF, PDB; gzipped or not) into protein chains with atom37 coordinates.
+"""Parsing of structure files (mmCIF, PDB; gzipped or not) into protein chains with atom37 coordinates.
 
-The tokens are read with gemmi.cif, the arrays are assembled with NumPy, because that is about ten times as fast as
-Biopython's MMCIFParser on the same files (scripts/benchmarks/parsing.py measures it). PDB files, and mmCIF files that list no
-polymer sequence, are first turned into complete mmCIF by gemmi, so that one assembly serves all.
+gemmi.cif reads the tokens and NumPy assembles the arrays: about ten times as fast as Biopython's MMCIFParser on the same files
+(scripts/benchmarks/parsing.py). gemmi first completes PDB files, and mmCIF files without polymer sequences, to full mmCIF, so
+that the same code assembles all of them.
 
-Conventions are AF2's (supplement 1.2.1): residues in SEQRES order, first model, for each atom the alternative location of the
-highest occupancy (the first among equals), SE of selenomethionine as SD, arginine's NH1 the one nearer to CD. Modified
-residues take the letter of their parent (MSE: M, SEP: S) by Biopython's table, others X. Chains go by the author's ids.
+Conventions are AF2's (supplement 1.2.1): residues in SEQRES order; the first model; for each atom the alternative location of
+highest occupancy (the first among equals); SE of selenomethionine as SD; arginine's NH1 is the one nearer to CD. Modified
+residues have the letter of their parent (MSE: M, SEP: S) by Biopython's table, others X. Chain ids are the author's.
 """
 
 from __future__ import annotations
@@ -58,28 +58,27 @@ def read_structure(path: str | Path) -> Structure:
 
 
 def read_chain(path: str | Path, chain_id: str) -> Chain:
-    """One protein chain, by its author chain id; the coordinates of the others are not looked at.
+    """One protein chain, by its author chain id. The coordinates of other chains are not parsed.
 
-    Raises UserError, naming the chains there are, if this one is not among the protein chains; FileFormatError as
-    `read_structure` does.
+    Raises UserError, listing the protein chains, if this one is not among them; FileFormatError as `read_structure` does.
     """
     entry = _Entry.read(path)
     if chain_id not in entry.asym_of_chain:
-        there = sorted(entry.asym_of_chain)
+        names = sorted(entry.asym_of_chain)
         raise UserError(
-            f"{path}: no protein chain '{chain_id}'.{nearest(chain_id, there)} Chains: {', '.join(there)}; give one of these"
+            f"{path}: no protein chain '{chain_id}'.{nearest(chain_id, names)} Chains: {', '.join(names)}; give one of these"
         )
     return entry.chain(chain_id)
 
 
 def read_release_date(path: str | Path) -> date | None:
-    """When the entry was first released, None if the file does not say. Raises FileFormatError as `read_structure` does."""
+    """When the entry was first released, None if the file has no date. Raises FileFormatError as `read_structure` does."""
     return _release_date(_read_block(path))
 
 
 @dataclass(frozen=True)
 class _Entry:
-    """A parsed entry: its header, the sequence of each protein polymer, and where its atoms are."""
+    """A parsed entry: its header, the sequence of each protein polymer, and the rows of its atoms."""
 
     path: str | Path
     block: cif.Block
@@ -87,7 +86,9 @@ class _Entry:
     method: str
     resolution: float | None
     release_date: date | None
-    seqres: dict[str, dict[int, list[str]]]  # label_asym_id -> sequence number -> monomers (several: heterogeneous)
+    seqres: dict[
+        str, dict[int, list[str]]
+    ]  # label_asym_id -> sequence number -> monomers (several: microheterogeneity)
     asym_of_chain: dict[str, str]  # author chain id -> label_asym_id
     rows_of_asym: dict[str, Int64[np.ndarray, " n"]]  # rows of _atom_site, first model only
 
@@ -111,7 +112,7 @@ class _Entry:
         )
 
     def column(self, tag: str, rows: Int64[np.ndarray, " n"], missing: str) -> np.ndarray:
-        """Unquoted strings [n] of an _atom_site column; `missing` for '?', '.' and an absent column."""
+        """Unquoted strings [n] of an _atom_site column; `missing` replaces '?', '.' and an absent column."""
         found = self.block.find_values(f"_atom_site.{tag}")
         if not found or not rows.size:
             return np.full(len(rows), missing)
@@ -121,7 +122,7 @@ class _Entry:
         return np.array([missing if cif.is_null(text) else _unquoted(text) for text in unique])[inverse]
 
     def numbers(self, tag: str, rows: Int64[np.ndarray, " n"], missing: str = "") -> Float64[np.ndarray, " n"]:
-        """Finite numbers [n] of an _atom_site column, standard deviations in parentheses cut off."""
+        """Finite numbers [n] of an _atom_site column, without standard deviations in parentheses."""
         texts = self.column(tag, rows, missing)
         try:
             values = texts.astype(np.float64)
@@ -130,7 +131,7 @@ class _Entry:
         if (bad := np.flatnonzero(~(np.abs(values) < _LARGEST))).size:
             at, text = rows[bad[0]] + 1, str(texts[bad[0]])
             found = f"_atom_site.{tag} of atom row {at} is {text!r}, not a number"
-            raise FileFormatError(self.path, f"{found}; mend the file")
+            raise FileFormatError(self.path, f"{found}; correct the file")
         return values
 
     def chain(self, chain_id: str) -> Chain:
@@ -144,13 +145,13 @@ class _Entry:
         if (outside := np.flatnonzero(numbers[residue] != sequence_ids)).size:
             found = f"an atom of chain {chain_id} has label_seq_id {sequence_ids[outside[0]]}"
             listed = f"{numbers[0]}..{numbers[-1]}"
-            raise FileFormatError(self.path, f"{found}, which SEQRES ({listed}) does not list; mend the file")
+            raise FileFormatError(self.path, f"{found}, which SEQRES ({listed}) does not list; correct the file")
 
         names = self.column("label_comp_id", rows, "")
         occupancy = self.numbers("occupancy", rows, "1")
         residue_names = np.array([monomers[number][0] for number in numbers], dtype="U8")
         if any(len(choice) > 1 for choice in monomers.values()):
-            # Microheterogeneity: the monomer of the highest occupancy is the residue; atoms of the others are ignored.
+            # Microheterogeneity: the residue is the monomer of highest occupancy; atoms of the others are ignored.
             _, best = _first_of_each(residue, occupancy)
             residue_names[residue[best]] = names[best]
             same = names == residue_names[residue]
@@ -203,7 +204,7 @@ class _Entry:
 def _first_of_each(
     keys: Int64[np.ndarray, " n"], occupancy: Float64[np.ndarray, " n"]
 ) -> tuple[Int64[np.ndarray, " m"], Int64[np.ndarray, " m"]]:
-    """The distinct keys and, for each, the row of the highest occupancy (the first among equals)."""
+    """The distinct keys and, for each, the row of highest occupancy (the first among equals)."""
     order = np.argsort(-occupancy, kind="stable")
     unique, first = np.unique(keys[order], return_index=True)
     return unique, order[first]
@@ -212,7 +213,7 @@ def _first_of_each(
 def _name_arginine_nitrogens(
     positions: Float32[np.ndarray, "L 37 3"], mask: Float32[np.ndarray, "L 37"], is_arginine: Bool[np.ndarray, " L"]
 ) -> None:
-    """Exchange NH1 and NH2, in place, where NH2 is nearer to CD: some entries name them the other way round."""
+    """Swap NH1 and NH2, in place, where NH2 is nearer to CD: some entries have the two names exchanged."""
     complete = np.flatnonzero(is_arginine & mask[:, [_CD, _NH1, _NH2]].all(axis=1))
     to_cd = np.linalg.norm(positions[complete][:, [_NH1, _NH2]] - positions[complete][:, [_CD]], axis=-1)
     swapped = complete[to_cd[:, 0] > to_cd[:, 1]]
@@ -220,7 +221,7 @@ def _name_arginine_nitrogens(
 
 
 def _read_block(path: str | Path) -> cif.Block:
-    """The mmCIF block with the atoms of a file in any of the accepted formats."""
+    """The mmCIF block with the atoms of a file, whatever its format."""
     data = read_bytes(path)
     try:
         if str(path).lower().removesuffix(".gz").endswith((".pdb", ".ent")):
@@ -246,7 +247,7 @@ def _read_block(path: str | Path) -> cif.Block:
 
 
 def _completed(structure: gemmi.Structure) -> cif.Block:
-    """mmCIF of a structure that lacks parts of it: entities, and SEQRES taken from the atoms where it is not given."""
+    """The structure as mmCIF with entities, and with SEQRES taken from the atoms if the file has none."""
     structure.setup_entities()
     for entity in structure.entities:
         if entity.entity_type == gemmi.EntityType.Polymer and not entity.full_sequence and entity.subchains:
@@ -255,13 +256,13 @@ def _completed(structure: gemmi.Structure) -> cif.Block:
             ]
             for model, subchain in product(structure, entity.subchains):
                 for residue in model.get_subchain(subchain):
-                    residue.label_seq = None  # numbered by a sequence that the file does not hold
+                    residue.label_seq = None  # it numbers a sequence that the file does not list
     structure.assign_label_seq_id(force=True)
     return structure.make_mmcif_document().sole_block()
 
 
 def _protein_sequences(path: str | Path, block: cif.Block) -> dict[str, dict[int, list[str]]]:
-    """SEQRES of every protein polymer: label_asym_id -> sequence number -> monomers (several: heterogeneous)."""
+    """SEQRES of every protein polymer: label_asym_id -> sequence number -> monomers (several: microheterogeneity)."""
     types = {entity: kind.lower() for entity, kind in _rows(block, "_entity_poly.entity_id", "_entity_poly.type")}
     of_entity: dict[str, dict[int, list[str]]] = {}
     for entity, number, monomer in _rows(
@@ -270,7 +271,7 @@ def _protein_sequences(path: str | Path, block: cif.Block) -> dict[str, dict[int
         if "polypeptide" not in types.get(entity, "polypeptide"):
             continue
         if not number.lstrip("-").isdecimal():
-            raise FileFormatError(path, f"_entity_poly_seq.num is '{number}' where a number is needed; mend the file")
+            raise FileFormatError(path, f"_entity_poly_seq.num is '{number}' but must be a number; correct the file")
         of_entity.setdefault(entity, {}).setdefault(int(number), []).append(monomer)
     if not types:
         of_entity = {
@@ -286,7 +287,7 @@ def _chain_rows(
     """(author chain id -> label_asym_id, label_asym_id -> rows of _atom_site in the first model) of protein polymers."""
     asym = np.array(list(block.find_values("_atom_site.label_asym_id")))
     numbers = np.array(list(block.find_values("_atom_site.label_seq_id")))
-    used = (numbers != ".") & (numbers != "?")  # a ligand or water has no place in the polymer
+    used = (numbers != ".") & (numbers != "?")  # ligands and water have no position in the polymer
     if models := block.find_values("_atom_site.pdbx_PDB_model_num"):
         model = np.array(list(models))
         used &= model == model[0]
@@ -304,12 +305,12 @@ def _chain_rows(
 
 
 def _unquoted(text: str) -> str:
-    """A CIF token's value; a lone quote, which gemmi writes for a PDB file's odd insertion code, is itself."""
+    """The value of a CIF token. A single quote character, which gemmi writes for odd insertion codes of PDB files, is kept."""
     return cif.as_string(text) if len(text) > 1 else text
 
 
 def _holds(block: cif.Block, *tags: str) -> bool:
-    """Whether every tag is there with at least one value."""
+    """Whether every tag has at least one value."""
     return all(len(block.find_values(tag)) > 0 for tag in tags)
 
 
@@ -329,7 +330,7 @@ def _values(block: cif.Block, tag: str) -> list[str]:
 
 
 def _resolution(block: cif.Block) -> float | None:
-    """Resolution in Å (X-ray or electron microscopy), None where there is none, as for NMR."""
+    """Resolution in Å (X-ray or electron microscopy), None if there is none (NMR)."""
     values = (cif.as_number(text) for tag in _RESOLUTIONS for text in _values(block, tag))
     return next((value for value in values if 0 < value < _LARGEST), None)
 

@@ -1,15 +1,14 @@
-"""Chains to mmCIF text: for synthetic entries and for predictions.
+"""Writing chains as mmCIF: synthetic entries and predictions.
 
-Written so that the field's readers find what they look for: the polymer sequence with its missing residues
-(_entity_poly_seq, _pdbx_poly_seq_scheme), both numberings of every atom (label_* and auth_*), experimental method,
-resolution and revision date. Quoting is gemmi's. Dictionary: PDBx/mmCIF v5 (https://mmcif.wwpdb.org).
+The text has what common readers expect: the polymer sequence with its missing residues (_entity_poly_seq,
+_pdbx_poly_seq_scheme), both numberings of every atom (label_* and auth_*), experimental method, resolution and revision
+date. gemmi does the quoting. Dictionary: PDBx/mmCIF v5 (https://mmcif.wwpdb.org).
 """
 
 from __future__ import annotations
 
 import string
-from collections.abc import Mapping
-from collections.abc import Sequence as ListOf
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +21,18 @@ from evodsp.files import whole_file
 from evodsp.geometry.alphabet import residue_name
 from evodsp.geometry.residues import ATOM_TYPES
 
-# Columns of a category; None is written `?` (unknown), False `.` (does not apply).
+# Columns of a category; None is written as `?` (unknown), False as `.` (does not apply).
 Table = dict[str, list[Any]]
 
 _ATOM_NAMES = np.array(ATOM_TYPES)
-# Every heavy atom of the twenty amino acids is named after its element first: C, N, O, S.
+# The first letter of every heavy atom of the 20 amino acids is its element: C, N, O or S.
 _ELEMENTS = np.array([name[0] for name in ATOM_TYPES])
 
 
 def write_mmcif(
     path: Path | str,
-    chains: ListOf[Chain],
-    b_factors: ListOf[np.ndarray] | None = None,
+    chains: Sequence[Chain],
+    b_factors: Sequence[np.ndarray] | None = None,
     items: Mapping[str, str] | None = None,
 ) -> None:
     """Write `mmcif_text(chains, b_factors, items)` to `path`, completely or not at all. Raises UserError as it does."""
@@ -43,18 +42,18 @@ def write_mmcif(
 
 
 def mmcif_text(
-    chains: ListOf[Chain],
-    b_factors: ListOf[np.ndarray] | None = None,
+    chains: Sequence[Chain],
+    b_factors: Sequence[np.ndarray] | None = None,
     items: Mapping[str, str] | None = None,
 ) -> str:
     """One entry as mmCIF text.
 
-    `chains`: the chains of one entry, in order; the entry is named after the first one's `pdb_id`, and its method,
-    resolution and release date are the entry's. `b_factors`: for each chain, [L] or [L, 37] in Å^2 (or pLDDT, 0..100); 0
-    where None. `items`: further single values by full tag, e.g. {"_struct.title": "…"}; they win over those written here.
+    `chains`: the chains of one entry, in order; `pdb_id`, method, resolution and release date of the entry are the first
+    chain's. `b_factors`: for each chain, [L] or [L, 37] in Å^2 (or pLDDT, 0..100); None writes 0. `items`: further single
+    values by full tag, e.g. {"_struct.title": "…"}; they replace values written here.
 
-    Raises UserError when there is no chain, no atom, two chains of one name, a coordinate that is not finite, or B-factors
-    of another length than the chain.
+    Raises UserError for no chains, a chain without atoms, two chains of one name, a coordinate that is not finite, and
+    B-factors whose length is not the chain's.
     """
     if not chains:
         raise UserError("no chain to write; an mmCIF entry needs at least one")
@@ -87,11 +86,11 @@ def mmcif_text(
     return str(document.as_string(gemmi.cif.WriteOptions(gemmi.cif.Style.Pdbx)))
 
 
-def _check(chains: ListOf[Chain]) -> None:
+def _check(chains: Sequence[Chain]) -> None:
     seen: set[str] = set()
     for chain in chains:
         if chain.chain_id in seen:
-            raise UserError(f"{chain.key}: two chains named '{chain.chain_id}' in one entry; name them apart")
+            raise UserError(f"{chain.key}: two chains named '{chain.chain_id}' in one entry; give them different names")
         seen.add(chain.chain_id)
         present = chain.mask > 0.5
         if not present.any():
@@ -105,7 +104,7 @@ def _check(chains: ListOf[Chain]) -> None:
 
 
 def _label_asym(index: int) -> str:
-    """A, B, …, Z, AA, AB, …: mmCIF's own chain names, apart from the author's."""
+    """A, B, …, Z, AA, AB, …: the label_asym_id of a chain, which is independent of the author's chain id."""
     name = ""
     index += 1
     while index:
@@ -143,7 +142,7 @@ def _write_entry(block: gemmi.cif.Block, chain: Chain) -> None:
 
 
 def _write_entities(
-    block: gemmi.cif.Block, chains: ListOf[Chain], sequences: ListOf[str], entity_of: ListOf[int]
+    block: gemmi.cif.Block, chains: Sequence[Chain], sequences: Sequence[str], entity_of: Sequence[int]
 ) -> None:
     """_entity, _entity_poly, _entity_poly_seq, _struct_asym and _chem_comp."""
     ids = [str(n + 1) for n in range(len(sequences))]
@@ -173,7 +172,7 @@ def _write_entities(
         {"id": [_label_asym(n) for n in range(len(chains))], "entity_id": [str(e) for e in entity_of]},
     )
     kinds = sorted({str(name) for chain_names in names for name in chain_names})
-    # Readers tell protein from nucleic acid by "peptide" in this type.
+    # Readers recognise proteins by "peptide" in this type.
     block.set_mmcif_category(
         "_chem_comp.",
         {"id": kinds, "type": ["peptide linking" if kind == "GLY" else "L-peptide linking" for kind in kinds]},
@@ -181,7 +180,7 @@ def _write_entities(
 
 
 def _author_numbers(chain: Chain) -> np.ndarray:
-    """int [L]: the author's residue numbers; those of missing residues are counted on from the nearest residue before."""
+    """int [L]: the author's residue numbers; missing residues are numbered on from the preceding residue."""
     present = ~chain.is_missing
     index = np.arange(len(chain))
     anchor = np.maximum.accumulate(np.where(present, index, -1))
@@ -190,7 +189,7 @@ def _author_numbers(chain: Chain) -> np.ndarray:
 
 
 def _residue_columns(chain: Chain, entity: int, asym: str) -> Table:
-    """Columns of _pdbx_poly_seq_scheme: every residue of the sequence, `?` on the author's side where it is missing."""
+    """Columns of _pdbx_poly_seq_scheme: every residue of the sequence; the author's columns are `?` for missing residues."""
     length, missing = len(chain), chain.is_missing
     numbers = _author_numbers(chain).astype(str)
     names = _residue_names(chain.sequence)
@@ -212,14 +211,14 @@ def _residue_columns(chain: Chain, entity: int, asym: str) -> Table:
 
 
 def _or_unknown(values: np.ndarray, unknown: np.ndarray) -> list[str | None]:
-    """The values as a list, None (written `?`) where unknown."""
+    """The values as a list, with None (written as `?`) where unknown."""
     out = values.astype(object)
     out[unknown] = None
     return out.tolist()
 
 
 def _atom_columns(chain: Chain, entity: int, asym: str, b_factors: np.ndarray) -> Table:
-    """Columns of _atom_site, atoms in residue order and within it in atom37 order."""
+    """Columns of _atom_site: residues in order, the atoms of each in atom37 order."""
     b_factors = np.asarray(b_factors, dtype=np.float64)
     if b_factors.shape not in ((len(chain),), (len(chain), len(ATOM_TYPES))):
         raise UserError(
@@ -254,6 +253,6 @@ def _atom_columns(chain: Chain, entity: int, asym: str, b_factors: np.ndarray) -
     }
 
 
-def _join(tables: ListOf[Table]) -> Table:
-    """The rows of several tables of the same columns, one after the other."""
+def _join(tables: Sequence[Table]) -> Table:
+    """Concatenate the rows of tables with the same columns."""
     return {name: [value for table in tables for value in table[name]] for name in tables[0]}

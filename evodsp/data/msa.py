@@ -1,6 +1,6 @@
 """Merging the alignments of one chain into the MSA that the feature pipeline samples from (supplement 1.2.1, 1.2.3).
 
-Shapes: N sequences, L columns (residues of the query). Alphabet: AF2 order 0..19, X = 20, gap = 21.
+Shapes: N sequences, L columns (residues of the query).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from evodsp.geometry.alphabet import LETTERS_WITH_GAP
 class MsaFeatures:
     """All distinct sequences aligned to one chain; row 0 is the query.
 
-    `deletions`: residues deleted to the left of each column. `profile`: frequency of each letter (gap included) in
+    `deletions`: number of residues deleted to the left of each column. `profile`: frequency of each letter, gap included, in
     each column over ALL rows, before any sampling.
     """
 
@@ -41,7 +41,7 @@ class MsaFeatures:
 
     @property
     def nbytes(self) -> int:
-        """Memory held, for caches that are bounded in bytes."""
+        """Size of the arrays in bytes, for caches of bounded size."""
         return self.msa.nbytes + self.deletions.nbytes + self.profile.nbytes
 
 
@@ -61,10 +61,10 @@ def letter_profile(msa: Int8[np.ndarray, "N L"]) -> Float32[np.ndarray, "L 22"]:
 
 
 def merge_alignments(alignments: Sequence[Alignment]) -> MsaFeatures:
-    """One MSA out of `alignments`, in their order, keeping the first of equal sequences.
+    """Join `alignments`, in their order, into one MSA that keeps the first of equal sequences.
 
-    Sequences are compared as AF2 letters: two rows that differ only in the spelling of a non-standard residue (B and D,
-    U and C) are one row. Raises UserError if the alignments differ in their number of columns, or if there are none.
+    Sequences are compared by residue codes: rows that differ only in the letter of a non-standard residue (B and D, U and C)
+    are equal. Raises UserError if the alignments differ in their number of columns, or if there are none.
     """
     if not alignments:
         raise UserError("no alignment to build the MSA from; put an .a3m or .sto file into its folder")
@@ -83,6 +83,6 @@ def merge_alignments(alignments: Sequence[Alignment]) -> MsaFeatures:
 
 
 def query_only(query: Int8[np.ndarray, " L"]) -> MsaFeatures:
-    """The MSA of a chain without homologues: the query alone."""
+    """The MSA of a chain without homologues: only the query."""
     msa = query[None]
     return MsaFeatures(msa, np.zeros(msa.shape, np.int32), letter_profile(msa))

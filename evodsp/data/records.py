@@ -1,7 +1,7 @@
-"""Records that pass between the parsers, the feature pipeline and the writers: frozen, and they check themselves.
+"""Records that parsers, feature pipeline and writers exchange. They are frozen and checked when they are made.
 
 Shapes: N sequences of an alignment, L columns or residues, 37 atom types in AF2's atom37 order.
-Alphabet everywhere outside the parsers: AF2's restype order 0..19, X = 20, gap = 21, mask = 22.
+Residue codes are those of `evodsp.geometry.alphabet`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Float32, Int8, Int32
 
 from evodsp.errors import UserError
+from evodsp.geometry.alphabet import GAP
 
 
 @dataclass(frozen=True)
@@ -37,8 +38,8 @@ class ProteinSequence:
 class Alignment:
     """A parsed multiple sequence alignment; row 0 is the query.
 
-    `residues`: AF2 alphabet (0..20 letters, 21 gap). `deletions`: number of residues deleted (a3m lower case) to the left of
-    each column. `source`: the file it came from, for messages.
+    `residues`: codes 0..21, gap = 21. `deletions`: number of residues to the left of each column that have no column of
+    their own (lower case in A3M). `source`: the file, for messages.
     """
 
     source: str
@@ -55,7 +56,7 @@ class Alignment:
             raise UserError(f"{self.source}: {len(self.names)} names for {len(self.residues)} sequences")
         if self.residues.size == 0:
             raise UserError(f"{self.source}: no sequences in the alignment; remove the file or run the search again")
-        if self.residues.min() < 0 or self.residues.max() > 21:
+        if self.residues.min() < 0 or self.residues.max() > GAP:
             raise UserError(
                 f"{self.source}: residue codes must be 0..21, found {self.residues.min()}..{self.residues.max()}"
             )
@@ -70,10 +71,10 @@ class Alignment:
 
 @dataclass(frozen=True)
 class Chain:
-    """One protein chain of a structure file, in SEQRES order: residues without coordinates are present and masked.
+    """One protein chain of a structure file, in SEQRES order. Residues without coordinates are included and masked.
 
-    `positions` in Å. `residue_number` and `insertion_code` are the author's (pdbx_PDB_ins_code, '' where none);
-    0 and '' where the residue is missing from the coordinates.
+    `positions` in Å. `residue_number` and `insertion_code` are the author's (pdbx_PDB_ins_code, '' if there is none);
+    they are 0 and '' for residues without coordinates.
     """
 
     pdb_id: str
@@ -81,7 +82,7 @@ class Chain:
     sequence: str
     residue_number: Int32[np.ndarray, " L"]
     insertion_code: tuple[str, ...]
-    is_missing: np.ndarray  # bool [L]: in SEQRES, not in ATOM records
+    is_missing: np.ndarray  # bool [L]: in SEQRES but not in the ATOM records
     positions: Float32[np.ndarray, "L 37 3"]
     mask: Float32[np.ndarray, "L 37"]
     resolution: float | None = None
@@ -98,7 +99,7 @@ class Chain:
             "mask": len(self.mask),
         }
         if len(set(sizes.values())) != 1:
-            raise UserError(f"chain {self.key}: its parts differ in length: {sizes}")
+            raise UserError(f"chain {self.key}: its arrays differ in length: {sizes}")
 
     def __len__(self) -> int:
         return len(self.sequence)
@@ -112,7 +113,7 @@ class Chain:
 class Structure:
     """A structure file: its header and its protein chains by author chain id, first model only.
 
-    `resolution` in Å, None where the method has none (NMR). `release_date`: the first revision's.
+    `resolution` in Å, None if the method has none (NMR). `release_date`: of the first revision.
     """
 
     pdb_id: str

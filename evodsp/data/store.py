@@ -1,9 +1,9 @@
 """Alignments and structures on disk, in OpenFold's and OpenProteinSet's layouts, addressed by chain key.
 
-A chain key is `<pdbid>_<chain>`, split at its last underscore; the chain id is the author's. Alignments lie in
-`<alignment_dir>/<key>/` (A3M and Stockholm files, or OpenProteinSet's nested `<key>/a3m/`), or in OpenFold's alignment
-database (`alignment_db_*.db` files with one `alignment_db.index`). Structures are `<structure_dir>/<pdbid>.cif` or
-`.pdb`, gzipped or not.
+A chain key is `<pdbid>_<chain>`, split at its last underscore; the chain id is the author's. The alignments of a chain are
+the files of the folder `<alignment_dir>/<key>/` (`evodsp.data.chain_folder`), or entries of OpenFold's alignment database
+(`alignment_db_*.db` files and one `alignment_db.index`). Structures are `<structure_dir>/<pdbid>.cif` or `.pdb`, gzipped or
+not.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ INDEX_NAME = "alignment_db.index"
 
 
 class FeatureStore:
-    """Alignments and structures by chain key. Construction reads nothing; pickling carries the two paths only.
+    """Alignments and structures by chain key. Construction reads no file; pickling transfers only the two paths.
 
-    `alignment_dir`: folders of alignments, or the alignment database. `structure_dir`: structure files; None where there
-    are none (prediction). Raises UserError if a directory does not exist.
+    `alignment_dir`: chain folders, or the alignment database. `structure_dir`: structure files; None if there are none
+    (prediction). Raises UserError if a directory does not exist.
     """
 
     def __init__(self, alignment_dir: str | Path, structure_dir: str | Path | None = None) -> None:
@@ -54,7 +54,7 @@ class FeatureStore:
         return f"FeatureStore('{self.alignment_dir}', '{self.structure_dir}')"
 
     def keys(self) -> list[str]:
-        """Keys of all chains that have alignments, sorted."""
+        """Keys of all chains with alignments, sorted."""
         if self._index is not None:
             return sorted(self._index)
         return sorted(
@@ -62,11 +62,11 @@ class FeatureStore:
         )
 
     def has_structure(self, key: str) -> bool:
-        """Whether there is a structure file for the chain's entry (the chain itself is not looked for)."""
+        """Whether there is a structure file for the chain's entry (whether it has the chain is not checked)."""
         return self._structures is not None and self._structures.has_structure(key)
 
     def chain(self, key: str) -> Chain:
-        """The chain's structure. Raises UserError, with the nearest name, if its file or the chain in it is missing."""
+        """The chain's structure. Raises UserError, with the nearest name, if the file or the chain is missing."""
         return self._folder(key).chain(key)
 
     def structure(self, pdb_id: str) -> Structure:
@@ -79,23 +79,23 @@ class FeatureStore:
         return self._structures
 
     def query(self, key: str) -> ProteinSequence:
-        """The chain's sequence: of its structure (SEQRES) where there is one, else the first row of its first alignment."""
+        """The chain's sequence: from its structure (SEQRES) if there is one, else the first row of its first alignment."""
         if self.has_structure(key):
             return ProteinSequence(name=key, letters=self.chain(key).sequence)
         return ProteinSequence(name=key, letters=decode(self._read_alignments(key, None)[0].residues[0]))
 
     def alignments(self, key: str, query: ProteinSequence | None = None) -> list[Alignment]:
-        """The chain's alignments, sorted by file name, each checked to start with the query.
+        """The chain's alignments, sorted by file name. The first row of each is checked to be the query.
 
-        `query`: the chain's sequence if it is known already; otherwise the structure, where there is one, is read for it.
-        Raises UserError as `read_alignment_dir`, with the nearest key if the chain has no alignments.
+        `query`: the chain's sequence, if it is known already; otherwise it is read from the structure, if there is one.
+        Raises UserError as `read_alignment_dir` does, with the nearest key if the chain has no alignments.
         """
         if query is None and self.has_structure(key):
             query = self.query(key)
         return self._read_alignments(key, query)
 
     def template_hits(self, key: str, query: ProteinSequence) -> list[TemplateHit]:
-        """Hits of the chain's template searches (.hhr, hmm_output.sto), in file order; empty if there are none.
+        """Hits of the chain's template searches (.hhr, hmm_output.sto), in the order of the files; empty if there are none.
 
         `query`: the chain's sequence. Raises UserError if the chain is unknown, FileFormatError for a broken file.
         """
@@ -146,7 +146,7 @@ class FeatureStore:
         return alignments
 
     def _database_files(self, key: str, index: dict[str, Any]) -> Iterator[tuple[str, str, bytes]]:
-        """(where it is, for messages; name; content) of the alignments and template searches of a chain, by name."""
+        """(source for messages, name, content) of a chain's alignments and template searches, sorted by name."""
         path = self.alignment_dir / INDEX_NAME
         if key not in index:
             raise UserError(

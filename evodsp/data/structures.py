@@ -1,4 +1,4 @@
-"""Structure files on disk, `<pdbid>.cif` or `.pdb`, gzipped or not, and when their entries were released."""
+"""A folder of structure files, `<pdbid>.cif` or `.pdb`, gzipped or not, and the release dates of its entries."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from evodsp.data.text_files import read_bytes, stem
 from evodsp.errors import FileFormatError, UserError, nearest
 
 CACHE_NAMES = ("mmcif_cache.json", "chain_data_cache.json")
-"""OpenFold's caches, `{pdbid: {"release_date": …}}` and `{chain: {"release_date": …}}`: inside the folder or beside it."""
-_SUFFIXES = (".cif", ".cif.gz", ".pdb", ".pdb.gz")
+"""OpenFold's caches, `{pdbid: {"release_date": …}}` and `{chain: {"release_date": …}}`: in the folder or beside it."""
+STRUCTURE_SUFFIXES = (".cif", ".cif.gz", ".pdb", ".pdb.gz")
 
 
 def split_key(key: str) -> tuple[str, str]:
-    """('<pdbid>', '<author chain id>') of a chain key. Raises UserError if there is no underscore between two parts."""
+    """('<pdbid>', '<author chain id>') of a chain key. Raises UserError unless an underscore separates two parts."""
     pdb_id, _, chain_id = key.rpartition("_")
     if not pdb_id or not chain_id:
-        raise UserError(f"'{key}' is no chain key; write '<pdbid>_<chain>', for example '1abc_A'")
+        raise UserError(f"'{key}' is not a chain key; write '<pdbid>_<chain>', for example '1abc_A'")
     return pdb_id, chain_id
 
 
@@ -44,7 +44,7 @@ class TemplateStructures(Protocol):
 
 
 class StructureFolder:
-    """Structures by entry or by chain key. Construction reads nothing; pickling carries the path only.
+    """Structures by entry or by chain key. Construction reads no file; pickling transfers only the path.
 
     Raises UserError if the folder does not exist.
     """
@@ -62,21 +62,21 @@ class StructureFolder:
         return f"StructureFolder('{self.directory}')"
 
     def has_structure(self, key: str) -> bool:
-        """Whether there is a structure file for the chain's entry (the chain itself is not looked for)."""
+        """Whether there is a structure file for the chain's entry (whether it has the chain is not checked)."""
         return "_" in key and self._path(split_key(key)[0]) is not None
 
     def chain(self, key: str) -> Chain:
-        """The chain's structure. Raises UserError, with the nearest name, if its file or the chain in it is missing."""
+        """The chain's structure. Raises UserError, with the nearest name, if the file or the chain is missing."""
         pdb_id, chain_id = split_key(key)
         return read_chain(self._existing(pdb_id, key), chain_id)
 
     def structure(self, pdb_id: str) -> Structure:
-        """All protein chains of an entry. Raises UserError, with the nearest name, if there is no file of it."""
+        """All protein chains of an entry. Raises UserError, with the nearest name, if its file is missing."""
         return read_structure(self._existing(pdb_id, pdb_id))
 
     def release_date(self, pdb_id: str) -> date | None:
-        """When the entry was released: from one of `CACHE_NAMES` if it lists the entry, else from its file; None if neither
-        says. Raises FileFormatError for a cache or a file that is broken."""
+        """When the entry was released: from the caches (`CACHE_NAMES`) if they list it, else from its file; None if neither
+        has the date. Raises FileFormatError for a broken cache or file."""
         if pdb_id not in self._dates:
             cached = self._cached_dates.get(pdb_id.lower())
             path = self._path(pdb_id) if cached is None else None
@@ -85,7 +85,7 @@ class StructureFolder:
 
     @cached_property
     def _cached_dates(self) -> dict[str, date]:
-        """Release dates of the caches by lower-case entry."""
+        """Release dates in the caches, by lower-case entry."""
         dates: dict[str, date] = {}
         for name in CACHE_NAMES:
             for path in (self.directory / name, self.directory.parent / name):
@@ -97,26 +97,26 @@ class StructureFolder:
     def _existing(self, pdb_id: str, wanted: str) -> Path:
         if (path := self._path(pdb_id)) is not None:
             return path
-        there = {stem(path) for path in self.directory.iterdir()}
+        names = {stem(path) for path in self.directory.iterdir()}
         raise UserError(
             f"{self.directory}: no {pdb_id}.cif[.gz] or .pdb[.gz] of chain '{wanted}'; add the file or drop the chain."
-            f"{nearest(pdb_id, there)}"
+            f"{nearest(pdb_id, names)}"
         )
 
     def _path(self, pdb_id: str) -> Path | None:
-        names = [f"{name}{suffix}" for name in dict.fromkeys((pdb_id, pdb_id.lower())) for suffix in _SUFFIXES]
+        names = [f"{name}{suffix}" for name in dict.fromkeys((pdb_id, pdb_id.lower())) for suffix in STRUCTURE_SUFFIXES]
         return next((path for name in names if (path := self.directory / name).is_file()), None)
 
 
 def _read_dates(path: Path, by_chain: bool) -> dict[str, date]:
     """Release dates by lower-case entry; entries without one are left out."""
-    mend = "make the cache again, or remove it"
+    fix = "make the cache again, or remove it"
     try:
         cache = json.loads(read_bytes(path))
     except json.JSONDecodeError as error:
-        raise FileFormatError(path, f"not JSON ({error.msg}); {mend}", error.lineno) from error
+        raise FileFormatError(path, f"not JSON ({error.msg}); {fix}", error.lineno) from error
     if not isinstance(cache, dict):
-        raise FileFormatError(path, f'expected {{name: {{"release_date": …}}}}; {mend}')
+        raise FileFormatError(path, f'expected {{name: {{"release_date": …}}}}; {fix}')
     dates: dict[str, date] = {}
     for key, entry in cache.items():
         text = entry.get("release_date") if isinstance(entry, dict) else None
@@ -125,7 +125,7 @@ def _read_dates(path: Path, by_chain: bool) -> dict[str, date]:
         try:
             released = date.fromisoformat(str(text)[:10])
         except ValueError as error:
-            message = f"the release_date of '{key}' is {text!r}, not a date such as 2020-05-14; {mend}"
+            message = f"the release_date of '{key}' is {text!r}, not a date such as 2020-05-14; {fix}"
             raise FileFormatError(path, message) from error
         dates[(key.rpartition("_")[0] if by_chain else key).lower()] = released
     return dates

@@ -1,4 +1,4 @@
-"""Reading a file of the user's: gzip is transparent, and every way it can fail is one line."""
+"""Reading text files of the user: gzip is transparent, and every failure is a UserError of one line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _GZIP_MAGIC = b"\x1f\x8b"
 def read_bytes(path: str | Path) -> bytes:
     """The text of a file as bytes, unpacked if it is gzipped (whatever its name), without a byte-order mark.
 
-    Raises UserError where the file cannot be read, FileFormatError where it is empty, binary or a broken gzip archive.
+    Raises UserError if the file cannot be read, FileFormatError if it is empty, binary or a broken gzip archive.
     """
     try:
         data = Path(path).read_bytes()
@@ -24,7 +24,7 @@ def read_bytes(path: str | Path) -> bytes:
 
 
 def text_of(path: str | Path, data: bytes | None = None) -> bytes:
-    """As `read_bytes`, or, if the file was read already, its content `data` with the same treatment and checks."""
+    """`read_bytes(path)`, or the same unpacking and checks of `data`, the file's content, if it was read already."""
     return read_bytes(path) if data is None else check_text(path, unpack(path, data))
 
 

@@ -17,7 +17,6 @@ RESTYPE_1TO3: dict[str, str] = {
     "L": "LEU", "K": "LYS", "M": "MET", "F": "PHE", "P": "PRO", "S": "SER", "T": "THR", "W": "TRP", "Y": "TYR", "V": "VAL",
 }  # fmt: skip
 """Three-letter names of the 20 amino acids. X has none: see `residue_name`."""
-RESTYPE_3TO1: dict[str, str] = {three: one for one, three in RESTYPE_1TO3.items()}
 RESTYPES: tuple[str, ...] = tuple(RESTYPE_1TO3)
 RESTYPES_WITH_X: tuple[str, ...] = (*RESTYPES, "X")
 RESTYPE_ORDER: dict[str, int] = {letter: code for code, letter in enumerate(RESTYPES_WITH_X)}

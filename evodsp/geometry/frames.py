@@ -1,8 +1,8 @@
 """Torsion angles <-> rigid-group frames <-> atoms, and the labels made from them (supplement 1.8.4 and 1.8.5).
 
-Shape legend: *b batch axes, R residues. Groups: backbone, omega, phi, psi, chi1..chi4; torsion angles are the seven after the
-backbone, as (sin, cos). Frames as 12 numbers: rotation row by row, then translation. Positions in Å. Residues that are missing
-have masks and coordinates of zero; everything computed from them is finite, gradients included, and masked.
+Shape legend: *b batch axes, R residues. Rigid groups: backbone, omega, phi, psi, chi1..chi4. Torsion angles are those of the
+last seven groups, as (sin, cos). Frames as 12 numbers: rotation row by row, then translation. Positions in Å. Missing residues
+have masks and coordinates of zero; everything computed from them is masked and finite, gradients included.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from evodsp.geometry import residues
 from evodsp.geometry.residues import CA, C, N, O
 from evodsp.geometry.rigid import Rigid
 
-_RENAMED_SLOT = residues.RENAMING_MATRICES.argmax(-1)  # [21, 14] the slot whose name each slot takes
+_RENAMED_SLOT = residues.RENAMING_MATRICES.argmax(-1)  # [21, 14] the slot whose name each slot takes over
 _IS_AMBIGUOUS = (np.arange(14) != _RENAMED_SLOT).astype(np.float32)
 _GROUP_OF_ATOM14 = np.eye(8, dtype=np.float32)[residues.RESTYPE_ATOM14_TO_RIGID_GROUP]  # [21, 14, 8] one-hot
-# (sin, cos) of psi are turned by pi: it is measured to O, which lies opposite to the next residue's N.
+# Psi is measured to O, which lies opposite to the next residue's N: its (sin, cos) change sign.
 _PSI_TURNED = np.array([1, 1, -1, 1, 1, 1, 1], np.float32)[:, None]
 _TURN_ABOUT_Y = np.array([-1, 1, -1], np.float32)
 _TURN_ABOUT_X = np.array([1, -1, -1], np.float32)
@@ -30,23 +30,23 @@ _TURN_ABOUT_X = np.array([1, -1, -1], np.float32)
 def torsion_angles_to_frames(backbone: Rigid, angles: Float[Tensor, "*b 7 2"], aatype: Int[Tensor, "*b"]) -> Rigid:
     """Frames [*b, 8] of all rigid groups (algorithm 24).
 
-    `backbone`: frames [*b]. `angles`: unit vectors (sin, cos). Groups that a residue type does not have get a zero rotation.
+    `backbone`: frames [*b]. `angles`: unit vectors (sin, cos). Groups that a residue type lacks have a zero rotation.
     """
     default = _per_residue(residues.RESTYPE_RIGID_GROUP_DEFAULT_FRAME, aatype, angles)
-    sin = torch.cat([torch.zeros_like(angles[..., :1, :1]), angles[..., :1]], -2)  # the backbone group does not turn
+    sin = torch.cat([torch.zeros_like(angles[..., :1, :1]), angles[..., :1]], -2)  # the backbone group does not rotate
     cos = torch.cat([torch.ones_like(angles[..., :1, 1:]), angles[..., 1:]], -2)
     x, y, z = default[..., :3, :3].unbind(-1)
     turned = Rigid(torch.stack([x, cos * y + sin * z, cos * z - sin * y], -1), default[..., :3, 3])
     chain = [turned[..., 4:5]]
-    for group in (5, 6, 7):  # each side-chain group hangs from the one before
+    for group in (5, 6, 7):  # the parent of a side-chain group is the preceding one
         chain.append(chain[-1].compose(turned[..., group : group + 1]))
     return backbone.unsqueeze(-1).compose(Rigid.cat([turned[..., :4], *chain], -1))
 
 
 def frames_to_atom14(frames: Rigid, aatype: Int[Tensor, "*b"]) -> Float[Tensor, "*b 14 3"]:
-    """Atom positions from the frames [*b, 8] of the rigid groups (algorithm 24, line 11). Absent atoms are at zero."""
+    """Atom positions from the frames [*b, 8] of the rigid groups (algorithm 24, line 11). Absent atoms are at the origin."""
     like = frames.translation
-    # A one-hot sum rather than a gather: the gather's backward adds in no fixed order on a GPU.
+    # A one-hot sum instead of a gather: on a GPU the gather's backward adds in no fixed order.
     member = _per_residue(_GROUP_OF_ATOM14, aatype, like)  # [*b, 14, 8]
     of_atom = Rigid(
         (member[..., None, None] * frames.rotation.unsqueeze(-4)).sum(-3),
@@ -73,12 +73,12 @@ def atom37_to_torsion_angles(
 ) -> dict[str, Tensor]:
     """Torsion angles omega (of the bond before the residue), phi, psi, chi1..chi4 of given structures.
 
-    The residue before is the one before in the arrays: a missing residue must be present and masked.
+    The preceding residue is the preceding one of the arrays, so missing residues must be included (and masked).
     Returns `torsion_angles_sin_cos` [*b, R, 7, 2]; `alt_torsion_angles_sin_cos`, with the symmetric side-chain angles turned
-    by pi; `torsion_angles_mask` [*b, R, 7], which is 1 where all four atoms are there. Undefined angles are (0, 0).
+    by pi; `torsion_angles_mask` [*b, R, 7], 1 where all four atoms are present. Undefined angles are (0, 0).
     """
     mask = mask.to(positions.dtype)
-    atoms = torch.cat([positions, mask.unsqueeze(-1)], -1)  # coordinates and mask travel together
+    atoms = torch.cat([positions, mask.unsqueeze(-1)], -1)  # [*b, R, 37, xyz and mask]
     before = torch.cat([torch.zeros_like(atoms[..., :1, :, :]), atoms[..., :-1, :, :]], -3)
     omega = torch.cat([before[..., [CA, C], :], atoms[..., [N, CA], :]], -2)
     phi = torch.cat([before[..., [C], :], atoms[..., [N, CA, C], :]], -2)
@@ -108,9 +108,9 @@ def atom37_to_frames(
 ) -> dict[str, Tensor]:
     """Frames of all rigid groups of given structures (algorithm 21, with each group's three base atoms).
 
-    Returns `rigidgroups_gt_frames` [*b, 8, 12]; `rigidgroups_gt_exists` [*b, 8], 1 where all three atoms are there;
-    `rigidgroups_group_exists`, 1 where the residue type has the group; `rigidgroups_group_is_ambiguous`, 1 where half a turn
-    exchanges equivalent atoms; and `rigidgroups_alt_gt_frames`, with those groups turned.
+    Returns `rigidgroups_gt_frames` [*b, 8, 12]; `rigidgroups_gt_exists` [*b, 8], 1 where all three atoms are present;
+    `rigidgroups_group_exists`, 1 where the residue type has the group; `rigidgroups_group_is_ambiguous`, 1 where turning the
+    group by pi swaps equivalent atoms; and `rigidgroups_alt_gt_frames`, with the ambiguous groups turned.
     """
     base_atoms = residues.RESTYPE_RIGID_GROUP_BASE_ATOMS.reshape(-1, 24)
     base = _select(positions, base_atoms, aatype).unflatten(-2, (8, 3))
@@ -137,7 +137,7 @@ def atom37_to_frames(
 def atom14_ground_truth(
     aatype: Int[Tensor, "*b"], positions: Float[Tensor, "*b 37 3"], mask: Float[Tensor, "*b 37"]
 ) -> dict[str, Tensor]:
-    """Given atoms in atom14 order under both namings of equivalent atoms (supplement 1.8.5).
+    """Observed atoms in atom14 order, under both namings of equivalent atoms (supplement 1.8.5).
 
     Returns `atom14_gt_positions`, `atom14_alt_gt_positions` [*b, 14, 3] and [*b, 14]: `atom14_gt_exists`,
     `atom14_alt_gt_exists` (observed), `atom14_atom_is_ambiguous` and `atom14_atom_exists` (by residue type).
@@ -175,11 +175,11 @@ def pseudo_beta(
 def structure_labels(
     aatype: Int[Tensor, " R"], positions: Float[Tensor, "R 37 3"], mask: Float[Tensor, "R 37"]
 ) -> dict[str, Tensor]:
-    """All labels that the losses need from a chain's observed atoms: the arrays of the four functions above, and
+    """All labels that the losses need, from a chain's observed atoms.
 
-    `all_atom_positions`, `all_atom_mask`: the input; `chi_angles`, `chi_mask` [R, 4]: side-chain angles in radians;
-    `backbone_affine_mask` [R]: 1 where N, CA and C are there; `pseudo_beta` [R, 3], `pseudo_beta_mask` [R].
-    The backbone frames are `rigidgroups_gt_frames[:, 0]`.
+    These are the arrays of the four functions above and: `all_atom_positions`, `all_atom_mask`, the input; `chi_angles`,
+    `chi_mask` [R, 4], side-chain angles in radians; `backbone_affine_mask` [R], 1 where N, CA and C are present;
+    `pseudo_beta` [R, 3], `pseudo_beta_mask` [R]. The backbone frames are `rigidgroups_gt_frames[:, 0]`.
     """
     torsions = atom37_to_torsion_angles(aatype, positions, mask)
     frames = atom37_to_frames(aatype, positions, mask)
@@ -199,21 +199,21 @@ def structure_labels(
 
 
 def _constant(array: np.ndarray, like: Tensor) -> Tensor:
-    """A table in the dtype and on the device of `like`. The copy needs no wait: the table never changes."""
+    """A table in the dtype and on the device of `like`. The copy can be asynchronous: the table never changes."""
     return torch.as_tensor(array).to(device=like.device, dtype=like.dtype, non_blocking=True)
 
 
 def _per_residue(table: np.ndarray, aatype: Int[Tensor, "*b"], like: Tensor) -> Tensor:
-    """The rows of a table of floats [21, ...] for each residue: [*b, ...]."""
+    """The row of a table of floats [21, ...] for each residue: [*b, ...]."""
     return _constant(table, like)[aatype.long()]
 
 
 def _trailing(mask: Tensor, values: Tensor) -> Tensor:
-    """`mask` with axes of size one appended, to multiply `values`."""
+    """`mask` with trailing axes of size one, so that it broadcasts with `values`."""
     return mask.reshape(*mask.shape, *(1,) * (values.ndim - mask.ndim))
 
 
 def _select(values: Tensor, table: np.ndarray, aatype: Int[Tensor, "*b"]) -> Tensor:
-    """Values [*b, n, ...] of the atoms whose slots the table [21, m] lists for each residue type: [*b, m, ...]."""
+    """From values [*b, n, ...] per atom, gather the m slots that the table [21, m] lists per residue type: [*b, m, ...]."""
     slots = torch.as_tensor(table).to(aatype.device, torch.int64, non_blocking=True)[aatype.long()]
     return torch.take_along_dim(values, _trailing(slots, values), dim=aatype.ndim)

@@ -1,10 +1,11 @@
 """Facts about the 20 amino acids and the unknown residue X: atoms, rigid groups, torsion angles, symmetries (supplement 1.8.4).
 
 The facts are the tables in `evodsp/geometry/tables`; everything else is derived from them here, once, at import. Only numpy
-is needed, so that feature workers start fast. Positions in Å. Residue types are numbered in AF2's order, X = 20.
+is imported, so that data-loading workers start fast. Positions in Å. Residue types are numbered as in `geometry.alphabet`.
 
-Rigid groups of a residue: 0 backbone, 1 omega, 2 phi, 3 psi, 4..7 chi1..chi4. Each is a frame that turns about a bond.
-Atoms of a residue are held in two ways: atom37, one slot for every atom name, and atom14, only the residue's own atoms.
+Rigid groups of a residue: 0 backbone, 1 omega, 2 phi, 3 psi, 4..7 chi1..chi4. Each is a frame that rotates about a bond.
+The atoms of a residue are stored in one of two layouts. atom37 has one slot for every atom name; atom14 has only the slots
+that the residue's own atoms need.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _TYPES, _ATOM14, _ATOM37, _GROUPS, _CHIS = LETTERS_WITH_X, 14, len(ATOM_TYPES), 
 
 
 def _read_table(name: str) -> list[dict[str, str]]:
-    """Rows of a packaged table; lines that begin with # are notes."""
+    """Rows of a packaged table; lines that begin with # are comments."""
     text = (resources.files("evodsp.geometry") / "tables" / name).read_text(encoding="utf-8")
     return list(csv.DictReader(line for line in text.splitlines() if not line.startswith("#")))
 
@@ -54,7 +55,7 @@ def _atom14_names() -> dict[str, tuple[str, ...]]:
 RESTYPE_NAME_TO_ATOM14_NAMES: dict[str, tuple[str, ...]] = _atom14_names()
 """Atom names of each residue (three-letter name, UNK for X) in atom14 order; '' where it has fewer than 14 atoms."""
 
-# One entry for each row of the table of atoms.
+# One entry for each row of the table of atoms: residue type, atom37 slot, atom14 slot, rigid group, position.
 _ATOM_RESTYPE = np.array([_RESTYPE_NUMBER[row["residue"]] for row in _ATOMS])
 _SLOT37 = np.array([ATOM_ORDER[row["atom"]] for row in _ATOMS])
 _SLOT14 = np.arange(len(_ATOMS)) - np.searchsorted(_ATOM_RESTYPE, _ATOM_RESTYPE)  # residues are listed in order
@@ -89,7 +90,7 @@ CHI_ANGLES_MASK: Float32[np.ndarray, "21 4"] = np.zeros((_TYPES, _CHIS), np.floa
 """1 where a residue type has that side-chain torsion angle."""
 CHI_ANGLES_MASK[_CHI_RESTYPE, _CHI] = 1.0
 CHI_PI_PERIODIC: Float32[np.ndarray, "21 4"] = np.zeros((_TYPES, _CHIS), np.float32)
-"""1 where the angle and the angle plus pi are the same molecule."""
+"""1 where turning the angle by pi gives the same molecule."""
 CHI_PI_PERIODIC[_CHI_RESTYPE, _CHI] = [float(row["symmetric"]) for row in _CHI_ANGLES]
 CHI_ANGLES_ATOM_INDICES: Int32[np.ndarray, "21 4 4"] = np.zeros((_TYPES, _CHIS, 4), np.int32)
 """atom37 slots of the four atoms of each angle."""
@@ -108,7 +109,7 @@ def _renaming_matrices() -> Float32[np.ndarray, "21 14 14"]:
 
 
 RENAMING_MATRICES: Float32[np.ndarray, "21 14 14"] = _renaming_matrices()
-"""Permutation of atom14 slots that exchanges the names of equivalent atoms (supplement 1.8.5, table 3)."""
+"""Permutation of atom14 slots that swaps the names of equivalent atoms (supplement 1.8.5, table 3)."""
 
 
 def _frame(
@@ -123,28 +124,29 @@ def _frame(
 
 
 def _default_frames() -> Float32[np.ndarray, "21 8 4 4"]:
-    """Frames of each group, at torsion angle zero, in the frame of the group it hangs from (supplement 1.8.4).
+    """Frame of each group at torsion angle zero, in the frame of its parent group (supplement 1.8.4).
 
-    Phi, psi and chi1 hang from the backbone, chi2..chi4 each from the angle before. X has none, nor have absent angles.
+    The parent of phi, psi and chi1 is the backbone; the parent of chi2..chi4 is the preceding angle. X and absent angles
+    have no frame (zeros).
     """
     frames = np.zeros((_TYPES, _GROUPS, 4, 4))
     known = slice(len(RESTYPES))
     atoms = RESTYPE_ATOM37_RIGID_GROUP_POSITIONS.astype(np.float64)
     n, ca, c = (atoms[known, slot] for slot in (N, CA, C))
     x_axis = np.broadcast_to([1.0, 0.0, 0.0], n.shape)
-    frames[known, :2] = np.eye(4)  # the omega group holds no heavy atom: it stays on the backbone
+    frames[known, :2] = np.eye(4)  # the omega group has no heavy atom: it keeps the backbone's frame
     frames[known, 2] = _frame(n - ca, x_axis, n)
     frames[known, 3] = _frame(c - ca, ca - n, c)
     corners = atoms[_CHI_RESTYPE[:, None], CHI_ANGLES_ATOM_INDICES[_CHI_RESTYPE, _CHI]]  # [angle, corner, 3]
     is_first = (_CHI == 0)[:, None]
-    start = np.where(is_first, corners[:, 1], 0.0)  # from chi2 on, the bond starts at the origin of the group before
-    previous = np.where(is_first, corners[:, 0], [-1.0, 0.0, 0.0])  # which the atom before lies behind, on its x axis
+    start = np.where(is_first, corners[:, 1], 0.0)  # from chi2 on, the bond starts at the parent's origin
+    previous = np.where(is_first, corners[:, 0], [-1.0, 0.0, 0.0])  # and the preceding atom lies on its negative x axis
     frames[_CHI_RESTYPE, 4 + _CHI] = _frame(corners[:, 2] - start, previous - start, corners[:, 2])
     return frames.astype(np.float32)
 
 
 RESTYPE_RIGID_GROUP_DEFAULT_FRAME: Float32[np.ndarray, "21 8 4 4"] = _default_frames()
-"""Homogeneous matrices of each group's frame at torsion angle zero, in the group it hangs from. Translations in Å."""
+"""Homogeneous matrix of each group's frame at torsion angle zero, in the parent group's frame. Translations in Å."""
 
 
 def _base_atoms() -> Int32[np.ndarray, "21 8 3"]:
@@ -156,16 +158,16 @@ def _base_atoms() -> Int32[np.ndarray, "21 8 3"]:
 
 
 RESTYPE_RIGID_GROUP_BASE_ATOMS: Int32[np.ndarray, "21 8 3"] = _base_atoms()
-"""atom37 slots of the three atoms that fix each group's frame: behind the origin on the x axis, the origin, in the xy plane.
+"""atom37 slots of the three atoms that define each group's frame: on the negative x axis, at the origin, in the xy plane.
 
-The backbone's x axis is turned about, towards C: see `frames.atom37_to_frames`. 0 where no frame is defined.
+The backbone's x axis is then reversed, to point to C: see `frames.atom37_to_frames`. 0 where no frame is defined.
 """
 RESTYPE_RIGID_GROUP_MASK: Float32[np.ndarray, "21 8"] = np.concatenate(
     [np.tile(np.array([1, 0, 0, 1], np.float32), (_TYPES, 1)), CHI_ANGLES_MASK], axis=1
 )
 """1 where a residue type's heavy atoms define the group's frame: backbone, psi and its side-chain angles."""
 RESTYPE_RIGID_GROUP_IS_AMBIGUOUS: Float32[np.ndarray, "21 8"] = np.pad(CHI_PI_PERIODIC, ((0, 0), (4, 0)))
-"""1 where half a turn of the group only exchanges the names of equivalent atoms."""
+"""1 where turning the group by pi only swaps the names of equivalent atoms."""
 
 VAN_DER_WAALS_RADIUS: dict[str, float] = {"C": 1.7, "N": 1.55, "O": 1.52, "S": 1.8}
 """Radius of each element's atoms, in Å."""
@@ -174,18 +176,18 @@ RESTYPE_ATOM14_RADIUS: Float32[np.ndarray, "21 14"] = _scatter(
 )
 """Van der Waals radius of each atom, in Å; 0 where there is no atom."""
 DISTANCE_TOLERANCE = 12.0
-"""Standard deviations by which bond lengths and angles may miss their ideal values (supplement 1.9.11)."""
+"""Allowed deviation of bond lengths and angles from their ideal values, in standard deviations (supplement 1.9.11)."""
 CLASH_TOLERANCE = 1.5
-"""Å by which the van der Waals spheres of atoms that are not bonded may overlap (supplement 1.9.11)."""
+"""Allowed overlap of the van der Waals spheres of atoms that are not bonded, in Å (supplement 1.9.11)."""
 _NO_UPPER_BOUND = 1e10
 
 
 def _distance_bounds() -> tuple[Float32[np.ndarray, "21 14 14"], Float32[np.ndarray, "21 14 14"]]:
     """Lower and upper bounds of the distances between the atoms of a residue (supplement 1.9.11).
 
-    Bonded atoms, and the two ends of a bond angle, keep their ideal distance to within the tolerance; all others only must
-    not overlap. The distance between an angle's ends follows from the law of cosines, its deviation from those of the two
-    bonds and the angle, taken as independent and to first order.
+    Bonded atoms, and the two ends of a bond angle, must keep their ideal distance within the tolerance. All other atoms only
+    must not overlap. The distance between the ends of an angle follows from the law of cosines; its standard deviation
+    follows from the deviations of the two bonds and the angle by first-order error propagation, taken as independent.
     """
     slots = {
         (r, atom): names.index(atom) for r, names in RESTYPE_NAME_TO_ATOM14_NAMES.items() for atom in names if atom
@@ -223,7 +225,7 @@ def _distance_bounds() -> tuple[Float32[np.ndarray, "21 14 14"], Float32[np.ndar
 
 
 ATOM14_DISTS_LOWER_BOUND: Float32[np.ndarray, "21 14 14"]
-"""Least distance in Å between two atoms of a residue that is no violation; 0 for an atom and itself and for absent atoms."""
+"""Smallest allowed distance between two atoms of a residue, in Å; 0 for an atom and itself and for absent atoms."""
 ATOM14_DISTS_UPPER_BOUND: Float32[np.ndarray, "21 14 14"]
-"""Greatest such distance; 1e10 for atoms that neither bond nor angle binds, 0 for an atom and itself and absent atoms."""
+"""Largest allowed distance; 1e10 for atoms without a common bond or bond angle, 0 for an atom and itself and absent atoms."""
 ATOM14_DISTS_LOWER_BOUND, ATOM14_DISTS_UPPER_BOUND = _distance_bounds()

@@ -1,8 +1,8 @@
 """Rigid motions of three-dimensional space: x -> R x + t.
 
-Rotations are applied as sums of elementwise products rather than matrix products: coordinates must stay exact in their own
-dtype, and a matrix product would drop them to TF32 or, under autocast, to bf16 (errors of 0.1 Å at 50 Å).
-Shapes: *b batch axes, which all operations broadcast over.
+Rotations are applied as sums of elementwise products, not as matrix products: coordinates must keep the precision of their
+dtype, and a matrix product would be computed in TF32 or, under autocast, in bf16 (errors of 0.1 Å at 50 Å).
+Shapes: *b batch axes. All operations broadcast over them.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class Rigid:
     rotation: Float[Tensor, "*b 3 3"]
     """Rotation matrices."""
     translation: Float[Tensor, "*b 3"]
-    """Translations, in whatever unit the points are in."""
+    """Translations, in the unit of the points."""
 
     @classmethod
     def identity(cls, shape: Sequence[int], like: Tensor) -> Rigid:
-        """Identity motions of batch shape `shape`, with the dtype and device of `like`."""
+        """Identity motions with batch shape `shape` and the dtype and device of `like`."""
         eye = torch.eye(3, dtype=like.dtype, device=like.device)
         return cls(eye.expand(*shape, 3, 3), like.new_zeros(*shape, 3))
 
@@ -43,9 +43,9 @@ class Rigid:
     ) -> Rigid:
         """Frames by Gram-Schmidt (algorithm 21, with AF2's choice of the first point).
 
-        The first point lies on the negative x axis, the second is the origin and the third is in the xy plane, at positive y.
-        `eps`, added under the square root of each norm, keeps coinciding points (absent atoms at the origin) finite, in the
-        gradient too; their rotation is the zero matrix.
+        The first point lies on the negative x axis, the second is the origin, and the third lies in the xy plane at positive y.
+        `eps` is added under the square root of each norm. It keeps the result and its gradient finite for coinciding points
+        (absent atoms at the origin); their rotation is the zero matrix.
         """
         e0 = _normalised(origin - negative_x_axis, eps)
         in_plane = xy_plane - origin
@@ -55,7 +55,7 @@ class Rigid:
 
     @classmethod
     def from_quaternion(cls, quaternion: Float[Tensor, "*b 4"], translation: Float[Tensor, "*b 3"]) -> Rigid:
-        """From unit quaternions (w, x, y, z). They are not normalised here: the caller knows how (algorithm 23)."""
+        """From unit quaternions (w, x, y, z). The caller normalises them (algorithm 23)."""
         w, x, y, z = quaternion.unbind(-1)
         rotation = torch.stack(
             [
@@ -69,7 +69,7 @@ class Rigid:
 
     @classmethod
     def from_flat12(cls, flat: Float[Tensor, "*b 12"]) -> Rigid:
-        """From the rotation's nine numbers, row by row, and the translation's three: how labels store frames."""
+        """From 9 rotation entries, row by row, and 3 translation entries: the form in which labels store frames."""
         return cls(flat[..., :9].unflatten(-1, (3, 3)), flat[..., 9:])
 
     def to_flat12(self) -> Float[Tensor, "*b 12"]:
@@ -82,30 +82,30 @@ class Rigid:
         return self.translation.shape[:-1]
 
     def compose(self, other: Rigid) -> Rigid:
-        """self after other: x -> self(other(x)). Batch shapes broadcast."""
+        """The composition x -> self(other(x)). Batch shapes broadcast."""
         left = self.rotation.unsqueeze(-1).unbind(-2)  # the columns of self
         right = other.rotation.unsqueeze(-3).unbind(-2)  # the rows of other
         rotation = torch.addcmul(torch.addcmul(left[0] * right[0], left[1], right[1]), left[2], right[2])
         return Rigid(rotation, self.apply(other.translation))
 
     def apply(self, points: Float[Tensor, "*points 3"]) -> Float[Tensor, "*out 3"]:
-        """Points moved by self; the points' axes before the last broadcast with the batch."""
+        """The points moved by self. The points' leading axes broadcast with the batch."""
         return _rotate(self.rotation, points) + self.translation
 
     def apply_inverse(self, points: Float[Tensor, "*points 3"]) -> Float[Tensor, "*out 3"]:
-        """Points of the outer space, in self's local coordinates: the inverse of `apply`."""
+        """The points in self's local coordinates: the inverse of `apply`."""
         return _rotate(self.rotation.transpose(-1, -2), points - self.translation)
 
     def scale_translation(self, factor: float) -> Rigid:
-        """The same motion with its translation times `factor` (a change of unit)."""
+        """The same motion with its translation multiplied by `factor` (a change of unit)."""
         return Rigid(self.rotation, self.translation * factor)
 
     def stop_rotation_gradient(self) -> Rigid:
-        """No gradient flows through the rotation of the result (algorithm 20, line 20)."""
+        """The same motion, with the rotation detached from the graph (algorithm 20, line 20)."""
         return Rigid(self.rotation.detach(), self.translation)
 
     def unsqueeze(self, dim: int) -> Rigid:
-        """A new batch axis of size one; negative `dim` counts from the last batch axis."""
+        """Insert a batch axis of size one at `dim`; negative `dim` counts from the last batch axis."""
         return Rigid(self.rotation.unsqueeze(_axis(dim, 2)), self.translation.unsqueeze(_axis(dim, 1)))
 
     def __getitem__(self, index: Index | tuple[Index, ...]) -> Rigid:
@@ -115,19 +115,19 @@ class Rigid:
 
     @classmethod
     def stack(cls, motions: Sequence[Rigid], dim: int = 0) -> Rigid:
-        """Several batches of one shape along a new batch axis `dim`."""
+        """Stack batches of one shape along a new batch axis `dim`."""
         rotations = torch.stack([m.rotation for m in motions], _axis(dim, 2))
         return cls(rotations, torch.stack([m.translation for m in motions], _axis(dim, 1)))
 
     @classmethod
     def cat(cls, motions: Sequence[Rigid], dim: int = 0) -> Rigid:
-        """Several batches joined along batch axis `dim`."""
+        """Concatenate batches along batch axis `dim`."""
         rotations = torch.cat([m.rotation for m in motions], _axis(dim, 2))
         return cls(rotations, torch.cat([m.translation for m in motions], _axis(dim, 1)))
 
 
 def _axis(dim: int, trailing: int) -> int:
-    """Batch axis `dim` as an axis of a tensor that has `trailing` more axes after the batch."""
+    """Batch axis `dim` as an axis of a tensor that has `trailing` axes after the batch axes."""
     return dim if dim >= 0 else dim - trailing
 
 
@@ -136,7 +136,7 @@ def _normalised(vector: Float[Tensor, "*b 3"], eps: float) -> Float[Tensor, "*b 
 
 
 def _rotate(rotation: Float[Tensor, "*b 3 3"], points: Float[Tensor, "*points 3"]) -> Float[Tensor, "*out 3"]:
-    """Sum of the rotation's columns weighted by the coordinates (unbind's backward is one stack, slicing's is three adds)."""
+    """Sum of the rotation's columns weighted by the coordinates. (Backward of unbind is one stack; of slicing, three adds.)"""
     columns = rotation.unbind(-1)
     x, y, z = points.unsqueeze(-2).unbind(-1)
     return torch.addcmul(torch.addcmul(columns[0] * x, columns[1], y), columns[2], z)

@@ -289,7 +289,7 @@ def _structure(
         aatype=batch["aatype"][0, 0, :length].cpu().numpy(),
         positions=output.structure.positions[0, :length].float().cpu().numpy(),
         mask=output.structure.mask[0, :length].float().cpu().numpy(),
-        plddt=compute_plddt(output.plddt_logits.float())[0, :length].cpu().numpy(),
+        plddt=compute_plddt(output.logits["plddt"].float())[0, :length].cpu().numpy(),
         aligned_error=_aligned_error(length, batch, output, model),
     )
 
@@ -298,10 +298,10 @@ def _aligned_error(
     length: int, batch: dict[str, torch.Tensor], output: ModelOutput, model: AlphaFold
 ) -> AlignedError | None:
     """What the PAE head says of the first `length` residues; None without that head. Every rank must ask: each has its rows."""
-    if output.pae_logits is None:
+    if "predicted_aligned_error" not in output.logits:
         return None
     heads, exchange = model.config.heads, model.exchange
-    logits = output.pae_logits[:1].float()
+    logits = output.logits["predicted_aligned_error"][:1].float()
     mask = batch["seq_mask"][:1, -1].to(logits)
     pae = exchange.gather(compute_pae(logits, heads.pae_max_error), "i", whole=mask.shape[1])
     return AlignedError(

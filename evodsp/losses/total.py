@@ -11,7 +11,7 @@ from torch import Tensor
 
 from evodsp.config import HeadsConfig, LossConfig
 from evodsp.errors import UserError
-from evodsp.geometry.residues import ATOM_ORDER
+from evodsp.geometry.residues import CA
 from evodsp.geometry.rigid import Rigid
 from evodsp.losses.auxiliary import distogram_loss, masked_msa_loss
 from evodsp.losses.confidence import pae_loss, plddt_loss
@@ -23,8 +23,6 @@ from evodsp.losses.violation import find_violations, violation_loss
 from evodsp.model.outputs import ModelOutput
 from evodsp.parallel.exchange import Exchange, LocalExchange
 
-_CA = ATOM_ORDER["CA"]
-
 
 @dataclass(frozen=True)
 class _Inputs:
@@ -35,6 +33,10 @@ class _Inputs:
     config: LossConfig
     heads: HeadsConfig
     exchange: Exchange
+
+    def logits(self, head: str) -> Tensor:
+        """The output of a head, which `_require` has seen to be there."""
+        return self.output.logits[head]
 
 
 def _backbone_fape(x: _Inputs) -> Float[Tensor, " B"]:
@@ -65,21 +67,21 @@ def _angle_norm(x: _Inputs) -> Float[Tensor, " B"]:
 def _distogram(x: _Inputs) -> Float[Tensor, " B"]:
     edges = x.heads.distogram_min_distance, x.heads.distogram_max_distance
     positions, mask = x.batch["pseudo_beta"], x.batch["pseudo_beta_mask"]
-    return distogram_loss(x.output.distogram_logits, positions, mask, *edges, x.exchange)
+    return distogram_loss(x.logits("distogram"), positions, mask, *edges, x.exchange)
 
 
 def _masked_msa(x: _Inputs) -> Float[Tensor, " B"]:
-    return masked_msa_loss(x.output.masked_msa_logits, x.batch["true_msa"], x.batch["bert_mask"], x.exchange)
+    return masked_msa_loss(x.logits("masked_msa"), x.batch["true_msa"], x.batch["bert_mask"], x.exchange)
 
 
 def _plddt(x: _Inputs) -> Float[Tensor, " B"]:
-    predicted, truth = x.output.structure.positions[:, :, _CA], x.batch["all_atom_positions"][:, :, _CA]
-    mask, bounds = x.batch["all_atom_mask"][:, :, _CA], _resolution_bounds(x)
-    return plddt_loss(x.output.plddt_logits, predicted, truth, mask, x.batch["resolution"], *bounds, x.exchange)
+    predicted, truth = x.output.structure.positions[:, :, CA], x.batch["all_atom_positions"][:, :, CA]
+    mask, bounds = x.batch["all_atom_mask"][:, :, CA], _resolution_bounds(x)
+    return plddt_loss(x.logits("plddt"), predicted, truth, mask, x.batch["resolution"], *bounds, x.exchange)
 
 
 def _experimentally_resolved(x: _Inputs) -> Float[Tensor, " B"]:
-    logits = _head_output(x.output.resolved_logits, "experimentally_resolved", "experimentally_resolved")
+    logits = x.logits("experimentally_resolved")
     observed, exists = x.batch["all_atom_mask"], x.batch["atom37_atom_exists"]
     return experimentally_resolved_loss(logits, observed, exists, x.batch["resolution"], *_resolution_bounds(x))
 
@@ -91,7 +93,7 @@ def _violation(x: _Inputs) -> Float[Tensor, " B"]:
 
 
 def _pae(x: _Inputs) -> Float[Tensor, " B"]:
-    logits = _head_output(x.output.pae_logits, "pae", "predicted_aligned_error")
+    logits = x.logits("predicted_aligned_error")
     truth = Rigid.from_flat12(x.batch["rigidgroups_gt_frames"][:, :, 0])
     mask, bounds = x.batch["backbone_affine_mask"], _resolution_bounds(x)
     backbone = x.output.structure.backbone[-1]
@@ -102,14 +104,6 @@ def _resolution_bounds(x: _Inputs) -> tuple[float, float]:
     return x.config.confidence_min_resolution, x.config.confidence_max_resolution
 
 
-def _head_output(logits: Tensor | None, term: str, head: str) -> Tensor:
-    if logits is None:
-        raise UserError(
-            f"loss.{term} is not 0, but the model has no such head; set heads.{head} to true or the weight to 0"
-        )
-    return logits
-
-
 @dataclass(frozen=True)
 class _Term:
     """A term of the loss: how to compute it per sample, and what it needs of the batch."""
@@ -117,6 +111,8 @@ class _Term:
     compute: Callable[[_Inputs], Tensor]
     features: tuple[str, ...] = ()
     labels: tuple[str, ...] = ()
+    head: str | None = None
+    """The output head that it reads."""
 
 
 # The names are those of the weights in LossConfig.
@@ -133,14 +129,17 @@ _TERMS = {
         _torsion, labels=("torsion_angles_sin_cos", "alt_torsion_angles_sin_cos", "torsion_angles_mask")
     ),
     "angle_norm": _Term(_angle_norm, features=("seq_mask",)),
-    "distogram": _Term(_distogram, labels=("pseudo_beta", "pseudo_beta_mask")),
-    "masked_msa": _Term(_masked_msa, features=("true_msa", "bert_mask")),
-    "plddt": _Term(_plddt, labels=("all_atom_positions", "all_atom_mask", "resolution")),
+    "distogram": _Term(_distogram, labels=("pseudo_beta", "pseudo_beta_mask"), head="distogram"),
+    "masked_msa": _Term(_masked_msa, features=("true_msa", "bert_mask"), head="masked_msa"),
+    "plddt": _Term(_plddt, labels=("all_atom_positions", "all_atom_mask", "resolution"), head="plddt"),
     "experimentally_resolved": _Term(
-        _experimentally_resolved, features=("atom37_atom_exists",), labels=("all_atom_mask", "resolution")
+        _experimentally_resolved, features=("atom37_atom_exists",), labels=("all_atom_mask", "resolution"),
+        head="experimentally_resolved",
     ),
     "violation": _Term(_violation, features=("atom14_atom_exists", "residue_index", "aatype")),
-    "pae": _Term(_pae, labels=("rigidgroups_gt_frames", "backbone_affine_mask", "resolution")),
+    "pae": _Term(
+        _pae, labels=("rigidgroups_gt_frames", "backbone_affine_mask", "resolution"), head="predicted_aligned_error"
+    ),
 }  # fmt: skip
 
 
@@ -162,13 +161,14 @@ def total_loss(
     MEAN over ranks of what is returned is the loss and its breakdown, and the mean of the gradients the gradient.
     """
     terms = {name: term for name, term in _TERMS.items() if getattr(config, name) != 0}
-    _require(terms, batch)
+    _require(terms, batch, output)
     features = {name: batch[name][:, -1] for term in terms.values() for name in term.features}
     inputs = _Inputs(output, {**batch, **features}, config, heads, exchange)
+    pair = output.representations["pair"]
     # Losses are sums over many small numbers: float32 at least, whatever the model's layers run in.
-    with torch.autocast(output.pair.device.type, enabled=False):
+    with torch.autocast(pair.device.type, enabled=False):
         losses = {name: term.compute(inputs) for name, term in terms.items()}
-    total = output.pair.new_zeros(len(output.pair), dtype=torch.promote_types(output.pair.dtype, torch.float32))
+    total = pair.new_zeros(len(pair), dtype=torch.promote_types(pair.dtype, torch.float32))
     for name, loss in losses.items():
         total = total + getattr(config, name) * loss
     if config.scale_by_length:
@@ -178,8 +178,13 @@ def total_loss(
     return mean, {**breakdown, "total": mean.detach()}
 
 
-def _require(terms: dict[str, _Term], batch: dict[str, Tensor]) -> None:
-    """UserError naming the labels that are missing, the terms that need them and the mend."""
+def _require(terms: dict[str, _Term], batch: dict[str, Tensor], output: ModelOutput) -> None:
+    """Raise UserError naming a missing head, or the missing labels, and the terms that need them."""
+    for name, term in terms.items():
+        if term.head is not None and term.head not in output.logits:
+            raise UserError(
+                f"loss.{name} is not 0, but the model has no head for it; set heads.{term.head} to true or the weight to 0"
+            )
     lacking = {name: [key for key in term.labels + term.features if key not in batch] for name, term in terms.items()}
     missing = sorted({key for keys in lacking.values() for key in keys})
     if missing:

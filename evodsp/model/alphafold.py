@@ -9,19 +9,13 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from evodsp.config import ModelConfig
 from evodsp.errors import UserError
 from evodsp.model.embedders import ExtraMSAEmbedder, InputEmbedder, RecyclingEmbedder
 from evodsp.model.evoformer import EvoformerStack
-from evodsp.model.heads import (
-    DistogramHead,
-    ExperimentallyResolvedHead,
-    MaskedMSAHead,
-    PLDDTHead,
-    PredictedAlignedErrorHead,
-)
+from evodsp.model.heads import make_heads
 from evodsp.model.msa_ops import first_row
 from evodsp.model.outputs import ModelOutput
 from evodsp.model.primitives import Linear, ShardedModule
@@ -60,12 +54,7 @@ class AlphaFold(ShardedModule):
         self.evoformer = EvoformerStack(channels.msa, channels.pair, config.evoformer)
         self.single = Linear(channels.msa, channels.single)
         self.structure_module = StructureModule(channels.single, channels.pair, config.structure_module)
-        self.distogram_head = DistogramHead(channels, config.heads)
-        self.masked_msa_head = MaskedMSAHead(channels)
-        self.plddt_head = PLDDTHead(channels, config.heads)
-        heads = config.heads
-        self.resolved_head = ExperimentallyResolvedHead(channels) if heads.experimentally_resolved else None
-        self.pae_head = PredictedAlignedErrorHead(channels, heads) if heads.predicted_aligned_error else None
+        self.heads = nn.ModuleDict(make_heads(channels, config.heads))
 
     def forward(
         self, batch: Mapping[str, Tensor], draws: Sequence[Draws] = (), ensembles: int = 1, stop_tolerance: float = 0.0
@@ -128,18 +117,10 @@ class AlphaFold(ShardedModule):
         structure = self.structure_module(
             single, pair_rows, first["aatype"], first["seq_mask"], [d.at("structure") for d in draws]
         )
-        return ModelOutput(
-            msa=msa,
-            first_row=row,
-            pair=pair,
-            single=single,
-            structure=structure,
-            distogram_logits=self.distogram_head(pair_rows),
-            masked_msa_logits=self.masked_msa_head(msa),
-            plddt_logits=self.plddt_head(structure.single),
-            resolved_logits=None if self.resolved_head is None else self.resolved_head(single),
-            pae_logits=None if self.pae_head is None else self.pae_head(pair_rows),
-        )
+        representations = {"msa": msa, "first_row": row, "pair": pair, "single": single}
+        readable = {**representations, "pair_rows": pair_rows, "structure": structure.single}
+        logits = {name: head(readable[head.reads]) for name, head in self.heads.items()}  # type: ignore[index]
+        return ModelOutput(representations, structure, logits)
 
     def representations(
         self, features: Mapping[str, Tensor], recycled: Recycled, draws: Sequence[Draws] = ()

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from evodsp.config import ChannelsConfig, EmbedderConfig
+from evodsp.geometry.alphabet import LETTERS_WITH_MASK
 from evodsp.geometry.frames import pseudo_beta
 from evodsp.model.primitives import Linear, ShardedModule
 
-TARGET_FEATURES = 22
-MSA_FEATURES = 49
-EXTRA_MSA_FEATURES = 25
-EXTRA_MSA_LETTERS = 23
+TARGET_CHANNELS = 22
+MSA_CHANNELS = 49
+EXTRA_MSA_CHANNELS = 25
 
 
 class InputEmbedder(ShardedModule):
@@ -27,10 +27,10 @@ class InputEmbedder(ShardedModule):
     def __init__(self, channels: ChannelsConfig, config: EmbedderConfig) -> None:
         super().__init__()
         self.max_offset = config.max_relative_position
-        self.left = Linear(TARGET_FEATURES, channels.pair)
-        self.right = Linear(TARGET_FEATURES, channels.pair)
-        self.target_to_msa = Linear(TARGET_FEATURES, channels.msa)
-        self.msa = Linear(MSA_FEATURES, channels.msa)
+        self.left = Linear(TARGET_CHANNELS, channels.pair)
+        self.right = Linear(TARGET_CHANNELS, channels.pair)
+        self.target_to_msa = Linear(TARGET_CHANNELS, channels.msa)
+        self.msa = Linear(MSA_CHANNELS, channels.msa)
         self.relative_position = Linear(2 * self.max_offset + 1, channels.pair)
 
     def forward(
@@ -55,7 +55,7 @@ class ExtraMSAEmbedder(nn.Module):
 
     def __init__(self, channels: ChannelsConfig) -> None:
         super().__init__()
-        self.linear = Linear(EXTRA_MSA_FEATURES, channels.extra_msa)
+        self.linear = Linear(EXTRA_MSA_CHANNELS, channels.extra_msa)
 
     def forward(
         self,
@@ -63,7 +63,7 @@ class ExtraMSAEmbedder(nn.Module):
         has_deletion: Float[Tensor, "B e R"],
         deletion_value: Float[Tensor, "B e R"],
     ) -> Float[Tensor, "B e R c_e"]:
-        letters = F.one_hot(extra_msa.long(), EXTRA_MSA_LETTERS).to(has_deletion.dtype)
+        letters = F.one_hot(extra_msa.long(), LETTERS_WITH_MASK).to(has_deletion.dtype)
         return self.linear(torch.cat([letters, has_deletion.unsqueeze(-1), deletion_value.unsqueeze(-1)], -1))
 
 

@@ -1,7 +1,10 @@
 """Output heads (supplement 1.9.6 to 1.9.10).
 
-Shape legend: B batch, S clusters of the MSA, R residues; i r this rank's shard of the residues as rows of the pair and as
-columns of the MSA, which on one device is all of them.
+A head names the representation that it `reads`: `msa` (on R), `pair_rows` (the pair representation on I), `single`, or
+`structure` (the single representation after the structure module).
+
+Shape legend: B batch, S clusters of the MSA, R residues. A small letter (i r) is this rank's shard of the residues: rows of the
+pair, columns of the MSA. On one device it is all of them.
 """
 
 from __future__ import annotations
@@ -10,14 +13,16 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from evodsp.config import ChannelsConfig, HeadsConfig
+from evodsp.geometry.alphabet import LETTERS_WITH_MASK
 from evodsp.model.primitives import Linear, ShardedModule
 
-MSA_LETTERS = 23
 ATOMS = 37
 
 
 class DistogramHead(ShardedModule):
     """Logits of the binned CB-CB distance, symmetric in the two residues (supplement 1.9.8). z on I."""
+
+    reads = "pair_rows"
 
     def __init__(self, channels: ChannelsConfig, config: HeadsConfig) -> None:
         super().__init__()
@@ -25,18 +30,18 @@ class DistogramHead(ShardedModule):
 
     def forward(self, z: Float[Tensor, "B i R c_z"]) -> Float[Tensor, "B i R bins"]:
         half = self.half_logits(z)
-        columns = self.exchange.switch(
-            half, "i", "j", whole=z.shape[2]
-        )  # [B, R, j, bins]: j are the residues that i are
+        columns = self.exchange.switch(half, "i", "j", whole=z.shape[2])  # [B, R, j, bins], j the same residues as i
         return half + columns.transpose(1, 2)
 
 
 class MaskedMSAHead(nn.Module):
     """Logits of the letters that were masked in the MSA (supplement 1.9.9). m on R."""
 
+    reads = "msa"
+
     def __init__(self, channels: ChannelsConfig) -> None:
         super().__init__()
-        self.logits = Linear(channels.msa, MSA_LETTERS, init="final")
+        self.logits = Linear(channels.msa, LETTERS_WITH_MASK, init="final")
 
     def forward(self, m: Float[Tensor, "B S r c_m"]) -> Float[Tensor, "B S r 23"]:
         return self.logits(m)
@@ -44,6 +49,8 @@ class MaskedMSAHead(nn.Module):
 
 class PLDDTHead(nn.Module):
     """Logits of the binned lDDT-CA of each residue (algorithm 29)."""
+
+    reads = "structure"
 
     def __init__(self, channels: ChannelsConfig, config: HeadsConfig) -> None:
         super().__init__()
@@ -59,6 +66,8 @@ class PLDDTHead(nn.Module):
 class ExperimentallyResolvedHead(nn.Module):
     """Logits of each atom being resolved in an experiment (supplement 1.9.10), from the Evoformer's single representation."""
 
+    reads = "single"
+
     def __init__(self, channels: ChannelsConfig) -> None:
         super().__init__()
         self.logits = Linear(channels.single, ATOMS, init="final")
@@ -70,9 +79,25 @@ class ExperimentallyResolvedHead(nn.Module):
 class PredictedAlignedErrorHead(nn.Module):
     """Logits of the binned error of residue j seen from the frame of residue i (supplement 1.9.7). z on I."""
 
+    reads = "pair_rows"
+
     def __init__(self, channels: ChannelsConfig, config: HeadsConfig) -> None:
         super().__init__()
         self.logits = Linear(channels.pair, config.pae_bins, init="final")
 
     def forward(self, z: Float[Tensor, "B i R c_z"]) -> Float[Tensor, "B i R bins"]:
         return self.logits(z)
+
+
+def make_heads(channels: ChannelsConfig, config: HeadsConfig) -> dict[str, nn.Module]:
+    """The heads of a model by the names of their logits."""
+    heads: dict[str, nn.Module] = {
+        "distogram": DistogramHead(channels, config),
+        "masked_msa": MaskedMSAHead(channels),
+        "plddt": PLDDTHead(channels, config),
+    }
+    if config.experimentally_resolved:
+        heads["experimentally_resolved"] = ExperimentallyResolvedHead(channels)
+    if config.predicted_aligned_error:
+        heads["predicted_aligned_error"] = PredictedAlignedErrorHead(channels, config)
+    return heads

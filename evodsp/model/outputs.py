@@ -1,12 +1,13 @@
 """What the model returns. All lengths in Å.
 
-Shapes: B batch, S clusters of the MSA, R residues, T iterations of the structure module; i j r this rank's shard of the
-residues (rows and columns of the pair, columns of the MSA), on one device all of them. What has no small letter is whole, and
-the same on every rank.
+Shapes: B batch, S clusters of the MSA, R residues, T iterations of the structure module. A small letter (i j r) is this rank's
+shard of the residues: rows and columns of the pair, columns of the MSA. Tensors without a small letter are whole and the same
+on every rank.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from jaxtyping import Float
@@ -39,21 +40,28 @@ class StructureOutput:
 
 @dataclass(frozen=True)
 class ModelOutput:
-    """Result of the last pass (recycling iteration) of the model."""
+    """Result of the last pass (recycling iteration) of the model.
 
-    msa: Float[Tensor, "B S r c_m"]
-    """With several feature sets to a pass: that of the first set, as in AF2."""
-    first_row: Float[Tensor, "B R c_m"]
-    """The query's row of the MSA representation, the mean over the pass's feature sets."""
-    pair: Float[Tensor, "B R j c_z"]
-    single: Float[Tensor, "B R c_s"]
+    `representations` and `logits` go by name, so that a model with another trunk or other heads has its own names here.
+    AlphaFold's:
+
+    representation  shape              what it is
+    msa             B S r c_m          MSA representation; with several feature sets in a pass, that of the first one, as in AF2
+    first_row       B R c_m            the query's row of it, averaged over the feature sets of the pass
+    pair            B R j c_z          pair representation, averaged likewise
+    single          B R c_s            single representation
+
+    logits          shape              predicts
+    distogram       B i R bins         binned CB-CB distances
+    masked_msa      B S r 23           letters that were masked in the MSA
+    plddt           B R plddt_bins     binned lDDT-CA
+    experimentally_resolved  B R 37    which atoms an experiment resolves
+    predicted_aligned_error  B i R pae_bins  binned aligned error
+    """
+
+    representations: Mapping[str, Tensor]
     structure: StructureOutput
-    distogram_logits: Float[Tensor, "B i R bins"]
-    masked_msa_logits: Float[Tensor, "B S r 23"]
-    plddt_logits: Float[Tensor, "B R plddt_bins"]
-    resolved_logits: Float[Tensor, "B R 37"] | None = None
-    """Which atoms an experiment resolves, if the model has that head."""
-    pae_logits: Float[Tensor, "B i R pae_bins"] | None = None
-    """Binned aligned error, if the model has that head."""
+    logits: Mapping[str, Tensor]
+    """Only of the heads that the model has."""
     ca_change: Float[Tensor, " B"] | None = None
-    """How far CA-CA distances moved since the pass before (root mean square, Å), if a stop tolerance was given."""
+    """How far CA-CA distances moved since the previous pass (root mean square, Å), if a stop tolerance was given."""

@@ -12,11 +12,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from evodsp.geometry.residues import ATOM_ORDER
+from evodsp.geometry.residues import CA
 from evodsp.model.outputs import ModelOutput
 from evodsp.parallel.exchange import Exchange, LocalExchange
-
-_CA = ATOM_ORDER["CA"]
 
 
 @dataclass(frozen=True)
@@ -30,7 +28,7 @@ class Recycled:
     @classmethod
     def of(cls, output: ModelOutput) -> Recycled:
         """Of a pass that was run without gradients."""
-        return cls(output.first_row, output.pair, output.structure.positions)
+        return cls(output.representations["first_row"], output.representations["pair"], output.structure.positions)
 
 
 def with_ca_change(
@@ -41,8 +39,8 @@ def with_ca_change(
     The same number on every rank of `exchange`: a difference in rounding must not make one stop and the others wait.
     """
     # Residues of unknown type have no CA: theirs stay at the origin, which is no place in the structure.
-    mask = seq_mask * output.structure.mask[..., _CA]
-    change = ca_change(output.structure.positions[..., _CA, :], former.positions[..., _CA, :], mask)
+    mask = seq_mask * output.structure.mask[..., CA]
+    change = ca_change(output.structure.positions[..., CA, :], former.positions[..., CA, :], mask)
     return dataclasses.replace(output, ca_change=exchange.max(change))
 
 

@@ -17,8 +17,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from evodsp.config import TemplateConfig
+from evodsp.geometry.alphabet import LETTERS_WITH_GAP, UNKNOWN
 from evodsp.geometry.frames import atom37_to_torsion_angles
-from evodsp.geometry.residues import ATOM_ORDER
+from evodsp.geometry.residues import CA, C, N
 from evodsp.geometry.rigid import Rigid
 from evodsp.model.embedders import distance_one_hot, squared_edges
 from evodsp.model.pair_ops import TriangleAttention, TriangleMultiplication
@@ -27,12 +28,8 @@ from evodsp.model.sharded import Sharded
 from evodsp.parallel.layout import Axis
 from evodsp.rng import Draws
 
-LETTERS = 22
-"""Letters of a template's sequence: 20 amino acids, unknown, gap."""
-UNKNOWN = 20
-TORSION_FEATURES = LETTERS + 2 * 14 + 7
+TORSION_FEATURES = LETTERS_WITH_GAP + 2 * 14 + 7
 PSI = 2
-N, CA, C = (ATOM_ORDER[name] for name in ("N", "CA", "C"))
 
 TemplatePair = Float[Tensor, "N _ _ c_t"]
 
@@ -150,7 +147,7 @@ class TemplateEmbedder(ShardedModule):
     def __init__(self, c_z: int, config: TemplateConfig) -> None:
         super().__init__()
         self.unit_vector = config.unit_vector
-        self.embedding = Linear(config.distogram_bins + 2 * LETTERS + 5, config.channels, init="relu")
+        self.embedding = Linear(config.distogram_bins + 2 * LETTERS_WITH_GAP + 5, config.channels, init="relu")
         self.stack = TemplatePairStack(config)
         self.norm = nn.LayerNorm(config.channels)
         self.attention = TemplatePointwiseAttention(c_z, config)
@@ -179,7 +176,7 @@ class TemplateEmbedder(ShardedModule):
         """
         beta, beta_mask = self._rows(templates.beta), self._rows(templates.beta_mask)
         distances = distance_one_hot(beta, templates.beta, self.lower)
-        letters = F.one_hot(templates.aatype.long(), LETTERS).to(distances.dtype)
+        letters = F.one_hot(templates.aatype.long(), LETTERS_WITH_GAP).to(distances.dtype)
         n, ca, c = (templates.positions[..., atom, :] for atom in (N, CA, C))
         has_backbone = templates.atom_mask[..., [N, CA, C]].prod(-1)
         both = _outer(self._rows(has_backbone), has_backbone)
@@ -191,7 +188,7 @@ class TemplateEmbedder(ShardedModule):
             towards = towards * torch.rsqrt(towards.square().sum(-1, keepdim=True) + 1e-6)
         else:
             towards = distances.new_zeros(*distances.shape[:-1], 3)
-        shape = (*distances.shape[:-1], LETTERS)
+        shape = (*distances.shape[:-1], LETTERS_WITH_GAP)
         features = [
             distances,
             _outer(beta_mask, templates.beta_mask),
@@ -241,7 +238,9 @@ def template_torsion_features(templates: Templates) -> Float[Tensor, "B T R 57"]
         (angles[name][..., 1:, :, :] * keep).flatten(-2)
         for name in ("torsion_angles_sin_cos", "alt_torsion_angles_sin_cos")
     )
-    return torch.cat([F.one_hot(templates.aatype.long(), LETTERS).to(defined.dtype), own, alternative, defined], -1)
+    return torch.cat(
+        [F.one_hot(templates.aatype.long(), LETTERS_WITH_GAP).to(defined.dtype), own, alternative, defined], -1
+    )
 
 
 def _outer(rows: Float[Tensor, "B T i"], columns: Float[Tensor, "B T J"]) -> Float[Tensor, "B T i J"]:

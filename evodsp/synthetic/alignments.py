@@ -1,6 +1,6 @@
-"""Homologous sequences as the alignment files of a search: gaps, deletions, insertions; A3M and Stockholm text.
+"""Homologous sequences with gaps, deletions and insertions, as A3M and Stockholm text.
 
-Shapes: S sequences, R columns (residues of the query, which is row 0 and whole).
+Shapes: S sequences, R columns (residues of the query, which is row 0, without gaps), I inserted residues.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _LETTERS = np.array(list(RESTYPES))
 
 @dataclass(frozen=True)
 class Homologs:
-    """`residues`: amino acids 0..19; `present`: False where the sequence has a gap; `inserted`: number of residues the
-    sequence has between a column and the next one; `insertions`: which they are (the first `inserted` of each)."""
+    """Aligned sequences. `residues`: amino acids 0..19. `present`: False where the sequence has a gap. `inserted`: number of
+    residues between a column and the next one. `insertions`: these residues (the first `inserted` of each column)."""
 
     names: tuple[str, ...]
     residues: Int64[np.ndarray, "S R"]
@@ -40,9 +40,9 @@ def draw_homologs(
     count: int,
     draws: Draws,
 ) -> Homologs:
-    """`count` sequences with the query `name` first; the others are `prefix`1, `prefix`2, … from close to distant relatives.
+    """`count` sequences: the query, called `name`, then its relatives `prefix`1, `prefix`2, …, close and distant ones.
 
-    `loop`: where insertions and deletions happen; ends are ragged besides.
+    `loop`: where insertions and deletions occur. The ends of the relatives are ragged too.
     """
     length = len(query)
     rate = 0.1 + 0.9 * draws.at("distance").uniform(count)
@@ -52,11 +52,11 @@ def draw_homologs(
     column = np.arange(length)
     ragged = (draws.at("ends").uniform(count, 2) ** 3 * 0.25 * length).astype(int)
     present = (column >= ragged[:, :1]) & (column < length - ragged[:, 1:])
-    # One run of deleted columns in a third of the sequences, centred in a loop.
+    # A third of the sequences have one run of deleted columns, centred in a loop.
     centre = np.nonzero(loop)[0][(draws.at("deletion").uniform(count) * loop.sum()).astype(int)]
     half = draws.at("deleted").uniform(count) * 2.5 - 1.6
     present &= np.abs(column - centre[:, None]) > half[:, None]
-    # Within loops, and never before the first or after the last residue of a sequence.
+    # Insertions: mostly within loops, and never before the first or after the last residue of a sequence.
     chance = np.where(loop, 0.06, 0.002)
     inserted = (draws.at("insertion").uniform(count, length) < chance) * (
         1 + (draws.at("inserted").uniform(count, length) * LONGEST_INSERTION).astype(int)
@@ -70,12 +70,12 @@ def draw_homologs(
 
 
 def to_a3m(homologs: Homologs) -> str:
-    """A3M: columns in upper case or '-', insertions in lower case after the column they follow."""
+    """A3M text: columns in upper case or '-', insertions in lower case after their column."""
     return "".join(f">{name}\n{''.join(row)}\n" for name, row in zip(homologs.names, _cells(homologs, ""), strict=True))
 
 
 def to_stockholm(homologs: Homologs) -> str:
-    """Stockholm as jackhmmer writes it: every insertion has columns of its own, '.' where a sequence has none of them."""
+    """Stockholm text as jackhmmer writes it: insertions have their own columns, with '.' in sequences without them."""
     widest = homologs.inserted.max(0)
     rows = _cells(homologs, ".")
     width = max(map(len, [*homologs.names, "#=GC RF"])) + 2
@@ -85,7 +85,7 @@ def to_stockholm(homologs: Homologs) -> str:
 
 
 def _cells(homologs: Homologs, filler: str) -> np.ndarray:
-    """[S, R] strings: the column's letter and what is inserted after it, padded with `filler` to the column's widest."""
+    """[S, R] strings: the column's letter and the residues inserted after it, padded with `filler` to equal width."""
     letters = np.where(homologs.present, _LETTERS[homologs.residues], "-").astype(object)
     slots = np.arange(homologs.insertions.shape[-1])
     shown = slots < homologs.inserted[..., None]

@@ -1,8 +1,8 @@
-"""Backbones of ideal geometry from their torsion angles, and how their atoms move with them.
+"""Backbones of ideal geometry from their torsion angles, and the derivatives of their atoms by the angles.
 
-Bond lengths, bond angles and omega = 180° are fixed; phi and psi are the only freedom, so whatever an optimiser does the
-geometry stays ideal. The step from one residue's frame to the next depends on (psi_i, phi_{i+1}) alone; all steps are
-made at once and multiplied up by a parallel prefix product (log2 R rounds of batched 3 x 3 products).
+Bond lengths, bond angles and omega = 180° are fixed. Only phi and psi vary, so the geometry stays ideal whatever an optimiser
+does. The motion from one residue's frame to the next depends only on (psi_i, phi_{i+1}). All these motions are computed at
+once and multiplied by a parallel prefix product (log2 R rounds of batched 3 x 3 products).
 
 Shapes: R residues. Angles in radians, lengths in Å.
 Source of the constants: Engh and Huber (1991, 2001), as in AlphaFold2's violation terms and alanine's rigid group.
@@ -23,7 +23,7 @@ CA_C_N_ANGLE = math.radians(116.57)
 C_N_CA_ANGLE = math.radians(121.35)
 OMEGA = math.pi
 
-# Atom kinds of a backbone array [R, 6, 3]. The centroid stands for the side chain: from CA through CB, at a leucine's middle.
+# Atoms of a backbone array [R, 6, 3]. The centroid represents the side chain: on the line CA-CB, at the middle of a leucine.
 N, CA, C, O, CB, CENTROID = range(6)  # noqa: E741
 
 # In the residue's frame (CA at the origin, C on the positive x axis, N in the xy plane).
@@ -36,9 +36,9 @@ _C_TO_O = np.array([0.627, 1.062])
 
 
 def build_backbone(torsions: Float64[np.ndarray, "R 2"]) -> Float64[np.ndarray, "R 6 3"]:
-    """Atoms N, CA, C, O, CB, centroid for (phi, psi); the first residue's frame is the coordinate system.
+    """Atoms N, CA, C, O, CB, centroid for (phi, psi), in the frame of the first residue.
 
-    phi of the first residue is without effect, psi of the last places its O only.
+    phi of the first residue has no effect; psi of the last one only places its O.
     """
     phi, psi = torsions[:, 0], torsions[:, 1]
     step_rotation, step_translation = _steps(psi[:-1], phi[1:])
@@ -47,16 +47,16 @@ def build_backbone(torsions: Float64[np.ndarray, "R 2"]) -> Float64[np.ndarray, 
     )
     local = np.empty((len(phi), 6, 3))
     local[:, N], local[:, CA], local[:, C], local[:, CB], local[:, CENTROID] = _N, 0.0, _C, _CB, _CENTROID
-    # Looking along CA -> C, N is at 0, the next N at psi, O opposite to that.
+    # Looking along CA -> C, N is at angle 0, the next N at psi, and O opposite to it.
     local[:, O, 0] = _C[0] + _C_TO_O[0]
     local[:, O, 1], local[:, O, 2] = -np.cos(psi) * _C_TO_O[1], -np.sin(psi) * _C_TO_O[1]
     return np.einsum("rij,raj->rai", rotation, local) + translation[:, None]
 
 
 def backbone_jacobian(atoms: Float64[np.ndarray, "R 6 3"]) -> Float64[np.ndarray, "R 6 3 T"]:
-    """How each atom moves with each of the T = 2 R torsions (phi of all residues, then psi), in Å per radian.
+    """Derivative of each atom by each of the T = 2 R torsions (phi of all residues, then psi), in Å per radian.
 
-    A torsion turns all that comes after it about its bond: velocity = axis x (atom - a point of the axis).
+    A torsion rotates all later atoms about its bond: derivative = axis x (atom - a point on the axis).
     """
     residues = len(atoms)
     origin = np.concatenate([atoms[:, CA], atoms[:, CA]])
@@ -66,26 +66,8 @@ def backbone_jacobian(atoms: Float64[np.ndarray, "R 6 3"]) -> Float64[np.ndarray
     return np.moveaxis(velocity * _moves(residues)[..., None], 2, 3)
 
 
-def dihedral(a: np.ndarray, b: np.ndarray, c: np.ndarray, d: np.ndarray) -> np.ndarray:
-    """Torsion angles a-b-c-d in (-pi, pi], IUPAC sign; points [..., 3]."""
-    axis = (c - b) / np.linalg.norm(c - b, axis=-1, keepdims=True)
-    before, after = a - b, d - c
-    before = before - (before * axis).sum(-1, keepdims=True) * axis
-    after = after - (after * axis).sum(-1, keepdims=True) * axis
-    return np.arctan2((np.cross(axis, before) * after).sum(-1), (before * after).sum(-1))
-
-
-def backbone_torsions(n: np.ndarray, ca: np.ndarray, c: np.ndarray) -> Float64[np.ndarray, "R 3"]:
-    """phi, psi and omega (of the bond before the residue) from atoms [R, 3]; NaN where a chain end leaves them undefined."""
-    out = np.full((len(ca), 3), np.nan)
-    out[1:, 0] = dihedral(c[:-1], n[1:], ca[1:], c[1:])
-    out[:-1, 1] = dihedral(n[:-1], ca[:-1], c[:-1], n[1:])
-    out[1:, 2] = dihedral(ca[:-1], c[:-1], n[1:], ca[1:])
-    return out
-
-
 def _moves(residues: int) -> Bool[np.ndarray, "R 6 T"]:
-    """Which atoms a torsion turns: those after its bond, seen from the chain's start."""
+    """Which atoms a torsion rotates: all atoms after its bond, counted from the start of the chain."""
     atom_residue, torsion_residue = np.arange(residues)[:, None, None], np.arange(residues)
     later = np.repeat(atom_residue > torsion_residue, 6, 1)
     same = np.repeat(atom_residue == torsion_residue, 6, 1)
@@ -95,7 +77,7 @@ def _moves(residues: int) -> Bool[np.ndarray, "R 6 T"]:
 
 
 def _steps(psi: np.ndarray, phi: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The next residue's frame in this residue's: rotations [S, 3, 3] and translations [S, 3]."""
+    """The next residue's frame in this residue's frame: rotations [S, 3, 3] and translations [S, 3]."""
     n0, ca0, c0 = (np.broadcast_to(x, (len(psi), 3)) for x in (_N, np.zeros(3), _C))
     n1 = _place_atom(n0, ca0, c0, C_N_LENGTH, CA_C_N_ANGLE, psi)
     ca1 = _place_atom(ca0, c0, n1, N_CA_LENGTH, C_N_CA_ANGLE, np.full_like(psi, OMEGA))

@@ -1,8 +1,9 @@
-"""Folds on paper: which residues are helix, strand or loop, and a sketch of where the elements lie in space.
+"""Blueprints of folds: which residues are helix, strand or loop, and a sketch of the elements in space.
 
-The sketch is only a goal for the CA atoms of helices and strands; `folding` finds torsions that come near it. Loops are
-left to the optimiser. Hydrogen bonds between strands follow from the sheet's layout: in a strand that runs up, a residue
-whose side chain points to the viewer has its N-H and C=O to the right (L amino acids); direction or side reversed, left.
+The sketch is a target for the CA atoms of helices and strands; `folding` finds torsions that approach it. Loops are left to
+the optimiser. Hydrogen bonds between strands follow from the layout of the sheet: in a strand that runs up, a residue whose
+side chain points to the viewer has its N-H and C=O on the right (L amino acids). If either direction or side is reversed,
+they are on the left.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ HAIRPIN = 4  # residues of a loop between neighbouring antiparallel strands
 class Blueprint:
     """A fold of R residues.
 
-    `structure`: R letters of H (helix), E (strand), L (loop). `sketch`: goals of the CA atoms in Å, NaN in loops; one per
-    variant V (different phases and tilts of the helices). `hydrogen_bonds`: pairs (residue of N, residue of O).
+    `structure`: R letters, H (helix), E (strand) or L (loop). `sketch`: targets of the CA atoms in Å, NaN in loops; V variants
+    with different phases and tilts of the helices. `hydrogen_bonds`: pairs (residue of N, residue of O).
     """
 
     fold: str
@@ -37,7 +38,7 @@ class Blueprint:
     hydrogen_bonds: Int64[np.ndarray, "K 2"]
 
     def is_a(self, letter: str) -> np.ndarray:
-        """bool [R]"""
+        """bool [R]: where the secondary structure is `letter`."""
         return np.array([s == letter for s in self.structure])
 
     def elements(self) -> list[tuple[int, int]]:
@@ -54,7 +55,7 @@ class _Strand:
     offset: int = 0
 
     def residue(self, row: int) -> int | None:
-        """The residue at this row of the sheet."""
+        """The residue at this row of the sheet, None beyond the strand's ends."""
         step = row - self.offset if self.direction > 0 else self.offset + self.length - 1 - row
         return self.start + step if 0 <= step < self.length else None
 
@@ -67,7 +68,7 @@ def make_blueprint(fold: str, length: int, variants: int, draws: Draws) -> Bluep
 
 
 def _helix_bundle(length: int, variants: int, draws: Draws) -> Blueprint:
-    """Up-and-down bundle of three helices, four when they would grow longer than 22 residues."""
+    """Up-and-down bundle of three helices, or of four if three would be longer than 22 residues."""
     count = 3 if length <= 80 else 4
     structure, elements = _lay_out(["H"] * count, [BETWEEN_HELICES] * (count - 1), length)
     turn = 1 if draws.at("turn").uniform(1)[0] < 0.5 else -1
@@ -76,7 +77,7 @@ def _helix_bundle(length: int, variants: int, draws: Draws) -> Blueprint:
     for n, (start, stop) in enumerate(elements):
         around = turn * 2 * np.pi * n / count
         out = np.array([np.cos(around), np.sin(around), 0.0])
-        # All helices lean the same way: the left-handed supercoil of natural bundles, 20° between neighbours.
+        # All helices tilt the same way: the left-handed supercoil of natural bundles, 20° between neighbours.
         tilt = np.deg2rad(-10.0)
         axis = np.array([-np.sin(around) * np.sin(tilt), np.cos(around) * np.sin(tilt), np.cos(tilt)]) * (-1) ** n
         phase = 2 * np.pi * draws.at("phase", n).uniform(variants)
@@ -85,7 +86,7 @@ def _helix_bundle(length: int, variants: int, draws: Draws) -> Blueprint:
 
 
 def _beta_meander(length: int, variants: int, draws: Draws) -> Blueprint:
-    """Antiparallel strands, each next to the one before, on a cylinder with the twist of natural sheets."""
+    """Antiparallel strands, each beside the previous one, on a cylinder with the twist of natural sheets."""
     count = max(4, round(length / 11.5))
     structure, elements = _lay_out(["E"] * count, [HAIRPIN] * (count - 1), length, equal=True)
     turn = 1 if draws.at("turn").uniform(1)[0] < 0.5 else -1
@@ -103,9 +104,9 @@ def _beta_meander(length: int, variants: int, draws: Draws) -> Blueprint:
 
 
 def _alpha_beta(length: int, variants: int, draws: Draws) -> Blueprint:
-    """Hairpins with a helix between each and the next, packed on one side of a mixed sheet (56 residues: protein G's fold).
+    """Hairpins joined by helices that pack on one side of a mixed sheet (with 56 residues the fold of protein G).
 
-    Hairpins are added at the left and at the right in turn, so that every strand-helix-strand crossing is right-handed.
+    Hairpins are added on the left and on the right in turn, so that every strand-helix-strand crossing is right-handed.
     """
     helices = 1 if length <= 84 else 2
     kinds = ["E", "E"] + ["H", "E", "E"] * helices
@@ -127,7 +128,7 @@ def _alpha_beta(length: int, variants: int, draws: Draws) -> Blueprint:
         normal = np.array([0.0, -np.sin(twist * x), np.cos(twist * x)])
         sketch[:, row] = np.array([x, 0, 0]) + along[:, None] * direction + STRAND_PLEAT * side[:, None] * normal
     for n, (start, stop) in enumerate(e for e, kind in zip(elements, kinds, strict=True) if kind == "H"):
-        # Helix n follows strand 2n + 1 and runs against it.
+        # Helix n follows strand 2n + 1 and is antiparallel to it.
         across = 0.0 if helices == 1 else (-1 if n == 0 else 1) * HELIX_SPACING / 2
         lean = np.deg2rad(80.0 * (draws.at("lean", n).uniform(variants) - 0.5))
         axis = -strands[2 * n + 1].direction * np.stack([np.sin(lean), np.cos(lean), np.zeros(variants)], -1)
@@ -139,9 +140,11 @@ def _alpha_beta(length: int, variants: int, draws: Draws) -> Blueprint:
 
 
 def _lay_out(kinds: list[str], loops: list[int], length: int, equal: bool = False) -> tuple[str, list[tuple[int, int]]]:
-    """The secondary structure string and the [start, stop) of each element. Helices are given 2.1 residues for each of a
-    strand's; residues that do not divide go to the elements in turn, or with `equal` to the loops beside helices and the
-    tails."""
+    """The secondary structure string and the [start, stop) of each element.
+
+    A helix has 2.1 times the residues of a strand. Left-over residues go to the elements in turn, or, with `equal`, to the
+    loops beside helices and to the tails.
+    """
     weight = np.array([2.1 if kind == "H" else 1.0 for kind in kinds])
     free = length - sum(loops) - 2
     sizes = [int(size) for size in np.floor(weight / weight.sum() * free)]
@@ -163,7 +166,7 @@ def _lay_out(kinds: list[str], loops: list[int], length: int, equal: bool = Fals
 
 
 def _helix(residues: int, centre: np.ndarray, axis: np.ndarray, phase: np.ndarray) -> Float64[np.ndarray, "V r 3"]:
-    """CA atoms of right-handed helices around `axis` ([3] or [V, 3]) with their middle at `centre`."""
+    """CA atoms of right-handed helices around `axis` ([3] or [V, 3]), centred at `centre`."""
     axis = np.broadcast_to(axis / np.linalg.norm(axis, axis=-1, keepdims=True), (len(phase), 3))
     first = np.cross(axis, np.where(np.abs(axis[:, :1]) < 0.9, [[1.0, 0, 0]], [[0, 1.0, 0]]))
     first = first / np.linalg.norm(first, axis=-1, keepdims=True)
@@ -175,14 +178,14 @@ def _helix(residues: int, centre: np.ndarray, axis: np.ndarray, phase: np.ndarra
 
 
 def _strand_rows(strand: _Strand) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Residues of a strand from the bottom row up, their height in Å from the sheet's middle, and their side (+1, -1)."""
+    """Residues of a strand from the bottom row up, their heights in Å from the middle of the sheet, their sides (+1, -1)."""
     rows = np.arange(strand.length)
     residues = strand.start + (rows if strand.direction > 0 else rows[::-1])
     return residues, (rows - (strand.length - 1) / 2) * STRAND_RISE, (-1.0) ** rows
 
 
 def _sheet_bonds(strands: list[_Strand]) -> Int64[np.ndarray, "K 2"]:
-    """N-O pairs between strands in neighbouring columns (rows are aligned: all strands of a sheet are equally long)."""
+    """N-O pairs between strands in neighbouring columns (rows are aligned: all strands of a sheet have the same length)."""
     by_column = {s.column: s for s in strands}
     bonds: list[tuple[int | None, int | None]] = []
     for left in strands:
@@ -195,12 +198,12 @@ def _sheet_bonds(strands: list[_Strand]) -> Int64[np.ndarray, "K 2"]:
             if left.direction != right.direction:
                 if points_right > 0:
                     bonds += [(i, j), (j, i)]
-            elif points_right > 0:  # parallel: one residue bonds both neighbours of the one beside it
+            elif points_right > 0:  # parallel: a residue bonds to both neighbours of the residue beside it
                 before, after = right.residue(row - right.direction), right.residue(row + right.direction)
                 bonds += [(i, before), (after, i)]
     return np.array([b for b in bonds if None not in b], dtype=np.int64).reshape(-1, 2)
 
 
 def _helix_bonds(elements: list[tuple[int, int]]) -> Int64[np.ndarray, "K 2"]:
-    """The alpha helix's N(i + 4)-O(i)."""
+    """Bonds N(i + 4)-O(i) of alpha helices."""
     return np.array([(n + 4, n) for start, stop in elements for n in range(start, stop - 4)], dtype=np.int64)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
+from evodsp.errors import UserError
 from evodsp.synthetic.config import SynthesisConfig, check_output
 
 
@@ -19,14 +20,19 @@ def synthesize(config: SynthesisConfig, report: Callable[[str], None] | None = N
     The same config gives the same bytes on one machine. On another machine the last digits of its linear algebra may differ
     and lead the folding elsewhere: families of the same kind, not the same atoms.
 
-    Raises UserError if the output exists and is not an empty folder, or if its parent folder does not exist. If writing
-    fails, nothing is left.
+    Raises UserError if the output exists and is not an empty folder, if its parent folder does not exist, and if the files
+    cannot be written; then nothing is left.
     """
     check_output(config.output)
     # Imported late: the command line imports this module for its help, which must not wait for torch.
     from evodsp.synthetic.writers import write_families
 
-    write_families(config, report)
+    try:
+        write_families(config, report)
+    except OSError as error:
+        raise UserError(
+            f"{config.output}: cannot be written ({error.strerror}); make room, or choose another --output"
+        ) from error
 
 
 def run(settings: SynthesisConfig, words: list[str]) -> int:

@@ -15,21 +15,21 @@ FOLDS = ("helix_bundle", "beta_meander", "alpha_beta")
 class SynthesisConfig:
     """Seeded protein families. The same values give the same files, bit for bit, on one machine.
 
-    Raises UserError, with the value and the bound, for sizes that cannot be made.
+    Raises UserError, with the value and the bound, for sizes out of range.
     """
 
     output: Path
     """Folder to create; it must not exist or be empty."""
     families: int = 3
-    """Families; they take the folds helix_bundle, beta_meander and alpha_beta in turn."""
+    """Number of families. Their folds are helix_bundle, beta_meander and alpha_beta in turn."""
     members: int = 4
-    """Members of each family that are listed in train.txt."""
+    """Members of each family, listed in train.txt."""
     held_out: int = 1
     """Further members of each family, listed in validation.txt only."""
     min_length: int = 48
-    """Shortest family, in residues. All members of one family have the same length."""
+    """Residues of the shortest family. All members of a family have the same length."""
     max_length: int = 64
-    """Longest family, in residues; lengths are spread evenly from the shortest to the longest."""
+    """Residues of the longest family. Lengths are spaced evenly from the shortest to the longest."""
     sequences: int = 96
     """Sequences in each alignment file of a chain, the query included."""
     seed: int = 0
@@ -38,20 +38,20 @@ class SynthesisConfig:
     def __post_init__(self) -> None:
         for name, low in (("families", 1), ("members", 1), ("held_out", 0), ("sequences", 2), ("seed", 0)):
             if getattr(self, name) < low:
-                raise UserError(f"synthesize: {name} is {getattr(self, name)}, must be at least {low}")
+                raise UserError(f"--{name} is {getattr(self, name)}, but must be at least {low}; give a larger number")
         if self.families * (self.members + self.held_out) > 999:
             raise UserError(
-                f"synthesize: {self.families} families of {self.members + self.held_out} chains are more than the 999 names "
-                "s001..s999; make fewer"
+                f"--families {self.families} with {self.members + self.held_out} chains each are more than the 999 names "
+                "s001..s999; ask for fewer"
             )
         if not MIN_LENGTH <= self.min_length <= self.max_length <= MAX_LENGTH:
             raise UserError(
-                f"synthesize: lengths {self.min_length}..{self.max_length} must lie within {MIN_LENGTH}..{MAX_LENGTH} "
-                "residues, the shortest first"
+                f"--min_length and --max_length are {self.min_length}..{self.max_length}, but must lie within "
+                f"{MIN_LENGTH}..{MAX_LENGTH} residues, the smaller one first"
             )
 
     def length(self, family: int) -> int:
-        """Residues of this family's chains."""
+        """Number of residues of the chains of this family."""
         if self.families == 1:
             return self.max_length
         return self.min_length + round(family * (self.max_length - self.min_length) / (self.families - 1))

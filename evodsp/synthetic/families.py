@@ -1,4 +1,4 @@
-"""A family: one fold, one Potts model, several members with a structure and alignments each."""
+"""A family: one fold, one Potts model, and several members, each with a structure and alignments."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from evodsp.data.records import Chain
+from evodsp.geometry import residues
 from evodsp.geometry.frames import atom14_to_atom37
-from evodsp.geometry.residues import RESTYPE_ATOM37_MASK
 from evodsp.rng import Draws
 from evodsp.synthetic.alignments import Homologs, draw_homologs
 from evodsp.synthetic.backbone import CA, CB, build_backbone
@@ -22,13 +22,13 @@ from evodsp.synthetic.sequences import make_potts_model, to_letters
 from evodsp.synthetic.sidechains import place_side_chains
 
 VARIANTS = 36
-"""Starts of the folding, of which the better third is followed up and the best kept."""
+"""Starting points of the folding. The best third is refined, and the best result is kept."""
 _FIRST_RELEASE = date(2020, 1, 1)
 
 
 @dataclass(frozen=True)
 class Member:
-    """One chain. `structure`: H, E, L of each residue. `alignments`: by file name, without the query twice."""
+    """One chain. `structure`: H, E or L for each residue. `alignments`: by file name; the query is the first row of each."""
 
     chain: Chain
     fold: str
@@ -38,7 +38,7 @@ class Member:
 
 
 def make_family(config: SynthesisConfig, family: int) -> Iterator[Member]:
-    """The members of family number `family` (from 0), those held out last."""
+    """The members of family number `family` (from 0); held-out members come last."""
     draws = Draws.root(config.seed).at("synthesize", family)
     kind, length = FOLDS[family % len(FOLDS)], config.length(family)
     blueprint = make_blueprint(kind, length, VARIANTS, draws.at("blueprint"))
@@ -50,8 +50,8 @@ def make_family(config: SynthesisConfig, family: int) -> Iterator[Member]:
     sequences = model.sample(np.repeat(ancestor, count, 0), 2, draws.at("descendants"), 0.5)
     for number in range(count):
         here = draws.at("member", number)
-        own_backbone = build_backbone(vary(blueprint, torsions, here.at("shape")))
-        types, atoms = place_side_chains(sequences[number], own_backbone, here.at("side chains"))
+        member_backbone = build_backbone(vary(blueprint, torsions, here.at("shape")))
+        types, atoms = place_side_chains(sequences[number], member_backbone, here.at("side chains"))
         serial = family * count + number + 1
         chain = _chain(f"s{serial:03d}", types, atoms, _FIRST_RELEASE + timedelta(weeks=serial))
         alignments = {
@@ -70,10 +70,10 @@ def make_family(config: SynthesisConfig, family: int) -> Iterator[Member]:
 
 
 def _chain(pdb_id: str, types: np.ndarray, atoms: np.ndarray, day: date) -> Chain:
-    """The record of a member, centred at the origin; residues numbered from 1."""
+    """The chain record of a member, centred at the origin, with residues numbered from 1."""
     atom37 = atom14_to_atom37(torch.from_numpy(atoms), torch.from_numpy(types)).numpy()
-    mask = RESTYPE_ATOM37_MASK[types]
-    centred = (atom37 - atom37[:, 1].mean(0)) * mask[..., None]
+    mask = residues.RESTYPE_ATOM37_MASK[types]
+    centred = (atom37 - atom37[:, residues.CA].mean(0)) * mask[..., None]
     return Chain(
         pdb_id=pdb_id,
         chain_id="A",
@@ -83,7 +83,7 @@ def _chain(pdb_id: str, types: np.ndarray, atoms: np.ndarray, day: date) -> Chai
         is_missing=np.zeros(len(types), dtype=bool),
         positions=centred.astype(np.float32),
         mask=mask.astype(np.float32),
-        # The pLDDT loss counts structures of 0.1 to 3 Å only.
+        # The pLDDT loss counts only structures with a resolution of 0.1 to 3 Å.
         resolution=1.0,
         method="THEORETICAL MODEL",
         release_date=day,

@@ -1,8 +1,8 @@
 """From a blueprint to a compact backbone: Levenberg-Marquardt on phi and psi.
 
-Everything asked of a backbone is a sum of squares: torsions in the allowed regions of the Ramachandran map, no overlaps,
-the blueprint's hydrogen bonds, the radius of gyration of real proteins (2.2 N^0.38 Å, Skolnick et al. 1997) and, while
-the fold forms, the distance to the blueprint's sketch. Bond geometry cannot be harmed: it is not free.
+The objective is a sum of squares: torsions in the allowed regions of the Ramachandran map, no overlaps, the blueprint's
+hydrogen bonds, the radius of gyration of real proteins (2.2 N^0.38 Å, Skolnick et al. 1997) and, while the fold forms, the
+distance to the blueprint's sketch. Bond lengths and angles are fixed.
 
 Shapes: R residues, T = 2 R torsions, K residuals. Å, radians.
 """
@@ -21,10 +21,10 @@ from evodsp.synthetic.blueprint import Blueprint
 # Centres of the allowed regions (phi, psi) in degrees.
 HELIX_REGION = (-63.0, -42.0)
 STRAND_REGION = (-118.0, 132.0)
-# Loops may take the helix's and the strand's region, polyproline II's, the bridge, or the left-handed one (glycine there).
+# Regions allowed in loops: helix, strand, polyproline II, bridge, and the left-handed ones (for glycine).
 LOOP_REGIONS = np.array([(-65, -40), (-115, 130), (-70, 145), (-90, 0), (58, 38), (85, 10)], dtype=np.float64)
 
-# Centres of two atoms of residues that are not neighbours come no nearer than this; order N, CA, C, O, CB, centroid.
+# Smallest distances between atoms of residues that are not neighbours; order N, CA, C, O, CB, centroid.
 _CONTACT = np.array(
     [
         [3.10, 3.50, 3.50, 2.80, 3.40, 3.40],
@@ -40,7 +40,7 @@ HYDROGEN_BOND = 2.9
 
 @dataclass(frozen=True)
 class Weights:
-    """Factors on the residuals (not on their squares)."""
+    """Factors of the residuals (not of their squares)."""
 
     target: float
     bonds: float
@@ -51,10 +51,10 @@ class Weights:
 
 @dataclass(frozen=True)
 class Goals:
-    """What a backbone is measured against.
+    """The targets of the objective.
 
-    `target`: where the CA atoms of `target_mask` should be, after superposition. `regions`: the (phi, psi) that torsions are
-    held near, `region_width` the deviation that costs 1. `hydrogen_bonds`: pairs (residue of N, residue of O).
+    `target`: positions of the CA atoms of `target_mask`, up to superposition. `regions`: preferred (phi, psi); a deviation of
+    `region_width` costs 1. `hydrogen_bonds`: pairs (residue of N, residue of O).
     """
 
     regions: Float64[np.ndarray, "R 2"]
@@ -64,7 +64,7 @@ class Goals:
     hydrogen_bonds: Int64[np.ndarray, "K 2"]
 
 
-# Every variant is brought near its sketch; the better third goes on, and its own physics takes over by and by.
+# Every variant is fitted to its sketch. The best third is refined further, with a falling weight of the sketch.
 _SKETCHING = ((20, Weights(target=1.0, bonds=0.0, overlap=0.0)), (12, Weights(target=1.0, bonds=1.5, overlap=0.7)))
 _SETTLING = (
     (15, Weights(target=0.7, bonds=2.0, overlap=1.0)),
@@ -97,10 +97,10 @@ def _through(stages: tuple[tuple[int, Weights], ...], torsions: np.ndarray, goal
 def vary(
     blueprint: Blueprint, torsions: Float64[np.ndarray, "R 2"], draws: Draws, low: float = 0.45, high: float = 0.8
 ) -> Float64[np.ndarray, "R 2"]:
-    """A relative of a backbone, whose CA atoms lie between `low` and `high` Å (RMSD after superposition) from it.
+    """A relative of a backbone: the RMSD of its CA atoms after superposition is between `low` and `high` Å.
 
-    The fold is bent as a whole, its helices and strands are shifted and turned a little as rigid bodies, and the chain is
-    relaxed again. How far it gives depends on the fold, so the push is made stronger or weaker a few times if need be.
+    The fold is bent as a whole, its helices and strands are shifted and rotated a little as rigid bodies, and the chain is
+    relaxed again. The resulting distance depends on the fold, so the size of the changes is adjusted a few times if needed.
     """
     original = build_backbone(torsions)[:, CA]
     amount, middle = high, (low + high) / 2
@@ -121,8 +121,8 @@ def rmsd(a: Float64[np.ndarray, "P 3"], b: Float64[np.ndarray, "P 3"]) -> float:
 
 
 def _push(blueprint: Blueprint, ca: np.ndarray, amount: float, draws: Draws) -> Float64[np.ndarray, "R 3"]:
-    """Where the CA atoms should go: bent by about `amount` Å, with each helix and strand moved by about as much."""
-    # Bending is the one way in which a sheet gives: shifts of single strands are held by their hydrogen bonds.
+    """Target positions of the CA atoms: bent by about `amount` Å, with each helix and strand moved by about as much."""
+    # A sheet can only bend: hydrogen bonds prevent shifts of single strands.
     across = (ca - ca.mean(0)) / 10.0
     target = ca + 0.7 * amount * np.einsum("xij,ri,rj->rx", _normal(draws.at("bend"), 3, 3, 3), across, across)
     for number, (start, stop) in enumerate(blueprint.elements()):
@@ -135,7 +135,7 @@ def _push(blueprint: Blueprint, ca: np.ndarray, amount: float, draws: Draws) -> 
 
 
 def _relax(blueprint: Blueprint, torsions: np.ndarray, target: np.ndarray, draws: Draws) -> Float64[np.ndarray, "R 2"]:
-    """The backbone brought near the target as far as overlaps, hydrogen bonds and torsions allow."""
+    """The backbone moved towards the target as far as overlaps, hydrogen bonds and torsions allow."""
     goals = Goals(
         regions=torsions + np.deg2rad(4.0) * _normal(draws, *torsions.shape),
         region_width=np.deg2rad(np.where(blueprint.is_a("H"), 8.0, 15.0)),
@@ -151,7 +151,7 @@ def _relax(blueprint: Blueprint, torsions: np.ndarray, target: np.ndarray, draws
 def minimise(
     torsions: Float64[np.ndarray, "R 2"], goals: Goals, weights: Weights, steps: int
 ) -> Float64[np.ndarray, "R 2"]:
-    """At most `steps` steps of Levenberg-Marquardt; a step turns no torsion by more than 20°."""
+    """At most `steps` steps of Levenberg-Marquardt; a step changes no torsion by more than 20°."""
     damping, now = 1.0, cost(torsions, goals, weights)
     residuals, jacobian = _residuals(torsions, goals, weights, derivative=True)
     for _ in range(steps):
@@ -180,18 +180,13 @@ def cost(torsions: Float64[np.ndarray, "R 2"], goals: Goals, weights: Weights) -
 
 
 def overlap(atoms: Float64[np.ndarray, "R 6 3"]) -> float:
-    """Sum of squared depths by which atoms of residues two or more apart come too near each other, in Å^2."""
+    """Sum of squared overlaps between atoms of residues two or more apart, in Å^2."""
     _, _, _, depth = _overlaps(atoms)
     return float(depth @ depth)
 
 
-def radius_of_gyration(ca: Float64[np.ndarray, "R 3"]) -> float:
-    """Root mean square distance from the centre, in Å."""
-    return float(np.sqrt(np.square(ca - ca.mean(0)).sum(-1).mean()))
-
-
 def superpose(moving: Float64[np.ndarray, "P 3"], fixed: Float64[np.ndarray, "P 3"]) -> Float64[np.ndarray, "P 3"]:
-    """`moving` turned and shifted onto `fixed` (Kabsch, proper rotation)."""
+    """`moving` superposed onto `fixed` (Kabsch, proper rotation)."""
     centre_m, centre_f = moving.mean(0), fixed.mean(0)
     u, _, vt = np.linalg.svd((moving - centre_m).T @ (fixed - centre_f))
     u[:, 2] *= np.sign(np.linalg.det(u @ vt))
@@ -201,7 +196,7 @@ def superpose(moving: Float64[np.ndarray, "P 3"], fixed: Float64[np.ndarray, "P 
 def _residuals(
     torsions: np.ndarray, goals: Goals, weights: Weights, derivative: bool
 ) -> tuple[Float64[np.ndarray, " K"], Float64[np.ndarray, "K T"]]:
-    """All residuals and, when asked for, their derivatives by the torsions (else no columns)."""
+    """All residuals, and their derivatives by the torsions if `derivative` (otherwise no columns)."""
     residues = len(torsions)
     atoms = build_backbone(torsions)
     moves = backbone_jacobian(atoms) if derivative else np.zeros((residues, 6, 3, 0))
@@ -222,7 +217,7 @@ def _residuals(
         between = atoms[donor, N] - atoms[acceptor, O]
         distance = np.linalg.norm(between, axis=-1)
         stretch = distance - HYDROGEN_BOND
-        # Weighted as a Cauchy loss: a bond that cannot form must not tear the others.
+        # Weighted as in a Cauchy loss: a bond that cannot form must not break the others.
         pull = weights.bonds / np.sqrt(1 + np.square(stretch / 2.0))
         rows.append(pull * stretch)
         along = (between / distance[:, None] * pull[:, None])[:, None]
@@ -245,10 +240,10 @@ def _residuals(
 
 
 def _overlaps(atoms: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Pairs of atoms (flat indices) that come too near, the unit vectors between them and the depths."""
+    """Pairs of overlapping atoms (flat indices), the unit vectors between them and the depths of the overlaps."""
     residues = len(atoms)
     first, second = np.triu_indices(residues, 2)
-    # CA atoms further apart than this hold no contact: a cut that spares most of the work.
+    # Residues whose CA atoms are further apart have no contact; skipping them saves most of the work.
     near = np.square(atoms[first, CA] - atoms[second, CA]).sum(-1) < 10.0**2
     first, second = first[near], second[near]
     between = atoms[first][:, :, None] - atoms[second][:, None]

@@ -1,9 +1,9 @@
-"""Sequences for a fold: a Potts model whose fields say what suits a position and whose couplings make contacts co-vary.
+"""Sequences for a fold, from a Potts model: fields give the preferences of positions, couplings make contacts co-vary.
 
-Fields: how often an amino acid is seen in helices, strands and loops, buried or exposed, plus a family's own taste, which
-makes its members homologous. Couplings, between residues in contact: hydrophobic beside hydrophobic, charges opposite,
-large beside small, and a random pairing of its own for each contact, without which charge and size alone would leave most
-contacts silent. Sequences are drawn by Gibbs sampling, all sequences and all mutually uncoupled positions at once.
+Fields: frequencies of amino acids in helices, strands and loops, buried or exposed, plus a random preference of the family,
+which makes its members homologous. Couplings between residues in contact: hydrophobic beside hydrophobic, opposite charges,
+large beside small, and a random pairing for each contact; with charge and size alone most contacts would show no signal.
+Sequences are drawn by Gibbs sampling, for all sequences and all mutually uncoupled positions at once.
 
 Shapes: R residues, S sequences, 20 amino acids in AF2's order.
 """
@@ -19,7 +19,7 @@ from evodsp.geometry.alphabet import RESTYPE_ORDER, RESTYPES
 from evodsp.rng import Draws
 
 CONTACT_DISTANCE = 8.0
-TASTE, COUPLING = 1.0, 1.6
+PREFERENCE, COUPLING = 1.0, 1.6
 
 # Rows in AF2's order A R N D C Q E G H I L K M F P S T W Y V.
 _HELIX = np.array(
@@ -56,7 +56,7 @@ class PottsModel:
     def sample(
         self, start: Int64[np.ndarray, "S R"], sweeps: int, draws: Draws, rate: Float64[np.ndarray, " S"] | float = 1.0
     ) -> Int64[np.ndarray, "S R"]:
-        """Gibbs sampling from `start`; in each sweep a sequence redraws each of its residues with probability `rate`."""
+        """Gibbs sampling from `start`. In each sweep every residue of a sequence is redrawn with probability `rate`."""
         sequences = len(start)
         state = start.copy()
         one_hot = np.eye(20)[state]
@@ -76,12 +76,12 @@ class PottsModel:
         return state
 
     def _incoming(self, positions: np.ndarray) -> np.ndarray:
-        """[R * 20, P * 20]: from the letters everywhere to the logits at `positions`."""
+        """[R * 20, P * 20]: matrix from the one-hot letters of all positions to the logits at `positions`."""
         residues = len(self.fields)
         return self.couplings[:, positions].transpose(0, 2, 1, 3).reshape(residues * 20, len(positions) * 20)
 
     def _colours(self) -> list[np.ndarray]:
-        """Positions in groups without a coupling inside (greedy colouring)."""
+        """Groups of positions without couplings inside a group (greedy colouring)."""
         colour = np.full(len(self.fields), -1)
         for i in np.argsort(-self.contacts.sum(1), kind="stable"):
             taken = set(colour[self.contacts[i]].tolist())
@@ -100,10 +100,10 @@ def make_potts_model(
     table = np.stack([{"H": _HELIX, "E": _STRAND, "L": _LOOP}[letter] for letter in structure])
     hidden = burial(ca, cb)[:, None]
     fields = np.log(table) + hidden * np.log(_BURIED) + (1 - hidden) * np.log(_EXPOSED)
-    fields += TASTE * draws.at("taste").gumbel(*fields.shape)
+    fields += PREFERENCE * draws.at("taste").gumbel(*fields.shape)
     phi = np.rad2deg(torsions[:, 0])
     loop = np.array([letter == "L" for letter in structure])
-    # Left-handed residues are glycines; proline's ring fixes phi, and its nitrogen bonds no hydrogen.
+    # Left-handed residues are glycines. Proline's ring fixes phi, and its nitrogen forms no hydrogen bond.
     fields[:, _PROLINE] -= 30.0 * ~(loop & (np.abs(phi + 65) < 15))
     left = loop & (phi > 0) & (phi < 150)
     fields[left] -= 30.0
@@ -112,15 +112,15 @@ def make_potts_model(
     contacts = contact_map(cb)
     first, second = np.nonzero(np.triu(contacts))
     pairing = draws.at("pairing")
-    left_taste = np.sign(pairing.at(0).uniform(len(first), 20) - 0.5)
-    right_taste = np.sign(pairing.at(1).uniform(len(first), 20) - 0.5)
+    left_sign = np.sign(pairing.at(0).uniform(len(first), 20) - 0.5)
+    right_sign = np.sign(pairing.at(1).uniform(len(first), 20) - 0.5)
     chemistry = (
         0.5 * np.outer(_HYDROPHOBICITY, _HYDROPHOBICITY)
         - 0.8 * np.outer(_CHARGE, _CHARGE)
         - 0.25 * np.outer(_SIZE, _SIZE)
     )
     strength = COUPLING / np.sqrt(np.maximum(1.0, contacts.sum(1) / 3))
-    pair = (chemistry + 0.8 * left_taste[:, :, None] * right_taste[:, None, :]) * np.sqrt(
+    pair = (chemistry + 0.8 * left_sign[:, :, None] * right_sign[:, None, :]) * np.sqrt(
         strength[first] * strength[second]
     )[:, None, None]
     couplings = np.zeros((len(structure), len(structure), 20, 20))
@@ -130,18 +130,18 @@ def make_potts_model(
 
 
 def contact_map(cb: Float64[np.ndarray, "R 3"]) -> Bool[np.ndarray, "R R"]:
-    """CB atoms nearer than 8 Å, of residues three or more apart."""
+    """Pairs of residues, three or more apart, whose CB atoms are nearer than 8 Å."""
     apart = np.abs(np.subtract.outer(np.arange(len(cb)), np.arange(len(cb)))) >= 3
     return (np.linalg.norm(cb[:, None] - cb[None], axis=-1) < CONTACT_DISTANCE) & apart
 
 
 def burial(ca: Float64[np.ndarray, "R 3"], cb: Float64[np.ndarray, "R 3"]) -> Float64[np.ndarray, " R"]:
-    """0 (exposed) to 1 (buried): rank of the number of CA atoms within 12 Å in the half-space the side chain points to."""
+    """0 (exposed) to 1 (buried), by the rank of the number of CA atoms within 12 Å in the direction of the side chain."""
     to_others = ca[None] - ca[:, None]
     ahead = (to_others * (cb - ca)[:, None]).sum(-1) > 0
     count = (ahead & (np.linalg.norm(to_others, axis=-1) < 12.0)).sum(-1)
     rank = np.argsort(np.argsort(count, kind="stable"), kind="stable") / (len(ca) - 1)
-    # The upper two fifths are a core, the lower two fifths a surface.
+    # The upper two fifths of the ranks are core, the lower two fifths surface.
     return np.clip((rank - 0.4) / 0.2, 0.0, 1.0)
 
 

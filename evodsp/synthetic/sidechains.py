@@ -1,8 +1,8 @@
 """Side chains on a backbone: rotamers placed by AF2's rigid groups, chosen so that no two atoms clash.
 
-Each residue may take the staggered rotamers of its type, with small deviations; those that fit the backbone best are kept,
-and a descent over single residues from several starts finds a combination. Where even the best one clashes, the larger of
-the two residues gives way to a smaller relative (leucine to valine, …), as evolution would have it.
+The candidates of a residue are the staggered rotamers of its type, with small deviations; the ones that fit the backbone best
+are kept. Coordinate descent over the residues, from several starts, finds a combination. If even the best one clashes, the
+larger of the two residues is replaced by a smaller relative (leucine by valine, …), as evolution does.
 
 Shapes: R residues, K rotamers of each, 14 atoms. Å, radians.
 """
@@ -28,7 +28,7 @@ CLASH = 2.6
 
 _STAGGERED = (-65.0, 180.0, 62.0)
 _FLAT = (90.0, 60.0, -60.0)
-# chi angles in degrees of each type's rotamers, those of a staggered bond unless its plane or ring says otherwise.
+# chi angles in degrees of each type's rotamers: staggered, except next to planar groups and rings.
 _CHOICES: dict[str, tuple[tuple[float, ...], ...]] = {
     "S": (_STAGGERED,), "C": (_STAGGERED,), "T": (_STAGGERED,), "V": (_STAGGERED,),
     "I": (_STAGGERED, _STAGGERED), "L": (_STAGGERED, (180.0, 62.0, -65.0)),
@@ -41,7 +41,7 @@ _CHOICES: dict[str, tuple[tuple[float, ...], ...]] = {
 # Proline: with AF2's rigid groups these two puckers close the ring (N-CD 1.47 Å).
 _PROLINE = ((26.0, -22.0), (-22.0, 24.0))
 _DEVIATIONS = (-14.0, 0.0, 14.0)
-# What a residue becomes when it has no room.
+# What replaces a residue that has no room.
 _SMALLER = dict(zip("RNDCQEHILKMFPSTWYV", "KSSSNDNVVELLAASFFA", strict=True))
 _ATOM_NAMES = np.array([RESTYPE_NAME_TO_ATOM14_NAMES[RESTYPE_1TO3[letter]] for letter in RESTYPES])
 _POLAR = np.isin(np.char.ljust(_ATOM_NAMES, 1).astype("U1"), ["N", "O"])
@@ -52,9 +52,9 @@ def place_side_chains(
     backbone: Float64[np.ndarray, "R 6 3"],
     draws: Draws,
 ) -> tuple[Int64[np.ndarray, " R"], Float64[np.ndarray, "R 14 3"]]:
-    """All heavy atoms, and the sequence, in which residues without room were replaced by smaller ones.
+    """The sequence, in which residues without room are replaced by smaller ones, and all its heavy atoms.
 
-    `types`: amino acids 0..19. `backbone`: as from `build_backbone`.
+    `types`: amino acids 0..19. `backbone`: from `build_backbone`.
     """
     types = types.copy()
     for attempt in range(len(types)):
@@ -69,7 +69,7 @@ def place_side_chains(
 def closest_approach(types: Int64[np.ndarray, " R"], atoms: Float[np.ndarray, "R 14 3"]) -> Float[np.ndarray, "R R"]:
     """Smallest distance between heavy atoms of two residues in Å; infinite on the diagonal.
 
-    Of residues next to each other, atoms within three bonds of the peptide bond are left out, whose distance is geometry.
+    Between adjacent residues, atoms near the peptide bond are not counted: bond geometry fixes their distances.
     """
     residues = len(types)
     present = RESTYPE_ATOM14_MASK[types] > 0
@@ -77,7 +77,7 @@ def closest_approach(types: Int64[np.ndarray, " R"], atoms: Float[np.ndarray, "R
     between = np.linalg.norm(spread[:, None, :, None] - spread[None, :, None, :], axis=-1)
     between = np.where(np.isnan(between), np.inf, between)
     index = np.arange(residues - 1)
-    # Next to each other, only what lies beyond CB counts (slots 0-4 are N, CA, C, O, CB; proline's ring belongs to its N).
+    # Between adjacent residues only atoms beyond CB count (slots 0-4 are N, CA, C, O, CB; proline's ring is bonded to its N).
     beyond = np.arange(14) >= 5
     beyond = beyond & (types != RESTYPE_ORDER["P"])[:, None]
     counted = beyond[:-1, :, None] | beyond[1:, None, :]
@@ -93,12 +93,12 @@ def closest_approach(types: Int64[np.ndarray, " R"], atoms: Float[np.ndarray, "R
 def all_atoms(
     types: Int64[np.ndarray, "..."], chi: Float64[np.ndarray, "... 4"], backbone: Float64[np.ndarray, "... 6 3"]
 ) -> Float64[np.ndarray, "... 14 3"]:
-    """atom14 positions: the backbone's own N, CA, C and O, side chains by AF2's rigid groups (algorithm 24) on its frames.
+    """atom14 positions: N, CA, C and O of the backbone, side chains by AF2's rigid groups (algorithm 24) on its frames.
 
-    (AF2's tables have an N and a C for each type, up to 0.05 Å apart; with those the peptide bonds would not be exact.)
+    (AF2's tables have an N and a C for each type, up to 0.05 Å apart; with these the peptide bonds would not be exact.)
     """
     ca, c, n = (torch.from_numpy(np.ascontiguousarray(backbone[..., kind, :])) for kind in (CA, C, N))
-    frames = Rigid.from_three_points(2 * ca - c, ca, n)  # C lies on the positive x axis
+    frames = Rigid.from_three_points(2 * ca - c, ca, n)  # so that C lies on the positive x axis
     # AF2's order: omega, phi, psi, chi1..chi4; the first three place no side chain.
     angles = np.concatenate([np.zeros((*types.shape, 3)), chi], -1)
     sin_cos = torch.from_numpy(np.stack([np.sin(angles), np.cos(angles)], -1))
@@ -109,30 +109,30 @@ def all_atoms(
 
 
 def _pack(types: np.ndarray, backbone: np.ndarray, draws: Draws) -> Float64[np.ndarray, "R 14 3"]:
-    """The best combination of rotamers that was found."""
+    """Atoms of the best combination of rotamers that was found."""
     residues = len(types)
-    atoms, own = _fitting_rotamers(types, backbone)
+    atoms, single = _fitting_rotamers(types, backbone)
     present = RESTYPE_ATOM14_MASK[types] > 0
     pair = _rotamer_energies(types, atoms, present)
     found: list[tuple[float, np.ndarray]] = []
     for start in range(4):
-        # From the rotamers that suit each residue best by itself, then from random ones.
+        # The first start has the best rotamer of each residue by itself, the others have random ones.
         choice = (draws.at(start).uniform(residues) * (KEPT_ROTAMERS if start else 1)).astype(int)
         for _ in range(12):
             before = choice.copy()
             for i in range(residues):
-                choice[i] = (own[i] + pair[i, :, np.arange(residues), choice].sum(0)).argmin()
+                choice[i] = (single[i] + pair[i, :, np.arange(residues), choice].sum(0)).argmin()
             if (choice == before).all():
                 break
         chosen = np.arange(residues)
-        total = own[chosen, choice].sum() + pair[chosen[:, None], choice[:, None], chosen, choice].sum() / 2
+        total = single[chosen, choice].sum() + pair[chosen[:, None], choice[:, None], chosen, choice].sum() / 2
         found.append((float(total), choice))
     best = min(found, key=lambda item: item[0])[1]
     return atoms[np.arange(residues), best]
 
 
 def _fitting_rotamers(types: np.ndarray, backbone: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The KEPT_ROTAMERS of each residue that suit the backbone best: atoms [R, K, 14, 3] and energies [R, K], best first."""
+    """The KEPT_ROTAMERS of each residue that fit the backbone best: atoms [R, K, 14, 3] and energies [R, K], best first."""
     chosen_atoms, chosen_energy = [], []
     main = backbone[:, [N, CA, C, O]].reshape(-1, 3)
     main_residue = np.repeat(np.arange(len(types)), 4)
@@ -141,14 +141,14 @@ def _fitting_rotamers(types: np.ndarray, backbone: np.ndarray) -> tuple[np.ndarr
         count = len(chi)
         atoms = all_atoms(np.full(count, kind), chi, np.repeat(backbone[i : i + 1], count, 0))
         side = atoms[:, 5:][:, RESTYPE_ATOM14_MASK[kind, 5:] > 0]
-        # Proline's ring is bonded to the residue before.
+        # Proline's ring is bonded to the preceding residue.
         others = main_residue != i
         if RESTYPES[kind] == "P":
             others &= main_residue != i - 1
         distance = np.linalg.norm(side[:, :, None] - main[others], axis=-1)
         energy = strain + _repulsion(distance, 3.2).sum((1, 2))
-        own = np.linalg.norm(side[:, :, None] - backbone[i, [N, C, O]], axis=-1)
-        energy += 0.0 if RESTYPES[kind] == "P" else _repulsion(own, 2.8).sum((1, 2))
+        within = np.linalg.norm(side[:, :, None] - backbone[i, [N, C, O]], axis=-1)
+        energy += 0.0 if RESTYPES[kind] == "P" else _repulsion(within, 2.8).sum((1, 2))
         order = np.argsort(energy, kind="stable")[np.arange(KEPT_ROTAMERS) % count]
         chosen_atoms.append(atoms[order])
         chosen_energy.append(energy[order])
@@ -156,14 +156,14 @@ def _fitting_rotamers(types: np.ndarray, backbone: np.ndarray) -> tuple[np.ndarr
 
 
 def _rotamers(letter: str) -> tuple[Float64[np.ndarray, "K 4"], Float64[np.ndarray, " K"]]:
-    """chi angles in radians and the strain of their deviations from the ideal."""
+    """chi angles in radians of all candidates, and the strain of their deviations from the ideal."""
     if letter in "AG":
         return np.zeros((1, 4)), np.zeros(1)
     if letter == "P":
         chi, strain = np.array(_PROLINE), np.zeros(len(_PROLINE))
     else:
         ideal = np.array(list(itertools.product(*_CHOICES[letter])))
-        # Only the first two angles deviate; the others have no room to gain by it.
+        # Only the first two angles deviate; deviations of the others gain no room.
         steps = [_DEVIATIONS if n < 2 else (0.0,) for n in range(ideal.shape[1])]
         shift = np.array(list(itertools.product(*steps)))
         chi = (ideal[:, None] + shift).reshape(len(ideal) * len(shift), -1)
@@ -172,7 +172,7 @@ def _rotamers(letter: str) -> tuple[Float64[np.ndarray, "K 4"], Float64[np.ndarr
 
 
 def _rotamer_energies(types: np.ndarray, atoms: np.ndarray, present: np.ndarray) -> Float64[np.ndarray, "R K R K"]:
-    """Repulsion between the side chains of two residues for each pair of their rotamers."""
+    """Repulsion between the side chains of two residues, for each pair of their rotamers."""
     residues = len(types)
     energy = np.zeros((residues, KEPT_ROTAMERS, residues, KEPT_ROTAMERS))
     reach = 7.5  # CB to the far end of a side chain, roughly
@@ -181,7 +181,7 @@ def _rotamer_energies(types: np.ndarray, atoms: np.ndarray, present: np.ndarray)
     contact = np.where(_POLAR[types][:, :, None, None] & _POLAR[types], 2.8, 3.4)
     for i, j in zip(*np.nonzero(close), strict=True):
         a, b = np.nonzero(present[i, 4:])[0] + 4, np.nonzero(present[j, 4:])[0] + 4
-        if j == i + 1:  # CB atoms of neighbours stand at a fixed distance
+        if j == i + 1:  # CB atoms of adjacent residues have a fixed distance
             a, b = a[a > 4], b[b > 4]
         if len(a) == 0 or len(b) == 0:
             continue
@@ -192,14 +192,14 @@ def _rotamer_energies(types: np.ndarray, atoms: np.ndarray, present: np.ndarray)
 
 
 def _repulsion(distance: np.ndarray, contact: np.ndarray | float) -> np.ndarray:
-    """0 beyond the contact distance, 10 at 1 Å below it; steeper further in."""
+    """Zero beyond the contact distance, then quadratic: 10 at 1 Å below it."""
     return 10.0 * np.square(np.maximum(contact - distance, 0.0))
 
 
 def _larger_of_clashing(types: np.ndarray, atoms: np.ndarray) -> np.ndarray:
-    """Residues that must give way: of each pair that is too close the one with more atoms, if it can."""
+    """Residues to replace: of each clashing pair the one with more atoms, if a smaller relative exists."""
     first, second = np.nonzero(np.triu(closest_approach(types, atoms) < CLASH))
     size = RESTYPE_ATOM14_MASK[types].sum(-1)
     size[[RESTYPES[t] not in _SMALLER for t in types]] = 0
-    loser = np.where(size[first] >= size[second], first, second)
-    return np.unique(loser[size[loser] > 0])
+    larger = np.where(size[first] >= size[second], first, second)
+    return np.unique(larger[size[larger] > 0])

@@ -34,7 +34,7 @@ def _write(root: Path, config: SynthesisConfig, report: Callable[[str], None] | 
     for name, held_out in (("train.txt", False), ("validation.txt", True)):
         keys = [m.chain.key for m in members if m.held_out == held_out]
         (root / name).write_text("".join(f"{key}\n" for key in keys), encoding="utf-8")
-    # Training weights a chain by the inverse of its cluster's size: a family is a cluster.
+    # OpenFold's training weights a chain by the inverse of its cluster's size: a family is a cluster.
     size = config.members + config.held_out
     _write_json(
         root / "chain_data_cache.json", {m.chain.key: _chain_entry(m) | {"cluster_size": size} for m in members}
@@ -44,7 +44,7 @@ def _write(root: Path, config: SynthesisConfig, report: Callable[[str], None] | 
 
 
 def _readme(config: SynthesisConfig, members: list[Member]) -> str:
-    """What lies here, and the command that makes it."""
+    """The README of the output folder: its contents, and the command that makes it."""
     options = "".join(
         f" --{field.name} {value}"
         for field in dataclasses.fields(config)
@@ -53,10 +53,10 @@ def _readme(config: SynthesisConfig, members: list[Member]) -> str:
     size = config.members + config.held_out
     rows = []
     for family in range(config.families):
-        mine = members[family * size : (family + 1) * size]
-        train, held_out = ([m.chain.key for m in mine if m.held_out == kind] for kind in (False, True))
+        chains = members[family * size : (family + 1) * size]
+        train, held_out = ([m.chain.key for m in chains if m.held_out == kind] for kind in (False, True))
         rows.append(
-            f"| {family + 1} | {mine[0].fold} | {len(mine[0].chain)} | {' '.join(train)} | {' '.join(held_out) or '-'} |"
+            f"| {family + 1} | {chains[0].fold} | {len(chains[0].chain)} | {' '.join(train)} | {' '.join(held_out) or '-'} |"
         )
     table = "\n".join(["| family | fold | residues | train.txt | validation.txt |", "|---|---|---|---|---|", *rows])
     return f"""# Synthetic protein families
@@ -65,19 +65,19 @@ Made by
 
     evodsp data synthesize --output data{options}
 
-(`data` may be any empty folder; the same command gives the same bytes on one machine.) No sequence or structure here is taken
-from nature: backbones of ideal geometry folded onto sketches, sequences of a Potts model whose coupled columns are the
-contacts, side chains of AlphaFold2's rigid groups.
+(`data` may be any empty folder; the same command gives the same bytes on one machine.) No sequence or structure is taken from
+nature: the backbones have ideal geometry and are folded towards sketches, the sequences come from a Potts model whose coupled
+columns are the contacts, and the side chains are AlphaFold2's rigid groups.
 
 {table}
 
-Members of a family share the fold and half or more of their residues; each has its own structure and alignments.
+Members of a family share the fold and at least half of their residues. Each has its own structure and alignments.
 
 - `mmcif_files/<id>.cif`: structures, all heavy atoms
-- `alignments/<id>_A/bfd_uniclust_hits.a3m`, `uniref90_hits.sto`: {config.sequences} sequences each, the chain's first
+- `alignments/<id>_A/bfd_uniclust_hits.a3m`, `uniref90_hits.sto`: {config.sequences} sequences each; the first is the chain's
 - `fasta/<id>_A.fasta`: the sequence, for prediction
-- `train.txt`, `validation.txt`: chain names; the latter's are held out
-- `chain_data_cache.json`, `mmcif_cache.json`: as OpenFold's; a family is a cluster
+- `train.txt`, `validation.txt`: chain names; the validation chains are held out
+- `chain_data_cache.json`, `mmcif_cache.json`: OpenFold's caches; a family is a cluster
 """
 
 

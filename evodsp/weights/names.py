@@ -323,17 +323,21 @@ def embedders(scope: str) -> Iterator[Name]:
 
 def heads(config: ModelConfig) -> Iterator[Name]:
     aux = "aux_heads"
-    yield from _linear("distogram_head.half_logits", "distogram_head/half_logits", f"{aux}.distogram.linear")
-    yield from _linear("masked_msa_head.logits", "masked_msa_head/logits", f"{aux}.masked_msa.linear")
-    yield from _norm("plddt_head.norm", "predicted_lddt_head/input_layer_norm", f"{aux}.plddt.layer_norm")
+    yield from _linear("heads.distogram.half_logits", "distogram_head/half_logits", f"{aux}.distogram.linear")
+    yield from _linear("heads.masked_msa.logits", "masked_msa_head/logits", f"{aux}.masked_msa.linear")
+    yield from _norm("heads.plddt.norm", "predicted_lddt_head/input_layer_norm", f"{aux}.plddt.layer_norm")
     for n, (ours, deepmind) in enumerate((("first", "act_0"), ("second", "act_1"), ("logits", "logits")), start=1):
-        yield from _linear(f"plddt_head.{ours}", f"predicted_lddt_head/{deepmind}", f"{aux}.plddt.linear_{n}")
+        yield from _linear(f"heads.plddt.{ours}", f"predicted_lddt_head/{deepmind}", f"{aux}.plddt.linear_{n}")
     if config.heads.experimentally_resolved:
         yield from _linear(
-            "resolved_head.logits", "experimentally_resolved_head/logits", f"{aux}.experimentally_resolved.linear"
+            "heads.experimentally_resolved.logits",
+            "experimentally_resolved_head/logits",
+            f"{aux}.experimentally_resolved.linear",
         )
     if config.heads.predicted_aligned_error:
-        yield from _linear("pae_head.logits", "predicted_aligned_error_head/logits", f"{aux}.tm.linear")
+        yield from _linear(
+            "heads.predicted_aligned_error.logits", "predicted_aligned_error_head/logits", f"{aux}.tm.linear"
+        )
 
 
 def template_pair_stack(

@@ -14,6 +14,9 @@ _RETIRED_FEATURES = ("ensembles",)
 _MSA_LAYER = re.compile(
     r"(?<=\.)(blocks\.\d+\.)(row_attention|column_attention|msa_transition|outer_product_mean)(?=\.)"
 )
+# Version 1 had a module for each head, called `<name>_head`.
+_HEAD = re.compile(r"(?<![\w.])(model\.)?(distogram|masked_msa|plddt|resolved|pae)_head(?=\.)")
+_HEADS = {"resolved": "experimentally_resolved", "pae": "predicted_aligned_error"}
 _WEIGHTS = ("state_dict", "ema_state_dict")
 
 
@@ -30,5 +33,6 @@ def upgrade(checkpoint: dict[str, Any]) -> None:
 
 
 def _renamed(name: str) -> str:
-    """'…blocks.0.msa_transition.norm.weight' -> '…blocks.0.msa_stack.transition.norm.weight'."""
+    """'…blocks.0.msa_transition.norm.weight' -> '…blocks.0.msa_stack.transition.norm.weight'; 'pae_head.…' -> 'heads.…'."""
+    name = _HEAD.sub(lambda found: f"{found[1] or ''}heads.{_HEADS.get(found[2], found[2])}", name)
     return _MSA_LAYER.sub(lambda found: f"{found[1]}msa_stack.{found[2].removeprefix('msa_')}", name)

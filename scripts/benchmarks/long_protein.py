@@ -58,7 +58,7 @@ def measured(exchange: Exchange, residues: int, backward: bool) -> dict[str, Any
         "tensors": memory.peak / 2**20,
         "resident": _resident() - before,
         "seconds": time.perf_counter() - start,
-        "plddt logits": float(output.plddt_logits.detach().double().square().mean().sqrt()),
+        "plddt logits": float(output.logits["plddt"].detach().double().square().mean().sqrt()),
     }
 
 

@@ -65,9 +65,9 @@ def randomise(model: nn.Module, seed: int = 0) -> None:
 def output_tensors(output: ModelOutput) -> list[Tensor]:
     """All output tensors that a loss or the next recycling iteration reads."""
     structure = output.structure
-    direct = [value for value in vars(output).values() if isinstance(value, Tensor)]
     return [
-        *direct,
+        *output.representations.values(),
+        *output.logits.values(),
         structure.angles,
         structure.unnormalized_angles,
         structure.atom14,

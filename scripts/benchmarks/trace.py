@@ -1,10 +1,11 @@
-"""When collectives are under way and what is computed meanwhile: a profiler trace of an Evoformer stack on local ranks.
+"""A profiler trace of an Evoformer stack on local ranks: when collectives run, and what is computed at the same time.
 
     python -m scripts.benchmarks.trace [--ranks 2] [--output scripts/benchmarks/results/trace]
 
-Draws OUTPUT.png and writes its intervals to OUTPUT.csv. Compute is named after its sub-layer (in the backward pass through
-autograd's sequence numbers), a collective after the schedule: its place in the block's table, sub-layer, block. Communication
-here is copying by the same cores that compute, so the trace shows that the order is right, not that time is saved.
+Draws OUTPUT.png and writes its intervals to OUTPUT.csv. A compute interval has the name of its sub-layer; in the backward pass
+autograd's sequence numbers tell which. A collective is named after the schedule: its number within the block, its sub-layer,
+its block. On CPUs the cores that compute also copy the messages, so the trace shows that collectives are launched early enough,
+not that time is saved.
 """
 
 from __future__ import annotations
@@ -36,27 +37,29 @@ from .trace_drawing import draw
 
 RESULTS = Path(__file__).parent / "results"
 LAYER, LAUNCH, AWAIT, PASS = "layer ", "launch ", "await ", "pass "
-"""What annotations in the trace begin with."""
+"""Prefixes of the annotations in the trace."""
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A piece of a pass. Times in ms since the pass began."""
+    """An interval of a pass. Times are in ms since the start of the pass."""
 
     direction: str
     what: str
-    """compute | collective | await"""
+    """`compute`, `collective` or `await`."""
     name: str
     start: float
     end: float
     awaited: float = 0.0
-    """Of a collective: when this rank began to wait for it."""
+    """For a collective: when this rank began to wait for it."""
     hidden: float = 0.0
-    """Of a collective: how long this rank computed between launching and awaiting it, in ms."""
+    """For a collective: how long this rank computed between launch and wait, in ms."""
 
 
 @dataclass
-class _NamedFlight(Transfer):
+class _NamedTransfer(Transfer):
+    """A transfer whose wait is annotated in the trace."""
+
     name: str
 
     def wait(self) -> Tensor:
@@ -66,15 +69,15 @@ class _NamedFlight(Transfer):
 
 @dataclass(frozen=True)
 class _Named(Collective):
-    """A collective that is seen in the trace."""
+    """A collective whose launch and wait are annotated in the trace."""
 
     inner: Collective
     name: str
 
     def launch(self, x: Tensor, backward: bool = False) -> Transfer:
         with record_function(LAUNCH + self.name):
-            flight = self.inner.launch(x, backward)
-        return _NamedFlight(flight.work, flight.pieces, flight.dim, flight.sent, self.name)
+            transfer = self.inner.launch(x, backward)
+        return _NamedTransfer(transfer.work, transfer.pieces, transfer.dim, transfer.sent, self.name)
 
     def transpose(self) -> _Named:
         return _Named(self.inner.transpose(), self.name)
@@ -87,7 +90,7 @@ class _Named(Collective):
 
 
 class TracedExchange(ShardedExchange):
-    """Names its collectives, as they come."""
+    """Gives each collective the next of `names`."""
 
     def __init__(self, group: Group, names: Iterator[str]) -> None:
         super().__init__(group)
@@ -98,7 +101,7 @@ class TracedExchange(ShardedExchange):
 
 
 def name_layers(stack: EvoformerStack) -> None:
-    """Have sub-layers show in the trace."""
+    """Annotate each sub-layer in the trace."""
     for number, block in enumerate(stack.blocks):
         for part in (block.msa_stack, block.pair_stack):
             for name, layer in part.named_children():
@@ -120,7 +123,7 @@ def _name(module: nn.Module, name: str) -> None:
 
 
 def run(group: Group, sequences: int, residues: int, blocks: int) -> list[Any]:
-    """The profiler's events of one forward and backward pass, after one to warm up."""
+    """The profiler's events of one forward and backward pass, after a warm-up."""
     channels = ModelConfig().channels
     config = dataclasses.replace(EvoformerConfig(), blocks=blocks, checkpoint=False)
     n = Sizes(group.size, group.rank, 1, sequences, residues, channels.msa, channels.pair, config)
@@ -148,7 +151,7 @@ def run(group: Group, sequences: int, residues: int, blocks: int) -> list[Any]:
 
 
 def _numbered(n: Sizes) -> list[str]:
-    """The schedule's names of all collectives in order; the last block does not send m back to S."""
+    """The names of all collectives in order, from the schedule. The last block does not switch m back to S."""
     table = [(place, call.layer) for place, call in enumerate(inner_block(n), 1)]
     names = [f"{place} {layer} {block}" for block in range(n.config.blocks) for place, layer in table]
     last = n.config.blocks - 1
@@ -156,13 +159,13 @@ def _numbered(n: Sizes) -> list[str]:
 
 
 def intervals(events: list[Any]) -> list[Interval]:
-    """What the trace holds of both passes."""
+    """The intervals of both passes."""
     named = {
         prefix: sorted((e for e in events if e.name().startswith(prefix)), key=lambda e: e.start_ns())
         for prefix in (LAYER, LAUNCH, AWAIT, PASS, "gloo:")
     }
     if len(named[LAUNCH]) != len(named["gloo:"]):
-        raise RuntimeError(f"{len(named[LAUNCH])} collectives launched, {len(named['gloo:'])} in the trace")
+        raise RuntimeError(f"{len(named[LAUNCH])} collectives were launched, but the trace has {len(named['gloo:'])}")
     layer_of = {
         e.sequence_nr(): layer.name().removeprefix(LAYER)
         for layer in named[LAYER]
@@ -217,7 +220,7 @@ def _within(inner: Any, outer: Any) -> bool:
 
 
 def _backward_pieces(events: list[Any], whole: Any, layer_of: dict[int, str]) -> list[tuple[str, int, int]]:
-    """Nodes of the graph by the sub-layer that made them; a node without one belongs to the one before it."""
+    """Autograd nodes, grouped by the sub-layer that created them. A node without a known sub-layer joins the previous group."""
     prefix = "autograd::engine::evaluate_function: "
     nodes = sorted((e for e in events if e.name().startswith(prefix) and _within(e, whole)), key=lambda e: e.start_ns())
     pieces: list[tuple[str, int, int]] = []
@@ -233,7 +236,7 @@ def _backward_pieces(events: list[Any], whole: Any, layer_of: dict[int, str]) ->
 
 
 def _without(pieces: list[tuple[str, int, int]], holes: list[tuple[int, int]]) -> Iterator[tuple[str, int, int]]:
-    """`pieces` less what overlaps with `holes`, which are in order."""
+    """`pieces` without their overlap with `holes`, which are sorted."""
     for name, start, end in pieces:
         for hole_start, hole_end in holes:
             if hole_end <= start or hole_start >= end:
@@ -245,11 +248,11 @@ def _without(pieces: list[tuple[str, int, int]], holes: list[tuple[int, int]]) -
             yield name, start, end
 
 
-def _rank(rank: int, ranks: int, meeting: str, arguments: argparse.Namespace) -> None:
+def _rank(rank: int, ranks: int, rendezvous: str, arguments: argparse.Namespace) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=ranks)
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks)
     handle = dist.group.WORLD
-    assert handle is not None  # it was made a line above
+    assert handle is not None  # created one line above
     found = intervals(run(Group(handle), arguments.sequences, arguments.residues, arguments.blocks))
     dist.barrier()
     if rank == 0:
@@ -261,7 +264,7 @@ def _rank(rank: int, ranks: int, meeting: str, arguments: argparse.Namespace) ->
                 writer.writerow([x.direction, x.what, x.name, *numbers])
         draw(found, arguments.output.with_suffix(".png"), f"rank 0 of {ranks}, gloo, {arguments.blocks} blocks")
         for direction in ("forward", "backward"):
-            print(f"\n{direction}: compute between launching and awaiting, ms")
+            print(f"\n{direction}: compute between launch and wait, ms")
             for x in found:
                 if x.what == "collective" and x.direction == direction:
                     print(f"  {x.name:24}{x.hidden:8.1f}")
@@ -270,14 +273,16 @@ def _rank(rank: int, ranks: int, meeting: str, arguments: argparse.Namespace) ->
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2, help="processes (default: 2)")
+    parser.add_argument("--ranks", type=int, default=2, help="number of ranks (default: 2)")
     parser.add_argument("--sequences", type=int, default=64, help="sequences of the MSA (default: 64)")
     parser.add_argument("--residues", type=int, default=128, help="residues (default: 128)")
     parser.add_argument("--blocks", type=int, default=2, help="Evoformer blocks (default: 2)")
-    parser.add_argument("--output", type=Path, default=RESULTS / "trace", help="files to write, without suffix")
+    parser.add_argument(
+        "--output", type=Path, default=RESULTS / "trace", help="path of the files to write, without suffix"
+    )
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(_rank, (arguments.ranks, f"{folder}/meeting", arguments), nprocs=arguments.ranks)
+        torch.multiprocessing.spawn(_rank, (arguments.ranks, f"{folder}/rendezvous", arguments), nprocs=arguments.ranks)
 
 
 if __name__ == "__main__":

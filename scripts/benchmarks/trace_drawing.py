@@ -1,7 +1,7 @@
-"""Draws what `trace.py` found: compute of one rank above, the collectives that are under way meanwhile below.
+"""Draws the intervals of `trace.py`: one rank's compute above, its collectives below.
 
-A collective is a bar from its launch to its end, with its place in the block's table; the thin line goes on to where it is
-awaited: so long it may take before anybody waits.
+The thick bar of a collective lasts from its launch to its end and carries its number within the block. The thin line ends where
+the rank begins to wait; if the thick bar ends first, the communication is fully hidden.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ COLOURS = {
     "attention_ending": "#8cd17d", "transition": "#d7f0d0",
     "switch m": "#333333", "switch m back": "#666666", "switch z": "#999999",
 }  # fmt: skip
-"""By sub-layer; a collective has the colour of the sub-layer that asks for it."""
+"""By sub-layer. A collective has the colour of the sub-layer that launches it."""
 
 
 def draw(found: Sequence[Interval], path: Path, title: str) -> None:
-    """Both passes, one above the other."""
+    """Draw the forward pass above the backward pass."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -42,7 +42,7 @@ def draw(found: Sequence[Interval], path: Path, title: str) -> None:
 
 
 def _panel(panel: Any, found: Sequence[Interval]) -> None:
-    ends: list[float] = []  # of the last collective in each lane
+    ends: list[float] = []  # end of the last collective in each lane
     for x in sorted(found, key=lambda x: x.start):
         width = x.end - x.start
         if x.what == "compute":
@@ -58,7 +58,7 @@ def _panel(panel: Any, found: Sequence[Interval]) -> None:
             panel.barh(height, width, left=x.start, height=0.6, color=COLOURS[layer])
             panel.annotate(place, (x.start, height + 0.32), fontsize=8, ha="left", va="bottom")
     panel.set_yticks([0, *(-1.2 - lane for lane in range(len(ends)))])
-    panel.set_yticklabels(["compute", *("under way" for _ in ends)])
+    panel.set_yticklabels(["compute", *("collectives" for _ in ends)])
     panel.set_xlabel("ms")
     for side in ("top", "right"):
         panel.spines[side].set_visible(False)

@@ -74,7 +74,7 @@ def losses(
         positions=torch.from_numpy(reference["structure/positions"])[None],
         backbone=Rigid.from_quaternion(affines[..., :4], affines[..., 4:]),
     )
-    confidence = replace(CONFIDENCE, pae=0.1 if output.pae_logits is not None else 0.0)
+    confidence = replace(CONFIDENCE, pae=0.1 if "predicted_aligned_error" in output.logits else 0.0)
     total, terms = total_loss(output, batch, STRUCTURE, config.heads)
     more, more_terms = total_loss(replace(output, structure=judged), batch, confidence, config.heads)
     total = total + more
@@ -84,16 +84,16 @@ def losses(
 def outputs_of(output: ModelOutput) -> dict[str, np.ndarray]:
     """Representations, logits and positions (Å) of a batch of one, without its axis."""
     found = {
-        "representations/msa": output.msa,
-        "representations/msa_first_row": output.msa[:, 0],
-        "representations/pair": output.pair,
-        "representations/single": output.single,
+        "representations/msa": output.representations["msa"],
+        "representations/msa_first_row": output.representations["msa"][:, 0],
+        "representations/pair": output.representations["pair"],
+        "representations/single": output.representations["single"],
         "representations/structure_module": output.structure.single,
-        "distogram/logits": output.distogram_logits,
-        "masked_msa/logits": output.masked_msa_logits,
-        "predicted_lddt/logits": output.plddt_logits,
-        "experimentally_resolved/logits": output.resolved_logits,
-        "predicted_aligned_error/logits": output.pae_logits,
+        "distogram/logits": output.logits["distogram"],
+        "masked_msa/logits": output.logits["masked_msa"],
+        "predicted_lddt/logits": output.logits["plddt"],
+        "experimentally_resolved/logits": output.logits.get("experimentally_resolved"),
+        "predicted_aligned_error/logits": output.logits.get("predicted_aligned_error"),
         "structure/positions": output.structure.positions,
     }
     return {name: value[0].detach().numpy() for name, value in found.items() if value is not None}

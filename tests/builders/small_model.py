@@ -65,9 +65,11 @@ def features(batch: int, sizes: tuple[int, int, int] = SMALL) -> dict[str, Tenso
 
 def tensors(output: ModelOutput) -> dict[str, Tensor]:
     """The output's tensors that losses and recycling read, by name."""
-    own = {name: value for name, value in vars(output).items() if isinstance(value, Tensor)}
+    logits = {f"{name}_logits": value for name, value in output.logits.items()}
     structure = output.structure
-    return own | {
+    return {
+        **output.representations,
+        **logits,
         "angles": structure.angles,
         "atom14": structure.atom14,
         "backbone": structure.backbone.to_flat12(),

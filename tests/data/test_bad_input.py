@@ -1,4 +1,4 @@
-"""What users get wrong: one line that names file, line and mend, and nothing but a UserError whatever the bytes are."""
+"""Malformed input: a UserError of one line that names file, line and fix, whatever the bytes are."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CIF = entry(
 
 
 def says(call: Callable[[], object], *parts: str) -> str:
-    """The one line of the UserError that `call` raises; it must hold all `parts`."""
+    """The message of the UserError that `call` must raise: one line that contains all `parts`."""
     with pytest.raises(UserError) as caught:
         call()
     message = str(caught.value)
@@ -36,7 +36,7 @@ def says(call: Callable[[], object], *parts: str) -> str:
 
 
 def fails(reader: Callable, path: Path, content: str | bytes, *parts: str) -> None:
-    """`content` saved at `path` makes `reader` say, in one line, the path and all `parts`."""
+    """`reader` must refuse `content`, saved at `path`, in one line that contains the path and all `parts`."""
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     says(lambda: reader(path), str(path), *parts)
 
@@ -123,7 +123,10 @@ STRUCTURE_CASES = {
     "fasta.cif": (">a\nMK\n", [":1: ", "not a valid structure file"]),
     "no_atoms.cif": (CIF[: CIF.index("loop_\n_atom_site")], ["no atoms", "another one"]),
     "truncated.cif": (CIF[:-9], ["truncated", "Wrong number of values"]),
-    "coordinate.cif": (CIF.replace(" 2 0 0 ", " x 0 0 ", 1), ["_atom_site.Cartn_x of atom row 5 is 'x'", "mend"]),
+    "coordinate.cif": (
+        CIF.replace(" 2 0 0 ", " x 0 0 ", 1),
+        ["_atom_site.Cartn_x of atom row 5 is 'x'", "correct the file"],
+    ),
     "beyond.cif": (entry({"A": "1:GLY"}, [atom("N", "SER", 2, 1)]), ["label_seq_id 2", "SEQRES (1..1)"]),
     "number.cif": (CIF.replace("2 SER", "two SER", 1).replace("1 two", "1 two"), ["_entity_poly_seq.num is 'two'"]),
     "binary.cif": (b"\0\1\2\3", ["not a text file"]),
@@ -141,7 +144,7 @@ def test_structure(tmp_path: Path, name: str):
 
 
 def test_chain_that_is_not_there(tmp_path: Path):
-    """Catches a message that leaves the user to open the file and look for the chains."""
+    """Catches a message that does not list the chains of the file."""
     path = tmp_path / "1abc.cif"
     path.write_text(CIF)
     says(lambda: read_chain(path, "B"), str(path), "no protein chain 'B'", "Chains: A")
@@ -191,7 +194,7 @@ def test_directory_without_alignments(tmp_path: Path):
 
 
 def test_store_names_the_nearest_key(tmp_path: Path):
-    """Catches a misspelt chain left for the user to find."""
+    """Catches messages about a misspelt chain that do not suggest the nearest one."""
     folder(tmp_path, {"bfd.a3m": ">q\nGS\n"})
     structures = tmp_path / "mmcif_files"
     structures.mkdir()
@@ -227,7 +230,7 @@ def test_broken_alignment_database(tmp_path: Path):
 
 
 def mutated(rng: np.random.Generator, data: bytes) -> bytes:
-    """`data` with a few bytes replaced, a stretch cut out, repeated or moved, or its end cut off."""
+    """`data` with a few bytes replaced, a stretch removed, repeated or moved, or the end removed."""
     text = bytearray(data)
     for _ in range(rng.integers(1, 4)):
         start, end = sorted(rng.integers(0, len(text) + 1, 2).tolist())

@@ -12,7 +12,7 @@ ALMOST_ONE = 1 - 2**-24
 
 
 def test_clamped_samples_start_uniformly() -> None:
-    """Every start from 0 to the surplus, the last included, equally often; the shift must not be looked at."""
+    """Every start from 0 to the surplus, the last included, is equally likely; the shift is ignored."""
     positions = (np.arange(6000) + 0.5) / 6000
     starts = [crop_start(5, clamped=True, shift=0.99, position=p) for p in positions]
     np.testing.assert_array_equal(np.bincount(starts), [1000] * 6)

@@ -1,4 +1,4 @@
-"""Samples: the same for every worker and resume, crop and labels that belong together, edges, and users' mistakes."""
+"""Samples: reproducible for every worker and resume, features and labels of the same residues, edge cases, user errors."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def assert_equal(one: Sample, two: Sample) -> None:
 
 
 def test_a_sample_depends_on_seed_and_index_only() -> None:
-    """Not on what was read before, nor on the process: a resumed run must go on with the same samples."""
+    """Catches dependence on earlier reads or on the process: a resumed run must continue with the same samples."""
     first, later = dataset(), dataset()
     for index in (0, 3, 12):
         later[index]
@@ -104,7 +104,7 @@ def test_fraction_of_clamped_samples() -> None:
 
 
 def test_validation_is_the_same_in_every_epoch() -> None:
-    """The keys in order, all recycling iterations, the middle of the chain, clamped; and iteration ends."""
+    """Validation gives the keys in order, all recycling iterations, the middle of the chain, clamped; and iteration ends."""
     data = dataset(training=False)
     samples = list(data)
     assert [data.key_of(i) for i in range(5)] == [chain.key for chain in FIVE]
@@ -130,12 +130,12 @@ def test_features_and_labels_show_the_same_residues() -> None:
         np.testing.assert_array_equal(sample["aatype"][-1], encode_sequence(chain.sequence)[shown])
         np.testing.assert_array_equal(sample["all_atom_positions"], chain.positions[shown])
         np.testing.assert_array_equal(sample["all_atom_mask"] > 0, sample["atom37_atom_exists"][0] > 0)
-        # Row 0 of the MSA is the query throughout.
+        # Row 0 of the MSA is always the query.
         np.testing.assert_array_equal(sample["true_msa"][:, 0], sample["aatype"])
 
 
 def test_labels_are_those_of_the_whole_chain() -> None:
-    """Labels of a crop alone would lose phi and omega of its first residue, whose neighbour is cut off."""
+    """Catches labels computed from the crop: phi and omega of its first residue need the residue before it."""
     data = dataset(training=False)
     sample, chain = data[4], FIVE[4]
     shown = sample["residue_index"][0].long()
@@ -162,7 +162,7 @@ def test_names_and_types_are_the_golden_ones(golden: Path) -> None:
 @pytest.mark.parametrize("rows", [1, 3, 40])
 @pytest.mark.parametrize("length", [1, 12, 30])
 def test_shapes_are_fixed_with_a_crop_size(length: int, rows: int) -> None:
-    """Short chains and shallow alignments are padded, long and deep ones cut: the model sees one shape."""
+    """Short chains and shallow alignments are padded, long and deep ones cropped: all samples have one shape."""
     chain = make_chain("1abc", (AMINO_ACIDS * 2)[:length])
     data = ChainDataset(MemoryStore(chain, rows=rows), [chain.key], replace(CONFIG, recycles=0), 0, training=True)
     sample = data[0]
@@ -210,7 +210,7 @@ def test_cache_drops_the_least_recently_used_chain() -> None:
 @pytest.mark.parametrize("letters", ["A", "X", "XXXXX", "GG"])
 @pytest.mark.parametrize("resolved", [True, False])
 def test_degenerate_chains_give_finite_samples(letters: str, resolved: bool) -> None:
-    """One residue, no known residue, no atom, one sequence: masks say so, and no number is undefined."""
+    """One residue, no known residue, no atoms, one sequence: masks are zero where needed, all numbers are finite."""
     chain = make_chain("1abc", letters, resolved, resolution=None)
     for config in (CONFIG, WHOLE):
         sample = ChainDataset(MemoryStore(chain, rows=1), [chain.key], config, 0, training=True)[0]
@@ -280,11 +280,11 @@ def test_prediction_without_homologues() -> None:
     assert not sample["extra_msa_mask"].any()
 
 
-# Users' mistakes -----------------------------------------------------------------------------------------------------
+# User errors ---------------------------------------------------------------------------------------------------------
 
 
 def test_structure_of_another_sequence_is_named() -> None:
-    """The chain, the first differing residue (from 1) and both letters, in one line."""
+    """The message names the file, the chain, the first position that differs (from 1) and both letters."""
 
     class Swapped(MemoryStore):
         def alignments(self, key: str, query: ProteinSequence | None = None) -> list[Alignment]:
@@ -325,7 +325,7 @@ def test_impossible_config_is_an_error_before_the_first_sample() -> None:
 
 
 def test_real_chains(real_data: Path) -> None:
-    """Structure, alignments and labels of real entries go together, through the on-disk store."""
+    """Structures, alignments and labels of real entries fit together when read through the store."""
     store = FeatureStore(real_data / "alignments", real_data / "mmcif_files")
     config = FeatureConfig(crop_size=64, msa_clusters=32, extra_msa=100, recycles=0)
     data = ChainDataset(store, ["102m_A", "2q2k_A", "2q2k_B"], config, 0, training=False)

@@ -1,4 +1,4 @@
-"""MSA processing against AF2's own, step by step with its random numbers, and as a whole where it is deterministic."""
+"""MSA features against AF2's: step by step with its random numbers, and as a whole where no number is random."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def msa_of(rows: np.ndarray, deletions: np.ndarray | None = None) -> MsaFeatures
 
 
 def random_msa(rows: int, columns: int, seed: int = 0) -> MsaFeatures:
-    """A family whose members keep a quarter to three quarters of the query's letters, with deletions here and there."""
+    """Random sequences that share a quarter to three quarters of the query's letters, with some deletions."""
     rng = np.random.default_rng(seed)
     msa = rng.integers(0, 22, (rows, columns))
     query = rng.integers(0, 20, columns)
@@ -67,13 +67,13 @@ def golden_msa(golden: Path, steps: dict[str, np.ndarray]) -> MsaFeatures:
 
 @pytest.fixture(scope="module")
 def flat_msa(golden_msa: MsaFeatures) -> MsaFeatures:
-    """The golden MSA with a flat profile. The golden replacements are arbitrary letters: here each of them can be drawn."""
+    """The golden MSA with a flat profile, from which every letter can be drawn: the golden replacements are arbitrary."""
     return replace(golden_msa, profile=np.full_like(golden_msa.profile, 1 / 22))
 
 
 @pytest.fixture(scope="module")
 def golden_draws(steps: dict[str, np.ndarray], flat_msa: MsaFeatures) -> CycleDraws:
-    """The golden random numbers; a replacement's lies in the middle of the interval of the golden letter."""
+    """The golden random numbers; the number of each replacement is the middle of the golden letter's interval."""
     probabilities = letter_probabilities(steps["masked_msa/true_msa"].astype(np.int8), flat_msa.profile, CONFIG)
     drawn = steps["masked_msa/drawn_aa"][..., None]
     upper = np.take_along_axis(np.cumsum(probabilities, -1, dtype=np.float64), drawn, -1)
@@ -133,7 +133,7 @@ def test_extra_deletion_value(steps: dict[str, np.ndarray]) -> None:
 def test_one_cycle_from_af2s_random_numbers(
     steps: dict[str, np.ndarray], flat_msa: MsaFeatures, golden_draws: CycleDraws
 ) -> None:
-    """The order of the steps: extra rows unmasked, clusters compared after masking."""
+    """Catches a wrong order of the steps: extra rows are not masked, clusters are compared after masking."""
     features = sampled_features(flat_msa, CONFIG, golden_draws, Crop(0, 64))
     np.testing.assert_allclose(features["msa_feat"], steps["msa_feat"], atol=1e-6)
     np.testing.assert_array_equal(features["true_msa"], steps["masked_msa/true_msa"])
@@ -143,7 +143,7 @@ def test_one_cycle_from_af2s_random_numbers(
 
 
 def test_processed_features(golden: Path, golden_msa: MsaFeatures) -> None:
-    """Everything the model reads: names, shapes, types, padding; values wherever AF2 draws nothing."""
+    """All inputs of the model: names, shapes, types and padding; values too where AF2 draws no random numbers."""
     raw, processed = load(golden / "features_raw_crop.npz"), load(golden / "features_processed.npz")
     aatype = encode_sequence(raw["sequence"][0].decode())
     features = make_features(
@@ -168,17 +168,17 @@ def test_processed_features(golden: Path, golden_msa: MsaFeatures) -> None:
 
 
 def test_target_feat_of_unknown_residue() -> None:
-    """Column 0 marks chain breaks; an off-by-one would put A there."""
+    """Catches an off-by-one: column 0 marks chain breaks, A is column 1."""
     features = target_features(encode_sequence("AX"))
     np.testing.assert_array_equal(features.argmax(-1), [1, 21])
 
 
-# Against a plain reading of the supplement ---------------------------------------------------------------------------
+# Against the supplement's formulas ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("clusters", "extra", "columns"), [(7, 900, 41), (3, 1, 1), (5, 0, 9), (300, 500, 300)])
 def test_clustering_agrees_with_one_hot_products(clusters: int, extra: int, columns: int) -> None:
-    """Tiles must cover every row and column, also where the last tile is partly filled, and agreement above 255 columns."""
+    """Catches rows or columns missed by a partly filled last tile, and counts that overflow above 255 columns."""
     rng = np.random.default_rng(clusters)
     letters = 3 if columns == 300 else 23
     centres = rng.integers(0, letters, (clusters, columns)).astype(np.int8)
@@ -200,14 +200,14 @@ def test_clustering_agrees_with_one_hot_products(clusters: int, extra: int, colu
 
 
 def test_gap_and_mask_agree_with_nothing() -> None:
-    """Two gapped rows must not be neighbours for their gaps: the one common letter decides."""
+    """Catches gaps counted as agreement: the one common letter decides."""
     clusters = np.array([[21, 21, 21, 22], [0, 1, 2, 3]], np.int8)
     extra = np.array([[21, 21, 21, 3], [21, 21, 21, 21]], np.int8)
     np.testing.assert_array_equal(nearest_clusters(clusters, extra), [1, 0])
 
 
 def test_replacement_follows_its_distribution() -> None:
-    """Each letter's share among a million draws, against the probabilities of equation in 1.2.7."""
+    """Frequencies of the letters in a million draws, against the probabilities of supplement 1.2.7."""
     rng = np.random.default_rng(0)
     msa = np.full((1000, 1000), 5, np.int8)
     profile = np.zeros((1000, 22), np.float32)
@@ -262,7 +262,7 @@ def test_rows_are_sampled_without_repetition_query_first() -> None:
 
 
 def test_deletions_stay_with_their_extra_rows() -> None:
-    """Extra rows are cut off at `extra_msa`: letters and deletions at the same place."""
+    """Catches letters and deletions of extra rows truncated differently."""
     rows = np.arange(20)[:, None].repeat(2, 1)
     config = replace(CONFIG, msa_clusters=7, extra_msa=10)
     features = make_features(encode_sequence("AA"), msa_of(rows, deletions=rows), config, Draws.root(1), cycles=1)
@@ -273,7 +273,7 @@ def test_deletions_stay_with_their_extra_rows() -> None:
 
 
 def test_late_crop_equals_cropping_the_finished_features() -> None:
-    """Clusters are found on the whole chain; computing only the cropped columns afterwards must change nothing."""
+    """Cropping before the cluster summary must give the same values as cropping the finished features."""
     msa, crop = random_msa(60, 40), Crop(11, 17)
     config = replace(CONFIG, msa_clusters=12)
     draws = CycleDraws.draw(Draws.root(5), 60, 40, config)
@@ -298,7 +298,7 @@ def test_fixed_sizes_only_add_zeros() -> None:
 
 
 def test_single_sequence_of_one_unknown_residue() -> None:
-    """The smallest chain: one row, one residue, type X; no axis is empty, no number undefined."""
+    """The smallest chain: one row, one residue, type X. No axis is empty, all numbers are finite."""
     aatype = encode_sequence("X")
     features = make_features(aatype, query_only(aatype.astype(np.int8)), CONFIG, Draws.root(0), cycles=1)
     assert features["msa_feat"].shape == (1, 1, 1, 49)
@@ -310,7 +310,7 @@ def test_single_sequence_of_one_unknown_residue() -> None:
 
 
 def test_features_are_functions_of_seed_and_cycle() -> None:
-    """Asking for fewer cycles, or again, gives the same numbers; another seed gives others."""
+    """Fewer cycles or a second call give the same numbers; another seed gives different ones."""
     msa, aatype = random_msa(50, 8), encode_sequence("ACDEFGHI")
     config = replace(CONFIG, msa_clusters=12)
     three = make_features(aatype, msa, config, Draws.root(7), cycles=3)
@@ -320,7 +320,7 @@ def test_features_are_functions_of_seed_and_cycle() -> None:
     assert (other["msa_feat"] != one["msa_feat"]).any()
 
 
-# Input of the user ---------------------------------------------------------------------------------------------------
+# User errors ---------------------------------------------------------------------------------------------------------
 
 
 def test_letters_to_residue_types() -> None:

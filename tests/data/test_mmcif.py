@@ -1,4 +1,4 @@
-"""Structure files into chains: every convention on a small entry written here, then golden parity on real ones."""
+"""Parsing of structure files: every convention on a small entry, then golden parity on real entries."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_modified_residues(tmp_path: Path):
 
 @pytest.mark.parametrize("swapped", [False, True])
 def test_arginine_nitrogens_are_named_by_their_distance_to_cd(tmp_path: Path, swapped: bool):
-    """Catches NH1 and NH2 left exchanged, as some depositors write them, or exchanged where they are right."""
+    """Catches NH1 and NH2 left swapped, as in some entries, or swapped where they are correct."""
     near, far = ("NH2", "NH1") if swapped else ("NH1", "NH2")
     atoms = [atom("CD", "ARG", 1, 0), atom(near, "ARG", 1, 2), atom(far, "ARG", 1, 3), atom("NH2", "ARG", 2, 1)]
     chain = read_chain(save(tmp_path, entry({"A": "1:ARG 2:ARG"}, atoms)), "A")
@@ -109,7 +109,7 @@ def test_arginine_nitrogens_are_named_by_their_distance_to_cd(tmp_path: Path, sw
 
 
 def test_first_model_author_chains_and_only_proteins(tmp_path: Path):
-    """Catches later NMR models read over the first, label ids used where the author's are meant, ligands taken for chains."""
+    """Catches later NMR models overwriting the first, label ids used in place of the author's, ligands read as chains."""
     second = {"label_asym_id": "B", "auth_asym_id": "H"}
     atoms = [
         atom("CA", "GLY", 1, 1, auth_asym_id="L", pdbx_PDB_model_num=3),
@@ -137,7 +137,7 @@ def test_dna_is_not_a_protein_chain(tmp_path: Path):
 
 
 def test_electron_microscopy_resolution(tmp_path: Path):
-    """Catches the resolution looked for in the X-ray category only."""
+    """Catches a resolution read only from the X-ray category."""
     header = (
         "data_T\n_exptl.method 'ELECTRON MICROSCOPY'\n_refine.ls_d_res_high ?\n_em_3d_reconstruction.resolution 3.4\n"
     )
@@ -151,7 +151,7 @@ def test_quoted_values_and_standard_deviations(tmp_path: Path):
 
 
 def test_mmcif_without_seqres_takes_the_sequence_from_the_atoms(tmp_path: Path):
-    """Catches predicted models of other programs, which often write _atom_site alone, being refused."""
+    """Catches models predicted by other programs, which often have only _atom_site, being refused."""
     atoms = [
         atom(n, r, k, k, group_PDB="ATOM") for k, r in ((5, "GLY"), (6, "SER"), (8, "LYS")) for n in ("N", "CA", "C")
     ]

@@ -1,4 +1,4 @@
-"""mmCIF text: what is written is read back the same, by us and by gemmi."""
+"""Written mmCIF is read back unchanged, by evodsp and by gemmi."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _chain(chain_id: str = "A", sequence: str = "ACDGWX", **changes: object) -> 
 
 
 def test_what_is_written_is_read_back(tmp_path: Path) -> None:
-    """Missing residues, insertion codes, author numbers, X, masks or metadata lost on the way."""
+    """Catches missing residues, insertion codes, author numbers, X, masks or metadata lost on the way."""
     chain = _chain()
     write_mmcif(tmp_path / "t001.cif", [chain])
     read = read_chain(tmp_path / "t001.cif", "A")
@@ -56,7 +56,7 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
 
 
 def test_chains_with_odd_names_and_shared_sequences(tmp_path: Path) -> None:
-    """Author chain ids that need quoting, and two chains of one sequence, which are one entity."""
+    """Author chain ids that need quoting; two chains of one sequence must be one entity."""
     chains = [_chain("it's"), _chain("B"), _chain("7", "GGACD")]
     write_mmcif(tmp_path / "t001.cif", chains)
     for chain in chains:
@@ -67,7 +67,7 @@ def test_chains_with_odd_names_and_shared_sequences(tmp_path: Path) -> None:
 
 
 def test_gemmi_finds_b_factors_and_items() -> None:
-    """pLDDT in the wrong column, or an item that is not quoted."""
+    """Catches pLDDT in the wrong column, or an item that is not quoted."""
     text = mmcif_text([_chain()], [np.linspace(0, 100, 6)], {"_struct.title": "what 'data_' is"})
     block = gemmi.cif.read_string(text)[0]
     assert gemmi.cif.as_string(block.find_value("_struct.title")) == "what 'data_' is"
@@ -96,7 +96,7 @@ def test_gemmi_finds_b_factors_and_items() -> None:
 def test_mistakes_leave_no_file(
     tmp_path: Path, chains: list[Chain], b_factors: list[np.ndarray] | None, words: str
 ) -> None:
-    """A file of NaNs, or half a file, that a later step trips over."""
+    """Catches a file of NaNs, or half a file, being written."""
     with pytest.raises(UserError, match=words):
         write_mmcif(tmp_path / "t001.cif", chains, b_factors)
     assert not list(tmp_path.iterdir())

@@ -1,4 +1,4 @@
-"""Merging of alignments against AF2's raw features, and its edges."""
+"""Merging of alignments against AF2's raw features, and edge cases."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from evodsp.data.records import Alignment
 from evodsp.errors import UserError
 from tests.conftest import load
 
-# The golden alignments are strings; this is AF2's table for them, written out apart from the parsers'.
+# The golden alignments are strings; this is AF2's table for them, independent of evodsp's.
 CODES = np.full(256, 20, np.int8)
 for code, letters in enumerate(["A", "R", "N", "DB", "CU", "Q", "EZ", *"GHILKMFPSTWYV"]):
     CODES[[ord(letter) for letter in letters]] = code
@@ -33,7 +33,7 @@ def alignment(rows: list[list[int]], deletions: list[list[int]] | None = None, s
 
 
 def test_two_real_alignments_merge_as_in_af2(golden: Path) -> None:
-    """Order of files, the duplicate that stays, the deletions that go with it: 3,126 rows to 3,057."""
+    """Catches a wrong order of files, the wrong duplicate kept, or deletions of another row: 3,126 rows become 3,057."""
     parts = [golden_alignment(golden / f"featurization/msa_ex_{name}.npz") for name in ("bfd_a3m", "mgnify_sto")]
     raw = load(golden / "features_raw_full.npz")
     to_ours = load(golden / "residue_constants.npz")["map_hhblits_aatype_to_our_aatype"]
@@ -54,7 +54,7 @@ def test_profile_is_af2s(golden: Path) -> None:
 
 
 def test_first_of_equal_rows_stays_with_its_deletions() -> None:
-    """A sort inside the deduplication must neither reorder rows nor keep the deletions of a later duplicate."""
+    """Catches a sort inside the deduplication that reorders rows or keeps the deletions of a later duplicate."""
     first = alignment([[9, 1, 2], [5, 5, 5], [0, 0, 0]], [[0, 0, 0], [7, 0, 0], [0, 0, 1]])
     second = alignment([[9, 1, 2], [1, 1, 1], [5, 5, 5]], [[8, 8, 8], [0, 2, 0], [3, 3, 3]])
     merged = merge_alignments([first, second])

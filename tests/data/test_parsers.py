@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from evodsp.data.parsers import parse_a3m, parse_fasta, parse_stockholm
-from evodsp.errors import UserError
 from evodsp.geometry.alphabet import GAP, decode, encode
 from tests.conftest import load
 
@@ -17,15 +16,6 @@ from tests.conftest import load
 def write(path: Path, text: str | bytes) -> Path:
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     return path
-
-
-def test_encode_follows_af2_order_and_hhblits_ambiguities():
-    """Catches the alphabetical (HHblits) order leaking out of the parsers, and ambiguous letters mapped to X wholesale."""
-    assert encode("ARNDCQEGHILKMFPSTWYVX-").tolist() == list(range(22))
-    assert decode(encode("BZUJOX")) == "DECXXX"
-    assert decode(encode("acdE")) == "ACDE"
-    with pytest.raises(UserError, match="letter '1' at position 3"):
-        encode("AC1")
 
 
 def test_fasta_joins_lines_and_reads_headers(tmp_path: Path):

@@ -1,4 +1,4 @@
-"""The on-disk layouts: which files are alignments, which are the chain's, and what is said when they do not fit."""
+"""The store of chains: OpenFold's alignment database, chain keys, real layouts."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from evodsp.data.chain_folder import read_alignment_dir
 from evodsp.data.records import ProteinSequence
 from evodsp.data.store import FeatureStore
 from evodsp.data.structures import split_key
 from evodsp.errors import UserError
 from evodsp.geometry.alphabet import decode
-from tests.builders.alignments import chain_folder, database
+from tests.builders.alignments import database
 
 A3M = ">q\nACDE\n>h\nAC-E\n"
 STO = "# STOCKHOLM 1.0\nq AC-DE\nh AKKDE\n//\n"
@@ -23,36 +22,8 @@ def names(alignments) -> list[str]:
     return [Path(alignment.source).name for alignment in alignments]
 
 
-def test_alignment_dir_reads_what_is_an_alignment_of_the_chain(tmp_path: Path):
-    """Catches pairing and template files read as MSAs, gzipped ones overlooked, and an order other than by name."""
-    files = {"uniref90_hits.sto.gz": STO, "bfd_hits.a3m": A3M, "mgnify_hits.a3m.gz": A3M}
-    files |= {
-        "uniprot_hits.sto": STO,
-        "uniprot_hits.a3m": A3M,
-        "hmm_output.sto": STO,
-        "pdb70_hits.hhr": "x",
-        "notes.txt": "x",
-    }
-    folder = chain_folder(tmp_path, "1abc_A", files)
-    alignments = read_alignment_dir(folder, ProteinSequence("1abc_A", "ACDE"))
-    assert names(alignments) == ["bfd_hits.a3m", "mgnify_hits.a3m.gz", "uniref90_hits.sto.gz"]
-    assert [decode(a.residues[0]) for a in alignments] == ["ACDE"] * 3
-
-
-def test_nested_layout_of_openproteinset(tmp_path: Path):
-    """Catches <chain>/a3m/*.a3m found empty."""
-    folder = chain_folder(tmp_path, "1abc_A", {"a3m/bfd.a3m": A3M, "a3m/uniprot_hits.a3m": A3M, "hhr/pdb70.hhr": "x"})
-    assert names(read_alignment_dir(folder)) == ["bfd.a3m"]
-
-
-def test_unknown_residue_matches_any_letter(tmp_path: Path):
-    """Catches a chain with a modified residue (X) refused because the search was run with its parent amino acid."""
-    folder = chain_folder(tmp_path, "1abc_A", {"bfd.a3m": A3M})
-    assert len(read_alignment_dir(folder, ProteinSequence("q", "AXDE"))) == 1
-
-
 def test_alignment_database(tmp_path: Path):
-    """Catches wrong offsets and files that are no alignments of the chain read from OpenFold's database."""
+    """Catches wrong offsets in OpenFold's database, and files read as alignments that are not."""
     files = {"uniref90_hits.sto": STO, "uniprot_hits.sto": STO, "bfd.a3m": A3M, "pdb70_hits.hhr": "x"}
     store = FeatureStore(database(tmp_path, {"2xyz_B": {"bfd.a3m": ">q\nWW\n"}, "1abc_A": files}))
     assert store.keys() == ["1abc_A", "2xyz_B"]
@@ -61,15 +32,15 @@ def test_alignment_database(tmp_path: Path):
 
 
 def test_split_key():
-    """Catches entries whose names hold underscores split at the first one."""
+    """Catches entry names with underscores split at the first one."""
     assert split_key("6KWC_model_1_A") == ("6KWC_model_1", "A")
     for bad in ("1abcA", "_A", "1abc_"):
-        with pytest.raises(UserError, match="no chain key"):
+        with pytest.raises(UserError, match="not a chain key"):
             split_key(bad)
 
 
 def test_store_on_real_data(real_data: Path):
-    """Catches real layouts misread: keys, structures, queries from SEQRES, and first rows that are said to differ."""
+    """Catches real layouts misread: keys, structures, queries from SEQRES, first rows wrongly reported as different."""
     store = FeatureStore(real_data / "alignments", real_data / "mmcif_files")
     assert store.keys() == ["102m_A", "1k1a_A", "2q2k_A", "2q2k_B", "6KWC_1", "query73_A"]
     assert [key for key in store.keys() if store.has_structure(key)] == ["102m_A", "1k1a_A", "2q2k_A", "2q2k_B"]  # noqa: SIM118

@@ -1,4 +1,4 @@
-"""Structure folders: which file is an entry's, and where its release date comes from."""
+"""Structure folders: the file of an entry, and the source of its release date."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from evodsp.errors import FileFormatError, UserError
 
 
 def test_release_date_is_the_files_first_revision(real_data: Path) -> None:
-    """Catches the last revision taken for the first: templates would look younger than they are."""
+    """Catches the last revision taken for the first: release dates would be too late."""
     folder = StructureFolder(real_data / "mmcif_files")
     assert folder.release_date("2crb") == date(2005, 11, 20)
     assert folder.release_date("1psm") == date(1995, 2, 7)
@@ -30,7 +30,7 @@ def test_release_date_is_the_files_first_revision(real_data: Path) -> None:
     ],
 )
 def test_release_dates_of_caches(tmp_path: Path, name: str, cache: dict, beside: bool) -> None:
-    """Catches a cache that is overlooked (every file would be read for its date), and keys taken by the wrong half."""
+    """Catches a cache that is ignored (every file would be read for its date), and chain keys split wrongly."""
     structures = tmp_path / "mmcif_files"
     structures.mkdir()
     ((tmp_path if beside else structures) / name).write_text(json.dumps(cache))

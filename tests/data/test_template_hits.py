@@ -1,4 +1,4 @@
-"""Template hits: golden parity of HHsearch results, hmmsearch by a small example, and every filter at its limit."""
+"""Template hits: golden parity of HHsearch results, a small example of hmmsearch, and every filter at its limit."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_hhr_golden(golden: Path, real_data: Path, case: str, path: str):
 
 
 def test_pairs_and_filters_golden(golden: Path, real_data: Path):
-    """Catches pairs counted from the chain's start, and a verdict of the alignment filters that is not AF2's."""
+    """Catches pairs counted from the chain's start, and decisions of the alignment filters other than AF2's."""
     with gzip.open(golden / "featurization" / "hhr_hits.json.gz") as file:
         expected = json.load(file)["ex_hhsearch"]
     query = parse_fasta(real_data / "fasta" / "6kwc.fasta")[0].letters
@@ -154,17 +154,17 @@ def test_hhr_without_hits_and_from_bytes():
         (
             "Q query             6 GHI    8",
             "Q query             7 GHI    9",
-            "'query' goes on at residue 7, expected 6",
+            "'query' continues at residue 7, expected 6",
         ),
         ("Aligned_cols=6", "Aligned_cols=7", "a.hhr:10: hit '1ABC_B' has 6 aligned columns, Aligned_cols says 7"),
         (" Sum_probs=5.5", "", "a.hhr:10: expected 'Probab="),
-        ("Sum_probs=5.5", "Sum_probs=5e", "a.hhr:10: Sum_probs=5e is no number"),
+        ("Sum_probs=5.5", "Sum_probs=5e", "a.hhr:10: Sum_probs=5e is not a number"),
         (">1ABC_B", ">PF00017", "a.hhr:9: 'PF00017 a protein; with words' does not start with a PDB chain"),
         ("Q query             2 CD-EF", "Q query             2 C.-EF", "holds '.' or '~'"),
     ],
 )
 def test_bad_hhr_is_one_line(tmp_path: Path, old: str, new: str, message: str):
-    """Catches tracebacks, silently shortened hits, and messages without file, line and mend."""
+    """Catches tracebacks, silently shortened hits, and messages without file, line and fix."""
     assert old in HHR
     with pytest.raises(FileFormatError, match=message) as error:
         parse_hhr(write(tmp_path / "a.hhr", HHR.replace(old, new, 1)))
@@ -173,7 +173,7 @@ def test_bad_hhr_is_one_line(tmp_path: Path, old: str, new: str, message: str):
 
 
 def test_truncated_hhr_never_gives_other_hits(real_data: Path):
-    """Catches a file cut anywhere that yields shortened or fewer hits instead of an error."""
+    """Catches a truncated file that gives shortened or fewer hits instead of an error."""
     data = (real_data / "alignments" / "query73_A" / "pdb70_hits.hhr").read_bytes()
     whole = [(h.key, h.query, h.hit_sequence) for h in parse_hhr("a.hhr", data)]
     table = data.index(b"  1 1HF9")
@@ -217,11 +217,11 @@ def test_hmmsearch_example(tmp_path: Path):
         ("--Dk\n", "--D*\n", r"hmm.sto:9: illegal character '\*' in hit '1abc_B/5-11'"),
         ("--Dk\n", "--Dkk\n", "hmm.sto:9: hit '1abc_B/5-11' has 8 residues, its range says 7"),
         ("--Dk\n", "--DK\n", "hmm.sto:9: hit '1abc_B/5-11' has 7 match columns, the query 6 residues; build"),
-        ("3xyz_Cc/1-5         ACD.\n", "P53_HUMAN/1-5 ACD.\n", "hmm.sto:12: 'P53_HUMAN/1-5' is no PDB chain"),
+        ("3xyz_Cc/1-5         ACD.\n", "P53_HUMAN/1-5 ACD.\n", "hmm.sto:12: 'P53_HUMAN/1-5' is not a PDB chain"),
     ],
 )
 def test_bad_hmmsearch_is_one_line(tmp_path: Path, old: str, new: str, message: str):
-    """Catches hits of a profile that is not the query's, truncation, and other databases taken for PDB chains."""
+    """Catches hits of another profile, truncation, and names of other databases taken for PDB chains."""
     assert old in HMMSEARCH
     with pytest.raises(FileFormatError, match=message) as error:
         parse_hmmsearch(write(tmp_path / "hmm.sto", HMMSEARCH.replace(old, new, 1)), query=QUERY)
@@ -229,7 +229,7 @@ def test_bad_hmmsearch_is_one_line(tmp_path: Path, old: str, new: str, message: 
 
 
 def test_obsolete_entries_and_chains_of_successors(tmp_path: Path):
-    """Catches columns off by one, only one step followed, an entry without successor taken for a current one."""
+    """Catches columns off by one, only one replacement followed, an entry without successor taken for a current one."""
     text = (
         " LIST OF OBSOLETE COORDINATE ENTRIES AND SUCCESSORS\n"
         "OBSLTE    31-JUL-94 116L     216L\n"
@@ -253,7 +253,7 @@ def test_obsolete_entries_and_chains_of_successors(tmp_path: Path):
 
 
 def test_last_date_is_before_the_query_and_the_maximum():
-    """Catches leakage: the later of the two limits taken, or templates of the query's own day allowed."""
+    """Catches leakage: the later of the two limits used, or templates of the query's release day allowed."""
     limits = HitLimits(max_date=date(2018, 4, 30))
     assert limits.last_date(None) == date(2018, 4, 30)
     assert limits.last_date(date(2020, 1, 1)) == date(2018, 4, 30)
@@ -265,7 +265,7 @@ def test_last_date_is_before_the_query_and_the_maximum():
 
 
 def test_reject_date_at_its_limit():
-    """Catches the limit's own day excluded, and an unknown date let through in training."""
+    """Catches the day of the limit excluded, and an unknown date accepted in training."""
     limit = date(2018, 4, 30)
     assert reject_date(limit, limit) is None
     assert reject_date(date(2018, 5, 1), limit) is Rejection.TOO_RECENT
@@ -274,7 +274,7 @@ def test_reject_date_at_its_limit():
 
 
 def test_reject_alignment_at_its_limits():
-    """Catches >= for >, gaps counted as residues, and pieces of the query rejected however small they are."""
+    """Catches >= for >, gaps counted as residues, and small pieces of the query rejected."""
     limits, query = HitLimits(), "ACDEFGHIKLMNPQRSTVWY" * 10
     assert reject_alignment(hit("WWWWWWWWWWWW", columns=20), query, limits) is Rejection.LOW_COVERAGE
     assert reject_alignment(hit("WWWWWWWWWWWW", columns=21), query, limits) is None
@@ -286,7 +286,7 @@ def test_reject_alignment_at_its_limits():
 
 
 def test_select_hits_orders_counts_and_names_every_reason():
-    """Catches a reason mixed up with another, hits in file order instead of sum_probs, and successors not resolved."""
+    """Catches reasons mixed up, hits in file order instead of by sum_probs, and successors not resolved."""
     query = "ACDEFGHIKLMNPQRSTVWY"
     fine = "ACDEFGHIKLMW"
     hits = [
@@ -322,7 +322,7 @@ def test_select_hits_orders_counts_and_names_every_reason():
 
 
 def test_duplicate_chains_stay_by_default_as_in_af2(real_data: Path):
-    """Catches 5kc1_J dropped unasked for: AF2 offers both chains, so that its template features have both."""
+    """Catches 5kc1_J dropped by default: AF2 keeps both chains."""
     hits = parse_hhr(real_data / "alignments" / "query73_A" / "pdb70_hits.hhr")
     kept = select_hits(hits, "X" * 73, {}, HitLimits()).kept
     assert [h.key for h in kept if h.pdb_id == "5kc1"] == ["5kc1_F", "5kc1_J"]

@@ -1,4 +1,4 @@
-"""Template features of samples: of real files, cropped and padded with them, drawn by (seed, index), never from the future."""
+"""Template features of samples: real files, crop and padding, draws by (seed, index), no leakage."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ WHOLE = replace(WITH, crop_size=None)
 
 
 class RealQuery:
-    """query73_A with its real alignments and search, and a structure made up for it, released on a given day."""
+    """query73_A with its real alignments and search, and an invented structure released on a given day."""
 
     def __init__(self, real_data: Path, released: date | None) -> None:
         self.store = FeatureStore(real_data / "alignments")
@@ -63,7 +63,7 @@ def query73(
 
 
 def test_query73_for_prediction(real_data: Path) -> None:
-    """Catches features that are not those of the four best templates, in each iteration, under AF2's names."""
+    """Catches features other than the four best templates', in each iteration, under AF2's names."""
     source = RealQuery(real_data, None)
     found = TemplateSource.open(real_data / "mmcif_files").find(source.template_hits("", source.query), source.query)
     sample = prediction_sample(source.query, source.alignments(""), WHOLE, 0, found.features)
@@ -76,7 +76,7 @@ def test_query73_for_prediction(real_data: Path) -> None:
 
 
 def test_query73_for_training(real_data: Path) -> None:
-    """Catches a record without templates, or one whose templates do not count for the cache."""
+    """Catches a record without templates, or one whose templates are not counted in the cache."""
     data = query73(real_data, date(2030, 1, 1), WITH, training=True)
     record = load_record(data.source, "9xyz_A", data.templates)
     assert record.templates is not None
@@ -88,7 +88,7 @@ def test_query73_for_training(real_data: Path) -> None:
 
 
 def test_templates_are_older_than_the_chain_they_are_for(real_data: Path) -> None:
-    """Catches leakage: of the seven usable templates two were out 60 days before this chain, whose date must be asked."""
+    """Catches leakage: only two of the seven usable templates were released 60 days before this chain."""
     data = query73(real_data, date(2008, 1, 1), replace(WHOLE, recycles=0), training=False)
     old = load_record(data.source, "9xyz_A", data.templates).templates
     assert old is not None
@@ -98,7 +98,7 @@ def test_templates_are_older_than_the_chain_they_are_for(real_data: Path) -> Non
 
 
 def test_golden_features(golden: Path) -> None:
-    """Catches a crop, padding or type of template features that is not AF2's: of the whole chain's raw ones, bit for bit."""
+    """Catches a crop, padding or type of template features other than AF2's, bit for bit, from the whole chain's raw ones."""
     full, processed = load(golden / "features_raw_full.npz"), load(golden / "features_processed.npz")
     letters = full["sequence"][0].decode()
     config = FeatureConfig(msa_clusters=32, extra_msa=64, max_templates=4, crop_size=72, recycles=1)
@@ -129,7 +129,7 @@ def test_no_template_features_without_max_templates() -> None:
 
 @pytest.mark.parametrize("number", [None, 0, 1, 4, 6])
 def test_always_max_templates(number: int | None) -> None:
-    """Catches missing entries where a chain has no templates, and padding that is not masked zeros."""
+    """Catches missing entries of a chain without templates, and padding that is not masked zeros."""
     templates = None if number is None else random_templates(number, len(AMINO_ACIDS))
     sample = prediction_sample(ProteinSequence("q", AMINO_ACIDS), [make_alignment(AMINO_ACIDS)], WHOLE, 0, templates)
     there = min(number or 0, 4)
@@ -142,7 +142,7 @@ def test_always_max_templates(number: int | None) -> None:
 
 
 class Searched(MemoryStore):
-    """Chains in memory; a search found for each a given number of templates that cover it, `structures` among them."""
+    """Chains in memory, each with a given number of template hits that cover it; `structures` has their structures."""
 
     def __init__(self, *numbers: int) -> None:
         super().__init__(*(make_chain(f"{k}abc", (AMINO_ACIDS * 2)[k : k + 18 + 5 * k]) for k in range(len(numbers))))
@@ -170,12 +170,12 @@ class Searched(MemoryStore):
 
 
 def other_letters(letters: str) -> str:
-    """Another sequence of that length: a hit that is the query itself is no template."""
+    """A different sequence of the same length: a hit equal to the query is rejected."""
     return letters.translate(str.maketrans(AMINO_ACIDS, AMINO_ACIDS[1:] + AMINO_ACIDS[0]))
 
 
 def test_templates_are_cropped_with_their_residues() -> None:
-    """Catches templates that lie beside the cropped sequence: residue i of these has its CA at x = 3.8 i."""
+    """Catches templates shifted against the cropped sequence: their residue i has its CA at x = 3.8 i."""
     data = Searched(0, 4, 4, 4).dataset(WITH, training=True)
     checked = 0
     for index in range(24):
@@ -183,7 +183,7 @@ def test_templates_are_cropped_with_their_residues() -> None:
         there = int(sample["template_mask"][0].sum())
         x = sample["template_all_atom_positions"][:, :there, :, 1, 0] / 3.8
         torch.testing.assert_close(x.round().int(), sample["residue_index"][:, None].expand(-1, there, -1))
-        # The next letter of the alphabet, in which the templates differ from their chains.
+        # The templates have the next letter of the alphabet (`other_letters`).
         order = torch.tensor(encode_sequence(AMINO_ACIDS[1:] + AMINO_ACIDS[0]))[encode_sequence(AMINO_ACIDS).argsort()]
         expected = order[sample["aatype"][:, None].expand(-1, there, -1).long()]
         torch.testing.assert_close(sample["template_aatype"][:, :there], expected.int())
@@ -192,7 +192,7 @@ def test_templates_are_cropped_with_their_residues() -> None:
 
 
 def test_short_chains_are_padded_to_the_crop() -> None:
-    """Catches a residue axis of templates that is not the sample's where a chain is shorter than the crop."""
+    """Catches a residue axis of templates that is not padded if the chain is shorter than the crop."""
     sample = Searched(3).dataset(replace(WITH, crop_size=30), training=False)[0]
     assert sample["template_aatype"].shape == (2, 4, 30)
     assert sample["template_mask"][0].tolist() == [1, 1, 1, 0]
@@ -201,7 +201,7 @@ def test_short_chains_are_padded_to_the_crop() -> None:
 
 
 def test_validation_takes_the_best() -> None:
-    """Catches random templates where results are compared between epochs."""
+    """Catches random templates in validation, whose results are compared between epochs."""
     data = Searched(6, 2).dataset(WHOLE, training=False)
     assert data[0]["template_sum_probs"][0, :, 0].tolist() == [50, 49, 48, 47]
     assert data[1]["template_sum_probs"][0, :, 0].tolist() == [50, 49, 0, 0]
@@ -220,7 +220,7 @@ def test_samples_with_different_numbers_of_templates_make_a_batch() -> None:
 
 
 def test_templates_are_a_function_of_seed_and_index() -> None:
-    """Catches draws that depend on what was read before, on the worker or on nothing at all."""
+    """Catches draws that depend on earlier reads or on the worker, or that do not change at all."""
     one, two, other = (Searched(9, 5).dataset(WITH, training=True, seed=seed) for seed in (1, 1, 2))
     indices = range(12)
     two[5]
@@ -233,8 +233,8 @@ def test_templates_are_a_function_of_seed_and_index() -> None:
 
 
 def test_draws_are_the_supplements() -> None:
-    """min(k, 4) with k uniform in 0..n, chosen without regard to score: catches the best ones taken, a number that is never
-    drawn, and templates given twice."""
+    """min(k, 4) templates with k uniform in 0..n, whatever their score: catches a preference for the best ones, a number
+    that is never drawn, and repeated templates."""
     templates, samples = random_templates(7, 5), 4000
     drawn = [draw_templates(templates, 4, Draws.root(3).at(index)).names for index in range(samples)]
     numbers = np.bincount([len(names) for names in drawn]) / samples

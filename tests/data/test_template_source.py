@@ -1,4 +1,4 @@
-"""From search results to templates: which files, which hits, no leakage, and what the log says of the rest."""
+"""From search results to templates: files, hits, leakage, and the log line."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from evodsp.data.chain_folder import read_template_hits, search_result_files
 from evodsp.data.parsers import parse_fasta, parse_hhr
 from evodsp.data.records import ProteinSequence
 from evodsp.data.store import FeatureStore
@@ -18,7 +17,6 @@ from evodsp.data.templates.build import template_features
 from evodsp.data.templates.filters import HitLimits, Rejection
 from evodsp.data.templates.matching import TemplateRejection
 from evodsp.data.templates.source import TemplateSource
-from evodsp.errors import UserError
 from tests.builders.alignments import database
 from tests.builders.chains import straight_chain
 from tests.builders.templates import LETTERS, QUERY, QUERY73_TEMPLATES, MemoryStructures, make_hit
@@ -37,7 +35,7 @@ def source(real_data: Path) -> TemplateSource:
 
 
 def test_query73(real_data: Path, query73: ProteinSequence, source: TemplateSource) -> None:
-    """Catches a real search that does not go through, and a missing structure that the log does not name."""
+    """Catches a real search that fails, and a missing structure that the log does not name."""
     found = source.find(real_data / "alignments" / "query73_A", query73)
     assert found.features.names == QUERY73_TEMPLATES
     assert found.features.positions.shape == (7, 73, 37, 3)
@@ -50,7 +48,7 @@ def test_query73(real_data: Path, query73: ProteinSequence, source: TemplateSour
 def test_no_template_is_as_young_as_the_query(
     real_data: Path, query73: ProteinSequence, source: TemplateSource
 ) -> None:
-    """Catches leakage: the query's own date ignored, the margin of 60 days, or a hit without a date let through."""
+    """Catches leakage: the query's date or the margin of 60 days ignored, or a hit without a date accepted."""
     folder = real_data / "alignments" / "query73_A"
     found = source.find(folder, query73, release_date=date(2008, 1, 1), pdb_id="9xyz")
     assert found.features.names == ("2crb_A", "1psm_A")
@@ -67,14 +65,14 @@ def test_no_template_is_as_young_as_the_query(
 
 
 def test_the_querys_own_entry_is_no_template(real_data: Path, query73: ProteinSequence, source: TemplateSource) -> None:
-    """Catches the answer given as a template, also where dates would allow it."""
+    """Catches the query's own entry used as a template, even if the dates allow it."""
     found = source.find(real_data / "alignments" / "query73_A", query73, date(2030, 1, 1), "2CRB")
     assert found.features.names == tuple(name for name in QUERY73_TEMPLATES if name != "2crb_A")
     assert found.rejected[Rejection.SAME_ENTRY] == ("2crb_A",)
 
 
 def test_unknown_date_of_the_query() -> None:
-    """Catches a training chain without a date (a PDB file) being given templates younger than itself."""
+    """Catches a training chain without a date (a PDB file) that gets templates released after it."""
     source = TemplateSource(MemoryStructures(straight_chain(LETTERS), dates={"1abc": date(2001, 1, 1)}))
     hits = [make_hit(LETTERS[:12], LETTERS[:12])]
     found = source.find(hits, QUERY, None, "9xyz")
@@ -88,7 +86,7 @@ def test_unknown_date_of_the_query() -> None:
 
 
 def test_dates_are_read_only_where_they_count() -> None:
-    """Catches every hit's file opened for a date that nobody asks for."""
+    """Catches dates read from files although there is no limit."""
     structures = MemoryStructures(straight_chain(LETTERS), dates={"1abc": date(2001, 1, 1)})
     assert isinstance(structures, TemplateStructures)
     hits = [make_hit(LETTERS[:12], LETTERS[:12])]
@@ -99,7 +97,7 @@ def test_dates_are_read_only_where_they_count() -> None:
 
 
 def test_withdrawn_entries_are_replaced(tmp_path: Path) -> None:
-    """Catches obsolete.dat read but not used: the hit's successor lies in the folder."""
+    """Catches obsolete.dat read but not used: the folder has the successor of the hit's entry."""
     listed = "OBSLTE    31-JUL-94 0ABC     1ABC\n"
     (tmp_path / "obsolete.dat").write_text(listed)
     (tmp_path / "structures").mkdir()
@@ -110,12 +108,12 @@ def test_withdrawn_entries_are_replaced(tmp_path: Path) -> None:
 
 
 def test_another_chain_of_the_entry() -> None:
-    """Catches a hit lost, or realigned with a wrong chain, where the entry's chains were renamed since the search."""
+    """Catches a hit lost, or realigned with a wrong chain, after the entry's chains were renamed."""
     other, right = straight_chain(LETTERS[::-1], "1abc_A"), straight_chain("GG" + LETTERS, "1abc_C")
     found, rejected = template_features(QUERY, [make_hit(LETTERS, LETTERS)], MemoryStructures(other, right))
     assert (found.names, rejected) == (("1abc_C",), {})
     assert found.positions[0, 0, 1, 0] == pytest.approx(2 * 3.8), "residue 1 of the hit is residue 3 of chain C"
-    # Letter by letter in another chain is better than with X in the named one.
+    # An exact match in another chain is preferred to a match with X in the named one.
     with_x = straight_chain("X" + LETTERS[1:], "1abc_A")
     found, _ = template_features(QUERY, [make_hit(LETTERS, LETTERS)], MemoryStructures(with_x, right))
     assert found.names == ("1abc_C",)
@@ -126,7 +124,7 @@ def test_another_chain_of_the_entry() -> None:
 
 
 def test_the_only_chain_stands_for_one_that_is_not_there() -> None:
-    """Catches an entry with one renamed chain refused; of several, realignment must not pick one by chance."""
+    """Catches an entry with one renamed chain refused, and realignment with an arbitrary one of several chains."""
     similar = straight_chain(LETTERS[:10] + "WW" + LETTERS[12:], "1abc_B")
     hit = make_hit(LETTERS, LETTERS)
     found, _ = template_features(QUERY, [hit], MemoryStructures(similar))
@@ -141,26 +139,8 @@ def test_another_chain_of_a_real_entry(real_data: Path, query73: ProteinSequence
     assert source.find(renamed, query73).features.names == ("4zey_A",)
 
 
-def test_files_of_both_searches_and_layouts(real_data: Path, tmp_path: Path) -> None:
-    """Catches OpenProteinSet's nested hhr/, hmmsearch's result or a gzipped file overlooked, and MSAs taken for searches."""
-    folder = tmp_path / "1xyz_A"
-    for name in ("hhr/pdb70_hits.hhr.gz", "hmm_output.sto", "uniref90_hits.sto", "b.a3m", ".hidden.hhr", "a.hhr"):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(STO)
-    assert [path.name for path in search_result_files(folder)] == ["a.hhr", "hmm_output.sto", "pdb70_hits.hhr.gz"]
-    for path in search_result_files(folder):
-        if ".hhr" in path.name:
-            path.unlink()
-    (hit,) = read_template_hits(folder, QUERY)
-    assert (hit.key, hit.sum_probs) == ("3abc_A", None)
-    (folder / "hmm_output.sto").write_text("")
-    assert read_template_hits(folder, QUERY) == [], "hmmsearch without hits leaves an empty file"
-    with pytest.raises(UserError, match="no such folder"):
-        read_template_hits(tmp_path / "nowhere", QUERY)
-
-
 def test_hits_of_the_alignment_database(tmp_path: Path) -> None:
-    """Catches OpenFold's database read for alignments only: its chains would train without templates, in silence."""
+    """Catches template searches in OpenFold's database ignored: training would silently have no templates."""
     store = FeatureStore(database(tmp_path, {"1xyz_A": {"bfd.a3m": ">q\nWW\n", "hmm_output.sto": STO}}))
     (hit,) = store.template_hits("1xyz_A", QUERY)
     assert hit.key == "3abc_A"
@@ -177,6 +157,6 @@ def test_log_of_many_missing_structures() -> None:
 
 
 def test_limit_and_pickle(real_data: Path, query73: ProteinSequence, source: TemplateSource) -> None:
-    """Catches a source that workers cannot receive, and more templates kept than wanted."""
+    """Catches a source that cannot be pickled for workers, and more templates than the limit."""
     sent = pickle.loads(pickle.dumps(replace(source, limit=2)))
     assert sent.find(real_data / "alignments" / "query73_A", query73).features.names == QUERY73_TEMPLATES[:2]

@@ -112,14 +112,14 @@ def test_letters_golden(golden: Path):
 
 
 def test_query73(golden: Path, real_data: Path):
-    """Catches a real search that does not go through: 1hf9, which is not there, must be counted and named."""
+    """Catches a real search that fails: 1hf9, whose file is missing, must be counted and named."""
     query = parse_fasta(real_data / "fasta" / "query73.fasta")[0]
     hits = parse_hhr(real_data / "alignments" / "query73_A" / "pdb70_hits.hhr")
     selection = select_hits(hits, query.letters, {}, HitLimits())
     store = StructureFolder(real_data / "mmcif_files")
     found, rejected = template_features(query, selection.kept, store)
     assert found.names == ("3u8v_A", "2crb_A", "4zey_A", "1psm_A", "3zee_A", "4i6p_A", "2q2k_A")
-    # Of 5kc1, F and J, the hits pair residues 25 to 41, which have no coordinates.
+    # The hits of 5kc1_F and 5kc1_J are aligned to residues 25 to 41, which have no coordinates.
     for chain_id in "FJ":
         assert not load(golden / "featurization" / "mmcif_5kc1.npz")[f"{chain_id}/all_atom_mask"][24:41].any()
     assert rejected == {
@@ -146,7 +146,7 @@ def test_gaps_on_both_sides():
 
 
 def test_hits_of_hmmsearch():
-    """Catches a hit whose row holds residues inserted between the query's columns moving what follows them."""
+    """Catches residues inserted between the query's columns that shift the following ones."""
     text = "# STOCKHOLM 1.0\n1abc_A/3-8  --TAggYI" + "-" * 26 + "\n//\n"
     (hit,) = parse_hmmsearch("a.sto", text.encode(), query=LETTERS)
     found, rejected = template_features(QUERY, [hit], MemoryStructures(straight_chain("MKTAGGYIAK")))
@@ -156,7 +156,7 @@ def test_hits_of_hmmsearch():
 
 
 def test_realigned_where_the_structure_lacks_residues():
-    """Catches atoms of the wrong residues where a loop is missing from the sequence of the file, or letters differ."""
+    """Catches atoms of the wrong residues if the file's sequence lacks a loop or has other letters."""
     theirs = "GS" + LETTERS[:10] + LETTERS[12:20].replace("F", "Y", 1) + LETTERS[20:] + "HHH"
     hit = make_hit(LETTERS, LETTERS)
     found, rejected = template_features(QUERY, [hit], MemoryStructures(straight_chain(theirs)))
@@ -171,14 +171,14 @@ def test_realignment_limit():
     letters = LETTERS[:30]
     assert realign(letters, "GG" + "W" * 3 + letters[3:] + "GG") is not None
     assert realign(letters, "GG" + "W" * 4 + letters[4:] + "GG") is None
-    # A file that holds only a piece of the hit: the piece is the shorter one.
+    # A file that has only a piece of the hit: the piece is the shorter sequence.
     index = realign(letters, letters[10:25])
     assert index is not None
     assert index.tolist() == [-1] * 10 + list(range(15)) + [-1] * 5
 
 
 def test_x_matches_anything_when_looking_for_the_hit():
-    """Catches a modified residue, X on one side, sending the hit to realignment or moving it."""
+    """Catches a modified residue (X on one side) that prevents the match or shifts it."""
     for piece, sequence, start in (("AXD", "ACDAXD", 3), ("AXD", "GACD", 1), ("ACD", "GAXD", 1)):
         matched = match_hit(make_hit(piece, piece), MemoryStructures(straight_chain(sequence)))
         assert matched.index.tolist() == [start, start + 1, start + 2]
@@ -211,7 +211,7 @@ def with_break(distance: float) -> Chain:
     ],
 )
 def test_rejections_are_named(source: MemoryStructures, reason: TemplateRejection):
-    """Catches a useless hit that becomes a template, stops the run, or is dropped without a word."""
+    """Catches an unusable hit that becomes a template, stops the run, or is dropped without a reason."""
     good = make_hit("MKTAY", "MKTAY", key="2xyz_A", score=1.0)
     source.chains["2xyz_A"] = straight_chain(LETTERS, key="2xyz_A")
     found, rejected = template_features(QUERY, [make_hit(LETTERS, LETTERS), good], source)
@@ -220,7 +220,7 @@ def test_rejections_are_named(source: MemoryStructures, reason: TemplateRejectio
 
 
 def test_a_gap_in_the_coordinates_is_no_broken_chain():
-    """Catches zeros of missing residues taken for coordinates: the chain lies 200 Å from the origin."""
+    """Catches zeros of missing residues read as coordinates: the chain is 200 Å from the origin."""
     chain = straight_chain(LETTERS)
     mask = chain.mask.copy()
     mask[10] = 0
@@ -250,7 +250,7 @@ def test_best_first_at_most_limit_and_hits_without_score():
 
 
 def test_no_templates():
-    """Catches axes lost where nothing is left: a query without templates must still give arrays of its length."""
+    """Catches lost axes: a query without templates must still give arrays of its length."""
     found, rejected = template_features(QUERY, [], MemoryStructures())
     assert (len(found), rejected) == (0, {})
     shapes = {name: value.shape for name, value in found.processed().items()}
@@ -271,14 +271,14 @@ def test_no_templates():
     ],
 )
 def test_bad_input(hit: TemplateHit, limit: int, message: str):
-    """Catches templates of another query's search used in silence."""
+    """Catches hits of another query's search that are used silently."""
     with pytest.raises(UserError, match=message) as caught:
         template_features(QUERY, [hit], MemoryStructures(straight_chain(LETTERS)), limit)
     assert "\n" not in str(caught.value)
 
 
 def test_broken_files_stop_the_run(tmp_path: Path):
-    """Catches a truncated or unreadable structure counted as a missing one."""
+    """Catches a truncated or unreadable structure treated as a missing one."""
     (tmp_path / "1abc.cif").write_text("data_1ABC\nloop_\n_atom_site.Cartn_x\n")
     hit = make_hit("MKTAY", "MKTAY")
     with pytest.raises(FileFormatError, match=r"1abc\.cif"):
@@ -290,14 +290,14 @@ def test_broken_files_stop_the_run(tmp_path: Path):
 
 
 def test_a_chain_that_the_file_lacks(real_data: Path):
-    """Catches a chain of a real entry that is not there (or is no protein) stopping the run."""
+    """Catches a missing (or non-protein) chain of a real entry that stops the run."""
     store = StructureFolder(real_data / "mmcif_files")
     _, rejected = template_features(QUERY, [make_hit("MKTAY", "MKTAY", key="4zey_Z")], store)
     assert rejected == {TemplateRejection.NO_CHAIN: ("4zey_Z",)}
 
 
 def test_frozen_and_picklable():
-    """Catches a record that workers cannot send, or whose arrays need not go together."""
+    """Catches a record that cannot be pickled, or whose arrays need not fit together."""
     found, _ = template_features(QUERY, [make_hit("MKTAY", "MKTAY")], MemoryStructures(straight_chain(LETTERS)))
     assert pickle.loads(pickle.dumps(found)).names == ("1abc_A",)
     with pytest.raises(ValueError, match="aatype"):

@@ -1,4 +1,4 @@
-"""Torsions, frames, atoms and labels: AlphaFold2's numbers on real chains, and what they cannot show."""
+"""Torsions, frames, atoms and labels: AlphaFold2's numbers on real chains, and cases that these do not cover."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def every_residue(repeats: int = 2, seed: int = 0) -> tuple[Tensor, Rigid, Tenso
 
 
 def test_torsions_are_alphafolds(chain: dict[str, Tensor]) -> None:
-    """A wrong atom, sign (psi is measured to O) or neighbour. Undefined angles are noise in AF2, zero here."""
+    """Catches a wrong atom, sign (psi is measured to O) or neighbour. Undefined angles are noise in AF2, zero here."""
     ours = atom37_to_torsion_angles(*structure(chain))
     mask = chain["torsion_angles_mask"].unsqueeze(-1)
     torch.testing.assert_close(ours["torsion_angles_mask"], chain["torsion_angles_mask"], rtol=0, atol=0)
@@ -65,13 +65,13 @@ def test_torsions_are_alphafolds(chain: dict[str, Tensor]) -> None:
 
 
 def test_frames_are_alphafolds(chain: dict[str, Tensor]) -> None:
-    """A wrong base atom or axis, and groups that the residue type or the structure does not have."""
+    """Catches a wrong base atom or axis, and groups that the residue type or the structure does not have."""
     for name, ours in atom37_to_frames(*structure(chain)).items():
         torch.testing.assert_close(ours, chain[name], rtol=0, atol=1e-6, msg=name)
 
 
 def test_backbone_frames_are_those_of_the_quaternions(chain: dict[str, Tensor]) -> None:
-    """Frames from three points, from AF2's reference frame and from quaternions must be one convention."""
+    """Frames from three points, from AF2's reference frame and from quaternions must follow one convention."""
     ours = atom37_to_frames(*structure(chain))
     exists = ours["rigidgroups_gt_exists"][:, 0] > 0
     frames = Rigid.from_flat12(ours["rigidgroups_gt_frames"][exists, 0])
@@ -82,7 +82,7 @@ def test_backbone_frames_are_those_of_the_quaternions(chain: dict[str, Tensor]) 
 
 
 def test_atom14_is_alphafolds(chain: dict[str, Tensor]) -> None:
-    """Atoms of the wrong slot, and equivalent atoms that keep their names."""
+    """Catches atoms of the wrong slot, and equivalent atoms that keep their names."""
     ours = atom14_ground_truth(*structure(chain))
     for theirs, name in ATOM14_NAMES.items():
         torch.testing.assert_close(ours[name], chain[theirs], rtol=0, atol=0)
@@ -98,7 +98,7 @@ def test_pseudo_beta_is_alphafolds(chain: dict[str, Tensor]) -> None:
 
 
 def test_rebuilding_from_torsions_is_alphafolds(chain: dict[str, Tensor]) -> None:
-    """A side-chain group that hangs from the wrong parent. The reference put (1, 0) for undefined torsions."""
+    """Catches a side-chain group with the wrong parent. The reference has (1, 0) for undefined torsions."""
     backbone = Rigid.from_flat12(chain["rigidgroups_gt_frames"][:, 0])
     frames = torsion_angles_to_frames(backbone, chain["torsion_angles_sin_cos_placeholder"], chain["aatype"])
     torch.testing.assert_close(frames.to_flat12(), chain["rebuilt_frames_flat12"], rtol=0, atol=1e-5)
@@ -106,7 +106,7 @@ def test_rebuilding_from_torsions_is_alphafolds(chain: dict[str, Tensor]) -> Non
 
 
 def test_labels_are_alphafolds(golden: Path) -> None:
-    """The whole bundle that training reads: every name, dtype and value, padding included."""
+    """All labels of training: every name, dtype and value, padding included."""
     expected = load(golden / "labels.npz")
     aatype = load(golden / "features_processed.npz")["aatype"][0]
     arrays = (aatype, expected["all_atom_positions"], expected["all_atom_mask"])
@@ -174,7 +174,7 @@ def test_half_a_turn_of_an_ambiguous_group_renames_its_atoms() -> None:
 
 
 def test_labels_move_with_the_molecule(chain: dict[str, Tensor]) -> None:
-    """Torsions are invariant under a rigid motion, frames are carried along."""
+    """Torsions are invariant under a rigid motion, frames move with it."""
     aatype, positions, mask = structure(chain)
     positions, mask = positions.double(), mask.double()
     motion = every_residue()[1][0]
@@ -187,7 +187,7 @@ def test_labels_move_with_the_molecule(chain: dict[str, Tensor]) -> None:
 
 
 def test_leading_axes_are_independent(chain: dict[str, Tensor]) -> None:
-    """Two chains in a batch must give what each gives alone; omega and phi must not reach into the other chain."""
+    """Catches omega or phi of one chain of a batch that use residues of another."""
     aatype, positions, mask = structure(chain)
     pair = [torch.stack([x, x.flip(0)]) for x in (aatype, positions, mask)]
     for function in (atom37_to_torsion_angles, atom37_to_frames, atom14_ground_truth):
@@ -210,7 +210,7 @@ def test_unknown_residues_are_masked_and_finite() -> None:
 
 
 def test_missing_residues_have_finite_labels_and_gradients() -> None:
-    """All-zero residues: nan or infinity in the backward pass would poison the others' gradients."""
+    """Catches nan or infinity in the backward pass of all-zero residues, which would spread to all gradients."""
     aatype = torch.arange(21)
     positions = torch.zeros(21, 37, 3, requires_grad=True)
     mask = torch.zeros(21, 37)
@@ -224,7 +224,7 @@ def test_missing_residues_have_finite_labels_and_gradients() -> None:
 
 
 def test_gradients_of_torsion_angles_to_atoms() -> None:
-    """Against finite differences: the way the all-atom loss reaches the backbone and the angles."""
+    """The gradient of the atoms by backbone and angles, which the all-atom loss needs, against finite differences."""
     aatype, backbone, angles = every_residue(repeats=1)
     aatype = aatype[[1, 6, 18]]  # Arg has four angles; Glu and Tyr are symmetric
     flat = backbone.to_flat12()[[1, 6, 18]].requires_grad_()
@@ -238,7 +238,7 @@ def test_gradients_of_torsion_angles_to_atoms() -> None:
 
 
 def test_atom14_and_atom37_undo_each_other_in_any_trailing_shape() -> None:
-    """Masks have no trailing axis, positions one: a gather along the wrong axis would mix residues."""
+    """Catches a gather along the wrong axis: masks have no trailing axis, positions have one."""
     aatype = torch.arange(21).repeat(2, 1)
     atom14_mask = torch.from_numpy(residues.RESTYPE_ATOM14_MASK)[aatype]
     for trailing in ((), (3,), (2, 5)):

@@ -29,7 +29,7 @@ def homogeneous(rigid: Rigid) -> Tensor:
 
 
 def test_compose_is_the_product_of_homogeneous_matrices() -> None:
-    """Operands in the wrong order, or rows taken for columns."""
+    """Catches operands in the wrong order, or rows taken for columns."""
     a, b = random_rigid(*BATCH), random_rigid(*BATCH, seed=1)
     torch.testing.assert_close(homogeneous(a.compose(b)), homogeneous(a) @ homogeneous(b))
     torch.testing.assert_close(a.compose(b).apply(points(*BATCH)), a.apply(b.apply(points(*BATCH))))
@@ -53,7 +53,7 @@ def test_batch_axes_broadcast() -> None:
 
 
 def test_indexing_leaves_rotations_whole() -> None:
-    """An index that reached into the matrix would go unnoticed where a batch axis has three entries."""
+    """Catches an index that is applied to the axes of the rotation matrix."""
     a = random_rigid(*BATCH)
     assert a[1].shape == (3,)
     assert a[..., 1].shape == (5,)
@@ -90,7 +90,7 @@ def test_from_three_points_convention() -> None:
 
 
 def test_from_quaternion_turns_the_right_way() -> None:
-    """A quarter turn about z takes x to y."""
+    """A rotation by 90° about z maps x to y."""
     half = torch.tensor(torch.pi / 4, dtype=torch.float64)
     zero = torch.zeros(3, dtype=torch.float64)
     turn = Rigid.from_quaternion(torch.stack([half.cos(), zero[0], zero[0], half.sin()]), zero)
@@ -131,7 +131,7 @@ def test_gradients() -> None:
 
 
 def test_coinciding_points_have_finite_frames_and_gradients() -> None:
-    """Missing residues are all zeros; a nan there would spread through 0 * nan in the backward pass."""
+    """Missing residues are all zeros; a nan from them would spread to other gradients as 0 * nan."""
     corners = torch.zeros(3, 4, 3, requires_grad=True)
     frame = Rigid.from_three_points(*corners)
     assert not frame.rotation.any()
@@ -140,7 +140,7 @@ def test_coinciding_points_have_finite_frames_and_gradients() -> None:
 
 
 def test_autocast_does_not_round_coordinates() -> None:
-    """A matrix product would run in bf16 here and move atoms by tenths of an Å."""
+    """Catches a matrix product, which would run in bf16 here and move atoms by tenths of an Å."""
     a, x = random_rigid(50), 50 * points(50)
     a, x = Rigid(a.rotation.float(), a.translation.float()), x.float()
     exact = a.compose(a).apply(x)

@@ -101,7 +101,7 @@ def test_prediction_equals_the_model_run_by_hand(ptm_workplace):
             there = chain.mask > 0
             expected = output.structure.positions[0].numpy()
             np.testing.assert_allclose(chain.positions[there], expected[there], atol=1e-3)
-            pae = compute_pae(output.pae_logits)[0].numpy()
+            pae = compute_pae(output.logits["predicted_aligned_error"])[0].numpy()
             assert np.abs(pae - pae.T).max() > 0.1, "a transposed matrix must not pass"
             (written,) = read_json(result.folder / f"seed_{seed}_pae.json")
             assert list(written) == ["predicted_aligned_error", "max_predicted_aligned_error"]
@@ -109,7 +109,7 @@ def test_prediction_equals_the_model_run_by_hand(ptm_workplace):
             assert written["max_predicted_aligned_error"] == 31.75
             scores = read_json(result.folder / f"seed_{seed}_scores.json")
             assert scores["max_pae"] == np.max(written["predicted_aligned_error"])
-            ptm = compute_ptm(output.pae_logits, torch.ones(1, len(letters))).item()
+            ptm = compute_ptm(output.logits["predicted_aligned_error"], torch.ones(1, len(letters))).item()
             assert scores["ptm"] == pytest.approx(ptm, abs=6e-4)
             assert 0 < ptm < 1
 
@@ -162,9 +162,11 @@ def test_no_template_is_no_update(ptm_workplace):
     model.features = FEATURES
     none = run_by_hand(model, sample)
     for output in (one, several):
-        torch.testing.assert_close(output.pair, none.pair, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(output.msa, none.msa, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(output.pae_logits, none.pae_logits, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(output.representations["pair"], none.representations["pair"], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(output.representations["msa"], none.representations["msa"], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            output.logits["predicted_aligned_error"], none.logits["predicted_aligned_error"], rtol=1e-4, atol=1e-5
+        )
         torch.testing.assert_close(output.structure.positions, none.structure.positions, rtol=1e-4, atol=1e-3)
 
 

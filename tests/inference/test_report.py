@@ -134,7 +134,7 @@ def test_another_protein_is_not_compared(cases):
 
 
 @pytest.mark.parametrize(
-    ("key", "words"), [("9zzz_A", "no 9zzz.cif"), ("9aaa_Q", "no protein chain 'Q'"), ("9aaa", "no chain key")]
+    ("key", "words"), [("9zzz_A", "no 9zzz.cif"), ("9aaa_Q", "no protein chain 'Q'"), ("9aaa", "not a chain key")]
 )
 def test_chain_that_is_not_there(cases, key, words):
     """One line each, not a KeyError."""

@@ -31,7 +31,7 @@ from tests.ranks import RankPool
 
 ITERATIONS = 3
 TOLERANCE = 1e-10
-SHARDED = {"distogram_logits": 1, "pae_logits": 1, "masked_msa_logits": 2}
+SHARDED = {"distogram_logits": 1, "predicted_aligned_error_logits": 1, "masked_msa_logits": 2}
 """Outputs that come in shards, and along which axis."""
 # Few bins: positions are not to hide behind logits in what is held.
 HEADS = HeadsConfig(distogram_max_distance=12.0, distogram_bins=6, pae_bins=5)
@@ -58,9 +58,9 @@ def leaves_of(samples: int, residues: int = RESIDUES) -> Tensors:
         "atom14": source.normal(b, r, 14, 3, scale=3),  # crowded: many clashes
         "positions": source.normal(b, r, 37, 3, scale=4),
         "plddt_logits": source.normal(b, r, HEADS.plddt_bins),
-        "resolved_logits": source.normal(b, r, 37),
+        "experimentally_resolved_logits": source.normal(b, r, 37),
         "distogram_logits": source.normal(b, r, r, HEADS.distogram_bins),
-        "pae_logits": source.normal(b, r, r, HEADS.pae_bins),
+        "predicted_aligned_error_logits": source.normal(b, r, r, HEADS.pae_bins),
         "masked_msa_logits": source.normal(b, CLUSTERS, r, 23),
     }
 
@@ -82,9 +82,12 @@ def output_of(leaves: Tensors, exchange: Exchange) -> ModelOutput:
     )
     width = here.stop - here.start
     return ModelOutput(
-        msa=unread(b, CLUSTERS, width, 2), first_row=unread(b, r, 2), pair=unread(b, r, width, 3), single=unread(b, r, 4),
-        structure=structure, plddt_logits=leaves["plddt_logits"], resolved_logits=leaves["resolved_logits"],
-        **{name: leaves[name] for name in SHARDED},
+        {
+            "msa": unread(b, CLUSTERS, width, 2), "first_row": unread(b, r, 2), "pair": unread(b, r, width, 3),
+            "single": unread(b, r, 4),
+        },
+        structure,
+        {name.removesuffix("_logits"): leaf for name, leaf in leaves.items() if name.endswith("_logits")},
     )  # fmt: skip
 
 
@@ -208,7 +211,10 @@ def test_clashes_of_each_atom(pool: RankPool, ranks: int) -> None:
 
 
 def readings(exchange: Exchange) -> tuple[Tensor, Tensor]:
-    logits, mask = shards(leaves_of(2), exchange)["pae_logits"].detach(), batch_of(2)["seq_mask"][:, -1]
+    logits, mask = (
+        shards(leaves_of(2), exchange)["predicted_aligned_error_logits"].detach(),
+        batch_of(2)["seq_mask"][:, -1],
+    )
     return compute_pae(3 * logits), compute_ptm(3 * logits, mask, exchange=exchange)
 
 

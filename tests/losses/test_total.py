@@ -55,10 +55,15 @@ def output(golden: Path, losses) -> ModelOutput:
         single=out["representations/structure_module"],
     )
     return ModelOutput(
-        msa=out["representations/msa"], first_row=out["representations/msa"][:, 0],
-        pair=out["representations/pair"], single=out["representations/single"],
-        structure=structure, distogram_logits=out["distogram/logits"], masked_msa_logits=out["masked_msa/logits"],
-        plddt_logits=out["predicted_lddt/logits"],
+        {
+            "msa": out["representations/msa"], "first_row": out["representations/msa"][:, 0],
+            "pair": out["representations/pair"], "single": out["representations/single"],
+        },
+        structure,
+        {
+            "distogram": out["distogram/logits"], "masked_msa": out["masked_msa/logits"],
+            "plddt": out["predicted_lddt/logits"],
+        },
     )  # fmt: skip
 
 
@@ -84,7 +89,9 @@ def _stack(first: object, second: object) -> object:
             else:
                 values[field.name] = torch.cat([a, b], dim)
         return StructureOutput(**values)
-    if first is None:  # a head that the model does not have
+    if isinstance(first, dict):
+        return {name: _stack(value, second[name]) for name, value in first.items()}
+    if first is None:  # no stop tolerance was given
         return None
     fields = [field.name for field in dataclasses.fields(first)]
     return type(first)(**{name: _stack(getattr(first, name), getattr(second, name)) for name in fields})
@@ -165,13 +172,13 @@ def test_gradient_reaches_every_output_and_the_breakdown_holds_none(output, batc
     structure = output.structure
     leaves = {
         "backbone": structure.backbone.translation, "angles": structure.angles, "norm": structure.unnormalized_angles,
-        "frames": structure.frames.translation, "atom14": structure.atom14, "distogram": output.distogram_logits,
-        "msa": output.masked_msa_logits, "plddt": output.plddt_logits,
+        "frames": structure.frames.translation, "atom14": structure.atom14, "distogram": output.logits["distogram"],
+        "msa": output.logits["masked_msa"], "plddt": output.logits["plddt"],
     }  # fmt: skip
     leaves = {key: value.clone().requires_grad_() for key, value in leaves.items()}
     differentiable = dataclasses.replace(
         output,
-        distogram_logits=leaves["distogram"], masked_msa_logits=leaves["msa"], plddt_logits=leaves["plddt"],
+        logits={"distogram": leaves["distogram"], "masked_msa": leaves["msa"], "plddt": leaves["plddt"]},
         structure=dataclasses.replace(
             structure, backbone=Rigid(structure.backbone.rotation, leaves["backbone"]), angles=leaves["angles"],
             unnormalized_angles=leaves["norm"], frames=Rigid(structure.frames.rotation, leaves["frames"]),

@@ -59,8 +59,8 @@ def entry(batch: dict[str, Tensor], number: int) -> dict[str, Tensor]:
 
 
 def tensors(output: ModelOutput) -> dict[str, Tensor]:
-    own = {name: value for name, value in vars(output).items() if isinstance(value, Tensor) and name != "ca_change"}
-    return own | {"atom14": output.structure.atom14, "positions": output.structure.positions}
+    structure = {"atom14": output.structure.atom14, "positions": output.structure.positions}
+    return {**output.representations, **output.logits, **structure}
 
 
 def check_same_bits(a: ModelOutput, b: ModelOutput) -> None:
@@ -80,16 +80,13 @@ def pass_by_hand(model: AlphaFold, members: list[dict[str, Tensor]], recycled: R
     pair = torch.stack([z for _, z in found]).mean(0)
     single = torch.stack([model.single(m[:, 0]) for m, _ in found]).mean(0)
     structure = model.structure_module(single, pair, members[0]["aatype"], members[0]["seq_mask"], [])
-    return ModelOutput(
-        msa=found[0][0],
-        first_row=torch.stack([m[:, 0] for m, _ in found]).mean(0),
-        pair=pair,
-        single=single,
-        structure=structure,
-        distogram_logits=model.distogram_head(pair),
-        masked_msa_logits=model.masked_msa_head(found[0][0]),
-        plddt_logits=model.plddt_head(structure.single),
-    )
+    row = torch.stack([m[:, 0] for m, _ in found]).mean(0)
+    logits = {
+        "distogram": model.heads["distogram"](pair),
+        "masked_msa": model.heads["masked_msa"](found[0][0]),
+        "plddt": model.heads["plddt"](structure.single),
+    }
+    return ModelOutput({"msa": found[0][0], "first_row": row, "pair": pair, "single": single}, structure, logits)
 
 
 @pytest.mark.parametrize("ensembles", [2, 3])
@@ -103,7 +100,9 @@ def test_ensembling_is_the_average_by_hand(model, ensembles):
     with torch.no_grad():
         output = model(batch, ensembles=ensembles)
     check_close(output, second)
-    assert (output.first_row - output.msa[:, 0]).abs().max() > 1e-3, "the sets must differ, or averaging means nothing"
+    assert (output.representations["first_row"] - output.representations["msa"][:, 0]).abs().max() > 1e-3, (
+        "the sets must differ, or averaging means nothing"
+    )
 
 
 def test_an_ensemble_of_one_changes_nothing(model):
@@ -114,8 +113,8 @@ def test_an_ensemble_of_one_changes_nothing(model):
         check_same_bits(model(batch, ensembles=1), output)
         twice = {name: values.repeat_interleave(2, 1) for name, values in batch.items()}
         check_close(model(twice, ensembles=2), output)
-    assert torch.equal(output.first_row, output.msa[:, 0])
-    assert torch.equal(output.single, model.single(output.first_row))
+    assert torch.equal(output.representations["first_row"], output.representations["msa"][:, 0])
+    assert torch.equal(output.representations["single"], model.single(output.representations["first_row"]))
 
 
 def test_sets_of_one_pass_drop_out_differently(model):
@@ -125,8 +124,8 @@ def test_sets_of_one_pass_drop_out_differently(model):
     draws = [Draws.root(3).at("sample", n) for n in range(BATCH)]
     with torch.no_grad():
         one, two = model(batch, draws), model(twice, draws, ensembles=2)
-    assert torch.equal(one.msa, two.msa)
-    assert not torch.allclose(one.pair, two.pair, atol=1e-4)
+    assert torch.equal(one.representations["msa"], two.representations["msa"])
+    assert not torch.allclose(one.representations["pair"], two.representations["pair"], atol=1e-4)
 
 
 def test_a_batch_that_does_not_hold_whole_passes(model):
@@ -222,7 +221,7 @@ def test_nothing_large_outlives_its_use(model):
     alive: list[int] = []
     keep = [
         module.register_forward_hook(lambda _, inputs, output: large.append(weakref.ref(output)))
-        for module in (model.extra_msa_embedder, model.distogram_head, model.masked_msa_head)
+        for module in (model.extra_msa_embedder, model.heads["distogram"], model.heads["masked_msa"])
     ]
     keep.append(
         model.extra_msa_stack.register_forward_hook(lambda _, inputs, output: large.append(weakref.ref(output[0])))

@@ -110,9 +110,9 @@ def test_model_without_templates(golden: Path) -> None:
     with torch.no_grad():
         out = model(features)
     real = 64
-    close(out.single[0, :real], expected["representations/single"][:real], 2e-5, "single")
-    close(out.pair[0, :real, :real], expected["representations/pair"][:real, :real], 2e-5, "pair")
-    close(out.plddt_logits[0, :real], expected["predicted_lddt/logits"][:real], 2e-5, "pLDDT logits")
+    close(out.representations["single"][0, :real], expected["representations/single"][:real], 2e-5, "single")
+    close(out.representations["pair"][0, :real, :real], expected["representations/pair"][:real, :real], 2e-5, "pair")
+    close(out.logits["plddt"][0, :real], expected["predicted_lddt/logits"][:real], 2e-5, "pLDDT logits")
     positions = expected["structure_module/final_atom_positions"][:real]
     mask = out.structure.mask[0, :real, :, None].numpy()
     assert abs(out.structure.positions[0, :real].numpy() - positions)[mask[..., 0] > 0].max() < 1e-3  # Å

@@ -27,7 +27,7 @@ from tests.builders.small_model import SMALL, config, features, tensors
 from tests.ranks import RankPool
 
 SHARDED: dict[str, Axis] = {
-    "msa": "res", "pair": "j", "distogram_logits": "i", "pae_logits": "i", "masked_msa_logits": "res",
+    "msa": "res", "pair": "j", "distogram_logits": "i", "predicted_aligned_error_logits": "i", "masked_msa_logits": "res",
 }  # fmt: skip
 
 

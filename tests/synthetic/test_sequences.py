@@ -49,7 +49,7 @@ def _mutual_information(rows: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("key", CHAINS)
 def test_columns_in_contact_share_information(key: str) -> None:
-    """Alignments without a signal of the fold: the couplings are lost in sampling, or columns are shifted in the files."""
+    """Catches alignments without a signal of the fold: couplings lost in sampling, or columns shifted in the files."""
     store = _store()
     rows = np.concatenate([a.residues for a in store.alignments(key)])
     contacts = _contacts(store.chain(key))
@@ -65,7 +65,7 @@ def test_columns_in_contact_share_information(key: str) -> None:
 
 
 def test_information_needs_the_couplings() -> None:
-    """A measure that finds contacts in anything would prove nothing: the same model without couplings has none."""
+    """Control of the test above: without couplings the same measure finds no contacts."""
     chain = _store().chain("s001_A")
     contacts = _contacts(chain)
     draws = Draws.root(7)
@@ -79,7 +79,7 @@ def test_information_needs_the_couplings() -> None:
 
 
 def test_gibbs_sampling_draws_from_the_model() -> None:
-    """A sampler that is biased: frequencies of a two-residue model against its exact distribution."""
+    """Catches a biased sampler: frequencies of a two-residue model against its exact distribution."""
     draws = Draws.root(1)
     pair = draws.at("pair").gumbel(20, 20)
     couplings = np.zeros((2, 2, 20, 20))
@@ -94,7 +94,7 @@ def test_gibbs_sampling_draws_from_the_model() -> None:
 
 
 def test_rate_zero_keeps_a_sequence() -> None:
-    """A query that drifts from its own chain."""
+    """Catches a query that differs from its chain."""
     model = PottsModel(np.zeros((5, 20)), np.zeros((5, 5, 20, 20)), np.zeros((5, 5), dtype=bool))
     start = np.arange(10).reshape(2, 5)
     rows = model.sample(start, 4, Draws.root(0), np.array([0.0, 1.0]))
@@ -103,8 +103,8 @@ def test_rate_zero_keeps_a_sequence() -> None:
 
 
 def test_sequences_carry_the_fold(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sequences without a pattern: a core like the surface, left-handed residues that are no glycine, proline in a helix."""
-    monkeypatch.setattr(sequences, "TASTE", 0.0)  # what all families have in common
+    """Catches sequences without a pattern: core like surface, left-handed residues other than glycine, proline in helices."""
+    monkeypatch.setattr(sequences, "PREFERENCE", 0.0)  # what all families have in common
     torsions = np.deg2rad(np.array([[-63.0, -42.0]] * 20 + [[58.0, 38.0]] * 2 + [[-118.0, 132.0]] * 20))
     backbone = build_backbone(torsions)
     structure = "H" * 20 + "LL" + "E" * 20
@@ -119,7 +119,7 @@ def test_sequences_carry_the_fold(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a3m_and_stockholm_say_the_same() -> None:
-    """One of the writers shifts insertions by a column, or loses them: both files parse to what was drawn."""
+    """Catches a writer that shifts or loses insertions: both files must parse to the drawn alignment."""
     length, count = 30, 40
     draws = Draws.root(4)
     model = PottsModel(draws.at("fields").gumbel(length, 20), np.zeros((length, length, 20, 20)), np.eye(length) > 1)
@@ -154,20 +154,20 @@ def test_insertions_are_written_after_their_column() -> None:
 
 
 def test_backbone_jacobian_is_the_derivative() -> None:
-    """A descent on wrong slopes still goes down, slowly: compare with finite differences."""
+    """Catches wrong derivatives, with which the minimisation still converges, slowly: compare with finite differences."""
     torsions = Draws.root(5).uniform(9, 2) * 6 - 3
     jacobian = backbone_jacobian(build_backbone(torsions))
     for residue, kind in ((0, 0), (0, 1), (4, 0), (4, 1), (8, 0), (8, 1)):
         step = np.zeros((9, 2))
         step[residue, kind] = 1e-6
         slope = (build_backbone(torsions + step) - build_backbone(torsions - step)) / 2e-6
-        # phi of the first residue turns what comes after it about a bond that `build_backbone` keeps as its own frame.
+        # phi of the first residue rotates the chain about a bond that `build_backbone` uses as its coordinate system.
         if (residue, kind) != (0, 0):
             np.testing.assert_allclose(jacobian[..., kind * 9 + residue], slope, atol=1e-6)
 
 
 def test_superposition_is_no_reflection() -> None:
-    """The mirror image of a fold fitted as if it were the fold."""
+    """Catches a superposition that allows mirror images."""
     points = Draws.root(6).uniform(12, 3)
     turn = np.array([[0.0, -1, 0], [1, 0, 0], [0, 0, 1]])
     np.testing.assert_allclose(superpose(points @ turn + 3, points), points, atol=1e-12)

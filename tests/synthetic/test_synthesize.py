@@ -1,4 +1,4 @@
-"""Synthetic chains: the geometry, fold and files of the bundled set and of a set made on the spot."""
+"""Synthetic chains: geometry, folds and files of the bundled set and of a small set made here."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ from evodsp.geometry.frames import atom37_to_atom14
 from evodsp.geometry.residues import ATOM_ORDER, RESTYPE_ATOM37_MASK
 from evodsp.rng import Draws
 from evodsp.synthetic import SynthesisConfig, families, synthesize, writers
-from evodsp.synthetic.backbone import backbone_torsions
 from evodsp.synthetic.blueprint import make_blueprint
 from evodsp.synthetic.config import FOLDS
-from evodsp.synthetic.folding import expected_radius_of_gyration, radius_of_gyration, rmsd
+from evodsp.synthetic.folding import expected_radius_of_gyration, rmsd
 from evodsp.synthetic.sidechains import closest_approach
 
 BUNDLED = Path(__file__).resolve().parents[2] / "data"
@@ -77,6 +76,24 @@ def written(request: pytest.FixtureRequest, small: Written) -> Written:
     return small if request.param == "small" else _read(BUNDLED, SynthesisConfig(BUNDLED))
 
 
+def _dihedral(a: np.ndarray, b: np.ndarray, c: np.ndarray, d: np.ndarray) -> np.ndarray:
+    """Torsion angles a-b-c-d in (-pi, pi], IUPAC sign; points [..., 3]."""
+    axis = (c - b) / np.linalg.norm(c - b, axis=-1, keepdims=True)
+    before, after = a - b, d - c
+    before = before - (before * axis).sum(-1, keepdims=True) * axis
+    after = after - (after * axis).sum(-1, keepdims=True) * axis
+    return np.arctan2((np.cross(axis, before) * after).sum(-1), (before * after).sum(-1))
+
+
+def _backbone_torsions(n: np.ndarray, ca: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """[R, 3] phi, psi, omega (of the bond before the residue) from atoms [R, 3]; NaN where undefined (chain ends)."""
+    out = np.full((len(ca), 3), np.nan)
+    out[1:, 0] = _dihedral(c[:-1], n[1:], ca[1:], c[1:])
+    out[:-1, 1] = _dihedral(n[:-1], ca[:-1], c[:-1], n[1:])
+    out[1:, 2] = _dihedral(ca[:-1], c[:-1], n[1:], ca[1:])
+    return out
+
+
 def _atoms(chain: Chain, name: str) -> np.ndarray:
     return chain.positions[:, ATOM_ORDER[name]].astype(np.float64)
 
@@ -91,7 +108,7 @@ def _angle(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
 
 
 def test_backbone_bonds_and_angles_are_ideal(written: Written) -> None:
-    """A chain broken or bent by the optimiser: bond lengths within 0.02 Å, angles within 2° of Engh and Huber's."""
+    """Catches a chain broken or bent by the optimiser: bond lengths within 0.02 Å, angles within 2° of Engh and Huber's."""
     for chain in written.chains:
         n, ca, c, o = (_atoms(chain, name) for name in ("N", "CA", "C", "O"))
         for a, b, length in ((n, ca, 1.459), (ca, c, 1.525), (c, o, 1.231), (c[:-1], n[1:], 1.329)):
@@ -106,10 +123,10 @@ def test_backbone_bonds_and_angles_are_ideal(written: Written) -> None:
 
 
 def test_peptide_bonds_are_planar_and_trans(written: Written) -> None:
-    """omega away from 180°, or an O out of its plane because psi was taken with the wrong sign."""
+    """Catches omega other than 180°, and an O out of its plane because psi has the wrong sign."""
     for chain in written.chains:
         n, ca, c, o = (_atoms(chain, name) for name in ("N", "CA", "C", "O"))
-        omega = np.degrees(backbone_torsions(n, ca, c)[1:, 2])
+        omega = np.degrees(_backbone_torsions(n, ca, c)[1:, 2])
         assert np.abs(np.abs(omega) - 180).max() < 1.0
         normal = np.cross(ca[:-1] - c[:-1], n[1:] - c[:-1])
         height = ((o[:-1] - c[:-1]) * normal).sum(-1) / np.linalg.norm(normal, axis=-1)
@@ -117,7 +134,7 @@ def test_peptide_bonds_are_planar_and_trans(written: Written) -> None:
 
 
 def test_residues_are_complete_left_handed_amino_acids(written: Written) -> None:
-    """A missing atom, a D amino acid, a side chain that floats, or a proline whose ring is open."""
+    """Catches a missing atom, a D amino acid, a side chain that floats, or a proline whose ring is open."""
     for chain in written.chains:
         types = _types(chain)
         np.testing.assert_array_equal(chain.mask, RESTYPE_ATOM37_MASK[types])
@@ -136,7 +153,7 @@ def test_residues_are_complete_left_handed_amino_acids(written: Written) -> None
 
 
 def test_no_heavy_atoms_clash(written: Written) -> None:
-    """Side chains packed through one another: heavy atoms of residues that are not bonded are over 2.5 Å apart."""
+    """Catches side chains that overlap: heavy atoms of residues that are not bonded are over 2.5 Å apart."""
     for chain in written.chains:
         types = _types(chain)
         atom14 = atom37_to_atom14(torch.from_numpy(chain.positions), torch.from_numpy(types)).numpy()
@@ -144,7 +161,7 @@ def test_no_heavy_atoms_clash(written: Written) -> None:
 
 
 def test_clash_check_sees_a_clash(small: Written) -> None:
-    """The check above would be worth nothing if it left out too much: move one residue onto another."""
+    """Control of the test above: it must fail when one residue is moved onto another."""
     chain = small.chains[0]
     types = _types(chain)
     atom14 = atom37_to_atom14(torch.from_numpy(chain.positions), torch.from_numpy(types)).numpy()
@@ -153,11 +170,11 @@ def test_clash_check_sees_a_clash(small: Written) -> None:
 
 
 def test_torsions_are_those_of_the_intended_secondary_structure(written: Written) -> None:
-    """A helix that came out as coil, a strand as helix, or a residue with positive phi that is no glycine."""
+    """Catches a helix folded as coil, a strand as helix, and a residue with positive phi that is not glycine."""
     for number, family in enumerate(written.families):
         structure = np.array(list(written.structure(number)))
         for chain in family:
-            torsions = backbone_torsions(*(_atoms(chain, name) for name in ("N", "CA", "C")))
+            torsions = _backbone_torsions(*(_atoms(chain, name) for name in ("N", "CA", "C")))
             phi, psi = np.degrees(torsions[1:-1, 0]), np.degrees(torsions[1:-1, 1])
             inner = structure[1:-1]
             helix, strand = inner == "H", inner == "E"
@@ -171,7 +188,7 @@ def test_torsions_are_those_of_the_intended_secondary_structure(written: Written
 
 
 def test_helices_and_sheets_are_held_by_hydrogen_bonds(written: Written) -> None:
-    """Strands that lie side by side without pairing: as many N-O pairs within 3.5 Å as half the blueprint's."""
+    """Catches strands that do not pair: at least half of the blueprint's N-O pairs are within 3.5 Å."""
     for number, family in enumerate(written.families):
         blueprint = make_blueprint(FOLDS[number % 3], len(family[0]), 1, Draws.root(0))
         for chain in family:
@@ -181,14 +198,16 @@ def test_helices_and_sheets_are_held_by_hydrogen_bonds(written: Written) -> None
 
 
 def test_chains_are_as_compact_as_real_proteins(written: Written) -> None:
-    """An unfolded or imploded chain: the radius of gyration is within 25 % of 2.2 N^0.38 Å."""
+    """Catches an unfolded or collapsed chain: the radius of gyration is within 25 % of 2.2 N^0.38 Å."""
     for chain in written.chains:
-        ratio = radius_of_gyration(_atoms(chain, "CA")) / expected_radius_of_gyration(len(chain))
+        ca = _atoms(chain, "CA")
+        radius = np.sqrt(np.square(ca - ca.mean(0)).sum(-1).mean())
+        ratio = radius / expected_radius_of_gyration(len(chain))
         assert 0.75 < ratio < 1.25
 
 
 def test_folds_differ_and_members_of_a_family_agree(written: Written) -> None:
-    """Three folds that are one, or members that are copies or strangers."""
+    """Catches equal folds, and members that are identical or unrelated."""
     for family in written.families:
         for a, b in combinations(family, 2):
             assert 0.15 < rmsd(_atoms(a, "CA"), _atoms(b, "CA")) < 1.6
@@ -200,7 +219,7 @@ def test_folds_differ_and_members_of_a_family_agree(written: Written) -> None:
 
 
 def test_files_are_read_by_our_parsers(written: Written) -> None:
-    """A file that the data pipeline refuses, an alignment of another chain, or one without gaps and insertions."""
+    """Catches a file that the data pipeline refuses, an alignment of another chain, or one without gaps and insertions."""
     store = FeatureStore(written.root / "alignments", written.root / "mmcif_files")
     for chain in written.chains:
         assert chain.release_date is not None
@@ -217,7 +236,7 @@ def test_files_are_read_by_our_parsers(written: Written) -> None:
 
 
 def test_chain_lists_hold_out_the_last_members(written: Written) -> None:
-    """A validation chain among the training chains."""
+    """Catches a validation chain among the training chains."""
     train, validation = ((written.root / f"{name}.txt").read_text().split() for name in ("train", "validation"))
     assert train + validation == sorted(train + validation, key=(train + validation).index)
     assert not set(train) & set(validation)
@@ -229,7 +248,7 @@ def test_chain_lists_hold_out_the_last_members(written: Written) -> None:
 
 
 def test_written_positions_are_those_that_were_made(small: Written) -> None:
-    """Coordinates lost or permuted on the way through the file: 1e-3 Å."""
+    """Catches coordinates lost or permuted on the way through the file: 1e-3 Å."""
     for made, read in zip(small.made, small.chains, strict=True):
         assert read.key == made.chain.key
         assert read.sequence == made.chain.sequence
@@ -240,7 +259,7 @@ def test_written_positions_are_those_that_were_made(small: Written) -> None:
 def test_the_same_seed_gives_the_same_bytes_and_another_does_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Randomness that is not a function of the seed alone."""
+    """Catches randomness that is not a function of the seed alone."""
     monkeypatch.setattr(families, "VARIANTS", 1)
     for name, seed in (("first", 1), ("again", 1), ("other", 2)):
         synthesize(SynthesisConfig(tmp_path / name, 1, 1, 0, 48, 48, sequences=4, seed=seed))
@@ -253,7 +272,7 @@ def test_the_same_seed_gives_the_same_bytes_and_another_does_not(
 
 
 def test_bundled_set_is_small(small: Written) -> None:
-    """A repository that grows: under 2 MB."""
+    """Catches a bundled set that grows: it must stay under 2 MB."""
     assert sum(p.stat().st_size for p in BUNDLED.rglob("*") if p.is_file()) < 2_000_000
 
 
@@ -271,7 +290,7 @@ def test_bundled_set_is_small(small: Written) -> None:
     ],
 )
 def test_sizes_that_cannot_be_made_are_refused(settings: dict[str, int], words: tuple[str, ...]) -> None:
-    """A config that fails deep inside the folding, or makes nothing."""
+    """Catches a config that fails deep inside the folding, or makes nothing."""
     with pytest.raises(UserError) as error:
         SynthesisConfig(Path("new"), **settings)
     assert all(word in str(error.value) for word in words)
@@ -279,7 +298,7 @@ def test_sizes_that_cannot_be_made_are_refused(settings: dict[str, int], words: 
 
 
 def test_nothing_is_overwritten_and_nothing_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A user's folder emptied, or half a set that looks whole."""
+    """Catches a user's folder that is emptied, and half a set that looks complete."""
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("words")
     with pytest.raises(UserError, match="not an empty folder"):
@@ -296,8 +315,21 @@ def test_nothing_is_overwritten_and_nothing_left_behind(tmp_path: Path, monkeypa
     assert [p.name for p in tmp_path.iterdir()] == ["mine"]
 
 
+def test_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a traceback, or a half-written folder, if the output cannot be written."""
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(writers, "make_family", full)
+    with pytest.raises(UserError, match=r"new: cannot be written \(No space left on device\); make room") as error:
+        synthesize(SynthesisConfig(tmp_path / "new"))
+    assert "\n" not in str(error.value)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_lengths_are_spread_over_the_families() -> None:
-    """Families that all have one length although a range was asked for."""
+    """Catches families that all have the same length despite a range."""
     config = SynthesisConfig(Path("new"), families=5, min_length=48, max_length=64)
     lengths = [config.length(n) for n in range(5)]
     assert lengths == [48, 52, 56, 60, 64]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +15,25 @@ from evodsp.model.alphafold import AlphaFold
 from evodsp.weights.checkpoint import load_model, save_model
 from evodsp.weights.versions import FORMAT_VERSION, upgrade
 
+HEADS = {
+    "distogram": "distogram", "masked_msa": "masked_msa", "plddt": "plddt", "experimentally_resolved": "resolved",
+    "predicted_aligned_error": "pae",
+}  # fmt: skip
+
 
 def version_1_name(name: str) -> str:
-    """The name that version 1 gave a parameter: the MSA stack's sub-layers lay directly in the block."""
+    """The name that version 1 gave a parameter: no module for the MSA stack, none for all heads together."""
+    for new, old in HEADS.items():
+        name = name.replace(f"heads.{new}.", f"{old}_head.")
     return name.replace(".msa_stack.transition.", ".msa_transition.").replace(".msa_stack.", ".")
 
 
 @pytest.fixture
 def version_1(tmp_path: Path) -> tuple[AlphaFold, Path]:
     """A model, and a checkpoint of it as version 1 wrote it: raw weights and their moving average, which is 1 larger."""
-    model = AlphaFold(ModelConfig.preset("test"))
+    config = ModelConfig.preset("test")
+    heads = dataclasses.replace(config.heads, experimentally_resolved=True, predicted_aligned_error=True)
+    model = AlphaFold(dataclasses.replace(config, heads=heads))
     path = tmp_path / "old.ckpt"
     average = {name: value + 1 for name, value in model.named_parameters()}
     save_model(path, model, average, FeatureConfig())

@@ -23,11 +23,11 @@ _SEARCH_AGAIN = "the file looks truncated: run the search again"
 
 
 def parse_hhr(path: str | Path, data: bytes | None = None) -> list[TemplateHit]:
-    """The hits of an HHsearch result (.hhr), in its order. An empty list where the search found nothing.
+    """The hits of an HHsearch result (.hhr), in the file's order; empty if the search found nothing.
 
     `data`: the file's bytes, if they were read already; `path` then names them in messages.
     Raises FileFormatError (file and line) for a file that is not .hhr or is truncated, and for a hit whose blocks
-    contradict each other, its numbering or its `Aligned_cols`.
+    contradict each other, the numbering or `Aligned_cols`.
     """
     lines = lines_of(path, data)
     if not lines[0].startswith("Query"):
@@ -46,7 +46,7 @@ def parse_hhr(path: str | Path, data: bytes | None = None) -> list[TemplateHit]:
 
 
 def _hit(path: str | Path, lines: list[str], start: int, end: int) -> TemplateHit:
-    """The hit in lines[start:end], which begin with 'No <rank>'."""
+    """The hit in lines[start:end]; the first line is 'No <rank>'."""
     if end - start < 3 or not lines[start + 1].startswith(">"):
         raise FileFormatError(path, f"no '>name' after '{lines[start].strip()}'; {_SEARCH_AGAIN}", min(start + 2, end))
     name = lines[start + 1][1:].rstrip()
@@ -68,7 +68,7 @@ def _hit(path: str | Path, lines: list[str], start: int, end: int) -> TemplateHi
         if found is None:
             raise FileFormatError(path, f"a broken alignment row ('{line[:24].rstrip()}'); {_SEARCH_AGAIN}", number)
         side, label, first, letters, last = found.groups()
-        # Next to the consensus there may be several sequences of a side: the first one is the master.
+        # A side can have further sequences beside its consensus: the first one is the master.
         row = rows.setdefault((side, label == "Consensus"), _Row(label))
         if row.label == label:
             row.append(path, number, int(first), letters.upper(), int(last))
@@ -84,14 +84,14 @@ def _hit(path: str | Path, lines: list[str], start: int, end: int) -> TemplateHi
     aligned = int(scores.group(1))
     consensus = rows.get(("Q", True), query), rows.get(("T", True), hit)
     paired = int(np.logical_and(*(row.indices() >= 0 for row in consensus)).sum())
-    # A sequence may lack residues of its own consensus, so that without consensus rows fewer pairs are right.
+    # Aligned_cols counts the consensus. A sequence may lack residues of it, so without consensus rows fewer pairs are valid.
     if paired > aligned or (paired < aligned and len(rows) == 4):
         message = f"hit '{chain.group()}' has {paired} aligned columns, Aligned_cols says {aligned}; {_SEARCH_AGAIN}"
         raise FileFormatError(path, message, start + 3)
     try:
         sum_probs = float(scores.group(2))
     except ValueError as error:
-        raise FileFormatError(path, f"Sum_probs={scores.group(2)} is no number; run it again", start + 3) from error
+        raise FileFormatError(path, f"Sum_probs={scores.group(2)} is not a number; run it again", start + 3) from error
     rank, (pdb_id, chain_id) = int(lines[start].split()[1]), chain.groups()
     return TemplateHit(
         rank, name, pdb_id.lower(), chain_id, aligned, sum_probs,
@@ -101,21 +101,20 @@ def _hit(path: str | Path, lines: list[str], start: int, end: int) -> TemplateHi
 
 @dataclass
 class _Row:
-    """One sequence of a hit, gathered from its blocks: the master's, or the consensus, where '~' and '.' stand for weakly
-    conserved residues."""
+    """One row of a hit, joined from its blocks: a sequence, or a consensus, in which '~' and '.' are weakly conserved."""
 
     label: str
-    start: int | None = None  # number of its first residue, from 1
+    start: int | None = None  # number of the first residue, from 1
     chunks: list[str] = field(default_factory=list)
     lines: list[int] = field(default_factory=list)
     next: int | None = None
 
     def append(self, path: str | Path, line: int, first: int, letters: str, last: int) -> None:
-        """Add a block's piece, numbered first..last; its numbering must be its own and follow on the last piece's."""
+        """Add a block's piece, numbered first..last. The numbers must fit its residues and continue the previous piece."""
         residues = len(letters) - letters.count("-")
         if self.label != "Consensus" and not letters.replace("-", "A").isalpha():
             raise FileFormatError(
-                path, f"'{self.label}' holds '.' or '~', which no sequence does; correct the row", line
+                path, f"'{self.label}' holds '.' or '~', which sequences do not have; correct the row", line
             )
         if residues:
             if first < 1 or last - first + 1 != residues:
@@ -124,7 +123,7 @@ class _Row:
                 )
                 raise FileFormatError(path, message, line)
             if self.next is not None and first != self.next:
-                message = f"'{self.label}' goes on at residue {first}, expected {self.next}; run the search again"
+                message = f"'{self.label}' continues at residue {first}, expected {self.next}; run the search again"
                 raise FileFormatError(path, message, line)
             self.start, self.next = first if self.start is None else self.start, last + 1
         self.chunks.append(letters)

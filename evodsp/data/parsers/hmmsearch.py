@@ -16,14 +16,14 @@ _NAME = re.compile(r"([A-Za-z0-9]{4})_([A-Za-z0-9.]+)/(\d{1,9})-(\d{1,9})$")
 
 
 def parse_hmmsearch(path: str | Path, data: bytes | None = None, *, query: str) -> list[TemplateHit]:
-    """The hits of `hmmsearch -A` (Stockholm, usually hmm_output.sto) over pdb_seqres, in its order.
+    """The hits of `hmmsearch -A` (Stockholm, usually hmm_output.sto) over pdb_seqres, in the file's order.
 
-    `query`: the query's one-letter codes. The profile must have been built with one match state a residue of the query
-    (hmmbuild --hand), which is what makes the alignment's match columns (upper case and '-') the query's positions. Chains
-    described as nucleic acids ('mol:na') are skipped, though counted in `index`. `data` as in `parse_hhr`.
+    `query`: the query's one-letter codes. The profile must have been built with one match state per residue of the query
+    (hmmbuild --hand): the alignment's match columns (upper case and '-') are then the query's positions. Chains described as
+    nucleic acids ('mol:na') are skipped, but counted in `index`. `data`: as in `parse_hhr`.
 
-    Raises FileFormatError (file and line) for a file that is not Stockholm, is truncated or empty, and for a hit whose
-    match columns are not the query's, whose name is no 'chain/first-last', or whose residues are not first..last.
+    Raises FileFormatError (file and line) for a file that is not Stockholm, truncated or empty, and for a hit whose number of
+    match columns is not the query's length, whose name is not 'chain/first-last', or whose residues are not first..last.
     """
     raw_lines = text_of(path, data).splitlines()
     lines = [line.decode() for line in raw_lines[: alignment_end(path, raw_lines, "run hmmsearch again")]]
@@ -52,7 +52,7 @@ def parse_hmmsearch(path: str | Path, data: bytes | None = None, *, query: str) 
 def _hit(path: str | Path, line: int, rank: int, name: str, letters: str, query: str) -> TemplateHit:
     found = _NAME.match(name)
     if found is None:
-        message = f"'{name}' is no PDB chain with a range such as 1abc_A/1-99; search pdb_seqres with hmmsearch -A"
+        message = f"'{name}' is not a PDB chain with a range such as 1abc_A/1-99; search pdb_seqres with hmmsearch -A"
         raise FileFormatError(path, message, line)
     pdb_id, chain_id, first, last = found.groups()
     codes = np.frombuffer(letters.encode("ascii", "replace"), np.uint8)
@@ -72,7 +72,7 @@ def _hit(path: str | Path, line: int, rank: int, name: str, letters: str, query:
         message = f"hit '{name}' has {count} residues, its range says {int(last) - int(first) + 1}; run hmmsearch again"
         raise FileFormatError(path, message, line)
     indices = column_indices(upper | lower, int(first) - 1)[upper | gap]
-    # Residues before the first match pair with nothing; without them `pairs` counts from the first aligned residue.
+    # Residues before the first match are not aligned. They are dropped, so that `pairs` counts from the first aligned one.
     kept = upper | gap | (lower & np.logical_or.accumulate(upper))
     sequence = codes[kept].tobytes().decode().upper()
     return TemplateHit(

@@ -9,10 +9,10 @@ from evodsp.errors import FileFormatError
 
 
 def parse_obsolete(path: str | Path, data: bytes | None = None) -> dict[str, str | None]:
-    """The PDB's obsolete.dat: withdrawn entry -> the entry that stands for it now, None where there is none; lower case.
+    """The PDB's obsolete.dat: withdrawn entry -> the entry that replaces it, or None; in lower case.
 
     Chains of replacements are followed to their end. Columns 20:24 hold the withdrawn entry, 29:33 its first successor.
-    Raises FileFormatError for a file without 'OBSLTE' records, a record cut short, a successor that leads back to itself.
+    Raises FileFormatError for a file without 'OBSLTE' records, a record cut short, and successors that form a cycle.
     """
     lines = lines_of(path, data)
     direct: dict[str, str | None] = {}

@@ -24,7 +24,7 @@ def parse_stockholm(path: str | Path, data: bytes | None = None) -> Alignment:
     '#=GF', '#=GS', '#=GC' and '#=GR' lines are skipped. `data` as in `parse_a3m`.
 
     Raises FileFormatError (file and line) for a missing '# STOCKHOLM' header or '//' (a truncated file), rows of unequal
-    length, an illegal character, a query of gaps only.
+    length, an illegal character, and a query that consists of gaps.
     """
     lines = text_of(path, data).splitlines()
     rows: dict[bytes, list[bytes]] = {}
@@ -69,11 +69,11 @@ def _deletions_of_dropped(codes: UInt8[np.ndarray, "N W"], kept: Bool[np.ndarray
     """Number of residues in the dropped columns before each kept column."""
     deletions = np.zeros((len(codes), int(kept.sum())), np.int32)
     dropped = np.flatnonzero(~kept)
-    column = np.cumsum(kept)[dropped]  # index of the kept column that follows each dropped one
+    column = np.cumsum(kept)[dropped]  # index of the kept column after each dropped one
     dropped, column = dropped[column < deletions.shape[1]], column[column < deletions.shape[1]]
     if dropped.size:
         first = np.flatnonzero(np.diff(column, prepend=-1))
-        # Transposed, a run of dropped columns is a run of whole rows, which `reduceat` adds at memory speed.
+        # Transposed, a run of dropped columns is a block of contiguous rows, which `reduceat` adds fast.
         counts = np.add.reduceat((codes.T[dropped] != GAP).view(np.int8), first, axis=0, dtype=np.int32)
         deletions[:, column[first]] = counts.T
     return deletions

@@ -21,7 +21,7 @@ _NO_OBSOLETE: Mapping[str, str | None] = MappingProxyType({})
 
 
 class Rejection(Enum):
-    """Why a hit is not used as a template; the value is for logs."""
+    """Why a filter rejected a hit; the value is for logs."""
 
     OBSOLETE = "the entry was withdrawn without a successor"
     SAME_ENTRY = "the query's own entry"
@@ -30,18 +30,18 @@ class Rejection(Enum):
     LOW_COVERAGE = "covers too little of the query"
     DUPLICATE_OF_QUERY = "(nearly) the query itself"
     TOO_SHORT = "too few residues"
-    DUPLICATE_CHAIN = "another chain of the entry with the same alignment is there"
+    DUPLICATE_CHAIN = "another chain of the entry has the same alignment"
 
 
 @dataclass(frozen=True)
 class HitLimits:
     """Limits of the supplement 1.2.3, with AF2's values.
 
-    `max_date`: no template released later. `days_before_query`: how much earlier than the query a template must have been
-    released, in days (AF2: 60, since entries of one study appear weeks apart); at least 1, so that it is always before.
-    `min_coverage`: aligned columns over the query's length must exceed it. `max_query_fraction`: a hit that is a piece of
-    the query must not exceed this fraction of its length. `min_residues` of the hit. `drop_duplicate_chains`: keep one of
-    several chains of an entry that have the same residues in the same columns (AF2 keeps all).
+    `max_date`: last allowed release date. `days_before_query`: a template must have been released at least this many days
+    before the query (AF2: 60, since entries of one study appear weeks apart); at least 1. `min_coverage`: aligned columns
+    over the query's length must exceed it. `max_query_fraction`: a hit that is a piece of the query must not exceed this
+    fraction of its length. `min_residues`: of the hit. `drop_duplicate_chains`: of several chains of an entry with the same
+    residues in the same columns keep one (AF2 keeps all).
     """
 
     max_date: date | None = None
@@ -53,16 +53,18 @@ class HitLimits:
 
     def __post_init__(self) -> None:
         if self.days_before_query < 1:
-            raise UserError(f"days_before_query is {self.days_before_query}; give 1 or more, else the query leaks")
+            raise UserError(
+                f"days_before_query is {self.days_before_query}; give 1 or more, or templates leak the answer"
+            )
 
     def last_date(self, query_release_date: date | None) -> date | None:
-        """The last allowed release date for a query that was released then (None: a query to predict)."""
+        """Last allowed release date of a template. `query_release_date`: the query's, None for a query without structure."""
         before = None if query_release_date is None else query_release_date - timedelta(self.days_before_query)
         return min((limit for limit in (self.max_date, before) if limit is not None), default=None)
 
 
 def reject_date(release_date: date | None, last_date: date | None) -> Rejection | None:
-    """None if released by `last_date` (None: no limit). An unknown date under a limit is a rejection: it might leak."""
+    """None if released by `last_date` (None: no limit). Under a limit an unknown date is rejected: it might leak."""
     if last_date is None:
         return None
     if release_date is None:
@@ -81,25 +83,25 @@ def reject_alignment(hit: TemplateHit, query: str, limits: HitLimits) -> Rejecti
 
 @dataclass(frozen=True)
 class HitSelection:
-    """What the filters left, best first, and what they rejected, in the same order, with the reason."""
+    """The hits that passed the filters, best first, and the rejected hits with reasons, in the same order."""
 
     kept: tuple[TemplateHit, ...]
     rejected: tuple[tuple[TemplateHit, Rejection], ...]
 
     def counts(self) -> dict[Rejection, int]:
-        """Number of hits rejected for each reason that occurred."""
+        """Number of rejected hits for each reason that occurred."""
         return dict(Counter(reason for _, reason in self.rejected))
 
 
 @runtime_checkable
 class ReleaseDates(Protocol):
-    """Release dates by lower-case PDB id; a dictionary is one, and so is what reads a file when it is asked."""
+    """Release dates by lower-case PDB id: a dictionary, or an object that reads them from files on demand."""
 
     def __contains__(self, pdb_id: object, /) -> bool:
-        """Whether the entry is there."""
+        """Whether the entry is known."""
 
     def get(self, pdb_id: str, /) -> date | None:
-        """Its release date; None if that is not known."""
+        """The entry's release date; None if it is not known."""
 
 
 def select_hits(
@@ -112,11 +114,11 @@ def select_hits(
     query_pdb_id: str | None = None,
     obsolete: Mapping[str, str | None] = _NO_OBSOLETE,
 ) -> HitSelection:
-    """All filters in turn on all hits, sorted by falling `sum_probs` (file order among equals and for hmmsearch).
+    """Apply all filters to all hits, sorted by falling `sum_probs` (file order among equals and for hmmsearch).
 
-    `query`: one-letter codes. `release_dates`: by lower-case PDB id. `query_release_date` and `query_pdb_id`: of a query of
-    known structure (training). `obsolete` (`parse_obsolete`) replaces withdrawn entries that `release_dates` does not
-    list; the hits kept carry the new `pdb_id`. A hit is given the first reason that applies, in the order of `Rejection`.
+    `query`: one-letter codes. `query_release_date`, `query_pdb_id`: of a query of known structure (training). `obsolete`
+    (`parse_obsolete`) replaces withdrawn entries that `release_dates` does not have; kept hits have the new `pdb_id`. The
+    reason of a rejection is the first that applies, in the order of `Rejection`.
     """
     last_date = limits.last_date(query_release_date)
     kept: list[TemplateHit] = []
@@ -132,7 +134,7 @@ def select_hits(
         if query_pdb_id is not None and pdb_id == query_pdb_id.lower():
             reason: Rejection | None = Rejection.SAME_ENTRY
         else:
-            # A date may have to be read from a file: without a limit it is not asked for.
+            # Looking up a date may read a file, so it is not done without a limit.
             released = None if last_date is None else release_dates.get(pdb_id)
             reason = reject_date(released, last_date) or reject_alignment(hit, query, limits)
         if reason is None and limits.drop_duplicate_chains and alignment in seen:

@@ -12,11 +12,11 @@ from jaxtyping import Int32
 class TemplateHit:
     """One aligned chain of a template search; C columns, in which -1 stands for a gap and indices count from 0.
 
-    `pdb_id` is lower case, `chain_id` the author's. `aligned_columns`: columns that pair two residues (as the search tool
-    counts them). `sum_probs`: HHsearch's expected number of correctly aligned residues, None from hmmsearch.
-    `query` and `hit_sequence` are upper case with '-' for a gap. Of HHsearch, both are the C aligned columns. Of hmmsearch,
-    `query` is the whole query (C columns), and `hit_sequence` also holds the residues inserted between its columns, so
-    that without its gaps it is a contiguous piece of the chain in both cases. `index` is the rank in the file, from 1.
+    `pdb_id` is lower case, `chain_id` the author's. `index`: rank in the file, from 1. `aligned_columns`: columns that pair
+    two residues, as the search tool counts them. `sum_probs`: HHsearch's expected number of correctly aligned residues; None
+    for hmmsearch. `query` and `hit_sequence` are upper case with '-' for a gap. For HHsearch both have C columns. For
+    hmmsearch `query` is the whole query (C columns), and `hit_sequence` also has the residues inserted between the columns.
+    In both cases `hit_sequence` without its gaps is a contiguous piece of the chain.
     """
 
     index: int

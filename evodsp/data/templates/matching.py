@@ -30,9 +30,9 @@ class TemplateRejection(Enum):
     """Why a hit that passed the filters gives no template; the value is for logs."""
 
     NO_STRUCTURE = "no structure"
-    NO_CHAIN = "no such protein chain in the structure, nor another one of that sequence"
-    LOW_IDENTITY = "the structure's sequence is another one"
-    BROKEN_CHAIN = "neighbours of the chain lie too far apart"
+    NO_CHAIN = "the structure has neither this protein chain nor another one with its sequence"
+    LOW_IDENTITY = "the structure has a different sequence"
+    BROKEN_CHAIN = "consecutive residues of the chain are too far apart"
     NO_ATOMS = "too few atoms in the aligned residues"
 
 

@@ -1,0 +1,69 @@
+"""The folder of a chain: its alignments and template searches, in OpenFold's and OpenProteinSet's layouts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from evodsp.data.chain_folder import alignment_files, read_alignment_dir, read_template_hits, search_result_files
+from evodsp.data.records import ProteinSequence
+from evodsp.errors import UserError
+from evodsp.geometry.alphabet import decode
+from tests.builders.alignments import chain_folder
+from tests.builders.templates import QUERY
+
+A3M = ">q\nACDE\n>h\nAC-E\n"
+STO = "# STOCKHOLM 1.0\nq AC-DE\nh AKKDE\n//\n"
+HMMSEARCH = "# STOCKHOLM 1.0\n3abc_A/1-5  MKTAY" + "-" * 27 + "\n//\n"
+
+
+def names(alignments) -> list[str]:
+    return [Path(alignment.source).name for alignment in alignments]
+
+
+def test_alignment_dir_reads_what_is_an_alignment_of_the_chain(tmp_path: Path):
+    """Catches pairing and template files read as MSAs, gzipped ones overlooked, and an order other than by name."""
+    files = {"uniref90_hits.sto.gz": STO, "bfd_hits.a3m": A3M, "mgnify_hits.a3m.gz": A3M}
+    files |= {
+        "uniprot_hits.sto": STO,
+        "uniprot_hits.a3m": A3M,
+        "hmm_output.sto": STO,
+        "pdb70_hits.hhr": "x",
+        "notes.txt": "x",
+    }
+    folder = chain_folder(tmp_path, "1abc_A", files)
+    alignments = read_alignment_dir(folder, ProteinSequence("1abc_A", "ACDE"))
+    assert [path.name for path in alignment_files(folder)] == names(alignments)
+    assert names(alignments) == ["bfd_hits.a3m", "mgnify_hits.a3m.gz", "uniref90_hits.sto.gz"]
+    assert [decode(a.residues[0]) for a in alignments] == ["ACDE"] * 3
+
+
+def test_nested_layout_of_openproteinset(tmp_path: Path):
+    """Catches <chain>/a3m/*.a3m found empty."""
+    folder = chain_folder(tmp_path, "1abc_A", {"a3m/bfd.a3m": A3M, "a3m/uniprot_hits.a3m": A3M, "hhr/pdb70.hhr": "x"})
+    assert names(read_alignment_dir(folder)) == ["bfd.a3m"]
+
+
+def test_unknown_residue_matches_any_letter(tmp_path: Path):
+    """Catches a chain with a modified residue (X) refused because the search was run with its parent amino acid."""
+    folder = chain_folder(tmp_path, "1abc_A", {"bfd.a3m": A3M})
+    assert len(read_alignment_dir(folder, ProteinSequence("q", "AXDE"))) == 1
+
+
+def test_files_of_both_searches_and_layouts(tmp_path: Path) -> None:
+    """Catches OpenProteinSet's nested hhr/, hmmsearch's result or a gzipped file missed, and MSAs read as searches."""
+    folder = tmp_path / "1xyz_A"
+    for name in ("hhr/pdb70_hits.hhr.gz", "hmm_output.sto", "uniref90_hits.sto", "b.a3m", ".hidden.hhr", "a.hhr"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(HMMSEARCH)
+    assert [path.name for path in search_result_files(folder)] == ["a.hhr", "hmm_output.sto", "pdb70_hits.hhr.gz"]
+    for path in search_result_files(folder):
+        if ".hhr" in path.name:
+            path.unlink()
+    (hit,) = read_template_hits(folder, QUERY)
+    assert (hit.key, hit.sum_probs) == ("3abc_A", None)
+    (folder / "hmm_output.sto").write_text("")
+    assert read_template_hits(folder, QUERY) == [], "hmmsearch without hits leaves an empty file"
+    with pytest.raises(UserError, match="no such folder"):
+        read_template_hits(tmp_path / "nowhere", QUERY)

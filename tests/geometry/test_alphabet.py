@@ -1,0 +1,52 @@
+"""The alphabet of residues: AF2's order and codes, and what becomes of other letters."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from evodsp.errors import UserError
+from evodsp.geometry import alphabet
+from evodsp.geometry.alphabet import decode, encode, encode_sequence, residue_name
+from tests.conftest import load
+
+
+def test_order_equals_alphafold(golden: Path) -> None:
+    """Catches two residue types exchanged, which no test of shapes would show."""
+    expected = load(golden / "residue_constants.npz")["restypes"]
+    assert "".join(alphabet.RESTYPES) == b"".join(expected).decode()
+    assert (alphabet.UNKNOWN, alphabet.GAP, alphabet.MASK) == (20, 21, 22)
+    assert alphabet.RESTYPE_ORDER["X"] == alphabet.UNKNOWN
+
+
+def test_letters_of_alignments() -> None:
+    """Catches HHblits' alphabetical order in place of AF2's, and ambiguous letters that all become X."""
+    assert encode("ARNDCQEGHILKMFPSTWYVX-").tolist() == list(range(22))
+    assert decode(encode("BZUJOX")) == "DECXXX"
+    assert decode(encode("acdE-")) == "ACDE-"
+
+
+@pytest.mark.parametrize("letters", ["AC1", "AC.", "ACÅ", "AC\0"])
+def test_other_characters_are_refused(letters: str) -> None:
+    """Catches a character that is silently encoded as a residue."""
+    with pytest.raises(UserError, match=f"letter '{letters[2]}' at position 3"):
+        encode(letters)
+
+
+def test_letters_of_sequences() -> None:
+    """Catches ambiguous letters encoded as in alignments: in a sequence they are X, as in AF2."""
+    assert encode_sequence("ARNVX").tolist() == [0, 1, 2, 19, 20]
+    assert set(encode_sequence("BZUJO*-aÅ").tolist()) == {20}
+
+
+def test_three_letter_names() -> None:
+    assert [residue_name(letter) for letter in "AWX"] == ["ALA", "TRP", "UNK"]
+
+
+def test_numpy_only_at_import() -> None:
+    """Catches an import of torch, which would slow down data-loading workers."""
+    code = "import sys, evodsp.geometry.alphabet; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
