@@ -31,7 +31,7 @@ SHARED = Path(__file__).resolve().parents[2] / "shared"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Golden numbers may be absent (a stranger's clone); half of them being absent is a broken workplace: refuse to start."""
+    """Refuse to start if reference files are there in part. A clone without any of them is fine: those tests are skipped."""
     if SHARED.is_dir():
         missing = [name for name in ("golden/INDEX.txt", "data/README.md") if not (SHARED / name).is_file()]
         if missing:
@@ -40,7 +40,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session")
 def golden() -> Path:
-    """Folder of reference numbers made by DeepMind's AlphaFold2."""
+    """Folder of reference numbers computed by DeepMind's AlphaFold2."""
     if not SHARED.is_dir():
         pytest.skip("no ../shared/golden beside this checkout")
     return SHARED / "golden"
@@ -56,7 +56,7 @@ def real_data() -> Path:
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[RankPool]:
-    """Ranks that communicate (gloo), started once for the whole session."""
+    """Ranks that communicate through gloo. They start once per session."""
     ranks = RankPool()
     yield ranks
     ranks.stop()

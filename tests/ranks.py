@@ -1,7 +1,7 @@
-"""A pool of ranks for tests: processes that stay, because starting them costs seconds.
+"""A pool of ranks for tests. Its processes are kept between tests, because starting them takes seconds.
 
-`pool.run(n, function, *arguments)` calls a module-level function on ranks 0 … n-1, each with a process group of those n ranks
-(gloo), and returns what each of them returned. One thread a rank.
+`pool.run(n, function, *arguments)` calls a module-level function on ranks 0 … n-1. Its first argument is a process group of
+those n ranks (gloo). The results are returned in the order of ranks. Every rank has one thread.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class RankError(Exception):
 
 
 class RankPool:
-    """`MOST` processes, started when first used."""
+    """Processes that run functions as the ranks of a group. They start at the first call of `run`."""
 
     def __init__(self, ranks: int = MOST) -> None:
         self.ranks = ranks
@@ -39,7 +39,7 @@ class RankPool:
         self._pipes: list[Connection] = []
 
     def run(self, ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """`function(group, *arguments)` on the first `ranks` ranks; their results. Raises RankError if any of them failed."""
+        """`function(group, *arguments)` on the first `ranks` ranks; their results, by rank. Raises RankError if one failed."""
         if not self._processes:
             self._start()
         for pipe in self._pipes[:ranks]:
@@ -55,7 +55,7 @@ class RankPool:
             else:
                 failed[rank] = value
         if failed:
-            self.stop()  # what the others wait for may never come
+            self.stop()  # the other ranks may wait for the failed one for ever
             raise RankError(failed)
         return results
 
@@ -66,7 +66,7 @@ class RankPool:
         self._processes, self._pipes = [], []
 
     def _target(self) -> Callable[[int, int, str, Connection], None]:
-        """What the processes do; a subclass may have them do something else with what `run` sends."""
+        """The main function of the processes. A subclass may give another one, for other messages from `run`."""
         return _serve
 
     def _start(self) -> None:
@@ -84,7 +84,7 @@ class RankPool:
 
 
 def end_with_parent() -> None:
-    """From now on this process ends when the one that started it does, however that came about, and even in a collective."""
+    """Make this process end when its parent ends, for whatever reason, even while it waits in a collective."""
     parent = mp.parent_process()
     assert parent is not None
 
@@ -96,7 +96,7 @@ def end_with_parent() -> None:
 
 
 def _serve(rank: int, ranks: int, path: str, pipe: Connection) -> None:
-    """What a rank does all day."""
+    """Run the functions that arrive through `pipe`, until it is closed."""
     end_with_parent()
     import torch.distributed as dist
 

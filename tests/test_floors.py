@@ -1,10 +1,13 @@
-"""Who may import whom: each floor is imported in a fresh interpreter, and what came with it is looked at."""
+"""Who may import whom: each floor is imported in a process of its own, and the modules loaded with it are checked."""
 
 from __future__ import annotations
 
+import ast
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -54,21 +57,48 @@ FLOORS = {
 }  # fmt: skip
 
 
+# Prints, for each module named, what is loaded after its import. Each is imported in a fork of a process that has loaded
+# nothing but the first argument: starting Python and importing torch for each of them would take a minute.
+PROGRAM = """
+import importlib, os, sys
+if sys.argv[1]:
+    importlib.import_module(sys.argv[1])
+for module in sys.argv[2:]:
+    sys.stdout.flush()
+    child = os.fork()
+    if child == 0:
+        importlib.import_module(module)
+        print(*sys.modules, flush=True)
+        os._exit(0)
+    if os.waitpid(child, 0)[1]:
+        sys.exit(f"{module} cannot be imported")
+"""
+
+
+@pytest.fixture(scope="module")
+def loaded() -> dict[str, set[str]]:
+    """By module of `FLOORS`: every module that is loaded after importing it."""
+    found: dict[str, set[str]] = {}
+    for first in ("", "torch"):
+        modules = [module for module, forbidden in FLOORS.items() if ("torch" in forbidden) == (first == "")]
+        done = subprocess.run(
+            [sys.executable, "-c", PROGRAM, first, *modules],
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        assert done.returncode == 0, done.stderr
+        found |= zip(modules, (set(line.split()) for line in done.stdout.splitlines()), strict=True)
+    return found
+
+
 @pytest.mark.parametrize("module", FLOORS)
-def test_a_floor_imports_none_above_it(module: str) -> None:
-    """An import that makes workers slow, help slow, or a lower floor depend on an upper one."""
-    program = f"import sys, {module}; print(*sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    loaded = set(done.stdout.split())
-    assert module in loaded
-    assert sorted(loaded & set(FLOORS[module])) == []
+def test_a_floor_imports_none_above_it(module: str, loaded: dict[str, set[str]]) -> None:
+    """Catches an import that makes workers slow, help slow, or a lower floor depend on an upper one."""
+    assert module in loaded[module]
+    assert sorted(loaded[module] & set(FLOORS[module])) == []
 
 
 def test_every_package_is_on_a_floor() -> None:
@@ -79,3 +109,17 @@ def test_every_package_is_on_a_floor() -> None:
 
     packages = {name for _, name, is_package in pkgutil.iter_modules(evodsp.__path__) if is_package}
     assert packages <= {module.split(".")[1] for module in FLOORS}
+
+
+def test_no_test_module_imports_another() -> None:
+    """Catches tests that cannot be moved or deleted by themselves. What they share lies in `tests/builders`."""
+    folder = Path(__file__).parent
+    found = []
+    for path in sorted(folder.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+            module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
+            imported = [module, *names] if module.startswith("tests") else names
+            if any(re.search(r"(^|\.)test_\w+$", name) for name in imported):
+                found.append(f"{path.relative_to(folder.parent)}:{node.lineno}: {module} {', '.join(names)}")
+    assert found == [], "\n".join(found)

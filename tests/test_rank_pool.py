@@ -1,4 +1,4 @@
-"""The pool of ranks that other tests run on."""
+"""The pool of ranks on which other tests run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PROGRAM = "from tests.ranks import RankPool; from tests.test_rank_pool import ha
 
 
 def hang(group: Any) -> None:
-    """Rank 0 waits for rank 1 in a collective, deaf to SIGTERM as a training run is; rank 1 in code of its own."""
+    """Rank 0 waits in a collective and rank 1 sleeps. Both ignore SIGTERM, as a training run does."""
     signal.signal(signal.SIGTERM, lambda number, frame: None)
     sys.stdout.write(f"{os.getpid()}\n")  # in one write: the ranks share a pipe
     sys.stdout.flush()
@@ -29,7 +29,7 @@ def hang(group: Any) -> None:
 @pytest.mark.verify
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_ranks_end_with_a_test_run_that_is_killed(number: signal.Signals) -> None:
-    """`timeout … pytest`: ranks left behind, for ever at 100 % of a core."""
+    """Catches ranks that outlive a killed test run (`timeout … pytest`) and keep a core busy for ever."""
     process = subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, cwd=Path(__file__).parents[1])
     assert process.stdout is not None
     pids = [int(process.stdout.readline()) for _ in range(2)]

@@ -1,4 +1,4 @@
-"""Addressed randomness: the right bits, the same on NumPy and torch, and independent of how it is asked for."""
+"""Addressed random numbers: the right bits, the same in NumPy and torch, and each a function of its address alone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from evodsp.rng import Draws, philox4x32
 
 
 def test_known_answers() -> None:
-    """The published vectors of Random123: catches a wrong constant, round count or sign extension."""
+    """Compares with the published vectors of Random123. Catches a wrong constant, round count or sign extension."""
     zeros = tuple(np.zeros(1, dtype=np.int64) for _ in range(4))
     ones = tuple(np.full(1, 0xFFFFFFFF, dtype=np.int64) for _ in range(4))
     assert [int(w[0]) for w in philox4x32(zeros, (0, 0))] == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
@@ -26,7 +26,7 @@ def test_numpy_and_torch_give_the_same_bits() -> None:
 
 
 def test_a_draw_depends_on_its_position_only() -> None:
-    """Catches a generator that is stepped: a shard must draw what the whole draws there."""
+    """Catches a generator with a state: a shard must draw the numbers that the whole tensor has at its positions."""
     draws = Draws.root(0).at("mask")
     assert np.array_equal(draws.uniform(100)[40:60], draws.uniform_at(np.arange(40, 60)))
 

@@ -16,6 +16,7 @@ SMALL = (5, 6, 7)
 
 
 def config(recompute: bool = True) -> ModelConfig:
+    """The `test` preset with templates and every head. `recompute`: recompute activations in all stacks."""
     base = ModelConfig.preset("test")
     return dataclasses.replace(
         base,
@@ -30,7 +31,7 @@ def config(recompute: bool = True) -> ModelConfig:
 
 
 def features(batch: int, sizes: tuple[int, int, int] = SMALL) -> dict[str, Tensor]:
-    """Random ones, with padding in every mask."""
+    """Random features of `batch` samples for `CYCLES` cycles, with padding in every mask. `sizes`: as `SMALL`."""
     generator = torch.Generator().manual_seed(5)
 
     def random(*shape: int) -> Tensor:
@@ -63,7 +64,7 @@ def features(batch: int, sizes: tuple[int, int, int] = SMALL) -> dict[str, Tenso
 
 
 def tensors(output: ModelOutput) -> dict[str, Tensor]:
-    """What losses and recycling read."""
+    """The output's tensors that losses and recycling read, by name."""
     logits = {f"{name}_logits": value for name, value in output.logits.items()}
     structure = output.structure
     return {

@@ -117,7 +117,7 @@ def test_ranks_communicate_by_the_plan_that_is_given(workplace: Workplace, pool:
             2, collectives_on_rank, workplace.change(output=folder, plan=plan, parallel=SequenceConfig(2), seeds=1)
         )[0]
         for folder, plan in zip(
-            folders, (CommunicationPlan(), CommunicationPlan(triangle_outgoing="gather")), strict=True
+            folders, (CommunicationPlan(), CommunicationPlan(triangle_incoming="gather")), strict=True
         )
     )
     assert gather.count("all-gather") > usual.count("all-gather")

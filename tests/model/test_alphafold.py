@@ -1,4 +1,4 @@
-"""Passes of the whole model: several feature sets to a pass, and the end of recycling once the structure stands still."""
+"""Recycling passes of the whole model: ensembles of feature sets, and early stopping when the structure is settled."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BATCH, CLUSTERS, EXTRA, RESIDUES = 2, 5, 4, 7  # all sizes differ
 
 @pytest.fixture(scope="module")
 def model() -> AlphaFold:
-    """Dense random parameters: AF2's zeros would make all feature sets give the same."""
+    """A model with dense random parameters. With AF2's initial zeros all feature sets would give the same output."""
     torch.manual_seed(0)
     model = AlphaFold(ModelConfig.preset("test"))
     with torch.no_grad():
@@ -75,7 +75,7 @@ def check_close(a: ModelOutput, b: ModelOutput) -> None:
 
 @torch.no_grad()
 def pass_by_hand(model: AlphaFold, members: list[dict[str, Tensor]], recycled: Recycled) -> ModelOutput:
-    """Algorithm 2 with its average spelt out: msa of the first set, pair, row and single representation of all."""
+    """Algorithm 2 with the average written out: MSA of the first set, means of pair, first row and single representation."""
     found = [model.representations(member, recycled) for member in members]
     pair = torch.stack([z for _, z in found]).mean(0)
     single = torch.stack([model.single(m[:, 0]) for m, _ in found]).mean(0)
@@ -91,7 +91,7 @@ def pass_by_hand(model: AlphaFold, members: list[dict[str, Tensor]], recycled: R
 
 @pytest.mark.parametrize("ensembles", [2, 3])
 def test_ensembling_is_the_average_by_hand(model, ensembles):
-    """Two passes: catches sets taken from another pass, an average of the MSA, and a row recycled from one set alone."""
+    """Catches sets taken from another pass, an averaged MSA, and a first row recycled from one set alone."""
     batch = make_batch(2 * ensembles)
     zeros = [torch.zeros(BATCH, RESIDUES, 12), torch.zeros(BATCH, RESIDUES, RESIDUES, 10)]
     recycled = Recycled(*zeros, torch.zeros(BATCH, RESIDUES, 37, 3))
@@ -105,8 +105,8 @@ def test_ensembling_is_the_average_by_hand(model, ensembles):
     )
 
 
-def test_one_set_to_a_pass_is_the_model_without_ensembling(model):
-    """To the bit: not even a division by one may touch it. Several equal sets are that one set."""
+def test_an_ensemble_of_one_changes_nothing(model):
+    """Bitwise: not even a division by one may happen. Several equal sets give the output of one."""
     batch = make_batch(2)
     with torch.no_grad():
         output = model(batch)
@@ -118,7 +118,7 @@ def test_one_set_to_a_pass_is_the_model_without_ensembling(model):
 
 
 def test_sets_of_one_pass_drop_out_differently(model):
-    """One mask for all sets would defeat the average; the first set keeps the mask that it has alone."""
+    """Catches one dropout mask for all sets, which would defeat the average. The first set keeps the mask it has alone."""
     batch = make_batch(1)
     twice = {name: values.repeat_interleave(2, 1) for name, values in batch.items()}
     draws = [Draws.root(3).at("sample", n) for n in range(BATCH)]
@@ -129,7 +129,7 @@ def test_sets_of_one_pass_drop_out_differently(model):
 
 
 def test_a_batch_that_does_not_hold_whole_passes(model):
-    """Three sets for passes of two would silently lose one."""
+    """Catches a set that is dropped silently, when three sets are given for passes of two."""
     with pytest.raises(ValueError, match="3 feature sets does not hold passes of 2"):
         model(make_batch(3), ensembles=2)
 
@@ -142,7 +142,7 @@ def test_a_missing_feature_is_named(model):
 
 
 def test_gradients_flow_through_every_set_of_the_last_pass_only(model):
-    """A set under no_grad would train on its first set alone; an earlier pass with gradients would need the memory of all."""
+    """Catches sets that get no gradient, and an earlier pass whose activations are kept for gradients."""
     batch = make_batch(4)
     for name in ("msa_feat", "target_feat"):
         batch[name].requires_grad_()
@@ -154,7 +154,7 @@ def test_gradients_flow_through_every_set_of_the_last_pass_only(model):
 
 
 def changes(model: AlphaFold, batch: dict[str, Tensor], passes: int) -> tuple[list[ModelOutput], list[Tensor]]:
-    """The output after 1, 2, … passes without stopping, and CA-CA changes from each to the next, by hand."""
+    """Outputs after 1, 2, … passes without stopping, and the change of CA-CA distances from each to the next."""
     with torch.no_grad():
         outputs = [model({k: v[:, :n] for k, v in batch.items()}) for n in range(1, passes + 1)]
     found = []
@@ -173,7 +173,7 @@ def changes(model: AlphaFold, batch: dict[str, Tensor], passes: int) -> tuple[li
 
 
 def test_recycling_ends_at_the_right_pass(model):
-    """At the first pass whose change is within the tolerance for BOTH samples, and with that pass's output."""
+    """Recycling ends at the first pass whose change is within the tolerance for BOTH samples, with that pass's output."""
     batch = make_batch(5)
     outputs, steps = changes(model, batch, 5)
     largest = [float(step.max()) for step in steps]
@@ -188,7 +188,7 @@ def test_recycling_ends_at_the_right_pass(model):
 
 
 def test_without_a_tolerance_nothing_changes(model):
-    """0 runs every pass and gives the same bits, as does a tolerance that is never met; a single pass is never settled."""
+    """Tolerance 0 and a tolerance that is never met run every pass, with the same bits. One pass is never settled."""
     batch = make_batch(3)
     with torch.no_grad():
         output = model(batch)
@@ -201,7 +201,7 @@ def test_without_a_tolerance_nothing_changes(model):
 
 
 def test_ca_change_is_of_distances():
-    """Moving or turning the whole changes nothing; masked residues do not count; large proteins lose no digits."""
+    """Catches a dependence on rotation, translation or masked residues, and rounding errors far from the origin."""
     draw = torch.Generator().manual_seed(2)
     points = 100 * torch.randn(1, 60, 3, generator=draw)
     mask = torch.ones(1, 60)
@@ -216,7 +216,7 @@ def test_ca_change_is_of_distances():
 
 
 def test_nothing_large_outlives_its_use(model):
-    """Logits of a pass beside the next one, the extra MSA beside the Evoformer: at 1,000 residues gigabytes."""
+    """Catches logits kept during the next pass, and an extra MSA kept during the Evoformer: gigabytes at 1,000 residues."""
     large: list[weakref.ref[Tensor]] = []
     alive: list[int] = []
     keep = [

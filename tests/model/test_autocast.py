@@ -1,4 +1,4 @@
-"""bf16-mixed: what autocast makes of the model, on this device and as it is on GPUs.
+"""The model under bf16 autocast, on this device and with the rules of GPUs.
 
 On a GPU autocast widens more operations (softmax, sums, layer norms) than on a CPU. `LikeCuda` widens the same ones here.
 """
@@ -33,7 +33,7 @@ WIDENED = {
 
 
 class LikeCuda(TorchFunctionMode):
-    """Under the CPU's autocast, widens what a GPU's would."""
+    """Casts to float32, under the CPU's autocast, the operations that autocast on a GPU would cast."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -53,7 +53,7 @@ Device = Callable[[], AbstractContextManager[Any]]
 
 @DEVICES
 def test_attention(device: Device) -> None:
-    """Weights wider than the values that they are multiplied with, into a tensor given: an error, on GPUs only."""
+    """Catches a product of float32 weights and bf16 values that is written into a given tensor: an error on GPUs only."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, 3, 4, 5, 6, generator=generator).bfloat16().requires_grad_() for _ in range(3))
     bias = torch.randn(2, 4, 5, 5, generator=generator).bfloat16().requires_grad_()
@@ -68,8 +68,8 @@ def test_attention(device: Device) -> None:
 
 @DEVICES
 def test_whole_model(device: Device) -> None:
-    """A dtype that does not fit, on GPUs only; weights whose cast in a pass without gradients is used again in the last one
-    (torch before 2.11), so that they get none."""
+    """Catches dtypes that do not fit on GPUs only, and weights without a gradient: torch before 2.11 reuses in the last pass
+    what was cast in a pass without gradients."""
     sizes = config()
     off = {"checkpoint": False}  # recomputation leaves `LikeCuda`
     sizes = dataclasses.replace(
@@ -96,7 +96,7 @@ def test_whole_model(device: Device) -> None:
 
 @DEVICES
 def test_coordinates_are_not_rounded(device: Device) -> None:
-    """Positions in bf16 are 0.25 Å apart at 50 Å; AF2 runs its structure module in single precision."""
+    """Catches a structure module in bf16, where positions at 50 Å are 0.25 Å apart. AF2 runs it in single precision."""
     sizes = ModelConfig.preset("test")
     channels = sizes.channels
     module = dense(StructureModule(channels.single, channels.pair, sizes.structure_module)).float()

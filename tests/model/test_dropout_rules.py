@@ -32,7 +32,7 @@ from tests.builders.small_model import CYCLES, SMALL, TEMPLATES, config, feature
 
 SEED, SAMPLES, BLOCKS = 5, (3, 8), 2
 CLUSTERS, EXTRA, RESIDUES = SMALL
-RATES = {"msa": 0.15, "pair": 0.25}
+RATES = {"msa": 0.15, "pair": 0.25, "structure": 0.3}
 # layer, the representation that it updates, the axis along which its mask is constant (None: no dropout)
 RULES = (
     ("row_attention", "msa", 1),
@@ -70,6 +70,16 @@ class Update:
     pair: Tensor
 
 
+@dataclass
+class Step:
+    """What dropout did in one training step."""
+
+    updates: dict[str, list[Update]]
+    """By stack: what it added, in each cycle."""
+    singles: list[Tensor]
+    """The structure module's single representation before and after dropout [sample, residue, channel], in each cycle."""
+
+
 class Enough(Exception):
     """Ends a training step after its forward pass."""
 
@@ -78,6 +88,7 @@ def show_updates(stack: nn.Module) -> None:
     """Set the bias of every update to 1, each in its own channel. The update's weights are zero at the start."""
     for name, parameter in stack.named_parameters():
         block = re.search(r"blocks\.(\d+)\.", name)
+        name = name.replace(".msa_stack.transition.", ".msa_transition.")
         layers = [layer for layer, _, _ in RULES if f".{layer}." in name]
         if block and layers and re.search(r"\.(output|narrow)\.bias$", name):
             with torch.no_grad():
@@ -110,8 +121,8 @@ def check(update: Tensor, sample: int, stream: Draws, representation: str) -> No
 
 
 @pytest.fixture(scope="module")
-def updates() -> dict[str, list[Update]]:
-    """What the stacks added in one training step of two samples and two cycles, by the stack's name."""
+def step() -> Step:
+    """One training step of two samples and two cycles."""
     base = config(recompute=False)
     stack = EvoformerConfig(
         blocks=BLOCKS, msa_heads=2, msa_head_width=2, pair_heads=2, pair_head_width=2, triangle_channels=3,
@@ -122,24 +133,29 @@ def updates() -> dict[str, list[Update]]:
         channels=ChannelsConfig(msa=CHANNELS, pair=CHANNELS, extra_msa=CHANNELS, single=7),
         evoformer=stack,
         extra_msa=stack,
+        structure_module=dataclasses.replace(base.structure_module, iterations=1, dropout=RATES["structure"]),
         templates=dataclasses.replace(base.templates, channels=CHANNELS, pair_dropout=RATES["pair"], torsions=False),
     )
     module = TrainingModule(TrainingConfig(), seed=SEED)
     module.model = AlphaFold(sizes)
     model = module.model
     assert model.template_embedder is not None
+    singles: list[Tensor] = []
     found: dict[str, list[Update]] = {"evoformer": [], "extra": [], "templates": []}
     stacks = {"evoformer": model.evoformer, "extra": model.extra_msa_stack, "templates": model.template_embedder.stack}
     for name, module_of_blocks in stacks.items():
         show_updates(module_of_blocks)
         watch(module_of_blocks, found[name], has_msa=name != "templates")
+    structure = model.structure_module
+    structure.initial.register_forward_hook(lambda _, inputs, output: singles.append(output.detach()))
+    structure.attention_norm.register_forward_hook(lambda _, inputs, output: singles.append(inputs[0].detach()))
     batch = {name: x.float() if x.is_floating_point() else x for name, x in features(len(SAMPLES)).items()}
     batch["sample_index"] = torch.tensor(SAMPLES)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("evodsp.training.module.total_loss", _enough)
         with pytest.raises(Enough):
             module.training_step(batch, 0)
-    return found
+    return Step(found, singles)
 
 
 def _enough(*arguments: Any) -> None:
@@ -147,10 +163,10 @@ def _enough(*arguments: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["evoformer", "extra"])
-def test_every_element_that_dropout_removes(updates: dict[str, list[Update]], name: str) -> None:
-    """One mask for all blocks, cycles, samples or for both stacks; a mask shared along the wrong axis; no 1 / (1 - rate)."""
-    assert len(updates[name]) == CYCLES
-    for cycle, update in enumerate(updates[name]):
+def test_every_element_that_dropout_removes(step: Step, name: str) -> None:
+    """Catches one mask for all blocks, cycles, samples or stacks, a mask shared along the wrong axis, and no 1 / (1 - rate)."""
+    assert len(step.updates[name]) == CYCLES
+    for cycle, update in enumerate(step.updates[name]):
         for place, index in enumerate(SAMPLES):
             stream = Draws.root(SEED).at("dropout").at(index).at("cycle", cycle).at(name)
             assert update.msa is not None
@@ -159,24 +175,24 @@ def test_every_element_that_dropout_removes(updates: dict[str, list[Update]], na
             check(update.pair, place, stream, "pair")
 
 
-def test_every_element_that_dropout_removes_from_templates(updates: dict[str, list[Update]]) -> None:
-    """One mask for all templates of a sample: they lie on the batch axis of their stack."""
-    assert len(updates["templates"]) == CYCLES
-    for cycle, update in enumerate(updates["templates"]):
+def test_every_element_that_dropout_removes_from_templates(step: Step) -> None:
+    """Catches one mask for all templates of a sample: they lie on the batch axis of their stack."""
+    assert len(step.updates["templates"]) == CYCLES
+    for cycle, update in enumerate(step.updates["templates"]):
         for place, index in enumerate(SAMPLES):
             stream = Draws.root(SEED).at("dropout").at(index).at("cycle", cycle).at("templates")
             for template in range(TEMPLATES):
                 check(update.pair, place * TEMPLATES + template, stream.at("template", template), "pair")
 
 
-def test_masks_are_constant_along_the_axis_that_the_supplement_names(updates: dict[str, list[Update]]) -> None:
+def test_masks_are_constant_along_the_axis_that_the_supplement_names(step: Step) -> None:
     """Seen without the oracle: slices along the shared axis are equal; other slices and other blocks differ."""
     for name in ("evoformer", "extra"):
         for layer, representation, constant_axis in RULES:
             if constant_axis is None:
                 continue
             masks = []
-            for update in updates[name]:
+            for update in step.updates[name]:
                 whole = update.msa if representation == "msa" else update.pair
                 assert whole is not None
                 for block in range(BLOCKS):
@@ -188,8 +204,21 @@ def test_masks_are_constant_along_the_axis_that_the_supplement_names(updates: di
             assert any(len(mask.unique()) > 1 for mask in masks), f"{layer}: nothing varies along the other axis"
 
 
+def test_the_structure_module_has_a_stream_of_its_own(step: Step) -> None:
+    """Catches one mask for all cycles or samples. At the start of training attention adds nothing before the first dropout."""
+    assert len(step.singles) == 2 * CYCLES
+    for cycle in range(CYCLES):
+        before, after = step.singles[2 * cycle : 2 * cycle + 2]
+        for place, index in enumerate(SAMPLES):
+            stream = Draws.root(SEED).at("dropout").at(index).at("cycle", cycle).at("structure").at("attention", 0)
+            mask = (stream.uniform(*before.shape[1:]) >= RATES["structure"]) / (1 - RATES["structure"])
+            torch.testing.assert_close(
+                after[place], before[place] * torch.from_numpy(mask).float(), rtol=1e-5, atol=1e-6
+            )
+
+
 def test_structure_module_drops_out_twice_in_each_iteration() -> None:
-    """After attention and after the transition, by different masks; a third for the next iteration."""
+    """Catches one mask for both places (after attention, after the transition) or for all iterations."""
     sizes = dataclasses.replace(ModelConfig.preset("test").structure_module, iterations=2, dropout=0.3)
     assert isinstance(sizes, StructureModuleConfig)
     torch.manual_seed(0)
@@ -209,7 +238,7 @@ def test_structure_module_drops_out_twice_in_each_iteration() -> None:
     for number, (dropped, after) in enumerate(norms):
         iteration, part = divmod(number, 2)
         streams = [d.at(("attention", "transition")[part], iteration) for d in draws]
-        mask = np.stack([expected_mask(d, (1, *shape[1:]), 0.3, 1)[0] for d in streams])
+        mask = np.stack([(d.uniform(*shape[1:]) >= 0.3) / 0.7 for d in streams])
         torch.testing.assert_close(dropped, before * torch.from_numpy(mask).float(), rtol=1e-5, atol=1e-6)
         masks.append(mask)
         before = after

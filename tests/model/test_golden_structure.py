@@ -37,7 +37,7 @@ def test_invariant_point_attention(golden: Path) -> None:
     gradients = torch.autograd.grad(out, (s, z, affine), cotangent)
     close(gradients[0][0], data["grad/s"], 1e-4, "gradient of s")
     close(gradients[1][0], data["grad/z"], 1e-4, "gradient of z")
-    # Only the tangential part of the quaternion's gradient is defined; the translation's is whole.
+    # Of the quaternion's gradient only the tangential part is defined; the translation's gradient is defined completely.
     close(gradients[2][0, :, 4:], data["grad/affine"][:, 4:], 1e-4, "gradient of the translation")
 
 
@@ -60,7 +60,7 @@ def test_structure_module(golden: Path) -> None:
     x = {k.removeprefix("in/"): torch.from_numpy(v).unsqueeze(0) for k, v in data.items() if k.startswith("in/")}
     s, z = (x[k].requires_grad_() for k in ("s", "z"))
     out = module(s, z, x["aatype"], x["seq_mask"])
-    # Atoms of every iteration, which AF2 makes and nobody but this test needs.
+    # Atoms of every iteration. AF2 computes them; only this test needs them.
     groups = torsion_angles_to_frames(out.backbone, out.angles, x["aatype"].expand(3, 1, -1))
     atom14 = frames_to_atom14(groups, x["aatype"].expand(3, 1, -1))
     quaternions = torch.from_numpy(data["out/traj"][..., :4]).unsqueeze(1)
@@ -81,7 +81,7 @@ def test_structure_module(golden: Path) -> None:
     atom37 = x["atom37_atom_exists"][0, ..., None].numpy() * valid[:, None, None].numpy()
     close(out.positions[0].detach().numpy() * atom37, data["out/final_atom_positions"] * atom37, 2e-5, "atom37")
 
-    # Cotangents reach every output of every iteration; the padding's are zero.
+    # Cotangents reach every output of every iteration; they are zero on padding.
     outputs = {
         "act": out.single[0], "angles_sin_cos": out.angles[:, 0], "atom14_pos": atom14[:, 0],
         "frames_flat12": groups.to_flat12()[:, 0], "unnormalized_angles_sin_cos": out.unnormalized_angles[:, 0],
@@ -94,7 +94,7 @@ def test_structure_module(golden: Path) -> None:
 
 
 def test_model_without_templates(golden: Path) -> None:
-    """The whole of model_5_ptm, two passes on real features: catches an embedder, stack or recycling wired wrongly."""
+    """Runs all of model_5_ptm for two cycles on real features. Catches an embedder, a stack or recycling wired wrongly."""
     expected = load(golden / "outputs_model_5_ptm.npz")
     features = {k: torch.from_numpy(v).unsqueeze(0) for k, v in load(golden / "features_processed.npz").items()}
     config = dataclasses.replace(

@@ -68,7 +68,7 @@ def test_pair_stack_matches_alphafold(recompute: bool, golden: Path) -> None:
 
 
 def test_pointwise_attention_matches_alphafold(golden: Path) -> None:
-    """Catches attention along residues instead of templates, a gate that is not there, and a template mask left out."""
+    """Catches attention along residues instead of templates, a superfluous gate, and a missing template mask."""
     data, params = load(golden / "modules" / "template_pointwise_attention.npz"), load(golden / "params.npz")
     module = TemplatePointwiseAttention(128, SIZES)
     loaded(module, names.template_pointwise_attention("x", f"{SCOPE}/attention"), params)
@@ -86,7 +86,7 @@ def test_embedding_matches_alphafold(golden: Path) -> None:
 
 
 def test_torsion_rows_match_alphafold(golden: Path) -> None:
-    """Catches masked undefined angles (AF2 does not mask them), swapped namings and a row mask that is not psi's."""
+    """Catches masked undefined angles (AF2 does not mask them), swapped atom names, and a row mask other than psi's."""
     data, params = load(golden / "modules" / "template_single_embedding.npz"), load(golden / "params.npz")
     module = TemplateTorsionEmbedder(256)
     loaded(module, names.template_torsion_embedder("x", "evoformer"), params)
@@ -98,7 +98,7 @@ def test_torsion_rows_match_alphafold(golden: Path) -> None:
 
 
 def test_every_template_parameter_of_the_file_has_a_name(golden: Path) -> None:
-    """Catches an array of DeepMind's that nothing reads."""
+    """Catches an array in DeepMind's file that nothing reads."""
     rows = [*names.template_embedder("x", SCOPE, 1), *names.template_torsion_embedder("x", "evoformer")]
     read = [key for row in rows for key in row.keys]
     assert len(read) == len(set(read))
@@ -120,7 +120,7 @@ def random_templates(batch: int = 2, count: int = 3, residues: int = 5, shift: f
 
 
 def dense(module: nn.Module) -> nn.Module:
-    """No weight is zero, so that every branch has a say."""
+    """Make every weight random, so that every branch contributes."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for part in module.modules():
@@ -130,7 +130,7 @@ def dense(module: nn.Module) -> nn.Module:
 
 
 def test_unit_vectors_are_directions_in_the_frame_of_the_row() -> None:
-    """Catches the inverse rotation, columns taken for rows, and a mirrored axis, which the published models cannot show."""
+    """Catches an inverse rotation, columns taken for rows, and a mirrored axis. Published models use no such vectors."""
     templates = random_templates()
     vectors = TemplateEmbedder(7, SMALL).pair_features(templates)[..., -4:-1]
     n, ca, c = (templates.positions[..., atom, :] for atom in range(3))
@@ -145,7 +145,7 @@ def test_unit_vectors_are_directions_in_the_frame_of_the_row() -> None:
 
 
 def test_missing_beta_is_told_apart_from_missing_backbone() -> None:
-    """Catches one mask in the place of the other: the golden templates have a CB wherever they have a backbone."""
+    """Catches one mask used for the other. The golden templates cannot: they have a CB wherever they have a backbone."""
     templates = random_templates()
     templates.beta_mask[:, :, 1] = 0.0
     templates.atom_mask[:, :, 2, 1] = 0.0
@@ -159,7 +159,7 @@ def test_missing_beta_is_told_apart_from_missing_backbone() -> None:
 
 
 def test_no_template_no_update() -> None:
-    """Catches the output bias, or an average over masked templates, added to the pair of a sample without templates."""
+    """Catches an output bias, or an average over masked templates, that is added for a sample without templates."""
     templates = random_templates()
     templates.mask[1] = 0.0
     z, mask = torch.randn(2, 5, 5, 7), torch.ones(2, 5, 5)
@@ -175,7 +175,7 @@ def test_no_template_no_update() -> None:
 
 
 def test_omega_after_a_gap_is_zero_wherever_the_template_lies() -> None:
-    """Catches AF2's rounding noise there, a unit vector in a random direction that moves the pair representation by 1."""
+    """Catches AF2's rounding noise: a unit vector in a random direction, which moves the pair representation by 1."""
     templates = random_templates(shift=17.3)
     for values in (templates.positions, templates.atom_mask):
         values[:, :, 2] = 0.0
@@ -185,7 +185,7 @@ def test_omega_after_a_gap_is_zero_wherever_the_template_lies() -> None:
 
 
 def test_dropout_differs_between_templates_and_repeats() -> None:
-    """Catches one mask for all templates, or one that a recomputation would not draw again."""
+    """Catches one mask for all templates, and a mask that recomputation does not reproduce."""
     templates = random_templates(batch=1)
     same = Templates(*(getattr(templates, field.name)[:, [0, 0]] for field in fields(templates)))
     module = dense(TemplateEmbedder(7, SMALL))
@@ -200,7 +200,7 @@ def test_dropout_differs_between_templates_and_repeats() -> None:
 
 
 class Rows(LocalExchange):
-    """Rank `rank` of two, as far as the input features ask: a shard of I."""
+    """The exchange of rank `rank` of two, with what the input features need: a shard of I."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -210,7 +210,7 @@ class Rows(LocalExchange):
 
 
 def test_pair_features_are_made_shard_by_shard() -> None:
-    """Catches a rank that builds rows of residues which are not its own."""
+    """Catches a rank that builds rows for residues of other ranks."""
     templates = random_templates()
     module: ShardedModule = TemplateEmbedder(7, SMALL)
     whole, parts = module.pair_features(templates), []

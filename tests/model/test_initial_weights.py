@@ -61,9 +61,9 @@ def check_normal(weight: Tensor, variance: float) -> None:
 
 
 def test_fused_queries_keys_and_values_have_the_limit_of_one_of_them(weights: dict[str, Tensor]) -> None:
-    """The width of the whole matrix taken for that of a part: weights are smaller by a factor of up to 1.4."""
+    """Catches the width of the whole matrix taken for the width of a part: weights are smaller by a factor of up to 1.4."""
     msa = find(weights, "row_attention.attention.qkv.weight", 2) + find(
-        weights, "block.column_attention.attention.qkv.weight", 1
+        weights, "column_attention.attention.qkv.weight", 1
     )
     pair = find(weights, "attention_starting.attention.qkv.weight", 2) + find(
         weights, "attention_ending.attention.qkv.weight", 2
@@ -76,10 +76,10 @@ def test_fused_queries_keys_and_values_have_the_limit_of_one_of_them(weights: di
 
 def test_fused_keys_and_values_have_the_limit_of_one_of_them(weights: dict[str, Tensor]) -> None:
     """Global attention has one head of keys and values; template attention has all heads."""
-    check_uniform(find(weights, "extra.column_attention.query.weight", 1)[0], math.sqrt(6 / (C_M + HEADS * WIDTH)))
+    check_uniform(find(weights, "column_attention.query.weight", 1)[0], math.sqrt(6 / (C_M + HEADS * WIDTH)))
     check_uniform(find(weights, "templates.query.weight", 1)[0], math.sqrt(6 / (C_Z + HEADS * WIDTH)))
     for suffix, c_in, width in (
-        ("extra.column_attention.key_value.weight", C_M, WIDTH),
+        ("column_attention.key_value.weight", C_M, WIDTH),
         ("templates.key_value.weight", 64, HEADS * WIDTH),
     ):
         for part in find(weights, suffix, 1)[0].chunk(2):
@@ -87,7 +87,7 @@ def test_fused_keys_and_values_have_the_limit_of_one_of_them(weights: dict[str, 
 
 
 def test_transitions_start_with_he_and_end_with_zero(weights: dict[str, Tensor]) -> None:
-    """A widening layer of half the variance, or a transition that is not the identity at the start."""
+    """Catches a widening layer of half the variance, and a transition that is not the identity at the start."""
     widen = find(weights, "ransition.widen.weight", 4)
     for weight in widen:
         assert weight.shape[0] == FACTOR * weight.shape[1]
@@ -101,7 +101,7 @@ def test_transitions_start_with_he_and_end_with_zero(weights: dict[str, Tensor])
 
 
 def test_invariant_point_attention_starts_as_the_identity(weights: dict[str, Tensor]) -> None:
-    """An update that moves frames at random before anything is learnt. Its projections are LeCun normal."""
+    """Catches an update that moves frames at random before anything is learnt. Its projections are LeCun normal."""
     assert not any(x.any() for name, x in weights.items() if name.startswith("structure.attention.output."))
     assert not any(x.any() for name, x in weights.items() if name.startswith("structure.backbone_update."))
     for name, c_in in (("query", C_S), ("key_value", C_S), ("query_points", C_S), ("key_value_points", C_S)):
@@ -113,7 +113,7 @@ def test_invariant_point_attention_starts_as_the_identity(weights: dict[str, Ten
 
 
 def test_every_residual_update_starts_at_zero_and_every_gate_open(weights: dict[str, Tensor]) -> None:
-    """An update whose last layer is random."""
+    """Catches an update whose last layer is random, and a gate that is not open."""
     updates = [x for name, x in weights.items() if name.endswith((".output.weight", ".output.bias"))]
     assert len(updates) == 2 * (3 + 1 + 3 + 1 + 2 * 4)  # attention, outer product mean, templates, IPA, pair halves
     assert not any(x.any() for x in updates)

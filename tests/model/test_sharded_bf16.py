@@ -26,7 +26,7 @@ Mode = Literal["bf16", "bf16 on the wire"]
 
 
 def run(exchange: Exchange, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """(m, z) of this rank and all parameter gradients as one vector, as a rank has them."""
+    """This rank's m and z, and its gradients of all parameters as one vector."""
     config = ModelConfig.preset("test")
     sizes = dataclasses.replace(config.evoformer, blocks=3)
     torch.manual_seed(0)
@@ -62,7 +62,7 @@ def errors(found: Tensor, exact: Tensor) -> tuple[float, float]:
 @pytest.mark.parametrize("mode", ["bf16", "bf16 on the wire"])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_half_precision_is_as_exact_as_on_one_device(pool: RankPool, ranks: int, mode: Mode) -> None:
-    """Sums over ranks that are rounded once too often, or a part that leaves single precision for the wire."""
+    """Catches sums over ranks that are rounded once too often, and values that are rounded where only messages should be."""
     exact = run(LocalExchange(), torch.float64)
     serial = run(LocalExchange(), torch.bfloat16)
     found = pool.run(ranks, run_rank, mode)

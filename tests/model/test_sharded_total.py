@@ -21,9 +21,9 @@ from evodsp.parallel.exchange import Exchange, LocalExchange, ShardedExchange
 from evodsp.parallel.group import Group
 from evodsp.rng import Draws
 from tests.builders.comparison import close
+from tests.builders.labelled_batch import WEIGHTS, batch_of
 from tests.builders.parameters import dense
 from tests.builders.small_model import CYCLES, SMALL, config, features
-from tests.losses.test_sharded_losses import WEIGHTS, batch_of
 from tests.ranks import RankPool
 
 Sizes = tuple[int, int, int]
@@ -97,7 +97,7 @@ def check(
 @pytest.mark.parametrize(
     ("ranks", "samples", "plan"),
     [
-        (2, 1, CommunicationPlan()),
+        pytest.param(2, 1, CommunicationPlan(), marks=pytest.mark.verify),
         (3, 2, CommunicationPlan("gather", "channel", "gather")),
         (4, 2, CommunicationPlan()),
         pytest.param(4, 1, CommunicationPlan(outer_product_mean="sum", stream_bias=True), marks=pytest.mark.verify),
@@ -107,7 +107,7 @@ def check(
 def test_model_and_loss_over_ranks_equal_one_device(
     pool: RankPool, ranks: int, samples: int, plan: CommunicationPlan
 ) -> None:
-    """A term that counts its shard once instead of N times, or one that all ranks compute and N times is counted."""
+    """Catches a sharded term that is counted once instead of N times, and a replicated term that is counted N times."""
     check(pool, ranks, samples, SMALL, plan)
 
 
@@ -117,7 +117,7 @@ def test_model_and_loss_over_ranks_equal_one_device(
 def test_model_and_loss_recomputed_or_not_overlapped_or_not(
     pool: RankPool, ranks: int, samples: int, recompute: bool, overlap: bool
 ) -> None:
-    """A collective that is right only where something else waits for it, or only in a recomputation."""
+    """Catches a collective that is right only if something else waits for it, or only when it is recomputed."""
     check(pool, ranks, samples, SMALL, CommunicationPlan(), recompute, overlap)
 
 
@@ -131,5 +131,5 @@ def eight() -> Iterator[RankPool]:
 @pytest.mark.verify
 @pytest.mark.parametrize("samples", [1, 2])
 def test_model_and_loss_over_eight_ranks_equal_one_device(eight: RankPool, samples: int) -> None:
-    """More ranks than heads, channels of an operand, or templates: some shards are empty."""
+    """There are more ranks than heads, operand channels or templates, so some shards are empty."""
     check(eight, 8, samples, FOR_EIGHT, CommunicationPlan())

@@ -29,7 +29,7 @@ from evodsp.parallel.exchange import ShardedExchange
 from evodsp.parallel.group import Group
 from evodsp.rng import Draws
 from scripts.benchmarks.random_inputs import random_features
-from tests.losses.test_sharded_losses import batch_of
+from tests.builders.labelled_batch import batch_of
 from tests.ranks import RankPool
 
 RANKS = 4

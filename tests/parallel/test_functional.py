@@ -1,4 +1,4 @@
-"""The paper's four functions on a transformer of another kind: space-time attention by turns."""
+"""The paper's functions on another transformer, whose blocks attend along space and time alternately."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def spread(handle: Any) -> tuple[Tensor, Tensor]:
 
 
 def test_space_time_attention_spread_over_ranks(pool: RankPool) -> None:
-    """The README's promise: these four functions are all that another model needs."""
+    """Catches a function that another model cannot use as the documentation says."""
     whole = inputs().requires_grad_()
     expected = attend(attend(whole, 2), 1)
     (expected.square().sum() / 2).backward()
@@ -53,12 +53,12 @@ def test_space_time_attention_spread_over_ranks(pool: RankPool) -> None:
 
 
 def group_timeouts(handle: Any) -> list[float]:
-    """Of both groups of a mesh over all ranks of the pool."""
+    """Time-outs of both groups of a mesh over all ranks of the pool, in seconds."""
     mesh = init_mesh(2, timeout=timedelta(seconds=77))
     groups = mesh.sequence_group().handle, mesh.data_group().handle
     return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
 
 
 def test_groups_of_a_mesh_give_up_when_they_are_told_to(pool: RankPool) -> None:
-    """A time-out that only the default group knows: a rank that waits inside its sequence group would wait for torch's own."""
+    """Catches a time-out that only the default group has: ranks in a sequence group would wait for torch's default time-out."""
     assert pool.run(4, group_timeouts) == [[77.0, 77.0]] * 4

@@ -8,7 +8,7 @@ from evodsp.parallel.layout import shard_sizes, shard_slice
 
 
 def test_shards_are_those_of_tensor_split() -> None:
-    """Two rules for uneven shards in one program would mix up neighbours' entries."""
+    """Catches a second rule for uneven shards, which would mix up entries of neighbouring ranks."""
     for whole in range(12):
         for ranks in range(1, 8):
             parts = torch.arange(whole).tensor_split(ranks)

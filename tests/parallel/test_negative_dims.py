@@ -32,7 +32,7 @@ def both_ways(handle: Any) -> list[tuple[Tensor, Tensor]]:
 
 
 def test_a_negative_dim_counts_from_the_end(pool: RankPool) -> None:
-    """A function that takes -2 for an axis of its own: sizes that do not fit, or another axis moved."""
+    """Catches a function that takes -2 for another axis, or uses it where only a position from the front works."""
     for ranks in (2, 3):
         results = pool.run(ranks, both_ways)
         for found in results:

@@ -38,7 +38,7 @@ def test_the_plan_reaches_the_model(found: list[dict[str, Any]]) -> None:
     """plan.* ignored by fit."""
     expected = {"triangle_outgoing": "gather", "outer_product_mean": "sum", "stream_bias": True, "keep_gathered": False}
     for rank in found:
-        assert rank["plan"] == {"triangle_incoming": "channel", **expected}
+        assert rank["plan"] == {"triangle_incoming": "channel", "extra_msa_axis": "seq", **expected}
 
 
 def test_weights_are_copied_from_rank_0(found: list[dict[str, Any]]) -> None:
