@@ -174,7 +174,8 @@ def test_scores_are_means_over_those_who_found_them() -> None:
     [
         (4, 2, (8, 8, 8, 7), (4, 4, 4, 3)),  # written before the last batch counted as completed
         (2, 4, (6, 6, 6, 6), (12, 12, 12, 12)),
-        (4, 4, (6, 6, 6, 5), (4, 4, 4, 4)),  # in the middle of a step: its gradients are gone
+        (4, 4, (6, 6, 6, 5), (4, 4, 4, 4)),  # within a step: its gradients are not saved
+        (4, 2, (7, 7, 7, 6), (2, 2, 2, 2)),  # within a step, on other ranks
     ],
 )
 def test_batches_are_recounted(former: int, now: int, counts: tuple[int, ...], expected: tuple[int, ...]) -> None:
