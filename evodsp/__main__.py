@@ -12,8 +12,8 @@ from evodsp.cli import main
 def leave(code: int) -> None:
     """End the process with `code`.
 
-    A rank that failed may still have a daemon thread in a call of torch's store. Taking it down with the interpreter would now
-    and then abort the process (SIGABRT), and the code would be lost.
+    A rank that failed may still have a daemon thread inside a call to torch's store. Ending that thread with the interpreter
+    sometimes aborts the process (SIGABRT), which would change the exit code.
     """
     if code and any(thread.daemon for thread in threading.enumerate()):
         sys.stdout.flush()

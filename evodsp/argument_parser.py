@@ -138,7 +138,17 @@ class HelpFormatter(DefaultHelpFormatter):
         super().__init__(*args, **{"max_help_position": 44, "width": 120, **kwargs})
 
     def _expand_help(self, action: argparse.Action) -> str:
-        return re.sub(r"<class '(?:\w+\.)*(\w+)'>", lambda found: found[1].lower(), super()._expand_help(action))
+        """Types as a user would write them: path, str | list[str] | null; none where the choices are listed already."""
+        text = re.sub(r"<class '(?:\w+\.)*(\w+)'>", lambda found: found[1].lower(), super()._expand_help(action))
+        text = re.sub(r"type: Literal\[[^\]]*\], ", "", text)
+        return re.sub(r"Union\[((?:[^\[\]]|\[[^\[\]]*\])*)\]", lambda found: found[1].replace(", ", " | "), text)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        """Keep the lines of a text; indented ones (examples) are not wrapped."""
+        lines = text.splitlines()
+        return "\n".join(
+            x if x.startswith("  ") else super(HelpFormatter, self)._fill_text(x, width, indent) for x in lines
+        )
 
     def add_argument(self, action: argparse.Action) -> None:
         if action.metavar != "CONFIG" or action.dest == "config":

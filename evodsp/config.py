@@ -57,8 +57,9 @@ def check_model_numbers(settings: Any, where: str) -> None:
     `where`: the dotted name of `settings`, such as 'model'. A group of options replaced by a single value (`evoformer: 3`) is a
     SettingError too, and so is a distance range that ends before it starts.
     """
-    hints = get_type_hints(type(settings))
-    for item in dataclasses.fields(settings):
+    kind = ModelConfig if isinstance(settings, ModelConfig) else type(settings)  # without what TrainingConfig adds
+    hints = get_type_hints(kind)
+    for item in dataclasses.fields(kind):
         value, hint, key = getattr(settings, item.name), hints[item.name], f"{where}.{item.name}"
         if dataclasses.is_dataclass(hint):
             if not dataclasses.is_dataclass(value):

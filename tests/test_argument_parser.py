@@ -125,6 +125,7 @@ def test_help_names_types_plainly() -> None:
     text = parser().format_help()
     assert "(required, type: path)" in text
     assert "<class" not in text
+    assert "Literal[" not in text
 
 
 def test_dashes_and_underscores_are_the_same() -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from evodsp.config import PRESETS, EvoformerConfig, ModelConfig
 from evodsp.errors import UserError
+from evodsp.training.config import OptimizerConfig, TrainingConfig
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
@@ -52,6 +53,12 @@ def test_the_smallest_numbers_are_allowed() -> None:
     """Catches a bound that is one too high."""
     stack = EvoformerConfig(blocks=0, msa_heads=1, msa_dropout=0.0)
     assert ModelConfig(evoformer=stack).evoformer == stack
+
+
+def test_the_ranges_are_for_sizes_only() -> None:
+    """Catches the bounds of sizes applied to the optimizer's numbers: no warm-up is a warm-up of 0 steps."""
+    config = TrainingConfig(optimizer=OptimizerConfig(warmup_steps=0, total_steps=0, drop_step=0))
+    assert config.optimizer.warmup_steps == 0
 
 
 def test_the_package_offers_its_main_classes() -> None:

@@ -109,7 +109,7 @@ def add_arguments(parser: Any) -> None:
     parser.add_argument(
         "--model.preset",
         type=str | None,
-        help=f"Model whose sizes are the defaults of the sizes above: {', '.join(sorted(PRESETS))}. Sizes that are given "
+        help=f"Model whose sizes are the defaults of the sizes below: {', '.join(sorted(PRESETS))}. Sizes that are given "
         "override it. null: the defaults shown.",
     )
     parser.add_class_arguments(DataConfig, "data")
@@ -123,7 +123,7 @@ def print_help(command: Command) -> None:
         prog=f"evodsp {command}",
         usage=f"evodsp {command} --config FILE [--option value ...]",
         description=f"{SUMMARY[command].capitalize()}. Options come from YAML files and the command line; the last one wins.",
-        epilog="Examples:  " + "  |  ".join(EXAMPLES[command]),
+        epilog="\n".join(["Examples:", *(f"  {example}" for example in EXAMPLES[command])]),
         parser_mode="omegaconf+",
     )
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""Command lines on several ranks, without the seconds that starting Python and Lightning on each would cost every time."""
+"""Command lines on several ranks, without the seconds that starting Python and Lightning costs each time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.ranks import RankPool, end_with_parent
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a command line came to on one rank."""
+    """How a command line ended on one rank."""
 
     code: int
     out: str
@@ -25,14 +25,14 @@ class Outcome:
 
 
 class CommandPool(RankPool):
-    """Processes that wait for command lines. Each run makes its own process group, as under a launcher.
+    """Processes that wait for command lines. Each run creates its own process group, as under a launcher.
 
-    Lightning talks to all ranks of the default group, so the pool of the other tests, whose default group is all of its
-    processes, would not do for fewer.
+    Lightning communicates with all ranks of the default group, so `RankPool`, whose default group is all of its processes,
+    cannot run it on fewer.
     """
 
     def evodsp(self, ranks: int, *words: str, own: dict[int, tuple[str, ...]] | None = None) -> list[Outcome]:
-        """`evodsp *words` on `ranks` ranks (rank r: with `own[r]` behind)."""
+        """`evodsp *words` on `ranks` ranks (rank r: with `own[r]` appended)."""
         return self.run(ranks, words, own or {}, free_port())  # type: ignore[arg-type]
 
     def _target(self) -> Any:

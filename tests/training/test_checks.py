@@ -1,4 +1,4 @@
-"""What is said when ranks, settings and samples do not fit together: on every rank, in one line, without a hang."""
+"""Errors when ranks, settings and samples do not fit together: one line on every rank, without a hang."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_mistakes_are_found_before_anything_starts(
         (2, (), {1: ("--parallel.sequence", "2")}, "different settings"),
     ],
 )
-def test_every_rank_says_what_does_not_fit(
+def test_every_rank_reports_what_does_not_fit(
     commands: CommandPool, chains: Path, tmp_path: Path, ranks: int, options: Any, own: Any, said: str
 ) -> None:
     for outcome in commands.evodsp(ranks, *words(chains, tmp_path / "run", *options), own=own):
@@ -78,21 +78,21 @@ def test_every_rank_says_what_does_not_fit(
 
 
 def test_a_loss_that_is_no_number_ends_every_rank(commands: CommandPool, chains: Path, tmp_path: Path) -> None:
-    """One data rank raises, the other waits for it in the next collective."""
+    """One data rank raises while the other waits for it in the next collective."""
     for outcome in commands.evodsp(2, *words(chains, tmp_path / "run", "--model.loss.torsion", "1e39")):
         assert outcome.code == 2
         assert "the loss is inf at step 0, sample 0, 1;" in outcome.error.splitlines()[-1]
 
 
 def test_another_ranks_loss_that_is_no_number() -> None:
-    """Rank 0, whose words are shown, said 'the loss is 2.5' where the loss of another rank was infinite."""
+    """Rank 0, whose output is shown, reports its own finite loss where the loss of another rank is infinite."""
     module = TrainingModule(TrainingConfig(**vars(ModelConfig.preset("test"))))
     module.trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
     with pytest.raises(UserError, match="the loss is inf at step 0"):
         module._raise_not_finite(torch.tensor(2.5), torch.tensor(math.inf))
 
 
-def test_it_starts_its_ranks_itself(chains: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_fit_starts_its_ranks_itself(chains: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "run"
     options = ("--parallel.sequence", "2", "--trainer.max_steps", "1", "--trainer.precision", "bf16-mixed")
     assert main(list(words(chains, output, *options))) == 0
@@ -101,7 +101,7 @@ def test_it_starts_its_ranks_itself(chains: Path, tmp_path: Path, capfd: pytest.
 
 
 def test_half_precision_trains_over_ranks(commands: CommandPool, chains: Path, tmp_path: Path) -> None:
-    """Gradients of the exchange in another type than their tensors."""
+    """The exchange returns gradients of another type than their tensors."""
     runs = {}
     for name, ranks in (("one", "1"), ("two", "2")):
         options = ("--parallel.sequence", ranks, "--trainer.precision", "bf16-mixed", "--trainer.max_steps", "3")
@@ -112,7 +112,7 @@ def test_half_precision_trains_over_ranks(commands: CommandPool, chains: Path, t
 
 
 def test_validation_scores_each_chain_once(commands: CommandPool, chains: Path, tmp_path: Path) -> None:
-    """Fewer chains than data ranks (a rank without batches would hang the rest); a sequence group counted N times."""
+    """Fewer chains than data ranks (a rank without batches would hang the others); a sequence group counted N times."""
     assert main(list(words(chains, tmp_path / "run", "--trainer.max_steps", "1"))) == 0
     score = ("--config", str(chains / "tiny.yaml"), "--output", str(tmp_path / "run"), "--ckpt_path", "last")
     tables = []
@@ -148,7 +148,7 @@ def test_batches_are_compared_within_sequence_groups(pool: RankPool) -> None:
 
 
 def test_one_ranks_mistake_is_raised_on_all(pool: RankPool) -> None:
-    """A broken file that one data rank reads, or a chain too short to be spread."""
+    """A broken file that one data rank reads, or a chain with fewer residues than ranks."""
     assert (
         pool.run(4, check, 2, [sample(1), sample(1), "x.a3m:3: broken", "x.a3m:3: broken"]) == ["x.a3m:3: broken"] * 4
     )
@@ -157,14 +157,14 @@ def test_one_ranks_mistake_is_raised_on_all(pool: RankPool) -> None:
 
 
 def test_digests_tell_samples_apart() -> None:
-    """Sums would not see two residues exchanged, or a padded row more."""
+    """Sums would not notice two swapped residues, or an additional padded row."""
     batch = sample(1) | {"x": torch.arange(6.0)}
     assert digest(batch) == digest({name: batch[name].clone() for name in reversed(batch)})
     for other in ({"x": torch.arange(6.0).flip(0)}, {"x": torch.arange(6.0).view(2, 3)}, {"y": torch.zeros(1)}):
         assert digest(batch | other) != digest(batch)
 
 
-def test_scores_are_means_over_those_who_found_them() -> None:
+def test_scores_are_means_over_the_ranks_that_found_them() -> None:
     parts = [{"a": {"loss": 1.0}}, {"a": {"loss": 3.0}}, {"b": {"loss": 5.0}}]
     assert mean_by_chain(parts) == {"a": {"loss": 2.0}, "b": {"loss": 5.0}}
 
@@ -174,7 +174,8 @@ def test_scores_are_means_over_those_who_found_them() -> None:
     [
         (4, 2, (8, 8, 8, 7), (4, 4, 4, 3)),  # written before the last batch counted as completed
         (2, 4, (6, 6, 6, 6), (12, 12, 12, 12)),
-        (4, 4, (6, 6, 6, 5), (4, 4, 4, 4)),  # in the middle of a step: its gradients are gone
+        (4, 4, (6, 6, 6, 5), (4, 4, 4, 4)),  # within a step: its gradients are not saved
+        (4, 2, (7, 7, 7, 6), (2, 2, 2, 2)),  # within a step, on other ranks
     ],
 )
 def test_batches_are_recounted(former: int, now: int, counts: tuple[int, ...], expected: tuple[int, ...]) -> None:

@@ -53,7 +53,7 @@ def test_fit_leaves_checkpoints_logs_and_its_config(finished: Path) -> None:
 
 @pytest.mark.parametrize("stop", [2, 4, 5])
 def test_a_resumed_run_is_the_uninterrupted_run(chains: Path, finished: Path, tmp_path: Path, stop: int) -> None:
-    """Sample order, dropout, Adam's state, schedule or average lost at a resume: within an epoch, at its end, in the next."""
+    """Sample order, dropout, Adam's state, schedule or average lost in a resume: within an epoch, at its end, in the next."""
     output = tmp_path / "run"
     assert fit(chains, output, "--trainer.max_steps", str(stop)) == 0
     assert list(losses(output)) == list(range(stop))
@@ -86,7 +86,7 @@ def test_the_checkpoint_holds_raw_and_averaged_weights(finished: Path) -> None:
 
 
 def test_the_checkpoint_holds_the_features_of_validation(finished: Path) -> None:
-    """Those of training, with its crops and random recycling, or none: prediction would take other sizes."""
+    """The features of training, with crops and random recycling, or none: prediction would use other sizes."""
     expected = FeatureConfig(crop_size=None, msa_clusters=4, extra_msa=3, recycles=0, uniform_recycling=False)
     for name in ("last", "best"):
         assert load_features(finished / "checkpoints" / f"{name}.ckpt") == expected
@@ -248,7 +248,7 @@ def test_a_checkpoint_of_other_sizes_is_refused(
 def test_a_broken_alignment_is_one_line_even_from_a_worker(
     chains: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Folders of more chains than are read ahead are found broken in the loader's process."""
+    """With more chains than are read in advance, a broken file is found in a worker process of the loader."""
     monkeypatch.setattr("evodsp.training.chains.MOST_CHAINS_READ", 0)
     broken = tmp_path / "alignments"
     for key in ("1abc_A", "2abc_B"):

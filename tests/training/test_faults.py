@@ -1,6 +1,6 @@
-"""Real `evodsp fit` runs whose ranks are killed or stopped: they end in time, name the rank, and go on where they were.
+"""Real `evodsp fit` runs whose ranks are killed or stopped: they end in time, name the rank, and resume where they were.
 
-Nothing in the program helps: this process finds the ranks by their environment, as an administrator would.
+The program does not help: this process finds the ranks by their environment, as an administrator would.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from tests.builders.training import CommandPool
 
 STEPS, EVERY = 24, 4
 KILLED_AFTER = 9
-"""The step that must have been logged: two checkpoints are there, and the last one is not of this step."""
+"""Ranks are killed after this step has been logged: two checkpoints exist, and the last one is of an earlier step."""
 PATIENCE_S = 240.0
-"""For what takes seconds on a machine that does nothing else."""
+"""Time limit for what takes seconds on an idle machine."""
 
 Started = subprocess.Popen[str]
 
@@ -71,7 +71,7 @@ def words(config: Path, output: Path, *options: str, steps: int = STEPS) -> list
 
 @pytest.fixture(scope="module")
 def undisturbed(commands: CommandPool, config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run that nothing happens to."""
+    """The run without a fault."""
     output = tmp_path_factory.mktemp("undisturbed") / "run"
     outcomes = commands.evodsp(2, *words(config, output))
     assert [outcome.code for outcome in outcomes] == [0, 0], outcomes
@@ -140,7 +140,7 @@ def assert_nothing_partial(output: Path) -> None:
     assert not [path.name for path in output.rglob("*") if "partial" in path.name or "tmp" in path.name]
 
 
-def assert_goes_on(commands: CommandPool, config: Path, output: Path, undisturbed: Path) -> None:
+def assert_resumes(commands: CommandPool, config: Path, output: Path, undisturbed: Path) -> None:
     outcomes = commands.evodsp(2, *words(config, output, "--ckpt_path", "last"))
     assert [outcome.code for outcome in outcomes] == [0, 0], outcomes
     assert losses(output) == losses(undisturbed)
@@ -148,10 +148,10 @@ def assert_goes_on(commands: CommandPool, config: Path, output: Path, undisturbe
 
 
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.verify), 1])
-def test_a_killed_rank_ends_the_run_which_goes_on_from_its_checkpoint(
+def test_a_killed_rank_ends_the_run_which_resumes_from_its_checkpoint(
     commands: CommandPool, config: Path, undisturbed: Path, tmp_path: Path, victim: int
 ) -> None:
-    """The out-of-memory killer: a rank that waits for the dead one, a traceback, a torn checkpoint, samples done twice."""
+    """The out-of-memory killer: a rank that waits for the dead one, a traceback, a torn checkpoint, repeated samples."""
     output = tmp_path / "run"
     with under_way(evodsp(*words(config, output)), output) as ((process,), ranks):
         os.kill(ranks[victim], signal.SIGKILL)
@@ -167,7 +167,7 @@ def test_a_killed_rank_ends_the_run_which_goes_on_from_its_checkpoint(
     ], error
     assert "Traceback" not in error
     assert seconds < 15
-    assert_goes_on(commands, config, output, undisturbed)
+    assert_resumes(commands, config, output, undisturbed)
 
 
 @pytest.mark.verify

@@ -1,10 +1,16 @@
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 
 from evodsp.data.dataset import ChainDataset
+from evodsp.data.store import FeatureStore
 from evodsp.errors import FileFormatError, UserError
+from evodsp.training.chains import Chains
+from evodsp.training.config import DataConfig
+from evodsp.training.datamodule import ChainDataModule
 from evodsp.training.loader import BatchLoader, EpochSampler, TrainingLoader, collate_or_error, whole_batches
 from evodsp.training.world import World
 
@@ -84,3 +90,14 @@ def test_workers_give_the_same_samples() -> None:
 def test_a_batch_with_a_mistake_is_that_mistake() -> None:
     error = UserError("wrong")
     assert collate_or_error([{"aatype": torch.zeros(1)}, error]) is error
+
+
+def test_a_resume_within_a_step_repeats_the_step() -> None:
+    """Samples of an interrupted step whose gradients are lost must be taken again; those of finished steps must not."""
+    chains = Chains(Mock(spec=FeatureStore), None, ["a"], [], [])
+    config = DataConfig(batch_size=2, samples_per_epoch=8)
+    for taken, expected in ((0, 0), (3, 0), (4, 4), (6, 4), (7, 4), (8, 8)):
+        module = ChainDataModule(config, chains)
+        module.trainer = Mock(accumulate_grad_batches=2)  # 4 samples per step
+        module.load_state_dict({"samples": taken})
+        assert module.train_dataloader().indices.samples == expected

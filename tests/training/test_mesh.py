@@ -1,7 +1,7 @@
-"""Training on (data, sequence) meshes: the same run everywhere. Real chains, all noise on.
+"""Training on (data, sequence) meshes gives the same run on each. Real chains, with all noise on.
 
-Losses are compared, not weights: Adam makes steps of full size out of the rounding errors of parameters whose gradient is zero.
-Runs are whole command lines on a pool of processes that stay (`tests.builders.training`).
+Losses are compared, not weights: Adam turns the rounding errors of parameters whose gradient is zero into steps of full size.
+Runs are whole command lines in a pool of waiting processes (`tests.builders.training`).
 """
 
 from __future__ import annotations
@@ -86,24 +86,25 @@ def assert_same_run(found: Path, expected: Path) -> None:
 
 
 def test_a_sample_over_two_ranks_trains_as_on_one(fit: Fit, serial: Path) -> None:
-    """Sequence ranks reading different samples, a gradient that is summed where it is to be averaged or clipped at the wrong
-    place, dropout or recycling drawn by rank."""
+    """Sequence ranks that read different samples, a gradient summed instead of averaged or clipped at the wrong stage, dropout
+    or recycling drawn by rank."""
     assert len(losses(serial)) == 4
     assert len(losses(serial, "val/loss")) == 2
     assert_same_run(fit((1, 2)), serial)
 
 
 def test_a_run_resumes_on_another_mesh(fit: Fit, serial: Path) -> None:
-    """Counting batches of the old mesh, samples twice or never seen, half of Adam's state; in the middle of an epoch."""
+    """Batches counted on the old mesh, samples repeated or skipped, half of Adam's state lost; within an epoch."""
     output = fit((1, 2), "--parallel.parameters", "zero1", "--trainer.max_steps", "3")
     fit((2, 1), "--ckpt_path", "last", output=output)
     assert_same_run(output, serial)
 
 
-def test_spread_parameters_train_alike_and_resume_anywhere(fit: Fit) -> None:
-    """FSDP2's average lost on its way to the file, a share saved for the whole, the moving average left behind."""
+def test_sharded_parameters_train_alike_and_resume_on_any_mesh(fit: Fit, serial: Path) -> None:
+    """FSDP2's average not in the file, a shard saved in place of the full tensor, a file that only the same mode can read."""
     expected = fit((1, 1), *BY_BATCH)
     output = fit((1, 2), *BY_BATCH, "--parallel.parameters", "fsdp2", "--trainer.max_steps", "2")
+    assert_whole(output / "checkpoints" / "last.ckpt", serial / "checkpoints" / "last.ckpt")
     fit(
         (2, 1),
         *BY_BATCH,
@@ -119,14 +120,12 @@ def test_spread_parameters_train_alike_and_resume_anywhere(fit: Fit) -> None:
     assert_same_run(output, expected)
 
 
-def test_the_file_of_spread_parameters_is_that_of_one_process(fit: Fit, serial: Path) -> None:
-    """`predict` reading shares, or a checkpoint that only the same mode can read."""
-    output = fit((2, 1), *BY_BATCH, "--parallel.parameters", "fsdp2", "--trainer.max_steps", "1")
-    path = output / "checkpoints" / "last.ckpt"
-    ours, usual = read_checkpoint(path), read_checkpoint(serial / "checkpoints" / "last.ckpt")
+def assert_whole(path: Path, usual: Path) -> None:
+    """A checkpoint of sharded parameters holds full tensors, of the shapes in a checkpoint of one process."""
+    found, expected = read_checkpoint(path), read_checkpoint(usual)
     for name in ("state_dict", "ema_state_dict"):
-        assert {k: v.shape for k, v in ours[name].items()} == {k: v.shape for k, v in usual[name].items()}
-        assert all(type(value) is torch.Tensor for value in ours[name].values())
+        assert {k: v.shape for k, v in found[name].items()} == {k: v.shape for k, v in expected[name].items()}
+        assert all(type(value) is torch.Tensor for value in found[name].values())
     averaged, raw = load_model(path), load_model(path, raw=True)
     assert any(not torch.equal(a, b) for a, b in zip(averaged.parameters(), raw.parameters(), strict=True))
 
@@ -140,7 +139,7 @@ def test_ten_steps_on_every_mesh(fit: Fit, ten_steps: Path, mesh: tuple[int, int
 
 @pytest.mark.verify
 @pytest.mark.parametrize("mode", ["zero1", "fsdp2"])
-def test_ten_steps_with_spread_state(fit: Fit, mode: str) -> None:
+def test_ten_steps_with_sharded_state(fit: Fit, mode: str) -> None:
     ten = ("--trainer.max_steps", "10", *BY_BATCH)
     assert_same_run(fit((2, 2), *ten, "--parallel.parameters", mode), fit((2, 2), *ten))
 

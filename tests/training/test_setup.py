@@ -8,19 +8,26 @@ from typing import Any
 
 import pytest
 
+from evodsp.training.csv_logger import read_curve
 from tests.builders.training import CommandPool, Outcome
 
 OPTIONS = (
     "--parallel.sequence=2", "--parallel.overlap=false", "--parallel.wire=bf16", "--plan.triangle_outgoing=gather",
     "--plan.outer_product_mean=sum", "--plan.stream_bias=true", "--plan.keep_gathered=false", "--model.optimizer.eps=0.003",
+    "--model.optimizer.warmup_steps=0", "--model.optimizer.drop_step=1", "--model.optimizer.drop_factor=0.5",
 )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def found(commands: CommandPool, chains: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("setup") / "run"
+
+
+@pytest.fixture(scope="module")
+def found(commands: CommandPool, chains: Path, output: Path) -> list[dict[str, Any]]:
     """What `ReportSetup` prints on each of two ranks of a run with OPTIONS."""
-    words = ["fit", "--config", str(chains / "tiny.yaml"), "--output", str(tmp_path_factory.mktemp("setup") / "run")]
-    words += ["--trainer.max_steps=1", "--trainer.callbacks=tests.builders.observers.ReportSetup", *OPTIONS]
+    words = ["fit", "--config", str(chains / "tiny.yaml"), "--output", str(output)]
+    words += ["--trainer.max_steps=2", "--trainer.callbacks=tests.builders.observers.ReportSetup", *OPTIONS]
     outcomes: list[Outcome] = commands.evodsp(2, *words)
     assert [outcome.code for outcome in outcomes] == [0, 0], outcomes
     lines = [[line for line in outcome.out.splitlines() if line.startswith("SETUP ")] for outcome in outcomes]
@@ -49,3 +56,9 @@ def test_weights_are_copied_from_rank_0(found: list[dict[str, Any]]) -> None:
 def test_adam_gets_its_epsilon(found: list[dict[str, Any]]) -> None:
     """PyTorch's default of 1e-8 instead of the option."""
     assert [rank["eps"] for rank in found] == [[0.003], [0.003]]
+
+
+def test_the_learning_rate_drops_at_its_step(found: list[dict[str, Any]], output: Path) -> None:
+    """A schedule that is computed but not applied, or applied a step late."""
+    rates = [float(row["train/lr"]) for row in read_curve(output / "curve.csv").values()]
+    assert rates == pytest.approx([0.01, 0.005])
