@@ -28,7 +28,7 @@ _CA = ATOM_ORDER["CA"]
 
 @dataclass(frozen=True)
 class _Inputs:
-    """What a term may look at. `batch` holds the features of the last recycling iteration and the labels, axes [B, ...]."""
+    """The inputs of every term. `batch` holds the features of the last recycling iteration and the labels, axes [B, ...]."""
 
     output: ModelOutput
     batch: dict[str, Tensor]
@@ -105,21 +105,21 @@ def _resolution_bounds(x: _Inputs) -> tuple[float, float]:
 def _head_output(logits: Tensor | None, term: str, head: str) -> Tensor:
     if logits is None:
         raise UserError(
-            f"loss.{term} is not 0, but the model has no such head; set heads.{head} to true or the weight to 0"
+            f"loss.{term} is not 0, but the model does not have the head; set heads.{head} to true or the weight to 0"
         )
     return logits
 
 
 @dataclass(frozen=True)
 class _Term:
-    """A term of the loss: how to compute it per sample, and what it needs of the batch."""
+    """A term of the loss: its function, which gives one number per sample, and the arrays of the batch that it needs."""
 
     compute: Callable[[_Inputs], Tensor]
     features: tuple[str, ...] = ()
     labels: tuple[str, ...] = ()
 
 
-# The names are those of the weights in LossConfig.
+# Named as the weights in LossConfig.
 _TERMS = {
     "backbone_fape": _Term(_backbone_fape, labels=("rigidgroups_gt_frames", "backbone_affine_mask")),
     "sidechain_fape": _Term(
@@ -151,21 +151,21 @@ def total_loss(
     heads: HeadsConfig,
     exchange: Exchange = LocalExchange(),
 ) -> tuple[Float[Tensor, ""], dict[str, Float[Tensor, ""]]]:
-    """Weighted sum of the loss terms, mean over the batch; and each term by itself.
+    """The loss, which is the weighted sum of its terms, mean over the batch; and each term by itself.
 
-    `batch` has features [B, cycle, ...], of which the last iteration's count, and labels [B, ...]; without
-    `use_clamped_fape` the backbone FAPE is clamped. The breakdown holds the terms that were computed (weight not zero),
-    each unweighted, not scaled by length, mean over the batch, and `total`, the loss itself; all detached. Raises
-    UserError if the batch lacks labels that a term needs.
+    `batch` holds features [B, cycle, ...], of which the last iteration is used, and labels [B, ...]. The backbone FAPE is
+    clamped unless `use_clamped_fape` says otherwise. The breakdown holds every term whose weight is not zero, unweighted and
+    not scaled by length, as a mean over the batch, and the loss itself as `total`; all detached. Raises UserError if the batch
+    lacks labels that a term needs.
 
-    On several ranks the logits of distogram, PAE and masked MSA are this rank's, all else in `output` and `batch` is whole; the
-    MEAN over ranks of what is returned is the loss and its breakdown, and the mean of the gradients the gradient.
+    On several ranks the logits of distogram, PAE and masked MSA are this rank's shards; everything else in `output` and `batch`
+    is whole. The MEAN over ranks of the results is the loss and its breakdown, and the mean of the gradients is the gradient.
     """
     terms = {name: term for name, term in _TERMS.items() if getattr(config, name) != 0}
     _require(terms, batch)
     features = {name: batch[name][:, -1] for term in terms.values() for name in term.features}
     inputs = _Inputs(output, {**batch, **features}, config, heads, exchange)
-    # Losses are sums over many small numbers: float32 at least, whatever the model's layers run in.
+    # Losses sum many small numbers: they need at least float32, whatever precision the layers use.
     with torch.autocast(output.pair.device.type, enabled=False):
         losses = {name: term.compute(inputs) for name, term in terms.items()}
     total = output.pair.new_zeros(len(output.pair), dtype=torch.promote_types(output.pair.dtype, torch.float32))
@@ -179,7 +179,7 @@ def total_loss(
 
 
 def _require(terms: dict[str, _Term], batch: dict[str, Tensor]) -> None:
-    """UserError naming the labels that are missing, the terms that need them and the mend."""
+    """Raise UserError that names the missing labels and the terms that need them."""
     lacking = {name: [key for key in term.labels + term.features if key not in batch] for name, term in terms.items()}
     missing = sorted({key for keys in lacking.values() for key in keys})
     if missing:
