@@ -41,7 +41,7 @@ class PredictConfig:
     first_seed: int = 0
     """The predictions are numbered (and seeded) first_seed, first_seed + 1, …"""
     recycles: int | None = None
-    """Recycling iterations after the first pass; null: as many as in training."""
+    """Recycling iterations after the first pass; null: as in training."""
     stop_tolerance: float | None = None
     """Stop recycling when a pass changes CA-CA distances by at most this much (root mean square, Å); null: never stop early."""
     ensembles: int = 1
