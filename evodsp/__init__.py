@@ -1,7 +1,15 @@
-"""evodsp: train and run AlphaFold2-style Evoformer models, one sample spread over many GPUs (DSP).
+"""evodsp: train AlphaFold2-style models and predict structures with them, one sample spread over many GPUs (DSP).
 
-`evodsp.AlphaFold` and `evodsp.ModelConfig` are here for convenience; they are imported when first used, so that `import
-evodsp` costs nothing.
+The public API. Each name is imported when it is first used, so `import evodsp` is quick and does not import torch.
+
+    evodsp.predict(fasta, alignments, checkpoint, output, **options)    predict structures and write their files
+    evodsp.load_model(path)                 the model of a checkpoint: evodsp's, DeepMind's .npz, OpenFold's .pt or folder
+    evodsp.AlphaFold(config)                a new model, a torch module
+    evodsp.ModelConfig.preset("model_1")    its sizes
+    evodsp.load_deepmind(path, model)       set a model's parameters from DeepMind's params_model_<n>.npz
+    evodsp.load_openfold(path, model)       set a model's parameters from OpenFold's checkpoint
+    evodsp.metrics                          lDDT, RMSD, GDT-TS, TM-score of predicted structures
+    evodsp.parallel                         Dynamic Sequence Parallelism for any model: init_mesh, split, switch, gather
 """
 
 from __future__ import annotations
@@ -10,16 +18,45 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from evodsp import metrics, parallel
     from evodsp.config import ModelConfig
+    from evodsp.inference.api import predict
     from evodsp.model.alphafold import AlphaFold
+    from evodsp.weights.checkpoint import load_model
+    from evodsp.weights.deepmind import load_deepmind
+    from evodsp.weights.openfold import load_openfold
 
 __version__ = "0.2.0"
-__all__ = ["AlphaFold", "ModelConfig", "__version__"]
+__all__ = [
+    "AlphaFold",
+    "ModelConfig",
+    "__version__",
+    "load_deepmind",
+    "load_model",
+    "load_openfold",
+    "metrics",
+    "parallel",
+    "predict",
+]
 
-_HOME = {"AlphaFold": "evodsp.model.alphafold", "ModelConfig": "evodsp.config"}
+_MODULE_OF = {
+    "AlphaFold": "evodsp.model.alphafold",
+    "ModelConfig": "evodsp.config",
+    "load_deepmind": "evodsp.weights.deepmind",
+    "load_model": "evodsp.weights.checkpoint",
+    "load_openfold": "evodsp.weights.openfold",
+    "predict": "evodsp.inference.api",
+}
+_MODULES = ("metrics", "parallel")
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(import_module(_HOME[name]), name)
+    if name in _MODULE_OF:
+        return getattr(import_module(_MODULE_OF[name]), name)
+    if name in _MODULES:
+        return import_module(f"evodsp.{name}")
     raise AttributeError(f"module 'evodsp' has no attribute '{name}'")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

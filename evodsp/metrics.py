@@ -1,8 +1,9 @@
-"""How near a predicted structure is to the true one: lDDT, RMSD, GDT-TS, TM-score.
+"""Scores of a predicted structure against the true one: lDDT, RMSD, GDT-TS, TM-score.
 
-Shape legend: *b batch axes, N atoms (one per residue for GDT and TM), R residues, A atoms of a residue. All functions take
-(predicted, true, mask); positions in Å, atoms whose mask is 0 count nowhere. Nothing here is differentiated. Superpositions
-are computed in fp64, whatever the input's dtype.
+All functions take (predicted, true, mask). Positions are in Å; atoms with mask 0 are ignored. Nothing here is differentiated.
+Superpositions are computed in fp64, whatever the input's dtype.
+
+Shapes: *b batch axes, N atoms (one per residue for GDT and TM), R residues, A atoms of a residue, i residues of a slice.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ def lddt(
 ) -> Float[Tensor, "*b"] | Float[Tensor, "*b i"]:
     """Local distance difference test, 0 to 1 (Mariani et al. 2013), without checks of stereochemistry.
 
-    Of the true distances below `cutoff` between atoms of different residues, the fraction kept to within 0.5, 1, 2 and 4 Å,
-    averaged over the four. `per_residue`: of the distances of each residue's atoms. Where there is nothing to score it is 1, as
-    in AF2. The cost is (R A)^2: prefer atom14 to atom37. `rows`: only
-    distances from the atoms of these residues, i of them, to those of all residues (slices of step one).
+    Among the true distances below `cutoff` (Å) between atoms of different residues, the fraction that the prediction keeps to
+    within 0.5, 1, 2 and 4 Å, averaged over the four. 1 where there is nothing to score, as in AF2. The cost is (R A)^2, so
+    prefer atom14 to atom37. `per_residue`: one score per residue, from the distances of its atoms. `rows`: a slice of step one;
+    only distances from the atoms of these residues to all atoms are used.
     """
     residues, atoms = mask.shape[-2:]
     predicted, true = (x.float() if x.dtype.itemsize < 4 else x for x in (predicted, true))
@@ -82,7 +83,7 @@ def _lddt_counts(
 
 
 def _distances(x: Float[Tensor, "*b n 3"], y: Float[Tensor, "*b m 3"]) -> Float[Tensor, "*b n m"]:
-    """Not by way of a matrix product, whose rounding would decide about distances near a threshold."""
+    """Distances, not by a matrix product: its rounding would decide whether a distance near a threshold counts."""
     return torch.cdist(x, y, compute_mode="donot_use_mm_for_euclid_dist")
 
 
@@ -93,19 +94,19 @@ def lddt_ca(
     per_residue: bool = False,
     rows: slice = slice(None),
 ) -> Float[Tensor, "*b"] | Float[Tensor, "*b i"]:
-    """lDDT of the CA atoms alone, 0 to 1: of the whole structure, or `per_residue` as the pLDDT head predicts it.
+    """lDDT of the CA atoms alone, 0 to 1: one score for the structure, or one `per_residue`, which the pLDDT head predicts.
 
-    `rows`: only distances from the residues i of this slice to all.
+    `rows`: as in `lddt`.
     """
     return lddt(predicted.unsqueeze(-2), true.unsqueeze(-2), mask.unsqueeze(-1), per_residue=per_residue, rows=rows)
 
 
 @torch.no_grad()
 def superpose(mobile: Float[Tensor, "*m N 3"], target: Float[Tensor, "*t N 3"], weight: Float[Tensor, "*b N"]) -> Rigid:
-    """The motion that brings `mobile` nearest to `target` in the weighted least-squares sense (Kabsch 1976).
+    """The rigid motion that brings `mobile` nearest to `target` in the weighted least-squares sense (Kabsch 1976).
 
-    Always a proper rotation: a mirror image stays one. With fewer than three atoms, one of the many best motions.
-    Batch axes broadcast.
+    Always a proper rotation, never a reflection. With fewer than three atoms, one of many equally good motions. Batch axes
+    broadcast.
     """
     dtype = mobile.dtype
     mobile, target, weight = mobile.double(), target.double(), weight.double()
@@ -114,7 +115,7 @@ def superpose(mobile: Float[Tensor, "*m N 3"], target: Float[Tensor, "*t N 3"], 
     weighted = weight * (mobile - mobile_centre.unsqueeze(-2))
     covariance = weighted.transpose(-1, -2) @ (target - target_centre.unsqueeze(-2))
     u, _, vh = torch.linalg.svd(covariance)
-    # Singular values descend: where the best orthogonal map is a mirroring, giving up the last axis costs least.
+    # If the best orthogonal map is a reflection, flip the axis of the smallest singular value, which is the last.
     keep_hand = torch.ones_like(covariance[..., 0])
     keep_hand[..., 2] = torch.linalg.det(u @ vh).sign()
     rotation = ((u * keep_hand.unsqueeze(-2)) @ vh).transpose(-1, -2)
@@ -126,7 +127,7 @@ def superpose(mobile: Float[Tensor, "*m N 3"], target: Float[Tensor, "*t N 3"], 
 def rmsd(
     predicted: Float[Tensor, "*b N 3"], true: Float[Tensor, "*b N 3"], mask: Float[Tensor, "*b N"]
 ) -> Float[Tensor, "*b"]:
-    """Root-mean-square deviation after optimal superposition, in Å. 0 where there are no atoms."""
+    """Root-mean-square deviation after optimal superposition, in Å. 0 without atoms."""
     mobile, target = predicted.double(), true.double()
     moved = superpose(mobile, target, mask).unsqueeze(-1).apply(mobile)
     square = ((moved - target).square().sum(-1) * mask).sum(-1) / mask.sum(-1).clamp(min=1e-12)
@@ -139,12 +140,13 @@ def gdt_ts(
     mask: Float[Tensor, "*b N"],
     cutoffs: Sequence[float] = GDT_TS_CUTOFFS,
 ) -> Float[Tensor, "*b"]:
-    """Global distance test, 0 to 1 (Zemla 2003): the largest fraction of CA atoms that some superposition brings to within
-    1, 2, 4 and 8 Å, each at its own best, averaged over the four. `cutoffs` (0.5, 1, 2, 4) give GDT-HA.
+    """Global distance test, 0 to 1 (Zemla 2003).
 
-    The superpositions tried are those of `_search`, refined for each cutoff: a lower bound, as every program's is. On perturbed
-    random chains of 30 to 150 residues a search from every fragment found at most 0.02 more (and for `tm_score` 0.011).
-    0 where there are no atoms.
+    The largest fraction of CA atoms that a superposition brings to within a cutoff, averaged over the cutoffs 1, 2, 4 and 8 Å,
+    each with its own best superposition. `cutoffs` (0.5, 1, 2, 4) give GDT-HA.
+
+    The result is a lower bound, as in every program: `_search` tries a limited number of superpositions. On perturbed random
+    chains of 30 to 150 residues a search from every fragment found at most 0.02 more (for `tm_score` 0.011). 0 without atoms.
     """
 
     def score(mobile: Float[Tensor, "n 3"], target: Float[Tensor, "n 3"]) -> Float[Tensor, ""]:
@@ -163,8 +165,8 @@ def tm_score(
 ) -> Float[Tensor, "*b"]:
     """Template modelling score, 0 to 1 (Zhang & Skolnick 2004), of CA atoms paired by residue.
 
-    The largest mean of 1 / (1 + (d / d0)^2) that the superpositions of `_search` reach (a lower bound, as in the TM-score
-    program, whose scheme this follows with fewer seeds). Length and d0 are those of the masked structure. 0 where it is empty.
+    The largest mean of 1 / (1 + (d / d0)^2) over the superpositions of `_search`: a lower bound, as in the TM-score program,
+    whose scheme this follows with fewer seeds. Length and d0 count the unmasked residues. 0 without atoms.
     """
 
     def score(mobile: Float[Tensor, "n 3"], target: Float[Tensor, "n 3"]) -> Float[Tensor, ""]:
@@ -187,7 +189,7 @@ def _each_structure(
     true: Float[Tensor, "*b N 3"],
     mask: Float[Tensor, "*b N"],
 ) -> Float[Tensor, "*b"]:
-    """`score` of the observed atoms of each structure in turn: their number decides which superpositions are tried."""
+    """`score` of each structure's unmasked atoms, one structure at a time: the superpositions tried depend on their number."""
     atoms = mask.shape[-1]
     with torch.no_grad():
         scores = [
@@ -207,8 +209,8 @@ def _search(
 ) -> Iterator[Float[Tensor, "K n"]]:
     """Distances between paired atoms under many superpositions, K at a time.
 
-    Every seed fragment is superposed, for each of the C limits; then, over and over, the atoms that came within the limit (at
-    least the three nearest). A superposition is done when its selection stays the same, at the latest after 20 steps.
+    For each of the C limits, every seed fragment is superposed. Then the atoms within the limit (at least the three nearest)
+    are superposed again, until the selection stays the same, or for 20 steps.
     """
     seeds = _seed_fragments(len(mobile)).to(mobile.device)
     selected = seeds.repeat(len(limits), 1)
@@ -226,7 +228,7 @@ def _search(
 
 
 def _seed_fragments(length: int) -> Bool[Tensor, "F n"]:
-    """Fragments of the whole length, its half, … down to 4 residues, a quarter of their size apart, at most 32 each."""
+    """Fragments of the whole length, half of it, … down to 4 residues, a quarter of their size apart, at most 32 per size."""
     index = torch.arange(length)
     fragments = []
     size = length

@@ -1,4 +1,4 @@
-"""Compare predictions with known structures: prints a table, writes scores.csv and a picture per chain.
+"""Compare predictions with known structures: print a table, write scores.csv and one picture per chain.
 
 python scripts/compare_predictions.py --predictions runs/demo/predictions --structures data/mmcif_files \\
     --train data/train.txt --held-out data/validation.txt --output runs/demo
@@ -28,7 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--train", type=keys, default=[], help="chains the model was trained on: a file, or <pdbid>_<chain>,…"
     )
-    parser.add_argument("--held-out", type=keys, default=[], help="chains the model has never seen, likewise")
+    parser.add_argument("--held-out", type=keys, default=[], help="chains the model was not trained on, given likewise")
     parser.add_argument("--output", type=Path, required=True, help="folder for scores.csv and distances_<chain>.png")
     options = parser.parse_args(arguments)
     try:

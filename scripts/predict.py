@@ -1,4 +1,4 @@
-"""Predict structures: `python scripts/predict.py --fasta … --alignments … --checkpoint … --output …`; as `evodsp predict`."""
+"""Predict structures, as `evodsp predict`: scripts/predict.py --fasta … --alignments … --checkpoint … --output …"""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Write random parameters of a published model as DeepMind's .npz: for timing the full-width model without theirs.
+"""Write random parameters of a published model as DeepMind's .npz, to time a full-width model without the real parameters.
 
 python scripts/random_parameters.py --preset model_1_ptm --output params_model_1_ptm.npz
 
-Every parameter is random (AF2's own initialisation silences the residual branches and opens the gates), scaled so that
-activations stay finite through all blocks. What such a model predicts means nothing; the time and the memory it takes do.
+Every parameter is random, because AF2's initialisation sets residual branches to zero, and is scaled so that activations stay
+finite through all blocks. Predictions with these parameters mean nothing; their time and memory are a real model's.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from evodsp.weights.deepmind import export_deepmind, write_npz
 
 @torch.no_grad()
 def randomise(model: AlphaFold, seed: int) -> None:
-    """Weights of variance 1 / inputs (LeCun), biases of 0.1, and the scales of norms about 1: the same for the same seed."""
+    """Draw weights of variance 1 / inputs (LeCun), biases of about 0.1 and norm scales of about 1, determined by `seed`."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         parameter.normal_(generator=generator)
@@ -34,7 +34,7 @@ def randomise(model: AlphaFold, seed: int) -> None:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Write random parameters of a model as DeepMind's .npz.")
     parser.add_argument("--preset", default="model_1_ptm", help="model, such as model_1_ptm or test")
-    parser.add_argument("--seed", type=int, default=0, help="other seeds give other parameters")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the parameters")
     parser.add_argument("--output", type=Path, required=True, help="file to write; name it params_<preset>.npz")
     options = parser.parse_args(arguments)
     try:

@@ -210,7 +210,7 @@ class Reader:
     def synthesize(self, words: list[str]) -> None:
         """Its options only, see NOT_RUN: they are read before the number of members is refused."""
         with contextlib.redirect_stderr(io.StringIO()) as said:
-            assert main([*words, "--members=0"]) == 2
+            assert main(last_options([*words, "--members=0"])) == 2
         assert "members is 0" in said.getvalue()
 
     def convert(self, words: list[str]) -> None:
@@ -233,7 +233,7 @@ class Reader:
 
 
 def run(words: list[str]) -> None:
-    """`evodsp` in this process. Of an option that is given twice, as the page says it and as a test needs it, the last counts."""
+    """`evodsp` in this process. If the page and the test both set an option, the last one counts."""
     words = last_options(words)
     assert main(words) == 0, f"evodsp {' '.join(words)}"
 

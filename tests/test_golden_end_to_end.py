@@ -108,11 +108,12 @@ def test_losses_and_gradients(
         "experimentally_resolved": "experimentally_resolved_loss",
     }.items():
         assert terms[ours].item() == pytest.approx(float(expected[theirs]), rel=1e-5), ours
-    # The lDDT of two residues lies on the edge of two bins: rounding decides which is the target, and moves the loss by 0.6 %.
-    expected_plddt = pytest.approx(float(expected["plddt_loss"]), rel=1e-5)
-    assert any(loss == expected_plddt for loss in plddt_losses(output, labels))
-    assert terms["plddt"].item() == pytest.approx(float(expected["plddt_loss"]), rel=1e-2)
-    assert total.item() == pytest.approx(float(expected["total_loss"]), rel=1e-5)
+    # The lDDT of a few residues lies on the edge of two bins. Rounding decides which bin is the target, and so
+    # the loss may be any of several numbers.
+    choices, ours, theirs = plddt_losses(output, labels), terms["plddt"].item(), float(expected["plddt_loss"])
+    for plddt in (ours, theirs):
+        assert any(choice == pytest.approx(plddt, rel=1e-5) for choice in choices)
+    assert total.item() - WEIGHTS.plddt * (ours - theirs) == pytest.approx(float(expected["total_loss"]), rel=1e-5)
 
     total.backward()
     squares: dict[str, float] = defaultdict(float)
@@ -137,10 +138,12 @@ def plddt_losses(output: ModelOutput, labels: dict[str, Tensor]) -> list[float]:
     entropies = -output.logits["plddt"][0].detach().log_softmax(-1)  # of every bin as the target
     scores = lddt_ca(output.structure.positions[0, :, ca].detach(), truth, mask, per_residue=True) * entropies.shape[-1]
     edges = ((scores - scores.round()).abs() < 1e-4).logical_and(mask > 0).nonzero().flatten()
-    assert len(edges) == 2
+    assert len(edges) <= 8, "too many lDDTs on an edge: some choice of their bins would fit any loss"
     losses = []
     for below in itertools.product((0, 1), repeat=len(edges)):
-        target = scores.long().index_put((edges,), scores[edges].round().long() - torch.tensor(below))
+        target = scores.long().index_put(
+            (edges,), scores[edges].round().long() - torch.tensor(below, dtype=torch.int64)
+        )
         target = target.clamp(0, entropies.shape[-1] - 1)
         losses.append(float((entropies.gather(-1, target.unsqueeze(-1)).squeeze(-1) * mask).sum() / mask.sum()))
     return losses

@@ -1,4 +1,4 @@
-"""`evodsp predict` on one process or several: which of them this is, and who starts the others."""
+"""`evodsp predict`: run in this process, start several ranks, or be one of the ranks that torchrun or srun started."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from evodsp.parallel.mesh import init_mesh
 
 
 def run(config: PredictConfig, words: list[str]) -> int:
-    """Predict; the exit code. `words`: the command line that `config` is of, for ranks that are to be started."""
+    """Predict and return the exit code. `words`: the command line, repeated for every rank that has to be started."""
     if not under_launcher():
         if config.parallel.sequence > 1:
             return launch(config.parallel.sequence, words)
@@ -21,7 +21,7 @@ def run(config: PredictConfig, words: list[str]) -> int:
     if here.ranks != config.parallel.sequence:
         raise UserError(
             f"{here.ranks} ranks were started, but --parallel.sequence is {config.parallel.sequence}; "
-            "predict works on one structure at a time, so give the same number to both"
+            "all ranks share one structure, so both numbers must be equal"
         )
     with guarded():
         start("gloo" if device_of(config.device).type == "cpu" else "nccl", config.parallel.timeout)
@@ -32,4 +32,4 @@ def run(config: PredictConfig, words: list[str]) -> int:
 
 
 def _silent(line: str) -> None:
-    """Rank 0 reports."""
+    """Print nothing: only rank 0 reports."""

@@ -1,4 +1,4 @@
-"""Settings of a prediction run. Importing this costs nothing (no torch), so that `evodsp predict --help` is quick."""
+"""Settings of a prediction run. This module does not import torch, so `evodsp predict --help` is quick."""
 
 from __future__ import annotations
 
@@ -15,26 +15,28 @@ from evodsp.parallel.config import SequenceConfig
 
 @dataclass(frozen=True)
 class PredictConfig:
-    """What to predict, with which model, and where to put it.
+    """What to predict, with which model, and where to write the results.
 
-    Raises UserError on a number out of range.
+    Raises UserError if a value is out of range.
     """
 
     fasta: Path
-    """FASTA file; every record becomes one folder of the output, named by the first word of its header."""
+    """FASTA file. Every record gets a folder in the output, named by the first word of its header."""
     alignments: Path
-    """Folder of alignments (.a3m, .sto): those of the only record directly, or one sub-folder per record, named alike."""
+    """Folder of alignments (.a3m, .sto) with one sub-folder per record, named as the record; the files of a single record may
+    also lie directly in the folder."""
     checkpoint: Path
-    """Checkpoint written by `evodsp fit`, or published parameters: DeepMind's params_model_<n>[_ptm].npz, OpenFold's .pt."""
+    """Checkpoint written by `evodsp fit`, or another program's parameters: DeepMind's params_model_<n>[_ptm].npz, OpenFold's
+    .pt or .ckpt, or the folder that DeepSpeed wrote for OpenFold."""
     output: Path
-    """Folder for the results, made if it does not exist: <output>/<name>/seed_<k>.cif and the files beside it."""
+    """Folder for the results, created if it does not exist: <output>/<name>/seed_<k>.cif and the files beside it."""
     templates: Path | None = None
-    """Folder of template structures, <pdbid>.cif[.gz]; the hits are those of the .hhr files and hmm_output.sto beside the
-    alignments. null: no templates."""
+    """Folder of template structures, <pdbid>.cif[.gz]. The template hits are read from the .hhr files and hmm_output.sto beside
+    the alignments. null: no templates."""
     max_template_date: str | None = None
     """Latest release date of a template, such as 2020-05-14; null: no limit."""
     obsolete: Path | None = None
-    """The PDB's obsolete.dat: which entries stand for withdrawn ones among the template hits."""
+    """The PDB's obsolete.dat, which names the replacements of withdrawn entries among the template hits."""
     seeds: int = 1
     """Number of predictions per record; each draws its own MSA clusters and masks."""
     first_seed: int = 0
@@ -42,27 +44,27 @@ class PredictConfig:
     recycles: int | None = None
     """Recycling iterations after the first pass; null: as in training."""
     stop_tolerance: float | None = None
-    """Stop recycling once CA-CA distances change by no more than this (root mean square, Å) in a pass; null: never."""
+    """Stop recycling when a pass changes CA-CA distances by at most this much (root mean square, Å); null: never stop early."""
     ensembles: int = 1
-    """Feature sets drawn for each pass, their representations averaged; each costs as much as the first."""
+    """Feature sets drawn for each pass, whose representations are averaged. Time grows with their number."""
     format: Literal["cif", "pdb"] = "cif"
     """File format of the structures. PDB holds at most 9,999 residues and 99,999 atoms."""
     preset: str | None = None
-    """Model that published parameters are of, such as model_1_ptm; null: as the name of the file ends."""
+    """Model that DeepMind's or OpenFold's parameters belong to, such as model_1_ptm; null: read from the file's name."""
     raw: bool = False
     """Use the raw weights of the checkpoint instead of their exponential moving average."""
     device: str = "auto"
-    """Where the model runs: cpu, cuda, cuda:1, … ; auto takes a GPU if there is one."""
+    """Device of the model: cpu, cuda, cuda:1, …; auto uses a GPU if there is one."""
     msa_clusters: int | None = None
     """Rows of the clustered MSA; null: as in training, which is best. More rows cost time and memory."""
     extra_msa: int | None = None
     """Rows of the extra MSA; null: as in training, which is best. More rows cost time and memory."""
     overwrite: bool = False
-    """Replace earlier results. Otherwise a finished prediction with the same inputs is kept and named."""
+    """Replace earlier results. By default a finished prediction with the same inputs and settings is kept."""
     parallel: SequenceConfig = field(default_factory=SequenceConfig)
-    """One structure over several ranks."""
+    """Spread one structure over several ranks."""
     plan: CommunicationPlan = field(default_factory=CommunicationPlan)
-    """In which way the ranks communicate."""
+    """How the ranks communicate."""
 
     def __post_init__(self) -> None:
         lowest = {"seeds": 1, "first_seed": 0, "recycles": 0, "ensembles": 1, "msa_clusters": 1, "extra_msa": 1}
@@ -82,11 +84,11 @@ class PredictConfig:
             raise UserError(f"--format is '{self.format}', but must be 'cif' or 'pdb'")
         if self.parallel.sequence > 1 and ":" in self.device:
             raise UserError(
-                f"--device is '{self.device}', but --parallel.sequence {self.parallel.sequence} takes one device a rank; "
+                f"--device is '{self.device}', but --parallel.sequence {self.parallel.sequence} needs one device per rank; "
                 "use cuda or cpu"
             )
 
     @property
     def latest_template(self) -> date | None:
-        """`max_template_date` as a date. Raises UserError if it is none."""
+        """`max_template_date` as a date. Raises UserError if it is not a date."""
         return parse_latest_date("--max_template_date", self.max_template_date)

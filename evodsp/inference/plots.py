@@ -1,4 +1,4 @@
-"""Pictures of a prediction. matplotlib is an extra: it is imported only when a picture is drawn."""
+"""Pictures of a prediction. matplotlib is an optional dependency, imported only when a picture is drawn."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _FARTHEST = 22.0
-"""Å; distances above are drawn alike: the distogram's last bin, and what contacts are about lies below."""
+"""Å; larger distances have the same colour. It is the distogram's last bin, and contacts are much shorter."""
 _PLDDT_BANDS = (
     (90.0, "#0053d6", "very high"),
     (70.0, "#65cbf3", "confident"),
@@ -33,10 +33,10 @@ def distance_figure(
     title: str = "",
     true_mask: Bool[np.ndarray, " R"] | None = None,
 ) -> None:
-    """Draw CA-CA distances and the pLDDT curve into an image file (its suffix decides the format).
+    """Draw CA-CA distances and the pLDDT curve into an image file; the suffix of `path` decides the format.
 
-    With `true_positions` the map's upper triangle is the experiment and its lower one the prediction, so that a good
-    prediction is a symmetric picture; `true_mask` is False where the experiment has no CA (left white). Positions in Å,
+    With `true_positions` the map's upper triangle shows the experiment and the lower one the prediction, so a good prediction
+    gives a symmetric picture. `true_mask` is False where the experiment has no CA; such residues stay white. Positions in Å,
     pLDDT 0..100. Raises UserError if matplotlib is not installed.
     """
     figure, (map_axes, curve_axes) = _figure()
@@ -60,7 +60,7 @@ def _figure() -> tuple[Figure, tuple[Axes, Axes]]:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise UserError("pictures need matplotlib, which is not installed; run: pip install 'evodsp[plots]'") from error
-    # Agg's own canvas instead of pyplot: no window system, no global state.
+    # Agg's canvas instead of pyplot: it needs no window system and has no global state.
     figure = Figure(figsize=(10.0, 4.4), layout="constrained")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2, width_ratios=(1.0, 1.15))

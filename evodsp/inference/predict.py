@@ -1,6 +1,6 @@
-"""FASTA + alignments + checkpoint -> structures. One model serves all targets and seeds.
+"""Predict structures from FASTA, alignments and a checkpoint. One model is loaded for all targets and seeds.
 
-Everything a user can get wrong is checked before the model runs and before anything is written.
+All inputs and settings are checked before the model runs and before anything is written.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from evodsp.data.dataset import collate, prediction_sample
 from evodsp.data.records import Alignment
 from evodsp.data.templates.features import TemplateFeatures
 from evodsp.errors import UserError
+from evodsp.files import whole_folder
 from evodsp.inference.config import PredictConfig
-from evodsp.inference.provenance import check_degree, feature_config, result_settings, seeds, sizes_line
-from evodsp.inference.results import TIMINGS, PredictionResult, finished, whole_folder, write_json, write_results
+from evodsp.inference.provenance import check_target_fits_ranks, feature_config, result_settings, seeds, sizes_line
+from evodsp.inference.results import TIMINGS, PredictionResult, finished, write_json, write_results
 from evodsp.inference.target_templates import find_templates, takes_no_templates, template_source
 from evodsp.inference.targets import Target, digest, find_targets
 from evodsp.inference.writers import AlignedError, PredictedStructure
@@ -46,14 +47,14 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True)
 class _SeedRun:
-    """How one seed went."""
+    """Times of one seed, and its last change."""
 
     features: float
     """Seconds spent on features."""
     passes: tuple[float, ...]
     """Seconds of each pass through the model."""
     ca_change: float | None
-    """How far CA-CA distances moved in the last pass (Å), if a tolerance was set and there was more than one pass."""
+    """Change of CA-CA distances in the last pass (Å); None without a tolerance, or after a single pass."""
 
     @property
     def timings(self) -> dict[str, Any]:
@@ -65,7 +66,7 @@ class _SeedRun:
         return timings if self.ca_change is None else {**timings, "ca_change": round(self.ca_change, 3)}
 
     def model_line(self, most: int) -> str:
-        """Such as '12.0 s (3 of 4 passes, 4.0 s each; CA distances changed by 0.31 Å in the last)'."""
+        """For the log, for example '12.0 s (3 of 4 passes, 4.0 s each; CA distances changed by 0.31 Å in the last)'."""
         number = len(self.passes)
         passes = f"{number} of {most} passes" if number < most else f"{most} pass{'es' * (most > 1)}"
         change = "" if self.ca_change is None else f"; CA distances changed by {self.ca_change:.2f} Å in the last"
@@ -74,57 +75,57 @@ class _SeedRun:
 
 @dataclass(frozen=True)
 class _Job:
-    """One target with all that is needed besides its alignments, and besides the model."""
+    """One target, with everything that its prediction needs besides the alignments and the model."""
 
     target: Target
     templates: TemplateFeatures
-    """Those that are used, best first."""
+    """The templates in use, best first."""
     templates_line: str
     templates_seconds: float
-    """Spent on finding them."""
+    """Seconds spent on finding the templates."""
     settings: dict[str, Any]
-    """What its files depend on."""
+    """The settings that its files depend on."""
     earlier: PredictionResult | None
-    """A complete result made with the same settings."""
+    """A complete result of an earlier run with the same settings."""
 
 
 @dataclass(frozen=True)
-class _Plan:
-    """What the first rank found out before any model runs."""
+class _Work:
+    """What rank 0 reads and checks before the model runs."""
 
     jobs: list[_Job]
     features: FeatureConfig
     trained: FeatureConfig
-    """The checkpoint's own sizes."""
+    """The checkpoint's feature sizes."""
     model: AlphaFold | None
-    """None if all is done already."""
+    """None if every result exists already."""
 
 
 def predict(config: PredictConfig, report: Report = print, group: Group | None = None) -> list[PredictionResult]:
-    """Predict every record of `config.fasta`; results in its order.
+    """Predict every record of `config.fasta`; the results are in the file's order.
 
-    `report` gets a line per stage. Raises UserError for anything wrong with the inputs: then no model has run and nothing has
-    been written. A target's folder appears only when it is complete.
+    `report` gets one line per stage. Raises UserError if an input is wrong: then no model has run and nothing has been written.
+    A target's folder appears only when it is complete.
 
-    `group`: the ranks that each structure is spread over. All of them call this with the same `config`; rank 0 reads and
-    writes the files, and alone needs to see them. A UserError is raised on every rank.
+    `group`: the ranks that share each structure. All of them call this function with the same `config`. Rank 0 reads and
+    writes all files, so the other ranks need no access to them. A UserError is raised on every rank.
     """
     device = device_of(config.device)
     check_same("settings", repr(config), group)
-    plan = from_first(lambda: _plan(config, 1 if group is None else group.size), group)
-    model, features = plan.model, plan.features
+    work = from_first(lambda: _prepare(config, 1 if group is None else group.size), group)
+    model, features = work.model, work.features
     if model is not None:
         model = model.to(device).eval()
         if group is not None:
             use_exchange(model, ShardedExchange(group), config.plan)
 
-    report(sizes_line(features, plan.trained, config.ensembles))
+    report(sizes_line(features, work.trained, config.ensembles))
     complete: list[PredictionResult] = []
-    for number, job in enumerate(plan.jobs, start=1):
-        report(f"[{number}/{len(plan.jobs)}] {job.target.query.name}: {len(job.target.query)} residues")
+    for number, job in enumerate(work.jobs, start=1):
+        report(f"[{number}/{len(work.jobs)}] {job.target.query.name}: {len(job.target.query)} residues")
         result = job.earlier
         if result is not None:
-            report(f"  kept: {result.folder} is complete and made with the same inputs (--overwrite predicts again)")
+            report(f"  kept: {result.folder} is complete and has the same inputs (--overwrite predicts again)")
         else:
             assert model is not None
             result = _predict_target(job, model, config, features, report, group)
@@ -132,8 +133,8 @@ def predict(config: PredictConfig, report: Report = print, group: Group | None =
     return complete
 
 
-def _plan(config: PredictConfig, ranks: int) -> _Plan:
-    """Check everything, read the checkpoint."""
+def _prepare(config: PredictConfig, ranks: int) -> _Work:
+    """Check all inputs and read the checkpoint."""
     targets = find_targets(config.fasta, config.alignments)
     _check_output(config.output)
     if not config.checkpoint.exists():
@@ -144,18 +145,18 @@ def _plan(config: PredictConfig, ranks: int) -> _Plan:
     open_targets = [job.target for job in jobs if job.earlier is None]
     for target in open_targets:
         read_alignment_dir(target.alignments, target.query)
-        check_degree(ranks, features, target)
+        check_target_fits_ranks(ranks, features, target)
     model = None
     if open_targets:
         model = load_model(config.checkpoint, config.raw, config.preset)
         if config.templates is not None and not model.config.templates.enabled:
             raise takes_no_templates(config)
         features = _with_template_row(features, model)
-    return _Plan(jobs, features, trained, model)
+    return _Work(jobs, features, trained, model)
 
 
 def _jobs(config: PredictConfig, features: FeatureConfig, targets: list[Target]) -> list[_Job]:
-    """What is to be done, and what is done already."""
+    """One job per target, with its templates and its earlier result."""
     checkpoint = digest(parameter_file(config.checkpoint))
     source = template_source(config, features)
     jobs = []
@@ -170,8 +171,8 @@ def _jobs(config: PredictConfig, features: FeatureConfig, targets: list[Target])
 
 
 def _with_template_row(features: FeatureConfig, model: AlphaFold) -> FeatureConfig:
-    """A model made for templates reads their features even where its sizes leave no room for any: one more, always masked,
-    changes nothing."""
+    """`features` with at least one template if the model reads templates: it needs the features' arrays, even if the sizes
+    allow no template. The added template is always masked and changes nothing."""
     if features.max_templates or not model.config.templates.enabled:
         return features
     return replace(features, max_templates=1, msa_clusters=features.msa_clusters + 1)
@@ -180,13 +181,13 @@ def _with_template_row(features: FeatureConfig, model: AlphaFold) -> FeatureConf
 def _predict_target(
     job: _Job, model: AlphaFold, config: PredictConfig, features: FeatureConfig, report: Report, group: Group | None
 ) -> PredictionResult:
-    """All seeds of one target: features, model, files."""
+    """Predict one target with all seeds, and write its files."""
     target = job.target
     start = time.perf_counter()
     alignments = on_first(lambda: read_alignment_dir(target.alignments, target.query), group) or []
     reading = time.perf_counter() - start
     rows = sum(map(len, alignments))
-    report(f"  read {rows:,} sequences in {len(alignments)} alignments, {reading:.1f} s")
+    report(f"  read {_count(rows, 'sequence')} in {_count(len(alignments), 'alignment')}, {reading:.1f} s")
     if model.config.templates.enabled:
         report(f"  {job.templates_line}")
 
@@ -221,16 +222,25 @@ def _predict_target(
     start = time.perf_counter()
 
     def write() -> PredictionResult:
-        with whole_folder(folder) as work:
-            result = write_results(work, structures, config.format, job.settings)
-            seconds = {"writing_seconds": round(time.perf_counter() - start, 3)}
-            write_json(work / TIMINGS, {**timings, **seconds, **each})
+        try:
+            with whole_folder(folder) as partial_folder:
+                result = write_results(partial_folder, structures, config.format, job.settings)
+                seconds = {"writing_seconds": round(time.perf_counter() - start, 3)}
+                write_json(partial_folder / TIMINGS, {**timings, **seconds, **each})
+        except OSError as error:
+            raise UserError(
+                f"{folder}: cannot be written ({error.strerror}); make room, or choose another --output"
+            ) from error
         return PredictionResult(result.name, folder, result.format, result.mean_plddt, kept=False)
 
     result = from_first(write, group)
     best = result.mean_plddt[result.best]
     report(f"  wrote {folder}, {time.perf_counter() - start:.1f} s; best: {result.structure().name}, pLDDT {best:.1f}")
     return result
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def _features(
@@ -247,7 +257,7 @@ def _features(
 def _predict_seed(
     target: Target, batch: dict[str, torch.Tensor], model: AlphaFold, config: PredictConfig
 ) -> tuple[PredictedStructure, tuple[float, ...], float | None]:
-    """The structure, the seconds of each pass, and how far CA-CA distances moved in the last (`_SeedRun`)."""
+    """The structure, the seconds of each pass, and the change of CA-CA distances in the last one (`_SeedRun`)."""
     try:
         output, passes = _run(model, batch, config.ensembles, config.stop_tolerance or 0.0)
     except torch.OutOfMemoryError as error:
@@ -262,7 +272,7 @@ def _predict_seed(
 def _run(
     model: AlphaFold, batch: dict[str, torch.Tensor], ensembles: int = 1, stop_tolerance: float = 0.0
 ) -> tuple[ModelOutput, tuple[float, ...]]:
-    """The model on one batch, and the seconds of each pass (the structure module ends a pass)."""
+    """Run the model on one batch; its output and the seconds of each pass. A pass ends with the structure module."""
     device = next(model.parameters()).device
     marks = [time.perf_counter()]
 
@@ -283,7 +293,7 @@ def _run(
 def _structure(
     target: Target, batch: dict[str, torch.Tensor], output: ModelOutput, model: AlphaFold
 ) -> PredictedStructure:
-    length = len(target.query)  # padding, if any, follows
+    length = len(target.query)  # residues after these are padding
     return PredictedStructure(
         name=target.query.name,
         aatype=batch["aatype"][0, 0, :length].cpu().numpy(),
@@ -297,7 +307,8 @@ def _structure(
 def _aligned_error(
     length: int, batch: dict[str, torch.Tensor], output: ModelOutput, model: AlphaFold
 ) -> AlignedError | None:
-    """What the PAE head says of the first `length` residues; None without that head. Every rank must ask: each has its rows."""
+    """The predicted aligned error of the first `length` residues; None without the head. Every rank must call this: each holds
+    its own rows."""
     if "predicted_aligned_error" not in output.logits:
         return None
     heads, exchange = model.config.heads, model.exchange
@@ -312,6 +323,7 @@ def _aligned_error(
 
 
 def device_of(name: str) -> torch.device:
+    """The device called `name`; `auto` is a GPU if there is one. Raises UserError if PyTorch cannot use it."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -323,7 +335,7 @@ def device_of(name: str) -> torch.device:
 
 
 def _check_output(output: Path) -> None:
-    """The output folder is not made yet, but it must be possible to make it."""
+    """Raise UserError if the output folder cannot be created or written to. Nothing is created yet."""
     there = next(folder for folder in (output, *output.absolute().parents) if folder.exists())
     if not there.is_dir():
         raise UserError(f"{there}: is a file, so no results can be put into {output}; choose another --output")
@@ -332,11 +344,11 @@ def _check_output(output: Path) -> None:
 
 
 def _memory(device: torch.device, group: Group | None) -> dict[str, Any]:
-    """The entries of timings.json: of several ranks each one's, and the highest."""
-    own = _peak_memory(device)
+    """The memory entries of timings.json: the highest peak of all ranks, and on several ranks each one's."""
+    local = _peak_memory(device)
     if group is None:
-        return own
-    ranks = all_of({"host": socket.gethostname(), "device": str(device), **own}, group)
+        return local
+    ranks = all_of({"host": socket.gethostname(), "device": str(device), **local}, group)
     highest = max(ranks, key=lambda rank: rank["peak_memory_mib"])
     names = ("peak_memory_mib", "peak_memory_of")
     return {

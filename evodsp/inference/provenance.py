@@ -1,4 +1,4 @@
-"""What a prediction is made with: feature sizes, and everything else that decides whether an earlier result still holds."""
+"""The feature sizes of a prediction, and all settings that decide whether an earlier result is still valid."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from evodsp.inference.target_templates import template_digest
 from evodsp.inference.targets import Target, digest
 
 SIZES = ("recycles", "msa_clusters", "extra_msa")
-"""Options that, where not given, are as in training."""
+"""Options whose default is the value used in training."""
 
 
 def feature_config(config: PredictConfig, trained: FeatureConfig) -> FeatureConfig:
-    """The checkpoint's features of the whole chain, with the sizes that the user gave in place of its own."""
+    """The checkpoint's feature sizes without cropping, with the options that the user gave in their place."""
     given = {name: value for name in SIZES if (value := getattr(config, name)) is not None}
     features = replace(trained, crop_size=None, uniform_recycling=False, **given)
     check_config(features)
     return features
 
 
-def check_degree(ranks: int, features: FeatureConfig, target: Target) -> None:
-    """Raise UserError if `target` cannot be spread over so many ranks: each needs a row and a column of the MSA."""
+def check_target_fits_ranks(ranks: int, features: FeatureConfig, target: Target) -> None:
+    """Raise UserError if there are more ranks than residues or MSA rows of `target`: each rank needs one of both."""
     rows, residues = features.msa_clusters - features.max_templates, len(target.query)
     if ranks > min(rows, residues):
         raise UserError(
@@ -37,7 +37,7 @@ def check_degree(ranks: int, features: FeatureConfig, target: Target) -> None:
 
 
 def sizes_line(features: FeatureConfig, trained: FeatureConfig, ensembles: int) -> str:
-    """The sizes in use, and beside those that the user changed the checkpoint's own."""
+    """The log's line of sizes, for example 'sizes: recycles 1 (default 3), msa_clusters 512, extra_msa 5120'."""
     sizes = []
     for name in SIZES:
         used, default = getattr(features, name), getattr(trained, name)
@@ -50,9 +50,9 @@ def sizes_line(features: FeatureConfig, trained: FeatureConfig, ensembles: int) 
 def result_settings(
     config: PredictConfig, features: FeatureConfig, target: Target, checkpoint: str, templates: TemplateFeatures
 ) -> dict[str, Any]:
-    """All that a target's files depend on: an earlier result is kept only if every item agrees.
+    """Everything that a target's files depend on. An earlier result is kept only if every entry is equal.
 
-    `checkpoint`: the fingerprint of its file. `templates`: those that are used, best first.
+    `checkpoint`: the fingerprint of its file. `templates`: the templates in use, best first.
     """
     return {
         "sequence": target.query.letters,
@@ -70,5 +70,5 @@ def result_settings(
 
 
 def seeds(config: PredictConfig) -> list[int]:
-    """The seeds to predict with."""
+    """The seeds of the predictions."""
     return list(range(config.first_seed, config.first_seed + config.seeds))

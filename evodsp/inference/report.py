@@ -1,4 +1,4 @@
-"""How good predictions are, for chains whose structure is known: scores, a table that explains itself, pictures."""
+"""Compare predictions with known structures: scores, a table with an explanation of each column, pictures."""
 
 from __future__ import annotations
 
@@ -27,33 +27,33 @@ _PREDICTED_CHAIN = "A"
 
 @dataclass(frozen=True)
 class ChainScores:
-    """A prediction against the experiment, over the residues whose CA the experiment has."""
+    """Scores of a prediction against the experiment, over the residues whose CA the experiment resolves."""
 
     chain: str
     split: str
-    """How the model knows the chain, e.g. 'train' or 'held-out'."""
+    """Name of the set that the chain belongs to, such as 'train' or 'held-out'."""
     residues: int
     """Length of the predicted chain."""
     resolved: int
-    """Residues compared: those with a CA in the experiment."""
+    """Number of residues compared: residues with a CA in the experiment."""
     plddt: float
     """Mean pLDDT, 0..100."""
     lddt_ca: float
     """0..1."""
     rmsd: float
-    """Of CA after superposition, Å."""
+    """RMSD of the CA atoms after superposition, Å."""
     gdt_ts: float
     """0..1."""
     tm_score: float
-    """0..1, normalised by the residues compared."""
+    """0..1, normalised by the number of residues compared."""
 
 
 _COLUMNS = (
     ("chain", "chain", "", "name of the structure and its chain"),
-    ("split", "split", "", "train: the model was trained on it; held-out: the model has never seen it"),
+    ("split", "split", "", "train: the model was trained on this chain; held-out: it was not"),
     ("residues", "residues", "d", "length of the chain"),
-    ("plddt", "pLDDT", ".1f", "the model's own guess of how right it is, 0 to 100 (mean; above 70: confident)"),
-    ("lddt_ca", "lDDT-CA", ".3f", "how well distances to residues within 15 Å are kept, 0 to 1 (above 0.6: the fold is right)"),
+    ("plddt", "pLDDT", ".1f", "the model's confidence in its prediction, 0 to 100 (mean; above 70: confident)"),
+    ("lddt_ca", "lDDT-CA", ".3f", "how well distances to residues within 15 Å are reproduced, 0 to 1"),
     ("rmsd", "RMSD Å", ".2f", "typical CA displacement after superposition, in Å (lower is better, below 3: close)"),
     ("gdt_ts", "GDT-TS", ".3f", "fraction of residues within 1, 2, 4 and 8 Å of their place, averaged, 0 to 1"),
     ("tm_score", "TM-score", ".3f", "similarity of the whole fold, 0 to 1 (above 0.5: same fold, 0.2: chance)"),
@@ -62,7 +62,7 @@ _COLUMNS = (
 
 @dataclass(frozen=True)
 class _Pair:
-    """A prediction and its experiment, residue by residue."""
+    """A prediction and the experimental structure of the same chain, residue by residue."""
 
     predicted: Chain
     true: Chain
@@ -75,9 +75,9 @@ class _Pair:
 
 
 def compare(prediction: Path, truth: Path, chain_id: str, split: str = "") -> ChainScores:
-    """Score one predicted structure file (its seed_<k>_scores.json beside it) against chain `chain_id` of `truth`.
+    """Score one predicted structure file, with its seed_<k>_scores.json beside it, against chain `chain_id` of `truth`.
 
-    Raises UserError if the two are not of the same sequence.
+    Raises UserError if the two sequences differ.
     """
     return _score(_read_pair(prediction, truth, chain_id), split)
 
@@ -85,8 +85,8 @@ def compare(prediction: Path, truth: Path, chain_id: str, split: str = "") -> Ch
 def compare_all(predictions: Path, structures: Path, splits: Mapping[str, Sequence[str]]) -> list[ChainScores]:
     """Score the best prediction of every chain.
 
-    `predictions`: output of `evodsp predict`, folders named as the chains. `structures`: folder of <pdbid>.cif[.gz] or .pdb.
-    `splits`: chain keys <pdbid>_<chain> by the name of their split.
+    `predictions`: output of `evodsp predict`, with folders named as the chains. `structures`: folder of <pdbid>.cif[.gz] or
+    .pdb. `splits`: the chain keys <pdbid>_<chain> of each set, such as {"train": [...], "held-out": [...]}.
     """
     return [_score(_read_key(predictions, structures, key), split) for split, keys in splits.items() for key in keys]
 
@@ -98,9 +98,9 @@ def write_report(
     output: Path,
     report: Callable[[str], None] = print,
 ) -> list[ChainScores]:
-    """Score all chains (as `compare_all`), report the table, write <output>/scores.csv and <output>/distances_<chain>.png.
+    """Score all chains as `compare_all`, report the table, write <output>/scores.csv and <output>/distances_<chain>.png.
 
-    The table and the scores come first: without matplotlib the UserError about pictures is raised only after them.
+    Without matplotlib a UserError is raised for the pictures, after the table and the scores are written.
     """
     scores = compare_all(predictions, structures, splits)
     if not scores:
@@ -114,7 +114,7 @@ def write_report(
 
 
 def comparison_table(scores: Sequence[ChainScores]) -> str:
-    """The scores as text, one line per chain, with a line of explanation per column."""
+    """The scores as text: one line per chain, then one line of explanation per column."""
     rows = [[heading for _, heading, _, _ in _COLUMNS]]
     rows += [[format(getattr(s, field), style) for field, _, style, _ in _COLUMNS] for s in scores]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -133,7 +133,7 @@ def comparison_table(scores: Sequence[ChainScores]) -> str:
 
 
 def write_scores(scores: Sequence[ChainScores], path: Path) -> None:
-    """Write the scores, rounded to 4 decimals, as .csv or .json, whichever the path ends with."""
+    """Write the scores, rounded to 4 decimals, as .csv or .json by the suffix of `path`."""
     rows = [
         {name: round(value, 4) if isinstance(value, float) else value for name, value in dataclasses.asdict(s).items()}
         for s in scores
@@ -142,7 +142,7 @@ def write_scores(scores: Sequence[ChainScores], path: Path) -> None:
         path.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
         return
     if path.suffix != ".csv":
-        raise UserError(f"{path}: scores are written as .csv or .json, not '{path.suffix}'; rename it")
+        raise UserError(f"{path}: scores can be written as .csv or .json, not as '{path.suffix}'; rename it")
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, [field.name for field in dataclasses.fields(ChainScores)], lineterminator="\n")
         writer.writeheader()
@@ -174,7 +174,9 @@ def _score(pair: _Pair, split: str) -> ChainScores:
     true = torch.from_numpy(pair.true.positions[:, _CA]).double()
     mask = torch.from_numpy(pair.resolved).double()
     if not pair.resolved.any():
-        raise UserError(f"chain {pair.true.key}: no residue has a CA in both structures; there is nothing to compare")
+        raise UserError(
+            f"chain {pair.true.key}: no residue has a CA in both structures, so there is nothing to compare"
+        )
     return ChainScores(
         chain=pair.true.key,
         split=split,
@@ -203,8 +205,8 @@ def _read_pair(prediction: Path, truth: Path, chain_id: str) -> _Pair:
     predicted, true = read_chain(prediction, _PREDICTED_CHAIN), read_chain(truth, chain_id)
     if predicted.sequence != true.sequence:
         raise UserError(
-            f"{prediction}: its sequence is not that of chain {chain_id} in {truth} "
-            f"({_difference(predicted.sequence, true.sequence)}); compare a chain with its own prediction"
+            f"{prediction}: its sequence differs from chain {chain_id} in {truth} "
+            f"({_difference(predicted.sequence, true.sequence)}); compare a prediction with a structure of the same chain"
         )
     scores = prediction.with_name(f"{prediction.stem}_scores.json")
     if not scores.is_file():

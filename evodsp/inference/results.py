@@ -1,21 +1,17 @@
-"""The folder of one target's predictions, written whole or not at all.
+"""The files in the folder of one target's predictions.
 
 <output>/<name>/seed_<k>.cif|.pdb       structure; B-factor = pLDDT
-                seed_<k>_scores.json    plddt per residue; of models with a PAE head also max_pae (Å) and ptm (0..1)
-                seed_<k>_pae.json       of models with a PAE head: predicted aligned error, in AlphaFold DB's format
-                ranking.json            seeds, best first; the settings they were made with
+                seed_<k>_scores.json    plddt per residue; with a PAE head also max_pae (Å) and ptm (0..1)
+                seed_<k>_pae.json       with a PAE head: predicted aligned error, in AlphaFold DB's format
+                ranking.json            seeds, best first, and the settings of the run
                 timings.json            seconds per stage, peak memory
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
-import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -42,32 +38,33 @@ class PredictionResult:
     mean_plddt: Mapping[int, float]
     """Mean pLDDT (0..100) of each seed, best first."""
     kept: bool
-    """True if the files were there from an earlier run with the same inputs and settings."""
+    """True if the files are an earlier run's with the same inputs and settings."""
 
     @property
     def best(self) -> int:
-        """The seed of highest mean pLDDT."""
+        """The seed with the highest mean pLDDT."""
         return next(iter(self.mean_plddt))
 
     def structure(self, seed: int | None = None) -> Path:
-        """The structure file of a seed; the best one's if none is given."""
+        """The structure file of a seed; by default the best seed's."""
         return self.folder / f"seed_{self.best if seed is None else seed}.{self.format}"
 
 
 def finished(folder: Path, settings: Mapping[str, Any], overwrite: bool) -> PredictionResult | None:
-    """The complete result that `folder` holds already, or None if there is work to do.
+    """The complete result that `folder` already holds, or None if it has to be predicted.
 
-    Raises UserError if `folder` holds something else: results of other settings (unless `overwrite`) or foreign files.
+    Raises UserError if `folder` holds results of other settings (unless `overwrite`) or files that predict did not write.
     """
     if not folder.exists():
         return None
     if not folder.is_dir():
-        raise UserError(f"{folder}: a file is where the results are to go; move it away or choose another --output")
+        raise UserError(
+            f"{folder}: is a file, but the results need a folder of this name; move it or choose another --output"
+        )
     names = sorted(path.name for path in folder.iterdir())
     if foreign := [name for name in names if not _OURS.fullmatch(name)]:
         raise UserError(
-            f"{folder}: holds '{foreign[0]}', which is no result of evodsp predict; "
-            "move it away or choose another --output"
+            f"{folder}: holds '{foreign[0]}', which evodsp predict did not write; move it or choose another --output"
         )
     if not names or overwrite:
         return None
@@ -82,7 +79,7 @@ def finished(folder: Path, settings: Mapping[str, Any], overwrite: bool) -> Pred
 
 
 def read_result(folder: Path) -> PredictionResult:
-    """The finished result in `folder`. Raises UserError if it holds none, or an incomplete one."""
+    """The finished result in `folder`. Raises UserError if there is none, or it is incomplete."""
     return _read(folder)[0]
 
 
@@ -118,7 +115,7 @@ def write_results(
     file_format: Format,
     settings: Mapping[str, Any],
 ) -> PredictionResult:
-    """Write the structures (by seed), scores and ranking of one target into an existing, private folder."""
+    """Write the structures (by seed), scores and ranking of one target into the existing empty folder `folder`."""
     ranked = sorted(structures, key=lambda seed: (-structures[seed].mean_plddt, seed))
     for seed, structure in structures.items():
         text = structure_text(structure, file_format)
@@ -147,9 +144,9 @@ def write_results(
 
 
 def pae_text(error: AlignedError) -> str:
-    """AlphaFold DB's JSON: a list of one entry, rows are the residues whose frames the errors are seen from; in Å.
+    """AlphaFold DB's JSON, a list of one entry. Errors in Å; row i holds the errors seen from residue i's frame.
 
-    `max_predicted_aligned_error` is the end of the scale, not the matrix's maximum (that is `max_pae` of the scores).
+    `max_predicted_aligned_error` is the end of the scale, not the matrix's maximum, which is `max_pae` in the scores.
     """
     matrix = np.round(error.pae.astype(np.float64), 2).tolist()
     entry = {"predicted_aligned_error": matrix, "max_predicted_aligned_error": round(error.highest, 2)}
@@ -157,7 +154,7 @@ def pae_text(error: AlignedError) -> str:
 
 
 def _ptm(structure: PredictedStructure) -> dict[str, float]:
-    """The entry of the JSON files, which those of models without the head do not have."""
+    """The entry of the JSON files; empty for models without a PAE head."""
     return {} if structure.aligned_error is None else {"ptm": round(structure.aligned_error.ptm, 3)}
 
 
@@ -166,53 +163,3 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
     text = json.dumps(value, indent=2, allow_nan=False)
     text = re.sub(r"\[\s*([\d\s.,eE+-]*?)\s*\]", lambda numbers: f"[{' '.join(numbers[1].split())}]", text)
     path.write_text(text + "\n", encoding="utf-8")
-
-
-@contextmanager
-def whole_folder(target: Path) -> Iterator[Path]:
-    """A temporary folder beside `target` that takes its place when the block ends well.
-
-    After an exception or Ctrl-C nothing of it is left: neither the temporary folder, nor parents made for it; an older
-    `target` is as it was. An OSError (a full disk) is raised as UserError.
-    """
-    parent = target.parent
-    made = [folder for folder in (parent, *parent.parents) if not folder.exists()]
-    work: Path | None = None
-    try:
-        parent.mkdir(parents=True, exist_ok=True)
-        work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".partial", dir=parent))
-        # mkdtemp makes it private; results have the mode of any other new folder.
-        work.chmod(0o777 & ~_umask())
-        yield work
-        _replace(target, work)
-    except BaseException as error:
-        if work is not None:
-            shutil.rmtree(work, ignore_errors=True)
-        for folder in made:
-            if folder.is_dir() and not any(folder.iterdir()):
-                folder.rmdir()
-        if isinstance(error, OSError):
-            raise UserError(
-                f"{target}: cannot be written ({error.strerror}); make room, or choose another --output"
-            ) from error
-        raise
-
-
-def _replace(target: Path, new: Path) -> None:
-    """Rename `new` to `target`; what was there goes away only after that."""
-    old = new.with_suffix(".old")
-    if target.exists():
-        os.replace(target, old)
-    try:
-        os.replace(new, target)
-    except BaseException:
-        if old.exists():
-            os.replace(old, target)
-        raise
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

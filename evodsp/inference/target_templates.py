@@ -1,4 +1,4 @@
-"""Templates of what is to be predicted: from the searches beside its alignments and a folder of structures."""
+"""Templates for a target: found in the search results beside its alignments, read from a folder of structures."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _STRUCTURES = (".cif", ".cif.gz", ".pdb", ".pdb.gz")
 
 
 def template_source(config: PredictConfig, features: FeatureConfig) -> TemplateSource | None:
-    """Where templates come from; None if the user asked for none.
+    """The source of templates; None without --templates.
 
-    Raises UserError if the model takes none, the folder holds no structure, or a file is missing or broken.
+    Raises UserError if the model takes no templates, the folder holds no structure, or a file is missing or broken.
     """
     if config.templates is None:
         return None
@@ -34,17 +34,17 @@ def template_source(config: PredictConfig, features: FeatureConfig) -> TemplateS
 
 
 def takes_no_templates(config: PredictConfig) -> UserError:
-    """The error of templates for a model that was made without."""
+    """The error for --templates with a model that was trained without templates."""
     return UserError(
         f"{config.checkpoint}: its model takes no templates, but --templates is {config.templates}; "
-        "leave it out, or use a model that does (of the published ones model_1 and model_2)"
+        "leave it out, or use a model with templates (of the published models, model_1 and model_2)"
     )
 
 
 def find_templates(source: TemplateSource | None, target: Target, most: int) -> tuple[TemplateFeatures, str]:
-    """The target's at most `most` templates, best first, and a line for the log that accounts for every hit.
+    """Up to `most` templates of the target, best first, and a line for the log that accounts for every hit.
 
-    Raises UserError, or FileFormatError with file and line, if a search result or a structure is of something else or broken.
+    Raises UserError, or FileFormatError with file and line, if a search result or a structure is broken or of another chain.
     """
     if source is None:
         return TemplateFeatures.none(len(target.query)), "templates: none"
@@ -61,7 +61,7 @@ def _line(found: FoundTemplates, used: TemplateFeatures, target: Target) -> str:
 
 
 def template_digest(templates: TemplateFeatures) -> str:
-    """A fingerprint of everything the model sees of the templates; empty where there are none."""
+    """A fingerprint of everything that the model reads of the templates; empty without templates."""
     if not len(templates):
         return ""
     total = hashlib.blake2b(repr(templates.names).encode(), digest_size=16)

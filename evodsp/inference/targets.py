@@ -1,4 +1,4 @@
-"""What is to be predicted: FASTA records paired with their alignments, all checked before a model is loaded."""
+"""The targets of a prediction: FASTA records paired with their alignments, checked before a model is loaded."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ class Target:
 def find_targets(fasta: Path, alignments: Path) -> list[Target]:
     """Pair every record of `fasta` with its alignments.
 
-    `alignments` is a folder with a sub-folder per record, named as the record is; with a single record the files may lie in
-    it directly. Raises UserError if a record has none. (`parse_fasta` sees to it that names differ and can name folders.)
+    `alignments` is a folder with one sub-folder per record, of the record's name; the files of a single record may also lie
+    directly in it. Raises UserError if a record has no alignments. (`parse_fasta` checks that the names differ and are legal
+    names of folders.)
     """
     if not fasta.is_file():
         raise UserError(f"{fasta}: no such FASTA file; check --fasta")
@@ -47,7 +48,7 @@ def _folder_of(query: ProteinSequence, alignments: Path, alone: bool) -> Path:
 
 
 def digest(*files: Path) -> str:
-    """A fingerprint of the files' names and contents: which inputs a result was made from."""
+    """A fingerprint of the files' names and contents, to recognise the inputs of an earlier result."""
     total = hashlib.blake2b(digest_size=16)
     for path in files:
         with path.open("rb") as file:

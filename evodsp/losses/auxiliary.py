@@ -1,7 +1,8 @@
 """Losses of the distogram and masked-MSA heads (supplement 1.9.8 and 1.9.9).
 
-Shapes: B batch, S sequences, R residues; i r this rank's shard of the residues (rows of the pair, columns of the MSA), which on
-one device is all of them. A rank counts its shard's part of a sum as often as there are ranks: the mean over ranks is the loss.
+Shapes: B batch, S sequences, R residues; i and r are this rank's shard of the residues (rows of the pair representation, or
+columns of the MSA), which on one device is all R. Each rank sums over its shard and multiplies by the number of ranks, so that
+the MEAN over ranks is the loss.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from evodsp.parallel.exchange import Exchange, LocalExchange
 def distance_bins(
     positions: Float[Tensor, "B R 3"], bins: int, min_distance: float, max_distance: float, rows: slice = slice(None)
 ) -> Int64[Tensor, "B i R"]:
-    """Bin of each distance of the residues `rows` from all residues.
+    """Bin of the distance between each residue of `rows` and every residue.
 
-    `bins` - 1 boundaries, equally spaced from `min_distance` to `max_distance` (Å); the ends are open.
+    `bins` - 1 edges, equally spaced from `min_distance` to `max_distance` (Å); the first and the last bin are open.
     """
     edges = torch.linspace(min_distance, max_distance, bins - 1, dtype=positions.dtype, device=positions.device)
     squared = (positions[:, rows, None] - positions[:, None]).square().sum(-1)
@@ -36,7 +37,7 @@ def distogram_loss(
 ) -> Float[Tensor, " B"]:
     """Cross-entropy of the binned distances between CB atoms (CA for glycine), mean over pairs of observed residues.
 
-    Positions and distances in Å. The logits are this rank's rows; positions and mask are whole.
+    Positions and distances in Å. The logits are this rank's rows; positions and mask are the whole chain's.
     """
     rows = exchange.owned(mask.shape[1])
     target = distance_bins(pseudo_beta, logits.shape[-1], min_distance, max_distance, rows)
@@ -51,9 +52,9 @@ def masked_msa_loss(
     bert_mask: Float[Tensor, "B S R"],
     exchange: Exchange = LocalExchange(),
 ) -> Float[Tensor, " B"]:
-    """Cross-entropy of the true letters, mean over the positions chosen for masking (`bert_mask`).
+    """Cross-entropy of the true letters, mean over the positions that were masked (`bert_mask`).
 
-    The logits are this rank's residues; letters and mask are whole.
+    The logits are this rank's residues; letters and mask are the whole MSA's.
     """
     columns = exchange.owned(bert_mask.shape[2])
     error = cross_entropy(logits, true_msa[:, :, columns]) * bert_mask[:, :, columns]

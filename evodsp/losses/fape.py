@@ -1,9 +1,10 @@
 """Frame-aligned point error (algorithm 28) and the two losses made of it: backbone and side chains (supplement 1.9.2).
 
-The error looks at every point from every frame, F x A distances. They are formed, summed and differentiated a few
-frames at a time, so that neither the forward nor the backward pass holds an array of that size: memory is O(F + A) and the
-working set stays in a CPU's cache. Frames and points are whole on every rank; each rank looks from its share of the frames.
-Positions in Å. Shapes: b samples, F frames, A points, T iterations, B batch, R residues.
+FAPE compares every point as seen from every frame, F x A distances. They are computed, summed and differentiated for a few
+frames at a time, so no array of that size is ever held: memory is O(F + A), and the working set stays in a CPU's cache. Frames
+and points are whole on every rank; each rank computes its share of the frames. Positions in Å.
+
+Shapes: b samples, F frames, A points, T iterations, B batch, R residues.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from evodsp.geometry.rigid import Rigid
 from evodsp.parallel.exchange import Exchange, LocalExchange
 
 CLAMP_DISTANCE = 10.0
-"""Errors beyond this many Å count as this (supplement 1.9.2)."""
+"""Å; larger errors are clamped to this (supplement 1.9.2)."""
 LENGTH_SCALE = 10.0
-"""Å that make an error of one."""
+"""Å; an error of this size gives a loss of 1."""
 
-# Distances formed at once: about a core's cache, or enough to fill a GPU.
+# Distances computed at once: about a core's cache, or enough to fill a GPU.
 _CPU_CHUNK = 1 << 17
 _GPU_CHUNK = 1 << 22
 
@@ -31,8 +32,8 @@ _GPU_CHUNK = 1 << 22
 class _ErrorSum(torch.autograd.Function):
     """sum over f, a of frame_mask_f point_mask_a e(|M_f q_a|), with e(d) = d - w max(d - clamp, 0), per sample.
 
-    `M_f` [3, 7] takes q_a = (predicted point, true point, 1) to the difference of the two as their frames see them. The forward
-    pass also forms the gradients of the sums, whose size is that of the inputs, while a chunk's distances are at hand.
+    `M_f` [3, 7] maps q_a = (predicted point, true point, 1) to the difference of the two points, each seen from its own frame.
+    The forward pass also computes the gradients, which are as small as the inputs, while a chunk's distances are in memory.
     """
 
     @staticmethod
@@ -53,12 +54,12 @@ class _ErrorSum(torch.autograd.Function):
         total = points.new_zeros(samples)
         grad_transforms, grad_points = torch.empty_like(transforms), torch.zeros_like(points)
         fraction, coordinates = clamped_fraction[:, None, None], points[:, None, None]  # [b, 1, 1, 7, A]
-        # Masks are applied to the small factors of each product, never to an array of F x A.
+        # Masks multiply the small factors of each product, never an array of F x A.
         counted, masked_points = point_mask[:, :, None], (points * point_mask[:, None]).mT
         for start in range(0, frames, rows):
             here = slice(start, start + rows)
             transform, mask = transforms[:, here], frame_mask[:, here, None, None]
-            # Seven scaled additions, not a matrix product: those may be set to round to TF32 or bf16, 0.05 Å at 50 Å.
+            # Seven scaled additions: a matrix product may round to TF32 or bf16, an error of 0.05 Å at 50 Å.
             difference = transform[..., 6:].expand(*transform.shape[:3], count).clone()
             for k in range(6):
                 difference.addcmul_(transform[..., k : k + 1], coordinates[..., k, :])
@@ -102,7 +103,7 @@ def frame_aligned_point_error(
     `frames` and `true_frames` are [*b, F]; all batch axes broadcast. `clamp_distance` in Å bounds each distance (None: no
     bound). `clamped_fraction` mixes the bounded error (1) with the unbounded one (0) per sample; the default is 1. The
     result is in units of `length_scale` Å. Differentiable (once) in `frames` and `points`. Computed in float32 or wider,
-    whatever autocast says. Of several ranks each counts its share of the frames, as often as there are ranks.
+    regardless of autocast. On several ranks each sums over its share of the frames, times the number of ranks.
     """
     batch = torch.broadcast_shapes(
         frames.shape[:-1], true_frames.shape[:-1], frame_mask.shape[:-1],
@@ -115,19 +116,19 @@ def frame_aligned_point_error(
         return x.to(dtype).expand((*batch, *shape)).reshape((batch.numel(), *shape))
 
     frame_mask, point_mask = flat(frame_mask, 1), flat(point_mask, 1)
-    # Rigid groups and atoms that a residue type does not have make up four fifths of all pairs: leave them out.
+    # Rigid groups and atoms that residues lack make up four fifths of all pairs: leave them out.
     rotation, translation, true_rotation, true_translation, frame_mask = _compress(
         frame_mask, flat(frames.rotation, 3), flat(frames.translation, 2),
         flat(true_frames.rotation, 3), flat(true_frames.translation, 2), frame_mask,
     )  # fmt: skip
     pairs = frame_mask.sum(-1) * point_mask.sum(-1)
-    # Shares are taken of the frames that are there: residues differ in how many they have.
+    # Only frames that exist are shared out: residues have different numbers of them.
     here = exchange.owned(frame_mask.shape[1])
     rotation, translation, true_rotation, true_translation, frame_mask = (
         x[:, here] for x in (rotation, translation, true_rotation, true_translation, frame_mask)
     )
     points, true_points, point_mask = _compress(point_mask, flat(points, 2), flat(true_points, 2), point_mask)
-    # Moving a structure and its frames together changes nothing but the rounding: bring both near the origin.
+    # Translating a structure and its frames together changes rounding only: bring both near the origin.
     centre, true_centre = _centre(points, point_mask), _centre(true_points, point_mask)
     points, translation = points - centre, translation - centre
     true_points, true_translation = true_points - true_centre, true_translation - true_centre
@@ -172,7 +173,7 @@ def sidechain_fape(
 ) -> Float[Tensor, " B"]:
     """FAPE of all atoms in all rigid groups (line 28 of algorithm 20), always clamped at 10 Å.
 
-    `frames` and `true_frames` are [B, R, 8]. The truth is the renamed one: see `evodsp.losses.renaming`.
+    `frames` and `true_frames` are [B, R, 8]. The true structure has been renamed by `evodsp.losses.renaming`.
     """
     return frame_aligned_point_error(
         _flatten_groups(frames), _flatten_groups(true_frames), frame_mask.flatten(1),
@@ -181,7 +182,7 @@ def sidechain_fape(
 
 
 def _compress(mask: Float[Tensor, "b n"], *arrays: Float[Tensor, "b n ..."]) -> list[Tensor]:
-    """The unmasked entries of each array, and as many masked ones as even the samples out: [b, n, ...] -> [b, m, ...]."""
+    """Drop masked entries of each array, [b, n, ...] -> [b, m, ...]. m is the most unmasked entries of any sample."""
     kept = mask != 0
     count = int(kept.sum(-1).amax())
     if count == mask.shape[1]:
@@ -192,13 +193,13 @@ def _compress(mask: Float[Tensor, "b n"], *arrays: Float[Tensor, "b n ..."]) -> 
 
 
 def _centre(points: Float[Tensor, "b A 3"], mask: Float[Tensor, "b A"]) -> Float[Tensor, "b 1 3"]:
-    """Mean of the unmasked points. No gradient: the loss does not depend on it."""
+    """Mean of the unmasked points. It needs no gradient: the loss does not depend on it."""
     mask = mask[..., None]
     return ((points * mask).sum(-2, keepdim=True) / mask.sum(-2, keepdim=True).clamp(min=1)).detach()
 
 
 def _rotate(rotation: Float[Tensor, "b F 3 3"], vector: Float[Tensor, "b F 3"]) -> Float[Tensor, "b F 3"]:
-    """Elementwise, for the same reason as in `_ErrorSum`."""
+    """Rotate a vector elementwise, not by a matrix product, for the reason given in `_ErrorSum`."""
     return (rotation * vector[..., None, :]).sum(-1)
 
 

@@ -1,8 +1,8 @@
 """Renaming of symmetric ground-truth atoms (algorithm 26).
 
-Turning an aspartate's, glutamate's, phenylalanine's or tyrosine's last torsion by 180 degrees swaps names and nothing else.
-The losses compare with whichever of the two namings the prediction is nearer to. Positions in Å. Shapes: B batch,
-R residues, A atoms of all residues, n ambiguous atoms; r this rank's shard of the residues.
+A turn of 180 degrees about the last torsion of aspartate, glutamate, phenylalanine or tyrosine only swaps the names of atoms.
+The losses compare the prediction with the naming that is nearer to it. Positions in Å. Shapes: B batch, R residues, A atoms of
+all residues, n ambiguous atoms; r this rank's shard of the residues.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class RenamedTruth:
     """The ground truth under the naming that is nearer to the prediction."""
 
     alternative: Float[Tensor, "B R"]
-    """1 where the alternative naming was taken."""
+    """1 where the alternative naming is nearer and was chosen."""
     atom14: Float[Tensor, "B R 14 3"]
     """Atom positions."""
     atom14_mask: Float[Tensor, "B R 14"]
@@ -34,16 +34,16 @@ class RenamedTruth:
 def compute_renamed_ground_truth(
     labels: dict[str, Tensor], atom14: Float[Tensor, "B R 14 3"], exchange: Exchange = LocalExchange()
 ) -> RenamedTruth:
-    """The ground truth with each residue's symmetric atoms named as the prediction `atom14` has them.
+    """The ground truth with each residue's symmetric atoms named as in the prediction `atom14`.
 
-    `labels`: arrays of `evodsp.geometry.frames.structure_labels` with a batch axis. Not differentiated.
-    Everything is whole on every rank; each decides about its own residues (n x A distances) and tells the others (R numbers).
+    `labels`: arrays of `evodsp.geometry.frames.structure_labels` with a batch axis. Not differentiated. All arguments are whole
+    on every rank; each rank decides for its own residues (n x A distances), and the decisions (R numbers) are gathered.
     """
     truth, other = labels["atom14_gt_positions"], labels["atom14_alt_gt_positions"]
     exists, other_exists = labels["atom14_gt_exists"], labels["atom14_alt_gt_exists"]
     ambiguous, residues = labels["atom14_atom_is_ambiguous"], exists.shape[1]
-    mine = alternative_naming_is_better(atom14, truth, other, exists, ambiguous, exchange.owned(residues))
-    alternative = exchange.gather(mine, "i", residues)
+    local = alternative_naming_is_better(atom14, truth, other, exists, ambiguous, exchange.owned(residues))
+    alternative = exchange.gather(local, "i", residues)
     chosen = alternative.bool()[..., None, None]
     frames = torch.where(chosen, labels["rigidgroups_alt_gt_frames"], labels["rigidgroups_gt_frames"])
     return RenamedTruth(
@@ -63,12 +63,12 @@ def alternative_naming_is_better(
     is_ambiguous: Float[Tensor, "B R 14"],
     rows: slice = slice(None),
 ) -> Float[Tensor, "B r"]:
-    """1 for those residues of `rows` whose alternative naming has the better distances to all unambiguous atoms (algorithm 26).
+    """1 for each residue of `rows` whose alternative naming fits the prediction's distances to unambiguous atoms better.
 
-    `truth` and `alternative` are the true positions under both namings, `exists` marks the observed atoms, `is_ambiguous`
-    those that swap.
+    `truth` and `alternative`: the true positions under both namings. `exists`: 1 for observed atoms. `is_ambiguous`: 1 for
+    atoms whose names swap. Algorithm 26.
     """
-    # A few per cent of all atoms are ambiguous: distances are formed from those only, [n, R * 14].
+    # A few per cent of all atoms are ambiguous: distances are computed from these only, [n, R * 14].
     chosen = (exists * is_ambiguous)[:, rows]
     sample, row, slot = chosen.nonzero(as_tuple=True)
     residue = row + (rows.start or 0)

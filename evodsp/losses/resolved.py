@@ -1,4 +1,4 @@
-"""Loss of the experimentally resolved head: which atoms a structure of high resolution shows (supplement 1.9.10)."""
+"""Loss of the head that predicts which atoms a high-resolution structure resolves (supplement 1.9.10)."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def experimentally_resolved_loss(
     min_resolution: float,
     max_resolution: float,
 ) -> Float[Tensor, " B"]:
-    """Binary cross-entropy of each atom having been observed, mean over the atoms that the residues have.
+    """Binary cross-entropy of whether each atom was observed, mean over the atoms that the residues have.
 
-    `observed` is `all_atom_mask`, `exists` is `atom37_atom_exists`. Zero for structures whose resolution in Å is not within
-    the bounds: what is missing from a poor map, or from a predicted structure (resolution 0), says nothing.
+    `observed` is `all_atom_mask`, `exists` is `atom37_atom_exists`. Zero for structures whose resolution in Å is outside the
+    bounds: atoms missing from a poor map, or from a predicted structure (resolution 0), carry no information.
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     error = functional.binary_cross_entropy_with_logits(logits, observed.to(logits.dtype), reduction="none")

@@ -26,7 +26,7 @@ from evodsp.parallel.exchange import Exchange, LocalExchange
 
 @dataclass(frozen=True)
 class _Inputs:
-    """What a term may look at. `batch` holds the features of the last recycling iteration and the labels, axes [B, ...]."""
+    """The inputs of every term. `batch` holds the features of the last recycling iteration and the labels, axes [B, ...]."""
 
     output: ModelOutput
     batch: dict[str, Tensor]
@@ -106,7 +106,7 @@ def _resolution_bounds(x: _Inputs) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class _Term:
-    """A term of the loss: how to compute it per sample, and what it needs of the batch."""
+    """A term of the loss: its function, which gives one number per sample, and the arrays of the batch that it needs."""
 
     compute: Callable[[_Inputs], Tensor]
     features: tuple[str, ...] = ()
@@ -115,7 +115,7 @@ class _Term:
     """The output head that it reads."""
 
 
-# The names are those of the weights in LossConfig.
+# Named as the weights in LossConfig.
 _TERMS = {
     "backbone_fape": _Term(_backbone_fape, labels=("rigidgroups_gt_frames", "backbone_affine_mask")),
     "sidechain_fape": _Term(
@@ -150,22 +150,22 @@ def total_loss(
     heads: HeadsConfig,
     exchange: Exchange = LocalExchange(),
 ) -> tuple[Float[Tensor, ""], dict[str, Float[Tensor, ""]]]:
-    """Weighted sum of the loss terms, mean over the batch; and each term by itself.
+    """The loss, which is the weighted sum of its terms, mean over the batch; and each term by itself.
 
-    `batch` has features [B, cycle, ...], of which the last iteration's count, and labels [B, ...]; without
-    `use_clamped_fape` the backbone FAPE is clamped. The breakdown holds the terms that were computed (weight not zero),
-    each unweighted, not scaled by length, mean over the batch, and `total`, the loss itself; all detached. Raises
-    UserError if the batch lacks labels that a term needs.
+    `batch` holds features [B, cycle, ...], of which the last iteration is used, and labels [B, ...]. The backbone FAPE is
+    clamped unless `use_clamped_fape` says otherwise. The breakdown holds every term whose weight is not zero, unweighted and
+    not scaled by length, as a mean over the batch, and the loss itself as `total`; all detached. Raises UserError if the batch
+    lacks labels that a term needs.
 
-    On several ranks the logits of distogram, PAE and masked MSA are this rank's, all else in `output` and `batch` is whole; the
-    MEAN over ranks of what is returned is the loss and its breakdown, and the mean of the gradients the gradient.
+    On several ranks the logits of distogram, PAE and masked MSA are this rank's shards; everything else in `output` and `batch`
+    is whole. The MEAN over ranks of the results is the loss and its breakdown, and the mean of the gradients is the gradient.
     """
     terms = {name: term for name, term in _TERMS.items() if getattr(config, name) != 0}
     _require(terms, batch, output)
     features = {name: batch[name][:, -1] for term in terms.values() for name in term.features}
     inputs = _Inputs(output, {**batch, **features}, config, heads, exchange)
     pair = output.representations["pair"]
-    # Losses are sums over many small numbers: float32 at least, whatever the model's layers run in.
+    # Losses sum many small numbers: they need at least float32, whatever precision the layers use.
     with torch.autocast(pair.device.type, enabled=False):
         losses = {name: term.compute(inputs) for name, term in terms.items()}
     total = pair.new_zeros(len(pair), dtype=torch.promote_types(pair.dtype, torch.float32))

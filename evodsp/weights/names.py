@@ -1,18 +1,18 @@
 """One table of names: every parameter of the model beside its name and layout in DeepMind's and in OpenFold's files.
 
-DeepMind's key is `<root>/<scope>//<parameter>`; parameters of a stack of blocks carry a leading block axis. Where our matrices
-have one axis for all heads, theirs have two (`Name.split`). The sizes that `split` needs come from the configuration; the
-defaults of the functions below are those of the published models.
+DeepMind's key is `<root>/<scope>//<parameter>`; the arrays of a stack have a leading axis of blocks. Our matrices have one
+axis for all heads, DeepMind's have two (`Name.split`). The sizes that `split` needs come from the configuration; the functions'
+defaults are the published models' sizes.
 
-OpenFold's key is a path of modules, one array per block, laid out as ours: [out, in], heads side by side. `OLDER` turns it into
-the name that OpenFold's releases before version 2, and its published checkpoints, have for the same array.
+OpenFold's key is a path of modules, with one array per block in our layout: [out, in], heads side by side. `OLDER` converts it
+to the name that OpenFold's releases before version 2, and its published checkpoints, use for the same array.
 
-Several of their arrays may stand side by side in one of our matrices (queries, keys, values; left and right operands): they
-are concatenated along the output axis in the order given.
+One of our matrices may hold several of their arrays side by side (queries, keys, values; left and right operands). They are
+concatenated along the output axis, in the order given.
 
-What relates OpenFold's arrays to DeepMind's is OpenFold's importer of DeepMind's files (openfold/utils/import_weights.py). It
-transposes and merges axes, no more: the points of invariant point attention keep DeepMind's order, all x before all y before
-all z. Only the incoming triangle multiplication calls DeepMind's right operand a and the left one b.
+OpenFold's own importer of DeepMind's files (openfold/utils/import_weights.py) defines how the two correspond. It only
+transposes and merges axes: the points of invariant point attention keep DeepMind's order, all x, then all y, then all z. In the
+incoming triangle multiplication OpenFold calls DeepMind's right operand a and the left one b.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ OLDER: tuple[tuple[str, str], ...] = (
     (_BLOCK + r"(msa_transition|outer_product_mean)\.", r"\1core.\2."),
     (r"^(structure_module\.ipa\.linear_(?:q|kv)_points)\.linear\.", r"\1."),
 )
-"""OpenFold's names to its older ones, as patterns and what takes their place; the first that fits counts."""
+"""OpenFold's present names and their older forms: pattern and replacement. The first pattern that matches is used."""
 
 
 def older(key: str) -> str:
-    """OpenFold's older name of the array that its present releases call `key`."""
+    """The name before OpenFold's version 2 of the array that its present releases call `key`."""
     for pattern, replacement in OLDER:
         if (renamed := re.sub(pattern, replacement, key)) != key:
             return renamed
@@ -53,11 +53,12 @@ def older(key: str) -> str:
 
 @dataclass(frozen=True)
 class Name:
-    """One parameter. `layout` says how DeepMind's arrays lie: `input_first` [in, out…], `output_last` [in…, out].
+    """One parameter of the model and its arrays in other programs' files.
 
-    `block`: its place along DeepMind's arrays' leading axis, None where they have no such axis. `split`: the length of the
-    first of the two axes that DeepMind's arrays have where our parameter has one (heads, mostly), None where they too have one.
-    `openfold`: OpenFold's full keys. `halves_swapped`: OpenFold's only array holds the second half of ours first.
+    `layout`: axes of DeepMind's arrays, `input_first` [in, out…] or `output_last` [in…, out]. `block`: index along the leading
+    axis of DeepMind's arrays; None without such an axis. `split`: length of the first of two axes (heads, mostly) that
+    DeepMind's arrays have instead of one of ours; None if they also have one. `openfold`: OpenFold's full keys.
+    `halves_swapped`: OpenFold's array, which then is the only one, holds the second half of ours first.
     """
 
     ours: str
@@ -74,7 +75,7 @@ class Name:
         return tuple(f"{ROOT}/{key}" for key in self.deepmind)
 
     def array_shape(self, ours: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of one block of each of DeepMind's arrays, where our parameter has the shape `ours`."""
+        """The shape of one block of each of DeepMind's arrays, if our parameter has the shape `ours`."""
         outputs = ours[0] // len(self.deepmind)
         if self.layout == "vector":
             return self._axes(outputs)
@@ -173,7 +174,7 @@ def outer_product_mean(
 def triangle_multiplication(
     ours: str, scope: str, fused: bool = False, openfold: str = "", incoming: bool = False
 ) -> Iterator[Name]:
-    """`fused`: the layout of newer releases, which keep left and right side by side as we do."""
+    """`fused`: the layout of newer releases, which keep left and right in one array as we do."""
     yield from _norm(
         f"{ours}.norm", f"{scope}/{'left_norm_input' if fused else 'layer_norm_input'}", f"{openfold}.layer_norm_in"
     )
@@ -298,7 +299,7 @@ def angle_network(ours: str, scope: str, blocks: int, openfold: str = "") -> Ite
 
 
 def _numbered(n: int) -> str:
-    """Haiku's suffix for the n-th module of one name."""
+    """Haiku's suffix for the n-th module with the same name."""
     return f"_{n}" if n else ""
 
 
@@ -367,7 +368,7 @@ def template_embedder(
     fused: bool = False,
     openfold: str = "template_embedder",
 ) -> Iterator[Name]:
-    """`scope`: that of the template embedding; `blocks`: of the template pair stack."""
+    """`scope`: the template embedding's scope; `blocks`: number of blocks of the template pair stack."""
     config = config or TemplateConfig()
     single, theirs = f"{scope}/single_template_embedding", f"{openfold}.template_pair_stack"
     yield from _linear(f"{ours}.embedding", f"{single}/embedding2d", f"{openfold}.template_pair_embedder.linear")
@@ -383,7 +384,7 @@ def template_embedder(
 def template_torsion_embedder(
     ours: str, scope: str, openfold: str = "template_embedder.template_single_embedder"
 ) -> Iterator[Name]:
-    """`scope`: that of the Evoformer, which these two layers lie directly under."""
+    """`scope`: the Evoformer's scope, which holds these two layers directly."""
     yield from _linear(f"{ours}.embedding", f"{scope}/template_single_embedding", f"{openfold}.linear_1")
     yield from _linear(f"{ours}.projection", f"{scope}/template_projection", f"{openfold}.linear_2")
 
@@ -396,7 +397,7 @@ def templates(config: TemplateConfig, fused: bool) -> Iterator[Name]:
 
 
 def parameter_names(config: ModelConfig, fused: bool = False) -> list[Name]:
-    """Every parameter of a model of this configuration, once. `fused`: triangle multiplication's layout in newer files."""
+    """Every parameter of a model with this configuration, once. `fused`: triangle multiplication's layout in newer files."""
     return [
         *embedders("evoformer"),
         *stack("extra_msa_stack", EXTRA_STACK, config.extra_msa, extra=True, fused=fused),
@@ -408,7 +409,7 @@ def parameter_names(config: ModelConfig, fused: bool = False) -> list[Name]:
 
 
 def block_probes() -> dict[str, str]:
-    """For every stack of the configuration, DeepMind's key of an array whose leading axis is the stack's blocks."""
+    """For every stack of the configuration, DeepMind's key of an array whose leading axis counts the stack's blocks."""
     transition_scale = "pair_transition/input_layer_norm//scale"
     template_stack = f"{TEMPLATES}/single_template_embedding/template_pair_stack/__layer_stack_no_state"
     stacks = {"extra_msa": EXTRA_STACK, "evoformer": STACK, "templates": template_stack}

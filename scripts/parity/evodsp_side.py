@@ -1,4 +1,4 @@
-"""Our side of the comparison: the same subject through evodsp, outputs under DeepMind's names."""
+"""evodsp's side of the comparison: its outputs, losses and gradients on the same subject, under DeepMind's names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from evodsp.model.outputs import ModelOutput
 from evodsp.weights.deepmind import is_fused, set_parameters, their_arrays
 from evodsp.weights.names import parameter_names
 
-# DeepMind's weights of the fine-tuned models. The confidence terms bin a prediction, and are apart for that (`losses`).
+# DeepMind's loss weights of the fine-tuned models. The confidence terms are computed apart: see `losses`.
 STRUCTURE = LossConfig(plddt=0.0, violation=1.0, experimentally_resolved=0.01, scale_by_length=False)
 CONFIDENCE = LossConfig(
     **dict.fromkeys(
@@ -37,8 +37,8 @@ def run(
 ) -> dict[str, np.ndarray]:
     """Outputs of the last pass, its losses, and the gradient of the total loss in DeepMind's layout.
 
-    `features`: axes [cycle, …]. `structure`: atoms of the label. `reference`: the other side's outputs, for the
-    structure that the confidence losses bin.
+    `features`: axes [cycle, …]. `structure`: atoms of the label. `reference`: the other side's outputs, whose structure the
+    confidence losses judge.
     """
     model = AlphaFold(config)
     set_parameters(model, parameters)
@@ -52,11 +52,11 @@ def run(
 
 
 def labels_of(aatype: np.ndarray, structure: dict[str, np.ndarray]) -> dict[str, Tensor]:
-    """What the losses look at, from the atoms of a structure; axes [batch, R, …]."""
+    """The labels of the losses, from the atoms of a structure; axes [batch, R, …]."""
     positions, mask = (torch.from_numpy(structure[f"all_atom_{name}"]) for name in ("positions", "mask"))
     labels = structure_labels(torch.from_numpy(aatype), positions, mask)
     labels |= {"resolution": torch.tensor(float(structure["resolution"])), "use_clamped_fape": torch.tensor(1.0)}
-    # Which atoms exist is a feature, zero in padding; the label of that name knows residue types only.
+    # The feature atom14_atom_exists is zero in padding; the label of the same name is not.
     return {name: label[None] for name, label in labels.items() if name != "atom14_atom_exists"}
 
 
@@ -65,8 +65,8 @@ def losses(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The total loss and its terms.
 
-    pLDDT and PAE losses sort the errors of the predicted structure into bins. They are given the other side's structure:
-    which side of an edge a pair of residues falls on must not be for rounding to decide. No gradient flows there.
+    pLDDT and PAE losses sort the errors of the predicted structure into bins. They get the other side's structure, so that
+    rounding cannot put an error into different bins on the two sides. No gradient flows through it.
     """
     affines = torch.from_numpy(reference["structure/affines"])[:, None]
     judged = replace(
@@ -82,7 +82,7 @@ def losses(
 
 
 def outputs_of(output: ModelOutput) -> dict[str, np.ndarray]:
-    """Representations, logits and positions (Å) of a batch of one, without its axis."""
+    """Representations, logits and positions (Å) of a batch of one, without the batch axis."""
     found = {
         "representations/msa": output.representations["msa"],
         "representations/msa_first_row": output.representations["msa"][:, 0],

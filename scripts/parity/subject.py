@@ -1,8 +1,8 @@
-"""What is compared: sizes, dense random parameters, features with padding in every mask, and a structure, all from one seed.
+"""The subject of a comparison: dense random parameters, features with padding in every mask, and a structure, from one seed.
 
-No file is read. Parameters are dense because AF2 starts many layers at zero, and a layer of zeros hides whatever is wrong
-before it. Features need not look like biology, but structures must: torsions and frames of atoms that lie on one another are
-rounding noise. So label and templates are ideal chains.
+No file is read. Parameters are dense because AF2 initialises many layers with zeros, and a layer of zeros hides every error
+before it. Features may be random, but structures must be realistic: torsions and frames of coinciding atoms are rounding noise.
+So the label and the templates are ideal chains.
 
 Shape legend: L real residues, R residues with padding, S clusters, E extra sequences, T templates.
 """
@@ -32,7 +32,7 @@ TYPES = 20
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of the features. Padding comes last in each axis."""
+    """Sizes of the features. Padding is at the end of each axis."""
 
     residues: int = 48
     """Real residues."""
@@ -44,9 +44,9 @@ class Sizes:
     padded_rows: int = 2
     """Padded rows at the end of either MSA."""
     templates: int = 4
-    """Templates, of which the last is masked."""
+    """Templates; the last one is masked."""
     cycles: int = 2
-    """Recycling passes; features are drawn anew for each."""
+    """Recycling passes; each has features of its own."""
 
     @property
     def length(self) -> int:
@@ -55,7 +55,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Subject:
-    """What every side is given: DeepMind's arrays, features [cycle, …], and the atoms [R, …] of the label."""
+    """The input of every side: DeepMind's arrays, features [cycle, …], and the atoms [R, …] of the label."""
 
     parameters: dict[str, np.ndarray]
     features: dict[str, np.ndarray]
@@ -76,7 +76,7 @@ class Subject:
 def shallow(
     config: ModelConfig, evoformer: int, extra_msa: int, template: int, structure_iterations: int
 ) -> ModelConfig:
-    """A preset with shorter stacks; every width stays."""
+    """A preset with shorter stacks and unchanged widths."""
     return dataclasses.replace(
         config,
         evoformer=dataclasses.replace(config.evoformer, blocks=evoformer),

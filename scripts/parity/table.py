@@ -1,4 +1,4 @@
-"""How two sides of a comparison differ, against what is allowed, as a table."""
+"""The differences between two sides of a comparison, and the largest allowed, as a table."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import numpy as np
 
 Arrays = Mapping[str, np.ndarray]
 
-# Axes of residues, and quantities with an axis of MSA rows before them. What lies in padding is not compared: AF2 leaves noise
-# there (the attention of a row without a letter has logits of 1e9, and rounding of that size), and nothing of it reaches
-# the rest.
+# Axes of residues, and quantities that have an axis of MSA rows before them. Padding is not compared: AF2 leaves noise there
+# (attention over a row without letters has logits of 1e9, with rounding errors to match), and the noise stays there.
 MSA = ("representations/msa", "masked_msa/logits")
 RESIDUE_AXES = {
     "representations/msa": (1,),
@@ -29,18 +28,18 @@ POSITIONS = "structure/positions"
 LOSS, GRADIENT = "loss/", "gradient/"
 
 OUTPUT = 2e-5
-"""Allowed of representations and logits, relative to the largest."""
+"""Largest difference of representations and logits, relative to the largest value."""
 ATOM = 1e-3
-"""Allowed of atom positions, in Å."""
+"""Largest difference of atom positions, in Å."""
 LOSS_TERM = 1e-5
-"""Allowed of a loss term, relative."""
+"""Largest relative difference of a loss term."""
 NORM, OF_GLOBAL = 1e-3, 1e-6
-"""Allowed of a gradient's norm: relative, and of the norm of the whole gradient."""
+"""Largest difference of a parameter's gradient: relative to its norm, plus relative to the norm of the whole gradient."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One quantity: the difference that was measured, the largest that passes, both in the same unit."""
+    """One quantity: the measured and the largest allowed difference, in the same unit."""
 
     quantity: str
     measured: float
@@ -49,14 +48,14 @@ class Row:
 
     @property
     def passed(self) -> bool:
-        """NaN does not pass."""
+        """Whether the difference is allowed; NaN is not."""
         return self.measured <= self.allowed
 
 
 def compare(ours: Arrays, theirs: Arrays, features: Arrays) -> list[Row]:
-    """Rows for all that `theirs` has. Raises KeyError if `ours` lacks any of it.
+    """One row per quantity in `theirs`. Raises KeyError if `ours` lacks one.
 
-    Of `features`, axes [cycle, …], those of the last pass say what is padding: `seq_mask`, `msa_mask`, `atom37_atom_exists`.
+    `features`, axes [cycle, …]: `seq_mask`, `msa_mask` and `atom37_atom_exists` of the last pass mark the padding.
     """
     real, real_rows = features["seq_mask"][-1] > 0, features["msa_mask"][-1].any(-1)
     atom_mask = features["atom37_atom_exists"][-1]
@@ -82,7 +81,7 @@ def _output(name: str, ours: np.ndarray, theirs: np.ndarray, keep: dict[int, np.
 
 
 def _gradients(ours: Arrays, theirs: Arrays) -> Iterator[Row]:
-    """The parameters whose gradient's norm, and whose gradient itself, is nearest to what is allowed (or furthest beyond)."""
+    """Two rows, for the norm of a gradient and for the gradient itself: each for the parameter with the worst difference."""
     keys = sorted(key for key in theirs if key.startswith(GRADIENT))
     if not keys:
         return
@@ -109,7 +108,7 @@ def _norm(values: np.ndarray) -> float:
 
 
 def text(rows: list[Row]) -> str:
-    """The table, a line for each row and one of summary."""
+    """The table: one line per row, then a summary."""
     width = max(len(row.quantity) for row in rows)
     lines = [f"{'quantity':{width}}  {'measured':>9}  {'allowed':>9}"]
     for row in rows:

@@ -13,10 +13,11 @@ from evodsp import metrics
 from evodsp.data.mmcif_writer import write_mmcif
 from evodsp.data.records import Chain
 from evodsp.errors import UserError
+from evodsp.files import whole_folder
 from evodsp.geometry.residues import ATOM_ORDER, RESTYPE_ATOM37_MASK
 from evodsp.inference import report as module
 from evodsp.inference.report import ChainScores, compare, comparison_table, write_report, write_scores
-from evodsp.inference.results import TIMINGS, whole_folder, write_json, write_results
+from evodsp.inference.results import TIMINGS, write_json, write_results
 from evodsp.inference.writers import PredictedStructure
 
 LENGTH, CA = 40, ATOM_ORDER["CA"]

@@ -1,0 +1,50 @@
+"""`evodsp.predict`: prediction from Python, with the options of the command `evodsp predict`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from evodsp.errors import UserError, nearest
+from evodsp.inference.config import PredictConfig
+from evodsp.inference.predict import predict as predict_targets
+from evodsp.inference.results import PredictionResult
+
+_PATHS = ("templates", "obsolete")
+
+
+def predict(
+    fasta: str | Path,
+    alignments: str | Path,
+    checkpoint: str | Path,
+    output: str | Path,
+    report: Callable[[str], None] = print,
+    **options: Any,
+) -> list[PredictionResult]:
+    """Predict the structure of every record of a FASTA file, in this process, and write the files of `evodsp predict`.
+
+    fasta, alignments, checkpoint, output: as the command's options; see `evodsp.inference.config.PredictConfig`.
+    report: receives one line of progress per stage; `lambda line: None` for silence.
+    options: any other option of `evodsp predict`, under its name: seeds, recycles, templates, format, preset, device, ….
+
+    Returns one result per record, in the file's order: `result.structure()` is the path of the best structure,
+    `result.mean_plddt` the mean pLDDT of each seed. Raises UserError if an input or an option is wrong.
+
+        for result in evodsp.predict("x.fasta", "alignments", "params_model_1_ptm.npz", "out", seeds=3):
+            print(result.name, result.structure(), result.mean_plddt[result.best])
+    """
+    names = [field.name for field in fields(PredictConfig)]
+    if unknown := [name for name in options if name not in names]:
+        raise UserError(f"evodsp.predict: no option '{unknown[0]}'.{nearest(unknown[0], names)} See PredictConfig")
+    for name in _PATHS:
+        if options.get(name) is not None:
+            options[name] = Path(options[name])
+    config = PredictConfig(Path(fasta), Path(alignments), Path(checkpoint), Path(output), **options)
+    if config.parallel.sequence > 1:
+        raise UserError(
+            f"evodsp.predict: parallel.sequence is {config.parallel.sequence}, but a function call runs in one process; "
+            "use the command evodsp predict --parallel.sequence, which starts the ranks"
+        )
+    return predict_targets(config, report)

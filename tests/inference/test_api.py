@@ -1,0 +1,45 @@
+"""`evodsp.predict`: prediction from Python."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import evodsp
+from evodsp.errors import UserError
+from evodsp.inference.results import read_result
+from evodsp.parallel.config import SequenceConfig
+
+from .conftest import Workplace
+
+
+def test_predict_from_python(workplace: Workplace) -> None:
+    """Options lost on the way, strings not taken for paths, or results other than the files."""
+    config, lines = workplace.config, list[str]()
+    paths = [str(getattr(config, name)) for name in ("fasta", "alignments", "checkpoint", "output")]
+    sizes: dict[str, Any] = {"recycles": 1, "msa_clusters": 5, "extra_msa": 4, "device": "cpu"}
+    results = evodsp.predict(*paths, report=lines.append, seeds=2, first_seed=3, format="pdb", **sizes)
+    assert [result.name for result in results] == ["alpha_A", "beta_A"]
+    for result in results:
+        assert sorted(result.mean_plddt) == [3, 4]
+        assert result.structure().suffix == ".pdb"
+        assert read_result(result.folder).mean_plddt == result.mean_plddt
+    assert any("alpha_A" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"recycle": 3}, "no option 'recycle'. Did you mean 'recycles'?"),
+        ({"recycles": -1}, "--recycles is -1"),
+        ({"parallel": SequenceConfig(2)}, "runs in one process"),
+    ],
+)
+def test_a_wrong_option_is_a_user_error(tmp_path: Path, options: dict[str, Any], said: str) -> None:
+    """A TypeError of a dataclass, or ranks that are asked for and never started."""
+    with pytest.raises(UserError) as caught:
+        evodsp.predict("x.fasta", "alignments", "x.ckpt", tmp_path / "out", **options)
+    assert said in str(caught.value)
+    assert not (tmp_path / "out").exists()

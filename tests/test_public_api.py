@@ -1,0 +1,31 @@
+"""The names that `import evodsp` offers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import evodsp
+
+
+def test_every_public_name_can_be_imported() -> None:
+    """A name in `__all__` that nobody finds, one that is missing there, or a star import that fails."""
+    namespace: dict[str, object] = {}
+    exec("from evodsp import *", namespace)
+    assert set(evodsp.__all__) <= namespace.keys()
+    assert set(evodsp.__all__) == {
+        "AlphaFold", "ModelConfig", "load_deepmind", "load_model", "load_openfold", "metrics", "parallel", "predict",
+        "__version__",
+    }  # fmt: skip
+    assert all(name in dir(evodsp) and name in (evodsp.__doc__ or "") for name in evodsp.__all__ if name[0] != "_")
+    with pytest.raises(AttributeError, match="no attribute 'alphafold'"):
+        evodsp.alphafold  # noqa: B018
+
+
+def test_importing_the_package_imports_neither_torch_nor_numpy() -> None:
+    """`evodsp --help` that takes seconds."""
+    code = "import sys, evodsp; print(sorted({'torch', 'numpy', 'lightning'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
