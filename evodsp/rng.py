@@ -1,7 +1,7 @@
-"""Randomness that is addressed, not consumed: Philox4x32-10 over a key and a position.
+"""Random numbers with addresses: Philox4x32-10 over a key and a position.
 
-A draw is a pure function of (seed, purpose, sample, cycle, layer, …, GLOBAL position). Nothing is stepped, so a run draws
-the same numbers on every mesh of ranks, after a resume, in any worker and when activation checkpointing recomputes.
+A draw is a pure function of (seed, purpose, sample, cycle, layer, …, GLOBAL position). There is no generator state, so a run
+draws the same numbers on every mesh of ranks, after a resume, in any worker, and when activations are recomputed.
 
 The arithmetic uses only `* + ^ & >>` on 64-bit integers, which NumPy arrays and torch tensors share, so there is one copy
 of it: feature pipelines call it with NumPy, dropout with torch on any device, and both get the same bits.
@@ -23,11 +23,12 @@ _LOW = 0xFFFFFFFF
 
 
 def philox4x32(counter: tuple[Any, Any, Any, Any], key: tuple[int, int], rounds: int = 10) -> tuple[Any, Any, Any, Any]:
-    """Philox4x32. `counter`: four int64 arrays (or ints) holding 32-bit words; `key`: two 32-bit words. Four words back."""
+    """Philox4x32: four random 32-bit words. `counter`: four int64 arrays (or ints) of 32-bit words; `key`: two 32-bit words."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(rounds):
-        # 32 x 32 -> 64 bits. In int64 the product may wrap negative; its bits are right, and masks undo the sign extension.
+        # 32 x 32 -> 64 bits. In int64 the product may wrap to a negative number: its bits are right, and the masks below remove
+        # the sign extension.
         p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
         c0, c1, c2, c3 = ((p1 >> 32) & _LOW) ^ c1 ^ k0, p1 & _LOW, ((p0 >> 32) & _LOW) ^ c3 ^ k1, p0 & _LOW
         k0, k1 = (k0 + _WEYL[0]) & _LOW, (k1 + _WEYL[1]) & _LOW
@@ -48,7 +49,7 @@ class Draws:
         return cls(0).at("evodsp", seed)
 
     def at(self, *path: str | int) -> Draws:
-        """The stream below this one that `path` names."""
+        """The sub-stream named by `path`."""
         text = repr((self.key, *(p if isinstance(p, str) else int(p) for p in path))).encode()
         return Draws(int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little"))
 

@@ -59,18 +59,18 @@ class AlphaFold(ShardedModule):
     def forward(
         self, batch: Mapping[str, Tensor], draws: Sequence[Draws] = (), ensembles: int = 1, stop_tolerance: float = 0.0
     ) -> ModelOutput:
-        """Run every recycling iteration of `batch`; gradients flow through the last one only (algorithm 31).
+        """Run every pass (recycling iteration) of `batch`. Gradients flow through the last pass only (algorithm 31).
 
-        `batch`: processed features, axes [batch, cycle, …] (others are ignored). `draws`: one stream of dropout per sample,
-        none for no dropout.
+        `batch`: processed features, axes [batch, cycle, …]; other entries are ignored. `draws`: one dropout stream per sample;
+        none means no dropout.
 
-        `ensembles`: feature sets to a pass, whose representations are averaged (supplement 1.11.2; training takes one). The
-        cycle axis then holds passes x ensembles sets, those of one pass side by side.
+        `ensembles`: number of feature sets per pass. Their representations are averaged (supplement 1.11.2); training uses one
+        set. The cycle axis holds passes x ensembles sets, and the sets of a pass are neighbours.
 
-        `stop_tolerance`: for prediction; the passes end early once no sample's CA-CA distances change by more than this (root
-        mean square, Å) from one to the next. 0 never ends them.
+        `stop_tolerance`: for prediction. Passes end early once the CA-CA distances of no sample change by more than this (root
+        mean square, Å) from one pass to the next. 0 runs all passes.
 
-        Raises UserError if a feature is missing, ValueError if the cycle axis does not hold whole passes.
+        Raises UserError if a feature is missing, ValueError if the cycle axis is not a whole number of passes.
         """
         missing = [name for name in self.features if name not in batch]
         if missing:
@@ -86,7 +86,8 @@ class AlphaFold(ShardedModule):
                 {name: batch[name][:, entry] for name in self.features}
                 for entry in range(cycle * ensembles, (cycle + 1) * ensembles)
             ]
-            # Before torch 2.11 weights that were cast in a pass without gradients stayed cast: the last pass gave them none.
+            # Before torch 2.11, autocast keeps weights that it cast in a pass without gradients; the last pass would use these
+            # copies, and the weights would get no gradient.
             torch.clear_autocast_cache()
             with torch.set_grad_enabled(torch.is_grad_enabled() and cycle == last):
                 output = self.one_pass(members, recycled, [d.at("cycle", cycle) for d in draws])
@@ -95,7 +96,7 @@ class AlphaFold(ShardedModule):
             if cycle == last or settled(output, stop_tolerance):
                 return output
             recycled, cycle = Recycled.of(output), cycle + 1
-            del output  # its logits are as large as the pair representation: not to be kept beside the next pass
+            del output  # its logits are as large as the pair representation; free them before the next pass
 
     def one_pass(
         self, members: Sequence[Mapping[str, Tensor]], recycled: Recycled, draws: Sequence[Draws] = ()
@@ -112,7 +113,7 @@ class AlphaFold(ShardedModule):
             row, pair = row / len(members), pair / len(members)
         rows = self.exchange.start_switch(pair, "j", "i", whole=residues)  # structure module and heads read z on I
         row = self.exchange.gather(row.unsqueeze(1), "res", whole=residues).squeeze(1)
-        # AF2 averages the single representations; they are linear in the rows, so it is the same to average these.
+        # AF2 averages the single representations. They are linear in the first rows, so averaging the rows is the same.
         single, pair_rows = self.single(row), rows.wait()
         structure = self.structure_module(
             single, pair_rows, first["aatype"], first["seq_mask"], [d.at("structure") for d in draws]
@@ -125,7 +126,7 @@ class AlphaFold(ShardedModule):
     def representations(
         self, features: Mapping[str, Tensor], recycled: Recycled, draws: Sequence[Draws] = ()
     ) -> tuple[Float[Tensor, "B S r c_m"], Float[Tensor, "B R j c_z"]]:
-        """MSA and pair representation of one feature set: embedders and stacks (algorithm 2, lines 5 to 18). m on R, z on J."""
+        """MSA and pair representation of one feature set (algorithm 2, lines 5 to 18). m on R, z on J."""
         seq_mask = features["seq_mask"]
         pair_mask = seq_mask.unsqueeze(2) * seq_mask.unsqueeze(1)
         templates = Templates.from_features(features) if self.template_embedder is not None else None
@@ -139,7 +140,7 @@ class AlphaFold(ShardedModule):
     def _embedded(
         self, features: Mapping[str, Tensor], recycled: Recycled, templates: Templates | None
     ) -> tuple[Float[Tensor, "B s R c_m"], Float[Tensor, "B R j c_z"], Float[Tensor, "B S R"]]:
-        """The first MSA representation (clusters, then templates) on S, the first pair on J, and the whole MSA's mask."""
+        """Initial MSA representation (clusters, then template rows) on S, initial pair representation on J, whole MSA mask."""
         row_update, pair_update = self.recycling_embedder(
             recycled.first_row, recycled.pair, recycled.positions, features["aatype"]
         )
@@ -149,12 +150,12 @@ class AlphaFold(ShardedModule):
         if self.template_torsion_embedder is not None and templates is not None:
             template_rows, template_mask = self.template_torsion_embedder(templates)
             msa_mask = torch.cat([msa_mask, template_mask], 1)
-        own = self.exchange.owned(msa_mask.shape[1])
-        m, z = self.input_embedder(features["target_feat"], msa_feat[:, own], features["residue_index"])
-        query = slice(0, int(own.start == 0 < own.stop))  # the query's row is on one rank only: elsewhere this is empty
+        local = self.exchange.owned(msa_mask.shape[1])
+        m, z = self.input_embedder(features["target_feat"], msa_feat[:, local], features["residue_index"])
+        query = slice(0, int(local.start == 0 < local.stop))  # the query's row; empty on all ranks but the first
         m = torch.cat([m[:, query] + row_update.unsqueeze(1)[:, query], m[:, query.stop :]], 1)
         if template_rows is not None:
-            m = torch.cat([m, template_rows[:, max(own.start - clusters, 0) : max(own.stop - clusters, 0)]], 1)
+            m = torch.cat([m, template_rows[:, max(local.start - clusters, 0) : max(local.stop - clusters, 0)]], 1)
         return m, z + pair_update, msa_mask
 
     def _with_extra_msa(
@@ -164,14 +165,16 @@ class AlphaFold(ShardedModule):
         pair_mask: Float[Tensor, "B R R"],
         draws: Sequence[Draws],
     ) -> Float[Tensor, "B R j c_z"]:
-        """z after the extra-MSA stack. By itself, so that what is large and of no more use is gone before the Evoformer."""
+        """z after the extra-MSA stack. A method of its own, so that the extra MSA is freed before the Evoformer runs."""
         extra = self.extra_msa_embedder(*(self.exchange.shard(features[name], "seq") for name in EXTRA_MSA_FEATURES))
         return self.extra_msa_stack(extra, z, features["extra_msa_mask"], pair_mask, draws)[1]
 
     def _first(self, batch: Mapping[str, Tensor]) -> Recycled:
-        """The first pass recycles zeros; its embedder still adds biases, as AF2's does."""
+        """Input of the first pass: zeros. The recycling embedder still adds its biases, as AF2's does."""
         b, _, r, _ = batch["target_feat"].shape
-        own = self.exchange.owned(r)
+        local = self.exchange.owned(r)
         zeros = batch["target_feat"].new_zeros
         channels = self.config.channels
-        return Recycled(zeros(b, r, channels.msa), zeros(b, r, own.stop - own.start, channels.pair), zeros(b, r, 37, 3))
+        return Recycled(
+            zeros(b, r, channels.msa), zeros(b, r, local.stop - local.start, channels.pair), zeros(b, r, 37, 3)
+        )

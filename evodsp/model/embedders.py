@@ -1,7 +1,7 @@
 """Input, extra-MSA and recycling embedders (algorithms 3, 4 and 32).
 
-Shape legend: B batch, S clusters of the MSA, E extra sequences, R residues, I J residues of the pair, c channels. Small letters
-s e j are this rank's shard of an axis, which on one device is all of it. Every rank builds its shard only.
+Shape legend: B batch, S clusters of the MSA, E extra sequences, R residues, I J residues of the pair, c channels. A small
+letter (s e j) is this rank's shard of that axis; on one device it is the whole axis. Every rank computes only its shard.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ EXTRA_MSA_CHANNELS = 25
 
 
 class InputEmbedder(ShardedModule):
-    """First MSA and pair representations from the sequence and the clustered MSA (algorithms 3 and 4)."""
+    """Initial MSA and pair representations from the sequence and the clustered MSA (algorithms 3 and 4)."""
 
     def __init__(self, channels: ChannelsConfig, config: EmbedderConfig) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class InputEmbedder(ShardedModule):
         z = self.left(target_feat).unsqueeze(2) + self.right(target_feat[:, columns]).unsqueeze(1)
         offset = residue_index.unsqueeze(2) - residue_index[:, columns].unsqueeze(1)
         bins = offset.clamp(-self.max_offset, self.max_offset).long() + self.max_offset
-        # A linear layer on a one-hot vector is a row of its weight: no [R, R, 65] tensor is needed.
+        # A linear layer applied to a one-hot vector selects a column of its weight, so no [R, R, 65] tensor is needed.
         rows = F.embedding(bins, self.relative_position.weight.t())
         return m, z + rows + self.relative_position.bias
 
@@ -68,7 +68,7 @@ class ExtraMSAEmbedder(nn.Module):
 
 
 class RecyclingEmbedder(ShardedModule):
-    """What the former pass adds to the input of the next (algorithm 32)."""
+    """Embeds the results of the previous pass, to be added to the input of the next (algorithm 32)."""
 
     lower: Tensor
 
@@ -105,8 +105,9 @@ def squared_edges(first: float, last: float, bins: int) -> Float[Tensor, " bins"
 def distance_one_hot(
     rows: Float[Tensor, "*b I 3"], columns: Float[Tensor, "*b J 3"], lower: Float[Tensor, " bins"]
 ) -> Float[Tensor, "*b I J bins"]:
-    """One-hot of the binned distance, `lower` holding squared lower edges; shorter than the first bin: all zero; the last
-    bin has no upper edge.
+    """Binned distances as one-hot vectors. `lower`: squared lower edges of the bins.
+
+    A distance below the first bin gives all zeros; the last bin has no upper edge.
     """
     squared = (rows.unsqueeze(-2) - columns.unsqueeze(-3)).square().sum(-1, keepdim=True)
     upper = torch.cat([lower[1:], lower.new_tensor([1e8])])

@@ -1,4 +1,4 @@
-"""Layers that the rest of the model is built of: initialised linear layers, gated attention, transition, dropout.
+"""Building blocks of the model: initialised linear layers, gated attention, transition, dropout.
 
 Shape legend: B batch, L positions attended over, H heads, D head width, c channels, * any batch axes.
 """
@@ -22,15 +22,15 @@ from evodsp.parallel.layout import DIMENSION, Axis
 from evodsp.parallel.pending import Pending, Ready
 from evodsp.rng import Draws
 
-# Adding this to a logit removes its key from the softmax; a row of nothing but masked keys stays uniform (as in AF2).
+# Subtracting this from a logit removes its key from the softmax. If all keys are masked, the weights are uniform, as in AF2.
 MASKED = 1e9
 
 Initialisation = Literal["linear", "relu", "glorot", "gate", "final"]
 
 
 class ShardedModule(nn.Module):
-    """A module that may need something from other shards: it asks its `exchange` (one device: `LocalExchange`), in the way
-    that its `plan` says.
+    """A module that may need data from other shards. It calls its `exchange` (on one device a `LocalExchange`), in the way that
+    its `plan` says.
     """
 
     exchange: Exchange = LocalExchange()
@@ -40,7 +40,7 @@ class ShardedModule(nn.Module):
 
 
 def use_exchange(model: nn.Module, exchange: Exchange, plan: CommunicationPlan | None = None) -> None:
-    """Give every module of `model` that communicates the same exchange, and the same plan."""
+    """Set the exchange and the plan of every module of `model` that communicates."""
     for module in model.modules():
         if isinstance(module, ShardedModule):
             module.exchange, module.plan = exchange, plan or CommunicationPlan()
@@ -50,7 +50,7 @@ class Linear(nn.Linear):
     """Linear layer with AF2's initialisations (supplement 1.11.4).
 
     `linear`: LeCun normal, truncated; `relu`: He normal, truncated (before a ReLU); `glorot`: Glorot uniform (queries, keys,
-    values; `parts` of them side by side in one matrix); `gate`: weight 0 and bias 1, so that gates start open; `final`:
+    values; `parts`: how many of them share one matrix); `gate`: weight 0 and bias 1, so that gates start open; `final`:
     zero, so that every residual branch starts as the identity.
     """
 
@@ -76,7 +76,7 @@ class Linear(nn.Linear):
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """A context in which autocast is off. (The meta device has none.)"""
+    """A context in which autocast is off. (The meta device has no autocast.)"""
     return torch.autocast(device.type, enabled=False) if torch.amp.is_autocast_available(device.type) else nullcontext()
 
 
@@ -86,21 +86,21 @@ def mask_bias(mask: Float[Tensor, "*batch L"]) -> Float[Tensor, "*batch L"]:
 
 
 class PairBias:
-    """The bias that attention takes from the pair representation, gathered from its shards while projections are computed.
+    """The bias that attention takes from the pair representation. It is gathered while projections are computed.
 
-    With `plan.stream_bias` it is never whole: queries are taken shard by shard, each with the bias of its rows, which is
-    fetched again in the backward pass.
+    With `plan.stream_bias` it is never whole. Queries are then processed shard by shard, each with the broadcast bias of its
+    rows; the backward pass broadcasts it again.
     """
 
     def __init__(
-        self, own: Float[Tensor, "B _ _ H"], axis: Axis, whole: int, exchange: Exchange, plan: CommunicationPlan
+        self, local: Float[Tensor, "B _ _ H"], axis: Axis, whole: int, exchange: Exchange, plan: CommunicationPlan
     ) -> None:
-        """`own`: this rank's shard along `axis`; axis 1 holds queries, axis 2 keys, both `whole` long."""
+        """`local`: this rank's shard along `axis`. Axis 1 holds queries, axis 2 keys; both have the full size `whole`."""
         self.whole, self.exchange, self.stream = whole, exchange, plan.stream_bias
         if not self.stream:
-            self._arriving: Pending = exchange.start_gather(own, axis, whole)
+            self._arriving: Pending = exchange.start_gather(local, axis, whole)
         else:
-            self._arriving = exchange.start_switch(own, "j", "i", whole) if axis == "j" else Ready(own)
+            self._arriving = exchange.start_switch(local, "j", "i", whole) if axis == "j" else Ready(local)
 
     def attention(
         self,
@@ -109,7 +109,7 @@ class PairBias:
         v: Float[Tensor, "B N H L D"],
         keys: Float[Tensor, "B N L"],
     ) -> Float[Tensor, "B N H L D"]:
-        """Attention with this bias, and `keys` added to all logits of a key."""
+        """Attention with this bias. `keys`: additive bias of each key."""
         bias = self._arriving.wait()
         if not self.stream:
             return attention(q, k, v, keys, bias.permute(0, 3, 1, 2))
@@ -119,8 +119,8 @@ class PairBias:
         ]
         return torch.cat(rows, -2)
 
-    def _rows(self, root: int, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, own: Tensor) -> Tensor:
-        bias = self.exchange.start_broadcast(own, "i", root, self.whole).wait()
+    def _rows(self, root: int, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, local: Tensor) -> Tensor:
+        bias = self.exchange.start_broadcast(local, "i", root, self.whole).wait()
         return attention(q, k, v, keys, bias.permute(0, 3, 1, 2))
 
 
@@ -141,7 +141,7 @@ class GatedAttention(nn.Module):
         mask: Float[Tensor, "B N L"],
         pair_bias: PairBias | None = None,
     ) -> Float[Tensor, "B N L c"]:
-        """`pair_bias` is shared by all rows N of a sample; it may be on its way, and is asked for after the projections."""
+        """`pair_bias` is shared by all rows N of a sample. It may still be on its way: it is awaited after the projections."""
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(3, 0, 1, 4, 2, 5)  # each [B, N, H, L, D]
         keys = mask_bias(mask)
         o = attention(q, k, v, keys) if pair_bias is None else pair_bias.attention(q, k, v, keys)

@@ -1,8 +1,8 @@
 """Structure module (algorithms 20 to 24). Lengths are in nm inside and in Å in the result.
 
-Shape legend: B batch, R residues, i this rank's shard of them as rows of the pair (on one device all), T iterations, H heads,
-D scalar width, P query points, V value points. The pair representation is never whole: a rank attends from its rows. What has
-no second residue axis is small, and whole on every rank.
+Shape legend: B batch, R residues, i this rank's shard of the residues as rows of the pair (on one device all of them),
+T iterations, H heads, D scalar width, P query points, V value points. The pair representation stays sharded: each rank computes
+attention for its rows. Tensors without a second residue axis are small, and whole on every rank.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ ANGLES = 7
 class InvariantPointAttention(ShardedModule):
     """Invariant point attention (algorithm 22). z on I.
 
-    Squared distances between points are expanded into a matrix product, |q|^2 + |k|^2 - 2 q.k, so that the scalar and the
-    point part of the logits are one product and nothing of size R x R x H x P x 3 is made. Points are taken relative to the
-    centre of the chain first (a shift changes no distance), which keeps the expansion exact in fp32.
+    Squared distances between points are expanded, |q|^2 + |k|^2 - 2 q.k, so that the scalar and the point part of the logits
+    are one matrix product and no tensor of size R x R x H x P x 3 exists. Points are first shifted by the centre of the
+    chain, which changes no distance and keeps the expansion accurate in fp32.
     """
 
     def __init__(self, c_s: int, c_z: int, config: StructureModuleConfig) -> None:
@@ -45,7 +45,7 @@ class InvariantPointAttention(ShardedModule):
         self.query_points = Linear(c_s, 3 * h * p)
         self.key_value_points = Linear(c_s, 3 * h * (p + v))
         self.pair_bias = Linear(c_z, h)
-        self.point_weight = nn.Parameter(torch.full((h,), math.log(math.e - 1.0)))  # softplus of it is 1
+        self.point_weight = nn.Parameter(torch.full((h,), math.log(math.e - 1.0)))  # its softplus is 1
         self.output = Linear(h * (e + 4 * v + c_z), c_s, init="final")
 
     def forward(
@@ -56,7 +56,7 @@ class InvariantPointAttention(ShardedModule):
         frames: Rigid,
         mask: Float[Tensor, "B R"],
     ) -> Float[Tensor, "B R c_s"]:
-        """`pair_bias`: this layer's `pair_bias(z)`, the same in every iteration; `frames`: [B, R], in nm."""
+        """The update of s. `pair_bias`: `self.pair_bias(z)`, computed once for all iterations. `frames`: [B, R], in nm."""
         c = self.config
         p = c.query_points
         rows = self.exchange.owned(s.shape[1])
@@ -157,7 +157,7 @@ class StructureModule(nn.Module):
         mask: Float[Tensor, "B R"],
         draws: Sequence[Draws] = (),
     ) -> StructureOutput:
-        """In the parameters' precision, whatever autocast says, as in AF2: bf16 would put atoms 0.1 Å away."""
+        """Runs in the parameters' precision even under autocast, as in AF2: bf16 would misplace atoms by 0.1 Å."""
         dtype = self.initial.weight.dtype
         with without_autocast(s.device):
             return self._fold(s.to(dtype), z.to(dtype), aatype, mask, draws)
@@ -189,7 +189,7 @@ class StructureModule(nn.Module):
             backbones.append(frames.scale_translation(NM_TO_ANGSTROM))
             angles.append(unit)
             raw_angles.append(raw)
-            # Gradients reach earlier rotations only through their own losses: without this, training is unstable (1.8.3).
+            # Earlier rotations get gradients only from their own losses; otherwise training is unstable (supplement 1.8.3).
             frames = frames.stop_rotation_gradient()
         groups = torsion_angles_to_frames(backbones[-1], angles[-1], aatype)
         atom14 = frames_to_atom14(groups, aatype)

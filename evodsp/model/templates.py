@@ -1,8 +1,8 @@
 """Templates in the pair representation (algorithms 16 and 17) and in the MSA (algorithm 2, lines 7 to 13; supplement 1.7.1).
 
 Shape legend: B batch, T templates, N = B x T, R residues, I J residues of the pair, c channels, H heads, D head width. Small
-letters i j are this rank's shard of an axis, which on one device is all of it.
-Layout: z is on J; templates per residue, which are small, and masks are whole on every rank.
+letters (i j) are this rank's shard of that axis; on one device they are the whole axis.
+z is on J. Template features per residue are small and whole on every rank, and so are masks.
 """
 
 from __future__ import annotations
@@ -130,17 +130,17 @@ class TemplatePointwiseAttention(nn.Module):
     def forward(
         self, t: Float[Tensor, "B T I j c_t"], z: Float[Tensor, "B I j c_z"], template_mask: Float[Tensor, "B T"]
     ) -> Float[Tensor, "B I j c_z"]:
-        """The update of z. With all templates masked the weights are uniform, as in AF2: the caller masks the result."""
+        """The update of z. If all templates are masked, the weights are uniform, as in AF2; the caller masks the update."""
         q = self.query(z).unflatten(-1, (self.heads, -1)) * self.head_width**-0.5
         k, v = self.key_value(t).unflatten(-1, (2, self.heads, -1)).unbind(-3)  # each [B, T, I, J, H, D]
-        # One query and a handful of keys per pair: products and sums, not R x R matrix products of this size.
+        # One query and a few keys per residue pair: elementwise products are faster than R x R tiny matrix products.
         logits = (q.unsqueeze(1) * k).sum(-1) + mask_bias(template_mask)[:, :, None, None, None]
         o = (logits.softmax(1).unsqueeze(-1) * v).sum(1)
         return self.output(o.flatten(-2))
 
 
 class TemplateEmbedder(ShardedModule):
-    """What the templates add to the pair representation (algorithm 2, lines 9 to 13). z on J."""
+    """The update of the pair representation from templates (algorithm 2, lines 9 to 13). z on J."""
 
     lower: Tensor
 
@@ -170,9 +170,9 @@ class TemplateEmbedder(ShardedModule):
         return update * (templates.mask.sum(1) > 0).to(z.dtype)[:, None, None, None]
 
     def pair_features(self, templates: Templates) -> Float[Tensor, "B T i J features"]:
-        """CB distances, residue types of j and of i, directions from i to j, and which residues are there; on I.
+        """Pair features of each template: CB distances, residue types of j and i, directions from i to j, masks. On I.
 
-        Everything is masked by the backbone's presence, so that absent residues (all at zero) do not look like neighbours.
+        They are masked where a residue lacks backbone atoms: absent residues are all at zero and would look like neighbours.
         """
         beta, beta_mask = self._rows(templates.beta), self._rows(templates.beta_mask)
         distances = distance_one_hot(beta, templates.beta, self.lower)
@@ -181,7 +181,7 @@ class TemplateEmbedder(ShardedModule):
         has_backbone = templates.atom_mask[..., [N, CA, C]].prod(-1)
         both = _outer(self._rows(has_backbone), has_backbone)
         if self.unit_vector:
-            # C lies on the POSITIVE x axis here, unlike in the three-point frames: its mirror image does what they expect.
+            # Here C lies on the POSITIVE x axis, unlike in `from_three_points`; so C is mirrored at CA first.
             mirrored, origin, plane = (self._rows(x) for x in (2.0 * ca - c, ca, n))
             frames = Rigid.from_three_points(mirrored, origin, plane, eps=1e-20)
             towards = frames.unsqueeze(-1).apply_inverse(ca.unsqueeze(-3))  # [B, T, i, J, 3]
@@ -200,7 +200,7 @@ class TemplateEmbedder(ShardedModule):
         return torch.cat([f if f.ndim == 5 else f.unsqueeze(-1) for f in features], -1) * both.unsqueeze(-1)
 
     def _rows(self, x: Float[Tensor, "B T R *c"]) -> Float[Tensor, "B T i *c"]:
-        """This rank's part of the residues, as rows of the pair representation."""
+        """This rank's residues, as rows of the pair representation."""
         return self.exchange.shard(x.transpose(1, 2), "i").transpose(1, 2)  # `i` names axis 1
 
 
@@ -213,7 +213,7 @@ class TemplateTorsionEmbedder(nn.Module):
         self.projection = Linear(c_m, c_m, init="relu")
 
     def forward(self, templates: Templates) -> tuple[Float[Tensor, "B T R c_m"], Float[Tensor, "B T R"]]:
-        """Rows to append to the MSA, and their mask: psi's, which needs atoms of one residue's backbone only."""
+        """Rows to append to the MSA, and their mask: whether psi is defined, which depends on one residue's backbone only."""
         features = template_torsion_features(templates)
         rows = self.projection(self.embedding(features.to(self.embedding.weight.dtype)).relu())
         return rows, features[..., PSI - 7]
@@ -223,13 +223,13 @@ class TemplateTorsionEmbedder(nn.Module):
 def template_torsion_features(templates: Templates) -> Float[Tensor, "B T R 57"]:
     """Residue types, seven torsion angles as (sin, cos), the same in alternative naming, and which are defined.
 
-    AF2 does NOT mask angles whose atoms are partly absent: its network has learnt the numbers that come of atoms at the
-    origin, so they are made here as well. One of them is pure rounding noise in AF2, omega where the residue before has
-    neither CA nor C (two coinciding points define no plane): here it is (0, 0), the same on every machine.
+    AF2 does NOT mask angles whose atoms are partly absent. Its network has learnt the values that result from atoms at the
+    origin, so they are computed here too. One of them is rounding noise in AF2: omega if the previous residue has neither CA
+    nor C, because two identical points define no plane. Here it is (0, 0), the same on every machine.
     """
     aatype = templates.aatype.clamp(max=UNKNOWN)
     defined = atom37_to_torsion_angles(aatype, templates.positions, templates.atom_mask)["torsion_angles_mask"]
-    # A residue of zeros before the first, and every atom declared present: no angle is masked.
+    # Prepend a residue of zeros and declare every atom present, so that no angle is masked.
     padded = F.pad(templates.positions, (0, 0, 0, 0, 1, 0))
     angles = atom37_to_torsion_angles(F.pad(aatype, (1, 0)), padded, torch.ones_like(padded[..., 0]))
     residue_before = F.pad(templates.atom_mask[..., [CA, C]].amax(-1), (1, 0))[..., :-1]

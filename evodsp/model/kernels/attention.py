@@ -1,8 +1,8 @@
 """Attention with additive biases: softmax(q k^T / sqrt(D) + bias + mask) v.
 
-The logits are by far the largest array of an Evoformer block ([S, H, R, R] and [R, H, R, R]), so they never exist whole:
-rows of the outer axis are taken a few at a time, and the backward pass forms their weights again instead of keeping them.
-On a CPU the working set stays in cache; everywhere, memory is linear in the inputs and the bias.
+The logits are by far the largest array of an Evoformer block ([S, H, R, R] and [R, H, R, R]), so they are never whole: a few
+rows of the outer axis are processed at a time, and the backward pass recomputes the weights instead of keeping them. On a CPU
+the working set stays in cache; on every device, memory is linear in the inputs and the bias.
 
 Shape legend: B batch, N rows of the outer axis (each attends within itself), H heads, Q queries, K keys, D head width.
 """
@@ -17,10 +17,10 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# Logits formed at once: about a core's cache, or enough to fill a GPU.
+# Logits per chunk: about a core's cache, or enough to fill a GPU.
 _CPU_CHUNK = 1 << 18
 _GPU_CHUNK = 1 << 26
-# Up to so many weights are kept for the backward pass: forming them anew would cost more than the memory is worth.
+# Up to this many weights are kept for the backward pass: recomputing so few would cost more time than the memory is worth.
 _KEEP = 1 << 22
 
 
@@ -31,8 +31,10 @@ def attention(
     mask_bias: Float[Tensor, "B N K"],
     pair_bias: Float[Tensor, "B H Q K"] | None = None,
 ) -> Float[Tensor, "B N H Q D"]:
-    """Attention within each row. `mask_bias` is added to the logits of a row's keys and gets no gradient; `pair_bias` is
-    shared by all rows. Differentiable once in q, k, v and `pair_bias`.
+    """Attention within each row.
+
+    `mask_bias`: added to the logits of a row's keys; gets no gradient. `pair_bias`: shared by all rows of a sample.
+    Differentiable once in q, k, v and `pair_bias`.
     """
     return _Attention.apply(q * q.shape[-1] ** -0.5, k, v, mask_bias, pair_bias)
 
@@ -47,12 +49,12 @@ def _weights(
     if pair_bias is not None:
         logits += pair_bias
     logits += mask_bias[:, None, None, :]
-    # The dtype is said because a GPU's autocast would widen it, and not what it is then multiplied with into `out=`.
+    # Explicit dtype: a GPU's autocast would widen the weights but not the values, and `out=` needs equal dtypes.
     return logits.softmax(-1, dtype=logits.dtype)
 
 
 def _chunks(q: Float[Tensor, "B N H Q D"], keys: int) -> Iterator[tuple[int, slice]]:
-    """(sample, rows) of each chunk."""
+    """Yields (sample, rows) of each chunk."""
     batch, rows, heads, queries, _ = q.shape
     budget = _CPU_CHUNK if q.device.type == "cpu" else _GPU_CHUNK
     step = max(1, budget // max(1, heads * queries * keys))
@@ -62,7 +64,7 @@ def _chunks(q: Float[Tensor, "B N H Q D"], keys: int) -> Iterator[tuple[int, sli
 
 
 class _Attention(torch.autograd.Function):
-    """Attention whose backward pass forms the weights anew, unless they are few enough to keep."""
+    """Attention whose backward pass recomputes the weights, unless they are few enough to keep."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask_bias: Tensor, pair_bias: Tensor | None) -> Tensor:
@@ -84,7 +86,7 @@ class _Attention(torch.autograd.Function):
         q, k, v, mask_bias, pair_bias, out, *kept = ctx.saved_tensors
         grad_q, grad_k, grad_v = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
         grad_bias = None if pair_bias is None else torch.zeros_like(pair_bias)
-        # The softmax's backward needs the sum over keys of weight times gradient: it is output times gradient.
+        # The backward of softmax needs the sum over keys of weight x gradient; it equals the sum of output x gradient.
         centre = (grad * out).sum(-1, keepdim=True)
         for n, (b, rows) in enumerate(_chunks(q, k.shape[-2])):
             shared = None if pair_bias is None else pair_bias[b]

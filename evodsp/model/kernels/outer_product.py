@@ -1,7 +1,7 @@
 """Sum over sequences of outer products, projected: out[i, j] = W vec(sum_s left[s, i] right[s, j]^T).
 
-Before the projection a pair of residues has c x c channels (1024 in AlphaFold2), eight times those of the pair representation.
-They are formed for a few rows at a time and projected at once, and the backward pass forms them again.
+Before the projection, a residue pair has c x c channels (1024 in AlphaFold2), eight times as many as the pair representation.
+They are computed for a few rows at a time and projected immediately; the backward pass computes them again.
 
 Shape legend: B batch, S sequences, I J residues, c channels of an operand, z channels of the result.
 """
@@ -16,19 +16,19 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# Numbers of outer products formed at once: some megabytes on a CPU, enough to fill a GPU.
+# Numbers per chunk of outer products: a few megabytes on a CPU, enough to fill a GPU.
 _CPU_CHUNK = 1 << 21
 _GPU_CHUNK = 1 << 27
-# Up to so many are kept for the backward pass: forming them anew would cost more than the memory is worth.
+# Up to this many are kept for the backward pass: recomputing so few would cost more time than the memory is worth.
 _KEEP = 1 << 22
 
 
 def outer_product(
     left: Float[Tensor, "B S I c"], right: Float[Tensor, "B S J c"], weight: Float[Tensor, "z cc"]
 ) -> Float[Tensor, "B I J z"]:
-    """The projected sum; `cc` is c x c, the left operand's channel slower. Differentiable once in all three."""
+    """The projected sum. `cc` is c x c; the left operand's channel varies slower. Differentiable once in all inputs."""
     device = left.device.type
-    # Autocast does not see products that are written into a given tensor; the meta device knows no autocast.
+    # Autocast ignores products with `out=`, so the inputs are cast here. The meta device has no autocast.
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         left, right, weight = left.to(dtype), right.to(dtype), weight.to(dtype)
@@ -36,7 +36,7 @@ def outer_product(
 
 
 def _chunks(left: Tensor, right: Tensor) -> Iterator[tuple[int, slice]]:
-    """(sample, rows) of each chunk."""
+    """Yields (sample, rows) of each chunk."""
     batch, _, rows, c = left.shape
     budget = _CPU_CHUNK if left.device.type == "cpu" else _GPU_CHUNK
     step = max(1, budget // max(1, right.shape[2] * c * c))
@@ -46,7 +46,7 @@ def _chunks(left: Tensor, right: Tensor) -> Iterator[tuple[int, slice]]:
 
 
 def _products(left: Float[Tensor, "S i c"], right: Float[Tensor, "S J c"]) -> Float[Tensor, "ij cc"]:
-    """The outer products of a few rows with all columns."""
+    """Outer products of a few rows with all columns, summed over sequences."""
     (_, i, c), j = left.shape, right.shape[1]
     products = left.flatten(1).T @ right.flatten(1)  # [i c, J c]: one matrix product over the sequences
     return products.view(i, c, j, c).transpose(1, 2).reshape(i * j, c * c)
@@ -72,7 +72,7 @@ class _OuterProduct(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         left, right, weight, *kept = ctx.saved_tensors
         grad_left = torch.empty_like(left, memory_format=torch.contiguous_format)
-        # Sums over chunks: not in bf16.
+        # Accumulate over chunks in fp32 at least, not in bf16.
         total = torch.promote_types(left.dtype, torch.float32)
         grad_right = torch.zeros_like(right, memory_format=torch.contiguous_format, dtype=total)
         grad_weight = torch.zeros_like(weight, dtype=total)
