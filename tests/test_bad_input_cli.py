@@ -25,6 +25,7 @@ from evodsp.config import FeatureConfig, ModelConfig
 from evodsp.model.alphafold import AlphaFold
 from evodsp.weights.checkpoint import save_model
 from scripts.random_parameters import main as random_parameters
+from tests.builders.command_lines import last_options
 from tests.builders.training_chains import SEQUENCES, TINY, write_chain
 
 KEY, OTHER_KEY = SEQUENCES
@@ -37,7 +38,7 @@ OUTPUT = Path("runs") / "out"
 
 # The words that tell a user what to do about it.
 FIX = re.compile(
-    r"\b(write|create|remove|rename|add|choose|search|use|give|check|download|save|must be|drop|put|leave|shorten)\b"
+    r"\b(write|create|remove|rename|add|choose|search|use|give|check|download|save|must be|drop|put|leave|shorten|correct)\b"
     r"|Did you mean"
 )
 
@@ -67,19 +68,8 @@ def inputs(pristine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
 
 def predict(*options: str) -> list[str]:
     given = ["--fasta", FASTA, "--alignments", "alignments", "--checkpoint", CHECKPOINT, "--output", str(OUTPUT)]
-    return [
-        "predict",
-        *given,
-        "--recycles",
-        "0",
-        "--msa_clusters",
-        "4",
-        "--extra_msa",
-        "3",
-        "--device",
-        "cpu",
-        *options,
-    ]
+    sizes = ["--recycles", "0", "--msa_clusters", "4", "--extra_msa", "3", "--device", "cpu"]
+    return last_options(["predict", *given, *sizes, *options])
 
 
 def fit(*options: str) -> list[str]:

@@ -34,6 +34,7 @@ import evodsp
 from evodsp.cli import main
 from evodsp.errors import UserError
 from evodsp.training.csv_logger import read_curve
+from tests.builders.command_lines import last_options
 from tests.conftest import SHARED
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -236,22 +237,6 @@ def run(words: list[str]) -> None:
     """`evodsp` in this process. If the page and the test both set an option, the last one counts."""
     words = last_options(words)
     assert main(words) == 0, f"evodsp {' '.join(words)}"
-
-
-def last_options(words: list[str]) -> list[str]:
-    """The words without options that a later word sets again; evodsp refuses repeated options. `--config` may repeat."""
-    kept: list[str] = []
-    for place, word in enumerate(words):
-        name = word.partition("=")[0]
-        later = {other.partition("=")[0] for other in words[place + 1 :]}
-        if word.startswith("--"):
-            dropped = name != "--config" and name in later
-        else:
-            before = words[place - 1] if place else ""
-            dropped = before.startswith("--") and "=" not in before and before != "--config" and before in later
-        if not dropped:
-            kept.append(word)
-    return kept
 
 
 def run_quietly(words: list[str]) -> str:
@@ -461,6 +446,7 @@ def resolves(name: str) -> bool:
 def test_links_and_files_named_in_the_prose_exist(page: str) -> None:
     """Relative links with their anchors; files and folders between backticks that a run does not write."""
     here = (ROOT / page).parent
+    package_files = {path.name for path in (ROOT / "evodsp").rglob("*.py")}
     for link in re.findall(r"\[[^\]]*\]\((?!https?:)([^)\s]+)\)", prose(page)):
         name, _, anchor = link.partition("#")
         target = here / name if name else ROOT / page
@@ -469,7 +455,8 @@ def test_links_and_files_named_in_the_prose_exist(page: str) -> None:
     for name in spans(page):
         if re.fullmatch(r"[\w./-]+\.(?:md|yaml|py|txt|sh|sbatch|ipynb|cff|css)", name) and name not in ELSEWHERE:
             places = (ROOT, here, ROOT / "evodsp", ROOT / "evodsp" / "parallel")
-            assert any((folder / name).exists() for folder in places), f"{page}: `{name}`"
+            found = any((folder / name).exists() for folder in places) or ("/" not in name and name in package_files)
+            assert found, f"{page}: `{name}`"
         if re.match(r"(?:evodsp|scripts|tests|notebooks|configs|data)/", name) and not set(name) & set("*<> …"):
             assert (ROOT / name).exists() or (ROOT / "evodsp" / name).exists(), f"{page}: `{name}`"
 
