@@ -23,6 +23,7 @@ from tests.ranks import RankPool  # noqa: E402
 from tests.selection import (  # noqa: E402, F401  (hooks of pytest)
     pytest_addoption,
     pytest_collection_modifyitems,
+    pytest_runtest_call,
     pytest_runtest_setup,
     pytest_terminal_summary,
 )

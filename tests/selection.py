@@ -1,19 +1,22 @@
 """Options of pytest with which CI runs a part of the verify tests: some that concern the change, some in rotation.
 
 `make verify` runs all of them, which takes longer than CI has. With `--changed-since` and `--rotate` they are put into another
-order, and `--budget-minutes` starts none after so many minutes. Those not started are reported as skipped, and listed.
+order, and `--budget-minutes` starts none after so many minutes and ends the one that is running `GRACE` later. Those not
+started or not finished are reported as skipped, and listed.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
+import signal
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
 from itertools import chain, zip_longest
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -21,7 +24,10 @@ ROOT = Path(__file__).resolve().parents[1]
 # Parts of a path that say nothing about what it concerns.
 _COMMON = {"evodsp", "test", "script", "init", "conftest", "main", "config", "command"}
 
-_not_started = pytest.StashKey[list[str]]()
+GRACE = 0.25
+"""How far past the budget a running test may go, as a fraction of the budget. CI is cut off, and then nothing lands."""
+
+_not_run = pytest.StashKey[list[str]]()
 _deadline = pytest.StashKey[float]()
 
 
@@ -80,18 +86,43 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    budget, stash = item.config.getoption("--budget-minutes"), item.config.stash
+    left = _seconds_left(item)
+    if left is not None and left < 0:
+        _leave_out(item, "not started")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    """End a test that runs too long past the budget. The alarm interrupts waits for processes and sleeps too."""
+    left = _seconds_left(item)
+    if left is None:
+        return (yield)
+    before = signal.signal(signal.SIGALRM, lambda *_: _leave_out(item, "not finished"))
+    signal.setitimer(signal.ITIMER_REAL, max(0.1, left + GRACE * 60 * item.config.getoption("--budget-minutes")))
+    try:
+        return (yield)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _seconds_left(item: pytest.Item) -> float | None:
+    """Seconds until the budget is spent; None for a test that has none. The budget begins with the first verify test."""
+    budget = item.config.getoption("--budget-minutes")
     if budget is None or item.get_closest_marker("verify") is None:
-        return
-    if time.monotonic() > stash.setdefault(_deadline, time.monotonic() + 60 * budget):
-        stash.setdefault(_not_started, []).append(item.nodeid)
-        pytest.skip(f"not started: the budget of {budget:g} minutes was spent")
+        return None
+    return item.config.stash.setdefault(_deadline, time.monotonic() + 60 * budget) - time.monotonic()
+
+
+def _leave_out(item: pytest.Item, why: str) -> NoReturn:
+    item.config.stash.setdefault(_not_run, []).append(item.nodeid)
+    pytest.skip(f"{why}: the budget of {item.config.getoption('--budget-minutes'):g} minutes was spent")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    tests = config.stash.get(_not_started, [])
+    tests = config.stash.get(_not_run, [])
     if not tests:
         return
-    terminalreporter.section(f"{len(tests)} verify tests not started: the budget was spent")
+    terminalreporter.section(f"{len(tests)} verify tests not run to the end: the budget was spent")
     for name, count in sorted(Counter(test.split("[")[0] for test in tests).items()):
         terminalreporter.line(f"{count:4}  {name}")

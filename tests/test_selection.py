@@ -61,14 +61,33 @@ def test_a_spent_budget_starts_nothing_more_and_says_so(tmp_path: Path) -> None:
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = verify\n")
     (tmp_path / "test_made_up.py").write_text(MADE_UP.format(imports=""))
     root = Path(__file__).resolve().parents[1]
-    words = ["-q", "--budget-minutes", "0.005", "--rotate", "x", f"--rootdir={tmp_path}", str(tmp_path)]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *words],
-        cwd=root, capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
+    done = run_with_budget(root, tmp_path, 0.005)
     assert done.returncode == 0, done.stdout + done.stderr
     skipped = int(done.stdout.splitlines()[-1].split(" skipped")[0].split()[-1])
     assert 1 <= skipped <= 4
     assert f"{6 - skipped} passed" in done.stdout.splitlines()[-1]
-    assert f"{skipped} verify tests not started" in done.stdout
+    assert f"{skipped} verify tests not run to the end" in done.stdout
     assert "test_made_up.py::test_slow" in done.stdout
+
+
+def test_a_test_that_runs_past_the_budget_is_ended(tmp_path: Path) -> None:
+    """One test of a quarter of an hour, started in the last second of the budget, with which CI is cut off."""
+    (tmp_path / "conftest.py").write_text("from tests.selection import *  # noqa: F403\n")
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = verify\n")
+    waits = "    subprocess.run(['sleep', '50'])"
+    (tmp_path / "test_long.py").write_text(
+        f"import subprocess\nimport pytest\n\n@pytest.mark.verify\ndef test():\n{waits}\n"
+    )
+    done = run_with_budget(Path(__file__).resolve().parents[1], tmp_path, 0.02)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 skipped" in done.stdout.splitlines()[-1]
+    assert "1 verify tests not run to the end" in done.stdout
+
+
+def run_with_budget(root: Path, folder: Path, minutes: float) -> subprocess.CompletedProcess[str]:
+    """pytest on the tests of `folder`, in a process of its own."""
+    words = ["-q", "--budget-minutes", str(minutes), "--rotate", "x", f"--rootdir={folder}", str(folder)]
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *words],
+        cwd=root, capture_output=True, text=True, timeout=40, check=False,
+    )  # fmt: skip
