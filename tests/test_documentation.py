@@ -9,6 +9,7 @@ cannot go untested.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import itertools
 import os
@@ -19,6 +20,7 @@ import shlex
 import socket
 import subprocess
 import sys
+import textwrap
 import tomllib
 import zipfile
 from collections.abc import Callable
@@ -33,6 +35,7 @@ import yaml
 import evodsp
 from evodsp.cli import main
 from evodsp.errors import UserError
+from evodsp.model.evoformer import MSAStack, PairStack
 from evodsp.training.csv_logger import read_curve
 from tests.builders.command_lines import last_options
 from tests.conftest import SHARED
@@ -549,3 +552,10 @@ def test_the_wheel_holds_the_package(tmp_path: Path) -> None:
     assert wheel.name == f"evodsp-{evodsp.__version__}-py3-none-any.whl"
     held = set(zipfile.ZipFile(wheel).namelist())
     assert {name for name in tracked if name.startswith("evodsp/")} <= held
+
+
+@pytest.mark.parametrize("stack", [MSAStack, PairStack])
+def test_the_lines_of_a_block_are_the_programs(stack: type) -> None:
+    """A page that shows another order of sub-layers or other axes than the program has."""
+    body = inspect.getsource(stack.forward).split('"""')[2]
+    assert textwrap.dedent(body.lstrip("\n")).strip() in text_of("docs/dsp.md")
