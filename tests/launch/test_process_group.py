@@ -115,8 +115,7 @@ def states(*pairs: tuple[int, int]) -> dict[int, State]:
 def watched(detector: StallDetector, seconds: int, step: int = 1, **stuck: int) -> tuple[list[int], str] | None:
     """Watch three ranks for some seconds: the time, the blamed ranks and the message, or None.
 
-    Rank `silent` sends no heartbeat after 5 s. Rank `hangs` launches no collective after 5 s, and the others wait for
-    it.
+    From 5 s on, rank `silent` sends no heartbeat; rank `hangs` launches no collective and the others wait for it.
     """
     for now in range(0, seconds, step):
         found = detector.find(
