@@ -1,4 +1,4 @@
-"""Shared fixtures. Shapes in signatures are checked at run time in every test (jaxtyping + beartype)."""
+"""Shared fixtures. Every test checks the shapes in signatures at run time (jaxtyping and beartype)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jaxtyping import install_import_hook
 
 install_import_hook("evodsp", "beartype.beartype")
 
-import numpy as np  # noqa: E402  (the hook must be installed before anything of evodsp is imported)
+import numpy as np  # noqa: E402  (the hook must be installed before evodsp is imported)
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
@@ -32,7 +32,7 @@ SHARED = Path(__file__).resolve().parents[2] / "shared"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Refuse to start if reference files are there in part. A clone without any of them is fine: those tests are skipped."""
+    """Refuse to run with an incomplete set of reference files. Without any of them, the tests that need them are skipped."""
     if SHARED.is_dir():
         missing = [name for name in ("golden/INDEX.txt", "data/README.md") if not (SHARED / name).is_file()]
         if missing:
@@ -41,7 +41,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session")
 def golden() -> Path:
-    """Folder of reference numbers computed by DeepMind's AlphaFold2."""
+    """Folder of reference arrays computed by DeepMind's AlphaFold2."""
     if not SHARED.is_dir():
         pytest.skip("no ../shared/golden beside this checkout")
     return SHARED / "golden"
@@ -57,7 +57,7 @@ def real_data() -> Path:
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[RankPool]:
-    """Ranks that communicate through gloo. They start once per session."""
+    """Ranks that communicate through gloo, started once per session."""
     ranks = RankPool()
     yield ranks
     ranks.stop()

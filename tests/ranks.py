@@ -1,7 +1,7 @@
 """A pool of ranks for tests. Its processes are kept between tests, because starting them takes seconds.
 
-`pool.run(n, function, *arguments)` calls a module-level function on ranks 0 … n-1. Its first argument is a process group of
-those n ranks (gloo). The results are returned in the order of ranks. Every rank has one thread.
+`pool.run(n, function, *arguments)` calls a module-level function on ranks 0 … n-1, with a gloo process group of these
+ranks as its first argument. The results are returned in rank order. Every rank uses one thread.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-MOST = 4
+MAX_RANKS = 4
 TIMEOUT = 300.0
 
 
 @dataclass
 class RankError(Exception):
-    """A function failed on some ranks."""
+    """A function failed on some ranks. `traces`: their tracebacks by rank."""
 
     traces: dict[int, str]
 
@@ -33,13 +33,16 @@ class RankError(Exception):
 class RankPool:
     """Processes that run functions as the ranks of a group. They start at the first call of `run`."""
 
-    def __init__(self, ranks: int = MOST) -> None:
+    def __init__(self, ranks: int = MAX_RANKS) -> None:
         self.ranks = ranks
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
 
     def run(self, ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """`function(group, *arguments)` on the first `ranks` ranks; their results, by rank. Raises RankError if one failed."""
+        """Call `function(group, *arguments)` on the first `ranks` ranks and return their results by rank.
+
+        Raises RankError if the function failed on a rank, TimeoutError if a rank gave no result in time.
+        """
         if not self._processes:
             self._start()
         for pipe in self._pipes[:ranks]:
@@ -49,24 +52,25 @@ class RankPool:
             if not pipe.poll(TIMEOUT):
                 self.stop()
                 raise TimeoutError(f"rank {rank} gave no answer within {TIMEOUT} s")
-            good, value = pipe.recv()
-            if good:
+            succeeded, value = pipe.recv()
+            if succeeded:
                 results.append(value)
             else:
                 failed[rank] = value
         if failed:
-            self.stop()  # the other ranks may wait for the failed one for ever
+            self.stop()  # the other ranks may wait for the failed one forever
             raise RankError(failed)
         return results
 
     def stop(self) -> None:
+        """Kill the processes."""
         for process in self._processes:
             process.kill()
             process.join()
         self._processes, self._pipes = [], []
 
     def _target(self) -> Callable[[int, int, str, Connection], None]:
-        """The main function of the processes. A subclass may give another one, for other messages from `run`."""
+        """The main function of the processes. A subclass may return another one, for other messages from `run`."""
         return _serve
 
     def _start(self) -> None:
@@ -75,16 +79,16 @@ class RankPool:
         os.close(handle)
         os.unlink(path)
         for rank in range(self.ranks):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=self._target(), args=(rank, self.ranks, path, theirs), daemon=True)
+            local_end, remote_end = context.Pipe()
+            process = context.Process(target=self._target(), args=(rank, self.ranks, path, remote_end), daemon=True)
             process.start()
-            theirs.close()
+            remote_end.close()
             self._processes.append(process)
-            self._pipes.append(ours)
+            self._pipes.append(local_end)
 
 
 def end_with_parent() -> None:
-    """Make this process end when its parent ends, for whatever reason, even while it waits in a collective."""
+    """End this process when its parent ends for any reason, even while it waits in a collective."""
     parent = mp.parent_process()
     assert parent is not None
 
@@ -100,7 +104,7 @@ def _serve(rank: int, ranks: int, path: str, pipe: Connection) -> None:
     end_with_parent()
     import torch.distributed as dist
 
-    import tests.conftest  # noqa: F401  (shapes are checked here as well)
+    import tests.conftest  # noqa: F401  (installs the shape checks)
 
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=ranks)
     groups = {n: dist.new_group(list(range(n))) for n in range(1, ranks + 1)}

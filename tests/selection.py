@@ -1,8 +1,8 @@
-"""Options of pytest with which CI runs a part of the verify tests: some that concern the change, some in rotation.
+"""pytest options with which CI runs a part of the verify tests: some related to the change, some in rotation.
 
-`make verify` runs all of them, which takes longer than CI has. With `--changed-since` and `--rotate` they are put into another
-order, and `--budget-minutes` starts none after so many minutes and ends the one that is running `GRACE` later. Those not
-started or not finished are reported as skipped, and listed.
+`make verify` runs all of them, which takes longer than CI has. `--changed-since` and `--rotate` reorder the tests.
+`--budget-minutes` stops starting verify tests after that time, and ends a test that is still running a quarter of it (`GRACE`)
+later. Tests not started or not finished are reported as skipped and listed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import NoReturn
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-# Parts of a path that say nothing about what it concerns.
+# Parts of a path that say nothing about its subject.
 _COMMON = {"evodsp", "test", "script", "init", "conftest", "main", "config", "command"}
 
 GRACE = 0.25
@@ -34,33 +34,33 @@ _deadline = pytest.StashKey[float]()
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("evodsp")
     group.addoption(
-        "--changed-since", metavar="REVISION", help="let every second test concern a file changed since then"
+        "--changed-since", metavar="REVISION", help="let every second test concern a file changed since this revision"
     )
     group.addoption(
-        "--rotate", metavar="WORD", help="put tests into an order that this word determines, e.g. a commit's hash"
+        "--rotate", metavar="WORD", help="order tests by a hash of this word and their ids, e.g. a commit's hash"
     )
     group.addoption(
         "--budget-minutes",
         type=float,
         metavar="MINUTES",
-        help="start no verify test after so many minutes; list what was not run",
+        help="start no verify test after this many minutes; list tests that were not run",
     )
 
 
 def words(path: str) -> set[str]:
-    """What a path is about: its parts in lower case without endings, such as {"model", "evoformer"}."""
+    """The subjects of a path: its parts in lower case without common words and plural endings, e.g. {"model", "evoformer"}."""
     parts = re.split(r"[/._]", path.lower())
     return {part.rstrip("s") for part in parts if len(part) > 2} - _COMMON - {"py", "ipynb", "yaml", "md", "txt"}
 
 
 def concerns(test: str, changed: Iterable[str]) -> bool:
-    """Whether a test id shares a folder's or a file's name with a changed file. It may do so in a parameter."""
+    """Whether a test's id shares a folder or file name with a changed file, also within its parameters."""
     about = words(re.sub(r"[\[\]]", "/", test))
     return any(about & words(path) for path in changed)
 
 
 def changed_files(revision: str) -> list[str]:
-    """Files changed since a git revision; all tests' order then stays the rotation's if git does not know it."""
+    """Files changed since a git revision. If git does not know the revision, none."""
     done = subprocess.run(
         ["git", "diff", "--name-only", revision, "--"], cwd=ROOT, capture_output=True, text=True, check=False
     )
@@ -68,7 +68,7 @@ def changed_files(revision: str) -> list[str]:
 
 
 def ordered(tests: Iterable[str], rotate: str, changed: Iterable[str]) -> list[str]:
-    """Tests in the order that `rotate` determines, by turns one that concerns a changed file and one of the others."""
+    """The tests in an order determined by `rotate`, alternating between tests that concern a changed file and others."""
     shuffled = sorted(tests, key=lambda test: hashlib.sha256(f"{rotate} {test}".encode()).digest())
     first = [test for test in shuffled if concerns(test, changed)]
     rest = [test for test in shuffled if test not in set(first)]

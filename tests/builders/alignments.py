@@ -22,7 +22,7 @@ def make_alignment(letters: str, rows: int = 9, source: str = "hits.a3m") -> Ali
 
 
 def chain_folder(root: Path, key: str, files: dict[str, str]) -> Path:
-    """The folder `key` below `root` with the given files (name: text); names that end in .gz are gzipped."""
+    """Write the given files (name: text) into the folder `key` below `root`. Files named *.gz are gzipped."""
     for name, text in files.items():
         path = root / key / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -31,7 +31,7 @@ def chain_folder(root: Path, key: str, files: dict[str, str]) -> Path:
 
 
 def database(root: Path, chains: dict[str, dict[str, str]]) -> Path:
-    """OpenFold's alignment database in `root`, of the given files of each chain."""
+    """Write OpenFold's alignment database into `root`, with the given files (name: text) of each chain."""
     index, data = {}, b"unused"
     for key, files in chains.items():
         index[key] = {"db": "alignment_db_0.db", "files": []}

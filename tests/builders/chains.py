@@ -16,7 +16,7 @@ AMINO_ACIDS = "ARNDCQEGHILKMFPSTWYV"
 
 
 def make_chain(name: str, letters: str, resolved: bool = True, resolution: float | None = 2.0) -> Chain:
-    """A chain A whose every atom lies near (10 i, 0, 0), i the residue's index; without atoms unless `resolved`."""
+    """A chain A with residue i's atoms near (10 i, 0, 0). Without `resolved` it has no atoms."""
     length = len(letters)
     mask = residues.RESTYPE_ATOM37_MASK[encode_sequence(letters)].astype(np.float32) * resolved
     jitter = np.random.default_rng(length).normal(size=(length, 37, 3))
@@ -35,7 +35,7 @@ def make_chain(name: str, letters: str, resolved: bool = True, resolution: float
 
 
 def straight_chain(letters: str, key: str = "1abc_A") -> Chain:
-    """A straight chain: residue i has its backbone and CB at x = 3.8 i plus the atom's number in y."""
+    """A straight chain: residue i has its backbone and CB at x = 3.8 i; the atom's index is added to y."""
     length = len(letters)
     positions, mask = np.zeros((length, 37, 3), np.float32), np.zeros((length, 37), np.float32)
     mask[:, [residues.N, residues.CA, residues.C, residues.CB, residues.O]] = 1

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 
 class Holder(nn.Module):
-    """Gives a single module the name `x`, under which its rows in the table of names look for it."""
+    """Gives a module the name `x`, under which the table of parameter names finds it."""
 
     def __init__(self, x: nn.Module) -> None:
         super().__init__()
@@ -15,7 +15,7 @@ class Holder(nn.Module):
 
 
 def close(actual: Tensor | np.ndarray, expected: np.ndarray, tolerance: float, what: str) -> None:
-    """Assert that both are equal up to `tolerance` of the largest element. `what` says in the message what was compared."""
+    """Assert equal shapes, and differences up to `tolerance` of the largest element. `what` names the array in the message."""
     actual = np.asarray(actual.detach() if isinstance(actual, Tensor) else actual)
     assert actual.shape == expected.shape, f"{what}: shape {actual.shape}, expected {expected.shape}"
     error = np.abs(actual - expected).max() / np.abs(expected).max()

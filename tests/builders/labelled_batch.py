@@ -18,7 +18,7 @@ WEIGHTS = LossConfig(
 
 
 class Source:
-    """The same random numbers on every rank."""
+    """Random numbers from a seed: every rank draws the same ones."""
 
     def __init__(self, seed: int) -> None:
         self._generator = torch.Generator().manual_seed(seed)
@@ -26,39 +26,39 @@ class Source:
     def normal(self, *shape: int, scale: float = 1.0) -> Tensor:
         return scale * torch.randn(shape, generator=self._generator, dtype=torch.float64)
 
-    def whole(self, high: int, *shape: int) -> Tensor:
+    def integers(self, high: int, *shape: int) -> Tensor:
         return torch.randint(0, high, shape, generator=self._generator)
 
-    def present(self, *shape: int) -> Tensor:
-        """A mask of which a fifth is zero."""
+    def mask(self, *shape: int) -> Tensor:
+        """A random mask, zero for a fifth of its entries."""
         return (torch.rand(shape, generator=self._generator) > 0.2).double()
 
 
 def batch_of(samples: int, residues: int = RESIDUES) -> dict[str, Tensor]:
     """Features [B, cycle, ...] and labels [B, ...]; the first sample ends in two residues of padding."""
     source = Source(samples)
-    # Half of the residues have ambiguous atom names. Two cysteines allow a disulfide bridge; a proline has its own bond.
+    # Half of the residues have ambiguous atom names. Cysteines may form a disulfide bridge; proline has its own bond length.
     letters = torch.tensor([RESTYPE_ORDER[x] for x in ("DEFYCCPWKRGH" * residues)[:residues]])
     aatype = torch.stack([letters.roll(shift) for shift in range(samples)])
     seq_mask = torch.ones(samples, residues, dtype=torch.float64)
     seq_mask[0, -2:] = 0
     exists = torch.from_numpy(RESTYPE_ATOM37_MASK).double()[aatype] * seq_mask[..., None]
-    observed = exists * source.present(samples, residues, 37)
+    observed = exists * source.mask(samples, residues, 37)
     observed[:, ::2, :5] = exists[:, ::2, :5]
     positions = source.normal(samples, residues, 37, 3, scale=4) * observed[..., None]
     labels = [structure_labels(*(x[b] for x in (aatype, positions, observed))) for b in range(samples)]
-    index = torch.arange(residues).repeat(samples, 1) + (torch.arange(residues) > 3) * 2  # a gap
+    index = torch.arange(residues).repeat(samples, 1) + (torch.arange(residues) > 3) * 2  # a chain break
     features = {
         "aatype": aatype,
         "residue_index": index * seq_mask.long(),
         "seq_mask": seq_mask,
         "atom37_atom_exists": exists,
         "atom14_atom_exists": torch.from_numpy(RESTYPE_ATOM14_MASK).double()[aatype] * seq_mask[..., None],
-        "true_msa": source.whole(22, samples, CLUSTERS, residues),
-        "bert_mask": source.present(samples, CLUSTERS, residues) * seq_mask[:, None],
+        "true_msa": source.integers(22, samples, CLUSTERS, residues),
+        "bert_mask": source.mask(samples, CLUSTERS, residues) * seq_mask[:, None],
     }
     return {
-        # Only the last cycle's features may matter.
+        # Zeros in the first cycle: losses must read only the last cycle's features.
         **{key: torch.stack([torch.zeros_like(x), x], dim=1) for key, x in features.items()},
         **{key: torch.stack([label[key] for label in labels]) for key in labels[0] if key not in features},
         "resolution": torch.full((samples,), 2.0, dtype=torch.float64),

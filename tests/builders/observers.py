@@ -1,4 +1,4 @@
-"""Callbacks that a run takes with `--trainer.callbacks`, and that report on standard output what the run was built with."""
+"""Callbacks for `--trainer.callbacks` that print how a run was set up."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from evodsp.training.module import TrainingModule
 
 
 class ReportSetup(Callback):
-    """Gives each rank different initial weights, and prints as JSON how the model is set up when `fit` starts."""
+    """Gives each rank different initial weights, and prints the model's setup as JSON when `fit` starts."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         with torch.no_grad():

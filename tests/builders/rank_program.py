@@ -1,8 +1,8 @@
-"""A rank of `tests/launch/test_faults.py`: it adds numbers with the others; the victim fails at step 5 of the first attempt.
+"""A rank of `tests/launch/test_faults.py`. It runs all-reduces with the others; the victim fails at step 5.
 
     python -m tests.builders.rank_program FAULT VICTIM TIMEOUT FOLDER
 
-A file in FOLDER marks the first attempt, because restart counts differ between machines.
+The victim fails in the first attempt only. A file in FOLDER marks it, because restart counts differ between machines.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def main(fault: str, victim: str, timeout: str, folder: str) -> None:
             dist.all_reduce(x)
             x /= dist.get_world_size()
         stop()
-    # In one write: the ranks share a pipe.
+    # One write, because the ranks share a pipe.
     sys.stdout.write(f"rank {rank} done, attempt {'first' if first else 'later'}\n")
 
 

@@ -1,4 +1,4 @@
-"""A whole model with every head and templates, features for it, and its outputs by name."""
+"""A small model with every head and templates, features for it, and its outputs by name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SMALL = (5, 6, 7)
 
 
 def config(recompute: bool = True) -> ModelConfig:
-    """The `test` preset with templates and every head. `recompute`: recompute activations in all stacks."""
+    """The `test` preset with templates and every head. With `recompute`, all stacks recompute activations."""
     base = ModelConfig.preset("test")
     return dataclasses.replace(
         base,
@@ -31,14 +31,14 @@ def config(recompute: bool = True) -> ModelConfig:
 
 
 def features(batch: int, sizes: tuple[int, int, int] = SMALL) -> dict[str, Tensor]:
-    """Random features of `batch` samples for `CYCLES` cycles, with padding in every mask. `sizes`: as `SMALL`."""
+    """Random features of `batch` samples for `CYCLES` cycles, with padding in every mask. `sizes`: see `SMALL`."""
     generator = torch.Generator().manual_seed(5)
 
     def random(*shape: int) -> Tensor:
         return torch.randn(batch, CYCLES, *shape, dtype=torch.float64, generator=generator)
 
-    def letters(most: int, *shape: int) -> Tensor:
-        return torch.randint(most, (batch, CYCLES, *shape), generator=generator).int()
+    def letters(count: int, *shape: int) -> Tensor:
+        return torch.randint(count, (batch, CYCLES, *shape), generator=generator).int()
 
     (s, e, r), t = sizes, TEMPLATES
     seq_mask = torch.ones(batch, CYCLES, r, dtype=torch.float64)
@@ -64,7 +64,7 @@ def features(batch: int, sizes: tuple[int, int, int] = SMALL) -> dict[str, Tenso
 
 
 def tensors(output: ModelOutput) -> dict[str, Tensor]:
-    """The output's tensors that losses and recycling read, by name."""
+    """The output tensors that losses and recycling read, by name."""
     logits = {f"{name}_logits": value for name, value in output.logits.items()}
     structure = output.structure
     return {

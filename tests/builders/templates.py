@@ -34,9 +34,9 @@ def make_hit(query: str, hit: str, *, first_query: int = 0, first_hit: int = 0, 
 
 
 class MemoryStructures:
-    """Template structures in memory, with release dates by entry; `asked` lists the dates that were looked up.
+    """Template structures in memory, with a release date for each entry.
 
-    With `error`, every chain that is asked for raises it, as a broken file does.
+    `asked` lists the entries whose dates were looked up. If `error` is set, reading a chain raises it.
     """
 
     def __init__(

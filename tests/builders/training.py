@@ -1,4 +1,4 @@
-"""Command lines on several ranks, without the seconds that starting Python and Lightning costs each time."""
+"""Command lines on several ranks, in processes that are kept: starting Python and Lightning takes seconds each time."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class Outcome:
 class CommandPool(RankPool):
     """Processes that wait for command lines. Each run creates its own process group, as under a launcher.
 
-    Lightning communicates with all ranks of the default group, so `RankPool`, whose default group is all of its processes,
-    cannot run it on fewer.
+    Lightning communicates with all ranks of the default group. `RankPool`'s default group always has all of its
+    processes, so it could not run Lightning on fewer ranks.
     """
 
     def evodsp(self, ranks: int, *words: str, own: dict[int, tuple[str, ...]] | None = None) -> list[Outcome]:
-        """`evodsp *words` on `ranks` ranks (rank r: with `own[r]` appended)."""
+        """Run `evodsp *words` on `ranks` ranks, with `own[r]` appended on rank r."""
         return self.run(ranks, words, own or {}, free_port())  # type: ignore[arg-type]
 
     def _target(self) -> Any:
@@ -70,7 +70,7 @@ def _run(rank: int, ranks: int, words: list[str], port: int) -> Outcome:
 
 
 def _leave() -> None:
-    """A run that failed leaves its group behind."""
+    """Leave the process group, which a failed run does not do itself."""
     import torch.distributed as dist
 
     from evodsp.launch.watch import watch_of_this_process

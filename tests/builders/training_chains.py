@@ -34,7 +34,7 @@ SEQUENCES = {"1abc_A": "MKTAYIAKQRWLE", "2abc_B": "GSHMDERVTCNPF"}
 
 
 def write_chain(folder: Path, key: str, letters: str) -> None:
-    """A chain with all its atoms about a straight line, and an alignment of three sequences."""
+    """Write a chain, whose atoms lie near a straight line, and its alignment of three sequences."""
     pdb_id, chain_id = key.split("_")
     generator = np.random.default_rng(0)
     positions = generator.normal(size=(len(letters), 37, 3)) + np.arange(len(letters))[:, None, None] * [3.8, 0, 0]

@@ -17,7 +17,7 @@ from evodsp.config import HeadsConfig, ModelConfig, TemplateConfig
 from evodsp.model.alphafold import AlphaFold
 
 Arrays = dict[str, Tensor]
-# All sizes differ, so that a transposed or wrongly split axis cannot pass.
+# All sizes differ, so that a transposed or wrongly split axis is found.
 SMALL = dataclasses.replace(
     ModelConfig.preset("test"),
     templates=TemplateConfig(
@@ -29,7 +29,7 @@ SMALL = dataclasses.replace(
 
 
 def random_model(config: ModelConfig, seed: int) -> AlphaFold:
-    """A model without parameters of zero or one, which initialisation has many of."""
+    """A model with random parameters. Initialisation sets many to zero or one, which would hide exchanged arrays."""
     model = AlphaFold(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -39,23 +39,24 @@ def random_model(config: ModelConfig, seed: int) -> AlphaFold:
 
 
 def same(model: AlphaFold, other: AlphaFold) -> bool:
-    """Whether both have the same names and bitwise the same values."""
+    """Whether both models have the same parameter names and bitwise the same values."""
     pairs = zip(model.named_parameters(), other.named_parameters(), strict=True)
     return all(name == other_name and torch.equal(x, y) for (name, x), (other_name, y) in pairs)
 
 
 def prefixed(prefix: str, arrays: Arrays) -> Arrays:
+    """`arrays` with `prefix` before each name."""
     return {f"{prefix}{key}": value for key, value in arrays.items()}
 
 
 def averaged(arrays: Arrays) -> Arrays:
-    """Stands for the moving average of `arrays`."""
+    """A stand-in for the moving average of `arrays`."""
     return {key: value + 1 for key, value in arrays.items()}
 
 
 @contextmanager
 def foreign_module(name: str, **members: Any) -> Iterator[types.ModuleType]:
-    """A module that exists only inside the block. Classes among `members` are pickled as belonging to it."""
+    """A module that exists only inside the block. Classes among `members` are pickled as its members."""
     parts = name.split(".")
     names = [".".join(parts[: n + 1]) for n in range(len(parts))]
     made = {full: types.ModuleType(full) for full in names}
@@ -72,14 +73,14 @@ def foreign_module(name: str, **members: Any) -> Iterator[types.ModuleType]:
 
 
 class _FieldReference:
-    """As in ml_collections: a value with its type, in an object of its own."""
+    """As in ml_collections: a value and its type in a separate object."""
 
     def __init__(self, value: Any) -> None:
         self._field_type, self._value, self._ops = type(value), value, [len]
 
 
 class _ConfigDict:
-    """As in ml_collections: everything lies in the instance's `_fields`."""
+    """As in ml_collections: all values are in the instance's `_fields`."""
 
     def __init__(self, values: dict[str, Any]) -> None:
         self._fields = {key: _ConfigDict(value) if isinstance(value, dict) else value for key, value in values.items()}
@@ -90,7 +91,7 @@ class _ConfigDict:
 
 
 class _AttributeDict(dict[str, Any]):
-    """As in Lightning: a dictionary of another class."""
+    """As in Lightning: a subclass of dict."""
 
 
 def save_training_checkpoint(path: Path, content: dict[str, Any]) -> None:
@@ -107,7 +108,7 @@ def save_training_checkpoint(path: Path, content: dict[str, Any]) -> None:
 
 
 def save_deepspeed_checkpoint(folder: Path, arrays: Arrays, tag: str = "checkpoint", stage: int = 2) -> None:
-    """The folder that Lightning and DeepSpeed write for OpenFold: weights in 16 bits, moving average in 32."""
+    """Write the folder that Lightning and DeepSpeed write for OpenFold: 16-bit weights and a 32-bit moving average."""
     states = folder / tag / f"{'zero_pp_rank_0_' if stage == 3 else ''}mp_rank_00_model_states.pt"
     module = prefixed("model.", {key: value.bfloat16() for key, value in arrays.items()})
     content = {"module": module, "ema": {"params": averaged(arrays), "decay": 0.999}, "dp_world_size": 8}

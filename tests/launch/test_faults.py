@@ -1,4 +1,4 @@
-"""Ranks that die, stop or hang: the run ends within the stated time, and says whose fault it was."""
+"""Ranks that die, stop or hang: the run ends within the stated time and names the rank at fault."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ TIMEOUT = 4.0
 
 
 def program(fault: str, victim: int, folder: Path) -> list[str]:
+    """Arguments that start one rank of `tests/builders/rank_program.py`."""
     return ["-m", "tests.builders.rank_program", fault, str(victim), str(TIMEOUT), str(folder)]
 
 
 def bare_ranks(number: int, fault: str, victim: int, folder: Path) -> list[subprocess.Popen[str]]:
-    """Ranks without an agent that would end them: they have to notice for themselves. Rank 0 has the store."""
+    """Ranks started without a launcher, so they must detect the failure themselves. Rank 0 hosts the store."""
     port = free_port()
     return [
         begin(
@@ -34,38 +35,44 @@ def bare_ranks(number: int, fault: str, victim: int, folder: Path) -> list[subpr
 
 
 def ended(ranks: list[subprocess.Popen[str]], victim: int) -> tuple[str, list[str], float]:
-    """The victim's pid; what the others said on standard error; seconds from the fault to the last one's end."""
-    said, at = "", 0.0
+    """The victim's pid, the standard error of the other ranks, and the seconds from the fault to the last rank's end."""
+    output, end_time = "", 0.0
     errors = []
     try:
         for rank, process in enumerate(ranks):
             if rank != victim:
                 errors.append(process.communicate(timeout=60)[1])
                 assert process.returncode == 3, errors[-1]
-        at = time.time()
+        end_time = time.time()
         ranks[victim].kill()
-        said = ranks[victim].communicate(timeout=60)[0]
+        output = ranks[victim].communicate(timeout=60)[0]
     finally:
         for process in ranks:
             process.kill()
-    _, pid, begun = said.split()
-    return pid, errors, at - float(begun)
+    _, pid, fault_time = output.split()
+    return pid, errors, end_time - float(fault_time)
 
 
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.verify), 1])
 def test_a_killed_rank_ends_the_others(tmp_path: Path, victim: int) -> None:
-    """Ranks that wait for a dead one; a traceback where a line would do. (5 s of it: a launcher would have ended them.)"""
+    """Catches ranks that wait for a dead one, and a traceback where one line is expected.
+
+    5 s of the test are the ranks' grace period, in which a launcher would have ended them.
+    """
     _, errors, seconds = ended(bare_ranks(3, "kill", victim, tmp_path), victim)
     assert seconds < 15
-    said = "".join(errors)
-    assert "Traceback" not in said
-    assert re.search(r"lost contact with another rank|store, .* is gone|rank 1 .* sent no heartbeat", said), said
+    output = "".join(errors)
+    assert "Traceback" not in output
+    assert re.search(r"lost contact with another rank|store, .* is gone|rank 1 .* sent no heartbeat", output), output
 
 
 @pytest.mark.verify
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_stopped_rank_is_named(tmp_path: Path, victim: int) -> None:
-    """A SIGSTOP leaves connections open, so no collective ever fails. That of rank 0 stops the store as well."""
+    """Catches a rank stopped by SIGSTOP that goes unnoticed: its connections stay open, so no collective fails.
+
+    Stopping rank 0 stops the store as well.
+    """
     pid, errors, seconds = ended(bare_ranks(3, "stop", victim, tmp_path), victim)
     assert seconds < 2 * TIMEOUT + 5
     named = f"rank {victim} (pid {pid} on {socket.gethostname()})"
@@ -76,7 +83,7 @@ def test_a_stopped_rank_is_named(tmp_path: Path, victim: int) -> None:
 @pytest.mark.verify
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_rank_that_hangs_in_its_own_code_is_named(tmp_path: Path, victim: int) -> None:
-    """Its process is alive and well; it is the one that is behind."""
+    """Catches a hung rank that is not named: its process is alive and sends heartbeats, but it launches no collective."""
     ranks = bare_ranks(3, "hang", victim, tmp_path)
     errors = [process.communicate(timeout=60)[1] for process in ranks]
     assert all(process.returncode == 3 for process in ranks)
@@ -86,17 +93,17 @@ def test_a_rank_that_hangs_in_its_own_code_is_named(tmp_path: Path, victim: int)
 
 @pytest.mark.verify
 def test_torchrun_restarts_a_killed_rank(tmp_path: Path) -> None:
-    """The agent's store still holds the addresses of the dead."""
+    """Catches a restart that reads the addresses of dead ranks, which are still in the agent's store."""
     process = begin([*TORCHRUN, "--nproc-per-node=3", "--max-restarts=1", *program("kill", 1, tmp_path)])
-    said, error = process.communicate(timeout=120)
+    output, error = process.communicate(timeout=120)
     assert process.returncode == 0, error
-    assert said.count("done, attempt later") == 3
+    assert output.count("done, attempt later") == 3
 
 
 @pytest.mark.verify
 @pytest.mark.parametrize("fault", ["none", "kill"])
 def test_torchrun_on_two_nodes(tmp_path: Path, fault: str) -> None:
-    """Two agents. After a rank of one was killed their restart counts differ, so these cannot tell attempts apart."""
+    """Catches attempts told apart by restart counts: the counts of two agents differ after a rank of one was killed."""
     endpoint = f"--rdzv-endpoint=127.0.0.1:{free_port()}"
     nodes = [
         begin(
@@ -107,13 +114,13 @@ def test_torchrun_on_two_nodes(tmp_path: Path, fault: str) -> None:
     ]  # fmt: skip
     found = [process.communicate(timeout=180) for process in nodes]
     assert [process.returncode for process in nodes] == [0, 0], found
-    said = "".join(out for out, _ in found)
+    output = "".join(out for out, _ in found)
     expected = "first" if fault == "none" else "later"
-    assert sorted(re.findall(r"rank (\d) done, attempt (\w+)", said)) == [(str(rank), expected) for rank in range(4)]
+    assert sorted(re.findall(r"rank (\d) done, attempt (\w+)", output)) == [(str(rank), expected) for rank in range(4)]
 
 
 def test_a_rank_that_never_comes_is_named() -> None:
-    """A node that did not boot: all others wait for it without saying so."""
+    """Catches ranks that wait silently for a node that did not boot."""
     process = begin(
         [sys.executable, "-c", "from evodsp.launch.process_group import start; start('gloo', meeting_s=2.0)"],
         RANK=0, WORLD_SIZE=3, MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port(),
@@ -123,7 +130,7 @@ def test_a_rank_that_never_comes_is_named() -> None:
 
 
 def test_sigterm_to_the_launcher_ends_its_ranks() -> None:
-    """`scancel` of the command that started the ranks must not leave them on the node."""
+    """Catches ranks that stay on the node after `scancel` ended the command that started them."""
     process = begin([sys.executable, "-c", LAUNCH])
     assert process.stdout is not None
     pids = [int(pid) for pid in process.stdout.readline().split()]

@@ -1,4 +1,4 @@
-"""Where a rank stands, from the environment; who is at fault, from what ranks say of themselves."""
+"""A rank's place, read from the environment, and which rank the stall detector blames, from heartbeats and progress."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ VARIABLES = (
 
 @pytest.fixture(autouse=True)
 def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Remove the variables that a launcher would set."""
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
 
@@ -32,12 +33,14 @@ STEP = {"SLURM_PROCID": 5, "SLURM_STEP_NUM_TASKS": 8, "SLURM_LOCALID": 1, "SLURM
 
 
 def test_a_process_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a process without a launcher that is taken for a rank."""
     assert not under_launcher()
     with pytest.raises(UserError, match="no launcher started this process as a rank"):
         place()
 
 
 def test_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a wrong host, port or rank under torchrun, and a second store on the port of the agent's."""
     given(monkeypatch, **TORCHRUN)
     assert place() == Place(5, 8, 1, "gpu003", 29500, hosts_store=False)
     given(monkeypatch, RANK=0)
@@ -47,7 +50,7 @@ def test_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_srun(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One task a GPU, without torchrun: all ranks must come to the same address and port."""
+    """Catches ranks of `srun` without torchrun that do not agree on one address and port."""
     given(monkeypatch, **STEP, SLURM_JOB_ID=123456, SLURM_STEP_ID=0)
     one = place()
     assert (one.rank, one.ranks, one.local_rank, one.host, one.hosts_store) == (5, 8, 1, "gpu003", False)
@@ -59,18 +62,19 @@ def test_srun(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_torchrun_within_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`srun torchrun`: the step has one task a node, torchrun more ranks."""
+    """Catches Slurm's variables used under `srun torchrun`: the step has one task per node, torchrun has more ranks."""
     given(monkeypatch, **STEP, **TORCHRUN)
     assert place().port == 29500
 
 
 def test_a_batch_script_is_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SLURM_NTASKS is set in the script too: it would wait for ranks that nobody starts."""
+    """Catches a batch script taken for a rank: SLURM_NTASKS is set there too, but the other ranks were never started."""
     given(monkeypatch, SLURM_PROCID=0, SLURM_NTASKS=8, SLURM_LOCALID=0, SLURM_JOB_ID=3)
     assert not under_launcher()
 
 
 def test_an_environment_that_makes_no_sense(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a traceback for a launcher variable that is not a number."""
     given(monkeypatch, **{**TORCHRUN, "WORLD_SIZE": "many"})
     with pytest.raises(UserError, match=r"is not a number .*many"):
         place()
@@ -81,11 +85,12 @@ def test_an_environment_that_makes_no_sense(monkeypatch: pytest.MonkeyPatch) -> 
     [("gpu[003-007,010],cpu1", "gpu003"), ("a,b[1-2]", "a"), ("rack[2,5]-n[01-04]", "rack2-n01"), ("alone", "alone")],
 )
 def test_the_first_host_of_a_node_list(nodes: str, first: str) -> None:
+    """Catches Slurm node lists read wrongly: ranges, several prefixes, or a single name."""
     assert first_host(nodes) == first
 
 
 def test_threads_are_divided_among_local_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eight ranks with sixteen threads each on sixteen cores."""
+    """Catches eight ranks that start sixteen threads each on sixteen cores."""
     monkeypatch.setattr("evodsp.launch.launcher._cores", lambda: 16)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert _environment(0, 8, 1)["OMP_NUM_THREADS"] == "2"
@@ -95,6 +100,7 @@ def test_threads_are_divided_among_local_ranks(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_too_few_gpus_is_a_mistake_of_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a CUDA traceback where a machine has fewer GPUs than local ranks."""
     monkeypatch.setattr(process_group.torch.cuda, "device_count", lambda: 1)
     given(monkeypatch, **TORCHRUN)
     with pytest.raises(UserError, match="rank 5 is local rank 1 on its machine, which has 1 GPUs"):
@@ -102,12 +108,15 @@ def test_too_few_gpus_is_a_mistake_of_one_line(monkeypatch: pytest.MonkeyPatch) 
 
 
 def states(*pairs: tuple[int, int]) -> dict[int, State]:
+    """The state of each rank, from pairs (heartbeats, launched collectives)."""
     return {rank: State(*pair) for rank, pair in enumerate(pairs)}
 
 
 def watched(detector: StallDetector, seconds: int, step: int = 1, **stuck: int) -> tuple[list[int], str] | None:
-    """Three ranks for some time; of rank `silent` the pulse stops at 5 s, rank `hangs` launches nothing from 5 s on, and for it
-    the others wait."""
+    """Watch three ranks for some seconds: the time, the blamed ranks and the message, or None.
+
+    From 5 s on, rank `silent` sends no heartbeat; rank `hangs` launches no collective and the others wait for it.
+    """
     for now in range(0, seconds, step):
         found = detector.find(
             states(
@@ -127,10 +136,12 @@ def watched(detector: StallDetector, seconds: int, step: int = 1, **stuck: int) 
 
 
 def test_a_healthy_run_is_left_alone() -> None:
+    """Catches a detector that ends a run in which nothing is wrong."""
     assert watched(StallDetector(silent_s=10.0, stalled_s=20.0), 100) is None
 
 
 def test_a_silent_rank_is_found() -> None:
+    """Catches a rank without heartbeats that is found late, or another rank that is blamed."""
     found = watched(StallDetector(silent_s=10.0, stalled_s=20.0), 100, silent=2)
     assert found is not None
     assert found[0] == [16, 2]
@@ -138,7 +149,7 @@ def test_a_silent_rank_is_found() -> None:
 
 
 def test_the_rank_that_others_wait_for_is_found() -> None:
-    """All of them stand still; the one at fault has launched one collective less."""
+    """Catches the wrong rank blamed for a hang: all ranks stand still, but one has launched one collective less."""
     found = watched(StallDetector(silent_s=10.0, stalled_s=20.0), 100, hangs=1)
     assert found is not None
     assert found[0][1:] == [1]
@@ -146,7 +157,7 @@ def test_the_rank_that_others_wait_for_is_found() -> None:
 
 
 def test_a_silent_rank_is_to_blame_for_a_stall() -> None:
-    """With a short time-out both are found at the same moment."""
+    """Catches a stall reported instead of the silent rank that causes it, when both are found at the same moment."""
     detector = StallDetector(silent_s=10.0, stalled_s=10.0)
     found = [detector.find(states((now, 7), (min(now, 1), 7)), float(now)) for now in range(12)]
     assert found[-1] is not None
@@ -154,7 +165,10 @@ def test_a_silent_rank_is_to_blame_for_a_stall() -> None:
 
 
 def test_a_suspended_job_is_blamed_on_no_rank() -> None:
-    """A batch system stops all processes for an hour. When they wake up, rank 0 looks before the others have written again."""
+    """Catches ranks blamed after a batch system suspended the whole job.
+
+    When it wakes up, rank 0 looks before the other ranks have written a heartbeat.
+    """
     detector = StallDetector(silent_s=10.0, stalled_s=20.0)
     assert watched(detector, 50) is None
     asleep = states((49, 49), (49, 49), (49, 49))
@@ -164,11 +178,11 @@ def test_a_suspended_job_is_blamed_on_no_rank() -> None:
 
 
 def test_a_pause_of_more_than_half_the_silence_is_this_process_s_own() -> None:
-    """All ranks blamed because the watching process was starved for a few seconds."""
+    """Catches all ranks blamed because the watching process itself was paused for a few seconds."""
     detector = StallDetector(silent_s=10.0, stalled_s=20.0)
     assert watched(detector, 50) is None
     asleep = states((49, 49), (49, 49), (49, 49))
-    assert detector.find(asleep, 54.5) is None  # 5.5 s after the last look: times start again
+    assert detector.find(asleep, 54.5) is None  # 5.5 s after the last look: the clocks restart
     assert detector.find(asleep, 59.0) is None
     assert detector.find(asleep, 63.5) is None  # 14.5 s after the last heartbeat, 9 s after the pause
     assert detector.find(asleep, 65.0) == (
@@ -178,7 +192,7 @@ def test_a_pause_of_more_than_half_the_silence_is_this_process_s_own() -> None:
 
 
 def test_a_rank_that_does_not_wake_up_is_found() -> None:
-    """Times that start again at each look would never blame anybody."""
+    """Catches a detector that restarts its clocks at every look after a pause, and so never blames anybody."""
     detector = StallDetector(silent_s=10.0, stalled_s=100.0)
     assert watched(detector, 50) is None
     found = [detector.find(states((now, 49), (49, 49), (now, 49)), 4000.0 + now) for now in range(12)]
@@ -188,7 +202,7 @@ def test_a_rank_that_does_not_wake_up_is_found() -> None:
 
 
 def test_when_all_have_launched_the_same() -> None:
-    """A GPU that hangs: no rank can be blamed, and none is."""
+    """Catches a rank blamed for a GPU that hangs: all ranks have launched the same collectives."""
     detector = StallDetector(silent_s=10.0, stalled_s=20.0)
     found = [detector.find(states((now, 7), (now, 7)), float(now)) for now in range(22)]
     assert found[-1] == ([], "no rank launched a collective for 20 s; all have launched 7")

@@ -14,7 +14,7 @@ _EDGES = HeadsConfig().distogram_min_distance, HeadsConfig().distogram_max_dista
 
 
 def test_distogram_loss_is_alphafolds(golden: Path) -> None:
-    """Catches boundaries off by a bin, unsquared distances, and unobserved residues in the mean."""
+    """Catches boundaries off by one bin, distances that are not squared, and unresolved residues in the mean."""
     reference = load(golden / "losses_functions.npz")
     labels = {key: torch.from_numpy(value)[None] for key, value in load(golden / "labels.npz").items()}
     logits = torch.from_numpy(reference["in/logits_distogram"])[None]
@@ -23,7 +23,7 @@ def test_distogram_loss_is_alphafolds(golden: Path) -> None:
 
 
 def test_masked_msa_loss_is_alphafolds(golden: Path) -> None:
-    """Catches a mean over all letters instead of the masked ones. (This reference took the first pass's features.)"""
+    """Catches a mean over all letters instead of the masked ones. (The reference uses the features of the first cycle.)"""
     reference = load(golden / "losses_functions.npz")
     features = {key: torch.from_numpy(value)[:1] for key, value in load(golden / "features_processed.npz").items()}
     logits = torch.from_numpy(reference["in/logits_masked_msa"])[None]
@@ -32,7 +32,7 @@ def test_masked_msa_loss_is_alphafolds(golden: Path) -> None:
 
 
 def test_distance_bins_at_the_boundaries() -> None:
-    """Catches closed instead of open upper ends: a distance equal to a boundary belongs to the bin below it."""
+    """Catches bins closed at the wrong end: a distance equal to a boundary belongs to the lower bin."""
     boundaries = torch.linspace(2.0, 8.0, 4, dtype=torch.float64)  # exactly 2, 4, 6, 8
     distances = torch.tensor([0.0, 2.0, 2.1, 4.0, 7.9, 8.0, 8.1, 1000.0], dtype=torch.float64)
     positions = torch.stack([distances, torch.zeros(8), torch.zeros(8)], dim=-1).double()[None]
@@ -42,7 +42,7 @@ def test_distance_bins_at_the_boundaries() -> None:
 
 
 def test_samples_without_targets_give_zero_and_do_not_touch_others() -> None:
-    """Catches 0 / 0, and a mean over the whole batch instead of per sample."""
+    """Catches 0 / 0, and a mean over the whole batch instead of one per sample."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(2, 3, 4, 23, generator=generator)
     letters = torch.randint(0, 22, (2, 3, 4), generator=generator, dtype=torch.int32)
@@ -54,7 +54,7 @@ def test_samples_without_targets_give_zero_and_do_not_touch_others() -> None:
 
 
 def test_cross_entropy_of_half_precision_logits_is_float32() -> None:
-    """Catches the logarithm being taken in bfloat16, whose step near 4 is 0.03."""
+    """Catches a logarithm taken in bfloat16, whose spacing near 4 is 0.03."""
     logits = torch.randn(5, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     target = torch.arange(5)
     loss = cross_entropy(logits, target)

@@ -1,4 +1,4 @@
-"""Losses of predicted lDDT-CA and predicted aligned error, against AlphaFold2's numbers."""
+"""Losses of the predicted lDDT-CA and the predicted aligned error, against AlphaFold2's numbers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def problem(golden: Path) -> tuple[dict[str, Tensor], list[Tensor]]:
 
 
 def test_plddt_loss_is_alphafolds(problem) -> None:
-    """Catches bins off by one, lDDT on a 0 to 100 scale, and unobserved residues in the mean."""
+    """Catches bins off by one, lDDT on a scale of 0 to 100, and unresolved residues in the mean."""
     reference, inputs = problem
     loss = plddt_loss(*inputs, torch.tensor([2.0]), 0.1, 3.0)
     torch.testing.assert_close(loss[0], reference["plddt_loss"], rtol=1e-5, atol=0)
@@ -36,13 +36,13 @@ def test_plddt_loss_is_alphafolds(problem) -> None:
 
 @pytest.mark.parametrize(("resolution", "counts"), [(0.0, False), (0.1, True), (3.0, True), (3.01, False)])
 def test_only_structures_within_the_resolution_bounds_count(problem, resolution: float, counts: bool) -> None:
-    """Catches predicted and NMR structures (resolution 0) or poor maps training the confidence."""
+    """Catches pLDDT trained on NMR or predicted structures (resolution 0) or on maps of low resolution."""
     loss = plddt_loss(*problem[1], torch.tensor([resolution]), 0.1, 3.0)
     assert (loss.item() > 0) == counts
 
 
 def test_perfect_prediction_falls_in_the_last_bin(problem) -> None:
-    """Catches lDDT 1 falling out of the bins."""
+    """Catches an lDDT of exactly 1 that falls beyond the last bin."""
     logits, _, truth, mask = problem[1]
     certain = torch.zeros_like(logits)
     certain[..., -1] = 50
@@ -50,7 +50,7 @@ def test_perfect_prediction_falls_in_the_last_bin(problem) -> None:
 
 
 def test_confidence_does_not_move_the_structure(problem) -> None:
-    """Catches a gradient from the confidence loss into the coordinates."""
+    """Catches a gradient from the pLDDT loss into the coordinates."""
     logits, ca, truth, mask = problem[1]
     ca, logits = ca.clone().requires_grad_(), logits.clone().requires_grad_()
     plddt_loss(logits, ca, truth, mask, torch.tensor([2.0]), 0.1, 3.0).sum().backward()
@@ -77,7 +77,7 @@ def aligned(golden: Path, request) -> tuple[dict[str, Tensor], list]:
 
 
 def test_pae_loss_is_alphafolds(aligned) -> None:
-    """Catches frames and points exchanged, bins off by one, and a diagonal that rounding puts in the second bin."""
+    """Catches frames and points exchanged, bins off by one, and a diagonal that rounding moves into the second bin."""
     reference, inputs = aligned
     loss = pae_loss(*inputs, torch.tensor([2.0]), 0.1, 3.0)
     torch.testing.assert_close(loss[0], reference["pae_loss"], rtol=1e-5, atol=0)
@@ -85,12 +85,12 @@ def test_pae_loss_is_alphafolds(aligned) -> None:
 
 @pytest.mark.parametrize(("resolution", "counts"), [(0.0, False), (0.1, True), (3.0, True), (3.01, False)])
 def test_pae_learns_within_the_resolution_bounds_only(aligned, resolution: float, counts: bool) -> None:
-    """Catches predicted and NMR structures (resolution 0) or poor maps training the confidence."""
+    """Catches PAE trained on NMR or predicted structures (resolution 0) or on maps of low resolution."""
     assert (pae_loss(*aligned[1], torch.tensor([resolution]), 0.1, 3.0).item() > 0) == counts
 
 
 def test_pae_does_not_move_the_structure(aligned) -> None:
-    """Catches a gradient from the confidence loss into the frames."""
+    """Catches a gradient from the PAE loss into the frames."""
     logits, backbone, truth, mask = aligned[1]
     translation = backbone.translation.clone().requires_grad_()
     logits = logits.clone().requires_grad_()
@@ -100,13 +100,13 @@ def test_pae_does_not_move_the_structure(aligned) -> None:
 
 
 def test_aligned_error_bins_know_frame_from_point(aligned) -> None:
-    """Catches the transpose: a residue that turns about its own CA changes what it sees, not how it is seen."""
+    """Catches a transposed error: turning a residue about its CA changes the errors in its frame, not the errors of its CA."""
     truth = aligned[1][2][:, :6]
     half_turn = torch.tensor([-1.0, -1.0, 1.0])
     rotation = truth.rotation.clone()
     rotation[:, 2] = rotation[:, 2] * half_turn
     bins = aligned_error_bins(Rigid(rotation, truth.translation), truth, 64)
-    changed = bins > 1  # rounding alone reaches bin 1
+    changed = bins > 1  # rounding errors alone reach bin 1
     assert changed[0, 2].sum() == 5
     assert not changed[0, [0, 1, 3, 4, 5]].any()
     assert not bins.diagonal(dim1=1, dim2=2).any()

@@ -25,7 +25,7 @@ def labels(golden: Path) -> dict[str, Tensor]:
 
 
 def _trajectory(traj: Tensor) -> Rigid:
-    """[T, R, 7] -> [T, 1, R]."""
+    """Frames of all iterations, from quaternions and translations [T, R, 7] to a rigid [T, 1, R]."""
     return Rigid.from_quaternion(traj[:, None, :, :4], traj[:, None, :, 4:])
 
 
@@ -36,7 +36,7 @@ def _random_rotations(generator: torch.Generator, *shape: int) -> Tensor:
 
 
 def _problem(frames: int, points: int, batch: tuple[int, ...] = ()) -> tuple[Tensor, ...]:
-    """Predicted and true rotations, translations and points, masks; float64, distances on both sides of 10 Å."""
+    """Predicted and true rotations, translations and points, and masks: float64, with distances on both sides of 10 Å."""
     generator = torch.Generator().manual_seed(0)
 
     def randn(*shape: int) -> Tensor:
@@ -48,7 +48,7 @@ def _problem(frames: int, points: int, batch: tuple[int, ...] = ()) -> tuple[Ten
 
 
 def _formula(problem: tuple[Tensor, ...], clamp: float | None) -> Tensor:
-    """Algorithm 28, line by line, with all F x A vectors."""
+    """Algorithm 28 written out, with all F x A vectors."""
     rotation, translation, true_rotation, true_translation, points, true_points, frame_mask, point_mask = problem
     local = torch.einsum("...fij,...fai->...faj", rotation, points[..., None, :, :] - translation[..., None, :])
     true_vectors = true_points[..., None, :, :] - true_translation[..., None, :]
@@ -68,7 +68,7 @@ def _fape(problem: tuple[Tensor, ...], **options: object) -> Tensor:
 
 @pytest.mark.parametrize(("name", "clamped"), [("clamped", 1.0), ("unclamped", 0.0), ("mixed", 0.3)])
 def test_backbone_fape_is_alphafolds(reference, labels, name: str, clamped: float) -> None:
-    """Catches a wrong clamp, mask, length scale, normalisation or mixing of clamped and unclamped samples."""
+    """Catches a wrong clamp, mask, length scale or normalisation, and clamped and unclamped samples mixed wrongly."""
     backbone = _trajectory(reference["in/traj"])
     truth = Rigid.from_flat12(labels["rigidgroups_gt_frames"][:, :, 0])
     mask, fraction = labels["backbone_affine_mask"], torch.tensor([clamped])
@@ -81,26 +81,33 @@ def test_backbone_fape_is_alphafolds(reference, labels, name: str, clamped: floa
 
 
 def test_backbone_fape_gradient_is_alphafolds(reference, labels) -> None:
-    """Catches a wrong hand-written gradient. Of quaternions the part that turns: the length of a rotation has no meaning."""
+    """Catches an error in the hand-written gradient.
+
+    Of a quaternion's gradient only the part that rotates is compared: the length of a quaternion has no meaning.
+    """
     trajectory = reference["in/traj"].clone().requires_grad_()
     truth = Rigid.from_flat12(labels["rigidgroups_gt_frames"][:, :, 0])
     backbone_fape(_trajectory(trajectory), truth, labels["backbone_affine_mask"]).sum().backward()
     assert trajectory.grad is not None
     quaternion = reference["in/traj"][..., :4]
 
-    def turning(gradient: Tensor) -> Tensor:
+    def rotational_part(gradient: Tensor) -> Tensor:
         along = (gradient[..., :4] * quaternion).sum(-1, keepdim=True)
         return torch.cat([gradient[..., :4] - along * quaternion, gradient[..., 4:]], dim=-1)
 
-    expected = turning(reference["grad_backbone_fape/traj"])
-    torch.testing.assert_close(turning(trajectory.grad), expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
-    # The whole structure loss reaches the first iteration through half the backbone FAPE alone.
-    first = turning(reference["grad/traj"])[0]
-    torch.testing.assert_close(turning(trajectory.grad)[0] / 2, first, rtol=0, atol=1e-5 * float(first.abs().max()))
+    expected = rotational_part(reference["grad_backbone_fape/traj"])
+    torch.testing.assert_close(
+        rotational_part(trajectory.grad), expected, rtol=0, atol=1e-5 * float(expected.abs().max())
+    )
+    # For the first iteration, the gradient of the structure loss is half of the backbone FAPE's.
+    first = rotational_part(reference["grad/traj"])[0]
+    torch.testing.assert_close(
+        rotational_part(trajectory.grad)[0] / 2, first, rtol=0, atol=1e-5 * float(first.abs().max())
+    )
 
 
 def test_sidechain_fape_is_alphafolds(reference, labels) -> None:
-    """Catches groups or atoms flattened in different orders, and an unclamped side-chain FAPE."""
+    """Catches groups and atoms flattened in different orders, and a side-chain FAPE without clamp."""
     renamed = reference["alt_naming_is_better"].bool()[None, :, None, None]
     frames = torch.where(renamed, labels["rigidgroups_alt_gt_frames"], labels["rigidgroups_gt_frames"])
     loss = sidechain_fape(
@@ -114,7 +121,7 @@ def test_sidechain_fape_is_alphafolds(reference, labels) -> None:
 @pytest.mark.parametrize("clamp", [10.0, None])
 @pytest.mark.parametrize("chunk", [1, 60, 10**6])
 def test_streaming_over_frames_changes_neither_value_nor_gradient(monkeypatch, clamp: float | None, chunk: int) -> None:
-    """Catches frames lost or counted twice at chunk borders (11 frames do not divide), and a gradient off the formula's."""
+    """Catches frames lost or counted twice at the edges of chunks (11 frames do not divide), and a wrong gradient."""
     monkeypatch.setattr(fape, "_CPU_CHUNK", chunk)
     problem = _problem(11, 7, batch=(2, 3))
     leaves = [problem[i].requires_grad_() for i in (0, 1, 4)]
@@ -127,7 +134,7 @@ def test_streaming_over_frames_changes_neither_value_nor_gradient(monkeypatch, c
 
 
 def test_gradient_is_the_numerical_one_between_clamped_and_not() -> None:
-    """Catches a gradient of the mixed error that weighs the clamp by the wrong sample."""
+    """Catches a gradient of the mixed error that uses another sample's fraction of clamping."""
     problem = _problem(3, 4, batch=(2,))
     fraction = torch.tensor([0.25, 0.9], dtype=torch.float64)
 
@@ -150,7 +157,7 @@ def test_truth_is_shared_by_iterations_and_fraction_by_sample() -> None:
 
 
 def test_masked_frames_and_points_neither_count_nor_pull() -> None:
-    """Catches padding, or unresolved residues at the origin, that enter the mean or get a gradient."""
+    """Catches padding or unresolved residues that enter the mean or get a gradient."""
     problem = list(_problem(9, 8))
     points = problem[4].requires_grad_()
     loss = _fape(tuple(problem))
@@ -162,7 +169,7 @@ def test_masked_frames_and_points_neither_count_nor_pull() -> None:
 
 
 def test_nothing_observed_gives_zero_and_finite_gradients() -> None:
-    """Catches 0 / 0 for a crop without a single resolved residue."""
+    """Catches 0 / 0 for a crop without any resolved residue."""
     problem = list(_problem(4, 5))
     problem[6], problem[7] = torch.zeros(4, dtype=torch.float64), torch.zeros(5, dtype=torch.float64)
     loss = _fape((*problem[:4], problem[4].requires_grad_(), *problem[5:]))
@@ -172,7 +179,7 @@ def test_nothing_observed_gives_zero_and_finite_gradients() -> None:
 
 
 def test_coordinates_far_from_the_origin_keep_their_digits() -> None:
-    """Catches float32 cancellation: crystal coordinates lie hundreds of Å away from where the prediction does."""
+    """Catches cancellation in float32: crystal coordinates may lie hundreds of Å from the predicted ones."""
     problem = _problem(20, 30)
     shift = torch.tensor([900.0, -700.0, 400.0], dtype=torch.float64)
     far = tuple(x + shift if i in (3, 5) else x for i, x in enumerate(problem))
@@ -181,7 +188,7 @@ def test_coordinates_far_from_the_origin_keep_their_digits() -> None:
 
 
 def test_bfloat16_autocast_does_not_round_distances() -> None:
-    """Catches the loss being computed in bfloat16, where 50 Å has a step of 0.25 Å."""
+    """Catches a loss computed in bfloat16, whose spacing at 50 Å is 0.25 Å."""
     problem = tuple(x.float() for x in _problem(20, 30))
     points = problem[4].requires_grad_()
     (expected,) = torch.autograd.grad(_fape(problem), points)

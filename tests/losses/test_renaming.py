@@ -18,7 +18,7 @@ def labels(golden: Path) -> dict[str, Tensor]:
 
 
 def test_renaming_is_alphafolds(golden: Path, labels) -> None:
-    """Catches a comparison with the wrong atoms, positions and masks swapped apart, and frames that keep the old naming."""
+    """Catches a comparison with the wrong atoms, positions swapped without their masks, and frames that keep the old names."""
     reference = {key: torch.from_numpy(value) for key, value in load(golden / "losses_functions.npz").items()}
     renamed = compute_renamed_ground_truth(labels, reference["in/atom14_pos"][-1:])
     assert renamed.alternative.sum() > 3
@@ -32,7 +32,7 @@ def test_renaming_is_alphafolds(golden: Path, labels) -> None:
 
 
 def test_prediction_equal_to_a_naming_chooses_it(labels) -> None:
-    """Catches the choice the wrong way round, and residues without ambiguous atoms (rounding noise) that flip."""
+    """Catches an inverted choice, and residues without ambiguous atoms that are renamed because of rounding errors."""
     truth, alternative = labels["atom14_gt_positions"], labels["atom14_alt_gt_positions"]
     exists, ambiguous = labels["atom14_gt_exists"], labels["atom14_atom_is_ambiguous"]
     arguments = truth, alternative, exists, ambiguous
@@ -43,7 +43,7 @@ def test_prediction_equal_to_a_naming_chooses_it(labels) -> None:
 
 
 def test_choice_is_the_formulas_over_all_pairs(labels) -> None:
-    """Catches distances left out as irrelevant that are not. The formula is written with all R x R x 14 x 14 pairs."""
+    """Catches distances that are left out but matter. The formula here uses all R x R x 14 x 14 pairs."""
 
     exists, ambiguous = (labels[key] for key in ("atom14_gt_exists", "atom14_atom_is_ambiguous"))
     truth, other = (labels[key] for key in ("atom14_gt_positions", "atom14_alt_gt_positions"))

@@ -20,7 +20,7 @@ def _inputs(golden: Path, logits: Tensor) -> list[Tensor]:
 
 @pytest.mark.parametrize("case", ["near native", "end to end"])
 def test_loss_is_alphafolds(golden: Path, case: str) -> None:
-    """Catches a mean over all 37 slots, most of which no residue has, and over padding."""
+    """Catches a mean over padding, or over all 37 atom slots, most of which a residue does not have."""
     if case == "near native":
         reference = load(golden / "losses_functions.npz")
         logits = reference["in/logits_experimentally_resolved"]
@@ -33,14 +33,14 @@ def test_loss_is_alphafolds(golden: Path, case: str) -> None:
 
 @pytest.mark.parametrize(("resolution", "counts"), [(0.0, False), (0.1, True), (3.0, True), (3.01, False)])
 def test_only_structures_within_the_resolution_bounds_count(golden: Path, resolution: float, counts: bool) -> None:
-    """Catches predicted structures, which show every atom, teaching that all atoms are resolved."""
+    """Catches training on predicted structures: they have every atom and would teach that all atoms are resolved."""
     inputs = _inputs(golden, torch.zeros(72, 37))
     loss = experimentally_resolved_loss(*inputs, torch.tensor([resolution]), 0.1, 3.0)
     assert (loss.item() > 0) == counts
 
 
 def test_large_logits_stay_finite() -> None:
-    """Catches the logarithm of a sigmoid that has rounded to zero, in bfloat16 too."""
+    """Catches the logarithm of a sigmoid that was rounded to zero, also in bfloat16."""
     logits = torch.full((1, 2, 37), 500.0, dtype=torch.bfloat16)
     ones = torch.ones(1, 2, 37)
     loss = experimentally_resolved_loss(logits, 1 - ones, ones, torch.tensor([2.0]), 0.1, 3.0)

@@ -1,7 +1,7 @@
-"""Losses and confidence measures over several ranks against one device: values, breakdown and gradients, in double precision.
+"""Losses and confidence measures over several ranks against one device: values, breakdown and gradients, in float64.
 
-Sizes do not divide, all masks have holes, every term is on. Logits of pairs and of the MSA are shards, all else is whole on
-every rank; the mean over ranks of their losses is the loss.
+Sizes do not divide, all masks have zeros, every term is on. Logits of pairs and of the MSA are sharded; every rank
+holds all other outputs in full. The mean of the ranks' losses is the loss.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from evodsp.model.outputs import ModelOutput, StructureOutput
 from evodsp.parallel.exchange import Exchange, LocalExchange, ShardedExchange
 from evodsp.parallel.group import Group
 from evodsp.parallel.ledger import Ledger
+from tests.builders.comparison import TOLERANCE, close
 from tests.builders.labelled_batch import CLUSTERS, RESIDUES, WEIGHTS, Source, batch_of
 from tests.ranks import RankPool
 
 ITERATIONS = 3
-TOLERANCE = 1e-10
 SHARDED = {"distogram_logits": 1, "predicted_aligned_error_logits": 1, "masked_msa_logits": 2}
-"""Outputs that come in shards, and along which axis."""
-# Few bins: positions are not to hide behind logits in what is held.
+"""Sharded outputs and the axis they are sharded along."""
+# Few bins: `Largest` must find tensors of positions, so logits must not be larger.
 HEADS = HeadsConfig(distogram_max_distance=12.0, distogram_bins=6, pae_bins=5)
 Tensors = dict[str, Tensor]
 
@@ -46,7 +46,7 @@ class Result:
 
 
 def leaves_of(samples: int, residues: int = RESIDUES) -> Tensors:
-    """Random dense outputs of the model, whole."""
+    """Random model outputs in full, as leaves of the graph."""
     source, b, r, t = Source(10 + samples), samples, residues, ITERATIONS
     return {
         "backbone_rotation": torch.linalg.qr(source.normal(t, b, r, 3, 3)).Q,
@@ -55,7 +55,7 @@ def leaves_of(samples: int, residues: int = RESIDUES) -> Tensors:
         "unnormalized_angles": source.normal(t, b, r, 7, 2),
         "frame_rotation": torch.linalg.qr(source.normal(b, r, 8, 3, 3)).Q,
         "frame_translation": source.normal(b, r, 8, 3, scale=5),
-        "atom14": source.normal(b, r, 14, 3, scale=3),  # crowded: many clashes
+        "atom14": source.normal(b, r, 14, 3, scale=3),  # many clashes
         "positions": source.normal(b, r, 37, 3, scale=4),
         "plddt_logits": source.normal(b, r, HEADS.plddt_bins),
         "experimentally_resolved_logits": source.normal(b, r, 37),
@@ -66,7 +66,7 @@ def leaves_of(samples: int, residues: int = RESIDUES) -> Tensors:
 
 
 def output_of(leaves: Tensors, exchange: Exchange) -> ModelOutput:
-    """What the model gives: shards of some outputs, others whole."""
+    """The model's output on this rank, made from `leaves`."""
     b, r = leaves["atom14"].shape[:2]
     here = exchange.owned(r)
     unread = leaves["atom14"].new_zeros
@@ -92,10 +92,10 @@ def output_of(leaves: Tensors, exchange: Exchange) -> ModelOutput:
 
 
 def shards(leaves: Tensors, exchange: Exchange) -> Tensors:
-    """The outputs as this rank has them, to be differentiated by."""
-    cut = {name: leaves[name].movedim(dim, 0) for name, dim in SHARDED.items()}
-    mine = {name: x[exchange.owned(len(x))].movedim(0, SHARDED[name]) for name, x in cut.items()}
-    return {name: x.clone().requires_grad_() for name, x in {**leaves, **mine}.items()}
+    """The leaves that this rank holds: shards of some outputs, the others in full. They require gradients."""
+    sharded = {name: leaves[name].movedim(dim, 0) for name, dim in SHARDED.items()}
+    local = {name: x[exchange.owned(len(x))].movedim(0, SHARDED[name]) for name, x in sharded.items()}
+    return {name: x.clone().requires_grad_() for name, x in {**leaves, **local}.items()}
 
 
 def compute(samples: int, exchange: Exchange) -> Result:
@@ -114,12 +114,8 @@ def loss_on_rank(group: Group, samples: int) -> Result:
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("samples", [1, 2])
 def test_total_loss_is_that_of_one_device(pool: RankPool, ranks: int, samples: int) -> None:
-    """Catches a local denominator, a replicated term counted N times or a sharded one once, and pairs lost between shards."""
+    """Catches a rank-local denominator, a replicated term counted N times, a sharded term counted once, and lost pairs."""
     serial, parts = compute(samples, LocalExchange()), pool.run(ranks, loss_on_rank, samples)
-
-    def close(found: Tensor, expected: Tensor, name: str) -> None:
-        scale = max(1.0, float(expected.abs().max()))
-        torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE * scale, msg=lambda m: f"{name}: {m}")
 
     close(torch.stack([part.loss for part in parts]).mean(), serial.loss, "loss")
     assert list(serial.breakdown) == [*[field.name for field in dataclasses.fields(LossConfig)][:10], "total"]
@@ -132,7 +128,7 @@ def test_total_loss_is_that_of_one_device(pool: RankPool, ranks: int, samples: i
             close(torch.cat(found, SHARDED[name]) / ranks, gradient, name)
         else:
             close(torch.stack(found).mean(0), gradient, name)
-        # pLDDT and PAE judge the structure without moving it: nothing else looks at `positions`.
+        # Only pLDDT reads `positions`, and it has no gradient with respect to the structure.
         assert (gradient.abs().max() > 0) == (name != "positions"), name
 
 
@@ -143,13 +139,13 @@ def traffic_on_rank(group: Group) -> list[tuple[str, int]]:
 
 
 def test_losses_communicate_the_naming_alone(pool: RankPool) -> None:
-    """Catches sums and denominators that travel: the only thing told is which names two samples' residues take."""
-    gather = ("all-gather", 2 * 4 * 2)  # the 4 and 3 residues of two ranks travel as 4 and 4, in two samples
+    """Catches losses that communicate sums or denominators: only the choice of atom names needs a gather."""
+    gather = ("all-gather", 2 * 4 * 2)  # two samples; the shards of 4 and 3 residues are padded to 4 each
     assert pool.run(2, traffic_on_rank) == [[gather]] * 2
 
 
 class Largest(TorchDispatchMode):
-    """Number of elements of the largest tensor that is made. Views of what was there before do not count."""
+    """Records the number of elements of the largest tensor that is created. Views of `given` do not count."""
 
     def __init__(self, given: Iterable[Tensor]) -> None:
         super().__init__()
@@ -165,6 +161,7 @@ class Largest(TorchDispatchMode):
 
 
 def largest(exchange: Exchange, term: str, residues: int) -> int:
+    """Elements of the largest tensor created by one loss term, forward and backward."""
     leaves, batch = shards(leaves_of(1, residues), exchange), batch_of(1, residues)
     output = output_of(leaves, exchange)
     weights = dict.fromkeys((field.name for field in dataclasses.fields(LossConfig)[:10]), 0.0)
@@ -185,11 +182,11 @@ def largest_on_rank(group: Group, term: str, residues: int) -> int:
     ],
 )  # fmt: skip
 def test_no_rank_holds_anything_of_all_pairs(pool: RankPool, term: str, residues: int) -> None:
-    """Catches targets, errors or the naming's distances formed whole and cut afterwards."""
-    whole = largest(LocalExchange(), term, residues)
-    # So much at least is of all pairs (or all letters): a bound on nothing would prove nothing.
-    assert whole >= (residues**2 if term != "masked_msa" else CLUSTERS * residues * 23)
-    assert max(pool.run(4, largest_on_rank, term, residues)) <= 0.27 * whole  # shards differ by one
+    """Catches targets, errors or distances that are computed for all pairs and sharded afterwards."""
+    full = largest(LocalExchange(), term, residues)
+    # One device does hold all pairs (or all letters); otherwise the bound below would prove nothing.
+    assert full >= (residues**2 if term != "masked_msa" else CLUSTERS * residues * 23)
+    assert max(pool.run(4, largest_on_rank, term, residues)) <= 0.27 * full  # shards differ by one
 
 
 def clashes_of(exchange: Exchange) -> Tensor:
@@ -204,13 +201,14 @@ def clashes_on_rank(group: Group) -> Tensor:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_clashes_of_each_atom(pool: RankPool, ranks: int) -> None:
-    """Catches a clash that two ranks find and count twice, or that none finds."""
+    """Catches a clash between two shards that is counted twice or not at all."""
     serial = clashes_of(LocalExchange())
     assert (serial > 0).sum() > 20
     torch.testing.assert_close(torch.stack(pool.run(ranks, clashes_on_rank)).mean(0), serial, rtol=0, atol=TOLERANCE)
 
 
 def readings(exchange: Exchange) -> tuple[Tensor, Tensor]:
+    """The predicted aligned error and the predicted TM-score."""
     logits, mask = (
         shards(leaves_of(2), exchange)["predicted_aligned_error_logits"].detach(),
         batch_of(2)["seq_mask"][:, -1],
@@ -224,7 +222,7 @@ def readings_on_rank(group: Group) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_pae_and_ptm_of_rows(pool: RankPool, ranks: int) -> None:
-    """Catches the best frame of one rank, a length counted from its rows, and a mask cut at the wrong place."""
+    """Catches a best frame chosen on one rank, a chain length counted from a rank's rows, and a mask sharded wrongly."""
     pae, ptm = readings(LocalExchange())
     parts = pool.run(ranks, readings_on_rank)
     torch.testing.assert_close(torch.cat([part[0] for part in parts], 1), pae, rtol=0, atol=0)
@@ -244,17 +242,17 @@ def fape_on_rank(group: Group) -> Tensor:
 
 
 def test_a_rank_without_frames_counts_nothing(pool: RankPool) -> None:
-    """Catches 0 / 0 and empty tensors where fewer frames are there than ranks."""
-    (alone,), parts = pool.run(1, fape_on_rank), pool.run(3, fape_on_rank)
-    torch.testing.assert_close(torch.stack(parts).mean(0), alone, rtol=0, atol=TOLERANCE)
+    """Catches 0 / 0 and errors on empty tensors, where a rank has no frame."""
+    (serial,), parts = pool.run(1, fape_on_rank), pool.run(3, fape_on_rank)
+    torch.testing.assert_close(torch.stack(parts).mean(0), serial, rtol=0, atol=TOLERANCE)
     assert [bool(part > 0) for part in parts] == [True, False, False]
 
 
 def test_lddt_of_some_residues_is_a_part_of_all() -> None:
-    """Catches neighbours sought among the rows only, and a residue taken for its own neighbour where rows do not start at 0."""
+    """Catches neighbours sought among the given rows only, and a residue counted as its own neighbour in later rows."""
     source = Source(0)
     predicted, true = (source.normal(2, RESIDUES, 3, scale=4) for _ in range(2))
-    mask = source.present(2, RESIDUES)
-    whole = lddt_ca(predicted, true, mask, per_residue=True)
+    mask = source.mask(2, RESIDUES)
+    full = lddt_ca(predicted, true, mask, per_residue=True)
     parts = [lddt_ca(predicted, true, mask, per_residue=True, rows=slice(a, b)) for a, b in ((0, 2), (2, 3), (3, 7))]
-    torch.testing.assert_close(torch.cat(parts, -1), whole, rtol=0, atol=0)
+    torch.testing.assert_close(torch.cat(parts, -1), full, rtol=0, atol=0)

@@ -30,14 +30,14 @@ def _losses(golden: Path, unnormalized: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def test_losses_are_alphafolds(golden: Path, reference) -> None:
-    """Catches a mean over the wrong axes or masks, and chi angles that are not compared with their pi-periodic twin."""
+    """Catches a mean over the wrong axes or masks, and chi angles not compared with their alternative, turned by pi."""
     chi, norm = _losses(golden, reference["in/unnormalized_angles_sin_cos"][:, None])
     torch.testing.assert_close(chi, reference["chi_loss"], rtol=1e-5, atol=0)
     torch.testing.assert_close(norm, reference["angle_norm_loss"], rtol=1e-5, atol=0)
 
 
 def test_gradient_is_alphafolds(golden: Path, reference) -> None:
-    """Catches a detached iteration. Only through these terms do the first iteration's angles reach the structure loss."""
+    """Catches a detached iteration: the first iteration's angles get a gradient from these terms only."""
     angles = reference["in/unnormalized_angles_sin_cos"][:, None].clone().requires_grad_()
     chi, norm = _losses(golden, angles)
     (gradient,) = torch.autograd.grad(0.5 * chi + 0.01 * norm, angles)
@@ -46,7 +46,7 @@ def test_gradient_is_alphafolds(golden: Path, reference) -> None:
 
 
 def test_each_angle_takes_the_nearer_of_truth_and_alternative() -> None:
-    """Catches a choice made per residue or per sample instead of per angle and iteration."""
+    """Catches a choice per residue or per sample instead of per angle and iteration."""
 
     def vectors(*degrees: float) -> Tensor:
         radians = torch.tensor(degrees) * math.pi / 180
@@ -55,11 +55,11 @@ def test_each_angle_takes_the_nearer_of_truth_and_alternative() -> None:
     truth, alternative = vectors(10, 10), vectors(190, 10)
     predicted = torch.stack([vectors(190, 10), vectors(10, 190)])
     loss = torsion_loss(predicted, truth, alternative, torch.ones(1, 1, 2))
-    torch.testing.assert_close(loss, torch.tensor([4.0 / 4]))  # one of four angles is opposite: squared chord 4
+    torch.testing.assert_close(loss, torch.tensor([4.0 / 4]))  # one of four angles is opposite: squared distance 4
 
 
 def test_zero_angle_vector_has_a_finite_gradient() -> None:
-    """Catches the root's infinite slope at a vector of length zero."""
+    """Catches the infinite slope of the square root at a vector of length zero."""
     angles = torch.zeros(1, 1, 1, 7, 2, requires_grad=True)
     angle_norm_loss(angles, torch.ones(1, 1)).sum().backward()
     assert angles.grad is not None
@@ -67,7 +67,7 @@ def test_zero_angle_vector_has_a_finite_gradient() -> None:
 
 
 def test_nothing_observed_gives_zero() -> None:
-    """Catches 0 / 0 for a sample without side chains, which would poison the batch."""
+    """Catches 0 / 0 for a sample without side chains, which would make the batch's loss NaN."""
     angles = functional.normalize(torch.randn(2, 1, 3, 4, 2, generator=torch.Generator().manual_seed(0)), dim=-1)
     assert torsion_loss(angles, angles[0], angles[0], torch.zeros(1, 3, 4)).item() == 0
     assert angle_norm_loss(angles, torch.zeros(1, 3)).item() == 0

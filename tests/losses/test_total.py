@@ -29,7 +29,7 @@ _HEADS = HeadsConfig()
 
 
 def _only(*names: str, **changes: object) -> LossConfig:
-    """Weight 1 for the terms named, 0 for the others."""
+    """Weights that are 1 for the named terms and 0 for the others."""
     weights = {name: float(name in names) for name in _WEIGHTS}
     return dataclasses.replace(LossConfig(), **weights, **changes)
 
@@ -41,7 +41,7 @@ def losses(golden: Path) -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module")
 def output(golden: Path, losses) -> ModelOutput:
-    """The reference's model output, batch of one."""
+    """The reference's model output, as a batch of one sample."""
     out = {key: torch.from_numpy(value)[None] for key, value in load(golden / "outputs.npz").items()}
     trajectory = losses["structure_module/traj"][:, None]
     structure = StructureOutput(
@@ -75,7 +75,7 @@ def batch(golden: Path) -> dict[str, Tensor]:
 
 
 def _stack(first: object, second: object) -> object:
-    """Two batches of one to a batch of two; the structure module's trajectories carry the batch on their second axis."""
+    """Combine two batches of one into a batch of two. The batch is the second axis of the structure module's trajectories."""
     if isinstance(first, Tensor):
         return torch.cat([first, second])
     if isinstance(first, StructureOutput):
@@ -98,11 +98,11 @@ def _stack(first: object, second: object) -> object:
 
 
 def test_every_term_is_alphafolds_end_to_end(output, batch, losses) -> None:
-    """Catches a term fed with the wrong tensor, label or recycling iteration's features."""
+    """Catches a term that reads the wrong tensor, label or recycling iteration's features."""
     _, breakdown = total_loss(output, batch, LossConfig(), _HEADS)
     assert list(breakdown) == ["backbone_fape", "sidechain_fape", *list(_NAMES)[1:], "total"]
     for name, key in _NAMES.items():
-        # One residue of 60 has lDDT 0.1, an edge of the bins, and rounding decides its side; test_confidence is tight.
+        # One of 60 residues has an lDDT of 0.1, a bin's edge: rounding decides its bin. test_confidence has a tight tolerance.
         rtol = 1e-2 if name == "plddt" else 1e-5
         torch.testing.assert_close(breakdown[name], losses[key], rtol=rtol, atol=0, msg=lambda m, n=name: f"{n}: {m}")
     structure = dataclasses.replace(output.structure, backbone=output.structure.backbone[-1:])
@@ -111,7 +111,7 @@ def test_every_term_is_alphafolds_end_to_end(output, batch, losses) -> None:
 
 
 def test_total_is_the_weighted_sum_times_root_of_residues(output, batch) -> None:
-    """Catches a weight left out, padding counted as residues, and a breakdown that is weighted."""
+    """Catches a forgotten weight, padding counted as residues, and a breakdown that already contains the weights."""
     config = LossConfig()
     total, breakdown = total_loss(output, batch, config, _HEADS)
     expected = sum(getattr(config, name) * breakdown[name] for name in _WEIGHTS)
@@ -122,7 +122,7 @@ def test_total_is_the_weighted_sum_times_root_of_residues(output, batch) -> None
 
 
 def test_batch_is_the_mean_of_its_samples(output, batch) -> None:
-    """Catches terms pooled over the batch: masks, lengths, resolutions and clamping are a sample's own."""
+    """Catches terms pooled over the batch: each sample has its own masks, length, resolution and clamping."""
     other_batch = {key: value.clone() for key, value in batch.items()}
     masks = (
         "backbone_affine_mask",
@@ -145,7 +145,7 @@ def test_batch_is_the_mean_of_its_samples(output, batch) -> None:
 
 
 def test_samples_choose_whether_backbone_fape_is_clamped(output, batch) -> None:
-    """Catches `use_clamped_fape` being ignored, or read the wrong way round. Without it the error is clamped."""
+    """Catches `use_clamped_fape` ignored or inverted. Without it the error is clamped."""
     values = []
     for clamped in ({}, {"use_clamped_fape": torch.ones(1)}, {"use_clamped_fape": torch.zeros(1)}):
         values.append(total_loss(output, {**batch, **clamped}, _only("backbone_fape"), _HEADS)[1]["backbone_fape"])
@@ -153,7 +153,7 @@ def test_samples_choose_whether_backbone_fape_is_clamped(output, batch) -> None:
 
 
 def test_terms_of_weight_zero_need_no_labels_and_are_not_reported(output, batch) -> None:
-    """Catches work and requirements for terms that are switched off."""
+    """Catches terms of weight zero that are computed, or that require labels."""
     features = {key: batch[key] for key in ("true_msa", "bert_mask", "seq_mask")}
     _, breakdown = total_loss(output, features, _only("masked_msa"), _HEADS)
     assert list(breakdown) == ["masked_msa", "total"]
@@ -168,7 +168,7 @@ def test_missing_labels_are_named_in_one_line(output, batch) -> None:
 
 
 def test_gradient_reaches_every_output_and_the_breakdown_holds_none(output, batch) -> None:
-    """Catches a detached term, and a breakdown that keeps the graph alive when logged."""
+    """Catches a detached term, and a breakdown that keeps the graph alive when it is logged."""
     structure = output.structure
     leaves = {
         "backbone": structure.backbone.translation, "angles": structure.angles, "norm": structure.unnormalized_angles,
@@ -196,6 +196,6 @@ def test_gradient_reaches_every_output_and_the_breakdown_holds_none(output, batc
 
 @pytest.mark.parametrize(("term", "head"), [("pae", "predicted_aligned_error"), ("experimentally_resolved",) * 2])
 def test_a_term_whose_head_is_missing_is_named(output, batch, term: str, head: str) -> None:
-    """Catches a weight that silently does nothing."""
+    """Catches a weight that is ignored because the model lacks the term's head."""
     with pytest.raises(UserError, match=f"loss.{term} is not 0.*heads.{head}"):
         total_loss(output, batch, dataclasses.replace(LossConfig(), **{term: 0.1}), _HEADS)

@@ -35,7 +35,7 @@ def _features(golden: Path) -> tuple[Tensor, Tensor, Tensor]:
 
 @pytest.fixture(scope="module", params=["near native", "untrained"])
 def problem(golden: Path, request) -> tuple[dict[str, Tensor], Tensor]:
-    """AF2's violations, and the structure that has them."""
+    """AF2's violations, and the structure they were computed from."""
     if request.param == "near native":
         file, group, structure = "losses_functions.npz", "violations/", "in/atom14_pos"
     else:
@@ -46,7 +46,7 @@ def problem(golden: Path, request) -> tuple[dict[str, Tensor], Tensor]:
 
 
 def test_violations_are_alphafolds(golden: Path, problem) -> None:
-    """Catches masks recomputed from aatype 0 in padding, the older releases' deviation of CA-C-N, and wrong exclusions."""
+    """Catches masks computed from the aatype 0 of padding, the CA-C-N deviation of older releases, and wrong exclusions."""
     expected, atom14 = problem
     found = find_violations(atom14, *_features(golden))
     for name, key in NAMES.items():
@@ -55,7 +55,7 @@ def test_violations_are_alphafolds(golden: Path, problem) -> None:
 
 
 def test_loss_is_alphafolds(golden: Path) -> None:
-    """Catches clashes averaged over pairs, or terms left out."""
+    """Catches clashes averaged over pairs, and terms left out."""
     reference = load(golden / "losses_functions.npz")
     atom14 = torch.from_numpy(reference["in/atom14_pos"][-1:])
     mask, index, aatype = _features(golden)
@@ -64,7 +64,7 @@ def test_loss_is_alphafolds(golden: Path) -> None:
 
 
 def _crowd(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Random residues crowded into a box, with gaps, a repeated and an out-of-order residue number and absent atoms."""
+    """Random residues in a small box, with gaps, a repeated and an out-of-order residue number, and missing atoms."""
     generator = torch.Generator().manual_seed(seed)
     atom14 = 3 * torch.randn(2, 12, 14, 3, generator=generator, dtype=torch.float64)
     index = torch.tensor([[0, 1, 2, 3, 5, 6, 7, 7, 8, 20, 9, 10]] * 2)
@@ -75,7 +75,7 @@ def _crowd(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _all_pairs(atom14: Tensor, mask: Tensor, index: Tensor, aatype: Tensor) -> Tensor:
-    """Summed overlap of each atom, from an array of all pairs: the formula as it is printed."""
+    """The summed overlap of each atom, as the supplement's formula states it, from an array of all pairs."""
     atoms = torch.arange(index.shape[1] * 14)
     slot, residue = atoms % 14, atoms // 14
     points, radius = atom14.flatten(1, 2), torch.from_numpy(RESTYPE_ATOM14_RADIUS).double()[aatype].flatten(1)
@@ -90,7 +90,7 @@ def _all_pairs(atom14: Tensor, mask: Tensor, index: Tensor, aatype: Tensor) -> T
 
 @pytest.mark.parametrize("pairs_at_once", [1, 5000, 1 << 22])
 def test_clashes_equal_those_of_all_pairs(monkeypatch, pairs_at_once: int) -> None:
-    """Catches pairs lost or counted twice at the edges of blocks, and gradients that differ from the formula's."""
+    """Catches pairs lost or counted twice at the edges of blocks, and gradients unlike the formula's."""
     monkeypatch.setattr(violation, "_PAIRS_AT_ONCE", pairs_at_once)
     atom14, *rest = _crowd(1)
     results = []
@@ -106,7 +106,7 @@ def test_clashes_equal_those_of_all_pairs(monkeypatch, pairs_at_once: int) -> No
 
 
 def test_gradient_is_the_losss() -> None:
-    """Catches a detached piece: every term must move the atoms."""
+    """Catches a detached term: the gradient must equal the numerical one."""
     atom14, mask, index, aatype = _crowd(2)
     atom14 = (0.3 * atom14[:1, :4]).requires_grad_()
     mask, index, aatype = mask[:1, :4], index[:1, :4], aatype[:1, :4]
@@ -114,7 +114,7 @@ def test_gradient_is_the_losss() -> None:
 
 
 def test_coincident_atoms_have_a_finite_gradient(golden: Path) -> None:
-    """Catches the square root's slope at zero: an untrained model begins with all residues at the origin."""
+    """Catches the infinite slope of the square root at zero: an untrained model places all residues at the origin."""
     mask, index, aatype = _features(golden)
     atom14 = torch.zeros(1, index.shape[1], 14, 3, requires_grad=True)
     loss = violation_loss(find_violations(atom14, mask, index, aatype), mask)
@@ -125,7 +125,7 @@ def test_coincident_atoms_have_a_finite_gradient(golden: Path) -> None:
 
 
 def test_samples_do_not_see_each_other(golden: Path, problem) -> None:
-    """Catches atoms of one sample of a batch clashing with another's."""
+    """Catches clashes between atoms of different samples."""
     atom14, features = problem[1], _features(golden)
     alone = find_violations(atom14, *features)
     moved = torch.cat([atom14, atom14 + 0.1])
@@ -136,7 +136,7 @@ def test_samples_do_not_see_each_other(golden: Path, problem) -> None:
 
 
 def test_one_residue_and_no_clash_are_no_errors() -> None:
-    """Catches empty lists of pairs and of bonds."""
+    """Catches errors on empty lists of pairs and bonds."""
     aatype, index = torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.int64)
     mask = torch.from_numpy(RESTYPE_ATOM14_MASK)[aatype]
     found = find_violations(torch.zeros(1, 1, 14, 3), mask, index, aatype)

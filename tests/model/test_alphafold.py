@@ -1,4 +1,4 @@
-"""Recycling passes of the whole model: ensembles of feature sets, and early stopping when the structure is settled."""
+"""Recycling in the whole model: ensembles of feature sets, and early stopping when the structure has converged."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BATCH, CLUSTERS, EXTRA, RESIDUES = 2, 5, 4, 7  # all sizes differ
 
 @pytest.fixture(scope="module")
 def model() -> AlphaFold:
-    """A model with dense random parameters. With AF2's initial zeros all feature sets would give the same output."""
+    """A model with random parameters. With AF2's initial zeros, all feature sets would give the same output."""
     torch.manual_seed(0)
     model = AlphaFold(ModelConfig.preset("test"))
     with torch.no_grad():
@@ -31,7 +31,7 @@ def model() -> AlphaFold:
 
 
 def make_batch(sets: int) -> dict[str, Tensor]:
-    """Random features; the second sample is shorter by two residues of padding, and has an X."""
+    """Random features. The second sample has two residues of padding and an unknown residue X."""
     draw = torch.Generator().manual_seed(1)
     axes = (BATCH, sets)
     seq_mask = torch.ones(*axes, RESIDUES)
@@ -55,6 +55,7 @@ def make_batch(sets: int) -> dict[str, Tensor]:
 
 
 def entry(batch: dict[str, Tensor], number: int) -> dict[str, Tensor]:
+    """One feature set of the batch."""
     return {name: batch[name][:, number] for name in FEATURES}
 
 
@@ -75,7 +76,10 @@ def check_close(a: ModelOutput, b: ModelOutput) -> None:
 
 @torch.no_grad()
 def pass_by_hand(model: AlphaFold, members: list[dict[str, Tensor]], recycled: Recycled) -> ModelOutput:
-    """Algorithm 2 with the average written out: MSA of the first set, means of pair, first row and single representation."""
+    """Algorithm 2 with the average written out.
+
+    Averages the pair representation, the first MSA row and the single representation; the MSA is the first set's.
+    """
     found = [model.representations(member, recycled) for member in members]
     pair = torch.stack([z for _, z in found]).mean(0)
     single = torch.stack([model.single(m[:, 0]) for m, _ in found]).mean(0)
@@ -91,7 +95,7 @@ def pass_by_hand(model: AlphaFold, members: list[dict[str, Tensor]], recycled: R
 
 @pytest.mark.parametrize("ensembles", [2, 3])
 def test_ensembling_is_the_average_by_hand(model, ensembles):
-    """Catches sets taken from another pass, an averaged MSA, and a first row recycled from one set alone."""
+    """Catches feature sets of another pass, an averaged MSA, and a recycled first row that comes from one set only."""
     batch = make_batch(2 * ensembles)
     zeros = [torch.zeros(BATCH, RESIDUES, 12), torch.zeros(BATCH, RESIDUES, RESIDUES, 10)]
     recycled = Recycled(*zeros, torch.zeros(BATCH, RESIDUES, 37, 3))
@@ -101,12 +105,12 @@ def test_ensembling_is_the_average_by_hand(model, ensembles):
         output = model(batch, ensembles=ensembles)
     check_close(output, second)
     assert (output.representations["first_row"] - output.representations["msa"][:, 0]).abs().max() > 1e-3, (
-        "the sets must differ, or averaging means nothing"
+        "the sets must differ, or the average would go untested"
     )
 
 
 def test_an_ensemble_of_one_changes_nothing(model):
-    """Bitwise: not even a division by one may happen. Several equal sets give the output of one."""
+    """Catches an ensemble of one that changes bits, and several equal sets that change the output."""
     batch = make_batch(2)
     with torch.no_grad():
         output = model(batch)
@@ -118,7 +122,7 @@ def test_an_ensemble_of_one_changes_nothing(model):
 
 
 def test_sets_of_one_pass_drop_out_differently(model):
-    """Catches one dropout mask for all sets, which would defeat the average. The first set keeps the mask it has alone."""
+    """Catches one dropout mask for all sets of a pass. The first set must keep the mask that it has without an ensemble."""
     batch = make_batch(1)
     twice = {name: values.repeat_interleave(2, 1) for name, values in batch.items()}
     draws = [Draws.root(3).at("sample", n) for n in range(BATCH)]
@@ -129,12 +133,13 @@ def test_sets_of_one_pass_drop_out_differently(model):
 
 
 def test_a_batch_that_does_not_hold_whole_passes(model):
-    """Catches a set that is dropped silently, when three sets are given for passes of two."""
+    """Catches a feature set that is dropped silently, when three sets are given for passes of two."""
     with pytest.raises(ValueError, match="3 feature sets does not hold passes of 2"):
         model(make_batch(3), ensembles=2)
 
 
 def test_a_missing_feature_is_named(model):
+    """Catches a KeyError for a batch that lacks a feature."""
     batch = make_batch(1)
     del batch["extra_msa"]
     with pytest.raises(UserError, match="lacks the features extra_msa;"):
@@ -142,7 +147,7 @@ def test_a_missing_feature_is_named(model):
 
 
 def test_gradients_flow_through_every_set_of_the_last_pass_only(model):
-    """Catches sets that get no gradient, and an earlier pass whose activations are kept for gradients."""
+    """Catches a set of the last pass without gradient, and gradients through an earlier pass."""
     batch = make_batch(4)
     for name in ("msa_feat", "target_feat"):
         batch[name].requires_grad_()
@@ -154,15 +159,15 @@ def test_gradients_flow_through_every_set_of_the_last_pass_only(model):
 
 
 def changes(model: AlphaFold, batch: dict[str, Tensor], passes: int) -> tuple[list[ModelOutput], list[Tensor]]:
-    """Outputs after 1, 2, … passes without stopping, and the change of CA-CA distances from each to the next."""
+    """Outputs after 1, 2, … passes without early stopping, and the change of CA-CA distances from each to the next."""
     with torch.no_grad():
         outputs = [model({k: v[:, :n] for k, v in batch.items()}) for n in range(1, passes + 1)]
     found = []
     for before, after in pairwise(outputs):
         change = []
         for sample in range(BATCH):
-            there = (batch["seq_mask"][sample, 0] > 0) & (batch["aatype"][sample, 0] < 20)
-            old, new = (o.structure.positions[sample, there, 1].double() for o in (before, after))
+            resolved = (batch["seq_mask"][sample, 0] > 0) & (batch["aatype"][sample, 0] < 20)
+            old, new = (o.structure.positions[sample, resolved, 1].double() for o in (before, after))
             difference = [
                 [float((a - b).norm() - (c - d).norm()) for b, d in zip(new, old, strict=True)]
                 for a, c in zip(new, old, strict=True)
@@ -173,11 +178,11 @@ def changes(model: AlphaFold, batch: dict[str, Tensor], passes: int) -> tuple[li
 
 
 def test_recycling_ends_at_the_right_pass(model):
-    """Recycling ends at the first pass whose change is within the tolerance for BOTH samples, with that pass's output."""
+    """Catches recycling that stops before BOTH samples have converged or later, and the output of another pass."""
     batch = make_batch(5)
     outputs, steps = changes(model, batch, 5)
     largest = [float(step.max()) for step in steps]
-    assert float(steps[0].min()) < largest[0], "a stop for the calmer sample alone must show"
+    assert float(steps[0].min()) < largest[0], "the samples must differ, or stopping for one of them would go unseen"
     for number, tolerance in enumerate(largest, start=1):
         expected = next(n for n, value in enumerate(largest, start=1) if value <= 1.001 * tolerance)
         with torch.no_grad():
@@ -188,7 +193,7 @@ def test_recycling_ends_at_the_right_pass(model):
 
 
 def test_without_a_tolerance_nothing_changes(model):
-    """Tolerance 0 and a tolerance that is never met run every pass, with the same bits. One pass is never settled."""
+    """Catches a tolerance of 0, or one that is never met, that changes bits or stops early. One pass reports no change."""
     batch = make_batch(3)
     with torch.no_grad():
         output = model(batch)
@@ -216,7 +221,7 @@ def test_ca_change_is_of_distances():
 
 
 def test_nothing_large_outlives_its_use(model):
-    """Catches logits kept during the next pass, and an extra MSA kept during the Evoformer: gigabytes at 1,000 residues."""
+    """Catches logits kept during the next pass and an extra MSA kept during the Evoformer: gigabytes for 1,000 residues."""
     large: list[weakref.ref[Tensor]] = []
     alive: list[int] = []
     keep = [

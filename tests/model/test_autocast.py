@@ -1,6 +1,6 @@
-"""The model under bf16 autocast, on this device and with the rules of GPUs.
+"""The model under bf16 autocast, with this device's rules and with a GPU's.
 
-On a GPU autocast widens more operations (softmax, sums, layer norms) than on a CPU. `LikeCuda` widens the same ones here.
+A GPU's autocast runs more operations in float32 than a CPU's (softmax, sums, layer norms). `LikeCuda` does so on a CPU.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from evodsp.rng import Draws
 from tests.builders.parameters import dense
 from tests.builders.small_model import config, features, tensors
 
-# Of PyTorch's list of "CUDA ops that autocast to float32", those that models and losses use; `square` is a power.
+# The operations in PyTorch's list "CUDA ops that autocast to float32" that models and losses use; `square` is a `pow`.
 WIDENED = {
     "softmax", "log_softmax", "sum", "prod", "cumsum", "cumprod", "norm", "layer_norm", "exp", "expm1", "log", "log1p", "log2",
     "log10", "pow", "__pow__", "__rpow__", "square", "rsqrt", "reciprocal", "__rtruediv__", "__rdiv__", "softplus", "cdist",
@@ -33,7 +33,7 @@ WIDENED = {
 
 
 class LikeCuda(TorchFunctionMode):
-    """Casts to float32, under the CPU's autocast, the operations that autocast on a GPU would cast."""
+    """Under the CPU's autocast, casts to float32 the inputs of operations that a GPU's autocast would cast."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -53,7 +53,7 @@ Device = Callable[[], AbstractContextManager[Any]]
 
 @DEVICES
 def test_attention(device: Device) -> None:
-    """Catches a product of float32 weights and bf16 values that is written into a given tensor: an error on GPUs only."""
+    """Catches a product of float32 weights and bf16 values written into a given output tensor: an error on GPUs only."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, 3, 4, 5, 6, generator=generator).bfloat16().requires_grad_() for _ in range(3))
     bias = torch.randn(2, 4, 5, 5, generator=generator).bfloat16().requires_grad_()
@@ -68,10 +68,12 @@ def test_attention(device: Device) -> None:
 
 @DEVICES
 def test_whole_model(device: Device) -> None:
-    """Catches dtypes that do not fit on GPUs only, and weights without a gradient: torch before 2.11 reuses in the last pass
-    what was cast in a pass without gradients."""
+    """Catches dtypes that disagree only on GPUs, and parameters without a gradient.
+
+    torch before 2.11 reuses, in the last pass, casts that were made in a pass without gradients.
+    """
     sizes = config()
-    off = {"checkpoint": False}  # recomputation leaves `LikeCuda`
+    off = {"checkpoint": False}  # recomputation in the backward pass runs outside of `LikeCuda`
     sizes = dataclasses.replace(
         sizes,
         templates=dataclasses.replace(sizes.templates, **off),
@@ -90,13 +92,13 @@ def test_whole_model(device: Device) -> None:
         error = (value.float() - exact[name]).norm() / exact[name].norm()
         assert error < 0.03, f"{name}: {error:.1e}"
     torch.stack([value.float().square().mean() for value in found.values()]).sum().backward()
-    silent = [name for name, p in model.named_parameters() if p.grad is None]
-    assert silent == []
+    without_gradient = [name for name, p in model.named_parameters() if p.grad is None]
+    assert without_gradient == []
 
 
 @DEVICES
 def test_coordinates_are_not_rounded(device: Device) -> None:
-    """Catches a structure module in bf16, where positions at 50 Å are 0.25 Å apart. AF2 runs it in single precision."""
+    """Catches a structure module in bf16, whose spacing at 50 Å is 0.25 Å. AF2 runs it in single precision."""
     sizes = ModelConfig.preset("test")
     channels = sizes.channels
     module = dense(StructureModule(channels.single, channels.pair, sizes.structure_module)).float()

@@ -13,7 +13,7 @@ from tests.conftest import load
 
 
 def test_plddt_is_alphafolds(golden: Path) -> None:
-    """Catches bin edges taken for centres, which would shift every score by 1."""
+    """Catches bin edges used as centres, which would shift every score by 1."""
     reference = load(golden / "losses_functions.npz")
     plddt = compute_plddt(torch.from_numpy(reference["in/logits_predicted_lddt"]))
     expected = torch.from_numpy(reference["confidence/plddt"])
@@ -21,7 +21,7 @@ def test_plddt_is_alphafolds(golden: Path) -> None:
 
 
 def test_pae_and_ptm_are_alphafolds(golden: Path) -> None:
-    """Catches bin edges taken for centres, a last bin of the wrong width, and the TM-score's scale."""
+    """Catches bin edges used as centres, a wrong width of the last bin, and a wrong scale of the TM-score."""
     reference = load(golden / "losses_functions.npz")
     logits = torch.from_numpy(reference["in/logits_predicted_aligned_error"])[None]
     expected = torch.from_numpy(reference["confidence/predicted_aligned_error"])
@@ -32,10 +32,10 @@ def test_pae_and_ptm_are_alphafolds(golden: Path) -> None:
 
 
 def test_padding_does_not_change_ptm(golden: Path) -> None:
-    """Catches padded residues in the length, in the mean, or chosen as the best frame."""
+    """Catches padded residues that count in the length or in the mean, or that are chosen as the best frame."""
     logits = torch.from_numpy(load(golden / "losses_functions.npz")["in/logits_predicted_aligned_error"])[None]
     padded = torch.zeros_like(logits)
-    padded[..., 0] = 50  # certain: the padding would win
+    padded[..., 0] = 50  # errors of 0 with certainty: a padded frame would be the best
     padded[:, :64, :64] = logits[:, :64, :64]
     mask = (torch.arange(72) < 64).float()[None]
     expected = compute_ptm(logits[:, :64, :64], torch.ones(1, 64))
@@ -44,10 +44,10 @@ def test_padding_does_not_change_ptm(golden: Path) -> None:
 
 @pytest.mark.parametrize("residues", [5, 17, 22])
 def test_ptm_of_a_short_chain(residues: int) -> None:
-    """Catches d0 of a short chain: not a number below 15 residues, negative to 17, and any lower bound other than 19."""
+    """Catches a wrong d0 of short chains: NaN below 15 residues, negative up to 17, or a minimum length other than 19."""
     rng = np.random.default_rng(0)
     logits = rng.normal(size=(residues + 2, residues + 2, 64)).astype(np.float32)
-    logits[..., :3] += 3  # errors below 1.5 Å: there d0 decides
+    logits[..., :3] += 3  # errors below 1.5 Å, where the score depends on d0 most
     mask = np.arange(residues + 2) < residues
     d0 = 1.24 * (max(residues, 19) - 15) ** (1 / 3) - 1.8
     best = 0.0

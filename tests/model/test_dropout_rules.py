@@ -1,13 +1,13 @@
-"""Which elements dropout removes in a real forward pass, against masks computed here from the documented rules.
+"""The elements that dropout removes in a real forward pass, against masks computed here from the documented rules.
 
-The rules (supplement 1.11.6): one mask for all sequences after MSA row attention, one for all rows of the pair representation
-after triangle multiplication and attention around the starting node, one for all columns after attention around the ending
-node; what is kept is divided by 1 - rate. The address of a draw is (seed, "dropout", sample, "cycle", c, stack, "block", b,
-layer) and its position in the whole mask. Comparing a parallel run with a serial one cannot find a mistake in either: both
-would make it.
+The rules (supplement 1.11.6): one mask for all sequences after MSA row attention; one mask for all rows of the pair
+representation after triangle multiplication and attention around the starting node; one mask for all columns after
+attention around the ending node. Kept elements are divided by 1 - rate. A random draw is determined by its address
+(seed, "dropout", sample, "cycle", c, stack, "block", b, layer) and its position in the full mask. Comparing a parallel
+run with a serial one cannot find mistakes in these rules, because both would make them.
 
-At the start of training every update is its output layer's bias. A bias of 1 in a channel of its own therefore shows each
-layer's mask in what a stack adds to its input.
+At the start of training every update equals its output layer's bias. Each layer's bias is set to 1 in a channel that no
+other layer uses, so what a stack adds to its input shows the layer's mask in that channel.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tests.builders.small_model import CYCLES, SMALL, TEMPLATES, config, feature
 SEED, SAMPLES, BLOCKS = 5, (3, 8), 2
 CLUSTERS, EXTRA, RESIDUES = SMALL
 RATES = {"msa": 0.15, "pair": 0.25, "structure": 0.3}
-# layer, the representation that it updates, the axis along which its mask is constant (None: no dropout)
+# Layer, the representation that it updates, the axis along which its mask is constant (None: no dropout).
 RULES = (
     ("row_attention", "msa", 1),
     ("column_attention", "msa", None),
@@ -48,12 +48,15 @@ CHANNELS = len(RULES) * BLOCKS
 
 
 def channel(layer: str, block: int) -> int:
-    """The channel in which an update shows."""
+    """The channel in which a layer's update is visible."""
     return [name for name, _, _ in RULES].index(layer) * BLOCKS + block
 
 
 def expected_mask(stream: Draws, shape: tuple[int, int, int], rate: float, constant_axis: int | None) -> np.ndarray:
-    """[axis 1, axis 2, channels]: 0 or 1 / (1 - rate). `stream`: of one layer; `shape`: of the update of one sample."""
+    """The mask of one layer, [axis 1, axis 2, channels], with entries 0 or 1 / (1 - rate).
+
+    `stream`: the layer's random stream. `shape`: one sample's update. `constant_axis`: None for no dropout.
+    """
     if constant_axis is None:
         return np.ones(shape)
     drawn = list(shape)
@@ -72,20 +75,20 @@ class Update:
 
 @dataclass
 class Step:
-    """What dropout did in one training step."""
+    """The effect of dropout in one training step."""
 
     updates: dict[str, list[Update]]
-    """By stack: what it added, in each cycle."""
+    """What each stack added, for each cycle."""
     singles: list[Tensor]
-    """The structure module's single representation before and after dropout [sample, residue, channel], in each cycle."""
+    """The single representation [sample, residue, channel] before and after the structure module's dropout, for each cycle."""
 
 
-class Enough(Exception):
+class ForwardDone(Exception):
     """Ends a training step after its forward pass."""
 
 
 def show_updates(stack: nn.Module) -> None:
-    """Set the bias of every update to 1, each in its own channel. The update's weights are zero at the start."""
+    """Set each update's bias to 1 in a channel that no other update uses. The update's weights are zero at the start."""
     for name, parameter in stack.named_parameters():
         block = re.search(r"blocks\.(\d+)\.", name)
         name = name.replace(".msa_stack.transition.", ".msa_transition.")
@@ -96,6 +99,8 @@ def show_updates(stack: nn.Module) -> None:
 
 
 def watch(stack: nn.Module, found: list[Update], has_msa: bool) -> None:
+    """Append to `found` what each call of `stack` adds to its inputs."""
+
     def record(_: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         if has_msa:
             found.append(Update((output[0] - inputs[0]).detach(), (output[1] - inputs[1]).detach()))
@@ -106,23 +111,25 @@ def watch(stack: nn.Module, found: list[Update], has_msa: bool) -> None:
 
 
 def check(update: Tensor, sample: int, stream: Draws, representation: str) -> None:
-    """Every layer of every block of one sample. `stream`: of the stack."""
+    """Check the masks of all layers and blocks of one sample. `stream`: the stack's random stream."""
     for layer, updated, constant_axis in RULES:
         if updated != representation:
             continue
         for block in range(BLOCKS):
-            place = channel(layer, block)
-            own = stream.at("block", block).at(layer)
-            mask = expected_mask(own, tuple(update.shape[1:]), RATES[representation], constant_axis)[..., place]
-            shown = update[sample, ..., place].double().numpy()
-            # Triangle multiplication multiplies its update by a gate, which starts at sigmoid(1).
+            column = channel(layer, block)
+            layer_stream = stream.at("block", block).at(layer)
+            mask = expected_mask(layer_stream, tuple(update.shape[1:]), RATES[representation], constant_axis)[
+                ..., column
+            ]
+            shown = update[sample, ..., column].double().numpy()
+            # Triangle multiplication's gate starts at sigmoid(1).
             gate = 1 / (1 + np.exp(-1)) if layer.startswith("triangle_") else 1.0
             np.testing.assert_allclose(shown, gate * mask, rtol=0, atol=1e-5, err_msg=f"{layer} of block {block}")
 
 
 @pytest.fixture(scope="module")
 def step() -> Step:
-    """One training step of two samples and two cycles."""
+    """One training step with two samples and two cycles."""
     base = config(recompute=False)
     stack = EvoformerConfig(
         blocks=BLOCKS, msa_heads=2, msa_head_width=2, pair_heads=2, pair_head_width=2, triangle_channels=3,
@@ -152,19 +159,19 @@ def step() -> Step:
     batch = {name: x.float() if x.is_floating_point() else x for name, x in features(len(SAMPLES)).items()}
     batch["sample_index"] = torch.tensor(SAMPLES)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("evodsp.training.module.total_loss", _enough)
-        with pytest.raises(Enough):
+        patch.setattr("evodsp.training.module.total_loss", _stop_after_forward)
+        with pytest.raises(ForwardDone):
             module.training_step(batch, 0)
     return Step(found, singles)
 
 
-def _enough(*arguments: Any) -> None:
-    raise Enough
+def _stop_after_forward(*arguments: Any) -> None:
+    raise ForwardDone
 
 
 @pytest.mark.parametrize("name", ["evoformer", "extra"])
 def test_every_element_that_dropout_removes(step: Step, name: str) -> None:
-    """Catches one mask for all blocks, cycles, samples or stacks, a mask shared along the wrong axis, and no 1 / (1 - rate)."""
+    """Catches one mask for all blocks, cycles, samples or stacks, a wrong shared axis, and a missing 1 / (1 - rate)."""
     assert len(step.updates[name]) == CYCLES
     for cycle, update in enumerate(step.updates[name]):
         for place, index in enumerate(SAMPLES):
@@ -176,7 +183,7 @@ def test_every_element_that_dropout_removes(step: Step, name: str) -> None:
 
 
 def test_every_element_that_dropout_removes_from_templates(step: Step) -> None:
-    """Catches one mask for all templates of a sample: they lie on the batch axis of their stack."""
+    """Catches one mask for all templates of a sample, which lie on the batch axis of their stack."""
     assert len(step.updates["templates"]) == CYCLES
     for cycle, update in enumerate(step.updates["templates"]):
         for place, index in enumerate(SAMPLES):
@@ -186,7 +193,7 @@ def test_every_element_that_dropout_removes_from_templates(step: Step) -> None:
 
 
 def test_masks_are_constant_along_the_axis_that_the_supplement_names(step: Step) -> None:
-    """Seen without the oracle: slices along the shared axis are equal; other slices and other blocks differ."""
+    """Catches a wrong shared axis and repeated masks, without using `expected_mask`."""
     for name in ("evoformer", "extra"):
         for layer, representation, constant_axis in RULES:
             if constant_axis is None:
@@ -205,7 +212,10 @@ def test_masks_are_constant_along_the_axis_that_the_supplement_names(step: Step)
 
 
 def test_the_structure_module_has_a_stream_of_its_own(step: Step) -> None:
-    """Catches one mask for all cycles or samples. At the start of training attention adds nothing before the first dropout."""
+    """Catches one mask for all cycles or samples.
+
+    At the start of training, attention adds nothing before the first dropout, so the mask multiplies the input.
+    """
     assert len(step.singles) == 2 * CYCLES
     for cycle in range(CYCLES):
         before, after = step.singles[2 * cycle : 2 * cycle + 2]
@@ -222,7 +232,9 @@ def test_structure_module_drops_out_twice_in_each_iteration() -> None:
     sizes = dataclasses.replace(ModelConfig.preset("test").structure_module, iterations=2, dropout=0.3)
     assert isinstance(sizes, StructureModuleConfig)
     torch.manual_seed(0)
-    module = StructureModule(9, 4, sizes)  # attention and transition start as zero: dropout sees its input itself
+    module = StructureModule(
+        9, 4, sizes
+    )  # attention and transition add zero at the start, so dropout acts on their input
     norms: list[tuple[Tensor, Tensor]] = []
     for norm in (module.attention_norm, module.transition_norm):
         norm.register_forward_hook(lambda _, inputs, output: norms.append((inputs[0].detach(), output.detach())))

@@ -1,6 +1,6 @@
 """Each module against DeepMind's AlphaFold2: outputs and gradients, with padding in every mask.
 
-Tolerance: 2e-5 of the largest element, fp32 (gradients 1e-4: two public implementations agree that well with each other).
+Tolerance in fp32: 2e-5 of the largest element; 1e-4 for gradients, by which two public implementations differ.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ EXTRA = "evoformer/extra_msa_stack"
 SIZES = EvoformerConfig(checkpoint=False)
 EXTRA_SIZES = EvoformerConfig(msa_head_width=8, checkpoint=False)
 
-# module, its rows of the table of names, its inputs in order
+# Module, its rows in the table of parameter names, its inputs in order.
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Iterable[Name]], tuple[str, ...]]] = {
     "msa_row_attention_with_pair_bias": (
         lambda: MSARowAttention(256, 128, 8, 32),
@@ -97,7 +97,7 @@ def first_block(rows: Iterable[Name]) -> list[Name]:
 
 @pytest.mark.parametrize("case", sorted(CASES))
 def test_module_matches_alphafold(case: str, golden: Path) -> None:
-    """Catches a transposed axis, a wrong mask, scale or bias, and gradients that differ from AF2's."""
+    """Catches a transposed axis, a wrong mask, scale or bias, and wrong gradients."""
     build, rows, inputs = CASES[case]
     data, params = load(golden / "modules" / f"{case}.npz"), load(golden / "params.npz")
     module = build()
@@ -119,7 +119,7 @@ def test_module_matches_alphafold(case: str, golden: Path) -> None:
 
 
 def test_embedders_match_alphafold(golden: Path) -> None:
-    """Catches a wrong order of features, clipping of relative positions, or recycled distance bins."""
+    """Catches a wrong order of features, wrong clipping of relative positions, and wrong recycled distance bins."""
     from evodsp.model.alphafold import AlphaFold
 
     data = {k: torch.from_numpy(v) for k, v in load(golden / "modules" / "input_and_recycling_embedding.npz").items()}

@@ -1,4 +1,4 @@
-"""Structure module and the model without templates against DeepMind's AlphaFold2."""
+"""The structure module, and the model without templates, against DeepMind's AlphaFold2."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LAYER = "structure_module/fold_iteration"
 
 
 def test_invariant_point_attention(golden: Path) -> None:
-    """Catches a wrong order of point coordinates, a wrong scale of a logit term, or distances lost to cancellation."""
+    """Catches a wrong order of point coordinates, a wrong scale of a logit term, and cancellation in distances."""
     data = load(golden / "modules" / "invariant_point_attention.npz")
     module = InvariantPointAttention(384, 128, StructureModuleConfig())
     rows = names.invariant_point_attention("x", f"{LAYER}/invariant_point_attention")
@@ -37,12 +37,12 @@ def test_invariant_point_attention(golden: Path) -> None:
     gradients = torch.autograd.grad(out, (s, z, affine), cotangent)
     close(gradients[0][0], data["grad/s"], 1e-4, "gradient of s")
     close(gradients[1][0], data["grad/z"], 1e-4, "gradient of z")
-    # Of the quaternion's gradient only the tangential part is defined; the translation's gradient is defined completely.
+    # Only the tangential part of the quaternion's gradient is defined, so this compares the translation's gradient.
     close(gradients[2][0, :, 4:], data["grad/affine"][:, 4:], 1e-4, "gradient of the translation")
 
 
 def to_affine(frames: Rigid, like: Tensor) -> Tensor:
-    """Quaternion (signed as `like`) and translation of frames: AF2's own output, which carries cotangents here."""
+    """Quaternion (with the sign of `like`) and translation of frames: AF2's output, to which the cotangents belong."""
     r = frames.rotation
     w = (1 + r[..., 0, 0] + r[..., 1, 1] + r[..., 2, 2]).sqrt() / 2
     vector = [r[..., 2, 1] - r[..., 1, 2], r[..., 0, 2] - r[..., 2, 0], r[..., 1, 0] - r[..., 0, 1]]
@@ -52,7 +52,7 @@ def to_affine(frames: Rigid, like: Tensor) -> Tensor:
 
 
 def test_structure_module(golden: Path) -> None:
-    """Catches a wrong order of updates, normalisations, units, angles, or atoms placed by the wrong group."""
+    """Catches a wrong order of updates, wrong normalisations, units or angles, and atoms placed by the wrong group."""
     data = load(golden / "modules" / "structure_module.npz")
     config = ModelConfig(structure_module=StructureModuleConfig(iterations=3))
     module = StructureModule(384, 128, config.structure_module)
@@ -60,7 +60,7 @@ def test_structure_module(golden: Path) -> None:
     x = {k.removeprefix("in/"): torch.from_numpy(v).unsqueeze(0) for k, v in data.items() if k.startswith("in/")}
     s, z = (x[k].requires_grad_() for k in ("s", "z"))
     out = module(s, z, x["aatype"], x["seq_mask"])
-    # Atoms of every iteration. AF2 computes them; only this test needs them.
+    # Atoms of every iteration, as AF2 computes them; only this test needs them.
     groups = torsion_angles_to_frames(out.backbone, out.angles, x["aatype"].expand(3, 1, -1))
     atom14 = frames_to_atom14(groups, x["aatype"].expand(3, 1, -1))
     quaternions = torch.from_numpy(data["out/traj"][..., :4]).unsqueeze(1)
@@ -94,7 +94,7 @@ def test_structure_module(golden: Path) -> None:
 
 
 def test_model_without_templates(golden: Path) -> None:
-    """Runs all of model_5_ptm for two cycles on real features. Catches an embedder, a stack or recycling wired wrongly."""
+    """Catches embedders, stacks or recycling connected wrongly: model_5_ptm, two cycles, real features."""
     expected = load(golden / "outputs_model_5_ptm.npz")
     features = {k: torch.from_numpy(v).unsqueeze(0) for k, v in load(golden / "features_processed.npz").items()}
     config = dataclasses.replace(

@@ -1,4 +1,4 @@
-"""The template modules against DeepMind's AlphaFold2: outputs and gradients; tolerances as in test_golden_modules."""
+"""The template modules against DeepMind's AlphaFold2: outputs and gradients, with the tolerances of test_golden_modules."""
 
 from __future__ import annotations
 
@@ -38,17 +38,19 @@ Arrays = dict[str, np.ndarray]
 
 
 def loaded(module: nn.Module, rows: Iterable[Name], params: Arrays) -> None:
+    """Fill all parameters of `module` from DeepMind's arrays."""
     rows = list(rows)
     load_arrays(Holder(module), rows, params)
     assert {name for name, _ in Holder(module).named_parameters()} == {row.ours for row in rows}
 
 
 def batched(data: Arrays) -> dict[str, Tensor]:
+    """The module's inputs with a batch axis of one."""
     return {k.removeprefix("in/"): torch.from_numpy(v).unsqueeze(0) for k, v in data.items() if k.startswith("in/")}
 
 
 def check(output: Tensor, x: dict[str, Tensor], data: Arrays) -> None:
-    """Output where the cotangent is not zero (it is on padding), and the gradients of all inputs that have one."""
+    """Compare the output where the cotangent is not zero (it is zero on padding), and all input gradients in `data`."""
     valid = np.abs(data["cot/out"]).sum(-1, keepdims=True) > 0
     close(output[0].detach().numpy() * valid, data["out/out"] * valid, 2e-5, "out")
     wanted = [k.removeprefix("grad/") for k in data if k.startswith("grad/")]
@@ -59,7 +61,7 @@ def check(output: Tensor, x: dict[str, Tensor], data: Arrays) -> None:
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_pair_stack_matches_alphafold(recompute: bool, golden: Path) -> None:
-    """Catches the Evoformer's order of updates (multiplication first), and a wrong mask or width."""
+    """Catches the Evoformer's order of updates (multiplication before attention), and a wrong mask or width."""
     data, params = load(golden / "modules" / "template_pair_stack.npz"), load(golden / "params.npz")
     module = TemplatePairStack(replace(SIZES, checkpoint=recompute))
     loaded(module, names.template_pair_stack("x", f"{SCOPE}/single_template_embedding/template_pair_stack", 1), params)
@@ -68,7 +70,7 @@ def test_pair_stack_matches_alphafold(recompute: bool, golden: Path) -> None:
 
 
 def test_pointwise_attention_matches_alphafold(golden: Path) -> None:
-    """Catches attention along residues instead of templates, a superfluous gate, and a missing template mask."""
+    """Catches attention along residues instead of templates, a gate that AF2 does not have, and an ignored template mask."""
     data, params = load(golden / "modules" / "template_pointwise_attention.npz"), load(golden / "params.npz")
     module = TemplatePointwiseAttention(128, SIZES)
     loaded(module, names.template_pointwise_attention("x", f"{SCOPE}/attention"), params)
@@ -77,7 +79,7 @@ def test_pointwise_attention_matches_alphafold(golden: Path) -> None:
 
 
 def test_embedding_matches_alphafold(golden: Path) -> None:
-    """Catches a wrong order of the 88 features, rows taken for columns, wrong bins, and gaps that look like neighbours."""
+    """Catches a wrong order of the 88 features, swapped rows and columns, wrong bins, and gaps treated as neighbours."""
     data, params = load(golden / "modules" / "template_embedding.npz"), load(golden / "params.npz")
     module = TemplateEmbedder(128, SIZES)
     loaded(module, names.template_embedder("x", SCOPE, 1), params)
@@ -119,8 +121,8 @@ def random_templates(batch: int = 2, count: int = 3, residues: int = 5, shift: f
     )
 
 
-def dense(module: nn.Module) -> nn.Module:
-    """Make every weight random, so that every branch contributes."""
+def with_random_weights(module: nn.Module) -> nn.Module:
+    """Make the weights of all linear layers random, so that every branch contributes."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for part in module.modules():
@@ -130,7 +132,10 @@ def dense(module: nn.Module) -> nn.Module:
 
 
 def test_unit_vectors_are_directions_in_the_frame_of_the_row() -> None:
-    """Catches an inverse rotation, columns taken for rows, and a mirrored axis. Published models use no such vectors."""
+    """Catches an inverse rotation, swapped rows and columns, and a mirrored axis.
+
+    The golden tests cannot: published models do not use these vectors.
+    """
     templates = random_templates()
     vectors = TemplateEmbedder(7, SMALL).pair_features(templates)[..., -4:-1]
     n, ca, c = (templates.positions[..., atom, :] for atom in range(3))
@@ -145,7 +150,10 @@ def test_unit_vectors_are_directions_in_the_frame_of_the_row() -> None:
 
 
 def test_missing_beta_is_told_apart_from_missing_backbone() -> None:
-    """Catches one mask used for the other. The golden templates cannot: they have a CB wherever they have a backbone."""
+    """Catches one mask used for the other.
+
+    The golden templates cannot: they have a CB wherever they have a backbone.
+    """
     templates = random_templates()
     templates.beta_mask[:, :, 1] = 0.0
     templates.atom_mask[:, :, 2, 1] = 0.0
@@ -159,11 +167,11 @@ def test_missing_beta_is_told_apart_from_missing_backbone() -> None:
 
 
 def test_no_template_no_update() -> None:
-    """Catches an output bias, or an average over masked templates, that is added for a sample without templates."""
+    """Catches an output bias, or an average over masked templates, added to a sample without templates."""
     templates = random_templates()
     templates.mask[1] = 0.0
     z, mask = torch.randn(2, 5, 5, 7), torch.ones(2, 5, 5)
-    module = dense(TemplateEmbedder(7, SMALL))
+    module = with_random_weights(TemplateEmbedder(7, SMALL))
     update = module(z, templates, mask)
     assert update[0].any()
     assert not update[1].any()
@@ -175,7 +183,7 @@ def test_no_template_no_update() -> None:
 
 
 def test_omega_after_a_gap_is_zero_wherever_the_template_lies() -> None:
-    """Catches AF2's rounding noise: a unit vector in a random direction, which moves the pair representation by 1."""
+    """Catches AF2's rounding noise: a unit vector in a random direction, which changes the pair representation by 1."""
     templates = random_templates(shift=17.3)
     for values in (templates.positions, templates.atom_mask):
         values[:, :, 2] = 0.0
@@ -188,7 +196,7 @@ def test_dropout_differs_between_templates_and_repeats() -> None:
     """Catches one mask for all templates, and a mask that recomputation does not reproduce."""
     templates = random_templates(batch=1)
     same = Templates(*(getattr(templates, field.name)[:, [0, 0]] for field in fields(templates)))
-    module = dense(TemplateEmbedder(7, SMALL))
+    module = with_random_weights(TemplateEmbedder(7, SMALL))
     seen: list[Tensor] = []
     module.stack.register_forward_hook(lambda _, __, output: seen.append(output.detach()))
     z, mask, draws = torch.randn(1, 5, 5, 7), torch.ones(1, 5, 5), [Draws.root(3)]
@@ -200,7 +208,7 @@ def test_dropout_differs_between_templates_and_repeats() -> None:
 
 
 class Rows(LocalExchange):
-    """The exchange of rank `rank` of two, with what the input features need: a shard of I."""
+    """Rank `rank` of two, as far as the input features need an exchange: a shard of axis I."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -210,7 +218,7 @@ class Rows(LocalExchange):
 
 
 def test_pair_features_are_made_shard_by_shard() -> None:
-    """Catches a rank that builds rows for residues of other ranks."""
+    """Catches a rank that builds rows for the residues of other ranks."""
     templates = random_templates()
     module: ShardedModule = TemplateEmbedder(7, SMALL)
     whole, parts = module.pair_features(templates), []

@@ -1,7 +1,6 @@
-"""Weights at the start of training against the supplement's formulas (1.11.4), layer by layer of real modules.
+"""Weights at the start of training against the supplement's formulas (1.11.4), layer by layer.
 
-Several projections of one input may lie side by side in one matrix. Glorot's limit depends on the width of the output, which
-is then the width of ONE of them.
+Several projections may be fused into one matrix. Glorot's limit depends on the width of ONE projection's output.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from evodsp.model.templates import TemplatePointwiseAttention
 
 C_M, C_Z, C_S, HEADS, WIDTH, FACTOR = 96, 80, 112, 3, 48, 4
 TRUNCATED = 0.87962566103423978
-"""Standard deviation of a unit normal that is cut off at two standard deviations."""
+"""Standard deviation of a unit normal truncated at two standard deviations."""
 
 
 @pytest.fixture(scope="module")
@@ -42,26 +41,26 @@ def weights() -> dict[str, Tensor]:
 
 
 def find(weights: dict[str, Tensor], suffix: str, count: int) -> list[Tensor]:
-    """The parameters whose names end in `suffix`: exactly `count`, so that none is forgotten."""
+    """The parameters whose names end in `suffix`. There must be exactly `count`, so that none is overlooked."""
     found = {name: x for name, x in weights.items() if name.endswith(suffix)}
     assert len(found) == count, f"{suffix}: {sorted(found)}"
     return list(found.values())
 
 
 def check_uniform(weight: Tensor, limit: float) -> None:
-    """Uniform in ±limit: the largest of thousands of draws lies just below the limit."""
+    """Check a uniform distribution in ±limit: the largest of thousands of draws lies just below the limit."""
     assert 0.99 * limit < weight.abs().max() <= limit
     assert weight.var().item() == pytest.approx(limit**2 / 3, rel=0.05)
 
 
 def check_normal(weight: Tensor, variance: float) -> None:
-    """Normal with this variance, truncated at two standard deviations of the normal before truncation."""
+    """Check a normal distribution of this variance, truncated at two standard deviations of the untruncated normal."""
     assert weight.var().item() == pytest.approx(variance, rel=0.05)
     assert 0.95 < weight.abs().max().item() / (2 * math.sqrt(variance) / TRUNCATED) <= 1.0
 
 
 def test_fused_queries_keys_and_values_have_the_limit_of_one_of_them(weights: dict[str, Tensor]) -> None:
-    """Catches the width of the whole matrix taken for the width of a part: weights are smaller by a factor of up to 1.4."""
+    """Catches a limit computed from the fused matrix's width: weights would be smaller by a factor of up to 1.4."""
     msa = find(weights, "row_attention.attention.qkv.weight", 2) + find(
         weights, "column_attention.attention.qkv.weight", 1
     )
@@ -75,7 +74,7 @@ def test_fused_queries_keys_and_values_have_the_limit_of_one_of_them(weights: di
 
 
 def test_fused_keys_and_values_have_the_limit_of_one_of_them(weights: dict[str, Tensor]) -> None:
-    """Global attention has one head of keys and values; template attention has all heads."""
+    """Catches the same for keys and values: one head in global attention, all heads in template attention."""
     check_uniform(find(weights, "column_attention.query.weight", 1)[0], math.sqrt(6 / (C_M + HEADS * WIDTH)))
     check_uniform(find(weights, "templates.query.weight", 1)[0], math.sqrt(6 / (C_Z + HEADS * WIDTH)))
     for suffix, c_in, width in (
@@ -87,7 +86,7 @@ def test_fused_keys_and_values_have_the_limit_of_one_of_them(weights: dict[str, 
 
 
 def test_transitions_start_with_he_and_end_with_zero(weights: dict[str, Tensor]) -> None:
-    """Catches a widening layer of half the variance, and a transition that is not the identity at the start."""
+    """Catches a first layer with half the variance, and a transition that is not the identity at the start."""
     widen = find(weights, "ransition.widen.weight", 4)
     for weight in widen:
         assert weight.shape[0] == FACTOR * weight.shape[1]
@@ -101,19 +100,19 @@ def test_transitions_start_with_he_and_end_with_zero(weights: dict[str, Tensor])
 
 
 def test_invariant_point_attention_starts_as_the_identity(weights: dict[str, Tensor]) -> None:
-    """Catches an update that moves frames at random before anything is learnt. Its projections are LeCun normal."""
+    """Catches frames that move at random before training, and projections that are not LeCun normal."""
     assert not any(x.any() for name, x in weights.items() if name.startswith("structure.attention.output."))
     assert not any(x.any() for name, x in weights.items() if name.startswith("structure.backbone_update."))
     for name, c_in in (("query", C_S), ("key_value", C_S), ("query_points", C_S), ("key_value_points", C_S)):
         check_normal(find(weights, f"structure.attention.{name}.weight", 1)[0], 1 / c_in)
-    # Softplus of it is 1 (supplement 1.8.2).
+    # The point weights are 1 after softplus (supplement 1.8.2).
     assert nn.functional.softplus(find(weights, "structure.attention.point_weight", 1)[0]).tolist() == pytest.approx(
         [1.0] * 12
     )
 
 
 def test_every_residual_update_starts_at_zero_and_every_gate_open(weights: dict[str, Tensor]) -> None:
-    """Catches an update whose last layer is random, and a gate that is not open."""
+    """Catches an update whose last layer starts random, and a gate that starts closed."""
     updates = [x for name, x in weights.items() if name.endswith((".output.weight", ".output.bias"))]
     assert len(updates) == 2 * (3 + 1 + 3 + 1 + 2 * 4)  # attention, outer product mean, templates, IPA, pair halves
     assert not any(x.any() for x in updates)

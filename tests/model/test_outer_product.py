@@ -14,7 +14,7 @@ from evodsp.model.kernels.outer_product import outer_product
 def test_equals_the_formula_in_values_and_gradients(
     residues: tuple[int, int], kept: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches wrong rows in a chunk, transposed channels, a gradient of the last chunk alone, and a failure on empty shards."""
+    """Catches wrong rows in a chunk, transposed channels, gradients of the last chunk only, and errors on empty shards."""
     i, j = residues
     monkeypatch.setattr(kernel, "_CPU_CHUNK", 2 * max(1, j) * 9)  # two rows at a time
     if not kept:

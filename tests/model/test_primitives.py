@@ -14,7 +14,7 @@ from evodsp.rng import Draws
 
 @pytest.mark.parametrize(("init", "variance"), [("linear", 1 / 300), ("relu", 2 / 300), ("glorot", 2 / (300 + 200))])
 def test_initial_variance(init: str, variance: float) -> None:
-    """Catches a wrong fan or a truncation that is not compensated."""
+    """Catches a wrong fan, and a truncation that is not compensated."""
     torch.manual_seed(0)
     layer = Linear(300, 200 * (3 if init == "glorot" else 1), init=init, parts=3 if init == "glorot" else 1)
     assert layer.weight.var().item() == pytest.approx(variance, rel=0.03)
@@ -22,7 +22,7 @@ def test_initial_variance(init: str, variance: float) -> None:
 
 
 def test_gates_start_open_and_branches_at_zero() -> None:
-    """Catches a residual branch that is not the identity at the start."""
+    """Catches a residual branch that is not the identity at the start, and a gate that starts closed."""
     gate, final = Linear(8, 4, init="gate"), Linear(8, 4, init="final")
     assert not gate.weight.any()
     assert (gate.bias == 1).all()
@@ -31,6 +31,7 @@ def test_gates_start_open_and_branches_at_zero() -> None:
 
 
 def inputs(batch: int, rows: int, heads: int, length: int, width: int) -> tuple[torch.Tensor, ...]:
+    """Random queries, keys, values, mask and pair bias."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(batch, rows, heads, length, width, dtype=torch.float64) for _ in range(3))
     pair = torch.randn(batch, heads, length, length, dtype=torch.float64)
@@ -39,7 +40,7 @@ def inputs(batch: int, rows: int, heads: int, length: int, width: int) -> tuple[
 
 
 def formula(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, pair: torch.Tensor) -> torch.Tensor:
-    """Attention written out, with weights of exactly zero on masked keys."""
+    """Attention written out, with weights of exactly zero for masked keys."""
     logits = torch.einsum("bnhqd,bnhkd->bnhqk", q, k) / math.sqrt(q.shape[-1]) + pair[:, None]
     weights = torch.exp(logits) * mask[:, :, None, None]
     return torch.einsum("bnhqk,bnhkd->bnhqd", weights / weights.sum(-1, keepdim=True), v)
@@ -52,7 +53,7 @@ def test_attention_is_softmax_of_scaled_products(chunk: int, keep: int, monkeypa
     monkeypatch.setattr("evodsp.model.kernels.attention._CPU_CHUNK", chunk)
     monkeypatch.setattr("evodsp.model.kernels.attention._KEEP", keep)
     q, k, v, mask, pair = inputs(2, 5, 3, 4, 6)
-    mask[..., 0] = 1  # no row without a key
+    mask[..., 0] = 1  # every row has a key
     leaves = [x.requires_grad_() for x in (q, k, v, pair)]
     out, expected = attention(q, k, v, mask_bias(mask), pair), formula(q, k, v, mask, pair)
     assert torch.allclose(out, expected, atol=1e-12)
@@ -65,7 +66,7 @@ def test_attention_is_softmax_of_scaled_products(chunk: int, keep: int, monkeypa
 
 
 def test_a_row_of_masked_keys_is_uniform() -> None:
-    """Catches NaN where AF2 has a uniform softmax."""
+    """Catches NaN where all keys are masked: AF2's softmax is uniform there."""
     q, k, v, mask, pair = inputs(1, 2, 2, 3, 4)
     out = attention(q.float(), k.float(), v.float(), mask_bias(torch.zeros_like(mask)).float(), pair.float())
     assert torch.allclose(out, v.float().mean(-2, keepdim=True).expand_as(out), atol=1e-6)

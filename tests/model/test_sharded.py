@@ -1,7 +1,8 @@
-"""Stacks over several ranks against one device: outputs, input gradients, parameter gradients, in double precision.
+"""Stacks over several ranks against one device, in double precision: outputs, input gradients, parameter gradients.
 
-Sizes do not divide and all differ; parameters are dense (AF2's zero initialisation silences the residual branches and lets
-anything pass); dropout is on. The mean over ranks of their losses is the loss, so each rank counts its shard N times.
+Sizes differ and do not divide. Dropout is on. Parameters are all random: AF2's zero initialisation makes residual
+branches zero, so mistakes in them would not show. The mean over ranks of their losses is the loss, so each rank
+multiplies its shard's loss by N.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ SEQUENCES = {"evoformer": 5, "extra": 6, "extra_deep": 40, "templates": 0}
 
 @dataclasses.dataclass(frozen=True)
 class Case:
+    """A stack and the options it runs with."""
+
     stack: Stack
     batch: int = 1
     recompute: bool = False
@@ -42,7 +45,7 @@ class Case:
     plan: CommunicationPlan = dataclasses.field(default_factory=CommunicationPlan)
 
     def __str__(self) -> str:
-        """What differs from the defaults, for test ids."""
+        """The test id: what differs from the defaults."""
         plan = {name: value for name, value in vars(self.plan).items() if value != getattr(CommunicationPlan(), name)}
         options = [name for name in ("recompute", "overlap") if getattr(self, name)]
         return ",".join(
@@ -52,7 +55,7 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """Shards of the outputs, and gradients: of a sample, that is the mean over ranks."""
+    """A rank's shards of the outputs, and gradients averaged over ranks."""
 
     outputs: dict[str, Tensor]
     inputs: dict[str, Tensor]
@@ -60,6 +63,7 @@ class Found:
 
 
 def stack_of(case: Case) -> nn.Module:
+    """The stack of `case`, with random parameters."""
     config = ModelConfig.preset("test")
     if case.stack == "templates":
         return dense(
@@ -77,7 +81,7 @@ def stack_of(case: Case) -> nn.Module:
 
 
 def run(case: Case, exchange: Exchange, ranks: int) -> tuple[dict[str, Tensor], dict[str, Tensor], nn.Module]:
-    """Forward and backward: outputs, input gradients, the module with its parameter gradients."""
+    """Forward and backward pass: outputs, input gradients, and the module with its parameter gradients."""
     generator = torch.Generator().manual_seed(3)
 
     def random(*shape: int) -> Tensor:
@@ -136,12 +140,14 @@ def check(pool: RankPool, case: Case, numbers_of_ranks: tuple[int, ...]) -> None
     finally:
         torch.set_default_dtype(torch.float32)
     m_axis = case.plan.extra_msa_axis if case.stack.startswith("extra") else "res"
-    cut = {"m": DIMENSION[m_axis], "z": 2}
+    axis_of = {"m": DIMENSION[m_axis], "z": 2}
     for ranks in numbers_of_ranks:
         found = pool.run(ranks, run_rank, case)
         for name, output in outputs.items():
             close(
-                torch.cat([rank.outputs[name] for rank in found], cut[name]), output.detach(), f"{name}, {ranks} ranks"
+                torch.cat([rank.outputs[name] for rank in found], axis_of[name]),
+                output.detach(),
+                f"{name}, {ranks} ranks",
             )
         for rank in found:
             for name, gradient in inputs.items():
@@ -150,7 +156,7 @@ def check(pool: RankPool, case: Case, numbers_of_ranks: tuple[int, ...]) -> None
                 close(rank.parameters[name], parameter.grad, f"gradient of {name}, {ranks} ranks")
 
 
-# Three and four ranks find what two do, so two remain for the plainest cases only.
+# Three and four ranks find what two ranks find, so only the plainest cases run on two.
 QUICK = [
     (Case("evoformer"), (2, 3, 4)),
     (Case("evoformer", batch=2, recompute=True), (3, 4)),
@@ -172,12 +178,12 @@ EVERY = list(itertools.starmap(Case, itertools.product(SEQUENCES, (1, 2), (False
 
 @pytest.mark.parametrize(("case", "numbers_of_ranks"), QUICK, ids=str)
 def test_parallel_equals_serial(pool: RankPool, case: Case, numbers_of_ranks: tuple[int, ...]) -> None:
-    """Catches a gradient that is lost or counted twice, a transposed shard, and a mask drawn by local position."""
+    """Catches a gradient that is lost or counted twice, a transposed shard, and a dropout mask drawn by local position."""
     check(pool, case, numbers_of_ranks)
 
 
 @pytest.mark.verify
 @pytest.mark.parametrize("case", [*EVERY, *(case for case, _ in QUICK if case not in EVERY)], ids=str)
 def test_parallel_equals_serial_in_every_combination(pool: RankPool, case: Case) -> None:
-    """Batch 1 and 2, recomputation off and on, overlap off and on, for every stack; every plan; one to four ranks."""
+    """The same for every stack with batch 1 and 2, recomputation and overlap off and on, all plans, one to four ranks."""
     check(pool, case, (1, 2, 3, 4))

@@ -1,6 +1,6 @@
-"""Half precision over several ranks is no worse than on one device.
+"""The rounding error of half precision over several ranks is no larger than on one device.
 
-Error is against double precision: its 99th percentile and its maximum, over outputs, and over parameter gradients.
+Errors are differences to double precision: 99th percentile and maximum, over outputs and over parameter gradients.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Mode = Literal["bf16", "bf16 on the wire"]
 
 
 def run(exchange: Exchange, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """This rank's m and z, and its gradients of all parameters as one vector."""
+    """This rank's shards of m and z, and its gradients of all parameters as one vector."""
     config = ModelConfig.preset("test")
     sizes = dataclasses.replace(config.evoformer, blocks=3)
     torch.manual_seed(0)
@@ -54,7 +54,7 @@ def run_rank(handle: Any, mode: Mode) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def errors(found: Tensor, exact: Tensor) -> tuple[float, float]:
-    """99th percentile and maximum."""
+    """99th percentile and maximum of the absolute difference."""
     difference = (found - exact).abs().flatten()
     return torch.quantile(difference, 0.99).item(), difference.max().item()
 
@@ -62,7 +62,7 @@ def errors(found: Tensor, exact: Tensor) -> tuple[float, float]:
 @pytest.mark.parametrize("mode", ["bf16", "bf16 on the wire"])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_half_precision_is_as_exact_as_on_one_device(pool: RankPool, ranks: int, mode: Mode) -> None:
-    """Catches sums over ranks that are rounded once too often, and values that are rounded where only messages should be."""
+    """Catches sums over ranks that are rounded once too often, and rounding of more than the messages."""
     exact = run(LocalExchange(), torch.float64)
     serial = run(LocalExchange(), torch.bfloat16)
     found = pool.run(ranks, run_rank, mode)
@@ -73,5 +73,5 @@ def test_half_precision_is_as_exact_as_on_one_device(pool: RankPool, ranks: int,
     }
     for name, (parallel, one_device, reference) in outputs.items():
         pairs = zip(errors(parallel, reference), errors(one_device, reference), ("p99", "max"), strict=True)
-        for own, allowed, which in pairs:
-            assert own <= SLACK * allowed, f"{name}, {which}: {own:.3g}, on one device {allowed:.3g}"
+        for error, allowed, which in pairs:
+            assert error <= SLACK * allowed, f"{name}, {which}: {error:.3g}, on one device {allowed:.3g}"

@@ -1,6 +1,6 @@
 """The whole model over several ranks against one device, in double precision: outputs and all gradients.
 
-As in `test_sharded`, sizes differ and do not divide, parameters are dense, and dropout is on. With templates and two cycles.
+As in `test_sharded`, sizes do not divide, parameters are random and dropout is on. With templates and two cycles.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ SHARDED: dict[str, Axis] = {
 }  # fmt: skip
 
 
-def whole(x: Tensor, name: str, exchange: Exchange) -> Tensor:
-    """An output with all its shards."""
+def gathered(x: Tensor, name: str, exchange: Exchange) -> Tensor:
+    """An output gathered from all ranks."""
     return exchange.gather(x, SHARDED[name], whole=SMALL[2]) if name in SHARDED else x
 
 
@@ -41,12 +41,12 @@ def run(batch: int, exchange: Exchange) -> tuple[dict[str, Tensor], dict[str, Te
     model = dense(AlphaFold(config()))
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.mul_(0.5)  # as dense as can be without saturating every sigmoid
+            parameter.mul_(0.5)  # larger parameters would saturate the sigmoids
     use_exchange(model, exchange)
     inputs = features(batch)
     wanted = {name: inputs[name].requires_grad_() for name in ("target_feat", "msa_feat", "extra_deletion_value")}
     output = model(inputs, [Draws.root(0).at(sample) for sample in range(batch)])
-    outputs = {name: whole(value, name, exchange) for name, value in tensors(output).items()}
+    outputs = {name: gathered(value, name, exchange) for name, value in tensors(output).items()}
     generator = torch.Generator().manual_seed(11)
     terms = []
     for value in outputs.values():
@@ -74,7 +74,7 @@ def run_rank(handle: Any, batch: int) -> tuple[dict[str, Tensor], dict[str, Tens
 
 @pytest.mark.parametrize(("ranks", "batch"), [(3, 2), pytest.param(4, 2, marks=pytest.mark.verify), (4, 1)])
 def test_the_whole_model_over_ranks_equals_one_device(pool: RankPool, ranks: int, batch: int) -> None:
-    """Catches a part that is built for the wrong shard, and a gradient lost where the sample is split or gathered."""
+    """Catches a module that computes the wrong shard, and gradients lost where a sample is sharded or gathered."""
     torch.set_default_dtype(torch.float64)
     try:
         outputs, inputs, model = run(batch, LocalExchange())
@@ -90,7 +90,7 @@ def test_the_whole_model_over_ranks_equals_one_device(pool: RankPool, ranks: int
 
 
 def test_no_head_is_left_out() -> None:
-    """Catches a model under test that lacks a head: the comparison would pass without it."""
+    """Catches a tested model that lacks a head: the comparison would pass without it."""
     assert config().heads == dataclasses.replace(
         HeadsConfig(plddt_channels=8), experimentally_resolved=True, predicted_aligned_error=True
     )

@@ -1,6 +1,6 @@
-"""The whole model and its whole loss over ranks against one device, in double precision: what training relies on.
+"""The whole model and its total loss over ranks against one device, in double precision.
 
-Every term is on. The mean over ranks of their losses is the loss, the mean of their gradients the gradient.
+Every term is on. The mean over ranks of their losses is the loss, and the mean of their gradients is its gradient.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FOR_EIGHT = (9, 11, 13)
 
 
 def batch(samples: int, sizes: Sizes) -> dict[str, Tensor]:
-    """Features of the model's input and labels, with padding and holes in the masks."""
+    """Features of the model's input and labels, with padding and missing atoms in the masks."""
     clusters, _, residues = sizes
     generator = torch.Generator().manual_seed(2)
     shape = (samples, CYCLES, clusters, residues)
@@ -46,7 +46,7 @@ def batch(samples: int, sizes: Sizes) -> dict[str, Tensor]:
 def run(
     samples: int, sizes: Sizes, exchange: Exchange, plan: CommunicationPlan, recompute: bool = True
 ) -> tuple[Tensor, dict[str, Tensor], AlphaFold]:
-    """The loss, its terms, and the model with its gradients, as this rank has them."""
+    """The loss, its terms, and the model with its gradients, as computed on this rank."""
     torch.set_default_dtype(torch.float64)
     try:
         model = dense(AlphaFold(config(recompute)))
@@ -107,7 +107,7 @@ def check(
 def test_model_and_loss_over_ranks_equal_one_device(
     pool: RankPool, ranks: int, samples: int, plan: CommunicationPlan
 ) -> None:
-    """Catches a sharded term that is counted once instead of N times, and a replicated term that is counted N times."""
+    """Catches a sharded term counted once instead of N times, and a replicated term counted N times."""
     check(pool, ranks, samples, SMALL, plan)
 
 
@@ -117,7 +117,7 @@ def test_model_and_loss_over_ranks_equal_one_device(
 def test_model_and_loss_recomputed_or_not_overlapped_or_not(
     pool: RankPool, ranks: int, samples: int, recompute: bool, overlap: bool
 ) -> None:
-    """Catches a collective that is right only if something else waits for it, or only when it is recomputed."""
+    """Catches a collective that is correct only with overlap, or only with recomputation."""
     check(pool, ranks, samples, SMALL, CommunicationPlan(), recompute, overlap)
 
 
@@ -131,5 +131,5 @@ def eight() -> Iterator[RankPool]:
 @pytest.mark.verify
 @pytest.mark.parametrize("samples", [1, 2])
 def test_model_and_loss_over_eight_ranks_equal_one_device(eight: RankPool, samples: int) -> None:
-    """There are more ranks than heads, operand channels or templates, so some shards are empty."""
+    """Catches errors on empty shards: there are more ranks than heads, operand channels or templates."""
     check(eight, 8, samples, FOR_EIGHT, CommunicationPlan())

@@ -1,4 +1,4 @@
-"""What the schedule says a stack communicates is what the ledger of a run holds, call by call."""
+"""The communication that the schedule predicts for a stack equals the ledger of a run, call by call."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ RESIDUES = 7
 def sizes(
     extra: bool, sequences: int, ranks: int, rank: int, batch: int, plan: CommunicationPlan, recompute: bool = False
 ) -> Sizes:
+    """The sizes from which the schedule predicts the stack's communication."""
     config = ModelConfig.preset("test")
     stack = dataclasses.replace(config.extra_msa if extra else config.evoformer, blocks=2, checkpoint=recompute)
     c_m = config.channels.extra_msa if extra else config.channels.msa
@@ -34,7 +35,7 @@ def sizes(
 def traffic(
     handle: Any, extra: bool, sequences: int, batch: int, plan: CommunicationPlan, recompute: bool = False
 ) -> Ledger:
-    """A forward and backward pass of a stack on one rank."""
+    """The ledger of a stack's forward and backward pass on one rank."""
     ledger = Ledger()
     exchange = ShardedExchange(Group(handle, ledger))
     n = sizes(extra, sequences, exchange.group.size, exchange.group.rank, batch, plan, recompute)
@@ -63,7 +64,7 @@ def traffic(
 def test_ledger_is_what_the_schedule_predicts(
     pool: RankPool, extra: bool, sequences: int, plan: CommunicationPlan, ranks: int
 ) -> None:
-    """A collective that nobody planned, or one that moves more than it should."""
+    """Catches a collective that the schedule does not list, and one that moves more than predicted."""
     for rank, ledger in enumerate(pool.run(ranks, traffic, extra, sequences, 2, plan)):
         n = sizes(extra, sequences, ranks, rank, 2, plan)
         calls = extra_msa_calls(n) if extra else evoformer_calls(n)
@@ -72,7 +73,7 @@ def test_ledger_is_what_the_schedule_predicts(
         transposed = {"all-gather": "reduce-scatter", "reduce": "broadcast", "broadcast": "reduce"}
         backward = Counter((entry.kind, entry.elements) for entry in ledger.of("backward"))
         assert backward == Counter((transposed.get(c.kind, c.kind), c.backward) for c in calls if c.backward)
-        streamed = sum(call.kind == "broadcast" for call in calls)  # shards of a bias are fetched again
+        streamed = sum(call.kind == "broadcast" for call in calls)  # shards of a bias are broadcast again
         assert [entry.kind for entry in ledger.of("recompute")] == streamed * ["broadcast"]
 
 
@@ -83,7 +84,10 @@ def volume(calls: list[Call]) -> int:
 @pytest.mark.parametrize(("sequences", "residues"), [(128, 256), (512, 384)])
 @pytest.mark.parametrize("ranks", [2, 4, 8, 16, 64])
 def test_a_block_moves_what_the_design_says(sequences: int, residues: int, ranks: int) -> None:
-    """2 Mm/N + Mm/8 + Mz (1/8 + 8/N) numbers in twelve collectives, the same on every rank where sizes divide."""
+    """Catches a volume other than the design's 2 Mm/N + Mm/8 + Mz (1/8 + 8/N) numbers, in twelve collectives.
+
+    Where sizes divide, all ranks move the same.
+    """
     for rank in (0, ranks - 1):
         n = Sizes(ranks, rank, 1, sequences, residues, 256, 128, EvoformerConfig())
         msa, pair = sequences * residues * 256, residues**2 * 128
@@ -95,7 +99,7 @@ def test_a_block_moves_what_the_design_says(sequences: int, residues: int, ranks
 @pytest.mark.parametrize(("sequences", "residues"), [(128, 256), (512, 384)])
 @pytest.mark.parametrize(("ranks", "most"), [(4, 0.80), (8, 0.60), (16, 0.45), (64, 0.27)])
 def test_a_block_moves_less_than_under_dap(sequences: int, residues: int, ranks: int, most: float) -> None:
-    """DAP moves 2 Mm/N + Mm/8 + Mz (2 + 1/8 + 4/N); the ratio is what the design promises."""
+    """Catches a plan that saves less than the design promises over DAP, which moves 2 Mm/N + Mm/8 + Mz (2 + 1/8 + 4/N)."""
     n = Sizes(ranks, 0, 1, sequences, residues, 256, 128, EvoformerConfig())
     msa, pair = sequences * residues * 256, residues**2 * 128
     dap = volume(inner_block(dataclasses.replace(n, plan=DAP)))
@@ -105,7 +109,7 @@ def test_a_block_moves_less_than_under_dap(sequences: int, residues: int, ranks:
 
 @pytest.mark.parametrize(("sequences", "residues", "most"), [(1024, 256, 0.65), (5120, 384, 0.35)])
 def test_an_extra_msa_block_moves_less_than_under_dap(sequences: int, residues: int, most: float) -> None:
-    """DAP switches the extra MSA to R and back in every block; here it stays on S."""
+    """Catches switches of the extra MSA: DAP switches it to R and back in every block; here it stays sharded along S."""
     config = ModelConfig().extra_msa
     n = Sizes(4, 0, 1, sequences, residues, 64, 128, dataclasses.replace(config, blocks=1))
     assert volume(extra_msa_calls(n)) / volume(inner_block(dataclasses.replace(n, plan=DAP))) <= most
@@ -118,14 +122,14 @@ def test_an_extra_msa_block_moves_less_than_under_dap(sequences: int, residues: 
         (False, 5, CommunicationPlan(keep_gathered=False)),
         (True, 6, CommunicationPlan()),
         (True, 6, CommunicationPlan(keep_gathered=False)),
-        (True, 40, CommunicationPlan()),  # its outer product mean adds partial sums up
+        (True, 40, CommunicationPlan()),  # its outer product mean sums over ranks
     ],
     ids=str,
 )
 def test_recomputation_communicates_what_the_schedule_says(
     pool: RankPool, extra: bool, sequences: int, plan: CommunicationPlan
 ) -> None:
-    """A kept result that is gathered again; a switch between blocks that is repeated; entries counted in the wrong phase."""
+    """Catches repeated gathers of results that are kept, repeated switches between blocks, and entries in the wrong phase."""
     for rank, ledger in enumerate(pool.run(2, traffic, extra, sequences, 2, plan, True)):
         n = sizes(extra, sequences, 2, rank, 2, plan)
         calls = extra_msa_calls(n) if extra else evoformer_calls(n)
@@ -136,7 +140,10 @@ def test_recomputation_communicates_what_the_schedule_says(
 
 
 def test_two_evoformer_blocks_launch_seven_switches_each_again(pool: RankPool) -> None:
-    """Of 23 collectives, four gathers a block and the switch between the blocks are not repeated."""
+    """Catches repeated gathers, or a repeated switch between blocks.
+
+    Recomputation repeats 14 of 23 collectives: all but four gathers per block and the switch between the blocks.
+    """
     for ledger in pool.run(2, traffic, False, 5, 2, CommunicationPlan(), True):
         assert (len(ledger.of("forward")), len(ledger.of("backward"))) == (23, 23)
         assert [entry.kind for entry in ledger.of("recompute")] == 14 * ["all-to-all"]
@@ -163,6 +170,9 @@ PAIR_CALLS = [
     ],
 )  # fmt: skip
 def test_the_schedule_is_the_documented_one(extra: bool, msa_calls: list[tuple[str, str]]) -> None:
-    """A collective more, less or elsewhere. The list is traced from the program, so only this says what it should be."""
+    """Catches an added, missing or moved collective.
+
+    The schedule is traced from the model's code, so only this list says what it should be.
+    """
     n = Sizes(2, 0, 1, 6, RESIDUES, 12, 10, ModelConfig.preset("test").evoformer)
     assert [(call.layer, call.kind) for call in inner_block(n, extra)] == [*msa_calls, *PAIR_CALLS]

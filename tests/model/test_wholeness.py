@@ -1,9 +1,9 @@
-"""On four ranks no tensor of size R x R x c or S x R x c is ever whole, from the embedders to the loss and back.
+"""On four ranks no rank ever holds a complete tensor of size R x R x c or S x R x c, in any part of a training step.
 
-Every axis has a prime length that no channel count and no shard is a multiple of. So a tensor that holds all R x R pairs has a
-number of entries that R^2 divides, whatever its shape, and no other tensor has. The exceptions are the design's: attention
-biases, one operand of the outer product mean, masks without channels, and features as the loader gives them. (A rank that holds
-all pairs for its shard of the CHANNELS holds a shard; so is all logits of a row when rows are sharded.)
+Every axis has a prime length that divides no channel count and no shard's length. So the number of entries of a tensor
+that holds all R x R pairs is a multiple of R^2, whatever its shape, and no other tensor's is. The exceptions are the
+design's: attention biases, one operand of the outer product mean, masks without channels, and the features as the
+loader gives them. (All pairs for a shard of the CHANNELS are a shard. So are all logits of a row, if rows are sharded.)
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from tests.ranks import RankPool
 RANKS = 4
 RESIDUES, CLUSTERS, TEMPLATES, EXTRA = 47, 41, 2, 53
 ROWS = (CLUSTERS, CLUSTERS + TEMPLATES, EXTRA)
-"""Lengths of an MSA: the templates' torsions are rows of the first."""
+"""Numbers of MSA rows: clusters, clusters with the templates' torsion rows, extra sequences."""
 STACK = EvoformerConfig(
     blocks=2, msa_heads=5, msa_head_width=3, pair_heads=2, pair_head_width=3, triangle_channels=16,
     outer_product_channels=6, transition_factor=2, checkpoint=False,
 )  # fmt: skip
 WEIGHTS = LossConfig(experimentally_resolved=0.15, violation=0.9, pae=0.1)
 
-# How many numbers to a pair of residues may be whole: a mask, for both templates too; the biases of MSA and pair attention;
-# the channels that a rank has of one operand of triangle multiplication, of both; and twice the smaller ones for two templates.
+# Numbers for each pair of residues that a rank may hold for all pairs: a mask, also of both templates; the biases of MSA and
+# pair attention; a rank's channels of one or both operands of triangle multiplication; and these for two templates.
 PAIR = {1, 2, STACK.msa_heads, STACK.pair_heads, 2 * STACK.pair_heads, 16 // RANKS, 2 * 16 // RANKS}
-# To a sequence and residue: a mask, one operand of the outer product mean.
+# Numbers for each sequence and residue: a mask, one operand of the outer product mean.
 MSA = {1, STACK.outer_product_channels}
 
 
@@ -65,7 +65,7 @@ def config() -> ModelConfig:
 
 
 def whole(numbers: int) -> str | None:
-    """What a tensor of so many numbers holds whole and must not; None: nothing."""
+    """What a tensor with this number of entries must not hold but does, such as "R x R x 24"; None if it is allowed."""
     if numbers == 0:
         return None
     each, rest = divmod(numbers, RESIDUES**2)
@@ -79,7 +79,7 @@ def whole(numbers: int) -> str | None:
 
 
 class Watcher(TorchDispatchMode):
-    """Looks at every tensor that an operator makes, and at what goes into and out of every module."""
+    """Checks every tensor that an operator returns, and the inputs and outputs of every module."""
 
     def __init__(self, given: Iterable[Tensor] = ()) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class Watcher(TorchDispatchMode):
 
     def _look(self, tree: Any, what: str) -> None:
         for x in _tensors(tree):
-            # numel of what is expanded, not of its memory: it may be copied next. Views of features are features.
+            # An expanded tensor counts with its full size, because it may be copied next. Views of features are allowed.
             held = whole(x.numel())
             if held is None or x.untyped_storage().data_ptr() in self._given:
                 continue
@@ -120,7 +120,7 @@ class Watcher(TorchDispatchMode):
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:
-    """Tensors of nested containers, of records too."""
+    """Tensors in nested containers and dataclasses."""
     for leaf in tree_leaves(tree):
         if isinstance(leaf, Tensor):
             yield leaf
@@ -129,7 +129,7 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
 
 
 def watch(handle: Any, plan: CommunicationPlan) -> tuple[list[str], list[str]]:
-    """What is found in two passes with loss and gradients, and which modules did not run."""
+    """Tensors found in two passes with loss and gradients, and the modules that did not run."""
     torch.manual_seed(0)
     exchange = ShardedExchange(Group(handle))
     model = AlphaFold(config())
@@ -149,15 +149,15 @@ def watch(handle: Any, plan: CommunicationPlan) -> tuple[list[str], list[str]]:
 
 
 def test_nothing_large_is_ever_whole(pool: RankPool) -> None:
-    """A gather of a representation, wherever it hides: relative positions, recycling, templates, heads, losses, gradients."""
+    """Catches a gathered representation anywhere: relative positions, recycling, templates, heads, losses, gradients."""
     for found, unseen in pool.run(RANKS, watch, CommunicationPlan()):
         assert not found, "\n".join(found)
-        # Their parameters are read by operators of the module that they are in, which are looked at as well.
+        # The parent modules use the parameters of these directly, and the parents' tensors are checked.
         assert all(name.endswith(("relative_position", "outer_product_mean.output")) for name in unseen), unseen
 
 
 def test_what_dap_gathers_is_found(pool: RankPool) -> None:
-    """A test that sees nothing: under DAP an operand of triangle multiplication is whole in every block."""
+    """Catches a `Watcher` that finds nothing: DAP gathers an operand of triangle multiplication in every block."""
     for found, _ in pool.run(RANKS, watch, DAP):
         assert any(line.startswith("R x R x 16 ") for line in found)
 
@@ -177,12 +177,12 @@ def test_what_dap_gathers_is_found(pool: RankPool) -> None:
     ids=str,
 )
 def test_a_whole_tensor_is_known_by_its_size(shape: tuple[int, ...], expected: str | None) -> None:
-    """A reshaped or transposed tensor that slips through, a shard or an exception that does not."""
+    """Catches a reshaped complete tensor that is not found, and a shard or an exception that is reported."""
     assert whole(torch.Size(shape).numel()) == expected
 
 
 def test_sizes_cannot_be_mistaken() -> None:
-    """A channel count or a shard that is a multiple of an axis would make a shard look whole, or the other way round."""
+    """Catches test sizes that defeat the check: a multiple of an axis would make a shard look complete."""
     axes = (RESIDUES, *ROWS)
     assert len({*axes}) == len(axes)
     for axis in axes:

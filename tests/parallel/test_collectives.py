@@ -1,4 +1,4 @@
-"""Collectives over real ranks (gloo): values, exact transposes, launched early, and their entries in the ledger."""
+"""Collectives over real ranks (gloo): their values, their backward passes, early launches and ledger entries."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from evodsp.parallel.ledger import Entry, Ledger
 from evodsp.parallel.pending import start
 from tests.ranks import RankPool
 
-BATCH, ROWS, COLUMNS, CHANNELS = 2, 5, 7, 3  # all differ, and neither 2, 3 nor 4 divides them all
+BATCH, ROWS, COLUMNS, CHANNELS = 2, 5, 7, 3  # all differ; none of 2, 3 and 4 divides all of them
 NAMES = (
     "switch",
     "switch_back",
@@ -48,7 +48,7 @@ def collective(name: str, group: Group) -> Collective:
     return {
         "switch": Switch(group, 1, 2, rows, columns),
         "switch_back": Switch(group, 2, 1, columns, rows),
-        "to_channels": Switch(group, 2, 3, columns, channels),  # at four ranks the last one's shard is empty
+        "to_channels": Switch(group, 2, 3, columns, channels),  # with four ranks the last shard is empty
         "gather": Gather(group, 1, rows),
         "gather_columns": Gather(group, 2, columns),
         "scatter_sum": ScatterSum(group, 2, columns),
@@ -59,22 +59,23 @@ def collective(name: str, group: Group) -> Collective:
 
 
 def source(name: str) -> int | None:
-    """The axis along which the input is sharded; None: every rank has a whole one."""
+    """The axis along which the input is sharded; None if every rank holds a whole tensor."""
     return {"switch": 1, "switch_back": 2, "to_channels": 2, "gather": 1, "gather_columns": 2, "broadcast": 2}.get(name)
 
 
 def target(name: str) -> int | None:
+    """The axis along which the result is sharded; None if every rank holds the whole result."""
     return {"switch": 2, "switch_back": 1, "to_channels": 3, "scatter_sum": 2}.get(name)
 
 
 def inputs(ranks: int) -> Tensor:
-    """One tensor for every rank, all different."""
+    """One tensor for each rank, all different: [rank, batch, row, column, channel]."""
     generator = torch.Generator().manual_seed(0)
     return torch.randn(ranks, BATCH, ROWS, COLUMNS, CHANNELS, dtype=torch.float64, generator=generator)
 
 
 class Replicated(torch.autograd.Function):
-    """A tensor that all ranks hold alike, as the input of the program they are together: gradients are added up."""
+    """A tensor that every rank holds in full, as the input of one program run by all ranks. Gradients are summed."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, handle: Any) -> Tensor:
@@ -89,7 +90,7 @@ class Replicated(torch.autograd.Function):
 
 
 class Collected(torch.autograd.Function):
-    """Every rank's output, flat and side by side, as the output of the program that the ranks are together."""
+    """All ranks' outputs, flattened and concatenated, as the output of one program run by all ranks."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, handle: Any) -> Tensor:
@@ -108,11 +109,11 @@ def check_gradients(handle: Any, name: str, fast: bool) -> bool:
     group = Group(handle)
 
     def program(everything: Tensor) -> Tensor:
-        own = Replicated.apply(everything, handle)[group.rank]
+        local = Replicated.apply(everything, handle)[group.rank]
         axis = source(name)
-        own = own if axis is None else shard(own, axis, group)
-        own = own[:, :, shard_slice(COLUMNS, group.size, ROOT % group.size)] if name == "reduce" else own
-        return Collected.apply(start(own, collective(name, group)).wait(), handle)
+        local = local if axis is None else shard(local, axis, group)
+        local = local[:, :, shard_slice(COLUMNS, group.size, ROOT % group.size)] if name == "reduce" else local
+        return Collected.apply(start(local, collective(name, group)).wait(), handle)
 
     x = inputs(group.size).requires_grad_()
     return torch.autograd.gradcheck(program, (x,), check_undefined_grad=False, nondet_tol=0.0, fast_mode=fast)
@@ -121,7 +122,7 @@ def check_gradients(handle: Any, name: str, fast: bool) -> bool:
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("name", NAMES)
 def test_backward_is_the_exact_transpose(pool: RankPool, name: str, ranks: int) -> None:
-    """FastFold's mistake: a gather whose backward is a slice passes on one rank and loses gradients on two."""
+    """Catches FastFold's bug: a gather whose backward is a slice works on one rank and loses gradients on two."""
     assert all(pool.run(ranks, check_gradients, name, True))
 
 
@@ -129,24 +130,24 @@ def test_backward_is_the_exact_transpose(pool: RankPool, name: str, ranks: int) 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("name", NAMES)
 def test_backward_is_the_exact_transpose_in_every_entry(pool: RankPool, name: str, ranks: int) -> None:
-    """The same with the whole Jacobian instead of random directions."""
+    """Catches the same bugs as the test above, with the whole Jacobian instead of random directions."""
     assert all(pool.run(ranks, check_gradients, name, False))
 
 
 def run_collective(handle: Any, name: str) -> Tensor:
     group = Group(handle)
-    own, axis = inputs(group.size)[group.rank], source(name)
+    local, axis = inputs(group.size)[group.rank], source(name)
     if axis is not None:
-        own = shard(inputs(group.size)[0], axis, group)
+        local = shard(inputs(group.size)[0], axis, group)
     if name == "reduce":
-        own = own[:, :, shard_slice(COLUMNS, group.size, ROOT % group.size)]
-    return start(own, collective(name, group)).wait()
+        local = local[:, :, shard_slice(COLUMNS, group.size, ROOT % group.size)]
+    return start(local, collective(name, group)).wait()
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", NAMES)
 def test_values_with_sizes_that_do_not_divide(pool: RankPool, name: str, ranks: int) -> None:
-    """Uneven shards put together in the wrong order, or padding left inside."""
+    """Catches uneven shards that are joined in the wrong order, and padding that stays in the result."""
     everything = inputs(ranks)
     whole = everything[0] if source(name) is not None else everything.sum(0)
     at_root = shard_slice(COLUMNS, ranks, ROOT % ranks)
@@ -163,7 +164,7 @@ def test_values_with_sizes_that_do_not_divide(pool: RankPool, name: str, ranks: 
 
 
 def order_of_events(handle: Any) -> list[str]:
-    """When the two halves of a switch happen, in both passes, among the computation between them."""
+    """Launches of a switch in both passes, among the computations before, during and after it, in the order they happen."""
     group, events = Group(handle), []
 
     class Mark(torch.autograd.Function):
@@ -199,7 +200,7 @@ def order_of_events(handle: Any) -> list[str]:
 
 
 def test_launched_early_in_forward_is_launched_early_in_backward(pool: RankPool) -> None:
-    """A backward pass that waits where it launches hides nothing."""
+    """Catches a backward pass that waits right after the launch: it would overlap with no computation."""
     for events in pool.run(2, order_of_events):
         assert events == [
             "before", "launch", "between", "after",
@@ -210,18 +211,21 @@ def test_launched_early_in_forward_is_launched_early_in_backward(pool: RankPool)
 def ledger_of(handle: Any) -> list[Entry]:
     ledger = Ledger()
     group = Group(handle, ledger)
-    own = shard(inputs(group.size)[0], 1, group).requires_grad_()
+    local = shard(inputs(group.size)[0], 1, group).requires_grad_()
     rows = shard_sizes(ROWS, group.size)
-    y = start(own, Switch(group, 1, 2, rows, shard_sizes(COLUMNS, group.size))).wait()
-    z = start(own, Gather(group, 1, rows)).wait()
-    total = start(own[:, :1], Sum(group)).wait()
-    maximum(own[:, :1], group)
+    y = start(local, Switch(group, 1, 2, rows, shard_sizes(COLUMNS, group.size))).wait()
+    z = start(local, Gather(group, 1, rows)).wait()
+    total = start(local[:, :1], Sum(group)).wait()
+    maximum(local[:, :1], group)
     (y.sum() + z.sum() + total.sum()).backward()
     return ledger.entries
 
 
 def test_ledger_counts_both_passes(pool: RankPool) -> None:
-    """Bytes are an all-gather's output, a reduce-scatter's and an all-to-all's input, twice an all-reduce's."""
+    """Catches wrong byte counts.
+
+    An all-gather counts its output, a reduce-scatter and an all-to-all their input, an all-reduce twice its input.
+    """
     for rank, entries in enumerate(pool.run(2, ledger_of)):
         rows = (3, 2)[rank]
         row, padded = BATCH * COLUMNS * CHANNELS, 6  # five rows on two ranks travel as three each
@@ -254,30 +258,31 @@ def wait_twice(handle: Any) -> tuple[str, bool]:
 
 
 def test_a_result_is_given_out_once_unless_asked_for_again(pool: RankPool) -> None:
-    """Two users of one flight would launch its transpose twice."""
+    """Catches a result that is handed out twice: the transposed collective would be launched twice in the backward pass."""
     for message, equal in pool.run(2, wait_twice):
         assert "asked for twice" in message
         assert equal
 
 
-def flight_after_landing(handle: Any) -> tuple[bool, bool]:
-    flights: list[weakref.ref[Transfer]] = []
+def transfer_alive_before_and_after_wait(handle: Any) -> tuple[bool, bool]:
+    """Whether the transfer is alive before and after `wait`."""
+    transfers: list[weakref.ref[Transfer]] = []
 
     class Watched(Sum):
         def launch(self, x: Tensor, backward: bool = False) -> Transfer:
-            flight = super().launch(x, backward)
-            flights.append(weakref.ref(flight))
-            return flight
+            transfer = super().launch(x, backward)
+            transfers.append(weakref.ref(transfer))
+            return transfer
 
     pending = start(torch.ones(2, requires_grad=True), Watched(Group(handle)))
-    under_way = flights[0]() is not None
+    under_way = transfers[0]() is not None
     pending.wait(keep=True)
-    return under_way, flights[0]() is not None
+    return under_way, transfers[0]() is not None
 
 
 def test_what_was_sent_goes_when_the_result_has_come(pool: RankPool) -> None:
-    """Where a block is recomputed, the MSA representation would be held twice for each of 48 blocks: as sent, as received."""
-    assert pool.run(2, flight_after_landing) == [(True, False)] * 2
+    """Catches a send buffer kept after the wait: with recomputation, each of 48 blocks would hold the MSA twice."""
+    assert pool.run(2, transfer_alive_before_and_after_wait) == [(True, False)] * 2
 
 
 def wrong_shard(handle: Any) -> str:
@@ -291,6 +296,6 @@ def wrong_shard(handle: Any) -> str:
 
 
 def test_a_wrong_shard_is_an_error_on_every_rank(pool: RankPool) -> None:
-    """Without the check, sizes that disagree hang the group."""
+    """Catches a missing size check: ranks that disagree about sizes would hang."""
     for rank, message in enumerate(pool.run(2, wrong_shard)):
         assert f"axis 1 has 5 entries, expected {(3, 2)[rank]}" in message

@@ -1,4 +1,4 @@
-"""The paper's functions on another transformer, whose blocks attend along space and time alternately."""
+"""`split`, `switch` and `gather` in another kind of transformer, whose blocks attend along space and time in turn."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def inputs() -> Tensor:
     return torch.randn(2, TIME, SPACE, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
 
-def spread(handle: Any) -> tuple[Tensor, Tensor]:
+def run_sharded(handle: Any) -> tuple[Tensor, Tensor]:
+    """Output and gradient of both attentions, computed on shards by all ranks."""
     ranks = torch.distributed.get_world_size(handle)
     mesh = Mesh(
         DeviceMesh.from_group([handle, handle], "cpu", [list(range(ranks))], mesh_dim_names=("data", "sequence"))
@@ -42,23 +43,23 @@ def spread(handle: Any) -> tuple[Tensor, Tensor]:
 
 
 def test_space_time_attention_spread_over_ranks(pool: RankPool) -> None:
-    """Catches a function that another model cannot use as the documentation says."""
+    """Catches functions that another model cannot use in the way the documentation describes."""
     whole = inputs().requires_grad_()
     expected = attend(attend(whole, 2), 1)
     (expected.square().sum() / 2).backward()
     for ranks in (2, 3):
-        for found, gradient in pool.run(ranks, spread):
+        for found, gradient in pool.run(ranks, run_sharded):
             torch.testing.assert_close(found, expected.detach(), rtol=1e-12, atol=1e-12)
             torch.testing.assert_close(gradient, whole.grad, rtol=1e-12, atol=1e-12)
 
 
 def group_timeouts(handle: Any) -> list[float]:
-    """Time-outs of both groups of a mesh over all ranks of the pool, in seconds."""
+    """Timeouts of both groups of a mesh over all ranks of the pool, in seconds."""
     mesh = init_mesh(2, timeout=timedelta(seconds=77))
     groups = mesh.sequence_group().handle, mesh.data_group().handle
     return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
 
 
 def test_groups_of_a_mesh_give_up_when_they_are_told_to(pool: RankPool) -> None:
-    """Catches a time-out that only the default group has: ranks in a sequence group would wait for torch's default time-out."""
+    """Catches a timeout that only the default group gets: sequence groups would wait for torch's default timeout."""
     assert pool.run(4, group_timeouts) == [[77.0, 77.0]] * 4

@@ -1,4 +1,4 @@
-"""Shard sizes are torch.tensor_split's, for every number of ranks."""
+"""Shard sizes equal torch.tensor_split's for any number of ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from evodsp.parallel.layout import shard_sizes, shard_slice
 
 
 def test_shards_are_those_of_tensor_split() -> None:
-    """Catches a second rule for uneven shards, which would mix up entries of neighbouring ranks."""
+    """Catches a second rule for uneven shards: neighbouring ranks would exchange the wrong entries."""
     for whole in range(12):
         for ranks in range(1, 8):
             parts = torch.arange(whole).tensor_split(ranks)

@@ -1,4 +1,4 @@
-"""The ledger tells the passes apart: forward, backward, and what activation checkpointing communicates again.
+"""The ledger separates three phases: forward, backward, and the recomputation of activation checkpointing.
 
 `tests/model/test_traffic.py` compares the ledger of a recomputed stack with the schedule.
 """
@@ -19,7 +19,7 @@ from tests.ranks import RankPool
 
 
 def two_steps(handle: Any) -> tuple[list[tuple[str, str, int]], dict[str, int]]:
-    """Two passes through a recomputed sum and maximum: every entry, and the bytes of each phase."""
+    """Two forward and backward passes through a recomputed sum and maximum: all entries, and the bytes of each phase."""
     ledger = Ledger()
     group = Group(handle, ledger)
 
@@ -34,7 +34,7 @@ def two_steps(handle: Any) -> tuple[list[tuple[str, str, int]], dict[str, int]]:
 
 
 def test_every_step_has_its_own_forward_recomputation_and_backward(pool: RankPool) -> None:
-    """A recomputed collective counted as forward, or a mark that stays set: the second step would be all recomputation."""
+    """Catches recomputed collectives counted as forward, and a recompute flag that stays set in the next step."""
     for entries, volumes in pool.run(2, two_steps):
         step = {n: [("all-reduce", 2 * n), ("all-reduce", 2)] for n in (2, 3)}
         assert entries == [

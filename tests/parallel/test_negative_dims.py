@@ -1,4 +1,4 @@
-"""Dimensions counted from the end, in the four functions of Dynamic Sequence Parallelism."""
+"""Negative dimensions in `split`, `switch` and `gather`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TIME, SPACE = 1, 2
 
 
 def both_ways(handle: Any) -> list[tuple[Tensor, Tensor]]:
-    """Results of each function, given dimensions from the front and from the end; gradients after them."""
+    """Each function's results and the gradients, for dimensions counted from the front and from the end."""
     ranks = list(range(torch.distributed.get_world_size(handle)))
     mesh = Mesh(DeviceMesh.from_group([handle, handle], "cpu", [ranks], mesh_dim_names=("data", "sequence")))
     found: list[list[Tensor]] = []
@@ -24,20 +24,20 @@ def both_ways(handle: Any) -> list[tuple[Tensor, Tensor]]:
         whole = torch.randn(SHAPE, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
         rows = split(whole, TIME + shift, mesh)
         columns = switch(rows, TIME + shift, SPACE + shift, whole=SHAPE[TIME], mesh=mesh)
-        again = gather(columns, SPACE + shift, whole=SHAPE[SPACE], mesh=mesh)
-        (again * torch.arange(again.numel()).view(SHAPE)).sum().backward()
+        gathered = gather(columns, SPACE + shift, whole=SHAPE[SPACE], mesh=mesh)
+        (gathered * torch.arange(gathered.numel()).view(SHAPE)).sum().backward()
         assert whole.grad is not None
-        found.append([rows.detach(), columns.detach(), again.detach(), whole.grad])
+        found.append([rows.detach(), columns.detach(), gathered.detach(), whole.grad])
     return list(zip(*found, strict=True))
 
 
 def test_a_negative_dim_counts_from_the_end(pool: RankPool) -> None:
-    """Catches a function that takes -2 for another axis, or uses it where only a position from the front works."""
+    """Catches a negative dim that selects another axis, or that is used where only a non-negative one works."""
     for ranks in (2, 3):
         results = pool.run(ranks, both_ways)
         for found in results:
             for front, end in found:
                 assert torch.equal(front, end)
-        rows, columns, (whole, *_), _ = ([of_rank[n][0] for of_rank in results] for n in range(4))
+        rows, columns, (whole, *_), _ = ([rank_results[n][0] for rank_results in results] for n in range(4))
         assert torch.equal(torch.cat(rows, TIME), whole)
         assert torch.equal(torch.cat(columns, SPACE), whole)

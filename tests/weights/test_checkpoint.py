@@ -1,3 +1,5 @@
+"""Checkpoints: what was saved is loaded, and a file that cannot be loaded is reported in one line."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -20,14 +22,14 @@ def model() -> AlphaFold:
 
 
 def changed(path: Path, new: Path, **values: Any) -> Path:
-    """A copy of the checkpoint with some of its entries replaced, or left out where None."""
+    """A copy of the checkpoint with entries replaced, or removed where the value is None."""
     checkpoint = {**torch.load(path, weights_only=True), **values}
     torch.save({key: value for key, value in checkpoint.items() if value is not None}, new)
     return new
 
 
 def test_raw_and_averaged_weights_come_back_as_saved(model: AlphaFold, tmp_path: Path) -> None:
-    """The two exchanged, or `raw` ignored."""
+    """Catches raw and averaged weights exchanged, and `raw` ignored."""
     averaged = {name: value + 1 for name, value in model.named_parameters()}
     save_model(tmp_path / "both.ckpt", model, averaged)
     for raw, expected in ((True, dict(model.named_parameters())), (False, averaged)):
@@ -39,13 +41,14 @@ def test_raw_and_averaged_weights_come_back_as_saved(model: AlphaFold, tmp_path:
 
 
 def test_without_an_average_the_raw_weights_are_used(model: AlphaFold, tmp_path: Path) -> None:
+    """Catches an error, or other weights, for a checkpoint without a moving average."""
     save_model(tmp_path / "raw.ckpt", model)
-    for loaded, own in zip(load_model(tmp_path / "raw.ckpt").parameters(), model.parameters(), strict=True):
-        assert torch.equal(loaded, own)
+    for loaded, saved in zip(load_model(tmp_path / "raw.ckpt").parameters(), model.parameters(), strict=True):
+        assert torch.equal(loaded, saved)
 
 
 def test_saving_leaves_one_whole_file(model: AlphaFold, tmp_path: Path) -> None:
-    """A crash while writing must not leave half a checkpoint under the final name."""
+    """Catches temporary files that saving leaves behind."""
     save_model(tmp_path / "a.ckpt", model)
     save_model(tmp_path / "a.ckpt", model)
     assert [path.name for path in tmp_path.iterdir()] == ["a.ckpt"]
@@ -57,7 +60,7 @@ class Malicious:
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "expected"),
     [
         (lambda path: None, "no such checkpoint"),
         (lambda path: path.mkdir(), "not a DeepSpeed checkpoint"),
@@ -69,19 +72,21 @@ class Malicious:
     ],
 )
 def test_a_file_that_is_no_checkpoint_is_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], make: Any, said: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], make: Any, expected: str
 ) -> None:
+    """Catches a traceback, a message without the path, and code in the file that runs."""
     make(path := tmp_path / "x.ckpt")
     with pytest.raises(UserError) as caught:
         load_model(path)
     message = str(caught.value)
     assert message.startswith(str(path))
-    assert said in message
+    assert expected in message
     assert "\n" not in message
     assert "ran" not in capsys.readouterr().out
 
 
 def test_a_truncated_checkpoint_is_one_line(model: AlphaFold, tmp_path: Path) -> None:
+    """Catches a traceback for a file that is cut short."""
     save_model(path := tmp_path / "x.ckpt", model)
     path.write_bytes(path.read_bytes()[:-1000])
     with pytest.raises(UserError, match="cut short"):
@@ -89,7 +94,7 @@ def test_a_truncated_checkpoint_is_one_line(model: AlphaFold, tmp_path: Path) ->
 
 
 def test_what_does_not_fit_is_named(model: AlphaFold, tmp_path: Path) -> None:
-    """Parameters silently left at their random start."""
+    """Catches parameters that silently keep their random initial values, and unknown versions or sizes that are ignored."""
     save_model(path := tmp_path / "x.ckpt", model)
     weights = torch.load(path, weights_only=True)["state_dict"]
     first = min(weights)
@@ -98,8 +103,8 @@ def test_what_does_not_fit_is_named(model: AlphaFold, tmp_path: Path) -> None:
         "has the unknown parameter": {**weights, "model.extra": torch.zeros(1)},
         "has the shape": {**weights, first: torch.zeros(99)},
     }
-    for said, state in cases.items():
-        with pytest.raises(UserError, match=said):
+    for expected, state in cases.items():
+        with pytest.raises(UserError, match=expected):
             load_model(changed(path, tmp_path / "y.ckpt", state_dict=state))
     with pytest.raises(UserError, match="format version 99"):
         load_model(changed(path, tmp_path / "y.ckpt", format_version=99))
@@ -109,7 +114,10 @@ def test_what_does_not_fit_is_named(model: AlphaFold, tmp_path: Path) -> None:
 
 
 def test_feature_sizes_come_back_as_saved(model: AlphaFold, tmp_path: Path) -> None:
-    """Predicting with other sizes than the model was trained with; no size may be the default, or its loss goes unseen."""
+    """Catches a feature size that is lost.
+
+    No size here is the default, because a lost one would then go unseen.
+    """
     features = FeatureConfig(
         crop_size=None, msa_clusters=7, extra_msa=5, max_templates=2, recycles=1, masked_msa_fraction=0.25
     )
@@ -120,7 +128,7 @@ def test_feature_sizes_come_back_as_saved(model: AlphaFold, tmp_path: Path) -> N
 
 
 def test_feature_sizes_of_older_checkpoints_load(model: AlphaFold, tmp_path: Path) -> None:
-    """`ensembles` was a feature size once: checkpoints that hold it must not be refused."""
+    """Catches old checkpoints refused because of `ensembles`, which used to be a feature size."""
     save_model(path := tmp_path / "x.ckpt", model)
     older = {**dataclasses.asdict(FeatureConfig(msa_clusters=7)), "ensembles": 1}
     assert load_features(changed(path, tmp_path / "y.ckpt", format_version=1, features=older)) == FeatureConfig(
@@ -129,21 +137,21 @@ def test_feature_sizes_of_older_checkpoints_load(model: AlphaFold, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("features", "said"),
+    ("features", "expected"),
     [({"msa_cluster": 3}, "'features.msa_cluster'. Did you mean 'msa_clusters'"), ([3], "'features' is a list")],
 )
-def test_unreadable_feature_sizes_are_one_line(model: AlphaFold, tmp_path: Path, features: Any, said: str) -> None:
-    """A key of another version silently dropped, or a traceback."""
+def test_unreadable_feature_sizes_are_one_line(model: AlphaFold, tmp_path: Path, features: Any, expected: str) -> None:
+    """Catches a traceback, and an unknown key that is silently dropped."""
     save_model(path := tmp_path / "x.ckpt", model)
     with pytest.raises(UserError) as caught:
         load_features(changed(path, new := tmp_path / "y.ckpt", features=features))
-    assert said in str(caught.value)
+    assert expected in str(caught.value)
     assert str(caught.value).startswith(str(new))
     assert "\n" not in str(caught.value)
 
 
 def test_only_sizes_that_matter_must_agree(model: AlphaFold, tmp_path: Path) -> None:
-    """Dropout and recomputation may change between two runs, sizes may not."""
+    """Catches a run refused because of another dropout or recomputation, and one with other sizes accepted."""
     save_model(path := tmp_path / "x.ckpt", model)
     checkpoint, config = read_checkpoint(path), model.config
     other = dataclasses.replace(

@@ -1,4 +1,4 @@
-"""`evodsp weights import` and `export` as commands."""
+"""`evodsp weights import` and `evodsp weights export`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def weights(*words: str | Path) -> int:
 def test_golden_parameters_through_both_commands(
     golden: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The commands lose or change a bit, or give the checkpoint other sizes than the file's."""
+    """Catches commands that lose or change a bit, or write other sizes than the file's into the checkpoint."""
     checkpoint, output = tmp_path / "made" / "model.ckpt", tmp_path / "made" / "params.npz"
     assert (
         weights("import", "--checkpoint", golden / "params.npz", "--output", checkpoint, "--preset", "model_1_ptm") == 0
@@ -42,7 +42,7 @@ def test_golden_parameters_through_both_commands(
 
 
 def test_the_average_is_exported_unless_raw_is_asked_for(tmp_path: Path) -> None:
-    """The two exchanged."""
+    """Catches averaged and raw weights exchanged on export."""
     model = AlphaFold(ModelConfig.preset("test"))
     save_model(path := tmp_path / "x.ckpt", model, {name: value + 1 for name, value in model.named_parameters()})
     assert weights("export", "--checkpoint", path, "--output", tmp_path / "raw.npz", "--raw", "--fused") == 0
@@ -56,36 +56,36 @@ def test_the_average_is_exported_unless_raw_is_asked_for(tmp_path: Path) -> None
 
 
 def test_mistakes_exit_with_2_and_write_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A traceback, a file overwritten, or a wrong model taken."""
+    """Catches a traceback, an overwritten file, and a file read with another model's sizes."""
     write_npz(params := tmp_path / "mine.npz", export_deepmind(AlphaFold(ModelConfig.preset("test"))))
     (taken := tmp_path / "taken.ckpt").write_text("precious")
     new, file = tmp_path / "new.ckpt", tmp_path / "new.npz"
     config = ModelConfig.preset("test")
-    save_model(own := tmp_path / "own.ckpt", AlphaFold(config))
+    save_model(existing := tmp_path / "existing.ckpt", AlphaFold(config))
     longer = dataclasses.replace(config, evoformer=dataclasses.replace(config.evoformer, blocks=3))
     save_model(deeper := tmp_path / "deeper.ckpt", AlphaFold(longer))
-    for words, said in {
+    for words, expected in {
         ("import", "--checkpoint", params, "--output", new): "does not say which model it is; give --preset",
         ("import", "--checkpoint", params, "--output", new, "--preset", "tst"): "Did you mean 'test'?",
         ("import", "--checkpoint", params, "--output", new, "--preset", "small"): "but the model needs",
         ("import", "--checkpoint", params, "--output", taken, "--preset", "test"): "exists already",
         ("import", "--checkpoint", params, "--output", tmp_path, "--preset", "test"): "is a folder",
         ("import", "--checkpoint", taken, "--output", new, "--preset", "test"): "neither DeepMind's",
-        ("import", "--checkpoint", params, "--output", new, "--preset", "test", "--like", own): "leave one out",
+        ("import", "--checkpoint", params, "--output", new, "--preset", "test", "--like", existing): "leave one out",
         ("import", "--checkpoint", params, "--output", new, "--like", deeper): "but the model needs",
         ("import", "--checkpoint", params, "--output", new, "--like", params): "not a readable checkpoint",
-        ("import", "--checkpoint", own, "--output", new): "is already an evodsp checkpoint",
+        ("import", "--checkpoint", existing, "--output", new): "is already an evodsp checkpoint",
         ("export", "--checkpoint", taken, "--output", file): "not a checkpoint",
         ("export", "--checkpoint", params, "--output", file): "does not say which model it is; give --preset",
-        ("export", "--checkpoint", own, "--output", file, "--preset", "test"): "holds its model's sizes itself",
-        ("export", "--checkpoint", own, "--output", new): "end it in .npz or .pt, or give --format",
-        ("export", "--checkpoint", own, "--output", file, "--format", "openfld"): "openfold-legacy",
+        ("export", "--checkpoint", existing, "--output", file, "--preset", "test"): "holds its model's sizes itself",
+        ("export", "--checkpoint", existing, "--output", new): "end it in .npz or .pt, or give --format",
+        ("export", "--checkpoint", existing, "--output", file, "--format", "openfld"): "openfold-legacy",
     }.items():
         assert weights(*words) == 2, words
         error = capsys.readouterr().err
         assert error.startswith("evodsp: error: "), words
         assert error.count("\n") == 1
-        assert said in error
+        assert expected in error
     assert not new.exists()
     assert not file.exists()
     assert taken.read_text() == "precious"
@@ -94,7 +94,7 @@ def test_mistakes_exit_with_2_and_write_nothing(tmp_path: Path, capsys: pytest.C
 
 
 def test_the_preset_is_read_off_the_name() -> None:
-    """model_1 taken for model_1_ptm, or a multimer file for a monomer file."""
+    """Catches model_1 taken for model_1_ptm, and a multimer file taken for a monomer's."""
     for name in ("model_1", "model_1_ptm", "model_5_ptm"):
         assert preset_of(Path(f"params/params_{name}.npz")) == name
     for name in ("params_model_6", "params_model_1_multimer_v3", "params_model_12", "weights"):
@@ -103,6 +103,7 @@ def test_the_preset_is_read_off_the_name() -> None:
 
 
 def test_feature_sizes_of_the_published_models() -> None:
+    """Catches a published model with another model's feature sizes."""
     sizes = {name: published_features(name) for name in ("model_1", "model_2_ptm", "model_3", "model_4", "model_5_ptm")}
     assert [f.extra_msa for f in sizes.values()] == [5120, 1024, 5120, 5120, 1024]
     assert [f.max_templates for f in sizes.values()] == [4, 4, 0, 0, 0]

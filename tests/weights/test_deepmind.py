@@ -1,4 +1,4 @@
-"""DeepMind's parameter files: every array accounted for, in both layouts, bit for bit."""
+"""DeepMind's parameter files in both layouts: every array is read and written, bitwise."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def arrays(model: AlphaFold) -> Arrays:
 
 
 def test_golden_parameters_come_back_bit_for_bit(golden: Path, tmp_path: Path) -> None:
-    """An array dropped, doubled, transposed, split at the wrong head, or of another shape than DeepMind's."""
+    """Catches an array dropped, duplicated, transposed, split at the wrong head, or of another shape than DeepMind's."""
     model = AlphaFold(GOLDEN)
     load_deepmind(golden / "params.npz", model)
     write_npz(tmp_path / "out.npz", export_deepmind(model))
@@ -57,7 +57,7 @@ def test_golden_parameters_come_back_bit_for_bit(golden: Path, tmp_path: Path) -
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_random_model_goes_out_and_comes_back(model: AlphaFold, tmp_path: Path, fused: bool) -> None:
-    """Sizes of AF2's hard-wired in the table of names, or the newer layout written but not recognised."""
+    """Catches AF2's sizes hard-coded in the table of names, and a newer layout that is written but not recognised."""
     arrays = export_deepmind(model, fused)
     assert is_fused(arrays) == fused
     write_npz(tmp_path / "x.npz", arrays)
@@ -66,7 +66,7 @@ def test_a_random_model_goes_out_and_comes_back(model: AlphaFold, tmp_path: Path
 
 
 def test_the_fused_layout_is_deepminds(golden: Path) -> None:
-    """Left and right exchanged, or another name or shape than the newer release's."""
+    """Catches left and right exchanged, and names or shapes unlike the newer release's."""
     model = AlphaFold(GOLDEN)
     load_deepmind(golden / "params.npz", model)
     split, fused = load(golden / "params.npz"), export_deepmind(model, fused=True)
@@ -84,7 +84,7 @@ def test_the_fused_layout_is_deepminds(golden: Path) -> None:
 
 
 def test_the_table_lists_every_parameter_once(model: AlphaFold) -> None:
-    """A parameter that no file could set."""
+    """Catches a parameter that no file could set."""
     for fused in (False, True):
         listed = [name.ours for name in parameter_names(SMALL, fused)]
         assert len(listed) == len(set(listed))
@@ -93,7 +93,7 @@ def test_the_table_lists_every_parameter_once(model: AlphaFold) -> None:
 
 @pytest.mark.parametrize("preset", ["model_1", "model_5_ptm"])
 def test_the_table_of_published_models(preset: str) -> None:
-    """A head or the templates listed for a model that is without them."""
+    """Catches a head or templates in the table of a model that lacks them."""
     with torch.device("meta"):
         model = AlphaFold(ModelConfig.preset(preset))
     listed = {name.ours for name in parameter_names(model.config)}
@@ -101,7 +101,7 @@ def test_the_table_of_published_models(preset: str) -> None:
 
 
 def test_blocks_are_read_off_the_arrays(arrays: Arrays) -> None:
-    """A file of a shallower model rejected, or its length taken from the wrong axis."""
+    """Catches a rejected file of a shallower model, and a number of blocks taken from the wrong axis."""
     deeper = dataclasses.replace(
         SMALL,
         evoformer=dataclasses.replace(SMALL.evoformer, blocks=48),
@@ -109,7 +109,7 @@ def test_blocks_are_read_off_the_arrays(arrays: Arrays) -> None:
         templates=dataclasses.replace(SMALL.templates, blocks=2),
     )
     assert with_blocks_of(deeper, arrays) == SMALL
-    assert with_blocks_of(deeper, {SCALE: np.array(1, np.float32)}) == deeper  # left to the check of shapes
+    assert with_blocks_of(deeper, {SCALE: np.array(1, np.float32)}) == deeper  # found by the check of shapes
 
 
 def without(key: str) -> Callable[[Arrays], Arrays]:
@@ -134,7 +134,7 @@ def without(key: str) -> Callable[[Arrays], Arrays]:
 def test_what_does_not_fit_is_one_line_and_changes_nothing(
     arrays: Arrays, change: Callable[[Arrays], Arrays], said: list[str]
 ) -> None:
-    """An array silently ignored, broadcast or left at its random start, or a model half overwritten."""
+    """Catches an array ignored or broadcast, a parameter left at its initial value, and a model changed in part."""
     target = random_model(SMALL, 1)
     with pytest.raises(UserError) as caught:
         set_parameters(target, change(arrays), "here.npz")
@@ -146,13 +146,14 @@ def test_what_does_not_fit_is_one_line_and_changes_nothing(
 
 
 def test_heads_merged_into_one_axis_do_not_pass(arrays: Arrays) -> None:
-    """As many numbers, but another file's layout: it must be named, not reshaped."""
+    """Catches an array of the same size but another shape that is reshaped instead of refused."""
     key = SCALE.replace("pair_transition/input_layer_norm//scale", "msa_column_attention/attention//query_w")
     with pytest.raises(UserError, match=r"has the shape \(2, 12, 12\), but the model needs \(2, 12, 3, 4\)"):
         set_parameters(random_model(SMALL, 1), {**arrays, key: arrays[key].reshape(2, 12, 12)})
 
 
 def member(path: Path) -> None:
+    """Write a zip file with a pickle in it, as torch.save does."""
     with zipfile.ZipFile(path, "w") as file:
         file.writestr("archive/data.pkl", b"x")
 
@@ -172,7 +173,7 @@ def member(path: Path) -> None:
     ],
 )
 def test_a_file_that_is_no_parameter_file_is_one_line(tmp_path: Path, make: Callable[[Path], None], said: str) -> None:
-    """A traceback, or a stranger's pickle that runs."""
+    """Catches a traceback, and code in a file that runs."""
     make(path := tmp_path / "x.npz")
     with pytest.raises(UserError) as caught:
         read_npz(path)
@@ -182,6 +183,7 @@ def test_a_file_that_is_no_parameter_file_is_one_line(tmp_path: Path, make: Call
 
 
 def test_a_damaged_file_is_one_line(arrays: Arrays, tmp_path: Path) -> None:
+    """Catches a traceback for a damaged file."""
     write_npz(path := tmp_path / "x.npz", arrays)
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 255

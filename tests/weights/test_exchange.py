@@ -1,4 +1,4 @@
-"""A model trained here goes to OpenFold's files and DeepMind's and back, and parameter files are used as they are."""
+"""A trained model survives export to OpenFold's and DeepMind's formats, and parameter files can be used directly."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def evodsp(*words: str | Path) -> None:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model of `make demo`, trained for two steps; then no parameter is left at zero, where many begin."""
+    """The model of `make demo` after two training steps, with noise added because many parameters start at zero."""
     folder = tmp_path_factory.mktemp("demo")
     rows = [f"--data.{part}.{kind}=4" for part in ("train", "validation") for kind in ("msa_clusters", "extra_msa")]
     config = (ROOT / "configs" / "quickstart.yaml").read_text().replace("data/", f"{ROOT}/data/")
@@ -47,6 +47,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def predicted(checkpoint: Path, output: Path) -> Path:
+    """The folder of a prediction with this checkpoint."""
     sizes = ["--msa_clusters=4", "--extra_msa=4", "--recycles=1", "--device=cpu"]
     inputs: list[str | Path] = [
         "--fasta",
@@ -59,7 +60,7 @@ def predicted(checkpoint: Path, output: Path) -> Path:
 
 
 def test_a_trained_model_predicts_the_same_after_every_format(trained: Path, tmp_path: Path) -> None:
-    """A bit lost, a size not brought back, or two parameters exchanged, on the way out and back."""
+    """Catches a bit or a size that is lost, and parameters that are exchanged, in export and import."""
     before = predicted(trained, tmp_path / "before")
     files = ["seed_0.cif", "seed_0_scores.json"]
     for fused in ([], ["--fused"]):
@@ -80,7 +81,7 @@ def test_a_trained_model_predicts_the_same_after_every_format(trained: Path, tmp
 
 @pytest.mark.parametrize(("name", "suffix"), FORMATS)
 def test_a_parameter_file_is_used_as_it_is(name: str, suffix: str, tmp_path: Path) -> None:
-    """`predict --checkpoint params_model_1_ptm.npz` refused, or taken for a file of another kind by its suffix."""
+    """Catches `predict --checkpoint params_model_1_ptm.npz` refused, and a file's kind decided by its suffix."""
     model = random_model(TEST, 0)
     for path in (tmp_path / f"x{suffix}", tmp_path / "x.ckpt"):
         if name == "deepmind":
@@ -103,17 +104,17 @@ def test_a_parameter_file_is_used_as_it_is(name: str, suffix: str, tmp_path: Pat
 
 
 def test_the_name_of_a_parameter_file_says_the_preset(tmp_path: Path) -> None:
-    """Features of another model's than the parameters'."""
+    """Catches the feature sizes of another model than the file's name says."""
     write_openfold(tmp_path / "x.pt", export_openfold(AlphaFold(TEST)))
     for name, preset in (("finetuning_ptm_2", "model_1_ptm"), ("finetuning_no_templ_1", "model_3")):
         shutil.copy(tmp_path / "x.pt", path := tmp_path / f"{name}.pt")
         assert load_features(path) == published_features(preset)
-        with pytest.raises(UserError, match=r"the model needs|no array"):  # of full width
+        with pytest.raises(UserError, match=r"the model needs|no array"):  # the file is narrower than the preset
             load_model(path)
 
 
 def test_a_preset_has_no_place_beside_a_checkpoint(tmp_path: Path) -> None:
-    """The option silently ignored."""
+    """Catches `--preset` silently ignored."""
     save_model(path := tmp_path / "x.ckpt", AlphaFold(TEST))
     for load in (load_model, load_features):
         with pytest.raises(UserError, match="holds its model's sizes itself"):
@@ -121,7 +122,7 @@ def test_a_preset_has_no_place_beside_a_checkpoint(tmp_path: Path) -> None:
 
 
 def test_a_file_is_converted_without_a_checkpoint_between(tmp_path: Path) -> None:
-    """DeepMind's file to OpenFold's in one step: bits lost, or the preset not handed on."""
+    """Catches bits lost, and a preset not passed on, in a conversion from DeepMind's format to OpenFold's."""
     model = random_model(TEST, 0)
     write_npz(tmp_path / "a.npz", export_deepmind(model))
     evodsp("weights", "export", "--checkpoint", tmp_path / "a.npz", "--preset=test", "--output", tmp_path / "b.pt")
@@ -130,7 +131,7 @@ def test_a_file_is_converted_without_a_checkpoint_between(tmp_path: Path) -> Non
 
 
 def test_the_weights_of_the_last_step_of_openfolds_training(tmp_path: Path) -> None:
-    """`--raw` ignored on import."""
+    """Catches `--raw` ignored on import."""
     raw, averaged = (export_openfold(random_model(TEST, seed)) for seed in (0, 1))
     lightning = {f"model.{key}": value for key, value in raw.items()}
     torch.save({"state_dict": lightning, "ema": {"params": averaged}}, path := tmp_path / "x.pt")

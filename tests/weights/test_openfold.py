@@ -1,4 +1,4 @@
-"""OpenFold's checkpoints: every array accounted for, in both namings and layouts and all forms on disk, bit for bit."""
+"""OpenFold's checkpoints with both namings, both layouts and all forms on disk: every array is read and written, bitwise."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def arrays(model: AlphaFold) -> Arrays:
 @pytest.mark.parametrize("legacy", [False, True])
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_random_model_goes_out_and_comes_back(model: AlphaFold, tmp_path: Path, legacy: bool, fused: bool) -> None:
-    """An array dropped, doubled, split at the wrong place, or a naming or layout written but not recognised."""
+    """Catches an array dropped, duplicated or split wrongly, and a naming or layout that is written but not recognised."""
     arrays = export_openfold(model, legacy, fused)
     assert is_fused(arrays) == fused
     assert ("template_angle_embedder.linear_1.weight" in arrays) == legacy
@@ -55,14 +55,14 @@ def test_a_random_model_goes_out_and_comes_back(model: AlphaFold, tmp_path: Path
 
 
 def test_a_file_is_as_large_as_its_arrays(model: AlphaFold, arrays: Arrays, tmp_path: Path) -> None:
-    """Each of three views saved with all of the matrix that it is a part of."""
+    """Catches views saved with the whole matrix that they are parts of."""
     write_openfold(path := tmp_path / "x.pt", arrays)
     numbers = sum(parameter.numel() for parameter in model.parameters())
     assert sum(value.untyped_storage().nbytes() for value in read_openfold(path).values()) == 4 * numbers
 
 
 def test_a_mixture_of_both_namings_is_read(model: AlphaFold) -> None:
-    """Files of the time between the two: `core.outer_product_mean` beside `pair_stack.tri_mul_out`."""
+    """Catches refused files that mix the namings: `core.outer_product_mean` and `pair_stack.tri_mul_out`."""
     newer, legacy = export_openfold(model), export_openfold(model, legacy=True)
     mixed = {
         old if "outer_product" in old or old.startswith("template") else new: value
@@ -73,7 +73,7 @@ def test_a_mixture_of_both_namings_is_read(model: AlphaFold) -> None:
 
 
 def test_names_and_shapes_of_the_full_width() -> None:
-    """A name or a shape that OpenFold's model_1_ptm does not have; those below were read off its modules."""
+    """Catches names and shapes unlike those of OpenFold's model_1_ptm, which were read off its modules."""
     with torch.device("meta"):
         model = AlphaFold(ModelConfig.preset("model_1_ptm"))
     names = parameter_names(model.config)
@@ -148,7 +148,7 @@ def test_names_and_shapes_of_the_full_width() -> None:
 
 
 def test_blocks_are_counted_in_the_names(model: AlphaFold) -> None:
-    """A file of a shallower model rejected, or a number in a name believed."""
+    """Catches a rejected file of a shallower model, and a block number that is trusted without counting."""
     deeper = dataclasses.replace(
         SMALL,
         evoformer=dataclasses.replace(SMALL.evoformer, blocks=48),
@@ -164,7 +164,7 @@ def test_blocks_are_counted_in_the_names(model: AlphaFold) -> None:
     ("form", "has_average"),
     [
         (lambda a: a, False),
-        (lambda a: prefixed("model.", a), False),  # what zero_to_fp32.py makes of DeepSpeed's
+        (lambda a: prefixed("model.", a), False),  # as zero_to_fp32.py converts DeepSpeed's
         (lambda a: {"state_dict": prefixed("model.", a), "epoch": 3, "optimizer_states": [{}]}, False),
         (lambda a: {"state_dict": prefixed("model.", a), "ema": {"params": averaged(a), "decay": 0.999}}, True),
         (lambda a: {"module": prefixed("module.model.", a), "ema": {"params": averaged(a)}, "dp_world_size": 8}, True),
@@ -173,7 +173,7 @@ def test_blocks_are_counted_in_the_names(model: AlphaFold) -> None:
 def test_every_form_on_disk_is_read(
     arrays: Arrays, tmp_path: Path, form: Callable[[Arrays], Any], has_average: bool
 ) -> None:
-    """A prefix left on, or the moving average and the raw weights exchanged."""
+    """Catches a prefix that is not removed, and moving average and raw weights exchanged."""
     torch.save(form(arrays), path := tmp_path / "x.pt")
     for raw in (False, True):
         found = read_openfold(path, raw)
@@ -183,6 +183,7 @@ def test_every_form_on_disk_is_read(
 
 
 def test_other_floats_are_converted(model: AlphaFold, arrays: Arrays) -> None:
+    """Catches 16-bit or 64-bit arrays that are refused or copied without conversion."""
     set_parameters(other := random_model(SMALL, 1), {key: value.bfloat16() for key, value in arrays.items()})
     for parameter, theirs in zip(other.parameters(), model.parameters(), strict=True):
         assert torch.equal(parameter, theirs.bfloat16().float())
@@ -206,7 +207,7 @@ def without(key: str, arrays: Arrays) -> Arrays:
 def test_what_does_not_fit_is_one_line_and_changes_nothing(
     arrays: Arrays, change: Callable[[Arrays], Arrays], said: list[str]
 ) -> None:
-    """An array silently ignored, broadcast or left at its random start, or a model half overwritten."""
+    """Catches an array ignored or broadcast, a parameter left at its initial value, and a model changed in part."""
     target = random_model(SMALL, 1)
     with pytest.raises(UserError) as caught:
         set_parameters(target, change(arrays), "here.pt")
@@ -218,7 +219,7 @@ def test_what_does_not_fit_is_one_line_and_changes_nothing(
 
 
 def test_an_array_is_called_as_in_the_file(model: AlphaFold) -> None:
-    """A user of an older file sent to look for a name that it does not have."""
+    """Catches an error that gives the newer name of an array in an older file."""
     legacy = export_openfold(model, legacy=True)
     with pytest.raises(UserError, match=rf"no array '{OLDER_SCALE}'"):
         set_parameters(model, without(OLDER_SCALE, legacy))
@@ -227,7 +228,7 @@ def test_an_array_is_called_as_in_the_file(model: AlphaFold) -> None:
 
 
 def test_a_transition_that_openfold_lacks_is_refused() -> None:
-    """A checkpoint written that OpenFold cannot load."""
+    """Catches an exported checkpoint that OpenFold cannot load."""
     longer = dataclasses.replace(SMALL.structure_module, transition_layers=4)
     with pytest.raises(UserError, match="transition_layers 4, but OpenFold's models always have 3"):
         export_openfold(AlphaFold(dataclasses.replace(SMALL, structure_module=longer)))
@@ -255,7 +256,7 @@ class Malicious:
 def test_a_file_that_is_no_checkpoint_is_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], make: Callable[[Path], None], said: str
 ) -> None:
-    """A traceback, or a stranger's pickle that runs."""
+    """Catches a traceback, and code in a file that runs."""
     make(path := tmp_path / "x.pt")
     with pytest.raises(UserError) as caught:
         read_openfold(path)

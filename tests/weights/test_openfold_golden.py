@@ -1,4 +1,4 @@
-"""OpenFold's arrays against DeepMind's, as OpenFold's own importer relates them, and in the supplement's formulas."""
+"""OpenFold's arrays against DeepMind's: by the table of OpenFold's importer, and in the supplement's formulas."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def heads() -> list[Pair]:
 
 
 def importers_table() -> Iterator[tuple[str, int | None, str, str]]:
-    """DeepMind's key, block, OpenFold's key and how it lies, of every array of the golden model."""
+    """For each array of the golden model: DeepMind's key, the block, OpenFold's key, and how axes are merged."""
     template_stack = f"{TEMPLATE}/single_template_embedding/template_pair_stack/__layer_stack_no_state"
     for scope, path, pairs, blocks in (
         (EVOFORMER, "", embedders(), (None,)),
@@ -179,16 +179,16 @@ def importers_table() -> Iterator[tuple[str, int | None, str, str]]:
 
 
 def test_every_array_is_what_openfolds_importer_makes_of_deepminds(golden: Path, model: AlphaFold) -> None:
-    """Two arrays of one shape exchanged (gates, operands, queries and keys), or one transposed or split otherwise."""
+    """Catches exchanged arrays of one shape (gates, operands, queries and keys), and arrays transposed or split wrongly."""
     params, found = load(golden / "params.npz"), export_openfold(model)
     table = list(importers_table())
     assert {key for key, *_ in table} == set(params)
     assert {openfold for *_, openfold, _ in table} == set(found)
     for key, n, openfold, how in table:
         array = params[key] if n is None else params[key][n]
-        if how == "in":  # the first axis is the input, the others are merged
+        if how == "in":  # the first axis is the input; the others are merged
             array = array.reshape(len(array), -1).T
-        elif how == "out":  # the last axis is the output, the others are merged
+        elif how == "out":  # the last axis is the output; the others are merged
             array = array.reshape(-1, array.shape[-1]).T
         np.testing.assert_array_equal(found[openfold].numpy(), array.reshape(found[openfold].shape), err_msg=openfold)
 
@@ -196,7 +196,10 @@ def test_every_array_is_what_openfolds_importer_makes_of_deepminds(golden: Path,
 @pytest.mark.parametrize("edges", ["outgoing", "incoming"])
 @pytest.mark.parametrize("fused", [False, True])
 def test_triangle_multiplication_by_the_supplement(golden: Path, model: AlphaFold, edges: str, fused: bool) -> None:
-    """Algorithms 11 and 12 written out with OpenFold's a and b, which for incoming edges are DeepMind's right and left."""
+    """Catches OpenFold's a and b exchanged: for incoming edges they are DeepMind's right and left.
+
+    Algorithms 11 and 12 are written out with OpenFold's arrays.
+    """
     case = load(golden / "modules" / f"triangle_multiplication_{edges}.npz")
     path = f"evoformer.blocks.0.pair_stack.tri_mul_{'out' if edges == 'outgoing' else 'in'}"
     arrays = {
@@ -224,8 +227,10 @@ def test_triangle_multiplication_by_the_supplement(golden: Path, model: AlphaFol
 
 
 def test_points_are_all_x_then_all_y_then_all_z(golden: Path, model: AlphaFold) -> None:
-    """OpenFold splits the projection into three and stacks them last; x, y, z of one point side by side would pass unseen
-    through every round trip."""
+    """Catches the x, y, z of one point stored side by side. Every round trip would hide this mistake.
+
+    OpenFold splits the projection into three parts, all x, all y and all z, and stacks them last.
+    """
     arrays = export_openfold(model)
     s = torch.randn(1, 5, 384, generator=torch.Generator().manual_seed(0))
     ipa, config = model.structure_module.attention, model.config.structure_module

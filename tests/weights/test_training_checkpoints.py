@@ -1,4 +1,4 @@
-"""OpenFold's training checkpoints: files of Lightning's, folders of DeepSpeed's, and files that want to run code."""
+"""OpenFold's training checkpoints: Lightning's files, DeepSpeed's folders, and malicious files."""
 
 from __future__ import annotations
 
@@ -39,11 +39,12 @@ def arrays() -> Arrays:
 
 
 def equal(found: Arrays, expected: Arrays) -> bool:
+    """Whether both have the same names and bitwise the same values."""
     return found.keys() == expected.keys() and all(torch.equal(found[key], value) for key, value in expected.items())
 
 
 def test_hyperparameters_of_unknown_classes_are_skipped(arrays: Arrays, tmp_path: Path) -> None:
-    """Every checkpoint of OpenFold's training refused, because save_hyperparameters stores ml_collections objects."""
+    """Catches OpenFold's training checkpoints refused because save_hyperparameters stores ml_collections objects in them."""
     content = {"state_dict": prefixed("model.", arrays), "ema": {"params": averaged(arrays), "decay": 0.999}}
     save_training_checkpoint(path := tmp_path / "12-3000.ckpt", content)
     before = set(torch.serialization.get_safe_globals())
@@ -52,11 +53,11 @@ def test_hyperparameters_of_unknown_classes_are_skipped(arrays: Arrays, tmp_path
     assert equal(read_openfold(path), averaged(arrays))
     assert equal(read_openfold(path, raw=True), arrays)
     assert "ml_collections" not in sys.modules
-    assert set(torch.serialization.get_safe_globals()) == before  # the next torch.load is as strict as it was
+    assert set(torch.serialization.get_safe_globals()) == before  # the next torch.load is as strict as before
 
 
 def test_a_deepspeed_folder_is_read(arrays: Arrays, tmp_path: Path) -> None:
-    """The wrong file or tag taken, or the 16-bit weights instead of the moving average."""
+    """Catches the wrong file or tag, and the 16-bit weights instead of the moving average."""
     save_deepspeed_checkpoint(folder := tmp_path / "12-3000.ckpt", arrays, tag="global_step3000")
     save_deepspeed_checkpoint(folder, averaged(arrays), tag="global_step9")
     for tag, expected in (("global_step9", averaged(arrays)), ("global_step3000", arrays)):
@@ -71,7 +72,7 @@ def test_a_deepspeed_folder_is_read(arrays: Arrays, tmp_path: Path) -> None:
 
 
 def test_a_deepspeed_folder_through_the_commands(arrays: Arrays, tmp_path: Path) -> None:
-    """A folder refused by `weights import` or `load_model`, or its average and its raw weights exchanged."""
+    """Catches a folder refused by `weights import` or `load_model`, and raw weights instead of the average."""
     model = random_model(SMALL, 0)
     like, folder = tmp_path / "like.ckpt", tmp_path / "12-3000.ckpt"
     save_model(like, model)
@@ -83,7 +84,7 @@ def test_a_deepspeed_folder_through_the_commands(arrays: Arrays, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "expected"),
     [
         (lambda folder: (folder / "latest").write_text("step9"), "latest: names no folder in"),
         (lambda folder: (folder / "latest").write_text("../12-3000.ckpt/checkpoint"), "latest: names no folder in"),
@@ -94,25 +95,26 @@ def test_a_deepspeed_folder_through_the_commands(arrays: Arrays, tmp_path: Path)
     ],
 )
 def test_a_folder_that_cannot_be_read_is_one_line(
-    arrays: Arrays, tmp_path: Path, change: Callable[[Path], Any], said: str
+    arrays: Arrays, tmp_path: Path, change: Callable[[Path], Any], expected: str
 ) -> None:
-    """A traceback, a file of another tag, or a part of the arrays taken for all."""
+    """Catches a traceback, a file of another tag, and one of several files taken for all arrays."""
     save_deepspeed_checkpoint(folder := tmp_path / "12-3000.ckpt", arrays)
     change(folder)
     for read in (read_openfold, is_parameter_file, load_model):
         with pytest.raises(UserError) as caught:
             read(folder)
         assert str(caught.value).startswith(str(folder))
-        assert said in str(caught.value)
+        assert expected in str(caught.value)
         assert "\n" not in str(caught.value)
 
 
 def states(folder: Path, prefix: str = "") -> Path:
+    """The file of the model's states in a DeepSpeed folder."""
     return folder / "checkpoint" / f"{prefix}mp_rank_00_model_states.pt"
 
 
 class Calls:
-    """Pickles as a call of `function`."""
+    """Is pickled as a call of `function`."""
 
     def __init__(self, function: Any, *arguments: Any) -> None:
         self.call = function, arguments
@@ -126,7 +128,10 @@ class Calls:
     [
         (lambda trace: Calls(os.system, f"touch {trace}"), "posix.system"),
         (lambda trace: Calls(eval, f"open({str(trace)!r}, 'w')"), "builtins.eval"),
-        (lambda trace: Calls(open, str(trace), "w"), None),  # io.open: no stand-in of it can open anything
+        (
+            lambda trace: Calls(open, str(trace), "w"),
+            None,
+        ),  # io.open is replaced by a stand-in, which cannot open a file
         (lambda trace: Calls(Path.touch, Path(trace)), "builtins.getattr"),
         (lambda trace: Calls(pickle.loads, pickle.dumps(Calls(eval, f"open({str(trace)!r}, 'w')"))), None),
         (lambda trace: Calls(np.save, str(trace), 1), None),
@@ -135,7 +140,7 @@ class Calls:
 def test_nothing_of_a_malicious_file_runs(
     arrays: Arrays, tmp_path: Path, make: Callable[[Path], Any], named: str | None
 ) -> None:
-    """A stranger's pickle that runs: first alone, then in the middle of a real checkpoint."""
+    """Catches code that runs when a pickle is read, alone or inside a real checkpoint."""
     trace, path = tmp_path / "trace.npy", tmp_path / "x.ckpt"
     for content in (make(trace), {"state_dict": prefixed("model.", arrays), "x": make(trace)}):
         torch.save(content, path)
@@ -143,7 +148,7 @@ def test_nothing_of_a_malicious_file_runs(
         for read in (is_parameter_file, read_openfold, load_model):
             assert "\n" not in (error_of(read, path) or "")
         assert not trace.exists()
-    # The file does run code where nothing prevents it; without this the lines above prove nothing.
+    # The file's code does run without protection; otherwise the lines above would prove nothing.
     torch.load(path, weights_only=False)
     assert trace.exists()
 
@@ -158,7 +163,7 @@ def error_of(read: Callable[[Path], Any], path: Path) -> str | None:
 
 
 def test_stand_ins_keep_nothing(tmp_path: Path) -> None:
-    """State of the file that lands in an attribute or a method of the stand-in."""
+    """Catches a stand-in class that takes attributes or methods from the file."""
 
     class Sneaky:
         def __init__(self) -> None:
@@ -179,7 +184,7 @@ def test_stand_ins_keep_nothing(tmp_path: Path) -> None:
 
 
 def test_a_multimer_file_is_called_one(arrays: Arrays, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A missing or unknown array named, of a file that is as it should be."""
+    """Catches a multimer file reported as a damaged monomer file, with a missing or unknown array."""
     torch.save({**arrays, "structure_module.ipa.linear_k.weight": torch.ones(2, 2)}, openfold := tmp_path / "m.pt")
     key = "alphafold/alphafold_iteration/evoformer/~_relative_encoding/position_activations//weights"
     write_npz(deepmind := tmp_path / "m.npz", {**export_deepmind(random_model(SMALL, 0)), key: np.ones((73, 8), "f4")})
@@ -189,11 +194,11 @@ def test_a_multimer_file_is_called_one(arrays: Arrays, tmp_path: Path, capsys: p
         read_npz(deepmind)
     named = tmp_path / "params_model_1_multimer_v3.npz"
     deepmind.rename(named)
-    for preset, said in (
+    for preset, expected in (
         ([], "an AlphaFold-Multimer model by its name"),
         (["--preset", "model_1"], "holds an AlphaFold-"),
     ):
         words = ["weights", "import", "--checkpoint", str(named), "--output", str(tmp_path / "x.ckpt"), *preset]
         assert main(words) == 2
-        assert said in (error := capsys.readouterr().err)
+        assert expected in (error := capsys.readouterr().err)
         assert error.count("\n") == 1

@@ -22,7 +22,7 @@ HEADS = {
 
 
 def version_1_name(name: str) -> str:
-    """The name that version 1 gave a parameter: no module for the MSA stack, none for all heads together."""
+    """A parameter's name in version 1, which had no module for the MSA stack and none for all heads."""
     for new, old in HEADS.items():
         name = name.replace(f"heads.{new}.", f"{old}_head.")
     return name.replace(".msa_stack.transition.", ".msa_transition.").replace(".msa_stack.", ".")
@@ -30,7 +30,7 @@ def version_1_name(name: str) -> str:
 
 @pytest.fixture
 def version_1(tmp_path: Path) -> tuple[AlphaFold, Path]:
-    """A model, and a checkpoint of it as version 1 wrote it: raw weights and their moving average, which is 1 larger."""
+    """A model, and a version 1 checkpoint of it: raw weights, and a moving average that is larger by 1."""
     config = ModelConfig.preset("test")
     heads = dataclasses.replace(config.heads, experimentally_resolved=True, predicted_aligned_error=True)
     model = AlphaFold(dataclasses.replace(config, heads=heads))
@@ -47,7 +47,7 @@ def version_1(tmp_path: Path) -> tuple[AlphaFold, Path]:
 
 @pytest.mark.parametrize("raw", [True, False])
 def test_version_1_loads(version_1: tuple[AlphaFold, Path], raw: bool) -> None:
-    """A parameter that changed its name and is lost, or is taken from the wrong set of weights."""
+    """Catches a renamed parameter that is lost, or that is read from the wrong set of weights."""
     model, path = version_1
     assert any("blocks.0.msa_transition." in name for name in torch.load(path, weights_only=True)["state_dict"])
     loaded = dict(load_model(path, raw=raw).named_parameters())
@@ -56,7 +56,7 @@ def test_version_1_loads(version_1: tuple[AlphaFold, Path], raw: bool) -> None:
 
 
 def test_a_training_run_resumes_from_version_1(version_1: tuple[AlphaFold, Path]) -> None:
-    """What Lightning hands to the training module has the new names, in the same order (Adam's state goes by order)."""
+    """Catches old names or another order in what Lightning loads. Adam's state is assigned by order."""
     model, path = version_1
     checkpoint = torch.load(path, weights_only=True)
     upgrade(checkpoint)
@@ -65,7 +65,7 @@ def test_a_training_run_resumes_from_version_1(version_1: tuple[AlphaFold, Path]
 
 
 def test_a_later_version_is_refused(version_1: tuple[AlphaFold, Path]) -> None:
-    """Weights of a version that this program does not know must not be guessed."""
+    """Catches weights of an unknown, later version that are loaded anyway."""
     _, path = version_1
     checkpoint = torch.load(path, weights_only=True)
     torch.save({**checkpoint, "format_version": FORMAT_VERSION + 1}, path)
