@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from evodsp.config import COUNT, SIZE, check_numbers
 from evodsp.data.features import check_config
 from evodsp.errors import UserError
 from evodsp.launch import process_group
@@ -22,6 +23,9 @@ from evodsp.training.config import DataConfig, RunConfig, TrainingConfig, check_
 from evodsp.training.options import Command
 from evodsp.training.run_folder import RunFolder
 from evodsp.weights.checkpoint import check_same_model, read_checkpoint
+
+TRAINER_RANGES = {"accumulate_grad_batches": SIZE, "gradient_clip_val": COUNT, "num_nodes": SIZE}
+"""Numbers that Lightning accepts although they stop a run with a traceback or mean nothing. It checks the others itself."""
 
 
 @dataclass(frozen=True)
@@ -39,14 +43,20 @@ class Settings:
     @classmethod
     def of(cls, options: Any) -> Settings:
         """From the parser's namespace of instantiated options."""
-        run = RunConfig(**{item.name: options[item.name] for item in dataclasses.fields(RunConfig)})
-        return cls(run, options.model, options.data, options.parallel, options.plan, dict(options.trainer))
+        return cls(
+            run_config(options), options.model, options.data, options.parallel, options.plan, dict(options.trainer)
+        )
 
     @property
     def batches_per_pass(self) -> int:
         """Into how many passes a batch is divided: clipping per sample needs the gradient of each sample alone."""
         per_sample = self.trainer["gradient_clip_val"] and self.model.optimizer.clip == "sample"
         return self.data.batch_size if per_sample else 1
+
+
+def run_config(options: Any) -> RunConfig:
+    """The options of the run itself, from the parser's namespace. Raises SettingError if a number is out of range."""
+    return RunConfig(**{item.name: options[item.name] for item in dataclasses.fields(RunConfig)})
 
 
 @dataclass(frozen=True)
@@ -71,11 +81,9 @@ def check_run(command: Command, settings: Settings) -> CheckedRun:
     """Check everything that the settings name. Raises UserError for the first mistake."""
     model, data, parallel = settings.model, settings.data, settings.parallel
     check_templates(model, data)
-    for name, features in (("train", data.train), ("validation", data.validation)):
-        try:
-            check_config(features)
-        except UserError as error:
-            raise UserError(f"data.{name}: {error}") from error
+    check_config(data.train, "data.train.")
+    check_config(data.validation, "data.validation.")
+    check_numbers(settings.trainer, TRAINER_RANGES, "trainer.")
     check_clipping(parallel, model, settings.trainer)
     ranks = count_ranks(settings.trainer, parallel)
     check_training_sizes(parallel, data)
