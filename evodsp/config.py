@@ -96,6 +96,13 @@ def check_numbers(settings: Any, ranges: Mapping[str, Range], where: str) -> Non
             raise SettingError(f"{where}{name}", value, str(allowed))
 
 
+def check_preset(name: str | None) -> None:
+    """Raise UserError if the option --preset names no preset. None: the option is not given."""
+    if name is not None and name not in PRESETS:
+        presets = ", ".join(sorted(PRESETS))
+        raise UserError(f"--preset is '{name}', but must be one of {presets}.{nearest(name, PRESETS)}")
+
+
 def field_names(settings: Any) -> list[str]:
     """The names of the fields of a dataclass."""
     return [item.name for item in dataclasses.fields(settings)]
@@ -271,7 +278,9 @@ class ModelConfig:
     def preset(cls, name: str) -> ModelConfig:
         """A named configuration. Raises UserError with the nearest valid name if `name` is unknown."""
         if name not in PRESETS:
-            raise UserError(f"no model preset '{name}'.{nearest(name, PRESETS)} Presets: {', '.join(sorted(PRESETS))}")
+            raise UserError(
+                f"no model preset '{name}'; use one of {', '.join(sorted(PRESETS))}.{nearest(name, PRESETS)}"
+            )
         return PRESETS[name]
 
     def to_dict(self) -> dict[str, Any]:

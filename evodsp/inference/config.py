@@ -7,7 +7,7 @@ from datetime import date
 from pathlib import Path
 from typing import Literal
 
-from evodsp.config import COUNT, SIZE, check_numbers
+from evodsp.config import COUNT, SIZE, check_numbers, check_preset
 from evodsp.data.templates.dates import parse_latest_date
 from evodsp.errors import UserError
 from evodsp.model.schedule import CommunicationPlan
@@ -82,6 +82,7 @@ class PredictConfig:
             if getattr(self, name) is not None and self.templates is None:
                 raise UserError(f"--{name} is given without --templates; add the folder of template structures")
         _ = self.latest_template
+        check_preset(self.preset)
         if self.format not in ("cif", "pdb"):
             raise UserError(f"--format is '{self.format}', but must be 'cif' or 'pdb'")
         if self.parallel.sequence > 1 and ":" in self.device:

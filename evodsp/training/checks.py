@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from evodsp.config import COUNT, SIZE, check_numbers
+from evodsp.config import COUNT, SIZE, ModelConfig, check_numbers
 from evodsp.data.features import check_config
 from evodsp.errors import UserError
 from evodsp.launch import process_group
@@ -23,6 +23,7 @@ from evodsp.training.config import DataConfig, RunConfig, TrainingConfig, check_
 from evodsp.training.options import Command
 from evodsp.training.run_folder import RunFolder
 from evodsp.weights.checkpoint import check_same_model, read_checkpoint
+from evodsp.weights.published import is_parameter_file
 
 TRAINER_RANGES = {"accumulate_grad_batches": SIZE, "gradient_clip_val": COUNT, "num_nodes": SIZE}
 """Numbers that Lightning accepts although they stop a run with a traceback or mean nothing. It checks the others itself."""
@@ -92,9 +93,40 @@ def check_run(command: Command, settings: Settings) -> CheckedRun:
     if command == "fit":
         check_output(folder.path)
     chains = find_chains(data)
-    if start is not None and command == "fit":
-        check_same_model(start, read_checkpoint(start), model.model_config())
+    if command != "fit":
+        check_scored_chains(command, chains)
+    if start is not None:
+        check_start(command, settings, start)
     return CheckedRun(command, settings, ranks, folder, start, chains)
+
+
+def check_scored_chains(command: Command, chains: Chains) -> None:
+    """Raise UserError if `validate` or `test` would score nothing."""
+    if not (chains.validation if command == "validate" else chains.test):
+        names = (
+            "data.validation_chains is" if command == "validate" else "data.test_chains and data.validation_chains are"
+        )
+        raise UserError(f"{names} null, so there is no chain to score; give a list of chains, or a file of their names")
+
+
+def check_start(command: Command, settings: Settings, start: Path) -> None:
+    """Raise UserError if the checkpoint's model has other sizes than the settings, or `fit` would resume a finished run.
+
+    `validate` and `test` take the sizes from the checkpoint, so settings without any size fit every checkpoint. With
+    `--ckpt_path auto`, which a batch system may repeat, a finished run is no mistake.
+    """
+    sizes = settings.model.model_config()
+    if command != "fit" and (sizes == ModelConfig() or is_parameter_file(start)):
+        return
+    checkpoint = read_checkpoint(start)
+    check_same_model(start, checkpoint, sizes)
+    step, last = checkpoint.get("global_step", 0), settings.trainer["max_steps"]
+    repeated = settings.run.ckpt_path == "auto" or process_group.was_restarted()
+    if command == "fit" and 0 <= last <= step and not repeated:
+        raise UserError(
+            f"{start}: is at step {step} already, and trainer.max_steps is {last}, so nothing is left to train; "
+            "give a larger trainer.max_steps"
+        )
 
 
 def count_ranks(trainer: Mapping[str, Any], parallel: ParallelConfig) -> int:
