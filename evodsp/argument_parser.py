@@ -14,6 +14,7 @@ import dataclasses
 import itertools
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -48,8 +49,14 @@ class OneLineErrors(ArgumentParser):
 
     def instantiate_settings(self, config: Any) -> Any:
         """The typed settings of a parsed `config`. A value out of range is a UserError with the config file's line."""
-        try:
+        with self.located():
             return self.instantiate(config)
+
+    @contextmanager
+    def located(self) -> Iterator[None]:
+        """Put the place of a setting (the config file's line, or the option's dashes) before the message of a SettingError."""
+        try:
+            yield
         except SettingError as error:
             raise UserError(f"{self.where(error.key)}{error}") from error
 
@@ -71,11 +78,12 @@ class OneLineErrors(ArgumentParser):
             return f"unknown argument '{word.partition('=')[0]}'.{close} See '{self.prog} --help'"
         if found := re.search(r"(?:Group '([^']*)' does not accept o|O)ption '([^']*)'", message):
             key = ".".join(filter(None, found.groups()))
-            return f"{self.where(key)}unknown config key '{key}'.{nearest(key, self.known_keys())} See '{self.prog} --help'"
+            place = self.where(key).removeprefix("--")
+            return f"{place}unknown config key '{key}'.{nearest(key, self.known_keys())} See '{self.prog} --help'"
         if found := re.search(r"(File does not exist|Path is not a file): '([^']*)'", message):
             return f"{found[2]}: {'no such file' if found[1].startswith('File') else 'not a file'}; check --config"
         if found := re.search(r'Parser key "([^"]*)": ?(.*)', message):
-            return f"{self.where(found[1])}{found[1]}: {self._expected(*found.groups())}"
+            return f"{self.where(found[1])}{found[1]}: {self._expected(*found.groups())}; see '{self.prog} --help'"
         if message.startswith(("Problems parsing config", "Unexpected config")):
             name = self.config_files[-1] if self.config_files else "config"
             return f"{name}: not a YAML mapping of options: {message.partition(':')[2].strip() or 'it is empty'}"
@@ -87,9 +95,9 @@ class OneLineErrors(ArgumentParser):
         return message
 
     def where(self, key: str) -> str:
-        """'file:line: ' of the config file that sets `key`; empty if none does, or if the command line overrides it."""
+        """What to write before `key`: '--' if the command line sets it, 'file:line: ' if a config file does, else nothing."""
         if any(word.partition("=")[0] == f"--{key}" for word in self.words):
-            return ""
+            return "--"
         for name in reversed(self.config_files):
             if (line := line_of_key(Path(name), key)) is not None:
                 return f"{name}:{line}: "
@@ -109,12 +117,17 @@ class OneLineErrors(ArgumentParser):
                 value = config.get(action.dest)
                 if value is not None and not isinstance(value, Mapping | Namespace):
                     raise UserError(
-                        f"{self.where(action.dest)}{action.dest}: expected {self._group(action.dest)}, found {value}"
+                        f"{self.where(action.dest)}{action.dest}: expected {self._group(action.dest)}, found '{value}'; "
+                        f"see '{self.prog} --help'"
                     )
 
     def _group(self, key: str) -> str:
         """'a group of options (a, b, …)', with the options of the group `key`; empty if there are none."""
-        names = {name.removeprefix(f"{key}.").split(".")[0] for name in self.known_keys() if name.startswith(f"{key}.")}
+        names = {
+            name.removeprefix(f"{key}.").split(".")[0].removesuffix("+")
+            for name in self.known_keys()
+            if name.startswith(f"{key}.")
+        }
         return f"a group of options ({', '.join(sorted(names))})" if names else ""
 
     def _expected(self, key: str, detail: str) -> str:
@@ -123,11 +136,11 @@ class OneLineErrors(ArgumentParser):
         for pattern, word in ((r"\bNoneType\b", "null"), (r"\bPath\b(?! is)", "path"), (r"Literal\[(.*?)\]", r"\1")):
             plain = re.sub(pattern, word, plain)
         if found := re.search(r"Subtypes: \[(.*?)\] Errors:.*Given value: (.*)$", plain):
-            return f"expected {found[1].replace(', ', ' or ')}, found {found[2]}"
+            return f"expected {found[1].replace(', ', ' or ')}, found '{found[2]}'"
         if found := re.search(r"Expected an? (.*?)\.? Got value: (.*)$", plain):
-            return f"expected {found[1].replace(', ', ' or ')}, found {found[2]}"
+            return f"expected {found[1].replace(', ', ' or ')}, found '{found[2]}'"
         if (group := self._group(key)) and (found := re.search(r"Unable to load config '([^']*)'", plain)):
-            return f"expected {group}, found {found[1]}"
+            return f"expected {group}, found '{found[1]}'"
         return plain
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +16,11 @@ from typing import Any
 
 from evodsp import __version__
 from evodsp.errors import UserError, nearest
+from evodsp.launch.parent import end_with_launcher
+
+RANK_0_FIRST_S = 5.0
+"""How long the other ranks wait before they print a mistake. Rank 0 prints the same one, and its end makes torchrun (or srun
+with --kill-on-bad-exit) end them. A mistake that rank 0 does not find is printed after this time."""
 
 
 @dataclass(frozen=True)
@@ -126,9 +132,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Read when torch is first imported: waiting threads sleep instead of spinning. On a busy machine, spinning threads take
     # time from the threads that work.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    end_with_launcher()
     try:
         return dispatch(words)
     except UserError as error:
+        if _rank() > 0:
+            time.sleep(RANK_0_FIRST_S)
         print(f"evodsp: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except SystemExit as done:  # jsonargparse after --help and --print_config
@@ -141,6 +150,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `evodsp --help | head`
         sys.stderr.close()
         return 0
+
+
+def _rank() -> int:
+    """This process's rank under torchrun or srun, where each rank prints for itself; 0 otherwise, also under our launcher."""
+    if os.environ.get("TORCHELASTIC_RUN_ID") == "evodsp":  # the launcher shows the output of one rank only
+        return 0
+    rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
+    return int(rank) if rank.isdecimal() else 0
 
 
 def dispatch(words: list[str]) -> int:

@@ -7,6 +7,7 @@ AlphaFold2's model_1 (supplement, sections 1.5 to 1.9 and 1.11).
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_type_hints
 
@@ -21,32 +22,40 @@ class Range:
     below: int | None = None
     """Upper bound, excluded; None: no bound."""
     least_excluded: bool = False
+    most: int | None = None
+    """Upper bound, included; None: no bound."""
 
     def __contains__(self, value: int | float) -> bool:
         high_enough = value > self.least if self.least_excluded else value >= self.least
-        return high_enough and (self.below is None or value < self.below)
+        return high_enough and (self.below is None or value < self.below) and (self.most is None or value <= self.most)
 
     def __str__(self) -> str:
         lower = f"above {self.least}" if self.least_excluded else f"at least {self.least}"
+        if self.most is not None:
+            return f"{lower} and at most {self.most}"
         return lower if self.below is None else f"{lower} and below {self.below}"
 
 
-_SIZE, _COUNT, _POSITIVE = Range(1), Range(0), Range(0, least_excluded=True)
-_PROBABILITY = Range(0, 1)  # of dropout: with 1, nothing would be left to scale up
+SIZE, COUNT, POSITIVE = Range(1), Range(0), Range(0, least_excluded=True)
+FRACTION = Range(0, most=1)
+BELOW_ONE = Range(0, 1)
+"""Of dropout, which scales by 1 / (1 - p), and of decays."""
+SEED = Range(0, 2**32)
+"""NumPy's generators take no others."""
 
 RANGES: dict[str, Range] = {
-    "max_relative_position": _COUNT,
-    "blocks": _COUNT,
-    "angle_blocks": _COUNT,
-    "transition_layers": _COUNT,
+    "max_relative_position": COUNT,
+    "blocks": COUNT,
+    "angle_blocks": COUNT,
+    "transition_layers": COUNT,
     "recycle_bins": Range(2),
     "distogram_bins": Range(2),
     "plddt_bins": Range(2),
     "pae_bins": Range(2),
-    "pae_max_error": _POSITIVE,
-    "msa_dropout": _PROBABILITY,
-    "pair_dropout": _PROBABILITY,
-    "dropout": _PROBABILITY,
+    "pae_max_error": POSITIVE,
+    "msa_dropout": BELOW_ONE,
+    "pair_dropout": BELOW_ONE,
+    "dropout": BELOW_ONE,
 }
 """Allowed values of the model's numbers by field name; other integers are sizes of at least 1."""
 
@@ -66,13 +75,32 @@ def check_model_numbers(settings: Any, where: str) -> None:
                 raise SettingError(key, repr(value), f"a group of options: {', '.join(field_names(hint))}")
             check_model_numbers(value, key)
             continue
-        allowed = RANGES.get(item.name, _SIZE if hint is int else None)
+        allowed = RANGES.get(item.name, SIZE if hint is int else None)
         if allowed is not None and value not in allowed:
             raise SettingError(key, value, str(allowed))
         if item.name.endswith("min_distance"):
             last = item.name.replace("min_", "max_")
             if not value < getattr(settings, last):
                 raise SettingError(key, value, f"below {where}.{last}, which is {getattr(settings, last)}")
+
+
+def check_numbers(settings: Any, ranges: Mapping[str, Range], where: str) -> None:
+    """Raise SettingError for the first number of `settings` out of its range. None, which turns a setting off, is in range.
+
+    `settings`: a dataclass, or a dictionary of options. `ranges`: by name. `where`: what precedes the names in messages,
+    such as 'data.train.' or '--'.
+    """
+    for name, allowed in ranges.items():
+        value = settings[name] if isinstance(settings, Mapping) else getattr(settings, name)
+        if value is not None and value not in allowed:
+            raise SettingError(f"{where}{name}", value, str(allowed))
+
+
+def check_preset(name: str | None) -> None:
+    """Raise UserError if the option --preset names no preset. None: the option is not given."""
+    if name is not None and name not in PRESETS:
+        presets = ", ".join(sorted(PRESETS))
+        raise UserError(f"--preset is '{name}', but must be one of {presets}.{nearest(name, PRESETS)}")
 
 
 def field_names(settings: Any) -> list[str]:
@@ -250,7 +278,9 @@ class ModelConfig:
     def preset(cls, name: str) -> ModelConfig:
         """A named configuration. Raises UserError with the nearest valid name if `name` is unknown."""
         if name not in PRESETS:
-            raise UserError(f"no model preset '{name}'.{nearest(name, PRESETS)} Presets: {', '.join(sorted(PRESETS))}")
+            raise UserError(
+                f"no model preset '{name}'; use one of {', '.join(sorted(PRESETS))}.{nearest(name, PRESETS)}"
+            )
         return PRESETS[name]
 
     def to_dict(self) -> dict[str, Any]:

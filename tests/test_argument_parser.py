@@ -58,6 +58,7 @@ def refused(*words: str) -> str:
     return str(caught.value)
 
 
+SEE = "see 'evodsp try --help'"
 GROUP = "expected a group of options (blocks, rate)"
 
 
@@ -66,15 +67,15 @@ GROUP = "expected a group of options (blocks, rate)"
     [
         (["--inner.block", "3"], "unknown argument '--inner.block'. Did you mean '--inner.blocks'? See 'evodsp try --help'"),
         (["stray"], "unknown argument 'stray'. See 'evodsp try --help'"),
-        (["--inner.blocks", "many"], "inner.blocks: expected int, found many"),
-        (["--inner.rate", "fast"], "inner.rate: expected float or null, found fast"),
-        (["--kind", "three"], "kind: expected 'one' or 'two', found three"),
-        (["--raw", "maybe"], "raw: expected bool, found maybe"),
-        (["--inner", "3"], f"inner: {GROUP}, found 3"),
+        (["--inner.blocks", "many"], f"--inner.blocks: expected int, found 'many'; {SEE}"),
+        (["--inner.rate=fast"], f"--inner.rate: expected float or null, found 'fast'; {SEE}"),
+        (["--kind", "three"], f"--kind: expected 'one' or 'two', found 'three'; {SEE}"),
+        (["--raw", "maybe"], f"--raw: expected bool, found 'maybe'; {SEE}"),
+        (["--inner", "3"], f"--inner: {GROUP}, found '3'; {SEE}"),
         (["--inner.blocks"], "--inner.blocks needs a value. See 'evodsp try --help'"),
         (["--inner.blocks", "1", "--inner.blocks=2"], "--inner.blocks is given more than once; give it once"),
         (["--output", "y"], "--output is given more than once; give it once"),
-        (["--inner.blocks", "-1"], "inner.blocks is -1, but must be at least 0"),
+        (["--inner.blocks", "-1"], "--inner.blocks is -1, but must be at least 0"),
     ],
 )  # fmt: skip
 def test_a_message_about_an_option(words: list[str], said: str) -> None:
@@ -91,10 +92,11 @@ def test_a_missing_option() -> None:
     ("text", "said"),
     [
         ("inner: {block: 3}", "FILE:1: unknown config key 'inner.block'. Did you mean 'inner.blocks'? See 'evodsp try --help'"),
+        ("iner: {blocks: 3}", "FILE:1: unknown config key 'iner.blocks'. Did you mean 'inner.blocks'? See 'evodsp try --help'"),
         ("iner: 3", "FILE:1: unknown config key 'iner'. Did you mean 'inner'? See 'evodsp try --help'"),
-        ("raw: true\ninner:\n  blocks: many", "FILE:3: inner.blocks: expected int, found many"),
+        ("raw: true\ninner:\n  blocks: many", "FILE:3: inner.blocks: expected int, found 'many'; SEE"),
         ("raw: true\ninner:\n  blocks: -1", "FILE:3: inner.blocks is -1, but must be at least 0"),
-        ("raw: true\ninner: 3", f"FILE:2: inner: {GROUP}, found 3"),
+        ("raw: true\ninner: 3", f"FILE:2: inner: {GROUP}, found '3'; SEE"),
         ("- a", "FILE: not a YAML mapping of options: - a"),
         ("", "FILE: not a YAML mapping of options: it is empty"),
     ],
@@ -102,7 +104,7 @@ def test_a_missing_option() -> None:
 def test_a_message_about_a_config_file(text: str, said: str, tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
     path.write_text(text)
-    assert refused("--config", str(path)) == said.replace("FILE", str(path))
+    assert refused("--config", str(path)) == said.replace("FILE", str(path)).replace("SEE", SEE)
 
 
 def test_config_files_that_cannot_be_read(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -113,7 +114,10 @@ FASTA_CASES: Mapping[str, tuple[Content, list[str]]] = {
     "no name": (f">\n{QUERY}\n", [f"{FASTA}:1: ", "without a name"]),
     "two equal names": (f">{KEY}\n{QUERY}\n>{KEY} again\n{QUERY}\n", [f"{FASTA}:3: ", KEY, "line 1", "rename"]),
     "slash in a name": (f">sp|P1/2\n{QUERY}\n", [f"{FASTA}:1: ", "'sp|P1/2'", "'/'"]),
-    "name that leaves the folder": (f">../{KEY}\n{QUERY}\n", [f"{FASTA}:1: ", "cannot name a folder"]),
+    "name that leaves the folder": (
+        f">../{KEY}\n{QUERY}\n",
+        [f"{FASTA}:1: ", "begins with '.'", "begin with a letter"],
+    ),
     "absolute name": (f">/tmp\n{QUERY}\n", [f"{FASTA}:1: ", "cannot name a folder"]),
     "unknown letter": (f">{KEY}\nMKT\nAY1\n", [f"{FASTA}:3: ", "'1'", KEY, "X"]),
     "ambiguous letter": (f">{KEY}\nMKU\n", [f"{FASTA}:2: ", "'U'", "C"]),
@@ -183,7 +187,7 @@ def test_a_folder_without_alignments(inputs: Path, capsys: pytest.CaptureFixture
 
 TEMPLATE_CASES: Mapping[str, tuple[list[str], list[str]]] = {
     "no such folder": (["--templates", "nowhere"], ["nowhere", "no such folder of template structures"]),
-    "a file": (["--templates", FASTA], [FASTA, "no such folder of template structures"]),
+    "a file": (["--templates", FASTA], [FASTA, "is a file, but --templates takes"]),
     "no structures": (["--templates", f"alignments/{KEY}"], [f"alignments/{KEY}", "no structure", ".cif"]),
     "no date": (["--templates", "mmcif_files", "--max_template_date", "May 2020"], ["'May 2020'", "2020-05-14"]),
     "no day": (["--templates", "mmcif_files", "--max_template_date", "2021-02-29"], ["'2021-02-29'", "2020-05-14"]),
@@ -298,6 +302,33 @@ def test_a_file_that_is_no_checkpoint(case: str, inputs: Path, capsys: pytest.Ca
     validate = ["validate", "--config", CONFIG, "--output", str(OUTPUT), "--ckpt_path", CHECKPOINT]
     for command in (predict(), fit("--ckpt_path", CHECKPOINT), validate):
         check_refused(command, inputs, capsys, CHECKPOINT, "checkpoint")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (predict("--fasta", "alignments"), "alignments: is a folder, but --fasta takes a FASTA file"),
+        (predict("--alignments", FASTA), f"{FASTA}: is a file, but --alignments takes the folder"),
+        (predict("--preset", "model_9"), "--preset is 'model_9', but must be one of model_1,"),
+        (fit("--data.train_chains", "alignments"), "alignments: is a folder, but a list of chains is a file"),
+        (fit("--data.train_chains", "[zzzz_Q]"), "no alignments of chain 'zzzz_Q' in alignments; add its folder"),
+    ],
+)
+def test_a_name_of_the_wrong_kind(
+    words: list[str], said: str, inputs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """'No such file' said of a folder that is there, and the other way round; a preset that does not exist."""
+    check_refused(words, inputs, capsys, said)
+
+
+def test_the_files_that_a_command_takes(inputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`predict` takes other programs' parameters as well, `fit` does not."""
+    (inputs / "params.npz").write_text("no parameters")
+    check_refused(
+        predict("--checkpoint", "params.npz"), inputs, capsys, "params.npz: neither a checkpoint nor", ".npz", ".pt"
+    )
+    np.savez(inputs / "params.npz", weight=np.zeros(2))
+    check_refused(fit("--ckpt_path", "params.npz"), inputs, capsys, "params.npz: NumPy's .npz, not a checkpoint")
 
 
 def test_a_checkpoint_that_is_a_folder_or_missing(inputs: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -122,3 +122,29 @@ def test_every_config_is_valid(path: Path, capsys: pytest.CaptureFixture[str]) -
     """A key of a committed config that the code renamed."""
     assert main(["fit", "--config", str(path), "--print_config"]) == 0
     assert "max_steps" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("variables", "waits"),
+    [
+        ({"RANK": "1", "TORCHELASTIC_RUN_ID": "none"}, True),
+        ({"SLURM_PROCID": "3"}, True),
+        ({"RANK": "0"}, False),
+        ({"RANK": "1", "TORCHELASTIC_RUN_ID": "evodsp"}, False),
+        ({}, False),
+    ],
+    ids=["torchrun", "srun", "rank 0", "our launcher", "one process"],
+)
+def test_rank_0_prints_a_mistake_first(
+    variables: dict[str, str], waits: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same line from each rank: torchrun ends the others when rank 0 has ended, if these have not printed it before."""
+    waited: list[tuple[float, str]] = []
+    monkeypatch.setattr("evodsp.cli.time.sleep", lambda seconds: waited.append((seconds, capsys.readouterr().err)))
+    for name in ("RANK", "SLURM_PROCID", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert main(["fitt"]) == 2
+    assert waited == ([(5.0, "")] if waits else [])
+    assert "no command 'fitt'" in capsys.readouterr().err

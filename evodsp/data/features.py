@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 from jaxtyping import Bool, Float, Float32, Int8, Int32, Int64
 
-from evodsp.config import FeatureConfig
+from evodsp.config import COUNT, FRACTION, SIZE, FeatureConfig, check_numbers
 from evodsp.data.crop import Crop
 from evodsp.data.msa import MsaFeatures
 from evodsp.data.templates.features import TemplateFeatures
-from evodsp.errors import UserError
+from evodsp.errors import SettingError
 from evodsp.geometry import residues
 from evodsp.geometry.alphabet import GAP, LETTERS_WITH_GAP, LETTERS_WITH_MASK, LETTERS_WITH_X, MASK
 from evodsp.rng import Draws
@@ -99,45 +99,35 @@ class CycleDraws:
 
 
 def max_clusters(config: FeatureConfig) -> int:
-    """Rows of the clustered MSA, the template rows not counted. Raises UserError if the config leaves none."""
-    clusters = config.msa_clusters - config.max_templates
-    if clusters < 1:
-        raise UserError(
-            f"msa_clusters {config.msa_clusters} leaves no row beside max_templates {config.max_templates}; raise msa_clusters"
-        )
-    return clusters
+    """Rows of the clustered MSA, the template rows not counted. `check_config` makes sure that there is one."""
+    return config.msa_clusters - config.max_templates
 
 
-def check_config(config: FeatureConfig) -> None:
-    """Raise UserError, naming the key, if a size or a probability of `config` is out of range."""
-    max_clusters(config)
-    if config.max_templates < 0:
-        raise UserError(f"max_templates is {config.max_templates}; it must be 0 or more")
-    if config.extra_msa < 1:
-        raise UserError(f"extra_msa is {config.extra_msa}; it must be at least 1")
-    if config.crop_size is not None and config.crop_size < 1:
-        raise UserError(f"crop_size is {config.crop_size}; give a positive number, or null for whole chains")
-    if config.recycles < 0:
-        raise UserError(f"recycles is {config.recycles}; it must be 0 or more")
-    if config.block_delete_blocks < 0:
-        raise UserError(f"block_delete_blocks is {config.block_delete_blocks}; it must be 0 or more")
-    fractions = {
-        name: getattr(config, name)
-        for name in (
-            "masked_msa_fraction",
-            "masked_uniform",
-            "masked_profile",
-            "masked_same",
-            "block_delete_fraction",
-            "clamp_fape_fraction",
-        )
-    }
-    for name, value in fractions.items():
-        if not 0 <= value <= 1:
-            raise UserError(f"{name} is {value}; it must lie between 0 and 1")
-    total = config.masked_uniform + config.masked_profile + config.masked_same
-    if total > 1 + 1e-6:
-        raise UserError(f"masked_uniform + masked_profile + masked_same is {total:g}; together they may be at most 1")
+_RANGES = {
+    "crop_size": SIZE,
+    "msa_clusters": SIZE,
+    "extra_msa": SIZE,
+    "max_templates": COUNT,
+    "recycles": COUNT,
+    "masked_msa_fraction": FRACTION,
+    "masked_uniform": FRACTION,
+    "masked_profile": FRACTION,
+    "masked_same": FRACTION,
+    "block_delete_fraction": FRACTION,
+    "block_delete_blocks": COUNT,
+    "clamp_fape_fraction": FRACTION,
+}
+
+
+def check_config(config: FeatureConfig, where: str = "") -> None:
+    """Raise SettingError if a size or a probability of `config` is out of range. `where`: its name and a dot, for messages."""
+    check_numbers(config, _RANGES, where)
+    if max_clusters(config) < 1:
+        expected = f"above {where}max_templates, which is {config.max_templates}: each template takes one of these rows"
+        raise SettingError(f"{where}msa_clusters", config.msa_clusters, expected)
+    if (total := config.masked_uniform + config.masked_profile + config.masked_same) > 1 + 1e-6:
+        expected = f"lower: with masked_uniform and masked_profile the sum is {total:g}, and it can be at most 1"
+        raise SettingError(f"{where}masked_same", config.masked_same, expected)
 
 
 def kept_rows(rows: int, starts: Int64[np.ndarray, " blocks"], fraction: float) -> Bool[np.ndarray, " {rows}"]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from evodsp.errors import UserError
 from evodsp.inference.config import PredictConfig
-from evodsp.inference.predict import device_of, predict
+from evodsp.inference.predict import check_launch, device_of, predict
 from evodsp.launch.launcher import launch
 from evodsp.launch.process_group import collective_timeout, guarded, place, start, stop, under_launcher
 from evodsp.parallel.mesh import init_mesh
@@ -14,6 +14,7 @@ def run(config: PredictConfig, words: list[str]) -> int:
     """Predict and return the exit code. `words`: the command line, repeated for every rank that has to be started."""
     if not under_launcher():
         if config.parallel.sequence > 1:
+            check_launch(config)
             return launch(config.parallel.sequence, words)
         predict(config)
         return 0

@@ -7,6 +7,7 @@ from datetime import date
 from pathlib import Path
 from typing import Literal
 
+from evodsp.config import COUNT, SIZE, check_numbers, check_preset
 from evodsp.data.templates.dates import parse_latest_date
 from evodsp.errors import UserError
 from evodsp.model.schedule import CommunicationPlan
@@ -67,19 +68,21 @@ class PredictConfig:
     """How the ranks communicate."""
 
     def __post_init__(self) -> None:
-        lowest = {"seeds": 1, "first_seed": 0, "recycles": 0, "ensembles": 1, "msa_clusters": 1, "extra_msa": 1}
-        for name, least in lowest.items():
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise UserError(f"--{name} is {value}, but must be at least {least}; give a larger number")
+        ranges = {
+            "seeds": SIZE,
+            "first_seed": COUNT,
+            "recycles": COUNT,
+            "stop_tolerance": COUNT,
+            "ensembles": SIZE,
+            "msa_clusters": SIZE,
+            "extra_msa": SIZE,
+        }
+        check_numbers(self, ranges, "--")
         for name in ("max_template_date", "obsolete"):
             if getattr(self, name) is not None and self.templates is None:
                 raise UserError(f"--{name} is given without --templates; add the folder of template structures")
         _ = self.latest_template
-        if self.stop_tolerance is not None and not self.stop_tolerance >= 0:
-            raise UserError(
-                f"--stop_tolerance is {self.stop_tolerance}, but must be at least 0 (Å); give a larger number"
-            )
+        check_preset(self.preset)
         if self.format not in ("cif", "pdb"):
             raise UserError(f"--format is '{self.format}', but must be 'cif' or 'pdb'")
         if self.parallel.sequence > 1 and ":" in self.device:

@@ -133,14 +133,34 @@ def predict(config: PredictConfig, report: Report = print, group: Group | None =
     return complete
 
 
-def _prepare(config: PredictConfig, ranks: int) -> _Work:
-    """Check all inputs and read the checkpoint."""
+def check_launch(config: PredictConfig) -> None:
+    """Raise UserError if an input is missing or a target cannot be spread over `parallel.sequence` ranks.
+
+    For the process that starts the ranks: many processes that all end with the same mistake would load the machine for nothing.
+    """
+    targets, features, _ = _targets_and_sizes(config)
+    try:
+        for target in targets:
+            check_target_fits_ranks(config.parallel.sequence, features, target)
+    except UserError:
+        for job in _jobs(config, features, targets):  # slower: finds out which results exist already and are kept
+            if job.earlier is None:
+                check_target_fits_ranks(config.parallel.sequence, features, job.target)
+
+
+def _targets_and_sizes(config: PredictConfig) -> tuple[list[Target], FeatureConfig, FeatureConfig]:
+    """The targets, their feature sizes, and the checkpoint's feature sizes."""
     targets = find_targets(config.fasta, config.alignments)
     _check_output(config.output)
     if not config.checkpoint.exists():
         raise UserError(f"{config.checkpoint}: no such checkpoint; check --checkpoint")
     trained = load_features(config.checkpoint, config.preset)
-    features = feature_config(config, trained)
+    return targets, feature_config(config, trained), trained
+
+
+def _prepare(config: PredictConfig, ranks: int) -> _Work:
+    """Check all inputs and read the checkpoint."""
+    targets, features, trained = _targets_and_sizes(config)
     jobs = _jobs(config, features, targets)
     open_targets = [job.target for job in jobs if job.earlier is None]
     for target in open_targets:

@@ -24,6 +24,10 @@ def template_source(config: PredictConfig, features: FeatureConfig) -> TemplateS
         return None
     if features.max_templates == 0:
         raise takes_no_templates(config)
+    if config.templates.is_file():
+        raise UserError(
+            f"{config.templates}: is a file, but --templates takes the folder of structures; give the folder"
+        )
     if not config.templates.is_dir():
         raise UserError(f"{config.templates}: no such folder of template structures; check --templates")
     if not any(path.name.endswith(_STRUCTURES) for path in config.templates.iterdir()):

@@ -27,8 +27,12 @@ def find_targets(fasta: Path, alignments: Path) -> list[Target]:
     directly in it. Raises UserError if a record has no alignments. (`parse_fasta` checks that the names differ and are legal
     names of folders.)
     """
+    if fasta.is_dir():
+        raise UserError(f"{fasta}: is a folder, but --fasta takes a FASTA file; give the file")
     if not fasta.is_file():
         raise UserError(f"{fasta}: no such FASTA file; check --fasta")
+    if alignments.is_file():
+        raise UserError(f"{alignments}: is a file, but --alignments takes the folder of alignments; give the folder")
     if not alignments.is_dir():
         raise UserError(f"{alignments}: no such folder of alignments; check --alignments")
     queries = parse_fasta(fasta)

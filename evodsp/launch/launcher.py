@@ -20,7 +20,7 @@ from typing import IO, Any
 
 import torch.distributed as dist
 
-from evodsp.launch.watch import GIVEN_UP
+from evodsp.launch.parent import GIVEN_UP, LAUNCHER
 
 POLL_S = 0.05
 GRACE_S = 10.0
@@ -95,6 +95,7 @@ def _environment(number: int, ranks: int, port: int) -> dict[str, str]:
     """The variables that torchrun would set, so that libraries which know torchrun work here too."""
     threads = max(1, _cores() // ranks)
     settings = {
+        LAUNCHER: os.getpid(),
         "RANK": number,
         "LOCAL_RANK": number,
         "GROUP_RANK": 0,

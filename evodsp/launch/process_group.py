@@ -26,7 +26,8 @@ import torch
 import torch.distributed as dist
 
 from evodsp.errors import UserError
-from evodsp.launch.watch import GIVEN_UP, Watch, watch_of_this_process
+from evodsp.launch.parent import GIVEN_UP
+from evodsp.launch.watch import Watch, watch_of_this_process
 
 TIMEOUT_S = 600.0
 """How long a rank may stand still (NCCL's own default; gloo's is three times as long): longer than the others wait while one

@@ -25,8 +25,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-GIVEN_UP = 3
-"""Exit code of a rank that ended because of another one."""
+from evodsp.launch.parent import GIVEN_UP
 
 SILENCE_S = 60.0
 """A busy process delays its heartbeat by a second or two; this leaves room for a machine that swaps."""

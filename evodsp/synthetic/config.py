@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from evodsp.config import COUNT, SIZE, Range, check_numbers
 from evodsp.errors import UserError
 
 MIN_LENGTH, MAX_LENGTH = 48, 128
@@ -36,9 +37,8 @@ class SynthesisConfig:
     """Seed of everything random."""
 
     def __post_init__(self) -> None:
-        for name, low in (("families", 1), ("members", 1), ("held_out", 0), ("sequences", 2), ("seed", 0)):
-            if getattr(self, name) < low:
-                raise UserError(f"--{name} is {getattr(self, name)}, but must be at least {low}; give a larger number")
+        ranges = {"families": SIZE, "members": SIZE, "held_out": COUNT, "sequences": Range(2), "seed": COUNT}
+        check_numbers(self, ranges, "--")
         if self.families * (self.members + self.held_out) > 999:
             raise UserError(
                 f"--families {self.families} with {self.members + self.held_out} chains each are more than the 999 names "

@@ -32,11 +32,14 @@ class Chains:
 
 def find_chains(config: DataConfig) -> Chains:
     """Open the feature store and look every chain up. Raises UserError for the first file or name that is missing."""
-    for name in ("alignment_dir", "structure_dir"):
-        if not Path(getattr(config, name)).is_dir():
-            raise UserError(
-                f"data.{name} is {getattr(config, name)}, which is not a folder; give the folder of those files"
-            )
+    for name, content in (
+        ("alignment_dir", "alignments, one sub-folder per chain"),
+        ("structure_dir", "structures, <pdbid>.cif"),
+    ):
+        path = Path(getattr(config, name))
+        if not path.is_dir():
+            what = "a file" if path.exists() else "no folder"
+            raise UserError(f"data.{name} is {path}, which is {what}; give the folder of {content}")
     templates = _template_source(config)
     store = FeatureStore(Path(config.alignment_dir), Path(config.structure_dir))
     known = list(store.keys())
@@ -65,6 +68,11 @@ def chain_list(chains: str | list[str]) -> list[str]:
     source, names = "the list of chains", chains
     if isinstance(chains, str):
         source, path = chains, Path(chains)
+        if path.is_dir():
+            raise UserError(
+                f"{chains}: is a folder, but a list of chains is a file with one name per line; give the file, "
+                "or a list [102m_A, ...]"
+            )
         if not path.is_file():
             raise UserError(
                 f"{chains}: no such file of chain names; write one name per line, or give a list [102m_A, ...]"
@@ -110,7 +118,10 @@ def _report(line: str) -> None:
 
 def _check_chain(key: str, known: list[str], store: FeatureStore, source: str) -> None:
     if key not in known:
-        raise UserError(f"{source}: no alignments of chain '{key}' in {store.alignment_dir}.{nearest(key, known)}")
+        raise UserError(
+            f"{source}: no alignments of chain '{key}' in {store.alignment_dir}; add its folder "
+            f"or leave the chain out.{nearest(key, known)}"
+        )
     if not store.has_structure(key):
         raise UserError(
             f"{source}: no structure of chain '{key}' in {store.structure_dir}; add it or leave the chain out"

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from evodsp.config import COUNT, SIZE, ModelConfig, check_numbers
 from evodsp.data.features import check_config
 from evodsp.errors import UserError
 from evodsp.launch import process_group
@@ -22,6 +23,10 @@ from evodsp.training.config import DataConfig, RunConfig, TrainingConfig, check_
 from evodsp.training.options import Command
 from evodsp.training.run_folder import RunFolder
 from evodsp.weights.checkpoint import check_same_model, read_checkpoint
+from evodsp.weights.published import is_parameter_file
+
+TRAINER_RANGES = {"accumulate_grad_batches": SIZE, "gradient_clip_val": COUNT, "num_nodes": SIZE}
+"""Numbers that Lightning accepts although they stop a run with a traceback or mean nothing. It checks the others itself."""
 
 
 @dataclass(frozen=True)
@@ -39,14 +44,20 @@ class Settings:
     @classmethod
     def of(cls, options: Any) -> Settings:
         """From the parser's namespace of instantiated options."""
-        run = RunConfig(**{item.name: options[item.name] for item in dataclasses.fields(RunConfig)})
-        return cls(run, options.model, options.data, options.parallel, options.plan, dict(options.trainer))
+        return cls(
+            run_config(options), options.model, options.data, options.parallel, options.plan, dict(options.trainer)
+        )
 
     @property
     def batches_per_pass(self) -> int:
         """Into how many passes a batch is divided: clipping per sample needs the gradient of each sample alone."""
         per_sample = self.trainer["gradient_clip_val"] and self.model.optimizer.clip == "sample"
         return self.data.batch_size if per_sample else 1
+
+
+def run_config(options: Any) -> RunConfig:
+    """The options of the run itself, from the parser's namespace. Raises SettingError if a number is out of range."""
+    return RunConfig(**{item.name: options[item.name] for item in dataclasses.fields(RunConfig)})
 
 
 @dataclass(frozen=True)
@@ -71,11 +82,9 @@ def check_run(command: Command, settings: Settings) -> CheckedRun:
     """Check everything that the settings name. Raises UserError for the first mistake."""
     model, data, parallel = settings.model, settings.data, settings.parallel
     check_templates(model, data)
-    for name, features in (("train", data.train), ("validation", data.validation)):
-        try:
-            check_config(features)
-        except UserError as error:
-            raise UserError(f"data.{name}: {error}") from error
+    check_config(data.train, "data.train.")
+    check_config(data.validation, "data.validation.")
+    check_numbers(settings.trainer, TRAINER_RANGES, "trainer.")
     check_clipping(parallel, model, settings.trainer)
     ranks = count_ranks(settings.trainer, parallel)
     check_training_sizes(parallel, data)
@@ -84,9 +93,40 @@ def check_run(command: Command, settings: Settings) -> CheckedRun:
     if command == "fit":
         check_output(folder.path)
     chains = find_chains(data)
-    if start is not None and command == "fit":
-        check_same_model(start, read_checkpoint(start), model.model_config())
+    if command != "fit":
+        check_scored_chains(command, chains)
+    if start is not None:
+        check_start(command, settings, start)
     return CheckedRun(command, settings, ranks, folder, start, chains)
+
+
+def check_scored_chains(command: Command, chains: Chains) -> None:
+    """Raise UserError if `validate` or `test` would score nothing."""
+    if not (chains.validation if command == "validate" else chains.test):
+        names = (
+            "data.validation_chains is" if command == "validate" else "data.test_chains and data.validation_chains are"
+        )
+        raise UserError(f"{names} null, so there is no chain to score; give a list of chains, or a file of their names")
+
+
+def check_start(command: Command, settings: Settings, start: Path) -> None:
+    """Raise UserError if the checkpoint's model has other sizes than the settings, or `fit` would resume a finished run.
+
+    `validate` and `test` take the sizes from the checkpoint, so settings without any size fit every checkpoint. With
+    `--ckpt_path auto`, which a batch system may repeat, a finished run is no mistake.
+    """
+    sizes = settings.model.model_config()
+    if command != "fit" and (sizes == ModelConfig() or is_parameter_file(start)):
+        return
+    checkpoint = read_checkpoint(start)
+    check_same_model(start, checkpoint, sizes)
+    step, last = checkpoint.get("global_step", 0), settings.trainer["max_steps"]
+    repeated = settings.run.ckpt_path == "auto" or process_group.was_restarted()
+    if command == "fit" and 0 <= last <= step and not repeated:
+        raise UserError(
+            f"{start}: is at step {step} already, and trainer.max_steps is {last}, so nothing is left to train; "
+            "give a larger trainer.max_steps"
+        )
 
 
 def count_ranks(trainer: Mapping[str, Any], parallel: ParallelConfig) -> int:

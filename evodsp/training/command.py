@@ -26,7 +26,7 @@ from evodsp.launch.consensus import on_first
 from evodsp.launch.launcher import launch
 from evodsp.launch.process_group import guarded, place, stop, under_launcher
 from evodsp.training.checkpointing import Interruption, LastCheckpoint, WholeFileIO, best_checkpoint
-from evodsp.training.checks import CheckedRun, Settings, check_run, on_gpu
+from evodsp.training.checks import CheckedRun, Settings, check_run, on_gpu, run_config
 from evodsp.training.csv_logger import CurveLogger
 from evodsp.training.datamodule import ChainDataModule
 from evodsp.training.ema import ExponentialMovingAverage
@@ -91,7 +91,9 @@ class TrainingCLI(LightningCLI):
         self.config = parser.parse_args(args)  # the base class would warn about sys.argv
 
     def _set_seed(self) -> None:
-        seed_everything(self.config.seed, workers=True, verbose=False)
+        with self.parser.located():
+            seed = run_config(self.config).seed
+        seed_everything(seed, workers=True, verbose=False)
 
     def instantiate_classes(self) -> None:
         self.settings = Settings.of(self.parser.instantiate_settings(self.config))
@@ -185,7 +187,8 @@ def run(command: Command, words: list[str]) -> int:
     if "--trainer.help" in words:
         words = ["--help"]
     cli = TrainingCLI(command, words)
-    checked = check_run(command, cli.settings)
+    with cli.parser.located():
+        checked = check_run(command, cli.settings)
     if checked.must_launch:
         return launch(checked.ranks, [command, *words])
     built = build(checked)

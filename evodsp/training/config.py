@@ -6,7 +6,17 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Literal
 
-from evodsp.config import FeatureConfig, LossConfig, ModelConfig
+from evodsp.config import (
+    BELOW_ONE,
+    COUNT,
+    POSITIVE,
+    SEED,
+    SIZE,
+    FeatureConfig,
+    LossConfig,
+    ModelConfig,
+    check_numbers,
+)
 from evodsp.errors import SettingError, UserError
 
 
@@ -39,15 +49,15 @@ class OptimizerConfig:
     sample each, and a larger data.batch_size is accumulated. `batch`: the gradient of the whole batch of all devices."""
 
     def __post_init__(self) -> None:
-        if not self.lr > 0:
-            raise SettingError("model.optimizer.lr", self.lr, "above 0")
-        if not self.warmup_steps >= 0:
-            raise SettingError("model.optimizer.warmup_steps", self.warmup_steps, "at least 0")
-        for name in ("beta1", "beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise SettingError(f"model.optimizer.{name}", getattr(self, name), "at least 0 and below 1")
-        if not self.eps >= 0:
-            raise SettingError("model.optimizer.eps", self.eps, "at least 0")
+        ranges = {
+            "lr": POSITIVE,
+            "warmup_steps": COUNT,
+            "beta1": BELOW_ONE,
+            "beta2": BELOW_ONE,
+            "eps": COUNT,
+            "final_lr": COUNT,
+        }
+        check_numbers(self, ranges, "model.optimizer.")
         if self.clip not in ("sample", "batch"):
             raise SettingError("model.optimizer.clip", f"'{self.clip}'", "sample or batch")
 
@@ -101,9 +111,7 @@ class DataConfig:
     """Worker processes that prepare samples in advance; 0 prepares them in the training process."""
 
     def __post_init__(self) -> None:
-        for name, least in (("batch_size", 1), ("samples_per_epoch", 1), ("num_workers", 0)):
-            if getattr(self, name) < least:
-                raise SettingError(f"data.{name}", getattr(self, name), f"at least {least}")
+        check_numbers(self, {"batch_size": SIZE, "samples_per_epoch": SIZE, "num_workers": COUNT}, "data.")
 
 
 def check_templates(model: ModelConfig, data: DataConfig) -> None:
@@ -133,3 +141,6 @@ class RunConfig:
     """validate and test: score the raw weights instead of their moving average."""
     checkpoint_every: int = 500
     """Steps between two writes of checkpoints/last.ckpt, which is also written after each validation."""
+
+    def __post_init__(self) -> None:
+        check_numbers(self, {"seed": SEED, "checkpoint_every": SIZE}, "")

@@ -49,8 +49,11 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
         raise UserError(f"{path}: a folder, but an evodsp checkpoint is a file; give <output>/checkpoints/last.ckpt")
     if not path.is_file():
         raise UserError(f"{path}: no such checkpoint file; give one that `evodsp fit` wrote to <output>/checkpoints")
-    if container(path) is None:
+    kind = container(path)
+    if kind is None:
         raise UserError(f"{path}: not a checkpoint (or cut short); give a .ckpt file written by `evodsp fit`")
+    if kind == "npz":
+        raise UserError(f"{path}: NumPy's .npz, not a checkpoint; give a .ckpt file written by `evodsp fit`")
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # a damaged pickle can raise any exception
@@ -165,6 +168,11 @@ def model_config(path: str | Path) -> ModelConfig:
 
 
 def _own_checkpoint(path: str | Path, preset: str | None) -> dict[str, Any]:
+    if Path(path).is_file() and container(Path(path)) is None:
+        raise UserError(
+            f"{path}: neither a checkpoint nor a parameter file (or cut short); give a .ckpt file written by `evodsp fit`, "
+            "DeepMind's .npz or OpenFold's .pt"
+        )
     checkpoint = read_checkpoint(path)
     if preset is not None:
         raise UserError(f"{path}: holds its model's sizes itself, so --preset {preset} cannot be given; leave it out")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from evodsp.config import PRESETS, FeatureConfig
+from evodsp.config import PRESETS, FeatureConfig, check_preset
 from evodsp.errors import UserError
 
 _PUBLISHED = re.compile(r"model_([1-5])(_ptm)?$")
@@ -36,6 +36,7 @@ class ImportConfig:
     """Replace the output if it exists."""
 
     def __post_init__(self) -> None:
+        check_preset(self.preset)
         if self.preset is not None and self.like is not None:
             raise UserError(f"--preset {self.preset} and --like {self.like} both give sizes; leave one out")
 
@@ -59,6 +60,9 @@ class ExportConfig:
     """Keep both sides of triangle multiplication in one array, as newer models of DeepMind and OpenFold do."""
     overwrite: bool = False
     """Replace the output if it exists."""
+
+    def __post_init__(self) -> None:
+        check_preset(self.preset)
 
     @property
     def output_format(self) -> Format:

@@ -20,6 +20,7 @@ import torch
 from evodsp.config import ModelConfig
 from evodsp.data.mmcif import read_chain
 from evodsp.errors import UserError
+from evodsp.inference.command import run as start_ranks
 from evodsp.inference.config import PredictConfig
 from evodsp.inference.predict import predict
 from evodsp.model.alphafold import AlphaFold
@@ -183,6 +184,23 @@ def test_a_mistake_is_one_line_in_all(workplace: Workplace) -> None:
     assert done.stderr.count("\n") == 1
     assert "evodsp: error: alpha_A: --parallel.sequence is 2, but with" in done.stderr
     assert not workplace.config.output.exists()
+
+
+def test_a_mistake_starts_no_ranks(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """99 processes that each load the model to find out that the protein is too short."""
+    started: list[int] = []
+    monkeypatch.setattr("evodsp.inference.command.launch", lambda ranks, words: started.append(ranks) or 0)
+    for change, said in (
+        ({"parallel": SequenceConfig(20)}, r"alpha_A: --parallel.sequence is 20, but .* it can be at most"),
+        ({"parallel": SequenceConfig(2), "fasta": Path("nowhere.fasta")}, r"nowhere.fasta: no such FASTA file"),
+        ({"parallel": SequenceConfig(2), "checkpoint": Path("nowhere.ckpt")}, r"nowhere.ckpt: no such checkpoint"),
+    ):
+        with pytest.raises(UserError, match=said):
+            start_ranks(workplace.change(**change), [])
+    assert started == []
+    assert predict(workplace.config, silent)
+    assert start_ranks(workplace.change(parallel=SequenceConfig(20)), []) == 0, "results that are kept need no ranks"
+    assert started == [20]
 
 
 def test_ctrl_c_ends_all_ranks(workplace: Workplace) -> None:

@@ -239,7 +239,7 @@ def _not_a_checkpoint(workplace):
 
 
 def _clusters_fewer_than_templates(workplace):
-    return workplace.change(msa_clusters=1), "msa_clusters 1 leaves no row beside max_templates 1"
+    return workplace.change(msa_clusters=1), "msa_clusters is 1, but must be above max_templates, which is 1"
 
 
 def _no_fasta(workplace):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import socket
@@ -139,13 +140,39 @@ def test_sigterm_to_the_launcher_ends_its_ranks() -> None:
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
+def test_sigkill_to_the_launcher_ends_its_ranks() -> None:
+    """Orphans that keep the cores or GPUs after the launcher was killed, perhaps for want of memory."""
+    process = begin([sys.executable, "-c", LAUNCH])
+    assert process.stdout is not None
+    pids = [int(pid) for pid in process.stdout.readline().split()]
+    process.kill()
+    process.wait(timeout=60)
+    deadline = time.monotonic() + 20
+    try:
+        while any(map(is_running, pids)):
+            assert time.monotonic() < deadline, "ranks outlived their launcher"
+            time.sleep(0.1)
+    finally:
+        for pid in filter(is_running, pids):
+            os.kill(pid, signal.SIGKILL)
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process runs. One that has ended may stay as a zombie if nobody waits for it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 LAUNCH = """
 import subprocess, sys, threading
 from evodsp.launch import launcher
 started, real = [], launcher._start
+RANK = "from evodsp.launch.parent import end_with_launcher as f; f(); import time; time.sleep(100)"
 class Patient(subprocess.Popen):
     def __init__(self, words, **options):
-        super().__init__([sys.executable, "-c", "import time; time.sleep(100)"], **options)
+        super().__init__([sys.executable, "-c", RANK], **options)
         started.append(self.pid)
         if len(started) == 2:
             threading.Timer(0.5, lambda: print(*started, flush=True)).start()

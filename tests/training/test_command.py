@@ -14,6 +14,8 @@ import torch
 
 from evodsp.cli import main
 from evodsp.config import FeatureConfig
+from evodsp.training.checks import check_run
+from evodsp.training.command import TrainingCLI
 from evodsp.training.csv_logger import read_curve
 from evodsp.weights.checkpoint import load_features, load_model, read_checkpoint
 
@@ -179,7 +181,7 @@ def test_accumulated_batches_and_workers_run(chains: Path, tmp_path: Path) -> No
     [
         (("--model.evoformr.blocks", "3"), "Did you mean '--model.evoformer.blocks'?"),
         (("--trainer.max_step", "3"), "Did you mean '--trainer.max_steps'?"),
-        (("--model.evoformer.blocks", "many"), "model.evoformer.blocks: expected int, found many"),
+        (("--model.evoformer.blocks", "many"), "--model.evoformer.blocks: expected int, found 'many'; see"),
         (("--model.evoformer", "3"), "model.evoformer: expected a group of options (blocks, "),
         (("--model.evoformer.msa_heads", "0"), "model.evoformer.msa_heads is 0, but must be at least 1"),
         (
@@ -187,13 +189,33 @@ def test_accumulated_batches_and_workers_run(chains: Path, tmp_path: Path) -> No
             "model.extra_msa.pair_dropout is 1.5, but must be at least 0 and below 1",
         ),
         (("--model.optimizer.beta2", "1"), "model.optimizer.beta2 is 1.0, but must be at least 0 and below 1"),
-        (("--data.train.crop_size", "-5"), "data.train: crop_size is -5; give a positive number"),
+        (("--data.train.crop_size", "-5"), "--data.train.crop_size is -5, but must be at least 1"),
+        (("--data.train.msa_clusters", "0"), "--data.train.msa_clusters is 0, but must be at least 1"),
+        (("--data.train.recycles", "-1"), "--data.train.recycles is -1, but must be at least 0"),
+        (("--data.validation.extra_msa", "0"), "--data.validation.extra_msa is 0, but must be at least 1"),
+        (("--data.train.masked_uniform", "2"), "masked_uniform is 2.0, but must be at least 0 and at most 1"),
+        (("--seed", "-1"), "--seed is -1, but must be at least 0 and below 4294967296"),
+        (("--checkpoint_every", "0"), "--checkpoint_every is 0, but must be at least 1"),
+        (
+            ("--trainer.accumulate_grad_batches", "0"),
+            "--trainer.accumulate_grad_batches is 0, but must be at least 1",
+        ),
+        (("--trainer.gradient_clip_val", "-1"), "--trainer.gradient_clip_val is -1, but must be at least 0"),
+        (("--model.optimizer.lr", "-1"), "--model.optimizer.lr is -1.0, but must be above 0"),
+        (("--data", "3"), "--data: expected a group of options (alignment_dir, "),
         (("--output", "elsewhere"), "--output is given more than once; give it once"),
         (("--trainer.accelerator", "abacus"), "abacus"),
         (("--data.train_chains", "[1abc_B]"), "no alignments of chain '1abc_B'"),
         (("--data.train_chains", "nowhere.txt"), "nowhere.txt: no such file"),
         (("--data.train_chains", "[1abc_A, 1abc_A]"), "more than once"),
-        (("--data.structure_dir", "nowhere"), "data.structure_dir is nowhere"),
+        (
+            ("--data.structure_dir", "nowhere"),
+            "data.structure_dir is nowhere, which is no folder; give the folder of structures",
+        ),
+        (
+            ("--data.alignment_dir", __file__),
+            "which is a file; give the folder of alignments, one sub-folder per chain",
+        ),
         (("--data.batch_size", "0"), "data.batch_size is 0"),
         (("--ckpt_path", "nowhere.ckpt"), "nowhere.ckpt: no such checkpoint"),
         (("--ckpt_path", "last"), "checkpoints/last.ckpt"),
@@ -222,7 +244,12 @@ def test_a_mistake_is_one_line_and_leaves_nothing(
         ),
         ("channels: {msa: 6", "channels: {msa: 0", ":LINE: model.channels.msa is 0, but must be at least 1"),
         ("  evoformer: *stack", "  evoformer: 3", ":LINE: model.evoformer: expected a group of options (blocks, "),
-        ("channels: {msa: 6", "channels: {msa: six", ":LINE: model.channels.msa: expected int, found six"),
+        ("channels: {msa: 6", "channels: {msa: six", ":LINE: model.channels.msa: expected int, found 'six'; see"),
+        (
+            "msa: 3, recycles: 1}",
+            "msa: 3, recycles: -1}",
+            ":LINE: data.train.recycles is -1, but must be at least 0",
+        ),
         ("trainer: {", "trainer: [", ": not a YAML mapping"),
     ],
 )
@@ -239,10 +266,36 @@ def test_a_mistake_in_the_config_names_its_line(
 def test_a_checkpoint_of_other_sizes_is_refused(
     chains: Path, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A wall of missing keys, or weights silently left at random."""
+    """A wall of missing keys, weights silently left at random, or sizes that `validate` ignores."""
     options = ("--ckpt_path", str(finished / "checkpoints" / "last.ckpt"), "--model.evoformer.blocks", "2")
-    assert fit(chains, tmp_path / "run", *options) == 2
-    assert "trained with model.evoformer.blocks 1, but the config says 2" in capsys.readouterr().err
+    for command in ("fit", "validate", "test"):
+        common = ["--config", str(chains / "tiny.yaml"), "--output", str(tmp_path / "run")]
+        assert main([command, *common, *options]) == 2
+        assert "trained with model.evoformer.blocks 1, but the config says 2" in capsys.readouterr().err
+
+
+def test_a_run_without_work_is_refused(chains: Path, finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit code 0 without a step or a score; but a repeated `--ckpt_path auto` of a finished run is no mistake."""
+    common = ["--config", str(chains / "tiny.yaml"), "--output", str(finished)]
+    for command, options, said in (
+        (
+            "fit",
+            ["--ckpt_path=last", "--trainer.max_steps=1"],
+            "last.ckpt: is at step 6 already, and trainer.max_steps is 1",
+        ),
+        ("validate", ["--ckpt_path=last", "--data.validation_chains=null"], "data.validation_chains is null"),
+        (
+            "test",
+            ["--ckpt_path=last", "--data.validation_chains=null"],
+            "data.test_chains and data.validation_chains are",
+        ),
+    ):
+        assert main([command, *common, *options]) == 2
+        error = capsys.readouterr().err
+        assert said in error
+        assert error.count("\n") == 1
+    settings = TrainingCLI("fit", [*common, "--ckpt_path=auto", "--trainer.max_steps=6"]).settings
+    assert check_run("fit", settings).start == finished / "checkpoints" / "last.ckpt"
 
 
 def test_a_broken_alignment_is_one_line_even_from_a_worker(

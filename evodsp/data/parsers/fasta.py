@@ -112,8 +112,9 @@ def _check_name(path: str | Path, name: str, line: int) -> None:
     if not name:
         raise FileFormatError(path, "a header without a name; write '>name'", line)
     if found := _UNFIT_FOR_FILES.search(name):
-        fix = "use letters, digits, '_', '-' and '.'"
-        message = f"the name '{name}' cannot name a folder because of its '{found.group()}'; {fix}"
+        fix = "use letters, digits, '_', '-' and '.', and begin with a letter or a digit"
+        where = "begins with" if found.start() == 0 else "has"
+        message = f"the name '{name}' {where} '{found.group()}', so it cannot name a folder; {fix}"
         raise FileFormatError(path, message, line)
     if len(name.encode()) > _LONGEST_NAME:
         raise FileFormatError(path, f"a name of {len(name)} characters cannot name a folder; shorten it", line)
