@@ -1,4 +1,4 @@
-"""What the benchmarks under `scripts/benchmarks` measure is what they say: the parts that decide their numbers."""
+"""The benchmarks under `scripts/benchmarks` measure what they claim: tests of the parts that decide their numbers."""
 
 from __future__ import annotations
 
@@ -54,6 +54,7 @@ def extra_msa(exchange: Exchange, dap: bool) -> tuple[dict[str, Tensor], dict[st
 
 
 def dap_on_rank(handle: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The stack under DAP on one rank: its shards of the outputs, and gradients averaged over ranks."""
     torch.set_default_dtype(torch.float64)
     try:
         outputs, gradients = extra_msa(ShardedExchange(Group(handle)), dap=True)
@@ -67,7 +68,7 @@ def dap_on_rank(handle: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_comparator_of_the_extra_msa_stack_equals_one_device(pool: RankPool, ranks: int) -> None:
-    """A comparison with a schedule that computes something else, or has FastFold's lost gradients, says nothing."""
+    """Catches a DAP schedule that computes something else or loses gradients: a comparison with it would mean nothing."""
     torch.set_default_dtype(torch.float64)
     try:
         outputs, gradients = extra_msa(LocalExchange(), dap=False)
@@ -75,42 +76,44 @@ def test_the_comparator_of_the_extra_msa_stack_equals_one_device(pool: RankPool,
         torch.set_default_dtype(torch.float32)
     found = pool.run(ranks, dap_on_rank)
     for name, output in outputs.items():
-        close(torch.cat([rank[0][name] for rank in found], 2), output, name)  # both come out cut along axis 2
-    for _, of_rank in found:
+        close(torch.cat([rank[0][name] for rank in found], 2), output, name)  # both outputs are sharded along axis 2
+    for _, rank_gradients in found:
         for name, gradient in gradients.items():
-            close(of_rank[name], gradient, f"gradient of {name}")
+            close(rank_gradients[name], gradient, f"gradient of {name}")
 
 
 @pytest.mark.parametrize("case", communication.CASES, ids=str)
 @pytest.mark.parametrize("ranks", [4, 16])
 def test_the_ledger_of_fake_ranks_equals_formula_and_schedule(case: communication.Case, ranks: int) -> None:
-    """A call that the schedule does not know, at full size; a backward pass that moves more than the forward pass."""
+    """Catches, at full size, a call missing in the schedule, and a backward pass that moves more than the forward pass."""
     for plan in (communication.DSP, DAP):
         moved = communication.measure(case, ranks, plan)
         assert communication.differences(case, ranks, plan, moved) == []
         maximum = 2 * 4 * case.residues * case.config.msa_heads if case.extra and plan == communication.DSP else 0
-        assert moved.bytes("backward") == moved.bytes("forward") - maximum  # the softmax's maximum is outside the graph
+        assert (
+            moved.bytes("backward") == moved.bytes("forward") - maximum
+        )  # the maximum of the softmax has no backward pass
 
 
 def test_training_with_default_settings_moves_1_4_times_what_the_passes_need() -> None:
-    """A table that leaves out recomputation: 36 of 44 MiB are moved again."""
+    """Catches a table that leaves out recomputation, which moves 36 MiB again, of 44 MiB."""
     moved = communication.measure(communication.CASES[0], 4, communication.DSP, torch.bfloat16)
     assert [moved.bytes(phase) / 2**20 for phase in communication.PHASES] == [44, 36, 44]
     regathering = communication.measure(communication.CASES[0], 4, communication.DAP_REGATHERING)
     assert (
         regathering.bytes("recompute") == regathering.bytes("forward") - 4 * 128 * 256 * 256 // 4
-    )  # all but the switch back to S
+    )  # everything but the switch back to S
 
 
 def test_numbers_that_travel_in_bf16_are_half_the_bytes() -> None:
-    """A collective that forgets in which precision numbers are to travel."""
+    """Catches a collective that ignores the precision of messages."""
     case, plan = communication.CASES[0], communication.DSP
     narrow, wide = (communication.measure(case, 4, plan, dtype).total for dtype in (torch.bfloat16, torch.float32))
     assert 2 * narrow == wide
 
 
 def test_a_wrong_count_is_reported() -> None:
-    """A check that passes whatever is counted."""
+    """Catches a check that accepts any count."""
     case, plan = communication.CASES[0], communication.DSP
     moved = communication.measure(case, 4, plan)
     short = dataclasses.replace(moved, forward=moved.forward[:-1], recompute=Counter(moved.forward))
@@ -123,14 +126,14 @@ def test_a_wrong_count_is_reported() -> None:
 
 
 def test_four_ranks_hold_less_than_a_third_of_what_one_holds() -> None:
-    """An activation of a stack that is whole on every rank, or kept twice where ranks communicate."""
+    """Catches an activation that every rank holds in full, or that is kept twice where ranks communicate."""
     one, four = (memory.measure(memory.stacks, ranks) for ranks in (1, 4))
     assert four.peak <= memory.LIMIT_AT_4 * one.peak
-    assert one.current == four.current == 0  # what is counted as come is counted as gone
+    assert one.current == four.current == 0  # all that was counted as allocated is counted as freed
 
 
 def test_what_is_counted_as_held_is_what_pytorch_allocates() -> None:
-    """Memory that is missed, counted twice (views) or not counted off."""
+    """Catches memory that is missed, counted twice (views), or not subtracted when it is freed."""
 
     def program() -> None:
         x = torch.ones(300, 400, requires_grad=True)
@@ -150,11 +153,12 @@ def test_what_is_counted_as_held_is_what_pytorch_allocates() -> None:
 
 
 def traced(handle: Any) -> list[trace.Interval]:
+    """The trace of a small stack's run on one rank."""
     return trace.intervals(trace.run(Group(handle), sequences=8, residues=8, blocks=2))
 
 
 def test_collectives_launched_early_lie_over_compute_in_both_passes(pool: RankPool) -> None:
-    """A switch awaited where it is launched; in the backward pass, a transpose launched only where it is needed."""
+    """Catches a switch awaited right after its launch, and a transpose launched only when its result is needed."""
     for found in pool.run(2, traced):
         for direction in ("forward", "backward"):
             collectives = {x.name: x for x in found if (x.what, x.direction) == ("collective", direction)}
@@ -169,23 +173,25 @@ def test_collectives_launched_early_lie_over_compute_in_both_passes(pool: RankPo
                 for name, x in collectives.items()
             }
             pair_half = {f"{name} 0" for name in ("triangle_outgoing", "triangle_incoming", "transition")}
-            assert pair_half < layers["4 switch m back 0"], "the MSA's way back lies under the whole pair half"
+            assert pair_half < layers["4 switch m back 0"], (
+                "the switch back of the MSA must overlap with the whole pair stack"
+            )
             assert "triangle_incoming 1" in layers["7 switch z 1"], (
-                "the pair's switch lies under triangle multiplication"
+                "the switch of the pair representation must overlap with triangle multiplication"
             )
             for bias in ("1 row_attention 0", "10 attention_starting 0", "12 attention_ending 1"):
                 assert collectives[bias].hidden > 0
 
 
 def test_compute_is_what_lies_between_waits() -> None:
-    """Waiting that is drawn as compute would look like a collective that is hidden."""
+    """Catches waiting that is drawn as compute, which would make a collective look hidden."""
     pieces = [("a", 0, 10), ("b", 10, 20)]
     found = list(trace._without(pieces, [(2, 4), (8, 12), (20, 30)]))
     assert found == [("a", 0, 2), ("a", 4, 8), ("b", 12, 20)]
 
 
 def test_a_long_protein_gives_the_same_numbers_for_less_memory(pool: RankPool) -> None:
-    """Ranks that look light because they compute something else."""
+    """Catches ranks that need less memory only because they compute something else."""
     one = long_protein.measured(LocalExchange(), 40, True)
     for found in pool.run(2, long_protein_on_rank):
         assert found["plddt logits"] == pytest.approx(one["plddt logits"], rel=1e-5)

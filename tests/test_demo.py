@@ -1,4 +1,4 @@
-"""`make demo` from training to prediction: training must learn, and prediction must work on sequences it has not seen."""
+"""`make demo` from training to prediction: training learns, and predictions of unseen sequences work."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 def test_the_quick_start_learns_its_proteins_and_their_relatives(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches anything that keeps the model from learning, by lDDT-CA before and after training, on both splits."""
+    """Catches anything that stops the model from learning: lDDT-CA before and after training, on both splits."""
     monkeypatch.chdir(ROOT)
     curve = tmp_path / "model" / "curve.csv"
     assert main(["fit", "--config", "configs/quickstart.yaml", "--output", str(tmp_path / "model")]) == 0

@@ -1,4 +1,4 @@
-"""The whole of model_1_ptm, templates on, against DeepMind's AlphaFold2: outputs, every loss term, every gradient's norm."""
+"""The whole of model_1_ptm with templates against DeepMind's AlphaFold2: outputs, loss terms and gradient norms."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from evodsp.config import LossConfig
-from evodsp.geometry.residues import ATOM_ORDER
+from evodsp.geometry.residues import CA
 from evodsp.geometry.rigid import Rigid
 from evodsp.losses.fape import backbone_fape
 from evodsp.losses.total import total_loss
@@ -25,7 +25,7 @@ from tests.builders.golden import close
 from tests.builders.golden_model import CONFIG
 from tests.conftest import load
 
-REAL = 64  # residues; 8 more are padding
+REAL = 64  # residues, followed by 8 of padding
 WEIGHTS = LossConfig(plddt=0.01, pae=0.1, experimentally_resolved=0.01, violation=1.0, scale_by_length=False)
 
 
@@ -47,7 +47,10 @@ def labels(golden: Path) -> dict[str, Tensor]:
 
 
 def agrees(out: ModelOutput, expected: dict[str, np.ndarray]) -> None:
-    """Whatever of the output `expected` has, within 2e-5 of its maximum over real residues; atoms within 1e-3 Å."""
+    """Check that the output agrees with `expected` up to 2e-5 of the maximum, and atoms up to 1e-3 Å.
+
+    Padded residues are not compared.
+    """
     ours = {
         "representations/msa": (out.representations["msa"], (slice(None), slice(REAL))),
         "representations/msa_first_row": (out.representations["msa"][:, 0], (slice(REAL),)),
@@ -74,7 +77,7 @@ def agrees(out: ModelOutput, expected: dict[str, np.ndarray]) -> None:
 
 
 def test_two_passes_with_templates(model: AlphaFold, features: dict[str, Tensor], golden: Path) -> None:
-    """Catches templates, recycling or a head wired into the wrong place."""
+    """Catches templates, recycling or heads connected to the wrong tensors."""
     with torch.no_grad():
         agrees(model(features), load(golden / "outputs.npz"))
 
@@ -88,13 +91,13 @@ def test_the_first_pass(model: AlphaFold, features: dict[str, Tensor], golden: P
 def test_losses_and_gradients(
     model: AlphaFold, features: dict[str, Tensor], labels: dict[str, Tensor], golden: Path
 ) -> None:
-    """Catches a loss term with a wrong mask or weight, and a parameter whose gradient is lost or doubled."""
+    """Catches a loss term with a wrong mask or weight, and a parameter whose gradient is lost or counted twice."""
     expected, gradients = load(golden / "losses.npz"), load(golden / "grads.npz")
     batch = {**features, **labels, "use_clamped_fape": torch.ones(1)}
     model.zero_grad()
     output = model(batch)
     total, terms = total_loss(output, batch, WEIGHTS, CONFIG.heads)
-    # AF2 reports the backbone FAPE of the last iteration; the total has the mean.
+    # AF2 reports the last iteration's backbone FAPE; the total loss contains the mean over iterations.
     last, truth = output.structure.backbone[-1:], Rigid.from_flat12(labels["rigidgroups_gt_frames"][:, :, 0])
     fape = backbone_fape(last, truth, labels["backbone_affine_mask"])
     assert fape.item() == pytest.approx(float(expected["structure_module/fape"]), rel=1e-5)
@@ -108,8 +111,8 @@ def test_losses_and_gradients(
         "experimentally_resolved": "experimentally_resolved_loss",
     }.items():
         assert terms[ours].item() == pytest.approx(float(expected[theirs]), rel=1e-5), ours
-    # The lDDT of a few residues lies on the edge of two bins. Rounding decides which bin is the target, and so
-    # the loss may be any of several numbers.
+    # The lDDT of a few residues lies on the edge of two bins. Rounding decides which bin is the target, so several
+    # values of the loss are correct.
     choices, ours, theirs = plddt_losses(output, labels), terms["plddt"].item(), float(expected["plddt_loss"])
     for plddt in (ours, theirs):
         assert any(choice == pytest.approx(plddt, rel=1e-5) for choice in choices)
@@ -132,11 +135,10 @@ def test_losses_and_gradients(
 
 
 def plddt_losses(output: ModelOutput, labels: dict[str, Tensor]) -> list[float]:
-    """The pLDDT loss (supplement 1.9.6) for every choice of bins for the lDDTs that lie on an edge, up to rounding."""
-    ca = ATOM_ORDER["CA"]
-    truth, mask = labels["all_atom_positions"][0, :, ca], labels["all_atom_mask"][0, :, ca]
-    entropies = -output.logits["plddt"][0].detach().log_softmax(-1)  # of every bin as the target
-    scores = lddt_ca(output.structure.positions[0, :, ca].detach(), truth, mask, per_residue=True) * entropies.shape[-1]
+    """The pLDDT loss (supplement 1.9.6) for every choice of bins for lDDTs that lie on a bin's edge, up to rounding."""
+    truth, mask = labels["all_atom_positions"][0, :, CA], labels["all_atom_mask"][0, :, CA]
+    entropies = -output.logits["plddt"][0].detach().log_softmax(-1)  # with each bin as the target
+    scores = lddt_ca(output.structure.positions[0, :, CA].detach(), truth, mask, per_residue=True) * entropies.shape[-1]
     edges = ((scores - scores.round()).abs() < 1e-4).logical_and(mask > 0).nonzero().flatten()
     assert len(edges) <= 8, "too many lDDTs on an edge: some choice of their bins would fit any loss"
     losses = []
@@ -150,7 +152,7 @@ def plddt_losses(output: ModelOutput, labels: dict[str, Tensor]) -> list[float]:
 
 
 def outputs(array: np.ndarray, layout: str, stacked: bool) -> int:
-    """Rows that one of DeepMind's arrays fills in our matrix."""
+    """Number of rows of our matrix that one of DeepMind's arrays fills."""
     shape = array.shape[1:] if stacked else array.shape
     if layout == "vector":
         return int(np.prod(shape))

@@ -1,4 +1,4 @@
-"""Metrics against cases whose answer is known: AlphaFold2's lDDT, invariances, and small structures done by hand."""
+"""Metrics in cases with known answers: AlphaFold2's lDDT, invariances, and small structures computed by hand."""
 
 from __future__ import annotations
 
@@ -24,16 +24,18 @@ def random_chain(length: int = 60, seed: int = 0) -> Tensor:
 
 
 def random_motion(seed: int = 0) -> Rigid:
+    """A random rotation and translation."""
     q = torch.randn(4, generator=torch.Generator().manual_seed(seed))
     return Rigid.from_quaternion(q / q.norm(), torch.tensor([30.0, -20.0, 10.0]))
 
 
 def noise(length: int, scale: float, seed: int = 5) -> Tensor:
+    """Normally distributed coordinates."""
     return scale * torch.randn(length, 3, generator=torch.Generator().manual_seed(seed))
 
 
 def test_lddt_ca_is_alphafolds(golden: Path) -> None:
-    """Thresholds, cutoff and the treatment of masked residues."""
+    """Catches wrong thresholds, a wrong cutoff, and wrong treatment of masked residues."""
     expected, labels = load(golden / "losses_functions.npz"), load(golden / "labels.npz")
     predicted = torch.from_numpy(expected["in/final_atom_positions"][:, 1])
     true, mask = (torch.from_numpy(labels[name][:, 1]) for name in ("all_atom_positions", "all_atom_mask"))
@@ -46,6 +48,7 @@ def test_lddt_ca_is_alphafolds(golden: Path) -> None:
 
 @pytest.mark.parametrize("metric", GLOBAL)
 def test_perfect_prediction_scores_one_wherever_it_lies(metric) -> None:
+    """Catches scores that change under rotation and translation."""
     true = random_chain()
     mask = torch.ones(len(true))
     torch.testing.assert_close(metric(true, true, mask), torch.tensor(1.0), rtol=0, atol=1e-6)
@@ -54,13 +57,14 @@ def test_perfect_prediction_scores_one_wherever_it_lies(metric) -> None:
 
 @pytest.mark.parametrize("metric", ERRORS)
 def test_perfect_prediction_has_no_error_wherever_it_lies(metric) -> None:
+    """Catches errors that change under rotation and translation."""
     true = random_chain()
     assert metric(random_motion().apply(true), true, torch.ones(len(true))) < 1e-4
 
 
 @pytest.mark.parametrize("metric", GLOBAL + ERRORS)
 def test_masked_atoms_count_nowhere(metric) -> None:
-    """A masked atom that is far off, or at the origin as missing atoms are, must change nothing."""
+    """Catches masked atoms that count, whether far away or at the origin, where missing atoms are stored."""
     true, mask = random_chain(), torch.ones(60)
     mask[[0, 7, 8, 30, 59]] = 0
     predicted = true + noise(60, 0.8)
@@ -71,6 +75,7 @@ def test_masked_atoms_count_nowhere(metric) -> None:
 
 @pytest.mark.parametrize("metric", GLOBAL + ERRORS)
 def test_batch_is_a_structure_at_a_time(metric) -> None:
+    """Catches a batch whose structures affect each other."""
     true = torch.stack([random_chain(seed=s) for s in range(3)])
     predicted = true + torch.stack([noise(60, s) for s in (0.3, 1.0, 3.0)])
     mask = torch.ones(3, 60)
@@ -81,7 +86,7 @@ def test_batch_is_a_structure_at_a_time(metric) -> None:
 
 
 def test_mirror_image_is_told_apart() -> None:
-    """A superposition that may reflect would call the wrong hand perfect."""
+    """Catches a superposition that reflects: the mirror image would be a perfect prediction."""
     true = random_chain(120)
     mirrored, mask = true * torch.tensor([1.0, 1.0, -1.0]), torch.ones(120)
     assert tm_score(mirrored, true, mask) < 0.5
@@ -92,6 +97,7 @@ def test_mirror_image_is_told_apart() -> None:
 
 
 def test_superposition_finds_the_motion() -> None:
+    """Catches a wrong rotation or translation, such as the inverse."""
     true, motion = random_chain().double(), random_motion()
     motion = Rigid(motion.rotation.double(), motion.translation.double())
     found = superpose(true, motion.apply(true), torch.ones(60))
@@ -101,7 +107,7 @@ def test_superposition_finds_the_motion() -> None:
 
 @pytest.mark.parametrize("atoms", [1, 2, 4])
 def test_superposition_of_degenerate_structures_is_a_rotation(atoms: int) -> None:
-    """Points on a line leave the rotation open: it must still be one."""
+    """Catches a matrix that is no rotation for points on a line, where the rotation is not unique."""
     line = torch.arange(atoms).float()[:, None] * torch.tensor([1.0, 2.0, 3.0])
     found = superpose(line, -line, torch.ones(atoms))
     torch.testing.assert_close(found.rotation @ found.rotation.T, torch.eye(3), rtol=0, atol=1e-5)
@@ -110,14 +116,20 @@ def test_superposition_of_degenerate_structures_is_a_rotation(atoms: int) -> Non
 
 
 def test_rmsd_by_hand() -> None:
-    """Three atoms on a line, the outer two 0.3 Å further out: the centre stays and the deviation is 0.3 sqrt(2/3)."""
+    """Catches a wrong centre or mean.
+
+    Three atoms on a line, the outer two 0.3 Å further out: the deviation is 0.3 sqrt(2/3).
+    """
     true = torch.tensor([[-3.0, 0, 0], [0, 0, 0], [3, 0, 0]])
     expected = torch.tensor(0.3 * (2 / 3) ** 0.5)
     torch.testing.assert_close(rmsd(1.1 * true, true, torch.ones(3)), expected)
 
 
 def test_lddt_by_hand() -> None:
-    """Distances 10, 14.9 and 4.9 (20 and more do not count): errors 0.6, 0.6 and 0 keep 3/4, 3/4 and all."""
+    """Catches wrong counts.
+
+    Distances 10, 14.9 and 4.9 (20 and more do not count): with errors 0.6, 0.6 and 0, 3/4, 3/4 and all are preserved.
+    """
     true = torch.tensor([[0.0, 0, 0], [10, 0, 0], [14.9, 0, 0], [40, 0, 0]])
     predicted = true + torch.tensor([[-0.6, 0, 0], [0, 0, 0], [0, 0, 0], [100, 0, 0]])
     mask = torch.ones(4)
@@ -127,16 +139,16 @@ def test_lddt_by_hand() -> None:
 
 
 def test_lddt_ignores_distances_within_a_residue() -> None:
-    """Two residues of two atoms: stretching a residue counts only for what it does to the other one."""
+    """Catches distances within a residue that count: stretching one may matter only for the other residue."""
     true = torch.tensor([[[0.0, 0, 0], [0, 1.5, 0]], [[5.0, 0, 0], [5, 1.5, 0]]])
     apart = true + torch.tensor([[[0.0, 0, 0]] * 2, [[3.0, 0, 0]] * 2])
     assert lddt(true, true, torch.ones(2, 2)) == 1
-    # all four distances between the residues grow by more than 2 and less than 4 Å
+    # all four distances between the residues grow by 2 to 4 Å
     torch.testing.assert_close(lddt(apart, true, torch.ones(2, 2)), torch.tensor(0.25))
 
 
 def test_lddt_in_blocks_is_lddt_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Large structures are scored some residues at a time; the last block is a short one."""
+    """Catches errors at block edges: large structures are scored some residues at a time, with a shorter last block."""
     true = random_chain(42).view(14, 3, 3)
     predicted, mask = true + noise(42, 1.0).view(14, 3, 3), (torch.arange(42) % 5 > 0).float().view(14, 3)
     whole = lddt(predicted, true, mask, per_residue=True), lddt(predicted, true, mask)
@@ -146,25 +158,32 @@ def test_lddt_in_blocks_is_lddt_at_once(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_tm_score_by_hand() -> None:
-    """Half of the chain exact, the other far away: half of the residues score one, the others next to nothing."""
+    """Catches a single superposition of all residues.
+
+    Half of the chain is exact, the other half far away: half of the residues score 1, the others almost 0.
+    """
     true = random_chain(100)
     predicted = true.clone()
     predicted[50:] += torch.tensor([500.0, 0, 0])
     torch.testing.assert_close(tm_score(predicted, true, torch.ones(100)), torch.tensor(0.5), rtol=0, atol=1e-3)
     torch.testing.assert_close(gdt_ts(predicted, true, torch.ones(100)), torch.tensor(0.5), rtol=0, atol=1e-6)
-    # one superposition of everything would find neither half
+    # one superposition of all residues would fit neither half
     assert rmsd(predicted, true, torch.ones(100)) > 100
 
 
 def test_tm_d0_is_the_published_scale() -> None:
-    """1.24 (L - 15)^(1/3) - 1.8: 3.65 Å at 100 residues, 6.36 at 300; at least 0.5 for short chains."""
+    """Catches another scale than 1.24 (L - 15)^(1/3) - 1.8 with a minimum of 0.5: 3.65 Å at 100 residues, 6.36 Å at 300."""
     assert tm_d0(100) == pytest.approx(3.652, abs=1e-3)
     assert tm_d0(300) == pytest.approx(6.360, abs=1e-3)
     assert tm_d0(5) == tm_d0(21) == 0.5
 
 
 def test_gdt_counts_each_cutoff_at_its_own_best() -> None:
-    """Half of the chain moved by 3 Å: laid on one half, 1/2 is within 1 and 2 Å; midway, nothing within 1 but all within 2."""
+    """Catches one superposition for all cutoffs.
+
+    Half of the chain is moved by 3 Å. Superposing one half puts 1/2 within 1 and 2 Å; midway, none is within 1, all
+    within 2 Å.
+    """
     true, mask = random_chain(100), torch.ones(100)
     predicted = true.clone()
     predicted[50:] += torch.tensor([0.0, 0.0, 3.0])
@@ -175,7 +194,10 @@ def test_gdt_counts_each_cutoff_at_its_own_best() -> None:
 
 
 def test_search_refines_beyond_its_seeds() -> None:
-    """Every third residue is far off, so that no contiguous fragment fits: refinement must leave those residues out."""
+    """Catches a search without refinement.
+
+    Every third residue is far off, so no contiguous fragment fits; refinement must leave those residues out.
+    """
     true, mask = random_chain(120), torch.ones(120)
     predicted = random_motion().apply(true)
     predicted[::3] += noise(40, 12.0)
@@ -185,6 +207,7 @@ def test_search_refines_beyond_its_seeds() -> None:
 
 @pytest.mark.parametrize("metric", [gdt_ts, tm_score])
 def test_scores_fall_as_noise_grows(metric) -> None:
+    """Catches a score that does not fall when noise grows."""
     true, mask = random_chain(), torch.ones(60)
     scores = [metric(true + noise(60, scale), true, mask).item() for scale in (0.0, 0.5, 1.5, 4.0, 12.0)]
     assert scores == sorted(scores, reverse=True)
@@ -194,7 +217,7 @@ def test_scores_fall_as_noise_grows(metric) -> None:
 
 @pytest.mark.parametrize("length", [1, 2, 3, 5])
 def test_tiny_chains_have_scores(length: int) -> None:
-    """Fewer atoms than a superposition needs."""
+    """Catches errors for chains with fewer atoms than a superposition needs."""
     true, mask = random_chain(length), torch.ones(length)
     for metric in (gdt_ts, tm_score):
         torch.testing.assert_close(
@@ -204,5 +227,5 @@ def test_tiny_chains_have_scores(length: int) -> None:
 
 @pytest.mark.parametrize("metric", [gdt_ts, tm_score, rmsd])
 def test_no_observed_atoms_give_zero(metric) -> None:
-    """A chain without coordinates must not put a nan into an epoch's mean."""
+    """Catches NaN for a chain without coordinates, which would make an epoch's mean NaN."""
     assert metric(random_chain(), random_chain(seed=1), torch.zeros(60)) == 0

@@ -1,4 +1,4 @@
-"""Every notebook runs from its first cell to its last, in small, and is committed without outputs."""
+"""Every notebook runs from start to end with small parameters, and is committed without outputs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
-# What the test puts in place of the values in the cell that is tagged "parameters" (papermill's convention).
+# Values that replace those of the cell tagged "parameters" (papermill's convention).
 SMALL: dict[str, dict[str, Any]] = {
     "quickstart.ipynb": {
         "steps": 2,
@@ -30,6 +30,7 @@ SMALL: dict[str, dict[str, Any]] = {
 
 
 def cells(path: Path) -> list[dict[str, Any]]:
+    """The cells of a notebook."""
     notebook = json.loads(path.read_text())
     assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
     return notebook["cells"]
@@ -37,14 +38,14 @@ def cells(path: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
 def test_a_notebook_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cells that rely on what was renamed, or on a cell below them; code that needs a terminal's standard output."""
+    """Catches cells that use a renamed function or a later cell, and code that needs a terminal."""
     monkeypatch.setenv("MPLBACKEND", "Agg")
     plt = pytest.importorskip("matplotlib.pyplot")
     for name in ("data", "configs"):
         (tmp_path / name).symlink_to(ROOT / name)
     monkeypatch.chdir(tmp_path)
     namespace: dict[str, Any] = {"__name__": "__main__"}
-    with contextlib.redirect_stdout(io.StringIO()):  # like a notebook's, it is no file and cannot be reconfigured
+    with contextlib.redirect_stdout(io.StringIO()):  # as in a notebook, stdout is not a file and cannot be reconfigured
         for cell in cells(path):
             if cell["cell_type"] == "code":
                 exec(compile("".join(cell["source"]), f"{path.name}[{cell['id']}]", "exec"), namespace)
@@ -58,7 +59,7 @@ def test_a_notebook_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_the_alignment_shows_what_the_notebook_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its text promises that columns which co-vary touch."""
+    """Catches an alignment that does not show the notebook's claim: columns that co-vary are in contact."""
     monkeypatch.chdir(ROOT)
     namespace: dict[str, Any] = {}
     with contextlib.redirect_stdout(io.StringIO()):
@@ -71,7 +72,7 @@ def test_the_alignment_shows_what_the_notebook_says(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
 def test_a_notebook_is_committed_clean(path: Path) -> None:
-    """Outputs, execution counts and paths of the machine that it was last run on."""
+    """Catches committed outputs, execution counts, and paths of the author's machine."""
     found = cells(path)
     assert found[0]["cell_type"] == "markdown"
     assert len({cell["id"] for cell in found}) == len(found)
@@ -83,4 +84,5 @@ def test_a_notebook_is_committed_clean(path: Path) -> None:
 
 
 def test_there_is_a_notebook() -> None:
+    """Catches a notebook that is not tested."""
     assert {path.name for path in NOTEBOOKS} == set(SMALL)

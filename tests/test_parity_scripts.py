@@ -1,4 +1,4 @@
-"""The parts that decide what `make parity` shows. `make parity` itself takes minutes and needs DeepMind's JAX code."""
+"""The parts of `make parity` that decide its result. `make parity` itself takes minutes and needs DeepMind's JAX code."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def subject() -> Subject:
 
 
 def test_parameters_are_dense_and_scaled_by_their_inputs(subject: Subject) -> None:
-    """Catches a zero-initialised layer, which would hide all that is before it, and one that drowns the others."""
+    """Catches a zero layer, which would hide all layers before it, and one that dominates the others."""
     for key, array in subject.parameters.items():
         assert array.dtype == np.float32
         assert (array != 0).mean() > 0.99, key
@@ -43,7 +43,7 @@ def test_parameters_are_dense_and_scaled_by_their_inputs(subject: Subject) -> No
 
 
 def test_a_seed_means_the_same_subject_and_another_seed_another() -> None:
-    """Catches draws that do not come from the seed: a difference that was found could not be looked at again."""
+    """Catches random draws that ignore the seed: a difference that was found could not be reproduced."""
     first, same, other = (Subject.draw(SMALL, SIZES, seed, fused=True).flat() for seed in (3, 3, 4))
     assert all(np.array_equal(first[key], same[key]) for key in first)
     for part in ("parameters", "features", "structure"):
@@ -55,7 +55,7 @@ def test_a_seed_means_the_same_subject_and_another_seed_another() -> None:
     ["seq_mask", "msa_mask", "extra_msa_mask", "template_mask", "template_pseudo_beta_mask", "atom37_atom_exists"],
 )
 def test_every_mask_holds_padding(subject: Subject, name: str) -> None:
-    """Catches a mask of ones, with which a module that ignores it would agree."""
+    """Catches a mask of ones, with which a module that ignores the mask would agree."""
     mask = subject.features[name]
     assert set(np.unique(mask)) == {0, 1}
     if mask.ndim > 2 and "template" not in name and "atom" not in name:
@@ -65,7 +65,7 @@ def test_every_mask_holds_padding(subject: Subject, name: str) -> None:
 
 
 def test_the_label_is_a_chain_with_missing_atoms(subject: Subject) -> None:
-    """Catches atoms on top of one another or bonds that no peptide has: their torsions would be rounding noise."""
+    """Catches atoms on top of each other and impossible bonds, whose torsions would be rounding noise."""
     positions, mask = subject.structure["all_atom_positions"], subject.structure["all_atom_mask"]
     n, ca, c = (positions[: SIZES.residues, atom] for atom in range(3))
     there = mask[: SIZES.residues, :3].all(-1)
@@ -76,7 +76,7 @@ def test_the_label_is_a_chain_with_missing_atoms(subject: Subject) -> None:
 
 
 def sides(residues: int = 4) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Two equal sides and their features: one padded residue, one padded row."""
+    """Two equal sides and their features, with one padded residue and one padded row."""
     rng = np.random.default_rng(0)
     theirs = {
         "masked_msa/logits": rng.normal(size=(3, residues, 23)),
@@ -95,6 +95,7 @@ def sides(residues: int = 4) -> tuple[dict[str, np.ndarray], dict[str, np.ndarra
 
 
 def test_equal_sides_pass() -> None:
+    """Catches a difference reported between equal sides."""
     rows = table.compare(*sides())
     assert all(row.passed and row.measured == 0 for row in rows)
     assert table.text(rows).endswith("5 quantities, all within what is allowed")
@@ -112,7 +113,7 @@ def test_equal_sides_pass() -> None:
     ],
 )
 def test_a_difference_is_found(name: str, where: tuple[int, ...], by: float, quantity: str) -> None:
-    """Catches a quantity that is not compared, or one that is not a number and passes."""
+    """Catches a quantity that is not compared, and NaN that counts as equal."""
     ours, theirs, features = sides()
     ours[name][where] += by
     beyond = [row.quantity for row in table.compare(ours, theirs, features) if not row.passed]
@@ -129,7 +130,7 @@ def test_padding_is_not_compared(name: str, where: tuple[int, ...]) -> None:
 
 
 def test_a_quantity_that_we_lack_is_an_error() -> None:
-    """Catches a head or a parameter that only the other side has, and that would go unseen."""
+    """Catches a head or a parameter of the other side that is skipped because ours lacks it."""
     ours, theirs, features = sides()
     del ours["gradient/a/c//bias"]
     with pytest.raises(KeyError):
@@ -137,7 +138,7 @@ def test_a_quantity_that_we_lack_is_an_error() -> None:
 
 
 def test_distance_to_the_nearest_edge() -> None:
-    """Catches a warning that looks at padding, or at other bins than those of recycling."""
+    """Catches a warning based on padding, or on other bins than those of recycling."""
     positions = np.zeros((3, 37, 3), np.float32)
     positions[1, :, 0] = 5.76  # edges are at 3.25, 4.5, 5.75, …
     nearest = compare.nearest_to_an_edge(positions, np.zeros(3, np.int32), np.array([1.0, 1.0, 0.0]))
@@ -147,10 +148,10 @@ def test_distance_to_the_nearest_edge() -> None:
 def test_openfold_is_skipped_only_if_it_is_not_installed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Catches a missing OpenFold that ends the run with a traceback, and a broken one that is skipped."""
+    """Catches a traceback if OpenFold is missing, and a broken OpenFold that is skipped."""
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     monkeypatch.setitem(sys.modules, "attn_core_inplace_cuda", ModuleType("attn_core_inplace_cuda"))
-    package = tmp_path / "openfold.py"  # found before any that is installed
+    package = tmp_path / "openfold.py"  # precedes an installed OpenFold on the path
 
     package.write_text("raise ModuleNotFoundError('No module named openfold', name='openfold')\n")
     assert (side.main([]), capsys.readouterr().err) == (compare.SKIPPED, "")
@@ -164,7 +165,7 @@ def test_openfold_is_skipped_only_if_it_is_not_installed(
 
 
 def test_the_kernel_s_stand_in_is_softmax_with_its_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a comparison that blames OpenFold for a wrong stand-in."""
+    """Catches a wrong replacement for OpenFold's kernel: the comparison would blame OpenFold."""
     monkeypatch.setitem(sys.modules, "attn_core_inplace_cuda", ModuleType("attn_core_inplace_cuda"))
     side.replace_kernel()
     kernel = sys.modules["attn_core_inplace_cuda"]
@@ -181,7 +182,7 @@ def test_the_kernel_s_stand_in_is_softmax_with_its_gradient(monkeypatch: pytest.
 
 
 def test_the_angle_s_deviation_is_corrected_in_that_term_only() -> None:
-    """Catches a correction that also moves the bond term, or that stays after the call."""
+    """Catches a correction that changes the bond term too, or that stays in place after the call."""
     constants = SimpleNamespace(
         between_res_bond_length_stddev_c_n=[0.014, 0.016], between_res_cos_angles_ca_c_n=[-0.4473, 0.0311]
     )
@@ -197,7 +198,7 @@ def test_the_angle_s_deviation_is_corrected_in_that_term_only() -> None:
 
 
 def test_an_aligned_error_of_zero_is_in_the_first_bin() -> None:
-    """Catches a diagonal left to rounding, or other labels or losses changed with it."""
+    """Catches a diagonal whose bin depends on rounding, and other labels or losses that change with it."""
     seen: list[torch.Tensor] = []
     loss = SimpleNamespace(
         lddt=lambda: 0.5,
@@ -214,7 +215,7 @@ def test_an_aligned_error_of_zero_is_in_the_first_bin() -> None:
 
 
 def test_openfold_s_gradients_come_into_deepmind_s_layout(subject: Subject) -> None:
-    """Catches a gradient compared with another parameter's, or with its own transposed or split at the wrong place."""
+    """Catches a gradient compared with another parameter's, or transposed or split wrongly."""
     model = AlphaFold(SMALL)
     set_parameters(model, subject.parameters)
     theirs = {f"gradient/{name}": value.numpy() for name, value in export_openfold(model, legacy=True).items()}
@@ -233,7 +234,7 @@ def test_openfold_s_gradients_come_into_deepmind_s_layout(subject: Subject) -> N
     ],
 )
 def test_a_mistake_is_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Catches a traceback, or exit code 1, which means that the two sides disagree."""
+    """Catches a traceback, and exit code 1, which is reserved for sides that disagree."""
     assert compare.main([*arguments, "--evoformer", "1", "--template", "1"]) == 2
     error = capsys.readouterr().err
     assert message in error

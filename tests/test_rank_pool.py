@@ -17,9 +17,9 @@ PROGRAM = "from tests.ranks import RankPool; from tests.test_rank_pool import ha
 
 
 def hang(group: Any) -> None:
-    """Rank 0 waits in a collective and rank 1 sleeps. Both ignore SIGTERM, as a training run does."""
+    """Rank 0 waits in a collective and rank 1 sleeps. Both ignore SIGTERM, as training does."""
     signal.signal(signal.SIGTERM, lambda number, frame: None)
-    sys.stdout.write(f"{os.getpid()}\n")  # in one write: the ranks share a pipe
+    sys.stdout.write(f"{os.getpid()}\n")  # one write, because the ranks share a pipe
     sys.stdout.flush()
     if torch.distributed.get_rank(group) == 1:
         time.sleep(1000)
@@ -29,7 +29,7 @@ def hang(group: Any) -> None:
 @pytest.mark.verify
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_ranks_end_with_a_test_run_that_is_killed(number: signal.Signals) -> None:
-    """Catches ranks that outlive a killed test run (`timeout … pytest`) and keep a core busy for ever."""
+    """Catches ranks that outlive a killed test run (`timeout … pytest`) and keep a core busy."""
     process = subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, cwd=Path(__file__).parents[1])
     assert process.stdout is not None
     pids = [int(process.stdout.readline()) for _ in range(2)]

@@ -1,4 +1,4 @@
-"""Addressed random numbers: the right bits, the same in NumPy and torch, and each a function of its address alone."""
+"""Addressed random numbers: the published values, the same in NumPy and torch, depending only on the address."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from evodsp.rng import Draws, philox4x32
 
 
 def test_known_answers() -> None:
-    """Compares with the published vectors of Random123. Catches a wrong constant, round count or sign extension."""
+    """Catches a wrong constant, number of rounds or sign extension, by Random123's published vectors."""
     zeros = tuple(np.zeros(1, dtype=np.int64) for _ in range(4))
     ones = tuple(np.full(1, 0xFFFFFFFF, dtype=np.int64) for _ in range(4))
     assert [int(w[0]) for w in philox4x32(zeros, (0, 0))] == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
@@ -18,7 +18,7 @@ def test_known_answers() -> None:
 
 
 def test_numpy_and_torch_give_the_same_bits() -> None:
-    """Catches a dropout mask that differs between a worker and a device."""
+    """Catches a dropout mask that differs between a data worker and a device."""
     draws = Draws.root(3).at("dropout", 5)
     positions = np.arange(1000, dtype=np.int64) * 7919 + (1 << 33)
     for ours, theirs in zip(draws.words(positions), draws.words(torch.from_numpy(positions)), strict=True):
@@ -26,20 +26,20 @@ def test_numpy_and_torch_give_the_same_bits() -> None:
 
 
 def test_a_draw_depends_on_its_position_only() -> None:
-    """Catches a generator with a state: a shard must draw the numbers that the whole tensor has at its positions."""
+    """Catches a generator with state: a shard must draw the same numbers as the full tensor at its positions."""
     draws = Draws.root(0).at("mask")
     assert np.array_equal(draws.uniform(100)[40:60], draws.uniform_at(np.arange(40, 60)))
 
 
 def test_paths_are_independent() -> None:
-    """Catches a path whose parts collide, e.g. (1, 12) and (11, 2)."""
+    """Catches paths whose parts collide, e.g. (1, 12) and (11, 2)."""
     root = Draws.root(0)
     keys = {root.at(*path).key for path in [(1, 12), (11, 2), ("1", 12), (1,), (12, 1), ("a", "b"), ("ab",)]}
     assert len(keys) == 7
 
 
 def test_distributions() -> None:
-    """Catches a biased mapping from words to numbers."""
+    """Catches a biased conversion from bits to numbers."""
     draws = Draws.root(1)
     u = draws.uniform(200_000)
     assert u.min() >= 0.0

@@ -17,11 +17,10 @@ from evodsp.data.mmcif import read_chain
 from evodsp.data.records import Chain
 from evodsp.data.structures import split_key
 from evodsp.errors import UserError
-from evodsp.geometry.residues import ATOM_ORDER
+from evodsp.geometry.residues import CA
 from evodsp.inference.plots import distance_figure
 from evodsp.inference.results import read_result
 
-_CA = ATOM_ORDER["CA"]
 _PREDICTED_CHAIN = "A"
 
 
@@ -71,7 +70,7 @@ class _Pair:
     @property
     def resolved(self) -> np.ndarray:
         """bool [L]: both have a CA."""
-        return (self.true.mask[:, _CA] > 0.5) & (self.predicted.mask[:, _CA] > 0.5)
+        return (self.true.mask[:, CA] > 0.5) & (self.predicted.mask[:, CA] > 0.5)
 
 
 def compare(prediction: Path, truth: Path, chain_id: str, split: str = "") -> ChainScores:
@@ -158,20 +157,20 @@ def draw(predictions: Path, structures: Path, splits: Mapping[str, Sequence[str]
             scores = _score(pair, split)
             path = output / f"distances_{key}.png"
             distance_figure(
-                pair.true.positions[:, _CA],
-                pair.predicted.positions[:, _CA],
+                pair.true.positions[:, CA],
+                pair.predicted.positions[:, CA],
                 pair.plddt,
                 path,
                 title=f"{key} ({split}): lDDT-CA {scores.lddt_ca:.2f}, RMSD {scores.rmsd:.1f} Å",
-                true_mask=pair.true.mask[:, _CA] > 0.5,
+                true_mask=pair.true.mask[:, CA] > 0.5,
             )
             paths.append(path)
     return paths
 
 
 def _score(pair: _Pair, split: str) -> ChainScores:
-    predicted = torch.from_numpy(pair.predicted.positions[:, _CA]).double()
-    true = torch.from_numpy(pair.true.positions[:, _CA]).double()
+    predicted = torch.from_numpy(pair.predicted.positions[:, CA]).double()
+    true = torch.from_numpy(pair.true.positions[:, CA]).double()
     mask = torch.from_numpy(pair.resolved).double()
     if not pair.resolved.any():
         raise UserError(

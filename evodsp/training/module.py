@@ -13,7 +13,7 @@ from torch import Tensor
 from evodsp import metrics
 from evodsp.config import FeatureConfig
 from evodsp.errors import UserError
-from evodsp.geometry.residues import ATOM_ORDER
+from evodsp.geometry.residues import CA
 from evodsp.losses.total import total_loss
 from evodsp.model.alphafold import AlphaFold
 from evodsp.model.outputs import ModelOutput
@@ -29,13 +29,11 @@ from evodsp.weights.versions import upgrade
 MOST_CHAINS_LOGGED = 16
 """Up to this many validation chains get their own column in the learning curve."""
 
-_CA = ATOM_ORDER["CA"]
-
 
 def _ca_atoms(output: ModelOutput, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """Predicted CA, true CA [B, R, 3] in Å, and the mask of the true ones [B, R]."""
     positions, truth, mask = output.structure.positions, batch["all_atom_positions"], batch["all_atom_mask"]
-    return positions[:, :, _CA], truth[:, :, _CA], mask[:, :, _CA]
+    return positions[:, :, CA], truth[:, :, CA], mask[:, :, CA]
 
 
 def score(output: ModelOutput, batch: dict[str, Tensor]) -> dict[str, Tensor]:

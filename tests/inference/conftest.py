@@ -1,4 +1,4 @@
-"""A tiny untrained model and made-up alignments: everything a prediction needs, in milliseconds."""
+"""A tiny untrained model and small alignments: predictions from them take milliseconds."""
 
 from __future__ import annotations
 
@@ -17,27 +17,28 @@ from evodsp.weights.checkpoint import save_model
 QUERY = "MKTAYIAKQRXGSHWLVEDNCF"
 OTHER = "GSTLLKAEEQ"
 TRAINED = FeatureConfig(crop_size=8, msa_clusters=7, extra_msa=3, max_templates=1, recycles=2, masked_msa_fraction=0.5)
-"""The sizes in the checkpoint: none is a default or what the workplace's config asks for."""
+"""The sizes in the checkpoint: none equals a default or the workplace's configuration."""
 
 
 @dataclass(frozen=True)
 class Workplace:
-    """The inputs of one prediction run, in a folder of their own."""
+    """The inputs of one prediction run, in a separate folder."""
 
     root: Path
     config: PredictConfig
 
     def change(self, **values: Any) -> PredictConfig:
+        """The configuration with other values."""
         return replace(self.config, **values)
 
     def snapshot(self) -> set[str]:
-        """All paths below the folder: what a failed run must leave unchanged."""
+        """All paths below the folder. A failed run must not change them."""
         return {str(path.relative_to(self.root)) for path in self.root.rglob("*")}
 
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model of random weights; zero initialisation would make all seeds alike."""
+    """A tiny model with random weights. With the initial zeros, all seeds would give the same structure."""
     torch.manual_seed(0)
     model = AlphaFold(ModelConfig.preset("test"))
     with torch.no_grad():
@@ -49,7 +50,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write_alignment(folder: Path, query: str, rows: int = 12) -> None:
-    """An A3M whose rows are the query with a few letters changed, one deletion and one insertion."""
+    """An A3M file whose rows are the query with a few letters changed, one deletion and one insertion."""
     folder.mkdir(parents=True)
     lines = [">query", query]
     for row in range(1, rows):
@@ -64,7 +65,7 @@ def write_alignment(folder: Path, query: str, rows: int = 12) -> None:
 
 @pytest.fixture
 def workplace(tmp_path: Path, checkpoint: Path) -> Workplace:
-    """Two targets, alpha_A and beta_A, ready to be predicted into <root>/deep/out."""
+    """Two targets, alpha_A and beta_A, to be predicted into <root>/deep/out."""
     (tmp_path / "targets.fasta").write_text(f">alpha_A first\n{QUERY}\n>beta_A\n{OTHER}\n")
     write_alignment(tmp_path / "alignments" / "alpha_A", QUERY)
     write_alignment(tmp_path / "alignments" / "beta_A", OTHER)

@@ -16,7 +16,7 @@ from .conftest import Workplace
 
 
 def test_predict_from_python(workplace: Workplace) -> None:
-    """Options lost on the way, strings not taken for paths, or results other than the files."""
+    """Catches lost options, strings that are not accepted as paths, and results unlike the files."""
     config, lines = workplace.config, list[str]()
     paths = [str(getattr(config, name)) for name in ("fasta", "alignments", "checkpoint", "output")]
     sizes: dict[str, Any] = {"recycles": 1, "msa_clusters": 5, "extra_msa": 4, "device": "cpu"}
@@ -30,16 +30,16 @@ def test_predict_from_python(workplace: Workplace) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "expected"),
     [
         ({"recycle": 3}, "no option 'recycle'. Did you mean 'recycles'?"),
         ({"recycles": -1}, "--recycles is -1"),
         ({"parallel": SequenceConfig(2)}, "runs in one process"),
     ],
 )
-def test_a_wrong_option_is_a_user_error(tmp_path: Path, options: dict[str, Any], said: str) -> None:
-    """A TypeError of a dataclass, or ranks that are asked for and never started."""
+def test_a_wrong_option_is_a_user_error(tmp_path: Path, options: dict[str, Any], expected: str) -> None:
+    """Catches a dataclass's TypeError, and a number of ranks that is accepted but ignored."""
     with pytest.raises(UserError) as caught:
         evodsp.predict("x.fasta", "alignments", "x.ckpt", tmp_path / "out", **options)
-    assert said in str(caught.value)
+    assert expected in str(caught.value)
     assert not (tmp_path / "out").exists()

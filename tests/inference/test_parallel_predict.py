@@ -1,4 +1,4 @@
-"""`evodsp predict` over several ranks against one process: the same files to rounding, mistakes told once, nobody hangs."""
+"""`evodsp predict` over several ranks: the same files as one process up to rounding, errors reported once, no rank hangs."""
 
 from __future__ import annotations
 
@@ -29,18 +29,15 @@ from evodsp.parallel.config import SequenceConfig
 from evodsp.parallel.group import Group
 from evodsp.parallel.ledger import Ledger
 from evodsp.weights.checkpoint import save_model
+from tests.builders.prediction import silent
 from tests.ranks import RankPool
 
 from .conftest import TRAINED, Workplace
 
 
-def silent(line: str) -> None:
-    """No progress lines."""
-
-
 @pytest.fixture(scope="module")
 def ptm_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model with templates and the PAE head: everything that a prediction may read."""
+    """A tiny model with templates and the PAE head, so that a prediction reads all features."""
     torch.manual_seed(1)
     config = ModelConfig.preset("test")
     config = dataclasses.replace(
@@ -58,7 +55,7 @@ def ptm_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def predict_on_rank(handle: Any, config: PredictConfig) -> list[str] | str:
-    """What a rank of the pool does: the names of the results, or the mistake."""
+    """Predict on one rank: the names of the results, or the UserError's message."""
     try:
         return [result.name for result in predict(config, silent, Group(handle))]
     except UserError as error:
@@ -66,19 +63,20 @@ def predict_on_rank(handle: Any, config: PredictConfig) -> list[str] | str:
 
 
 def same_prediction(one: Path, other: Path) -> None:
+    """Check that two folders have the same files with the same contents, up to rounding."""
     names = sorted(path.name for path in one.iterdir())
     assert names == sorted(path.name for path in other.iterdir())
     for name in names:
         if name.endswith(".cif"):
             a, b = (read_chain(folder / name, "A") for folder in (one, other))
-            np.testing.assert_allclose(a.positions, b.positions, atol=2e-3)  # files have three decimals
+            np.testing.assert_allclose(a.positions, b.positions, atol=2e-3)  # coordinates have three decimals
         elif name.endswith(("_scores.json", "_pae.json")):
             a, b = (json.loads((folder / name).read_text()) for folder in (one, other))
             if isinstance(a, list):
                 a, b = a[0], b[0]
             assert a.keys() == b.keys()
             for key in a:
-                np.testing.assert_allclose(a[key], b[key], atol=0.011)  # two decimals
+                np.testing.assert_allclose(a[key], b[key], atol=0.011)  # scores have two decimals
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -86,12 +84,12 @@ def same_prediction(one: Path, other: Path) -> None:
 def test_several_ranks_predict_what_one_does(
     workplace: Workplace, ptm_checkpoint: Path, pool: RankPool, ranks: int, change: dict[str, Any]
 ) -> None:
-    """A shard in the wrong place, a PAE matrix of one rank's rows, ranks that stop recycling at different passes."""
+    """Catches misplaced shards, a PAE matrix of one rank's rows only, and ranks that stop recycling at different passes."""
     config = workplace.change(checkpoint=ptm_checkpoint, **change)
-    alone = predict(config, silent)
-    config = dataclasses.replace(config, output=workplace.root / "spread", parallel=SequenceConfig(ranks))
+    single = predict(config, silent)
+    config = dataclasses.replace(config, output=workplace.root / "sharded", parallel=SequenceConfig(ranks))
     assert pool.run(ranks, predict_on_rank, config) == [["alpha_A", "beta_A"]] * ranks
-    for result in alone:
+    for result in single:
         folder = config.output / result.name
         same_prediction(result.folder, folder)
         timings, serial = (json.loads((f / "timings.json").read_text()) for f in (folder, result.folder))
@@ -104,14 +102,14 @@ def test_several_ranks_predict_what_one_does(
 
 
 def collectives_on_rank(handle: Any, config: PredictConfig) -> list[str]:
-    """The kinds of the collectives of a prediction, in order."""
+    """The kinds of a prediction's collectives, in order."""
     ledger = Ledger()
     predict(config, silent, Group(handle, ledger))
     return [entry.kind for entry in ledger.entries]
 
 
 def test_ranks_communicate_by_the_plan_that_is_given(workplace: Workplace, pool: RankPool) -> None:
-    """--plan read and ignored: every plan computes the same, so nothing else would show it."""
+    """Catches an ignored --plan. Every plan gives the same results, so only the communication shows it."""
     folders = (workplace.root / name for name in ("usual", "gather"))
     usual, gather = (
         pool.run(
@@ -125,7 +123,7 @@ def test_ranks_communicate_by_the_plan_that_is_given(workplace: Workplace, pool:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "expected"),
     [
         ({"msa_clusters": 3}, "alpha_A: --parallel.sequence is 3, but with 22 residues and 2 rows"),
         ({"fasta": Path("nowhere.fasta")}, "nowhere.fasta: no such FASTA file"),
@@ -133,22 +131,23 @@ def test_ranks_communicate_by_the_plan_that_is_given(workplace: Workplace, pool:
     ids=["degree", "fasta"],
 )
 def test_a_mistake_is_known_to_every_rank(
-    workplace: Workplace, pool: RankPool, change: dict[str, Any], said: str
+    workplace: Workplace, pool: RankPool, change: dict[str, Any], expected: str
 ) -> None:
-    """A rank left waiting for one that has given up; files of a prediction that cannot be."""
+    """Catches ranks that wait for one that has raised an error, and files left by a prediction that cannot run."""
     before = workplace.snapshot()
     found = pool.run(3, predict_on_rank, workplace.change(parallel=SequenceConfig(3), **change))
-    assert all(said in message for message in found)
+    assert all(expected in message for message in found)
     assert len(set(found)) == 1
     assert workplace.snapshot() == before
 
 
 def predict_differently(handle: Any, configs: list[PredictConfig]) -> list[str] | str:
+    """Predict with another configuration on each rank."""
     return predict_on_rank(handle, configs[handle.rank()])
 
 
 def test_ranks_given_different_settings_all_say_so(workplace: Workplace, pool: RankPool) -> None:
-    """Ranks that would wait for each other forever, one of them for a pass that the others do not run."""
+    """Catches ranks that hang because their settings differ: one would run a pass that the others do not."""
     configs = [workplace.change(recycles=2 if rank == 1 else 1) for rank in range(3)]
     found = pool.run(3, predict_differently, configs)
     assert len(set(found)) == 1
@@ -158,18 +157,20 @@ def test_ranks_given_different_settings_all_say_so(workplace: Workplace, pool: R
 
 
 def command(config: PredictConfig, ranks: int, *more: str) -> list[str]:
+    """`evodsp predict` with this configuration, as a command line."""
     names = ("fasta", "alignments", "checkpoint", "output", "seeds", "recycles", "device", "msa_clusters", "extra_msa")
     words = [f"--{name}={getattr(config, name)}" for name in names]
     return [sys.executable, "-m", "evodsp", "predict", *words, f"--parallel.sequence={ranks}", *more]
 
 
 def run(words: list[str], **more: Any) -> subprocess.CompletedProcess[str]:
+    """Run a command line with one thread and return its output."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run(words, capture_output=True, text=True, timeout=120, env=environment, **more)
 
 
 def test_the_command_starts_its_ranks(workplace: Workplace) -> None:
-    """Ranks that are not started, progress shown N times, a process left behind."""
+    """Catches ranks that are not started, and progress printed by every rank."""
     done = run(command(workplace.config, 2))
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.count("alpha_A: 22 residues") == 1
@@ -178,7 +179,7 @@ def test_the_command_starts_its_ranks(workplace: Workplace) -> None:
 
 
 def test_a_mistake_is_one_line_in_all(workplace: Workplace) -> None:
-    """The same line from every rank, or a traceback of a launcher."""
+    """Catches an error printed by every rank, and a launcher's traceback."""
     done = run(command(workplace.change(msa_clusters=2), 2))
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
@@ -204,7 +205,7 @@ def test_a_mistake_starts_no_ranks(workplace: Workplace, monkeypatch: pytest.Mon
 
 
 def test_ctrl_c_ends_all_ranks(workplace: Workplace) -> None:
-    """Ranks that go on without the command that started them."""
+    """Catches ranks that keep running after Ctrl-C ended the command that started them."""
     words = command(workplace.change(seeds=5000), 2)
     process = subprocess.Popen(
         words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
@@ -224,12 +225,12 @@ def test_ctrl_c_ends_all_ranks(workplace: Workplace) -> None:
 
 
 def children(pid: int) -> list[int]:
-    """Processes whose parent is `pid`."""
+    """The ids of the processes whose parent is `pid`."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             fields = (folder / "stat").read_text().rpartition(")")[2].split()
-        except OSError:  # it has just ended
+        except OSError:  # the process has ended in the meantime
             continue
         if int(fields[1]) == pid:
             found.append(int(folder.name))
@@ -237,6 +238,7 @@ def children(pid: int) -> list[int]:
 
 
 def test_degrees_out_of_range_are_found_before_ranks_are_started() -> None:
+    """Catches zero ranks or a timeout of zero that is accepted."""
     with pytest.raises(UserError, match=r"parallel.sequence is 0, but must be at least 1"):
         SequenceConfig(sequence=0)
     with pytest.raises(UserError, match=r"parallel.timeout is 0"):
@@ -244,7 +246,7 @@ def test_degrees_out_of_range_are_found_before_ranks_are_started() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sent", "said", "seconds"),
+    ("sent", "expected", "seconds"),
     [
         (signal.SIGKILL, r"rank 1 \(pid {pid} on .*\) was killed by SIGKILL; the other ranks were ended", 15),
         pytest.param(
@@ -255,9 +257,9 @@ def test_degrees_out_of_range_are_found_before_ranks_are_started() -> None:
     ids=["kill", "stop"],
 )  # fmt: skip
 def test_a_lost_rank_ends_the_run_and_is_named(
-    workplace: Workplace, sent: signal.Signals, said: str, seconds: float
+    workplace: Workplace, sent: signal.Signals, expected: str, seconds: float
 ) -> None:
-    """A rank that waits for a dead or stopped one for ever, or a failure that does not say whose it is."""
+    """Catches ranks that wait forever for a dead or stopped one, and an error that does not name the rank."""
     words = command(workplace.change(seeds=5000), 2, "--parallel.timeout=4")
     process = subprocess.Popen(
         words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
@@ -272,6 +274,6 @@ def test_a_lost_rank_ends_the_run_and_is_named(
     _, error = process.communicate(timeout=60)
     assert time.monotonic() - start < seconds
     assert process.returncode == 1
-    assert re.fullmatch(r"evodsp: error: " + said.format(pid=pid) + "\n", error), error
+    assert re.fullmatch(r"evodsp: error: " + expected.format(pid=pid) + "\n", error), error
     assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
     assert not list(workplace.root.glob("deep/**/*.cif"))

@@ -1,8 +1,7 @@
-"""--ensembles and --stop_tolerance: what reaches the model, and what the user is told."""
+"""--ensembles and --stop_tolerance: their effect on the model and on the output."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import numpy as np
@@ -18,20 +17,16 @@ from evodsp.inference.predict import predict
 from evodsp.model.outputs import ModelOutput
 from evodsp.model.recycling import settled
 from evodsp.weights.checkpoint import load_model
+from tests.builders.prediction import read_json, silent
 
 from .conftest import QUERY, TRAINED, Workplace
 
 
-def silent(line: str) -> None:
-    """No progress lines."""
-
-
-def read_json(path):
-    return json.loads(path.read_text())
-
-
 def by_hand(workplace: Workplace, recycles: int, ensembles: int, samples: int = 1, **options: float) -> ModelOutput:
-    """The model on features with the sizes of the fixture's config, seed 0 of alpha_A, a batch of equal samples."""
+    """Run the model directly on features of alpha_A, seed 0, with the fixture's sizes.
+
+    `samples`: equal samples in the batch.
+    """
     query = ProteinSequence("alpha_A", QUERY)
     config = replace(TRAINED, crop_size=None, msa_clusters=5, extra_msa=4, recycles=recycles)
     sample = prediction_sample(
@@ -43,13 +38,17 @@ def by_hand(workplace: Workplace, recycles: int, ensembles: int, samples: int = 
 
 
 def check_written(result, output: ModelOutput) -> None:
+    """Check that the structure in the file is `output`'s."""
     chain = read_chain(result.structure(0), "A")
-    there = chain.mask > 0
-    np.testing.assert_allclose(chain.positions[there], output.structure.positions[0].numpy()[there], atol=1e-3)
+    present = chain.mask > 0
+    np.testing.assert_allclose(chain.positions[present], output.structure.positions[0].numpy()[present], atol=1e-3)
 
 
 def test_ensembling_draws_and_averages(workplace):
-    """Two passes of three sets: six draws, two passes in the timings, the model's average in the file."""
+    """Catches a wrong number of feature sets or passes, and a structure that is not the ensemble's.
+
+    Two passes of three sets are six draws, but two passes in the timings.
+    """
     lines: list[str] = []
     result = predict(workplace.change(ensembles=3, seeds=1), lines.append)[0]
     check_written(result, by_hand(workplace, 1, 3))
@@ -63,7 +62,10 @@ def test_ensembling_draws_and_averages(workplace):
 
 
 def test_recycling_stops_and_says_so(workplace):
-    """A tolerance nothing can miss: two of five passes, the second one's output, and the change in the log and the timings."""
+    """Catches a tolerance that is ignored, and a number of passes or a change missing from the log or the timings.
+
+    The tolerance is always met, so recycling must stop after two of five passes.
+    """
     lines: list[str] = []
     result = predict(workplace.change(recycles=4, stop_tolerance=1e3, seeds=1), lines.append)[0]
     expected = by_hand(workplace, 4, 1, stop_tolerance=1e3)
@@ -77,7 +79,7 @@ def test_recycling_stops_and_says_so(workplace):
 
 
 def test_a_tolerance_of_zero_is_none(workplace):
-    """0 must not stop at two equal passes, nor make an earlier result another question."""
+    """Catches a tolerance of 0 that makes earlier results count as another run's."""
     first = predict(workplace.change(seeds=1), silent)[0]
     again = predict(workplace.change(seeds=1, stop_tolerance=0.0), silent)[0]
     assert again.kept
@@ -85,19 +87,20 @@ def test_a_tolerance_of_zero_is_none(workplace):
 
 
 @pytest.mark.parametrize(
-    ("value", "said"), [({"ensembles": 0}, "--ensembles is 0"), ({"stop_tolerance": -0.5}, "--stop_tolerance is -0.5"),
+    ("value", "expected"), [({"ensembles": 0}, "--ensembles is 0"), ({"stop_tolerance": -0.5}, "--stop_tolerance is -0.5"),
                         ({"stop_tolerance": float("nan")}, "--stop_tolerance is nan")]
 )  # fmt: skip
-def test_numbers_out_of_range(workplace, value, said):
-    with pytest.raises(UserError, match=said):
+def test_numbers_out_of_range(workplace, value, expected):
+    """Catches an ensemble of zero, or a negative or NaN tolerance, that is accepted."""
+    with pytest.raises(UserError, match=expected):
         workplace.change(**value)
 
 
 def test_recycling_goes_on_until_every_sample_has_settled(workplace):
-    """A batch that stops as soon as one of its samples has settled, or that never stops."""
+    """Catches a batch that stops when only one of its samples has converged, or that never stops."""
     output = by_hand(workplace, 1, 1, stop_tolerance=0.1, samples=2)
     assert output.ca_change is not None
     assert len(output.ca_change) == 2
     for changes, expected in (([0.1, 5.0], False), ([5.0, 0.1], False), ([0.1, 1.0], True)):
         assert settled(replace(output, ca_change=torch.tensor(changes)), 1.0) == expected
-    assert not settled(replace(output, ca_change=None), 1.0), "after the first pass there is no change to judge"
+    assert not settled(replace(output, ca_change=None), 1.0), "after the first pass there is no change yet"

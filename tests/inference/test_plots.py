@@ -1,4 +1,4 @@
-"""Pictures: files that hold a picture, and a helpful line without matplotlib."""
+"""Plots: image files, and a helpful error without matplotlib."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from evodsp.inference.plots import distance_figure
 
 
 def helix(length: int = 60) -> np.ndarray:
-    """CA trace of two antiparallel helices, Å."""
+    """CA positions of two antiparallel helices, in Å."""
     n = np.arange(length)
     turn = np.stack([2.3 * np.cos(1.745 * n), 2.3 * np.sin(1.745 * n), 1.5 * n], -1)
     back = turn.copy()
@@ -24,7 +24,7 @@ def helix(length: int = 60) -> np.ndarray:
 
 @pytest.mark.parametrize("with_truth", [True, False])
 def test_picture_of_distances(tmp_path, with_truth):
-    """A PNG of some size and colour appears, with and without known structure and with residues missing in it."""
+    """Catches an empty image, with or without a known structure, and errors because of its missing residues."""
     positions, path = helix(), tmp_path / "distances.png"
     noisy = positions + np.random.default_rng(0).normal(size=positions.shape)
     plddt = np.linspace(40.0, 95.0, len(positions))
@@ -40,7 +40,7 @@ def test_picture_of_distances(tmp_path, with_truth):
 
 
 def test_missing_matplotlib_names_the_extra(tmp_path, monkeypatch):
-    """ImportError tracebacks are not for users."""
+    """Catches an ImportError traceback instead of the name of the extra to install."""
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(UserError, match=r"pip install 'evodsp\[plots\]'"):
         distance_figure(None, helix(), np.ones(60), tmp_path / "x.png")
@@ -48,6 +48,6 @@ def test_missing_matplotlib_names_the_extra(tmp_path, monkeypatch):
 
 
 def test_matplotlib_is_imported_only_to_draw():
-    """Without the extra, everything else must import."""
+    """Catches an import of matplotlib by modules that must work without the extra."""
     code = "import sys, evodsp.inference.plots; sys.exit('matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,8 +1,7 @@
-"""From FASTA, alignments and a checkpoint to files, and what happens when one of them is not as it should be."""
+"""From FASTA, alignments and a checkpoint to files, and errors for inputs that are not valid."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import numpy as np
@@ -15,23 +14,15 @@ from evodsp.inference import results
 from evodsp.inference.config import PredictConfig
 from evodsp.inference.predict import predict
 from evodsp.weights.checkpoint import load_model, save_model
+from tests.builders.prediction import read_json, silent
 
-from .conftest import TRAINED
+from .conftest import OTHER, QUERY, TRAINED
 
-QUERY, OTHER = "MKTAYIAKQRXGSHWLVEDNCF", "GSTLLKAEEQ"  # of the fixture's alpha_A and beta_A
-SIZES = {"recycles": 2, "msa_clusters": 7, "extra_msa": 3}  # of the fixture's checkpoint
-
-
-def silent(line: str) -> None:
-    """No progress lines."""
-
-
-def read_json(path):
-    return json.loads(path.read_text())
+SIZES = {"recycles": 2, "msa_clusters": 7, "extra_msa": 3}  # as in the fixture's checkpoint
 
 
 def test_all_files_of_two_targets(workplace):
-    """The contract of the output folder: names, contents, nothing else, no made-up PAE."""
+    """Catches files of the output folder that are missing, superfluous or wrongly named, and a PAE without its head."""
     found = predict(workplace.config, silent)
     assert [r.name for r in found] == ["alpha_A", "beta_A"]
     for result, query in zip(found, (QUERY, OTHER), strict=True):
@@ -50,7 +41,7 @@ def test_all_files_of_two_targets(workplace):
 
 
 def test_ranking_is_by_mean_plddt(workplace):
-    """The best seed comes first, and its number is the mean of its own scores."""
+    """Catches seeds in the wrong order, and a mean pLDDT unlike the scores."""
     result = predict(workplace.change(seeds=4), silent)[0]
     ranking = read_json(result.folder / "ranking.json")["ranking"]
     means = {}
@@ -64,7 +55,7 @@ def test_ranking_is_by_mean_plddt(workplace):
 
 
 def test_timings_count_every_stage_and_pass(workplace):
-    """Three recycles are four passes; the stages' seconds are there to plan a bigger run with."""
+    """Catches missing stages, and a wrong number of passes: three recycles are four passes."""
     result = predict(workplace.change(recycles=3, seeds=1), silent)[0]
     timings = read_json(result.folder / "timings.json")
     assert len(timings["seeds"][0]["pass_seconds"]) == 4
@@ -76,7 +67,10 @@ def test_timings_count_every_stage_and_pass(workplace):
 
 
 def test_sizes_are_those_of_training(workplace):
-    """Without flags as with the sizes of training given: the same files, and the second run finds nothing left to do."""
+    """Catches defaults used instead of the checkpoint's sizes.
+
+    The run without flags must equal the run with the training sizes given, and its results must be kept.
+    """
     unset, given = workplace.change(**dict.fromkeys(SIZES)), workplace.change(**SIZES, output=workplace.root / "given")
     lines: list[str] = []
     found, again = predict(unset, lines.append)[0], predict(given, silent)[0]
@@ -89,7 +83,7 @@ def test_sizes_are_those_of_training(workplace):
 
 
 def test_sizes_given_take_the_place_of_those_of_training(workplace, monkeypatch):
-    """One flag must change one size; the noise and the template rows stay those of training."""
+    """Catches a flag that changes other sizes too: masking and template rows stay as in training."""
     seen, real = [], module.prediction_sample
 
     def spy(query, alignments, config, *rest):
@@ -105,7 +99,7 @@ def test_sizes_given_take_the_place_of_those_of_training(workplace, monkeypatch)
 
 
 def test_a_checkpoint_without_sizes_takes_the_defaults(workplace, checkpoint):
-    """Weights from elsewhere, saved without features, are to be predicted with nevertheless."""
+    """Catches an error for weights saved without feature sizes."""
     save_model(workplace.root / "bare.ckpt", load_model(checkpoint))
     config = workplace.change(checkpoint=workplace.root / "bare.ckpt", seeds=1, msa_clusters=None, extra_msa=None)
     settings = read_json(predict(config, silent)[0].folder / "ranking.json")["settings"]
@@ -113,19 +107,19 @@ def test_a_checkpoint_without_sizes_takes_the_defaults(workplace, checkpoint):
 
 
 def test_same_seed_same_bytes(workplace):
-    """Files are functions of the inputs; a seed's file does not depend on which others are asked for."""
+    """Catches files that depend on anything but the inputs, such as the number of seeds."""
     first = predict(workplace.config, silent)
     again = predict(workplace.change(output=workplace.root / "again"), silent)
     for a, b in zip(first, again, strict=True):
         for name in ("seed_0.cif", "seed_1.cif", "seed_1_scores.json", "ranking.json"):
             assert (a.folder / name).read_bytes() == (b.folder / name).read_bytes()
         assert (a.folder / "seed_0.cif").read_bytes() != (a.folder / "seed_1.cif").read_bytes()
-    alone = predict(workplace.change(output=workplace.root / "alone", seeds=1, first_seed=1), silent)
-    assert (alone[0].folder / "seed_1.cif").read_bytes() == (first[0].folder / "seed_1.cif").read_bytes()
+    single = predict(workplace.change(output=workplace.root / "single", seeds=1, first_seed=1), silent)
+    assert (single[0].folder / "seed_1.cif").read_bytes() == (first[0].folder / "seed_1.cif").read_bytes()
 
 
 def test_pdb_format_holds_the_same_structure(workplace):
-    """--format pdb must not change coordinates or names."""
+    """Catches other coordinates or names with --format pdb."""
     cif = predict(workplace.change(seeds=1), silent)[0]
     pdb = predict(workplace.change(seeds=1, format="pdb", output=workplace.root / "pdb"), silent)[0]
     a, b = read_chain(cif.structure(), "A"), read_chain(pdb.structure(), "A")
@@ -134,14 +128,14 @@ def test_pdb_format_holds_the_same_structure(workplace):
 
 
 def test_alignments_of_a_single_query_directly(workplace):
-    """One record: --alignments may be its own folder."""
-    (workplace.root / "one.fasta").write_text(f">alone\n{QUERY}\n")
+    """Catches --alignments refused when it is the folder of the only query."""
+    (workplace.root / "one.fasta").write_text(f">single\n{QUERY}\n")
     config = workplace.change(fasta=workplace.root / "one.fasta", alignments=workplace.root / "alignments" / "alpha_A")
-    assert predict(config, silent)[0].name == "alone"
+    assert predict(config, silent)[0].name == "single"
 
 
 def test_progress_lines_name_stages(workplace):
-    """A run of hours must say where it is."""
+    """Catches a long run that does not print which stage it is in."""
     lines: list[str] = []
     predict(workplace.config, lines.append)
     text = "\n".join(lines)
@@ -158,7 +152,7 @@ def test_progress_lines_name_stages(workplace):
 
 
 def test_finished_targets_are_kept(workplace, monkeypatch):
-    """A second run does nothing and says so; not even the checkpoint is loaded."""
+    """Catches finished targets that are predicted again, or a checkpoint that is loaded for nothing."""
     predict(workplace.config, silent)
     before = {path: path.stat().st_mtime_ns for path in workplace.config.output.rglob("*")}
     monkeypatch.setattr(module, "load_model", lambda *_: pytest.fail("the model was loaded for nothing"))
@@ -171,7 +165,7 @@ def test_finished_targets_are_kept(workplace, monkeypatch):
 
 
 def test_interrupted_run_goes_on(workplace, monkeypatch):
-    """Ctrl-C between targets: the first is complete, the second is absent; the next run predicts only the second."""
+    """Catches a half-written target after Ctrl-C, and a next run that repeats finished targets."""
     real = module._predict_target
 
     def stop_at_beta(job, *rest):
@@ -188,7 +182,7 @@ def test_interrupted_run_goes_on(workplace, monkeypatch):
 
 
 def test_results_of_other_settings_are_not_taken_for_these(workplace):
-    """Stale files must not pass as the result of another question, nor be overwritten unasked."""
+    """Catches results of other settings that are kept, or overwritten without --overwrite."""
     predict(workplace.config, silent)
     before = workplace.snapshot()
     for change, named in (
@@ -203,7 +197,7 @@ def test_results_of_other_settings_are_not_taken_for_these(workplace):
 
 
 def test_overwrite_leaves_no_stale_seed(workplace):
-    """Three seeds, then one: the other two must go, or the folder contradicts its ranking."""
+    """Catches files of an earlier run's seeds that stay beside a ranking without them."""
     predict(workplace.change(seeds=3), silent)
     predict(workplace.change(seeds=1, overwrite=True), silent)
     assert not (workplace.config.output / "alpha_A" / "seed_2.cif").exists()
@@ -211,7 +205,7 @@ def test_overwrite_leaves_no_stale_seed(workplace):
 
 
 def test_changed_alignment_is_noticed(workplace):
-    """The same name with other sequences is another question."""
+    """Catches results that are kept although an alignment has changed."""
     predict(workplace.config, silent)
     with (workplace.config.alignments / "alpha_A" / "uniref90_hits.a3m").open("a") as file:
         file.write(f">more\n{QUERY}\n")
@@ -220,7 +214,7 @@ def test_changed_alignment_is_noticed(workplace):
 
 
 def test_foreign_files_are_never_replaced(workplace):
-    """--overwrite replaces results, not a user's notes."""
+    """Catches --overwrite deleting a user's files."""
     folder = workplace.config.output / "alpha_A"
     folder.mkdir(parents=True)
     (folder / "notes.txt").write_text("mine")
@@ -300,18 +294,18 @@ def _unusable_device(workplace):
 
 
 @pytest.mark.parametrize(
-    "spoil",
+    "break_input",
     [
         _no_checkpoint, _not_a_checkpoint, _clusters_fewer_than_templates, _no_fasta, _fasta_without_header,
         _two_equal_names, _name_with_slashes,
         _no_alignments_folder, _no_alignments, _empty_alignment_folder, _query_differs, _query_of_another_length,
         _truncated_alignment, _output_below_a_file, _unusable_device,
     ],
-    ids=lambda spoil: spoil.__name__.strip("_"),
+    ids=lambda break_input: break_input.__name__.strip("_"),
 )  # fmt: skip
-def test_bad_input_is_one_line_and_leaves_nothing(workplace, monkeypatch, spoil):
-    """Each mistake is found before the model runs on ANY target, and the disk is as it was."""
-    config, words = spoil(workplace)
+def test_bad_input_is_one_line_and_leaves_nothing(workplace, monkeypatch, break_input):
+    """Catches an error that is found only after the model ran on a target, and files that it leaves."""
+    config, words = break_input(workplace)
     before = workplace.snapshot()
     monkeypatch.setattr(module, "_run", lambda *_: pytest.fail("the model ran before the inputs were checked"))
     with pytest.raises(UserError, match=words) as caught:
@@ -322,7 +316,7 @@ def test_bad_input_is_one_line_and_leaves_nothing(workplace, monkeypatch, spoil)
 
 @pytest.mark.parametrize("value", [{"seeds": 0}, {"recycles": -1}, {"msa_clusters": 0}])
 def test_numbers_out_of_range(workplace, value):
-    """Zero seeds would report success without a file."""
+    """Catches zero seeds (success without a file), negative recycles and zero clusters."""
     with pytest.raises(UserError, match=f"--{next(iter(value))} is"):
         workplace.change(**value)
 
@@ -330,7 +324,7 @@ def test_numbers_out_of_range(workplace, value):
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_failure_while_writing_leaves_nothing_partial(workplace, monkeypatch, error, overwrite):
-    """A full disk or Ctrl-C at the second structure: no half folder, no parents made for it; older results stay whole."""
+    """Catches partial folders, new parents or damaged older results after a full disk or Ctrl-C at the second structure."""
     if overwrite:
         predict(workplace.config, silent)
     contents = {path: path.read_bytes() for path in workplace.root.rglob("*") if path.is_file()}
@@ -351,7 +345,7 @@ def test_failure_while_writing_leaves_nothing_partial(workplace, monkeypatch, er
 
 
 def test_diverged_model_is_named(workplace, monkeypatch):
-    """nan from the model is an error about the checkpoint; nothing is written."""
+    """Catches NaN coordinates that are written, or reported without naming the checkpoint."""
     before, real = workplace.snapshot(), module._structure
 
     def diverged(*arguments):
@@ -366,7 +360,7 @@ def test_diverged_model_is_named(workplace, monkeypatch):
 
 
 def test_raw_weights_are_another_model(workplace, checkpoint, tmp_path):
-    """--raw must reach the checkpoint reader."""
+    """Catches --raw that does not reach the checkpoint reader."""
     model = load_model(checkpoint)
     average = {name: 0.5 * value for name, value in model.state_dict().items() if value.is_floating_point()}
     save_model(tmp_path / "both.ckpt", model, average)
@@ -379,7 +373,7 @@ def test_raw_weights_are_another_model(workplace, checkpoint, tmp_path):
 
 
 def test_config_is_torch_free():
-    """`evodsp predict --help` must answer at once."""
+    """Catches an import of torch or numpy that makes `evodsp predict --help` slow."""
     import subprocess
     import sys
 
@@ -388,7 +382,7 @@ def test_config_is_torch_free():
 
 
 def test_fixture_alignment_is_valid(workplace):
-    """The tests above stand on it."""
+    """Catches a fixture without the deletions and insertions that the tests above need."""
     from evodsp.data.parsers import parse_a3m
 
     alignment = parse_a3m(workplace.config.alignments / "alpha_A" / "uniref90_hits.a3m")

@@ -1,8 +1,7 @@
-"""Models with the head of the predicted aligned error and with templates: their extra files, and no template at all."""
+"""Models with the PAE head and with templates: their additional files, and predictions without templates."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from evodsp.model.alphafold import FEATURES, TEMPLATE_FEATURES, AlphaFold
 from evodsp.model.confidence import compute_pae, compute_ptm
 from evodsp.model.outputs import ModelOutput
 from evodsp.weights.checkpoint import load_model, save_model
+from tests.builders.prediction import read_json, silent
 
 from .conftest import OTHER, QUERY, TRAINED, Workplace
 
@@ -39,17 +39,9 @@ PTM = replace(
 SIZES = FeatureConfig(**{**vars(TRAINED), "crop_size": None, "uniform_recycling": False, "recycles": 1})
 
 
-def silent(line: str) -> None:
-    """No progress lines."""
-
-
-def read_json(path: Path):
-    return json.loads(path.read_text())
-
-
 @pytest.fixture(scope="module")
 def ptm_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model_1_ptm in miniature, of random weights."""
+    """A small model like model_1_ptm, with random weights."""
     torch.manual_seed(1)
     model = AlphaFold(PTM)
     with torch.no_grad():
@@ -62,7 +54,7 @@ def ptm_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def ptm_workplace(workplace: Workplace, ptm_checkpoint: Path) -> Workplace:
-    """The two targets, with that model and the sizes of its training but for one recycling iteration less."""
+    """The two targets with this model. The sizes are those of training, but with one recycling iteration less."""
     return Workplace(workplace.root, workplace.change(checkpoint=ptm_checkpoint, msa_clusters=None, extra_msa=None))
 
 
@@ -73,7 +65,7 @@ def sample_of(workplace: Workplace, name: str, letters: str, seed: int = 0) -> S
 
 
 def masked_template(residues: int) -> Sample:
-    """Two passes of one template that is not there, spelt out."""
+    """The features of one masked template, for two passes."""
     return {
         "template_aatype": torch.zeros(2, 1, residues, dtype=torch.int32),
         "template_all_atom_positions": torch.zeros(2, 1, residues, 37, 3),
@@ -85,12 +77,13 @@ def masked_template(residues: int) -> Sample:
 
 
 def run_by_hand(model: AlphaFold, *samples: Sample) -> ModelOutput:
+    """The model's output for a batch of these samples."""
     with torch.no_grad():
         return model(collate(list(samples)))
 
 
 def test_prediction_equals_the_model_run_by_hand(ptm_workplace):
-    """Catches features of templates with the wrong axes, and a PAE that is transposed, of another seed or of another scale."""
+    """Catches template features with wrong axes, and a PAE that is transposed, scaled wrongly or of another seed."""
     found = predict(ptm_workplace.config, silent)
     model = load_model(ptm_workplace.config.checkpoint)
     for result, letters in zip(found, (QUERY, OTHER), strict=True):
@@ -98,9 +91,9 @@ def test_prediction_equals_the_model_run_by_hand(ptm_workplace):
             sample = sample_of(ptm_workplace, result.name, letters, seed) | masked_template(len(letters))
             output = run_by_hand(model, sample)
             chain = read_chain(result.structure(seed), "A")
-            there = chain.mask > 0
+            present = chain.mask > 0
             expected = output.structure.positions[0].numpy()
-            np.testing.assert_allclose(chain.positions[there], expected[there], atol=1e-3)
+            np.testing.assert_allclose(chain.positions[present], expected[present], atol=1e-3)
             pae = compute_pae(output.logits["predicted_aligned_error"])[0].numpy()
             assert np.abs(pae - pae.T).max() > 0.1, "a transposed matrix must not pass"
             (written,) = read_json(result.folder / f"seed_{seed}_pae.json")
@@ -115,7 +108,7 @@ def test_prediction_equals_the_model_run_by_hand(ptm_workplace):
 
 
 def test_files_of_a_model_with_the_head(ptm_workplace):
-    """The contract of the output folder, and that the ranking tells each seed's pTM."""
+    """Catches missing or superfluous files, and a ranking without each seed's pTM."""
     result = predict(ptm_workplace.config, silent)[0]
     assert sorted(p.name for p in result.folder.iterdir()) == [
         "ranking.json", "seed_0.cif", "seed_0_pae.json", "seed_0_scores.json",
@@ -133,16 +126,16 @@ def test_files_of_a_model_with_the_head(ptm_workplace):
 
 
 def test_ranking_is_by_plddt_where_ptm_disagrees(tmp_path):
-    """pTM is told, but does not reorder."""
+    """Catches a ranking by pTM."""
     aatype, mask = np.zeros(3, np.int32), np.zeros((3, 37), np.float32)
     mask[:, :5] = 1
 
-    def made(plddt: float, ptm: float) -> PredictedStructure:
+    def prediction(plddt: float, ptm: float) -> PredictedStructure:
         error = AlignedError(np.full((3, 3), 4.256, np.float32), 31.75, ptm)
         confidence = np.full(3, plddt, np.float32)
         return PredictedStructure("x", aatype, np.zeros((3, 37, 3), np.float32), mask, confidence, aligned_error=error)
 
-    result = write_results(tmp_path, {0: made(50, 0.9), 1: made(60, 0.2)}, "cif", {"format": "cif"})
+    result = write_results(tmp_path, {0: prediction(50, 0.9), 1: prediction(60, 0.2)}, "cif", {"format": "cif"})
     assert result.best == 1
     assert [entry["ptm"] for entry in read_json(tmp_path / "ranking.json")["ranking"]] == [0.2, 0.9]
     expected = '[{"predicted_aligned_error":[[4.26,4.26,4.26],[4.26,4.26,4.26],[4.26,4.26,4.26]],'
@@ -150,7 +143,7 @@ def test_ranking_is_by_plddt_where_ptm_disagrees(tmp_path):
 
 
 def test_no_template_is_no_update(ptm_workplace):
-    """AF2: a masked template changes neither the pair representation nor, as rows of the MSA, anything else."""
+    """Catches a masked template that changes the pair representation or, through its MSA rows, anything else."""
     model, sample = load_model(ptm_workplace.config.checkpoint), sample_of(ptm_workplace, "alpha_A", QUERY)
     one = run_by_hand(model, sample | masked_template(len(QUERY)))
     with_four = prediction_sample(
@@ -172,7 +165,7 @@ def test_no_template_is_no_update(ptm_workplace):
 
 @pytest.mark.parametrize("with_templates", [True, False])
 def test_progress_says_that_there_are_no_templates(ptm_workplace, workplace, with_templates):
-    """A user who expects templates must see that none were used; a model that knows none does not speak of them."""
+    """Catches a log that hides that no templates were used, or mentions templates for a model without them."""
     lines: list[str] = []
     predict((ptm_workplace if with_templates else workplace).config, lines.append)
     assert lines.count("  templates: none") == 2 * with_templates
@@ -180,7 +173,7 @@ def test_progress_says_that_there_are_no_templates(ptm_workplace, workplace, wit
 
 
 def test_padding_is_not_judged(ptm_workplace):
-    """pTM depends on the chain's length, and its mean over residues must not see those that fill up a batch."""
+    """Catches padded residues that count in pTM's chain length or in its mean."""
     model = load_model(ptm_workplace.config.checkpoint)
     long = sample_of(ptm_workplace, "alpha_A", QUERY) | masked_template(len(QUERY))
     short = sample_of(ptm_workplace, "beta_A", OTHER) | masked_template(len(OTHER))
@@ -188,16 +181,16 @@ def test_padding_is_not_judged(ptm_workplace):
     batches = collate([short]), {name: values[:1] for name, values in collate([short, long]).items()}
     assert batches[1]["aatype"].shape[-1] == len(QUERY)
     with torch.no_grad():
-        alone, padded = (module._structure(target, batch, model(batch), model).aligned_error for batch in batches)
-    assert alone is not None
+        unpadded, padded = (module._structure(target, batch, model(batch), model).aligned_error for batch in batches)
+    assert unpadded is not None
     assert padded is not None
     assert padded.pae.shape == (len(OTHER), len(OTHER))
-    np.testing.assert_allclose(padded.pae, alone.pae, atol=1e-3)
-    assert padded.ptm == pytest.approx(alone.ptm, abs=1e-5)
+    np.testing.assert_allclose(padded.pae, unpadded.pae, atol=1e-3)
+    assert padded.ptm == pytest.approx(unpadded.ptm, abs=1e-5)
 
 
 def test_lost_aligned_error_is_noticed(ptm_workplace):
-    """A folder without one of its files is not a finished run."""
+    """Catches a folder without its PAE file that counts as a finished run."""
     result = predict(ptm_workplace.change(seeds=1), silent)[0]
     (result.folder / "seed_0_pae.json").unlink()
     with pytest.raises(UserError, match=r"'seed_0_pae\.json' is missing"):
@@ -205,7 +198,7 @@ def test_lost_aligned_error_is_noticed(ptm_workplace):
 
 
 def test_diverged_head_is_named(ptm_workplace, monkeypatch):
-    """nan in the PAE alone is an error about the checkpoint, not a traceback of the JSON writer; nothing is written."""
+    """Catches NaN in the PAE that ends in the JSON writer's traceback, or leaves files."""
     before, real = ptm_workplace.snapshot(), module._structure
 
     def diverged(*arguments):

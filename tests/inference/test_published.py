@@ -1,4 +1,4 @@
-"""predict from a published parameter file: no import before it, sizes as published, random parameters that stay sane."""
+"""Prediction directly from a published parameter file: sizes, and random parameters for timings."""
 
 from __future__ import annotations
 
@@ -19,10 +19,7 @@ from evodsp.weights.config import published_features
 from evodsp.weights.deepmind import read_npz
 from scripts.random_parameters import main as random_parameters
 from scripts.random_parameters import randomise
-
-
-def silent(line: str) -> None:
-    """No progress lines."""
+from tests.builders.prediction import silent
 
 
 @pytest.fixture
@@ -34,7 +31,7 @@ def parameters(tmp_path: Path) -> Path:
 
 
 def test_a_parameter_file_predicts_as_its_checkpoint(workplace, parameters, tmp_path):
-    """--preset must reach both readers: the same bytes as after `evodsp weights import`."""
+    """Catches a parameter file that predicts other bytes than the checkpoint that `evodsp weights import` makes of it."""
     words = ["weights", "import", "--checkpoint", str(parameters), "--preset", "test"]
     assert main([*words, "--output", str(tmp_path / "imported.ckpt")]) == 0
     imported = workplace.change(checkpoint=tmp_path / "imported.ckpt", output=tmp_path / "imported")
@@ -45,7 +42,10 @@ def test_a_parameter_file_predicts_as_its_checkpoint(workplace, parameters, tmp_
 
 
 def test_published_sizes_are_the_default(workplace, tmp_path, monkeypatch):
-    """Of model_2_ptm: 512 clusters, 1024 extra rows, 4 templates; flags have the last word. The model itself is not run."""
+    """Catches other sizes than model_2_ptm's (512 clusters, 1024 extra rows, 4 templates), and ignored flags.
+
+    The model is not run.
+    """
     seen = []
 
     def stop(config, features, targets):
@@ -69,7 +69,7 @@ def test_published_sizes_are_the_default(workplace, tmp_path, monkeypatch):
 
 
 def test_random_parameters_are_of_their_seed(parameters, tmp_path):
-    """A timing is to be repeatable; and no array may be left at zero, which AF2's initialisation has many of."""
+    """Catches random parameters that are not repeatable, and arrays that stay zero."""
     for name, seed in (("again.npz", "5"), ("other.npz", "6")):
         assert random_parameters(["--preset", "test", "--seed", seed, "--output", str(tmp_path / name)]) == 0
     first, again, other = (read_npz(path) for path in (parameters, tmp_path / "again.npz", tmp_path / "other.npz"))
@@ -79,7 +79,7 @@ def test_random_parameters_are_of_their_seed(parameters, tmp_path):
 
 
 def test_random_parameters_keep_activations_sane(workplace, parameters):
-    """Structures of finite size; deep stacks of badly scaled parameters end in nan."""
+    """Catches random parameters with which deep stacks overflow to NaN."""
     result = predict(workplace.change(checkpoint=parameters, preset="test"), silent)[0]
     ranking = json.loads((result.folder / "ranking.json").read_text())["ranking"]
     assert all(20 < entry["mean_plddt"] < 80 for entry in ranking)
@@ -87,14 +87,14 @@ def test_random_parameters_keep_activations_sane(workplace, parameters):
     randomise(model, 0)
     m, z = torch.randn(1, 4, 9, 64), torch.randn(1, 9, 9, 32)
     with torch.no_grad():
-        for _ in range(24):  # as deep as the full model
+        for _ in range(24):  # 24 passes through 2 blocks: as deep as the full model
             m, z = model.evoformer(m, z, torch.ones(1, 4, 9), torch.ones(1, 9, 9))
     assert 1 < m.std() < 50
     assert 1 < z.std() < 50
 
 
 def test_a_preset_that_does_not_exist(capsys):
-    """One line, like every command's."""
+    """Catches a traceback for an unknown preset."""
     assert random_parameters(["--preset", "model_9", "--output", "nowhere.npz"]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1

@@ -1,4 +1,4 @@
-"""Prediction from the real alignments of 6KWC_1 and query73_A, thousands of sequences, with the small model untrained."""
+"""Prediction from the real alignments of 6KWC_1 and query73_A: thousands of sequences, a small untrained model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from evodsp.weights.checkpoint import save_model
 def test_predicts_from_real_alignments(
     fasta: str, name: str, residues: int, rows: int, real_data: Path, tmp_path: Path
 ) -> None:
-    """Catches a real file the readers refuse, alignments that are not merged, and a chain written incompletely."""
+    """Catches real files that the readers refuse, alignments that are not merged, and an incomplete chain."""
     torch.manual_seed(0)
     features = FeatureConfig(crop_size=None, msa_clusters=64, extra_msa=128, recycles=1)
     save_model(tmp_path / "small.ckpt", AlphaFold(ModelConfig.preset("small")), features=features)

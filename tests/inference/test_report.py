@@ -1,4 +1,4 @@
-"""Scores of predictions against experiments, and the table and files made of them."""
+"""Scores of predictions against experiments, and the table and files made from them."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from evodsp.data.mmcif_writer import write_mmcif
 from evodsp.data.records import Chain
 from evodsp.errors import UserError
 from evodsp.files import whole_folder
-from evodsp.geometry.residues import ATOM_ORDER, RESTYPE_ATOM37_MASK
+from evodsp.geometry.residues import CA, RESTYPE_ATOM37_MASK
 from evodsp.inference import report as module
 from evodsp.inference.report import ChainScores, compare, comparison_table, write_report, write_scores
 from evodsp.inference.results import TIMINGS, write_json, write_results
 from evodsp.inference.writers import PredictedStructure
 
-LENGTH, CA = 40, ATOM_ORDER["CA"]
+LENGTH = 40
 KEYS = {"train": ["9aaa_B"], "held-out": ["9bbb_B"]}
 
 
 def make_case(root, pdb_id: str, noise: float) -> tuple[Chain, PredictedStructure]:
-    """An experiment with three residues missing, and two predicted seeds of it, the second better and ranked first."""
+    """An experiment with three missing residues, and predictions of two seeds; the second is better and ranked first."""
     rng = np.random.default_rng(len(pdb_id) + int(noise * 10))
     aatype = (np.arange(LENGTH) % 20).astype(np.int32)
     mask = RESTYPE_ATOM37_MASK[aatype].astype(np.float32)
@@ -62,18 +62,18 @@ def make_case(root, pdb_id: str, noise: float) -> tuple[Chain, PredictedStructur
 
 @pytest.fixture
 def cases(tmp_path):
-    """Two chains predicted, with little and with much noise."""
+    """Two predicted chains, with little and with much noise."""
     return tmp_path, [make_case(tmp_path, "9aaa", 0.3), make_case(tmp_path, "9bbb", 3.0)]
 
 
 def test_scores_equal_the_metrics(cases):
-    """Other atoms than CA, the missing residues or the other seed would change the numbers."""
+    """Catches scores from atoms other than CA, from missing residues, or from another seed."""
     root, ((experiment, predicted), _) = cases
     prediction = root / "predictions" / "9aaa_B" / "seed_1.cif"
     scores = compare(prediction, root / "structures" / "9aaa.cif", "B", "train")
-    there = np.r_[0:10, 13:LENGTH]
-    a, b = (torch.tensor(x.positions[there, CA]) for x in (predicted, experiment))
-    ones = torch.ones(len(there))
+    resolved = np.r_[0:10, 13:LENGTH]
+    a, b = (torch.tensor(x.positions[resolved, CA]) for x in (predicted, experiment))
+    ones = torch.ones(len(resolved))
     assert (scores.residues, scores.resolved, scores.split) == (LENGTH, LENGTH - 3, "train")
     assert scores.plddt == pytest.approx(70.0, abs=0.01)
     assert scores.lddt_ca == pytest.approx(float(metrics.lddt_ca(a, b, ones)), abs=2e-3)
@@ -83,7 +83,7 @@ def test_scores_equal_the_metrics(cases):
 
 
 def test_report_takes_the_best_seed_and_writes_all(cases, capsys):
-    """The table, the CSV and a picture per chain; the first of the ranking is what is scored."""
+    """Catches scores of a seed other than the best, and a missing CSV or plot."""
     root, _ = cases
     found = write_report(root / "predictions", root / "structures", KEYS, root / "shown")
     assert [(s.chain, s.split) for s in found] == [("9aaa_B", "train"), ("9bbb_B", "held-out")]
@@ -98,7 +98,7 @@ def test_report_takes_the_best_seed_and_writes_all(cases, capsys):
 
 
 def test_table_explains_each_column():
-    """A newcomer meets no abbreviation that is not explained; columns stay aligned with long names."""
+    """Catches abbreviations without an explanation, and long names that break the columns."""
     scores = [
         ChainScores("short_A", "train", 48, 48, 81.25, 0.7, 1.2, 0.8, 0.75),
         ChainScores("a_much_longer_name_A", "held-out", 1048, 1000, 51.25, 0.6, 11.2, 0.5, 0.45),
@@ -114,7 +114,7 @@ def test_table_explains_each_column():
 
 
 def test_scores_as_json_and_unknown_suffix(tmp_path):
-    """The same rows as JSON; a suffix nobody asked for is refused before anything is written."""
+    """Catches JSON unlike the table, and a file written despite an unknown suffix."""
     scores = [ChainScores("x_A", "train", 4, 4, 1.0, 0.123456, 1.0, 1.0, 1.0)]
     write_scores(scores, tmp_path / "scores.json")
     assert json.loads((tmp_path / "scores.json").read_text())[0]["lddt_ca"] == 0.1235
@@ -124,7 +124,7 @@ def test_scores_as_json_and_unknown_suffix(tmp_path):
 
 
 def test_another_protein_is_not_compared(cases):
-    """Scores of two proteins of one length would look like a bad prediction."""
+    """Catches scores between two proteins of equal length, which would look like a bad prediction."""
     root, _ = cases
     other, _ = make_case(root, "9ccc", 0.1)
     path = root / "structures" / "9ccc.cif"
@@ -138,7 +138,7 @@ def test_another_protein_is_not_compared(cases):
     ("key", "words"), [("9zzz_A", "no 9zzz.cif"), ("9aaa_Q", "no protein chain 'Q'"), ("9aaa", "not a chain key")]
 )
 def test_chain_that_is_not_there(cases, key, words):
-    """One line each, not a KeyError."""
+    """Catches a KeyError for a chain or file that does not exist."""
     root, _ = cases
     folder = root / "predictions" / key
     if not folder.exists():
@@ -148,7 +148,7 @@ def test_chain_that_is_not_there(cases, key, words):
 
 
 def test_chain_without_prediction(cases):
-    """The folder is named, and what to run."""
+    """Catches an error that does not name the missing folder and the command to run."""
     root, _ = cases
     (root / "predictions" / "9bbb_B" / "ranking.json").unlink()
     with pytest.raises(UserError, match=r"9bbb_B: no ranking\.json.*evodsp predict"):
@@ -156,7 +156,7 @@ def test_chain_without_prediction(cases):
 
 
 def test_script_reports_mistakes_in_one_line(cases, capsys):
-    """Exit code 2 without a traceback, 0 when all is well."""
+    """Catches a traceback, and a wrong exit code: 2 for mistakes, 0 for success."""
     import runpy
     from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""predict --templates: real template searches and structures, a tiny random model made for templates."""
+"""predict --templates with real template searches and structures, and a tiny random model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NAME = "query73_A"
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Tiny models with random weights: made for templates; with templates but no place for them; made without."""
+    """Tiny models with random weights: with templates; with templates but max_templates 0 ("bare"); without templates."""
     folder = tmp_path_factory.mktemp("templates")
     paths = {}
     for name, templates, features in (
@@ -53,7 +53,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture
 def words(real_data: Path, tmp_path: Path, checkpoints: dict[str, Path]) -> list[str]:
-    """The command without templates."""
+    """The command line without templates."""
     return [
         "predict", "--fasta", str(real_data / "fasta" / "query73.fasta"), "--alignments", str(real_data / "alignments"),
         "--checkpoint", str(checkpoints["with"]), "--output", str(tmp_path / "out"), "--device", "cpu",
@@ -61,11 +61,12 @@ def words(real_data: Path, tmp_path: Path, checkpoints: dict[str, Path]) -> list
 
 
 def settings(folder: Path) -> dict:
+    """The settings in the target's ranking.json."""
     return json.loads((folder / NAME / "ranking.json").read_text())["settings"]
 
 
 def test_templates_reach_the_model(words, real_data, tmp_path, capsys, checkpoints):
-    """Seven templates, the best four used, in the log, in the settings and in the structure; the absent one is named."""
+    """Catches templates that are not used, not the best four of seven, or not reported; a missing structure must be named."""
     structures = real_data / "mmcif_files"
     assert main([*words, "--templates", str(structures)]) == 0
     log = capsys.readouterr().out
@@ -85,8 +86,8 @@ def test_templates_reach_the_model(words, real_data, tmp_path, capsys, checkpoin
     with torch.no_grad():
         output = load_model(checkpoints["with"])(collate([sample]))
     chain = read_chain(tmp_path / "out" / NAME / "seed_0.cif", "A")
-    there = chain.mask > 0
-    np.testing.assert_allclose(chain.positions[there], output.structure.positions[0].numpy()[there], atol=1e-3)
+    present = chain.mask > 0
+    np.testing.assert_allclose(chain.positions[present], output.structure.positions[0].numpy()[present], atol=1e-3)
 
     assert main(last_options([*words, "--output", str(tmp_path / "none")])) == 0
     assert "  templates: none\n" in capsys.readouterr().out
@@ -96,7 +97,10 @@ def test_templates_reach_the_model(words, real_data, tmp_path, capsys, checkpoin
 
 
 def test_other_templates_are_another_question(words, real_data, tmp_path, capsys):
-    """Kept with the same templates, from wherever they come; not with none, an earlier date, or a changed structure."""
+    """Catches results kept despite no templates, an earlier date or a changed structure.
+
+    The same structures in another folder count as the same templates.
+    """
     structures = tmp_path / "structures"
     shutil.copytree(real_data / "mmcif_files", structures)
     assert main([*words, "--templates", str(structures)]) == 0
@@ -120,7 +124,7 @@ def test_other_templates_are_another_question(words, real_data, tmp_path, capsys
 
 
 def test_a_date_before_all_of_them(words, real_data, tmp_path, capsys):
-    """No template is used, and the log says why; the run goes on."""
+    """Catches a run that fails when the date excludes all templates, or a log without the reason."""
     date = ["--templates", str(real_data / "mmcif_files"), "--max_template_date", "1980-01-01"]
     assert main([*words, *date]) == 0
     log = capsys.readouterr().out
@@ -131,7 +135,7 @@ def test_a_date_before_all_of_them(words, real_data, tmp_path, capsys):
 
 
 def test_a_target_without_a_search_result(words, real_data, tmp_path, capsys):
-    """Alignments without a .hhr beside them: the user who asked for templates must see that there were none."""
+    """Catches a run with --templates that does not report a missing search result."""
     folder = tmp_path / "alignments" / NAME
     shutil.copytree(real_data / "alignments" / NAME, folder)
     for path in folder.glob("*.hhr"):
@@ -141,7 +145,7 @@ def test_a_target_without_a_search_result(words, real_data, tmp_path, capsys):
 
 
 def test_a_broken_search_result_is_found_before_the_model_runs(words, real_data, tmp_path, capsys):
-    """Half a file would pass for a search that found less."""
+    """Catches a truncated search result that is read as one with fewer hits."""
     folder = tmp_path / "alignments" / NAME
     shutil.copytree(real_data / "alignments" / NAME, folder)
     (path,) = folder.glob("*.hhr")
@@ -156,7 +160,7 @@ def test_a_broken_search_result_is_found_before_the_model_runs(words, real_data,
 
 @pytest.mark.parametrize("name", ["bare", "without"])
 def test_a_model_that_takes_no_templates(words, real_data, tmp_path, capsys, checkpoints, name):
-    """They would be ignored in silence. Without --templates the model predicts."""
+    """Catches --templates silently ignored by such a model, and the model refused without --templates."""
     words = last_options([*words, "--checkpoint", str(checkpoints[name])])
     assert main([*words, "--templates", str(real_data / "mmcif_files")]) == 2
     error = capsys.readouterr().err
@@ -167,15 +171,15 @@ def test_a_model_that_takes_no_templates(words, real_data, tmp_path, capsys, che
 
 
 def test_no_room_for_templates_is_a_masked_template(words, real_data, tmp_path, checkpoints):
-    """A model made for templates whose sizes have none: as with one that is masked, and not an MSA row less for it."""
+    """Catches a model with max_templates 0 that differs from one with masked templates, or that loses MSA rows."""
     assert main(last_options([*words, "--checkpoint", str(checkpoints["bare"])])) == 0
     (query,) = parse_fasta(real_data / "fasta" / "query73.fasta")
     alignments = read_alignment_dir(real_data / "alignments" / NAME, query)
     sample = prediction_sample(
         query, alignments, FEATURES, 0
-    )  # 12 clusters of which 4 for templates: as many as 8 of 0
+    )  # 12 clusters minus 4 template rows are 8 rows, as without templates
     with torch.no_grad():
         output = load_model(checkpoints["bare"])(collate([sample]))
     chain = read_chain(tmp_path / "out" / NAME / "seed_0.cif", "A")
-    there = chain.mask > 0
-    np.testing.assert_allclose(chain.positions[there], output.structure.positions[0].numpy()[there], atol=2e-3)
+    present = chain.mask > 0
+    np.testing.assert_allclose(chain.positions[present], output.structure.positions[0].numpy()[present], atol=2e-3)

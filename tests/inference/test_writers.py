@@ -1,4 +1,4 @@
-"""Predicted structures as files that other programs read back."""
+"""Files of predicted structures, read back by other programs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FORMATS = ("cif", "pdb")
 
 
 def structure(length: int = 25, name: str = "target_1", missing: bool = True) -> PredictedStructure:
-    """All residue types, X among them, and (if `missing`) one residue and some single atoms left out."""
+    """All residue types including X. With `missing`, one residue and some atoms are missing."""
     rng = np.random.default_rng(0)
     aatype = (np.arange(length) % 21).astype(np.int32)
     mask = RESTYPE_ATOM37_MASK[aatype].astype(np.float32)
@@ -28,14 +28,14 @@ def structure(length: int = 25, name: str = "target_1", missing: bool = True) ->
         mask[4] = 0
         mask[7, ATOM_TYPES.index("CB")] = 0
     positions = (rng.normal(size=(length, 37, 3)) * 40).astype(np.float32)
-    # Readers rename arginine's NH1 and NH2 if NH1 is not the one nearer to CD.
+    # Readers exchange arginine's NH1 and NH2 if NH2 is nearer to CD.
     positions[:, ATOM_TYPES.index("NH1")] = positions[:, ATOM_TYPES.index("CD")] + 1
     plddt = rng.uniform(0, 100, length).astype(np.float32)
     return PredictedStructure(name, aatype, positions, mask, plddt)
 
 
 def expected_atoms(s: PredictedStructure) -> dict[tuple[int, str], np.ndarray]:
-    """(residue number, atom) -> x, y, z, B."""
+    """From (residue number, atom) to x, y, z, B-factor."""
     return {
         (int(r) + 1, ATOM_TYPES[a]): np.array([*s.positions[r, a], s.plddt[r]])
         for r, a in zip(*np.nonzero(s.mask), strict=True)
@@ -50,7 +50,7 @@ def gemmi_structure(text: str, file_format: str) -> gemmi.Structure:
 
 @pytest.mark.parametrize("file_format", FORMATS)
 def test_gemmi_reads_every_atom_back(file_format):
-    """A shifted column, a lost atom or a B-factor of the neighbour."""
+    """Catches a shifted column, a lost atom, and another residue's B-factor."""
     s = structure()
     chain = gemmi_structure(structure_text(s, file_format), file_format)[0]["A"]
     found = {(r.seqid.num, a.name): np.array([*a.pos.tolist(), a.b_iso]) for r in chain for a in r}
@@ -65,7 +65,7 @@ def test_gemmi_reads_every_atom_back(file_format):
 
 @pytest.mark.parametrize("file_format", FORMATS)
 def test_biopython_reads_every_atom_back(file_format):
-    """What only gemmi's leniency would accept."""
+    """Catches files that only gemmi, a lenient reader, accepts."""
     s = structure()
     parser = MMCIFParser(QUIET=True) if file_format == "cif" else PDBParser(QUIET=True, PERMISSIVE=False)
     model = parser.get_structure("x", io.StringIO(structure_text(s, file_format)))[0]
@@ -79,7 +79,7 @@ def test_biopython_reads_every_atom_back(file_format):
 
 @pytest.mark.parametrize("file_format", FORMATS)
 def test_own_reader_gets_the_whole_sequence(file_format, tmp_path):
-    """Residues without atoms must stay in the sequence, or scores are computed on shifted residues."""
+    """Catches residues without atoms lost from the sequence: scores would compare shifted residues."""
     s = structure()
     path = tmp_path / f"target.{file_format}"
     path.write_text(structure_text(s, file_format))
@@ -90,7 +90,7 @@ def test_own_reader_gets_the_whole_sequence(file_format, tmp_path):
 
 
 def test_pdb_columns():
-    """The fixed columns of format 3.3, by position."""
+    """Catches fields outside of the fixed columns of PDB format 3.3."""
     s = structure()
     lines = structure_text(s, "pdb").splitlines()
     assert {len(line) for line in lines} == {80}
@@ -109,7 +109,7 @@ def test_pdb_columns():
 
 
 def test_pdb_seqres_lists_all_residues():
-    """13 names a line, missing residues and UNK included."""
+    """Catches missing residues or UNK lost from SEQRES, and another layout than 13 names per line."""
     s = structure(31)
     rows = [line for line in structure_text(s, "pdb").splitlines() if line.startswith("SEQRES")]
     assert [int(row[7:10]) for row in rows] == [1, 2, 3]
@@ -120,7 +120,7 @@ def test_pdb_seqres_lists_all_residues():
 
 
 def test_mmcif_confidence_items():
-    """Viewers colour by _ma_qa_metric_local; it must list every residue once."""
+    """Catches residues missing or repeated in _ma_qa_metric_local, by which viewers colour."""
     s = structure()
     block = gemmi.cif.read_string(structure_text(s, "cif")).sole_block()
     local = block.find("_ma_qa_metric_local.", ["label_seq_id", "metric_value", "metric_id"])
@@ -133,21 +133,21 @@ def test_mmcif_confidence_items():
 
 @pytest.mark.parametrize("file_format", FORMATS)
 def test_same_structure_same_bytes(file_format):
-    """Dates, hashes of sets, host names."""
+    """Catches dates, set order or host names in files."""
     assert structure_text(structure(), file_format) == structure_text(structure(), file_format)
 
 
 @pytest.mark.parametrize("file_format", FORMATS)
 @pytest.mark.parametrize("name", ["sp|P00001|CYC_HUMAN", "it's", 'a"b', "data_x#1", "näme"])
 def test_odd_names(file_format, name):
-    """A name with quotes or bars must not break the syntax of the file."""
+    """Catches names with quotes or bars that break the file's syntax."""
     text = structure_text(structure(name=name), file_format)
     assert len(gemmi_structure(text, file_format)[0]["A"]) == 23
 
 
 @pytest.mark.parametrize("file_format", FORMATS)
 def test_nan_is_an_error_that_names_the_residue(file_format):
-    """A diverged model must not yield a file of 'nan'."""
+    """Catches a file full of 'nan' from a diverged model."""
     s = structure()
     s.positions[9, 1, 2] = np.nan
     with pytest.raises(UserError, match=r"residue 10 .*checkpoint"):
@@ -156,7 +156,7 @@ def test_nan_is_an_error_that_names_the_residue(file_format):
 
 @pytest.mark.parametrize("where", ["plddt", "row", "column"])
 def test_nan_in_the_confidence_of_a_residue_without_atoms(where):
-    """The confidence of an X is written as well: without this check the JSON writer ends with a traceback."""
+    """Catches a traceback of the JSON writer: the confidence of an X is written too, so NaN must be found there."""
     s = structure()
     assert not s.mask[4].any()
     s = replace(s, aligned_error=AlignedError(np.ones((25, 25), np.float32), 31.75, 0.5))
@@ -169,14 +169,14 @@ def test_nan_in_the_confidence_of_a_residue_without_atoms(where):
 
 
 def test_masked_nan_does_not_matter():
-    """Positions of absent atoms are never looked at."""
+    """Catches an error about NaN positions of absent atoms."""
     s = structure()
     s.positions[4] = np.nan
     assert "nan" not in structure_text(s, "pdb").lower()
 
 
 def test_pdb_limits_suggest_cif():
-    """Overflowing columns would shift all that follows."""
+    """Catches numbers too wide for PDB's columns, which would shift all later fields."""
     with pytest.raises(UserError, match=r"10,000 residues.*--format cif"):
         structure_text(structure(10_000), "pdb")
     crowded = structure(9_999, missing=False)
@@ -191,7 +191,7 @@ def test_pdb_limits_suggest_cif():
 
 
 def test_largest_pdb_numbers_fit():
-    """The last residue number and coordinates that still fit keep their columns."""
+    """Catches refused numbers that still fit into PDB's columns."""
     s = structure(9_999)
     s.positions[0, 1] = (9999.999, -999.999, -0.0001)
     lines = structure_text(s, "pdb").splitlines()
@@ -202,7 +202,7 @@ def test_largest_pdb_numbers_fit():
 
 @pytest.mark.parametrize("file_format", FORMATS)
 def test_no_atoms_is_an_error(file_format):
-    """A query of X only has nothing to write."""
+    """Catches an empty file for a query that consists of X only."""
     s = structure()
     s.mask[:] = 0
     with pytest.raises(UserError, match="no atoms"):
