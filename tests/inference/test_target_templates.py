@@ -59,6 +59,12 @@ def words(real_data: Path, tmp_path: Path, checkpoints: dict[str, Path]) -> list
     ]  # fmt: skip
 
 
+def with_option(words: list[str], name: str, value: object) -> list[str]:
+    """The command line with another value of an option that it has; evodsp refuses an option given twice."""
+    place = words.index(name) + 1
+    return [*words[:place], str(value), *words[place + 1 :]]
+
+
 def settings(folder: Path) -> dict:
     return json.loads((folder / NAME / "ranking.json").read_text())["settings"]
 
@@ -87,7 +93,7 @@ def test_templates_reach_the_model(words, real_data, tmp_path, capsys, checkpoin
     there = chain.mask > 0
     np.testing.assert_allclose(chain.positions[there], output.structure.positions[0].numpy()[there], atol=1e-3)
 
-    assert main([*words, "--output", str(tmp_path / "none")]) == 0
+    assert main(with_option(words, "--output", tmp_path / "none")) == 0
     assert "  templates: none\n" in capsys.readouterr().out
     assert settings(tmp_path / "none")["templates"] == []
     other = tmp_path / "none" / NAME / "seed_0.cif"
@@ -135,7 +141,7 @@ def test_a_target_without_a_search_result(words, real_data, tmp_path, capsys):
     shutil.copytree(real_data / "alignments" / NAME, folder)
     for path in folder.glob("*.hhr"):
         path.unlink()
-    assert main([*words, "--alignments", str(folder), "--templates", str(real_data / "mmcif_files")]) == 0
+    assert main([*with_option(words, "--alignments", folder), "--templates", str(real_data / "mmcif_files")]) == 0
     assert f"templates: none; no search result (.hhr or hmm_output.sto) in {folder}" in capsys.readouterr().out
 
 
@@ -146,7 +152,7 @@ def test_a_broken_search_result_is_found_before_the_model_runs(words, real_data,
     (path,) = folder.glob("*.hhr")
     text = path.read_text()
     path.write_text(text[: len(text) // 2])
-    assert main([*words, "--alignments", str(folder), "--templates", str(real_data / "mmcif_files")]) == 2
+    assert main([*with_option(words, "--alignments", folder), "--templates", str(real_data / "mmcif_files")]) == 2
     error = capsys.readouterr().err
     assert f"{path}:" in error
     assert error.count("\n") == 1
@@ -156,7 +162,7 @@ def test_a_broken_search_result_is_found_before_the_model_runs(words, real_data,
 @pytest.mark.parametrize("name", ["bare", "without"])
 def test_a_model_that_takes_no_templates(words, real_data, tmp_path, capsys, checkpoints, name):
     """They would be ignored in silence. Without --templates the model predicts."""
-    words = [*words, "--checkpoint", str(checkpoints[name])]
+    words = with_option(words, "--checkpoint", checkpoints[name])
     assert main([*words, "--templates", str(real_data / "mmcif_files")]) == 2
     error = capsys.readouterr().err
     assert f"{name}.ckpt: its model takes no templates, but --templates is " in error
@@ -167,7 +173,7 @@ def test_a_model_that_takes_no_templates(words, real_data, tmp_path, capsys, che
 
 def test_no_room_for_templates_is_a_masked_template(words, real_data, tmp_path, checkpoints):
     """A model made for templates whose sizes have none: as with one that is masked, and not an MSA row less for it."""
-    assert main([*words, "--checkpoint", str(checkpoints["bare"])]) == 0
+    assert main(with_option(words, "--checkpoint", checkpoints["bare"])) == 0
     (query,) = parse_fasta(real_data / "fasta" / "query73.fasta")
     alignments = read_alignment_dir(real_data / "alignments" / NAME, query)
     sample = prediction_sample(
