@@ -64,8 +64,8 @@ class Malicious:
     [
         (lambda path: None, "no such checkpoint"),
         (lambda path: path.mkdir(), "not a DeepSpeed checkpoint"),
-        (lambda path: path.write_bytes(b""), "not a checkpoint"),
-        (lambda path: path.write_text(">query\nMKT\n"), "not a checkpoint"),
+        (lambda path: path.write_bytes(b""), "neither a checkpoint nor"),
+        (lambda path: path.write_text(">query\nMKT\n"), "neither a checkpoint nor"),
         (lambda path: torch.save({"state_dict": {}}, path), "lacks format_version, model_config"),
         (lambda path: torch.save([1, 2], path), "lacks format_version"),
         (lambda path: torch.save({"x": Malicious()}, path), "not a readable checkpoint"),
