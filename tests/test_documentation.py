@@ -86,6 +86,7 @@ FEW_ROWS = [
     for part in ("train", "validation")
     for rows, n in (("msa_clusters", 4), ("extra_msa", 4))
 ]
+STRUCTURE = ["--model.structure_module.iterations=1"]
 SMALL = [
     *FEW_ROWS,
     "--data.train.crop_size=16",
@@ -93,7 +94,7 @@ SMALL = [
     "--data.train.recycles=0",
     "--data.validation.recycles=0",
     f"--data.samples_per_epoch={STEPS}",
-    "--model.structure_module.iterations=1",
+    *STRUCTURE,
     "--trainer.enable_progress_bar=false",
     "--data.validation_chains=[s005_A]",
 ]
@@ -197,7 +198,7 @@ class Reader:
         assert (Path(output) / "checkpoints" / "last.ckpt").is_file()
 
     def validate(self, words: list[str]) -> None:
-        run([*words, *FEW_ROWS, "--data.validation.recycles=0"])
+        run([*words, *FEW_ROWS, "--data.validation.recycles=0", *STRUCTURE])
 
     def predict(self, words: list[str]) -> None:
         """All files that the page's table names must be there."""

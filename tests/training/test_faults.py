@@ -147,7 +147,8 @@ def assert_resumes(commands: CommandPool, config: Path, output: Path, undisturbe
     assert_nothing_partial(output)
 
 
-@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.verify), 1])
+@pytest.mark.verify
+@pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_rank_ends_the_run_which_resumes_from_its_checkpoint(
     commands: CommandPool, config: Path, undisturbed: Path, tmp_path: Path, victim: int
 ) -> None:
