@@ -83,7 +83,7 @@ def test_the_comparator_of_the_extra_msa_stack_equals_one_device(pool: RankPool,
 
 
 @pytest.mark.parametrize("case", communication.CASES, ids=str)
-@pytest.mark.parametrize("ranks", [4, 16])
+@pytest.mark.parametrize("ranks", [4, pytest.param(16, marks=pytest.mark.verify)])
 def test_the_ledger_of_fake_ranks_equals_formula_and_schedule(case: communication.Case, ranks: int) -> None:
     """Catches, at full size, a call missing in the schedule, and a backward pass that moves more than the forward pass."""
     for plan in (communication.DSP, DAP):

@@ -72,7 +72,10 @@ def run_rank(handle: Any, batch: int) -> tuple[dict[str, Tensor], dict[str, Tens
     return {k: v.detach() for k, v in outputs.items()}, {k: mean(g) for k, g in inputs.items()}, gradients
 
 
-@pytest.mark.parametrize(("ranks", "batch"), [(3, 2), pytest.param(4, 2, marks=pytest.mark.verify), (4, 1)])
+@pytest.mark.parametrize(
+    ("ranks", "batch"),
+    [(3, 2), pytest.param(4, 2, marks=pytest.mark.verify), pytest.param(4, 1, marks=pytest.mark.verify)],
+)
 def test_the_whole_model_over_ranks_equals_one_device(pool: RankPool, ranks: int, batch: int) -> None:
     """Catches a module that computes the wrong shard, and gradients lost where a sample is sharded or gathered."""
     torch.set_default_dtype(torch.float64)

@@ -70,7 +70,7 @@ def test_epochs_hold_whole_optimizer_steps() -> None:
     assert whole_batches(samples=10, batch_size=2, ranks=2, accumulate=2) == 4
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.verify)])
 def test_a_mistake_in_a_file_comes_out_as_it_was_raised(num_workers: int) -> None:
     """PyTorch wraps an exception of a worker in its traceback, and cannot rebuild one whose constructor takes two arguments."""
     stream = BatchLoader(Numbers(broken=(1,)), EpochSampler(1, batches=3), num_workers, CHECK)
