@@ -24,7 +24,7 @@ DOCS_READY := $(VENV)/.ready-docs
 
 help:
 	@echo "make demo    train a small model on the bundled families, predict held-out members, show the result"
-	@echo "make test    all tests (under 15 minutes)"
+	@echo "make test    all tests (8 minutes on two idle cores)"
 	@echo "make verify  long sweeps (under 60 minutes); SHARE='--rotate WORD --budget-minutes 8' runs a part of them"
 	@echo "make parity  compare live with DeepMind's JAX code, on random weights (SEED=0; OPENFOLD=DIR: with OpenFold too)"
 	@echo "make docs    build the documentation into site/ (make docs-serve shows it while you write)"
