@@ -53,7 +53,7 @@ def test_fit_leaves_checkpoints_logs_and_its_config(finished: Path) -> None:
     } <= set(row)
 
 
-@pytest.mark.parametrize("stop", [2, 4, 5])
+@pytest.mark.parametrize("stop", [2, pytest.param(4, marks=pytest.mark.verify), 5])
 def test_a_resumed_run_is_the_uninterrupted_run(chains: Path, finished: Path, tmp_path: Path, stop: int) -> None:
     """Sample order, dropout, Adam's state, schedule or average lost in a resume: within an epoch, at its end, in the next."""
     output = tmp_path / "run"
@@ -170,6 +170,7 @@ def test_overwrite_starts_anew_and_its_config_does_not_repeat_that(chains: Path,
     assert main(["fit", "--config", str(output / "config.yaml")]) == 2
 
 
+@pytest.mark.verify
 def test_accumulated_batches_and_workers_run(chains: Path, tmp_path: Path) -> None:
     """One optimizer step of two batches of two, made by a worker process."""
     options = ("--trainer.accumulate_grad_batches", "2", "--data.batch_size", "2", "--data.num_workers", "1")
