@@ -18,8 +18,15 @@ def check_output(path: Path) -> None:
     existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
     if existing != path and not existing.is_dir():
         raise UserError(f"--output {path}: {existing} is a file, not a folder; give another --output")
-    if not os.access(existing, os.W_OK):
+    if not os.access(existing, os.W_OK | (os.X_OK if existing.is_dir() else 0)):
         raise UserError(f"--output {path}: no permission to write to {existing}; give another --output")
+
+
+def check_output_folder(path: Path) -> None:
+    """`check_output` for an output that is a folder: raise UserError if `path` is a file."""
+    if path.is_file():
+        raise UserError(f"--output {path}: is a file, but the output is a folder; give another --output")
+    check_output(path)
 
 
 @contextmanager

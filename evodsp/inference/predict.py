@@ -5,7 +5,6 @@ All inputs and settings are checked before the model runs and before anything is
 
 from __future__ import annotations
 
-import os
 import resource
 import socket
 import sys
@@ -14,7 +13,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,6 +35,7 @@ from evodsp.model.alphafold import AlphaFold
 from evodsp.model.confidence import compute_pae, compute_plddt, compute_ptm, highest_pae
 from evodsp.model.outputs import ModelOutput
 from evodsp.model.primitives import use_exchange
+from evodsp.output import check_output_folder
 from evodsp.parallel.exchange import ShardedExchange
 from evodsp.parallel.group import Group
 from evodsp.weights.checkpoint import load_features, load_model
@@ -151,7 +150,7 @@ def check_launch(config: PredictConfig) -> None:
 def _targets_and_sizes(config: PredictConfig) -> tuple[list[Target], FeatureConfig, FeatureConfig]:
     """The targets, their feature sizes, and the checkpoint's feature sizes."""
     targets = find_targets(config.fasta, config.alignments)
-    _check_output(config.output)
+    check_output_folder(config.output)
     if not config.checkpoint.exists():
         raise UserError(f"{config.checkpoint}: no such checkpoint; check --checkpoint")
     trained = load_features(config.checkpoint, config.preset)
@@ -352,15 +351,6 @@ def device_of(name: str) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"--device is '{name}', which PyTorch cannot use here; use cpu or auto") from error
     return device
-
-
-def _check_output(output: Path) -> None:
-    """Raise UserError if the output folder cannot be created or written to. Nothing is created yet."""
-    there = next(folder for folder in (output, *output.absolute().parents) if folder.exists())
-    if not there.is_dir():
-        raise UserError(f"{there}: is a file, so no results can be put into {output}; choose another --output")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise UserError(f"{there}: no permission to write results here; choose another --output")
 
 
 def _memory(device: torch.device, group: Group | None) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 
 from evodsp.errors import UserError
-from evodsp.synthetic.config import SynthesisConfig, check_output
+from evodsp.synthetic.config import SynthesisConfig, check_new_folder
 
 
 def synthesize(config: SynthesisConfig, report: Callable[[str], None] | None = None) -> None:
@@ -23,7 +23,7 @@ def synthesize(config: SynthesisConfig, report: Callable[[str], None] | None = N
     Raises UserError if the output exists and is not an empty folder, if its parent folder does not exist, and if the files
     cannot be written; then nothing is left.
     """
-    check_output(config.output)
+    check_new_folder(config.output)
     # Imported late: the command line imports this module for its help, which must not wait for torch.
     from evodsp.synthetic.writers import write_families
 

@@ -57,7 +57,7 @@ class SynthesisConfig:
         return self.min_length + round(family * (self.max_length - self.min_length) / (self.families - 1))
 
 
-def check_output(path: Path) -> None:
+def check_new_folder(path: Path) -> None:
     """Raise UserError if `path` is not free for a new folder."""
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise UserError(f"{path}: exists and is not an empty folder; name a new one, or empty it first")

@@ -15,7 +15,7 @@ from evodsp.data.features import check_config
 from evodsp.errors import UserError
 from evodsp.launch import process_group
 from evodsp.model.schedule import CommunicationPlan
-from evodsp.output import check_output
+from evodsp.output import check_output_folder
 from evodsp.parallel.config import ParallelConfig
 from evodsp.parallel.mesh import data_ranks
 from evodsp.training.chains import Chains, find_chains
@@ -91,7 +91,7 @@ def check_run(command: Command, settings: Settings) -> CheckedRun:
     folder = RunFolder(Path(settings.run.output))
     start = folder.start(command, settings.run, process_group.was_restarted())
     if command == "fit":
-        check_output(folder.path)
+        check_output_folder(folder.path)
     chains = find_chains(data)
     if command != "fit":
         check_scored_chains(command, chains)

@@ -8,7 +8,7 @@ from pathlib import Path
 from evodsp.errors import UserError
 from evodsp.model.alphafold import AlphaFold
 from evodsp.weights.checkpoint import load_features, load_model, model_config, read_checkpoint, save_model
-from evodsp.weights.config import ExportConfig, ImportConfig, check_output, preset_of, published_features
+from evodsp.weights.config import ExportConfig, ImportConfig, check_new_file, preset_of, published_features
 from evodsp.weights.container import container
 from evodsp.weights.deepmind import export_deepmind, write_npz
 from evodsp.weights.openfold import export_openfold, write_openfold
@@ -32,7 +32,7 @@ def import_weights(settings: ImportConfig) -> str:
 
     Raises UserError if the output exists, or the parameters are not exactly the model's.
     """
-    check_output(settings.output, settings.overwrite)
+    check_new_file(settings.output, settings.overwrite)
     path = settings.checkpoint
     _refuse_checkpoint(path)
     if settings.like is not None:
@@ -52,7 +52,7 @@ def export_weights(settings: ExportConfig) -> str:
 
     Raises UserError if the output exists, or the checkpoint cannot be read.
     """
-    check_output(settings.output, settings.overwrite)
+    check_new_file(settings.output, settings.overwrite)
     kind = settings.output_format
     model = load_model(settings.checkpoint, settings.raw, settings.preset)
     if kind == "deepmind":

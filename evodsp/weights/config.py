@@ -112,7 +112,7 @@ def published_features(preset: str) -> FeatureConfig:
     )
 
 
-def check_output(path: Path, overwrite: bool) -> None:
+def check_new_file(path: Path, overwrite: bool) -> None:
     """Raise UserError if `path` is a folder, or exists and may not be overwritten."""
     if path.is_dir():
         raise UserError(f"{path}: is a folder; give --output the name of a file")
