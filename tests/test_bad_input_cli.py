@@ -378,6 +378,13 @@ def test_an_output_that_cannot_be_written(output: str, inputs: Path, capsys: pyt
         check_refused([*words, "--output", output], inputs, capsys, output.rpartition("/")[0].removesuffix("/evodsp"))
 
 
+def test_an_output_folder_that_is_a_file(inputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run that trains or predicts before it finds out that there can be no folder of that name."""
+    for words in (fit(), predict()):
+        words[words.index("--output") + 1] = CONFIG
+        check_refused(words, inputs, capsys, f"--output {CONFIG}: is a file, but the output is a folder")
+
+
 def test_a_misspelt_option(inputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     check_refused(
         fit("--model.evoformer.block", "1"), inputs, capsys, "'--model.evoformer.block'", "'--model.evoformer.blocks'"
