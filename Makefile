@@ -56,7 +56,7 @@ demo: $(READY)
 test: $(READY)
 	$(BIN)/python -m pytest -m "not verify"
 
-verify: $(READY)
+verify: $(READY) $(DOCS_READY)
 	$(BIN)/python -m pytest -m verify $(SHARE)
 
 $(PARITY_READY): scripts/parity/constraints.txt

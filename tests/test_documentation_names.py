@@ -1,0 +1,201 @@
+"""What the documentation names exists: commands, options, settings, modules, files, links, versions, pages of the site.
+
+`tests/test_documentation.py` executes its commands and code blocks.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import pkgutil
+import re
+import subprocess
+import sys
+import textwrap
+import tomllib
+import zipfile
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import yaml
+
+import evodsp
+from evodsp.model.evoformer import MSAStack, PairStack
+from tests.builders.pages import INCLUDED, PAGES, ROOT, check_make, extras, prose, run_quietly, spans, text_of
+
+OPTIONS_OF_OTHERS = {
+    "--trainer.help",
+    "--help",
+    "--max-restarts",
+    "--cpu",
+    "--print_config",
+    "--nproc-per-node",
+    "--standalone",
+}
+"""Options of torchrun and of scripts, and those that `--help` does not show."""
+
+ELSEWHERE = {"config.yaml", "train.txt", "space_time.py", "train_monomer_demo_bp.sh", "fastfold/distributed/comm.py"}
+"""Files that a run or the reader writes, and files of other programs."""
+
+
+@pytest.fixture(scope="module")
+def help_texts() -> dict[str, str]:
+    """`--help` of every command."""
+    names = ("fit", "validate", "predict", "data synthesize", "weights import", "weights export")
+    return {name: run_quietly([*name.split(), "--help"]) for name in names}
+
+
+@pytest.mark.parametrize("page", [*PAGES, *INCLUDED])
+def test_names_in_the_prose_exist(page: str, help_texts: dict[str, str]) -> None:
+    """Commands, options, settings, make targets and modules between backticks: a name that was changed or never was."""
+    everything = "".join(help_texts.values())
+    options = set(re.findall(r"--[\w.]+", everything)) | OPTIONS_OF_OTHERS
+    for span in spans(page):
+        words = span.split()
+        if words[0] == "make":
+            check_make([word for word in words[1:] if "…" not in word])
+        if words[0] == "evodsp" and len(words) > 1:
+            name = " ".join(words[1:3]) if words[1] in ("data", "weights") else words[1]
+            assert name in {*help_texts, "test"}, f"no command `{span}`"
+        for word in re.findall(r"(?<![\w-])--[A-Za-z][\w.-]*", span):
+            assert word in options, f"`{span}`: no command has the option {word}"
+        if setting := re.fullmatch(r"((?:model|data|parallel|plan|trainer)\.[a-z_]\w*(?:\.\w+)*)(?::.*)?", span):
+            assert f"--{setting[1]}" in options, f"no setting `{span}`"
+        if re.fullmatch(r"evodsp(\.\w+)+", span) and page not in ("docs/migration.md", "CHANGELOG.md"):
+            assert resolves(span), f"`{span}` cannot be imported"
+
+
+def test_the_new_names_of_the_migration_page_exist() -> None:
+    rows = [row.split("|")[1:3] for row in text_of("docs/migration.md").splitlines() if row.startswith("| `")]
+    assert len(rows) > 20
+    for old, new in rows:
+        for name in re.findall(r"`(evodsp(?:\.\w+)+)`", new):
+            assert resolves(name), f"{name}, the new name of {old.strip()}"
+        for name in re.findall(r"`(evodsp(?:\.\w+)+)`", old):
+            assert name in new or not resolves(name), f"{name} is still there"
+
+
+def resolves(name: str) -> bool:
+    """Whether a dotted name is a module, or an attribute of one."""
+    try:
+        pkgutil.resolve_name(name)
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
+@pytest.mark.parametrize("page", [*PAGES, *INCLUDED])
+def test_links_and_files_named_in_the_prose_exist(page: str) -> None:
+    """Relative links with their anchors; files and folders between backticks that a run does not write."""
+    here = (ROOT / page).parent
+    package_files = {path.name for path in (ROOT / "evodsp").rglob("*.py")}
+    for link in re.findall(r"\[[^\]]*\]\((?!https?:)([^)\s]+)\)", prose(page)):
+        name, _, anchor = link.partition("#")
+        target = here / name if name else ROOT / page
+        assert target.exists(), f"{page}: the link to {link}"
+        assert not anchor or anchor in anchors(target), f"{page}: {name} has no heading #{anchor}"
+    for name in spans(page):
+        if re.fullmatch(r"[\w./-]+\.(?:md|yaml|py|txt|sh|sbatch|ipynb|cff|css)", name) and name not in ELSEWHERE:
+            places = (ROOT, here, ROOT / "evodsp", ROOT / "evodsp" / "parallel")
+            found = any((folder / name).exists() for folder in places) or ("/" not in name and name in package_files)
+            assert found, f"{page}: `{name}`"
+        if re.match(r"(?:evodsp|scripts|tests|notebooks|configs|data)/", name) and not set(name) & set("*<> …"):
+            assert (ROOT / name).exists() or (ROOT / "evodsp" / name).exists(), f"{page}: `{name}`"
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as MkDocs and GitHub make them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}
+
+
+def test_the_site_has_all_pages_and_each_says_what_it_is_for() -> None:
+    """A page outside the navigation, a page that these tests do not read, an API page of a module that moved."""
+
+    def files(entries: object) -> list[str]:
+        if isinstance(entries, str):
+            return [entries]
+        return [
+            file
+            for entry in entries
+            for file in files(next(iter(entry.values())) if isinstance(entry, dict) else entry)
+        ]
+
+    pages = {f"docs/{name}" for name in files(yaml.safe_load(text_of("mkdocs.yml"))["nav"])}
+    assert (
+        pages
+        == {path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md")}
+        == set(PAGES) - {"README.md"}
+    )
+    for page in pages:
+        title, opening = [line for line in text_of(page).splitlines() if line][:2]
+        assert title.startswith("# ")
+        assert opening.startswith("*After this page you "), page
+        for module in re.findall(r"^::: ([\w.]+)$", text_of(page), re.MULTILINE):
+            assert find_spec(module), f"{page}: {module}"
+
+
+def test_versions_agree() -> None:
+    """A bump that forgot one of the places."""
+    citation = yaml.safe_load(text_of("CITATION.cff"))
+    newest = re.search(r"^## (\S+) - (\S+)$", text_of("CHANGELOG.md"), re.MULTILINE)
+    assert newest
+    assert (citation["version"], str(citation["date-released"])) == newest.groups()
+    assert newest[1] == evodsp.__version__
+
+
+def test_the_extras_are_those_of_the_package() -> None:
+    sentence = text_of("README.md").partition("Extras:")[2].partition(".\n")[0]
+    assert set(re.findall(r"`([\w-]+)`", sentence)) == extras()
+
+
+def test_documentation_packages_are_pinned_and_not_part_of_the_demo() -> None:
+    """`make demo` installs the extra `dev`; the site's packages come with `make docs` only."""
+    wanted = tomllib.loads(text_of("pyproject.toml"))["project"]["optional-dependencies"]
+    pinned = {line.partition("==")[0].lower() for line in text_of("constraints.txt").splitlines()}
+    names = {re.split(r"[\[<>=]", requirement)[0] for requirement in wanted["docs"]}
+    assert names <= pinned
+    assert not {name for name in names if name.startswith("mkdocs")} & {
+        re.split(r"[\[<>=]", requirement)[0] for requirement in wanted["dev"]
+    }
+
+
+@pytest.mark.verify
+def test_the_site_builds_without_warnings_and_asks_no_network(tmp_path: Path) -> None:
+    """Needs the extra `docs` (`make docs` installs it)."""
+    pytest.importorskip("mkdocs", reason="the extra `docs` is not installed; `make docs` installs it")
+    words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(
+        words, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    )
+    assert done.returncode == 0, done.stderr
+    pages = list((tmp_path / "site").rglob("*.html"))
+    assert len(pages) >= len(PAGES) - 1
+    for page in pages:
+        fetched = re.findall(r'<(?:script|link|img|iframe)[^>]*(?:src|href)="(https?:[^"]*)"', page.read_text())
+        assert not fetched, f"{page}: {fetched}"
+
+
+@pytest.mark.verify
+def test_the_wheel_holds_the_package(tmp_path: Path) -> None:
+    """A module or a table that is left out, a version that is another; as `make wheel` builds it."""
+    source = tmp_path / "source"
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    for name in (name for name in tracked if name.startswith("evodsp/") or "/" not in name):
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).write_bytes((ROOT / name).read_bytes())
+    words = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", str(tmp_path), str(source)]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    [wheel] = tmp_path.glob("*.whl")
+    assert wheel.name == f"evodsp-{evodsp.__version__}-py3-none-any.whl"
+    held = set(zipfile.ZipFile(wheel).namelist())
+    assert {name for name in tracked if name.startswith("evodsp/")} <= held
+
+
+@pytest.mark.parametrize("stack", [MSAStack, PairStack])
+def test_the_lines_of_a_block_are_the_programs(stack: type) -> None:
+    """A page that shows another order of sub-layers or other axes than the program has."""
+    body = inspect.getsource(stack.forward).split('"""')[2]
+    assert textwrap.dedent(body.lstrip("\n")).strip() in text_of("docs/dsp.md")
