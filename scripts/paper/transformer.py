@@ -126,15 +126,15 @@ class AxisAttention(nn.Module):
         self, q: Float[Tensor, "B *axes h d"], k: Float[Tensor, "B *axes h d"], v: Float[Tensor, "B *axes h d"]
     ) -> Float[Tensor, "B *axes h d"]:
         """Queries, keys and values of h heads."""
-        moved = q.movedim(self.dim, -2)
-        rows, columns, values = (attention_batch(x, self.dim) for x in (q, k, v))
-        out = F.scaled_dot_product_attention(rows, columns, values)
-        return out.unflatten(0, moved.shape[:-3]).movedim(-2, self.dim)
+        moved = [x.movedim(self.dim, -2) for x in (q, k, v)]
+        out = self.attend(*(x.flatten(0, -4) for x in moved))
+        return out.unflatten(0, moved[0].shape[:-3]).movedim(-2, self.dim)
 
-
-def attention_batch(x: Float[Tensor, "B *axes h d"], dim: int) -> Float[Tensor, "batch h L d"]:
-    """The form that attention kernels take: tokens along `dim` in rows of length L, all other axes in one batch axis."""
-    return x.movedim(dim, -2).flatten(0, -4)
+    def attend(
+        self, q: Float[Tensor, "rows h L d"], k: Float[Tensor, "rows h L d"], v: Float[Tensor, "rows h L d"]
+    ) -> Float[Tensor, "rows h L d"]:
+        """Attention within each row of L tokens."""
+        return F.scaled_dot_product_attention(q, k, v)
 
 
 class Attention(nn.Module):

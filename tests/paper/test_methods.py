@@ -31,7 +31,7 @@ def assert_same(found: Result, expected: Result) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("name", ["one_device", "ulysses"])
+@pytest.mark.parametrize("name", ["one_device", "ulysses", "megatron_sp", "megatron_tp", "ring"])
 def test_a_method_equals_one_device(pool: RankPool, expected: Result, name: str, ranks: int) -> None:
     """Catches a wrong shard, head, mask of dropout or scale of a gradient."""
     for found in pool.run(ranks, run_method, name, SMALL):

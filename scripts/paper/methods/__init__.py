@@ -5,10 +5,15 @@ from __future__ import annotations
 from evodsp.errors import UserError, nearest
 
 from .base import Groups, Method, Parallel, volume
+from .megatron_sp import MegatronSP
+from .megatron_tp import MegatronTP
 from .one_device import OneDevice
+from .ring import Ring
 from .ulysses import Ulysses
 
-METHODS: dict[str, Method] = {method.name: method for method in (OneDevice(), Ulysses())}
+METHODS: dict[str, Method] = {
+    method.name: method for method in (OneDevice(), Ulysses(), MegatronSP(), MegatronTP(), Ring())
+}
 """All methods, in the order of tables."""
 
 
