@@ -6,6 +6,7 @@ shapes but no memory, so any size can be counted.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -19,7 +20,9 @@ from evodsp.parallel.ledger import Ledger
 @contextmanager
 def fake_group(ranks: int, rank: int = 0, ledger: Ledger | None = None) -> Iterator[Group]:
     """A group of `ranks` ranks in which this process is number `rank`; the others do not exist."""
+    former = sys.excepthook
     dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
+    sys.excepthook = former  # every new group adds its rank to the lines of tracebacks
     try:
         handle = dist.group.WORLD
         assert handle is not None  # created one line above

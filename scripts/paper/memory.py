@@ -1,0 +1,289 @@
+"""Part `memory`: what a rank holds, by every method.
+
+Activations are counted on tensors without memory (`one_rank.py`) at the paper's sizes, in bf16. Memory grows by the same number
+of bytes with each layer, so two small depths give the whole model; `tests/paper/test_memory.py` checks that. At small sizes the
+same counter watches real tensors on real ranks. Parameters are counted; the bytes that go with them are modelled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import ceil
+from typing import Any
+
+import torch
+
+from evodsp.errors import UserError
+from scripts.benchmarks.peak_memory import PeakMemory
+
+from .counting import CLAIMS
+from .experiments import Case, cases
+from .gloo_ranks import Groups as RankGroups
+from .gloo_ranks import on_ranks
+from .methods import Groups, method_named
+from .methods.megatron_tp import TensorParallelMethod
+from .one_rank import passes
+from .part import Part, Row, Tables, Tick
+from .transformer import Transformer
+from .workload import Workload
+
+GIB = 2**30
+CAPACITY = 80 * 10**9
+"""Bytes of an H100 that may be filled. It has 5 GB more, which CUDA, NCCL and gaps between tensors need."""
+WEIGHTS, GRADIENTS, STATES = 2, 2, 12
+"""Bytes per parameter: weights and gradients in bf16; weights and Adam's two moments in fp32."""
+ALL_RANKS = 128
+"""GPUs of the paper's end-to-end experiments, over which ZeRO-2 spreads gradients and states."""
+RANKS = (1, 2, 4, 8, 16, 32, 64)
+
+
+@dataclass(frozen=True)
+class Held:
+    """What the first rank holds, which is never less than what another holds."""
+
+    saved: int
+    """Bytes of activations between the forward and the backward pass."""
+    peak: int
+    """Largest number of bytes of activations and their gradients at once."""
+    parameters: int
+    """Numbers in this rank's parameters."""
+
+
+def held(method: str, workload: Workload, ranks: int, dtype: torch.dtype = torch.bfloat16) -> Held:
+    """Count one method with all layers. Raises UserError if it cannot spread this model over this number of ranks."""
+    layers = workload.config.layers
+    name = "one_device" if ranks == 1 else method
+    two, three = (passes(name, dataclasses.replace(workload, layers=n), ranks, dtype) for n in (2, 3))
+
+    def whole(few: int, more: int) -> int:
+        return few + (layers - 2) * (more - few)
+
+    return Held(whole(two.saved, three.saved), whole(two.peak, three.peak), whole(two.parameters, three.parameters))
+
+
+def states(method: str, parameters: int, zero_ranks: int) -> int:
+    """Bytes of weights, gradients and optimizer. As in the paper's appendix A.2.2: ZeRO-2 over `zero_ranks` ranks, except for
+    tensor parallel methods, which hold all of their slice."""
+    spread = 1 if isinstance(method_named(method), TensorParallelMethod) else zero_ranks
+    return parameters * WEIGHTS + ceil(parameters * (GRADIENTS + STATES) / spread)
+
+
+# ---- Figure 9: the sizes of weak scaling ----
+
+
+def weak_rows(settings: Mapping[str, Any], tick: Tick) -> Iterator[Row]:
+    """One row for every bar."""
+    for case in weak_cases(settings):
+        tick(case.name)
+        workload, ranks = case.workload, case.sequence
+        row: Row = {"model": workload.model, "ranks": ranks, "time": workload.time, "batch": workload.batch}
+        row |= {"method": case.method, "refused": ""}
+        try:
+            found = held(case.method, workload, ranks)
+        except UserError as error:
+            yield row | {"refused": str(error)}
+            continue
+        row |= {"saved_bytes": found.saved, "peak_bytes": found.peak, "parameters": found.parameters}
+        yield row | {"states_bytes": states(case.method, found.parameters, ranks)}
+
+
+def weak_cases(settings: Mapping[str, Any]) -> list[Case]:
+    """The bars to count."""
+    return list(cases("table7")) if settings["weak"] else []
+
+
+# ---- Table 4: the smallest groups that fit ----
+
+
+def smallest_rows(settings: Mapping[str, Any], tick: Tick) -> Iterator[Row]:
+    """One row for every model, length and method: the first number of ranks that fits into an H100."""
+    paper = {(case.workload, case.method): case.sequence for case in cases("table4")}
+    for model, time, method in smallest_cases(settings):
+        tick(f"{method}, {model}, {time} x 4096 tokens: smallest number of ranks")
+        workload = Workload(model, time, checkpoint=True)
+        row: Row = {"model": model, "tokens": workload.tokens, "method": method}
+        row |= {"paper_ranks": paper.get((workload, method), ""), "ranks": "", "too_few_bytes": ""}
+        for ranks in RANKS:
+            try:
+                found = held(method, workload, ranks)
+            except UserError as error:
+                row["ranks"] = f"x: {error}"
+                break
+            needed = found.peak + states(method, found.parameters, ALL_RANKS)
+            if needed <= CAPACITY:
+                row |= {"ranks": ranks, "bytes": needed}
+                break
+            row["too_few_bytes"] = needed
+        else:
+            row["ranks"] = f"x: more than {RANKS[-1]} ranks"
+        yield row
+
+
+def smallest_cases(settings: Mapping[str, Any]) -> list[tuple[str, int, str]]:
+    """(model, time, method) of the rows of `smallest_rows`."""
+    return [
+        (m, t, method)
+        for m in settings["smallest"]["models"]
+        for t in settings["smallest"]["times"]
+        for method in CLAIMS
+    ]
+
+
+# ---- One layer, without recomputation ----
+
+
+def layer_rows(settings: Mapping[str, Any], tick: Tick) -> Iterator[Row]:
+    """What one layer keeps for the backward pass, in sequence tensors M: one device keeps 32, spread ideally 32 / N."""
+    chosen = settings["layer"]
+    for method in CLAIMS:
+        for ranks in chosen["ranks"]:
+            tick(f"{method}, one layer of {chosen['model']}, {ranks} ranks")
+            workload = Workload(chosen["model"], chosen["time"])
+            name = "one_device" if ranks == 1 else method
+            two, three = (passes(name, dataclasses.replace(workload, layers=n), ranks) for n in (2, 3))
+            saved = (three.saved - two.saved) / (2 * workload.sequence)
+            yield {"model": workload.model, "ranks": ranks, "method": method, "saved_m": round(saved, 4)}
+
+
+# ---- Real ranks ----
+
+
+def measured_rows(settings: Mapping[str, Any], tick: Tick) -> list[Row]:
+    """Every method on real ranks, and what is counted for the same sizes without them, in fp32."""
+    chosen = settings["measured"]
+    workloads = [Workload(**chosen["workload"], checkpoint=checkpoint) for checkpoint in (False, True)]
+    most = max(chosen["ranks"])
+    rows: list[Row] = on_ranks(most, measured_on_rank, workloads, chosen["ranks"], tick=tick)
+    for row in rows:
+        workload = dataclasses.replace(workloads[0], checkpoint=bool(row["recomputed"]))
+        counted = passes(row["method"], workload, row["ranks"], torch.float32)
+        row |= {"counted_saved_bytes": counted.saved, "counted_peak_bytes": counted.peak}
+    return rows
+
+
+def measured_on_rank(groups: RankGroups, tick: Tick, workloads: list[Workload], ranks: list[int]) -> list[Row]:
+    """Rows of every method on every group that this rank belongs to."""
+    rows: list[Row] = []
+    for n in ranks:
+        for method in CLAIMS:
+            for workload in workloads:
+                tick(f"{method} on {n} gloo ranks")
+                if torch.distributed.get_rank() >= n:
+                    continue
+                torch.manual_seed(0)
+                parallel = method_named(method).apply(Transformer(workload.config), Groups(groups[n]))
+                for parameter in parallel.parameters():
+                    parameter.grad = torch.zeros_like(parameter)
+                latents = torch.randn(workload.latents)
+                with PeakMemory() as memory:
+                    output = parallel(latents)
+                    saved = memory.current
+                    output.sum().backward()
+                rows.append(
+                    {
+                        "method": method,
+                        "ranks": n,
+                        "recomputed": int(workload.checkpoint),
+                        "measured_saved_bytes": saved,
+                        "measured_peak_bytes": memory.peak,
+                    }
+                )
+    return rows
+
+
+# ---- The part ----
+
+
+def part(settings: Mapping[str, Any]) -> Part:
+    """`settings`: the section `memory` of `experiments/cpu.yaml`."""
+
+    def measure(tick: Tick) -> Tables:
+        return {
+            "memory_weak": list(weak_rows(settings, tick)),
+            "memory_smallest": list(smallest_rows(settings, tick)),
+            "memory_layer": list(layer_rows(settings, tick)),
+            "memory_measured": measured_rows(settings, tick),
+        }
+
+    on_real = 2 * len(settings["measured"]["ranks"]) * len(CLAIMS)
+    on_fake = len(weak_cases(settings)) + len(CLAIMS) * len(settings["layer"]["ranks"])
+    smallest = len(smallest_cases(settings))
+    return Part(
+        "memory",
+        settings,
+        measure,
+        report,
+        steps=on_fake + smallest + on_real,
+        seconds=0.8 * on_fake + 3 * smallest + on_real + 8,
+        wrong=wrong,
+    )
+
+
+def wrong(tables: Tables) -> list[str]:
+    """Where real tensors differ from what is counted without ranks: in what is saved, or by more than 5 % in the peak, which
+    depends on when a message is done."""
+    found = []
+    for row in tables["memory_measured"]:
+        for what, share in (("saved", 0.0), ("peak", 0.05)):
+            measured, counted = row[f"measured_{what}_bytes"], row[f"counted_{what}_bytes"]
+            if abs(measured - counted) > share * counted:
+                found.append(f"{row['method']} on {row['ranks']} ranks: {measured} bytes {what}, {counted} counted")
+    return found
+
+
+def report(tables: Tables) -> str:
+    """All tables as text."""
+    lines = [EXPLANATION]
+    weak = "  ".join(f"{name:>9}" for name in ("saved", "peak", "states", "sum"))
+    lines += ["", "The sizes of table 7 (figure 9), activations recomputed, GiB per rank"]
+    lines.append(f"{'model':6}{'ranks':>5}{'batch':>6}{'time':>6}  {'method':12}{weak}")
+    for row in tables["memory_weak"]:
+        start = f"{row['model']:6}{row['ranks']:>5}{row['batch']:>6}{row['time']:>6}  {row['method']:12}"
+        if row["refused"]:
+            lines.append(f"{start}x: the number of heads or of time steps is no multiple of {row['ranks']}")
+            continue
+        numbers = row["saved_bytes"], row["peak_bytes"], row["states_bytes"], row["peak_bytes"] + row["states_bytes"]
+        lines.append(start + "  ".join(f"{number / GIB:9.2f}" for number in numbers))
+    lines += [
+        "",
+        "Smallest group that fits into 80 GB (table 4), activations recomputed, ZeRO-2 over 128 ranks, GiB per rank",
+    ]
+    lines.append(f"{'model':6}{'tokens':>9}  {'method':12}{'paper':>6}{'ranks':>6}{'needed':>9}{'with half':>11}")
+    for row in tables["memory_smallest"]:
+        fewer = f"{row['too_few_bytes'] / GIB:11.1f}" if row["too_few_bytes"] else ""
+        start = f"{row['model']:6}{row['tokens']:>9}  {row['method']:12}{row['paper_ranks']:>6}"
+        if isinstance(row["ranks"], str):
+            lines.append(f"{start}{'x':>6}{'':9}{fewer}")
+        else:
+            lines.append(f"{start}{row['ranks']:>6}{row['bytes'] / GIB:9.1f}{fewer}")
+    lines += [
+        "",
+        "What one layer keeps for the backward pass, nothing recomputed, in sequence tensors M; in brackets times N",
+    ]
+    layer: dict[str, dict[int, float]] = {}
+    for row in tables["memory_layer"]:
+        layer.setdefault(row["method"], {})[row["ranks"]] = row["saved_m"]
+    lines.append(f"{'ranks':12}" + "".join(f"{n:>16}" for n in next(iter(layer.values()))))
+    for method, of in layer.items():
+        lines.append(f"{method:12}" + "".join(f"{m:8.2f} ({m * n:5.1f})" for n, m in of.items()))
+    lines += ["", "Real tensors on gloo ranks, small model, fp32, MiB per rank: measured (counted without ranks)"]
+    lines.append(f"{'ranks':>5}  {'method':12}{'recomputed':>11}{'saved':>18}{'peak':>18}")
+    for row in tables["memory_measured"]:
+        cells = [
+            f"{row[f'measured_{what}_bytes'] / 2**20:8.2f} ({row[f'counted_{what}_bytes'] / 2**20:7.2f})"
+            for what in ("saved", "peak")
+        ]
+        lines.append(
+            f"{row['ranks']:>5}  {row['method']:12}{'yes' if row['recomputed'] else 'no':>11}" + "".join(cells)
+        )
+    return "\n".join([*lines, "", *(wrong(tables) or ["ok: real tensors are as many as were counted"])]) + "\n"
+
+
+EXPLANATION = f"""\
+What the first rank holds. saved: activations alive between the forward and the backward pass; peak: activations and their
+gradients at once; both count every tensor once, from its creation to its release, and neither an allocator's cache nor
+gaps. The first rank never holds less than another. The tokens at the model's two ends are whole on every rank.
+states (modelled): {WEIGHTS} bytes of weights per parameter, {GRADIENTS} of gradients and {STATES} of optimizer; ZeRO-2 spreads
+these two over all ranks, except for the tensor parallel methods, which hold 1/N of the blocks' parameters."""

@@ -1,0 +1,129 @@
+"""A training pass of one rank of many, on tensors without memory: what it communicates, and what it holds.
+
+The fake process group (`scripts/benchmarks/fake_ranks.py`) lets one rank's program run without the others, and PyTorch's fake
+tensors have shapes but no values. So every number here is counted at the paper's sizes, and nothing is timed. Attention runs
+PyTorch's fused CPU kernel, which keeps what FlashAttention keeps: its inputs, its output, and one number per row and head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from evodsp.parallel.ledger import Entry, Ledger
+from scripts.benchmarks.fake_ranks import fake_group
+from scripts.benchmarks.peak_memory import PeakMemory
+
+from .methods import Groups, method_named
+from .transformer import Transformer
+from .workload import Workload
+
+
+@dataclass(frozen=True)
+class Passes:
+    """A forward and backward pass as the first rank sees it, which never holds less than another."""
+
+    layers: list[Entry]
+    """Collectives of the layers, from the ledger."""
+    ends: list[Entry]
+    """Collectives that enter and leave the layers."""
+    sent_forward: int
+    """Bytes that leave the rank in the forward pass, from the operators that PyTorch dispatched, not from the ledger."""
+    sent_backward: int
+    """Likewise in the backward pass, recomputation included."""
+    saved: int
+    """Bytes of tensors alive between the two passes: what is kept for the backward pass, and the output."""
+    peak: int
+    """Largest number of bytes of tensors alive at once. Parameters and their gradients do not count."""
+    parameters: int
+    """Numbers in this rank's parameters."""
+
+
+def passes(method: str, workload: Workload, ranks: int, dtype: torch.dtype = torch.bfloat16) -> Passes:
+    """Count one method. Raises UserError if it cannot spread this model over this number of ranks."""
+    how, config = method_named(method), workload.config
+    how.check(config, (workload.time, workload.rows * workload.columns), ranks)
+    with fake_group(ranks) as group, FakeTensorMode(), _default(dtype):
+        groups = Groups(group.handle)
+        parallel = how.apply(Transformer(config), groups)
+        for parameter in parallel.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        sent = SentBytes(group.rank, ranks)
+        latents = torch.empty(workload.latents)
+        with PeakMemory() as memory, sent:
+            output = parallel(latents)
+            saved, sent_forward = memory.current, sent.bytes
+            output.sum().backward()
+        numbers = sum(parameter.numel() for parameter in parallel.parameters())
+    return Passes(
+        _entries(groups.layer_ledger),
+        _entries(groups.end_ledger),
+        sent_forward,
+        sent.bytes - sent_forward,
+        saved,
+        memory.peak,
+        numbers,
+    )
+
+
+class SentBytes(TorchDispatchMode):
+    """Counts the bytes that leave this rank, by algorithms that move as few as possible.
+
+    Of an all-to-all a rank sends all but its own part, of an all-gather or a reduce-scatter N - 1 shards, of an all-reduce as
+    many as of a reduce-scatter and an all-gather.
+    """
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        super().__init__()
+        self.rank, self.ranks, self.bytes = rank, ranks, 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if function.namespace == "c10d":
+            self.bytes += self._sent(function.name().removeprefix("c10d::"), args)
+        return function(*args, **(kwargs or {}))
+
+    def _sent(self, operator: str, args: tuple[Any, ...]) -> int:
+        match operator:
+            case "alltoall_base_":
+                sent, splits = args[1], args[4]
+                own = splits[self.rank] * (sent[:1].numel() if len(sent) else 0)
+                return (sent.numel() - own) * sent.element_size()
+            case "_allgather_base_":
+                return _bytes(args[0]) - _bytes(args[1])
+            case "_reduce_scatter_base_":
+                return _bytes(args[1]) - _bytes(args[0])
+            case "allreduce_":
+                return sum(2 * (self.ranks - 1) * _bytes(tensor) // self.ranks for tensor in args[0])
+            case "send":
+                return sum(map(_bytes, args[0]))
+            case "recv_":
+                return 0
+        raise ValueError(f"{operator}: nothing here knows how many bytes it sends")
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _entries(ledger: Ledger) -> list[Entry]:
+    return list(ledger.entries)
+
+
+@contextmanager
+def _default(dtype: torch.dtype) -> Iterator[None]:
+    """New tensors have this type: a fake model cannot be converted."""
+    former = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(former)

@@ -1,0 +1,60 @@
+"""A part of the reproduction: what it measures, with which settings, and how its tables read."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from evodsp.files import whole_file
+
+Row = dict[str, Any]
+"""A line of a table: numbers and strings by the names of the columns."""
+Tables = Mapping[str, Sequence[Row]]
+"""Tables by name; each becomes a CSV file of this name."""
+Tick = Callable[[str], None]
+"""Called with what is measured next, `Part.steps` times."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Something that one option of `reproduce.py` measures."""
+
+    name: str
+    """Its name on the command line and of its files."""
+    settings: Mapping[str, Any]
+    """All sizes, as JSON: a result is kept while these are equal."""
+    measure: Callable[[Tick], Tables]
+    report: Callable[[Tables], str]
+    """The tables as text, with an explanation."""
+    steps: int
+    seconds: float
+    """How long it takes on two idle cores, roughly."""
+    wrong: Callable[[Tables], list[str]] = lambda tables: []
+    """What contradicts the paper's formulas; one line each."""
+
+
+def write_csv(path: Path, rows: Sequence[Row]) -> None:
+    """Write a table; all rows have the same columns, in the order of the first row."""
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    with whole_file(path) as partial, partial.open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns, restval="", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def read_csv(path: Path) -> list[Row]:
+    """Read a table: whole numbers as int, other numbers as float, everything else, fractions too, as text."""
+    with path.open(newline="") as file:
+        return [{name: _value(text) for name, text in row.items()} for row in csv.DictReader(file)]
+
+
+def _value(text: str) -> int | float | str:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text

@@ -1,0 +1,182 @@
+"""Regenerate the tables and plots of the docs page "The paper, measured": under half an hour on two cores.
+
+    python -m scripts.paper.reproduce [--only counts memory time scaling plots] [--output DIR] [--quick] [--overwrite]
+
+counts: volumes and numbers of collectives at the paper's sizes, which must equal its tables 3, 8 and 9. memory: activations and
+parameters of a rank at the paper's sizes, and real tensors on gloo ranks. time: a training step by every method, side by side.
+scaling: weak and strong scaling, and inference. plots: PNG files from what the output folder holds.
+
+Each part writes CSV tables, a text (NAME.txt), and how it was made (NAME.json). A part that is there, made with the same
+settings and the same source files, is kept, so an interrupted run goes on where it stopped. --quick: small sizes, a minute, to
+try the program. The exit code is 1 if a count differs from the paper's formulas, and 2 for a mistake in the options.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import hashlib
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from evodsp.errors import UserError, nearest
+from evodsp.files import whole_file
+from evodsp.output import check_output_folder, output_errors
+
+from . import counting, memory, plots, scaling, timing
+from .experiments import settings
+from .part import Part, Tables, read_csv, write_csv
+from .progress import Progress
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+RESULTS = HERE / "results"
+PLOTS = "plots"
+
+
+def parts(quick: bool) -> list[Part]:
+    """All parts that measure. `quick`: with sizes of seconds."""
+    sizes = settings("quick" if quick else "cpu")
+    makers = {"counts": counting.part, "memory": memory.part, "time": timing.part, "scaling": scaling.part}
+    return [make(sizes[name]) for name, make in makers.items()]
+
+
+def fingerprint() -> str:
+    """Of the source files and configurations that decide results."""
+    files = [
+        *(ROOT / "evodsp" / "parallel").glob("*.py"),
+        *HERE.rglob("*.py"),
+        *HERE.glob("configs/*.yaml"),
+        *HERE.glob("experiments/table*.yaml"),
+    ]
+    files += [ROOT / "scripts" / "benchmarks" / name for name in ("fake_ranks.py", "peak_memory.py")]
+    kept = (path for path in sorted(files) if path.parent == HERE / "methods" or path.name not in NOT_MEASURING)
+    digest = hashlib.sha256()
+    for path in kept:
+        digest.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+NOT_MEASURING = ("reproduce.py", "plots.py", "progress.py", "gpu.py")
+"""Files of `scripts/paper` that no result depends on. Settings are compared by value."""
+
+
+def circumstances() -> dict[str, Any]:
+    """When, where and from which commit."""
+    commit = subprocess.run(
+        ["git", "-C", str(ROOT), "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
+    )
+    return {
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "commit": commit.stdout.strip(),
+        "machine": f"{os.cpu_count()} cores, {platform.machine()}",
+        "torch": torch.__version__,
+        "load_before": round(os.getloadavg()[0], 2),
+    }
+
+
+def is_done(part: Part, folder: Path) -> bool:
+    """Whether the folder holds this part, made with the same settings and source files."""
+    try:
+        made = json.loads((folder / f"{part.name}.json").read_text())
+    except (OSError, ValueError):
+        return False
+    wanted = json.loads(json.dumps({"settings": part.settings, "fingerprint": fingerprint()}))
+    tables_are_there = all((folder / f"{name}.csv").is_file() for name in made.get("tables", {}))
+    return tables_are_there and all(made.get(name) == value for name, value in wanted.items())
+
+
+def run(part: Part, folder: Path, progress: Progress) -> list[str]:
+    """Measure a part and write its files, the JSON last. Returns what contradicts the paper's formulas."""
+    progress.begin(part)
+    about, start = circumstances(), time.monotonic()
+    tables = part.measure(progress.tick)
+    about |= {"seconds": round(time.monotonic() - start), "load_after": round(os.getloadavg()[0], 2)}
+    for name, rows in tables.items():
+        write_csv(folder / f"{name}.csv", rows)
+    heading = f"{about['date']}, {about['machine']}, torch {about['torch']}, {about['seconds']} s, load {about['load_before']}"
+    _write(folder / f"{part.name}.txt", f"{heading} before and {about['load_after']} after\n\n{part.report(tables)}")
+    wrong = part.wrong(tables)
+    if not wrong:
+        made = {
+            "settings": part.settings,
+            "fingerprint": fingerprint(),
+            "tables": {n: len(r) for n, r in tables.items()},
+        }
+        _write(folder / f"{part.name}.json", json.dumps(about | made, indent=1) + "\n")
+    progress.end()
+    return wrong
+
+
+def _write(path: Path, text: str) -> None:
+    with whole_file(path) as partial:
+        partial.write_text(text, encoding="utf-8")
+
+
+def tables_in(folder: Path) -> Tables:
+    """All tables of the folder, by name."""
+    return {path.stem: read_csv(path) for path in sorted(folder.glob("*.csv"))}
+
+
+def chosen(only: Sequence[str] | None, known: Sequence[str]) -> list[str]:
+    """The parts to run. Raises UserError for a name that is none."""
+    for name in only or ():
+        if name not in known:
+            raise UserError(f"--only {name}: is not a part; use one of {', '.join(known)}.{nearest(name, known)}")
+    return [name for name in known if not only or name in only]
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--only", nargs="+", metavar="PART", help="counts, memory, time, scaling or plots (default: all)"
+    )
+    parser.add_argument("--output", type=Path, help="folder for the results (default: scripts/paper/results)")
+    parser.add_argument("--quick", action="store_true", help="small sizes, to try the program; needs --output")
+    parser.add_argument("--overwrite", action="store_true", help="measure again what the folder holds already")
+    options = parser.parse_args(words)
+    try:
+        return reproduce(options)
+    except UserError as error:
+        print(f"reproduce: error: {error}", file=sys.stderr)
+        return 2
+
+
+def reproduce(options: argparse.Namespace) -> int:
+    """Run the parts that the options ask for, and return the exit code."""
+    if options.quick and options.output is None:
+        raise UserError(
+            "--quick measures small sizes, which must not replace the results of the page; give an --output"
+        )
+    folder: Path = options.output or RESULTS
+    check_output_folder(folder)
+    known = parts(options.quick)
+    names = chosen(options.only, [*(part.name for part in known), PLOTS])
+    asked = [part for part in known if part.name in names]
+    missing = [part for part in asked if options.overwrite or not is_done(part, folder)]
+    for part in asked:
+        if part not in missing:
+            print(f"{part.name}: kept, made with the same settings and source files (--overwrite measures it again)")
+    wrong, progress = [], Progress(missing)
+    with output_errors(folder):
+        for part in missing:
+            wrong += run(part, folder, progress)
+        if PLOTS in names:
+            for path in plots.draw(tables_in(folder), folder):
+                print(f"plots: {path}")
+    for line in wrong:
+        print(f"FAILED: {line}", file=sys.stderr)
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
