@@ -2,7 +2,8 @@
 
 A layer has one transformer block per axis; a block attends along its axis only. With the axes (time, space) it is the paper's
 2-D transformer, Open-Sora's without cross attention. With (time, height, width) it is the same in three dimensions. Nothing
-here knows of ranks: `scripts/paper/methods` adds each kind of parallelism from outside.
+here knows of ranks: `scripts/paper/methods` adds each kind of parallelism from outside. Dropout only has to be told which
+tokens it sees.
 
 Shapes: B samples, c channels of the latents, T frames, H x W pixels; tokens [B, T, S, C] or [B, T, H', W', C] of width C, where
 S = H' x W' counts patches. `*axes` stands for the token axes.
@@ -25,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from evodsp.config import BELOW_ONE, SIZE, Range, check_numbers, from_dict
 from evodsp.errors import FileFormatError, SettingError, UserError
+from evodsp.parallel import dropout
 from evodsp.rng import Draws
 
 AXES = (("time", "space"), ("time", "height", "width"))
@@ -190,12 +192,9 @@ class Block(nn.Module):
         return x + self._dropped(self.mlp(self.mlp_norm(x)), positions, draws and draws.at("mlp"))
 
     def _dropped(self, update: Tensor, positions: Tensor, draws: Draws | None) -> Tensor:
-        if draws is None or not self.training or self.dropout == 0:
+        if draws is None or not self.training:
             return update
-        channels = update.shape[-1]
-        element = positions.unsqueeze(-1) * channels + torch.arange(channels, device=update.device)
-        keep = draws.uniform_at(element) >= self.dropout
-        return update * (keep.to(update.dtype) / (1 - self.dropout))
+        return dropout(update, self.dropout, positions, draws)
 
 
 class Layer(nn.ModuleDict):
@@ -242,10 +241,7 @@ class Transformer(nn.Module):
         patches = latents.unflatten(4, (-1, pw)).unflatten(3, (-1, ph)).unflatten(2, (-1, pt))
         tokens = self.embedding(patches.permute(0, 2, 4, 6, 1, 3, 5, 7).flatten(4))
         tokens = tokens.reshape(len(latents), *sizes, self.config.width)
-        for dim, size in enumerate(sizes, 1):
-            shape = [1] * dim + [size] + [1] * (tokens.ndim - dim - 2) + [self.config.width]
-            tokens = tokens + sinusoids(size, self.config.width, tokens).view(shape)
-        return tokens
+        return tokens + sinusoids(sizes, self.config.width, tokens)
 
     def transform(
         self, tokens: Float[Tensor, "B *axes C"], positions: Int64[Tensor, " B *axes"], draws: Draws | None = None
@@ -269,8 +265,15 @@ def positions_of(tokens: Float[Tensor, "B *axes C"]) -> Int64[Tensor, " B *axes"
     return torch.arange(prod(shape), device=tokens.device).view(shape)
 
 
-def sinusoids(size: int, width: int, like: Tensor) -> Float[Tensor, "size width"]:
-    """Sines and cosines of the positions 0 … size - 1 at geometrically falling frequencies (Vaswani et al., 2017)."""
-    frequency = torch.exp(torch.arange(0, width, 2, device=like.device, dtype=torch.float32) * (-log(10_000) / width))
-    angle = torch.arange(size, device=like.device, dtype=torch.float32)[:, None] * frequency
+def sinusoids(sizes: Sequence[int], width: int, like: Tensor) -> Float[Tensor, "*axes C"]:
+    """Sines and cosines of the positions along each axis, at geometrically falling frequencies (Vaswani et al., 2017).
+
+    The axes take turns at the frequencies: with all frequencies for each axis, (1, 2) and (2, 1) would look alike.
+    """
+    number = torch.arange(width // 2, device=like.device)
+    frequency = torch.exp(number * (-2 * log(10_000) / width))
+    angle = torch.zeros(*sizes, width // 2, device=like.device)
+    for axis, size in enumerate(sizes):
+        position = torch.arange(size, device=like.device).view(-1, *[1] * (len(sizes) - axis))
+        angle = angle + position * torch.where(number % len(sizes) == axis, frequency, 0.0)
     return torch.cat((angle.sin(), angle.cos()), -1).to(like.dtype)

@@ -1,17 +1,26 @@
-"""One forward and backward pass of a small transformer by any method, as a function that `tests/ranks.py` can run on ranks."""
+"""Forward and backward passes of a small transformer by any method: as a function that `tests/ranks.py` runs on ranks, and on
+fake ranks."""
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from fractions import Fraction
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from evodsp.parallel.ledger import Ledger
 from evodsp.rng import Draws
-from scripts.paper.methods import Groups, method_named
+from scripts.benchmarks.fake_ranks import fake_group
+from scripts.paper.methods import METHODS, Groups, method_named, volume
 from scripts.paper.transformer import Transformer, TransformerConfig
+
+Traffic = Counter[tuple[str, str, Fraction]]
+"""How often each (phase, kind, numbers moved) occurred."""
 
 
 @dataclass(frozen=True)
@@ -21,16 +30,21 @@ class Case:
     config: TransformerConfig
     latents: tuple[int, ...]
 
+    @property
+    def sequence(self) -> int:
+        """M: numbers of the tokens."""
+        return self.latents[0] * prod(self.config.token_sizes(self.latents)) * self.config.width
+
 
 @dataclass(frozen=True)
 class Result:
-    """What one rank found. `layers` and `ends`: (phase, kind, elements) of each collective, and how often it occurred."""
+    """What one rank found."""
 
     output: Tensor
     input_gradient: Tensor
     gradients: dict[str, Tensor]
-    layers: Counter[tuple[str, str, int]]
-    ends: Counter[tuple[str, str, int]]
+    layers: Traffic
+    ends: Traffic
 
 
 def model_of(config: TransformerConfig) -> Transformer:
@@ -52,8 +66,30 @@ def run_method(handle: Any, name: str, case: Case) -> Result:
     (output.sin() * weights).sum().backward()
     assert latents.grad is not None
     torch.distributed.all_reduce(latents.grad, group=handle)
-    ledgers = [
-        Counter((entry.phase, entry.kind, entry.elements) for entry in ledger.entries)
-        for ledger in (groups.layer_ledger, groups.end_ledger)
-    ]
-    return Result(output.detach(), latents.grad / groups.size, method.gradients(parallel), *ledgers)
+    traffic = traffic_of(groups.layer_ledger), traffic_of(groups.end_ledger)
+    return Result(output.detach(), latents.grad / groups.size, method.gradients(parallel), *traffic)
+
+
+def run_on_fake_ranks(name: str, case: Case, ranks: int) -> Traffic:
+    """What the layers communicate on the last of `ranks` ranks that do not exist."""
+    with fake_group(ranks, ranks - 1) as group, FakeTensorMode():
+        groups = Groups(group.handle)
+        METHODS[name].apply(Transformer(case.config), groups)(torch.randn(case.latents)).sum().backward()
+        return traffic_of(groups.layer_ledger)
+
+
+def traffic_of(ledger: Ledger) -> Traffic:
+    """The entries of a ledger, counted."""
+    return Counter((entry.phase, entry.kind, Fraction(entry.elements)) for entry in ledger.entries)
+
+
+def traffic_of_formulas(name: str, case: Case, ranks: int) -> Traffic:
+    """What a method says that the layers communicate."""
+    phases = ("forward", "recompute", "backward") if case.config.checkpoint else ("forward", "backward")
+    return Counter(
+        {
+            (phase, kind, volume(kind, ranks) * case.sequence): count
+            for phase in phases
+            for kind, count in METHODS[name].model_traffic(phase, case.config.layers).items()
+        }
+    )

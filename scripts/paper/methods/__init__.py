@@ -5,6 +5,7 @@ from __future__ import annotations
 from evodsp.errors import UserError, nearest
 
 from .base import Groups, Method, Parallel, volume
+from .dsp import DSP
 from .megatron_sp import MegatronSP
 from .megatron_tp import MegatronTP
 from .one_device import OneDevice
@@ -12,7 +13,7 @@ from .ring import Ring
 from .ulysses import Ulysses
 
 METHODS: dict[str, Method] = {
-    method.name: method for method in (OneDevice(), Ulysses(), MegatronSP(), MegatronTP(), Ring())
+    method.name: method for method in (OneDevice(), DSP(), Ulysses(), MegatronSP(), MegatronTP(), Ring())
 }
 """All methods, in the order of tables."""
 

@@ -23,8 +23,7 @@ def attend(
         return out, lse
     if q.device.type in ("cpu", "meta"):
         return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)
-    scores = q @ k.mT * q.shape[-1] ** -0.5
-    return scores.softmax(-1) @ v, scores.float().logsumexp(-1)
+    return attend_formula(q, k, v)
 
 
 def attend_backward(
@@ -46,8 +45,21 @@ def attend_backward(
         )
     if q.device.type in ("cpu", "meta"):
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(gradient, q, k, v, out, lse, 0.0, False)
+    return attend_formula_backward(gradient, q, k, v, out, lse)
+
+
+def attend_formula(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """`attend` in matrix products."""
+    scores = q @ k.mT * q.shape[-1] ** -0.5
+    return scores.softmax(-1) @ v, scores.logsumexp(-1)
+
+
+def attend_formula_backward(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`attend_backward` in matrix products."""
     scale = q.shape[-1] ** -0.5
-    weights = (q @ k.mT * scale - lse[..., None]).exp().to(q.dtype)
+    weights = (q @ k.mT * scale - lse[..., None]).exp()
     to_scores = weights * (gradient @ v.mT - (gradient * out).sum(-1, keepdim=True)) * scale
     return to_scores @ k, to_scores.mT @ q, weights.mT @ gradient
 

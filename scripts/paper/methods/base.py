@@ -24,6 +24,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from evodsp.errors import UserError
+from evodsp.parallel import average_gradients
 from evodsp.parallel.group import Group
 from evodsp.parallel.ledger import Kind, Ledger, Phase
 from evodsp.rng import Draws
@@ -92,10 +93,13 @@ class Method(ABC):
 
     @abstractmethod
     def layer_traffic(self, phase: Phase) -> Counts:
-        """Collectives of one layer with two axes, without recomputation. Each has the volume that `volume` says."""
+        """Collectives of one layer with two axes, each of the volume that `volume` says.
+
+        `recompute`: what activation checkpointing (`TransformerConfig.checkpoint`) adds to the backward pass.
+        """
 
     def model_traffic(self, phase: Phase, layers: int) -> Counts:
-        """Collectives of all layers, with two axes and without recomputation."""
+        """Collectives of all layers, with two axes."""
         return {kind: layers * count for kind, count in self.layer_traffic(phase).items()}
 
     def check(self, config: TransformerConfig, sizes: Sequence[int], ranks: int) -> None:
@@ -117,11 +121,9 @@ class Method(ABC):
 
     def reduce_gradients(self, parallel: Parallel) -> None:
         """After `backward`: give each parameter, or slice of one, its gradient. What a training step does, if DDP does not."""
-        handle, cut = parallel.groups.layers.handle, self.partition(parallel)
-        for name, parameter in parallel.model.named_parameters():
-            if name not in cut and parameter.grad is not None:
-                dist.all_reduce(parameter.grad, group=handle)
-                parameter.grad /= parallel.groups.size
+        cut = self.partition(parallel)
+        whole = [parameter for name, parameter in parallel.model.named_parameters() if name not in cut]
+        average_gradients(whole, parallel.groups.layers)
 
     def gradients(self, parallel: Parallel) -> dict[str, Tensor]:
         """The whole gradients by the one-device model's names, on every rank, after `backward`. Includes `reduce_gradients`."""

@@ -56,9 +56,12 @@ class MegatronSP(EmbeddedMethod, TensorParallelMethod):
         return TimeSharded(model, self, groups)
 
     def layer_traffic(self, phase: Phase) -> Counts:
-        if phase == "recompute":
-            return {}
-        return {"all-gather": 4 if phase == "forward" else 8, "reduce-scatter": 4}
+        """torch ends a recomputation when it has all that the backward pass needs: without dropout, before a block's last
+        reduce-scatter."""
+        return {
+            "all-gather": 8 if phase == "backward" else 4,
+            "reduce-scatter": 2 if phase == "recompute" else 4,
+        }
 
     def reduce_gradients(self, parallel: Parallel) -> None:
         """A slice's gradient is the sum over the ranks' losses; the loss is their mean."""

@@ -111,7 +111,7 @@ class MegatronTP(TensorParallelMethod):
         return Parallel(model, self, groups)
 
     def layer_traffic(self, phase: Phase) -> Counts:
-        return {} if phase == "recompute" else {"all-reduce": 4}
+        return {"all-reduce": 4}
 
 
 def parameter_gradients(gradient: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:

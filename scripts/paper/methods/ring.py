@@ -37,13 +37,14 @@ class Ring(EmbeddedMethod):
 
     def apply(self, model: Transformer, groups: Groups) -> Parallel:
         self.check_model(model.config, groups.size)
-        for block in model.blocks_along("time"):
-            block.attention.core = RingAttention(groups.layers)
+        if groups.size > 1:
+            for block in model.blocks_along("time"):
+                block.attention.core = RingAttention(groups.layers)
         return TimeSharded(model, self, groups)
 
     def layer_traffic(self, phase: Phase) -> Counts:
         """Rings: of keys and of values, and backward of their gradients too."""
-        return {} if phase == "recompute" else {"send-receive": 2 if phase == "forward" else 4}
+        return {"send-receive": 4 if phase == "backward" else 2}
 
 
 class RingAttention(AxisAttention):

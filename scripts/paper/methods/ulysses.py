@@ -33,7 +33,7 @@ class Ulysses(EmbeddedMethod):
         return TimeSharded(model, self, groups)
 
     def layer_traffic(self, phase: Phase) -> Counts:
-        return {} if phase == "recompute" else {"all-to-all": 4}
+        return {"all-to-all": 4}
 
     def check_model(self, config: TransformerConfig, ranks: int) -> None:
         must_divide(ranks, config.heads, "the number of heads", self.name)
