@@ -17,6 +17,7 @@ from .part import Row, Tables
 from .rounds import Spread
 
 COLOURS = {
+    "one_device": "#7f7f7f",
     "dsp": "#d62728",
     "ulysses": "#1f77b4",
     "megatron_sp": "#2ca02c",
@@ -43,8 +44,8 @@ def draw(tables: Tables, folder: Path) -> list[Path]:
     return drawn
 
 
-def _panels(columns: int, size: tuple[float, float], rows: int = 1) -> tuple[Any, Any]:
-    """A figure without a window, and its panels."""
+def panels(columns: int, size: tuple[float, float], rows: int = 1) -> tuple[Any, Any]:
+    """A figure without a window, and its panels as rows and columns. Raises UserError without matplotlib."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -52,11 +53,11 @@ def _panels(columns: int, size: tuple[float, float], rows: int = 1) -> tuple[Any
         raise UserError("plots need matplotlib, which is not installed; run: pip install 'evodsp[plots]'") from error
     figure = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(figure)
-    panels = figure.subplots(rows, columns, squeeze=False)
-    for panel in panels.flat:
+    axes = figure.subplots(rows, columns, squeeze=False)
+    for panel in axes.flat:
         for side in ("top", "right"):
             panel.spines[side].set_visible(False)
-    return figure, panels
+    return figure, axes
 
 
 def _ranks_axis(panel: Any, ranks: Sequence[int]) -> None:
@@ -66,14 +67,15 @@ def _ranks_axis(panel: Any, ranks: Sequence[int]) -> None:
     panel.set_xlabel("ranks N")
 
 
-def _legend(figure: Any, panel: Any, columns: int) -> None:
+def legend(figure: Any, panel: Any, columns: int) -> None:
+    """Put the legend of one panel below the figure."""
     handles, labels = panel.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
 
 
 def volumes_figure(tables: Tables) -> Any:
     """Table 3 against N: the forward pass beside the paper's formulas, and all of training."""
-    figure, [[forward, training]] = _panels(2, (10, 4.6))
+    figure, [[forward, training]] = panels(2, (10, 4.6))
     first = tables["volumes"][0]
     rows = [row for row in tables["volumes"] if (row["model"], row["tokens"]) == (first["model"], first["tokens"])]
     ranks = sorted({row["ranks"] for row in rows})
@@ -101,7 +103,7 @@ def volumes_figure(tables: Tables) -> Any:
         panel.grid(alpha=0.25)
         panel.yaxis.set_major_formatter(lambda value, _: str(Fraction(value).limit_denominator(64)))
         _ranks_axis(panel, ranks)
-    _legend(figure, forward, 5)
+    legend(figure, forward, 5)
     return figure
 
 
@@ -109,36 +111,35 @@ def memory_figure(tables: Tables) -> Any:
     """Figure 9: memory at the sizes of weak scaling."""
     rows = tables["memory_weak"]
     groups = list(dict.fromkeys((row["model"], row["time"]) for row in rows))
-    figure, panels = _panels(2, (10, 7), rows=(len(groups) + 1) // 2)
-    for panel, (model, time) in zip(panels.flat, groups, strict=False):
+    figure, axes = panels(2, (10, 3.5 * ((len(groups) + 1) // 2)), rows=(len(groups) + 1) // 2)
+    for panel, (model, time) in zip(axes.flat, groups, strict=False):
         mine = [row for row in rows if (row["model"], row["time"]) == (model, time)]
         ranks = sorted({row["ranks"] for row in mine})
-        for number, method in enumerate(CLAIMS):
-            for place, n in enumerate(ranks):
-                [row] = [row for row in mine if (row["method"], row["ranks"]) == (method, n)]
-                x, colour = place + (number - 2) * 0.16, COLOURS[method]
+        for number, method in enumerate(("one_device", *CLAIMS)):
+            panel.bar(0, 0, color=COLOURS[method], label=method_named(method).title)
+            for row in (row for row in mine if row["method"] == method):
+                x = ranks.index(row["ranks"]) + ((number - 3) * 0.16 if number else 0)
                 if row["refused"]:
-                    panel.text(x, 0, "x", ha="center", va="bottom", color=colour)
+                    panel.text(x, 0, "x", ha="center", va="bottom", color=COLOURS[method])
                     continue
-                label = method_named(method).title if place == 0 else None
                 peak, states = row["peak_bytes"] / GIB, row["states_bytes"] / GIB
-                panel.bar(x, peak, 0.15, color=colour, label=label)
-                panel.bar(x, states, 0.15, bottom=peak, color=colour, alpha=0.4)
+                panel.bar(x, peak, 0.15, color=COLOURS[method])
+                panel.bar(x, states, 0.15, bottom=peak, color=COLOURS[method], alpha=0.4)
         panel.axhline(CAPACITY / GIB, color="black", linewidth=0.8, linestyle="--")
         panel.set_title(f"{MODELS.get(model, model)}, {time} x 4096 tokens a sample", fontsize=10, loc="left")
         panel.set_xticks(range(len(ranks)), [f"{n} ranks" for n in ranks])
         panel.set_ylabel("GiB per rank")
-    _legend(figure, panels[0][0], 5)
+    legend(figure, axes[0][0], 6)
     figure.suptitle("solid: activations at their peak; pale: weights, gradients, optimizer; dashed: 80 GB", fontsize=10)
     return figure
 
 
 def time_figure(tables: Tables) -> Any:
     """Times of methods over DSP's, with quartiles: a training step, and the collectives of a layer alone."""
-    figure, [panels] = _panels(2, (10, 4.2))
+    figure, [axes] = panels(2, (10, 4.2))
     for panel, name, title in (
-        (panels[0], "time_steps", "training step"),
-        (panels[1], "time_collectives", "collectives of a layer, forward, alone"),
+        (axes[0], "time_steps", "training step"),
+        (axes[1], "time_collectives", "collectives of a layer, forward, alone"),
     ):
         rows = tables[name]
         ranks = sorted({row["ranks"] for row in rows})
@@ -154,17 +155,17 @@ def time_figure(tables: Tables) -> Any:
         panel.axhline(1, color="black", linewidth=0.8)
         panel.set_ylabel("time over DSP's")
         panel.set_title(title, fontsize=10, loc="left")
-    _legend(figure, panels[0], 5)
+    legend(figure, axes[0], 5)
     return figure
 
 
 def scaling_figure(tables: Tables) -> Any:
     """Figures 6 to 8: throughput against the number of ranks, with the linear line."""
-    figure, [panels] = _panels(3, (12, 4.2))
+    figure, [axes] = panels(3, (12, 4.2))
     rows: Sequence[Row] = tables["scaling"]
     ranks = sorted({row["ranks"] for row in rows})
     titles = ("weak scaling, training", "strong scaling, training", "one sample, inference")
-    for panel, experiment, title in zip(panels, scaling.EXPERIMENTS, titles, strict=True):
+    for panel, experiment, title in zip(axes, scaling.EXPERIMENTS, titles, strict=True):
         one = scaling.throughput(rows, experiment, "one_device", 1).median
         panel.plot(ranks, [one * n for n in ranks], color="black", linewidth=0.8, label="linear")
         if ranks[-1] > 2:
@@ -189,5 +190,5 @@ def scaling_figure(tables: Tables) -> Any:
         panel.set_ylabel("thousand tokens per second")
         panel.set_ylim(bottom=0)
         _ranks_axis(panel, ranks)
-    _legend(figure, panels[0], 7)
+    legend(figure, axes[0], 7)
     return figure
