@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -127,22 +127,22 @@ def differences(method: str, workload: Workload, ranks: int, layer: Layer) -> li
     return [f"{method}, {workload.model}, {workload.tokens} tokens, {ranks} ranks: {line}" for line in found]
 
 
-def row_of(method: str, workload: Workload, ranks: int) -> tuple[Row, list[str]]:
-    """A row of the table, and what is wrong with it."""
+def row_of(method: str, workload: Workload, ranks: int) -> Row:
+    """A row of the table. Its cell `differs` is empty if the paper is right."""
     claim, m = CLAIMS[method], workload.sequence
     row: Row = {"model": workload.model, "tokens": workload.tokens, "ranks": ranks, "method": method, "m_numbers": m}
     row["paper_forward_m"] = str(claim.volume(ranks))
     try:
         layer = layer_of(method, workload, ranks)
     except UserError as error:
-        return row | {"refused": str(error)}, []
+        return row | {"refused": str(error), "differs": ""}
     row["forward_calls"] = layer.calls("forward").total()
     for phase in PHASES:
         row[f"{phase}_m"] = str(Fraction(layer.numbers(phase), m))
     row["training_m"] = str(Fraction(layer.bytes(*PHASES), BYTES * m))
     row["sent_forward_m"] = str(Fraction(layer.sent_forward, BYTES * m))
     row["sent_training_m"] = str(Fraction(layer.sent_forward + layer.sent_backward, BYTES * m))
-    return row | {"refused": ""}, differences(method, workload, ranks, layer)
+    return row | {"refused": "", "differs": "; ".join(differences(method, workload, ranks, layer))}
 
 
 def part(settings: Mapping[str, Any]) -> Part:
@@ -151,47 +151,54 @@ def part(settings: Mapping[str, Any]) -> Part:
     cases = [(method, model, time, ranks) for model, time, ranks in sizes for method in CLAIMS]
 
     def measure(tick: Tick) -> Tables:
-        rows, wrong = [], []
+        rows = []
         for method, model, time, ranks in cases:
             tick(f"{method}, {model}, {time} x 4096 tokens, {ranks} ranks")
-            row, found = row_of(method, Workload(model, time), ranks)
-            rows.append(row)
-            wrong += [{"difference": line} for line in found]
-        return {"volumes": rows, "differences": wrong}
+            rows.append(row_of(method, Workload(model, time), ranks))
+        return {"volumes": rows}
 
-    return Part(
-        "counts",
-        settings,
-        measure,
-        report,
-        steps=len(cases),
-        seconds=0.9 * len(cases),
-        wrong=lambda tables: [str(row["difference"]) for row in tables["differences"]],
-    )
+    return Part("counts", settings, measure, report, steps=len(cases), seconds=0.9 * len(cases), wrong=wrong)
+
+
+def wrong(tables: Tables) -> list[str]:
+    """Where a count differs from the paper."""
+    return [str(row["differs"]) for row in tables["volumes"] if row["differs"]]
+
+
+def why(refusal: str) -> str:
+    """What stops a method, in a few words, from its error message."""
+    return refusal.partition(": ")[2].partition(", but")[0]
 
 
 def report(tables: Tables) -> str:
-    """All volumes as text, with the paper's beside them."""
-    rows = tables["volumes"]
+    """All volumes as text, with the paper's beside them. Sizes whose volumes are equal share a table."""
+    sizes: dict[tuple[Any, ...], list[Row]] = {}
+    for row in tables["volumes"]:
+        sizes.setdefault((row["model"], row["tokens"], row["m_numbers"]), []).append(row)
+    headings: dict[str, list[str]] = {}
+    for (model, tokens, m), rows in sizes.items():
+        headings.setdefault("\n".join(map(_line, rows)), []).append(f"{model}, {tokens} tokens, M = {m} numbers")
     lines = [EXPLANATION]
-    for (model, m), group in _grouped(rows):
-        lines += ["", f"{model}, {group[0]['tokens']} tokens, M = {m} numbers"]
-        lines.append(
-            f"{'ranks':>5}  {'method':12}{'calls':>6}{'forward':>9}{'paper':>7}{'backward':>10}{'recompute':>11}"
-            f"{'training':>10}{'sent fwd':>10}{'sent training':>15}"
-        )
-        for row in group:
-            start = f"{row['ranks']:>5}  {row['method']:12}"
-            if row["refused"]:
-                lines.append(f"{start}x: the number of heads or of time steps is no multiple of {row['ranks']}")
-                continue
-            lines.append(
-                f"{start}{row['forward_calls']:>6}{row['forward_m']:>9}{row['paper_forward_m']:>7}{row['backward_m']:>10}"
-                f"{row['recompute_m']:>11}{row['training_m']:>10}{row['sent_forward_m']:>10}{row['sent_training_m']:>15}"
-            )
-    ok = "ok: every volume equals tables 3 and 8, every number of collectives table 9"
-    lines += ["", *(str(row["difference"]) for row in tables["differences"])] if tables["differences"] else ["", ok]
-    return "\n".join(lines) + "\n"
+    for table, titles in headings.items():
+        lines += ["", *titles, HEADER, table]
+    return "\n".join([*lines, "", *(wrong(tables) or [OK])]) + "\n"
+
+
+HEADER = (
+    f"{'ranks':>5}  {'method':12}{'calls':>6}{'forward':>9}{'paper':>7}{'backward':>10}{'recompute':>11}"
+    f"{'training':>10}{'sent fwd':>10}{'sent training':>15}"
+)
+OK = "ok: every volume equals tables 3 and 8, every number of collectives table 9"
+
+
+def _line(row: Row) -> str:
+    start = f"{row['ranks']:>5}  {row['method']:12}"
+    if row["refused"]:
+        return f"{start}{'x':>6}  {why(row['refused'])}"
+    return (
+        f"{start}{row['forward_calls']:>6}{row['forward_m']:>9}{row['paper_forward_m']:>7}{row['backward_m']:>10}"
+        f"{row['recompute_m']:>11}{row['training_m']:>10}{row['sent_forward_m']:>10}{row['sent_training_m']:>15}"
+    )
 
 
 EXPLANATION = f"""\
@@ -201,10 +208,3 @@ an all-gather and a reduce-scatter M, an all-to-all M/N (table 8), a ring M; the
 backward, recompute: likewise; activation checkpointing computes each block again. training: bytes of all three phases, in
 units of {BYTES} M; the ring's gradients travel in fp32, the rest in bf16. sent: the same without what a rank keeps, from the
 operators that PyTorch dispatched: (N - 1)/N of the count, but all N hops of the ring's gradients."""
-
-
-def _grouped(rows: Sequence[Row]) -> Iterator[tuple[tuple[Any, Any], list[Row]]]:
-    groups: dict[tuple[Any, Any], list[Row]] = {}
-    for row in rows:
-        groups.setdefault((row["model"], row["m_numbers"]), []).append(row)
-    yield from groups.items()

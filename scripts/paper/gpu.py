@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from evodsp.output import check_output_folder
 
 from . import gpu_report
 from .experiments import TABLES, Case, cases
-from .gpu_step import step_of
+from .gpu_step import built
 from .workload import Workload
 
 WARM_UP, STEPS = 3, 10
@@ -62,9 +63,12 @@ def case_named(name: str, gpus: int, cpu: bool) -> Case:
     return found[name]
 
 
-def measure(case: Case, device: torch.device) -> dict[str, Any]:
-    """Time and memory of a case, the same on every rank. Raises UserError, and what CUDA raises out of memory."""
-    step = step_of(case, device)
+def measured(case: Case, device: torch.device) -> dict[str, Any]:
+    """Time and memory of a case, the same on every rank; status 'x' if the method cannot spread the model."""
+    try:
+        step, _ = built(case, device)
+    except UserError as error:
+        return {"status": "x", "reason": str(error)}
     for _ in range(WARM_UP):
         step()
     if device.type == "cuda":
@@ -74,10 +78,9 @@ def measure(case: Case, device: torch.device) -> dict[str, Any]:
     if device.type == "cuda":
         result["allocated_bytes"] = _largest(torch.cuda.max_memory_allocated(), device)
         result["reserved_bytes"] = _largest(torch.cuda.max_memory_reserved(), device)
-    median = sorted(seconds)[len(seconds) // 2]
-    tokens = case.data * case.workload.batch * case.workload.tokens
-    result["tokens_per_second"] = tokens / median
-    result["tflops_per_gpu"] = case.data * flops(case.workload, case.training) / case.ranks / median / 1e12
+    took = median(seconds)
+    result["tokens_per_second"] = case.data * case.workload.batch * case.workload.tokens / took
+    result["tflops_per_gpu"] = case.data * flops(case.workload, case.training) / case.ranks / took / 1e12
     return result
 
 
@@ -119,9 +122,7 @@ def run(options: argparse.Namespace) -> int:
         raise UserError(f"{case.name} needs {case.ranks} ranks, but {dist.get_world_size()} were started")
     device = torch.device("cpu") if options.cpu else torch.device("cuda", torch.cuda.current_device())
     try:
-        result = measure(case, device)
-    except UserError as error:
-        result = {"status": "x", "reason": str(error)}
+        result = measured(case, device)
     except torch.OutOfMemoryError as error:
         # The other ranks wait in a collective: end this one, and the launcher ends them.
         write(options.output, case, {"status": "x", "reason": f"out of memory: {str(error).splitlines()[0]}"})

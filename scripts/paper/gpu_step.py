@@ -24,8 +24,8 @@ from .transformer import Transformer
 LEARNING_RATE = 1e-4
 
 
-def step_of(case: Case, device: torch.device) -> Callable[[], None]:
-    """Build the model and return its step. Every rank of the default group calls it.
+def built(case: Case, device: torch.device) -> tuple[Callable[[], None], Parallel]:
+    """A step of the case and the model. Every rank of the default group calls it.
 
     Raises UserError if the method cannot spread the model over this number of ranks.
     """
@@ -39,7 +39,7 @@ def step_of(case: Case, device: torch.device) -> Callable[[], None]:
         torch.manual_seed(1 + mesh.data_rank)  # the ranks of a sequence group share their samples
         latents = torch.randn(workload.latents, dtype=torch.bfloat16)
     if not case.training:
-        return _inference(parallel.bfloat16(), latents)
+        return _inference(parallel.bfloat16(), latents), parallel
     if isinstance(method, TensorParallelMethod):
         optimizer: Optimizer = MasterAdam(parallel.bfloat16())
 
@@ -53,7 +53,7 @@ def step_of(case: Case, device: torch.device) -> Callable[[], None]:
         def reduce() -> None:
             """FSDP2 has averaged over all ranks."""
 
-    return _training(parallel, latents, reduce, optimizer)
+    return _training(parallel, latents, reduce, optimizer), parallel
 
 
 def _shard(parallel: Parallel, device: torch.device) -> None:
