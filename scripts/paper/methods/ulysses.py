@@ -16,7 +16,8 @@ from evodsp.parallel.layout import shard_sizes
 from evodsp.parallel.ledger import Phase
 from evodsp.parallel.pending import start
 
-from ..transformer import Transformer, TransformerConfig
+from ..config import TransformerConfig
+from ..transformer import Transformer
 from .base import Counts, Groups, Parallel, must_divide
 from .time_sharded import TIME, EmbeddedMethod, TimeSharded
 
