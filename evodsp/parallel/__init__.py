@@ -1,29 +1,62 @@
-"""Dynamic Sequence Parallelism for any multi-dimensional transformer: the four functions of the paper (arXiv 2403.10266).
+"""Dynamic Sequence Parallelism for any multi-dimensional transformer (arXiv 2403.10266). Needs torch only.
 
     mesh = init_mesh(sequence=4)
     x = split(x, 1, mesh)                          # whole on every rank -> this rank's shard of dimension 1
     x = switch(x, 1, 2, whole=length, mesh=mesh)   # sharded along dimension 1 -> sharded along dimension 2
     x = gather(x, 2, whole=width, mesh=mesh)       # sharded along dimension 2 -> whole on every rank
 
-Backward passes are exact transposes. The MEAN over the group of its ranks' losses is the loss, and the mean over the group of
-each parameter's gradients is its gradient. `exchange` offers the same by named axes; `pending` launches collectives early.
+`parallelize` does it for a model whose submodules say along which axis they compute. `functional` explains the gradients,
+`stages` the wrapper; `exchange` offers the same by the Evoformer's axes.
 """
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from evodsp.parallel.functional import gather, split, switch
+    from evodsp.parallel.functional import gather, split, start_gather, start_switch, switch, total
+    from evodsp.parallel.gradients import average_gradients
+    from evodsp.parallel.group import Group
+    from evodsp.parallel.ledger import Ledger
+    from evodsp.parallel.masks import dropout
     from evodsp.parallel.mesh import Mesh, init_mesh
+    from evodsp.parallel.pending import Pending
+    from evodsp.parallel.stages import Stage, parallelize
 
-__all__ = ["Mesh", "gather", "init_mesh", "split", "switch"]
+_HOMES = {
+    "functional": ("gather", "split", "start_gather", "start_switch", "switch", "total"),
+    "gradients": ("average_gradients",),
+    "group": ("Group",),
+    "ledger": ("Ledger",),
+    "masks": ("dropout",),
+    "mesh": ("Mesh", "init_mesh"),
+    "pending": ("Pending",),
+    "stages": ("Stage", "parallelize"),
+}
+
+__all__ = [
+    "Group",
+    "Ledger",
+    "Mesh",
+    "Pending",
+    "Stage",
+    "average_gradients",
+    "dropout",
+    "gather",
+    "init_mesh",
+    "parallelize",
+    "split",
+    "start_gather",
+    "start_switch",
+    "switch",
+    "total",
+]
 
 
 def __getattr__(name: str) -> Any:
     """Import torch only when something is used: settings live in this package too, and `--help` reads them."""
-    if name not in __all__:
-        raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
-    from evodsp.parallel import functional, mesh
-
-    return getattr(mesh if name in ("Mesh", "init_mesh") else functional, name)
+    for module, names in _HOMES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module '{__name__}' has no attribute '{name}'")

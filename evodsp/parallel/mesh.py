@@ -49,6 +49,23 @@ class Mesh:
         return Group(self.devices[DATA].get_group())
 
 
+Ranks = Mesh | DeviceMesh | dist.ProcessGroup | Group
+"""What names the ranks that share a tensor: of a `Mesh` its sequence group; a `DeviceMesh` must have one dimension."""
+
+
+def group_of(ranks: Ranks) -> Group:
+    """The group that `ranks` names. Raises ValueError for a DeviceMesh of several dimensions."""
+    if isinstance(ranks, Group):
+        return ranks
+    if isinstance(ranks, Mesh):
+        return ranks.sequence_group()
+    if isinstance(ranks, DeviceMesh):
+        if ranks.ndim != 1:
+            raise ValueError(f"{ranks} has {ranks.ndim} dimensions; choose one, for instance mesh['sequence']")
+        return Group(ranks.get_group())
+    return Group(ranks)
+
+
 def data_ranks(world: int, sequence: int) -> int:
     """Number of data ranks: `world` / `sequence`. Raises UserError if that is not a whole number."""
     if sequence < 1 or world % sequence:

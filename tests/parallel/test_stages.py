@@ -1,0 +1,144 @@
+"""`parallelize`: models written for one device, whose submodules say along which axis they compute."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from evodsp.parallel import Group, Ledger, Stage, average_gradients, dropout, parallelize
+from evodsp.rng import Draws
+from tests.builders.comparison import close
+from tests.builders.parameters import dense
+from tests.ranks import RankPool
+
+WIDTH, SIZES = 4, {"time": 5, "height": 7, "width": 6}
+VIDEO, VOLUME = "batch time height channel", "batch time height width channel"
+DIMS = {"time": 1, "height": 2, "width": 3}
+
+
+class Attention(nn.Module):
+    """Self-attention along one dimension, with an optional mask [T, H, ...] of keys."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.dim, self.projections, self.out = dim, nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        q, k, v = self.projections(x.movedim(self.dim, -2)).chunk(3, -1)
+        if mask is not None:
+            k = k + mask.movedim(self.dim - 1, -1).unsqueeze(-1)
+        return self.out(F.scaled_dot_product_attention(q, k, v)).movedim(-2, self.dim)
+
+
+class Block(nn.Module):
+    """A transformer block, residual connections inside."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.norm, self.attention, self.mlp = nn.LayerNorm(WIDTH), Attention(dim), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, positions: Tensor, draws: Draws) -> Tensor:
+        x = x + dropout(self.attention(self.norm(x)), 0.3, positions, draws.at("attention"))
+        return x + self.mlp(x).tanh()
+
+
+class Layer(nn.Module):
+    """One block after another, or attention modules with residual connections outside of them."""
+
+    def __init__(self, axes: list[str], inside: bool) -> None:
+        super().__init__()
+        self.inside = inside
+        for axis in axes:
+            self.add_module(axis, Block(DIMS[axis]) if inside else Attention(DIMS[axis]))
+
+    def forward(self, x: Tensor, positions: Tensor, draws: Draws, mask: Tensor) -> Tensor:
+        for axis, stage in self.named_children():
+            x = stage(x, positions, draws.at(axis)) if self.inside else x + stage(x, mask=mask)
+        return x
+
+
+class Transformer(nn.Module):
+    """Layers between an embedding and a head, which see whole tensors."""
+
+    def __init__(self, axes: list[str], inside: bool, recompute: bool = False) -> None:
+        super().__init__()
+        self.embed, self.head, self.recompute = nn.Linear(3, WIDTH), nn.Linear(WIDTH, 2), recompute
+        self.layers = nn.ModuleList(Layer(axes, inside) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        shape = x.shape[1:-1]
+        positions, mask = (
+            torch.arange(shape.numel()).view(shape),
+            torch.arange(shape.numel()).view(shape).sin().double(),
+        )
+        x = self.embed(x)
+        for number, layer in enumerate(self.layers):
+            draws = Draws.root(1).at(number)
+            if self.recompute:
+                x = checkpoint(layer, x, positions, draws, mask, use_reentrant=False)
+            else:
+                x = layer(x, positions, draws, mask)
+        return self.head(x)
+
+
+def built(axes: list[str], inside: bool, recompute: bool = False) -> tuple[nn.Module, Tensor]:
+    """A model with random parameters, and its input."""
+    torch.manual_seed(0)
+    model = dense(Transformer(axes, inside, recompute))
+    shape = [SIZES[axis] for axis in axes]
+    return model, torch.randn(2, *shape, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def results(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    """The output, and the gradients of the input and of the parameters."""
+    x = x.clone().requires_grad_()
+    y = model(x)
+    (y * torch.arange(y.numel(), dtype=y.dtype).view(y.shape).cos()).sum().backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert x.grad is not None
+    return {"output": y.detach(), "input": x.grad, **gradients}
+
+
+def stages_of(axes: list[str], inside: bool) -> dict[str, Stage]:
+    """What a user writes."""
+    layout = " ".join(axes)
+    if inside:
+        return {f"layers.*.{a}": Stage(a, residual="inside", whole={"positions": layout}) for a in axes}
+    return {f"layers.*.{a}": Stage(a, whole={"mask": layout}) for a in axes}
+
+
+def run(handle: Any, axes: list[str], inside: bool, recompute: bool) -> tuple[dict[str, Tensor], int]:
+    """Results of the parallel model on this rank, averaged over ranks, and the number of all-to-alls of the forward pass."""
+    ledger, (model, x) = Ledger(), built(axes, inside, recompute)
+    group = Group(handle, ledger)
+    parallelize(model, group, f"batch {' '.join(axes)} channel", stages_of(axes, inside), region="layers")
+    found = results(model, x)
+    average_gradients(model.parameters(), handle)
+    torch.distributed.all_reduce(found["input"], group=handle)
+    found["input"] /= group.size
+    return found, sum(entry.kind == "all-to-all" for entry in ledger.of("forward"))
+
+
+SWITCHES = {(2, True): 3, (2, False): 4, (3, True): 2, (3, False): 4}
+"""Fewest all-to-alls of two layers, by number of axes and whether residual connections lie inside. With two axes time,
+height, time, height: one before each stage but the first; or there and back for two of four. With three axes a switch lasts for
+two stages."""
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("axes", [["time", "height"], ["time", "height", "width"]])
+def test_a_parallel_model_computes_what_one_device_does(pool: RankPool, axes: list[str], inside: bool) -> None:
+    """Catches a missing or superfluous switch, wrong gradients, shards of masks and positions of another axis, and states that
+    are wrong when activations are recomputed."""
+    expected = results(*built(axes, inside))
+    for ranks, recompute in ((2, False), (3, True), (4, False)):
+        for found, switches in pool.run(ranks, run, axes, inside, recompute):
+            assert found.keys() == expected.keys()
+            for name, value in expected.items():
+                close(found[name], value, f"{name} on {ranks} ranks")
+            assert switches == SWITCHES[len(axes), inside]
