@@ -1,7 +1,8 @@
 """DeepSpeed-Ulysses: all-to-alls around the temporal attention, from sharded time to sharded heads and back.
 
 Source: deepspeedai/DeepSpeed, deepspeed/sequence/layer.py, `DistributedAttention`: one all-to-all each for queries, keys and
-values, a local attention over the whole sequence with 1/N of the heads, and one all-to-all for its output. The spatial
+values, a local attention over the whole sequence with 1/N of the heads, and one all-to-all for its output. (Later versions
+also give ranks different numbers of heads, `uneven_heads_all2all`; the paper's comparison, and this one, do not.) The spatial
 attention is local, because time is what is sharded.
 """
 
