@@ -30,8 +30,8 @@ from .transformer import Transformer
 from .workload import Workload
 
 GIB = 2**30
-CAPACITY = 80 * 10**9
-"""Bytes of an H100 that may be filled. It has 5 GB more, which CUDA, NCCL and gaps between tensors need."""
+CAPACITY = 78 * GIB
+"""Bytes that a program gets of an H100 with "80 GB"."""
 WEIGHTS, GRADIENTS, STATES = 2, 2, 12
 """Bytes per parameter: weights and gradients in bf16; weights and Adam's two moments in fp32."""
 ALL_RANKS = 128
@@ -248,7 +248,7 @@ def report(tables: Tables) -> str:
         lines.append(start + "  ".join(f"{number / GIB:9.2f}" for number in numbers))
     lines += [
         "",
-        "Smallest group that fits into 80 GB (table 4), activations recomputed, ZeRO-2 over 128 ranks, GiB per rank",
+        "Smallest group that fits into an H100 (table 4), activations recomputed, ZeRO-2 over 128 ranks, GiB per rank",
     ]
     lines.append(f"{'model':6}{'tokens':>9}  {'method':12}{'paper':>6}{'ranks':>6}{'needed':>9}{'with half':>11}")
     for row in tables["memory_smallest"]:

@@ -130,7 +130,9 @@ def memory_figure(tables: Tables) -> Any:
         panel.set_xticks(range(len(ranks)), [f"{n} ranks" for n in ranks])
         panel.set_ylabel("GiB per rank")
     legend(figure, axes[0][0], 6)
-    figure.suptitle("solid: activations at their peak; pale: weights, gradients, optimizer; dashed: 80 GB", fontsize=10)
+    figure.suptitle(
+        "solid: activations at their peak; pale: weights, gradients, optimizer; dashed: an H100", fontsize=10
+    )
     return figure
 
 

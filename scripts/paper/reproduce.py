@@ -1,10 +1,11 @@
 """Regenerate the tables and plots of the docs page "The paper, measured": under half an hour on two cores.
 
-    python -m scripts.paper.reproduce [--only counts memory time scaling plots] [--output DIR] [--quick] [--overwrite]
+    python -m scripts.paper.reproduce [--only counts memory time scaling plots page] [--output DIR] [--quick] [--overwrite]
 
 counts: volumes and numbers of collectives at the paper's sizes, which must equal its tables 3, 8 and 9. memory: activations and
 parameters of a rank at the paper's sizes, and real tensors on gloo ranks. time: a training step by every method, side by side.
-scaling: weak and strong scaling, and inference. plots: PNG files from what the output folder holds.
+scaling: weak and strong scaling, and inference. plots: PNG files from what the output folder holds. page: the tables and
+pictures of docs/paper.md, from the default output folder only.
 
 Each part writes CSV tables, a text (NAME.txt), and how it was made (NAME.json). A part that is there, made with the same
 settings and the same source files, is kept, so an interrupted run goes on where it stopped. --quick: small sizes, a minute, to
@@ -19,6 +20,7 @@ import hashlib
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import time
@@ -32,7 +34,7 @@ from evodsp.errors import UserError, nearest
 from evodsp.files import whole_file
 from evodsp.output import check_output_folder, output_errors
 
-from . import counting, memory, plots, scaling, timing
+from . import counting, memory, page, plots, scaling, timing
 from .experiments import settings
 from .part import Part, Tables, read_csv, write_csv
 from .progress import Progress
@@ -40,7 +42,9 @@ from .progress import Progress
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 RESULTS = HERE / "results"
-PLOTS = "plots"
+PAGE, PICTURES = ROOT / "docs" / "paper.md", ROOT / "docs" / "assets"
+DRAWN = ("plots", "page")
+"""Parts that measure nothing and always run."""
 
 
 def parts(quick: bool) -> list[Part]:
@@ -66,7 +70,7 @@ def fingerprint() -> str:
     return digest.hexdigest()[:16]
 
 
-NOT_MEASURING = ("reproduce.py", "plots.py", "progress.py", "gpu.py")
+NOT_MEASURING = ("reproduce.py", "plots.py", "page.py", "progress.py", "gpu.py", "gpu_step.py", "gpu_report.py")
 """Files of `scripts/paper` that no result depends on. Settings are compared by value."""
 
 
@@ -123,8 +127,18 @@ def _write(path: Path, text: str) -> None:
 
 
 def tables_in(folder: Path) -> Tables:
-    """All tables of the folder, by name."""
-    return {path.stem: read_csv(path) for path in sorted(folder.glob("*.csv"))}
+    """All tables of the folder, by name, and `runs`: how each part was made."""
+    runs = [{"part": path.stem} | json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    return {path.stem: read_csv(path) for path in sorted(folder.glob("*.csv"))} | {"runs": runs}
+
+
+def write_page(folder: Path) -> None:
+    """Bring the docs page up to date."""
+    text = PAGE.read_text(encoding="utf-8")
+    _write(PAGE, page.updated(text, tables_in(folder)))
+    for picture in folder.glob("*.png"):
+        with whole_file(PICTURES / f"paper_{picture.name}") as partial:
+            shutil.copyfile(picture, partial)
 
 
 def chosen(only: Sequence[str] | None, known: Sequence[str]) -> list[str]:
@@ -160,7 +174,7 @@ def reproduce(options: argparse.Namespace) -> int:
     folder: Path = options.output or RESULTS
     check_output_folder(folder)
     known = parts(options.quick)
-    names = chosen(options.only, [*(part.name for part in known), PLOTS])
+    names = chosen(options.only, [*(part.name for part in known), *DRAWN])
     asked = [part for part in known if part.name in names]
     missing = [part for part in asked if options.overwrite or not is_done(part, folder)]
     for part in asked:
@@ -170,9 +184,12 @@ def reproduce(options: argparse.Namespace) -> int:
     with output_errors(folder):
         for part in missing:
             wrong += run(part, folder, progress)
-        if PLOTS in names:
+        if "plots" in names:
             for path in plots.draw(tables_in(folder), folder):
                 print(f"plots: {path}")
+        if "page" in names and folder == RESULTS:
+            write_page(folder)
+            print(f"page: {PAGE}")
     for line in wrong:
         print(f"FAILED: {line}", file=sys.stderr)
     return int(bool(wrong))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from .transformer import TransformerConfig
+from .config import TransformerConfig
 
 CONFIGS = Path(__file__).parent / "configs"
 
