@@ -26,6 +26,7 @@ import yaml
 
 from evodsp.cli import main
 from evodsp.training.csv_logger import read_curve
+from scripts.paper import reproduce
 from tests.builders.command_lines import last_options
 from tests.builders.pages import (
     INCLUDED,
@@ -51,6 +52,7 @@ NOT_RUN = {
     ".venv/bin/pip install": "installs from a package index; the extras and files it names are checked",
     "pip install": "likewise",
     "evodsp data synthesize": "takes ten seconds a family; tests/synthetic writes families, here the options are checked",
+    "scripts/paper/gpu.sh": "needs GPUs; its options are checked, and tests/paper/test_gpu.py runs it",
     "torchrun": "runs in the verify tier; otherwise its options of evodsp are checked",
 }
 """Commands that are not executed here, by how they begin, and why."""
@@ -158,7 +160,10 @@ class Reader:
         assert Path(option(words, "--output") or "").stat().st_size > 0
 
     def python(self, words: list[str]) -> None:
-        """A script of the repository, in this process."""
+        """A script or module of the repository, in this process. Measuring the paper takes 20 minutes: nothing is measured."""
+        if words[:2] == ["-m", "scripts.paper.reproduce"]:
+            assert reproduce.main([*words[2:], "--quick", "--only", "plots", "--output", "runs/paper"]) == 0
+            return
         assert runpy.run_path(str(ROOT / words[0]))["main"](words[1:]) == 0
 
     def torchrun(self, words: list[str]) -> None:
@@ -193,12 +198,20 @@ def check_words(expected: str) -> Callable[[list[str]], None]:
     return check
 
 
+def check_gpu_script(words: list[str]) -> None:
+    """An option that the script does not know."""
+    known = set(re.findall(r"^    (--[\w-]+)\)", text_of("scripts/paper/gpu.sh"), re.MULTILINE))
+    assert known
+    assert {word for word in words if word.startswith("--")} <= known
+
+
 CHECKS: dict[str, Callable[[list[str]], None]] = {
     "make": check_make,
     "pip": check_pip,
     ".venv/bin/pip": check_pip,
     "python3": check_words("-m venv .venv"),
     "source": check_words(".venv/bin/activate"),
+    "scripts/paper/gpu.sh": check_gpu_script,
 }
 
 

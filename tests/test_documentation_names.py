@@ -29,6 +29,7 @@ OPTIONS_OF_OTHERS = {
     "--help",
     "--max-restarts",
     "--cpu",
+    "--dry-run",
     "--print_config",
     "--nproc-per-node",
     "--standalone",

@@ -146,10 +146,12 @@ def times(tables: Tables) -> str:
             for ranks in sorted({row["ranks"] for row in rows}):
                 found = Spread.of(timing.ratios(rows, ranks, method))
                 cells.append(f"{found.median:.2f} ({found.low:.2f} to {found.high:.2f})")
+        paper = timing.TABLE_9_MS.get(method)
+        cells.append(f"{paper / timing.TABLE_9_MS['dsp']:.1f}" if paper else "–")
         lines.append([method_named(method).title, *cells])
     ranks = sorted({row["ranks"] for row in tables["time_steps"]})
     header = [f"{what}, N = {n}" for what in ("training step", "collectives alone") for n in ranks]
-    return markdown(["time over DSP's", *header], lines)
+    return markdown(["time over DSP's", *header, "the paper's collectives, table 9"], lines)
 
 
 def scaled(tables: Tables) -> str:

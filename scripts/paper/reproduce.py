@@ -4,8 +4,8 @@
 
 counts: volumes and numbers of collectives at the paper's sizes, which must equal its tables 3, 8 and 9. memory: activations and
 parameters of a rank at the paper's sizes, and real tensors on gloo ranks. time: a training step by every method, side by side.
-scaling: weak and strong scaling, and inference. plots: PNG files from what the output folder holds. page: the tables and
-pictures of docs/paper.md, from the default output folder only.
+scaling: weak and strong scaling, and inference. plots: PNG files from what the output folder holds. page: the tables of
+docs/paper.md, from the default output folder only.
 
 Each part writes CSV tables, a text (NAME.txt), and how it was made (NAME.json). A part that is there, made with the same
 settings and the same source files, is kept, so an interrupted run goes on where it stopped. --quick: small sizes, a minute, to
@@ -20,7 +20,6 @@ import hashlib
 import json
 import os
 import platform
-import shutil
 import subprocess
 import sys
 import time
@@ -42,7 +41,7 @@ from .progress import Progress
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 RESULTS = HERE / "results"
-PAGE, PICTURES = ROOT / "docs" / "paper.md", ROOT / "docs" / "assets"
+PAGE = ROOT / "docs" / "paper.md"
 DRAWN = ("plots", "page")
 """Parts that measure nothing and always run."""
 
@@ -133,12 +132,9 @@ def tables_in(folder: Path) -> Tables:
 
 
 def write_page(folder: Path) -> None:
-    """Bring the docs page up to date."""
+    """Bring the tables of the docs page up to date. Its pictures are links to the results."""
     text = PAGE.read_text(encoding="utf-8")
     _write(PAGE, page.updated(text, tables_in(folder)))
-    for picture in folder.glob("*.png"):
-        with whole_file(PICTURES / f"paper_{picture.name}") as partial:
-            shutil.copyfile(picture, partial)
 
 
 def chosen(only: Sequence[str] | None, known: Sequence[str]) -> list[str]:

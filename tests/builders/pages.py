@@ -18,7 +18,7 @@ PAGES = [
         f"docs/{name}.md"
         for name in ("index", "quickstart", "training", "weights", "prediction", "data", "dsp", "parallelize")
     ),
-    *("docs/measured.md", "docs/migration.md", "docs/contributing.md", "docs/changelog.md"),
+    *("docs/measured.md", "docs/paper.md", "docs/migration.md", "docs/contributing.md", "docs/changelog.md"),
     *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs" / "api").glob("*.md")),
 ]
 INCLUDED = ["CONTRIBUTING.md", "CHANGELOG.md"]  # by docs/contributing.md and docs/changelog.md
