@@ -159,10 +159,15 @@ class Reader:
 
     def python(self, words: list[str]) -> None:
         """A script of the repository, in this process."""
+        if words[0] == "-m":
+            runpy.run_module(words[1], run_name="__main__")
+            return
         assert runpy.run_path(str(ROOT / words[0]))["main"](words[1:]) == 0
 
     def torchrun(self, words: list[str]) -> None:
         """Of one rank: only the options of evodsp behind `-m evodsp`."""
+        if words[words.index("-m") + 1].startswith("scripts.frameworks."):
+            return  # tests/parallel/compatibility runs it and checks what it prints
         at = words.index("evodsp")
         assert words[at - 1] == "-m"
         assert run_quietly([*words[at + 1 :], "--print_config"])
@@ -220,7 +225,10 @@ def test_every_command_and_block_runs(start_ranks: bool, like_the_root: Path, mo
     reader = Reader(start_ranks)
     for block in (block for page in PAGES for block in blocks(page)):
         try:
-            if block.language == "python":
+            if block.included is not None:  # only programs; the test of the programs runs them
+                assert block.included.startswith("scripts/frameworks/"), "no rule tests this file"
+                assert (ROOT / block.included).is_file()
+            elif block.language == "python":
                 run_python(block, monkeypatch)
             elif block.language == "yaml":
                 run_yaml(block, like_the_root)
