@@ -14,7 +14,20 @@ from evodsp.cli import main
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
     "README.md",
-    *(f"docs/{name}.md" for name in ("index", "quickstart", "training", "weights", "prediction", "data", "dsp", "frameworks")),
+    *(
+        f"docs/{name}.md"
+        for name in (
+            "index",
+            "quickstart",
+            "training",
+            "weights",
+            "prediction",
+            "data",
+            "dsp",
+            "parallelize",
+            "frameworks",
+        )
+    ),
     *("docs/measured.md", "docs/migration.md", "docs/contributing.md", "docs/changelog.md"),
     *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs" / "api").glob("*.md")),
 ]
@@ -37,8 +50,8 @@ class Block:
 
     @property
     def included(self) -> str | None:
-        """The file that the block shows, if it consists of one: `--8<-- "FILE"`."""
-        found = re.fullmatch(r'--8<-- "([^"]+)"\n', self.text)
+        """The file that the block shows, if it consists of one. (`ruff format` would rewrite `--8<-- "FILE"` on one line.)"""
+        found = re.fullmatch(r"--8<--\n(.+)\n--8<--\n", self.text)
         return found[1] if found else None
 
     def commands(self) -> list[str]:

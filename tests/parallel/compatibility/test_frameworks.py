@@ -57,7 +57,9 @@ def need(program: str) -> None:
         pytest.skip("the extra `compat` is not installed; `make test` installs it")
 
 
-def trained(handle: Any, program: str, sequence: int, options: dict[str, Any]) -> tuple[list[float], dict[str, Tensor], int]:
+def trained(
+    handle: Any, program: str, sequence: int, options: dict[str, Any]
+) -> tuple[list[float], dict[str, Tensor], int]:
     """What a program returns on this rank of the pool, and how many all-to-alls it ran."""
     rank, ranks = str(dist.get_rank()), str(dist.get_world_size())
     told_by_torchrun = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
@@ -97,8 +99,8 @@ def part(whole: Tensor, shaped: Tensor, rank: int) -> Tensor:
 
 @pytest.mark.parametrize(("program", "options"), CASES, ids=str)
 def test_training_equals_one_process(pool: RankPool, program: str, options: dict[str, Any]) -> None:
-    """Two data ranks of two sequence ranks, or two tensor or pipeline ranks of two. Catches gradients that are averaged over the
-    wrong ranks or summed, other samples within a sequence group, and a norm that is clipped before the mean."""
+    """Two data ranks (or tensor, or pipeline ranks) of two sequence ranks each. Catches gradients that are summed, or averaged
+    over the wrong ranks; other samples within a sequence group; a norm that is clipped before the mean."""
     need(program)
     check(pool, program, 2, options)
 
@@ -174,8 +176,8 @@ def megatron_facts(handle: Any) -> tuple[str, float]:
 
 
 def test_what_the_page_says_of_megatron(pool: RankPool) -> None:
-    """Megatron-core's own DDP cannot be tested on a CPU: torch's DDP over the same group stands in for it. And its schedules multiply
-    the loss by the number of context parallel ranks. Catches a version in which either has changed."""
+    """Megatron-core's own DDP needs CUDA: torch's DDP over the same group stands in for it. Its schedules multiply the loss by
+    the number of context parallel ranks. Catches a version in which either has changed."""
     need("megatron_tensor")
     for reason, factor in pool.run(4, megatron_facts):
         assert torch.backends.cuda.is_built() or "CUDA" in reason
