@@ -18,6 +18,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -158,9 +159,11 @@ class Reader:
         assert Path(option(words, "--output") or "").stat().st_size > 0
 
     def python(self, words: list[str]) -> None:
-        """A script of the repository, in this process."""
+        """A script of the repository, in this process; a module in one of its own, in the verify tier only."""
         if words[0] == "-m":
-            runpy.run_module(words[1], run_name="__main__")
+            assert find_spec(words[1])
+            if not self.one_rank:
+                subprocess.run([sys.executable, *words], cwd=ROOT, check=True)
             return
         assert runpy.run_path(str(ROOT / words[0]))["main"](words[1:]) == 0
 

@@ -35,7 +35,10 @@ OPTIONS_OF_OTHERS = {
 }
 """Options of torchrun and of scripts, and those that `--help` does not show."""
 
-ELSEWHERE = {"config.yaml", "train.txt", "space_time.py", "train_monomer_demo_bp.sh", "fastfold/distributed/comm.py"}
+ELSEWHERE = {
+    *("config.yaml", "train.txt", "space_time.py", "train_monomer_demo_bp.sh"),
+    *("fastfold/distributed/comm.py", "megatron/core/pipeline_parallel/schedules.py"),
+}
 """Files that a run or the reader writes, and files of other programs."""
 
 
