@@ -38,6 +38,7 @@ OPTIONS_OF_OTHERS = {
 ELSEWHERE = {
     *("config.yaml", "train.txt", "space_time.py", "train_monomer_demo_bp.sh"),
     *("fastfold/distributed/comm.py", "megatron/core/pipeline_parallel/schedules.py"),
+    "deepspeed/runtime/zero/stage_1_and_2.py",
 }
 """Files that a run or the reader writes, and files of other programs."""
 

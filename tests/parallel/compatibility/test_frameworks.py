@@ -81,7 +81,7 @@ def check(pool: RankPool, program: str, sequence: int, options: dict[str, Any]) 
     for rank, (found, parameters, switches) in enumerate(results):
         first_stage = program == "pipeline" and rank < pool.ranks // 2
         assert found == ([] if first_stage else pytest.approx(losses, rel=tolerance)), f"rank {rank}"
-        assert (switches > 0) == (sequence > 1), "nothing was sharded"
+        assert switches > 0 or sequence == 1, "nothing was sharded"
         for name, parameter in parameters.items():
             expected = part(whole[name], parameter, rank) if program == "megatron_tensor" else whole[name]
             torch.testing.assert_close(parameter, expected.detach(), rtol=0, atol=tolerance, msg=f"rank {rank}, {name}")
@@ -113,7 +113,8 @@ def test_training_on_other_meshes_equals_one_process(ranks: int, sequences: tupl
     try:
         for program, options in CASES:
             for sequence in sequences:
-                if program not in DIVIDED or 2 * sequence in (2, ranks):
+                fits = {"pipeline": 2 * sequence == ranks, "megatron_tensor": ranks % (2 * sequence) == 0}
+                if fits.get(program, True):
                     need(program)
                     check(pool, program, sequence, options)
     finally:
