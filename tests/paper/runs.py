@@ -16,8 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from evodsp.parallel.ledger import Ledger
 from evodsp.rng import Draws
 from scripts.benchmarks.fake_ranks import fake_group
+from scripts.paper.config import TransformerConfig
 from scripts.paper.methods import METHODS, Groups, method_named, volume
-from scripts.paper.transformer import Transformer, TransformerConfig
+from scripts.paper.transformer import Transformer
 
 Traffic = Counter[tuple[str, str, Fraction]]
 """How often each (phase, kind, numbers moved) occurred."""

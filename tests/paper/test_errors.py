@@ -10,8 +10,9 @@ import torch
 
 from evodsp.errors import UserError
 from scripts.benchmarks.fake_ranks import fake_group
+from scripts.paper.config import TransformerConfig
 from scripts.paper.methods import METHODS, Groups, method_named
-from scripts.paper.transformer import Transformer, TransformerConfig
+from scripts.paper.transformer import Transformer
 
 CONFIG = TransformerConfig(layers=1, width=12, heads=3)
 LATENTS = (1, 4, 5, 4, 4)
@@ -108,4 +109,4 @@ def test_files_that_are_no_configuration(tmp_path: Path, text: str | None, words
 def test_latents_that_do_not_fit(shape: tuple[int, ...], words: str) -> None:
     """Catches pixels that are dropped, or an error of torch's reshape."""
     with pytest.raises(UserError, match=words):
-        Transformer(CONFIG)(torch.zeros(shape))
+        CONFIG.token_sizes(shape)

@@ -9,8 +9,8 @@ from functools import cache
 import pytest
 import torch
 
+from scripts.paper.config import AXES, TransformerConfig
 from scripts.paper.methods import METHODS
-from scripts.paper.transformer import AXES, TransformerConfig
 from tests.paper.runs import Case, Result, run_method, traffic_of_formulas
 from tests.ranks import RankPool
 
@@ -51,10 +51,12 @@ def assert_same(found: Result, expected: Result) -> None:
 @pytest.mark.parametrize("name", METHODS)
 def test_a_method_equals_one_device(pool: RankPool, one_device: Runner, name: str, ranks: int) -> None:
     """Catches a wrong shard, head, dropout mask or scale of a gradient, and collectives that real ranks do not launch as the
-    method's formulas say."""
+    method's formulas say, or enter among those of the model's ends."""
+    ends = {("forward", "all-gather", EVEN.sequence): 1, ("backward", "reduce-scatter", EVEN.sequence): 1}
     for found in pool.run(ranks, run_method, name, EVEN):
         assert_same(found, one_device(EVEN))
         assert found.layers == traffic_of_formulas(name, EVEN, ranks)
+        assert found.ends == ({} if name in ("one_device", "megatron_tp") else ends)
 
 
 @pytest.mark.parametrize("name", METHODS)

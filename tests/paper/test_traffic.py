@@ -7,8 +7,8 @@ from fractions import Fraction
 
 import pytest
 
+from scripts.paper.config import TransformerConfig
 from scripts.paper.methods import METHODS
-from scripts.paper.transformer import TransformerConfig
 from tests.paper.runs import Case, run_on_fake_ranks, traffic_of_formulas
 
 RANKS = 8

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from evodsp.rng import Draws
-from scripts.paper.transformer import AXES, Block, Transformer, TransformerConfig, positions_of
+from scripts.paper.config import AXES, TransformerConfig
+from scripts.paper.transformer import Block, Transformer, positions_of
 
 CONFIGS = Path(__file__).parents[2] / "scripts" / "paper" / "configs"
 SMALL = TransformerConfig(layers=1, width=8, heads=2)

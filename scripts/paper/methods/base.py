@@ -29,7 +29,8 @@ from evodsp.parallel.group import Group
 from evodsp.parallel.ledger import Kind, Ledger, Phase
 from evodsp.rng import Draws
 
-from ..transformer import Transformer, TransformerConfig
+from ..config import TransformerConfig
+from ..transformer import Transformer
 
 Counts = Mapping[Kind, int]
 """Numbers of collectives."""

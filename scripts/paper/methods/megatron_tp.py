@@ -25,7 +25,8 @@ from evodsp.parallel.group import Group
 from evodsp.parallel.layout import shard_slice
 from evodsp.parallel.ledger import Phase
 
-from ..transformer import Transformer, TransformerConfig
+from ..config import TransformerConfig
+from ..transformer import Transformer
 from .base import Counts, Groups, Method, Parallel, must_divide
 
 

@@ -104,7 +104,7 @@ class _RingAttention(torch.autograd.Function):
                 _record(group, sums, backward=True)
             if hop is not None:
                 shards = hop.wait()
-            returning = Hop(sums, group)
+            returning = Hop(sums, group, first_tag=len(shards))
         assert returning is not None
         to_keys, to_values = (part.to(q.dtype) for part in returning.wait())
         return to_queries.to(q.dtype), to_keys, to_values, None
@@ -116,12 +116,13 @@ class Hop:
     Sends and receives are launched together: a rank that sent first and received later would wait for ranks that do the same.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], group: Group) -> None:
+    def __init__(self, tensors: Sequence[Tensor], group: Group, first_tag: int = 0) -> None:
+        """`first_tag`: tells hops apart that are under way at the same time."""
         following, previous = (group.rank + 1) % group.size, (group.rank - 1) % group.size
         self._sent = [tensor.contiguous() for tensor in tensors]
         self._received = tuple(torch.empty_like(tensor) for tensor in self._sent)
         operations = []
-        for tag, (sent, received) in enumerate(zip(self._sent, self._received, strict=True)):
+        for tag, (sent, received) in enumerate(zip(self._sent, self._received, strict=True), first_tag):
             operations += [
                 dist.P2POp(dist.isend, sent, group=group.handle, tag=tag, group_peer=following),
                 dist.P2POp(dist.irecv, received, group=group.handle, tag=tag, group_peer=previous),

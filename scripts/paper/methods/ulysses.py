@@ -1,7 +1,8 @@
 """DeepSpeed-Ulysses: all-to-alls around the temporal attention, from sharded time to sharded heads and back.
 
 Source: deepspeedai/DeepSpeed, deepspeed/sequence/layer.py, `DistributedAttention`: one all-to-all each for queries, keys and
-values, a local attention over the whole sequence with 1/N of the heads, and one all-to-all for its output. The spatial
+values, a local attention over the whole sequence with 1/N of the heads, and one all-to-all for its output. (Later versions
+also give ranks different numbers of heads, `uneven_heads_all2all`; the paper's comparison, and this one, do not.) The spatial
 attention is local, because time is what is sharded.
 """
 
@@ -16,7 +17,8 @@ from evodsp.parallel.layout import shard_sizes
 from evodsp.parallel.ledger import Phase
 from evodsp.parallel.pending import start
 
-from ..transformer import Transformer, TransformerConfig
+from ..config import TransformerConfig
+from ..transformer import Transformer
 from .base import Counts, Groups, Parallel, must_divide
 from .time_sharded import TIME, EmbeddedMethod, TimeSharded
 
