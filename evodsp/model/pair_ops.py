@@ -47,17 +47,21 @@ class TriangleMultiplication(ShardedModule):
 
         `switched`: z on its way to `result_axis`, if that differs from `axis`; the output gate reads it.
         """
-        way = self.plan.triangle_outgoing if self.edges == "outgoing" else self.plan.triangle_incoming
         x = self.norm(z)
         mask = self.exchange.shard(pair_mask, axis).unsqueeze(-1)
-        multiply = self._by_channel if way == "channel" else self._by_gathering
         # The operands get no name here, so that they are freed once they have been sent.
-        product = multiply(
+        product = self.multiply(
             self.projection(x) * self.projection_gate(x).sigmoid() * mask, axis, result_axis or axis, pair_mask.shape[1]
         )
         gated = z if switched is None else switched.wait()
         gate = self.output_gate(x if gated is z else self.norm(gated)).sigmoid()
         return self.output(self.product_norm(product.wait())) * gate
+
+    def multiply(self, both: Float[Tensor, "B _ _ cc"], axis: Axis, result_axis: Axis, residues: int) -> Pending:
+        """The product of the two operands, side by side in `both`, in the way that the plan says."""
+        way = self.plan.triangle_outgoing if self.edges == "outgoing" else self.plan.triangle_incoming
+        multiply = self._by_channel if way == "channel" else self._by_gathering
+        return multiply(both, axis, result_axis, residues)
 
     def _by_channel(self, both: Float[Tensor, "B I j cc"], axis: Axis, result_axis: Axis, residues: int) -> Pending:
         # The two operands go onto the batch axis, so that a rank gets the same channels of both: [2 B, I, j, c].

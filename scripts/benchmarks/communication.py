@@ -1,12 +1,13 @@
-"""Bytes that one block moves in training, from the ledger of a forward and backward pass: DSP's schedule against DAP's.
+"""Bytes that one block moves in training, from the ledger of a forward and backward pass.
 
     python -m scripts.benchmarks.communication [--ranks 2 4 8 16 64]
 
-The program of one rank runs on fake ranks (`fake_ranks.py`), so any number of ranks can be counted. Default settings:
-activations are recomputed in the backward pass (`model.evoformer.checkpoint`), and results of all-gathers and all-reduces are
-kept for the recomputation (`plan.keep_gathered`). A block is the difference between a stack of three and a stack of two, so it
-is not the last block. Every count is compared with the design's formula and with the schedule's prediction. The exit code is 1
-if one differs, or if DSP's forward bytes exceed the design's limit.
+Whole blocks: DSP's schedule against FastFold's DAP. Their pair stacks alone: against Fold-CP's one-dimensional mode too
+(`pair_volume.py`). The program of one rank runs on fake ranks (`fake_ranks.py`), so many ranks can be counted. Settings are the
+defaults: activations are recomputed in the backward pass (`model.evoformer.checkpoint`), and results of all-gathers and
+all-reduces are kept for the recomputation (`plan.keep_gathered`). A block is the difference between a stack of three and a
+stack of two, so it is not the last block. Every count is compared with a formula and, for whole blocks, with the schedule's
+prediction. The exit code is 1 if one differs, or if DSP's forward bytes exceed the design's limit.
 """
 
 from __future__ import annotations
@@ -27,13 +28,15 @@ from evodsp.model.traffic import Call, Sizes, extra_msa_calls, inner_block, reco
 from evodsp.parallel.exchange import ShardedExchange
 from evodsp.parallel.ledger import Entry, Ledger, Phase
 
+from . import pair_volume
 from .fake_ranks import fake_group
+from .pair_volume import MIB, PHASES
 
-MIB = 2**20
 RANKS = (2, 4, 8, 16, 64)
+DIVISIBLE = 128
+"""The largest number that divides every size and width here."""
 LIMITS = {4: 0.80, 8: 0.60, 16: 0.45, 64: 0.27}
 """Largest allowed ratio of DSP's to DAP's bytes in a forward pass of an Evoformer block, by number of ranks."""
-PHASES: tuple[Phase, ...] = ("forward", "recompute", "backward")
 EXPLANATION = """\
 Bytes that one block moves per rank in training with default settings: one sample, from the ledger; fp32 moves twice as much.
 The part that a rank sends to itself is included. DSP: evodsp's schedule. DAP: FastFold's, with exact transposes.
@@ -205,17 +208,22 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=RANKS, help="numbers of ranks (default: %(default)s)")
     arguments = parser.parse_args()
+    if refused := [ranks for ranks in arguments.ranks if ranks < 2 or DIVISIBLE % ranks]:
+        parser.error(f"--ranks {refused[0]}: the formulas hold for powers of two from 2 to {DIVISIBLE}")
     print(EXPLANATION)
     wrong = []
     for case in CASES:
         wrong += print_table(case, arguments.ranks)
+    print(f"\n{pair_volume.EXPLANATION}")
+    for residues in pair_volume.RESIDUES:
+        wrong += pair_volume.print_table(residues, arguments.ranks)
     for case in (CASES[0], CASES[2]):
         print_calls(case, 4)
     print(
         "\n"
         + (
             "\n".join(wrong)
-            or "ok: every count equals the formula and the schedule, and every ratio is within its limit"
+            or "ok: every count equals its formula and its schedule, and every ratio is within its limit"
         )
     )
     return int(bool(wrong))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -22,7 +23,10 @@ def fake_group(ranks: int, rank: int = 0, ledger: Ledger | None = None) -> Itera
     dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
     try:
         handle = dist.group.WORLD
-        assert handle is not None  # created one line above
+        assert handle is not None  # created above
+        # A batch of sends and receives asks for the backend of its tensors' device. torch registers none for meta tensors.
+        backend = handle._get_backend(torch.device("cpu"))
+        handle._register_backend(torch.device("meta"), dist.ProcessGroup.BackendType.CUSTOM, backend)
         yield Group(handle, ledger)
     finally:
         dist.destroy_process_group()
