@@ -18,6 +18,7 @@ A tensor is here in one of several STATES: whole, or sharded along one axis (the
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -73,8 +74,8 @@ def parallelize(
 
     `layout`: names of the axes of the tensor that is sharded, in order, such as "batch time space channel". `stages`:
     by path of a submodule (`*` stands for any one name), the axes along which it computes, or a `Stage`. `region`: path
-    of the submodule whose first argument is split and whose result is gathered; "" is the model. A ModuleList or
-    Sequential stands for its first and last member. `shard`: the axis along which to split; None: the one that is
+    of the submodule whose first argument is split and whose result is gathered; "" is the model. A ModuleList,
+    ModuleDict or Sequential stands for its first and last member. `shard`: the axis along which to split; None: the one that is
     needed whole last. `argument` and `result`: name of the region's argument that is split, if it is not the first, and
     number of the item that is gathered, if the region returns a tuple.
 
@@ -144,8 +145,8 @@ class _Router:
     """The forward pass that runs, or that a backward pass recomputes."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Router:
-        """Copies of a model share it: a process group cannot be copied."""
-        return self
+        """A copy of the model has a router of its own, for the same ranks: a process group cannot be copied."""
+        return copy.copy(self)
 
     def begin(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """The model is called."""
@@ -430,6 +431,9 @@ def _ends(model: nn.Module, region: str) -> tuple[nn.Module, nn.Module]:
     except AttributeError:
         paths = [path for path, _ in model.named_modules()]
         raise UserError(f"region: no submodule is called {region}.{nearest(region, paths)}") from None
-    if isinstance(module, nn.ModuleList | nn.Sequential) and len(module):
-        return module[0], module[-1]
-    return module, module
+    members: list[nn.Module] = []
+    if isinstance(module, nn.ModuleDict):
+        members = list(module.values())
+    elif isinstance(module, nn.ModuleList | nn.Sequential):
+        members = list(module)
+    return (members[0], members[-1]) if members else (module, module)
