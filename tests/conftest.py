@@ -9,7 +9,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from jaxtyping import install_import_hook
 
-install_import_hook("evodsp", "beartype.beartype")
+install_import_hook(["evodsp", "scripts.paper.transformer", "scripts.paper.methods"], "beartype.beartype")
 
 import numpy as np  # noqa: E402  (the hook must be installed before evodsp is imported)
 import pytest  # noqa: E402

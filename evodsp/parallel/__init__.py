@@ -1,4 +1,6 @@
-"""Dynamic Sequence Parallelism for any multi-dimensional transformer (arXiv 2403.10266). Needs torch only.
+"""Dynamic Sequence Parallelism for any multi-dimensional transformer (arXiv 2403.10266).
+
+It needs torch only; `dropout` needs NumPy too.
 
     mesh = init_mesh(sequence=4)
     x = split(x, 1, mesh)                          # whole on every rank -> this rank's shard of dimension 1

@@ -29,7 +29,7 @@ from evodsp.parallel.pending import Pending, start
 
 def split(x: Tensor, dim: int, mesh: Ranks) -> Tensor:
     """This rank's shard, along `dim`, of a tensor that every rank of the group holds whole. Nothing is communicated."""
-    return shard(x, dim % x.ndim, group_of(mesh))
+    return shard(x, _dimension(x, dim), group_of(mesh))
 
 
 def switch(x: Tensor, from_dim: int, to_dim: int, whole: int, mesh: Ranks) -> Tensor:
@@ -49,7 +49,9 @@ def total(x: Tensor, mesh: Ranks) -> Tensor:
 
 def start_switch(x: Tensor, from_dim: int, to_dim: int, whole: int, mesh: Ranks) -> Pending:
     """`switch`, launched: `.wait()` gives the result."""
-    group, source, target = group_of(mesh), from_dim % x.ndim, to_dim % x.ndim
+    group, source, target = group_of(mesh), _dimension(x, from_dim), _dimension(x, to_dim)
+    if source == target:
+        raise ValueError(f"a switch from dimension {from_dim} to dimension {to_dim} of {x.ndim}: they are the same")
     sizes = shard_sizes(whole, group.size), shard_sizes(x.shape[target], group.size)
     return start(x, Switch(group, source, target, *sizes))
 
@@ -57,4 +59,11 @@ def start_switch(x: Tensor, from_dim: int, to_dim: int, whole: int, mesh: Ranks)
 def start_gather(x: Tensor, dim: int, whole: int, mesh: Ranks) -> Pending:
     """`gather`, launched: `.wait()` gives the result."""
     group = group_of(mesh)
-    return start(x, Gather(group, dim % x.ndim, shard_sizes(whole, group.size)))
+    return start(x, Gather(group, _dimension(x, dim), shard_sizes(whole, group.size)))
+
+
+def _dimension(x: Tensor, dim: int) -> int:
+    """`dim` counted from the front. Raises IndexError, as torch does, if `x` has no such dimension."""
+    if not -x.ndim <= dim < x.ndim:
+        raise IndexError(f"dimension {dim} of a tensor of shape {list(x.shape)}; expected {-x.ndim} to {x.ndim - 1}")
+    return dim % x.ndim

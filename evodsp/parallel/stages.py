@@ -18,14 +18,13 @@ A tensor is here in one of several STATES: whole, or sharded along one axis (the
 
 from __future__ import annotations
 
+import copy
 import inspect
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Literal, TypeVar
 
-import torch
 from torch import Tensor, nn
 
 from evodsp.errors import UserError, nearest
@@ -68,40 +67,45 @@ def parallelize(
     stages: Mapping[str, str | Stage],
     region: str = "",
     shard: str | None = None,
+    argument: str = "",
+    result: int = 0,
 ) -> Model:
     """Spread each forward and backward pass of `model` over the ranks of `mesh`. Returns `model`.
 
     `layout`: names of the axes of the tensor that is sharded, in order, such as "batch time space channel". `stages`:
     by path of a submodule (`*` stands for any one name), the axes along which it computes, or a `Stage`. `region`: path
-    of the submodule whose first argument is split and whose result is gathered; "" is the model. A ModuleList or
-    Sequential stands for its first and last member. `shard`: the axis along which to split; None: the one that is
-    needed whole last.
+    of the submodule whose first argument is split and whose result is gathered; "" is the model. A ModuleList,
+    ModuleDict or Sequential stands for its first and last member. `shard`: the axis along which to split; None: the one that is
+    needed whole last. `argument` and `result`: name of the region's argument that is split, if it is not the first, and
+    number of the item that is gathered, if the region returns a tuple.
 
     All ranks must call the model with the same arguments. After `backward`, the mean over ranks of each parameter's
     gradient is its gradient: DDP and FSDP over all ranks compute it, otherwise `average_gradients`. Random numbers are
     each rank's own, unless they are drawn with `dropout` of this package. Axes of one position are never sharded.
+    Activations may be recomputed (torch.utils.checkpoint); with use_reentrant=True, run the backward pass of one input
+    before the forward pass of another size.
 
-    A model may be parallelized twice, for two tensors with different axes (an MSA and a pair representation, for instance).
+    A model is parallelized once for each tensor that has axes of its own, an MSA and a pair representation, for instance.
 
-    Raises UserError for a path that names no module, an axis that is not in the layout, and a module named twice.
+    Raises UserError for a path that names no module, an axis that is not in the layout, a module named twice, and stages
+    that leave no axis to shard.
     """
     names = _axes(layout)
     found = _find_stages(model, stages, names)
     candidates = [name for name in names if name == shard or any(name in s.along.split() for s in found.values())]
     if shard is not None and shard not in names:
         raise UserError(f"shard is '{shard}', but the layout has the axes {', '.join(names)}.{nearest(shard, names)}")
+    uses = [stage.along.split() for stage in found.values()]
+    if shard is None and not any(axes and set(candidates) - set(axes) for axes in uses):
+        along = f"{', '.join(candidates)}, and each of them needs the tensor whole" if candidates else "no axis"
+        raise UserError(f"stages compute along {along}; name the axis to shard with shard=, one of {', '.join(names)}")
     for path, stage in found.items():
-        for argument, given in (stage.sharded or {}).items():
-            lacking = [name for name in candidates if name not in given.split()]
-            if lacking:
-                raise UserError(
-                    f"stage {path}: the layout '{given}' of argument {argument} lacks the axis {lacking[0]}, along which "
-                    "tensors are sharded; pass the argument whole, and list it under `whole`"
-                )
+        _check_layouts(path, stage, candidates)
     first, last = _ends(model, region)
-    router = _Router(group_of(mesh), names, candidates, [stage.along.split() for stage in found.values()], shard)
+    router = _Router(group_of(mesh), names, candidates, uses, shard, region, argument, result)
     if router.group.size > 1:
         # Hooks run in the order of registration: the region is entered before its first stage, and left after its last one.
+        model.register_forward_pre_hook(router.begin)
         first.register_forward_pre_hook(router.enter, with_kwargs=True)
         for position, (path, stage) in enumerate(found.items()):
             hooks = _StageHooks(router, path, stage, position)
@@ -109,98 +113,123 @@ def parallelize(
             module.register_forward_pre_hook(hooks.before, with_kwargs=True)
             module.register_forward_hook(hooks.after)
         last.register_forward_hook(router.leave)
+        model.register_forward_hook(router.end)
     return model
 
 
 @dataclass(eq=False)
 class _Pass:
-    """A forward pass: the whole size of each axis."""
+    """A forward pass through the region."""
 
     sizes: dict[str, int]
+    """Whole size of each axis that may be sharded."""
+    left: bool = False
+    """Whether the result was gathered."""
 
 
+@dataclass(eq=False)
 class _Router:
-    """Moves the tensors of one model between states."""
+    """Moves one tensor of a model between states."""
 
-    def __init__(
-        self,
-        group: Group,
-        layout: Sequence[str],
-        candidates: Sequence[str],
-        uses: Sequence[Sequence[str]],
-        shard: str | None,
-    ) -> None:
-        """`candidates`: axes that may be sharded. `uses`: axes that each stage needs whole, in the order of the stages."""
-        self.group, self.layout, self.candidates, self.uses, self.shard = group, layout, candidates, uses, shard
-        self._pass: _Pass | None = None
-        self._unfinished: weakref.WeakSet[_Pass] = weakref.WeakSet()
+    group: Group
+    layout: Sequence[str]
+    candidates: Sequence[str]
+    """Axes that may be sharded."""
+    uses: Sequence[Sequence[str]]
+    """Axes that each stage needs whole, in the order of the stages."""
+    shard: str | None
+    region: str
+    argument: str
+    result: int
+    _pass: _Pass | None = None
+    """The forward pass that runs, or that a backward pass recomputes."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Router:
-        """Copies of a model share it: a process group cannot be copied."""
-        return self
+        """A copy of the model has a router of its own, for the same ranks: a process group cannot be copied."""
+        return copy.copy(self)
+
+    def begin(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """The model is called."""
+        self._pass = None
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Split the first argument of the region."""
-        where = _Argument.first(args, kwargs)
-        x = where.get(args, kwargs)
-        if not isinstance(x, Tensor) or x.ndim != len(self.layout):
-            shape = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
-            raise UserError(
-                f"the region's first argument is {shape}, but the layout '{' '.join(self.layout)}' has "
-                f"{len(self.layout)} axes; give the layout of this tensor, or another region"
-            )
+        """Split the region's argument."""
+        place = f"region '{self.region}'"
+        where = _Argument.named(module, self.argument, args, kwargs, place)
+        x = _with_layout(where.get(args, kwargs), self.layout, f"argument {self.argument or 1} of {place}")
         sizes = dict(zip(self.layout, x.shape, strict=True))
         self._pass = _Pass({name: sizes[name] for name in self.candidates if sizes[name] > 1})
         home = self.shard if self.shard in self._pass.sizes else self.free_axis((), 0)
-        x = self.move(x, self.layout, None, home)
-        if x.requires_grad:
-            done, unfinished = weakref.ref(self._pass), self._unfinished
-            x.register_hook(lambda _: unfinished.discard(found) if (found := done()) else None)
-        return where.put(x, args, kwargs)
+        return where.put(self.move(x, self.layout, None, home), args, kwargs)
 
     def leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Gather the region's result."""
 
-        def whole(x: Tensor) -> Tensor:
-            return self.move(x, self.layout, self.state(x, self.layout, "the region's result"), None)
+        def whole(x: Any) -> Tensor:
+            return self.move(x, self.layout, self.state(x, self.layout, f"the result of {place}"), None)
 
-        output = _with_items(output, {0: whole})
-        first = output[0] if isinstance(output, tuple) else output
-        if first.grad_fn is not None and self._pass is not None:
-            first.grad_fn.metadata["evodsp pass"] = self._pass  # lives as long as this graph
-            self._unfinished.add(self._pass)
+        place = f"region '{self.region}'"
+        output = _with_items(output, {self.result: whole}, place)
+        this = self._pass
+        if this is not None:
+            this.left = True
+
+        def resume(gradient: Tensor) -> None:
+            self._pass = this
+
+        # Stages that are recomputed in the backward pass belong to the forward pass whose result got a gradient last.
+        for x in (output,) if isinstance(output, Tensor) else output:
+            if isinstance(x, Tensor) and x.requires_grad:
+                x.register_hook(resume)
         return output
 
-    def sizes(self) -> dict[str, int]:
-        """Whole sizes of the axes that may be sharded, in the pass that is running."""
-        if self._pass is None:
-            raise UserError("a stage ran before the region that holds it; name the region whose input must be split")
-        # Activation checkpointing runs stages again, in the backward pass. Nothing says to which forward pass they belong.
-        recomputing = torch._C._current_graph_task_id() != -1
-        if recomputing and any(other.sizes != self._pass.sizes for other in self._unfinished):
+    def end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """The model returns. What was split must have been gathered: a shard has the rank of a whole tensor."""
+        if self._pass is not None and not self._pass.left:
             raise UserError(
-                "activations are recomputed, but two forward passes with inputs of different sizes await their backward pass; "
-                "run the backward pass of one before the forward pass of the other"
+                f"the region '{self.region}' was entered but not left, because its last module did not run; "
+                "name a module that always runs as the region"
             )
+
+    def sizes(self) -> dict[str, int]:
+        """Whole sizes of the axes that may be sharded."""
+        assert self._pass is not None
         return self._pass.sizes
 
-    def state(self, x: Tensor, layout: Sequence[str], name: str) -> State:
+    def state(self, x: Any, layout: Sequence[str], name: str) -> State:
         """How `x` is sharded, from its shape. Axes have at least two positions, so that each state has another shape.
 
         The shape is a better witness than a record of what was done: it also holds for recomputed activations, skipped blocks
         and tensors that a model keeps.
         """
-        whole, rank = self.sizes(), self.group.rank
-        found = {axis: x.shape[layout.index(axis)] for axis in whole} if x.ndim == len(layout) else {}
+        if self._pass is None:
+            raise UserError(
+                f"{name} came before the region '{self.region}' was entered; name the region whose input must be split"
+            )
+        x, whole, rank = _with_layout(x, layout, name), self.sizes(), self.group.rank
+        found = {axis: x.shape[layout.index(axis)] for axis in whole}
         for sharded in (None, *whole):
             local = {axis: shard_sizes(n, self.group.size)[rank] if axis == sharded else n for axis, n in whole.items()}
             if found == local:
                 return sharded
         sizes = ", ".join(f"{axis} {n}" for axis, n in whole.items())
         raise UserError(
-            f"{name} has the shape {list(x.shape)}, which is no shard of '{' '.join(layout)}' with {sizes}; if code outside a "
-            "stage adds its result to its input, the stage needs residual='outside'"
+            f"{name} has the shape {list(x.shape)}, which is no shard of '{' '.join(layout)}' with {sizes}; if code "
+            "outside a stage adds its result to its input, the stage needs residual='outside'"
         )
+
+    def part(self, x: Any, layout: Sequence[str], state: State, name: str) -> Tensor:
+        """The shard of `x`, which every rank holds whole. An axis of one position is broadcast, and not divided."""
+        x = _with_layout(x, layout, name)
+        for axis, size in zip(layout, x.shape, strict=True):
+            if size not in (1, self.sizes().get(axis, size)):
+                raise UserError(
+                    f"{name} has {size} positions along {axis}, but whole it has {self.sizes()[axis]}; "
+                    "list under `whole` what every rank holds whole"
+                )
+        if state is None or state not in layout or x.shape[layout.index(state)] == 1:
+            return x
+        return split(x, layout.index(state), self.group)
 
     def free_axis(self, along: Sequence[str], position: int) -> State:
         """The axis to shard while a stage computes along `along`: the one that a later stage needs whole last, so that
@@ -231,43 +260,48 @@ class _StageHooks:
         """`position`: the stage's number in the order of the model."""
         self.router, self.path, self.stage, self.position = router, path, stage, position
         self.along = stage.along.split()
-        self._calls: list[tuple[State, State]] = []
-        """Of each call that runs: the state in which its input came, and the one in which it computes. A call that fails leaves
-        its entry behind, but the last entry is always the latest call's."""
+        self._came: State = None
+        """The state of the input of the latest call. (A stage does not call itself.)"""
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        router, stage = self.router, self.stage
-        sharded = stage.sharded if stage.sharded is not None else {"": " ".join(router.layout)}
+        router, stage, place = self.router, self.stage, f"stage {self.path}"
         came: list[tuple[_Argument, list[str], State]] = []
-        for name, layout in sharded.items():
-            where, axes = _Argument.named(module, name, args, kwargs, self.path), layout.split()
+        for name, axes in self._sharded():
+            where = _Argument.named(module, name, args, kwargs, place)
             x = where.get(args, kwargs)
             if x is not None:
-                came.append((where, axes, router.state(x, axes, f"argument {name or 1} of stage {self.path}")))
+                came.append((where, axes, router.state(x, axes, f"argument {name or 1} of {place}")))
         if not came:
-            raise UserError(f"stage {self.path} was called without its sharded argument")
-        computing = self._computing(came[0][2])
-        self._calls.append((came[0][2], computing))
+            raise UserError(f"{place} was called without its sharded argument; name it in Stage(sharded=...)")
+        self._came = came[0][2]
+        computing = self._computing(self._came)
         for where, axes, state in came:
             args, kwargs = where.put(router.move(where.get(args, kwargs), axes, state, computing), args, kwargs)
         for name, layout in stage.whole.items():
-            where, axes = _Argument.named(module, name, args, kwargs, self.path), layout.split()
+            where = _Argument.named(module, name, args, kwargs, place)
             x = where.get(args, kwargs)
-            if isinstance(x, Tensor) and computing in axes:
-                args, kwargs = where.put(router.move(x, axes, None, computing), args, kwargs)
+            if x is not None:
+                x = router.part(x, layout.split(), computing, f"argument {name} of {place}")
+                args, kwargs = where.put(x, args, kwargs)
         return args, kwargs
 
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        came, computed = self._calls.pop()
-        if self.stage.residual == "inside" or came == computed:
+        if self.stage.residual == "inside" or not self.along:
             return output
-        layout = next(iter(self.stage.sharded.values())) if self.stage.sharded else " ".join(self.router.layout)
-        items = self.stage.returns if self.stage.returns is not None else {0: layout}
+        router, came, place = self.router, self._came, f"stage {self.path}"
 
         def back(axes: list[str]) -> Any:
-            return lambda x: self.router.move(x, axes, computed, came)
+            return lambda x: router.move(x, axes, router.state(x, axes, f"the result of {place}"), came)
 
-        return _with_items(output, {n: back(item.split()) for n, item in items.items()})
+        returned = self.stage.returns
+        layouts = {0: self._sharded()[0][1]} if returned is None else {n: item.split() for n, item in returned.items()}
+        return _with_items(output, {n: back(axes) for n, axes in layouts.items()}, place)
+
+    def _sharded(self) -> list[tuple[str, list[str]]]:
+        """Names of the arguments that arrive sharded, and their axes."""
+        if self.stage.sharded is None:
+            return [("", list(self.router.layout))]
+        return [(name, layout.split()) for name, layout in self.stage.sharded.items()]
 
     def _computing(self, came: State) -> State:
         """The state in which the stage computes, for an input in state `came`."""
@@ -283,23 +317,22 @@ class _Argument:
     key: int | str
 
     @classmethod
-    def first(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Argument:
-        """The call's first argument."""
-        return cls(0 if args else next(iter(kwargs), 0))
-
-    @classmethod
-    def named(cls, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], path: str) -> _Argument:
+    def named(
+        cls, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], place: str
+    ) -> _Argument:
         """The argument of this name of the module's forward; "" is the first one."""
-        if not name:
-            return cls.first(args, kwargs)
         if name in kwargs:
             return cls(name)
-        parameters = list(inspect.signature(module.forward).parameters)
-        if name not in parameters:
+        parameters = inspect.signature(module.forward).parameters
+        names = [p.name for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        if not name:
+            first = names[0] if names else next(iter(kwargs), "")
+            return cls(first if not args and first in kwargs else 0)
+        if name not in names:
             raise UserError(
-                f"stage {path}: its forward has no argument {name}, only {', '.join(parameters)}.{nearest(name, parameters)}"
+                f"{place}: its forward has no argument {name}, only {', '.join(parameters)}.{nearest(name, parameters)}"
             )
-        return cls(parameters.index(name))
+        return cls(names.index(name))
 
     def get(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The argument; None if the call leaves it out."""
@@ -314,12 +347,45 @@ class _Argument:
         return (*args[: self.key], x, *args[self.key + 1 :]), kwargs
 
 
-def _with_items(output: Any, changes: Mapping[int, Any]) -> Any:
+def _with_items(output: Any, changes: Mapping[int, Any], place: str) -> Any:
     """A module's output, one tensor or a tuple, with functions applied to some items."""
     if isinstance(output, Tensor):
-        return changes[0](output) if 0 in changes else output
-    items = [changes[n](x) if n in changes and x is not None else x for n, x in enumerate(output)]
-    return type(output)(*items) if hasattr(output, "_fields") else type(output)(items)
+        items: Sequence[Any] = (output,)
+    elif isinstance(output, tuple | list):
+        items = output
+    else:
+        raise UserError(f"{place} returned a {type(output).__name__}, expected a tensor or a tuple; let it return one")
+    if max(changes, default=0) >= len(items):
+        raise UserError(
+            f"{place} returned {len(items)} items, but item {max(changes)} should be sharded; items count from 0"
+        )
+    changed = [changes[n](x) if n in changes and x is not None else x for n, x in enumerate(items)]
+    if isinstance(output, Tensor):
+        return changed[0]
+    return type(output)(*changed) if hasattr(output, "_fields") else type(output)(changed)
+
+
+def _with_layout(x: Any, layout: Sequence[str], name: str) -> Tensor:
+    """`x`, a tensor with these axes. Raises UserError if it is none."""
+    if isinstance(x, Tensor) and x.ndim == len(layout):
+        return x
+    found = f"a tensor of shape {list(x.shape)}" if isinstance(x, Tensor) else f"of type {type(x).__name__}"
+    raise UserError(
+        f"{name} is {found}, but its layout '{' '.join(layout)}' has {len(layout)} axes; give the layout of this tensor"
+    )
+
+
+def _check_layouts(path: str, stage: Stage, candidates: Sequence[str]) -> None:
+    """Raise UserError if a tensor that arrives or returns sharded lacks an axis along which it may be sharded."""
+    given = [(f"argument {name}", "list it under `whole`", layout) for name, layout in (stage.sharded or {}).items()]
+    given += [(f"result {n}", "leave it out of `returns`", layout) for n, layout in (stage.returns or {}).items()]
+    for name, remedy, layout in given:
+        lacking = [axis for axis in candidates if axis not in layout.split()]
+        if lacking:
+            raise UserError(
+                f"stage {path}: the layout '{layout}' of {name} lacks the axis {lacking[0]}, along which tensors are sharded; "
+                f"if every rank holds it whole, {remedy}"
+            )
 
 
 def _axes(layout: str) -> list[str]:
@@ -365,6 +431,9 @@ def _ends(model: nn.Module, region: str) -> tuple[nn.Module, nn.Module]:
     except AttributeError:
         paths = [path for path, _ in model.named_modules()]
         raise UserError(f"region: no submodule is called {region}.{nearest(region, paths)}") from None
-    if isinstance(module, nn.ModuleList | nn.Sequential) and len(module):
-        return module[0], module[-1]
-    return module, module
+    members: list[nn.Module] = []
+    if isinstance(module, nn.ModuleDict):
+        members = list(module.values())
+    elif isinstance(module, nn.ModuleList | nn.Sequential):
+        members = list(module)
+    return (members[0], members[-1]) if members else (module, module)

@@ -1,0 +1,99 @@
+"""The sizes of a transformer, and the YAML files that hold them (`scripts/paper/configs`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]
+
+from evodsp.config import BELOW_ONE, SIZE, Range, check_numbers, from_dict
+from evodsp.errors import FileFormatError, SettingError, UserError
+
+AXES = (("time", "space"), ("time", "height", "width"))
+"""The axes that a model may have."""
+RANGES = {
+    "layers": SIZE,
+    "width": Range(2),
+    "heads": SIZE,
+    "in_channels": SIZE,
+    "mlp_ratio": SIZE,
+    "dropout": BELOW_ONE,
+}
+
+
+@dataclass(frozen=True)
+class TransformerConfig:
+    """Sizes of a transformer. Raises UserError on a value out of range."""
+
+    layers: int
+    """Layers, each with one block per axis."""
+    width: int
+    """C: channels of a token. A multiple of `heads`, and even."""
+    heads: int
+    """Attention heads."""
+    axes: tuple[str, ...] = AXES[0]
+    """Names of the token axes: (time, space), or (time, height, width)."""
+    in_channels: int = 4
+    """c: channels of the latents."""
+    patch: tuple[int, int, int] = (1, 2, 2)
+    """Frames, rows and columns of latents that make one token."""
+    mlp_ratio: int = 4
+    """Width of the MLP's hidden layer / `width`."""
+    dropout: float = 0.0
+    """Rate of dropout on the updates of both residual branches."""
+    checkpoint: bool = False
+    """Keep each block's input only, and compute the block again in the backward pass."""
+
+    def __post_init__(self) -> None:
+        for name in ("axes", "patch"):  # YAML has lists
+            value = getattr(self, name)
+            if not isinstance(value, Sequence) or isinstance(value, str):
+                raise SettingError(name, repr(value), "a list")
+            object.__setattr__(self, name, tuple(value))
+        for name in RANGES:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float if name == "dropout" else int):
+                raise SettingError(name, repr(value), "a number" if name == "dropout" else "a whole number")
+        check_numbers(self, RANGES, "")
+        if self.axes not in AXES:
+            raise SettingError("axes", list(self.axes), " or ".join(str(list(axes)) for axes in AXES))
+        if len(self.patch) != 3 or not all(isinstance(size, int) and size in SIZE for size in self.patch):
+            raise SettingError("patch", list(self.patch), "three sizes of at least 1: frames, rows, columns")
+        if self.width % 2 or self.width % self.heads:
+            raise SettingError("width", self.width, f"even and a multiple of heads, which is {self.heads}")
+        if not isinstance(self.checkpoint, bool):
+            raise SettingError("checkpoint", repr(self.checkpoint), "true or false")
+
+    @classmethod
+    def load(cls, path: str | Path) -> TransformerConfig:
+        """Read a YAML file. Raises UserError if it cannot be read, and for unknown, missing or wrong settings."""
+        try:
+            values: Any = yaml.safe_load(Path(path).read_text())
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read ({error.strerror}); give one of scripts/paper/configs") from None
+        except yaml.YAMLError as error:
+            raise FileFormatError(path, f"is not YAML ({str(error).splitlines()[0]}); give key: value lines") from None
+        if not isinstance(values, dict):
+            raise FileFormatError(path, "has no settings; give key: value lines such as 'layers: 2'")
+        missing = [name for name in ("layers", "width", "heads") if name not in values]
+        if missing:
+            raise FileFormatError(path, f"lacks the setting '{missing[0]}'; add it")
+        try:
+            return from_dict(cls, values)
+        except UserError as error:
+            raise FileFormatError(path, str(error)) from None
+
+    def token_sizes(self, latents: Sequence[int]) -> tuple[int, ...]:
+        """Sizes of the token axes for latents of shape [B, c, T, H, W]. Raises UserError if the shape does not fit."""
+        if len(latents) != 5 or latents[1] != self.in_channels:
+            raise UserError(f"latents have the shape {list(latents)}, but must be [B, {self.in_channels}, T, H, W]")
+        if any(whole % size for whole, size in zip(latents[2:], self.patch, strict=True)):
+            raise UserError(
+                f"latents have {list(latents[2:])} frames, rows and columns, which patches of {list(self.patch)} do not "
+                "divide; crop or pad them to multiples"
+            )
+        time, height, width = (whole // size for whole, size in zip(latents[2:], self.patch, strict=True))
+        return (time, height * width) if len(self.axes) == 2 else (time, height, width)
