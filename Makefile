@@ -17,8 +17,10 @@ OPENFOLD_SIDE   = $(if $(OPENFOLD),--openfold $(OPENFOLD_VENV)/bin/python)
 COMPARE = $(if $(OPENFOLD),OPENFOLD_SOURCE=$(OPENFOLD)) $(BIN)/python -m scripts.parity.compare \
   --alphafold $(PARITY)/bin/python $(OPENFOLD_SIDE) --seed $(SEED)
 
-# The documentation's packages are added to .venv when they are first needed, so that `make demo` does not fetch them.
-DOCS_READY := $(VENV)/.ready-docs
+# The documentation's packages, and the frameworks that only tests of compatibility use, are added to .venv when they are first
+# needed, so that `make demo` does not fetch them.
+DOCS_READY   := $(VENV)/.ready-docs
+COMPAT_READY := $(VENV)/.ready-compat
 
 .PHONY: help venv demo test verify parity docs docs-serve wheel lint format clean
 
@@ -53,10 +55,10 @@ demo: $(READY)
 	$(BIN)/python scripts/compare_predictions.py --predictions $(RUNS)/demo/predictions --structures data/mmcif_files \
 	  --train data/train.txt --held-out data/validation.txt --output $(RUNS)/demo
 
-test: $(READY)
+test: $(READY) $(COMPAT_READY)
 	$(BIN)/python -m pytest -m "not verify"
 
-verify: $(READY) $(DOCS_READY)
+verify: $(READY) $(DOCS_READY) $(COMPAT_READY)
 	$(BIN)/python -m pytest -m verify $(SHARE)
 
 $(PARITY_READY): scripts/parity/constraints.txt
@@ -80,6 +82,10 @@ parity: $(READY) $(PARITY_READY) $(if $(OPENFOLD),$(OPENFOLD_READY))
 $(DOCS_READY): $(READY) pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
 	@touch $(DOCS_READY)
+
+$(COMPAT_READY): $(READY) pyproject.toml constraints.txt
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[compat]'
+	@touch $(COMPAT_READY)
 
 docs: $(DOCS_READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -18,6 +18,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -160,14 +161,21 @@ class Reader:
         assert Path(option(words, "--output") or "").stat().st_size > 0
 
     def python(self, words: list[str]) -> None:
-        """A script or module of the repository, in this process. Measuring the paper takes 20 minutes: nothing is measured."""
-        if words[:2] == ["-m", "scripts.paper.reproduce"]:
+        """A script of the repository, in this process; a module in one of its own, in the verify tier only."""
+        if words[:2] == ["-m", "scripts.paper.reproduce"]:  # which takes 20 minutes: nothing is measured
             assert reproduce.main([*words[2:], "--quick", "--only", "plots", "--output", "runs/paper"]) == 0
+            return
+        if words[0] == "-m":
+            assert find_spec(words[1])
+            if not self.one_rank:
+                subprocess.run([sys.executable, *words], cwd=ROOT, check=True)
             return
         assert runpy.run_path(str(ROOT / words[0]))["main"](words[1:]) == 0
 
     def torchrun(self, words: list[str]) -> None:
         """Of one rank: only the options of evodsp behind `-m evodsp`."""
+        if words[words.index("-m") + 1].startswith("scripts.frameworks."):
+            return  # tests/parallel/compatibility runs it and checks what it prints
         at = words.index("evodsp")
         assert words[at - 1] == "-m"
         assert run_quietly([*words[at + 1 :], "--print_config"])
@@ -233,7 +241,10 @@ def test_every_command_and_block_runs(start_ranks: bool, like_the_root: Path, mo
     reader = Reader(start_ranks)
     for block in (block for page in PAGES for block in blocks(page)):
         try:
-            if block.language == "python":
+            if block.included is not None:  # only programs; the test of the programs runs them
+                assert block.included.startswith("scripts/frameworks/"), "no rule tests this file"
+                assert (ROOT / block.included).is_file()
+            elif block.language == "python":
                 run_python(block, monkeypatch)
             elif block.language == "yaml":
                 run_yaml(block, like_the_root)

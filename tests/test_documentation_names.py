@@ -36,7 +36,11 @@ OPTIONS_OF_OTHERS = {
 }
 """Options of torchrun and of scripts, and those that `--help` does not show."""
 
-ELSEWHERE = {"config.yaml", "train.txt", "space_time.py", "train_monomer_demo_bp.sh", "fastfold/distributed/comm.py"}
+ELSEWHERE = {
+    *("config.yaml", "train.txt", "space_time.py", "train_monomer_demo_bp.sh"),
+    *("fastfold/distributed/comm.py", "megatron/core/pipeline_parallel/schedules.py"),
+    "deepspeed/runtime/zero/stage_1_and_2.py",
+}
 """Files that a run or the reader writes, and files of other programs."""
 
 
@@ -151,15 +155,17 @@ def test_the_extras_are_those_of_the_package() -> None:
     assert set(re.findall(r"`([\w-]+)`", sentence)) == extras()
 
 
-def test_documentation_packages_are_pinned_and_not_part_of_the_demo() -> None:
-    """`make demo` installs the extra `dev`; the site's packages come with `make docs` only."""
+@pytest.mark.parametrize(("extra", "targets"), [("docs", "docs|docs-serve|verify"), ("compat", "test|verify")])
+def test_packages_that_the_demo_does_without_are_pinned_and_added_later(extra: str, targets: str) -> None:
+    """`make demo` installs the extra `dev`. Catches a package of another extra in it, and a target that forgets its extra."""
     wanted = tomllib.loads(text_of("pyproject.toml"))["project"]["optional-dependencies"]
     pinned = {line.partition("==")[0].lower() for line in text_of("constraints.txt").splitlines()}
-    names = {re.split(r"[\[<>=]", requirement)[0] for requirement in wanted["docs"]}
+    names = {re.split(r"[\[<>=]", requirement)[0] for requirement in wanted[extra]}
     assert names <= pinned
-    assert not {name for name in names if name.startswith("mkdocs")} & {
-        re.split(r"[\[<>=]", requirement)[0] for requirement in wanted["dev"]
-    }
+    assert names & {re.split(r"[\[<>=]", requirement)[0] for requirement in wanted["dev"]} <= {"ruff"}
+    found = re.findall(rf"^({targets}):(.*)$", text_of("Makefile"), re.MULTILINE)
+    assert len(found) == targets.count("|") + 1
+    assert all(f"$({extra.upper()}_READY)" in needs for _, needs in found)
 
 
 @pytest.mark.verify

@@ -46,7 +46,7 @@ def test_the_example_prints_the_losses_of_one_device_on_every_rank(pool: RankPoo
     text = example().text
     added = [line for line in text.splitlines() if "# +" in line]
     assert len(added) == 8
-    assert "You change\neight lines of the program" in Path(PAGE).read_text()
+    assert "You change eight lines of the program" in Path(PAGE).read_text()
     losses = printed(for_one_device(text))
     assert len(losses) == 3
     assert losses[0] > losses[-1].replace("step 2", "step 0")

@@ -1,4 +1,6 @@
-"""Dynamic Sequence Parallelism for any multi-dimensional transformer (arXiv 2403.10266). Needs torch only.
+"""Dynamic Sequence Parallelism for any multi-dimensional transformer (arXiv 2403.10266).
+
+It needs torch only; `dropout` needs NumPy too.
 
     mesh = init_mesh(sequence=4)
     x = split(x, 1, mesh)                          # whole on every rank -> this rank's shard of dimension 1
@@ -15,6 +17,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from evodsp.parallel.declaration import Stage
     from evodsp.parallel.functional import gather, split, start_gather, start_switch, switch, total
     from evodsp.parallel.gradients import average_gradients
     from evodsp.parallel.group import Group
@@ -22,9 +25,10 @@ if TYPE_CHECKING:
     from evodsp.parallel.masks import dropout
     from evodsp.parallel.mesh import Mesh, init_mesh
     from evodsp.parallel.pending import Pending
-    from evodsp.parallel.stages import Stage, parallelize
+    from evodsp.parallel.stages import parallelize
 
 _HOMES = {
+    "declaration": ("Stage",),
     "functional": ("gather", "split", "start_gather", "start_switch", "switch", "total"),
     "gradients": ("average_gradients",),
     "group": ("Group",),
@@ -32,7 +36,7 @@ _HOMES = {
     "masks": ("dropout",),
     "mesh": ("Mesh", "init_mesh"),
     "pending": ("Pending",),
-    "stages": ("Stage", "parallelize"),
+    "stages": ("parallelize",),
 }
 
 __all__ = [

@@ -2,9 +2,9 @@
 
 An all-gather counts the bytes of its output; a reduce-scatter and an all-to-all those of their local input; an all-reduce
 twice its input; a broadcast and a reduce one copy of what is sent. An all-gather or a reduce-scatter counts the same whether it
-is done at once or one shard at a time. A ring of sends and receives, in which all tensors pass every rank, counts as an
-all-gather of them, entered once or hop by hop. The part that a rank sends to itself is included: (N - 1) / N of the count
-crosses the wire.
+is done at once or one shard at a time. A ring of sends and receives, in which the shards of a tensor pass every rank, is one
+entry and counts as an all-gather of them. The part that a rank sends to itself is included: (N - 1) / N of the count crosses
+the wire.
 """
 
 from __future__ import annotations

@@ -18,15 +18,16 @@ A tensor is here in one of several STATES: whole, or sharded along one axis (the
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
-from typing import Any, Literal, TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
 from evodsp.errors import UserError, nearest
+from evodsp.parallel.declaration import Stage, axes_of, axes_to_shard, check_layouts, check_unlisted, ends, find_stages
 from evodsp.parallel.functional import gather, split, switch
 from evodsp.parallel.group import Group
 from evodsp.parallel.layout import shard_sizes
@@ -35,28 +36,6 @@ from evodsp.parallel.mesh import Ranks, group_of
 Model = TypeVar("Model", bound=nn.Module)
 State = str | None
 """Name of the sharded axis; None: whole."""
-
-
-@dataclass(frozen=True)
-class Stage:
-    """What a submodule computes along, and which of its arguments are sharded. A layout names a tensor's axes, in order."""
-
-    along: str = ""
-    """Axes along which the stage mixes positions, separated by spaces. They are whole while it runs. If that leaves no axis to
-    shard, the tensor is gathered for the stage. Empty: the stage treats positions one by one, and is listed for its `whole`
-    arguments."""
-    residual: Literal["outside", "inside"] = "outside"
-    """`outside`: the result takes the state of the input again, because the caller adds it to that input (x +
-    stage(x)). `inside`: the stage holds its residual connection, as a whole transformer block does; the result stays in
-    the state in which it was computed, which saves a switch if the next stage needs it so."""
-    sharded: Mapping[str, str] | None = None
-    """Arguments that arrive sharded, with their layouts: {"x": "batch time space channel"}. None: the first argument,
-    in the model's layout."""
-    whole: Mapping[str, str] = field(default_factory=dict)
-    """Arguments that every rank holds whole and of which the stage needs its shard, with their layouts: masks, positions."""
-    returns: Mapping[int, str] | None = None
-    """Which items of a returned tuple are sharded, with their layouts. None: the only or first one, in the layout of the first
-    sharded argument."""
 
 
 def parallelize(
@@ -73,8 +52,8 @@ def parallelize(
 
     `layout`: names of the axes of the tensor that is sharded, in order, such as "batch time space channel". `stages`:
     by path of a submodule (`*` stands for any one name), the axes along which it computes, or a `Stage`. `region`: path
-    of the submodule whose first argument is split and whose result is gathered; "" is the model. A ModuleList or
-    Sequential stands for its first and last member. `shard`: the axis along which to split; None: the one that is
+    of the submodule whose first argument is split and whose result is gathered; "" is the model. A ModuleList,
+    ModuleDict or Sequential stands for its first and last member. `shard`: the axis along which to split; None: the one that is
     needed whole last. `argument` and `result`: name of the region's argument that is split, if it is not the first, and
     number of the item that is gathered, if the region returns a tuple.
 
@@ -86,21 +65,17 @@ def parallelize(
 
     A model is parallelized once for each tensor that has axes of its own, an MSA and a pair representation, for instance.
 
-    Raises UserError for a path that names no module, an axis that is not in the layout, a module named twice, and stages
-    that leave no axis to shard.
+    Raises UserError for a path that names no module, an axis that is not in the layout, a module named twice, stages that
+    leave no axis to shard, and a module of torch that mixes positions (a convolution, GroupNorm) outside of all stages.
     """
-    names = _axes(layout)
-    found = _find_stages(model, stages, names)
-    candidates = [name for name in names if name == shard or any(name in s.along.split() for s in found.values())]
-    if shard is not None and shard not in names:
-        raise UserError(f"shard is '{shard}', but the layout has the axes {', '.join(names)}.{nearest(shard, names)}")
-    uses = [stage.along.split() for stage in found.values()]
-    if shard is None and not any(axes and set(candidates) - set(axes) for axes in uses):
-        along = f"{', '.join(candidates)}, and each of them needs the tensor whole" if candidates else "no axis"
-        raise UserError(f"stages compute along {along}; name the axis to shard with shard=, one of {', '.join(names)}")
+    names = axes_of(layout)
+    found = find_stages(model, stages, names)
+    candidates = axes_to_shard(names, found, shard)
     for path, stage in found.items():
-        _check_layouts(path, stage, candidates)
-    first, last = _ends(model, region)
+        check_layouts(path, stage, candidates)
+    first, last = ends(model, region)
+    check_unlisted(model, region, found)
+    uses = [stage.along.split() for stage in found.values()]
     router = _Router(group_of(mesh), names, candidates, uses, shard, region, argument, result)
     if router.group.size > 1:
         # Hooks run in the order of registration: the region is entered before its first stage, and left after its last one.
@@ -144,8 +119,8 @@ class _Router:
     """The forward pass that runs, or that a backward pass recomputes."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Router:
-        """Copies of a model share it: a process group cannot be copied."""
-        return self
+        """A copy of the model has a router of its own, for the same ranks: a process group cannot be copied."""
+        return copy.copy(self)
 
     def begin(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """The model is called."""
@@ -244,8 +219,8 @@ class _Router:
         """`x` in another state."""
         if old == new:
             return x
-        if old is None:
-            return split(x, layout.index(str(new)), self.group)
+        if old is None:  # a copy, because a view would keep the whole tensor in memory
+            return split(x, layout.index(str(new)), self.group).clone()
         source, whole = layout.index(old), self.sizes()[old]
         if new is None:
             return gather(x, source, whole, self.group)
@@ -372,64 +347,3 @@ def _with_layout(x: Any, layout: Sequence[str], name: str) -> Tensor:
     raise UserError(
         f"{name} is {found}, but its layout '{' '.join(layout)}' has {len(layout)} axes; give the layout of this tensor"
     )
-
-
-def _check_layouts(path: str, stage: Stage, candidates: Sequence[str]) -> None:
-    """Raise UserError if a tensor that arrives or returns sharded lacks an axis along which it may be sharded."""
-    given = [(f"argument {name}", "list it under `whole`", layout) for name, layout in (stage.sharded or {}).items()]
-    given += [(f"result {n}", "leave it out of `returns`", layout) for n, layout in (stage.returns or {}).items()]
-    for name, remedy, layout in given:
-        lacking = [axis for axis in candidates if axis not in layout.split()]
-        if lacking:
-            raise UserError(
-                f"stage {path}: the layout '{layout}' of {name} lacks the axis {lacking[0]}, along which tensors are sharded; "
-                f"if every rank holds it whole, {remedy}"
-            )
-
-
-def _axes(layout: str) -> list[str]:
-    """The names in a layout. Raises UserError if one occurs twice."""
-    names = layout.split()
-    if len(set(names)) < len(names):
-        raise UserError(f"the layout '{layout}' names an axis twice; give every axis another name")
-    return names
-
-
-def _find_stages(model: nn.Module, stages: Mapping[str, str | Stage], layout: Sequence[str]) -> dict[str, Stage]:
-    """The stage of every matching submodule, by path, in the model's order."""
-    paths = [path for path, _ in model.named_modules()]
-    found: dict[str, Stage] = {}
-    for pattern, given in stages.items():
-        stage = Stage(given) if isinstance(given, str) else given
-        for axis in stage.along.split():
-            if axis not in layout:
-                close = nearest(axis, layout)
-                raise UserError(
-                    f"stage {pattern} computes along '{axis}', but the layout has the axes {', '.join(layout)}.{close}"
-                )
-        matching = [path for path in paths if _matches(path, pattern)]
-        if not matching:
-            raise UserError(f"no submodule is called {pattern}.{nearest(pattern, paths)}")
-        for path in matching:
-            if path in found:
-                raise UserError(f"submodule {path} matches two patterns, one of them {pattern}; name it once")
-            found[path] = stage
-    return {path: found[path] for path in paths if path in found}
-
-
-def _matches(path: str, pattern: str) -> bool:
-    """Whether a path fits a pattern; a `*` does not cross a dot."""
-    names, patterns = path.split("."), pattern.split(".")
-    return len(names) == len(patterns) and all(map(fnmatchcase, names, patterns))
-
-
-def _ends(model: nn.Module, region: str) -> tuple[nn.Module, nn.Module]:
-    """The modules at whose entry and exit the region begins and ends."""
-    try:
-        module = model.get_submodule(region)
-    except AttributeError:
-        paths = [path for path, _ in model.named_modules()]
-        raise UserError(f"region: no submodule is called {region}.{nearest(region, paths)}") from None
-    if isinstance(module, nn.ModuleList | nn.Sequential) and len(module):
-        return module[0], module[-1]
-    return module, module

@@ -17,10 +17,10 @@ kernel are those of `evodsp.model`, so a comparison shows the communication alon
   the update back to rows. A third one sends the mask, which is sharded like z. The docstring of that file still describes an
   earlier way: all-to-alls of q, k, v, the mask and the output, and a gather.
 
-What one rank moves for one block, counted as the ledger counts (Mz = R R c; a ring is N - 1 hops):
+What one rank moves for one block, counted as the ledger counts (Mz = R R c; a ring is one tensor's way past all ranks):
 
     sub-layer                          forward                                    backward
-    triangle multiplication, outgoing  ring, Mz                                   2 rings, Mz and 2 Mz
+    triangle multiplication, outgoing  ring, Mz                                   3 rings, Mz each
     triangle multiplication, incoming  N reduce-scatters, together Mz             2 rings, Mz each
     triangle attention, starting node  all-gather, 4 R R                          all-gather, reduce-scatter, 4 R R each
     triangle attention, ending node    2 all-to-alls, Mz/N each; one of R R / N;  2 all-to-alls, Mz/N each;

@@ -21,16 +21,16 @@ RESIDUES = (256, 384)
 EXPLANATION = """\
 Pair stacks. 'regathers': what was gathered is not kept but gathered again for the recomputation. Fold-CP 1d: boltz-cp with
 cp_topology "1d", as its code communicates. Fold-CP 1d, q k v: as its docstring says, with five all-to-alls and a gather in
-attention around the ending node. launches: collectives, and hops of rings; a ring of N ranks is N - 1 hops and counts what an
-all-gather counts. DSP of it: DSP's bytes over this row's. Every number is counted as bf16. Fold-CP's code sends its rings in
-fp32, so it moves more than is counted here."""
+attention around the ending node. calls: collectives, and after the + tensors that go round a ring, each by N - 1 hops; a ring
+counts what an all-gather counts. DSP of it: DSP's bytes over this row's. Every number is counted as bf16. Fold-CP's code sends
+its rings in fp32, so it moves more than is counted here."""
 
 
 @dataclass(frozen=True)
 class Count:
-    """Collectives of one kind in one phase."""
+    """Collectives of one kind, or rings, in one phase."""
 
-    launches: int
+    calls: int
     elements: int
 
 
@@ -51,13 +51,13 @@ def formula(method: Method, ranks: int, residues: int) -> Counts:
         switched = 2 * z if method.ending == "z" else 4 * pairs * config.pair_heads * config.pair_head_width
         switches = 2 if method.ending == "z" else 4
         forward = {
-            "send-receive": Count(n - 1, operand),
+            "send-receive": Count(1, operand),
             "reduce-scatter": Count(n, operand),
             "all-to-all": Count(switches + 1, (switched + pairs) // n),
             "all-gather": Count(2, biases),
         }
         backward = {
-            "send-receive": Count(4 * (n - 1), 5 * operand),
+            "send-receive": Count(5, 5 * operand),
             "all-to-all": Count(switches, switched // n),
             "all-gather": Count(2, biases),
             "reduce-scatter": Count(2, biases),
@@ -71,7 +71,7 @@ def formula(method: Method, ranks: int, residues: int) -> Counts:
         backward = {"all-to-all": all_to_all, "reduce-scatter": gathered}
         recompute = {"all-to-all": all_to_all} if method.plan.keep_gathered else forward
     phases = zip(PHASES, (forward, recompute, backward), strict=True)
-    return {(phase, kind): count for phase, kinds in phases for kind, count in kinds.items() if count.launches}
+    return {(phase, kind): count for phase, kinds in phases for kind, count in kinds.items()}
 
 
 def measure(method: Method, ranks: int, residues: int, dtype: torch.dtype = torch.bfloat16) -> Ledger:
@@ -90,7 +90,7 @@ def counted(ledger: Ledger) -> Counts:
     counts: Counts = {}
     for entry in ledger.entries:
         before = counts.get((entry.phase, entry.kind), Count(0, 0))
-        counts[entry.phase, entry.kind] = Count(before.launches + 1, before.elements + entry.elements)
+        counts[entry.phase, entry.kind] = Count(before.calls + 1, before.elements + entry.elements)
     return counts
 
 
@@ -109,7 +109,7 @@ def print_table(residues: int, all_ranks: Sequence[int]) -> list[str]:
     """Print what each method moves for the pair stack of one block; return what differs from the formulas."""
     wrong = []
     print(f"\npair stack of a block, R={residues}, bf16, MiB per rank")
-    print(f"{'':26}{'MiB':>10}{'':31}{'launches':>19}{'':9}{'DSP of it':>11}")
+    print(f"{'':26}{'MiB':>10}{'':31}{'calls':>19}{'':9}{'DSP of it':>11}")
     print(
         f"{'ranks':>5}  {'':18}{'forward':>10}{'recompute':>11}{'backward':>10}{'total':>10}"
         f"{'forward':>10}{'recompute':>10}{'backward':>9}{'forward':>9}{'total':>7}"
@@ -121,11 +121,16 @@ def print_table(residues: int, all_ranks: Sequence[int]) -> list[str]:
             dsp = dsp or ledger
             wrong += differences(method, ranks, residues, ledger)
             volumes = [ledger.bytes(phase) / MIB for phase in PHASES]
-            launches = [len(ledger.of(phase)) for phase in PHASES]
+            calls = [_calls(ledger, phase) for phase in PHASES]
             print(
                 f"{ranks:5}  {method.name:18}{volumes[0]:10.2f}{volumes[1]:11.2f}{volumes[2]:10.2f}{sum(volumes):10.2f}"
-                f"{launches[0]:10}{launches[1]:10}{launches[2]:9}"
+                f"{calls[0]:>10}{calls[1]:>10}{calls[2]:>9}"
                 f"{dsp.bytes('forward') / ledger.bytes('forward'):9.3f}{dsp.bytes() / ledger.bytes():7.3f}",
                 flush=True,
             )
     return wrong
+
+
+def _calls(ledger: Ledger, phase: Phase) -> str:
+    rings = sum(entry.kind == "send-receive" for entry in ledger.of(phase))
+    return f"{len(ledger.of(phase)) - rings}" + (f"+{rings}" if rings else "")

@@ -14,10 +14,8 @@ from evodsp.cli import main
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
     "README.md",
-    *(
-        f"docs/{name}.md"
-        for name in ("index", "quickstart", "training", "weights", "prediction", "data", "dsp", "parallelize")
-    ),
+    *(f"docs/{name}.md" for name in ("index", "quickstart", "training", "weights", "prediction", "data", "dsp")),
+    *("docs/parallelize.md", "docs/frameworks.md"),
     *("docs/measured.md", "docs/paper.md", "docs/migration.md", "docs/contributing.md", "docs/changelog.md"),
     *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs" / "api").glob("*.md")),
 ]
@@ -37,6 +35,12 @@ class Block:
     def place(self) -> str:
         """Such as 'docs/data.md:12'."""
         return f"{self.page}:{self.line}"
+
+    @property
+    def included(self) -> str | None:
+        """The file that the block shows, if it consists of one. (`ruff format` would rewrite `--8<-- "FILE"` on one line.)"""
+        found = re.fullmatch(r"--8<--\n(.+)\n--8<--\n", self.text)
+        return found[1] if found else None
 
     def commands(self) -> list[str]:
         """Its lines, those that end with a backslash joined with the next."""

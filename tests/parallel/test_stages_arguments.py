@@ -48,8 +48,8 @@ class TwoStreamModel(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = x.permute(3, 0, 2, 1)
         for stage in (self.time, self.space, self.time):
-            update, _, other = stage(0.5, x, y=y)
-            x, y = x + update, y + other
+            update = stage(0.5, x, y=y)
+            x, y = x + update.first, y + update.second
         return x + y.permute(1, 3, 2, 0)
 
 
@@ -88,9 +88,9 @@ class KeywordModel(nn.Module):
         self.block = nn.ModuleDict({"time": Keywords(1), "space": Keywords(2)})
 
     def forward(self, gate: Tensor, x: Tensor) -> Tensor:
-        x = x + self.block["time"](gate=gate, x=x)[0]
-        x = x + self.block["space"](x=x)[0]
-        return x + self.block["time"](gate=None, x=x)[0]
+        x = x + self.block["time"](gate=gate, x=x).pop(0)
+        x = x + self.block["space"](x=x).pop(0)
+        return x + self.block["time"](gate=None, x=x).pop(0)
 
 
 class Outer(nn.Module):
@@ -169,19 +169,20 @@ class PointwiseModel(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.attend, self.shift = Attention(1), Shift()
+        self.attend, self.gate = Attention(1), Gate()
 
     def forward(self, x: Tensor) -> Tensor:
         number = torch.arange(TIME * SPACE, dtype=x.dtype).view(TIME, SPACE)
-        x = self.shift(x, number)
-        return self.shift(x + self.attend(x), number)
+        x = x * self.gate(x, number).unsqueeze(-1)
+        x = x + self.attend(x)
+        return x * self.gate(x, number).unsqueeze(-1)
 
 
-class Shift(nn.Module):
-    """Not mixing anything, it may return a tensor of any shape."""
+class Gate(nn.Module):
+    """One number for each position, [B, T, S]: as it mixes nothing, it may return a tensor of any shape."""
 
     def forward(self, x: Tensor, number: Tensor) -> Tensor:
-        return x * number.sin().unsqueeze(-1)
+        return x.sum(-1) * number.sin()
 
 
 def numbered() -> Built:
@@ -189,9 +190,9 @@ def numbered() -> Built:
 
 
 def with_numbers(model: nn.Module, mesh: Any) -> None:
-    parallelize(model, mesh, AXES, {"attend": "time", "shift": Stage(whole={"number": "time space"})}, shard="space")
+    parallelize(model, mesh, AXES, {"attend": "time", "gate": Stage(whole={"number": "time space"})}, shard="space")
 
 
 def test_a_stage_that_computes_along_no_axis(pool: RankPool) -> None:
-    """Catches a stage listed for its whole arguments only that is switched, or gathered."""
+    """Catches a stage listed for its whole arguments only whose result must have the input's layout."""
     equals_one_device(pool, numbered, with_numbers)

@@ -49,6 +49,10 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.pointwise, self.smooth = (
+            nn.Conv3d(1, 1, 1),
+            nn.Conv3d(1, 1, (1, 1, 3)),
+        )  # outside of the region of most tests
         self.between: Callable[[Tensor], Any] = lambda x: x
 
     def forward(self, x: Any) -> Any:
@@ -117,6 +121,11 @@ DECLARATIONS: dict[str, tuple[dict[str, Any], str]] = {
         {"stages": {**STAGES, "blocks.*.time": Stage("time", returns={1: "batch space"})}},
         "stage blocks.0.time: the layout 'batch space' of result 1 lacks the axis time, along which tensors are sharded; if "
         "every rank holds it whole, leave it out of `returns`",
+    ),
+    "a convolution outside of the stages": (
+        {"stages": {"blocks.*.space": "space", "blocks.*.time": "time"}, "region": ""},
+        "smooth is a Conv3d, which mixes positions, but no stage holds it; name it in the stages, with the axes along which it "
+        "computes ('' if it gets positions one by one)",
     ),
     "a region that is no module": (
         {"region": "block"},

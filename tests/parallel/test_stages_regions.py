@@ -29,11 +29,10 @@ class Model(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.before(x)
-        if isinstance(self.blocks, nn.ModuleList):
-            for block in self.blocks:
-                x = block(x)
-        else:
-            x = self.blocks(x)
+        if isinstance(self.blocks, nn.Sequential):
+            return self.after(self.blocks(x))
+        for block in self.blocks.values() if isinstance(self.blocks, nn.ModuleDict) else self.blocks:
+            x = block(x)
         return self.after(x)
 
 
@@ -49,6 +48,11 @@ def of_a_sequence() -> Built:
     return built(Model(nn.Sequential(*two_layers())), INPUT)
 
 
+def of_a_dictionary() -> Built:
+    first, second = two_layers()
+    return built(Model(nn.ModuleDict({"second": second, "first": first})), INPUT)
+
+
 def of_one_block() -> Built:
     return built(Model(nn.Sequential(two_layers()[0])), INPUT)
 
@@ -57,9 +61,10 @@ def in_blocks(model: nn.Module, mesh: Any) -> None:
     parallelize(model, mesh, AXES, STAGES, region="blocks")
 
 
-@pytest.mark.parametrize("build", [of_a_list, of_a_sequence, of_one_block])
+@pytest.mark.parametrize("build", [of_a_list, of_a_sequence, of_a_dictionary, of_one_block])
 def test_a_region_of_several_modules(pool: RankPool, build: Any) -> None:
-    """Catches modules outside of the region that get shards: attention over time and space would see a part of them."""
+    """Catches modules outside of the region that get shards (attention over time and space would see a part of them), and a
+    container, which is never called itself, whose hooks never run."""
     equals_one_device(pool, build, in_blocks)
 
 
@@ -103,8 +108,8 @@ def test_two_regions_and_one_that_runs_twice(pool: RankPool) -> None:
     equals_one_device(pool, of_two_regions, in_two_regions)
 
 
-class WithBatch(nn.Module):
-    """Attention along time, space and batch."""
+class TimeTwice(nn.Module):
+    """Attention along time, again, and along space."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,11 +117,12 @@ class WithBatch(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.time(x)
+        x = x + self.time(x)
         return x + self.space(x)
 
 
 def of_many_samples() -> Built:
-    return built(WithBatch(), (3, TIME, SPACE, WIDTH))
+    return built(TimeTwice(), (3, TIME, SPACE, WIDTH))
 
 
 def along_the_batch(model: nn.Module, mesh: Any) -> None:
@@ -127,6 +133,10 @@ def along_time(model: nn.Module, mesh: Any) -> None:
     parallelize(model, mesh, AXES, {"time": "time", "space": "space"}, shard="time")
 
 
+def along_space(model: nn.Module, mesh: Any) -> None:
+    parallelize(model, mesh, AXES, {"time": "time", "space": "space"}, shard="space")
+
+
 def split_and_switched(handle: Any, parallel: Any) -> tuple[dict[str, Tensor], list[str]]:
     """This rank's outcome, and the collectives of the forward pass."""
     ledger = Ledger()
@@ -134,9 +144,9 @@ def split_and_switched(handle: Any, parallel: Any) -> tuple[dict[str, Tensor], l
     return found, [entry.kind for entry in ledger.of("forward")]
 
 
-@pytest.mark.parametrize(("parallel", "switches"), [(along_the_batch, 0), (along_time, 2)])
+@pytest.mark.parametrize(("parallel", "switches"), [(along_the_batch, 0), (along_time, 4), (along_space, 2)])
 def test_the_axis_to_start_with(pool: RankPool, parallel: Any, switches: int) -> None:
-    """Catches `shard` that is ignored: along the batch no stage needs a switch, along time the first one does."""
+    """Catches `shard` that is ignored: along the batch no stage needs switches, along time two do, along space one."""
     expected = outcome(*of_many_samples())
     for found, kinds in pool.run(2, split_and_switched, parallel):
         equal(found, expected, "on 2 ranks")

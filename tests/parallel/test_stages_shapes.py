@@ -150,6 +150,26 @@ def test_what_a_stage_along_all_axes_costs(pool: RankPool) -> None:
     assert pool.run(2, kinds, with_a_global_block, gathered_and_left_whole) == [expected] * 2
 
 
+def memory_of_shards(handle: Any) -> list[tuple[int, int]]:
+    """Numbers that each stage's input has, and that its memory holds."""
+    model, (x,) = two_layers(5, 7)
+    along_two_axes(model, handle)
+    found = []
+    for layer in model:
+        for stage in (layer.time, layer.space):
+            hook = lambda _, args: found.append((args[0].numel(), args[0].untyped_storage().size() // 8))  # noqa: E731
+            stage.register_forward_pre_hook(hook)
+    model(x)
+    return found
+
+
+def test_a_shard_does_not_keep_the_whole_tensor_in_memory(pool: RankPool) -> None:
+    """Catches a shard that is a view: what autograd saves of it would keep the whole input of the region on every rank."""
+    for found in pool.run(2, memory_of_shards):
+        assert len(found) == 4
+        assert all(own == held for own, held in found)
+
+
 def with_an_empty_axis(handle: Any) -> Tensor:
     """The parallel model's output for an empty time axis."""
     model, (x,) = two_layers(0, 3)
