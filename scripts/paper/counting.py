@@ -157,7 +157,7 @@ def part(settings: Mapping[str, Any]) -> Part:
             rows.append(row_of(method, Workload(model, time), ranks))
         return {"volumes": rows}
 
-    return Part("counts", settings, measure, report, steps=len(cases), seconds=0.9 * len(cases), wrong=wrong)
+    return Part("counts", settings, measure, report, steps=len(cases), seconds=0.4 * len(cases), wrong=wrong)
 
 
 def wrong(tables: Tables) -> list[str]:

@@ -1,15 +1,13 @@
 """Part `memory`: what a rank holds, by every method.
 
-Activations are counted on tensors without memory (`one_rank.py`) at the paper's sizes, in bf16. Memory grows by the same number
-of bytes with each layer, so two small depths give the whole model; `tests/paper/test_memory.py` checks that. At small sizes the
-same counter watches real tensors on real ranks. Parameters are counted; the bytes that go with them are modelled.
+Activations are counted on tensors without memory (`one_rank.py`) at the paper's sizes, in bf16. At small sizes the same
+counter watches real tensors on real ranks. Parameters are counted; the bytes that go with them are modelled.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
@@ -24,7 +22,7 @@ from .gloo_ranks import Groups as RankGroups
 from .gloo_ranks import on_ranks
 from .methods import Groups, method_named
 from .methods.megatron_tp import TensorParallelMethod
-from .one_rank import passes
+from .one_rank import Passes, passes
 from .part import Part, Row, Tables, Tick
 from .transformer import Transformer
 from .workload import Workload
@@ -39,28 +37,9 @@ ALL_RANKS = 128
 RANKS = (1, 2, 4, 8, 16, 32, 64)
 
 
-@dataclass(frozen=True)
-class Held:
-    """What the first rank holds, which is never less than what another holds."""
-
-    saved: int
-    """Bytes of activations between the forward and the backward pass."""
-    peak: int
-    """Largest number of bytes of activations and their gradients at once."""
-    parameters: int
-    """Numbers in this rank's parameters."""
-
-
-def held(method: str, workload: Workload, ranks: int, dtype: torch.dtype = torch.bfloat16) -> Held:
-    """Count one method with all layers. Raises UserError if it cannot spread this model over this number of ranks."""
-    layers = workload.config.layers
-    name = "one_device" if ranks == 1 else method
-    two, three = (passes(name, dataclasses.replace(workload, layers=n), ranks, dtype) for n in (2, 3))
-
-    def whole(few: int, more: int) -> int:
-        return few + (layers - 2) * (more - few)
-
-    return Held(whole(two.saved, three.saved), whole(two.peak, three.peak), whole(two.parameters, three.parameters))
+def held(method: str, workload: Workload, ranks: int) -> Passes:
+    """Count one method. Raises UserError if it cannot spread this model over this number of ranks."""
+    return passes("one_device" if ranks == 1 else method, workload, ranks)
 
 
 def states(method: str, parameters: int, zero_ranks: int) -> int:
@@ -141,8 +120,7 @@ def layer_rows(settings: Mapping[str, Any], tick: Tick) -> Iterator[Row]:
         for ranks in chosen["ranks"]:
             tick(f"{method}, one layer of {chosen['model']}, {ranks} ranks")
             workload = Workload(chosen["model"], chosen["time"])
-            name = "one_device" if ranks == 1 else method
-            two, three = (passes(name, dataclasses.replace(workload, layers=n), ranks) for n in (2, 3))
+            two, three = (held(method, dataclasses.replace(workload, layers=n), ranks) for n in (2, 3))
             saved = (three.saved - two.saved) / (2 * workload.sequence)
             yield {"model": workload.model, "ranks": ranks, "method": method, "saved_m": round(saved, 4)}
 
@@ -217,7 +195,7 @@ def part(settings: Mapping[str, Any]) -> Part:
         measure,
         report,
         steps=on_fake + smallest + on_real,
-        seconds=0.8 * on_fake + 3 * smallest + on_real + 8,
+        seconds=1.5 * on_fake + 5 * smallest + 0.5 * on_real + 8,
         wrong=wrong,
     )
 

@@ -1,8 +1,8 @@
 """A training pass of one rank of many, on tensors without memory: what it communicates, and what it holds.
 
-The fake process group (`scripts/benchmarks/fake_ranks.py`) lets one rank's program run without the others, and PyTorch's fake
-tensors have shapes but no values. So every number here is counted at the paper's sizes, and nothing is timed. Attention runs
-PyTorch's fused CPU kernel, which keeps what FlashAttention keeps: its inputs, its output, and one number per row and head.
+The fake process group (`scripts/benchmarks/fake_ranks.py`) lets one rank's program run without the others, and tensors of the
+meta device have shapes but no values. So every number here is counted at the paper's sizes, and nothing is timed. Attention is
+PyTorch's fused operator, which keeps what FlashAttention keeps: its inputs, its output, and one number per row and head.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from evodsp.parallel.ledger import Entry, Ledger
@@ -50,7 +51,7 @@ def passes(method: str, workload: Workload, ranks: int, dtype: torch.dtype = tor
     """Count one method. Raises UserError if it cannot spread this model over this number of ranks."""
     how, config = method_named(method), workload.config
     how.check(config, (workload.time, workload.rows * workload.columns), ranks)
-    with fake_group(ranks) as group, FakeTensorMode(), _default(dtype):
+    with fake_group(ranks) as group, torch.device("meta"), _default(dtype), fused_attention():
         groups = Groups(group.handle)
         parallel = how.apply(Transformer(config), groups)
         for parameter in parallel.parameters():
@@ -71,6 +72,18 @@ def passes(method: str, workload: Workload, ranks: int, dtype: torch.dtype = tor
         memory.peak,
         numbers,
     )
+
+
+@contextmanager
+def fused_attention() -> Iterator[None]:
+    """On the meta device too: there PyTorch would run attention as it is written, with all scores in memory."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)[0]
+        return out
+
+    with patch.object(F, "scaled_dot_product_attention", attend):
+        yield
 
 
 class SentBytes(TorchDispatchMode):
@@ -120,7 +133,7 @@ def _entries(ledger: Ledger) -> list[Entry]:
 
 @contextmanager
 def _default(dtype: torch.dtype) -> Iterator[None]:
-    """New tensors have this type: a fake model cannot be converted."""
+    """New tensors have this type."""
     former = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
