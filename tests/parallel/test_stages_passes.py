@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -149,6 +150,26 @@ def test_reentrant_recomputation_after_another_size(pool: RankPool) -> None:
     """Catches gradients of wrong states: torch tells nobody to which forward pass a reentrant recomputation belongs."""
     for message in pool.run(2, reentrant_after_another_size):
         assert "which is no shard of 'batch time space channel' with time 6, space 4" in message
+
+
+def around_a_copy(handle: Any) -> dict[str, Tensor]:
+    """The outcome of a model whose copy (an average of weights, for instance) sees another size before the backward pass."""
+    model, inputs = recomputed_reentrantly()
+    in_parallel(model, handle)
+    twin = copy.deepcopy(model)
+
+    def other_size(*_: Any) -> None:
+        twin(numbers(*LONG))
+
+    model.register_forward_hook(other_size)
+    return outcome(model, inputs, handle)
+
+
+def test_a_copy_runs_before_the_backward_pass(pool: RankPool) -> None:
+    """Catches a copy of a model that shares the original's record of sizes."""
+    expected = outcome(*kept())
+    for found in pool.run(2, around_a_copy):
+        equal(found, expected, "around a copy")
 
 
 class Recycling(nn.Module):

@@ -175,6 +175,32 @@ def test_skipped_and_repeated_stages(pool: RankPool) -> None:
     equals_one_device(pool, without_some, in_blocks)
 
 
+class Mixed(nn.Module):
+    """A stage within a residual connection, before and after a block that leaves the tensor sharded along another axis."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.space, self.time = Attention(2), Layer(attention=Attention(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.space(x)
+        x = self.time(x)
+        return x + self.space(x)
+
+
+def of_mixed_stages() -> Built:
+    return built(Mixed(), INPUT)
+
+
+def partly_inside(model: nn.Module, mesh: Any) -> None:
+    parallelize(model, mesh, AXES, {"space": "space", "time": Stage("time", residual="inside")}, shard="time")
+
+
+def test_a_stage_whose_input_comes_on_different_axes(pool: RankPool) -> None:
+    """Catches a result that returns to the axis of an earlier call's input."""
+    equals_one_device(pool, of_mixed_stages, partly_inside)
+
+
 def skipping(handle: Any, order: tuple[int, ...]) -> str:
     """What the model answers that skips the first or last module of its region, after a pass that skipped none."""
     model, (x,) = built(Unruly((0, 1, 2, 3)), INPUT)
