@@ -25,7 +25,8 @@ class TimeSharded(Parallel):
         tokens, group = self.model.embed(latents), self.groups.ends
         whole = shard_sizes(tokens.shape[TIME], group.size)
         positions = shard(positions_of(tokens), TIME, group)
-        tokens = self.model.transform(shard(tokens, TIME, group), positions, draws)
+        tokens = shard(tokens, TIME, group).clone()  # a view would keep all tokens
+        tokens = self.model.transform(tokens, positions, draws)
         return self.model.unembed(start(tokens, Gather(group, TIME, whole)).wait(), latents.shape)
 
 
