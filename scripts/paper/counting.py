@@ -157,7 +157,16 @@ def part(settings: Mapping[str, Any]) -> Part:
             rows.append(row_of(method, Workload(model, time), ranks))
         return {"volumes": rows}
 
-    return Part("counts", settings, measure, report, steps=len(cases), seconds=0.4 * len(cases), wrong=wrong)
+    return Part(
+        "counts",
+        settings,
+        ("counting.py", "one_rank.py"),
+        measure,
+        report,
+        steps=len(cases),
+        seconds=0.4 * len(cases),
+        wrong=wrong,
+    )
 
 
 def wrong(tables: Tables) -> list[str]:

@@ -63,17 +63,17 @@ def case_named(name: str, gpus: int, cpu: bool) -> Case:
     return found[name]
 
 
-def measured(case: Case, device: torch.device) -> dict[str, Any]:
+def measured(case: Case, device: torch.device, warm_up: int = WARM_UP, steps: int = STEPS) -> dict[str, Any]:
     """Time and memory of a case, the same on every rank; status 'x' if the method cannot spread the model."""
     try:
         step, _ = built(case, device)
     except UserError as error:
         return {"status": "x", "reason": str(error)}
-    for _ in range(WARM_UP):
+    for _ in range(warm_up):
         step()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    seconds = [_largest(timed(step, device), device) for _ in range(STEPS)]
+    seconds = [_largest(timed(step, device), device) for _ in range(steps)]
     result: dict[str, Any] = {"status": "ok", "seconds": seconds}
     if device.type == "cuda":
         result["allocated_bytes"] = _largest(torch.cuda.max_memory_allocated(), device)

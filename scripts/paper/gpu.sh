@@ -16,9 +16,9 @@ output=runs/paper_gpu
 only=() dry='' cpu=0
 while (($#)); do
   case $1 in
-    --output) output=$2 && shift 2 ;;
+    --output) output=${2:?a folder must follow --output} && shift 2 ;;
     --only) shift && while (($#)) && [[ $1 != --* ]]; do only+=("$1") && shift; done ;;
-    --cpu) cpu=$2 && shift 2 ;;
+    --cpu) cpu=${2:?a number of ranks must follow --cpu} && shift 2 ;;
     --dry-run) dry=1 && shift ;;
     *) echo "gpu.sh: $1 is no option; use --output, --only, --cpu or --dry-run" >&2 && exit 2 ;;
   esac
@@ -69,15 +69,16 @@ while read -r name ranks; do
     continue
   fi
   mkdir -p "$output"
-  # Without its own standard input srun would read the list of cases.
-  if "${launch[@]}" >"$output/log.txt" 2>&1 </dev/null; then
-    echo "$number/$total done    $name"
-  elif [[ -f $output/$name.json ]]; then
-    echo "$number/$total x       $name"
-  else
+  # Without its own standard input srun would read the list of cases. A rank whose GPU is full ends with an error, but has written 'x'.
+  "${launch[@]}" >"$output/log.txt" 2>&1 </dev/null || true
+  if [[ ! -f $output/$name.json ]]; then
     echo "$number/$total FAILED  $name"
     sed 's/^/        /' "$output/log.txt"
     failed=1
+  elif grep -q '"status": "x"' "$output/$name.json"; then
+    echo "$number/$total x       $name"
+  else
+    echo "$number/$total done    $name"
   fi
 done <<<"$listed"
 [[ $dry ]] || "$python" -m scripts.paper.gpu report --output "$output"

@@ -192,6 +192,7 @@ def part(settings: Mapping[str, Any]) -> Part:
     return Part(
         "memory",
         settings,
+        ("memory.py", "one_rank.py", "gloo_ranks.py", "experiments/table4.yaml", "experiments/table7.yaml"),
         measure,
         report,
         steps=on_fake + smallest + on_real,

@@ -25,7 +25,9 @@ class Part:
     name: str
     """Its name on the command line and of its files."""
     settings: Mapping[str, Any]
-    """All sizes, as JSON: a result is kept while these are equal."""
+    """All sizes, as JSON. A result is kept while these are equal …"""
+    sources: Sequence[str]
+    """… and these files of `scripts/paper`, besides the model, the methods and `evodsp.parallel`."""
     measure: Callable[[Tick], Tables]
     report: Callable[[Tables], str]
     """The tables as text, with an explanation."""

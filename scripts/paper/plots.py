@@ -25,6 +25,8 @@ COLOURS = {
     "ring": "#ff7f0e",
 }
 MARKERS = {"dsp": "o", "ulysses": "s", "megatron_sp": "^", "megatron_tp": "v", "ring": "D"}
+TOP = 100
+"""GiB at which the memory figure ends."""
 MODELS = {"720m": "720M", "3b": "3B"}
 
 
@@ -125,13 +127,17 @@ def memory_figure(tables: Tables) -> Any:
                 peak, states = row["peak_bytes"] / GIB, row["states_bytes"] / GIB
                 panel.bar(x, peak, 0.15, color=COLOURS[method])
                 panel.bar(x, states, 0.15, bottom=peak, color=COLOURS[method], alpha=0.4)
+                if peak + states > TOP:
+                    panel.text(x, TOP - 2, f"{peak + states:.0f}", ha="center", va="top", rotation=90, color="white")
+        panel.set_ylim(0, TOP)
         panel.axhline(CAPACITY / GIB, color="black", linewidth=0.8, linestyle="--")
         panel.set_title(f"{MODELS.get(model, model)}, {time} x 4096 tokens a sample", fontsize=10, loc="left")
-        panel.set_xticks(range(len(ranks)), [f"{n} ranks" for n in ranks])
+        panel.set_xticks(range(len(ranks)), [f"{n} rank{'s' * (n > 1)}" for n in ranks])
         panel.set_ylabel("GiB per rank")
     legend(figure, axes[0][0], 6)
     figure.suptitle(
-        "solid: activations at their peak; pale: weights, gradients, optimizer; dashed: an H100", fontsize=10
+        "solid: activations at their peak; pale: weights, gradients, optimizer; dashed: an H100; white: height of a cut bar",
+        fontsize=10,
     )
     return figure
 
@@ -153,7 +159,7 @@ def time_figure(tables: Tables) -> Any:
                 label = method_named(method).title if place == 0 else None
                 panel.bar(x, found.median, 0.15, yerr=around, color=COLOURS[method], capsize=3, label=label)
                 panel.text(x, found.high, f"{found.median:.2f}", ha="center", va="bottom", fontsize=8)
-        panel.set_xticks(range(len(ranks)), [f"{n} ranks" for n in ranks])
+        panel.set_xticks(range(len(ranks)), [f"{n} rank{'s' * (n > 1)}" for n in ranks])
         panel.axhline(1, color="black", linewidth=0.8)
         panel.set_ylabel("time over DSP's")
         panel.set_title(title, fontsize=10, loc="left")
@@ -190,7 +196,7 @@ def scaling_figure(tables: Tables) -> Any:
             )
         panel.set_title(title, fontsize=10, loc="left")
         panel.set_ylabel("thousand tokens per second")
-        panel.set_ylim(bottom=0)
+        panel.set_ylim(0, 1.6 * one * min(ranks[-1], 2))
         _ranks_axis(panel, ranks)
     legend(figure, axes[0], 7)
     return figure

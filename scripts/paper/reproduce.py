@@ -53,24 +53,18 @@ def parts(quick: bool) -> list[Part]:
     return [make(sizes[name]) for name, make in makers.items()]
 
 
-def fingerprint() -> str:
-    """Of the source files and configurations that decide results."""
-    files = [
-        *(ROOT / "evodsp" / "parallel").glob("*.py"),
-        *HERE.rglob("*.py"),
-        *HERE.glob("configs/*.yaml"),
-        *HERE.glob("experiments/table*.yaml"),
-    ]
+def fingerprint(part: Part) -> str:
+    """Of the source files that decide a part's results."""
+    files = [*ROOT.glob("evodsp/parallel/*.py"), *HERE.glob("methods/*.py"), *HERE.glob("configs/*.yaml")]
+    files += [HERE / name for name in (*COMMON, *part.sources)]
     files += [ROOT / "scripts" / "benchmarks" / name for name in ("fake_ranks.py", "peak_memory.py")]
-    kept = (path for path in sorted(files) if path.parent == HERE / "methods" or path.name not in NOT_MEASURING)
     digest = hashlib.sha256()
-    for path in kept:
+    for path in sorted(files):
         digest.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
 
 
-NOT_MEASURING = ("reproduce.py", "plots.py", "page.py", "progress.py", "gpu.py", "gpu_step.py", "gpu_report.py")
-"""Files of `scripts/paper` that no result depends on. Settings are compared by value."""
+COMMON = ("config.py", "transformer.py", "workload.py")
 
 
 def circumstances() -> dict[str, Any]:
@@ -93,7 +87,7 @@ def is_done(part: Part, folder: Path) -> bool:
         made = json.loads((folder / f"{part.name}.json").read_text())
     except (OSError, ValueError):
         return False
-    wanted = json.loads(json.dumps({"settings": part.settings, "fingerprint": fingerprint()}))
+    wanted = json.loads(json.dumps({"settings": part.settings, "fingerprint": fingerprint(part)}))
     tables_are_there = all((folder / f"{name}.csv").is_file() for name in made.get("tables", {}))
     return tables_are_there and all(made.get(name) == value for name, value in wanted.items())
 
@@ -112,7 +106,7 @@ def run(part: Part, folder: Path, progress: Progress) -> list[str]:
     if not wrong:
         made = {
             "settings": part.settings,
-            "fingerprint": fingerprint(),
+            "fingerprint": fingerprint(part),
             "tables": {n: len(r) for n, r in tables.items()},
         }
         _write(folder / f"{part.name}.json", json.dumps(about | made, indent=1) + "\n")

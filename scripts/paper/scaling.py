@@ -40,7 +40,15 @@ def part(settings: Mapping[str, Any]) -> Part:
             ]
         }
 
-    return Part("scaling", settings, measure, report, steps=settings["rounds"] + 1, seconds=settings["seconds"])
+    return Part(
+        "scaling",
+        settings,
+        ("scaling.py", "rounds.py", "gloo_ranks.py"),
+        measure,
+        report,
+        steps=settings["rounds"] + 1,
+        seconds=settings["seconds"],
+    )
 
 
 def jobs_of(experiment: str, settings: Mapping[str, Any]) -> list[Job]:

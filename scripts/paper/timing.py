@@ -52,6 +52,7 @@ def part(settings: Mapping[str, Any]) -> Part:
     return Part(
         "time",
         settings,
+        ("timing.py", "rounds.py", "gloo_ranks.py"),
         measure,
         report,
         steps=settings["rounds"] + settings["alone"]["rounds"] + 2,
@@ -141,7 +142,7 @@ def report(tables: Tables) -> str:
         lines += [
             "",
             title,
-            f"{'ranks':>5}  {'method':18}{'median':>9}{'quartiles':>18}{'times DSP':>11}{'quartiles':>16}",
+            f"{'ranks':>5}  {'method':18}{'median':>9}{'quartiles':>21}{'times DSP':>11}{'quartiles':>16}",
         ]
         for ranks in sorted({row["ranks"] for row in rows}):
             for method in CLAIMS:
@@ -150,7 +151,7 @@ def report(tables: Tables) -> str:
                 ]
                 took, ratio = Spread.of(found), Spread.of(ratios(rows, ranks, method))
                 lines.append(
-                    f"{ranks:>5}  {method_named(method).title:18}{took.median:9.3f}{f'{took.low:.3f} to {took.high:.3f}':>18}"
+                    f"{ranks:>5}  {method_named(method).title:18}{took.median:9.3f}{f'{took.low:.3f} to {took.high:.3f}':>21}"
                     f"{ratio.median:11.2f}{f'{ratio.low:.2f} to {ratio.high:.2f}':>16}"
                 )
     return "\n".join(lines) + "\n"

@@ -33,6 +33,7 @@ class Counted:
         return Part(
             name,
             {"sizes": [1, 2]},
+            ("part.py",),
             measure,
             lambda tables: f"{len(tables)} table\n",
             steps=1,
@@ -69,7 +70,7 @@ def test_what_is_done_is_kept_and_what_changed_is_measured_again(
     assert counted.calls[4:] == ["second"]
     reproduce.main([*words, "--overwrite"])
     assert counted.calls[5:] == ["first", "second"]
-    monkeypatch.setattr(reproduce, "fingerprint", lambda: "another")
+    monkeypatch.setattr(reproduce, "fingerprint", lambda part: "another")
     reproduce.main(words)
     assert counted.calls[7:] == ["first", "second"]
     made = json.loads((tmp_path / "first.json").read_text())
@@ -113,7 +114,7 @@ def test_tables_come_back_as_they_were(tmp_path: Path) -> None:
 def test_the_time_left_follows_the_pace(capsys: pytest.CaptureFixture[str]) -> None:
     """Catches an estimate that ignores how slow the machine is."""
     now = iter([0.0, 100.0, 500.0, 1000.0])
-    part = Part("part", {}, lambda tick: {}, lambda tables: "", steps=4, seconds=400)
+    part = Part("part", {}, (), lambda tick: {}, lambda tables: "", steps=4, seconds=400)
     progress = Progress([part, dataclasses.replace(part, name="other")], lambda: next(now))
     progress.begin(part)
     for _ in range(3):
