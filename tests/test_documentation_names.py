@@ -37,7 +37,7 @@ OPTIONS_OF_OTHERS = {
 """Options of torchrun and of scripts, and those that `--help` does not show."""
 
 ELSEWHERE = {
-    *("config.yaml", "train.txt", "space_time.py", "train_monomer_demo_bp.sh"),
+    *("config.yaml", "train.txt", "video.py", "train_monomer_demo_bp.sh"),
     *("fastfold/distributed/comm.py", "megatron/core/pipeline_parallel/schedules.py"),
     "deepspeed/runtime/zero/stage_1_and_2.py",
 }

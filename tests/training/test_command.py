@@ -330,7 +330,7 @@ def test_ctrl_c_says_where_the_last_checkpoint_is(chains: Path, tmp_path: Path) 
         while not (output / "checkpoints" / "last.ckpt").is_file() and time.monotonic() < deadline:
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
-        error = process.communicate(timeout=30)[1]
+        error = process.communicate(timeout=120)[1]
     assert process.returncode == 130
     assert "checkpoints/last.ckpt; resume with --ckpt_path last" in error.splitlines()[-1]
     assert "Traceback" not in error
