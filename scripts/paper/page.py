@@ -20,7 +20,7 @@ from .methods import method_named
 from .part import Tables
 from .rounds import Spread
 
-MARKED = re.compile(r"(<!-- table: (\w+) -->\n)(.*?)(\n<!-- end -->)", re.DOTALL)
+MARKED = re.compile(r"(<!-- table: (\w+) -->)(.*?)(\n<!-- end -->)", re.DOTALL)
 
 
 def updated(page: str, tables: Tables) -> str:
@@ -29,7 +29,7 @@ def updated(page: str, tables: Tables) -> str:
     def write(match: re.Match[str]) -> str:
         if match[2] not in WRITERS:
             raise UserError(f"docs/paper.md: there is no table '{match[2]}'; use one of {', '.join(WRITERS)}")
-        return match[1] + WRITERS[match[2]](tables) + match[4]
+        return f"{match[1]}\n{WRITERS[match[2]](tables)}{match[4]}"
 
     return MARKED.sub(write, page)
 

@@ -45,7 +45,8 @@ def test_what_the_prose_says_of_the_results(tables: Tables) -> None:
         if row["method"] == "dsp":
             sizes = [row[name] for name in ("model", "time", "ranks")]
             others = [r for r in tables["memory_weak"] if [r[n] for n in ("model", "time", "ranks")] == sizes]
-            assert all(row["peak_bytes"] <= other["peak_bytes"] for other in others if not other["refused"])
+            # The page says 0.3 %.
+            assert all(row["peak_bytes"] <= 1.003 * other["peak_bytes"] for other in others if not other["refused"])
     alone = tables["time_collectives"]
     for ranks in (2, 4):
         medians = {m: page.Spread.of(timing.ratios(alone, ranks, m)).median for m in page.CLAIMS}
