@@ -45,8 +45,8 @@ def test_the_example_prints_the_losses_of_one_device_on_every_rank(pool: RankPoo
     """An example that does not run, trains something else, or changes more lines than the page says."""
     text = example().text
     added = [line for line in text.splitlines() if "# +" in line]
-    assert len(added) == 8
-    assert "You change eight lines of the program" in Path(PAGE).read_text()
+    assert len(added) == 9
+    assert "You change nine lines of the program" in Path(PAGE).read_text()
     losses = printed(for_one_device(text))
     assert len(losses) == 3
     assert losses[0] > losses[-1].replace("step 2", "step 0")
