@@ -114,19 +114,29 @@ def check_unlisted(model: nn.Module, region: str, stages: Mapping[str, Stage]) -
             )
 
 
-def ends(model: nn.Module, region: str) -> tuple[nn.Module, nn.Module]:
-    """The modules at whose entry and exit the region begins and ends."""
+def ends(model: nn.Module, regions: Sequence[str]) -> tuple[nn.Module, nn.Module]:
+    """The modules where the region begins and ends: the first member of the first path, and the last member of the last."""
+    if not regions:
+        raise UserError(
+            "region is empty; name at least one submodule, or leave it out, which stands for the whole model"
+        )
+    members = [_members(model, path) for path in regions]
+    return members[0][0], members[-1][-1]
+
+
+def _members(model: nn.Module, path: str) -> list[nn.Module]:
+    """The modules for which a path of a region stands: those of a container, which itself is never called, or the module."""
     try:
-        module = model.get_submodule(region)
+        module = model.get_submodule(path)
     except AttributeError:
-        paths = [path for path, _ in model.named_modules()]
-        raise UserError(f"region: no submodule is called {region}.{nearest(region, paths)}") from None
+        paths = [name for name, _ in model.named_modules()]
+        raise UserError(f"region: no submodule is called {path}.{nearest(path, paths)}") from None
     members: list[nn.Module] = []
     if isinstance(module, nn.ModuleDict):
         members = list(module.values())
     elif isinstance(module, nn.ModuleList | nn.Sequential):
         members = list(module)
-    return (members[0], members[-1]) if members else (module, module)
+    return members or [module]
 
 
 def _matches(path: str, pattern: str) -> bool:

@@ -43,7 +43,7 @@ def parallelize(
     mesh: Ranks,
     layout: str,
     stages: Mapping[str, str | Stage],
-    region: str = "",
+    region: str | Sequence[str] = "",
     shard: str | None = None,
     argument: str = "",
     result: int = 0,
@@ -51,11 +51,15 @@ def parallelize(
     """Spread each forward and backward pass of `model` over the ranks of `mesh`. Returns `model`.
 
     `layout`: names of the axes of the tensor that is sharded, in order, such as "batch time space channel". `stages`:
-    by path of a submodule (`*` stands for any one name), the axes along which it computes, or a `Stage`. `region`: path
-    of the submodule whose first argument is split and whose result is gathered; "" is the model. A ModuleList,
-    ModuleDict or Sequential stands for its first and last member. `shard`: the axis along which to split; None: the one that is
-    needed whole last. `argument` and `result`: name of the region's argument that is split, if it is not the first, and
-    number of the item that is gathered, if the region returns a tuple.
+    by path of a submodule (`*` stands for any one name), the axes along which it computes, or a `Stage`.
+
+    `region`: path of the submodule whose first argument is split and whose result is gathered; "" is the model. A ModuleList,
+    ModuleDict or Sequential stands for its first and last member. Several paths, in the order in which they run, stand for
+    modules that take turns: the tensor is split where it enters the first one, and gathered where it leaves the last one.
+    `argument` and `result`: name of the region's argument that is split, if it is not the first, and number of the item that
+    is gathered, if the region returns a tuple.
+
+    `shard`: the axis along which to split; None: the one that is needed whole last.
 
     All ranks must call the model with the same arguments. After `backward`, the mean over ranks of each parameter's
     gradient is its gradient: DDP and FSDP over all ranks compute it, otherwise `average_gradients`. Random numbers are
@@ -73,10 +77,12 @@ def parallelize(
     candidates = axes_to_shard(names, found, shard)
     for path, stage in found.items():
         check_layouts(path, stage, candidates)
-    first, last = ends(model, region)
-    check_unlisted(model, region, found)
+    regions = [region] if isinstance(region, str) else list(region)
+    first, last = ends(model, regions)
+    for path in regions:
+        check_unlisted(model, path, found)
     uses = [stage.along.split() for stage in found.values()]
-    router = _Router(group_of(mesh), names, candidates, uses, shard, region, argument, result)
+    router = _Router(group_of(mesh), names, candidates, uses, shard, ", ".join(regions), argument, result)
     if router.group.size > 1:
         # Hooks run in the order of registration: the region is entered before its first stage, and left after its last one.
         model.register_forward_pre_hook(router.begin)
@@ -113,6 +119,7 @@ class _Router:
     """Axes that each stage needs whole, in the order of the stages."""
     shard: str | None
     region: str
+    """Its path or paths, for messages."""
     argument: str
     result: int
     _pass: _Pass | None = None
@@ -249,8 +256,13 @@ class _StageHooks:
             raise UserError(f"{place} was called without its sharded argument; name it in Stage(sharded=...)")
         self._came = came[0][2]
         computing = self._computing(self._came)
+        moved: dict[tuple[int, str], Tensor] = {}  # attention(x, x, x) moves its tensor once
         for where, axes, state in came:
-            args, kwargs = where.put(router.move(where.get(args, kwargs), axes, state, computing), args, kwargs)
+            x = where.get(args, kwargs)
+            key = id(x), " ".join(axes)
+            if key not in moved:
+                moved[key] = router.move(x, axes, state, computing)
+            args, kwargs = where.put(moved[key], args, kwargs)
         for name, layout in stage.whole.items():
             where = _Argument.named(module, name, args, kwargs, place)
             x = where.get(args, kwargs)

@@ -131,6 +131,14 @@ DECLARATIONS: dict[str, tuple[dict[str, Any], str]] = {
         {"region": "block"},
         "region: no submodule is called block. Did you mean 'blocks'?",
     ),
+    "two regions, one of which is no module": (
+        {"region": ("blocks", "smoth")},
+        "region: no submodule is called smoth. Did you mean 'smooth'?",
+    ),
+    "a region of no modules": (
+        {"region": ()},
+        "region is empty; name at least one submodule, or leave it out, which stands for the whole model",
+    ),
 }
 
 

@@ -137,10 +137,10 @@ def along_space(model: nn.Module, mesh: Any) -> None:
     parallelize(model, mesh, AXES, {"time": "time", "space": "space"}, shard="space")
 
 
-def split_and_switched(handle: Any, parallel: Any) -> tuple[dict[str, Tensor], list[str]]:
+def split_and_switched(handle: Any, parallel: Any, build: Any = of_many_samples) -> tuple[dict[str, Tensor], list[str]]:
     """This rank's outcome, and the collectives of the forward pass."""
     ledger = Ledger()
-    found = on_ranks(Group(handle, ledger), of_many_samples, parallel)
+    found = on_ranks(Group(handle, ledger), build, parallel)
     return found, [entry.kind for entry in ledger.of("forward")]
 
 
@@ -151,6 +151,78 @@ def test_the_axis_to_start_with(pool: RankPool, parallel: Any, switches: int) ->
     for found, kinds in pool.run(2, split_and_switched, parallel):
         equal(found, expected, "on 2 ranks")
         assert kinds == ["all-to-all"] * switches + ["all-gather"]
+
+
+class Alternating(nn.Module):
+    """Two lists of modules, of which each is a residual block along its own axis; one of each runs in turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = Attention(1, 2), Attention(1, 2)
+        self.by_time = nn.ModuleList(Layer(attention=Attention(1)) for _ in range(3))
+        self.by_space = nn.ModuleList(Layer(attention=Attention(2)) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.before(x)
+        for along_time, along_space in zip(self.by_time, self.by_space, strict=True):
+            x = along_space(along_time(x))
+        return self.after(x)
+
+
+def of_two_lists() -> Built:
+    return built(Alternating(), INPUT)
+
+
+def alternately(model: nn.Module, mesh: Any) -> None:
+    stages = {f"by_{axis}.*": Stage(axis, residual="inside") for axis in ("time", "space")}
+    parallelize(model, mesh, AXES, stages, region=("by_time", "by_space"))
+
+
+def test_a_region_of_two_lists(pool: RankPool) -> None:
+    """Catches a region that ends with its first path, which would gather after each block, or misses the last module."""
+    expected = outcome(*of_two_lists())
+    for found, kinds in pool.run(3, split_and_switched, alternately, of_two_lists):
+        equal(found, expected, "on 3 ranks")
+        assert kinds == ["all-to-all"] * 5 + ["all-gather"]
+
+
+class ThreeTimes(nn.Module):
+    """Attention whose queries, keys and values are arguments of their own."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.attention = Attention(dim)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.attention(q + 2 * k - v)
+
+
+class SelfAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.space, self.time = ThreeTimes(2), ThreeTimes(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.space(x, x, x)
+        return x + self.time(x, x, self.space(x, x, x))
+
+
+def of_equal_arguments() -> Built:
+    return built(SelfAttention(), INPUT)
+
+
+def all_three_sharded(model: nn.Module, mesh: Any) -> None:
+    layouts = dict.fromkeys(("q", "k", "v"), AXES)
+    stages = {axis: Stage(axis, sharded=layouts) for axis in ("time", "space")}
+    parallelize(model, mesh, AXES, stages, shard="time")
+
+
+def test_one_tensor_as_three_arguments(pool: RankPool) -> None:
+    """Catches a tensor that is switched once for each argument that it is, and another argument taken for the same tensor."""
+    expected = outcome(*of_equal_arguments())
+    for found, kinds in pool.run(2, split_and_switched, all_three_sharded, of_equal_arguments):
+        equal(found, expected, "on 2 ranks")
+        assert kinds == ["all-to-all"] * 3 + ["all-gather"]  # x and the update to time, the update back
 
 
 class Unruly(nn.Module):
