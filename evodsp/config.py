@@ -390,6 +390,26 @@ class LossConfig:
 
 
 @dataclass(frozen=True)
+class KernelsConfig:
+    """Which implementation each operator of the model uses: auto, chunked, sdpa, flash_attn or reference.
+
+    auto takes the first that works on the device. At the start of a run each one is compared with the formula, on the device,
+    and passed over with a warning if it differs or fails. The log says what was chosen.
+    """
+
+    backend: str = "auto"
+    """Implementation of all operators that it has."""
+    attention: str | None = None
+    """Implementation of attention without a pair bias (MSA columns); null: kernels.backend."""
+    biased_attention: str | None = None
+    """Implementation of attention with a pair bias (MSA rows, triangles); null: kernels.backend."""
+    gated_operands: str | None = None
+    """Implementation of the gated operands of triangle multiplication; null: kernels.backend."""
+    outer_product: str | None = None
+    """Implementation of the outer product mean; null: kernels.backend."""
+
+
+@dataclass(frozen=True)
 class FeatureConfig:
     """Sizes and noise of the feature pipeline (supplement 1.2)."""
 

@@ -10,8 +10,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from evodsp.model.kernels.outer_product import outer_product
-from evodsp.model.primitives import GatedAttention, Linear, PairBias, ShardedModule, mask_bias
+from evodsp.model.kernels.reference import mask_bias
+from evodsp.model.primitives import GatedAttention, Linear, PairBias, ShardedModule
 from evodsp.parallel.exchange import LocalExchange
 from evodsp.parallel.layout import Axis
 from evodsp.parallel.pending import Pending
@@ -41,13 +41,12 @@ class MSAColumnAttention(ShardedModule):
     def __init__(self, c_m: int, heads: int, head_width: int) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(c_m)
-        self.attention = GatedAttention(c_m, heads, head_width)
+        self.attention = GatedAttention(c_m, heads, head_width, along=1)
 
     def forward(
         self, m: Float[Tensor, "B S r c_m"], msa_mask: Float[Tensor, "B S R"], axis: Axis = "res"
     ) -> Float[Tensor, "B S r c_m"]:
-        mask = self.exchange.shard(msa_mask, axis)
-        return self.attention(self.norm(m).transpose(1, 2), mask.transpose(1, 2)).transpose(1, 2)
+        return self.attention(self.norm(m), self.exchange.shard(msa_mask, axis))
 
 
 class MSAColumnGlobalAttention(ShardedModule):
@@ -112,7 +111,7 @@ class OuterProductMean(ShardedModule):
         count = msa_mask.transpose(1, 2) @ self.exchange.shard(msa_mask, "res")
         if axis == "res":
             rows = self.exchange.gather(left, "res", whole=msa_mask.shape[2])
-            update = outer_product(rows, right, self.output.weight)
+            update = self.kernels.outer_product(rows, right, self.output.weight)
         else:
             update = self._from_sequence_shards(left, right, sequences=msa_mask.shape[1])
         return (update + self.output.bias) / (count.unsqueeze(-1) + 1e-3)
@@ -126,7 +125,7 @@ class OuterProductMean(ShardedModule):
             return self._reduced(left, right)
         rows = self.exchange.start_gather(left, "seq", whole=sequences)
         columns = self.exchange.switch(right, "seq", "res", whole=sequences)
-        return outer_product(rows.wait(), columns, self.output.weight)
+        return self.kernels.outer_product(rows.wait(), columns, self.output.weight)
 
     def _reduced(self, left: Float[Tensor, "B s R c"], right: Float[Tensor, "B s R c"]) -> Float[Tensor, "B I j c_z"]:
         """Partial sums over this rank's sequences, computed and reduced one output shard at a time."""
@@ -134,7 +133,7 @@ class OuterProductMean(ShardedModule):
         update: Tensor | float = 0.0
         reducing: Pending | None = None
         for root, columns in enumerate(self.exchange.shards(residues)):
-            partial = outer_product(left, right[:, :, columns], self.output.weight)
+            partial = self.kernels.outer_product(left, right[:, :, columns], self.output.weight)
             if reducing is not None:  # at most one reduction is under way while the next partial sum is computed
                 update = update + reducing.wait()
             reducing = self.exchange.start_reduce(partial, "j", root, whole=residues)

@@ -48,47 +48,53 @@ class TriangleMultiplication(ShardedModule):
         `switched`: z on its way to `result_axis`, if that differs from `axis`; the output gate reads it.
         """
         x = self.norm(z)
-        mask = self.exchange.shard(pair_mask, axis).unsqueeze(-1)
+        mask = self.exchange.shard(pair_mask, axis)
         # The operands get no name here, so that they are freed once they have been sent.
         product = self.multiply(
-            self.projection(x) * self.projection_gate(x).sigmoid() * mask, axis, result_axis or axis, pair_mask.shape[1]
+            self.kernels.gated_operands(self.projection(x), self.projection_gate(x), mask),
+            axis,
+            result_axis or axis,
+            pair_mask.shape[1],
         )
         gated = z if switched is None else switched.wait()
         gate = self.output_gate(x if gated is z else self.norm(gated)).sigmoid()
         return self.output(self.product_norm(product.wait())) * gate
 
-    def multiply(self, both: Float[Tensor, "B _ _ cc"], axis: Axis, result_axis: Axis, residues: int) -> Pending:
-        """The product of the two operands, side by side in `both`, in the way that the plan says."""
+    def multiply(self, both: Float[Tensor, "2 B c _ _"], axis: Axis, result_axis: Axis, residues: int) -> Pending:
+        """The product of the two operands `both`, in the way that the plan says."""
         way = self.plan.triangle_outgoing if self.edges == "outgoing" else self.plan.triangle_incoming
         multiply = self._by_channel if way == "channel" else self._by_gathering
         return multiply(both, axis, result_axis, residues)
 
-    def _by_channel(self, both: Float[Tensor, "B I j cc"], axis: Axis, result_axis: Axis, residues: int) -> Pending:
-        # The two operands go onto the batch axis, so that a rank gets the same channels of both: [2 B, I, j, c].
-        both = both.unflatten(-1, (2, self.channels)).movedim(-2, 0).flatten(0, 1)  # a view, for a batch of one
-        both = self.exchange.switch(both, axis, "channel", whole=residues)  # [2 B, I, J, c/N]
-        product = self._product(*both.permute(0, 3, 1, 2).chunk(2))
+    def _by_channel(self, both: Float[Tensor, "2 B c I j"], axis: Axis, result_axis: Axis, residues: int) -> Pending:
+        # The two operands share the batch axis, so that a rank gets the same channels of both.
+        moved = self.exchange.switch(_channels_last(both.flatten(0, 1)), axis, "channel", whole=residues)
+        product = self._product(*moved.permute(0, 3, 1, 2).chunk(2))  # from two [B, c/N, I, J]
         return self.exchange.start_switch(product, "channel", result_axis, whole=self.channels)
 
-    def _by_gathering(self, both: Float[Tensor, "B _ _ cc"], axis: Axis, result_axis: Axis, residues: int) -> Pending:
+    def _by_gathering(self, both: Float[Tensor, "2 B c _ _"], axis: Axis, result_axis: Axis, residues: int) -> Pending:
         if result_axis != axis:
             raise ValueError(f"gathering leaves the product on '{axis}', not on '{result_axis}'")
-        a, b = both.chunk(2, -1)
+        a, b = both
         # Outgoing: rows of the product come from rows of a, columns from rows of b. Incoming: from columns of b and of a.
-        b = self.exchange.gather(b, axis, whole=residues)
-        return Ready(self._product(a.permute(0, 3, 1, 2), b.permute(0, 3, 1, 2)))
+        b = self.exchange.gather(_channels_last(b), axis, whole=residues).permute(0, 3, 1, 2)
+        return Ready(self._product(a, b))
 
     def _product(self, a: Float[Tensor, "B c _ _"], b: Float[Tensor, "B c _ _"]) -> Float[Tensor, "B _ _ c"]:
         """Sum over the third residue k, separately in each channel: a_ik b_jk (outgoing) or a_kj b_ki (incoming)."""
-        product = a @ b.transpose(-1, -2) if self.edges == "outgoing" else b.transpose(-1, -2) @ a
-        return product.permute(0, 2, 3, 1)
+        return _channels_last(a @ b.transpose(-1, -2) if self.edges == "outgoing" else b.transpose(-1, -2) @ a)
+
+
+def _channels_last(x: Float[Tensor, "B c _ _"]) -> Float[Tensor, "B _ _ c"]:
+    """A view in the order of axes in which exchanges take representations."""
+    return x.permute(0, 2, 3, 1)
 
 
 class TriangleAttention(ShardedModule):
     """Triangular gated self-attention around the starting or ending node (algorithms 13 and 14).
 
-    z is on I for the starting node, on J for the ending node. Attention around the ending node is attention around the starting
-    node of the transposed pair representation.
+    Around the starting node, z is on I, and each row i attends within itself. Around the ending node, z is on J, and each
+    column j does. That is the same with i and j exchanged: the bias and the mask are transposed, z is not.
     """
 
     def __init__(self, c_z: int, heads: int, head_width: int, node: Literal["starting", "ending"]) -> None:
@@ -96,12 +102,12 @@ class TriangleAttention(ShardedModule):
         self.node = node
         self.norm = nn.LayerNorm(c_z)
         self.pair_bias = Linear(c_z, heads, bias=False)
-        self.attention = GatedAttention(c_z, heads, head_width)
+        self.attention = GatedAttention(c_z, heads, head_width, along=2 if node == "starting" else 1)
 
     def forward(self, z: Float[Tensor, "B _ _ c_z"], pair_mask: Float[Tensor, "B R R"]) -> Float[Tensor, "B _ _ c_z"]:
-        if self.node == "ending":
-            z, pair_mask = z.transpose(1, 2), pair_mask.transpose(1, 2)
         x = self.norm(z)
-        bias = PairBias(self.pair_bias(x), "i", pair_mask.shape[1], self.exchange, self.plan)
-        update = self.attention(x, self.exchange.shard(pair_mask, "i"), bias)
-        return update.transpose(1, 2) if self.node == "ending" else update
+        bias = self.pair_bias(x)
+        if self.node == "ending":
+            bias = bias.transpose(1, 2)
+        bias = PairBias(bias, "i", pair_mask.shape[1], self.exchange, self.plan)
+        return self.attention(x, self.exchange.shard(pair_mask, "i" if self.node == "starting" else "j"), bias)

@@ -15,20 +15,30 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from evodsp.model.kernels.attention import attention
+from evodsp.model.kernels.registry import Kernels
 from evodsp.model.schedule import CommunicationPlan
 from evodsp.parallel.exchange import Exchange, LocalExchange
 from evodsp.parallel.layout import DIMENSION, Axis
 from evodsp.parallel.pending import Pending, Ready
 from evodsp.rng import Draws
 
-# Subtracting this from a logit removes its key from the softmax. If all keys are masked, the weights are uniform, as in AF2.
-MASKED = 1e9
-
 Initialisation = Literal["linear", "relu", "glorot", "gate", "final"]
 
 
-class ShardedModule(nn.Module):
+class Computed(nn.Module):
+    """A module that calls operators of which there are several implementations. Its `kernels` are those that were chosen."""
+
+    kernels: Kernels = Kernels()
+
+
+def use_kernels(model: nn.Module, kernels: Kernels) -> None:
+    """Set the operators of every module of `model` that calls some."""
+    for module in model.modules():
+        if isinstance(module, Computed):
+            module.kernels = kernels
+
+
+class ShardedModule(Computed):
     """A module that may need data from other shards. It calls its `exchange` (on one device a `LocalExchange`), in the way that
     its `plan` says.
     """
@@ -80,11 +90,6 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     return torch.autocast(device.type, enabled=False) if torch.amp.is_autocast_available(device.type) else nullcontext()
 
 
-def mask_bias(mask: Float[Tensor, "*batch L"]) -> Float[Tensor, "*batch L"]:
-    """Additive bias of keys: 0 where the mask is 1, -1e9 where it is 0."""
-    return (mask - 1.0) * MASKED
-
-
 class PairBias:
     """The bias that attention takes from the pair representation. It is gathered while projections are computed.
 
@@ -104,32 +109,39 @@ class PairBias:
 
     def attention(
         self,
-        q: Float[Tensor, "B N H L D"],
-        k: Float[Tensor, "B N H L D"],
-        v: Float[Tensor, "B N H L D"],
+        kernels: Kernels,
+        q: Float[Tensor, "B N L H D"],
+        k: Float[Tensor, "B N L H D"],
+        v: Float[Tensor, "B N L H D"],
+        gate: Float[Tensor, "B N L H D"],
         keys: Float[Tensor, "B N L"],
-    ) -> Float[Tensor, "B N H L D"]:
-        """Attention with this bias. `keys`: additive bias of each key."""
+    ) -> Float[Tensor, "B N L H D"]:
+        """Gated attention with this bias. `keys`: 1 where a key is present."""
         bias = self._arriving.wait()
         if not self.stream:
-            return attention(q, k, v, keys, bias.permute(0, 3, 1, 2))
+            return kernels.biased_attention(q, k, v, gate, keys, bias.permute(0, 3, 1, 2))
         rows = [
-            checkpoint(self._rows, root, q[..., queries, :], k, v, keys, bias, use_reentrant=False)
+            checkpoint(
+                self._rows, kernels, root, q[:, :, queries], k, v, gate[:, :, queries], keys, bias, use_reentrant=False
+            )
             for root, queries in enumerate(self.exchange.shards(self.whole))
         ]
-        return torch.cat(rows, -2)
+        return torch.cat(rows, 2)
 
-    def _rows(self, root: int, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, local: Tensor) -> Tensor:
+    def _rows(
+        self, kernels: Kernels, root: int, q: Tensor, k: Tensor, v: Tensor, gate: Tensor, keys: Tensor, local: Tensor
+    ) -> Tensor:
         bias = self.exchange.start_broadcast(local, "i", root, self.whole).wait()
-        return attention(q, k, v, keys, bias.permute(0, 3, 1, 2))
+        return kernels.biased_attention(q, k, v, gate, keys, bias.permute(0, 3, 1, 2))
 
 
-class GatedAttention(nn.Module):
-    """Gated multi-head self-attention within each row (the core of algorithms 7, 8, 13 and 14)."""
+class GatedAttention(Computed):
+    """Gated multi-head self-attention along one axis (the core of algorithms 7, 8, 13 and 14)."""
 
-    def __init__(self, channels: int, heads: int, head_width: int) -> None:
+    def __init__(self, channels: int, heads: int, head_width: int, along: Literal[1, 2] = 2) -> None:
+        """`along`: dimension of the positions that attend to each other. The other one holds independent rows."""
         super().__init__()
-        self.heads = heads
+        self.heads, self.along = heads, along
         width = heads * head_width
         self.qkv = Linear(channels, 3 * width, bias=False, init="glorot", parts=3)
         self.gate = Linear(channels, width, init="gate")
@@ -137,15 +149,23 @@ class GatedAttention(nn.Module):
 
     def forward(
         self,
-        x: Float[Tensor, "B N L c"],
-        mask: Float[Tensor, "B N L"],
+        x: Float[Tensor, "B n1 n2 c"],
+        mask: Float[Tensor, "B n1 n2"],
         pair_bias: PairBias | None = None,
-    ) -> Float[Tensor, "B N L c"]:
-        """`pair_bias` is shared by all rows N of a sample. It may still be on its way: it is awaited after the projections."""
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(3, 0, 1, 4, 2, 5)  # each [B, N, H, L, D]
-        keys = mask_bias(mask)
-        o = attention(q, k, v, keys) if pair_bias is None else pair_bias.attention(q, k, v, keys)
-        return self.output(o.transpose(-2, -3).flatten(-2) * self.gate(x).sigmoid())
+    ) -> Float[Tensor, "B n1 n2 c"]:
+        """`pair_bias` is shared by all rows of a sample. It may still be on its way: it is awaited after the projections."""
+        qkv = self.qkv(x).unflatten(-1, (3, self.heads, -1))
+        gate = self.gate(x).unflatten(-1, (self.heads, -1))
+        if self.along == 1:  # views: operators take any strides
+            qkv, gate, mask = qkv.transpose(1, 2), gate.transpose(1, 2), mask.transpose(1, 2)
+        q, k, v = qkv.unbind(3)  # each [B, N, L, H, D]
+        if pair_bias is None:
+            o = self.kernels.attention(q, k, v, gate, mask)
+        else:
+            o = pair_bias.attention(self.kernels, q, k, v, gate, mask)
+        if self.along == 1:
+            o = o.transpose(1, 2)
+        return self.output(o.flatten(-2))
 
 
 class Transition(nn.Module):

@@ -22,8 +22,9 @@ from evodsp.geometry.frames import atom37_to_torsion_angles
 from evodsp.geometry.residues import CA, C, N
 from evodsp.geometry.rigid import Rigid
 from evodsp.model.embedders import distance_one_hot, squared_edges
+from evodsp.model.kernels.reference import mask_bias
 from evodsp.model.pair_ops import TriangleAttention, TriangleMultiplication
-from evodsp.model.primitives import Dropout, Linear, ShardedModule, Transition, mask_bias
+from evodsp.model.primitives import Dropout, Linear, ShardedModule, Transition
 from evodsp.model.sharded import Sharded
 from evodsp.parallel.layout import Axis
 from evodsp.rng import Draws

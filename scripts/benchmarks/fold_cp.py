@@ -47,7 +47,7 @@ from torch.autograd.function import once_differentiable
 from evodsp.config import EvoformerConfig
 from evodsp.errors import UserError
 from evodsp.model.evoformer import PairMask, PairStack
-from evodsp.model.kernels.attention import attention
+from evodsp.model.kernels.registry import Kernels
 from evodsp.model.pair_ops import TriangleAttention, TriangleMultiplication
 from evodsp.model.primitives import PairBias, ShardedModule
 from evodsp.model.sharded import Sharded
@@ -102,8 +102,8 @@ def _group(module: ShardedModule) -> Group:
 
 
 class _TriangleMultiplication(TriangleMultiplication):
-    def multiply(self, both: Float[Tensor, "B i R cc"], axis: Axis, result_axis: Axis, residues: int) -> Pending:
-        a, b = both.permute(0, 3, 1, 2).chunk(2, 1)
+    def multiply(self, both: Float[Tensor, "2 B c i R"], axis: Axis, result_axis: Axis, residues: int) -> Pending:
+        a, b = both
         product = _Outgoing if self.edges == "outgoing" else _Incoming
         return Ready(product.apply(a, b, _group(self)).permute(0, 2, 3, 1))
 
@@ -175,43 +175,53 @@ class _RegatheredBias(PairBias):
     def __init__(self, local: Float[Tensor, "B _ _ H"], gather: Gather) -> None:
         self.local, self.gather = local, gather
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor) -> Tensor:
-        """Attention with this bias."""
-        return _AttentionWithShardedBias.apply(q, k, v, keys, self.local, self.gather)
+    def attention(self, kernels: Kernels, q: Tensor, k: Tensor, v: Tensor, gate: Tensor, keys: Tensor) -> Tensor:
+        """Gated attention with this bias."""
+        return _AttentionWithShardedBias.apply(kernels, q, k, v, gate, keys, self.local, self.gather)
 
 
 class _AttentionWithShardedBias(torch.autograd.Function):
     """Keeps the shard of the bias. The backward pass gathers it and computes the attention again, then reduce-scatters."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, local: Tensor, gather: Gather) -> Tensor:
-        ctx.save_for_backward(q, k, v, keys, local)
-        ctx.gather = gather
+    def forward(
+        ctx: Any,
+        kernels: Kernels,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        gate: Tensor,
+        keys: Tensor,
+        local: Tensor,
+        gather: Gather,
+    ) -> Tensor:
+        ctx.save_for_backward(q, k, v, gate, keys, local)
+        ctx.kernels, ctx.gather = kernels, gather
         bias = gather.launch(local).wait()
-        return attention(q, k, v, keys, bias.permute(0, 3, 1, 2))
+        return kernels.biased_attention(q, k, v, gate, keys, bias.permute(0, 3, 1, 2))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         *projections, keys, local = ctx.saved_tensors
         bias = ctx.gather.launch(local, backward=True).wait()
-        q, k, v, bias = inputs = [x.detach().requires_grad_() for x in (*projections, bias)]
+        q, k, v, gate, bias = inputs = [x.detach().requires_grad_() for x in (*projections, bias)]
         with torch.enable_grad():
-            result = attention(q, k, v, keys, bias.permute(0, 3, 1, 2))
+            result = ctx.kernels.biased_attention(q, k, v, gate, keys, bias.permute(0, 3, 1, 2))
         *gradients, of_bias = torch.autograd.grad(result, inputs, gradient)
-        return *gradients, None, ctx.gather.transpose().launch(of_bias, backward=True).wait(), None
+        return None, *gradients, None, ctx.gather.transpose().launch(of_bias, backward=True).wait(), None
 
 
 class _StartingAttention(TriangleAttention):
     def forward(self, z: Float[Tensor, "B i J c_z"], pair_mask: PairMask) -> Float[Tensor, "B i J c_z"]:
         """The update of z. Both are on I."""
-        return self._rows(self.norm(z), self.exchange.shard(pair_mask, "i"))
+        x = self.norm(z)
+        return self.attention(x, self.exchange.shard(pair_mask, "i"), self._bias(self.pair_bias(x)))
 
-    def _rows(self, x: Float[Tensor, "B n R c_z"], mask: Float[Tensor, "B n R"]) -> Float[Tensor, "B n R c_z"]:
-        """Attention within this rank's rows of x, which are normalised."""
+    def _bias(self, local: Float[Tensor, "B n R H"]) -> _RegatheredBias:
+        """The bias of which this rank has the queries n."""
         group = _group(self)
-        bias = _RegatheredBias(self.pair_bias(x), Gather(group, 1, shard_sizes(x.shape[2], group.size)))
-        return self.attention(x, mask, bias)
+        return _RegatheredBias(local, Gather(group, 1, shard_sizes(local.shape[2], group.size)))
 
 
 class _EndingAttention(_StartingAttention):
@@ -220,26 +230,28 @@ class _EndingAttention(_StartingAttention):
         residues = pair_mask.shape[1]
         x = self.exchange.switch(self.norm(z), "i", "j", residues)
         mask = self.exchange.switch(self.exchange.shard(pair_mask, "i").unsqueeze(-1), "i", "j", residues).squeeze(-1)
-        update = self._rows(x.transpose(1, 2), mask.transpose(1, 2)).transpose(1, 2)
+        update = self.attention(x, mask, self._bias(self.pair_bias(x).transpose(1, 2)))
         return self.exchange.switch(update, "j", "i", residues)
 
 
 class _EndingAttentionOfProjections(TriangleAttention):
     def forward(self, z: Float[Tensor, "B i J c_z"], pair_mask: PairMask) -> Float[Tensor, "B i J c_z"]:
         """The update of z. Both are on I; queries, keys, values and the mask are sent to J, and the result back."""
-        group, x = _group(self), self.norm(z).transpose(1, 2)
+        group, x = _group(self), self.norm(z)
         sizes = shard_sizes(pair_mask.shape[1], group.size)
-        bias = _BiasOnColumns(self.pair_bias(x), Gather(group, 2, sizes))
-        return self.attention(x, self.exchange.shard(pair_mask, "i").transpose(1, 2), bias).transpose(1, 2)
+        bias = _BiasOnColumns(self.pair_bias(x).transpose(1, 2), Gather(group, 2, sizes))
+        return self.attention(x, self.exchange.shard(pair_mask, "i"), bias)
 
 
 class _BiasOnColumns(_RegatheredBias):
     """The bias of attention whose rows are whole and whose queries and keys are sharded: it sends them to whole sequences."""
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor) -> Tensor:
-        """Attention with this bias: five all-to-alls and a gather. q, k, v: [B, J, H, i, D]."""
+    def attention(self, kernels: Kernels, q: Tensor, k: Tensor, v: Tensor, gate: Tensor, keys: Tensor) -> Tensor:
+        """Attention with this bias: five all-to-alls and a gather. q, k, v, gate: [B, J, i, H, D]."""
         group, sizes = self.gather.group, self.gather.sizes
-        to_columns = Switch(group, 3, 1, sizes, sizes)
+        to_columns = Switch(group, 2, 1, sizes, sizes)
         q, k, v = (start(x, to_columns).wait() for x in (q, k, v))
-        keys = start(keys, Switch(group, 2, 1, sizes, sizes)).wait()
-        return start(super().attention(q, k, v, keys), to_columns.transpose()).wait()
+        keys = start(keys, to_columns).wait()
+        # The gate is applied where it was computed, after the way back: here it is open.
+        o = super().attention(kernels, q, k, v, torch.full_like(q, torch.inf), keys)
+        return gate.sigmoid() * start(o, to_columns.transpose()).wait()

@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from evodsp.config import EvoformerConfig, ModelConfig, TemplateConfig
 from evodsp.model.alphafold import AlphaFold
 from evodsp.model.evoformer import EvoformerStack
-from evodsp.model.kernels import attention, outer_product
+from evodsp.model.kernels import chunked
 from evodsp.model.primitives import use_exchange
 from evodsp.model.schedule import DAP, CommunicationPlan
 from evodsp.parallel.exchange import Exchange, LocalExchange, ShardedExchange
@@ -127,8 +127,8 @@ def _short(config: Config) -> Config:
 def _gpu_chunks() -> Iterator[None]:
     """Use a GPU's chunk sizes although the fake tensors are on the CPU."""
     with (
-        patch.object(attention, "_CPU_CHUNK", attention._GPU_CHUNK),
-        patch.object(outer_product, "_CPU_CHUNK", outer_product._GPU_CHUNK),
+        patch.object(chunked, "_CPU_LOGITS", chunked._GPU_LOGITS),
+        patch.object(chunked, "_CPU_PRODUCTS", chunked._GPU_PRODUCTS),
     ):
         yield
 

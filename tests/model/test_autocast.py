@@ -18,7 +18,8 @@ from torch.utils._pytree import tree_map
 
 from evodsp.config import ModelConfig
 from evodsp.model.alphafold import AlphaFold
-from evodsp.model.kernels.attention import attention
+from evodsp.model.kernels import chunked
+from evodsp.model.kernels.self_check import examples
 from evodsp.model.structure_module import StructureModule
 from evodsp.rng import Draws
 from tests.builders.parameters import dense
@@ -54,16 +55,14 @@ Device = Callable[[], AbstractContextManager[Any]]
 @DEVICES
 def test_attention(device: Device) -> None:
     """Catches a product of float32 weights and bf16 values written into a given output tensor: an error on GPUs only."""
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(2, 3, 4, 5, 6, generator=generator).bfloat16().requires_grad_() for _ in range(3))
-    bias = torch.randn(2, 4, 5, 5, generator=generator).bfloat16().requires_grad_()
-    mask = torch.zeros(2, 3, 5)
-    expected = attention(q.float(), k.float(), v.float(), mask, bias.float())
+    inputs = examples("biased_attention", torch.device("cpu"), torch.bfloat16)
+    leaves = [x.requires_grad_() for n, x in enumerate(inputs) if n != 4]
+    expected = chunked.biased_attention(*(x.float() for x in inputs))
     with device(), torch.autocast("cpu", torch.bfloat16):
-        found = attention(q, k, v, mask, bias)
+        found = chunked.biased_attention(*inputs)
     torch.testing.assert_close(found.float(), expected, rtol=0.02, atol=0.02)
     found.sum().backward()
-    assert all(x.grad is not None and x.grad.dtype == torch.bfloat16 for x in (q, k, v, bias))
+    assert all(x.grad is not None and x.grad.dtype == torch.bfloat16 for x in leaves)
 
 
 @DEVICES

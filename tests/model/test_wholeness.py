@@ -9,6 +9,7 @@ loader gives them. (All pairs for a shard of the CHANNELS are a shard. So are al
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -23,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 from evodsp.config import ChannelsConfig, EvoformerConfig, LossConfig, ModelConfig, TemplateConfig
 from evodsp.losses.total import total_loss
 from evodsp.model.alphafold import AlphaFold
+from evodsp.model.kernels import chunked
 from evodsp.model.primitives import use_exchange
 from evodsp.model.schedule import DAP, CommunicationPlan
 from evodsp.parallel.exchange import ShardedExchange
@@ -47,6 +49,16 @@ WEIGHTS = LossConfig(experimentally_resolved=0.15, violation=0.9, pae=0.1)
 PAIR = {1, 2, STACK.msa_heads, STACK.pair_heads, 2 * STACK.pair_heads, 16 // RANKS, 2 * 16 // RANKS}
 # Numbers for each sequence and residue: a mask, one operand of the outer product mean.
 MSA = {1, STACK.outer_product_channels}
+
+
+def lines_of(*functions: Any) -> set[int]:
+    """Numbers of the source lines of functions or classes."""
+    found = [(start, len(lines)) for lines, start in map(inspect.getsourcelines, functions)]
+    return {number for start, length in found for number in range(start, start + length)}
+
+
+LOGITS = lines_of(chunked._weights, chunked._Attention)
+"""Where the logits of attention are computed."""
 
 
 def config() -> ModelConfig:
@@ -113,7 +125,7 @@ class Watcher(TorchDispatchMode):
             if held is None or x.untyped_storage().data_ptr() in self._given:
                 continue
             lines = [f for f in traceback.extract_stack() if "/evodsp/" in f.filename]
-            if lines and lines[-1].filename.endswith("kernels/attention.py"):
+            if lines and lines[-1].lineno in LOGITS and lines[-1].filename.endswith("kernels/chunked.py"):
                 continue  # logits: all pairs of positions of one row, for the rows that this rank has
             places = [f"{f.filename.rpartition('/evodsp/')[2]}:{f.lineno}" for f in lines[-2:]]
             self.found.add(f"{held} {list(x.shape)} {what} {' > '.join(places)}")

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from evodsp.model.kernels import outer_product as kernel
-from evodsp.model.kernels.outer_product import outer_product
+from evodsp.model.kernels import chunked, reference
 
 
 @pytest.mark.parametrize("kept", [True, False])
@@ -16,9 +15,9 @@ def test_equals_the_formula_in_values_and_gradients(
 ) -> None:
     """Catches wrong rows in a chunk, transposed channels, gradients of the last chunk only, and errors on empty shards."""
     i, j = residues
-    monkeypatch.setattr(kernel, "_CPU_CHUNK", 2 * max(1, j) * 9)  # two rows at a time
+    monkeypatch.setattr(chunked, "_CPU_PRODUCTS", 2 * max(1, j) * 9)  # two rows at a time
     if not kept:
-        monkeypatch.setattr(kernel, "_KEEP", 0)
+        monkeypatch.setattr(chunked, "_KEEP", 0)
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:
@@ -26,10 +25,10 @@ def test_equals_the_formula_in_values_and_gradients(
 
     inputs = [x.requires_grad_() for x in (random(2, 4, i, 3), random(2, 4, j, 3), random(6, 9))]
     left, right, weight = inputs
-    expected = torch.einsum("bsic,bsjd,zcd->bijz", left, right, weight.view(6, 3, 3))
+    expected = reference.outer_product(left, right, weight)
     upstream = random(*expected.shape)
     gradients = torch.autograd.grad(expected, inputs, upstream)
-    found = outer_product(left, right, weight)
+    found = chunked.outer_product(left, right, weight)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     for own, theirs in zip(torch.autograd.grad(found, inputs, upstream), gradients, strict=True):
         torch.testing.assert_close(own, theirs, rtol=1e-12, atol=1e-12)

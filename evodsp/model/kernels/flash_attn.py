@@ -1,0 +1,35 @@
+"""Attention by the package flash-attn (Dao et al., arXiv 2205.14135), on GPUs, in bf16 or fp16, without a pair bias.
+
+flash-attn knows no mask of keys. Here one more channel carries it: 1 in every query, a large negative number in every masked
+key, so that their product is the bias of the logit. Heads are padded to a multiple of 8 channels, as the package asks.
+
+Shape legend: B batch, N rows (each attends within itself), H heads, Q queries, K keys, D head width.
+"""
+
+from __future__ import annotations
+
+import torch
+from flash_attn import flash_attn_func
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn import functional as F
+
+from evodsp.model.kernels.reference import mask_bias
+
+
+def attention(
+    q: Float[Tensor, "B N Q H D"],
+    k: Float[Tensor, "B N K H D"],
+    v: Float[Tensor, "B N K H D"],
+    gate: Float[Tensor, "B N Q H D"],
+    keys: Float[Tensor, "B N K"],
+) -> Float[Tensor, "B N Q H D"]:
+    """Gated attention within each row (algorithm 8)."""
+    rows, width = q.shape[:2], q.shape[-1]
+    scale, least = width**-0.5, torch.finfo(q.dtype).min
+    bias = (mask_bias(keys) / scale).clamp(min=least).to(k.dtype)
+    q = torch.cat([q, q.new_ones(*q.shape[:-1], 1)], -1)
+    k = torch.cat([k, bias[..., None, None].expand(*k.shape[:-1], 1)], -1)
+    padded = [F.pad(x, (0, -x.shape[-1] % 8 if x is not v else 8 - width % 8)).flatten(0, 1) for x in (q, k, v)]
+    o = flash_attn_func(*padded, softmax_scale=scale)
+    return gate.sigmoid() * o[..., :width].unflatten(0, rows)

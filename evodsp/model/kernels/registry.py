@@ -1,0 +1,78 @@
+"""Chooses an implementation of each operator: by the device, by what is installed, and by a comparison with the formulas.
+
+A backend is a module of this folder. Its functions have the names of the operators that it implements. A new backend is one
+file, and one line of the table in `backends`.
+
+`choose` runs once, when a run starts. The model calls the functions that it returns, and knows nothing of backends.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+from evodsp.config import KernelsConfig
+from evodsp.model.kernels import chunked
+from evodsp.model.kernels.backends import BACKENDS, check_names
+from evodsp.model.kernels.self_check import problem_of
+
+Operator = Callable[..., Tensor]
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The implementation of each operator. `reference` documents what they compute."""
+
+    attention: Operator = chunked.attention
+    biased_attention: Operator = chunked.biased_attention
+    gated_operands: Operator = chunked.gated_operands
+    outer_product: Operator = chunked.outer_product
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen for one operator."""
+
+    operator: str
+    backend: str
+    reason: str
+    """Why, in words for the log."""
+    problems: tuple[str, ...] = ()
+    """What is wrong with the backends that were tried before."""
+
+
+def choose(config: KernelsConfig, device: torch.device, dtype: torch.dtype) -> tuple[Kernels, list[Choice]]:
+    """The operators of a run on `device` whose activations have this dtype, and why each was chosen.
+
+    Each candidate is compared with `reference` on the device, at a small size, forward and backward. One that differs or fails
+    is passed over, and `chunked` takes its place. Raises SettingError for a backend that does not exist.
+    """
+    check_names(config)
+    kernels, choices = Kernels(), []
+    for operator in (f.name for f in fields(Kernels)):
+        wanted = getattr(config, operator) or config.backend
+        function, choice = _chosen(operator, wanted, device, dtype)
+        kernels = replace(kernels, **{operator: function})
+        choices.append(choice)
+    return kernels, choices
+
+
+def _chosen(operator: str, wanted: str, device: torch.device, dtype: torch.dtype) -> tuple[Operator, Choice]:
+    candidates = [wanted] if wanted != "auto" else [n for n, b in BACKENDS.items() if device.type in b.devices]
+    problems: list[str] = []
+    for name in candidates:
+        try:
+            function = getattr(importlib.import_module(BACKENDS[name].module), operator, None)
+        except ImportError as error:  # the package of an extra
+            problems.append(f"{name}: {error}")
+            continue
+        problem = f"it has no {operator}" if function is None else problem_of(operator, function, device, dtype)
+        if function is not None and not problem:
+            reason = "asked for" if name == wanted else f"the first that works on {device.type}"
+            return function, Choice(operator, name, reason, tuple(problems))
+        problems.append(f"{name}: {problem}")
+    return getattr(chunked, operator), Choice(operator, "chunked", f"instead of {wanted}", tuple(problems))

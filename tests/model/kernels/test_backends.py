@@ -1,0 +1,134 @@
+"""Every backend of every operator against the formulas, and the formulas of attention against exponentials written out."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from evodsp.model.kernels import chunked, reference, sdpa
+from evodsp.model.kernels.self_check import examples
+
+ATTENTIONS = ["attention", "biased_attention"]
+
+
+def values_and_gradients(function: Any, inputs: list[Tensor], mask: int | None) -> list[Tensor]:
+    """The output, and the gradients of all inputs but the mask, for random cotangents."""
+    leaves = [x.detach().clone(memory_format=torch.preserve_format) for x in inputs]
+    wanted = [x.requires_grad_() for n, x in enumerate(leaves) if n != mask]
+    output = function(*leaves)
+    cotangent = torch.randn(output.shape, dtype=output.dtype, generator=torch.Generator().manual_seed(1))
+    return [output.detach(), *torch.autograd.grad(output, wanted, cotangent)]
+
+
+def agree(function: Any, formula: Any, inputs: list[Tensor], mask: int | None, atol: float = 1e-11) -> None:
+    found, expected = (values_and_gradients(f, inputs, mask) for f in (function, formula))
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=atol)
+
+
+def some_keys(operator: str) -> list[Tensor]:
+    """Inputs of attention in which every row has a key. (Logits of rows without keys, -1e9, keep few digits.)"""
+    inputs = examples(operator, torch.device("cpu"), torch.float64)
+    inputs[4][..., 0] = 1
+    return inputs
+
+
+def written_out(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, keys: Tensor, pair_bias: Tensor | None = None) -> Tensor:
+    """Attention with weights of exactly zero for masked keys."""
+    logits = torch.einsum("bnqhd,bnkhd->bnhqk", q, k) / math.sqrt(q.shape[-1])
+    weights = torch.exp(logits if pair_bias is None else logits + pair_bias[:, None]) * keys[:, :, None, None]
+    o = torch.einsum("bnhqk,bnkhd->bnqhd", weights / weights.sum(-1, keepdim=True), v)
+    return o / (1 + torch.exp(-gate))
+
+
+@pytest.mark.parametrize("operator", ATTENTIONS)
+def test_the_formula_of_attention(operator: str) -> None:
+    """Catches a wrong scale, a bias for the wrong axis, a gate at the wrong place, and keys that are not masked."""
+    agree(getattr(reference, operator), written_out, some_keys(operator), mask=4)
+
+
+@pytest.mark.parametrize("keep", [0, 1 << 20])
+@pytest.mark.parametrize("chunk", [1, 9000, 1 << 20])
+@pytest.mark.parametrize("operator", ATTENTIONS)
+def test_chunked_attention(operator: str, chunk: int, keep: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches rows lost between chunks, and a wrong backward pass."""
+    monkeypatch.setattr(chunked, "_CPU_LOGITS", chunk)
+    monkeypatch.setattr(chunked, "_KEEP", keep)
+    agree(getattr(chunked, operator), getattr(reference, operator), some_keys(operator), mask=4)
+
+
+def test_the_result_is_laid_out_as_the_gate() -> None:
+    """Catches a copy: attention along columns returns to rows by a transposition, which must be free."""
+    *inputs, _ = examples("biased_attention", torch.device("cpu"), torch.float32)
+    for function in (chunked.attention, sdpa.attention):
+        assert function(*inputs).transpose(1, 2).is_contiguous()
+
+
+def test_a_row_of_masked_keys_is_uniform() -> None:
+    """Catches NaN where all keys are masked: AF2's softmax is uniform there."""
+    q, k, v, gate, keys = examples("attention", torch.device("cpu"), torch.float32)
+    for function in (reference.attention, chunked.attention, sdpa.attention):
+        out = function(q, k, v, gate, torch.zeros_like(keys))
+        torch.testing.assert_close(out, gate.sigmoid() * v.mean(2, keepdim=True), rtol=0, atol=1e-6)
+
+
+def test_sdpa() -> None:
+    """Catches a transposed axis, and a mask of the wrong rows."""
+    agree(sdpa.attention, reference.attention, some_keys("attention"), mask=4)
+
+
+@pytest.mark.parametrize("shape", [(2, 5, 7, 12), (1, 1, 3, 4), (2, 0, 3, 6), (2, 3, 0, 6)])
+def test_chunked_gated_operands(shape: tuple[int, ...]) -> None:
+    """Catches operands that are interleaved, a mask along the wrong axis, and errors on empty shards."""
+    generator = torch.Generator().manual_seed(0)
+    values, gates = (torch.randn(shape, dtype=torch.float64, generator=generator) for _ in range(2))
+    mask = torch.rand(shape[:-1], dtype=torch.float64, generator=generator)
+    agree(chunked.gated_operands, reference.gated_operands, [values, gates, mask], mask=2)
+    assert chunked.gated_operands(values, gates, mask).is_contiguous()
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Tensor:
+    """What flash-attn's function of this name computes, for [batch, length, heads, width]. It takes widths of q, k and v that
+    are equal and multiples of 8, and half precision; fp64 stands for that here."""
+    assert q.shape[-1] == k.shape[-1] == v.shape[-1]
+    assert q.shape[-1] % 8 == 0
+    assert (dropout_p, causal, window_size, softcap, alibi_slopes) == (0.0, False, (-1, -1), 0.0, None)
+    heads_first = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(*heads_first, scale=softmax_scale).transpose(1, 2)
+
+
+@pytest.fixture
+def flash_attn(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The adapter with a stand-in for the package."""
+    package = ModuleType("flash_attn")
+    package.flash_attn_func = flash_attn_func  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "flash_attn", package)
+    from evodsp.model.kernels import flash_attn as adapter
+
+    yield adapter
+    del sys.modules["evodsp.model.kernels.flash_attn"]
+
+
+def test_flash_attn(flash_attn: Any) -> None:
+    """Catches a mask that is lost in the additional channel, wrong padding, and axes in another order than the package's."""
+    agree(flash_attn.attention, reference.attention, some_keys("attention"), mask=4)

@@ -1,0 +1,109 @@
+"""Which backend is chosen, and what happens to one that is wrong."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from evodsp.config import KernelsConfig
+from evodsp.errors import UserError
+from evodsp.model.alphafold import AlphaFold
+from evodsp.model.kernels import backends, chunked, reference, registry
+from evodsp.model.kernels.backends import Backend
+from evodsp.model.kernels.registry import Kernels, choose
+from evodsp.model.primitives import Computed, use_kernels
+from tests.builders.small_model import config
+
+CPU = torch.device("cpu")
+
+
+def chosen(settings: KernelsConfig, dtype: torch.dtype = torch.float32) -> tuple[Kernels, dict[str, str], list[str]]:
+    """The functions, the backends by operator, and all problems."""
+    kernels, choices = choose(settings, CPU, dtype)
+    return kernels, {c.operator: c.backend for c in choices}, [p for c in choices for p in c.problems]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_auto_on_a_cpu(dtype: torch.dtype) -> None:
+    """Catches a self-check that rejects right results in some precision."""
+    kernels, names, problems = chosen(KernelsConfig(), dtype)
+    assert set(names.values()) == {"chunked"}
+    assert problems == []
+    assert kernels == Kernels()
+
+
+def test_backends_by_name() -> None:
+    """Catches a setting of one operator that is ignored, or that changes others."""
+    kernels, names, problems = chosen(KernelsConfig(backend="reference", outer_product="chunked", attention="sdpa"))
+    assert names == {
+        "attention": "sdpa",
+        "biased_attention": "reference",
+        "gated_operands": "reference",
+        "outer_product": "chunked",
+    }
+    assert problems == []
+    assert kernels.biased_attention is reference.biased_attention
+
+
+def test_a_backend_that_does_not_exist() -> None:
+    """Catches a misspelt name that is taken for auto."""
+    message = "kernels.attention is 'chunkd', but must be one of auto, .*chunked.* Did you mean 'chunked'?"
+    with pytest.raises(UserError, match=message):
+        choose(KernelsConfig(attention="chunkd"), CPU, torch.float32)
+
+
+def wrong_sign(values: Tensor, gates: Tensor, mask: Tensor) -> Tensor:
+    return reference.gated_operands(values, -gates, mask)
+
+
+def wrong_gradient(values: Tensor, gates: Tensor, mask: Tensor) -> Tensor:
+    return reference.gated_operands(values, gates, mask) + 0.01 * (gates - gates.detach()).sum()
+
+
+def raises(values: Tensor, gates: Tensor, mask: Tensor) -> Tensor:
+    raise RuntimeError("no kernel image is available\nsecond line")
+
+
+PROBLEMS: dict[Any, str] = {
+    wrong_sign: "new: the result differs by ",
+    wrong_gradient: "new: the gradient of argument 2 differs by ",
+    raises: "new: RuntimeError: no kernel image is available",
+}
+
+
+@pytest.mark.parametrize("function", PROBLEMS)
+def test_a_backend_that_is_wrong_is_not_used(function: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a self-check that looks at results only, or lets an exception end the run."""
+    module = ModuleType("evodsp_test_backend")
+    module.gated_operands = function  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    everything = {"new": Backend(module.__name__, ("cpu",)), **backends.BACKENDS}
+    monkeypatch.setattr(registry, "BACKENDS", everything)
+    kernels, names, problems = chosen(KernelsConfig())
+    assert kernels.gated_operands is chunked.gated_operands
+    assert names["gated_operands"] == "chunked"
+    assert sum(problem.startswith(PROBLEMS[function]) for problem in problems) == 1
+
+
+def test_a_package_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches an ImportError that ends the run."""
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    _, names, problems = chosen(KernelsConfig(attention="flash_attn"))
+    assert names["attention"] == "chunked"
+    assert len(problems) == 1
+    assert "flash_attn" in problems[0]
+
+
+def test_the_chosen_operators_reach_every_module() -> None:
+    """Catches a module that keeps calling the default."""
+    model = AlphaFold(config())
+    kernels, _, _ = chosen(KernelsConfig(backend="reference"))
+    use_kernels(model, kernels)
+    computed = [module for module in model.modules() if isinstance(module, Computed)]
+    assert len(computed) > 10
+    assert all(module.kernels is kernels for module in computed)
