@@ -29,8 +29,9 @@ class Kernels:
 
     attention: Operator = chunked.attention
     biased_attention: Operator = chunked.biased_attention
-    gated_operands: Operator = chunked.gated_operands
+    gated_projection: Operator = chunked.gated_projection
     outer_product: Operator = chunked.outer_product
+    transition: Operator = chunked.transition
 
 
 @dataclass(frozen=True)
