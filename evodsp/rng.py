@@ -33,10 +33,10 @@ def philox4x32(counter: tuple[Any, Any, Any, Any], key: tuple[Any, Any], rounds:
     k0, k1 = key
     for _ in range(rounds):
         # 32 x 32 -> 64 bits. In int64 the product may wrap to a negative number: its bits are right, and the masks remove the
-        # sign extension. c1 and c3 keep their upper halves until a mask removes them too, for fewer operations.
+        # sign extension. c1, c3 and the keys keep their upper halves, which those masks remove too, for fewer operations.
         p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
         c0, c1, c2, c3 = ((p1 >> 32) ^ c1 ^ k0) & _LOW, p1, ((p0 >> 32) ^ c3 ^ k1) & _LOW, p0
-        k0, k1 = (k0 + _WEYL[0]) & _LOW, (k1 + _WEYL[1]) & _LOW
+        k0, k1 = k0 + _WEYL[0], k1 + _WEYL[1]
     return c0, c1 & _LOW, c2, c3 & _LOW
 
 
