@@ -12,6 +12,7 @@ Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC'11 (con
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,17 +23,34 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 _LOW = 0xFFFFFFFF
 
 
-def philox4x32(counter: tuple[Any, Any, Any, Any], key: tuple[int, int], rounds: int = 10) -> tuple[Any, Any, Any, Any]:
-    """Philox4x32: four random 32-bit words. `counter`: four int64 arrays (or ints) of 32-bit words; `key`: two 32-bit words."""
+def philox4x32(counter: tuple[Any, Any, Any, Any], key: tuple[Any, Any], rounds: int = 10) -> tuple[Any, Any, Any, Any]:
+    """Philox4x32: four random 32-bit words.
+
+    `counter`: four 32-bit words, `key`: two; each an int or an int64 array or tensor. They broadcast: a column of keys and a
+    row of positions give all draws of many streams.
+    """
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(rounds):
-        # 32 x 32 -> 64 bits. In int64 the product may wrap to a negative number: its bits are right, and the masks below remove
-        # the sign extension.
+        # 32 x 32 -> 64 bits. In int64 the product may wrap to a negative number: its bits are right, and the masks remove the
+        # sign extension. c1, c3 and the keys keep their upper halves, which those masks remove too, for fewer operations.
         p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
-        c0, c1, c2, c3 = ((p1 >> 32) & _LOW) ^ c1 ^ k0, p1 & _LOW, ((p0 >> 32) & _LOW) ^ c3 ^ k1, p0 & _LOW
-        k0, k1 = (k0 + _WEYL[0]) & _LOW, (k1 + _WEYL[1]) & _LOW
-    return c0, c1, c2, c3
+        c0, c1, c2, c3 = ((p1 >> 32) ^ c1 ^ k0) & _LOW, p1, ((p0 >> 32) ^ c3 ^ k1) & _LOW, p0
+        k0, k1 = k0 + _WEYL[0], k1 + _WEYL[1]
+    return c0, c1 & _LOW, c2, c3 & _LOW
+
+
+def key_words(key: Any) -> tuple[Any, Any]:
+    """The two 32-bit words of a stream's key; `key`: an int, or an int64 array or tensor of `Draws.signed_key`."""
+    return key & _LOW, (key >> 32) & _LOW
+
+
+def at_least(word: Any, rate: float) -> Any:
+    """Whether the uniform number that `word` gives (see `Draws.uniform_at`) is at least `rate`, which is rounded to fp32.
+
+    `word`: int64 array or tensor. Compares integers, without making the uniform number.
+    """
+    return word >= math.ceil(float(np.float32(rate)) * (1 << 24)) << 8
 
 
 @dataclass(frozen=True)
@@ -53,11 +71,13 @@ class Draws:
         text = repr((self.key, *(p if isinstance(p, str) else int(p) for p in path))).encode()
         return Draws(int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little"))
 
+    def signed_key(self) -> int:
+        """The key as a signed 64-bit integer with the same bits, for arrays and tensors of keys."""
+        return self.key - ((self.key >> 63) << 64)
+
     def words(self, position: Any) -> tuple[Any, Any, Any, Any]:
         """Four random 32-bit words (as int64) for each global position; `position`: int64 array or tensor, any shape."""
-        zero = position & 0
-        counter = (position & _LOW, (position >> 32) & _LOW, zero, zero)
-        return philox4x32(counter, (self.key & _LOW, self.key >> 32))
+        return philox4x32((position & _LOW, (position >> 32) & _LOW, 0, 0), key_words(self.key))
 
     def uniform_at(self, position: Any) -> Any:
         """Uniform numbers in [0, 1) for given global positions, as multiples of 2^-24 (exact in fp32)."""

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from evodsp.config import ModelConfig
 from evodsp.launch.process_group import guarded, stop
 from evodsp.launch.process_group import start as start_ranks
+from evodsp.model.dropout import DropoutKeys
 from evodsp.model.evoformer import EvoformerStack
 from evodsp.model.primitives import use_exchange
 from evodsp.parallel.collectives import Collective, Gather, ScatterSum, Sum, Switch
@@ -81,13 +82,13 @@ def model(group: Group, device: torch.device) -> str:
         random(1, r, r, config.channels.pair),
         (random(1, s, r).abs() * 0 + 1, random(1, r, r).abs() * 0 + 1),
     )
-    draws = [Draws.root(0).at(0)]
-    stack(m, z, *masks, draws)[1].mul(weight).sum().backward()
+    keys = DropoutKeys.of(stack.dropout_streams([Draws.root(0).at(0)]), device)
+    stack(m, z, *masks, keys)[1].mul(weight).sum().backward()
     serial = [parameter.grad.clone() for parameter in stack.parameters() if parameter.grad is not None]
     stack.zero_grad()
     exchange = ShardedExchange(group)
     use_exchange(stack, exchange)
-    out = stack(exchange.shard(m, "seq"), exchange.shard(z, "j"), *masks, draws)[1]
+    out = stack(exchange.shard(m, "seq"), exchange.shard(z, "j"), *masks, keys)[1]
     (group.size * out.mul(exchange.shard(weight, "j")).sum()).backward()
     largest = 0.0
     for gradient, expected in zip(

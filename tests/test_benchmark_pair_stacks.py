@@ -12,6 +12,7 @@ from torch import Tensor
 
 from evodsp.config import EvoformerConfig, ModelConfig
 from evodsp.errors import UserError
+from evodsp.model.dropout import DropoutKeys
 from evodsp.parallel.exchange import Exchange, LocalExchange, ShardedExchange
 from evodsp.parallel.group import Group
 from evodsp.parallel.layout import DIMENSION
@@ -41,8 +42,8 @@ def gradients_of(method: Method, exchange: Exchange, residues: int = RESIDUES) -
     dense(stacks)
     z = random(BATCH, residues, residues, CHANNELS).requires_grad_()
     weight, mask = random(*z.shape), (random(BATCH, residues, residues) > -1).double()
-    draws = [Draws.root(3).at("sample", sample) for sample in range(BATCH)]
-    output = stacks(exchange.shard(z, method.axis), mask, draws)
+    keys = DropoutKeys.of(stacks.dropout_streams([Draws.root(3).at("sample", sample) for sample in range(BATCH)]))
+    output = stacks(exchange.shard(z, method.axis), mask, keys)
     (exchange.ranks * exchange.shard(weight, method.axis) * output).sum().backward()
     return output.detach(), {name: x.grad for name, x in [("z", z), *stacks.named_parameters()]}
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from evodsp.config import ModelConfig
 from evodsp.errors import UserError
+from evodsp.model.dropout import NO_DROPOUT, DropoutKeys, Streams, below
 from evodsp.model.embedders import ExtraMSAEmbedder, InputEmbedder, RecyclingEmbedder
 from evodsp.model.evoformer import EvoformerStack
 from evodsp.model.heads import make_heads
@@ -90,7 +91,7 @@ class AlphaFold(ShardedModule):
             # copies, and the weights would get no gradient.
             torch.clear_autocast_cache()
             with torch.set_grad_enabled(torch.is_grad_enabled() and cycle == last):
-                output = self.one_pass(members, recycled, [d.at("cycle", cycle) for d in draws])
+                output = self.one_pass(members, recycled, self._dropout_keys(members, draws, cycle))
             if stop_tolerance > 0 and cycle > 0:
                 output = with_ca_change(output, recycled, members[0]["seq_mask"], self.exchange)
             if cycle == last or settled(output, stop_tolerance):
@@ -98,16 +99,47 @@ class AlphaFold(ShardedModule):
             recycled, cycle = Recycled.of(output), cycle + 1
             del output  # its logits are as large as the pair representation; free them before the next pass
 
+    def dropout_streams(self, draws: Sequence[Draws], ensembles: int, templates: int) -> Streams:
+        """The streams of dropout of one pass. `draws`: the pass's stream for each sample.
+
+        `ensembles`: number of feature sets; the first one has the streams that it has without an ensemble. `templates`: number
+        of templates of a sample.
+        """
+        streams = below(("structure",), self.structure_module.dropout_streams([d.at("structure") for d in draws]))
+        for number in range(ensembles):
+            own = [d.at("ensemble", number) for d in draws] if number else draws
+            streams |= below(("ensemble", number) if number else (), self._representation_streams(own, templates))
+        return streams
+
+    def _representation_streams(self, draws: Sequence[Draws], templates: int) -> Streams:
+        """The streams of one feature set."""
+        streams = below(("extra",), self.extra_msa_stack.dropout_streams([d.at("extra") for d in draws]))
+        streams |= below(("evoformer",), self.evoformer.dropout_streams([d.at("evoformer") for d in draws]))
+        if self.template_embedder is not None:
+            own = self.template_embedder.dropout_streams([d.at("templates") for d in draws], templates)
+            streams |= below(("templates",), own)
+        return streams
+
+    def _dropout_keys(self, members: Sequence[Mapping[str, Tensor]], draws: Sequence[Draws], cycle: int) -> DropoutKeys:
+        """The keys of dropout of one pass, sent to the device."""
+        first = members[0]
+        templates = first["template_mask"].shape[1] if self.template_embedder is not None else 0
+        streams = self.dropout_streams([d.at("cycle", cycle) for d in draws], len(members), templates)
+        return DropoutKeys.of(streams, first["aatype"].device)
+
     def one_pass(
-        self, members: Sequence[Mapping[str, Tensor]], recycled: Recycled, draws: Sequence[Draws] = ()
+        self, members: Sequence[Mapping[str, Tensor]], recycled: Recycled, keys: DropoutKeys = NO_DROPOUT
     ) -> ModelOutput:
-        """One recycling iteration. `members`: one or more feature sets, axes [batch, …], of the same sequence."""
+        """One recycling iteration. `members`: one or more feature sets, axes [batch, …], of the same sequence.
+
+        `keys`: of `dropout_streams`.
+        """
         first = members[0]
         residues = first["aatype"].shape[1]
-        msa, pair = self.representations(first, recycled, draws)
+        msa, pair = self.representations(first, recycled, keys)
         row = first_row(msa)
         for number, member in enumerate(members[1:], start=1):
-            m, z = self.representations(member, recycled, [d.at("ensemble", number) for d in draws])
+            m, z = self.representations(member, recycled, keys.at("ensemble", number))
             row, pair = row + first_row(m), pair + z
         if len(members) > 1:
             row, pair = row / len(members), pair / len(members)
@@ -115,16 +147,14 @@ class AlphaFold(ShardedModule):
         row = self.exchange.gather(row.unsqueeze(1), "res", whole=residues).squeeze(1)
         # AF2 averages the single representations. They are linear in the first rows, so averaging the rows is the same.
         single, pair_rows = self.single(row), rows.wait()
-        structure = self.structure_module(
-            single, pair_rows, first["aatype"], first["seq_mask"], [d.at("structure") for d in draws]
-        )
+        structure = self.structure_module(single, pair_rows, first["aatype"], first["seq_mask"], keys.at("structure"))
         representations = {"msa": msa, "first_row": row, "pair": pair, "single": single}
         readable = {**representations, "pair_rows": pair_rows, "structure": structure.single}
         logits = {name: head(readable[head.reads]) for name, head in self.heads.items()}  # type: ignore[index]
         return ModelOutput(representations, structure, logits)
 
     def representations(
-        self, features: Mapping[str, Tensor], recycled: Recycled, draws: Sequence[Draws] = ()
+        self, features: Mapping[str, Tensor], recycled: Recycled, keys: DropoutKeys = NO_DROPOUT
     ) -> tuple[Float[Tensor, "B S r c_m"], Float[Tensor, "B R j c_z"]]:
         """MSA and pair representation of one feature set (algorithm 2, lines 5 to 18). m on R, z on J."""
         seq_mask = features["seq_mask"]
@@ -132,9 +162,9 @@ class AlphaFold(ShardedModule):
         templates = Templates.from_features(features) if self.template_embedder is not None else None
         m, z, msa_mask = self._embedded(features, recycled, templates)
         if self.template_embedder is not None and templates is not None:
-            z = z + self.template_embedder(z, templates, pair_mask, [d.at("templates") for d in draws])
-        z = self._with_extra_msa(z, features, pair_mask, [d.at("extra") for d in draws])
-        m, z = self.evoformer(m, z, msa_mask, pair_mask, [d.at("evoformer") for d in draws])
+            z = z + self.template_embedder(z, templates, pair_mask, keys.at("templates"))
+        z = self._with_extra_msa(z, features, pair_mask, keys.at("extra"))
+        m, z = self.evoformer(m, z, msa_mask, pair_mask, keys.at("evoformer"))
         return m[:, : features["msa_feat"].shape[1]], z
 
     def _embedded(
@@ -163,11 +193,11 @@ class AlphaFold(ShardedModule):
         z: Float[Tensor, "B R j c_z"],
         features: Mapping[str, Tensor],
         pair_mask: Float[Tensor, "B R R"],
-        draws: Sequence[Draws],
+        keys: DropoutKeys,
     ) -> Float[Tensor, "B R j c_z"]:
         """z after the extra-MSA stack. A method of its own, so that the extra MSA is freed before the Evoformer runs."""
         extra = self.extra_msa_embedder(*(self.exchange.shard(features[name], "seq") for name in EXTRA_MSA_FEATURES))
-        return self.extra_msa_stack(extra, z, features["extra_msa_mask"], pair_mask, draws)[1]
+        return self.extra_msa_stack(extra, z, features["extra_msa_mask"], pair_mask, keys)[1]
 
     def _first(self, batch: Mapping[str, Tensor]) -> Recycled:
         """Input of the first pass: zeros. The recycling embedder still adds its biases, as AF2's does."""

@@ -32,9 +32,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from evodsp.config import EvoformerConfig
+from evodsp.model.dropout import NO_DROPOUT, Dropout, DropoutKeys, Masks, Streams, block_streams, draw_blocks
 from evodsp.model.msa_ops import MSAColumnAttention, MSAColumnGlobalAttention, MSARowAttention, OuterProductMean
 from evodsp.model.pair_ops import TriangleAttention, TriangleMultiplication
-from evodsp.model.primitives import Dropout, ShardedModule, Transition
+from evodsp.model.primitives import ShardedModule, Transition
 from evodsp.model.sharded import Sharded
 from evodsp.parallel.layout import Axis
 from evodsp.parallel.pending import Pending, Ready
@@ -58,10 +59,14 @@ class MSAStack(ShardedModule):
         self.extra = extra
         heads, width = config.msa_heads, config.msa_head_width
         self.row_attention = MSARowAttention(c_m, c_z, heads, width)
-        self.row_dropout = Dropout(config.msa_dropout, "row_attention", shared_axis="seq")
+        self.row_dropout = Dropout(c_m, config.msa_dropout, "row_attention", shared_axis="seq")
         self.column_attention = (MSAColumnGlobalAttention if extra else MSAColumnAttention)(c_m, heads, width)
         self.transition = Transition(c_m, config.transition_factor)
         self.outer_product_mean = OuterProductMean(c_m, c_z, config.outer_product_channels)
+
+    @property
+    def dropouts(self) -> tuple[Dropout, ...]:
+        return (self.row_dropout,)
 
     @property
     def column_axis(self) -> Axis:
@@ -74,12 +79,12 @@ class MSAStack(ShardedModule):
         z: Float[Tensor, "B I j c_z"],
         msa_mask: MSAMask,
         pair_mask: PairMask,
-        draws: Sequence[Draws] = (),
+        masks: Masks = None,
     ) -> tuple[Float[Tensor, "B _ _ c_m"], Float[Tensor, "B I j c_z"]]:
-        """m on S and z on J in; m on `column_axis` and z on J out. `draws`: one dropout stream per sample, or none."""
+        """m on S and z on J in; m on `column_axis` and z on J out. `masks`: of dropout."""
         msa, pair = Sharded(m, "seq", msa_mask, self.exchange), Sharded(z, "j", pair_mask, self.exchange)
         del m, z  # `msa` and `pair` hold them, no longer than they are needed
-        msa = msa.add(self.row_attention(msa.x, pair.x, msa_mask), self.row_dropout, draws)
+        msa = msa.add(self.row_attention(msa.x, pair.x, msa_mask), self.row_dropout, masks)
         msa = msa.switch(self.column_axis)
         msa = msa.add(self.column_attention(msa.x, msa_mask, msa.axis))
         msa = msa.add(self.transition(msa.x))
@@ -97,32 +102,36 @@ class PairStack(ShardedModule):
         channels, heads, width = config.triangle_channels, config.pair_heads, config.pair_head_width
         rate = config.pair_dropout
         self.triangle_outgoing = TriangleMultiplication(c_z, channels, "outgoing")
-        self.outgoing_dropout = Dropout(rate, "triangle_outgoing", shared_axis="i")
+        self.outgoing_dropout = Dropout(c_z, rate, "triangle_outgoing", shared_axis="i")
         self.triangle_incoming = TriangleMultiplication(c_z, channels, "incoming")
-        self.incoming_dropout = Dropout(rate, "triangle_incoming", shared_axis="i")
+        self.incoming_dropout = Dropout(c_z, rate, "triangle_incoming", shared_axis="i")
         self.attention_starting = TriangleAttention(c_z, heads, width, "starting")
-        self.starting_dropout = Dropout(rate, "attention_starting", shared_axis="i")
+        self.starting_dropout = Dropout(c_z, rate, "attention_starting", shared_axis="i")
         self.attention_ending = TriangleAttention(c_z, heads, width, "ending")
-        self.ending_dropout = Dropout(rate, "attention_ending", shared_axis="j")
+        self.ending_dropout = Dropout(c_z, rate, "attention_ending", shared_axis="j")
         self.transition = Transition(c_z, config.transition_factor)
 
+    @property
+    def dropouts(self) -> tuple[Dropout, ...]:
+        return self.outgoing_dropout, self.incoming_dropout, self.starting_dropout, self.ending_dropout
+
     def forward(
-        self, z: Float[Tensor, "B I j c_z"], pair_mask: PairMask, draws: Sequence[Draws] = ()
+        self, z: Float[Tensor, "B I j c_z"], pair_mask: PairMask, masks: Masks = None
     ) -> Float[Tensor, "B I j c_z"]:
-        """z on J in and out. `draws`: one dropout stream per sample, or none."""
+        """z on J in and out. `masks`: of dropout."""
         pair = Sharded(z, "j", pair_mask, self.exchange)
         del z
         pair = pair.switch(self.plan.outgoing_axis)
-        pair = pair.add(self.triangle_outgoing(pair.x, pair_mask, pair.axis), self.outgoing_dropout, draws)
+        pair = pair.add(self.triangle_outgoing(pair.x, pair_mask, pair.axis), self.outgoing_dropout, masks)
         pair = pair.switch("j")
         rows = pair.switch(self.plan.incoming_result_axis)  # travels while the update is computed
         update = self.triangle_incoming(pair.x, pair_mask, pair.axis, rows.axis, rows.pending)
-        pair = rows.add(update, self.incoming_dropout, draws)
+        pair = rows.add(update, self.incoming_dropout, masks)
         del rows, update
         pair = pair.switch("i")
-        pair = pair.add(self.attention_starting(pair.x, pair_mask), self.starting_dropout, draws)
+        pair = pair.add(self.attention_starting(pair.x, pair_mask), self.starting_dropout, masks)
         pair = pair.switch("j")
-        pair = pair.add(self.attention_ending(pair.x, pair_mask), self.ending_dropout, draws)
+        pair = pair.add(self.attention_ending(pair.x, pair_mask), self.ending_dropout, masks)
         pair = pair.add(self.transition(pair.x))
         return pair.x
 
@@ -135,17 +144,21 @@ class EvoformerBlock(nn.Module):
         self.msa_stack = MSAStack(c_m, c_z, config, extra)
         self.pair_stack = PairStack(c_z, config)
 
+    @property
+    def dropouts(self) -> tuple[Dropout, ...]:
+        return *self.msa_stack.dropouts, *self.pair_stack.dropouts
+
     def forward(
         self,
         m: Float[Tensor, "B s R c_m"],
         z: Float[Tensor, "B I j c_z"],
         msa_mask: MSAMask,
         pair_mask: PairMask,
-        draws: Sequence[Draws] = (),
+        masks: Masks = None,
     ) -> tuple[Float[Tensor, "B _ _ c_m"], Float[Tensor, "B I j c_z"]]:
-        """m on S and z on J in; m on R (with `extra` on S) and z on J out. `draws`: one dropout stream per sample, or none."""
-        m, z = self.msa_stack(m, z, msa_mask, pair_mask, draws)
-        return m, self.pair_stack(z, pair_mask, draws)
+        """m on S and z on J in; m on R (with `extra` on S) and z on J out. `masks`: of dropout."""
+        m, z = self.msa_stack(m, z, msa_mask, pair_mask, masks)
+        return m, self.pair_stack(z, pair_mask, masks)
 
 
 class EvoformerStack(ShardedModule):
@@ -161,19 +174,24 @@ class EvoformerStack(ShardedModule):
         blocks = [EvoformerBlock(c_m, c_z, config, extra) for _ in range(config.blocks)]
         self.blocks: Sequence[EvoformerBlock] = nn.ModuleList(blocks)  # type: ignore[assignment]
 
+    def dropout_streams(self, draws: Sequence[Draws]) -> Streams:
+        """The streams of dropout. `draws`: this stack's stream for each sample."""
+        return block_streams(self.blocks, draws)
+
     def forward(
         self,
         m: Float[Tensor, "B s R c_m"],
         z: Float[Tensor, "B I j c_z"],
         msa_mask: MSAMask,
         pair_mask: PairMask,
-        draws: Sequence[Draws] = (),
+        keys: DropoutKeys = NO_DROPOUT,
     ) -> tuple[Float[Tensor, "B _ _ c_m"], Float[Tensor, "B I j c_z"]]:
-        """m on S and z on J in; z on J and m on R out (of the extra-MSA stack: on S)."""
+        """m on S and z on J in; z on J and m on R out (of the extra-MSA stack: on S). `keys`: of `dropout_streams`."""
+        masks = draw_blocks(self.blocks, keys, residues=msa_mask.shape[2])
         recompute = self.checkpoint and torch.is_grad_enabled()
         arriving: Pending = Ready(m)
         for number in range(len(self.blocks) + 1):
-            arguments = (number, arriving, z, msa_mask, pair_mask, draws, recompute)
+            arguments = (number, arriving, z, msa_mask, pair_mask, masks, recompute)
             if recompute:
                 contexts = self.exchange.keeping if self.plan.keep_gathered else noop_context_fn
                 m, z = checkpoint(self._segment, *arguments, use_reentrant=False, context_fn=contexts)
@@ -191,14 +209,13 @@ class EvoformerStack(ShardedModule):
         z: Float[Tensor, "B I j c_z"],
         msa_mask: MSAMask,
         pair_mask: PairMask,
-        draws: Sequence[Draws],
+        masks: Sequence[Masks],
         recompute: bool,
     ) -> tuple[Float[Tensor, "B _ _ c_m"], Float[Tensor, "B I j c_z"]]:
         """The pair stack of the block before `number`, then the MSA stack of block `number`."""
         if number > 0:
-            z = self.blocks[number - 1].pair_stack(z, pair_mask, [d.at("block", number - 1) for d in draws])
+            z = self.blocks[number - 1].pair_stack(z, pair_mask, masks[number - 1])
         m = arriving.wait(keep=recompute)
         if number < len(self.blocks):
-            block_draws = [d.at("block", number) for d in draws]
-            m, z = self.blocks[number].msa_stack(m, z, msa_mask, pair_mask, block_draws)
+            m, z = self.blocks[number].msa_stack(m, z, msa_mask, pair_mask, masks[number])
         return m, z

@@ -1,4 +1,4 @@
-"""Building blocks of the model: initialised linear layers, gated attention, transition, dropout.
+"""Building blocks of the model: initialised linear layers, gated attention, transition.
 
 Shape legend: B batch, L positions attended over, H heads, D head width, c channels, * any batch axes.
 """
@@ -6,7 +6,6 @@ Shape legend: B batch, L positions attended over, H heads, D head width, c chann
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Literal
 
@@ -18,9 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from evodsp.model.kernels.registry import Kernels
 from evodsp.model.schedule import CommunicationPlan
 from evodsp.parallel.exchange import Exchange, LocalExchange
-from evodsp.parallel.layout import DIMENSION, Axis
+from evodsp.parallel.layout import Axis
 from evodsp.parallel.pending import Pending, Ready
-from evodsp.rng import Draws
 
 Initialisation = Literal["linear", "relu", "glorot", "gate", "final"]
 
@@ -180,31 +178,3 @@ class Transition(Computed):
     def forward(self, x: Float[Tensor, "*batch c"]) -> Float[Tensor, "*batch c"]:
         widen, narrow = self.widen, self.narrow
         return self.kernels.transition(self.norm(x), widen.weight, widen.bias, narrow.weight, narrow.bias)
-
-
-class Dropout(ShardedModule):
-    """Dropout of a residual update, with a mask shared along one axis of the representation (supplement 1.11.6).
-
-    The mask is a function of the sample's random stream, of `layer` and of positions in the WHOLE representation. It is
-    therefore the same on every mesh, and the same again when activations are recomputed.
-    """
-
-    def __init__(self, rate: float, layer: str, shared_axis: Axis) -> None:
-        """`layer`: name of the sub-layer whose update is dropped; a part of the random numbers' address."""
-        super().__init__()
-        self.rate, self.layer, self.shared_axis = rate, layer, shared_axis
-
-    def forward(
-        self, x: Float[Tensor, "B n1 n2 c"], draws: Sequence[Draws], total_sizes: tuple[int, int], axis: Axis
-    ) -> Float[Tensor, "B n1 n2 c"]:
-        """`draws`: one stream per sample; none means no dropout. `total_sizes`: sizes of axes 1 and 2 over all shards. `axis`:
-        the one along which `x` is sharded.
-        """
-        if not draws or self.rate == 0.0:
-            return x
-        sizes = [*total_sizes, x.shape[-1]]
-        sizes[DIMENSION[self.shared_axis] - 1] = 1
-        positions = torch.arange(math.prod(sizes), device=x.device)
-        keep = torch.stack([d.at(self.layer).uniform_at(positions) for d in draws]) >= self.rate
-        mask = keep.view(len(draws), *sizes).to(x.dtype) / (1.0 - self.rate)
-        return x * (mask if axis == self.shared_axis else self.exchange.shard(mask, axis))

@@ -8,16 +8,13 @@ Shape legend: B batch, n1 n2 the two axes of a representation (one of them may b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from jaxtyping import Float
 from torch import Tensor
 
-from evodsp.model.primitives import Dropout
+from evodsp.model.dropout import Dropout, Masks
 from evodsp.parallel.exchange import Exchange
 from evodsp.parallel.layout import DIMENSION, Axis
 from evodsp.parallel.pending import Pending, Ready, Shared
-from evodsp.rng import Draws
 
 
 class Sharded:
@@ -56,13 +53,7 @@ class Sharded:
         total = self.total_sizes[DIMENSION[self.axis] - 1]
         return Sharded(self.exchange.start_switch(self.x, self.axis, axis, total), axis, self.mask, self.exchange)
 
-    def add(
-        self, update: Float[Tensor, "B n1 n2 c"], dropout: Dropout | None = None, draws: Sequence[Draws] = ()
-    ) -> Sharded:
-        """The representation plus `dropout(update)`. The update is sharded along the same axis.
-
-        `draws`: one stream of random numbers per sample for the dropout mask; none means no dropout.
-        """
-        if dropout is not None:
-            update = dropout(update, draws, self.total_sizes, self.axis)
-        return Sharded(self.x + update, self.axis, self.mask, self.exchange)
+    def add(self, update: Float[Tensor, "B n1 n2 c"], dropout: Dropout | None = None, masks: Masks = None) -> Sharded:
+        """The representation plus the update, sharded along the same axis, after `dropout` with its mask in `masks`."""
+        x = self.x + update if dropout is None else dropout(self.x, update, masks, self.total_sizes, self.axis)
+        return Sharded(x, self.axis, self.mask, self.exchange)

@@ -19,12 +19,16 @@ from evodsp.config import StructureModuleConfig
 from evodsp.geometry.frames import atom14_to_atom37, frames_to_atom14, torsion_angles_to_frames
 from evodsp.geometry.residues import RESTYPE_ATOM37_MASK
 from evodsp.geometry.rigid import Rigid
+from evodsp.model.dropout import NO_DROPOUT, DropoutKeys, Streams
+from evodsp.model.kernels.dropout import draw_masks
 from evodsp.model.outputs import StructureOutput
 from evodsp.model.primitives import Linear, ShardedModule, without_autocast
 from evodsp.rng import Draws
 
 NM_TO_ANGSTROM = 10.0
 ANGLES = 7
+PLACES = ("attention", "transition")
+"""Dropout follows these layers, in every iteration."""
 
 
 class InvariantPointAttention(ShardedModule):
@@ -149,18 +153,26 @@ class StructureModule(nn.Module):
         self.angle_network = AngleNetwork(c_s, config)
         self.register_buffer("atom37_mask", torch.from_numpy(RESTYPE_ATOM37_MASK).float(), persistent=False)
 
+    def dropout_streams(self, draws: Sequence[Draws]) -> Streams:
+        """The streams of dropout. `draws`: this module's stream for each sample."""
+        iterations = range(self.config.iterations)
+        return {(place, n): [d.at(place, n) for d in draws] for place in PLACES for n in iterations}
+
     def forward(
         self,
         s: Float[Tensor, "B R c_s"],
         z: Float[Tensor, "B i R c_z"],
         aatype: Int[Tensor, "B R"],
         mask: Float[Tensor, "B R"],
-        draws: Sequence[Draws] = (),
+        keys: DropoutKeys = NO_DROPOUT,
     ) -> StructureOutput:
-        """Runs in the parameters' precision even under autocast, as in AF2: bf16 would misplace atoms by 0.1 Å."""
+        """Runs in the parameters' precision even under autocast, as in AF2: bf16 would misplace atoms by 0.1 Å.
+
+        `keys`: of `dropout_streams`.
+        """
         dtype = self.initial.weight.dtype
         with without_autocast(s.device):
-            return self._fold(s.to(dtype), z.to(dtype), aatype, mask, draws)
+            return self._fold(s.to(dtype), z.to(dtype), aatype, mask, keys)
 
     def _fold(
         self,
@@ -168,7 +180,7 @@ class StructureModule(nn.Module):
         z: Float[Tensor, "B i R c_z"],
         aatype: Int[Tensor, "B R"],
         mask: Float[Tensor, "B R"],
-        draws: Sequence[Draws],
+        keys: DropoutKeys,
     ) -> StructureOutput:
         s_initial = self.single_norm(s)
         z = self.pair_norm(z)
@@ -176,14 +188,15 @@ class StructureModule(nn.Module):
         s = self.initial(s_initial)
         frames = Rigid.identity(tuple(mask.shape), like=s)
         backbones, angles, raw_angles = [], [], []
+        kept = self._kept(keys, s)
         for iteration in range(self.config.iterations):
             s = s + self.attention(s, z, pair_bias, frames, mask)
-            s = self.attention_norm(self._dropout(s, [d.at("attention", iteration) for d in draws]))
+            s = self.attention_norm(s if kept is None else s * kept[iteration])
             update = s
             for layer in self.transition[:-1]:
                 update = layer(update).relu()
             s = s + self.transition[-1](update)
-            s = self.transition_norm(self._dropout(s, [d.at("transition", iteration) for d in draws]))
+            s = self.transition_norm(s if kept is None else s * kept[self.config.iterations + iteration])
             frames = frames.compose(self._update(self.backbone_update(s)))
             unit, raw = self.angle_network(s, s_initial)
             backbones.append(frames.scale_translation(NM_TO_ANGSTROM))
@@ -211,9 +224,11 @@ class StructureModule(nn.Module):
         quaternion = quaternion / quaternion.square().sum(-1, keepdim=True).sqrt()
         return Rigid.from_quaternion(quaternion, vector[..., 3:])
 
-    def _dropout(self, s: Float[Tensor, "B R c_s"], draws: Sequence[Draws]) -> Float[Tensor, "B R c_s"]:
-        if not draws or self.config.dropout == 0.0:
-            return s
-        positions = torch.arange(s[0].numel(), device=s.device)
-        keep = torch.stack([d.uniform_at(positions) for d in draws]).view_as(s) >= self.config.dropout
-        return s * keep.to(s.dtype) / (1.0 - self.config.dropout)
+    def _kept(self, keys: DropoutKeys, s: Float[Tensor, "B R c_s"]) -> Float[Tensor, "n B R c_s"] | None:
+        """Factors of all dropout layers, 0 or 1 / (1 - rate): first those after attention, then those after the transition."""
+        rate = self.config.dropout
+        if keys.flat is None or rate == 0.0:
+            return None
+        paths = [(place, iteration) for place in PLACES for iteration in range(self.config.iterations)]
+        masks = draw_masks(keys.stack(paths), s[0].numel(), rate)
+        return masks.view(-1, *s.shape).to(s.dtype) * (1.0 / (1.0 - rate))

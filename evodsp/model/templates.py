@@ -21,10 +21,11 @@ from evodsp.geometry.alphabet import LETTERS_WITH_GAP, UNKNOWN
 from evodsp.geometry.frames import atom37_to_torsion_angles
 from evodsp.geometry.residues import CA, C, N
 from evodsp.geometry.rigid import Rigid
+from evodsp.model.dropout import NO_DROPOUT, Dropout, DropoutKeys, Masks, Streams, block_streams, draw_blocks
 from evodsp.model.embedders import distance_one_hot, squared_edges
 from evodsp.model.kernels.reference import mask_bias
 from evodsp.model.pair_ops import TriangleAttention, TriangleMultiplication
-from evodsp.model.primitives import Dropout, Linear, ShardedModule, Transition
+from evodsp.model.primitives import Linear, ShardedModule, Transition
 from evodsp.model.sharded import Sharded
 from evodsp.parallel.layout import Axis
 from evodsp.rng import Draws
@@ -71,29 +72,33 @@ class TemplatePairBlock(ShardedModule):
         c, heads, width = config.channels, config.pair_heads, config.pair_head_width
         rate = config.pair_dropout
         self.attention_starting = TriangleAttention(c, heads, width, "starting")
-        self.starting_dropout = Dropout(rate, "attention_starting", shared_axis="i")
+        self.starting_dropout = Dropout(c, rate, "attention_starting", shared_axis="i")
         self.attention_ending = TriangleAttention(c, heads, width, "ending")
-        self.ending_dropout = Dropout(rate, "attention_ending", shared_axis="j")
+        self.ending_dropout = Dropout(c, rate, "attention_ending", shared_axis="j")
         self.triangle_outgoing = TriangleMultiplication(c, config.triangle_channels, "outgoing")
-        self.outgoing_dropout = Dropout(rate, "triangle_outgoing", shared_axis="i")
+        self.outgoing_dropout = Dropout(c, rate, "triangle_outgoing", shared_axis="i")
         self.triangle_incoming = TriangleMultiplication(c, config.triangle_channels, "incoming")
-        self.incoming_dropout = Dropout(rate, "triangle_incoming", shared_axis="i")
+        self.incoming_dropout = Dropout(c, rate, "triangle_incoming", shared_axis="i")
         self.transition = Transition(c, config.transition_factor)
 
-    def forward(self, t: TemplatePair, pair_mask: Float[Tensor, "N R R"], draws: Sequence[Draws] = ()) -> TemplatePair:
-        """`draws`: one dropout stream per template, or none."""
+    @property
+    def dropouts(self) -> tuple[Dropout, ...]:
+        return self.starting_dropout, self.ending_dropout, self.outgoing_dropout, self.incoming_dropout
+
+    def forward(self, t: TemplatePair, pair_mask: Float[Tensor, "N R R"], masks: Masks = None) -> TemplatePair:
+        """`masks`: of dropout."""
         pair = Sharded(t, "i", pair_mask, self.exchange)
         del t
-        pair = pair.add(self.attention_starting(pair.x, pair_mask), self.starting_dropout, draws)
+        pair = pair.add(self.attention_starting(pair.x, pair_mask), self.starting_dropout, masks)
         pair = pair.switch("j")
-        pair = pair.add(self.attention_ending(pair.x, pair_mask), self.ending_dropout, draws)
+        pair = pair.add(self.attention_ending(pair.x, pair_mask), self.ending_dropout, masks)
         pair = pair.switch(self.plan.outgoing_axis)
-        pair = pair.add(self.triangle_outgoing(pair.x, pair_mask, pair.axis), self.outgoing_dropout, draws)
+        pair = pair.add(self.triangle_outgoing(pair.x, pair_mask, pair.axis), self.outgoing_dropout, masks)
         pair = pair.switch("j")
         # On its way while the update is computed. Gathering leaves the product on J, whatever is needed next.
         moved = pair.switch("j" if self.exit_axis == "j" else self.plan.incoming_result_axis)
         update = self.triangle_incoming(pair.x, pair_mask, pair.axis, moved.axis, moved.pending)
-        pair = moved.add(update, self.incoming_dropout, draws)
+        pair = moved.add(update, self.incoming_dropout, masks)
         del moved, update
         pair = pair.switch(self.exit_axis)
         pair = pair.add(self.transition(pair.x))
@@ -107,12 +112,20 @@ class TemplatePairStack(nn.Module):
         super().__init__()
         self.checkpoint = config.checkpoint
         last = config.blocks - 1
-        self.blocks = nn.ModuleList(TemplatePairBlock(config, number == last) for number in range(config.blocks))
+        blocks = [TemplatePairBlock(config, number == last) for number in range(config.blocks)]
+        self.blocks: Sequence[TemplatePairBlock] = nn.ModuleList(blocks)  # type: ignore[assignment]
 
-    def forward(self, t: TemplatePair, pair_mask: Float[Tensor, "N R R"], draws: Sequence[Draws] = ()) -> TemplatePair:
+    def dropout_streams(self, draws: Sequence[Draws]) -> Streams:
+        """The streams of dropout. `draws`: this stack's stream for each template."""
+        return block_streams(self.blocks, draws)
+
+    def forward(
+        self, t: TemplatePair, pair_mask: Float[Tensor, "N R R"], keys: DropoutKeys = NO_DROPOUT
+    ) -> TemplatePair:
+        """`keys`: of `dropout_streams`."""
         recompute = self.checkpoint and t.requires_grad
-        for number, block in enumerate(self.blocks):
-            own = [d.at("block", number) for d in draws]
+        masks = draw_blocks(self.blocks, keys, residues=pair_mask.shape[1])
+        for block, own in zip(self.blocks, masks, strict=True):
             t = checkpoint(block, t, pair_mask, own, use_reentrant=False) if recompute else block(t, pair_mask, own)
         return t
 
@@ -155,18 +168,24 @@ class TemplateEmbedder(ShardedModule):
         lower = squared_edges(config.distogram_min_distance, config.distogram_max_distance, config.distogram_bins)
         self.register_buffer("lower", lower, persistent=False)
 
+    def dropout_streams(self, draws: Sequence[Draws], templates: int) -> Streams:
+        """The streams of dropout, another one for each template. `draws`: this module's stream for each sample.
+
+        `templates`: number of templates of a sample.
+        """
+        return self.stack.dropout_streams([d.at("template", number) for d in draws for number in range(templates)])
+
     def forward(
         self,
         z: Float[Tensor, "B I j c_z"],
         templates: Templates,
         pair_mask: Float[Tensor, "B R R"],
-        draws: Sequence[Draws] = (),
+        keys: DropoutKeys = NO_DROPOUT,
     ) -> Float[Tensor, "B I j c_z"]:
-        """The update of z, zero for a sample without templates. `draws`: one stream of dropout per sample."""
+        """The update of z, zero for a sample without templates. `keys`: of `dropout_streams`."""
         batch, count = templates.mask.shape
         t = self.embedding(self.pair_features(templates).to(z.dtype)).flatten(0, 1)
-        own = [d.at("template", number) for d in draws for number in range(count)]
-        t = self.norm(self.stack(t, pair_mask.repeat_interleave(count, 0), own))
+        t = self.norm(self.stack(t, pair_mask.repeat_interleave(count, 0), keys))
         update = self.attention(t.unflatten(0, (batch, count)), z, templates.mask)
         return update * (templates.mask.sum(1) > 0).to(z.dtype)[:, None, None, None]
 

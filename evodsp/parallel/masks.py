@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from evodsp.rng import Draws
+from evodsp.rng import Draws, at_least
 
 
 def dropout(x: Tensor, rate: float, positions: Tensor, draws: Draws) -> Tensor:
@@ -25,5 +25,5 @@ def dropout(x: Tensor, rate: float, positions: Tensor, draws: Draws) -> Tensor:
         return x
     channels = x.shape[-1]
     element = positions.unsqueeze(-1) * channels + torch.arange(channels, device=x.device)
-    keep = draws.uniform_at(element) >= rate
-    return x * (keep.to(x.dtype) / (1.0 - rate))
+    # The scale is a number, so it is not rounded to the precision of x.
+    return torch.where(at_least(draws.words(element)[0], rate), x * (1.0 / (1.0 - rate)), 0.0)

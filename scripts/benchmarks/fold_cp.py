@@ -36,7 +36,6 @@ Shape legend: B batch, R residues, i j this rank's shard of the rows I or column
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -46,6 +45,7 @@ from torch.autograd.function import once_differentiable
 
 from evodsp.config import EvoformerConfig
 from evodsp.errors import UserError
+from evodsp.model.dropout import Masks
 from evodsp.model.evoformer import PairMask, PairStack
 from evodsp.model.kernels.registry import Kernels
 from evodsp.model.pair_ops import TriangleAttention, TriangleMultiplication
@@ -56,7 +56,6 @@ from evodsp.parallel.exchange import ShardedExchange
 from evodsp.parallel.group import Group
 from evodsp.parallel.layout import Axis, shard_sizes
 from evodsp.parallel.pending import Pending, Ready, start
-from evodsp.rng import Draws
 
 from .ring import ring
 
@@ -78,7 +77,7 @@ class FoldCPPairStack(PairStack):
         self.attention_ending = ending_attention(c_z, heads, width, "ending")
 
     def forward(
-        self, z: Float[Tensor, "B i J c_z"], pair_mask: PairMask, draws: Sequence[Draws] = ()
+        self, z: Float[Tensor, "B i J c_z"], pair_mask: PairMask, masks: Masks = None
     ) -> Float[Tensor, "B i J c_z"]:
         """z on I in and out. Raises UserError if the number of ranks does not divide the number of residues."""
         residues, ranks = pair_mask.shape[1], self.exchange.ranks
@@ -89,10 +88,10 @@ class FoldCPPairStack(PairStack):
             )
         pair = Sharded(z, "i", pair_mask, self.exchange)
         del z
-        pair = pair.add(self.triangle_outgoing(pair.x, pair_mask, "i"), self.outgoing_dropout, draws)
-        pair = pair.add(self.triangle_incoming(pair.x, pair_mask, "i"), self.incoming_dropout, draws)
-        pair = pair.add(self.attention_starting(pair.x, pair_mask), self.starting_dropout, draws)
-        pair = pair.add(self.attention_ending(pair.x, pair_mask), self.ending_dropout, draws)
+        pair = pair.add(self.triangle_outgoing(pair.x, pair_mask, "i"), self.outgoing_dropout, masks)
+        pair = pair.add(self.triangle_incoming(pair.x, pair_mask, "i"), self.incoming_dropout, masks)
+        pair = pair.add(self.attention_starting(pair.x, pair_mask), self.starting_dropout, masks)
+        pair = pair.add(self.attention_ending(pair.x, pair_mask), self.ending_dropout, masks)
         return pair.add(self.transition(pair.x)).x
 
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from evodsp.config import EvoformerConfig
+from evodsp.model.dropout import NO_DROPOUT, DropoutKeys, Streams, block_streams, draw_blocks
 from evodsp.model.evoformer import PairMask, PairStack
 from evodsp.model.primitives import use_exchange
 from evodsp.model.schedule import DAP, CommunicationPlan
@@ -76,12 +77,16 @@ class PairStacks(nn.Module):
         self.blocks: Sequence[PairStack] = nn.ModuleList(blocks)  # type: ignore[assignment]
         self.recompute, self.contexts = recompute, contexts
 
+    def dropout_streams(self, draws: Sequence[Draws]) -> Streams:
+        """The streams of dropout. `draws`: one stream per sample."""
+        return block_streams(self.blocks, draws)
+
     def forward(
-        self, z: Float[Tensor, "B n1 n2 c"], pair_mask: PairMask, draws: Sequence[Draws] = ()
+        self, z: Float[Tensor, "B n1 n2 c"], pair_mask: PairMask, keys: DropoutKeys = NO_DROPOUT
     ) -> Float[Tensor, "B n1 n2 c"]:
-        """z on the method's axis in and out. `draws`: one dropout stream per sample, or none."""
-        for number, block in enumerate(self.blocks):
-            arguments = (z, pair_mask, [d.at("block", number) for d in draws])
+        """z on the method's axis in and out. `keys`: of `dropout_streams`."""
+        for block, masks in zip(self.blocks, draw_blocks(self.blocks, keys, pair_mask.shape[1]), strict=True):
+            arguments = (z, pair_mask, masks)
             if self.recompute:
                 z = checkpoint(block, *arguments, use_reentrant=False, context_fn=self.contexts)
             else:

@@ -83,7 +83,7 @@ def pass_by_hand(model: AlphaFold, members: list[dict[str, Tensor]], recycled: R
     found = [model.representations(member, recycled) for member in members]
     pair = torch.stack([z for _, z in found]).mean(0)
     single = torch.stack([model.single(m[:, 0]) for m, _ in found]).mean(0)
-    structure = model.structure_module(single, pair, members[0]["aatype"], members[0]["seq_mask"], [])
+    structure = model.structure_module(single, pair, members[0]["aatype"], members[0]["seq_mask"])
     row = torch.stack([m[:, 0] for m, _ in found]).mean(0)
     logits = {
         "distogram": model.heads["distogram"](pair),

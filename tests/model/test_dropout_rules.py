@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from evodsp.config import ChannelsConfig, EvoformerConfig, ModelConfig, StructureModuleConfig
 from evodsp.model.alphafold import AlphaFold
+from evodsp.model.dropout import DropoutKeys
 from evodsp.model.structure_module import StructureModule
 from evodsp.rng import Draws
 from evodsp.training.config import TrainingConfig
@@ -242,8 +243,9 @@ def test_structure_module_drops_out_twice_in_each_iteration() -> None:
     module.initial.register_forward_hook(lambda _, inputs, output: initial.append(output.detach()))
     shape = (len(SAMPLES), RESIDUES, 9)
     draws = [Draws.root(SEED).at(sample) for sample in SAMPLES]
+    keys = DropoutKeys.of(module.dropout_streams(draws))
     zeros = torch.zeros(len(SAMPLES), RESIDUES, dtype=torch.int64)
-    module(torch.randn(shape), torch.randn(*shape[:2], RESIDUES, 4), zeros, torch.ones(shape[:2]), draws)
+    module(torch.randn(shape), torch.randn(*shape[:2], RESIDUES, 4), zeros, torch.ones(shape[:2]), keys)
     assert len(norms) == 2 * sizes.iterations
     before = initial[0]
     masks = []

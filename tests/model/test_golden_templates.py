@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from evodsp.config import TemplateConfig
+from evodsp.model.dropout import DropoutKeys
 from evodsp.model.primitives import Linear, ShardedModule, use_exchange
 from evodsp.model.templates import (
     TemplateEmbedder,
@@ -199,8 +200,9 @@ def test_dropout_differs_between_templates_and_repeats() -> None:
     module = with_random_weights(TemplateEmbedder(7, SMALL))
     seen: list[Tensor] = []
     module.stack.register_forward_hook(lambda _, __, output: seen.append(output.detach()))
-    z, mask, draws = torch.randn(1, 5, 5, 7), torch.ones(1, 5, 5), [Draws.root(3)]
-    first, second = module(z, same, mask, draws), module(z, same, mask, draws)
+    z, mask = torch.randn(1, 5, 5, 7), torch.ones(1, 5, 5)
+    keys = DropoutKeys.of(module.dropout_streams([Draws.root(3)], templates=2))
+    first, second = module(z, same, mask, keys), module(z, same, mask, keys)
     assert torch.equal(first, second)
     module(z, same, mask)
     assert (seen[0][0] - seen[0][1]).abs().max() > 0.1

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from evodsp.config import ModelConfig, TemplateConfig
+from evodsp.model.dropout import DropoutKeys
 from evodsp.model.evoformer import EvoformerStack
 from evodsp.model.primitives import use_exchange
 from evodsp.model.schedule import DAP, CommunicationPlan
@@ -92,16 +93,16 @@ def run(case: Case, exchange: Exchange, ranks: int) -> tuple[dict[str, Tensor], 
     use_exchange(stack, exchange, case.plan)
     pair = random(b, r, r, config.pair).requires_grad_()
     pair_mask = (random(b, r, r) > -1).double()
-    draws = [Draws.root(0).at(sample) for sample in range(b)]
+    keys = DropoutKeys.of(stack.dropout_streams([Draws.root(0).at(sample) for sample in range(b)]))
     if case.stack == "templates":
-        z = stack(exchange.shard(pair, "i"), pair_mask, draws)
+        z = stack(exchange.shard(pair, "i"), pair_mask, keys)
         inputs, outputs = {"z": pair}, {"z": z}
         weights = {"z": exchange.shard(random(*pair.shape), "j")}
     else:
         extra = case.stack != "evoformer"
         msa = random(b, s, r, config.extra_msa if extra else config.msa).requires_grad_()
         msa_mask = (random(b, s, r) > -1).double()
-        m, z = stack(exchange.shard(msa, "seq"), exchange.shard(pair, "j"), msa_mask, pair_mask, draws)
+        m, z = stack(exchange.shard(msa, "seq"), exchange.shard(pair, "j"), msa_mask, pair_mask, keys)
         inputs, outputs = {"m": msa, "z": pair}, {"m": m, "z": z}
         weights = {
             "m": exchange.shard(random(*msa.shape), case.plan.extra_msa_axis if extra else "res"),

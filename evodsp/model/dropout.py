@@ -1,0 +1,144 @@
+"""Dropout of the model: which random numbers each layer uses, and how they get there.
+
+A layer's mask is a function of its address: seed, sample, recycling iteration, stack, block, layer. On the host a module names
+the streams of its layers (`dropout_streams`). `DropoutKeys.of` sends the keys of all layers of a pass to the device in one
+copy. No draw depends on a number in the program: a captured graph draws anew when its keys are overwritten. A stack draws the
+masks of all its blocks together, and hands each block its own, by the name of the layer.
+
+Shape legend: B batch (in the template stack: samples x templates), n1 n2 the axes of a representation, one of them perhaps a
+shard, c channels, e elements of a mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from evodsp.model.kernels.dropout import draw_masks, dropout_add
+from evodsp.model.primitives import ShardedModule
+from evodsp.parallel.layout import DIMENSION, Axis
+from evodsp.rng import Draws
+
+Path = tuple[str | int, ...]
+"""Names that lead from a module to one of its dropout layers, e.g. ("block", 3, "row_attention")."""
+
+Streams = dict[Path, list[Draws]]
+"""The random streams of a module's dropout layers, one per entry of the batch."""
+
+Masks = Mapping[str, Tensor] | None
+"""The masks of a block's layers by name, each [B, e], or None: no dropout."""
+
+
+class DropoutKeys:
+    """The keys of the random streams of a module's dropout layers, on the device; or none, and then there is no dropout."""
+
+    def __init__(self, flat: Int64[Tensor, " n"] | None, places: Mapping[Path, slice]) -> None:
+        """`flat`: the keys of all layers of a pass; None: no dropout. `places`: where those of each layer are."""
+        self.flat, self._places = flat, places
+
+    @classmethod
+    def of(cls, streams: Streams, device: torch.device | None = None) -> DropoutKeys:
+        """Send the keys of `streams` to the device, all in one copy, for which the host does not wait."""
+        keys: list[int] = []
+        places: dict[Path, slice] = {}
+        for path, own in streams.items():
+            places[path] = slice(len(keys), len(keys) + len(own))
+            keys += [stream.signed_key() for stream in own]
+        if not keys:
+            return NO_DROPOUT
+        host = torch.tensor(keys, dtype=torch.int64)
+        if device is not None and device.type == "cuda":
+            host = host.pin_memory()
+        return cls(host.to(device, non_blocking=True), places)
+
+    def at(self, *path: str | int) -> DropoutKeys:
+        """The keys of the layers below `path`."""
+        length = len(path)
+        return DropoutKeys(self.flat, {p[length:]: place for p, place in self._places.items() if p[:length] == path})
+
+    def stack(self, paths: Sequence[Path]) -> Int64[Tensor, "L B"]:
+        """The keys of the layers at `paths`. Raises KeyError if there is no such layer."""
+        assert self.flat is not None, "without dropout there are no keys"
+        return torch.stack([self.flat[self._places[path]] for path in paths])
+
+
+NO_DROPOUT = DropoutKeys(None, {})
+
+
+def below(path: Path, streams: Streams) -> Streams:
+    """`streams` of a part of a module, as seen from the module, which calls the part `path`."""
+    return {(*path, *inner): own for inner, own in streams.items()}
+
+
+class Dropout(ShardedModule):
+    """Adds an update to a representation after dropout, with a mask shared along one axis (supplement 1.11.6).
+
+    The mask is a function of the sample's random stream, of `layer` and of positions in the WHOLE representation. It is
+    therefore the same on every mesh, and the same again when activations are recomputed.
+    """
+
+    def __init__(self, channels: int, rate: float, layer: str, shared_axis: Axis) -> None:
+        """`layer`: name of the sub-layer whose update is dropped; a part of the random numbers' address."""
+        super().__init__()
+        self.channels, self.rate, self.layer, self.shared_axis = channels, rate, layer, shared_axis
+
+    def forward(
+        self,
+        x: Float[Tensor, "B n1 n2 c"],
+        update: Float[Tensor, "B n1 n2 c"],
+        masks: Masks,
+        total_sizes: tuple[int, int],
+        axis: Axis,
+    ) -> Float[Tensor, "B n1 n2 c"]:
+        """x plus the update. `masks`: those of the block. `total_sizes`: sizes of axes 1 and 2 over all shards. `axis`: the one
+        along which `x` is sharded.
+        """
+        if masks is None or self.rate == 0.0:
+            return x + update
+        begin = self.exchange.owned(total_sizes[DIMENSION[axis] - 1]).start
+        offsets = (begin, 0) if DIMENSION[axis] == 1 else (0, begin)
+        return dropout_add(x, update, masks[self.layer], self.rate, offsets, total_sizes, DIMENSION[self.shared_axis])
+
+
+@runtime_checkable
+class BlockWithDropout(Protocol):
+    """A block of a stack."""
+
+    @property
+    def dropouts(self) -> Sequence[Dropout]:
+        """The dropout layers, in any order; their names differ."""
+
+
+def block_streams(blocks: Iterable[BlockWithDropout], draws: Sequence[Draws]) -> Streams:
+    """The streams of all layers of a stack's `blocks`. `draws`: the stack's stream for each entry of the batch."""
+    streams: Streams = {}
+    for number, block in enumerate(blocks):
+        own = [d.at("block", number) for d in draws]
+        streams |= {("block", number, dropout.layer): [d.at(dropout.layer) for d in own] for dropout in block.dropouts}
+    return streams
+
+
+def draw_blocks(blocks: Iterable[BlockWithDropout], keys: DropoutKeys, residues: int) -> list[Masks]:
+    """The masks of each block of a stack, drawn together.
+
+    `residues`: size of the axis of residues. Every mask has one entry for each residue and channel: along sequences, or along
+    the other axis of the pair representation, it is constant.
+    """
+    blocks = list(blocks)
+    if keys.flat is None:
+        return [None] * len(blocks)
+    masks: list[dict[str, Tensor]] = [{} for _ in blocks]
+    alike: dict[tuple[int, float], list[tuple[int, str]]] = {}
+    for number, block in enumerate(blocks):
+        for dropout in block.dropouts:
+            if dropout.rate > 0.0:
+                alike.setdefault((dropout.channels, dropout.rate), []).append((number, dropout.layer))
+    for (channels, rate), places in alike.items():
+        drawn = draw_masks(keys.stack([("block", *place) for place in places]), residues * channels, rate)
+        for (number, layer), mask in zip(places, drawn.unbind(), strict=True):
+            masks[number][layer] = mask
+    return list(masks)

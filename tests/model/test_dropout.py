@@ -1,0 +1,152 @@
+"""Dropout: its random numbers, its arithmetic, and how keys reach the layers. The rules themselves: test_dropout_rules."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from evodsp.model.dropout import NO_DROPOUT, Dropout, DropoutKeys, block_streams
+from evodsp.model.kernels import dropout as kernels
+from evodsp.model.kernels.dropout import draw_masks, dropout_add
+from evodsp.rng import Draws
+from tests.builders.small_stack import small_stack, streams
+
+SIZES, CHANNELS = (3, 50), 40
+
+
+def keys_of(streams: list[Draws]) -> Tensor:
+    return torch.tensor([stream.signed_key() for stream in streams])
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.15, 0.3, 0.7])
+def test_masks_are_the_draws_of_the_streams(rate: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a wrong threshold, pieces that overlap, a shift that keeps the sign of a key, and keys in the wrong order.
+
+    7340032.4 / 2^24 is rounded down in fp32, so the draw that equals it is kept although it is less than the rate in fp64.
+    """
+    streams = [Draws.root(0).at(n) for n in range(6)]
+    assert {stream.signed_key() < 0 for stream in streams} == {False, True}
+    for elements, piece in ((1000, 64), (1000, 2500), (7, 1 << 15), (0, 64)):
+        monkeypatch.setattr(kernels, "_CPU_PIECE", piece)
+        masks = draw_masks(keys_of(streams).view(2, 3), elements, rate)
+        positions = torch.arange(elements)
+        expected = [stream.uniform_at(positions) >= rate for stream in streams]
+        assert torch.equal(masks, torch.stack(expected).view(2, 3, elements))
+
+
+def test_the_threshold_is_that_of_a_comparison_in_fp32() -> None:
+    """Catches rounding up: the draw that equals a rate rounded to fp32 is kept, as where uniform numbers are compared."""
+    for rate in (0.1, 0.6, 0.7, 7340032.4 / 2**24, 0.25):
+        near = torch.arange(-3, 4) + round(rate * 2**24)
+        words = near << 8 | torch.tensor([[0], [255]])
+        assert torch.equal(kernels.at_least(words, rate), (words >> 8) * (1.0 / (1 << 24)) >= rate), rate
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dropout_shares_its_mask_and_keeps_the_mean(dtype: torch.dtype) -> None:
+    """Catches a mask that differs along the shared axis, a scale that is wrong or rounded to bf16, and one mask for all."""
+    rate = 0.15
+    dropout = Dropout(CHANNELS, rate, "row_attention", shared_axis="seq")
+    x, update = (torch.randn(2, *SIZES, CHANNELS).to(dtype) for _ in range(2))
+    masks = {"row_attention": draw_masks(keys_of([Draws.root(0).at(n) for n in range(2)])[None], 50 * 40, rate)[0]}
+    y = dropout(x, update, masks, SIZES, "seq")
+    kept = masks["row_attention"].view(2, 1, 50, 40)
+    assert y.dtype == dtype
+    exact = torch.where(kept, x.double() + update.double() / (1 - rate), x.double())
+    torch.testing.assert_close(y, exact.to(dtype))
+    if dtype == torch.bfloat16:
+        assert (y != exact.to(dtype)).float().mean() < 1e-3
+    assert kept.float().mean().item() == pytest.approx(1 - rate, abs=0.02)
+    assert not torch.equal(kept[0], kept[1])
+    assert torch.equal(dropout(x, update, None, SIZES, "seq"), x + update)
+
+
+@pytest.mark.parametrize("shared_dim", [1, 2])
+def test_a_shard_has_its_part_of_the_whole_mask(shared_dim: int) -> None:
+    """Catches an offset along the wrong axis, a mask drawn by local position, a gradient without scale, and other numbers from
+    keys than from their mask."""
+    x, update, weight = (torch.randn(2, 5, 7, 3, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    keys = keys_of([Draws.root(1).at(n) for n in range(2)])
+    whole = dropout_add(x, update, keys, 0.25, (0, 0), (5, 7), shared_dim)
+    gradient = torch.autograd.grad(whole, update, weight)[0]
+    kept = gradient != 0
+    torch.testing.assert_close(gradient, torch.where(kept, weight / 0.75, 0.0))
+    assert 0.6 < kept.double().mean() < 0.9
+    masks = draw_masks(keys[None], (5 if shared_dim == 2 else 7) * 3, 0.25)[0]
+    for first, second in ((slice(2, 4), slice(0, 7)), (slice(0, 5), slice(3, 7)), (slice(5, 5), slice(0, 7))):
+        part = (slice(None), first, second)
+        for drawn in (keys, masks):
+            offsets = (first.start, second.start)
+            found = dropout_add(x[part], update[part], drawn, 0.25, offsets, (5, 7), shared_dim)
+            assert torch.equal(found, whole[part])
+
+
+def test_keys_that_are_overwritten_draw_anew() -> None:
+    """Catches numbers in the program that a captured graph would repeat at each step."""
+    stack, inputs = small_stack(2)
+    keys, other = (DropoutKeys.of(stack.dropout_streams(streams(seed))) for seed in (0, 1))
+    assert keys.flat is not None
+    assert other.flat is not None
+    first, second = stack(*inputs, keys)[1], stack(*inputs, other)[1]
+    assert not torch.allclose(first, second)
+    keys.flat.copy_(other.flat)
+    assert torch.equal(stack(*inputs, keys)[1], second)
+
+
+def test_a_layer_without_a_key_is_an_error() -> None:
+    """Catches a stack that silently runs without dropout because its keys are looked up under another name."""
+    stack, inputs = small_stack(1)
+    keys = DropoutKeys.of(stack.dropout_streams(streams(0)))
+    with pytest.raises(KeyError):
+        stack(*inputs, keys.at("evoformer"))
+    torch.testing.assert_close(stack(*inputs, NO_DROPOUT.at("evoformer")), stack(*inputs), rtol=0, atol=0)
+
+
+def test_a_block_is_one_graph_for_all_blocks_and_steps() -> None:
+    """Catches a graph break, and keys or names of blocks that are compiled into the graph: each step would compile anew.
+
+    In an interpreter of its own, because torch cannot trace the checks of shapes.
+    """
+    command = [sys.executable, "-m", "tests.model.compiled_blocks"]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.split() == ["masks", "1", "keys", "1"]
+
+
+class Count(TorchDispatchMode):
+    """Counts operators that compute something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operators += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+def operators(blocks: int, rate: float) -> int:
+    stack, inputs = small_stack(blocks, rate)
+    keys = DropoutKeys.of(stack.dropout_streams(streams(0)))
+    with torch.no_grad(), Count() as count:
+        stack(*inputs, keys)
+    return count.operators
+
+
+def test_dropout_takes_few_operators() -> None:
+    """Catches masks that are drawn one by one. A layer needs one operator, for its mask in the dtype of x."""
+    drawing = operators(1, 0.25) - operators(1, 0.0)
+    assert operators(6, 0.25) - operators(6, 0.0) == drawing + 5 * 5
+    assert drawing <= 300
+
+
+def test_streams_are_named_once_per_layer() -> None:
+    """Catches two layers of a block that have one name, and therefore one mask."""
+    stack, _ = small_stack(3)
+    assert len(block_streams(stack.blocks, streams(0))) == 15
