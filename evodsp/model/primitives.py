@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from evodsp.model.kernels.attention import attention
+from evodsp.model.precision import without_autocast
 from evodsp.model.schedule import CommunicationPlan
 from evodsp.parallel.exchange import Exchange, LocalExchange
 from evodsp.parallel.layout import DIMENSION, Axis
@@ -75,9 +76,12 @@ class Linear(nn.Linear):
                 nn.init.trunc_normal_(self.weight, std=scale, a=-2 * scale, b=2 * scale)
 
 
-def without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """A context in which autocast is off. (The meta device has no autocast.)"""
-    return torch.autocast(device.type, enabled=False) if torch.amp.is_autocast_available(device.type) else nullcontext()
+class LayerNorm(nn.LayerNorm):
+    """Layer norm over the last axis. The result has the precision of `x`, with autocast too; statistics are in float32."""
+
+    def forward(self, x: Float[Tensor, "*batch c"]) -> Float[Tensor, "*batch c"]:
+        with without_autocast(x.device):
+            return F.layer_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.bias.to(x.dtype), self.eps)
 
 
 def mask_bias(mask: Float[Tensor, "*batch L"]) -> Float[Tensor, "*batch L"]:
@@ -153,7 +157,7 @@ class Transition(nn.Module):
 
     def __init__(self, channels: int, factor: int) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(channels)
+        self.norm = LayerNorm(channels)
         self.widen = Linear(channels, factor * channels, init="relu")
         self.narrow = Linear(factor * channels, channels, init="final")
 

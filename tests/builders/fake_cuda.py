@@ -27,6 +27,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 SHARED = ROOT.parent / "shared"
 
+Phase = Literal["forward", "backward", "recompute"]
+
 
 @dataclass(frozen=True)
 class Case:
@@ -98,9 +100,13 @@ class Counts:
     dtypes: dict[str, list[str]] = field(default_factory=dict)
     """Precision of the results of each part of the model, by the part's name: of a block, those of m and z."""
 
-    def wire_bytes(self, phase: Literal["forward", "backward", "recompute"]) -> int:
+    def of(self, phase: Phase) -> list[Sent]:
+        """The collectives of one phase, in order."""
+        return [entry for entry in self.sent if entry.phase == phase]
+
+    def wire_bytes(self, phase: Phase) -> int:
         """The ledger's bytes of one phase."""
-        return sum(entry.bytes for entry in self.sent if entry.phase == phase)
+        return sum(entry.bytes for entry in self.of(phase))
 
 
 @functools.cache

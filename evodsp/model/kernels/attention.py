@@ -2,7 +2,8 @@
 
 The logits are by far the largest array of an Evoformer block ([S, H, R, R] and [R, H, R, R]), so they are never whole: a few
 rows of the outer axis are processed at a time, and the backward pass recomputes the weights instead of keeping them. On a CPU
-the working set stays in cache; on every device, memory is linear in the inputs and the bias.
+the working set stays in cache; on every device, memory is linear in the inputs and the bias. Logits, softmax and its gradient
+are in float32 at least (`evodsp.model.precision`).
 
 Shape legend: B batch, N rows of the outer axis (each attends within itself), H heads, Q queries, K keys, D head width.
 """
@@ -16,6 +17,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from evodsp.model.precision import wide, wide_product, without_autocast
 
 # Logits per chunk: about a core's cache, or enough to fill a GPU.
 _CPU_CHUNK = 1 << 18
@@ -36,7 +39,8 @@ def attention(
     `mask_bias`: added to the logits of a row's keys; gets no gradient. `pair_bias`: shared by all rows of a sample.
     Differentiable once in q, k, v and `pair_bias`.
     """
-    return _Attention.apply(q * q.shape[-1] ** -0.5, k, v, mask_bias, pair_bias)
+    with without_autocast(q.device):
+        return _Attention.apply(q, k, v, mask_bias, pair_bias)
 
 
 def _weights(
@@ -45,12 +49,14 @@ def _weights(
     mask_bias: Float[Tensor, "n K"],
     pair_bias: Float[Tensor, "H Q K"] | None,
 ) -> Float[Tensor, "n H Q K"]:
-    logits = q @ k.mT
-    if pair_bias is not None:
-        logits += pair_bias
-    logits += mask_bias[:, None, None, :]
-    # Explicit dtype: a GPU's autocast would widen the weights but not the values, and `out=` needs equal dtypes.
-    return logits.softmax(-1, dtype=logits.dtype)
+    logits = wide_product(q, k.mT)
+    keys = mask_bias[:, None, None, :].to(logits.dtype)
+    # The scale is applied here, because scaled queries in half precision would be rounded again.
+    if pair_bias is None:
+        torch.add(keys, logits, alpha=q.shape[-1] ** -0.5, out=logits)
+    else:
+        torch.add(pair_bias.to(logits.dtype), logits, alpha=q.shape[-1] ** -0.5, out=logits).add_(keys)
+    return logits.softmax(-1)
 
 
 def _chunks(q: Float[Tensor, "B N H Q D"], keys: int) -> Iterator[tuple[int, slice]]:
@@ -74,28 +80,29 @@ class _Attention(torch.autograd.Function):
         for b, rows in _chunks(q, k.shape[-2]):
             shared = None if pair_bias is None else pair_bias[b]
             weights = _weights(q[b, rows], k[b, rows], mask_bias[b, rows], shared)
-            torch.matmul(weights, v[b, rows], out=out[b, rows])
+            out[b, rows] = wide_product(weights, v[b, rows])
             if keep:
                 kept.append(weights)
-        ctx.save_for_backward(q, k, v, mask_bias, pair_bias, out, *kept)
+        ctx.save_for_backward(q, k, v, mask_bias, pair_bias, *kept)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, mask_bias, pair_bias, out, *kept = ctx.saved_tensors
+        q, k, v, mask_bias, pair_bias, *kept = ctx.saved_tensors
         grad_q, grad_k, grad_v = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-        grad_bias = None if pair_bias is None else torch.zeros_like(pair_bias)
-        # The backward of softmax needs the sum over keys of weight x gradient; it equals the sum of output x gradient.
-        centre = (grad * out).sum(-1, keepdim=True)
+        grad_bias = None if pair_bias is None else torch.zeros_like(pair_bias, dtype=wide(pair_bias.dtype))
+        scale = q.shape[-1] ** -0.5
         for n, (b, rows) in enumerate(_chunks(q, k.shape[-2])):
             shared = None if pair_bias is None else pair_bias[b]
             weights = kept[n] if kept else _weights(q[b, rows], k[b, rows], mask_bias[b, rows], shared)
             upstream = grad[b, rows]
-            torch.matmul(weights.mT, upstream, out=grad_v[b, rows])
-            slope = (upstream @ v[b, rows].mT).sub_(centre[b, rows]).mul_(weights)
+            grad_v[b, rows] = wide_product(weights.mT, upstream)
+            # The sum over keys of weight x gradient is subtracted in here. Output x gradient, which equals it, would bring in
+            # the rounding of the output.
+            slope = torch._softmax_backward_data(wide_product(upstream, v[b, rows].mT), weights, -1, weights.dtype)
             if grad_bias is not None:
                 grad_bias[b] += slope.sum(0)
-            torch.matmul(slope, k[b, rows], out=grad_q[b, rows])
-            torch.matmul(slope.mT, q[b, rows], out=grad_k[b, rows])
-        return grad_q, grad_k, grad_v, None, grad_bias
+            grad_q[b, rows] = wide_product(slope, k[b, rows]).mul_(scale)
+            grad_k[b, rows] = wide_product(slope.mT, q[b, rows]).mul_(scale)
+        return grad_q, grad_k, grad_v, None, None if grad_bias is None else grad_bias.to(pair_bias.dtype)

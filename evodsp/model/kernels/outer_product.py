@@ -16,6 +16,8 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from evodsp.model.precision import activation_dtype, wide, wide_product, without_autocast
+
 # Numbers per chunk of outer products: a few megabytes on a CPU, enough to fill a GPU.
 _CPU_CHUNK = 1 << 21
 _GPU_CHUNK = 1 << 27
@@ -27,12 +29,10 @@ def outer_product(
     left: Float[Tensor, "B S I c"], right: Float[Tensor, "B S J c"], weight: Float[Tensor, "z cc"]
 ) -> Float[Tensor, "B I J z"]:
     """The projected sum. `cc` is c x c; the left operand's channel varies slower. Differentiable once in all inputs."""
-    device = left.device.type
-    # Autocast ignores products with `out=`, so the inputs are cast here. The meta device has no autocast.
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        left, right, weight = left.to(dtype), right.to(dtype), weight.to(dtype)
-    return _OuterProduct.apply(left, right, weight)
+    # Autocast ignores products with `out=`, so the inputs are cast here.
+    dtype = activation_dtype(left)
+    with without_autocast(left.device):
+        return _OuterProduct.apply(left.to(dtype), right.to(dtype), weight.to(dtype))
 
 
 def _chunks(left: Tensor, right: Tensor) -> Iterator[tuple[int, slice]]:
@@ -72,17 +72,16 @@ class _OuterProduct(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         left, right, weight, *kept = ctx.saved_tensors
         grad_left = torch.empty_like(left, memory_format=torch.contiguous_format)
-        # Accumulate over chunks in fp32 at least, not in bf16.
-        total = torch.promote_types(left.dtype, torch.float32)
+        total = wide(left.dtype)
         grad_right = torch.zeros_like(right, memory_format=torch.contiguous_format, dtype=total)
         grad_weight = torch.zeros_like(weight, dtype=total)
         (sequences, _, c), j = left.shape[1:], right.shape[2]
         for n, (sample, rows) in enumerate(_chunks(left, right)):
             products = kept[n] if kept else _products(left[sample, :, rows], right[sample])
             upstream = grad[sample, rows].flatten(0, 1)
-            grad_weight += upstream.T @ products
+            grad_weight += wide_product(upstream.T, products)
             i = rows.stop - rows.start
             slope = (upstream @ weight).view(i, j, c, c).transpose(1, 2).reshape(i * c, j * c)
             grad_left[sample, :, rows] = (right[sample].flatten(1) @ slope.T).view(sequences, i, c)
-            grad_right[sample] += (left[sample, :, rows].flatten(1) @ slope).view(sequences, j, c)
+            grad_right[sample] += wide_product(left[sample, :, rows].flatten(1), slope).view(sequences, j, c)
         return grad_left, grad_right.to(right.dtype), grad_weight.to(weight.dtype)
