@@ -14,7 +14,6 @@ from torch.nn import functional as F
 from evodsp.config import ChannelsConfig, EmbedderConfig
 from evodsp.geometry.alphabet import LETTERS_WITH_MASK
 from evodsp.geometry.frames import pseudo_beta
-from evodsp.model.precision import wide
 from evodsp.model.primitives import LayerNorm, Linear, ShardedModule
 
 TARGET_CHANNELS = 22
@@ -33,6 +32,8 @@ class InputEmbedder(ShardedModule):
         self.target_to_msa = Linear(TARGET_CHANNELS, channels.msa)
         self.msa = Linear(MSA_CHANNELS, channels.msa)
         self.relative_position = Linear(2 * self.max_offset + 1, channels.pair)
+        # The gradient of a column of its weight is a sum over thousands of residue pairs.
+        self.relative_position.computes_in_float32 = True
 
     def forward(
         self,
@@ -47,10 +48,8 @@ class InputEmbedder(ShardedModule):
         offset = residue_index.unsqueeze(2) - residue_index[:, columns].unsqueeze(1)
         bins = offset.clamp(-self.max_offset, self.max_offset).long() + self.max_offset
         # A linear layer applied to a one-hot vector selects a column of its weight, so no [R, R, 65] tensor is needed.
-        # In float32, because the gradient of a column is a sum over thousands of residue pairs.
-        weight, bias = self.relative_position.weight, self.relative_position.bias
-        rows = F.embedding(bins, weight.t().to(wide(weight.dtype)))
-        return m, (rows + left + right + bias).to(m.dtype)
+        rows = F.embedding(bins, self.relative_position.weight.t())
+        return m, (rows + left + right + self.relative_position.bias).to(m.dtype)
 
 
 class ExtraMSAEmbedder(nn.Module):

@@ -55,6 +55,9 @@ class Linear(nn.Linear):
     zero, so that every residual branch starts as the identity.
     """
 
+    computes_in_float32 = False
+    """Whether the parameters are used in float32 with autocast too; they are then not cast (`evodsp.model.casts`)."""
+
     def __init__(
         self, c_in: int, c_out: int, bias: bool = True, init: Initialisation = "linear", parts: int = 1
     ) -> None:
@@ -78,6 +81,9 @@ class Linear(nn.Linear):
 
 class LayerNorm(nn.LayerNorm):
     """Layer norm over the last axis. The result has the precision of `x`, with autocast too; statistics are in float32."""
+
+    computes_in_float32 = False
+    """Whether `x` is in float32 with autocast too; the parameters are then not cast (`evodsp.model.casts`)."""
 
     def forward(self, x: Float[Tensor, "*batch c"]) -> Float[Tensor, "*batch c"]:
         with without_autocast(x.device):

@@ -132,6 +132,7 @@ class StructureModule(nn.Module):
     """Backbone frames, torsion angles and all atoms from the single and pair representations (algorithm 20)."""
 
     atom37_mask: Tensor
+    computes_in_float32 = True
 
     def __init__(self, c_s: int, c_z: int, config: StructureModuleConfig) -> None:
         super().__init__()

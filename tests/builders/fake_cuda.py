@@ -55,7 +55,7 @@ class Case:
     inputs: Literal["bfloat16", "float32"] = "bfloat16"
     """Precision in which m and z enter a stack."""
     cast_once: bool = False
-    """Whether parameters are cast once a step, as training does (`evodsp.training.half_precision`)."""
+    """Whether parameters are cast once a step, as training does (`evodsp.model.casts`)."""
 
 
 @dataclass(frozen=True)

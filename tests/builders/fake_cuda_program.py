@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_leaves
 
 from evodsp.config import EvoformerConfig, ModelConfig
 from evodsp.model.alphafold import AlphaFold
+from evodsp.model.casts import CastParameters
 from evodsp.model.evoformer import EvoformerStack, MSAStack, PairStack
 from evodsp.model.primitives import Linear, use_exchange
 from evodsp.parallel.exchange import ShardedExchange
@@ -57,6 +58,7 @@ class Counter(TorchDispatchMode):
         super().__init__()
         parameters = list(parameters)
         self._parameters = {p.untyped_storage()._cdata for p in parameters}
+        self._largest = max(p.numel() for p in parameters)
         self._like_parameters = {(tuple(p.shape), p.dtype) for p in parameters}
         self.operators: collections.Counter[str] = collections.Counter()
         self.bytes: collections.Counter[str] = collections.Counter()
@@ -93,12 +95,16 @@ class Counter(TorchDispatchMode):
         return out
 
     def _casts_parameter(self, name: str, read: list[Tensor], written: list[Tensor]) -> bool:
-        """Whether this casts a parameter, or a gradient to the precision of its parameter."""
-        if name != "_to_copy":
+        """Whether this casts a parameter, or a gradient to its parameter's precision, or concatenates many for one cast."""
+        if name not in ("_to_copy", "cat"):
             return False
-        (x,), (y,) = read, written
-        return x.untyped_storage()._cdata in self._parameters or (
-            x.dtype != y.dtype and (tuple(y.shape), y.dtype) in self._like_parameters
+        x, y = read[0], written[0]
+        if name == "cat":
+            return y.ndim == 1 and y.numel() > self._largest
+        return (
+            x.untyped_storage()._cdata in self._parameters
+            or (x.dtype != y.dtype and (tuple(y.shape), y.dtype) in self._like_parameters)
+            or (y.ndim == 1 and y.numel() > self._largest)
         )
 
     def _note_host(self, func: Any, name: str, args: Any, read: list[Tensor], written: list[Tensor]) -> None:
@@ -266,14 +272,18 @@ def run(case: Case) -> dict[str, Any]:
         dtypes = note_dtypes(model, parts)
         parameters = list(model.parameters())
         first, second, saved = Counter(parameters), Counter(parameters), Saved(parameters)
+        casts = CastParameters(model)
         bf16_mixed = torch.autocast("cuda", torch.bfloat16, enabled=case.autocast, cache_enabled=False)  # Lightning's
         with saved, first, bf16_mixed:
+            if case.cast_once:
+                casts.make()
             results = forward()
         kept = first.held(results)
         differentiable = [x for x in results if x.requires_grad]
         gradients = [torch.empty_like(x) for x in differentiable]
         with second:
             torch.autograd.backward(differentiable, gradients)
+        casts.drop()
     return {
         "forward": first.summary(),
         "backward": second.summary(),

@@ -99,11 +99,29 @@ def test_representations_stay_in_half_precision(what: Stack) -> None:
     }
 
 
+WHOLE_MODEL = Case(
+    what="model", sequences=8, residues=16, templates=2, dropout=True, recompute=True, cast_once=True
+)  # fmt: skip
+
+
 def test_every_part_of_the_model_keeps_half_precision() -> None:
-    """Catches an embedder, recycling, templates or a head in float32, and a structure module that is not."""
-    found = measure(Case(what="model", sequences=8, residues=16, templates=2, dropout=True)).dtypes
+    """Catches an embedder, recycling, templates, dropout or a head in float32, and a structure module that is not."""
+    found = dict(measure(WHOLE_MODEL).dtypes)
     assert found.pop("structure_module") == ["float32"] * 6
     rows, mask = found.pop("template_torsion_embedder")  # rows of the MSA, and their mask
     assert (rows, mask) == ("bfloat16", "float32")
     assert len(found) == 16
     assert {dtype for part in found.values() for dtype in part} == {"bfloat16"}, found
+
+
+def test_a_step_of_the_model_casts_parameters_in_four_launches() -> None:
+    """Catches a cast of a parameter wherever it is used: 101 launches a block, and more where activations are recomputed."""
+    counts = measure(WHOLE_MODEL)
+    assert (counts.forward.parameter_casts, counts.backward.parameter_casts) == (2, 2)
+
+
+def test_casts_at_the_place_of_use_are_counted() -> None:
+    """Catches a count that sees no casts: without `CastParameters` there are dozens a block."""
+    counts = measure(Case(sequences=8, residues=16))
+    assert counts.forward.parameter_casts > 40
+    assert counts.backward.parameter_casts > 40
