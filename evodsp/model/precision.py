@@ -4,7 +4,7 @@ With `trainer.precision: bf16-mixed`, torch's autocast is on, parameters stay in
 
     in bf16                                             because
     m, z, their updates, biases and operands            they are nearly all of the memory and of its traffic
-    what ranks send each other                          it is m, z, a bias or an operand
+    what ranks send each other                          it is m, z, a bias or an operand (sums over sequences are float32)
     factors of matrix products, parameters too          tensor cores multiply them exactly and sum in float32
 
     in float32                                          because
@@ -36,17 +36,13 @@ _HAS_WIDE_BMM = "dtype" in torch.ops.aten.bmm.overloads()
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """A context in which autocast is off. (The meta device has no autocast.)"""
-    return torch.autocast(device.type, enabled=False) if torch.amp.is_autocast_available(device.type) else nullcontext()
+    """A context in which autocast is off."""
+    return torch.autocast(device.type, enabled=False) if _autocast_is_on(device) else nullcontext()
 
 
 def activation_dtype(like: Tensor) -> torch.dtype:
     """Precision of m and z in a model with a tensor `like`: autocast's if it is on, otherwise that of `like`."""
-    device = like.device.type
-    # The meta device has no autocast.
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-        return torch.get_autocast_dtype(device)
-    return like.dtype
+    return torch.get_autocast_dtype(like.device.type) if _autocast_is_on(like.device) else like.dtype
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -66,3 +62,8 @@ def wide_product(a: Float[Tensor, "*batch n k"], b: Float[Tensor, "*batch k m"])
     batch = a.shape[:-2]
     a, b = a.to(b.dtype).reshape(-1, *a.shape[-2:]), b.reshape(-1, *b.shape[-2:])
     return torch.bmm(a, b, out_dtype=dtype).view(*batch, a.shape[-2], b.shape[-1])
+
+
+def _autocast_is_on(device: torch.device) -> bool:
+    # The meta device has no autocast.
+    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
