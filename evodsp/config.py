@@ -405,6 +405,8 @@ class KernelsConfig:
     """Implementation of attention with a pair bias (MSA rows, triangles); null: kernels.backend."""
     gated_projection: str | None = None
     """Implementation of the gated projections of triangle multiplication; null: kernels.backend."""
+    layer_norm: str | None = None
+    """Implementation of layer norms; null: kernels.backend."""
     outer_product: str | None = None
     """Implementation of the outer product mean; null: kernels.backend."""
     transition: str | None = None

@@ -19,6 +19,7 @@ from evodsp.model.evoformer import EvoformerStack
 from evodsp.model.heads import make_heads
 from evodsp.model.msa_ops import first_row
 from evodsp.model.outputs import ModelOutput
+from evodsp.model.precision import activation_dtype
 from evodsp.model.primitives import Linear, ShardedModule
 from evodsp.model.recycling import Recycled, settled, with_ca_change
 from evodsp.model.structure_module import StructureModule
@@ -203,8 +204,10 @@ class AlphaFold(ShardedModule):
         """Input of the first pass: zeros. The recycling embedder still adds its biases, as AF2's does."""
         b, _, r, _ = batch["target_feat"].shape
         local = self.exchange.owned(r)
-        zeros = batch["target_feat"].new_zeros
-        channels = self.config.channels
+        zeros, channels = batch["target_feat"].new_zeros, self.config.channels
+        dtype = activation_dtype(batch["target_feat"])
         return Recycled(
-            zeros(b, r, channels.msa), zeros(b, r, local.stop - local.start, channels.pair), zeros(b, r, 37, 3)
+            zeros(b, r, channels.msa, dtype=dtype),
+            zeros(b, r, local.stop - local.start, channels.pair, dtype=dtype),
+            zeros(b, r, 37, 3),
         )

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from evodsp.config import ChannelsConfig, EmbedderConfig
 from evodsp.geometry.alphabet import LETTERS_WITH_MASK
 from evodsp.geometry.frames import pseudo_beta
-from evodsp.model.primitives import Linear, ShardedModule
+from evodsp.model.primitives import LayerNorm, Linear, ShardedModule
 
 TARGET_CHANNELS = 22
 MSA_CHANNELS = 49
@@ -32,6 +32,8 @@ class InputEmbedder(ShardedModule):
         self.target_to_msa = Linear(TARGET_CHANNELS, channels.msa)
         self.msa = Linear(MSA_CHANNELS, channels.msa)
         self.relative_position = Linear(2 * self.max_offset + 1, channels.pair)
+        # The gradient of a column of its weight is a sum over thousands of residue pairs.
+        self.relative_position.computes_in_float32 = True
 
     def forward(
         self,
@@ -42,12 +44,12 @@ class InputEmbedder(ShardedModule):
         """m on S, like `msa_feat`, and z on J."""
         columns = self.exchange.owned(residue_index.shape[1])
         m = self.msa(msa_feat) + self.target_to_msa(target_feat).unsqueeze(1)
-        z = self.left(target_feat).unsqueeze(2) + self.right(target_feat[:, columns]).unsqueeze(1)
+        left, right = self.left(target_feat).unsqueeze(2), self.right(target_feat[:, columns]).unsqueeze(1)
         offset = residue_index.unsqueeze(2) - residue_index[:, columns].unsqueeze(1)
         bins = offset.clamp(-self.max_offset, self.max_offset).long() + self.max_offset
         # A linear layer applied to a one-hot vector selects a column of its weight, so no [R, R, 65] tensor is needed.
         rows = F.embedding(bins, self.relative_position.weight.t())
-        return m, z + rows + self.relative_position.bias
+        return m, (rows + left + right + self.relative_position.bias).to(m.dtype)
 
 
 class ExtraMSAEmbedder(nn.Module):
@@ -75,8 +77,8 @@ class RecyclingEmbedder(ShardedModule):
     def __init__(self, channels: ChannelsConfig, config: EmbedderConfig) -> None:
         super().__init__()
         self.distance = Linear(config.recycle_bins, channels.pair)
-        self.pair_norm = nn.LayerNorm(channels.pair)
-        self.msa_norm = nn.LayerNorm(channels.msa)
+        self.pair_norm = LayerNorm(channels.pair)
+        self.msa_norm = LayerNorm(channels.msa)
         lower = squared_edges(config.recycle_min_distance, config.recycle_max_distance, config.recycle_bins)
         self.register_buffer("lower", lower, persistent=False)
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from evodsp.config import ChannelsConfig, HeadsConfig
 from evodsp.geometry.alphabet import LETTERS_WITH_MASK
-from evodsp.model.primitives import Linear, ShardedModule
+from evodsp.model.primitives import LayerNorm, Linear, ShardedModule
 
 ATOMS = 37
 
@@ -54,7 +54,8 @@ class PLDDTHead(nn.Module):
 
     def __init__(self, channels: ChannelsConfig, config: HeadsConfig) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(channels.single)
+        self.norm = LayerNorm(channels.single)
+        self.norm.computes_in_float32 = True  # its input comes from the structure module
         self.first = Linear(channels.single, config.plddt_channels, init="relu")
         self.second = Linear(config.plddt_channels, config.plddt_channels, init="relu")
         self.logits = Linear(config.plddt_channels, config.plddt_bins, init="final")

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
 from evodsp.model.kernels.reference import mask_bias
-from evodsp.model.primitives import GatedAttention, Linear, PairBias, ShardedModule
+from evodsp.model.precision import wide, without_autocast
+from evodsp.model.primitives import GatedAttention, LayerNorm, Linear, PairBias, ShardedModule
 from evodsp.parallel.exchange import LocalExchange
 from evodsp.parallel.layout import Axis
 from evodsp.parallel.pending import Pending
@@ -22,8 +23,8 @@ class MSARowAttention(ShardedModule):
 
     def __init__(self, c_m: int, c_z: int, heads: int, head_width: int) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(c_m)
-        self.pair_norm = nn.LayerNorm(c_z)
+        self.norm = LayerNorm(c_m)
+        self.pair_norm = LayerNorm(c_z)
         self.pair_bias = Linear(c_z, heads, bias=False)
         self.attention = GatedAttention(c_m, heads, head_width)
 
@@ -40,7 +41,7 @@ class MSAColumnAttention(ShardedModule):
 
     def __init__(self, c_m: int, heads: int, head_width: int) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(c_m)
+        self.norm = LayerNorm(c_m)
         self.attention = GatedAttention(c_m, heads, head_width, along=1)
 
     def forward(
@@ -60,7 +61,7 @@ class MSAColumnGlobalAttention(ShardedModule):
         super().__init__()
         self.heads, self.head_width = heads, head_width
         width = heads * head_width
-        self.norm = nn.LayerNorm(c_m)
+        self.norm = LayerNorm(c_m)
         self.query = Linear(c_m, width, bias=False, init="glorot")
         self.key_value = Linear(c_m, 2 * head_width, bias=False, init="glorot", parts=2)
         self.gate = Linear(c_m, width, init="gate")
@@ -72,7 +73,8 @@ class MSAColumnGlobalAttention(ShardedModule):
         """The update of m, which is sharded along `axis`."""
         x, mask = self.norm(m), self.exchange.shard(msa_mask, axis)
         over_sequences = self.exchange if axis == "seq" else LocalExchange()
-        total = over_sequences.start_sum((x * mask.unsqueeze(-1)).sum(1))  # [B, r, c_m]
+        masked = x * mask.unsqueeze(-1).to(x.dtype)
+        total = over_sequences.start_sum(masked.sum(1, dtype=wide(x.dtype)))  # [B, r, c_m]
         k, v = self.key_value(x).transpose(1, 2).chunk(2, -1)  # each [B, r, s, D]: one head for all queries
         count = (msa_mask if axis == "seq" else mask).sum(1)  # [B, r]
         mean = total.wait() / (count.unsqueeze(-1) + 1e-10)
@@ -83,7 +85,7 @@ class MSAColumnGlobalAttention(ShardedModule):
         sums = over_sequences.start_sum(torch.cat([weight @ v, weight.sum(-1, keepdim=True)], -1))
         gate = self.gate(x).sigmoid()  # [B, s, r, H D], computed while the sums travel
         numerator, denominator = sums.wait().split((self.head_width, 1), -1)
-        return self.output((numerator / denominator).flatten(-2).unsqueeze(1) * gate)
+        return self.output((numerator / denominator).flatten(-2).unsqueeze(1).to(gate.dtype) * gate)
 
 
 class OuterProductMean(ShardedModule):
@@ -97,7 +99,7 @@ class OuterProductMean(ShardedModule):
     def __init__(self, c_m: int, c_z: int, channels: int) -> None:
         super().__init__()
         self.channels = channels
-        self.norm = nn.LayerNorm(c_m)
+        self.norm = LayerNorm(c_m)
         self.left_right = Linear(c_m, 2 * channels)
         self.output = Linear(channels * channels, c_z, init="final")
 
@@ -106,15 +108,18 @@ class OuterProductMean(ShardedModule):
     ) -> Float[Tensor, "B I j c_z"]:
         """m is sharded along `axis`, S or R."""
         mask = self.exchange.shard(msa_mask, axis).unsqueeze(-1)
-        left, right = (self.left_right(self.norm(m)) * mask).chunk(2, -1)  # both sharded as m is
-        # Number of sequences that have both residues: [B, I, j].
-        count = msa_mask.transpose(1, 2) @ self.exchange.shard(msa_mask, "res")
+        operands = self.left_right(self.norm(m))
+        left, right = (operands * mask.to(operands.dtype)).chunk(2, -1)  # both sharded as m is
+        with without_autocast(m.device):  # half precision does not count beyond 256
+            # Number of sequences that have both residues: [B, I, j].
+            count = msa_mask.transpose(1, 2) @ self.exchange.shard(msa_mask, "res")
         if axis == "res":
             rows = self.exchange.gather(left, "res", whole=msa_mask.shape[2])
             update = self.kernels.outer_product(rows, right, self.output.weight)
         else:
             update = self._from_sequence_shards(left, right, sequences=msa_mask.shape[1])
-        return (update + self.output.bias) / (count.unsqueeze(-1) + 1e-3)
+        # In place: a quotient of half precision and the count in float32 would be float32.
+        return (update + self.output.bias.to(update.dtype)).div_(count.unsqueeze(-1) + 1e-3)
 
     def _from_sequence_shards(
         self, left: Float[Tensor, "B s R c"], right: Float[Tensor, "B s R c"], sequences: int

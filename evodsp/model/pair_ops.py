@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Literal
 
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
-from evodsp.model.primitives import GatedAttention, Linear, PairBias, ShardedModule
+from evodsp.model.primitives import GatedAttention, LayerNorm, Linear, PairBias, ShardedModule
 from evodsp.parallel.layout import Axis
 from evodsp.parallel.pending import Pending, Ready
 
@@ -28,10 +28,10 @@ class TriangleMultiplication(ShardedModule):
     def __init__(self, c_z: int, channels: int, edges: Literal["outgoing", "incoming"]) -> None:
         super().__init__()
         self.edges, self.channels = edges, channels
-        self.norm = nn.LayerNorm(c_z)
+        self.norm = LayerNorm(c_z)
         self.projection = Linear(c_z, 2 * channels)
         self.projection_gate = Linear(c_z, 2 * channels, init="gate")
-        self.product_norm = nn.LayerNorm(channels)
+        self.product_norm = LayerNorm(channels)
         self.output = Linear(channels, c_z, init="final")
         self.output_gate = Linear(c_z, c_z, init="gate")
 
@@ -101,7 +101,7 @@ class TriangleAttention(ShardedModule):
     def __init__(self, c_z: int, heads: int, head_width: int, node: Literal["starting", "ending"]) -> None:
         super().__init__()
         self.node = node
-        self.norm = nn.LayerNorm(c_z)
+        self.norm = LayerNorm(c_z)
         self.pair_bias = Linear(c_z, heads, bias=False)
         self.attention = GatedAttention(c_z, heads, head_width, along=2 if node == "starting" else 1)
 

@@ -6,7 +6,6 @@ Shape legend: B batch, L positions attended over, H heads, D head width, c chann
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager, nullcontext
 from typing import Literal
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from evodsp.model.kernels.registry import Kernels
+from evodsp.model.precision import without_autocast
 from evodsp.model.schedule import CommunicationPlan
 from evodsp.parallel.exchange import Exchange, LocalExchange
 from evodsp.parallel.layout import Axis
@@ -62,6 +62,9 @@ class Linear(nn.Linear):
     zero, so that every residual branch starts as the identity.
     """
 
+    computes_in_float32 = False
+    """Whether the parameters are used in float32 with autocast too; they are then not cast (`evodsp.model.casts`)."""
+
     def __init__(
         self, c_in: int, c_out: int, bias: bool = True, init: Initialisation = "linear", parts: int = 1
     ) -> None:
@@ -83,9 +86,15 @@ class Linear(nn.Linear):
                 nn.init.trunc_normal_(self.weight, std=scale, a=-2 * scale, b=2 * scale)
 
 
-def without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """A context in which autocast is off. (The meta device has no autocast.)"""
-    return torch.autocast(device.type, enabled=False) if torch.amp.is_autocast_available(device.type) else nullcontext()
+class LayerNorm(Computed, nn.LayerNorm):
+    """Layer norm over the last axis. The result has the precision of `x`, with autocast too; statistics are in float32."""
+
+    computes_in_float32 = False
+    """Whether `x` is in float32 with autocast too; the parameters are then not cast (`evodsp.model.casts`)."""
+
+    def forward(self, x: Float[Tensor, "*batch c"]) -> Float[Tensor, "*batch c"]:
+        with without_autocast(x.device):
+            return self.kernels.layer_norm(x, self.weight, self.bias, self.eps)
 
 
 class PairBias:
@@ -171,7 +180,7 @@ class Transition(Computed):
 
     def __init__(self, channels: int, factor: int) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(channels)
+        self.norm = LayerNorm(channels)
         self.widen = Linear(channels, factor * channels, init="relu")
         self.narrow = Linear(factor * channels, channels, init="final")
 

@@ -22,7 +22,8 @@ from evodsp.geometry.rigid import Rigid
 from evodsp.model.dropout import NO_DROPOUT, DropoutKeys, Streams
 from evodsp.model.kernels.dropout import draw_masks
 from evodsp.model.outputs import StructureOutput
-from evodsp.model.primitives import Linear, ShardedModule, without_autocast
+from evodsp.model.precision import without_autocast
+from evodsp.model.primitives import LayerNorm, Linear, ShardedModule
 from evodsp.rng import Draws
 
 NM_TO_ANGSTROM = 10.0
@@ -135,20 +136,21 @@ class StructureModule(nn.Module):
     """Backbone frames, torsion angles and all atoms from the single and pair representations (algorithm 20)."""
 
     atom37_mask: Tensor
+    computes_in_float32 = True
 
     def __init__(self, c_s: int, c_z: int, config: StructureModuleConfig) -> None:
         super().__init__()
         self.config = config
-        self.single_norm = nn.LayerNorm(c_s)
-        self.pair_norm = nn.LayerNorm(c_z)
+        self.single_norm = LayerNorm(c_s)
+        self.pair_norm = LayerNorm(c_z)
         self.initial = Linear(c_s, c_s)
         self.attention = InvariantPointAttention(c_s, c_z, config)
-        self.attention_norm = nn.LayerNorm(c_s)
+        self.attention_norm = LayerNorm(c_s)
         last = config.transition_layers - 1
         self.transition = nn.ModuleList(
             Linear(c_s, c_s, init="final" if n == last else "relu") for n in range(config.transition_layers)
         )
-        self.transition_norm = nn.LayerNorm(c_s)
+        self.transition_norm = LayerNorm(c_s)
         self.backbone_update = Linear(c_s, 6, init="final")
         self.angle_network = AngleNetwork(c_s, config)
         self.register_buffer("atom37_mask", torch.from_numpy(RESTYPE_ATOM37_MASK).float(), persistent=False)

@@ -25,7 +25,8 @@ from evodsp.model.dropout import NO_DROPOUT, Dropout, DropoutKeys, Masks, Stream
 from evodsp.model.embedders import distance_one_hot, squared_edges
 from evodsp.model.kernels.reference import mask_bias
 from evodsp.model.pair_ops import TriangleAttention, TriangleMultiplication
-from evodsp.model.primitives import Linear, ShardedModule, Transition
+from evodsp.model.precision import wide
+from evodsp.model.primitives import LayerNorm, Linear, ShardedModule, Transition
 from evodsp.model.sharded import Sharded
 from evodsp.parallel.layout import Axis
 from evodsp.rng import Draws
@@ -148,8 +149,8 @@ class TemplatePointwiseAttention(nn.Module):
         q = self.query(z).unflatten(-1, (self.heads, -1)) * self.head_width**-0.5
         k, v = self.key_value(t).unflatten(-1, (2, self.heads, -1)).unbind(-3)  # each [B, T, I, J, H, D]
         # One query and a few keys per residue pair: elementwise products are faster than R x R tiny matrix products.
-        logits = (q.unsqueeze(1) * k).sum(-1) + mask_bias(template_mask)[:, :, None, None, None]
-        o = (logits.softmax(1).unsqueeze(-1) * v).sum(1)
+        logits = (q.unsqueeze(1) * k).sum(-1, dtype=wide(k.dtype)) + mask_bias(template_mask)[:, :, None, None, None]
+        o = (logits.softmax(1).to(v.dtype).unsqueeze(-1) * v).sum(1, dtype=v.dtype)  # added up in float32 even in bf16
         return self.output(o.flatten(-2))
 
 
@@ -163,7 +164,7 @@ class TemplateEmbedder(ShardedModule):
         self.unit_vector = config.unit_vector
         self.embedding = Linear(config.distogram_bins + 2 * LETTERS_WITH_GAP + 5, config.channels, init="relu")
         self.stack = TemplatePairStack(config)
-        self.norm = nn.LayerNorm(config.channels)
+        self.norm = LayerNorm(config.channels)
         self.attention = TemplatePointwiseAttention(c_z, config)
         lower = squared_edges(config.distogram_min_distance, config.distogram_max_distance, config.distogram_bins)
         self.register_buffer("lower", lower, persistent=False)

@@ -16,6 +16,7 @@ from evodsp.errors import UserError
 from evodsp.geometry.residues import CA
 from evodsp.losses.total import total_loss
 from evodsp.model.alphafold import AlphaFold
+from evodsp.model.casts import CastParameters
 from evodsp.model.kernels.registry import choose, summary
 from evodsp.model.outputs import ModelOutput
 from evodsp.model.primitives import use_kernels
@@ -75,6 +76,7 @@ class TrainingModule(LightningModule):
         self.scores: dict[str, dict[str, float]] = {}
         """Metrics of the last validation or test, by chain."""
         self._dropout = Draws.root(seed).at("dropout")
+        self._casts = CastParameters(self.model)
         self._gradients: Gradients | None = None
         self._step: list[dict[str, Tensor]] = []
         self._step_samples: list[int] = []
@@ -94,6 +96,7 @@ class TrainingModule(LightningModule):
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         draws = [self._dropout.at(index) for index in batch["sample_index"].tolist()]
+        self._casts.make()  # dropped after the backward pass, which recomputes activations
         output = self.model(batch, draws)
         loss, terms = total_loss(output, batch, self.config.loss, self.config.heads, self.model.exchange)
         lddt_ca = metrics.lddt_ca(*_ca_atoms(output, batch)).mean()
@@ -115,6 +118,7 @@ class TrainingModule(LightningModule):
         self.gradients.begin()
 
     def on_after_backward(self) -> None:
+        self._casts.drop()
         self.gradients.add(self.trainer.accumulate_grad_batches)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -199,7 +203,8 @@ class TrainingModule(LightningModule):
             recount_batches(checkpoint, self.trainer.accumulate_grad_batches)
 
     def _evaluate(self, batch: dict[str, Tensor], stage: str) -> None:
-        output = self.model(batch)
+        with self._casts:
+            output = self.model(batch)
         loss, _ = total_loss(output, batch, self.config.loss, self.config.heads, self.model.exchange)
         found = {"loss": loss.expand(len(batch["aatype"])), **score(output, batch)}
         names = self.chain_names.get(stage, [])

@@ -22,11 +22,14 @@ from tests.ranks import RankPool
 
 BATCH, SEQUENCES, RESIDUES = 2, 13, 22
 SLACK = 1.2
-Mode = Literal["bf16", "bf16 on the wire"]
+Mode = Literal["bf16", "bf16 on the wire", "bf16-mixed"]
 
 
-def run(exchange: Exchange, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """This rank's shards of m and z, and its gradients of all parameters as one vector."""
+def run(exchange: Exchange, dtype: torch.dtype, mixed: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """This rank's shards of m and z, and its gradients of all parameters as one vector.
+
+    `mixed`: parameters and masks in float32, and everything else in bf16 through autocast.
+    """
     config = ModelConfig.preset("test")
     sizes = dataclasses.replace(config.evoformer, blocks=3)
     torch.manual_seed(0)
@@ -35,20 +38,23 @@ def run(exchange: Exchange, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]
     with torch.no_grad():
         for parameter in stack.parameters():
             parameter.copy_(0.25 * torch.randn(parameter.shape, generator=generator))
-    m = torch.randn(BATCH, SEQUENCES, RESIDUES, config.channels.msa, generator=generator).to(dtype)
-    z = torch.randn(BATCH, RESIDUES, RESIDUES, config.channels.pair, generator=generator).to(dtype)
+    entering = torch.bfloat16 if mixed else dtype
+    m = torch.randn(BATCH, SEQUENCES, RESIDUES, config.channels.msa, generator=generator).to(entering)
+    z = torch.randn(BATCH, RESIDUES, RESIDUES, config.channels.pair, generator=generator).to(entering)
     masks = torch.ones(BATCH, SEQUENCES, RESIDUES, dtype=dtype), torch.ones(BATCH, RESIDUES, RESIDUES, dtype=dtype)
     stack = stack.to(dtype)
     use_exchange(stack, exchange)
-    m, z = stack(exchange.shard(m, "seq"), exchange.shard(z, "j"), *masks)
+    with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
+        m, z = stack(exchange.shard(m, "seq"), exchange.shard(z, "j"), *masks)
+    assert m.dtype == z.dtype == entering
     ((m.double().square().sum() + z.double().square().sum()) * exchange.ranks).backward()
     gradients = [p.grad.double().flatten() for p in stack.parameters()]
     return m.detach().double(), z.detach().double(), torch.cat(gradients)
 
 
 def run_rank(handle: Any, mode: Mode) -> tuple[Tensor, Tensor, Tensor]:
-    exchange = ShardedExchange(Group(handle), dtype=None if mode == "bf16" else torch.bfloat16)
-    m, z, gradients = run(exchange, torch.bfloat16 if mode == "bf16" else torch.float32)
+    exchange = ShardedExchange(Group(handle), dtype=torch.bfloat16 if mode == "bf16 on the wire" else None)
+    m, z, gradients = run(exchange, torch.bfloat16 if mode == "bf16" else torch.float32, mixed=mode == "bf16-mixed")
     dist.all_reduce(gradients, group=handle)
     return m, z, gradients / exchange.ranks
 
@@ -59,12 +65,13 @@ def errors(found: Tensor, exact: Tensor) -> tuple[float, float]:
     return torch.quantile(difference, 0.99).item(), difference.max().item()
 
 
-@pytest.mark.parametrize("mode", ["bf16", "bf16 on the wire"])
+@pytest.mark.parametrize("mode", ["bf16", "bf16 on the wire", "bf16-mixed"])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_half_precision_is_as_exact_as_on_one_device(pool: RankPool, ranks: int, mode: Mode) -> None:
     """Catches sums over ranks that are rounded once too often, and rounding of more than the messages."""
     exact = run(LocalExchange(), torch.float64)
-    serial = run(LocalExchange(), torch.bfloat16)
+    mixed = mode == "bf16-mixed"
+    serial = run(LocalExchange(), torch.float32 if mixed else torch.bfloat16, mixed)
     found = pool.run(ranks, run_rank, mode)
     outputs = {
         "m": (torch.cat([rank[0] for rank in found], 2), serial[0], exact[0]),

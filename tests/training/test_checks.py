@@ -101,14 +101,18 @@ def test_fit_starts_its_ranks_itself(chains: Path, tmp_path: Path, capfd: pytest
 
 
 def test_half_precision_trains_over_ranks(commands: CommandPool, chains: Path, tmp_path: Path) -> None:
-    """The exchange returns gradients of another type than their tensors."""
+    """The exchange returns gradients of another type than their tensors; copies of parameters in half precision that are not
+    those of the step, or that FSDP2's sharded parameters cannot have."""
     runs = {}
-    for name, ranks in (("one", "1"), ("two", "2")):
-        options = ("--parallel.sequence", ranks, "--trainer.precision", "bf16-mixed", "--trainer.max_steps", "3")
-        outcomes = commands.evodsp(int(ranks), *words(chains, tmp_path / name, *options))
+    for ranks, parameters in ((1, "replicate"), (2, "zero1"), (2, "fsdp2")):
+        output = tmp_path / parameters
+        options = ["--trainer.precision", "bf16-mixed", "--trainer.max_steps", "3", "--model.optimizer.clip", "batch"]
+        options += ["--parallel.sequence", str(ranks), "--parallel.parameters", parameters]
+        outcomes = commands.evodsp(ranks, *words(chains, output, *options))
         assert {outcome.code for outcome in outcomes} == {0}, outcomes
-        runs[name] = [float(row["train/loss"]) for row in read_curve(tmp_path / name / "curve.csv").values()]
-    assert runs["two"] == pytest.approx(runs["one"], rel=1e-2)
+        runs[parameters] = [float(row["train/loss"]) for row in read_curve(output / "curve.csv").values()]
+    for parameters, losses in runs.items():
+        assert losses == pytest.approx(runs["replicate"], rel=1e-2), parameters
 
 
 def test_validation_scores_each_chain_once(commands: CommandPool, chains: Path, tmp_path: Path) -> None:

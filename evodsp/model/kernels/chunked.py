@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from evodsp.model.kernels.reference import layer_norm, mask_bias
+from evodsp.model.precision import activation_dtype, wide, wide_product, without_autocast
 
 __all__ = ["attention", "biased_attention", "gated_projection", "layer_norm", "outer_product", "transition"]
 
@@ -41,7 +42,8 @@ def attention(
     keys: Float[Tensor, "B N K"],
 ) -> Float[Tensor, "B N Q H D"]:
     """Gated attention within each row (algorithm 8). Differentiable once in all inputs but `keys`."""
-    return _Attention.apply(q, k, v, gate, keys, None)
+    with without_autocast(q.device):
+        return _Attention.apply(q, k, v, gate, keys, None)
 
 
 def biased_attention(
@@ -53,7 +55,8 @@ def biased_attention(
     pair_bias: Float[Tensor, "B H Q K"],
 ) -> Float[Tensor, "B N Q H D"]:
     """Gated attention with a bias that all rows share (algorithms 7, 13, 14). Differentiable once in all inputs but `keys`."""
-    return _Attention.apply(q, k, v, gate, keys, pair_bias)
+    with without_autocast(q.device):
+        return _Attention.apply(q, k, v, gate, keys, pair_bias)
 
 
 def gated_projection(
@@ -65,7 +68,9 @@ def gated_projection(
     gate_bias: Float[Tensor, " cc"],
 ) -> Float[Tensor, "2 B c I J"]:
     """Both operands of triangle multiplication, channels first. Values and gates are computed again in the backward pass."""
-    return _GatedProjection.apply(*_cast(x, mask, weight, bias, gate_weight, gate_bias))
+    operands = _cast(x, mask, weight, bias, gate_weight, gate_bias)
+    with without_autocast(x.device):
+        return _GatedProjection.apply(*operands)
 
 
 def transition(
@@ -76,33 +81,34 @@ def transition(
     narrow_bias: Float[Tensor, " c"],
 ) -> Float[Tensor, "*batch c"]:
     """Two-layer perceptron, whose hidden layer is never whole, and computed again in the backward pass."""
-    return _Transition.apply(*_cast(x, widen, widen_bias, narrow, narrow_bias))
+    operands = _cast(x, widen, widen_bias, narrow, narrow_bias)
+    with without_autocast(x.device):
+        return _Transition.apply(*operands)
 
 
 def outer_product(
     left: Float[Tensor, "B S I c"], right: Float[Tensor, "B S J c"], weight: Float[Tensor, "z cc"]
 ) -> Float[Tensor, "B I J z"]:
     """The projected sum of outer products (algorithm 10). Differentiable once in all inputs."""
-    return _OuterProduct.apply(*_cast(left, right, weight))
+    operands = _cast(left, right, weight)
+    with without_autocast(left.device):
+        return _OuterProduct.apply(*operands)
 
 
-def _cast(*tensors: Tensor) -> list[Tensor]:
-    """The tensors as autocast would cast them for a matrix product. It does not see the products inside of a Function."""
-    device = tensors[0].device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):  # the meta device has no autocast
-        dtype = torch.get_autocast_dtype(device)
-        return [x.to(dtype) for x in tensors]
-    return list(tensors)
+def _cast(x: Tensor, *others: Tensor) -> list[Tensor]:
+    """The operands in the precision of activations. Autocast does not see the products inside of a Function."""
+    dtype = activation_dtype(x)
+    return [operand.to(dtype) for operand in (x, *others)]
 
 
 def _heads_first(x: Float[Tensor, "n L H D"]) -> Float[Tensor, "n H L D"]:
     return x.transpose(1, 2)
 
 
-def _laid_out(x: Float[Tensor, "n L H D"], scale: float | Tensor = 1.0) -> Float[Tensor, "n H L D"]:
-    """A contiguous copy, times a scale: a batched product of strided operands would copy them anyway, each time."""
-    n, length, heads, width = x.shape
-    return torch.mul(_heads_first(x), scale, out=x.new_empty(n, heads, length, width))
+def _factor(x: Float[Tensor, "n L H D"]) -> Float[Tensor, "n H L D"]:
+    """A contiguous copy, which a product of strided operands would make each time. On a CPU in float32 at least."""
+    dtype = x.dtype if x.device.type == "cuda" else wide(x.dtype)
+    return _heads_first(x).to(dtype, memory_format=torch.contiguous_format, copy=True)
 
 
 def _weights(
@@ -111,17 +117,21 @@ def _weights(
     keys: Float[Tensor, "n K"],
     pair_bias: Float[Tensor, "H Q K"] | None,
 ) -> Float[Tensor, "n H Q K"]:
-    """Softmax of the logits. One of q and k is scaled."""
-    (n, heads, queries, _), length = q.shape, k.shape[2]
-    logits = q.new_empty(n, heads, queries, length)
-    masked = mask_bias(keys)[:, None, None, :]
-    if pair_bias is None:
-        logits.copy_(masked)
+    """Softmax of the logits, in float32 at least."""
+    (n, heads, queries, width), length = q.shape, k.shape[2]
+    masked = mask_bias(keys.to(wide(q.dtype)))[:, None, None, :]
+    # The logits are scaled, and not the queries: in half precision these would be rounded again.
+    if q.dtype == masked.dtype:
+        logits = q.new_empty(n, heads, queries, length)
+        if pair_bias is None:
+            logits.copy_(masked)
+        else:
+            torch.add(pair_bias, masked, out=logits)
+        logits.view(-1, queries, length).baddbmm_(q.flatten(0, 1), k.flatten(0, 1).mT, alpha=width**-0.5)
     else:
-        torch.add(pair_bias, masked, out=logits)
-    logits.view(-1, queries, length).baddbmm_(q.flatten(0, 1), k.flatten(0, 1).mT)
-    # Explicit dtype: a GPU's autocast would widen the weights but not the values.
-    return logits.softmax(-1, dtype=logits.dtype)
+        logits = wide_product(q, k.mT)
+        torch.add(masked if pair_bias is None else pair_bias + masked, logits, alpha=width**-0.5, out=logits)
+    return logits.softmax(-1)
 
 
 def _row_chunks(q: Float[Tensor, "B N Q H D"], keys: int) -> Iterator[tuple[int, slice]]:
@@ -145,12 +155,12 @@ class _Attention(torch.autograd.Function):
             gate
         )  # with the order of the gate's strides, so that the caller's transposition is undone
         keep = any(ctx.needs_input_grad) and q[..., 0].numel() * k.shape[2] <= _KEEP
-        kept, scale = [], q.shape[-1] ** -0.5
+        kept = []
         for b, rows in _row_chunks(q, k.shape[2]):
             shared = None if pair_bias is None else pair_bias[b]
-            weights = _weights(_laid_out(q[b, rows], scale), _laid_out(k[b, rows]), keys[b, rows], shared)
-            attended = _heads_first(weights @ _laid_out(v[b, rows]))
-            torch.mul(attended, gate[b, rows].sigmoid(), out=out[b, rows])
+            weights = _weights(_factor(q[b, rows]), _factor(k[b, rows]), keys[b, rows], shared)
+            attended = _heads_first(wide_product(weights, _factor(v[b, rows])))
+            out[b, rows] = attended.mul_(_opening(gate[b, rows]))
             if keep:
                 kept.append(weights)
         ctx.save_for_backward(q, k, v, gate, keys, pair_bias, out, *kept)
@@ -160,28 +170,30 @@ class _Attention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, gate, keys, pair_bias, out, *kept = ctx.saved_tensors
-        # Gradients of the three parts of a fused projection lie side by side, as the parts do.
-        grad_q, grad_k, grad_v = (torch.empty_like(x) for x in (q, k, v))
-        grad_gate = torch.empty_like(gate)
-        grad_bias = None if pair_bias is None else torch.zeros_like(pair_bias)
+        grad_q, grad_k, grad_v, grad_gate = (torch.empty_like(x) for x in (q, k, v, gate))
+        grad_bias = None if pair_bias is None else torch.zeros_like(pair_bias, dtype=wide(pair_bias.dtype))
         scale = q.shape[-1] ** -0.5
         for n, (b, rows) in enumerate(_row_chunks(q, k.shape[2])):
             shared = None if pair_bias is None else pair_bias[b]
-            scaled_q, scaled_k = _laid_out(q[b, rows], scale), _laid_out(k[b, rows], scale)
-            weights = kept[n] if kept else _weights(scaled_q, _laid_out(k[b, rows]), keys[b, rows], shared)
-            opening = gate[b, rows].sigmoid()
-            # The backward of softmax needs the sum over keys of weight x gradient, which is that of output x gradient.
-            gated = grad[b, rows] * out[b, rows]
-            centre = _heads_first(gated.sum(-1, keepdim=True))
-            torch.mul(gated, 1.0 - opening, out=grad_gate[b, rows])
-            upstream = _laid_out(grad[b, rows], _heads_first(opening))
-            _heads_first(grad_v[b, rows]).copy_(weights.mT @ upstream)
-            slope = (upstream @ _laid_out(v[b, rows]).mT).sub_(centre).mul_(weights)
+            q_, k_, v_ = (_factor(x[b, rows]) for x in (q, k, v))
+            weights = kept[n] if kept else _weights(q_, k_, keys[b, rows], shared)
+            opening = _opening(gate[b, rows])
+            grad_gate[b, rows] = (grad[b, rows].to(opening.dtype) * out[b, rows]).mul_(1.0 - opening)
+            upstream = _factor((grad[b, rows] * opening).to(v_.dtype))
+            _heads_first(grad_v[b, rows]).copy_(wide_product(weights.mT, upstream))
+            # The sum over keys of weight x gradient is subtracted in here. Output x gradient, which equals it, would bring in
+            # the rounding of the output.
+            slope = torch._softmax_backward_data(wide_product(upstream, v_.mT), weights, -1, weights.dtype)
             if grad_bias is not None:
                 grad_bias[b] += slope.sum(0)
-            _heads_first(grad_q[b, rows]).copy_(slope @ scaled_k)
-            _heads_first(grad_k[b, rows]).copy_(slope.mT @ scaled_q)
-        return grad_q, grad_k, grad_v, grad_gate, None, grad_bias
+            _heads_first(grad_q[b, rows]).copy_(wide_product(slope, k_).mul_(scale))
+            _heads_first(grad_k[b, rows]).copy_(wide_product(slope.mT, q_).mul_(scale))
+        return grad_q, grad_k, grad_v, grad_gate, None, None if grad_bias is None else grad_bias.to(pair_bias.dtype)
+
+
+def _opening(gate: Tensor) -> Tensor:
+    """How far a gate is open, 0 to 1, in float32 at least."""
+    return gate.to(wide(gate.dtype)).sigmoid()
 
 
 def _position_chunks(positions: int, channels: int, device: torch.device) -> Iterator[slice]:
@@ -193,7 +205,7 @@ def _position_chunks(positions: int, channels: int, device: torch.device) -> Ite
 
 def _sums(*tensors: Tensor) -> list[Tensor]:
     """Zeros, in fp32 at least, for gradients of parameters that are summed over chunks."""
-    return [torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in tensors]
+    return [torch.zeros_like(x, dtype=wide(x.dtype)) for x in tensors]
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
@@ -201,7 +213,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     if total.dtype == a.dtype:
         total.addmm_(a, b)
     else:
-        total += a @ b
+        total += wide_product(a, b)
 
 
 class _Transition(torch.autograd.Function):
@@ -228,9 +240,9 @@ class _Transition(torch.autograd.Function):
             _add_product(to_narrow, grad[at].T, hidden)
             slope = torch.ops.aten.threshold_backward(grad[at] @ narrow, hidden, 0)
             _add_product(to_widen, slope.T, flat[at])
-            to_widen_bias += slope.sum(0)
+            to_widen_bias += slope.sum(0, dtype=to_widen_bias.dtype)
             torch.matmul(slope, widen, out=grad_x[at])
-        to_narrow_bias += grad.sum(0)
+        to_narrow_bias += grad.sum(0, dtype=to_narrow_bias.dtype)
         return grad_x.view(x.shape), *(x.to(p.dtype) for x, p in zip(sums, parameters, strict=True))
 
 
@@ -247,7 +259,7 @@ class _GatedProjection(torch.autograd.Function):
                 flat = x[sample, rows].flatten(0, 1)
                 gated = torch.addmm(gate_bias, flat, gate_weight.T).sigmoid_()
                 gated *= torch.addmm(bias, flat, weight.T)
-                torch.mul(_operands(gated, rows, j), mask[sample, rows], out=out[:, sample, :, rows])
+                out[:, sample, :, rows] = _operands(gated, rows, j) * mask[sample, rows]
         return out
 
     @staticmethod
@@ -264,16 +276,16 @@ class _GatedProjection(torch.autograd.Function):
                 values = torch.addmm(bias, flat, weight.T)
                 opening = torch.addmm(gate_bias, flat, gate_weight.T).sigmoid_()
                 upstream = torch.empty_like(values)
-                torch.mul(grad[:, sample, :, rows], mask[sample, rows], out=_operands(upstream, rows, j))
+                _operands(upstream, rows, j).copy_(grad[:, sample, :, rows] * mask[sample, rows])
                 upstream *= opening  # the gradient of the values
                 _add_product(to_weight, upstream.T, flat)
-                to_bias += upstream.sum(0)
+                to_bias += upstream.sum(0, dtype=to_bias.dtype)
                 own = grad_x[sample, rows].flatten(0, 1)
                 torch.matmul(upstream, weight, out=own)
                 # sigmoid' = sigmoid (1 - sigmoid), and `upstream` holds the first factor.
                 slope = values.mul_(upstream).mul_(1.0 - opening)
                 _add_product(to_gate_weight, slope.T, flat)
-                to_gate_bias += slope.sum(0)
+                to_gate_bias += slope.sum(0, dtype=to_gate_bias.dtype)
                 own.addmm_(slope, gate_weight)
         return grad_x, None, *(x.to(p.dtype) for x, p in zip(sums, parameters, strict=True))
 
@@ -320,17 +332,16 @@ class _OuterProduct(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         left, right, weight, *kept = ctx.saved_tensors
         grad_left = torch.empty_like(left, memory_format=torch.contiguous_format)
-        # Accumulate over chunks in fp32 at least, not in bf16.
-        total = torch.promote_types(left.dtype, torch.float32)
+        total = wide(left.dtype)
         grad_right = torch.zeros_like(right, memory_format=torch.contiguous_format, dtype=total)
         grad_weight = torch.zeros_like(weight, dtype=total)
         (sequences, _, c), j = left.shape[1:], right.shape[2]
         for n, (sample, rows) in enumerate(_product_chunks(left, right)):
             products = kept[n] if kept else _products(left[sample, :, rows], right[sample])
             upstream = grad[sample, rows].flatten(0, 1)
-            grad_weight += upstream.T @ products
+            _add_product(grad_weight, upstream.T, products)
             i = rows.stop - rows.start
             slope = (upstream @ weight).view(i, j, c, c).transpose(1, 2).reshape(i * c, j * c)
             grad_left[sample, :, rows] = (right[sample].flatten(1) @ slope.T).view(sequences, i, c)
-            grad_right[sample] += (left[sample, :, rows].flatten(1) @ slope).view(sequences, j, c)
+            _add_product(grad_right[sample].flatten(1), left[sample, :, rows].flatten(1), slope)
         return grad_left, grad_right.to(right.dtype), grad_weight.to(weight.dtype)

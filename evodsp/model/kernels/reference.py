@@ -92,5 +92,5 @@ def outer_product(
 def layer_norm(
     x: Float[Tensor, "*batch c"], weight: Float[Tensor, " c"], bias: Float[Tensor, " c"], eps: float = 1e-5
 ) -> Float[Tensor, "*batch c"]:
-    """Each position's channels, shifted and scaled to mean 0 and variance 1, times a weight plus a bias."""
-    return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+    """Each position's channels, shifted and scaled to mean 0 and variance 1, times a weight plus a bias. In the dtype of x."""
+    return F.layer_norm(x, x.shape[-1:], weight.to(x.dtype), bias.to(x.dtype), eps)

@@ -30,6 +30,7 @@ class Kernels:
     attention: Operator = chunked.attention
     biased_attention: Operator = chunked.biased_attention
     gated_projection: Operator = chunked.gated_projection
+    layer_norm: Operator = chunked.layer_norm
     outer_product: Operator = chunked.outer_product
     transition: Operator = chunked.transition
 

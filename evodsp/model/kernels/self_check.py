@@ -54,6 +54,8 @@ def examples(operator: str, device: torch.device, dtype: torch.dtype) -> list[Te
     if operator == "gated_projection":
         mask = (random(2, 5, 7) > -1).to(dtype)
         return [random(2, 5, 7, 9), mask, random(12, 9), random(12), random(12, 9), random(12)]
+    if operator == "layer_norm":
+        return [random(2, 5, 7, 9), random(9), random(9)]
     if operator == "transition":
         return [random(2, 5, 7, 9), random(20, 9), random(20), random(9, 20), random(9)]
     if operator == "outer_product":

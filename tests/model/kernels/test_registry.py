@@ -44,6 +44,7 @@ def test_backends_by_name() -> None:
         "attention": "sdpa",
         "biased_attention": "reference",
         "gated_projection": "reference",
+        "layer_norm": "reference",
         "outer_product": "chunked",
         "transition": "reference",
     }

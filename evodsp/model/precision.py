@@ -1,0 +1,69 @@
+"""Which numbers are in half precision and which are not: the policy, and the functions that enforce it.
+
+With `trainer.precision: bf16-mixed`, torch's autocast is on, parameters stay in float32 for the optimizer, and:
+
+    in bf16                                             because
+    m, z, their updates, biases and operands            they are nearly all of the memory and of its traffic
+    what ranks send each other                          it is m, z, a bias or an operand (sums over sequences are float32)
+    factors of matrix products, parameters too          tensor cores multiply them exactly and sum in float32
+
+    in float32                                          because
+    mean and variance in layer norms                    a variance is a difference of large sums
+    attention logits, their softmax and its gradient    a logit of 10 would be off by 0.03; the gradient is a small difference
+                                                        of large numbers where values or gradients have a common offset
+    sums over rows, sequences and chunks                bf16 loses what is 256 times smaller than the sum
+    structure module                                    bf16 would misplace atoms by 0.1 Å, as in AF2
+    losses, confidence, metrics                         they are sums and logarithms of many small numbers
+    parameters, their gradients, Adam, moving average   an update is far smaller than a weight's rounding in bf16
+
+A GPU's autocast would not do this by itself: it makes layer norms and sums float32, and one float32 factor (a mask) makes a
+product float32. Therefore a mask is cast where it meets an activation, a norm returns the precision of its input, and a sum
+over many numbers is taken in float32 and rounded once.
+
+Without autocast everything is in the precision of the parameters, float64 in tests.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+# Half-precision factors with a float32 result, on GPUs; since torch 2.8.
+_HAS_WIDE_BMM = "dtype" in torch.ops.aten.bmm.overloads()
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """A context in which autocast is off."""
+    return torch.autocast(device.type, enabled=False) if _autocast_is_on(device) else nullcontext()
+
+
+def activation_dtype(like: Tensor) -> torch.dtype:
+    """Precision of m and z in a model with a tensor `like`: autocast's if it is on, otherwise that of `like`."""
+    return torch.get_autocast_dtype(like.device.type) if _autocast_is_on(like.device) else like.dtype
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Precision of sums of such numbers: float32 for half precision, otherwise the same."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def wide_product(a: Float[Tensor, "*batch n k"], b: Float[Tensor, "*batch k m"]) -> Float[Tensor, "*batch n m"]:
+    """a @ b, summed and returned in float32 at least. `b` has the precision of the factors; `a` may be wider.
+
+    A GPU rounds `a` to that precision, for its tensor cores; a CPU multiplies in float32. Not differentiable; call it without
+    autocast.
+    """
+    dtype = wide(b.dtype)
+    if b.dtype == dtype or b.device.type != "cuda" or not _HAS_WIDE_BMM:
+        return a.to(dtype) @ b.to(dtype)
+    batch = a.shape[:-2]
+    a, b = a.to(b.dtype).reshape(-1, *a.shape[-2:]), b.reshape(-1, *b.shape[-2:])
+    return torch.bmm(a, b, out_dtype=dtype).view(*batch, a.shape[-2], b.shape[-1])
+
+
+def _autocast_is_on(device: torch.device) -> bool:
+    # The meta device has no autocast.
+    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)

@@ -1,0 +1,126 @@
+"""What is in half precision and what is not (`evodsp.model.precision`): rounding errors, and what a GPU would keep and send."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import pytest
+import torch
+from torch import Tensor
+
+from evodsp.model.kernels import chunked
+from tests.builders.fake_cuda import Case, Counts, measure
+
+ONE_ROUNDING = 1.9e-3
+"""Relative error of random numbers that are rounded to bf16 once: 1.7e-3 (numbers near 10: 1.8e-3), and a margin."""
+TWO_ROUNDINGS = 2.5e-3
+
+
+def errors(function: Callable[..., Tensor], inputs: list[Tensor], upstream: Tensor) -> list[float]:
+    """Relative errors (norms) in bf16 of the result and of the gradients of `inputs`, against float64 on the same numbers."""
+    found = []
+    for dtype in (torch.float64, torch.bfloat16):
+        leaves = [x.bfloat16().to(dtype).requires_grad_() for x in inputs]
+        out = function(*leaves)
+        found.append([out.detach(), *torch.autograd.grad(out, leaves, upstream.bfloat16().to(dtype))])
+    return [((half.double() - exact).norm() / exact.norm()).item() for exact, half in zip(*found, strict=True)]
+
+
+@pytest.mark.parametrize("keep", [0, 1 << 22])
+@pytest.mark.parametrize("offset", ["none", "values", "gradient"])
+def test_attention_is_rounded_once(offset: str, keep: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches scaled queries, logits, weights, a softmax gradient or sums of the bias gradient that are rounded to bf16.
+
+    With a common offset in values, the softmax gradient is a small difference of large numbers: its error was 30 times larger.
+    """
+    monkeypatch.setattr(chunked, "_KEEP", keep)
+    monkeypatch.setattr(chunked, "_CPU_LOGITS", 1 << 16)  # several chunks
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, gate, upstream = (torch.randn(1, 8, 96, 4, 32, generator=generator) for _ in range(5))
+    v, upstream = v + 10 * (offset == "values"), upstream + 10 * (offset == "gradient")
+    bias, keys = torch.randn(1, 4, 96, 96, generator=generator), torch.ones(1, 8, 96)
+    inputs = [q, k, v, gate, bias]
+    found = errors(lambda q, k, v, gate, bias: chunked.biased_attention(q, k, v, gate, keys, bias), inputs, upstream)
+    assert found.pop(4) < TWO_ROUNDINGS, found  # of the gate: its factor, the result, was rounded before
+    assert max(found) < ONE_ROUNDING, found
+
+
+@pytest.mark.parametrize("chunk", [1, 1 << 21])
+def test_sums_over_chunks_of_the_outer_product_are_not_rounded(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches partial sums in bf16: with a row per chunk the error of gradients was a fourth larger than with one chunk.
+
+    The two roundings are those of the outer product, a factor of the next product, and of the result.
+    """
+    monkeypatch.setattr(chunked, "_CPU_PRODUCTS", chunk)
+    monkeypatch.setattr(chunked, "_KEEP", 0)
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(1, 64, 16, 16, generator=generator) for _ in range(2))
+    weight, upstream = torch.randn(32, 256, generator=generator), torch.randn(1, 16, 16, 32, generator=generator)
+    found = errors(chunked.outer_product, [left, right, weight], upstream)
+    assert max(found) < TWO_ROUNDINGS, found
+
+
+MIB = 2**20
+Stack = Literal["evoformer", "extra_msa"]
+
+
+def stack(what: Stack, ranks: int = 4) -> Counts:
+    """Two blocks at AlphaFold2's initial training sizes under a GPU's autocast, with bf16 representations and float32 masks."""
+    return measure(Case(what=what, sequences=128 if what == "evoformer" else 1024, ranks=ranks, blocks=2))
+
+
+@pytest.mark.parametrize(("ranks", "mib"), [(4, 44), (8, 24)])
+def test_a_block_sends_half_precision(ranks: int, mib: int) -> None:
+    """Catches anything in float32 on the wire: 78 MiB at four ranks were sent where masks made z float32."""
+    counts = stack("evoformer", ranks)
+    assert {entry.element_size for entry in counts.sent} == {2}
+    # The first block: the last one does not switch m back.
+    assert sum(entry.bytes for entry in counts.of("forward")[:12]) == mib * MIB
+    assert sum(entry.bytes for entry in counts.of("backward")[-12:]) == mib * MIB
+
+
+def test_the_extra_msa_stack_sends_half_precision_but_for_its_sums() -> None:
+    """Catches float32 on the wire. Sums over sequences, a few hundred numbers a residue, are float32 as all sums."""
+    sent = stack("extra_msa").sent
+    assert {entry.element_size for entry in sent if entry.kind != "all-reduce"} == {2}
+    assert {entry.element_size for entry in sent if entry.kind == "all-reduce"} == {4}
+    assert sum(entry.bytes for entry in sent if entry.kind == "all-reduce") < 4 * MIB
+
+
+@pytest.mark.parametrize("what", ["evoformer", "extra_msa"])
+def test_representations_stay_in_half_precision(what: Stack) -> None:
+    """Catches a mask, a norm or a count that turns m or z into float32."""
+    assert stack(what).dtypes == {
+        f"blocks.{number}.{part}": ["bfloat16"] * (2 if part == "msa_stack" else 1)
+        for number in range(2)
+        for part in ("msa_stack", "pair_stack")
+    }
+
+
+WHOLE_MODEL = Case(
+    what="model", sequences=8, residues=16, templates=2, dropout=True, recompute=True, cast_once=True
+)  # fmt: skip
+
+
+def test_every_part_of_the_model_keeps_half_precision() -> None:
+    """Catches an embedder, recycling, templates, dropout or a head in float32, and a structure module that is not."""
+    found = dict(measure(WHOLE_MODEL).dtypes)
+    assert found.pop("structure_module") == ["float32"] * 6
+    rows, mask = found.pop("template_torsion_embedder")  # rows of the MSA, and their mask
+    assert (rows, mask) == ("bfloat16", "float32")
+    assert len(found) == 16
+    assert {dtype for part in found.values() for dtype in part} == {"bfloat16"}, found
+
+
+def test_a_step_of_the_model_casts_parameters_in_four_launches() -> None:
+    """Catches a cast of a parameter wherever it is used: 101 launches a block, and more where activations are recomputed."""
+    counts = measure(WHOLE_MODEL)
+    assert (counts.forward.parameter_casts, counts.backward.parameter_casts) == (2, 2)
+
+
+def test_casts_at_the_place_of_use_are_counted() -> None:
+    """Catches a count that sees no casts: without `CastParameters` there are dozens a block."""
+    counts = measure(Case(sequences=8, residues=16))
+    assert counts.forward.parameter_casts > 40
+    assert counts.backward.parameter_casts > 40
