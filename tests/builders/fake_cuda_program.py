@@ -45,7 +45,7 @@ entry counts as one launch that reads its inputs and writes its results once."""
 
 _NO_KERNEL = {
     "empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "detach", "alias", "_unsafe_view", "lift_fresh",
-    "view", "_reshape_alias", "reshape", "resize_", "is_same_size", "set_",
+    "view", "_reshape_alias", "reshape", "resize_", "is_same_size", "set_", "promote_types",
 }  # fmt: skip
 _SILENT = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "prim", "profiler", "rngprims"}
 """Namespaces whose operators are collectives, or launch nothing."""
