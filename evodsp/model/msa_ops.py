@@ -78,11 +78,12 @@ class MSAColumnGlobalAttention(ShardedModule):
         k, v = self.key_value(x).transpose(1, 2).chunk(2, -1)  # each [B, r, s, D]: one head for all queries
         count = (msa_mask if axis == "seq" else mask).sum(1)  # [B, r]
         mean = total.wait() / (count.unsqueeze(-1) + 1e-10)
-        q = self.query(mean).unflatten(-1, (self.heads, -1)) * self.head_width**-0.5  # [B, r, H, D]
-        logits = q @ k.transpose(-1, -2) + mask_bias(mask).transpose(1, 2).unsqueeze(2)  # [B, r, H, s]
+        q = self.query(mean.to(x.dtype)).unflatten(-1, (self.heads, -1)) * self.head_width**-0.5  # [B, r, H, D]
+        keys = mask_bias(mask).transpose(1, 2).unsqueeze(2).to(mean.dtype)
+        logits = q @ k.transpose(-1, -2) + keys  # [B, r, H, s], in float32 at least
         weight = (logits - over_sequences.max(_largest(logits))).exp()
         # Numerator and denominator of the softmax average over sequences, in one sum: [B, r, H, D + 1].
-        sums = over_sequences.start_sum(torch.cat([weight @ v, weight.sum(-1, keepdim=True)], -1))
+        sums = over_sequences.start_sum(torch.cat([weight.to(v.dtype) @ v, weight.sum(-1, keepdim=True)], -1))
         gate = self.gate(x).sigmoid()  # [B, s, r, H D], computed while the sums travel
         numerator, denominator = sums.wait().split((self.head_width, 1), -1)
         return self.output((numerator / denominator).flatten(-2).unsqueeze(1).to(gate.dtype) * gate)

@@ -9,8 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from evodsp.config import ModelConfig
+from evodsp.model.dropout import DropoutKeys
+from evodsp.model.evoformer import EvoformerStack
 from evodsp.model.kernels import chunked
+from evodsp.model.templates import TemplateEmbedder, Templates
+from evodsp.rng import Draws
 from tests.builders.fake_cuda import Case, Counts, measure
+from tests.builders.small_model import config, features
 
 ONE_ROUNDING = 1.9e-3
 """Relative error of random numbers that are rounded to bf16 once: 1.7e-3 (numbers near 10: 1.8e-3), and a margin."""
@@ -59,6 +65,31 @@ def test_sums_over_chunks_of_the_outer_product_are_not_rounded(chunk: int, monke
     weight, upstream = torch.randn(32, 256, generator=generator), torch.randn(1, 16, 16, 32, generator=generator)
     found = errors(chunked.outer_product, [left, right, weight], upstream)
     assert max(found) < TWO_ROUNDINGS, found
+
+
+@pytest.mark.parametrize("extra", [False, True])
+def test_a_stack_of_half_precision_runs_without_autocast(extra: bool) -> None:
+    """Catches a float32 mask, sum or softmax whose result reaches a linear layer: an error here, and with autocast a tensor of
+    twice the size."""
+    sizes = ModelConfig.preset("test")
+    c_m, c_z = sizes.channels.msa, sizes.channels.pair
+    module = EvoformerStack(c_m, c_z, sizes.extra_msa if extra else sizes.evoformer, extra).bfloat16()
+    m, z = (torch.randn(1, 5, 7, c_m), torch.randn(1, 7, 7, c_z))
+    keys = DropoutKeys.of(module.dropout_streams([Draws.root(0)]))
+    m, z = module(m.bfloat16(), z.bfloat16(), torch.ones(1, 5, 7), torch.ones(1, 7, 7), keys)
+    assert m.dtype == z.dtype == torch.bfloat16
+    (m.sum() + z.sum()).backward()
+
+
+def test_templates_of_half_precision_run_without_autocast() -> None:
+    """Catches a float32 softmax whose product with the values reaches a linear layer."""
+    sizes = config()
+    module = TemplateEmbedder(sizes.channels.pair, sizes.templates).bfloat16()
+    batch = {name: x[:, 0].float() if x.is_floating_point() else x[:, 0] for name, x in features(1).items()}
+    residues = batch["aatype"].shape[1]
+    z = torch.randn(1, residues, residues, sizes.channels.pair).bfloat16()
+    update = module(z, Templates.from_features(batch), torch.ones(1, residues, residues))
+    assert update.dtype == torch.bfloat16
 
 
 MIB = 2**20
