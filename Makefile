@@ -22,13 +22,14 @@ COMPARE = $(if $(OPENFOLD),OPENFOLD_SOURCE=$(OPENFOLD)) $(BIN)/python -m scripts
 DOCS_READY   := $(VENV)/.ready-docs
 COMPAT_READY := $(VENV)/.ready-compat
 
-.PHONY: help venv demo test verify parity docs docs-serve wheel lint format clean
+.PHONY: help venv demo test verify parity bench docs docs-serve wheel lint format clean
 
 help:
 	@echo "make demo    train a small model on the bundled families, predict held-out members, show the result"
 	@echo "make test    all tests (8 minutes on two idle cores)"
 	@echo "make verify  long sweeps (under 60 minutes); SHARE='--rotate WORD --budget-minutes 8' runs a part of them"
 	@echo "make parity  compare live with DeepMind's JAX code, on random weights (SEED=0; OPENFOLD=DIR: with OpenFold too)"
+	@echo "make bench   time and memory of the stacks against the formulas written out (20 minutes; wants an idle machine)"
 	@echo "make docs    build the documentation into site/ (make docs-serve shows it while you write)"
 	@echo "make wheel   build dist/evodsp-<version>-py3-none-any.whl"
 	@echo "make lint    ruff and mypy"
@@ -78,6 +79,9 @@ $(OPENFOLD_READY): scripts/parity/openfold_requirements.txt | $(READY)
 parity: $(READY) $(PARITY_READY) $(if $(OPENFOLD),$(OPENFOLD_READY))
 	$(COMPARE) --model model_1_ptm
 	$(COMPARE) --model model_5_ptm --fused
+
+bench: $(READY)
+	$(BIN)/python -m scripts.benchmarks.bench --output scripts/benchmarks/results/bench.csv
 
 $(DOCS_READY): $(READY) pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
