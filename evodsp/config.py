@@ -403,6 +403,8 @@ class KernelsConfig:
     """Implementation of attention without a pair bias (MSA columns); null: kernels.backend."""
     biased_attention: str | None = None
     """Implementation of attention with a pair bias (MSA rows, triangles); null: kernels.backend."""
+    dropout_add: str | None = None
+    """Implementation of residual sums with dropout; null: kernels.backend."""
     gated_projection: str | None = None
     """Implementation of the gated projections of triangle multiplication; null: kernels.backend."""
     layer_norm: str | None = None

@@ -19,6 +19,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from evodsp.model.kernels.dropout import draw_masks, dropout_add
+from evodsp.model.kernels.registry import Kernels
 from evodsp.model.primitives import ShardedModule
 from evodsp.parallel.layout import DIMENSION, Axis
 from evodsp.rng import Draws
@@ -30,7 +31,7 @@ Streams = dict[Path, list[Draws]]
 """The random streams of a module's dropout layers, one per entry of the batch."""
 
 Masks = Mapping[str, Tensor] | None
-"""The masks of a block's layers by name, each [B, e], or None: no dropout."""
+"""The masks of a block's layers by name, each [B, e], or the keys [B] to draw them from; None: no dropout."""
 
 
 class DropoutKeys:
@@ -101,7 +102,9 @@ class Dropout(ShardedModule):
             return x + update
         begin = self.exchange.owned(total_sizes[DIMENSION[axis] - 1]).start
         offsets = (begin, 0) if DIMENSION[axis] == 1 else (0, begin)
-        return dropout_add(x, update, masks[self.layer], self.rate, offsets, total_sizes, DIMENSION[self.shared_axis])
+        return self.kernels.dropout_add(
+            x, update, masks[self.layer], self.rate, offsets, total_sizes, DIMENSION[self.shared_axis]
+        )
 
 
 @runtime_checkable
@@ -122,8 +125,8 @@ def block_streams(blocks: Iterable[BlockWithDropout], draws: Sequence[Draws]) ->
     return streams
 
 
-def draw_blocks(blocks: Iterable[BlockWithDropout], keys: DropoutKeys, residues: int) -> list[Masks]:
-    """The masks of each block of a stack, drawn together.
+def draw_blocks(blocks: Iterable[BlockWithDropout], keys: DropoutKeys, residues: int, kernels: Kernels) -> list[Masks]:
+    """The masks of each block of a stack, drawn together; or their keys, if `kernels` draws where it adds.
 
     `residues`: size of the axis of residues. Every mask has one entry for each residue and channel: along sequences, or along
     the other axis of the pair representation, it is constant.
@@ -138,7 +141,9 @@ def draw_blocks(blocks: Iterable[BlockWithDropout], keys: DropoutKeys, residues:
             if dropout.rate > 0.0:
                 alike.setdefault((dropout.channels, dropout.rate), []).append((number, dropout.layer))
     for (channels, rate), places in alike.items():
-        drawn = draw_masks(keys.stack([("block", *place) for place in places]), residues * channels, rate)
+        drawn = keys.stack([("block", *place) for place in places])
+        if kernels.dropout_add is dropout_add:  # every other one wants keys
+            drawn = draw_masks(drawn, residues * channels, rate)
         for (number, layer), mask in zip(places, drawn.unbind(), strict=True):
             masks[number][layer] = mask
     return list(masks)

@@ -187,7 +187,7 @@ class EvoformerStack(ShardedModule):
         keys: DropoutKeys = NO_DROPOUT,
     ) -> tuple[Float[Tensor, "B _ _ c_m"], Float[Tensor, "B I j c_z"]]:
         """m on S and z on J in; z on J and m on R out (of the extra-MSA stack: on S). `keys`: of `dropout_streams`."""
-        masks = draw_blocks(self.blocks, keys, residues=msa_mask.shape[2])
+        masks = draw_blocks(self.blocks, keys, residues=msa_mask.shape[2], kernels=self.kernels)
         recompute = self.checkpoint and torch.is_grad_enabled()
         arriving: Pending = Ready(m)
         for number in range(len(self.blocks) + 1):

@@ -6,8 +6,9 @@ that axis; on one device it is the whole axis. Masks are whole on every rank.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -83,7 +84,24 @@ class TriangleMultiplication(ShardedModule):
 
     def _product(self, a: Float[Tensor, "B c _ _"], b: Float[Tensor, "B c _ _"]) -> Float[Tensor, "B _ _ c"]:
         """Sum over the third residue k, separately in each channel: a_ik b_jk (outgoing) or a_kj b_ki (incoming)."""
-        return _channels_last(a @ b.transpose(-1, -2) if self.edges == "outgoing" else b.transpose(-1, -2) @ a)
+        product = a @ b.transpose(-1, -2) if self.edges == "outgoing" else b.transpose(-1, -2) @ a
+        return _channels_last(_ContiguousGradient.apply(product))
+
+
+class _ContiguousGradient(torch.autograd.Function):
+    """The identity, whose gradient is laid out afresh.
+
+    The gradient of the product comes with channels last. The two batched products that it goes into would each copy it; on a
+    CPU they would copy matrix by matrix and multiply one after another, which takes several times as long.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.contiguous()
 
 
 def _channels_last(x: Float[Tensor, "B c _ _"]) -> Float[Tensor, "B _ _ c"]:

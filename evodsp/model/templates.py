@@ -26,7 +26,7 @@ from evodsp.model.embedders import distance_one_hot, squared_edges
 from evodsp.model.kernels.reference import mask_bias
 from evodsp.model.pair_ops import TriangleAttention, TriangleMultiplication
 from evodsp.model.precision import wide
-from evodsp.model.primitives import LayerNorm, Linear, ShardedModule, Transition
+from evodsp.model.primitives import Computed, LayerNorm, Linear, ShardedModule, Transition
 from evodsp.model.sharded import Sharded
 from evodsp.parallel.layout import Axis
 from evodsp.rng import Draws
@@ -106,7 +106,7 @@ class TemplatePairBlock(ShardedModule):
         return pair.x
 
 
-class TemplatePairStack(nn.Module):
+class TemplatePairStack(Computed):
     """Template pair stack (algorithm 16), without its last layer norm; templates do not see each other. t on I in, on J out."""
 
     def __init__(self, config: TemplateConfig) -> None:
@@ -125,7 +125,7 @@ class TemplatePairStack(nn.Module):
     ) -> TemplatePair:
         """`keys`: of `dropout_streams`."""
         recompute = self.checkpoint and t.requires_grad
-        masks = draw_blocks(self.blocks, keys, residues=pair_mask.shape[1])
+        masks = draw_blocks(self.blocks, keys, residues=pair_mask.shape[1], kernels=self.kernels)
         for block, own in zip(self.blocks, masks, strict=True):
             t = checkpoint(block, t, pair_mask, own, use_reentrant=False) if recompute else block(t, pair_mask, own)
         return t

@@ -33,6 +33,8 @@ class ExponentialMovingAverage(Callback):
             raise UserError(f"model.ema_decay is {decay}, but must be at least 0 and below 1 (or null for no average)")
         self.decay = decay
         self._average: dict[str, Tensor] = {}
+        self._pairs: list[tuple[Tensor, Tensor]] = []
+        """Each average and its parameter."""
         self._loaded: Mapping[str, Tensor] | None = None
         self._updates = 0
         self._in_model = False
@@ -50,26 +52,27 @@ class ExponentialMovingAverage(Callback):
         # Not in `setup`: the weights are restored and on their device only now.
         source = self._loaded or {}
         with torch.no_grad():
+            weights = dict(pl_module.named_parameters())
             self._average = {
                 name: parameter.detach().clone().copy_(shard_like(source[name], parameter))
                 if name in source
                 else parameter.detach().clone()
-                for name, parameter in pl_module.named_parameters()
+                for name, parameter in weights.items()
             }
+            # Listed once: walking through the modules takes longer than the update of a small model.
+            self._pairs = [(self._average[name], weight) for name, weight in weights.items()]
         self._loaded = None
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         if trainer.global_step > self._updates:  # only after an optimizer step, not after each accumulated batch
             self._updates = trainer.global_step
-            self.update(pl_module)
+            self.update()
 
     @torch.no_grad()
-    def update(self, module: nn.Module) -> None:
+    def update(self) -> None:
         """average <- decay * average + (1 - decay) * weights."""
-        weights = dict(module.named_parameters())
-        averages = [local(average) for average in self._average.values()]
-        current = [local(weights[name].detach()) for name in self._average]
-        torch._foreach_lerp_(averages, current, 1 - decay_at(self._updates, self.decay))
+        averages, weights = ([local(pair[part]) for pair in self._pairs] for part in (0, 1))
+        torch._foreach_lerp_(averages, weights, 1 - decay_at(self._updates, self.decay))
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._swap(pl_module)

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 from evodsp.config import EvoformerConfig
 from evodsp.model.dropout import NO_DROPOUT, DropoutKeys, Streams, block_streams, draw_blocks
 from evodsp.model.evoformer import PairMask, PairStack
-from evodsp.model.primitives import use_exchange
+from evodsp.model.primitives import Computed, use_exchange
 from evodsp.model.schedule import DAP, CommunicationPlan
 from evodsp.parallel.exchange import Exchange
 from evodsp.parallel.layout import Axis
@@ -68,7 +68,7 @@ FOLD_CP = Method("Fold-CP 1d")
 FOLD_CP_PROJECTIONS = Method("Fold-CP 1d, q k v", ending="qkv")
 
 
-class PairStacks(nn.Module):
+class PairStacks(Computed):
     """The pair stacks of consecutive blocks, without their MSA halves."""
 
     def __init__(self, blocks: Sequence[PairStack], recompute: bool, contexts: Contexts) -> None:
@@ -85,7 +85,9 @@ class PairStacks(nn.Module):
         self, z: Float[Tensor, "B n1 n2 c"], pair_mask: PairMask, keys: DropoutKeys = NO_DROPOUT
     ) -> Float[Tensor, "B n1 n2 c"]:
         """z on the method's axis in and out. `keys`: of `dropout_streams`."""
-        for block, masks in zip(self.blocks, draw_blocks(self.blocks, keys, pair_mask.shape[1]), strict=True):
+        for block, masks in zip(
+            self.blocks, draw_blocks(self.blocks, keys, pair_mask.shape[1], self.kernels), strict=True
+        ):
             arguments = (z, pair_mask, masks)
             if self.recompute:
                 z = checkpoint(block, *arguments, use_reentrant=False, context_fn=self.contexts)

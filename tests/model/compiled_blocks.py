@@ -19,7 +19,7 @@ from tests.builders.small_stack import RESIDUES, small_stack, streams
 def own_masks(stack: EvoformerStack, number: int, keys: DropoutKeys, leaf: str) -> Masks:
     """What block `number` gets: its masks, or the keys to draw them from."""
     if leaf == "masks":
-        return draw_blocks(stack.blocks, keys, RESIDUES)[number]
+        return draw_blocks(stack.blocks, keys, RESIDUES, stack.kernels)[number]
     return {d.layer: keys.stack([("block", number, d.layer)])[0] for d in stack.blocks[number].dropouts}
 
 

@@ -13,7 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from evodsp.model.dropout import NO_DROPOUT, Dropout, DropoutKeys, block_streams
 from evodsp.model.kernels import dropout as kernels
+from evodsp.model.kernels import reference
 from evodsp.model.kernels.dropout import draw_masks, dropout_add
+from evodsp.model.kernels.registry import Kernels
+from evodsp.model.primitives import use_kernels
 from evodsp.rng import Draws
 from tests.builders.small_stack import small_stack, streams
 
@@ -81,10 +84,28 @@ def test_a_shard_has_its_part_of_the_whole_mask(shared_dim: int) -> None:
     masks = draw_masks(keys[None], (5 if shared_dim == 2 else 7) * 3, 0.25)[0]
     for first, second in ((slice(2, 4), slice(0, 7)), (slice(0, 5), slice(3, 7)), (slice(5, 5), slice(0, 7))):
         part = (slice(None), first, second)
+        offsets = (first.start, second.start)
         for drawn in (keys, masks):
-            offsets = (first.start, second.start)
             found = dropout_add(x[part], update[part], drawn, 0.25, offsets, (5, 7), shared_dim)
             assert torch.equal(found, whole[part])
+        formula = reference.dropout_add(x[part], update[part], keys, 0.25, offsets, (5, 7), shared_dim)
+        torch.testing.assert_close(formula, whole[part])
+
+
+def test_a_backend_that_draws_where_it_adds() -> None:
+    """Catches keys or masks that reach a backend in another order, and a backend that is not asked."""
+    stack, inputs = small_stack(2)
+    keys = DropoutKeys.of(stack.dropout_streams(streams(0)))
+    expected = stack(*inputs, keys)
+    asked = [0]
+
+    def counted(*arguments: Any) -> Tensor:
+        asked[0] += 1
+        return reference.dropout_add(*arguments)
+
+    use_kernels(stack, Kernels(dropout_add=counted))
+    torch.testing.assert_close(stack(*inputs, keys), expected)
+    assert asked == [10]
 
 
 def test_keys_that_are_overwritten_draw_anew() -> None:

@@ -19,10 +19,19 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from evodsp.model.kernels.dropout import dropout_add
 from evodsp.model.kernels.reference import layer_norm, mask_bias
 from evodsp.model.precision import activation_dtype, wide, wide_product, without_autocast
 
-__all__ = ["attention", "biased_attention", "gated_projection", "layer_norm", "outer_product", "transition"]
+__all__ = [
+    "attention",
+    "biased_attention",
+    "dropout_add",
+    "gated_projection",
+    "layer_norm",
+    "outer_product",
+    "transition",
+]
 
 # Numbers per chunk, of logits and of outer products: about a core's cache, or enough to fill a GPU.
 _CPU_LOGITS, _GPU_LOGITS = 1 << 18, 1 << 26

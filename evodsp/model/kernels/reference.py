@@ -3,15 +3,19 @@
 They are written for reading, not for speed: autograd differentiates them, and nothing is computed piece by piece.
 
 Shape legend: B batch, N rows of the outer axis (each attends within itself), H heads, Q queries, K keys, D head width, I J
-residues of a pair, S sequences, c channels of an operand, z channels of the result.
+residues of a pair, S sequences, n1 n2 axes of a shard of a representation, c channels of an operand, z channels of the result.
 """
 
 from __future__ import annotations
 
+import math
+
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 from torch import Tensor
 from torch.nn import functional as F
+
+from evodsp.rng import key_words, philox4x32
 
 # Added to a logit, this removes its key from the softmax. If all keys are masked, the weights are uniform, as in AF2.
 MASKED = -1e9
@@ -49,6 +53,32 @@ def biased_attention(
 def _attended(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
     logits = torch.einsum("bnqhd,bnkhd->bnhqk", q, k) * q.shape[-1] ** -0.5 + bias
     return torch.einsum("bnhqk,bnkhd->bnqhd", logits.softmax(-1), v)
+
+
+def dropout_add(
+    x: Float[Tensor, "B n1 n2 c"],
+    update: Float[Tensor, "B n1 n2 c"],
+    keys: Int64[Tensor, " B"],
+    rate: float,
+    offsets: tuple[int, int],
+    whole: tuple[int, int],
+    shared_dim: int,
+) -> Float[Tensor, "B n1 n2 c"]:
+    """x + update * keep / (1 - rate), scaled and added in fp32 at least, in the dtype of x (supplement 1.11.6).
+
+    Kept are the positions whose uniform number (`Draws.uniform_at`) is at least the rate. Positions are counted in the mask of
+    the WHOLE representation, which is constant along `shared_dim` (1 or 2). `whole`: sizes of axes 1 and 2 over all shards;
+    `offsets`: where this shard begins. `keys`: of each sample's stream (`Draws.signed_key`).
+    """
+    sizes = [*whole, x.shape[-1]]
+    sizes[shared_dim - 1] = 1
+    positions = torch.arange(math.prod(sizes), device=x.device)
+    words = philox4x32((positions, 0, 0, 0), key_words(keys.unsqueeze(-1)))[0]
+    keep = ((words >> 8) * (1.0 / (1 << 24)) >= rate).view(-1, *sizes)
+    other = 3 - shared_dim
+    keep = keep.narrow(other, offsets[other - 1], x.shape[other])
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return (x.to(wide) + update.to(wide) * keep / (1.0 - rate)).to(x.dtype)
 
 
 def gated_projection(

@@ -29,6 +29,7 @@ class Kernels:
 
     attention: Operator = chunked.attention
     biased_attention: Operator = chunked.biased_attention
+    dropout_add: Operator = chunked.dropout_add
     gated_projection: Operator = chunked.gated_projection
     layer_norm: Operator = chunked.layer_norm
     outer_product: Operator = chunked.outer_product

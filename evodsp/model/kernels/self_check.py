@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +29,8 @@ def problem_of(
     except Exception as error:
         return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
     wide = torch.promote_types(dtype, torch.float32)
-    expected = _results(operator, getattr(reference, operator), [x.to(wide) for x in inputs], gradients)
+    exact = [x.to(wide) if x.is_floating_point() else x for x in inputs]
+    expected = _results(operator, getattr(reference, operator), exact, gradients)
     wanted = [n for n in range(len(inputs)) if n != MASKS.get(operator)]
     names = ["the result", *(f"the gradient of argument {n + 1}" for n in wanted)]
     for name, x, y in zip(names, found, expected, strict=False):  # without gradients, only the result
@@ -40,8 +42,13 @@ def problem_of(
     return ""
 
 
-MASKS = {"attention": 4, "biased_attention": 4, "gated_projection": 1}
-"""Number of the argument that is a mask and gets no gradient."""
+MASKS = {"attention": 4, "biased_attention": 4, "dropout_add": 2, "gated_projection": 1}
+"""Number of the argument that is a mask, or keys to draw it from, and gets no gradient."""
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "dropout_add": {"rate": 0.25, "offsets": (2, 0), "whole": (9, 7), "shared_dim": 2},
+}
+"""Arguments besides tensors."""
 
 
 def examples(operator: str, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
@@ -51,6 +58,9 @@ def examples(operator: str, device: torch.device, dtype: torch.dtype) -> list[Te
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).to(device, dtype)
 
+    if operator == "dropout_add":
+        keys = torch.tensor([0x0123456789ABCDEF, -0x0123456789ABCDEF], device=device)  # the words of a key differ
+        return [random(2, 5, 7, 12), random(2, 5, 7, 12), keys]
     if operator == "gated_projection":
         mask = (random(2, 5, 7) > -1).to(dtype)
         return [random(2, 5, 7, 9), mask, random(12, 9), random(12), random(12, 9), random(12)]
@@ -75,7 +85,7 @@ def examples(operator: str, device: torch.device, dtype: torch.dtype) -> list[Te
 def _results(operator: str, function: Callable[..., Tensor], inputs: list[Tensor], gradients: bool) -> list[Tensor]:
     """The output and, with `gradients`, those of all inputs but the mask."""
     arguments = [x.detach().requires_grad_(gradients and n != MASKS.get(operator)) for n, x in enumerate(inputs)]
-    output = function(*arguments)
+    output = function(*arguments, **SETTINGS.get(operator, {}))
     if not gradients:
         return [output]
     weights = torch.linspace(-1, 2, output.numel(), device=output.device).to(output.dtype).view(output.shape)

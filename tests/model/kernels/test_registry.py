@@ -43,6 +43,7 @@ def test_backends_by_name() -> None:
     assert names == {
         "attention": "sdpa",
         "biased_attention": "reference",
+        "dropout_add": "reference",
         "gated_projection": "reference",
         "layer_norm": "reference",
         "outer_product": "chunked",
