@@ -132,7 +132,8 @@ class TrainingModule(LightningModule):
         if not torch.isfinite(means["loss"]):
             self._raise_not_finite(local["loss"], means["loss"])
         # Lightning keeps a metric object for each name, which takes longer than many a layer; loggers see every n-th step only.
-        if (self.trainer.global_step + 1) % self.trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
+        every = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if every and (self.trainer.global_step + 1) % every == 0:
             self.log("train/loss", means.pop("loss"), prog_bar=True)
             self.log_dict({f"train/{name}": value for name, value in means.items() if name != "total"})
             self.log("train/lr", optimizer.param_groups[0]["lr"])
