@@ -16,9 +16,9 @@ class HostWaits(TorchDispatchMode):
     """Lists the operators that make the host wait, as 'operator file:line' of the package's innermost frames.
 
     They are copies between host and device (also with `non_blocking`, which needs pinned memory to mean anything), `item`,
-    `tolist`, `if` and `float` of a device tensor, and operators on the device that take an array from the host. All of these pass
-    the dispatcher for a meta tensor, while on a CPU tensor `tolist` and `cpu` do not. Values that are read are ones. Numbers of a
-    Python list (`x[[0, 1]]`, `x.new_tensor([1.0])`) are found before the dispatcher, which gets them as a finished tensor.
+    `tolist`, `if` and `float` of a device tensor, and operators on the device that take an array from the host. All of these
+    pass the dispatcher for a meta tensor, while on a CPU tensor `tolist` and `cpu` do not. Values that are read are ones. Lists
+    of numbers (`x[[0, 1]]`, `x.new_tensor([1.0])`) are found before the dispatcher, which gets them as a finished tensor.
 
     Operators whose result size depends on data (`nonzero`, a boolean index) need no entry: the meta device refuses them.
     """
