@@ -403,10 +403,12 @@ class KernelsConfig:
     """Implementation of attention without a pair bias (MSA columns); null: kernels.backend."""
     biased_attention: str | None = None
     """Implementation of attention with a pair bias (MSA rows, triangles); null: kernels.backend."""
-    gated_operands: str | None = None
-    """Implementation of the gated operands of triangle multiplication; null: kernels.backend."""
+    gated_projection: str | None = None
+    """Implementation of the gated projections of triangle multiplication; null: kernels.backend."""
     outer_product: str | None = None
     """Implementation of the outer product mean; null: kernels.backend."""
+    transition: str | None = None
+    """Implementation of the two-layer perceptrons; null: kernels.backend."""
 
 
 @dataclass(frozen=True)

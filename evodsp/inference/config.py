@@ -7,9 +7,10 @@ from datetime import date
 from pathlib import Path
 from typing import Literal
 
-from evodsp.config import COUNT, SIZE, check_numbers, check_preset
+from evodsp.config import COUNT, SIZE, KernelsConfig, check_numbers, check_preset
 from evodsp.data.templates.dates import parse_latest_date
 from evodsp.errors import UserError
+from evodsp.model.kernels.backends import check_names
 from evodsp.model.schedule import CommunicationPlan
 from evodsp.parallel.config import SequenceConfig
 
@@ -66,6 +67,8 @@ class PredictConfig:
     """Spread one structure over several ranks."""
     plan: CommunicationPlan = field(default_factory=CommunicationPlan)
     """How the ranks communicate."""
+    kernels: KernelsConfig = field(default_factory=KernelsConfig)
+    """Which implementation each operator of the model uses."""
 
     def __post_init__(self) -> None:
         ranges = {
@@ -83,6 +86,7 @@ class PredictConfig:
                 raise UserError(f"--{name} is given without --templates; add the folder of template structures")
         _ = self.latest_template
         check_preset(self.preset)
+        check_names(self.kernels)
         if self.format not in ("cif", "pdb"):
             raise UserError(f"--format is '{self.format}', but must be 'cif' or 'pdb'")
         if self.parallel.sequence > 1 and ":" in self.device:

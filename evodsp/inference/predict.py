@@ -33,8 +33,9 @@ from evodsp.inference.writers import AlignedError, PredictedStructure
 from evodsp.launch.consensus import all_of, check_same, from_first, on_first, tensors_from_first
 from evodsp.model.alphafold import AlphaFold
 from evodsp.model.confidence import compute_pae, compute_plddt, compute_ptm, highest_pae
+from evodsp.model.kernels.registry import choose, summary
 from evodsp.model.outputs import ModelOutput
-from evodsp.model.primitives import use_exchange
+from evodsp.model.primitives import use_exchange, use_kernels
 from evodsp.output import check_output_folder
 from evodsp.parallel.exchange import ShardedExchange
 from evodsp.parallel.group import Group
@@ -117,6 +118,10 @@ def predict(config: PredictConfig, report: Report = print, group: Group | None =
         model = model.to(device).eval()
         if group is not None:
             use_exchange(model, ShardedExchange(group), config.plan)
+        kernels, choices = choose(config.kernels, device, torch.float32, gradients=False)
+        use_kernels(model, kernels)
+        for line in summary(choices, device):
+            report(line)
 
     report(sizes_line(features, work.trained, config.ensembles))
     complete: list[PredictionResult] = []

@@ -49,9 +49,10 @@ class TriangleMultiplication(ShardedModule):
         """
         x = self.norm(z)
         mask = self.exchange.shard(pair_mask, axis)
+        values, gates = self.projection, self.projection_gate
         # The operands get no name here, so that they are freed once they have been sent.
         product = self.multiply(
-            self.kernels.gated_operands(self.projection(x), self.projection_gate(x), mask),
+            self.kernels.gated_projection(x, mask, values.weight, values.bias, gates.weight, gates.bias),
             axis,
             result_axis or axis,
             pair_mask.shape[1],

@@ -168,7 +168,7 @@ class GatedAttention(Computed):
         return self.output(o.flatten(-2))
 
 
-class Transition(nn.Module):
+class Transition(Computed):
     """Two-layer perceptron (algorithms 9 and 15)."""
 
     def __init__(self, channels: int, factor: int) -> None:
@@ -178,7 +178,8 @@ class Transition(nn.Module):
         self.narrow = Linear(factor * channels, channels, init="final")
 
     def forward(self, x: Float[Tensor, "*batch c"]) -> Float[Tensor, "*batch c"]:
-        return self.narrow(self.widen(self.norm(x)).relu())
+        widen, narrow = self.widen, self.narrow
+        return self.kernels.transition(self.norm(x), widen.weight, widen.bias, narrow.weight, narrow.bias)
 
 
 class Dropout(ShardedModule):

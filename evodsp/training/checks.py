@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
-from evodsp.config import COUNT, SIZE, ModelConfig, check_numbers
+from evodsp.config import COUNT, SIZE, KernelsConfig, ModelConfig, check_numbers
 from evodsp.data.features import check_config
 from evodsp.errors import UserError
 from evodsp.launch import process_group
+from evodsp.model.kernels.backends import check_names
 from evodsp.model.schedule import CommunicationPlan
 from evodsp.output import check_output_folder
 from evodsp.parallel.config import ParallelConfig
@@ -38,6 +39,7 @@ class Settings:
     data: DataConfig
     parallel: ParallelConfig
     plan: CommunicationPlan
+    kernels: KernelsConfig
     trainer: dict[str, Any]
     """Options of Lightning's Trainer."""
 
@@ -45,7 +47,13 @@ class Settings:
     def of(cls, options: Any) -> Settings:
         """From the parser's namespace of instantiated options."""
         return cls(
-            run_config(options), options.model, options.data, options.parallel, options.plan, dict(options.trainer)
+            run_config(options),
+            options.model,
+            options.data,
+            options.parallel,
+            options.plan,
+            options.kernels,
+            dict(options.trainer),
         )
 
     @property
@@ -86,6 +94,7 @@ def check_run(command: Command, settings: Settings) -> CheckedRun:
     check_config(data.validation, "data.validation.")
     check_numbers(settings.trainer, TRAINER_RANGES, "trainer.")
     check_clipping(parallel, model, settings.trainer)
+    check_names(settings.kernels)
     ranks = count_ranks(settings.trainer, parallel)
     check_training_sizes(parallel, data)
     folder = RunFolder(Path(settings.run.output))

@@ -11,12 +11,14 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from evodsp import metrics
-from evodsp.config import FeatureConfig
+from evodsp.config import FeatureConfig, KernelsConfig
 from evodsp.errors import UserError
 from evodsp.geometry.residues import CA
 from evodsp.losses.total import total_loss
 from evodsp.model.alphafold import AlphaFold
+from evodsp.model.kernels.registry import choose, summary
 from evodsp.model.outputs import ModelOutput
+from evodsp.model.primitives import use_kernels
 from evodsp.rng import Draws
 from evodsp.training.checkpointing import recount_batches
 from evodsp.training.config import TrainingConfig
@@ -59,10 +61,14 @@ class TrainingModule(LightningModule):
         seed: int = 0,
         features: FeatureConfig | None = None,
         world: World | None = None,
+        kernels: KernelsConfig | None = None,
     ) -> None:
-        """`features`: sizes of the validation features, saved in checkpoints for prediction. `world`: None for one process."""
+        """`features`: sizes of the validation features, saved in checkpoints for prediction. `world`: None for one process.
+        `kernels`: which implementations of the operators to use; None: the defaults.
+        """
         super().__init__()
         self.config, self.features, self.world = config, features, world or World()
+        self._kernels = kernels or KernelsConfig()
         self.model = AlphaFold(config.model_config())
         self.chain_names: dict[str, list[str]] = {}
         """Names of the validation ("val") and test chains by sample index, where known."""
@@ -73,6 +79,18 @@ class TrainingModule(LightningModule):
         self._step: list[dict[str, Tensor]] = []
         self._step_samples: list[int] = []
         """Losses and sample indices of the batches of this optimizer step."""
+
+    def setup(self, stage: str) -> None:
+        """Choose the implementations of the operators for this run's device and precision."""
+        device = self.trainer.strategy.root_device
+        precision = str(self.trainer.precision)
+        dtype = (
+            torch.bfloat16 if "bf16" in precision else torch.float64 if precision.startswith("64") else torch.float32
+        )
+        kernels, choices = choose(self._kernels, device, dtype)
+        use_kernels(self.model, kernels)
+        if self.trainer.is_global_zero:
+            print("\n".join(summary(choices, device)))
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         draws = [self._dropout.at(index) for index in batch["sample_index"].tolist()]

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from jsonargparse import ActionConfigFile
 
 from evodsp.argument_parser import OneLineErrors, leaves
-from evodsp.config import PRESETS, ModelConfig
+from evodsp.config import PRESETS, KernelsConfig, ModelConfig
 from evodsp.errors import UserError, nearest
 from evodsp.model.schedule import CommunicationPlan
 from evodsp.parallel.config import ParallelConfig
@@ -115,6 +115,7 @@ def add_arguments(parser: Any) -> None:
     parser.add_class_arguments(DataConfig, "data")
     parser.add_class_arguments(ParallelConfig, "parallel")
     parser.add_class_arguments(CommunicationPlan, "plan")
+    parser.add_class_arguments(KernelsConfig, "kernels")
 
 
 def print_help(command: Command) -> None:

@@ -160,12 +160,18 @@ def watch(handle: Any, plan: CommunicationPlan) -> tuple[list[str], list[str]]:
     return sorted(watcher.found), [name for name, x in with_parameters.items() if x not in watcher.modules]
 
 
+USED_BY_PARENTS = (
+    "relative_position", "outer_product_mean.output", ".projection", ".projection_gate", "transition.widen",
+    "transition.narrow",
+)  # fmt: skip
+
+
 def test_nothing_large_is_ever_whole(pool: RankPool) -> None:
     """Catches a gathered representation anywhere: relative positions, recycling, templates, heads, losses, gradients."""
     for found, unseen in pool.run(RANKS, watch, CommunicationPlan()):
         assert not found, "\n".join(found)
         # The parent modules use the parameters of these directly, and the parents' tensors are checked.
-        assert all(name.endswith(("relative_position", "outer_product_mean.output")) for name in unseen), unseen
+        assert all(name.endswith(USED_BY_PARENTS) for name in unseen), unseen
 
 
 def test_what_dap_gathers_is_found(pool: RankPool) -> None:

@@ -21,11 +21,13 @@ from torch.autograd.function import once_differentiable
 
 from evodsp.model.kernels.reference import layer_norm, mask_bias
 
-__all__ = ["attention", "biased_attention", "gated_operands", "layer_norm", "outer_product"]
+__all__ = ["attention", "biased_attention", "gated_projection", "layer_norm", "outer_product", "transition"]
 
 # Numbers per chunk, of logits and of outer products: about a core's cache, or enough to fill a GPU.
 _CPU_LOGITS, _GPU_LOGITS = 1 << 18, 1 << 26
 _CPU_PRODUCTS, _GPU_PRODUCTS = 1 << 21, 1 << 27
+# Of the hidden layer of transitions, and of projections.
+_CPU_HIDDEN, _GPU_HIDDEN = 1 << 19, 1 << 27
 # Up to this many logits or products are kept for the backward pass: recomputing so few would cost more time than the memory is
 # worth.
 _KEEP = 1 << 22
@@ -54,27 +56,53 @@ def biased_attention(
     return _Attention.apply(q, k, v, gate, keys, pair_bias)
 
 
-def gated_operands(
-    values: Float[Tensor, "B I J cc"], gates: Float[Tensor, "B I J cc"], mask: Float[Tensor, "B I J"]
+def gated_projection(
+    x: Float[Tensor, "B I J c_z"],
+    mask: Float[Tensor, "B I J"],
+    weight: Float[Tensor, "cc c_z"],
+    bias: Float[Tensor, " cc"],
+    gate_weight: Float[Tensor, "cc c_z"],
+    gate_bias: Float[Tensor, " cc"],
 ) -> Float[Tensor, "2 B c I J"]:
-    """Both operands of triangle multiplication, channels first. Only the inputs are kept for the backward pass."""
-    return _GatedOperands.apply(values, gates, mask)
+    """Both operands of triangle multiplication, channels first. Values and gates are computed again in the backward pass."""
+    return _GatedProjection.apply(*_cast(x, mask, weight, bias, gate_weight, gate_bias))
+
+
+def transition(
+    x: Float[Tensor, "*batch c"],
+    widen: Float[Tensor, "h c"],
+    widen_bias: Float[Tensor, " h"],
+    narrow: Float[Tensor, "c h"],
+    narrow_bias: Float[Tensor, " c"],
+) -> Float[Tensor, "*batch c"]:
+    """Two-layer perceptron, whose hidden layer is never whole, and computed again in the backward pass."""
+    return _Transition.apply(*_cast(x, widen, widen_bias, narrow, narrow_bias))
 
 
 def outer_product(
     left: Float[Tensor, "B S I c"], right: Float[Tensor, "B S J c"], weight: Float[Tensor, "z cc"]
 ) -> Float[Tensor, "B I J z"]:
     """The projected sum of outer products (algorithm 10). Differentiable once in all inputs."""
-    device = left.device.type
-    # Autocast ignores products with `out=`, so the inputs are cast here. The meta device has no autocast.
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+    return _OuterProduct.apply(*_cast(left, right, weight))
+
+
+def _cast(*tensors: Tensor) -> list[Tensor]:
+    """The tensors as autocast would cast them for a matrix product. It does not see the products inside of a Function."""
+    device = tensors[0].device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):  # the meta device has no autocast
         dtype = torch.get_autocast_dtype(device)
-        left, right, weight = left.to(dtype), right.to(dtype), weight.to(dtype)
-    return _OuterProduct.apply(left, right, weight)
+        return [x.to(dtype) for x in tensors]
+    return list(tensors)
 
 
 def _heads_first(x: Float[Tensor, "n L H D"]) -> Float[Tensor, "n H L D"]:
     return x.transpose(1, 2)
+
+
+def _laid_out(x: Float[Tensor, "n L H D"], scale: float | Tensor = 1.0) -> Float[Tensor, "n H L D"]:
+    """A contiguous copy, times a scale: a batched product of strided operands would copy them anyway, each time."""
+    n, length, heads, width = x.shape
+    return torch.mul(_heads_first(x), scale, out=x.new_empty(n, heads, length, width))
 
 
 def _weights(
@@ -83,10 +111,15 @@ def _weights(
     keys: Float[Tensor, "n K"],
     pair_bias: Float[Tensor, "H Q K"] | None,
 ) -> Float[Tensor, "n H Q K"]:
-    logits = (q * q.shape[-1] ** -0.5) @ k.mT
-    if pair_bias is not None:
-        logits += pair_bias
-    logits += mask_bias(keys)[:, None, None, :]
+    """Softmax of the logits. One of q and k is scaled."""
+    (n, heads, queries, _), length = q.shape, k.shape[2]
+    logits = q.new_empty(n, heads, queries, length)
+    masked = mask_bias(keys)[:, None, None, :]
+    if pair_bias is None:
+        logits.copy_(masked)
+    else:
+        torch.add(pair_bias, masked, out=logits)
+    logits.view(-1, queries, length).baddbmm_(q.flatten(0, 1), k.flatten(0, 1).mT)
     # Explicit dtype: a GPU's autocast would widen the weights but not the values.
     return logits.softmax(-1, dtype=logits.dtype)
 
@@ -112,11 +145,11 @@ class _Attention(torch.autograd.Function):
             gate
         )  # with the order of the gate's strides, so that the caller's transposition is undone
         keep = any(ctx.needs_input_grad) and q[..., 0].numel() * k.shape[2] <= _KEEP
-        kept = []
+        kept, scale = [], q.shape[-1] ** -0.5
         for b, rows in _row_chunks(q, k.shape[2]):
             shared = None if pair_bias is None else pair_bias[b]
-            weights = _weights(_heads_first(q[b, rows]), _heads_first(k[b, rows]), keys[b, rows], shared)
-            attended = _heads_first(weights @ _heads_first(v[b, rows]))
+            weights = _weights(_laid_out(q[b, rows], scale), _laid_out(k[b, rows]), keys[b, rows], shared)
+            attended = _heads_first(weights @ _laid_out(v[b, rows]))
             torch.mul(attended, gate[b, rows].sigmoid(), out=out[b, rows])
             if keep:
                 kept.append(weights)
@@ -134,46 +167,120 @@ class _Attention(torch.autograd.Function):
         scale = q.shape[-1] ** -0.5
         for n, (b, rows) in enumerate(_row_chunks(q, k.shape[2])):
             shared = None if pair_bias is None else pair_bias[b]
-            q_, k_, v_ = (_heads_first(x[b, rows]) for x in (q, k, v))
-            weights = kept[n] if kept else _weights(q_, k_, keys[b, rows], shared)
+            scaled_q, scaled_k = _laid_out(q[b, rows], scale), _laid_out(k[b, rows], scale)
+            weights = kept[n] if kept else _weights(scaled_q, _laid_out(k[b, rows]), keys[b, rows], shared)
             opening = gate[b, rows].sigmoid()
             # The backward of softmax needs the sum over keys of weight x gradient, which is that of output x gradient.
             gated = grad[b, rows] * out[b, rows]
             centre = _heads_first(gated.sum(-1, keepdim=True))
             torch.mul(gated, 1.0 - opening, out=grad_gate[b, rows])
-            upstream = _heads_first(grad[b, rows] * opening)
+            upstream = _laid_out(grad[b, rows], _heads_first(opening))
             _heads_first(grad_v[b, rows]).copy_(weights.mT @ upstream)
-            slope = (upstream @ v_.mT).sub_(centre).mul_(weights)
+            slope = (upstream @ _laid_out(v[b, rows]).mT).sub_(centre).mul_(weights)
             if grad_bias is not None:
                 grad_bias[b] += slope.sum(0)
-            _heads_first(grad_q[b, rows]).copy_((slope @ k_).mul_(scale))
-            _heads_first(grad_k[b, rows]).copy_((slope.mT @ q_).mul_(scale))
+            _heads_first(grad_q[b, rows]).copy_(slope @ scaled_k)
+            _heads_first(grad_k[b, rows]).copy_(slope.mT @ scaled_q)
         return grad_q, grad_k, grad_v, grad_gate, None, grad_bias
 
 
-class _GatedOperands(torch.autograd.Function):
+def _position_chunks(positions: int, channels: int, device: torch.device) -> Iterator[slice]:
+    """Yields the positions of each chunk, for an intermediate with so many channels."""
+    step = max(1, (_CPU_HIDDEN if device.type == "cpu" else _GPU_HIDDEN) // max(1, channels))
+    for start in range(0, positions, step):
+        yield slice(start, min(start + step, positions))
+
+
+def _sums(*tensors: Tensor) -> list[Tensor]:
+    """Zeros, in fp32 at least, for gradients of parameters that are summed over chunks."""
+    return [torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in tensors]
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a b"""
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+    else:
+        total += a @ b
+
+
+class _Transition(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values: Tensor, gates: Tensor, mask: Tensor) -> Tensor:
-        ctx.save_for_backward(values, gates, mask)
-        b, i, j, channels = values.shape
-        out = values.new_empty(2, b, channels // 2, i, j)
-        return torch.mul(_operands(gates.sigmoid().mul_(values)), mask.unsqueeze(1), out=out)
+    def forward(ctx: Any, x: Tensor, widen: Tensor, widen_bias: Tensor, narrow: Tensor, narrow_bias: Tensor) -> Tensor:
+        ctx.save_for_backward(x, widen, widen_bias, narrow, narrow_bias)
+        flat = x.reshape(-1, x.shape[-1])
+        out = torch.empty_like(flat)
+        for at in _position_chunks(len(flat), len(widen), x.device):
+            hidden = torch.addmm(widen_bias, flat[at], widen.T).relu_()
+            torch.addmm(narrow_bias, hidden, narrow.T, out=out[at])
+        return out.view(x.shape)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        values, gates, mask = ctx.saved_tensors
-        upstream = torch.empty_like(values)
-        torch.mul(grad, mask.unsqueeze(1), out=_operands(upstream))
-        opening = gates.sigmoid()
-        grad_values = upstream * opening
-        # d sigmoid = sigmoid (1 - sigmoid)
-        return grad_values, upstream.mul_(values).mul_(opening).mul_(1.0 - opening), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        x, *parameters = ctx.saved_tensors
+        widen, widen_bias, narrow, _ = parameters
+        flat, grad = x.reshape(-1, x.shape[-1]), grad.reshape(-1, x.shape[-1])
+        grad_x = torch.empty_like(flat)
+        sums = to_widen, to_widen_bias, to_narrow, to_narrow_bias = _sums(*parameters)
+        for at in _position_chunks(len(flat), len(widen), x.device):
+            hidden = torch.addmm(widen_bias, flat[at], widen.T).relu_()
+            _add_product(to_narrow, grad[at].T, hidden)
+            slope = torch.ops.aten.threshold_backward(grad[at] @ narrow, hidden, 0)
+            _add_product(to_widen, slope.T, flat[at])
+            to_widen_bias += slope.sum(0)
+            torch.matmul(slope, widen, out=grad_x[at])
+        to_narrow_bias += grad.sum(0)
+        return grad_x.view(x.shape), *(x.to(p.dtype) for x, p in zip(sums, parameters, strict=True))
 
 
-def _operands(x: Float[Tensor, "B I J cc"]) -> Float[Tensor, "2 B c I J"]:
-    """A view with both operands' channels in front."""
-    return x.unflatten(-1, (2, x.shape[-1] // 2)).permute(3, 0, 4, 1, 2)
+class _GatedProjection(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, mask: Tensor, weight: Tensor, bias: Tensor, gate_weight: Tensor, gate_bias: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(x, mask, weight, bias, gate_weight, gate_bias)
+        (b, i, j, _), channels = x.shape, len(weight)
+        out = x.new_empty(2, b, channels // 2, i, j)
+        for sample in range(b):
+            for rows in _position_chunks(i, j * channels, x.device):
+                flat = x[sample, rows].flatten(0, 1)
+                gated = torch.addmm(gate_bias, flat, gate_weight.T).sigmoid_()
+                gated *= torch.addmm(bias, flat, weight.T)
+                torch.mul(_operands(gated, rows, j), mask[sample, rows], out=out[:, sample, :, rows])
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, mask, weight, bias, gate_weight, gate_bias = ctx.saved_tensors
+        (b, i, j, _), channels = x.shape, len(weight)
+        grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
+        parameters = weight, bias, gate_weight, gate_bias
+        sums = to_weight, to_bias, to_gate_weight, to_gate_bias = _sums(*parameters)
+        for sample in range(b):
+            for rows in _position_chunks(i, j * channels, x.device):
+                flat = x[sample, rows].flatten(0, 1)
+                values = torch.addmm(bias, flat, weight.T)
+                opening = torch.addmm(gate_bias, flat, gate_weight.T).sigmoid_()
+                upstream = torch.empty_like(values)
+                torch.mul(grad[:, sample, :, rows], mask[sample, rows], out=_operands(upstream, rows, j))
+                upstream *= opening  # the gradient of the values
+                _add_product(to_weight, upstream.T, flat)
+                to_bias += upstream.sum(0)
+                own = grad_x[sample, rows].flatten(0, 1)
+                torch.matmul(upstream, weight, out=own)
+                # sigmoid' = sigmoid (1 - sigmoid), and `upstream` holds the first factor.
+                slope = values.mul_(upstream).mul_(1.0 - opening)
+                _add_product(to_gate_weight, slope.T, flat)
+                to_gate_bias += slope.sum(0)
+                own.addmm_(slope, gate_weight)
+        return grad_x, None, *(x.to(p.dtype) for x, p in zip(sums, parameters, strict=True))
+
+
+def _operands(x: Float[Tensor, "iJ cc"], rows: slice, columns: int) -> Float[Tensor, "2 c i J"]:
+    """A view of some rows, with both operands' channels in front."""
+    return x.view(rows.stop - rows.start, columns, 2, x.shape[-1] // 2).permute(2, 3, 0, 1)
 
 
 def _product_chunks(left: Tensor, right: Tensor) -> Iterator[tuple[int, slice]]:

@@ -51,14 +51,31 @@ def _attended(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
     return torch.einsum("bnhqk,bnkhd->bnqhd", logits.softmax(-1), v)
 
 
-def gated_operands(
-    values: Float[Tensor, "B I J cc"], gates: Float[Tensor, "B I J cc"], mask: Float[Tensor, "B I J"]
+def gated_projection(
+    x: Float[Tensor, "B I J c_z"],
+    mask: Float[Tensor, "B I J"],
+    weight: Float[Tensor, "cc c_z"],
+    bias: Float[Tensor, " cc"],
+    gate_weight: Float[Tensor, "cc c_z"],
+    gate_bias: Float[Tensor, " cc"],
 ) -> Float[Tensor, "2 B c I J"]:
     """Both operands of triangle multiplication (algorithms 11 and 12, line 2), channels first: mask x sigmoid(gate) x value.
 
-    `cc`: the channels of the first operand, then those of the second one. `gates`: logits. The mask gets no gradient.
+    `cc`: the channels of the first operand, then those of the second one. The mask gets no gradient.
     """
+    values, gates = F.linear(x, weight, bias), F.linear(x, gate_weight, gate_bias)
     return (mask.unsqueeze(-1) * gates.sigmoid() * values).unflatten(-1, (2, -1)).permute(3, 0, 4, 1, 2).contiguous()
+
+
+def transition(
+    x: Float[Tensor, "*batch c"],
+    widen: Float[Tensor, "h c"],
+    widen_bias: Float[Tensor, " h"],
+    narrow: Float[Tensor, "c h"],
+    narrow_bias: Float[Tensor, " c"],
+) -> Float[Tensor, "*batch c"]:
+    """Two-layer perceptron (algorithms 9 and 15, lines 2 and 3)."""
+    return F.linear(F.linear(x, widen, widen_bias).relu(), narrow, narrow_bias)
 
 
 def outer_product(

@@ -9,7 +9,7 @@ file, and one line of the table in `backends`.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -29,8 +29,9 @@ class Kernels:
 
     attention: Operator = chunked.attention
     biased_attention: Operator = chunked.biased_attention
-    gated_operands: Operator = chunked.gated_operands
+    gated_projection: Operator = chunked.gated_projection
     outer_product: Operator = chunked.outer_product
+    transition: Operator = chunked.transition
 
 
 @dataclass(frozen=True)
@@ -45,23 +46,43 @@ class Choice:
     """What is wrong with the backends that were tried before."""
 
 
-def choose(config: KernelsConfig, device: torch.device, dtype: torch.dtype) -> tuple[Kernels, list[Choice]]:
+def summary(choices: Sequence[Choice], device: torch.device) -> list[str]:
+    """For the log: one line with the backend of each operator and why, and a warning for each backend that did not work."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for choice in choices:
+        groups.setdefault((choice.backend, choice.reason), []).append(choice.operator)
+    parts = [f"{backend} ({reason}) for {', '.join(names)}" for (backend, reason), names in groups.items()]
+    warnings = [
+        f"warning: kernels: {choice.operator}: {problem}; {choice.backend} is used instead"
+        for choice in choices
+        for problem in choice.problems
+    ]
+    return [f"kernels on {device.type}: {'; '.join(parts)}", *warnings]
+
+
+def choose(
+    config: KernelsConfig, device: torch.device, dtype: torch.dtype, gradients: bool = True
+) -> tuple[Kernels, list[Choice]]:
     """The operators of a run on `device` whose activations have this dtype, and why each was chosen.
 
-    Each candidate is compared with `reference` on the device, at a small size, forward and backward. One that differs or fails
-    is passed over, and `chunked` takes its place. Raises SettingError for a backend that does not exist.
+    Each candidate is compared with `reference` on the device, at a small size, and with `gradients` (of a training run)
+    backward too. One that differs or fails is passed over, and `chunked` takes its place.
+
+    Raises SettingError for a backend that does not exist.
     """
     check_names(config)
     kernels, choices = Kernels(), []
     for operator in (f.name for f in fields(Kernels)):
         wanted = getattr(config, operator) or config.backend
-        function, choice = _chosen(operator, wanted, device, dtype)
+        function, choice = _chosen(operator, wanted, device, dtype, gradients)
         kernels = replace(kernels, **{operator: function})
         choices.append(choice)
     return kernels, choices
 
 
-def _chosen(operator: str, wanted: str, device: torch.device, dtype: torch.dtype) -> tuple[Operator, Choice]:
+def _chosen(
+    operator: str, wanted: str, device: torch.device, dtype: torch.dtype, gradients: bool
+) -> tuple[Operator, Choice]:
     candidates = [wanted] if wanted != "auto" else [n for n, b in BACKENDS.items() if device.type in b.devices]
     problems: list[str] = []
     for name in candidates:
@@ -70,7 +91,9 @@ def _chosen(operator: str, wanted: str, device: torch.device, dtype: torch.dtype
         except ImportError as error:  # the package of an extra
             problems.append(f"{name}: {error}")
             continue
-        problem = f"it has no {operator}" if function is None else problem_of(operator, function, device, dtype)
+        problem = (
+            f"it has no {operator}" if function is None else problem_of(operator, function, device, dtype, gradients)
+        )
         if function is not None and not problem:
             reason = "asked for" if name == wanted else f"the first that works on {device.type}"
             return function, Choice(operator, name, reason, tuple(problems))

@@ -85,14 +85,26 @@ def test_sdpa() -> None:
     agree(sdpa.attention, reference.attention, some_keys("attention"), mask=4)
 
 
-@pytest.mark.parametrize("shape", [(2, 5, 7, 12), (1, 1, 3, 4), (2, 0, 3, 6), (2, 3, 0, 6)])
-def test_chunked_gated_operands(shape: tuple[int, ...]) -> None:
-    """Catches operands that are interleaved, a mask along the wrong axis, and errors on empty shards."""
+@pytest.mark.parametrize("chunk", [1, 100, 1 << 20])
+@pytest.mark.parametrize("shape", [(2, 5, 7, 9), (1, 1, 3, 4), (2, 0, 3, 6), (2, 3, 0, 6)])
+@pytest.mark.parametrize("operator", ["gated_projection", "transition"])
+def test_chunked_layers(operator: str, shape: tuple[int, ...], chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches operands that are interleaved, a mask along the wrong axis, positions lost between chunks, gradients of the last
+    chunk only, and errors on empty shards."""
+    monkeypatch.setattr(chunked, "_CPU_HIDDEN", chunk)
     generator = torch.Generator().manual_seed(0)
-    values, gates = (torch.randn(shape, dtype=torch.float64, generator=generator) for _ in range(2))
-    mask = torch.rand(shape[:-1], dtype=torch.float64, generator=generator)
-    agree(chunked.gated_operands, reference.gated_operands, [values, gates, mask], mask=2)
-    assert chunked.gated_operands(values, gates, mask).is_contiguous()
+
+    def random(*sizes: int) -> Tensor:
+        return torch.randn(sizes, dtype=torch.float64, generator=generator)
+
+    c = shape[-1]
+    if operator == "transition":
+        inputs, mask = [random(*shape), random(20, c), random(20), random(c, 20), random(c)], None
+    else:
+        projections = [random(12, c), random(12), random(12, c), random(12)]
+        inputs, mask = [random(*shape), random(*shape[:-1]), *projections], 1
+    agree(getattr(chunked, operator), getattr(reference, operator), inputs, mask)
+    assert getattr(chunked, operator)(*inputs).is_contiguous()
 
 
 def flash_attn_func(

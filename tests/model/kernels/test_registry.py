@@ -43,8 +43,9 @@ def test_backends_by_name() -> None:
     assert names == {
         "attention": "sdpa",
         "biased_attention": "reference",
-        "gated_operands": "reference",
+        "gated_projection": "reference",
         "outer_product": "chunked",
+        "transition": "reference",
     }
     assert problems == []
     assert kernels.biased_attention is reference.biased_attention
@@ -57,21 +58,21 @@ def test_a_backend_that_does_not_exist() -> None:
         choose(KernelsConfig(attention="chunkd"), CPU, torch.float32)
 
 
-def wrong_sign(values: Tensor, gates: Tensor, mask: Tensor) -> Tensor:
-    return reference.gated_operands(values, -gates, mask)
+def wrong_sign(x: Tensor, *parameters: Tensor) -> Tensor:
+    return reference.transition(-x, *parameters)
 
 
-def wrong_gradient(values: Tensor, gates: Tensor, mask: Tensor) -> Tensor:
-    return reference.gated_operands(values, gates, mask) + 0.01 * (gates - gates.detach()).sum()
+def wrong_gradient(x: Tensor, *parameters: Tensor) -> Tensor:
+    return reference.transition(x, *parameters) + (x - x.detach()).sum()
 
 
-def raises(values: Tensor, gates: Tensor, mask: Tensor) -> Tensor:
+def raises(x: Tensor, *parameters: Tensor) -> Tensor:
     raise RuntimeError("no kernel image is available\nsecond line")
 
 
 PROBLEMS: dict[Any, str] = {
     wrong_sign: "new: the result differs by ",
-    wrong_gradient: "new: the gradient of argument 2 differs by ",
+    wrong_gradient: "new: the gradient of argument 1 differs by ",
     raises: "new: RuntimeError: no kernel image is available",
 }
 
@@ -80,13 +81,13 @@ PROBLEMS: dict[Any, str] = {
 def test_a_backend_that_is_wrong_is_not_used(function: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a self-check that looks at results only, or lets an exception end the run."""
     module = ModuleType("evodsp_test_backend")
-    module.gated_operands = function  # type: ignore[attr-defined]
+    module.transition = function  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
     everything = {"new": Backend(module.__name__, ("cpu",)), **backends.BACKENDS}
     monkeypatch.setattr(registry, "BACKENDS", everything)
     kernels, names, problems = chosen(KernelsConfig())
-    assert kernels.gated_operands is chunked.gated_operands
-    assert names["gated_operands"] == "chunked"
+    assert kernels.transition is chunked.transition
+    assert names["transition"] == "chunked"
     assert sum(problem.startswith(PROBLEMS[function]) for problem in problems) == 1
 
 
