@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from evodsp.cli import main
 from evodsp.training.csv_logger import read_curve
@@ -15,7 +16,7 @@ from tests.builders.training import CommandPool, Outcome
 OPTIONS = (
     "--parallel.sequence=2", "--parallel.overlap=false", "--parallel.wire=bf16", "--plan.triangle_outgoing=gather",
     "--plan.outer_product_mean=sum", "--plan.stream_bias=true", "--plan.keep_gathered=false", "--model.optimizer.eps=0.003",
-    "--model.optimizer.warmup_steps=0", "--model.optimizer.drop_step=1", "--model.optimizer.drop_factor=0.5",
+    "--matmul_precision=high", "--model.optimizer.warmup_steps=0", "--model.optimizer.drop_step=1", "--model.optimizer.drop_factor=0.5",
 )  # fmt: skip
 
 
@@ -47,6 +48,12 @@ def test_the_plan_reaches_the_model(found: list[dict[str, Any]]) -> None:
     expected = {"triangle_outgoing": "gather", "outer_product_mean": "sum", "stream_bias": True, "keep_gathered": False}
     for rank in found:
         assert rank["plan"] == {"triangle_incoming": "channel", "extra_msa_axis": "seq", **expected}
+
+
+def test_matrix_products_have_the_precision_of_the_option(found: list[dict[str, Any]]) -> None:
+    """TF32 asked for and not used, or used by the next run of the same process."""
+    assert [rank["matmul"] for rank in found] == ["high", "high"]
+    assert torch.get_float32_matmul_precision() == "highest"
 
 
 def test_weights_are_copied_from_rank_0(found: list[dict[str, Any]]) -> None:
