@@ -426,7 +426,7 @@ def _watched(function, seen):
 
 def test_an_unknown_matmul_precision_is_named():
     """Catches torch's own "medium", which would multiply float32 matrices in bf16, and a traceback of torch."""
-    with pytest.raises(UserError, match="--matmul_precision.*medium.*highest or high"):
+    with pytest.raises(UserError, match=r"--matmul_precision.*medium.*highest or high"):
         check_matmul("--matmul_precision", "medium")
 
 
