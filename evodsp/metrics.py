@@ -47,7 +47,7 @@ def lddt(
     step = max(1, _PAIRS_AT_ONCE // (batch * residues * atoms * atoms))
     kept, counted = zip(
         *(
-            _lddt_counts(predicted, true, mask, torch.arange(start, min(start + step, last)), cutoff)
+            _lddt_counts(predicted, true, mask, slice(start, min(start + step, last)), cutoff)
             for start in range(first, last, step)
         ),
         strict=True,
@@ -62,12 +62,11 @@ def _lddt_counts(
     predicted: Float[Tensor, "*b R A 3"],
     true: Float[Tensor, "*b R A 3"],
     mask: Float[Tensor, "*b R A"],
-    rows: Tensor,
+    rows: slice,
     cutoff: float,
 ) -> tuple[Float[Tensor, "*b rows"], Float[Tensor, "*b rows"]]:
     """Kept (averaged over thresholds) and counted distances from the residues `rows` to all others."""
-    rows = rows.to(mask.device)
-    shape = (len(rows), *mask.shape[-1:], *mask.shape[-2:])  # rows, A, R, A
+    shape = (rows.stop - rows.start, *mask.shape[-1:], *mask.shape[-2:])  # rows, A, R, A
 
     def distances(x: Tensor) -> Tensor:
         between = _distances(x[..., rows, :, :].flatten(-3, -2), x.flatten(-3, -2))
@@ -75,7 +74,8 @@ def _lddt_counts(
 
     distance = distances(true)
     counted = (distance < cutoff) * mask[..., rows, :, None, None] * mask[..., None, None, :, :]
-    other = rows[:, None] != torch.arange(mask.shape[-2], device=mask.device)
+    number = torch.arange(mask.shape[-2], device=mask.device)
+    other = number[rows, None] != number
     counted = counted * other[:, None, :, None]
     error = (distance - distances(predicted)).abs()
     kept = sum((error < threshold).to(counted.dtype) for threshold in LDDT_THRESHOLDS) / len(LDDT_THRESHOLDS)

@@ -249,6 +249,11 @@ def prediction_sample(
 def collate(samples: Sequence[Sample]) -> dict[str, Tensor]:
     """Stack samples along a new batch axis, padding residues and MSA rows with zeros to the largest sample.
 
+    Batches with labels also list what exists of their structures, so that losses need not search for it on the device, which
+    would make the host wait: `observed_frames` (of R x 8 rigid groups), `observed_atoms` (of R x 14, under either naming of
+    symmetric atoms), `existing_atoms` (of R x 14, observed or not) and `ambiguous_residues` (of R). Each is int64 [batch, most
+    entries of a sample]; a sample with fewer ends in entries that do not exist, which the masks leave out.
+
     Raises ValueError unless all have the same entries and the same number of recycling iterations.
     """
     names = list(samples[0])
@@ -257,7 +262,29 @@ def collate(samples: Sequence[Sample]) -> dict[str, Tensor]:
     cycles = sorted({len(sample["aatype"]) for sample in samples})
     if len(cycles) > 1:
         raise ValueError(f"samples of {cycles} recycling iterations in one batch: it must lie within one batch_group")
-    return {name: _stack_padded([sample[name] for sample in samples]) for name in names}
+    batch = {name: _stack_padded([sample[name] for sample in samples]) for name in names}
+    return {**batch, **existing_entries(batch)}
+
+
+def existing_entries(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The lists that `collate` adds to a batch; none without labels."""
+    if "atom14_gt_exists" not in batch:
+        return {}
+    observed = batch["atom14_gt_exists"] + batch["atom14_alt_gt_exists"]
+    marked = {
+        "observed_frames": batch["rigidgroups_gt_exists"],
+        "observed_atoms": observed,
+        "existing_atoms": batch["atom14_atom_exists"][:, -1],
+        "ambiguous_residues": (observed * batch["atom14_atom_is_ambiguous"]).amax(-1),
+    }
+    return {name: _marked(mask.flatten(1)) for name, mask in marked.items()}
+
+
+def _marked(mask: Tensor) -> Tensor:
+    """The marked entries of each row [b, n], then as many others as make rows equally long; at least one."""
+    marked = mask != 0
+    most = max(1, int(marked.sum(1).max()))
+    return marked.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, :most]
 
 
 def _stack_padded(tensors: list[Tensor]) -> Tensor:

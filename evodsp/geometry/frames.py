@@ -15,16 +15,31 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from evodsp.geometry import residues
+from evodsp.geometry.constants import Constant
 from evodsp.geometry.residues import CA, C, N, O
 from evodsp.geometry.rigid import Rigid
 
-_RENAMED_SLOT = residues.RENAMING_MATRICES.argmax(-1)  # [21, 14] the slot whose name each slot takes over
-_IS_AMBIGUOUS = (np.arange(14) != _RENAMED_SLOT).astype(np.float32)
-_GROUP_OF_ATOM14 = np.eye(8, dtype=np.float32)[residues.RESTYPE_ATOM14_TO_RIGID_GROUP]  # [21, 14, 8] one-hot
+_RENAMED = residues.RENAMING_MATRICES.argmax(-1)  # [21, 14] the slot whose name each slot takes over
+_RENAMED_SLOT = Constant(_RENAMED)
+_IS_AMBIGUOUS = Constant((np.arange(14) != _RENAMED).astype(np.float32))
+_GROUP_OF_ATOM14 = Constant(np.eye(8, dtype=np.float32)[residues.RESTYPE_ATOM14_TO_RIGID_GROUP])  # [21, 14, 8] one-hot
+_GROUP_POSITIONS = Constant(residues.RESTYPE_ATOM14_RIGID_GROUP_POSITIONS)
+_DEFAULT_FRAME = Constant(residues.RESTYPE_RIGID_GROUP_DEFAULT_FRAME)
+_GROUP_MASK = Constant(residues.RESTYPE_RIGID_GROUP_MASK)
+_GROUP_IS_AMBIGUOUS = Constant(residues.RESTYPE_RIGID_GROUP_IS_AMBIGUOUS)
+_BASE_ATOMS = Constant(residues.RESTYPE_RIGID_GROUP_BASE_ATOMS.reshape(-1, 24))
+_ATOM14_MASK, _ATOM37_MASK = Constant(residues.RESTYPE_ATOM14_MASK), Constant(residues.RESTYPE_ATOM37_MASK)
+_ATOM14_OF_37, _ATOM37_OF_14 = (
+    Constant(residues.RESTYPE_ATOM37_TO_ATOM14),
+    Constant(residues.RESTYPE_ATOM14_TO_ATOM37),
+)
+_CHI_ATOMS = Constant(residues.CHI_ANGLES_ATOM_INDICES.reshape(-1, 16))
+_CHI_MASK, _CHI_PI_PERIODIC = Constant(residues.CHI_ANGLES_MASK), Constant(residues.CHI_PI_PERIODIC)
+_PSEUDO_BETA = Constant(residues.PSEUDO_BETA_SLOT[:, None])
 # Psi is measured to O, which lies opposite to the next residue's N: its (sin, cos) change sign.
-_PSI_TURNED = np.array([1, 1, -1, 1, 1, 1, 1], np.float32)[:, None]
-_TURN_ABOUT_Y = np.array([-1, 1, -1], np.float32)
-_TURN_ABOUT_X = np.array([1, -1, -1], np.float32)
+_PSI_TURNED = Constant(np.array([1, 1, -1, 1, 1, 1, 1], np.float32)[:, None])
+_TURN_ABOUT_Y = Constant(np.array([-1, 1, -1], np.float32))
+_TURN_ABOUT_X = Constant(np.array([1, -1, -1], np.float32))
 
 
 def torsion_angles_to_frames(backbone: Rigid, angles: Float[Tensor, "*b 7 2"], aatype: Int[Tensor, "*b"]) -> Rigid:
@@ -32,7 +47,7 @@ def torsion_angles_to_frames(backbone: Rigid, angles: Float[Tensor, "*b 7 2"], a
 
     `backbone`: frames [*b]. `angles`: unit vectors (sin, cos). Groups that a residue type lacks have a zero rotation.
     """
-    default = _per_residue(residues.RESTYPE_RIGID_GROUP_DEFAULT_FRAME, aatype, angles)
+    default = _DEFAULT_FRAME.per_residue(aatype, angles)
     sin = torch.cat([torch.zeros_like(angles[..., :1, :1]), angles[..., :1]], -2)  # the backbone group does not rotate
     cos = torch.cat([torch.ones_like(angles[..., :1, 1:]), angles[..., 1:]], -2)
     x, y, z = default[..., :3, :3].unbind(-1)
@@ -47,25 +62,25 @@ def frames_to_atom14(frames: Rigid, aatype: Int[Tensor, "*b"]) -> Float[Tensor, 
     """Atom positions from the frames [*b, 8] of the rigid groups (algorithm 24, line 11). Absent atoms are at the origin."""
     like = frames.translation
     # A one-hot sum instead of a gather: on a GPU the gather's backward adds in no fixed order.
-    member = _per_residue(_GROUP_OF_ATOM14, aatype, like)  # [*b, 14, 8]
+    member = _GROUP_OF_ATOM14.per_residue(aatype, like)  # [*b, 14, 8]
     of_atom = Rigid(
         (member[..., None, None] * frames.rotation.unsqueeze(-4)).sum(-3),
         (member[..., None] * frames.translation.unsqueeze(-3)).sum(-2),
     )
-    positions = of_atom.apply(_per_residue(residues.RESTYPE_ATOM14_RIGID_GROUP_POSITIONS, aatype, like))
-    return positions * _per_residue(residues.RESTYPE_ATOM14_MASK, aatype, like).unsqueeze(-1)
+    positions = of_atom.apply(_GROUP_POSITIONS.per_residue(aatype, like))
+    return positions * _ATOM14_MASK.per_residue(aatype, like).unsqueeze(-1)
 
 
 def atom14_to_atom37(atom14: Tensor, aatype: Int[Tensor, "*b"]) -> Tensor:
     """Values [*b, 37, ...] per atom name from values [*b, 14, ...] per atom of the residue. Zero for absent atoms."""
-    mask = _per_residue(residues.RESTYPE_ATOM37_MASK, aatype, atom14)
-    return _select(atom14, residues.RESTYPE_ATOM37_TO_ATOM14, aatype) * _trailing(mask, atom14)
+    mask = _ATOM37_MASK.per_residue(aatype, atom14)
+    return _select(atom14, _ATOM14_OF_37, aatype) * _trailing(mask, atom14)
 
 
 def atom37_to_atom14(atom37: Tensor, aatype: Int[Tensor, "*b"]) -> Tensor:
     """Values [*b, 14, ...] per atom of the residue from values [*b, 37, ...] per atom name. Zero for absent atoms."""
-    mask = _per_residue(residues.RESTYPE_ATOM14_MASK, aatype, atom37)
-    return _select(atom37, residues.RESTYPE_ATOM14_TO_ATOM37, aatype) * _trailing(mask, atom37)
+    mask = _ATOM14_MASK.per_residue(aatype, atom37)
+    return _select(atom37, _ATOM37_OF_14, aatype) * _trailing(mask, atom37)
 
 
 def atom37_to_torsion_angles(
@@ -80,21 +95,25 @@ def atom37_to_torsion_angles(
     mask = mask.to(positions.dtype)
     atoms = torch.cat([positions, mask.unsqueeze(-1)], -1)  # [*b, R, 37, xyz and mask]
     before = torch.cat([torch.zeros_like(atoms[..., :1, :, :]), atoms[..., :-1, :, :]], -3)
-    omega = torch.cat([before[..., [CA, C], :], atoms[..., [N, CA], :]], -2)
-    phi = torch.cat([before[..., [C], :], atoms[..., [N, CA, C], :]], -2)
-    psi = atoms[..., [N, CA, C, O], :]
-    chi = _select(atoms, residues.CHI_ANGLES_ATOM_INDICES.reshape(-1, 16), aatype).unflatten(-2, (4, 4))
-    corners = torch.cat([torch.stack([omega, phi, psi], -3), chi], -3)  # [*b, R, angle, corner, xyz and mask]
+    # One slot at a time: a list of slots would be copied to the device in each call.
+    previous_ca, previous_c, n, ca, c, o = (
+        *(before[..., slot, :] for slot in (CA, C)), *(atoms[..., slot, :] for slot in (N, CA, C, O))
+    )  # fmt: skip
+    backbone = [
+        torch.stack(four, -2) for four in ((previous_ca, previous_c, n, ca), (previous_c, n, ca, c), (n, ca, c, o))
+    ]
+    chi = _select(atoms, _CHI_ATOMS, aatype).unflatten(-2, (4, 4))
+    corners = torch.cat([torch.stack(backbone, -3), chi], -3)  # [*b, R, angle, corner, xyz and mask]
 
     first, second, third, fourth = corners[..., :3].unbind(-2)
     local = Rigid.from_three_points(second, third, first).apply_inverse(fourth)
-    sin_cos = local[..., [2, 1]]
-    sin_cos = sin_cos * torch.rsqrt(sin_cos.square().sum(-1, keepdim=True) + 1e-8) * _constant(_PSI_TURNED, positions)
+    sin_cos = local[..., 1:].flip(-1)  # z, y
+    sin_cos = sin_cos * torch.rsqrt(sin_cos.square().sum(-1, keepdim=True) + 1e-8) * _PSI_TURNED.like(positions)
 
-    chi_mask = _per_residue(residues.CHI_ANGLES_MASK, aatype, positions)
+    chi_mask = _CHI_MASK.per_residue(aatype, positions)
     exists = corners[..., 3].prod(-1) * torch.cat([torch.ones_like(chi_mask[..., :3]), chi_mask], -1)
     sin_cos = sin_cos * exists.unsqueeze(-1)
-    is_symmetric = _per_residue(residues.CHI_PI_PERIODIC, aatype, positions)
+    is_symmetric = _CHI_PI_PERIODIC.per_residue(aatype, positions)
     turned = torch.cat([torch.ones_like(is_symmetric[..., :3]), 1.0 - 2.0 * is_symmetric], -1).unsqueeze(-1)
     return {
         "torsion_angles_sin_cos": sin_cos,
@@ -112,18 +131,17 @@ def atom37_to_frames(
     `rigidgroups_group_exists`, 1 where the residue type has the group; `rigidgroups_group_is_ambiguous`, 1 where turning the
     group by pi swaps equivalent atoms; and `rigidgroups_alt_gt_frames`, with the ambiguous groups turned.
     """
-    base_atoms = residues.RESTYPE_RIGID_GROUP_BASE_ATOMS.reshape(-1, 24)
-    base = _select(positions, base_atoms, aatype).unflatten(-2, (8, 3))
-    base_mask = _select(mask.to(positions.dtype), base_atoms, aatype).unflatten(-1, (8, 3))
-    group_exists = _per_residue(residues.RESTYPE_RIGID_GROUP_MASK, aatype, positions)
-    is_ambiguous = _per_residue(residues.RESTYPE_RIGID_GROUP_IS_AMBIGUOUS, aatype, positions)
+    base = _select(positions, _BASE_ATOMS, aatype).unflatten(-2, (8, 3))
+    base_mask = _select(mask.to(positions.dtype), _BASE_ATOMS, aatype).unflatten(-1, (8, 3))
+    group_exists = _GROUP_MASK.per_residue(aatype, positions)
+    is_ambiguous = _GROUP_IS_AMBIGUOUS.per_residue(aatype, positions)
 
     frames = Rigid.from_three_points(*base.unbind(-2))
     # The backbone's x axis points from CA to C, the other groups' axes away from their first atom.
     turn = torch.ones_like(frames.rotation[..., 0, :])
-    turn[..., 0, :] = _constant(_TURN_ABOUT_Y, positions)
+    turn[..., 0, :] = _TURN_ABOUT_Y.like(positions)
     frames = Rigid(frames.rotation * turn.unsqueeze(-2), frames.translation)
-    turn = torch.where(is_ambiguous.unsqueeze(-1) > 0, _constant(_TURN_ABOUT_X, positions), 1.0)
+    turn = torch.where(is_ambiguous.unsqueeze(-1) > 0, _TURN_ABOUT_X.like(positions), 1.0)
     alternative = Rigid(frames.rotation * turn.unsqueeze(-2), frames.translation)
     return {
         "rigidgroups_gt_frames": frames.to_flat12(),
@@ -149,8 +167,8 @@ def atom14_ground_truth(
         "atom14_gt_exists": exists,
         "atom14_alt_gt_positions": _select(atom14, _RENAMED_SLOT, aatype),
         "atom14_alt_gt_exists": _select(exists, _RENAMED_SLOT, aatype),
-        "atom14_atom_is_ambiguous": _per_residue(_IS_AMBIGUOUS, aatype, positions),
-        "atom14_atom_exists": _per_residue(residues.RESTYPE_ATOM14_MASK, aatype, positions),
+        "atom14_atom_is_ambiguous": _IS_AMBIGUOUS.per_residue(aatype, positions),
+        "atom14_atom_exists": _ATOM14_MASK.per_residue(aatype, positions),
     }
 
 
@@ -166,9 +184,8 @@ def pseudo_beta(
     aatype: Int[Tensor, "*b"], positions: Float[Tensor, "*b 37 3"], mask: Float[Tensor, "*b 37"] | None = None
 ) -> Float[Tensor, "*b 3"] | tuple[Float[Tensor, "*b 3"], Float[Tensor, "*b"]]:
     """CB position, CA for glycine; with a mask also whether that atom is present."""
-    slot = residues.PSEUDO_BETA_SLOT[:, None]
-    beta = _select(positions, slot, aatype).squeeze(-2)
-    return beta if mask is None else (beta, _select(mask, slot, aatype).squeeze(-1))
+    beta = _select(positions, _PSEUDO_BETA, aatype).squeeze(-2)
+    return beta if mask is None else (beta, _select(mask, _PSEUDO_BETA, aatype).squeeze(-1))
 
 
 @torch.no_grad()
@@ -198,22 +215,12 @@ def structure_labels(
     }
 
 
-def _constant(array: np.ndarray, like: Tensor) -> Tensor:
-    """A table in the dtype and on the device of `like`. The copy can be asynchronous: the table never changes."""
-    return torch.as_tensor(array).to(device=like.device, dtype=like.dtype, non_blocking=True)
-
-
-def _per_residue(table: np.ndarray, aatype: Int[Tensor, "*b"], like: Tensor) -> Tensor:
-    """The row of a table of floats [21, ...] for each residue: [*b, ...]."""
-    return _constant(table, like)[aatype.long()]
-
-
 def _trailing(mask: Tensor, values: Tensor) -> Tensor:
     """`mask` with trailing axes of size one, so that it broadcasts with `values`."""
     return mask.reshape(*mask.shape, *(1,) * (values.ndim - mask.ndim))
 
 
-def _select(values: Tensor, table: np.ndarray, aatype: Int[Tensor, "*b"]) -> Tensor:
+def _select(values: Tensor, table: Constant, aatype: Int[Tensor, "*b"]) -> Tensor:
     """From values [*b, n, ...] per atom, gather the m slots that the table [21, m] lists per residue type: [*b, m, ...]."""
-    slots = torch.as_tensor(table).to(aatype.device, torch.int64, non_blocking=True)[aatype.long()]
+    slots = table.on(aatype.device, torch.int64)[aatype.long()]
     return torch.take_along_dim(values, _trailing(slots, values), dim=aatype.ndim)

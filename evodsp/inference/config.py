@@ -7,7 +7,7 @@ from datetime import date
 from pathlib import Path
 from typing import Literal
 
-from evodsp.config import COUNT, SIZE, KernelsConfig, check_numbers, check_preset
+from evodsp.config import COUNT, SIZE, KernelsConfig, MatmulPrecision, check_matmul, check_numbers, check_preset
 from evodsp.data.templates.dates import parse_latest_date
 from evodsp.errors import UserError
 from evodsp.model.kernels.backends import check_names
@@ -57,6 +57,11 @@ class PredictConfig:
     """Use the raw weights of the checkpoint instead of their exponential moving average."""
     device: str = "auto"
     """Device of the model: cpu, cuda, cuda:1, …; auto uses a GPU if there is one."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Precision of the model's layers. bf16: as in training with bf16-mixed; about half the memory, and faster on GPUs."""
+    matmul_precision: MatmulPrecision = "highest"
+    """Products of float32 matrices on a GPU: highest (float32) or high (TF32: several times faster, 10 bits of each factor
+    instead of 23)."""
     msa_clusters: int | None = None
     """Rows of the clustered MSA; null: as in training, which is best. More rows cost time and memory."""
     extra_msa: int | None = None
@@ -87,6 +92,9 @@ class PredictConfig:
         _ = self.latest_template
         check_preset(self.preset)
         check_names(self.kernels)
+        check_matmul("--matmul_precision", self.matmul_precision)
+        if self.precision not in ("fp32", "bf16"):
+            raise UserError(f"--precision is '{self.precision}', but must be 'fp32' or 'bf16'")
         if self.format not in ("cif", "pdb"):
             raise UserError(f"--format is '{self.format}', but must be 'cif' or 'pdb'")
         if self.parallel.sequence > 1 and ":" in self.device:

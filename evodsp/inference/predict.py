@@ -34,6 +34,7 @@ from evodsp.launch.consensus import all_of, check_same, from_first, on_first, te
 from evodsp.model.alphafold import AlphaFold
 from evodsp.model.confidence import compute_pae, compute_plddt, compute_ptm, highest_pae
 from evodsp.model.kernels.registry import choose, summary
+from evodsp.model.matmul import float32_matmul
 from evodsp.model.outputs import ModelOutput
 from evodsp.model.primitives import use_exchange, use_kernels
 from evodsp.output import check_output_folder
@@ -118,7 +119,7 @@ def predict(config: PredictConfig, report: Report = print, group: Group | None =
         model = model.to(device).eval()
         if group is not None:
             use_exchange(model, ShardedExchange(group), config.plan)
-        kernels, choices = choose(config.kernels, device, torch.float32, gradients=False)
+        kernels, choices = choose(config.kernels, device, _dtype(config), gradients=False)
         use_kernels(model, kernels)
         for line in summary(choices, device):
             report(line)
@@ -283,7 +284,7 @@ def _predict_seed(
 ) -> tuple[PredictedStructure, tuple[float, ...], float | None]:
     """The structure, the seconds of each pass, and the change of CA-CA distances in the last one (`_SeedRun`)."""
     try:
-        output, passes = _run(model, batch, config.ensembles, config.stop_tolerance or 0.0)
+        output, passes = _run(model, batch, config)
     except torch.OutOfMemoryError as error:
         raise UserError(
             f"{target.query.name}: {len(target.query)} residues do not fit into the memory of this GPU; "
@@ -293,8 +294,13 @@ def _predict_seed(
     return _structure(target, batch, output, model), passes, change
 
 
+def _dtype(config: PredictConfig) -> torch.dtype:
+    """The dtype of the model's layers."""
+    return torch.bfloat16 if config.precision == "bf16" else torch.float32
+
+
 def _run(
-    model: AlphaFold, batch: dict[str, torch.Tensor], ensembles: int = 1, stop_tolerance: float = 0.0
+    model: AlphaFold, batch: dict[str, torch.Tensor], config: PredictConfig
 ) -> tuple[ModelOutput, tuple[float, ...]]:
     """Run the model on one batch; its output and the seconds of each pass. A pass ends with the structure module."""
     device = next(model.parameters()).device
@@ -307,8 +313,9 @@ def _run(
 
     hook = model.structure_module.register_forward_hook(mark)
     try:
-        with torch.inference_mode():
-            output = model(batch, ensembles=ensembles, stop_tolerance=stop_tolerance)
+        half = torch.autocast(device.type, torch.bfloat16, enabled=_dtype(config) == torch.bfloat16)
+        with torch.inference_mode(), float32_matmul(config.matmul_precision), half:
+            output = model(batch, ensembles=config.ensembles, stop_tolerance=config.stop_tolerance or 0.0)
     finally:
         hook.remove()
     return output, tuple(after - before for before, after in pairwise(marks))
@@ -347,14 +354,25 @@ def _aligned_error(
 
 
 def device_of(name: str) -> torch.device:
-    """The device called `name`; `auto` is a GPU if there is one. Raises UserError if PyTorch cannot use it."""
+    """The device called `name`; `auto` is a GPU if there is one. Raises UserError if there is no such device here.
+
+    The device is only named, not touched: touching `cuda` before a rank has taken its own GPU would cost each rank some hundred
+    MiB of GPU 0, for a context there.
+    """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    wrong = UserError(f"--device is '{name}', which PyTorch cannot use here; use cpu or auto")
     try:
         device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise UserError(f"--device is '{name}', which PyTorch cannot use here; use cpu or auto") from error
+    except RuntimeError as error:
+        raise wrong from error
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise wrong
+    if device.type != "cuda":
+        try:
+            torch.empty(0, device=device)
+        except (RuntimeError, AssertionError) as error:
+            raise wrong from error
     return device
 
 

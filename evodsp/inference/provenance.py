@@ -66,6 +66,9 @@ def result_settings(
         "templates": list(templates.names),
         "templates_digest": template_digest(templates),
         "format": config.format,
+        # None for the default: earlier versions, which had no other, wrote no entry.
+        "precision": None if config.precision == "fp32" else config.precision,
+        "matmul_precision": None if config.matmul_precision == "highest" else config.matmul_precision,
     }
 
 

@@ -2,7 +2,7 @@
 
 FAPE compares every point as seen from every frame, F x A distances. They are computed, summed and differentiated for a few
 frames at a time, so no array of that size is ever held: memory is O(F + A), and the working set stays in a CPU's cache. Frames
-and points are whole on every rank; each rank computes its share of the frames. Positions in Å.
+and points are whole on every rank; each rank computes its share of the frames. No size depends on data. Positions in Å.
 
 Shapes: b samples, F frames, A points, T iterations, B batch, R residues.
 """
@@ -12,21 +12,19 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from evodsp.geometry.rigid import Rigid
+from evodsp.losses.pairs import rows_at_once, take
+from evodsp.model.primitives import without_autocast
 from evodsp.parallel.exchange import Exchange, LocalExchange
 
 CLAMP_DISTANCE = 10.0
 """Å; larger errors are clamped to this (supplement 1.9.2)."""
 LENGTH_SCALE = 10.0
 """Å; an error of this size gives a loss of 1."""
-
-# Distances computed at once: about a core's cache, or enough to fill a GPU.
-_CPU_CHUNK = 1 << 17
-_GPU_CHUNK = 1 << 22
 
 
 class _ErrorSum(torch.autograd.Function):
@@ -48,8 +46,7 @@ class _ErrorSum(torch.autograd.Function):
         eps: float,
     ) -> Float[Tensor, " b"]:
         (samples, frames), count = frame_mask.shape, point_mask.shape[1]
-        chunk = _CPU_CHUNK if points.device.type == "cpu" else _GPU_CHUNK
-        rows = max(1, chunk // max(1, samples * count))
+        rows = rows_at_once(samples * count, points.device)
         differentiate = any(ctx.needs_input_grad[:2])
         total = points.new_zeros(samples)
         grad_transforms, grad_points = torch.empty_like(transforms), torch.zeros_like(points)
@@ -116,18 +113,16 @@ def frame_aligned_point_error(
         return x.to(dtype).expand((*batch, *shape)).reshape((batch.numel(), *shape))
 
     frame_mask, point_mask = flat(frame_mask, 1), flat(point_mask, 1)
-    # Rigid groups and atoms that residues lack make up four fifths of all pairs: leave them out.
-    rotation, translation, true_rotation, true_translation, frame_mask = _compress(
-        frame_mask, flat(frames.rotation, 3), flat(frames.translation, 2),
-        flat(true_frames.rotation, 3), flat(true_frames.translation, 2), frame_mask,
-    )  # fmt: skip
     pairs = frame_mask.sum(-1) * point_mask.sum(-1)
-    # Only frames that exist are shared out: residues have different numbers of them.
     here = exchange.owned(frame_mask.shape[1])
     rotation, translation, true_rotation, true_translation, frame_mask = (
-        x[:, here] for x in (rotation, translation, true_rotation, true_translation, frame_mask)
-    )
-    points, true_points, point_mask = _compress(point_mask, flat(points, 2), flat(true_points, 2), point_mask)
+        x[:, here]
+        for x in (
+            flat(frames.rotation, 3), flat(frames.translation, 2),
+            flat(true_frames.rotation, 3), flat(true_frames.translation, 2), frame_mask,
+        )
+    )  # fmt: skip
+    points, true_points = flat(points, 2), flat(true_points, 2)
     # Translating a structure and its frames together changes rounding only: bring both near the origin.
     centre, true_centre = _centre(points, point_mask), _centre(true_points, point_mask)
     points, translation = points - centre, translation - centre
@@ -138,7 +133,7 @@ def frame_aligned_point_error(
     stacked = torch.cat([points, true_points, torch.ones_like(points[..., :1])], dim=-1).mT.contiguous()
     clamp = float("inf") if clamp_distance is None else clamp_distance
     fraction = points.new_ones(len(points)) if clamped_fraction is None else flat(clamped_fraction, 0)
-    with torch.autocast(points.device.type, enabled=False):
+    with without_autocast(points.device):
         total = exchange.ranks * _ErrorSum.apply(transforms, stacked, frame_mask, point_mask, fraction, clamp, eps)
     return (total / (length_scale * (eps + pairs))).reshape(batch)
 
@@ -170,26 +165,19 @@ def sidechain_fape(
     true_atom14: Float[Tensor, "B R 14 3"],
     atom_mask: Float[Tensor, "B R 14"],
     exchange: Exchange = LocalExchange(),
+    observed_frames: Int[Tensor, "B F"] | None = None,
+    observed_atoms: Int[Tensor, "B A"] | None = None,
 ) -> Float[Tensor, " B"]:
     """FAPE of all atoms in all rigid groups (line 28 of algorithm 20), always clamped at 10 Å.
 
     `frames` and `true_frames` are [B, R, 8]. The true structure has been renamed by `evodsp.losses.renaming`.
+    `observed_frames` (of R x 8) and `observed_atoms` (of R x 14) list what the masks may mark. Frames and atoms that residues
+    lack make up three quarters of all pairs: without a list they are computed and masked.
     """
-    return frame_aligned_point_error(
-        _flatten_groups(frames), _flatten_groups(true_frames), frame_mask.flatten(1),
-        atom14.flatten(1, 2), true_atom14.flatten(1, 2), atom_mask.flatten(1), exchange=exchange,
-    )  # fmt: skip
-
-
-def _compress(mask: Float[Tensor, "b n"], *arrays: Float[Tensor, "b n ..."]) -> list[Tensor]:
-    """Drop masked entries of each array, [b, n, ...] -> [b, m, ...]. m is the most unmasked entries of any sample."""
-    kept = mask != 0
-    count = int(kept.sum(-1).amax())
-    if count == mask.shape[1]:
-        return list(arrays)
-    index = kept.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)[:, :count]
-    sample = torch.arange(len(mask), device=mask.device)[:, None]
-    return [array[sample, index] for array in arrays]
+    frames, true_frames = (_listed(x, observed_frames) for x in (frames, true_frames))
+    atom14, true_atom14 = (take(x.flatten(1, 2), observed_atoms) for x in (atom14, true_atom14))
+    masks = take(frame_mask.flatten(1), observed_frames), take(atom_mask.flatten(1), observed_atoms)
+    return frame_aligned_point_error(frames, true_frames, masks[0], atom14, true_atom14, masks[1], exchange=exchange)
 
 
 def _centre(points: Float[Tensor, "b A 3"], mask: Float[Tensor, "b A"]) -> Float[Tensor, "b 1 3"]:
@@ -203,6 +191,6 @@ def _rotate(rotation: Float[Tensor, "b F 3 3"], vector: Float[Tensor, "b F 3"]) 
     return (rotation * vector[..., None, :]).sum(-1)
 
 
-def _flatten_groups(frames: Rigid) -> Rigid:
-    """[B, R, 8] -> [B, R * 8]."""
-    return Rigid(frames.rotation.flatten(1, 2), frames.translation.flatten(1, 2))
+def _listed(frames: Rigid, observed: Int[Tensor, "B F"] | None) -> Rigid:
+    """[B, R, 8] -> [B, F], or [B, R * 8] without a list."""
+    return Rigid(take(frames.rotation.flatten(1, 2), observed), take(frames.translation.flatten(1, 2), observed))

@@ -1,8 +1,8 @@
 """Renaming of symmetric ground-truth atoms (algorithm 26).
 
 A turn of 180 degrees about the last torsion of aspartate, glutamate, phenylalanine or tyrosine only swaps the names of atoms.
-The losses compare the prediction with the naming that is nearer to it. Positions in Å. Shapes: B batch, R residues, A atoms of
-all residues, n ambiguous atoms; r this rank's shard of the residues.
+The losses compare the prediction with the naming that is nearer to it. Positions in Å. Shapes: B batch, R residues, n residues
+that may have ambiguous atoms, k of them, A atoms, a of them.
 """
 
 from __future__ import annotations
@@ -10,11 +10,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
+from evodsp.geometry.residues import RENAMING_MATRICES
 from evodsp.geometry.rigid import Rigid
+from evodsp.losses.pairs import rows_at_once, take
 from evodsp.parallel.exchange import Exchange, LocalExchange
+
+_SWAPPED = (RENAMING_MATRICES.diagonal(axis1=1, axis2=2) == 0).any(0).nonzero()[0]
+_SLOTS = slice(int(_SWAPPED.min()), int(_SWAPPED.max()) + 1)
+"""The atom14 slots whose names swap in some residue: four that follow each other."""
 
 
 @dataclass(frozen=True)
@@ -36,14 +42,21 @@ def compute_renamed_ground_truth(
 ) -> RenamedTruth:
     """The ground truth with each residue's symmetric atoms named as in the prediction `atom14`.
 
-    `labels`: arrays of `evodsp.geometry.frames.structure_labels` with a batch axis. Not differentiated. All arguments are whole
-    on every rank; each rank decides for its own residues (n x A distances), and the decisions (R numbers) are gathered.
+    `labels`: arrays of `evodsp.geometry.frames.structure_labels` with a batch axis, and, to save work, the lists
+    `ambiguous_residues` and `observed_atoms` of `evodsp.data.dataset.collate`. Not differentiated. All arguments are whole on
+    every rank; each rank decides for its share of the residues, and the decisions (at most R numbers) are gathered.
     """
     truth, other = labels["atom14_gt_positions"], labels["atom14_alt_gt_positions"]
     exists, other_exists = labels["atom14_gt_exists"], labels["atom14_alt_gt_exists"]
-    ambiguous, residues = labels["atom14_atom_is_ambiguous"], exists.shape[1]
-    local = alternative_naming_is_better(atom14, truth, other, exists, ambiguous, exchange.owned(residues))
-    alternative = exchange.gather(local, "i", residues)
+    ambiguous, observed = labels["atom14_atom_is_ambiguous"], labels.get("observed_atoms")
+    listed = labels.get("ambiguous_residues")
+    if listed is None:
+        listed = torch.arange(exists.shape[1], device=exists.device).expand(exists.shape[:2])
+    count = listed.shape[1]
+    own = listed[:, exchange.owned(count)]
+    local = alternative_naming_is_better(atom14, truth, other, exists, ambiguous, own, observed)
+    decided = exchange.gather(local, "i", count)
+    alternative = decided.new_zeros(exists.shape[:2]).scatter(1, listed, decided)
     chosen = alternative.bool()[..., None, None]
     frames = torch.where(chosen, labels["rigidgroups_alt_gt_frames"], labels["rigidgroups_gt_frames"])
     return RenamedTruth(
@@ -61,26 +74,36 @@ def alternative_naming_is_better(
     alternative: Float[Tensor, "B R 14 3"],
     exists: Float[Tensor, "B R 14"],
     is_ambiguous: Float[Tensor, "B R 14"],
-    rows: slice = slice(None),
-) -> Float[Tensor, "B r"]:
-    """1 for each residue of `rows` whose alternative naming fits the prediction's distances to unambiguous atoms better.
+    residues: Int[Tensor, "B k"] | None = None,
+    atoms: Int[Tensor, "B a"] | None = None,
+) -> Float[Tensor, "B _"]:
+    """1 where the alternative naming fits the prediction's distances to unambiguous atoms better, else 0.
 
-    `truth` and `alternative`: the true positions under both namings. `exists`: 1 for observed atoms. `is_ambiguous`: 1 for
-    atoms whose names swap. Algorithm 26.
+    `residues`: those to decide for; None: all. `truth`, `alternative`: the true positions under both namings. `exists`: 1 for
+    observed atoms. `is_ambiguous`: 1 for atoms whose names swap. `atoms`: a list (of R x 14) with every observed atom; None:
+    all of them. Algorithm 26.
     """
-    # A few per cent of all atoms are ambiguous: distances are computed from these only, [n, R * 14].
-    chosen = (exists * is_ambiguous)[:, rows]
-    sample, row, slot = chosen.nonzero(as_tuple=True)
-    residue = row + (rows.start or 0)
+    dtype = torch.promote_types(atom14.dtype, torch.float32)
+    rows = [take(x[:, :, _SLOTS].to(dtype), residues) for x in (atom14, truth, alternative)]
+    # Distances go to unambiguous atoms alone, which have the same true position under both namings.
+    columns = [take(x.flatten(1, 2).to(dtype), atoms) for x in (atom14, truth)]
+    reference = take((exists * (1 - is_ambiguous)).flatten(1).to(dtype), atoms)[:, :, None]
+    counted = take((exists * is_ambiguous)[:, :, _SLOTS].to(dtype), residues)
+    at_once = rows_at_once(len(reference) * counted.shape[2] * reference.shape[1], atom14.device)
+    parts = []
+    for start in range(0, counted.shape[1], at_once):
+        here = slice(start, start + at_once)
+        predicted, error, other_error = (
+            _distances(row[:, here].flatten(1, 2), column)
+            for row, column in zip(rows, (columns[0], columns[1], columns[1]), strict=True)
+        )
+        gain = error.sub_(predicted).abs_().sub_(other_error.sub_(predicted).abs_()) @ reference
+        parts.append((gain.view_as(counted[:, here]) * counted[:, here]).sum(-1))
+    gains = torch.cat(parts, 1) if parts else counted.sum(-1)
+    return (gains > 0).to(truth.dtype)
 
-    def distances(positions: Float[Tensor, "B R 14 3"]) -> Float[Tensor, "n A"]:
-        positions = positions.to(torch.promote_types(positions.dtype, torch.float32))
-        vectors = positions.flatten(1, 2)[sample] - positions[sample, residue, slot][:, None]
-        return vectors.square_().sum(-1).sqrt_()
 
-    predicted = distances(atom14)
-    error, other_error = (distances(x).sub_(predicted).abs_() for x in (truth, alternative))
-    reference = (exists * (1 - is_ambiguous)).flatten(1)  # [B, R * 14]
-    gain = torch.zeros_like(chosen, dtype=error.dtype)
-    gain[sample, row, slot] = (error.sub_(other_error) * reference[sample]).sum(-1)
-    return (gain.sum(-1) > 0).to(truth.dtype)
+def _distances(x: Float[Tensor, "B n 3"], y: Float[Tensor, "B a 3"]) -> Float[Tensor, "B n a"]:
+    """Distances in Å, not by a matrix product, which loses their digits."""
+    difference = x[:, :, None] - y[:, None]
+    return difference.square_().sum(-1).sqrt_()

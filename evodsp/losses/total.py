@@ -21,6 +21,7 @@ from evodsp.losses.resolved import experimentally_resolved_loss
 from evodsp.losses.torsion import angle_norm_loss, torsion_loss
 from evodsp.losses.violation import find_violations, violation_loss
 from evodsp.model.outputs import ModelOutput
+from evodsp.model.primitives import without_autocast
 from evodsp.parallel.exchange import Exchange, LocalExchange
 
 
@@ -49,8 +50,9 @@ def _sidechain_fape(x: _Inputs) -> Float[Tensor, " B"]:
     structure = x.output.structure
     truth = compute_renamed_ground_truth(x.batch, structure.atom14, x.exchange)
     mask = x.batch["rigidgroups_gt_exists"]
+    lists = x.batch.get("observed_frames"), x.batch.get("observed_atoms")
     return sidechain_fape(
-        structure.frames, truth.frames, mask, structure.atom14, truth.atom14, truth.atom14_mask, x.exchange
+        structure.frames, truth.frames, mask, structure.atom14, truth.atom14, truth.atom14_mask, x.exchange, *lists
     )
 
 
@@ -88,7 +90,8 @@ def _experimentally_resolved(x: _Inputs) -> Float[Tensor, " B"]:
 
 def _violation(x: _Inputs) -> Float[Tensor, " B"]:
     mask = x.batch["atom14_atom_exists"]
-    found = find_violations(x.output.structure.atom14, mask, x.batch["residue_index"], x.batch["aatype"], x.exchange)
+    index, aatype, existing = x.batch["residue_index"], x.batch["aatype"], x.batch.get("existing_atoms")
+    found = find_violations(x.output.structure.atom14, mask, index, aatype, x.exchange, existing)
     return violation_loss(found, mask)
 
 
@@ -155,7 +158,8 @@ def total_loss(
     `batch` holds features [B, cycle, ...], of which the last iteration is used, and labels [B, ...]. The backbone FAPE is
     clamped unless `use_clamped_fape` says otherwise. The breakdown holds every term whose weight is not zero, unweighted and
     not scaled by length, as a mean over the batch, and the loss itself as `total`; all detached. Raises UserError if the batch
-    lacks labels that a term needs.
+    lacks labels that a term needs. The lists of `evodsp.data.dataset.collate` save work on entries that do not exist; they
+    change no value.
 
     On several ranks the logits of distogram, PAE and masked MSA are this rank's shards; everything else in `output` and `batch`
     is whole. The MEAN over ranks of the results is the loss and its breakdown, and the mean of the gradients is the gradient.
@@ -166,7 +170,7 @@ def total_loss(
     inputs = _Inputs(output, {**batch, **features}, config, heads, exchange)
     pair = output.representations["pair"]
     # Losses sum many small numbers: they need at least float32, whatever precision the layers use.
-    with torch.autocast(pair.device.type, enabled=False):
+    with without_autocast(pair.device):
         losses = {name: term.compute(inputs) for name, term in terms.items()}
     total = pair.new_zeros(len(pair), dtype=torch.promote_types(pair.dtype, torch.float32))
     for name, loss in losses.items():

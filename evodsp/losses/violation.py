@@ -1,9 +1,8 @@
 """Violations of stereochemistry: bonds and angles between residues, clashes, distances within residues (supplement 1.9.11).
 
-AF2 fine-tunes with this loss. Positions in Å. Only a few of all pairs of atoms clash: the search for them goes through a few
-residues at a time without a graph, and only the pairs found are differentiated, so no array of all pairs of atoms is held.
-Structures are whole on every rank; each rank searches its own residues against all, and multiplies what it finds by the number
-of ranks, so that the MEAN over ranks is the loss. Shapes: B batch, R residues, P clashing pairs.
+AF2 fine-tunes with this loss. Positions in Å. Structures are whole on every rank; each rank compares its share of the atoms
+with all (`clashes`), and multiplies what it finds by the number of ranks, so that the MEAN over ranks is the loss.
+Shapes: B batch, R residues, A atoms that exist.
 """
 
 from __future__ import annotations
@@ -11,17 +10,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int, Int64
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from evodsp.geometry.alphabet import RESTYPE_ORDER
+from evodsp.geometry.constants import Constant
 from evodsp.geometry.residues import (
     ATOM14_DISTS_LOWER_BOUND,
     ATOM14_DISTS_UPPER_BOUND,
-    CLASH_TOLERANCE,
     DISTANCE_TOLERANCE,
     RESTYPE_ATOM14_RADIUS,
 )
+from evodsp.losses.clashes import Atoms, SummedOverlap
+from evodsp.losses.pairs import take
 from evodsp.parallel.exchange import Exchange, LocalExchange
 
 # Ideal values and standard deviations between residues (Engh & Huber): C-N in Å before any residue and before proline.
@@ -30,9 +31,10 @@ _C_N_PROLINE, _C_N_PROLINE_DEVIATION = 1.341, 0.016
 _COS_CA_C_N, _COS_CA_C_N_DEVIATION = -0.4473, 0.0311  # 116.6 degrees
 _COS_C_N_CA, _COS_C_N_CA_DEVIATION = -0.5203, 0.0353  # 121.4 degrees
 
-_N, _CA, _C, _SG = 0, 1, 2, 5  # atom14 slots; SG is cysteine's
-_PAIRS_AT_ONCE = 1 << 22  # atom pairs that the search for clashes holds in memory at a time
-_SLACK = 1e-3  # Å by which the search may misjudge a distance
+_N, _CA, _C = 0, 1, 2  # atom14 slots
+_LOWER, _UPPER, _RADIUS = (
+    Constant(table) for table in (ATOM14_DISTS_LOWER_BOUND, ATOM14_DISTS_UPPER_BOUND, RESTYPE_ATOM14_RADIUS)
+)
 
 
 @dataclass(frozen=True)
@@ -57,11 +59,13 @@ def find_violations(
     residue_index: Int[Tensor, "B R"],
     aatype: Int[Tensor, "B R"],
     exchange: Exchange = LocalExchange(),
+    existing: Int[Tensor, "B A"] | None = None,
 ) -> Violations:
     """All violations of a predicted structure.
 
     `mask` marks the atoms that the residues have (`atom14_atom_exists`, zero in padding), observed or not: the loss depends on
-    the prediction alone. Residues are neighbours if their `residue_index` differs by one. Computed in float32 or wider.
+    the prediction alone. Residues are neighbours if their `residue_index` differs by one. `existing` lists the atoms (of
+    R x 14) that `mask` marks, so that no others are compared; None compares all. Computed in float32 or wider.
     """
     dtype = torch.promote_types(atom14.dtype, torch.float32)
     atom14, mask = atom14.to(dtype), mask.to(dtype)
@@ -70,7 +74,7 @@ def find_violations(
         bond_loss=bonds,
         angle_ca_c_n_loss=cos_ca_c_n,
         angle_c_n_ca_loss=cos_c_n_ca,
-        clash_atom_loss=_clashes(atom14, mask, residue_index, aatype, exchange),
+        clash_atom_loss=_clashes(atom14, mask, residue_index, aatype, exchange, existing),
         within_atom_loss=_within_residues(atom14, mask, aatype),
     )
 
@@ -120,7 +124,7 @@ def _within_residues(
     atom14: Float[Tensor, "B R 14 3"], mask: Float[Tensor, "B R 14"], aatype: Int[Tensor, "B R"]
 ) -> Float[Tensor, "B R 14"]:
     """Loss of each atom by its distances to the other atoms of its residue."""
-    lower, upper = (_look_up(table, aatype, atom14) for table in (ATOM14_DISTS_LOWER_BOUND, ATOM14_DISTS_UPPER_BOUND))
+    lower, upper = (table.per_residue(aatype, atom14) for table in (_LOWER, _UPPER))
     pair_mask = mask[..., :, None] * mask[..., None, :] * (1 - torch.eye(14, dtype=mask.dtype, device=mask.device))
     distance = _length(atom14[..., :, None, :] - atom14[..., None, :, :], 1e-10)
     loss = pair_mask * ((lower - distance).relu() + (distance - upper).relu())
@@ -133,58 +137,18 @@ def _clashes(
     residue_index: Int[Tensor, "B R"],
     aatype: Int[Tensor, "B R"],
     exchange: Exchange,
+    existing: Int[Tensor, "B A"] | None,
 ) -> Float[Tensor, "B R 14"]:
     """Summed overlap of each atom with atoms of other residues, over this rank's pairs times the number of ranks."""
-    samples, residues = aatype.shape
-    radius = _look_up(RESTYPE_ATOM14_RADIUS, aatype, atom14)
-    sample, one, other = _close_pairs(atom14, mask, residue_index, radius, exchange.owned(residues))
-    positions, radius, weight = atom14.flatten(1, 2), radius.flatten(1), mask.flatten(1)
-    distance = _length(positions[sample, one] - positions[sample, other], 1e-10)
-    bound = radius[sample, one] + radius[sample, other] - CLASH_TOLERANCE
-    overlap = exchange.ranks * (bound - distance).relu() * weight[sample, one] * weight[sample, other]
-
-    ends = torch.cat([sample * residues * 14 + one, sample * residues * 14 + other])
-    per_atom = overlap.new_zeros(samples * residues * 14).index_add(0, ends, overlap.repeat(2))
-    return per_atom.view_as(mask)
-
-
-@torch.no_grad()
-def _close_pairs(
-    atom14: Float[Tensor, "B R 14 3"],
-    mask: Float[Tensor, "B R 14"],
-    residue_index: Int[Tensor, "B R"],
-    radius: Float[Tensor, "B R 14"],
-    rows: slice,
-) -> tuple[Int64[Tensor, " P"], Int64[Tensor, " P"], Int64[Tensor, " P"]]:
-    """Sample and the two atoms (of R * 14) of each pair that may clash: near, not bonded, the first atom's residue earlier.
-
-    The first atom's residue is one of `rows`. AF2 takes every two atoms in slot 5 for a disulphide bridge, whatever their
-    residues; so does this.
-    """
-    samples, residues = residue_index.shape
-    at_once = max(1, _PAIRS_AT_ONCE // max(1, samples * residues * 14 * 14))
-    # An absent atom has no radius: its distances are never below the bound.
-    reach = torch.where(mask > 0, radius, -torch.inf).flatten(1)
-    positions = atom14.flatten(1, 2)
-    found = []
-    for start in range(rows.start, rows.stop, at_once):
-        here = slice(start * 14, min(start + at_once, rows.stop) * 14)
-        distance = torch.cdist(positions[:, here], positions, compute_mode="donot_use_mm_for_euclid_dist")
-        bound = reach[:, here, None] + reach[:, None] - (CLASH_TOLERANCE - _SLACK)
-        sample, one, other = (distance < bound).nonzero(as_tuple=True)
-        one = one + start * 14
-        step = residue_index[sample, other // 14] - residue_index[sample, one // 14]
-        bonded = (step == 1) & (one % 14 == _C) & (other % 14 == _N)
-        bridge = (one % 14 == _SG) & (other % 14 == _SG)
-        kept = (step > 0) & ~bonded & ~bridge
-        found.append((sample[kept], one[kept], other[kept]))
-    sample, one, other = (torch.cat(parts) for parts in zip(*found, strict=True))
-    return sample, one, other
-
-
-def _look_up(table: object, aatype: Int[Tensor, "B R"], like: Tensor) -> Float[Tensor, "B R ..."]:
-    """Rows of a constant table for each residue, of the dtype and on the device of `like`."""
-    return torch.as_tensor(table, dtype=like.dtype, device=like.device)[aatype.long()]
+    slot = torch.arange(14, device=mask.device).expand(mask.shape)
+    numbers = residue_index[..., None].expand(mask.shape)
+    per_atom = (_RADIUS.per_residue(aatype, atom14), mask, slot, numbers)
+    atoms = Atoms.of(*(take(x.flatten(1), existing) for x in per_atom))
+    positions = take(atom14.flatten(1, 2), existing).mT.contiguous()
+    overlap = exchange.ranks * SummedOverlap.apply(positions, atoms, exchange.owned(positions.shape[2]))
+    if existing is not None:
+        overlap = overlap.new_zeros(len(mask), slot[0].numel()).scatter(1, existing, overlap)
+    return overlap.view_as(mask)
 
 
 def _length(vector: Float[Tensor, "*b 3"], eps: float) -> Float[Tensor, "*b"]:

@@ -112,5 +112,5 @@ def distance_one_hot(
     A distance below the first bin gives all zeros; the last bin has no upper edge.
     """
     squared = (rows.unsqueeze(-2) - columns.unsqueeze(-3)).square().sum(-1, keepdim=True)
-    upper = torch.cat([lower[1:], lower.new_tensor([1e8])])
+    upper = F.pad(lower[1:], (0, 1), value=1e8)
     return ((squared > lower) & (squared < upper)).to(rows.dtype)

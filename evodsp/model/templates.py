@@ -199,7 +199,7 @@ class TemplateEmbedder(ShardedModule):
         distances = distance_one_hot(beta, templates.beta, self.lower)
         letters = F.one_hot(templates.aatype.long(), LETTERS_WITH_GAP).to(distances.dtype)
         n, ca, c = (templates.positions[..., atom, :] for atom in (N, CA, C))
-        has_backbone = templates.atom_mask[..., [N, CA, C]].prod(-1)
+        has_backbone = torch.stack([templates.atom_mask[..., atom] for atom in (N, CA, C)], -1).prod(-1)
         both = _outer(self._rows(has_backbone), has_backbone)
         if self.unit_vector:
             # Here C lies on the POSITIVE x axis, unlike in `from_three_points`; so C is mirrored at CA first.
@@ -253,7 +253,7 @@ def template_torsion_features(templates: Templates) -> Float[Tensor, "B T R 57"]
     # Prepend a residue of zeros and declare every atom present, so that no angle is masked.
     padded = F.pad(templates.positions, (0, 0, 0, 0, 1, 0))
     angles = atom37_to_torsion_angles(F.pad(aatype, (1, 0)), padded, torch.ones_like(padded[..., 0]))
-    residue_before = F.pad(templates.atom_mask[..., [CA, C]].amax(-1), (1, 0))[..., :-1]
+    residue_before = F.pad(torch.maximum(*(templates.atom_mask[..., atom] for atom in (CA, C))), (1, 0))[..., :-1]
     keep = torch.cat([residue_before.unsqueeze(-1), torch.ones_like(defined[..., 1:])], -1).unsqueeze(-1)
     own, alternative = (
         (angles[name][..., 1:, :, :] * keep).flatten(-2)

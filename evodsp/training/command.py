@@ -25,6 +25,7 @@ from evodsp.errors import UserError
 from evodsp.launch.consensus import on_first
 from evodsp.launch.launcher import launch
 from evodsp.launch.process_group import guarded, place, stop, under_launcher
+from evodsp.model.matmul import float32_matmul
 from evodsp.training.checkpointing import Interruption, LastCheckpoint, WholeFileIO, best_checkpoint
 from evodsp.training.checks import CheckedRun, Settings, check_run, on_gpu, run_config
 from evodsp.training.csv_logger import CurveLogger
@@ -193,7 +194,7 @@ def run(command: Command, words: list[str]) -> int:
         return launch(checked.ranks, [command, *words])
     built = build(checked)
     try:
-        with guarded():
+        with guarded(), float32_matmul(checked.settings.run.matmul_precision):
             _execute(checked, built, cli.config_text())
     except SystemExit:
         if not built.interruption.happened:

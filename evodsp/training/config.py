@@ -14,7 +14,9 @@ from evodsp.config import (
     SIZE,
     FeatureConfig,
     LossConfig,
+    MatmulPrecision,
     ModelConfig,
+    check_matmul,
     check_numbers,
 )
 from evodsp.errors import SettingError, UserError
@@ -126,10 +128,13 @@ def check_templates(model: ModelConfig, data: DataConfig) -> None:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Where and how often a run writes its files."""
+    """Where and how often a run writes its files, and what all of its numbers depend on."""
 
     seed: int = 0
     """Seed of the initial weights, the samples and dropout. The same seed gives the same run."""
+    matmul_precision: MatmulPrecision = "highest"
+    """Products of float32 matrices on a GPU: `highest` (float32) or `high` (TF32: several times faster, 10 bits of each factor
+    instead of 23). trainer.precision bf16-mixed leaves few such products."""
     output: str = "runs/evodsp"
     """Folder of the run's files: checkpoints/, curve.csv, tensorboard/ and config.yaml."""
     overwrite: bool = False
@@ -144,3 +149,4 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         check_numbers(self, {"seed": SEED, "checkpoint_every": SIZE}, "")
+        check_matmul("matmul_precision", self.matmul_precision)

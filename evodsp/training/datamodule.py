@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningDataModule
 from torch.utils.data import BatchSampler, Sampler
 
@@ -27,6 +28,12 @@ class ChainDataModule(LightningDataModule):
         self.world = world or World()
         self._samples_taken = 0
         self._training: TrainingLoader | None = None
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """All but the sample numbers, which only the host reads."""
+        moved = {name: value for name, value in batch.items() if name != "sample_index"}
+        moved = super().transfer_batch_to_device(moved, device, dataloader_idx)
+        return {**moved, "sample_index": batch["sample_index"]}
 
     def train_dataloader(self) -> TrainingLoader:
         config, world, accumulate = self.config, self.world, self._accumulate

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -122,21 +123,26 @@ class TrainingModule(LightningModule):
         self.gradients.add(self.trainer.accumulate_grad_batches)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Reduce the gradient over batches and ranks, and log the means of this step's losses over all of them."""
+        """Reduce the gradient over batches and ranks, and log the means of this step's losses over all of them.
+
+        All that is logged is read in one copy, the only place of a step where the host waits for the GPU. Lightning gets
+        tensors on the CPU: it would read device tensors one by one, and copy numbers to the device first.
+        """
         norm = self.gradients.finish()
-        local = {name: torch.stack([terms[name].float() for terms in self._step]).mean() for name in self._step[0]}
-        values = torch.stack([*local.values(), norm.float()])
-        means = dict(
-            zip((*local, "gradient_norm"), self.trainer.strategy.reduce(values, reduce_op="mean"), strict=True)
-        )
-        if not torch.isfinite(means["loss"]):
-            self._raise_not_finite(local["loss"], means["loss"])
+        names = [*self._step[0], "gradient_norm"]
+        local = [torch.stack([terms[name].float() for terms in self._step]).mean() for name in names[:-1]]
+        values = torch.stack([*local, norm.float()])
+        means = self.trainer.strategy.reduce(values, reduce_op="mean")
+        read = torch.stack([means, values]).cpu()
+        logged = dict(zip(names, read[0], strict=True))
+        if not torch.isfinite(logged["loss"]):
+            self._raise_not_finite(float(read[1, names.index("loss")]), float(logged["loss"]))
         # Lightning keeps a metric object for each name, which takes longer than many a layer; loggers see every n-th step only.
         every = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
         if every and (self.trainer.global_step + 1) % every == 0:
-            self.log("train/loss", means.pop("loss"), prog_bar=True)
-            self.log_dict({f"train/{name}": value for name, value in means.items() if name != "total"})
-            self.log("train/lr", optimizer.param_groups[0]["lr"])
+            self.log("train/loss", logged.pop("loss"), prog_bar=True)
+            self.log_dict({f"train/{name}": value for name, value in logged.items() if name != "total"})
+            self.log("train/lr", torch.tensor(optimizer.param_groups[0]["lr"]))
         self._step, self._step_samples = [], []
 
     def configure_gradient_clipping(
@@ -145,9 +151,9 @@ class TrainingModule(LightningModule):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """`Gradients` clips by norm; clipping by value is left to Lightning."""
-        if str(gradient_clip_algorithm or "norm") == "value":
-            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+        """`Gradients` clips by norm. Lightning's own function, for values too, refuses a fused optimizer in mixed precision."""
+        if gradient_clip_val and str(gradient_clip_algorithm or "norm") == "value":
+            torch.nn.utils.clip_grad_value_(self.parameters(), gradient_clip_val)
 
     @property
     def gradients(self) -> Gradients:
@@ -156,13 +162,13 @@ class TrainingModule(LightningModule):
             raise RuntimeError("gradients exist only during fit")
         return self._gradients
 
-    def _raise_not_finite(self, local: Tensor, mean: Tensor) -> None:
+    def _raise_not_finite(self, local: float, mean: float) -> None:
         """Raise UserError, the same on every rank: the loss of this rank (`local`) or of another one is not finite."""
-        found = [] if torch.isfinite(local) else self._step_samples
+        found = [] if math.isfinite(local) else self._step_samples
         parts = self.world.gather(found)
         samples = ", ".join(str(index) for index in sorted({index for part in parts for index in part}))
         raise UserError(
-            f"the loss is {mean.item()} at step {self.global_step}, sample {samples}; lower model.optimizer.lr, lengthen its "
+            f"the loss is {mean} at step {self.global_step}, sample {samples}; lower model.optimizer.lr, lengthen its "
             "warm-up, or resume from an earlier checkpoint"
         )
 
@@ -187,8 +193,9 @@ class TrainingModule(LightningModule):
     def configure_optimizers(self) -> Any:
         config = self.config.optimizer
         total = config.total_steps or int(self.trainer.estimated_stepping_batches)
-        # `fused`: one kernel for all parameters. In mixed precision Lightning refuses to clip gradients of a fused optimizer.
-        fused = not str(self.trainer.precision).endswith("mixed")
+        # `fused`: one kernel for all parameters. Under fp16's loss scaler such an optimizer removes the scale from the
+        # gradients itself, too late for `Gradients`, which clips them before. bf16 has no scaler.
+        fused = not str(self.trainer.precision).startswith("16")
         options = {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.eps, "fused": fused}
         optimizer = self.world.optimizer(self.model.parameters(), **options)
         schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -211,9 +218,10 @@ class TrainingModule(LightningModule):
         loss, _ = total_loss(output, batch, self.config.loss, self.config.heads, self.model.exchange)
         found = {"loss": loss.expand(len(batch["aatype"])), **score(output, batch)}
         names = self.chain_names.get(stage, [])
-        for row, index in enumerate(batch["sample_index"].tolist()):
+        read = torch.stack([values.double() for values in found.values()], 1).tolist()  # one copy for all
+        for index, values in zip(batch["sample_index"].tolist(), read, strict=True):
             chain = names[index] if index < len(names) else str(index)
-            self.scores[chain] = {name: float(values[row]) for name, values in found.items()}
+            self.scores[chain] = dict(zip(found, values, strict=True))
 
     def _collect(self, stage: str) -> None:
         """Gather the scores of all ranks in the order of the chains; log their means, and each lDDT-CA if there are few."""

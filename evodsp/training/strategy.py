@@ -119,6 +119,10 @@ class DSPStrategy(ParallelStrategy):
 
     def on_train_start(self) -> None:
         _restore_sigterm()
+        # Before each batch Lightning broadcasts whether it got SIGTERM, and waits for the answer. Here it never gets it.
+        assert self.lightning_module is not None
+        loop = self.lightning_module.trainer.fit_loop.epoch_loop
+        loop._broadcast_sigterm_tensor = _nothing  # type: ignore[method-assign]
 
     def on_validation_start(self) -> None:
         _restore_sigterm()
@@ -159,6 +163,10 @@ class DSPStrategy(ParallelStrategy):
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             optimizer.load_state_dict(_shard_state(state, optimizer))
         _optimizers_to_device(self.optimizers, self.root_device)
+
+
+def _nothing() -> None:
+    """Stands in for a step of Lightning's loop."""
 
 
 def _restore_sigterm() -> None:

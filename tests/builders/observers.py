@@ -24,7 +24,9 @@ class ReportSetup(Callback):
         exchange = pl_module.model.exchange
         found = {
             "weights": float(sum(parameter.detach().double().sum() for parameter in pl_module.parameters())),
+            "fused": trainer.optimizers[0].defaults["fused"],
             "eps": [group["eps"] for group in trainer.optimizers[0].param_groups],
+            "matmul": torch.get_float32_matmul_precision(),
             "plan": vars(pl_module.model.evoformer.plan),
         }
         if isinstance(exchange, ShardedExchange):

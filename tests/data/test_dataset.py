@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from evodsp.config import FeatureConfig
-from evodsp.data.dataset import ChainDataset, Sample, collate, load_record, prediction_sample
+from evodsp.data.dataset import ChainDataset, Sample, collate, existing_entries, load_record, prediction_sample
 from evodsp.data.features import FEATURE_AXES
 from evodsp.data.records import Alignment, Chain, ProteinSequence
 from evodsp.data.store import FeatureStore
@@ -237,6 +237,32 @@ def test_collate_pads_to_the_largest() -> None:
             torch.testing.assert_close(batch[name][corner], tensor, rtol=0, atol=0)
     assert batch["seq_mask"][0].sum() == 4 * 17
     assert not batch["all_atom_mask"][0, 17:].any()
+
+
+def test_collate_lists_every_entry_that_exists_once() -> None:
+    """Catches an entry that losses would leave out, one that they would count twice, and atoms of the other naming left out."""
+    samples = [dataset(WHOLE, training=False)[i] for i in range(2)]
+    samples[0]["atom14_alt_gt_exists"] = samples[0]["atom14_gt_exists"].roll(1, -1)
+    batch = collate(samples)
+    marks = {
+        "observed_frames": batch["rigidgroups_gt_exists"],
+        "observed_atoms": torch.maximum(batch["atom14_gt_exists"], batch["atom14_alt_gt_exists"]),
+        "existing_atoms": batch["atom14_atom_exists"][:, 0],
+        "ambiguous_residues": (batch["atom14_gt_exists"] * batch["atom14_atom_is_ambiguous"]).amax(-1),
+    }
+    for name, mark in marks.items():
+        for listed, marked in zip(batch[name].tolist(), mark.flatten(1), strict=True):
+            assert len(set(listed)) == len(listed)
+            assert set(marked.nonzero().flatten().tolist()) <= set(listed), name
+    assert batch["observed_atoms"].shape[1] == int(marks["observed_atoms"].flatten(1).sum(1).max())
+
+
+def test_lists_of_nothing_have_one_entry() -> None:
+    """Catches empty lists, of which ranks could not own a part; a batch without labels has no lists at all."""
+    batch = collate([dataset(training=False)[0]])
+    unseen = existing_entries({name: torch.zeros_like(value) for name, value in batch.items()})
+    assert [values.shape for values in unseen.values()] == [(1, 1)] * 4
+    assert existing_entries({"aatype": batch["aatype"]}) == {}
 
 
 def test_collate_pads_msa_rows() -> None:

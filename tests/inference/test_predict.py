@@ -6,13 +6,16 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
+from evodsp.config import check_matmul
 from evodsp.data.mmcif import read_chain
 from evodsp.errors import UserError
 from evodsp.inference import predict as module
 from evodsp.inference import results
 from evodsp.inference.config import PredictConfig
-from evodsp.inference.predict import predict
+from evodsp.inference.predict import device_of, predict
+from evodsp.model.alphafold import AlphaFold
 from evodsp.weights.checkpoint import load_model, save_model
 from tests.builders.prediction import read_json, silent
 
@@ -189,6 +192,8 @@ def test_results_of_other_settings_are_not_taken_for_these(workplace):
         ({"recycles": 2}, "recycles: 1 there, 2 now"),
         ({"seeds": 3}, "seeds"),
         ({"raw": True}, "raw"),
+        ({"precision": "bf16"}, "precision: None there, bf16 now"),
+        ({"matmul_precision": "high"}, "matmul_precision"),
     ):
         with pytest.raises(UserError, match=f"{named}.*--overwrite"):
             predict(workplace.change(**change), silent)
@@ -388,3 +393,48 @@ def test_fixture_alignment_is_valid(workplace):
     alignment = parse_a3m(workplace.config.alignments / "alpha_A" / "uniref90_hits.a3m")
     assert alignment.residues.shape == (12, len(QUERY))
     assert alignment.deletions.sum() == 2 * 11
+
+
+def test_half_precision_is_the_same_prediction_up_to_rounding(workplace):
+    """Catches --precision that is ignored, and outputs that bf16 rounds away: positions have digits below 1/8 Å."""
+    config = workplace.change(seeds=1, output=workplace.root / "half", precision="bf16")
+    full, half = (predict(c, silent)[0] for c in (workplace.change(seeds=1), config))
+    assert half.mean_plddt[0] != full.mean_plddt[0]
+    assert half.mean_plddt[0] == pytest.approx(full.mean_plddt[0], abs=2.0)
+    positions = read_chain(half.structure(), "A").positions
+    assert (np.abs(positions * 8 - np.round(positions * 8)) > 0.1).any()
+    with pytest.raises(UserError, match="precision: bf16 there, None now"):
+        predict(replace(config, precision="fp32"), silent)
+
+
+def test_tf32_is_set_for_the_model_and_not_after_it(workplace, monkeypatch):
+    """Catches --matmul_precision that is ignored, and a setting of the process that the next caller inherits."""
+    seen = []
+    monkeypatch.setattr(AlphaFold, "one_pass", _watched(AlphaFold.one_pass, seen))
+    predict(workplace.change(seeds=1, matmul_precision="high"), silent)
+    assert set(seen) == {"high"}
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+def _watched(function, seen):
+    def watched(*arguments, **options):
+        seen.append(torch.get_float32_matmul_precision())
+        return function(*arguments, **options)
+
+    return watched
+
+
+def test_an_unknown_matmul_precision_is_named():
+    """Catches torch's own "medium", which would multiply float32 matrices in bf16, and a traceback of torch."""
+    with pytest.raises(UserError, match=r"--matmul_precision.*medium.*highest or high"):
+        check_matmul("--matmul_precision", "medium")
+
+
+def test_naming_a_gpu_does_not_touch_it(monkeypatch):
+    """Catches a context on GPU 0 for every rank: a rank names its device before it has taken its own GPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for name in ("auto", "cuda", "cuda:1"):  # on a machine without GPUs, touching one raises
+        assert device_of(name).type == "cuda"
+    with pytest.raises(UserError, match="'cuda:2', which PyTorch cannot use"):
+        device_of("cuda:2")

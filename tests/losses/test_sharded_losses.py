@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +17,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from evodsp.config import HeadsConfig, LossConfig
+from evodsp.data.dataset import existing_entries
 from evodsp.geometry.rigid import Rigid
+from evodsp.losses import pairs
 from evodsp.losses.fape import sidechain_fape
 from evodsp.losses.total import total_loss
 from evodsp.losses.violation import find_violations
@@ -27,6 +30,7 @@ from evodsp.parallel.exchange import Exchange, LocalExchange, ShardedExchange
 from evodsp.parallel.group import Group
 from evodsp.parallel.ledger import Ledger
 from tests.builders.comparison import TOLERANCE, close
+from tests.builders.host_waits import HostWaits
 from tests.builders.labelled_batch import CLUSTERS, RESIDUES, WEIGHTS, Source, batch_of
 from tests.ranks import RankPool
 
@@ -98,23 +102,28 @@ def shards(leaves: Tensors, exchange: Exchange) -> Tensors:
     return {name: x.clone().requires_grad_() for name, x in {**leaves, **local}.items()}
 
 
-def compute(samples: int, exchange: Exchange) -> Result:
-    """Loss, breakdown and gradients on one rank."""
-    leaves = shards(leaves_of(samples), exchange)
-    loss, breakdown = total_loss(output_of(leaves, exchange), batch_of(samples), WEIGHTS, HEADS, exchange)
+def compute(samples: int, exchange: Exchange, listed: bool = False) -> Result:
+    """Loss, breakdown and gradients on one rank. `listed`: with the lists of existing entries that `collate` adds."""
+    leaves, batch = shards(leaves_of(samples), exchange), batch_of(samples)
+    if listed:
+        batch |= existing_entries(batch)
+    loss, breakdown = total_loss(output_of(leaves, exchange), batch, WEIGHTS, HEADS, exchange)
     loss.backward()
     gradients = {name: x.new_zeros(x.shape) if x.grad is None else x.grad for name, x in leaves.items()}
     return Result(loss.detach(), breakdown, gradients)
 
 
 def loss_on_rank(group: Group, samples: int) -> Result:
-    return compute(samples, ShardedExchange(Group(group)))
+    return compute(samples, ShardedExchange(Group(group)), listed=samples > 1)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("samples", [1, 2])
 def test_total_loss_is_that_of_one_device(pool: RankPool, ranks: int, samples: int) -> None:
-    """Catches a rank-local denominator, a replicated term counted N times, a sharded term counted once, and lost pairs."""
+    """Catches a rank-local denominator, a replicated term counted N times, a sharded term counted once, and lost pairs.
+
+    Two samples have lists of existing entries on the ranks, not on one device: an entry that a list lacks would show.
+    """
     serial, parts = compute(samples, LocalExchange()), pool.run(ranks, loss_on_rank, samples)
 
     close(torch.stack([part.loss for part in parts]).mean(), serial.loss, "loss")
@@ -161,11 +170,12 @@ class Largest(TorchDispatchMode):
 
 
 def largest(exchange: Exchange, term: str, residues: int) -> int:
-    """Elements of the largest tensor created by one loss term, forward and backward."""
+    """Elements of the largest tensor created by one loss term, forward and backward, if all rows are computed at once."""
     leaves, batch = shards(leaves_of(1, residues), exchange), batch_of(1, residues)
     output = output_of(leaves, exchange)
     weights = dict.fromkeys((field.name for field in dataclasses.fields(LossConfig)[:10]), 0.0)
-    with Largest([*leaves.values(), *batch.values()]) as seen:
+    all_at_once = mock.patch.object(pairs, "CPU_PAIRS", 1 << 40)
+    with all_at_once, Largest([*leaves.values(), *batch.values()]) as seen:
         total_loss(output, batch, LossConfig(**{**weights, term: 1.0}), HEADS, exchange)[0].backward()
     return seen.elements
 
@@ -236,9 +246,8 @@ def fape_on_rank(group: Group) -> Tensor:
     frames[0, 4, 0] = 1
     predicted = Rigid(leaves["frame_rotation"], leaves["frame_translation"])
     truth, atoms = Rigid.identity(predicted.shape, leaves["atom14"]), torch.ones_like(leaves["atom14"][..., 0])
-    return sidechain_fape(
-        predicted, truth, frames, leaves["atom14"], torch.zeros_like(leaves["atom14"]), atoms, exchange
-    )
+    origin, listed = torch.zeros_like(leaves["atom14"]), torch.tensor([[4 * 8]])
+    return sidechain_fape(predicted, truth, frames, leaves["atom14"], origin, atoms, exchange, observed_frames=listed)
 
 
 def test_a_rank_without_frames_counts_nothing(pool: RankPool) -> None:
@@ -256,3 +265,16 @@ def test_lddt_of_some_residues_is_a_part_of_all() -> None:
     full = lddt_ca(predicted, true, mask, per_residue=True)
     parts = [lddt_ca(predicted, true, mask, per_residue=True, rows=slice(a, b)) for a, b in ((0, 2), (2, 3), (3, 7))]
     torch.testing.assert_close(torch.cat(parts, -1), full, rtol=0, atol=0)
+
+
+def test_no_term_waits_forward_or_backward() -> None:
+    """Catches a search for pairs or entries on the device (`nonzero`, a mask as index, a count that is read), and constants
+    that are copied to it in each step."""
+    exchange = LocalExchange()
+    leaves = {name: leaf.to("meta").requires_grad_() for name, leaf in leaves_of(2).items()}
+    batch = {name: value.to("meta") for name, value in batch_of(2).items()}
+    total_loss(output_of(leaves, exchange), batch, WEIGHTS, HEADS)  # constants are copied once
+    with HostWaits() as seen:
+        loss, _ = total_loss(output_of(leaves, exchange), batch, WEIGHTS, HEADS)
+        loss.backward()
+    assert seen.waits == []

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from evodsp.geometry.alphabet import RESTYPE_ORDER
 from evodsp.geometry.residues import RESTYPE_ATOM14_MASK, RESTYPE_ATOM14_RADIUS
-from evodsp.losses import violation
+from evodsp.losses import pairs
 from evodsp.losses.violation import find_violations, violation_loss
 from tests.conftest import load
 
@@ -91,7 +91,7 @@ def _all_pairs(atom14: Tensor, mask: Tensor, index: Tensor, aatype: Tensor) -> T
 @pytest.mark.parametrize("pairs_at_once", [1, 5000, 1 << 22])
 def test_clashes_equal_those_of_all_pairs(monkeypatch, pairs_at_once: int) -> None:
     """Catches pairs lost or counted twice at the edges of blocks, and gradients unlike the formula's."""
-    monkeypatch.setattr(violation, "_PAIRS_AT_ONCE", pairs_at_once)
+    monkeypatch.setattr(pairs, "CPU_PAIRS", pairs_at_once)
     atom14, *rest = _crowd(1)
     results = []
     for find in (lambda *x: find_violations(*x).clash_atom_loss, _all_pairs):

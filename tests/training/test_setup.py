@@ -7,13 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from evodsp.cli import main
 from evodsp.training.csv_logger import read_curve
 from tests.builders.training import CommandPool, Outcome
 
 OPTIONS = (
     "--parallel.sequence=2", "--parallel.overlap=false", "--parallel.wire=bf16", "--plan.triangle_outgoing=gather",
     "--plan.outer_product_mean=sum", "--plan.stream_bias=true", "--plan.keep_gathered=false", "--model.optimizer.eps=0.003",
+    "--matmul_precision=high",
     "--model.optimizer.warmup_steps=0", "--model.optimizer.drop_step=1", "--model.optimizer.drop_factor=0.5",
 )  # fmt: skip
 
@@ -48,6 +51,12 @@ def test_the_plan_reaches_the_model(found: list[dict[str, Any]]) -> None:
         assert rank["plan"] == {"triangle_incoming": "channel", "extra_msa_axis": "seq", **expected}
 
 
+def test_matrix_products_have_the_precision_of_the_option(found: list[dict[str, Any]]) -> None:
+    """TF32 asked for and not used, or used by the next run of the same process."""
+    assert [rank["matmul"] for rank in found] == ["high", "high"]
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
 def test_weights_are_copied_from_rank_0(found: list[dict[str, Any]]) -> None:
     """The callback gave every rank other weights before the strategy was set up."""
     assert found[0]["weights"] == found[1]["weights"]
@@ -62,3 +71,16 @@ def test_the_learning_rate_drops_at_its_step(found: list[dict[str, Any]], output
     """A schedule that is computed but not applied, or applied a step late."""
     rates = [float(row["train/lr"]) for row in read_curve(output / "curve.csv").values()]
     assert rates == pytest.approx([0.01, 0.005])
+
+
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+def test_adam_is_fused_in_mixed_precision_and_gradients_are_clipped(
+    chains: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], algorithm: str
+) -> None:
+    """One launch per parameter and operation of Adam, or Lightning's refusal to clip gradients of a fused optimizer."""
+    words = ["fit", "--config", str(chains / "tiny.yaml"), "--output", str(tmp_path / "run"), "--trainer.max_steps=1"]
+    words += ["--trainer.callbacks=tests.builders.observers.ReportSetup", "--trainer.precision=bf16-mixed"]
+    words += [f"--trainer.gradient_clip_algorithm={algorithm}", "--model.optimizer.clip=batch"]
+    assert main(words) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("SETUP ")]
+    assert json.loads(line.removeprefix("SETUP "))["fused"] is True

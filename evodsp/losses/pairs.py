@@ -1,0 +1,28 @@
+"""What losses over pairs (frames and atoms, atoms and atoms) share: how many rows they take at once, which entries they skip.
+
+No size may depend on data on the device, because the host would have to wait for it. Entries that exist are therefore listed
+where the data are on the host (`evodsp.data.dataset.collate`); without such a list all entries are taken, and masks leave out
+those that do not exist.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Int, Shaped
+from torch import Tensor
+
+# Pairs computed at once: about a core's cache, or enough to fill a GPU.
+CPU_PAIRS = 1 << 17
+GPU_PAIRS = 1 << 22
+
+
+def rows_at_once(pairs_per_row: int, device: torch.device) -> int:
+    """Rows of pairs to compute at once; memory is linear in the number of rows and columns."""
+    return max(1, (CPU_PAIRS if device.type == "cpu" else GPU_PAIRS) // max(1, pairs_per_row))
+
+
+def take(values: Shaped[Tensor, "B n *c"], listed: Int[Tensor, "B m"] | None) -> Shaped[Tensor, "B _ *c"]:
+    """The listed entries of each sample; all entries if there is no list. A list names no entry twice."""
+    if listed is None:
+        return values
+    return torch.take_along_dim(values, listed.view(*listed.shape, *(1,) * (values.ndim - 2)), 1)

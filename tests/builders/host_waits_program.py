@@ -1,0 +1,128 @@
+"""A program that trains a small model on the meta device, as one process or as rank 0 of two, and prints where the host waits.
+
+`python -m tests.builders.host_waits_program RANKS CHAINS OUTPUT`: one line for each step between the first and the last, a JSON
+list. The meta device has shapes and no numbers, so it runs everything that a GPU would, and nothing that reads a value.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.accelerators import CPUAccelerator
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch.optim import Adam, Optimizer
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from evodsp.config import HeadsConfig, ModelConfig
+from evodsp.parallel.config import ParallelConfig
+from evodsp.parallel.mesh import init_mesh
+from evodsp.training.chains import find_chains
+from evodsp.training.config import DataConfig, TrainingConfig
+from evodsp.training.csv_logger import CurveLogger
+from evodsp.training.datamodule import ChainDataModule
+from evodsp.training.ema import ExponentialMovingAverage
+from evodsp.training.module import TrainingModule
+from evodsp.training.progress import TrainingProgress
+from evodsp.training.strategy import DSPStrategy
+from evodsp.training.world import MeshWorld, World
+from tests.builders.host_waits import HostWaits
+from tests.builders.labelled_batch import WEIGHTS
+
+META = torch.device("meta")
+STEPS = 4
+
+
+def _adam(parameters: Any, **options: Any) -> Optimizer:
+    """There is no fused Adam for the meta device. The one for GPUs keeps even its count of steps there."""
+    return Adam(parameters, **{**options, "fused": False})
+
+
+class OneProcess(World):
+    def optimizer(self, parameters: Any, **options: Any) -> Optimizer:
+        return _adam(parameters, **options)
+
+
+class FirstOfTwo(MeshWorld):
+    """Rank 0 of a sequence group of two, whose collectives go nowhere. (Batches are compared on the host, by gloo.)"""
+
+    def __init__(self) -> None:
+        super().__init__(ParallelConfig(sequence=2), on_gpu=False)
+        dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+        self._mesh = init_mesh(2, "cpu")
+
+    def check_batch(self, batch: Any) -> None:
+        pass
+
+    def optimizer(self, parameters: Any, **options: Any) -> Optimizer:
+        return _adam(parameters, **options)
+
+
+class MetaStrategy(DSPStrategy):
+    @property
+    def root_device(self) -> torch.device:
+        return META
+
+
+class Boundaries(Callback):
+    """Notes how many waits there were when a batch began."""
+
+    def __init__(self, seen: HostWaits) -> None:
+        self.seen, self.before = seen, list[int]()
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.before.append(len(self.seen.waits))
+
+
+def main(ranks: int, chains: Path, output: Path) -> None:
+    base = ModelConfig.preset("test")
+    heads = HeadsConfig(predicted_aligned_error=True, experimentally_resolved=True)
+    sizes = {item.name: getattr(base, item.name) for item in dataclasses.fields(ModelConfig) if item.name != "heads"}
+    config = TrainingConfig(**sizes, heads=heads, loss=WEIGHTS, ema_decay=0.9)
+    features = dataclasses.replace(DataConfig().train, crop_size=10, msa_clusters=4, extra_msa=4, recycles=1)
+    data_config = DataConfig(
+        str(chains / "alignments"), str(chains / "mmcif_files"), train=features, samples_per_epoch=8
+    )
+    world = OneProcess() if ranks == 1 else FirstOfTwo()
+    data = ChainDataModule(data_config, find_chains(data_config), 0, world)
+    module = TrainingModule(config, world=world)
+    seen = HostWaits()
+    boundaries = Boundaries(seen)
+    if ranks == 1:
+        strategy: Any = SingleDeviceStrategy(META)
+    else:
+        strategy = MetaStrategy(world)
+    with (
+        mock.patch.object(TrainingModule, "setup"),  # it compares kernels with their formulas, which needs numbers
+        mock.patch.object(CPUAccelerator, "setup_device"),  # it refuses other devices
+    ):
+        trainer = Trainer(
+            max_steps=STEPS, accelerator="cpu", devices=1, strategy=strategy, logger=CurveLogger(output), gradient_clip_val=0.1,
+            callbacks=[ExponentialMovingAverage(0.9), TrainingProgress(), boundaries], log_every_n_steps=1, limit_val_batches=0,
+            enable_checkpointing=False, enable_model_summary=False, use_distributed_sampler=False,
+        )  # fmt: skip
+        with seen:
+            trainer.fit(module, datamodule=data)
+    # The first batch copies constants to the device; after the last one the run ends.
+    for first, last in zip(boundaries.before[1:], boundaries.before[2:], strict=False):
+        print("WAITS " + json.dumps([wait for wait in seen.waits[first:last] if not _moves_the_batch(wait)]))
+
+
+def _moves_the_batch(wait: str) -> bool:
+    """The loader has pinned the batch's memory where there are GPUs, so its copies are asynchronous."""
+    return wait.startswith("_to_copy lightning/fabric/utilities/apply_func.py")
+
+
+if __name__ == "__main__":
+    count, where, target = int(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3])
+    if count > 1:
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(count), MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+    main(count, where, target)
