@@ -1,0 +1,20 @@
+"""Backend `triton`: own kernels for CUDA devices, functions named as the operators that they implement.
+
+Importing this module does not import Triton; launching a kernel does. `REPORTS` tells, for each operator of torch behind these
+functions, how many grids a call launches and how many bytes they move, from the shapes of its arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from evodsp.model.kernels.triton_kernels import attention as _attention
+from evodsp.model.kernels.triton_kernels.attention import attention
+
+__all__ = ["REPORTS", "attention"]
+
+REPORTS: dict[str, Callable[[Sequence[Any]], tuple[int, int]]] = {
+    operator.name: operator.report for module in (_attention,) for operator in module.OPERATORS
+}
+"""`namespace::name` of an operator -> function of its positional arguments that returns (launches, bytes moved)."""
