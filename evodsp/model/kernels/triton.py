@@ -10,11 +10,19 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from evodsp.model.kernels.triton_kernels import attention as _attention
+from evodsp.model.kernels.triton_kernels import dropout as _dropout
+from evodsp.model.kernels.triton_kernels import gated_operands as _gated_operands
+from evodsp.model.kernels.triton_kernels import layer_norm as _layer_norm
 from evodsp.model.kernels.triton_kernels.attention import attention
+from evodsp.model.kernels.triton_kernels.dropout import dropout_add
+from evodsp.model.kernels.triton_kernels.gated_operands import gated_operands
+from evodsp.model.kernels.triton_kernels.layer_norm import layer_norm
 
-__all__ = ["REPORTS", "attention"]
+__all__ = ["REPORTS", "attention", "dropout_add", "gated_operands", "layer_norm"]
 
 REPORTS: dict[str, Callable[[Sequence[Any]], tuple[int, int]]] = {
-    operator.name: operator.report for module in (_attention,) for operator in module.OPERATORS
+    operator.name: operator.report
+    for module in (_attention, _dropout, _gated_operands, _layer_norm)
+    for operator in module.OPERATORS
 }
 """`namespace::name` of an operator -> function of its positional arguments that returns (launches, bytes moved)."""

@@ -100,7 +100,7 @@ def test_report_of_launches_and_bytes() -> None:
     launches, moved = REPORTS["evodsp::attention_backward"](
         (gate, q, k, v, gate, keys, bias, gate, queries, queries, True)
     )
-    parts = 3  # of the bias's gradient, in fp32
+    parts = 5  # of the bias's gradient, in fp32
     kernels = (9 * unit, 6 * unit, 4 * unit)
     assert launches == 4
     assert moved == sum(kernels) + 3 * (mask + pairs) + (3 + 2 + 2) * per_query + 2 * (2 * pairs * parts) + pairs

@@ -32,8 +32,8 @@ WIDEST = 64
 """The largest head width."""
 # Neighbouring programs take the same tile of the bias in this many rows, so that it is read from the cache.
 _ROWS_TOGETHER = 16
-# Programs that the kernel of the bias's gradient should have at least: four on each of an H100's processors.
-_ENOUGH_PROGRAMS = 528
+# Programs that the kernel of the bias's gradient should have at least: eight for each of an H100's processors.
+_ENOUGH_PROGRAMS = 1056
 
 
 def attention(
@@ -227,4 +227,4 @@ def _other_tile(q: Tensor, backward: bool = True) -> int:
 
 
 def _warps(q: Tensor) -> int:
-    return 8 if q.element_size() == 4 and q.shape[-1] > 32 else 4
+    return 8 if q.element_size() == 4 else 4
