@@ -35,7 +35,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from evodsp.model.kernels.triton_kernels import attention
+from evodsp.model.kernels.triton_kernels import attention, dropout, gated_operands, layer_norm
 from evodsp.model.kernels.triton_kernels.launch import Launch, Operator, moved, tiles
 
 ARCHITECTURES = (80, 90, 100)
@@ -129,11 +129,23 @@ WORK: dict[str, Callable[[Launch], Work]] = {
     "attention.backward_keys": _attention_work(4, 8),
     "attention.backward_bias": _attention_work(2, 5),
     "sums.sum_of_parts": lambda launch: Work(vector=2 * launch.arguments["parts"].numel()),
+    # Ten rounds of Philox, about 12 instructions each, once for the entries of the shared axis that a program takes together.
+    "dropout.dropout_add": lambda launch: Work(
+        vector=launch.arguments["out"].numel() * (6 + 120 / launch.constants["ENTRIES"])
+    ),
+    "layer_norm.forward": lambda launch: Work(vector=9 * launch.arguments["x"].numel()),
+    "layer_norm.backward": lambda launch: Work(vector=15 * launch.arguments["x"].numel()),
+    "gated_operands.forward": lambda launch: Work(
+        exponentials=2 * launch.arguments["values"].numel(), vector=7 * launch.arguments["values"].numel()
+    ),
+    "gated_operands.backward": lambda launch: Work(
+        exponentials=2 * launch.arguments["values"].numel(), vector=11 * launch.arguments["values"].numel()
+    ),
 }
 
 
 def _necessary_bytes(launches: Sequence[Launch]) -> int:
-    """Bytes of what a pass reads from outside and of what it leaves behind, each once; what it writes and reads again is left out."""
+    """Bytes that a pass reads from outside and leaves behind, each once. What it writes and reads again is left out."""
     outside: dict[int, int] = {}
     inside: dict[int, int] = {}
     for launch in launches:
@@ -157,6 +169,9 @@ def passes() -> list[Pass]:
         found += attention_passes(f"rows {size}", sequences, residues, heads=8, width=32, biased=True)
         found += attention_passes(f"columns {size}", residues, sequences, heads=8, width=32, biased=False)
         found += attention_passes(f"triangle {residues}", residues, residues, heads=4, width=32, biased=True)
+        found += elementwise_passes(f"m {size}", sequences, residues, channels=256)
+        found += elementwise_passes(f"z {residues}", residues, residues, channels=128)
+        found += gated_passes(f"z {residues}", residues, channels=128)
     return found
 
 
@@ -176,11 +191,34 @@ def attention_passes(
     ]
 
 
+def elementwise_passes(size: str, n1: int, n2: int, channels: int) -> list[Pass]:
+    """Layer norm and dropout of a representation."""
+    x, weight = _meta(1, n1, n2, channels), _meta(channels, dtype=torch.float32)
+    mean, inverse = (_meta(1, n1, n2, dtype=torch.float32) for _ in range(2))
+    numbers = (_meta(1, dtype=torch.int64), 0.15, 0, 0, n1, n2, 1)
+    return [
+        _pass(layer_norm.OPERATORS[0], size, (x, weight, weight.clone(), 1e-5)),
+        _pass(layer_norm.OPERATORS[1], size, (x, x.clone(), weight, mean, inverse)),
+        _pass(dropout.OPERATORS[0], size, (x, x.clone(), *numbers)),
+        _pass(dropout.OPERATORS[1], size, (x, *numbers, x.dtype)),
+    ]
+
+
+def gated_passes(size: str, residues: int, channels: int) -> list[Pass]:
+    """The operands of triangle multiplication, each of `channels` channels."""
+    values, mask = _meta(1, residues, residues, 2 * channels), _meta(1, residues, residues)
+    inputs, grad = (values, values.clone(), mask), _meta(2, 1, channels, residues, residues)
+    return [
+        _pass(gated_operands.OPERATORS[0], size, inputs),
+        _pass(gated_operands.OPERATORS[1], size, (grad, *inputs)),
+    ]
+
+
 def _pass(operator: Operator, size: str, arguments: Sequence[Any], products: float = 0.0) -> Pass:
     return Pass(operator.name.removeprefix("evodsp::"), size, operator.launches(*arguments), products)
 
 
-def _meta(*shape: int, dtype: torch.dtype) -> Tensor:
+def _meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
@@ -250,10 +288,12 @@ def _tools() -> Path:
 
 def table() -> list[str]:
     """The lines of the result file."""
+    versions = f"triton {importlib.metadata.version('triton')}, torch {torch.__version__}"
     lines = [
-        f"# python -m scripts.benchmarks.triton_resources (triton {importlib.metadata.version('triton')}, torch {torch.__version__})",
-        "# One line a kernel: registers and bytes spilled a thread, KiB of shared memory, resident warps, tensor-core instructions,",
-        "# each for sm_80 / sm_90 / sm_100. us: predicted on an H100. One line a pass: its roofline and the predicted fraction of it.",
+        f"# python -m scripts.benchmarks.triton_resources ({versions})",
+        "# One line a kernel: registers and bytes spilled a thread, KiB of shared memory, resident warps, tensor-core",
+        "# instructions, each for sm_80 / sm_90 / sm_100; bytes moved and time predicted on an H100.",
+        "# One line a pass: its roofline and the predicted fraction of it. The formula is in the script's docstring.",
     ]
     for one in passes():
         lines.append("")

@@ -6,8 +6,7 @@ functions, how many grids a call launches and how many bytes they move, from the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 from evodsp.model.kernels.triton_kernels import attention as _attention
 from evodsp.model.kernels.triton_kernels import dropout as _dropout
@@ -20,7 +19,7 @@ from evodsp.model.kernels.triton_kernels.layer_norm import layer_norm
 
 __all__ = ["REPORTS", "attention", "dropout_add", "gated_operands", "layer_norm"]
 
-REPORTS: dict[str, Callable[[Sequence[Any]], tuple[int, int]]] = {
+REPORTS: dict[str, Callable[..., tuple[int, int]]] = {
     operator.name: operator.report
     for module in (_attention, _dropout, _gated_operands, _layer_norm)
     for operator in module.OPERATORS

@@ -76,7 +76,7 @@ def _forward_body(
                 "TOGETHER": _ROWS_TOGETHER,
             },
             writes=("out", "largest", "inverse"),
-            warps=_warps(q),
+            **_schedule(q),
         )
     )
     return out, largest, inverse
@@ -117,7 +117,7 @@ def _backward_body(
             },
             {**constants, "TILE_Q": _tile(q), "TILE_K": other, "TOGETHER": _ROWS_TOGETHER},
             writes=("upstream", "grad_q", "grad_gate", "centre"),
-            warps=_warps(q),
+            **_schedule(q),
         )
     )
     launch(
@@ -127,7 +127,7 @@ def _backward_body(
             {**shared, **_strided(grad_k=grad_k, grad_v=grad_v), **statistics, **sizes},
             {**constants, "TILE_K": _tile(q), "TILE_Q": other, "TOGETHER": _ROWS_TOGETHER},
             writes=("grad_k", "grad_v"),
-            warps=_warps(q),
+            **_schedule(q),
         )
     )
     if bias is None or not bias_gradient:
@@ -142,7 +142,7 @@ def _backward_body(
             {**shared, **statistics, "sums": sums, **sizes, "parts": parts},
             {**constants, "TILE_Q": _tile(q), "TILE_K": other},
             writes=("sums",),
-            warps=_warps(q),
+            **_schedule(q),
         )
     )
     return grad_q, grad_k, grad_v, grad_gate, sum_of_parts(launch, sums, bias.dtype)
@@ -226,5 +226,6 @@ def _other_tile(q: Tensor, backward: bool = True) -> int:
     return 32 if backward else 64
 
 
-def _warps(q: Tensor) -> int:
-    return 8 if q.element_size() == 4 else 4
+def _schedule(q: Tensor) -> dict[str, int]:
+    """Warps, and depth of the pipeline of loads; operands in fp32 take twice the registers."""
+    return {"warps": 8, "stages": 1} if q.element_size() == 4 else {"warps": 4, "stages": 2}

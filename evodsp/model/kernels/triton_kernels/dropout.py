@@ -153,7 +153,8 @@ _forward = Operator(
 )
 _gradient = Operator(
     "dropout_add_backward",
-    "(Tensor grad, Tensor keys, float rate, SymInt o1, SymInt o2, SymInt n1, SymInt n2, int shared, ScalarType dtype) -> Tensor",
+    "(Tensor grad, Tensor keys, float rate, SymInt o1, SymInt o2, SymInt n1, SymInt n2, int shared, ScalarType dtype)"
+    " -> Tensor",
     _backward_body,
 )
 _forward.differentiate(_backward, _keep, _note)

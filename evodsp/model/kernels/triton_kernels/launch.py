@@ -112,8 +112,8 @@ class Operator:
         self._body(grids.append, *(_on_meta(x) for x in arguments))
         return [launch for launch in grids if launch.programs > 0]
 
-    def report(self, arguments: Sequence[Any]) -> tuple[int, int]:
-        """Number of grids that a call launches, and the bytes they move."""
+    def report(self, arguments: Sequence[Any], *_: Any) -> tuple[int, int]:
+        """Number of grids that a call launches, and the bytes they move. A counter may add keywords and result of the call."""
         grids = self.launches(*arguments)
         return len(grids), sum(launch.bytes_moved for launch in grids)
 
