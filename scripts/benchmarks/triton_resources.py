@@ -181,7 +181,7 @@ def attention_passes(
     q, k, v = _meta(1, rows, length, 3, heads, width, dtype=dtype).unbind(3)
     gate, keys = _meta(1, rows, length, heads, width, dtype=dtype), _meta(1, rows, length, dtype=dtype)
     bias = _meta(1, heads, length, length, dtype=dtype) if biased else None
-    forward, backward = attention.OPERATORS
+    forward, backward, *_ = attention.OPERATORS
     statistics = _meta(1, rows, heads, length, dtype=torch.float32)
     inputs = (q, k, v, gate, keys, bias)
     one = 2.0 * rows * heads * length * length * width

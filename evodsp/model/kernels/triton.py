@@ -12,12 +12,12 @@ from evodsp.model.kernels.triton_kernels import attention as _attention
 from evodsp.model.kernels.triton_kernels import dropout as _dropout
 from evodsp.model.kernels.triton_kernels import gated_operands as _gated_operands
 from evodsp.model.kernels.triton_kernels import layer_norm as _layer_norm
-from evodsp.model.kernels.triton_kernels.attention import attention
+from evodsp.model.kernels.triton_kernels.attention import attention, fused_attention
 from evodsp.model.kernels.triton_kernels.dropout import dropout_add
 from evodsp.model.kernels.triton_kernels.gated_operands import gated_operands
 from evodsp.model.kernels.triton_kernels.layer_norm import layer_norm
 
-__all__ = ["REPORTS", "attention", "dropout_add", "gated_operands", "layer_norm"]
+__all__ = ["REPORTS", "attention", "dropout_add", "fused_attention", "gated_operands", "layer_norm"]
 
 REPORTS: dict[str, Callable[..., tuple[int, int]]] = {
     operator.name: operator.report

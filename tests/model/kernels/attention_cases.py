@@ -7,7 +7,7 @@ from collections import Counter
 import torch
 from torch import Tensor
 
-from evodsp.model.kernels.triton import attention
+from evodsp.model.kernels.triton import attention, fused_attention
 from tests.model.kernels.interpreter import check, far_apart, random
 
 Shape = tuple[int, int, int, int, int, int]
@@ -60,6 +60,27 @@ def agrees_strided(dtype: torch.dtype) -> None:
 
     result = check(attention, formula, tensors, {"keys": mask[:, :, 1:].transpose(1, 2)}, layout)
     assert result.transpose(1, 2).is_contiguous(), "the result should be laid out as the gate is"
+
+
+def fused_agrees() -> None:
+    """One projection of the transposed MSA; the same arithmetic as with three views of it, so the same bits."""
+    b, n, length, h, d = 2, 3, 17, 2, 8
+    tensors, fixed = inputs((b, n, length, length, h, d), torch.float32, True, 8)
+    qkv = torch.stack([tensors[name].transpose(1, 2) for name in "qkv"], 3).transpose(1, 2)
+    others = {"gate": tensors["gate"], "pair_bias": tensors["pair_bias"], **fixed}
+    upstream = random(9, torch.float32)(b, n, length, h, d)
+    results = []
+    for function in (lambda x, **o: fused_attention(x, **o), lambda x, **o: attention(*x.unbind(3), **o)):
+        given = [x.detach().requires_grad_() for x in (qkv, others["gate"], others["pair_bias"])]
+        out = function(given[0], gate=given[1], pair_bias=given[2], keys=others["keys"])
+        results.append([out, *torch.autograd.grad(out, given, upstream)])
+    for a, b_ in zip(*results, strict=True):
+        assert torch.equal(a, b_)
+    torch.library.opcheck(
+        torch.ops.evodsp.fused_attention.default,
+        (qkv.requires_grad_(), others["gate"], fixed["keys"], others["pair_bias"]),
+        test_utils=("test_schema", "test_faketensor"),
+    )
 
 
 def agrees_far_apart(axis: int) -> None:

@@ -58,6 +58,11 @@ def test_strided_views(interpreter: Callable[..., Any]) -> None:
     interpreter(cases.agrees_strided, torch.float32)
 
 
+def test_fused_projection(interpreter: Callable[..., Any]) -> None:
+    """Catches gradients of q, k and v that land in each other's place in the gradient of their projection."""
+    interpreter(cases.fused_agrees)
+
+
 @pytest.mark.parametrize("axis", [1, 2], ids=["rows", "positions"])
 def test_offsets_beyond_32_bits(interpreter: Callable[..., Any], axis: int) -> None:
     """Catches offsets that wrap at 2^31 elements (a crash, or another row's numbers)."""

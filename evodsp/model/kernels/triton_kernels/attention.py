@@ -49,12 +49,32 @@ def attention(
     `keys`: 1 where a key is present, 0 where it is absent; gets no gradient. The result is laid out in memory as `gate` is.
     Differentiable once in q, k, v, gate and `pair_bias`. Raises ValueError for heads wider than 64.
     """
-    if q.shape[-1] > WIDEST:
-        raise ValueError(f"Triton attention: head width {q.shape[-1]}, at most {WIDEST} is supported")
-    if pair_bias is not None and pair_bias.stride(-1) != 1:
-        # As the projection leaves it, heads vary fastest: each of the many readings of a tile would fetch every head's.
-        pair_bias = pair_bias.contiguous()
-    return _forward(q, k, v, gate, keys, pair_bias)[0]
+    _check_width(q)
+    return _forward(q, k, v, gate, keys, _keys_fastest(pair_bias))[0]
+
+
+def fused_attention(
+    qkv: Float[Tensor, "B N L 3 H D"],
+    gate: Float[Tensor, "B N L H D"],
+    keys: Float[Tensor, "B N L"] | Bool[Tensor, "B N L"] | Int[Tensor, "B N L"],
+    pair_bias: Float[Tensor, "B H L L"] | None = None,
+) -> Float[Tensor, "B N L H D"]:
+    """`attention` of one projection that holds q, k and v. Its gradient is filled in place.
+
+    With views of a projection, autograd would put three gradients together by a copy: six times the bytes of q.
+    """
+    _check_width(qkv)
+    return _fused_forward(qkv, gate, keys, _keys_fastest(pair_bias))[0]
+
+
+def _check_width(heads: Tensor) -> None:
+    if heads.shape[-1] > WIDEST:
+        raise ValueError(f"Triton attention: head width {heads.shape[-1]}, at most {WIDEST} is supported")
+
+
+def _keys_fastest(pair_bias: Tensor | None) -> Tensor | None:
+    """As the projection leaves the bias, heads vary fastest: each of the many readings of a tile would fetch every head's."""
+    return pair_bias if pair_bias is None or pair_bias.stride(-1) == 1 else pair_bias.contiguous()
 
 
 def _forward_body(
@@ -97,7 +117,55 @@ def _backward_body(
     bias_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, gate and the bias (without elements if it is not wanted)."""
-    grad_q, grad_k, grad_v, grad_gate = (torch.empty_like(x) for x in (q, k, v, gate))
+    results = [torch.empty_like(x) for x in (q, k, v, gate)]
+    kept = (q, k, v, gate, keys, bias, out, largest, inverse)
+    return (*results, _launch_backward(launch, grad, *kept, bias_gradient, *results))
+
+
+def _fused_forward_body(
+    launch: Launcher, qkv: Tensor, gate: Tensor, keys: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _forward_body(launch, *qkv.unbind(3), gate, keys, bias)
+
+
+def _fused_backward_body(
+    launch: Launcher,
+    grad: Tensor,
+    qkv: Tensor,
+    gate: Tensor,
+    keys: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    largest: Tensor,
+    inverse: Tensor,
+    bias_gradient: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of the projection, gate and the bias."""
+    grad_qkv, grad_gate = torch.empty_like(qkv), torch.empty_like(gate)
+    kept = (*qkv.unbind(3), gate, keys, bias, out, largest, inverse)
+    grad_bias = _launch_backward(launch, grad, *kept, bias_gradient, *grad_qkv.unbind(3), grad_gate)
+    return grad_qkv, grad_gate, grad_bias
+
+
+def _launch_backward(
+    launch: Launcher,
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gate: Tensor,
+    keys: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    largest: Tensor,
+    inverse: Tensor,
+    bias_gradient: bool,
+    grad_q: Tensor,
+    grad_k: Tensor,
+    grad_v: Tensor,
+    grad_gate: Tensor,
+) -> Tensor:
+    """Fills `grad_q`, `grad_k`, `grad_v` and `grad_gate`; returns the gradient of the bias."""
     # Gradient of the output before the gate, divided by the sum of weights.
     upstream = torch.empty_like(gate, dtype=q.dtype)
     centre = torch.empty_like(largest)
@@ -131,7 +199,7 @@ def _backward_body(
         )
     )
     if bias is None or not bias_gradient:
-        return grad_q, grad_k, grad_v, grad_gate, q.new_empty(0)
+        return q.new_empty(0)
     cells = tiles(q.shape[2], _tile(q)) * tiles(k.shape[2], other) * q.shape[0] * q.shape[3]
     parts = max(1, min(q.shape[1], tiles(_ENOUGH_PROGRAMS, cells) if cells else 1))
     sums = bias.new_empty((parts, *bias.shape), dtype=torch.float32 if parts > 1 else bias.dtype)
@@ -145,14 +213,17 @@ def _backward_body(
             **_schedule(q),
         )
     )
-    return grad_q, grad_k, grad_v, grad_gate, sum_of_parts(launch, sums, bias.dtype)
+    return sum_of_parts(launch, sums, bias.dtype)
 
 
 def _backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    """Of either operator: their inputs end with gate, keys and bias."""
+    *before, _, bias_wanted = ctx.needs_input_grad
     if grad is None:
-        return (None,) * 6
-    grad_q, grad_k, grad_v, grad_gate, grad_bias = _gradients(grad, *ctx.saved_tensors, ctx.needs_input_grad[5])
-    return grad_q, grad_k, grad_v, grad_gate, None, grad_bias if ctx.needs_input_grad[5] else None
+        return (None,) * (len(before) + 2)
+    gradients = _gradients if len(before) == 4 else _fused_gradients
+    *others, of_bias = gradients(grad, *ctx.saved_tensors, bias_wanted)
+    return *others, None, of_bias if bias_wanted else None
 
 
 def _keep(inputs: Sequence[Any], output: Any) -> tuple[Tensor | None, ...]:
@@ -170,8 +241,20 @@ _gradients = Operator(
     "Tensor inverse, bool bias_gradient) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _backward_body,
 )
+_fused_forward = Operator(
+    "fused_attention",
+    "(Tensor qkv, Tensor gate, Tensor keys, Tensor? bias) -> (Tensor, Tensor, Tensor)",
+    _fused_forward_body,
+)
+_fused_gradients = Operator(
+    "fused_attention_backward",
+    "(Tensor grad, Tensor qkv, Tensor gate, Tensor keys, Tensor? bias, Tensor out, Tensor largest, Tensor inverse, "
+    "bool bias_gradient) -> (Tensor, Tensor, Tensor)",
+    _fused_backward_body,
+)
 _forward.differentiate(_backward, _keep)
-OPERATORS = (_forward, _gradients)
+_fused_forward.differentiate(_backward, _keep)
+OPERATORS = (_forward, _gradients, _fused_forward, _fused_gradients)
 
 
 def _per_query(q: Tensor) -> tuple[int, int, int, int]:
