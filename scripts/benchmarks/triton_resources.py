@@ -35,7 +35,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from evodsp.model.kernels.triton_kernels import attention, dropout, gated_operands, layer_norm
+from evodsp.model.kernels.triton_kernels import attention, dropout, gated_operands, global_attention, layer_norm
 from evodsp.model.kernels.triton_kernels.launch import Launch, Operator, moved, tiles
 
 ARCHITECTURES = (80, 90, 100)
@@ -122,6 +122,13 @@ def _attention_work(products: int, vector: float) -> Callable[[Launch], Work]:
     return work
 
 
+def _global_work(launch: Launch, products: int, vector: float) -> Work:
+    """Per logit, padding heads counted: one exponential, `vector` other instructions, `products` matrix products."""
+    a, c = launch.arguments, launch.constants
+    logits = launch.programs * tiles(a["sequences"], c["TILE"]) * c["TILE"] * c["HEADS"]
+    return Work(2 * products * logits * c["WIDTH"], logits, vector * logits)
+
+
 # Vector instructions counted in the source: scale, bias (convert, add), mask, maximum, difference, sums, conversions to bf16.
 WORK: dict[str, Callable[[Launch], Work]] = {
     "attention.forward": _attention_work(2, 8.5),
@@ -135,6 +142,8 @@ WORK: dict[str, Callable[[Launch], Work]] = {
     ),
     "layer_norm.forward": lambda launch: Work(vector=9 * launch.arguments["x"].numel()),
     "layer_norm.backward": lambda launch: Work(vector=15 * launch.arguments["x"].numel()),
+    "global_attention.forward": lambda launch: _global_work(launch, 2, 6),
+    "global_attention.backward": lambda launch: _global_work(launch, 5, 7),
     "gated_operands.forward": lambda launch: Work(
         exponentials=2 * launch.arguments["values"].numel(), vector=7 * launch.arguments["values"].numel()
     ),
@@ -169,6 +178,7 @@ def passes() -> list[Pass]:
         found += attention_passes(f"rows {size}", sequences, residues, heads=8, width=32, biased=True)
         found += attention_passes(f"columns {size}", residues, sequences, heads=8, width=32, biased=False)
         found += attention_passes(f"triangle {residues}", residues, residues, heads=4, width=32, biased=True)
+        found += global_passes(sequences=1024 if residues == 256 else 5120, residues=residues)
         found += elementwise_passes(f"m {size}", sequences, residues, channels=256)
         found += elementwise_passes(f"z {residues}", residues, residues, channels=128)
         found += gated_passes(f"z {residues}", residues, channels=128)
@@ -201,6 +211,20 @@ def elementwise_passes(size: str, n1: int, n2: int, channels: int) -> list[Pass]
         _pass(layer_norm.OPERATORS[1], size, (x, x.clone(), weight, mean, inverse)),
         _pass(dropout.OPERATORS[0], size, (x, x.clone(), *numbers)),
         _pass(dropout.OPERATORS[1], size, (x, *numbers, x.dtype)),
+    ]
+
+
+def global_passes(sequences: int, residues: int) -> list[Pass]:
+    """Global column attention of the extra MSA: 8 heads of width 8."""
+    heads, width, size = 8, 8, f"extra MSA {sequences}x{residues}"
+    q, mask = _meta(1, residues, heads, width), _meta(1, sequences, residues)
+    k, v = _meta(1, sequences, residues, 2 * width).chunk(2, -1)
+    sums = _meta(1, residues, heads, width, dtype=torch.float32)
+    per_head = _meta(1, residues, heads, dtype=torch.float32)
+    one = 2.0 * sequences * residues * heads * width
+    return [
+        _pass(global_attention.OPERATORS[0], size, (q, k, v, mask), 2 * one),
+        _pass(global_attention.OPERATORS[1], size, (sums, per_head, q, k, v, mask, per_head.clone()), 5 * one),
     ]
 
 

@@ -11,7 +11,7 @@ from evodsp.model.kernels.triton_kernels.launch import Launch
 from scripts.benchmarks import triton_resources as resources
 
 # Kernels that multiply matrices.
-PRODUCTS = ("attention.",)
+PRODUCTS = ("attention.", "global_attention.")
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,7 @@ Accumulators, logits and softmax are fp32. Shape legend: B batch, N rows, Q quer
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -117,15 +117,17 @@ def _backward_body(
     bias_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, gate and the bias (without elements if it is not wanted)."""
-    results = [torch.empty_like(x) for x in (q, k, v, gate)]
-    kept = (q, k, v, gate, keys, bias, out, largest, inverse)
-    return (*results, _launch_backward(launch, grad, *kept, bias_gradient, *results))
+    grad_q, grad_k, grad_v, grad_gate = (torch.empty_like(x) for x in (q, k, v, gate))
+    kept = _Kept(q, k, v, gate, keys, bias, out, largest, inverse)
+    grad_bias = _launch_backward(launch, grad, kept, bias_gradient, (grad_q, grad_k, grad_v, grad_gate))
+    return grad_q, grad_k, grad_v, grad_gate, grad_bias
 
 
 def _fused_forward_body(
     launch: Launcher, qkv: Tensor, gate: Tensor, keys: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _forward_body(launch, *qkv.unbind(3), gate, keys, bias)
+    q, k, v = qkv.unbind(3)
+    return _forward_body(launch, q, k, v, gate, keys, bias)
 
 
 def _fused_backward_body(
@@ -142,30 +144,37 @@ def _fused_backward_body(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the projection, gate and the bias."""
     grad_qkv, grad_gate = torch.empty_like(qkv), torch.empty_like(gate)
-    kept = (*qkv.unbind(3), gate, keys, bias, out, largest, inverse)
-    grad_bias = _launch_backward(launch, grad, *kept, bias_gradient, *grad_qkv.unbind(3), grad_gate)
+    q, k, v = qkv.unbind(3)
+    grad_q, grad_k, grad_v = grad_qkv.unbind(3)
+    kept = _Kept(q, k, v, gate, keys, bias, out, largest, inverse)
+    grad_bias = _launch_backward(launch, grad, kept, bias_gradient, (grad_q, grad_k, grad_v, grad_gate))
     return grad_qkv, grad_gate, grad_bias
+
+
+class _Kept(NamedTuple):
+    """What the backward pass has of the forward pass."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    gate: Tensor
+    keys: Tensor
+    bias: Tensor | None
+    out: Tensor
+    largest: Tensor
+    inverse: Tensor
 
 
 def _launch_backward(
     launch: Launcher,
     grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gate: Tensor,
-    keys: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-    largest: Tensor,
-    inverse: Tensor,
+    kept: _Kept,
     bias_gradient: bool,
-    grad_q: Tensor,
-    grad_k: Tensor,
-    grad_v: Tensor,
-    grad_gate: Tensor,
+    gradients: tuple[Tensor, Tensor, Tensor, Tensor],
 ) -> Tensor:
-    """Fills `grad_q`, `grad_k`, `grad_v` and `grad_gate`; returns the gradient of the bias."""
+    """Fills the `gradients` of q, k, v and gate; returns that of the bias (without elements if it is not wanted)."""
+    q, k, v, gate, keys, bias, out, largest, inverse = kept
+    grad_q, grad_k, grad_v, grad_gate = gradients
     # Gradient of the output before the gate, divided by the sum of weights.
     upstream = torch.empty_like(gate, dtype=q.dtype)
     centre = torch.empty_like(largest)
