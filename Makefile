@@ -18,9 +18,10 @@ COMPARE = $(if $(OPENFOLD),OPENFOLD_SOURCE=$(OPENFOLD)) $(BIN)/python -m scripts
   --alphafold $(PARITY)/bin/python $(OPENFOLD_SIDE) --seed $(SEED)
 
 # The documentation's packages, and the frameworks that only tests of compatibility use, are added to .venv when they are first
-# needed, so that `make demo` does not fetch them.
+# needed, so that `make demo` does not fetch them. So is Triton, which tests of kernels use.
 DOCS_READY   := $(VENV)/.ready-docs
 COMPAT_READY := $(VENV)/.ready-compat
+TRITON_READY := $(VENV)/.ready-triton
 
 .PHONY: help venv demo test verify parity bench docs docs-serve wheel lint format clean
 
@@ -56,10 +57,10 @@ demo: $(READY)
 	$(BIN)/python scripts/compare_predictions.py --predictions $(RUNS)/demo/predictions --structures data/mmcif_files \
 	  --train data/train.txt --held-out data/validation.txt --output $(RUNS)/demo
 
-test: $(READY) $(COMPAT_READY)
+test: $(READY) $(COMPAT_READY) $(TRITON_READY)
 	$(BIN)/python -m pytest -m "not verify"
 
-verify: $(READY) $(DOCS_READY) $(COMPAT_READY)
+verify: $(READY) $(DOCS_READY) $(COMPAT_READY) $(TRITON_READY)
 	$(BIN)/python -m pytest -m verify $(SHARE)
 
 $(PARITY_READY): scripts/parity/constraints.txt
@@ -90,6 +91,10 @@ $(DOCS_READY): $(READY) pyproject.toml constraints.txt
 $(COMPAT_READY): $(READY) pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[compat]'
 	@touch $(COMPAT_READY)
+
+$(TRITON_READY): $(READY) pyproject.toml constraints.txt
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[triton]'
+	@touch $(TRITON_READY)
 
 docs: $(DOCS_READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -155,12 +155,14 @@ def test_the_extras_are_those_of_the_package() -> None:
     assert set(re.findall(r"`([\w-]+)`", sentence)) == extras()
 
 
-@pytest.mark.parametrize(("extra", "targets"), [("docs", "docs|docs-serve|verify"), ("compat", "test|verify")])
+@pytest.mark.parametrize(
+    ("extra", "targets"), [("docs", "docs|docs-serve|verify"), ("compat", "test|verify"), ("triton", "test|verify")]
+)
 def test_packages_that_the_demo_does_without_are_pinned_and_added_later(extra: str, targets: str) -> None:
     """`make demo` installs the extra `dev`. Catches a package of another extra in it, and a target that forgets its extra."""
     wanted = tomllib.loads(text_of("pyproject.toml"))["project"]["optional-dependencies"]
     pinned = {line.partition("==")[0].lower() for line in text_of("constraints.txt").splitlines()}
-    names = {re.split(r"[\[<>=]", requirement)[0] for requirement in wanted[extra]}
+    names = {re.split(r"[\[<>=;]", requirement)[0] for requirement in wanted[extra]}
     assert names <= pinned
     assert names & {re.split(r"[\[<>=]", requirement)[0] for requirement in wanted["dev"]} <= {"ruff"}
     found = re.findall(rf"^({targets}):(.*)$", text_of("Makefile"), re.MULTILINE)

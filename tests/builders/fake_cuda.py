@@ -56,6 +56,8 @@ class Case:
     """Precision in which m and z enter a stack."""
     cast_once: bool = False
     """Whether parameters are cast once a step, as training does (`evodsp.model.casts`)."""
+    kernels: Literal["chunked", "triton"] = "chunked"
+    """Backend of the operators that it has; the others are chunked."""
 
 
 @dataclass(frozen=True)

@@ -31,17 +31,16 @@ from evodsp.model.alphafold import AlphaFold
 from evodsp.model.casts import CastParameters
 from evodsp.model.dropout import DropoutKeys
 from evodsp.model.evoformer import EvoformerStack, MSAStack, PairStack
-from evodsp.model.primitives import Linear, use_exchange
+from evodsp.model.kernels import triton
+from evodsp.model.kernels.registry import Kernels
+from evodsp.model.kernels.triton import REPORTS
+from evodsp.model.primitives import Linear, use_exchange, use_kernels
 from evodsp.parallel.exchange import ShardedExchange
 from evodsp.parallel.group import Group
 from evodsp.parallel.layout import shard_sizes
 from evodsp.parallel.ledger import Ledger
 from evodsp.rng import Draws
 from tests.builders.fake_cuda import Case
-
-REPORTS: dict[str, Callable[[tuple[Any, ...], dict[str, Any], Any], tuple[int, int]]] = {}
-"""Own kernels: operator name -> function of (args, kwargs, result) that returns (launches, bytes moved). An operator without an
-entry counts as one launch that reads its inputs and writes its results once."""
 
 _NO_KERNEL = {
     "empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "detach", "alias", "_unsafe_view", "lift_fresh",
@@ -267,6 +266,9 @@ def run(case: Case) -> dict[str, Any]:
             model, forward = model_case(case) if case.what == "model" else stack_case(case, exchange)
         if exchange is not None:
             use_exchange(model, exchange)
+        if case.kernels == "triton":
+            own = {f.name: getattr(triton, f.name) for f in dataclasses.fields(Kernels) if hasattr(triton, f.name)}
+            use_kernels(model, Kernels(**own))
         parts = {name: module for name, module in model.named_modules() if isinstance(module, (MSAStack, PairStack))}
         if isinstance(model, AlphaFold):
             parts |= {name: module for name, module in model.named_children() if name != "heads"}

@@ -19,6 +19,7 @@ class Backend:
 
 
 BACKENDS: dict[str, Backend] = {
+    "triton": Backend("evodsp.model.kernels.triton", ("cuda",)),
     "chunked": Backend("evodsp.model.kernels.chunked", ("cpu", "cuda", "mps", "xpu")),
     "sdpa": Backend("evodsp.model.kernels.sdpa"),
     "flash_attn": Backend("evodsp.model.kernels.flash_attn"),

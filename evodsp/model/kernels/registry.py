@@ -75,16 +75,16 @@ def choose(
     check_names(config)
     kernels, choices = Kernels(), []
     for operator in (f.name for f in fields(Kernels)):
-        wanted = getattr(config, operator) or config.backend
-        function, choice = _chosen(operator, wanted, device, dtype, gradients)
+        function, choice = _chosen(operator, config, device, dtype, gradients)
         kernels = replace(kernels, **{operator: function})
         choices.append(choice)
     return kernels, choices
 
 
 def _chosen(
-    operator: str, wanted: str, device: torch.device, dtype: torch.dtype, gradients: bool
+    operator: str, config: KernelsConfig, device: torch.device, dtype: torch.dtype, gradients: bool
 ) -> tuple[Operator, Choice]:
+    wanted = getattr(config, operator) or config.backend
     candidates = [wanted] if wanted != "auto" else [n for n, b in BACKENDS.items() if device.type in b.devices]
     problems: list[str] = []
     for name in candidates:
@@ -96,6 +96,8 @@ def _chosen(
         problem = (
             f"it has no {operator}" if function is None else problem_of(operator, function, device, dtype, gradients)
         )
+        if function is None and getattr(config, operator) is None and wanted != "auto":  # a backend for what it has
+            return _chosen(operator, replace(config, backend="auto"), device, dtype, gradients)
         if function is not None and not problem:
             reason = "asked for" if name == wanted else f"the first that works on {device.type}"
             return function, Choice(operator, name, reason, tuple(problems))

@@ -1,0 +1,325 @@
+"""Gated attention with a key mask and a pair bias (operator 1), whose logits are never in memory.
+
+Forward: each program takes a tile of queries of one row and head, streams over the keys and keeps a running softmax. For the
+backward pass it stores, per query, the largest logit and the inverse of the sum of weights. (Their logarithm would be one
+number, but where all keys are masked it is -1e9 and swallows the sum.)
+
+Backward, in three kernels that recompute the weights, without atomic additions, so that results do not depend on timing:
+
+1. per tile of queries, over keys: gradients of q and gate, and the centre of the softmax's backward, the sum over keys of
+   weight x gradient. The centre is accurate in fp32: output x gradient, both rounded, is only a first guess, and what the
+   guess misses is summed over the keys in the same pass.
+2. per tile of keys, over queries: gradients of k and v.
+3. per tile of the bias, over rows: its gradient, summed in registers. Where tiles are few, the rows are shared by several
+   programs; their sums are added in a fixed order.
+
+Accumulators, logits and softmax are fp32. Shape legend: B batch, N rows, Q queries, K keys, H heads, D head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from evodsp.model.kernels.triton_kernels.launch import Launch, Launcher, Operator, next_power_of_two, tiles
+from evodsp.model.kernels.triton_kernels.sums import sum_of_parts
+
+WIDEST = 64
+"""The largest head width."""
+# Neighbouring programs take the same tile of the bias in this many rows, so that it is read from the cache.
+_ROWS_TOGETHER = 16
+# Programs that the kernel of the bias's gradient should have at least: eight for each of an H100's processors.
+_ENOUGH_PROGRAMS = 1056
+
+
+def attention(
+    q: Float[Tensor, "B N Q H D"],
+    k: Float[Tensor, "B N K H D"],
+    v: Float[Tensor, "B N K H D"],
+    gate: Float[Tensor, "B N Q H D"],
+    keys: Float[Tensor, "B N K"] | Bool[Tensor, "B N K"] | Int[Tensor, "B N K"],
+    pair_bias: Float[Tensor, "B H Q K"] | None = None,
+) -> Float[Tensor, "B N Q H D"]:
+    """sigmoid(gate) * softmax(q k^T / sqrt(D) + pair_bias + (keys - 1) * 1e9) v, within each row.
+
+    `keys`: 1 where a key is present, 0 where it is absent; gets no gradient. The result is laid out in memory as `gate` is.
+    Differentiable once in q, k, v, gate and `pair_bias`. Raises ValueError for heads wider than 64.
+    """
+    _check_width(q)
+    return _forward(q, k, v, gate, keys, _keys_fastest(pair_bias))[0]
+
+
+def fused_attention(
+    qkv: Float[Tensor, "B N L 3 H D"],
+    gate: Float[Tensor, "B N L H D"],
+    keys: Float[Tensor, "B N L"] | Bool[Tensor, "B N L"] | Int[Tensor, "B N L"],
+    pair_bias: Float[Tensor, "B H L L"] | None = None,
+) -> Float[Tensor, "B N L H D"]:
+    """`attention` of one projection that holds q, k and v. Its gradient is filled in place.
+
+    With views of a projection, autograd would put three gradients together by a copy: six times the bytes of q.
+    """
+    _check_width(qkv)
+    return _fused_forward(qkv, gate, keys, _keys_fastest(pair_bias))[0]
+
+
+def _check_width(heads: Tensor) -> None:
+    if heads.shape[-1] > WIDEST:
+        raise ValueError(
+            f"Triton attention: head width {heads.shape[-1]}, at most {WIDEST} is supported; use another kernels.attention"
+        )
+
+
+def _keys_fastest(pair_bias: Tensor | None) -> Tensor | None:
+    """As the projection leaves the bias, heads vary fastest: each of the many readings of a tile would fetch every head's."""
+    return pair_bias if pair_bias is None or pair_bias.stride(-1) == 1 else pair_bias.contiguous()
+
+
+def _forward_body(
+    launch: Launcher, q: Tensor, k: Tensor, v: Tensor, gate: Tensor, keys: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The output, and of each query the largest logit (base 2) and the inverse of the sum of weights."""
+    out = torch.empty_like(gate, dtype=q.dtype)
+    largest, inverse = (q.new_empty(_per_query(q), dtype=torch.float32) for _ in range(2))
+    tensors = _strided(q=q, k=k, v=v, gate=gate, out=out, keys=keys, bias=bias)
+    launch(
+        Launch(
+            "attention.forward",
+            _programs(q, q.shape[2]),
+            {**tensors, "largest": largest, "inverse": inverse, **_sizes(q, k)},
+            {
+                **_constants(q, bias),
+                "TILE_Q": _tile(q),
+                "TILE_K": _other_tile(q, backward=False),
+                "TOGETHER": _ROWS_TOGETHER,
+            },
+            writes=("out", "largest", "inverse"),
+            **_schedule(q),
+        )
+    )
+    return out, largest, inverse
+
+
+def _backward_body(
+    launch: Launcher,
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gate: Tensor,
+    keys: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    largest: Tensor,
+    inverse: Tensor,
+    bias_gradient: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v, gate and the bias (without elements if it is not wanted)."""
+    grad_q, grad_k, grad_v, grad_gate = (torch.empty_like(x) for x in (q, k, v, gate))
+    kept = _Kept(q, k, v, gate, keys, bias, out, largest, inverse)
+    grad_bias = _launch_backward(launch, grad, kept, bias_gradient, (grad_q, grad_k, grad_v, grad_gate))
+    return grad_q, grad_k, grad_v, grad_gate, grad_bias
+
+
+def _fused_forward_body(
+    launch: Launcher, qkv: Tensor, gate: Tensor, keys: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = qkv.unbind(3)
+    return _forward_body(launch, q, k, v, gate, keys, bias)
+
+
+def _fused_backward_body(
+    launch: Launcher,
+    grad: Tensor,
+    qkv: Tensor,
+    gate: Tensor,
+    keys: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    largest: Tensor,
+    inverse: Tensor,
+    bias_gradient: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of the projection, gate and the bias."""
+    grad_qkv, grad_gate = torch.empty_like(qkv), torch.empty_like(gate)
+    q, k, v = qkv.unbind(3)
+    grad_q, grad_k, grad_v = grad_qkv.unbind(3)
+    kept = _Kept(q, k, v, gate, keys, bias, out, largest, inverse)
+    grad_bias = _launch_backward(launch, grad, kept, bias_gradient, (grad_q, grad_k, grad_v, grad_gate))
+    return grad_qkv, grad_gate, grad_bias
+
+
+class _Kept(NamedTuple):
+    """What the backward pass has of the forward pass."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    gate: Tensor
+    keys: Tensor
+    bias: Tensor | None
+    out: Tensor
+    largest: Tensor
+    inverse: Tensor
+
+
+def _launch_backward(
+    launch: Launcher,
+    grad: Tensor,
+    kept: _Kept,
+    bias_gradient: bool,
+    gradients: tuple[Tensor, Tensor, Tensor, Tensor],
+) -> Tensor:
+    """Fills the `gradients` of q, k, v and gate; returns that of the bias (without elements if it is not wanted)."""
+    q, k, v, gate, keys, bias, out, largest, inverse = kept
+    grad_q, grad_k, grad_v, grad_gate = gradients
+    # Gradient of the output before the gate, divided by the sum of weights.
+    upstream = torch.empty_like(gate, dtype=q.dtype)
+    centre = torch.empty_like(largest)
+    sizes, constants, other = _sizes(q, k), _constants(q, bias), _other_tile(q)
+    shared = _strided(q=q, k=k, v=v, keys=keys, bias=bias, upstream=upstream)
+    statistics = {"largest": largest, "centre": centre}
+    launch(
+        Launch(
+            "attention.backward_queries",
+            _programs(q, q.shape[2]),
+            {
+                **shared,
+                **_strided(grad=grad, gate=gate, out=out, grad_q=grad_q, grad_gate=grad_gate),
+                **statistics,
+                "inverse": inverse,
+                **sizes,
+            },
+            {**constants, "TILE_Q": _tile(q), "TILE_K": other, "TOGETHER": _ROWS_TOGETHER},
+            writes=("upstream", "grad_q", "grad_gate", "centre"),
+            **_schedule(q),
+        )
+    )
+    launch(
+        Launch(
+            "attention.backward_keys",
+            _programs(q, k.shape[2]),
+            {**shared, **_strided(grad_k=grad_k, grad_v=grad_v), **statistics, **sizes},
+            {**constants, "TILE_K": _tile(q), "TILE_Q": other, "TOGETHER": _ROWS_TOGETHER},
+            writes=("grad_k", "grad_v"),
+            **_schedule(q),
+        )
+    )
+    if bias is None or not bias_gradient:
+        return q.new_empty(0)
+    cells = tiles(q.shape[2], _tile(q)) * tiles(k.shape[2], other) * q.shape[0] * q.shape[3]
+    parts = max(1, min(q.shape[1], tiles(_ENOUGH_PROGRAMS, cells) if cells else 1))
+    sums = bias.new_empty((parts, *bias.shape), dtype=torch.float32 if parts > 1 else bias.dtype)
+    launch(
+        Launch(
+            "attention.backward_bias",
+            cells * parts,
+            {**shared, **statistics, "sums": sums, **sizes, "parts": parts},
+            {**constants, "TILE_Q": _tile(q), "TILE_K": other},
+            writes=("sums",),
+            **_schedule(q),
+        )
+    )
+    return sum_of_parts(launch, sums, bias.dtype)
+
+
+def _backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    """Of either operator: their inputs end with gate, keys and bias."""
+    *before, _, bias_wanted = ctx.needs_input_grad
+    if grad is None:
+        return (None,) * (len(before) + 2)
+    gradients = _gradients if len(before) == 4 else _fused_gradients
+    *others, of_bias = gradients(grad, *ctx.saved_tensors, bias_wanted)
+    return *others, None, of_bias if bias_wanted else None
+
+
+def _keep(inputs: Sequence[Any], output: Any) -> tuple[Tensor | None, ...]:
+    return (*inputs, *output)
+
+
+_forward = Operator(
+    "attention",
+    "(Tensor q, Tensor k, Tensor v, Tensor gate, Tensor keys, Tensor? bias) -> (Tensor, Tensor, Tensor)",
+    _forward_body,
+)
+_gradients = Operator(
+    "attention_backward",
+    "(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor gate, Tensor keys, Tensor? bias, Tensor out, Tensor largest, "
+    "Tensor inverse, bool bias_gradient) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _backward_body,
+)
+_fused_forward = Operator(
+    "fused_attention",
+    "(Tensor qkv, Tensor gate, Tensor keys, Tensor? bias) -> (Tensor, Tensor, Tensor)",
+    _fused_forward_body,
+)
+_fused_gradients = Operator(
+    "fused_attention_backward",
+    "(Tensor grad, Tensor qkv, Tensor gate, Tensor keys, Tensor? bias, Tensor out, Tensor largest, Tensor inverse, "
+    "bool bias_gradient) -> (Tensor, Tensor, Tensor)",
+    _fused_backward_body,
+)
+_forward.differentiate(_backward, _keep)
+_fused_forward.differentiate(_backward, _keep)
+OPERATORS = (_forward, _gradients, _fused_forward, _fused_gradients)
+
+
+def _per_query(q: Tensor) -> tuple[int, int, int, int]:
+    batch, rows, queries, heads, _ = q.shape
+    return batch, rows, heads, queries
+
+
+def _programs(q: Tensor, positions: int) -> int:
+    """Grid of one program per sample, row, head and tile; rows are rounded up to whole groups."""
+    batch, rows, _, heads, _ = q.shape
+    return batch * tiles(rows, _ROWS_TOGETHER) * _ROWS_TOGETHER * heads * tiles(positions, _tile(q))
+
+
+def _strided(**tensors: Tensor | None) -> dict[str, Any]:
+    """Arguments `x` and `x_strides` for each tensor."""
+    named: dict[str, Any] = {}
+    for name, x in tensors.items():
+        named[name] = x
+        named[f"{name}_strides"] = None if x is None else x.stride()
+    return named
+
+
+def _sizes(q: Tensor, k: Tensor) -> dict[str, Any]:
+    return {
+        "rows": q.shape[1],
+        "queries": q.shape[2],
+        "length": k.shape[2],
+        "heads": q.shape[3],
+        "scale": q.shape[4] ** -0.5,
+    }
+
+
+def _constants(q: Tensor, bias: Tensor | None) -> dict[str, Any]:
+    width = q.shape[-1]
+    return {
+        "BIASED": bias is not None,
+        "WIDTH": width,
+        "PADDED": max(16, next_power_of_two(width)),  # matrix products need 16 at least
+        "PRECISION": "tf32" if torch.backends.cuda.matmul.allow_tf32 else "tf32x3",  # matters for fp32 only
+    }
+
+
+def _tile(q: Tensor) -> int:
+    """Queries of a program (keys, for the gradient of keys). Four warps of a Hopper GPU multiply 64 at a time."""
+    return 32 if q.element_size() == 4 else 64
+
+
+def _other_tile(q: Tensor, backward: bool = True) -> int:
+    """Keys that are taken at a time against a tile of queries, or queries against keys: what fits every GPU's registers."""
+    if q.element_size() == 4:
+        return 16
+    return 32 if backward else 64
+
+
+def _schedule(q: Tensor) -> dict[str, int]:
+    """Warps, and depth of the pipeline of loads; operands in fp32 take twice the registers."""
+    return {"warps": 8, "stages": 1} if q.element_size() == 4 else {"warps": 4, "stages": 2}

@@ -1,0 +1,115 @@
+"""Device code of `global_attention.py`. Strides: [B, r, H, D] of q, [B, s, r, D] of k and v, [B, s, r] of the mask.
+
+A program takes one column. Logits are in base 2, sequences x heads. Offsets are 64-bit.
+"""
+
+from __future__ import annotations
+
+from typing import no_type_check
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+MASKED = tl.constexpr(1.4426950408889634e9)
+SMALLEST = tl.constexpr(-3.4028234663852886e38)
+
+
+@no_type_check
+@triton.jit
+def _small(strides, sample, column, HEADS: tl.constexpr, WIDTH: tl.constexpr):
+    """Offsets of a tile [heads, D] of a column."""
+    head, channel = tl.arange(0, HEADS).to(tl.int64), tl.arange(0, WIDTH).to(tl.int64)
+    return sample * strides[0] + column * strides[1] + head[:, None] * strides[2] + channel[None, :] * strides[3]
+
+
+@no_type_check
+@triton.jit
+def _long(strides, sample, column, sequence, WIDTH: tl.constexpr):
+    """Offsets of a tile [sequences, D] of a column."""
+    channel = tl.arange(0, WIDTH).to(tl.int64)
+    return sample * strides[0] + column * strides[2] + sequence[:, None] * strides[1] + channel[None, :] * strides[3]
+
+
+@no_type_check
+@triton.jit
+def _logits(some_k, own_q, keys, keys_strides, sample, column, sequence, sequences, scale, PRECISION: tl.constexpr):
+    at = sample * keys_strides[0] + column * keys_strides[2] + sequence * keys_strides[1]
+    present = tl.load(keys + at, mask=sequence < sequences, other=0).to(tl.float32)
+    masked = tl.where(sequence < sequences, (present - 1.0) * MASKED, float("-inf"))
+    return tl.dot(some_k, own_q.T, input_precision=PRECISION) * (scale * LOG2_E) + masked[:, None]
+
+
+@no_type_check
+@triton.jit
+def forward(
+    q, q_strides, k, k_strides, v, v_strides, keys, keys_strides, numerator, denominator, largest,
+    sequences, columns, heads, width, scale,
+    TILE: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0).to(tl.int64)
+    sample, column = program // columns, program % columns
+    head, channel = tl.arange(0, HEADS), tl.arange(0, WIDTH)
+    cell = (head < heads)[:, None] & (channel < width)[None, :]
+    own_q = tl.load(q + _small(q_strides, sample, column, HEADS, WIDTH), mask=cell, other=0.0)
+    top = tl.full([HEADS], SMALLEST, tl.float32)
+    total = tl.zeros([HEADS], tl.float32)
+    sums = tl.zeros([HEADS, WIDTH], tl.float32)
+    for start in range(0, sequences, TILE):
+        sequence = (start + tl.arange(0, TILE)).to(tl.int64)
+        inside = (sequence < sequences)[:, None] & (channel < width)[None, :]
+        some_k = tl.load(k + _long(k_strides, sample, column, sequence, WIDTH), mask=inside, other=0.0)
+        some_v = tl.load(v + _long(v_strides, sample, column, sequence, WIDTH), mask=inside, other=0.0)
+        logits = _logits(some_k, own_q, keys, keys_strides, sample, column, sequence, sequences, scale, PRECISION)
+        new_top = tl.maximum(top, tl.max(logits, 0))
+        fade = tl.exp2(top - new_top)
+        weights = tl.exp2(logits - new_top[None, :])
+        total = total * fade + tl.sum(weights, 0)
+        sums = tl.dot(weights.to(some_v.dtype).T, some_v, sums * fade[:, None], input_precision=PRECISION)
+        top = new_top
+    at = program * heads + head
+    tl.store(numerator + at[:, None] * width + channel[None, :], sums, mask=cell)
+    tl.store(denominator + at, total, mask=head < heads)
+    tl.store(largest + at, top, mask=head < heads)
+
+
+@no_type_check
+@triton.jit
+def backward(
+    q, q_strides, k, k_strides, v, v_strides, keys, keys_strides, sequences, columns, heads, width, scale,
+    grad_numerator, grad_numerator_strides, grad_denominator, grad_denominator_strides,
+    grad_q, grad_q_strides, grad_k, grad_k_strides, grad_v, grad_v_strides, largest,
+    TILE: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0).to(tl.int64)
+    sample, column = program // columns, program % columns
+    head, channel = tl.arange(0, HEADS), tl.arange(0, WIDTH)
+    cell = (head < heads)[:, None] & (channel < width)[None, :]
+    own_q = tl.load(q + _small(q_strides, sample, column, HEADS, WIDTH), mask=cell, other=0.0)
+    above = tl.load(
+        grad_numerator + _small(grad_numerator_strides, sample, column, HEADS, WIDTH), mask=cell, other=0.0
+    ).to(own_q.dtype)  # fmt: skip
+    at = sample * grad_denominator_strides[0] + column * grad_denominator_strides[1]
+    constant = tl.load(
+        grad_denominator + at + head.to(tl.int64) * grad_denominator_strides[2], mask=head < heads, other=0.0
+    )  # fmt: skip
+    # Heads that do not exist get no weight.
+    top = tl.load(largest + program * heads + head, mask=head < heads, other=float("inf"))
+    slope_k = tl.zeros([HEADS, WIDTH], tl.float32)
+    for start in range(0, sequences, TILE):
+        sequence = (start + tl.arange(0, TILE)).to(tl.int64)
+        inside = (sequence < sequences)[:, None] & (channel < width)[None, :]
+        some_k = tl.load(k + _long(k_strides, sample, column, sequence, WIDTH), mask=inside, other=0.0)
+        some_v = tl.load(v + _long(v_strides, sample, column, sequence, WIDTH), mask=inside, other=0.0)
+        logits = _logits(some_k, own_q, keys, keys_strides, sample, column, sequence, sequences, scale, PRECISION)
+        weights = tl.exp2(logits - top[None, :])
+        slope = weights * (tl.dot(some_v, above.T, input_precision=PRECISION) + constant[None, :])
+        of_k = tl.dot(slope.to(own_q.dtype), own_q, input_precision=PRECISION) * scale
+        of_v = tl.dot(weights.to(own_q.dtype), above, input_precision=PRECISION)
+        to_k = grad_k + _long(grad_k_strides, sample, column, sequence, WIDTH)
+        to_v = grad_v + _long(grad_v_strides, sample, column, sequence, WIDTH)
+        tl.store(to_k, of_k.to(grad_k.dtype.element_ty), mask=inside)
+        tl.store(to_v, of_v.to(grad_v.dtype.element_ty), mask=inside)
+        slope_k = tl.dot(slope.to(some_k.dtype).T, some_k, slope_k, input_precision=PRECISION)
+    to_q = grad_q + _small(grad_q_strides, sample, column, HEADS, WIDTH)
+    tl.store(to_q, (slope_k * scale).to(grad_q.dtype.element_ty), mask=cell)

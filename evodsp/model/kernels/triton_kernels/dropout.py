@@ -1,0 +1,161 @@
+"""Dropout of an update, scaled and added to what it updates (operator 5), with evodsp's addressed random numbers.
+
+The numbers are those of `evodsp.rng.Draws.uniform_at`, bit for bit: Philox4x32-10 of the position in the WHOLE mask, under a
+key per sample. Keys are a tensor, so that a captured graph draws anew when new keys are copied into it. A program draws the
+mask of some positions once and applies it to several entries of the shared axis. The backward pass draws it again; it keeps
+only the keys.
+
+Shape legend: B batch, n1 n2 this rank's shard of the axes of a representation, c channels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from evodsp.model.kernels.triton_kernels.launch import Launch, Launcher, Operator, tiles
+
+# Numbers of the mask that a program draws, and entries of the shared axis to which it applies them.
+_TILE = 512
+_ENTRIES = 16
+
+
+def dropout_add(
+    x: Float[Tensor, "B n1 n2 c"],
+    update: Float[Tensor, "B n1 n2 c"],
+    draw_keys: Int64[Tensor, " B"],
+    rate: float,
+    offsets: tuple[int, int],
+    whole: tuple[int, int],
+    shared_dim: Literal[1, 2],
+) -> Float[Tensor, "B n1 n2 c"]:
+    """x + update * keep / (1 - rate), where keep is 1 if the uniform number of the position is at least `rate`, else 0.
+
+    `draw_keys`: the 64 bits of `Draws.key` of each sample's stream. `offsets`: where this shard begins along axes 1 and 2.
+    `whole`: their sizes over all shards. `shared_dim`: axis along which the mask has size 1. Scale and sum are in fp32, the
+    result has the dtype of x. Differentiable once in x and `update`. Raises ValueError if `rate` is not in [0, 1).
+    """
+    if not 0.0 <= rate < 1.0:
+        raise ValueError(f"dropout rate {rate}, expected 0 <= rate < 1")
+    return _forward(x, update, draw_keys, rate, *offsets, *whole, shared_dim)
+
+
+def _launch(
+    launch: Launcher,
+    x: Tensor | None,
+    update: Tensor,
+    out: Tensor,
+    keys: Tensor,
+    rate: float,
+    offsets: tuple[int, int],
+    whole: tuple[int, int],
+    shared_dim: int,
+) -> None:
+    batch, *sizes, channels = update.shape
+    drawn, shared = (sizes[1], sizes[0]) if shared_dim == 1 else (sizes[0], sizes[1])
+
+    def strides(y: Tensor | None) -> tuple[int, int, int, int] | None:
+        """Of samples, the axis whose positions have numbers of their own, the shared axis, channels."""
+        return None if y is None else (y.stride(0), y.stride(3 - shared_dim), y.stride(shared_dim), y.stride(3))
+
+    launch(
+        Launch(
+            "dropout.dropout_add",
+            batch * tiles(drawn * channels, _TILE) * tiles(shared, _ENTRIES),
+            {
+                "x": x,
+                "x_strides": strides(x),
+                "update": update,
+                "update_strides": strides(update),
+                "out": out,
+                "out_strides": strides(out),
+                "keys": keys,
+                "drawn": drawn,
+                "shared": shared,
+                "channels": channels,
+                "offset": offsets[2 - shared_dim],
+                "whole": whole[2 - shared_dim],
+                # A uniform number is a multiple of 2^-24; torch compares it with the rate in fp32.
+                "least": math.ceil(_fp32(rate) * (1 << 24)),
+                "scale": 1.0 / (1.0 - rate),
+            },
+            {"ADD": x is not None, "TILE": _TILE, "ENTRIES": _ENTRIES},
+            writes=("out",),
+        )
+    )
+
+
+def _fp32(number: float) -> float:
+    """The nearest fp32 number."""
+    return float(torch.tensor(number, dtype=torch.float32, device="cpu"))
+
+
+def _forward_body(
+    launch: Launcher,
+    x: Tensor,
+    update: Tensor,
+    keys: Tensor,
+    rate: float,
+    o1: int,
+    o2: int,
+    n1: int,
+    n2: int,
+    shared: int,
+) -> Tensor:
+    out = torch.empty_like(x)
+    _launch(launch, x, update, out, keys, rate, (o1, o2), (n1, n2), shared)
+    return out
+
+
+def _backward_body(
+    launch: Launcher,
+    grad: Tensor,
+    keys: Tensor,
+    rate: float,
+    o1: int,
+    o2: int,
+    n1: int,
+    n2: int,
+    shared: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The gradient of the update."""
+    out = torch.empty_like(grad, dtype=dtype)
+    _launch(launch, None, grad, out, keys, rate, (o1, o2), (n1, n2), shared)
+    return out
+
+
+def _backward(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
+    if grad is None:
+        return (None,) * 9
+    (keys,) = ctx.saved_tensors
+    wanted = ctx.needs_input_grad[1]
+    return grad, _gradient(grad, keys, *ctx.numbers) if wanted else None, *(None,) * 7
+
+
+def _keep(inputs: Sequence[Any], output: Any) -> tuple[Tensor | None, ...]:
+    return (inputs[2],)
+
+
+def _note(ctx: Any, inputs: Sequence[Any]) -> None:
+    ctx.numbers = (*inputs[3:], inputs[1].dtype)
+
+
+_forward = Operator(
+    "dropout_add",
+    "(Tensor x, Tensor update, Tensor keys, float rate, SymInt o1, SymInt o2, SymInt n1, SymInt n2, int shared) -> Tensor",
+    _forward_body,
+)
+_gradient = Operator(
+    "dropout_add_backward",
+    "(Tensor grad, Tensor keys, float rate, SymInt o1, SymInt o2, SymInt n1, SymInt n2, int shared, ScalarType dtype)"
+    " -> Tensor",
+    _backward_body,
+)
+_forward.differentiate(_backward, _keep, _note)
+OPERATORS = (_forward, _gradient)

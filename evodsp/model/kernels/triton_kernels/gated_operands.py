@@ -1,0 +1,106 @@
+"""Both operands of triangle multiplication, gated and masked, with channels first (operator 3).
+
+Matrix products over residues, and the all-to-all that sends each rank its channels, want the channels outermost, while the
+projections before them leave the channels innermost. A program transposes a tile on the way.
+
+Shape legend: B batch, I J this rank's shard of the pair axes, c channels of an operand, cc = 2 c.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from evodsp.model.kernels.triton_kernels.launch import Launch, Launcher, Operator, tiles
+
+# Tile of positions along J and of channels.
+_POSITIONS, _CHANNELS = 64, 64
+
+
+def gated_operands(
+    values: Float[Tensor, "B I J cc"],
+    gates: Float[Tensor, "B I J cc"],
+    mask: Float[Tensor, "B I J"] | Bool[Tensor, "B I J"] | Int[Tensor, "B I J"],
+) -> Float[Tensor, "2 B c I J"]:
+    """values * sigmoid(gates) * mask, contiguous. The first c channels are the first operand.
+
+    `mask` gets no gradient. Arithmetic is fp32, the result has the dtype of `values`. Differentiable once in values and gates.
+    """
+    return _forward(values, gates, mask)
+
+
+def _sizes(values: Tensor) -> tuple[int, dict[str, int]]:
+    """Number of programs, and what the kernels are told of sizes."""
+    batch, rows, columns, channels = values.shape
+    programs = batch * rows * tiles(columns, _POSITIONS) * tiles(channels, _CHANNELS)
+    return programs, {"batch": batch, "rows": rows, "columns": columns, "channels": channels}
+
+
+def _inputs(values: Tensor, gates: Tensor, mask: Tensor) -> dict[str, Any]:
+    named = {"values": values, "gates": gates, "mask": mask}
+    return {**named, **{f"{name}_strides": x.stride() for name, x in named.items()}}
+
+
+def _forward_body(launch: Launcher, values: Tensor, gates: Tensor, mask: Tensor) -> Tensor:
+    batch, rows, columns, channels = values.shape
+    out = values.new_empty(2, batch, channels // 2, rows, columns)
+    programs, sizes = _sizes(values)
+    launch(
+        Launch(
+            "gated_operands.forward",
+            programs,
+            {**_inputs(values, gates, mask), "out": out, **sizes},
+            {"TILE_J": _POSITIONS, "TILE_C": _CHANNELS},
+            writes=("out",),
+        )
+    )
+    return out
+
+
+def _backward_body(
+    launch: Launcher, grad: Tensor, values: Tensor, gates: Tensor, mask: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients of values and gates, contiguous."""
+    grad_values, grad_gates = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (values, gates))
+    programs, sizes = _sizes(values)
+    launch(
+        Launch(
+            "gated_operands.backward",
+            programs,
+            {
+                "grad": grad,
+                "grad_strides": grad.stride(),
+                **_inputs(values, gates, mask),
+                "grad_values": grad_values,
+                "grad_gates": grad_gates,
+                **sizes,
+            },
+            {"TILE_J": _POSITIONS, "TILE_C": _CHANNELS},
+            writes=("grad_values", "grad_gates"),
+        )
+    )
+    return grad_values, grad_gates
+
+
+def _backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+    if grad is None:
+        return None, None, None
+    return *_gradients(grad, *ctx.saved_tensors), None
+
+
+def _keep(inputs: Sequence[Any], output: Any) -> tuple[Tensor | None, ...]:
+    return tuple(inputs)
+
+
+_forward = Operator("gated_operands", "(Tensor values, Tensor gates, Tensor mask) -> Tensor", _forward_body)
+_gradients = Operator(
+    "gated_operands_backward",
+    "(Tensor grad, Tensor values, Tensor gates, Tensor mask) -> (Tensor, Tensor)",
+    _backward_body,
+)
+_forward.differentiate(_backward, _keep)
+OPERATORS = (_forward, _gradients)

@@ -1,0 +1,142 @@
+"""Layer normalisation over channels (operator 2). The backward pass keeps the input and two numbers a position.
+
+Statistics and arithmetic are fp32. Gradients of weight and bias are summed by each program over its positions, then over
+programs in a fixed order.
+
+Shape legend: c channels, * any other axes, P positions (all of them flattened).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from evodsp.model.kernels.triton_kernels.launch import Launch, Launcher, Operator, next_power_of_two, tiles
+from evodsp.model.kernels.triton_kernels.sums import sum_of_parts
+
+# Elements of a tile [positions, channels] in the forward and in the backward pass.
+_TILE, _BACKWARD_TILE = 4096, 2048
+# Programs of the backward pass at most: each leaves one sum of the gradients of weight and bias.
+_PARTS = 528
+
+
+def layer_norm(
+    x: Float[Tensor, "*batch c"], weight: Float[Tensor, " c"], bias: Float[Tensor, " c"], eps: float = 1e-5
+) -> Float[Tensor, "*batch c"]:
+    """(x - mean) / sqrt(variance + eps) * weight + bias over the last axis, in the dtype of x, contiguous.
+
+    So the norm of a transposed view is laid out as the matrix product after it wants. Weight and bias may be wider than x.
+    Differentiable once in all three.
+    """
+    # Up to three axes before the channels are read where they are, through their strides.
+    flat = x.reshape(-1, *x.shape[-3:]) if x.ndim > 4 else x.view(*(1,) * (4 - x.ndim), *x.shape)
+    return _forward(flat, weight, bias, eps)[0].view(x.shape)
+
+
+def _arguments(x: Tensor) -> dict[str, Any]:
+    """Positions are numbered as in a contiguous tensor of the shape of x, [n0, n1, n2, c]."""
+    return {"positions": math.prod(x.shape[:-1]), "n1": x.shape[1], "n2": x.shape[2], "channels": x.shape[3]}
+
+
+def _tiling(x: Tensor, elements: int) -> dict[str, int]:
+    width = next_power_of_two(max(1, x.shape[-1]))
+    return {"TILE": max(1, elements // width), "WIDTH": width}
+
+
+def _forward_body(
+    launch: Launcher, x: Tensor, weight: Tensor, bias: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The result, and mean and inverse standard deviation of each position."""
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    mean, inverse = (x.new_empty(x.shape[:-1], dtype=torch.float32) for _ in range(2))
+    sizes, tiling = _arguments(x), _tiling(x, _TILE)
+    launch(
+        Launch(
+            "layer_norm.forward",
+            tiles(sizes["positions"], tiling["TILE"]),
+            {
+                "x": x,
+                "x_strides": x.stride(),
+                "weight": weight,
+                "weight_stride": weight.stride(0),
+                "bias": bias,
+                "bias_stride": bias.stride(0),
+                "out": out,
+                "mean": mean,
+                "inverse": inverse,
+                **sizes,
+                "eps": eps,
+            },
+            tiling,
+            writes=("out", "mean", "inverse"),
+        )
+    )
+    return out, mean, inverse
+
+
+def _backward_body(
+    launch: Launcher, grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor, inverse: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients of x, and of weight and bias as one fp32 tensor [2, c]."""
+    grad_x = torch.empty_like(x)
+    sizes, tiling = _arguments(x), _tiling(x, _BACKWARD_TILE)
+    parts = max(1, min(_PARTS, tiles(sizes["positions"], tiling["TILE"])))
+    sums = x.new_empty((parts, 2, x.shape[-1]), dtype=torch.float32)
+    launch(
+        Launch(
+            "layer_norm.backward",
+            parts,
+            {
+                "grad": grad,
+                "grad_strides": grad.stride(),
+                "x": x,
+                "x_strides": x.stride(),
+                "weight": weight,
+                "weight_stride": weight.stride(0),
+                "mean": mean,
+                "inverse": inverse,
+                "grad_x": grad_x,
+                "grad_x_strides": grad_x.stride(),
+                "sums": sums,
+                **sizes,
+                "parts": parts,
+            },
+            tiling,
+            writes=("grad_x", "sums"),
+        )
+    )
+    return grad_x, sum_of_parts(launch, sums, torch.float32)
+
+
+def _backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    if grad is None:
+        return (None,) * 4
+    grad_x, both = _gradients(grad, *ctx.saved_tensors)
+    return grad_x, both[0].to(ctx.dtypes[0]), both[1].to(ctx.dtypes[1]), None
+
+
+def _keep(inputs: Sequence[Any], output: Any) -> tuple[Tensor | None, ...]:
+    x, weight, _, _ = inputs
+    _, mean, inverse = output
+    return x, weight, mean, inverse
+
+
+def _note(ctx: Any, inputs: Sequence[Any]) -> None:
+    ctx.dtypes = (inputs[1].dtype, inputs[2].dtype)
+
+
+_forward = Operator(
+    "layer_norm", "(Tensor x, Tensor weight, Tensor bias, float eps) -> (Tensor, Tensor, Tensor)", _forward_body
+)
+_gradients = Operator(
+    "layer_norm_backward",
+    "(Tensor grad, Tensor x, Tensor weight, Tensor mean, Tensor inverse) -> (Tensor, Tensor)",
+    _backward_body,
+)
+_forward.differentiate(_backward, _keep, _note)
+OPERATORS = (_forward, _gradients)

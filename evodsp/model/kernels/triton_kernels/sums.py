@@ -1,0 +1,30 @@
+"""Partial sums of several programs, added in a fixed order."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from evodsp.model.kernels.triton_kernels.launch import Launch, Launcher, next_power_of_two, tiles
+
+# Elements of a tile [parts, results], and its parts at most.
+_TILE, _PARTS = 2048, 64
+
+
+def sum_of_parts(launch: Launcher, parts: Tensor, dtype: torch.dtype) -> Tensor:
+    """The sum over the first axis of `parts`, fp32 and contiguous, rounded to `dtype` once."""
+    if len(parts) == 1:
+        return parts[0]
+    total = parts.new_empty(parts.shape[1:], dtype=dtype)
+    at_once = min(_PARTS, next_power_of_two(len(parts)))
+    width = _TILE // at_once
+    launch(
+        Launch(
+            "sums.sum_of_parts",
+            tiles(total.numel(), width),
+            {"parts": parts, "total": total, "count": len(parts), "size": total.numel()},
+            {"TILE_P": at_once, "TILE": width},
+            writes=("total",),
+        )
+    )
+    return total

@@ -1,0 +1,352 @@
+"""What our Triton kernels need of a GPU, found without one: each is compiled ahead of time for sm_80, sm_90 and sm_100.
+
+    python -m scripts.benchmarks.triton_resources [--output scripts/benchmarks/results/triton_resources.txt]
+
+The grids are those that the operators launch at the preset's sizes, in bf16. The wheel's own `cuobjdump` tells registers and
+spills, `nvdisasm` the tensor-core instructions. "warps" is how many warps fit a multiprocessor (of 64), as limited by registers
+and shared memory.
+
+Predicted time of a grid: the largest of four times, because memory and the units overlap where several programs are resident:
+
+    bytes moved once      / (0.9 x memory bandwidth)
+    matrix products       / (0.8 x peak of the tensor cores in bf16), padding counted
+    exponentials          / (0.8 x 16 per multiprocessor and clock)
+    other vector lanes    / (0.8 x 128 per multiprocessor and clock)
+
+times (programs per multiprocessor, rounded up) / (programs per multiprocessor). 0.9 and 0.8 are what good kernels reach. The
+roofline of a pass (forward or backward of an operator) is the larger of: bytes of its inputs and results at the full bandwidth,
+its products without recomputation at the full peak. "fraction" is the roofline over the predicted time of the pass's grids, on
+an H100. It is a prediction, to find kernels that cannot be fast; it says nothing of latencies and launch overheads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from evodsp.model.kernels.triton_kernels import attention, dropout, gated_operands, global_attention, layer_norm
+from evodsp.model.kernels.triton_kernels.launch import Launch, Operator, moved, tiles
+
+ARCHITECTURES = (80, 90, 100)
+SHARED_LIMIT = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
+"""Bytes of shared memory that one program may use."""
+SHARED_TOTAL = {80: 164 << 10, 90: 228 << 10, 100: 228 << 10}
+TENSOR_CORE = re.compile(r"\b(HMMA|HGMMA|UTC\w*MMA)\.?")
+RESULT = Path(__file__).parent / "results" / "triton_resources.txt"
+
+# H100 SXM: bytes per second, bf16 products per second, multiprocessors, clock under load.
+BANDWIDTH, PEAK, PROCESSORS, CLOCK = 3.35e12, 989e12, 132, 1.7e9
+MEMORY_REACHED, UNITS_REACHED = 0.9, 0.8
+
+_TYPES = {
+    torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16",
+    torch.int64: "i64", torch.int32: "i32", torch.bool: "i1",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What one kernel needs on one architecture."""
+
+    registers: int
+    stack: int
+    """Bytes of local memory per thread: registers that were spilled."""
+    shared: int
+    tensor_cores: tuple[str, ...]
+    """Tensor-core instructions in the machine code."""
+    warps_resident: int
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a grid computes: floating-point operations of matrix products, exponentials, lanes of other vector instructions."""
+
+    products: float = 0.0
+    exponentials: float = 0.0
+    vector: float = 0.0
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One operator of torch at one size."""
+
+    name: str
+    size: str
+    launches: list[Launch]
+    products: float
+    """Floating-point operations of matrix products that the pass cannot do without."""
+
+    @property
+    def roofline(self) -> float:
+        """Seconds."""
+        return max(_necessary_bytes(self.launches) / BANDWIDTH, self.products / PEAK)
+
+    @property
+    def fraction(self) -> float:
+        return self.roofline / sum(predicted(launch) for launch in self.launches)
+
+
+def predicted(launch: Launch) -> float:
+    """Predicted seconds of a grid on an H100."""
+    work, lanes = WORK[launch.kernel](launch), PROCESSORS * CLOCK * UNITS_REACHED
+    longest = max(
+        launch.bytes_moved / (MEMORY_REACHED * BANDWIDTH),
+        work.products / (UNITS_REACHED * PEAK),
+        work.exponentials / (16 * lanes),
+        work.vector / (128 * lanes),
+    )
+    return longest * tiles(launch.programs, PROCESSORS) / (launch.programs / PROCESSORS)
+
+
+def _attention_work(products: int, vector: float) -> Callable[[Launch], Work]:
+    """Per logit: one exponential, `vector` other instructions, `products` matrix products of the padded head width."""
+
+    def work(launch: Launch) -> Work:
+        a, c = launch.arguments, launch.constants
+        queries = tiles(a["queries"], c["TILE_Q"]) * c["TILE_Q"]
+        keys = tiles(a["length"], c["TILE_K"]) * c["TILE_K"]
+        logits = a["q"].shape[0] * a["rows"] * a["heads"] * queries * keys
+        return Work(2 * products * logits * c["PADDED"], logits, vector * logits)
+
+    return work
+
+
+def _global_work(launch: Launch, products: int, vector: float) -> Work:
+    """Per logit, padding heads counted: one exponential, `vector` other instructions, `products` matrix products."""
+    a, c = launch.arguments, launch.constants
+    logits = launch.programs * tiles(a["sequences"], c["TILE"]) * c["TILE"] * c["HEADS"]
+    return Work(2 * products * logits * c["WIDTH"], logits, vector * logits)
+
+
+# Vector instructions counted in the source: scale, bias (convert, add), mask, maximum, difference, sums, conversions to bf16.
+WORK: dict[str, Callable[[Launch], Work]] = {
+    "attention.forward": _attention_work(2, 8.5),
+    "attention.backward_queries": _attention_work(4, 9),
+    "attention.backward_keys": _attention_work(4, 8),
+    "attention.backward_bias": _attention_work(2, 5),
+    "sums.sum_of_parts": lambda launch: Work(vector=2 * launch.arguments["parts"].numel()),
+    # Ten rounds of Philox, about 12 instructions each, once for the entries of the shared axis that a program takes together.
+    "dropout.dropout_add": lambda launch: Work(
+        vector=launch.arguments["out"].numel() * (6 + 120 / launch.constants["ENTRIES"])
+    ),
+    "layer_norm.forward": lambda launch: Work(vector=9 * launch.arguments["x"].numel()),
+    "layer_norm.backward": lambda launch: Work(vector=15 * launch.arguments["x"].numel()),
+    "global_attention.forward": lambda launch: _global_work(launch, 2, 6),
+    "global_attention.backward": lambda launch: _global_work(launch, 5, 7),
+    "gated_operands.forward": lambda launch: Work(
+        exponentials=2 * launch.arguments["values"].numel(), vector=7 * launch.arguments["values"].numel()
+    ),
+    "gated_operands.backward": lambda launch: Work(
+        exponentials=2 * launch.arguments["values"].numel(), vector=11 * launch.arguments["values"].numel()
+    ),
+}
+
+
+def _necessary_bytes(launches: Sequence[Launch]) -> int:
+    """Bytes that a pass reads from outside and leaves behind, each once. What it writes and reads again is left out."""
+    outside: dict[int, int] = {}
+    inside: dict[int, int] = {}
+    for launch in launches:
+        for name, x in launch.arguments.items():
+            if not isinstance(x, Tensor):
+                continue
+            if name in launch.writes:
+                inside[id(x)] = moved(x)
+            elif id(x) in inside:
+                inside[id(x)] = 0
+            else:
+                outside[id(x)] = moved(x)
+    return sum(outside.values()) + sum(inside.values())
+
+
+def passes() -> list[Pass]:
+    """Every operator, forward and backward, at the sizes of initial training and fine-tuning."""
+    found = []
+    for sequences, residues in ((128, 256), (512, 384)):
+        size = f"{sequences}x{residues}"
+        found += attention_passes(f"rows {size}", sequences, residues, heads=8, width=32, biased=True)
+        found += attention_passes(f"columns {size}", residues, sequences, heads=8, width=32, biased=False)
+        found += attention_passes(f"triangle {residues}", residues, residues, heads=4, width=32, biased=True)
+        found += global_passes(sequences=1024 if residues == 256 else 5120, residues=residues)
+        found += elementwise_passes(f"m {size}", sequences, residues, channels=256)
+        found += elementwise_passes(f"z {residues}", residues, residues, channels=128)
+        found += gated_passes(f"z {residues}", residues, channels=128)
+    return found
+
+
+def attention_passes(
+    size: str, rows: int, length: int, heads: int, width: int, biased: bool, dtype: torch.dtype = torch.bfloat16
+) -> list[Pass]:
+    q, k, v = _meta(1, rows, length, 3, heads, width, dtype=dtype).unbind(3)
+    gate, keys = _meta(1, rows, length, heads, width, dtype=dtype), _meta(1, rows, length, dtype=dtype)
+    bias = _meta(1, heads, length, length, dtype=dtype) if biased else None
+    forward, backward, *_ = attention.OPERATORS
+    statistics = _meta(1, rows, heads, length, dtype=torch.float32)
+    inputs = (q, k, v, gate, keys, bias)
+    one = 2.0 * rows * heads * length * length * width
+    return [
+        _pass(forward, size, inputs, 2 * one),
+        _pass(backward, size, (gate.clone(), *inputs, gate.clone(), statistics, statistics.clone(), biased), 5 * one),
+    ]
+
+
+def elementwise_passes(size: str, n1: int, n2: int, channels: int) -> list[Pass]:
+    """Layer norm and dropout of a representation."""
+    x, weight = _meta(1, n1, n2, channels), _meta(channels, dtype=torch.float32)
+    mean, inverse = (_meta(1, n1, n2, dtype=torch.float32) for _ in range(2))
+    numbers = (_meta(1, dtype=torch.int64), 0.15, 0, 0, n1, n2, 1)
+    return [
+        _pass(layer_norm.OPERATORS[0], size, (x, weight, weight.clone(), 1e-5)),
+        _pass(layer_norm.OPERATORS[1], size, (x, x.clone(), weight, mean, inverse)),
+        _pass(dropout.OPERATORS[0], size, (x, x.clone(), *numbers)),
+        _pass(dropout.OPERATORS[1], size, (x, *numbers, x.dtype)),
+    ]
+
+
+def global_passes(sequences: int, residues: int) -> list[Pass]:
+    """Global column attention of the extra MSA: 8 heads of width 8."""
+    heads, width, size = 8, 8, f"extra MSA {sequences}x{residues}"
+    q, mask = _meta(1, residues, heads, width), _meta(1, sequences, residues)
+    k, v = _meta(1, sequences, residues, 2 * width).chunk(2, -1)
+    sums = _meta(1, residues, heads, width, dtype=torch.float32)
+    per_head = _meta(1, residues, heads, dtype=torch.float32)
+    one = 2.0 * sequences * residues * heads * width
+    return [
+        _pass(global_attention.OPERATORS[0], size, (q, k, v, mask), 2 * one),
+        _pass(global_attention.OPERATORS[1], size, (sums, per_head, q, k, v, mask, per_head.clone()), 5 * one),
+    ]
+
+
+def gated_passes(size: str, residues: int, channels: int) -> list[Pass]:
+    """The operands of triangle multiplication, each of `channels` channels."""
+    values, mask = _meta(1, residues, residues, 2 * channels), _meta(1, residues, residues)
+    inputs, grad = (values, values.clone(), mask), _meta(2, 1, channels, residues, residues)
+    return [
+        _pass(gated_operands.OPERATORS[0], size, inputs),
+        _pass(gated_operands.OPERATORS[1], size, (grad, *inputs)),
+    ]
+
+
+def _pass(operator: Operator, size: str, arguments: Sequence[Any], products: float = 0.0) -> Pass:
+    return Pass(operator.name.removeprefix("evodsp::"), size, operator.launches(*arguments), products)
+
+
+def _meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def compile_for(launch: Launch, architecture: int) -> Resources:
+    """Compile the launch's kernel, specialised as Triton specialises it for these arguments, and read what it needs."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    function = launch.function
+    signature: dict[str, Any] = {}
+    constants: dict[tuple[int, ...], Any] = {}
+    attributes: dict[tuple[int, ...], Any] = {}
+    for position, name in enumerate(function.arg_names):
+        if name in launch.constants:
+            signature[name], constants[(position,)] = "constexpr", launch.constants[name]
+        else:
+            signature[name] = _specialised(launch.arguments[name], (position,), constants, attributes)
+    compiled = triton.compile(
+        ASTSource(function, signature, constants, attributes),
+        target=GPUTarget("cuda", architecture, 32),
+        options={"num_warps": launch.warps, "num_stages": launch.stages, "enable_fp_fusion": True},
+    )
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        usage = _tool("cuobjdump", "--dump-resource-usage", file.name)
+        code = _tool("nvdisasm", file.name)
+    found = dict(re.findall(r"\b(REG|STACK):(\d+)", usage))
+    registers, shared = int(found["REG"]), compiled.metadata.shared
+    by_registers = 65536 // (tiles(registers, 8) * 8 * 32 * launch.warps)
+    programs = min(by_registers, SHARED_TOTAL[architecture] // (shared + 1024), 64 // launch.warps, 32)
+    return Resources(
+        registers, int(found["STACK"]), shared, tuple(sorted(set(TENSOR_CORE.findall(code)))), programs * launch.warps
+    )
+
+
+def _specialised(
+    value: Any, path: tuple[int, ...], constants: dict[tuple[int, ...], Any], attributes: dict[Any, Any]
+) -> Any:
+    """Triton's type of an argument. 1 and None become constants; addresses and multiples of 16 are marked as such."""
+    if isinstance(value, Tensor):
+        attributes[path] = [["tt.divisibility", 16]]
+        return f"*{_TYPES[value.dtype]}"
+    if isinstance(value, tuple):
+        return tuple(_specialised(item, (*path, i), constants, attributes) for i, item in enumerate(value))
+    if value is None or (isinstance(value, int) and value == 1):
+        constants[path] = value
+        return "constexpr"
+    if isinstance(value, float):
+        return "fp32"
+    if value % 16 == 0:
+        attributes[path] = [["tt.divisibility", 16]]
+    return "i32" if -(1 << 31) <= value < 1 << 31 else "i64"
+
+
+def _tool(name: str, *words: str) -> str:
+    return subprocess.run([str(_tools() / name), *words], capture_output=True, text=True, check=True).stdout
+
+
+@cache
+def _tools() -> Path:
+    import triton
+
+    return Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+
+def table() -> list[str]:
+    """The lines of the result file."""
+    versions = f"triton {importlib.metadata.version('triton')}, torch {torch.__version__}"
+    lines = [
+        f"# python -m scripts.benchmarks.triton_resources ({versions})",
+        "# One line a kernel: registers and bytes spilled a thread, KiB of shared memory, resident warps, tensor-core",
+        "# instructions, each for sm_80 / sm_90 / sm_100; bytes moved and time predicted on an H100.",
+        "# One line a pass: its roofline and the predicted fraction of it. The formula is in the script's docstring.",
+    ]
+    for one in passes():
+        lines.append("")
+        lines.append(f"{one.name}, {one.size}: roofline {one.roofline * 1e6:.0f} us, fraction {one.fraction:.2f}")
+        for launch in one.launches:
+            needs = [compile_for(launch, architecture) for architecture in ARCHITECTURES]
+            constants = " ".join(f"{k}={v}" for k, v in launch.constants.items() if "TILE" in k)
+            columns = [
+                "/".join(str(n.registers) for n in needs),
+                "/".join(str(n.stack) for n in needs),
+                "/".join(str(n.shared >> 10) for n in needs),
+                "/".join(str(n.warps_resident) for n in needs),
+                "/".join("+".join(n.tensor_cores) or "-" for n in needs),
+            ]
+            lines.append(
+                f"  {launch.kernel:28} {launch.programs:7d} programs x {launch.warps} warps, {constants:20} "
+                f"registers {columns[0]:11} spilled {columns[1]:5} shared {columns[2]:8} warps {columns[3]:8} "
+                f"{columns[4]:24} {launch.bytes_moved / 1e6:6.0f} MB {predicted(launch) * 1e6:5.0f} us"
+            )
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
+    parser.add_argument("--output", type=Path, default=RESULT)
+    output = parser.parse_args().output
+    output.write_text("\n".join(table()) + "\n")
+    print(output.read_text())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""What tests of Triton's attention do inside the interpreting process. Shapes are (B, N, Q, K, H, D)."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+from torch import Tensor
+
+from evodsp.model.kernels.triton import attention, fused_attention
+from tests.model.kernels.interpreter import check, far_apart, random
+
+Shape = tuple[int, int, int, int, int, int]
+MASKED = 1e9
+
+
+def formula(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, pair_bias: Tensor | None, keys: Tensor) -> Tensor:
+    """The supplement's formula, line by line."""
+    logits = torch.einsum("bnqhd,bnkhd->bnhqk", q, k) / q.shape[-1] ** 0.5
+    if pair_bias is not None:
+        logits = logits + pair_bias.unsqueeze(1)
+    logits = logits + ((keys.double() - 1) * MASKED)[:, :, None, None]
+    # In fp32, as everywhere in AF2, -1e9 swallows the logits. In fp64 it would not.
+    absent = (keys == 0).all(-1)[:, :, None, None, None]
+    logits = torch.where(absent, logits - logits.detach(), logits)
+    return torch.einsum("bnhqk,bnkhd->bnqhd", logits.softmax(-1), v) * gate.sigmoid()
+
+
+def inputs(
+    shape: Shape, dtype: torch.dtype, biased: bool, seed: int
+) -> tuple[dict[str, Tensor | None], dict[str, Tensor]]:
+    """Tensors with gradients, and the key mask: 70 % of keys present, none in the very first row."""
+    b, n, q, k, h, d = shape
+    draw = random(seed, dtype)
+    tensors: dict[str, Tensor | None] = {"q": draw(b, n, q, h, d), "k": draw(b, n, k, h, d), "v": draw(b, n, k, h, d)}
+    tensors |= {"gate": draw(b, n, q, h, d), "pair_bias": draw(b, h, q, k) if biased else None}
+    keys = (torch.rand(b, n, k, generator=torch.Generator().manual_seed(seed)) < 0.7).to(dtype)
+    keys[:1, :1] = 0
+    return tensors, {"keys": keys}
+
+
+def agrees(shape: Shape, dtype: torch.dtype, biased: bool, seed: int = 0) -> None:
+    check(attention, formula, *inputs(shape, dtype, biased, seed))
+
+
+def agrees_strided(dtype: torch.dtype) -> None:
+    """q, k, v out of a fused projection of the transposed MSA, the bias with heads fastest, keys out of a larger mask."""
+    b, n, length, h, d = 2, 3, 17, 2, 8
+    tensors, fixed = inputs((b, n, length, length, h, d), dtype, True, 1)
+    fused = torch.stack([tensors[name].transpose(1, 2) for name in "qkv"], 3)  # [B, L, N, 3, H, D]
+    mask = torch.zeros(b, length, n + 1, dtype=torch.bool)
+    mask[:, :, 1:] = fixed["keys"].transpose(1, 2) > 0
+
+    def layout(name: str, x: Tensor) -> Tensor:
+        if name in ("q", "k", "v"):
+            return fused[:, :, :, "qkv".index(name)].transpose(1, 2)
+        if name == "pair_bias":
+            return x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+    result = check(attention, formula, tensors, {"keys": mask[:, :, 1:].transpose(1, 2)}, layout)
+    assert result.transpose(1, 2).is_contiguous(), "the result should be laid out as the gate is"
+
+
+def fused_agrees() -> None:
+    """One projection of the transposed MSA; the same arithmetic as with three views of it, so the same bits."""
+    b, n, length, h, d = 2, 3, 17, 2, 8
+    tensors, fixed = inputs((b, n, length, length, h, d), torch.float32, True, 8)
+    qkv = torch.stack([tensors[name].transpose(1, 2) for name in "qkv"], 3).transpose(1, 2)
+    others = {"gate": tensors["gate"], "pair_bias": tensors["pair_bias"], **fixed}
+    upstream = random(9, torch.float32)(b, n, length, h, d)
+    results = []
+    for function in (lambda x, **o: fused_attention(x, **o), lambda x, **o: attention(*x.unbind(3), **o)):
+        given = [x.detach().requires_grad_() for x in (qkv, others["gate"], others["pair_bias"])]
+        out = function(given[0], gate=given[1], pair_bias=given[2], keys=others["keys"])
+        results.append([out, *torch.autograd.grad(out, given, upstream)])
+    for a, b_ in zip(*results, strict=True):
+        assert torch.equal(a, b_)
+    torch.library.opcheck(
+        torch.ops.evodsp.fused_attention.default,
+        (qkv.requires_grad_(), others["gate"], fixed["keys"], others["pair_bias"]),
+        test_utils=("test_schema", "test_faketensor"),
+    )
+
+
+def agrees_far_apart(axis: int) -> None:
+    """The last element of q, k, v, gate and the upstream gradient lies beyond 2^31 elements; strides alone are below 2^31."""
+    shape = [1, 4, 2, 2, 8] if axis == 1 else [1, 1, 4, 2, 8]
+    b, n, length, h, d = shape
+    tensors, fixed = inputs((b, n, length, length, h, d), torch.float16, True, 2)
+
+    def layout(name: str, x: Tensor) -> Tensor:
+        return x if name == "pair_bias" else far_apart(x, axis, (1 << 30) - 16)
+
+    check(attention, formula, tensors, fixed, layout)
+
+
+def error_with_offset() -> tuple[float, float]:
+    """Relative errors of grad_q in fp16, with values around 0 and around 10: a common offset changes no exact gradient of q."""
+    errors = []
+    for offset in (0.0, 10.0):
+        tensors, fixed = inputs((1, 2, 40, 40, 2, 32), torch.float16, True, 3)
+        tensors["v"] = (tensors["v"] + offset).half()
+        tensors |= {n: x.requires_grad_() for n, x in tensors.items()}
+        exact = {n: x.detach().double().requires_grad_() for n, x in tensors.items()}
+        upstream = random(4, torch.float16)(1, 2, 40, 2, 32)
+        (got,) = torch.autograd.grad(attention(**tensors, **fixed), tensors["q"], upstream)
+        (wanted,) = torch.autograd.grad(formula(**exact, **fixed), exact["q"], upstream.double())
+        errors.append(float((got - wanted).norm() / wanted.norm()))
+    return errors[0], errors[1]
+
+
+def compiles() -> None:
+    """One graph under torch.compile, with the numbers of the operator itself."""
+    tensors, fixed = inputs((1, 2, 5, 7, 2, 8), torch.float32, True, 5)
+
+    def step(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, pair_bias: Tensor, keys: Tensor) -> Tensor:
+        return attention(q * 2, k, v, gate, keys, pair_bias).square().sum()
+
+    results = []
+    for function in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
+        given = {n: x.detach().requires_grad_() for n, x in tensors.items()}
+        total = function(**given, **fixed)
+        results.append([total, *torch.autograd.grad(total, list(given.values()))])
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
+def operators_are_sound() -> None:
+    """torch's own checks: nothing is modified or aliased, and fake results have the shapes, strides and dtypes of real ones."""
+    tensors, fixed = inputs((1, 2, 5, 7, 2, 8), torch.float32, True, 6)
+    tensors["gate"] = tensors["gate"].transpose(1, 2).contiguous().transpose(1, 2)
+    given = [x.requires_grad_() for x in (tensors["q"], tensors["k"], tensors["v"], tensors["gate"])]
+    torch.library.opcheck(
+        torch.ops.evodsp.attention.default,
+        (*given, fixed["keys"], tensors["pair_bias"].requires_grad_()),
+        test_utils=("test_schema", "test_faketensor"),
+    )
+
+
+def kept_for_backward() -> dict[str, int]:
+    """Bytes that autograd keeps, by what they are."""
+    tensors, fixed = inputs((1, 2, 16, 16, 2, 8), torch.float16, True, 7)
+    named = {x.untyped_storage().data_ptr(): n for n, x in {**tensors, **fixed}.items()}
+    kept: Counter[str] = Counter()
+
+    def pack(x: Tensor) -> Tensor:
+        kept[named.get(x.untyped_storage().data_ptr(), "result")] += x.numel() * x.element_size()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        attention(**{n: x.requires_grad_() for n, x in tensors.items()}, **fixed)
+    return dict(kept)

@@ -1,0 +1,186 @@
+"""What tests of dropout, layer norm and gated operands do inside the interpreting process."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from evodsp.model.kernels.triton import dropout_add, gated_operands, layer_norm
+from evodsp.rng import Draws
+from tests.model.kernels.interpreter import check, far_apart, random
+
+
+def transposed(x: Tensor) -> Tensor:
+    """The same numbers; axes 1 and 2 are swapped in memory."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2) if x.ndim > 2 else x
+
+
+# --- dropout_add: shapes are (B, N1, N2, c) of the whole representation
+
+
+def streams(batch: int) -> list[Draws]:
+    """Two of three keys do not fit a signed 64-bit integer."""
+    return [Draws((0x9E3779B97F4A7C15 * (b + 1)) & (2**64 - 1)) for b in range(batch)]
+
+
+def keys_of(draws: list[Draws]) -> Tensor:
+    return torch.tensor([d.key - (1 << 64) if d.key >= 1 << 63 else d.key for d in draws], dtype=torch.int64)
+
+
+def dropout_formula(
+    x: Tensor,
+    update: Tensor,
+    draw_keys: Tensor,
+    rate: float,
+    offsets: tuple[int, int],
+    whole: tuple[int, int],
+    shared_dim: int,
+) -> Tensor:
+    """From the mask of the whole representation, drawn by evodsp's random generator."""
+    batch, n1, n2, c = x.shape
+    sizes = [*whole, c]
+    sizes[shared_dim - 1] = 1
+    positions = torch.arange(sizes[0] * sizes[1] * c).view(sizes)
+    keep = torch.stack([d.uniform_at(positions) for d in streams(max(batch, 1))])[:batch] >= rate
+    keep = keep.expand(batch, *whole, c)[:, offsets[0] : offsets[0] + n1, offsets[1] : offsets[1] + n2]
+    return x + update * keep / (1 - rate)
+
+
+def dropout_agrees(
+    shape: tuple[int, int, int, int],
+    dtype: torch.dtype,
+    shared_dim: int,
+    offsets: tuple[int, int] = (0, 0),
+    rate: float = 0.25,
+) -> None:
+    """The result and gradients; and, exactly, which entries are dropped. Views are transposed."""
+    batch, n1, n2, _ = shape
+    draw = random(0, dtype)
+    tensors = {"x": draw(*shape), "update": draw(*shape)}
+    fixed = {
+        "draw_keys": keys_of(streams(batch)),
+        "rate": rate,
+        "offsets": offsets,
+        "whole": (offsets[0] + n1 + 2, offsets[1] + n2 + 1),
+        "shared_dim": shared_dim,
+    }
+    check(dropout_add, dropout_formula, tensors, fixed)
+    check(dropout_add, dropout_formula, tensors, fixed, lambda name, x: transposed(x))
+    zero, one = torch.zeros(shape), torch.ones(shape)
+    assert torch.equal(dropout_add(zero, one, **fixed) > 0, dropout_formula(zero, one, **fixed) > 0)
+
+
+def dropout_far_positions() -> None:
+    """A shard that begins beyond position 2^32 of its mask: the second word of the counter is not zero."""
+    x, keys = torch.zeros(1, 1, 3, 8), keys_of(streams(1))
+    first = (1 << 33) // 8
+    got = dropout_add(x, x + 1, keys, 0.5, (0, first), (1, first + 3), 1)[0, 0].flatten() > 0
+    expected = streams(1)[0].uniform_at(torch.arange(24) + (1 << 33)) >= 0.5
+    assert torch.equal(got, expected)
+
+
+def dropout_scale_is_exact() -> None:
+    """Kept entries of a bf16 update are scaled in fp32 and rounded once."""
+    x, update = torch.zeros(1, 4, 4, 8, dtype=torch.bfloat16), torch.ones(1, 4, 4, 8, dtype=torch.bfloat16)
+    out = dropout_add(x, update * 3, keys_of(streams(1)), 0.15, (0, 0), (4, 4), 1)
+    # The interpreter truncates when it rounds to bf16: 3 / 0.85 lies between these two.
+    assert {float(v) for v in out.unique() if v} <= {3.515625, 3.53125}
+
+
+# --- layer_norm
+
+
+def norm_formula(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    mean = x.mean(-1, keepdim=True)
+    variance = (x - mean).square().mean(-1, keepdim=True)
+    return (x - mean) / (variance + 1e-5).sqrt() * weight + bias
+
+
+def norm_agrees(shape: tuple[int, ...], dtype: torch.dtype, parameters: torch.dtype | None = None) -> None:
+    """Of a tensor away from zero, contiguous and transposed."""
+    draw, own = random(0, dtype), random(1, parameters or dtype)
+    tensors = {"x": draw(*shape) + 3, "weight": own(shape[-1]), "bias": own(shape[-1])}
+    check(layer_norm, norm_formula, tensors, {})
+    assert check(layer_norm, norm_formula, tensors, {}, lambda name, x: transposed(x)).is_contiguous()
+
+
+# --- gated_operands
+
+
+def gated_formula(values: Tensor, gates: Tensor, mask: Tensor) -> Tensor:
+    both = values * gates.sigmoid() * mask.unsqueeze(-1)
+    return both.unflatten(-1, (2, -1)).permute(3, 0, 4, 1, 2)
+
+
+def gated_agrees(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    """Contiguous, and transposed with a boolean mask."""
+    draw = random(0, dtype)
+    tensors = {"values": draw(*shape), "gates": draw(*shape)}
+    mask = (torch.rand(shape[:3], generator=torch.Generator().manual_seed(0)) < 0.7).to(dtype)
+    assert check(gated_operands, gated_formula, tensors, {"mask": mask}).is_contiguous()
+    check(gated_operands, gated_formula, tensors, {"mask": transposed(mask > 0)}, lambda name, x: transposed(x))
+
+
+# --- all
+
+
+def far_apart_agrees(operator: str) -> None:
+    """Elements lie beyond 2^31 elements; the pages between them are never touched."""
+    draw = random(3, torch.float16)
+    stride = (1 << 30) - 16
+
+    def layout(name: str, x: Tensor) -> Tensor:
+        return far_apart(x, 1, stride) if x.ndim == 4 and name != "grad" else x
+
+    if operator == "layer_norm":
+        check(layer_norm, norm_formula, {"x": draw(1, 4, 3, 8), "weight": draw(8), "bias": draw(8)}, {}, layout)
+    elif operator == "gated_operands":
+        tensors = {"values": draw(1, 4, 3, 8), "gates": draw(1, 4, 3, 8)}
+        check(gated_operands, gated_formula, tensors, {"mask": torch.ones(1, 4, 3)}, layout)
+    else:
+        for shared_dim in (1, 2):
+            fixed = {"draw_keys": keys_of(streams(1)), "rate": 0.25, "offsets": (0, 0), "whole": (4, 3)}
+            tensors = {"x": draw(1, 4, 3, 8), "update": draw(1, 4, 3, 8)}
+            check(dropout_add, dropout_formula, tensors, {**fixed, "shared_dim": shared_dim}, layout)
+
+
+def operators_are_sound() -> None:
+    """torch's own checks of the operators, and one graph under torch.compile with the same numbers."""
+    draw = random(4, torch.float32)
+    x, y, weight, bias = transposed(draw(2, 3, 4, 8)), draw(2, 3, 4, 8), draw(8), draw(8)
+    x, y, weight, bias = (t.requires_grad_() for t in (x, y, weight, bias))
+    keys, mask, ops = keys_of(streams(2)), torch.ones(2, 3, 4), torch.ops.evodsp
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(ops.layer_norm.default, (x, weight, bias, 1e-5), test_utils=checks)
+    torch.library.opcheck(ops.gated_operands.default, (x, y, mask), test_utils=checks)
+    torch.library.opcheck(ops.dropout_add.default, (x, y, keys, 0.25, 0, 0, 3, 4, 1), test_utils=checks)
+
+    def step(x: Tensor, y: Tensor, keys: Tensor) -> Tensor:
+        z = dropout_add(x, layer_norm(y, weight, bias), keys, 0.25, (0, 0), (3, 4), 1)
+        return gated_operands(z, y, mask).square().sum()
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    for some in (keys, keys + 1):  # another key in the same graph draws other numbers
+        results = [torch.autograd.grad(f(x, y, some), (x, y, weight)) for f in (step, compiled)]
+        for a, b in zip(*results, strict=True):
+            assert torch.equal(a, b)
+
+
+def kept_for_backward() -> dict[str, list[tuple[int, ...]]]:
+    """Shapes of what autograd keeps, by operator."""
+    x, y, weight, bias = (torch.ones(s).requires_grad_() for s in ((2, 3, 4, 8), (2, 3, 4, 8), (8,), (8,)))
+    calls = {
+        "layer_norm": lambda: layer_norm(x, weight, bias),
+        "gated_operands": lambda: gated_operands(x, y, torch.ones(2, 3, 4)),
+        "dropout_add": lambda: dropout_add(x, y, keys_of(streams(2)), 0.25, (0, 0), (3, 4), 1),
+    }
+    kept: dict[str, list[tuple[int, ...]]] = {name: [] for name in calls}
+    for name, call in calls.items():
+
+        def pack(t: Tensor, name: str = name) -> Tensor:
+            kept[name].append(tuple(t.shape))
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            call()
+    return kept

@@ -1,0 +1,126 @@
+"""Triton's dropout, layer norm and gated operands, computed by Triton's interpreter, against formulas in fp64."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from evodsp.model.kernels.triton import REPORTS, dropout_add
+from tests.model.kernels import elementwise_cases as cases
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+Interpreter = Callable[..., Any]
+
+
+def _shape(number: int, widths: list[int]) -> tuple[int, int, int, int]:
+    draw = random.Random(number)
+    sizes = [1, 2, 3, 5, 7, 16, 17, 33]
+    return draw.choice([1, 2]), draw.choice(sizes), draw.choice(sizes), draw.choice(widths)
+
+
+@DTYPES
+@pytest.mark.parametrize("shared_dim", [1, 2])
+def test_dropout_agrees(interpreter: Interpreter, dtype: torch.dtype, shared_dim: int) -> None:
+    """Catches numbers that are not evodsp's, a mask of the shard instead of the whole, and the wrong shared axis."""
+    interpreter(cases.dropout_agrees, (2, 5, 18, 24), dtype, shared_dim, (3, 7))
+
+
+def test_dropout_of_far_positions(interpreter: Interpreter) -> None:
+    """Catches counters that lose the upper half of a position."""
+    interpreter(cases.dropout_far_positions)
+
+
+def test_dropout_scales_in_fp32(interpreter: Interpreter) -> None:
+    """Catches a scale that is rounded to bf16 before it is applied."""
+    interpreter(cases.dropout_scale_is_exact)
+
+
+def test_dropout_refuses_rates() -> None:
+    """Catches a rate of 1, which would scale by infinity."""
+    x = torch.zeros(1, 1, 1, 1)
+    with pytest.raises(ValueError, match=r"dropout rate 1\.0"):
+        dropout_add(x, x, torch.zeros(1, dtype=torch.int64), 1.0, (0, 0), (1, 1), 1)
+
+
+@DTYPES
+@pytest.mark.parametrize("shape", [(2, 5, 7, 24), (33, 64), (2, 2, 1, 3, 8)], ids=str)
+def test_layer_norm_agrees(interpreter: Interpreter, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Catches a variance that includes padding channels, statistics of other positions, and parts that are left out."""
+    interpreter(cases.norm_agrees, shape, dtype)
+
+
+def test_layer_norm_of_half_with_parameters_in_fp32(interpreter: Interpreter) -> None:
+    """Catches a result in the dtype of the parameters, and gradients of parameters in the dtype of x."""
+    interpreter(cases.norm_agrees, (3, 5, 16), torch.float16, torch.float32)
+
+
+@DTYPES
+@pytest.mark.parametrize("shape", [(2, 3, 5, 8), (1, 2, 70, 130)], ids=str)
+def test_gated_operands_agree(interpreter: Interpreter, shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    """Catches operands, channels or samples that land elsewhere, and tails of tiles."""
+    interpreter(cases.gated_agrees, shape, dtype)
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 3, 8), (1, 0, 3, 8), (1, 2, 0, 8)], ids=str)
+def test_empty_shards(interpreter: Interpreter, shape: tuple[int, int, int, int]) -> None:
+    """Catches empty grids that are launched, and gradients of parameters that are left uninitialised."""
+    interpreter(cases.norm_agrees, shape, torch.float32)
+    interpreter(cases.gated_agrees, shape, torch.float32)
+    interpreter(cases.dropout_agrees, shape, torch.float32, 1)
+
+
+@pytest.mark.parametrize("operator", ["dropout_add", "layer_norm", "gated_operands"])
+def test_offsets_beyond_32_bits(interpreter: Interpreter, operator: str) -> None:
+    """Catches offsets that wrap at 2^31 elements (a crash, or another row's numbers)."""
+    interpreter(cases.far_apart_agrees, operator)
+
+
+def test_operators_are_sound_and_compile(interpreter: Interpreter) -> None:
+    """Catches graph breaks, keys that are baked into a graph, fake results unlike real ones."""
+    interpreter(cases.operators_are_sound)
+
+
+def test_what_backward_keeps(interpreter: Interpreter) -> None:
+    """Catches copies of results, and masks of dropout, that are kept for the backward pass."""
+    x = (2, 3, 4, 8)
+    assert interpreter(cases.kept_for_backward) == {
+        "layer_norm": [x, (8,), x[:-1], x[:-1]],
+        "gated_operands": [x, x, x[:-1]],
+        "dropout_add": [(2,)],
+    }
+
+
+def test_reports_of_launches_and_bytes() -> None:
+    """Catches launches that are not reported, and tensors that are moved but not counted. Needs no Triton."""
+    x = torch.empty(1, 128, 256, 256, dtype=torch.bfloat16, device="meta")
+    weight, keys = torch.empty(256, device="meta"), torch.empty(1, dtype=torch.int64, device="meta")
+    statistics = torch.empty(1, 128, 256, device="meta")
+    unit, per_position = 2 * 128 * 256 * 256, 4 * 128 * 256
+    assert REPORTS["evodsp::layer_norm"]((x, weight, weight, 1e-5)) == (1, 2 * unit + 2 * per_position + 2 * 1024)
+    parts = 528 * 2 * 1024  # bytes
+    assert REPORTS["evodsp::layer_norm_backward"]((x, x, weight, statistics, statistics)) == (
+        2,
+        3 * unit + 2 * per_position + 1024 + 2 * parts + 2048,
+    )
+    assert REPORTS["evodsp::dropout_add"]((x, x, keys, 0.15, 0, 0, 128, 256, 1)) == (1, 3 * unit + 8)
+    assert REPORTS["evodsp::dropout_add_backward"]((x, keys, 0.15, 0, 0, 128, 256, 1, x.dtype)) == (1, 2 * unit + 8)
+    mask = torch.empty(1, 128, 256, dtype=torch.bfloat16, device="meta")
+    assert REPORTS["evodsp::gated_operands"]((x, x, mask)) == (1, 3 * unit + per_position // 2)
+    grad = torch.empty(2, 1, 128, 128, 256, dtype=torch.bfloat16, device="meta")
+    assert REPORTS["evodsp::gated_operands_backward"]((grad, x, x, mask)) == (1, 5 * unit + per_position // 2)
+
+
+@pytest.mark.verify
+@pytest.mark.parametrize("number", range(40))
+def test_agree_at_many_shapes(interpreter: Interpreter, number: int) -> None:
+    """Catches sizes at which tiles and parts are cut wrong."""
+    dtype = torch.float32 if number % 2 else torch.float16
+    interpreter(
+        cases.dropout_agrees, _shape(number, [1, 3, 8, 24, 64]), dtype, 1 + number % 3 % 2, (number % 3, number % 5)
+    )
+    interpreter(cases.norm_agrees, _shape(number, [1, 3, 8, 24, 64, 130, 384]), dtype)
+    interpreter(cases.gated_agrees, _shape(number, [2, 6, 16, 48, 130]), dtype)

@@ -1,0 +1,71 @@
+"""Triton kernels, compiled ahead of time: they fit the GPUs, and no kernel is slow by construction."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from evodsp.model.kernels.triton_kernels.launch import Launch
+from scripts.benchmarks import triton_resources as resources
+
+# Kernels that multiply matrices.
+PRODUCTS = ("attention.", "global_attention.")
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(
+    triton_installed: None, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compiled kernels of this session go into a folder of its own."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "triton"))
+
+
+def _check(launch: Launch, architecture: int) -> None:
+    needs = resources.compile_for(launch, architecture)
+    where = f"{launch.kernel} on sm_{architecture}"
+    assert needs.stack == 0, f"{where} spills {needs.stack} bytes"
+    assert needs.shared <= resources.SHARED_LIMIT[architecture], where
+    assert needs.warps_resident >= 8, f"{where}: {needs.warps_resident} warps"
+    assert bool(needs.tensor_cores) == launch.kernel.startswith(PRODUCTS), f"{where}: {needs.tensor_cores}"
+
+
+def test_attention_compiles_for_hopper() -> None:
+    """Catches a kernel that the interpreter runs but the compiler refuses, and registers that spill."""
+    for one in resources.attention_passes("", rows=128, length=256, heads=8, width=32, biased=True):
+        for launch in one.launches[:2]:
+            _check(launch, 90)
+
+
+@pytest.mark.verify
+@pytest.mark.parametrize("architecture", resources.ARCHITECTURES)
+def test_kernels_fit_at_the_presets_sizes(architecture: int) -> None:
+    """Catches spills, shared memory beyond the GPU's, and products that do not run on tensor cores."""
+    for one in resources.passes():
+        for launch in one.launches:
+            _check(launch, architecture)
+
+
+@pytest.mark.verify
+@pytest.mark.parametrize("architecture", resources.ARCHITECTURES)
+@pytest.mark.parametrize("width", [8, 24, 64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def test_attention_fits_at_all_head_widths(architecture: int, width: int, dtype: torch.dtype) -> None:
+    """Catches tiles that are too large for wide heads or for fp32."""
+    for one in resources.attention_passes("", rows=16, length=80, heads=2, width=width, biased=True, dtype=dtype):
+        for launch in one.launches:
+            _check(launch, architecture)
+
+
+def test_predicted_fractions_of_the_roofline() -> None:
+    """Catches a grid that moves or computes so much more than it needs that no tuning could help. Compiles nothing."""
+    fractions = {f"{one.name}, {one.size}": round(one.fraction, 2) for one in resources.passes()}
+    assert min(fractions.values()) >= 0.4, fractions
+
+
+def test_the_committed_table_is_of_these_kernels() -> None:
+    """Catches a result file that was not written again after kernels were added or their grids changed."""
+    committed = Path(resources.RESULT).read_text()
+    for one in resources.passes():
+        assert f"{one.name}, {one.size}: roofline {one.roofline * 1e6:.0f} us, fraction {one.fraction:.2f}" in committed
