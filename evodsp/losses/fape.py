@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from evodsp.geometry.rigid import Rigid
 from evodsp.losses.pairs import rows_at_once, take
-from evodsp.model.primitives import without_autocast
+from evodsp.model.precision import without_autocast
 from evodsp.parallel.exchange import Exchange, LocalExchange
 
 CLAMP_DISTANCE = 10.0

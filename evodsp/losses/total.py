@@ -21,7 +21,7 @@ from evodsp.losses.resolved import experimentally_resolved_loss
 from evodsp.losses.torsion import angle_norm_loss, torsion_loss
 from evodsp.losses.violation import find_violations, violation_loss
 from evodsp.model.outputs import ModelOutput
-from evodsp.model.primitives import without_autocast
+from evodsp.model.precision import without_autocast
 from evodsp.parallel.exchange import Exchange, LocalExchange
 
 
