@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from evodsp.config import ChannelsConfig, EvoformerConfig, LossConfig, ModelConfig, TemplateConfig
+from evodsp.data.dataset import existing_entries
 from evodsp.losses.total import total_loss
 from evodsp.model.alphafold import AlphaFold
 from evodsp.model.kernels import chunked
@@ -150,6 +151,7 @@ def watch(handle: Any, plan: CommunicationPlan) -> tuple[list[str], list[str]]:
     batch = labels | random_features(CLUSTERS, EXTRA, RESIDUES, TEMPLATES, cycles=2)
     batch["true_msa"] = torch.randint(22, (1, 2, CLUSTERS, RESIDUES))
     batch["bert_mask"] = torch.ones(1, 2, CLUSTERS, RESIDUES)
+    batch |= existing_entries(batch)  # as the loader does; all 8 frames of a fourth of the residues would be 2 R
     with Watcher(batch.values()) as watcher:
         output = model(batch, [Draws.root(0).at(0)])
         loss, _ = total_loss(output, batch, WEIGHTS, config().heads, exchange)

@@ -89,7 +89,7 @@ def test_another_ranks_loss_that_is_no_number() -> None:
     module = TrainingModule(TrainingConfig(**vars(ModelConfig.preset("test"))))
     module.trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
     with pytest.raises(UserError, match="the loss is inf at step 0"):
-        module._raise_not_finite(torch.tensor(2.5), torch.tensor(math.inf))
+        module._raise_not_finite(2.5, math.inf)
 
 
 def test_fit_starts_its_ranks_itself(chains: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
