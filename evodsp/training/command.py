@@ -125,10 +125,9 @@ def build(run: CheckedRun) -> Built:
     world = MeshWorld(settings.parallel, on_gpu(options)) if under_launcher() else World()
     data_config = dataclasses.replace(settings.data, batch_size=settings.data.batch_size // passes)
     data = ChainDataModule(data_config, run.chains, seed, world)
-    module = TrainingModule(settings.model, seed, data_config.validation, world, settings.kernels)
+    model = load_model(run.start, settings.run.raw) if run.start is not None and run.command != "fit" else None
+    module = TrainingModule(settings.model, seed, data_config.validation, world, settings.kernels, model)
     module.chain_names = {"val": run.chains.validation, "test": run.chains.test}
-    if run.start is not None and run.command != "fit":
-        module.model = load_model(run.start, settings.run.raw)
     interruption = Interruption()
     last = LastCheckpoint(run.folder.last, settings.run.checkpoint_every)
     own_callbacks = [interruption, *_callbacks(run, last)]

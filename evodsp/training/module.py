@@ -64,14 +64,15 @@ class TrainingModule(LightningModule):
         features: FeatureConfig | None = None,
         world: World | None = None,
         kernels: KernelsConfig | None = None,
+        model: AlphaFold | None = None,
     ) -> None:
         """`features`: sizes of the validation features, saved in checkpoints for prediction. `world`: None for one process.
-        `kernels`: which implementations of the operators to use; None: the defaults.
+        `kernels`: which implementations of the operators to use; None: the defaults. `model`: None for a new one.
         """
         super().__init__()
         self.config, self.features, self.world = config, features, world or World()
         self._kernels = kernels or KernelsConfig()
-        self.model = AlphaFold(config.model_config())
+        self.model = model or AlphaFold(config.model_config())
         self.chain_names: dict[str, list[str]] = {}
         """Names of the validation ("val") and test chains by sample index, where known."""
         self.scores: dict[str, dict[str, float]] = {}
@@ -137,10 +138,10 @@ class TrainingModule(LightningModule):
         logged = dict(zip(names, read[0], strict=True))
         if not torch.isfinite(logged["loss"]):
             self._raise_not_finite(float(read[1, names.index("loss")]), float(logged["loss"]))
-        # Lightning keeps a metric object for each name, which takes longer than many a layer; loggers see every n-th step only.
+        self.log("train/loss", logged.pop("loss"), prog_bar=True)
+        # Lightning keeps a metric object for each name, which takes longer than many a layer. Loggers see every n-th step only.
         every = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
         if every and (self.trainer.global_step + 1) % every == 0:
-            self.log("train/loss", logged.pop("loss"), prog_bar=True)
             self.log_dict({f"train/{name}": value for name, value in logged.items() if name != "total"})
             self.log("train/lr", torch.tensor(optimizer.param_groups[0]["lr"]))
         self._step, self._step_samples = [], []

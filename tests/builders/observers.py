@@ -28,6 +28,7 @@ class ReportSetup(Callback):
             "eps": [group["eps"] for group in trainer.optimizers[0].param_groups],
             "matmul": torch.get_float32_matmul_precision(),
             "plan": vars(pl_module.model.evoformer.plan),
+            "kernels": {name: f.__module__ for name, f in vars(pl_module.model.evoformer.kernels).items()},
         }
         if isinstance(exchange, ShardedExchange):
             found |= {"overlap": exchange.overlap, "wire": str(exchange.dtype), "ranks": exchange.group.size}

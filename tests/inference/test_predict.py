@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from evodsp.config import check_matmul
+from evodsp.config import KernelsConfig, check_matmul
 from evodsp.data.mmcif import read_chain
 from evodsp.errors import UserError
 from evodsp.inference import predict as module
@@ -414,6 +414,27 @@ def test_tf32_is_set_for_the_model_and_not_after_it(workplace, monkeypatch):
     predict(workplace.change(seeds=1, matmul_precision="high"), silent)
     assert set(seen) == {"high"}
     assert torch.get_float32_matmul_precision() == "highest"
+
+
+def test_kernels_reach_the_model(workplace, monkeypatch):
+    """Catches --kernels that is ignored: the coordinates are the same up to rounding."""
+    seen, lines = [], []
+    original = AlphaFold.one_pass
+
+    def watched(model, *arguments, **options):
+        seen.append(model.evoformer.kernels.transition.__module__)
+        return original(model, *arguments, **options)
+
+    monkeypatch.setattr(AlphaFold, "one_pass", watched)
+    predict(workplace.change(seeds=1, kernels=KernelsConfig(transition="reference")), lines.append)
+    assert set(seen) == {"evodsp.model.kernels.reference"}
+    assert any(line.endswith("reference (asked for) for transition") for line in lines)
+
+
+def test_an_unknown_backend_is_named(workplace):
+    """Catches a misspelt backend that is found only after the alignments have been read."""
+    with pytest.raises(UserError, match=r"kernels\.attention is 'chunkd'.*Did you mean 'chunked'"):
+        workplace.change(kernels=KernelsConfig(attention="chunkd"))
 
 
 def _watched(function, seen):

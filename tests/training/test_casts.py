@@ -6,6 +6,7 @@ import torch
 from lightning.pytorch import Trainer
 from torch import Tensor, nn
 
+from evodsp.model.alphafold import AlphaFold
 from evodsp.training.config import TrainingConfig
 from evodsp.training.gradients import PlainGradients
 from evodsp.training.module import TrainingModule
@@ -48,3 +49,13 @@ def test_copies_last_until_the_backward_pass_has_ended() -> None:
         module._evaluate(batch, "val")
     assert isinstance(layer.weight, nn.Parameter)
     assert set(used) == {torch.bfloat16}
+
+
+def test_a_model_that_is_scored_is_the_one_that_is_cast() -> None:
+    """Catches copies of the parameters of a new model, where validate and test put another one in its place."""
+    model = AlphaFold(config())
+    module = TrainingModule(TrainingConfig(**vars(config())), model=model)
+    assert module.model is model
+    layer = model.evoformer.blocks[0].pair_stack.triangle_outgoing.output
+    with torch.autocast("cpu", torch.bfloat16), module._casts:
+        assert layer.weight.dtype == torch.bfloat16

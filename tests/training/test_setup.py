@@ -16,7 +16,7 @@ from tests.builders.training import CommandPool, Outcome
 OPTIONS = (
     "--parallel.sequence=2", "--parallel.overlap=false", "--parallel.wire=bf16", "--plan.triangle_outgoing=gather",
     "--plan.outer_product_mean=sum", "--plan.stream_bias=true", "--plan.keep_gathered=false", "--model.optimizer.eps=0.003",
-    "--matmul_precision=high",
+    "--matmul_precision=high", "--kernels.backend=reference", "--kernels.transition=chunked",
     "--model.optimizer.warmup_steps=0", "--model.optimizer.drop_step=1", "--model.optimizer.drop_factor=0.5",
 )  # fmt: skip
 
@@ -55,6 +55,23 @@ def test_matrix_products_have_the_precision_of_the_option(found: list[dict[str, 
     """TF32 asked for and not used, or used by the next run of the same process."""
     assert [rank["matmul"] for rank in found] == ["high", "high"]
     assert torch.get_float32_matmul_precision() == "highest"
+
+
+def test_the_kernels_reach_the_model(found: list[dict[str, Any]]) -> None:
+    """kernels.* ignored by fit: every number stays the same up to rounding."""
+    for rank in found:
+        assert rank["kernels"].pop("transition").endswith(".chunked")
+        assert {module.rpartition(".")[2] for module in rank["kernels"].values()} == {"reference"}
+
+
+def test_a_backend_that_does_not_exist(chains: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A misspelt name that is found only after the output folder has been made, or that ends in a traceback."""
+    output = tmp_path / "run"
+    words = ["fit", "--config", str(chains / "tiny.yaml"), "--output", str(output), "--kernels.attention=chunkd"]
+    assert main(words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "kernels.attention is 'chunkd', but must be one of auto, " in line
+    assert not output.exists()
 
 
 def test_weights_are_copied_from_rank_0(found: list[dict[str, Any]]) -> None:

@@ -26,10 +26,11 @@ def attention(
 ) -> Float[Tensor, "B N Q H D"]:
     """Gated attention within each row (algorithm 8)."""
     rows, width = q.shape[:2], q.shape[-1]
-    scale, least = width**-0.5, torch.finfo(q.dtype).min
-    bias = (mask_bias(keys) / scale).clamp(min=least).to(k.dtype)
+    scale = width**-0.5
+    bias = (mask_bias(keys) / scale).clamp(min=torch.finfo(k.dtype).min).to(k.dtype)
     q = torch.cat([q, q.new_ones(*q.shape[:-1], 1)], -1)
     k = torch.cat([k, bias[..., None, None].expand(*k.shape[:-1], 1)], -1)
-    padded = [F.pad(x, (0, -x.shape[-1] % 8 if x is not v else 8 - width % 8)).flatten(0, 1) for x in (q, k, v)]
-    o = flash_attn_func(*padded, softmax_scale=scale)
+    padded_width = (width // 8 + 1) * 8  # the least multiple of 8 above the width
+    q, k, v = (F.pad(x, (0, padded_width - x.shape[-1])).flatten(0, 1) for x in (q, k, v))
+    o = flash_attn_func(q, k, v, softmax_scale=scale)
     return gate.sigmoid() * o[..., :width].unflatten(0, rows)

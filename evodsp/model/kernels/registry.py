@@ -49,15 +49,17 @@ class Choice:
 
 
 def summary(choices: Sequence[Choice], device: torch.device) -> list[str]:
-    """For the log: one line with the backend of each operator and why, and a warning for each backend that did not work."""
-    groups: dict[tuple[str, str], list[str]] = {}
+    """For the log: one line with the backend of each operator and why, and a warning for each problem with another backend."""
+    used: dict[tuple[str, str], list[str]] = {}
+    problems: dict[tuple[str, str], list[str]] = {}
     for choice in choices:
-        groups.setdefault((choice.backend, choice.reason), []).append(choice.operator)
-    parts = [f"{backend} ({reason}) for {', '.join(names)}" for (backend, reason), names in groups.items()]
+        used.setdefault((choice.backend, choice.reason), []).append(choice.operator)
+        for problem in choice.problems:
+            problems.setdefault((problem, choice.backend), []).append(choice.operator)
+    parts = [f"{backend} ({reason}) for {', '.join(names)}" for (backend, reason), names in used.items()]
     warnings = [
-        f"warning: kernels: {choice.operator}: {problem}; {choice.backend} is used instead"
-        for choice in choices
-        for problem in choice.problems
+        f"warning: kernels: {problem}; {backend} is used instead for {', '.join(names)}"
+        for (problem, backend), names in problems.items()
     ]
     return [f"kernels on {device.type}: {'; '.join(parts)}", *warnings]
 
@@ -84,7 +86,9 @@ def choose(
 def _chosen(
     operator: str, config: KernelsConfig, device: torch.device, dtype: torch.dtype, gradients: bool
 ) -> tuple[Operator, Choice]:
-    wanted = getattr(config, operator) or config.backend
+    """The function of one operator, and why. `config.backend` asks a backend only for the operators that it has."""
+    own = getattr(config, operator)
+    wanted = own or config.backend
     candidates = [wanted] if wanted != "auto" else [n for n, b in BACKENDS.items() if device.type in b.devices]
     problems: list[str] = []
     for name in candidates:
@@ -93,12 +97,12 @@ def _chosen(
         except ImportError as error:  # the package of an extra
             problems.append(f"{name}: {error}")
             continue
-        problem = (
-            f"it has no {operator}" if function is None else problem_of(operator, function, device, dtype, gradients)
-        )
-        if function is None and getattr(config, operator) is None and wanted != "auto":  # a backend for what it has
-            return _chosen(operator, replace(config, backend="auto"), device, dtype, gradients)
-        if function is not None and not problem:
+        if function is None:
+            if own:
+                problems.append(f"{name}: it has no {operator}")
+            continue
+        problem = problem_of(operator, function, device, dtype, gradients)
+        if not problem:
             reason = "asked for" if name == wanted else f"the first that works on {device.type}"
             return function, Choice(operator, name, reason, tuple(problems))
         problems.append(f"{name}: {problem}")

@@ -15,7 +15,7 @@ from evodsp.errors import UserError
 from evodsp.model.alphafold import AlphaFold
 from evodsp.model.kernels import backends, chunked, reference, registry
 from evodsp.model.kernels.backends import Backend
-from evodsp.model.kernels.registry import Kernels, choose
+from evodsp.model.kernels.registry import Kernels, choose, summary
 from evodsp.model.primitives import Computed, use_kernels
 from tests.builders.small_model import config
 
@@ -110,3 +110,28 @@ def test_the_chosen_operators_reach_every_module() -> None:
     computed = [module for module in model.modules() if isinstance(module, Computed)]
     assert len(computed) > 10
     assert all(module.kernels is kernels for module in computed)
+
+
+def test_a_backend_is_asked_for_the_operators_that_it_has() -> None:
+    """Catches a warning for each operator that `backend` lacks, and an operator of another backend that is used unnamed."""
+    _, names, problems = chosen(KernelsConfig(backend="sdpa"))
+    assert names.pop("attention") == "sdpa"
+    assert set(names.values()) == {"chunked"}
+    assert problems == []
+    _, names, problems = chosen(KernelsConfig(transition="sdpa"))
+    assert names["transition"] == "chunked"
+    assert problems == ["sdpa: it has no transition"]
+
+
+def test_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a backend that is replaced silently, and the same warning once for each operator."""
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    lines = summary(choose(KernelsConfig(backend="flash_attn", transition="reference"), CPU, torch.float32)[1], CPU)
+    assert len(lines) == 2
+    assert lines[0].startswith("kernels on cpu: chunked (instead of flash_attn) for attention, ")
+    assert lines[0].endswith("; reference (asked for) for transition")
+    assert lines[1].startswith("warning: kernels: flash_attn: ")
+    assert lines[1].endswith(
+        "; chunked is used instead for attention, biased_attention, dropout_add, gated_projection, layer_norm, "
+        "outer_product"
+    )
