@@ -18,21 +18,18 @@ CORES = os.sched_getaffinity(0)
 os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false"
 os.sched_setaffinity(0, set(sorted(CORES)[: int(os.environ.get("OMP_NUM_THREADS", "1"))]))
 
-import haiku as hk  # type: ignore[import-not-found]  # noqa: E402
-import jax  # type: ignore[import-not-found]  # noqa: E402
-import jax.numpy as jnp  # type: ignore[import-not-found]  # noqa: E402
 import numpy as np  # noqa: E402
-from alphafold.model import modules, prng  # type: ignore[import-not-found]  # noqa: E402
 
 from scripts.benchmarks.peer_side import serve  # noqa: E402
-from scripts.parity.alphafold_side import model_config, remove_barriers  # noqa: E402  (exits where it is not installed)
+from scripts.parity import alphafold_side  # noqa: E402
+from scripts.parity.alphafold_side import hk, jax, jnp, modules  # noqa: E402  (after its stand-in for a package)
 
 SETTINGS = {"model": "model_1_ptm", "fused": False, "evoformer": 1, "extra_msa": 1, "template": 2, "structure": 1}
 
 
 def prepare(case: str, first: int, residues: int) -> Callable[[], None] | None:
     """One forward and backward pass, or None for a case that DeepMind's code has no counterpart of."""
-    settings = model_config(SETTINGS)
+    settings = alphafold_side.model_config(SETTINGS)
     sizes, common = settings.embeddings_and_evoformer, settings.global_config
     random = np.random.default_rng(0)
 
@@ -47,7 +44,7 @@ def prepare(case: str, first: int, residues: int) -> Callable[[], None] | None:
 
         def forward(x: Any) -> Any:
             block = modules.EvoformerIteration(sizes.evoformer, common, is_extra_msa=extra)
-            return block(x, masks, is_training=False, safe_key=prng.SafeKey(jax.random.PRNGKey(0)))
+            return block(x, masks, is_training=False)
 
     elif case == "templates":
         channels = sizes.template.template_pair_stack.triangle_attention_ending_node.value_dim
@@ -56,8 +53,7 @@ def prepare(case: str, first: int, residues: int) -> Callable[[], None] | None:
 
         def forward(x: Any) -> Any:
             stack = modules.TemplatePairStack(sizes.template.template_pair_stack, common)
-            key = prng.SafeKey(jax.random.PRNGKey(0))
-            return jnp.stack([stack(one, mask, is_training=False, safe_key=key) for one in x])
+            return jnp.stack([stack(one, mask, is_training=False) for one in x])
 
     else:
         return None
@@ -84,5 +80,5 @@ def prepare(case: str, first: int, residues: int) -> Callable[[], None] | None:
 
 
 if __name__ == "__main__":
-    remove_barriers()
+    alphafold_side.remove_barriers()
     sys.exit(serve(prepare))

@@ -10,7 +10,6 @@ import json
 import os
 import subprocess
 import tempfile
-from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -33,8 +32,8 @@ class Peer:
         """`python`: of the peer's environment; None if there is none, which `missing` explains. `case`: kind, first size, R."""
         self.absent, self.threads = "", threads
         self._process: subprocess.Popen[str] | None = None
-        self._files = ExitStack()
-        self._errors: IO[str] = self._files.enter_context(tempfile.TemporaryFile("w+"))
+        # A pipe that nobody reads could fill up.
+        self._errors: IO[str] = tempfile.TemporaryFile("w+")  # noqa: SIM115  (closed when the context ends)
         if python is None or not python.exists():
             self.absent = missing
             return
@@ -85,7 +84,7 @@ class Peer:
         if self._process is not None:
             self._process.kill()
             self._process.communicate()
-        self._files.close()
+        self._errors.close()
 
 
 def openfold(python: Path | None, source: Path | None, threads: int, case: tuple[str, int, int]) -> Peer:
