@@ -221,7 +221,7 @@ def curves(tolerance: float, paths: list[Path]) -> str:
             f"the curves must have equally many rows, and at least one; found {[len(loss) for loss in losses]} rows in "
             f"{[str(path) for path in paths]}"
         )
-    largest = max(float(((loss - losses[0]) / losses[0]).abs().max()) for loss in losses)
+    largest = float(torch.stack([(loss - losses[0]) / losses[0] for loss in losses]).abs().max())  # NaN if one is
     if not largest <= tolerance:
         raise AssertionError(
             f"losses differ by {largest:.1e} (relative), more than {tolerance:.0e}: {[loss.tolist() for loss in losses]}"
