@@ -1,13 +1,14 @@
 """Time and memory of evodsp's stacks against the formulas written out (`formulas.py`), on this machine's CPU.
 
-    python -m scripts.benchmarks.bench [--cases evoformer_64x128 ...] [--rounds 20] [--threads 1] [--output FILE.csv]
-        [--alphafold PYTHON] [--openfold PYTHON --openfold-source DIR]
+    python -m scripts.benchmarks.bench [--cases evoformer_64x128 ...] [--rounds 20] [--threads 1] [--clock wall]
+        [--alphafold PYTHON] [--openfold PYTHON --openfold-source DIR] [--output FILE.csv]
 
 fp32, full widths, forward and backward pass, no dropout. Each round runs each once, in alternating order, so that other load on
-the machine affects all. The ratio of a round is evodsp's time over another's: below 1, evodsp is faster. The table shows the
-median of the ratios, to the formulas with the first and third quartile. Memory is the peak of all tensors that the passes
-create, and operators are those of torch that compute something (not views); both are counted in a run of their own. DeepMind's
-JAX code and OpenFold take part where they are installed (`peers.py`). `make bench` writes the CSV file that is committed.
+the machine affects all; with `--clock cpu` the time is the processor's, which other load affects least. The ratio of a round is
+evodsp's time over another's: below 1, evodsp is faster. The table shows the median of the ratios, to the formulas with the first
+and third quartile. Memory is the peak of all tensors that the passes create, and operators are those of torch that compute
+something (not views); both are counted in a run of their own. DeepMind's JAX code and OpenFold take part where they are
+installed (`peers.py`). `make bench` writes the CSV file that is committed.
 """
 
 from __future__ import annotations
@@ -191,8 +192,8 @@ class Pythons:
     openfold_source: Path | None = None
 
 
-def measure(name: str, rounds: int, pythons: Pythons = Pythons()) -> Result:
-    """Run all of them `rounds` times, in turns."""
+def measure(name: str, rounds: int, pythons: Pythons = Pythons(), clock: str = "wall") -> Result:
+    """Run all of them `rounds` times, in turns. `clock`: wall or cpu."""
     case, threads = CASES[name], torch.get_num_threads()
     own, formula = case.make()
     pairs = zip(own(), formula(), strict=True)  # which is the warm-up, too
@@ -210,7 +211,7 @@ def measure(name: str, rounds: int, pythons: Pythons = Pythons()) -> Result:
         peers.openfold(pythons.openfold, pythons.openfold_source, threads, case.peer) as openfold,
     ):
         runs: tuple[Callable[[], float | None], ...] = (
-            partial(_seconds, own), partial(_seconds, formula), alphafold.seconds, openfold.seconds,
+            partial(_seconds, own, clock), partial(_seconds, formula, clock), partial(alphafold.seconds, clock), partial(openfold.seconds, clock),
         )  # fmt: skip
         times: list[list[float | None]] = [[] for _ in runs]
         for number in range(rounds):
@@ -229,10 +230,11 @@ def measure(name: str, rounds: int, pythons: Pythons = Pythons()) -> Result:
     )  # fmt: skip
 
 
-def _seconds(step: Step) -> float:
-    start = time.perf_counter()
+def _seconds(step: Step, clock: str) -> float:
+    now = time.perf_counter if clock == "wall" else time.process_time
+    start = now()
     step()
-    return time.perf_counter() - start
+    return now() - start
 
 
 def _numbers(times: Sequence[float | None]) -> list[float]:
@@ -267,12 +269,13 @@ def _shown(ratio: float | None) -> str:
     return "" if ratio is None else f"{ratio:.2f}"
 
 
-def write(path: Path, results: list[Result]) -> None:
+def write(path: Path, results: list[Result], clock: str) -> None:
     """The table as CSV, with machine, versions and command in every row."""
     about = {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
         "machine": f"{os.cpu_count()} cores, {platform.machine()}",
         "threads": torch.get_num_threads(),
+        "clock": clock,
         "torch": torch.__version__,
         "load": round(os.getloadavg()[0], 1),
         "command": f"python -m scripts.benchmarks.bench {' '.join(sys.argv[1:])}".strip(),
@@ -291,6 +294,12 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), metavar="CASE", help=", ".join(CASES))
     parser.add_argument("--rounds", type=int, default=20, help="rounds per case (default: 20)")
     parser.add_argument("--threads", type=int, default=1, help="PyTorch threads (default: 1)")
+    parser.add_argument(
+        "--clock",
+        choices=("wall", "cpu"),
+        default="wall",
+        help="what is measured (default: wall); cpu for a busy machine",
+    )
     parser.add_argument("--alphafold", type=Path, help="python of an environment with alphafold-colabfold")
     parser.add_argument("--openfold", type=Path, help="python of an environment with OpenFold's requirements")
     parser.add_argument("--openfold-source", type=Path, help="a clone of OpenFold")
@@ -306,12 +315,12 @@ def main() -> None:
     results = []
     pythons = Pythons(arguments.alphafold, arguments.openfold, arguments.openfold_source)
     for name in arguments.cases:
-        results.append(measure(name, arguments.rounds, pythons))
+        results.append(measure(name, arguments.rounds, pythons, arguments.clock))
         print(line(results[-1]), flush=True)
         if results[-1].absent:
             print(f"    {results[-1].absent}")
         if arguments.output is not None:
-            write(arguments.output, results)
+            write(arguments.output, results, arguments.clock)
 
 
 if __name__ == "__main__":

@@ -47,15 +47,15 @@ class Peer:
         answer = self._ask({"prepare": kind, "first": first, "residues": residues})
         self.absent = answer.get("absent", "")
 
-    def seconds(self) -> float | None:
-        """Run the step once. None if the peer is absent, also if it fails now."""
+    def seconds(self, clock: str) -> float | None:
+        """Run the step once; `clock`: wall or cpu. None if the peer is absent, also if it fails now."""
         if self.absent:
             return None
         answer = self._ask({"run": 1})
         self.absent = answer.get("absent", "")
         if not self.absent and answer["cpu_seconds"] > 1.2 * self.threads * answer["seconds"]:
             self.absent = f"it used more than {self.threads} threads"
-        return None if self.absent else float(answer["seconds"])
+        return None if self.absent else float(answer["seconds" if clock == "wall" else "cpu_seconds"])
 
     def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
         """The answer; if the process has ended, why, as the answer of an absent peer."""
