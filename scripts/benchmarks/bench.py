@@ -6,9 +6,9 @@
 fp32, full widths, forward and backward pass, no dropout. Each round runs each once, in alternating order, so that other load on
 the machine affects all; with `--clock cpu` the time is the processor's, which other load affects least. The ratio of a round is
 evodsp's time over another's: below 1, evodsp is faster. The table shows the median of the ratios, to the formulas with the
-first and third quartile. Memory is the peak of all tensors that the passes create, and operators are those of torch that compute
-something (not views); both are counted in a run of their own. DeepMind's JAX code and OpenFold take part where they are
-installed (`peers.py`). `make bench` writes the CSV file that is committed.
+first and third quartile. Memory is the peak of all tensors that the passes create, and operators are those of torch that
+compute something (not views); both are counted in a run of their own. DeepMind's JAX code and OpenFold take part where they
+are installed (`peers.py`). `make bench` writes the CSV file that is committed.
 """
 
 from __future__ import annotations
