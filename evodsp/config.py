@@ -401,7 +401,8 @@ class LossConfig:
 
 @dataclass(frozen=True)
 class KernelsConfig:
-    """Which implementation each operator of the model uses: auto, triton, chunked, sdpa, flash_attn or reference.
+    """Which implementation each operator of the model uses: auto, triton, chunked, sdpa, flash_attn, cuequivariance
+    or reference.
 
     auto takes the first that works on the device. At the start of a run each one is compared with the formula, on the device,
     and passed over with a warning if it differs or fails. The log says what was chosen.

@@ -119,7 +119,9 @@ def predict(config: PredictConfig, report: Report = print, group: Group | None =
         model = model.to(device).eval()
         if group is not None:
             use_exchange(model, ShardedExchange(group), config.plan)
-        kernels, choices = choose(config.kernels, device, _dtype(config), gradients=False)
+        kernels, choices = choose(
+            config.kernels, device, _dtype(config), gradients=False, on_all_ranks=lambda value: all_of(value, group)
+        )
         use_kernels(model, kernels)
         for line in summary(choices, device):
             report(line)

@@ -91,7 +91,7 @@ class TrainingModule(LightningModule):
         dtype = (
             torch.bfloat16 if "bf16" in precision else torch.float64 if precision.startswith("64") else torch.float32
         )
-        kernels, choices = choose(self._kernels, device, dtype)
+        kernels, choices = choose(self._kernels, device, dtype, on_all_ranks=self.world.gather)
         use_kernels(self.model, kernels)
         if self.trainer.is_global_zero:
             print("\n".join(summary(choices, device)))

@@ -23,7 +23,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.optim import Optimizer
 
 from evodsp.launch import process_group
@@ -110,7 +110,8 @@ class DSPStrategy(ParallelStrategy):
             exchange = ShardedExchange(mesh.sequence_group(), config.overlap, wire)
             use_exchange(self.lightning_module, exchange, self.plan)
         if config.parameters == "fsdp2":
-            shard_parameters(cast(nn.Module, self.lightning_module.model))
+            half = torch.bfloat16 if self.precision_plugin.precision == "bf16-mixed" else None
+            shard_parameters(cast(nn.Module, self.lightning_module.model), half)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
@@ -179,12 +180,19 @@ def _restore_sigterm() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def shard_parameters(model: nn.Module) -> None:
-    """Shard every parameter over all ranks with FSDP2. A module that `gathers_parameters` gathers its own while it runs."""
+def shard_parameters(model: nn.Module, half: torch.dtype | None = None) -> None:
+    """Shard every parameter over all ranks with FSDP2. A module that `gathers_parameters` gathers its own while it runs.
+
+    `half`: the precision of activations under autocast. Those modules gather their parameters in it, so that each is cast once
+    and half the bytes are sent; gradients are summed over ranks in the parameters' own precision.
+    """
     mesh = init_device_mesh(next(model.parameters()).device.type, (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy(
+        param_dtype=half, reduce_dtype=torch.float32 if half else None, cast_forward_inputs=False
+    )
     for module in list(model.modules()):
         if getattr(module, "gathers_parameters", False):
-            fully_shard(module, mesh=mesh)
+            fully_shard(module, mesh=mesh, mp_policy=policy)
     # True: between steps every parameter is sharded, which the moving average and checkpoints rely on.
     fully_shard(model, mesh=mesh, reshard_after_forward=True)
 

@@ -23,6 +23,7 @@ BACKENDS: dict[str, Backend] = {
     "chunked": Backend("evodsp.model.kernels.chunked", ("cpu", "cuda", "mps", "xpu")),
     "sdpa": Backend("evodsp.model.kernels.sdpa"),
     "flash_attn": Backend("evodsp.model.kernels.flash_attn"),
+    "cuequivariance": Backend("evodsp.model.kernels.cuequivariance"),
     "reference": Backend("evodsp.model.kernels.reference"),
 }
 """By name, in the order in which `auto` tries them."""

@@ -17,10 +17,11 @@ from torch import Tensor
 
 from evodsp.config import KernelsConfig
 from evodsp.model.kernels import chunked
-from evodsp.model.kernels.backends import BACKENDS, check_names
+from evodsp.model.kernels.backends import BACKENDS, Backend, check_names
 from evodsp.model.kernels.self_check import problem_of
 
 Operator = Callable[..., Tensor]
+OnAllRanks = Callable[[str | None], list[str | None]]
 
 
 @dataclass(frozen=True)
@@ -65,45 +66,61 @@ def summary(choices: Sequence[Choice], device: torch.device) -> list[str]:
 
 
 def choose(
-    config: KernelsConfig, device: torch.device, dtype: torch.dtype, gradients: bool = True
+    config: KernelsConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    gradients: bool = True,
+    on_all_ranks: OnAllRanks = lambda value: [value],
 ) -> tuple[Kernels, list[Choice]]:
     """The operators of a run on `device` whose activations have this dtype, and why each was chosen.
 
     Each candidate is compared with `reference` on the device, at a small size, and with `gradients` (of a training run)
     backward too. One that differs or fails is passed over, and `chunked` takes its place.
 
+    `on_all_ranks` gathers a value of every rank, by rank. A candidate that fails on one of them is passed over on all, so that
+    every rank computes alike. All ranks call this together.
+
     Raises SettingError for a backend that does not exist.
     """
     check_names(config)
     kernels, choices = Kernels(), []
     for operator in (f.name for f in fields(Kernels)):
-        function, choice = _chosen(operator, config, device, dtype, gradients)
+
+        def problem(backend: Backend, operator: str = operator) -> str | None:
+            problems = on_all_ranks(_problem(operator, backend, device, dtype, gradients))
+            if len(set(problems)) == 1:
+                return problems[0]
+            return next(f"rank {rank}: {p or f'it has no {operator}'}" for rank, p in enumerate(problems) if p != "")
+
+        function, choice = _chosen(operator, config, device, problem)
         kernels = replace(kernels, **{operator: function})
         choices.append(choice)
     return kernels, choices
 
 
+def _problem(operator: str, backend: Backend, device: torch.device, dtype: torch.dtype, gradients: bool) -> str | None:
+    """Why this rank cannot compute an operator by a backend: empty if it can, None if the backend does not have it."""
+    try:
+        function = getattr(importlib.import_module(backend.module), operator, None)
+    except ImportError as error:  # the package of an extra
+        return str(error)
+    return problem_of(operator, function, device, dtype, gradients) if function else None
+
+
 def _chosen(
-    operator: str, config: KernelsConfig, device: torch.device, dtype: torch.dtype, gradients: bool
+    operator: str, config: KernelsConfig, device: torch.device, problem: Callable[[Backend], str | None]
 ) -> tuple[Operator, Choice]:
-    """The function of one operator, and why. `config.backend` asks a backend only for the operators that it has."""
+    """The function of one operator, and why. `problem`: as `_problem`, of all ranks."""
     own = getattr(config, operator)
     wanted = own or config.backend
     candidates = [wanted] if wanted != "auto" else [n for n, b in BACKENDS.items() if device.type in b.devices]
     problems: list[str] = []
     for name in candidates:
-        try:
-            function = getattr(importlib.import_module(BACKENDS[name].module), operator, None)
-        except ImportError as error:  # the package of an extra
-            problems.append(f"{name}: {error}")
-            continue
-        if function is None:
-            if own:
-                problems.append(f"{name}: it has no {operator}")
-            continue
-        problem = problem_of(operator, function, device, dtype, gradients)
-        if not problem:
+        found = problem(BACKENDS[name])
+        if found == "":
             reason = "asked for" if name == wanted else f"the first that works on {device.type}"
+            function = getattr(importlib.import_module(BACKENDS[name].module), operator)
             return function, Choice(operator, name, reason, tuple(problems))
-        problems.append(f"{name}: {problem}")
+        if found or own:
+            problems.append(f"{name}: {found or f'it has no {operator}'}")
     return getattr(chunked, operator), Choice(operator, "chunked", f"instead of {wanted}", tuple(problems))

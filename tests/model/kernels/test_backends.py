@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -129,18 +131,44 @@ def flash_attn_func(
     return F.scaled_dot_product_attention(*heads_first, scale=softmax_scale).transpose(1, 2)
 
 
-@pytest.fixture
-def flash_attn(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The adapter with a stand-in for the package."""
-    package = ModuleType("flash_attn")
-    package.flash_attn_func = flash_attn_func  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "flash_attn", package)
-    from evodsp.model.kernels import flash_attn as adapter
+def triangle_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+    return_aux: bool = False,
+) -> Tensor:
+    """What cuequivariance-torch's function of this name computes, for q, k and v of [batch, rows, heads, length, width]."""
+    batch, rows, heads, queries, _ = q.shape
+    assert bias.shape == (batch, 1, heads, queries, k.shape[3])
+    assert mask is not None
+    assert mask.shape == (batch, rows, 1, 1, k.shape[3])
+    assert not return_aux
+    logits = torch.where(mask.bool(), q @ k.mT * (scale or 1 / math.sqrt(q.shape[-1])) + bias, -1e9)
+    return logits.softmax(-1) @ v
 
-    yield adapter
-    del sys.modules["evodsp.model.kernels.flash_attn"]
+
+@contextmanager
+def adapter(package: str, stand_in: Callable[..., Tensor], backend: str) -> Iterator[ModuleType]:
+    """The module of a backend whose package is not here: a stand-in for the one function that it calls takes its place."""
+    module = ModuleType(package)
+    setattr(module, stand_in.__name__, stand_in)
+    name = f"evodsp.model.kernels.{backend}"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, package, module)
+        yield importlib.import_module(name)
+        del sys.modules[name]
 
 
-def test_flash_attn(flash_attn: Any) -> None:
+def test_flash_attn() -> None:
     """Catches a mask that is lost in the additional channel, wrong padding, and axes in another order than the package's."""
-    agree(flash_attn.attention, reference.attention, some_keys("attention"), mask=4)
+    with adapter("flash_attn", flash_attn_func, "flash_attn") as backend:
+        agree(backend.attention, reference.attention, some_keys("attention"), mask=4)
+
+
+def test_cuequivariance() -> None:
+    """Catches axes in another order than the package's, a bias or a mask of the wrong rows, and a gate that is lost."""
+    with adapter("cuequivariance_torch", triangle_attention, "cuequivariance") as backend:
+        agree(backend.biased_attention, reference.biased_attention, some_keys("biased_attention"), mask=4)

@@ -102,6 +102,18 @@ def test_a_package_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "flash_attn" in problems[0]
 
 
+def test_a_backend_that_fails_on_another_rank_is_not_used_here() -> None:
+    """Catches ranks of a run that compute by different backends, and a warning that does not name the rank."""
+
+    def with_a_bad_rank(problem: str | None) -> list[str | None]:
+        return [problem, problem or "no compiler"]
+
+    choices = choose(KernelsConfig(attention="sdpa"), CPU, torch.float32, on_all_ranks=with_a_bad_rank)[1]
+    attention = next(choice for choice in choices if choice.operator == "attention")
+    assert attention.backend == "chunked"
+    assert attention.problems == ("sdpa: rank 1: no compiler",)
+
+
 def test_the_chosen_operators_reach_every_module() -> None:
     """Catches a module that keeps calling the default."""
     model = AlphaFold(config())
