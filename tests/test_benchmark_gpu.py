@@ -85,7 +85,7 @@ def run(
     folder: Path, monkeypatch: pytest.MonkeyPatch, minutes: float, *cases: Callable[[Setup], Iterator[Case]]
 ) -> tuple[int, list[tuple[str, ...]]]:
     """The exit code, and (part, case, quantity, value) of each row."""
-    monkeypatch.setattr(gpu, "PARTS", tuple(Part(f.__name__, f.__name__, 1.0, f) for f in cases))
+    monkeypatch.setattr(gpu, "PARTS", tuple(Part(f.__name__, f.__name__, n + 1.0, f) for n, f in enumerate(cases)))
     monkeypatch.setattr(gpu, "GRACE", 0.3)
     code = gpu.main(["--cpu", "--minutes", str(minutes), "--output", str(folder)])
     return code, [(row["part"], row["case"], row["quantity"], row["value"]) for row in read(folder)]
@@ -111,14 +111,10 @@ def test_what_fails_costs_nothing_else(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_part_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a run that takes longer than it was given, and parts that inherit no time from those before them."""
     begin = time.monotonic()
-    code, rows = run(tmp_path, monkeypatch, 0.05, hangs, good)
-    assert time.monotonic() - begin < 10
+    code, rows = run(tmp_path, monkeypatch, 0.2, hangs, good)
+    assert time.monotonic() - begin < 30  # 4 seconds, if nothing else runs on the machine
     assert code == 1
-    assert [row for row in rows if row[1] != "hangs"] == [
-        ("hangs", "good", "answer", "42"),
-        ("hangs", "", "failed", ""),
-        ("good", "good", "answer", "42"),
-    ]
+    assert rows[-2:] == [("hangs", "", "failed", ""), ("good", "good", "answer", "42")]
 
 
 def test_without_time_a_case_is_left_out(tmp_path: Path) -> None:

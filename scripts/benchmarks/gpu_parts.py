@@ -431,11 +431,12 @@ class Largest:
 def largest(fits: Callable[[int], bool], start: int, most: int, step: int, until: float) -> Largest:
     """The largest multiple of `step`, up to `most`, that fits: `start` is doubled until one does not fit, then bisected.
 
-    Stops when the next trial would not be over at `until` (as `time.monotonic()`), if time grows with the third power.
+    Stops when the next trial might not be over at `until` (as `time.monotonic()`): time grows with the third power, and half of
+    that is added for what grows faster.
     """
     good, bad, took, trial = 0, 0, 0.0, -(-start // step) * step
     while True:
-        if good and time.monotonic() + took * (trial / good) ** 3 > until:
+        if good and time.monotonic() + 1.5 * took * (trial / good) ** 3 > until:
             return Largest(good, False, took)
         begin = time.monotonic()
         if fits(trial):
