@@ -8,11 +8,13 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.autograd import DeviceType
 
-from scripts.benchmarks import gpu, gpu_cases, gpu_operators, gpu_parts
+from scripts.benchmarks import gpu, gpu_cases, gpu_clock, gpu_operators, gpu_parts
 from scripts.benchmarks.gpu_parts import Case, Measured, Part, Setup
 
 ROOT = Path(__file__).parents[1]
@@ -200,3 +202,76 @@ def test_the_list_of_parts(capsys: pytest.CaptureFixture[str]) -> None:
     listed = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in listed] == [part.name for part in gpu_parts.PARTS]
     assert sum(float(line.split()[1]) for line in listed) <= 545
+
+
+class Gpu:
+    """Stands in for what `gpu_clock` asks of torch.cuda: a clock and an allocator that advance with each stage."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.held, self.peak = 0.0, 1000 * 2**20, 0
+        gpu = self
+
+        class Event:
+            def __init__(self, enable_timing: bool) -> None:
+                assert enable_timing
+
+            def record(self) -> None:
+                self.at = gpu.now
+
+            def elapsed_time(self, end: Event) -> float:
+                return 1000 * (end.at - self.at)
+
+        empty = torch.empty
+        monkeypatch.setattr(torch, "empty", lambda *sizes, device=None, **keywords: empty(1, **keywords))
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: self.held)
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: self.peak)
+        monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: setattr(self, "peak", self.held))
+
+    def step(self) -> Iterator[str]:
+        for stage, seconds, mebibytes in (("forward", 1.0, 30), ("backward", 2.0, -30)):
+            self.now += seconds
+            self.held += mebibytes * 2**20
+            self.peak = max(self.peak, self.held + 5 * 2**20)
+            yield stage
+
+
+def test_time_and_memory_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a stage that is given another's time, milliseconds taken for seconds, and memory that was there before."""
+    stand_in, device = Gpu(monkeypatch), torch.device("cuda", 0)
+    assert gpu_clock.timed(stand_in.step, device, 0.0, 4) == {"forward": [1.0] * 3, "backward": [2.0] * 3}
+    found = gpu_clock.memory(stand_in.step, device)
+    assert (found.peak, found.after) == (35, {"forward": 30, "backward": 0})
+
+
+def test_launches_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches host events that are counted as launches, copies that are, and stages that share their kernels."""
+    Gpu(monkeypatch)
+    stages = iter(["forward", "backward", None])
+
+    class Profiler:
+        def __init__(self, activities: list[object]) -> None:
+            assert activities == [torch.profiler.ProfilerActivity.CUDA]
+
+        def __enter__(self) -> Profiler:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            self.stage = next(stages)
+
+        def events(self) -> list[SimpleNamespace]:
+            def event(name: str, start: int, kind: DeviceType = DeviceType.CUDA) -> SimpleNamespace:
+                return SimpleNamespace(
+                    name=name, device_type=kind, time_range=SimpleNamespace(start=start, elapsed_us=lambda: 7.0)
+                )
+
+            return [event(f"b {self.stage}", 2), event("Memcpy HtoD", 3), event("a", 1), event("op", 0, DeviceType.CPU)]
+
+    monkeypatch.setattr(torch.profiler, "profile", Profiler)
+    found = gpu_clock.kernels(lambda: iter(["forward", "backward"]), torch.device("cuda", 0))
+    assert {stage: [kernel.name for kernel in kernels] for stage, kernels in found.items()} == {
+        stage: ["a", f"b {stage}", "Memcpy HtoD"] for stage in ("forward", "backward")
+    }
+    assert [kernel.copies for kernel in found["forward"]] == [False, False, True]
+    assert found["forward"][0].seconds == pytest.approx(7e-6)
