@@ -30,7 +30,8 @@ help:
 	@echo "make test    all tests (16 minutes on two idle cores)"
 	@echo "make verify  long sweeps (under 60 minutes); SHARE='--rotate WORD --budget-minutes 8' runs a part of them"
 	@echo "make parity  compare live with DeepMind's JAX code, on random weights (SEED=0; OPENFOLD=DIR: with OpenFold too)"
-	@echo "make bench   time and memory of the stacks against the formulas written out (20 minutes; wants an idle machine)"
+	@echo "make bench   time and memory of the stacks against the formulas written out, and against DeepMind's JAX code and OpenFold"
+	@echo "             where they are (40 minutes; wants an idle machine; ROUNDS=5 takes a quarter; OPENFOLD=DIR: a clone)"
 	@echo "make docs    build the documentation into site/ (make docs-serve shows it while you write)"
 	@echo "make wheel   build dist/evodsp-<version>-py3-none-any.whl"
 	@echo "make lint    ruff and mypy"
@@ -81,8 +82,12 @@ parity: $(READY) $(PARITY_READY) $(if $(OPENFOLD),$(OPENFOLD_READY))
 	$(COMPARE) --model model_1_ptm
 	$(COMPARE) --model model_5_ptm --fused
 
-bench: $(READY)
-	$(BIN)/python -m scripts.benchmarks.bench --output scripts/benchmarks/results/bench.csv
+# DeepMind's JAX code takes part if `make parity` (or `make .venv-parity/.ready`) has installed it.
+ROUNDS ?= 20
+bench: $(READY) $(if $(OPENFOLD),$(OPENFOLD_READY))
+	$(BIN)/python -m scripts.benchmarks.bench --alphafold $(PARITY)/bin/python --rounds $(ROUNDS) \
+	  $(if $(OPENFOLD),--openfold $(OPENFOLD_VENV)/bin/python --openfold-source $(OPENFOLD)) \
+	  --output scripts/benchmarks/results/bench.csv
 
 $(DOCS_READY): $(READY) pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'

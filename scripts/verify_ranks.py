@@ -1,29 +1,37 @@
-"""The checks that `verify_gpus.sh` runs on several ranks, and the comparison of their learning curves.
+"""The checks that `verify_gpus.sh` runs on one or several ranks, and the comparison of what runs of evodsp wrote.
 
-    torchrun --nproc-per-node 2 scripts/verify_ranks.py collectives|model|switch cuda|cpu
-    python scripts/verify_ranks.py curves FILE FILE...
+    torchrun --nproc-per-node 2 scripts/verify_ranks.py kernels|half|collectives|model|switch cuda|cpu
+    python scripts/verify_ranks.py curves TOLERANCE FILE FILE...
+    python scripts/verify_ranks.py predictions FOLDER FOLDER
 
-Prints a line that begins with 'result:', or raises if a check fails.
+Prints lines that begin with 'result:', or raises if a check fails.
 """
 
 from __future__ import annotations
 
 import csv
 import dataclasses
+import importlib
 import itertools
+import json
 import sys
 import time
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from evodsp.config import ModelConfig
+from evodsp.config import KernelsConfig, ModelConfig
 from evodsp.launch.process_group import guarded, stop
 from evodsp.launch.process_group import start as start_ranks
+from evodsp.model.casts import CastParameters
 from evodsp.model.dropout import DropoutKeys
 from evodsp.model.evoformer import EvoformerStack
-from evodsp.model.primitives import use_exchange
+from evodsp.model.kernels.backends import BACKENDS
+from evodsp.model.kernels.registry import Kernels, choose
+from evodsp.model.kernels.self_check import problem_of
+from evodsp.model.primitives import use_exchange, use_kernels
 from evodsp.parallel.collectives import Collective, Gather, ScatterSum, Sum, Switch
 from evodsp.parallel.exchange import ShardedExchange
 from evodsp.parallel.group import Group
@@ -31,6 +39,83 @@ from evodsp.parallel.layout import shard_sizes
 from evodsp.parallel.mesh import init_mesh
 from evodsp.parallel.pending import start
 from evodsp.rng import Draws
+
+
+def kernels(group: Group, device: torch.device) -> str:
+    """Compare every operator of every backend with its formula, forward and backward, in float32 and bf16."""
+    lines, problems = [], []
+    for name, backend in BACKENDS.items():
+        if backend.devices and device.type not in backend.devices:
+            lines.append(f"{name}: for {', '.join(backend.devices)} only")
+            continue
+        try:
+            module = importlib.import_module(backend.module)
+        except ImportError as error:
+            lines.append(f"{name}: {error}")
+            continue
+        # flash-attn has no float32.
+        dtypes = [torch.bfloat16] if name == "flash_attn" else [torch.float32, torch.bfloat16]
+        operators = [field.name for field in dataclasses.fields(Kernels) if hasattr(module, field.name)]
+        for operator, dtype in itertools.product(operators, dtypes):
+            if problem := problem_of(operator, getattr(module, operator), device, dtype):
+                problems.append(f"{name}, {operator}, {str(dtype).removeprefix('torch.')}: {problem}")
+        lines.append(f"{name}: {', '.join(operators)}")
+    if problems:
+        raise AssertionError("\n".join(problems))
+    return "\nresult: ".join(lines)
+
+
+def half(group: Group, device: torch.device) -> str:
+    """Check a block of each stack in bf16-mixed, full widths, with the default kernels, on a GPU at the sizes of training.
+
+    Its outputs, gradients of inputs and gradients of all parameters together may be at most twice as far from float32 as those
+    that the formulas give in bf16-mixed.
+    """
+    large = device.type == "cuda"
+    config, lines = ModelConfig(), []
+    for extra, s, r in ((False, *((128, 256) if large else (11, 13))), (True, *((1024, 256) if large else (17, 13)))):
+        c_m = config.channels.extra_msa if extra else config.channels.msa
+        sizes = dataclasses.replace(config.extra_msa if extra else config.evoformer, blocks=1, checkpoint=False)
+        torch.manual_seed(0)
+        stack = EvoformerStack(c_m, config.channels.pair, sizes, extra)
+        with torch.no_grad():
+            for parameter in stack.parameters():
+                parameter.add_(
+                    torch.randn_like(parameter) * (0.1 if parameter.ndim == 1 else parameter.shape[-1] ** -0.5)
+                )
+        m, z = (torch.randn(shape, device=device) for shape in ((1, s, r, c_m), (1, r, r, config.channels.pair)))
+        stack.to(device)
+        exact = _gradients(stack, m, z, "reference", torch.float32)
+        formulas, own = (_gradients(stack, m, z, backend, torch.bfloat16) for backend in ("reference", "auto"))
+        errors = {
+            name: [float((x[name] - exact[name]).norm() / exact[name].norm()) for x in (own, formulas)]
+            for name in exact
+        }
+        text = ", ".join(f"{name} {ours:.1e} ({theirs:.1e})" for name, (ours, theirs) in errors.items())
+        lines.append(f"{'extra-MSA' if extra else 'Evoformer'} block {s} x {r}, errors (and the formulas'): {text}")
+        if any(not ours <= 2 * theirs + 1e-3 for ours, theirs in errors.values()):
+            raise AssertionError(lines[-1])
+    return "\nresult: ".join(lines)
+
+
+def _gradients(stack: EvoformerStack, m: Tensor, z: Tensor, backend: str, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The results of a stack with dropout, and the gradients of a weighted sum of them, all in float32."""
+    device, half = m.device, dtype == torch.bfloat16
+    use_kernels(stack, choose(KernelsConfig(backend=backend), device, dtype)[0])
+    leaves = [x.to(dtype).requires_grad_() for x in (m, z)]
+    masks = torch.ones(m.shape[:3], device=device), torch.ones(z.shape[:3], device=device)
+    keys = DropoutKeys.of(stack.dropout_streams([Draws.root(0).at(0)]), device)
+    casts = CastParameters(stack)
+    with torch.autocast(device.type, torch.bfloat16, enabled=half, cache_enabled=False):
+        casts.make()
+        results = stack(*leaves, *masks, keys)
+    generator = torch.Generator(device).manual_seed(1)
+    weights = [torch.randn(x.shape, generator=generator, device=device).to(x) for x in results]
+    gradients = torch.autograd.grad(results, [*leaves, *stack.parameters()], weights)
+    casts.drop()
+    of_parameters = torch.cat([x.flatten() for x in gradients[2:]])
+    found = dict(zip(("m", "z", "dm", "dz"), (*results, *gradients[:2]), strict=True)) | {"parameters": of_parameters}
+    return {name: x.detach().float() for name, x in found.items()}
 
 
 def collectives(group: Group, device: torch.device) -> str:
@@ -124,8 +209,8 @@ def switch(group: Group, device: torch.device) -> str:
     return f"R = {residues}: {1e3 * seconds:.2f} ms, {leaving / seconds / 1e9:.1f} GB/s out of each rank"
 
 
-def curves(paths: list[Path]) -> str:
-    """Check that the training losses of several runs agree to 1e-5."""
+def curves(tolerance: float, paths: list[Path]) -> str:
+    """Check that the training losses of several runs agree, relative to the first one's."""
     losses = []
     for path in paths:
         with path.open() as file:
@@ -136,25 +221,52 @@ def curves(paths: list[Path]) -> str:
             f"the curves must have equally many rows, and at least one; found {[len(loss) for loss in losses]} rows in "
             f"{[str(path) for path in paths]}"
         )
-    largest = max(float(((loss - losses[0]) / losses[0]).abs().max()) for loss in losses)
-    if largest > 1e-5:
+    largest = float(torch.stack([(loss - losses[0]) / losses[0] for loss in losses]).abs().max())  # NaN if one is
+    if not largest <= tolerance:
         raise AssertionError(
-            f"losses differ by {largest:.1e} (relative), more than 1e-5: {[loss.tolist() for loss in losses]}"
+            f"losses differ by {largest:.1e} (relative), more than {tolerance:.0e}: {[loss.tolist() for loss in losses]}"
         )
-    return f"{len(losses)} meshes, {len(losses[0])} steps: losses agree to {largest:.0e}"
+    return f"{len(losses)} runs, {len(losses[0])} steps: losses agree to {largest:.0e}"
+
+
+def predictions(first: Path, second: Path) -> str:
+    """Check that two predictions of a protein, in float32 and in bf16, agree: pLDDT to 2, CA-CA distances to 1 Å."""
+    plddt, distances = [], []
+    for folder in (first, second):
+        scores = json.loads((folder / "seed_0_scores.json").read_text())
+        plddt.append(torch.tensor(scores["plddt"]))
+        lines = (folder / "seed_0.pdb").read_text().splitlines()
+        atoms = [
+            [float(line[at : at + 8]) for at in (30, 38, 46)]
+            for line in lines
+            if line.startswith("ATOM") and line[12:16].strip() == "CA"
+        ]
+        distances.append(torch.cdist(torch.tensor(atoms), torch.tensor(atoms)))
+    score = float((plddt[0] - plddt[1]).abs().max())
+    distance = float((distances[0] - distances[1]).square().mean().sqrt())
+    text = f"pLDDT differs by at most {score:.2f} of 100, CA-CA distances by {distance:.2f} Å (root mean square)"
+    if not (score <= 2 and distance <= 1):
+        raise AssertionError(f"{text}; allowed are 2 and 1 Å")
+    return text
+
+
+CHECKS = {"kernels": kernels, "half": half, "collectives": collectives, "model": model, "switch": switch}
 
 
 def main(check: str, *arguments: str) -> None:
     """Run one check and print its result."""
     if check == "curves":
-        print("result:", curves([Path(argument) for argument in arguments]))
+        print("result:", curves(float(arguments[0]), [Path(argument) for argument in arguments[1:]]))
+        return
+    if check == "predictions":
+        print("result:", predictions(*map(Path, arguments)))
         return
     cuda = arguments[0] == "cuda"
     with guarded():
         start_ranks("nccl" if cuda else "gloo", timeout_s=120)
         device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         group = init_mesh(dist.get_world_size()).sequence_group()
-        result = {"collectives": collectives, "model": model, "switch": switch}[check](group, device)
+        result = CHECKS[check](group, device)
         if group.rank == 0:
             print("result:", result)
         stop()

@@ -27,6 +27,7 @@ import yaml
 
 from evodsp.cli import main
 from evodsp.training.csv_logger import read_curve
+from scripts.benchmarks import gpu as benchmark_gpu
 from scripts.paper import reproduce
 from tests.builders.command_lines import last_options
 from tests.builders.pages import (
@@ -54,6 +55,8 @@ NOT_RUN = {
     "pip install": "likewise",
     "evodsp data synthesize": "takes ten seconds a family; tests/synthetic writes families, here the options are checked",
     "scripts/paper/gpu.sh": "needs GPUs; its options are checked, and tests/paper/test_gpu.py runs it",
+    "scripts/benchmarks/gpu.sh": "needs a GPU; its options are checked, and tests/test_benchmark_gpu.py runs it",
+    "scripts/verify_gpus.sh": "needs GPUs; tests/test_verify_gpus.py runs it",
     "torchrun": "runs in the verify tier; otherwise its options of evodsp are checked",
 }
 """Commands that are not executed here, by how they begin, and why."""
@@ -213,6 +216,12 @@ def check_gpu_script(words: list[str]) -> None:
     assert {word for word in words if word.startswith("--")} <= known
 
 
+def check_benchmark_script(words: list[str]) -> None:
+    """An option that the script does not know, or a value that it refuses."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        assert benchmark_gpu.main([*words, "--dry-run"]) == 0
+
+
 CHECKS: dict[str, Callable[[list[str]], None]] = {
     "make": check_make,
     "pip": check_pip,
@@ -220,6 +229,8 @@ CHECKS: dict[str, Callable[[list[str]], None]] = {
     "python3": check_words("-m venv .venv"),
     "source": check_words(".venv/bin/activate"),
     "scripts/paper/gpu.sh": check_gpu_script,
+    "scripts/benchmarks/gpu.sh": check_benchmark_script,
+    "scripts/verify_gpus.sh": check_words(""),
 }
 
 

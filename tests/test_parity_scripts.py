@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import sys
+import types
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -239,3 +241,10 @@ def test_a_mistake_is_one_line(arguments: list[str], message: str, capsys: pytes
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+def test_openfold_sees_no_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches OpenFold of 2022 asking the DeepSpeed of evodsp's environment for a function that was removed since."""
+    monkeypatch.setitem(sys.modules, "deepspeed", types.ModuleType("deepspeed"))
+    side.hide_deepspeed()
+    assert importlib.util.find_spec("deepspeed") is None

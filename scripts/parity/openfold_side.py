@@ -11,6 +11,7 @@ which evodsp exported in OpenFold's two namings and of which the one that fits t
 OpenFold is used as it is, except that
 
 - its CUDA extension for the softmax of attention, which it needs even on a CPU, is replaced by torch's softmax;
+- it does not see DeepSpeed, of which it expects a version of 2022;
 - the CA-C-N angle violation takes the angle's standard deviation instead of the C-N bond length's. OpenFold kept the line of
   AlphaFold's releases up to 2.3; DeepMind's source (git c77e5d2) corrected it, and evodsp follows the corrected source;
 - two values that exact arithmetic puts on the edge of a bin are put into the right bin, where rounding decides otherwise: an
@@ -59,6 +60,11 @@ def replace_kernel() -> None:
     kernel = types.ModuleType("attn_core_inplace_cuda")
     kernel.forward_, kernel.backward_ = forward, backward  # type: ignore[attr-defined]
     sys.modules["attn_core_inplace_cuda"] = kernel
+
+
+def hide_deepspeed() -> None:
+    """Let OpenFold find no DeepSpeed: where there is one, OpenFold asks it for a function that newer versions do not have."""
+    sys.modules["deepspeed"] = None  # type: ignore[assignment]
 
 
 def correct_angle_deviation(loss: Any, constants: Any) -> None:
@@ -237,6 +243,7 @@ def main(arguments: list[str]) -> int:
             return 1
         sys.path.insert(0, source)
     replace_kernel()
+    hide_deepspeed()
     try:
         import openfold  # type: ignore[import-not-found]  # noqa: F401
     except ImportError as error:

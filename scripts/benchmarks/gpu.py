@@ -1,0 +1,222 @@
+"""Measure everything about evodsp on one GPU, in less than ten minutes and without a network: `gpu.sh` starts this.
+
+    python -m scripts.benchmarks.gpu [--output DIR] [--minutes 9] [--only PART ...]
+        [--backends triton ...] [--cpu] [--dry-run]
+
+Each part (`gpu_parts.py`) runs in a process of its own, which is ended when the part's time is over: a kernel that hangs or
+that spoils the GPU's context costs its part only, and what was measured before it is kept. A part that needs less time leaves
+the rest to those after it. DIR gets gpu.csv, a line a number, and gpu.md, the same as tables; both are written anew after each
+part.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import dataclasses
+import datetime
+import importlib.metadata
+import json
+import multiprocessing
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from evodsp.errors import UserError
+from evodsp.files import whole_file
+from evodsp.model.kernels.backends import BACKENDS
+from evodsp.output import check_output_folder, output_errors
+
+from .gpu_cases import FULL, TINY
+from .gpu_parts import PARTS, Part, Row, Setup, cleaned, out_of_memory
+
+HERE = Path(__file__).resolve().parent
+FAILED, LEFT_OUT, OUT_OF_MEMORY = "failed", "left out", "out of memory"
+"""Quantities of rows without a number: what became of the case. The reason is in the note."""
+GRACE = 5.0
+"""Seconds after its deadline at which a part is ended: its last case may be nearly done."""
+
+
+def run_part(part: Part, setup: Setup, file: Path, begin: float) -> None:
+    """In a process of its own: measure all cases of a part, and append each result to `file` when it is there."""
+    if setup.device.type == "cpu":
+        torch.set_num_threads(1)  # the threads of the process that was forked are not here
+    with file.open("a", encoding="utf-8") as stream:
+
+        def note(row: Row) -> None:
+            stream.write(json.dumps(dataclasses.asdict(row)) + "\n")
+            stream.flush()
+
+        for case in part.cases(setup):
+            found: dict[str, Any] = {
+                "part": part.name,
+                "case": case.name,
+                "backend": case.backend,
+                "precision": case.precision,
+            }
+            label = " ".join(word for word in (case.name, case.backend, case.precision) if word)
+            print(f"  {time.monotonic() - begin:5.0f} s, {setup.left:4.0f} s left  {label}", flush=True)
+            if setup.left <= 0:
+                note(Row(LEFT_OUT, None, note="no time", **found))
+                continue
+            try:
+                for measured in case.measure():
+                    note(Row(**dataclasses.asdict(measured), **found))
+            except Exception as error:
+                what = OUT_OF_MEMORY if out_of_memory(error) else FAILED
+                reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}"
+                print(f"        {what}: {reason}", flush=True)
+                note(Row(what, None, note=reason, **found))
+            cleaned(setup.device)
+
+
+def run(parts: Sequence[Part], options: argparse.Namespace, output: Path, words: Sequence[str]) -> int:
+    """Run the parts one after another, writing the report after each. Returns the exit code."""
+    # Only `fork` makes processes quickly enough; this process never touches the GPU, so that its children can.
+    processes = multiprocessing.get_context("fork")
+    device, sizes = (torch.device("cpu"), TINY) if options.cpu else (torch.device("cuda", 0), FULL)
+    begin = time.monotonic()
+    end = begin + 60 * options.minutes
+    rows: list[Row] = []
+    for number, part in enumerate(parts):
+        left, wanted = end - time.monotonic(), sum(p.seconds for p in parts[number:])
+        allowed = left * part.seconds / wanted
+        print(f"{number + 1}/{len(parts)} {part.name}: {part.title}; {allowed:.0f} of {left:.0f} s", flush=True)
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "rows"
+            file.touch()
+            setup = Setup(device, sizes, time.monotonic() + allowed, tuple(options.backends), tuple(rows))
+            process = processes.Process(target=run_part, args=(part, setup, file, begin))
+            process.start()
+            process.join(allowed + GRACE)
+            why = "" if process.exitcode == 0 else f"its process ended with code {process.exitcode}"
+            if process.exitcode is None:
+                process.kill()
+                process.join()
+                why = f"was not over {GRACE:.0f} s after its time, and was ended"
+            rows += [Row(**json.loads(line)) for line in file.read_text(encoding="utf-8").splitlines()]
+        if why:
+            print(f"        {FAILED}: {why}", flush=True)
+            rows.append(Row(FAILED, None, note=why, part=part.name))
+        with output_errors(output):
+            write(output, rows, parts, words)
+    print(f"{output / 'gpu.md'} and gpu.csv, after {time.monotonic() - begin:.0f} s")
+    bad = [row for row in rows if row.quantity in (FAILED, LEFT_OUT)]
+    for row in bad:
+        print(f"{row.quantity}: {row.part} {row.case} {row.backend} {row.precision}: {row.note}")
+    return 1 if bad or not rows else 0
+
+
+def about(rows: Sequence[Row], words: Sequence[str]) -> dict[str, str]:
+    """Machine, versions and command."""
+    device = next((row.note for row in rows if row.quantity == "device"), "unknown")
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True, check=False
+    )
+    try:
+        triton = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        triton = "none"
+    return {
+        "device": device,
+        "machine": f"{os.cpu_count()} cores, {platform.machine()}",
+        "torch": torch.__version__,
+        "cuda": str(torch.version.cuda),
+        "triton": triton,
+        "commit": commit.stdout.strip() or "unknown",
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+        "command": " ".join(["scripts/benchmarks/gpu.sh", *words]),
+    }
+
+
+def write(output: Path, rows: Sequence[Row], parts: Sequence[Part], words: Sequence[str]) -> None:
+    """gpu.csv and gpu.md, of what was measured so far."""
+    facts = about(rows, words)
+    columns = ["part", "case", "backend", "precision", "quantity", "value", "unit", "note", *facts]
+    with (
+        whole_file(output / "gpu.csv") as partial,
+        partial.open("w", newline="", encoding="utf-8") as file,
+    ):
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
+        writer.writeheader()
+        for row in rows:
+            value = "" if row.value is None else f"{row.value:.6g}"
+            writer.writerow(dataclasses.asdict(row) | {"value": value} | facts)
+    with whole_file(output / "gpu.md") as partial:
+        partial.write_text("\n".join(report(rows, parts, facts)) + "\n", encoding="utf-8")
+
+
+def report(rows: Sequence[Row], parts: Sequence[Part], facts: dict[str, str]) -> list[str]:
+    """The lines of gpu.md: a table a part, a line a case; single kernels are in gpu.csv only."""
+    lines = ["# Measured on one GPU", "", *(f"- {name}: {value}" for name, value in facts.items())]
+    for part in parts:
+        own = [row for row in rows if row.part == part.name and not row.quantity.startswith("kernel ")]
+        if not own:
+            continue
+        quantities = list(dict.fromkeys(f"{row.quantity}, {row.unit}" if row.unit else row.quantity for row in own))
+        heads = ["case", "backend", "precision", *quantities]
+        lines += ["", f"## {part.title}", "", "| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
+        cases: dict[tuple[str, str, str], dict[str, str]] = {}
+        for row in own:
+            cells = cases.setdefault((row.case, row.backend, row.precision), {})
+            text = row.note or "yes" if row.value is None else f"{row.value:.4g}"
+            cells[f"{row.quantity}, {row.unit}" if row.unit else row.quantity] = text.replace("|", "/")
+        for key, cells in cases.items():
+            lines.append("| " + " | ".join([*key, *(cells.get(quantity, "") for quantity in quantities)]) + " |")
+    return lines
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    words = sys.argv[1:] if words is None else list(words)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--output", type=Path, help="folder (default: scripts/benchmarks/results; with --cpu runs/benchmark_cpu)"
+    )
+    parser.add_argument("--minutes", type=float, default=9, help="for all parts together (default: 9)")
+    names = [part.name for part in PARTS]
+    parser.add_argument("--only", nargs="+", default=names, choices=names, metavar="PART", help=", ".join(names))
+    parser.add_argument(
+        "--backends", nargs="+", default=list(BACKENDS), choices=BACKENDS, metavar="BACKEND", help=", ".join(BACKENDS)
+    )
+    parser.add_argument("--cpu", action="store_true", help="tiny sizes on the CPU, to try the program")
+    parser.add_argument("--dry-run", action="store_true", help="list the parts and end")
+    options = parser.parse_args(words)
+    parts = [part for part in PARTS if part.name in options.only]
+    if options.dry_run:
+        for part in parts:
+            share = part.seconds / sum(p.seconds for p in parts)
+            print(f"{part.name:10}{60 * options.minutes * share:4.0f} s  {part.title}")
+        return 0
+    output = options.output or (Path("runs/benchmark_cpu") if options.cpu else HERE / "results")
+    try:
+        if options.minutes <= 0:
+            raise UserError(f"--minutes {options.minutes}: must be more than 0")
+        if not options.cpu and not _has_gpu():
+            raise UserError(
+                "this machine has no GPU that torch can use; use one that has, or try the program with --cpu"
+            )
+        check_output_folder(output)
+        return run(parts, options, output, words)
+    except UserError as error:
+        print(f"gpu: error: {error}", file=sys.stderr)
+        return 2
+
+
+def _has_gpu() -> bool:
+    """Asked in another process, because to ask is to touch the GPU (see `run`)."""
+    process = multiprocessing.get_context("fork").Process(target=lambda: sys.exit(not torch.cuda.is_available()))
+    process.start()
+    process.join()
+    return process.exitcode == 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

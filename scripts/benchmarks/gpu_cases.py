@@ -1,0 +1,243 @@
+"""What is measured on a GPU: blocks, stacks and the whole model as steps on random numbers, and their sizes.
+
+Shape legend: S rows of the MSA, E rows of the extra MSA, R residues, T templates.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from evodsp.config import LossConfig, ModelConfig
+from evodsp.geometry.frames import structure_labels
+from evodsp.geometry.residues import RESTYPE_ATOM14_MASK, RESTYPE_ATOM37_MASK
+from evodsp.losses.total import total_loss
+from evodsp.model.alphafold import AlphaFold
+from evodsp.model.casts import CastParameters
+from evodsp.model.dropout import DropoutKeys
+from evodsp.model.evoformer import EvoformerStack
+from evodsp.model.kernels.registry import Kernels
+from evodsp.model.primitives import use_kernels
+from evodsp.model.templates import TemplatePairStack
+from evodsp.rng import Draws
+
+from .gpu_clock import Step
+from .random_inputs import random_features, randomise
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Sizes of a sample of the whole model."""
+
+    sequences: int
+    extra: int
+    residues: int
+    templates: int
+
+    def __str__(self) -> str:
+        return f"{self.sequences} + {self.extra} x {self.residues}, {self.templates} templates"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of everything that is measured."""
+
+    model: str
+    """Preset of all widths and depths; templates are switched on."""
+    blocks: tuple[tuple[str, int, int], ...]
+    """A block's kind ("evoformer", "extra" or "templates"), and its two sizes: S R, E R, or T R."""
+    operators: tuple[tuple[str, int, int], ...]
+    """Blocks whose operators are timed by themselves."""
+    checks: tuple[tuple[str, int, int], ...]
+    """Blocks whose operators are compared with the formulas: small, with the preset's widths."""
+    training: Inputs
+    inference: Inputs
+    step: int
+    """The largest R is found to a multiple of this."""
+    most: int
+    """Larger R are not tried."""
+    copied: int
+    """Bytes of the copy that shows the bandwidth of memory."""
+    matrix: int
+    """Rows of the square matrices whose product shows the speed of matrix products."""
+    seconds: float
+    """For the runs of one case that are timed."""
+    runs: int
+    """That many at most."""
+
+
+FULL = Sizes(
+    model="model_1_ptm",
+    blocks=(("evoformer", 128, 256), ("evoformer", 512, 384), ("extra", 5120, 384), ("templates", 4, 256)),
+    operators=(("evoformer", 128, 256), ("extra", 1024, 256)),
+    checks=(("evoformer", 37, 50), ("extra", 70, 50), ("templates", 2, 50)),
+    training=Inputs(128, 1024, 256, 4),
+    inference=Inputs(512, 5120, 384, 4),
+    step=128,
+    most=8192,
+    copied=1 << 30,
+    matrix=8192,
+    seconds=1.0,
+    runs=20,
+)
+TINY = Sizes(
+    model="test",
+    blocks=(("evoformer", 5, 7), ("extra", 6, 7), ("templates", 2, 7)),
+    operators=(("evoformer", 5, 7),),
+    checks=(("evoformer", 5, 7), ("extra", 6, 7)),
+    training=Inputs(5, 4, 8, 1),
+    inference=Inputs(5, 4, 8, 1),
+    step=4,
+    most=8,
+    copied=1 << 16,
+    matrix=32,
+    seconds=0.0,
+    runs=1,
+)
+
+
+def config_of(sizes: Sizes) -> ModelConfig:
+    """The preset, with templates."""
+    config = ModelConfig.preset(sizes.model)
+    return dataclasses.replace(config, templates=dataclasses.replace(config.templates, enabled=True))
+
+
+def autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager[object]:
+    """Half precision as Lightning's `bf16-mixed` switches it on; for float32 nothing."""
+    if dtype == torch.float32:
+        return nullcontext()
+    return torch.autocast(device.type, dtype, cache_enabled=False)
+
+
+def block(
+    config: ModelConfig,
+    kind: str,
+    first: int,
+    residues: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    kernels: Kernels,
+) -> Step:
+    """One block with dropout, or the template pair stack, forward and backward as in training; nothing is recomputed."""
+    channels = config.channels
+    draws = [Draws.root(0)]
+    pair = (1, residues, residues, channels.pair)
+    stack: nn.Module
+    if kind == "templates":
+        stack = TemplatePairStack(dataclasses.replace(config.templates, checkpoint=False))
+        shapes, masks = [(first, residues, residues, config.templates.channels)], [(first, residues, residues)]
+        streams = stack.dropout_streams(draws * first)
+    else:
+        extra = kind == "extra"
+        settings = dataclasses.replace(config.extra_msa if extra else config.evoformer, blocks=1, checkpoint=False)
+        c_m = channels.extra_msa if extra else channels.msa
+        stack = EvoformerStack(c_m, channels.pair, settings, extra)
+        shapes, masks = [(1, first, residues, c_m), pair], [(1, first, residues), (1, residues, residues)]
+        streams = stack.dropout_streams(draws)
+    randomise(stack)
+    stack.to(device)
+    use_kernels(stack, kernels)
+    keys = DropoutKeys.of(streams, device)
+    generator = torch.Generator(device).manual_seed(0)
+    leaves = [torch.randn(shape, generator=generator, device=device).to(dtype).requires_grad_() for shape in shapes]
+    ones = [torch.ones(shape, device=device) for shape in masks]
+    casts = CastParameters(stack)
+
+    def step() -> Iterator[str]:
+        with autocast(device, dtype):
+            casts.make()
+            results = stack(*leaves, *ones, keys)
+        results = [results] if isinstance(results, Tensor) else list(results)
+        yield "forward"
+        torch.autograd.grad(results, [*leaves, *stack.parameters()], [x.detach() for x in results])
+        casts.drop()
+        yield "backward"
+
+    return step
+
+
+def model(config: ModelConfig, kernels: Kernels, device: torch.device) -> AlphaFold:
+    """The whole model with random parameters, on the device."""
+    whole = AlphaFold(config)
+    randomise(whole)
+    use_kernels(whole, kernels)
+    return whole.to(device)
+
+
+def inference(whole: AlphaFold, inputs: Inputs, device: torch.device, dtype: torch.dtype) -> Step:
+    """One pass without gradients."""
+    whole.eval()
+    batch = _on(device, random_features(inputs.sequences, inputs.extra, inputs.residues, inputs.templates))
+    casts = CastParameters(whole)
+
+    def step() -> Iterator[str]:
+        with torch.no_grad(), autocast(device, dtype), casts:
+            whole(batch)
+        yield "inference"
+
+    return step
+
+
+TERMS = LossConfig(experimentally_resolved=0.01, violation=1.0, pae=0.1)
+"""Weights of fine-tuning: every term that the model has a head for is computed."""
+
+
+def training(whole: AlphaFold, inputs: Inputs, device: torch.device, dtype: torch.dtype) -> Step:
+    """A training step: one pass with dropout and recomputation, all terms of the loss, the gradient, Adam."""
+    whole.train()
+    batch = _on(device, labelled(inputs))
+    heads = whole.config.heads
+    loss_config = dataclasses.replace(
+        TERMS,
+        experimentally_resolved=TERMS.experimentally_resolved if heads.experimentally_resolved else 0.0,
+        pae=TERMS.pae if heads.predicted_aligned_error else 0.0,
+    )
+    casts = CastParameters(whole)
+    adam = torch.optim.Adam(whole.parameters(), lr=1e-5, fused=True)
+    draws = [Draws.root(0)]
+
+    def step() -> Iterator[str]:
+        with autocast(device, dtype):
+            casts.make()
+            output = whole(batch, draws)
+            loss, _ = total_loss(output, batch, loss_config, heads)
+        yield "forward"
+        loss.backward()
+        casts.drop()
+        yield "backward"
+        adam.step()
+        adam.zero_grad()
+        yield "optimizer"
+
+    return step
+
+
+def labelled(inputs: Inputs) -> dict[str, Tensor]:
+    """Features of one sample and labels for every term of the loss: atoms anywhere within 20 Å or so."""
+    batch = random_features(inputs.sequences, inputs.extra, inputs.residues, inputs.templates)
+    generator = torch.Generator().manual_seed(1)
+    aatype = batch["aatype"][0, 0].long()
+    exists = torch.from_numpy(RESTYPE_ATOM37_MASK).float()[aatype]
+    positions = 10 * torch.randn(inputs.residues, 37, 3, generator=generator) * exists[..., None]
+    labels = {name: value[None] for name, value in structure_labels(aatype, positions, exists).items()}
+    features = {
+        "atom37_atom_exists": exists,
+        "atom14_atom_exists": torch.from_numpy(RESTYPE_ATOM14_MASK).float()[aatype],
+        "true_msa": torch.randint(22, (inputs.sequences, inputs.residues), generator=generator),
+        "bert_mask": (torch.rand(inputs.sequences, inputs.residues, generator=generator) < 0.15).float(),
+    }
+    return {
+        **labels,
+        **batch,
+        **{name: value[None, None] for name, value in features.items()},
+        "resolution": torch.tensor([2.0]),
+    }
+
+
+def _on(device: torch.device, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.to(device) for name, value in batch.items()}
