@@ -7,6 +7,7 @@ AlphaFold2's model_1 (supplement, sections 1.5 to 1.9 and 1.11).
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args, get_type_hints
@@ -22,6 +23,17 @@ def check_matmul(setting: str, value: str) -> None:
     """Raise SettingError unless `value` is a MatmulPrecision. `setting`: its name for the message."""
     if value not in get_args(MatmulPrecision):
         raise SettingError(setting, f"'{value}'", "highest or high")
+
+
+_UNITS = {"MB": 10**6, "GB": 10**9, "MiB": 2**20, "GiB": 2**30}
+
+
+def memory_size(setting: str, value: str) -> int:
+    """The bytes of a size such as '512MB' or '1.5GiB'. Raises SettingError unless `value` is one. `setting`: its name."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([A-Za-z]+)", value)
+    if found is None or found[2] not in _UNITS or float(found[1]) == 0:
+        raise SettingError(setting, f"'{value}'", f"a size such as 512MB or 4GB (units: {', '.join(_UNITS)})")
+    return int(float(found[1]) * _UNITS[found[2]])
 
 
 @dataclass(frozen=True)

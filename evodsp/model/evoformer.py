@@ -33,6 +33,7 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from evodsp.config import EvoformerConfig
 from evodsp.model.dropout import NO_DROPOUT, Dropout, DropoutKeys, Masks, Streams, block_streams, draw_blocks
+from evodsp.model.in_place import Budgeted
 from evodsp.model.msa_ops import MSAColumnAttention, MSAColumnGlobalAttention, MSARowAttention, OuterProductMean
 from evodsp.model.pair_ops import TriangleAttention, TriangleMultiplication
 from evodsp.model.primitives import ShardedModule, Transition
@@ -45,7 +46,7 @@ MSAMask = Float[Tensor, "B S R"]
 PairMask = Float[Tensor, "B R R"]
 
 
-class MSAStack(ShardedModule):
+class MSAStack(Budgeted):
     """MSA stack and outer product mean of a block (algorithm 6, lines 2 to 5).
 
     With `extra`, of the extra-MSA stack: column attention is global (algorithm 19), and m stays on S, because global
@@ -82,17 +83,18 @@ class MSAStack(ShardedModule):
         masks: Masks = None,
     ) -> tuple[Float[Tensor, "B _ _ c_m"], Float[Tensor, "B I j c_z"]]:
         """m on S and z on J in; m on `column_axis` and z on J out. `masks`: of dropout."""
-        msa, pair = Sharded(m, "seq", msa_mask, self.exchange), Sharded(z, "j", pair_mask, self.exchange)
+        msa = Sharded(m, "seq", msa_mask, self.exchange, self.budget)
+        pair = Sharded(z, "j", pair_mask, self.exchange, self.budget)
         del m, z  # `msa` and `pair` hold them, no longer than they are needed
-        msa = msa.add(self.row_attention(msa.x, pair.x, msa_mask), self.row_dropout, masks)
+        msa = msa.add(self.row_attention, msa.x, pair.x, msa_mask, dropout=self.row_dropout, masks=masks)
         msa = msa.switch(self.column_axis)
-        msa = msa.add(self.column_attention(msa.x, msa_mask, msa.axis))
-        msa = msa.add(self.transition(msa.x))
-        pair = pair.add(self.outer_product_mean(msa.x, msa_mask, msa.axis))
+        msa = msa.add(self.column_attention, msa.x, msa_mask, msa.axis)
+        msa = msa.add(self.transition, msa.x)
+        pair = pair.add(self.outer_product_mean, msa.x, msa_mask, msa.axis)
         return msa.x, pair.x
 
 
-class PairStack(ShardedModule):
+class PairStack(Budgeted):
     """Pair stack of a block (algorithm 6, lines 6 to 10)."""
 
     gathers_parameters = True
@@ -119,20 +121,23 @@ class PairStack(ShardedModule):
         self, z: Float[Tensor, "B I j c_z"], pair_mask: PairMask, masks: Masks = None
     ) -> Float[Tensor, "B I j c_z"]:
         """z on J in and out. `masks`: of dropout."""
-        pair = Sharded(z, "j", pair_mask, self.exchange)
+        pair = Sharded(z, "j", pair_mask, self.exchange, self.budget)
         del z
         pair = pair.switch(self.plan.outgoing_axis)
-        pair = pair.add(self.triangle_outgoing(pair.x, pair_mask, pair.axis), self.outgoing_dropout, masks)
+        pair = pair.add(
+            self.triangle_outgoing, pair.x, pair_mask, pair.axis, dropout=self.outgoing_dropout, masks=masks
+        )
         pair = pair.switch("j")
         rows = pair.switch(self.plan.incoming_result_axis)  # travels while the update is computed
-        update = self.triangle_incoming(pair.x, pair_mask, pair.axis, rows.axis, rows.pending)
-        pair = rows.add(update, self.incoming_dropout, masks)
-        del rows, update
+        incoming = pair.x, pair_mask, pair.axis, rows.axis, rows.pending
+        del pair
+        pair = rows.add(self.triangle_incoming, *incoming, dropout=self.incoming_dropout, masks=masks)
+        del rows, incoming
         pair = pair.switch("i")
-        pair = pair.add(self.attention_starting(pair.x, pair_mask), self.starting_dropout, masks)
+        pair = pair.add(self.attention_starting, pair.x, pair_mask, dropout=self.starting_dropout, masks=masks)
         pair = pair.switch("j")
-        pair = pair.add(self.attention_ending(pair.x, pair_mask), self.ending_dropout, masks)
-        pair = pair.add(self.transition(pair.x))
+        pair = pair.add(self.attention_ending, pair.x, pair_mask, dropout=self.ending_dropout, masks=masks)
+        pair = pair.add(self.transition, pair.x)
         return pair.x
 
 

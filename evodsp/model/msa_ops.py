@@ -111,16 +111,18 @@ class OuterProductMean(ShardedModule):
         mask = self.exchange.shard(msa_mask, axis).unsqueeze(-1)
         operands = self.left_right(self.norm(m))
         left, right = (operands * mask.to(operands.dtype)).chunk(2, -1)  # both sharded as m is
-        with without_autocast(m.device):  # half precision does not count beyond 256
-            # Number of sequences that have both residues: [B, I, j].
-            count = msa_mask.transpose(1, 2) @ self.exchange.shard(msa_mask, "res")
         if axis == "res":
             rows = self.exchange.gather(left, "res", whole=msa_mask.shape[2])
             update = self.kernels.outer_product(rows, right, self.output.weight)
         else:
             update = self._from_sequence_shards(left, right, sequences=msa_mask.shape[1])
         # In place: a quotient of half precision and the count in float32 would be float32.
-        return (update + self.output.bias.to(update.dtype)).div_(count.unsqueeze(-1) + 1e-3)
+        return (update + self.output.bias.to(update.dtype)).div_(self.counts(msa_mask))
+
+    def counts(self, msa_mask: Float[Tensor, "B S R"]) -> Float[Tensor, "B I j 1"]:
+        """Number of sequences that have both residues, plus 0.001."""
+        with without_autocast(msa_mask.device):  # half precision does not count beyond 256
+            return (msa_mask.transpose(1, 2) @ self.exchange.shard(msa_mask, "res")).unsqueeze(-1) + 1e-3
 
     def _from_sequence_shards(
         self, left: Float[Tensor, "B s R c"], right: Float[Tensor, "B s R c"], sequences: int
