@@ -97,6 +97,8 @@ def check_model_numbers(settings: Any, where: str) -> None:
                 raise SettingError(key, repr(value), f"a group of options: {', '.join(field_names(hint))}")
             check_model_numbers(value, key)
             continue
+        if item.name == "checkpoint" and value != "auto" and not (isinstance(value, int) and value in COUNT):
+            raise SettingError(key, repr(value), "true, false, auto, or a number of blocks")
         allowed = RANGES.get(item.name, SIZE if hint is int else None)
         if allowed is not None and value not in allowed:
             raise SettingError(key, value, str(allowed))
@@ -182,8 +184,9 @@ class EvoformerConfig:
     """Dropout probability of MSA row attention. All sequences share one mask."""
     pair_dropout: float = 0.25
     """Dropout probability of the pair updates. Masks are shared along rows, or columns in ending-node attention."""
-    checkpoint: bool = True
-    """Recompute each block's activations in the backward pass instead of keeping them."""
+    checkpoint: bool | int | Literal["auto"] = True
+    """Blocks whose activations are computed again in the backward pass instead of kept: true (all), false (none), a number of
+    blocks, or auto: on a GPU, as many as its memory requires, measured in the first steps; on a CPU, all."""
 
 
 @dataclass(frozen=True)
@@ -220,8 +223,9 @@ class TemplateConfig:
     """Lower edge of the last bin of the distogram, in Å."""
     unit_vector: bool = False
     """Fill in the three unit-vector features between residues; the published monomer models leave them at zero."""
-    checkpoint: bool = True
-    """Recompute each block's activations in the backward pass instead of keeping them."""
+    checkpoint: bool | int | Literal["auto"] = True
+    """Blocks whose activations are computed again in the backward pass instead of kept: true (all), false (none), a number of
+    blocks, or auto: on a GPU, as many as its memory requires, measured in the first steps; on a CPU, all."""
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ from evodsp.model.in_place import Budgeted
 from evodsp.model.msa_ops import MSAColumnAttention, MSAColumnGlobalAttention, MSARowAttention, OuterProductMean
 from evodsp.model.pair_ops import TriangleAttention, TriangleMultiplication
 from evodsp.model.primitives import ShardedModule, Transition
+from evodsp.model.recomputation import Recomputation
 from evodsp.model.sharded import Sharded
 from evodsp.parallel.layout import Axis
 from evodsp.parallel.pending import Pending, Ready
@@ -167,7 +168,7 @@ class EvoformerBlock(nn.Module):
 
 
 class EvoformerStack(ShardedModule):
-    """Blocks one after another. With `config.checkpoint` their activations are recomputed in the backward pass.
+    """Blocks one after another. As many as `config.checkpoint` says are recomputed in the backward pass.
 
     A recomputed segment is the pair stack of one block and the MSA stack of the next. Between the MSA stack and the pair stack
     of one block, outside of any segment, m is sent back to S. It is awaited after the pair stack, which therefore hides it.
@@ -175,7 +176,7 @@ class EvoformerStack(ShardedModule):
 
     def __init__(self, c_m: int, c_z: int, config: EvoformerConfig, extra: bool = False) -> None:
         super().__init__()
-        self.checkpoint = config.checkpoint
+        self.recomputation = Recomputation(config.checkpoint, config.blocks)
         blocks = [EvoformerBlock(c_m, c_z, config, extra) for _ in range(config.blocks)]
         self.blocks: Sequence[EvoformerBlock] = nn.ModuleList(blocks)  # type: ignore[assignment]
 
@@ -193,15 +194,16 @@ class EvoformerStack(ShardedModule):
     ) -> tuple[Float[Tensor, "B _ _ c_m"], Float[Tensor, "B I j c_z"]]:
         """m on S and z on J in; z on J and m on R out (of the extra-MSA stack: on S). `keys`: of `dropout_streams`."""
         masks = draw_blocks(self.blocks, keys, residues=msa_mask.shape[2], kernels=self.kernels)
-        recompute = self.checkpoint and torch.is_grad_enabled()
         arriving: Pending = Ready(m)
         for number in range(len(self.blocks) + 1):
+            recompute = self.recomputation.covers(number) and torch.is_grad_enabled()
             arguments = (number, arriving, z, msa_mask, pair_mask, masks, recompute)
             if recompute:
                 contexts = self.exchange.keeping if self.plan.keep_gathered else noop_context_fn
                 m, z = checkpoint(self._segment, *arguments, use_reentrant=False, context_fn=contexts)
             else:
-                m, z = self._segment(*arguments)
+                with self.recomputation.counting(number, self):
+                    m, z = self._segment(*arguments)
             arriving = Ready(m)
             if number + 1 < len(self.blocks) and (axis := self.blocks[number].msa_stack.column_axis) != "seq":
                 arriving = self.exchange.start_switch(m, axis, "seq", whole=msa_mask.shape[2])

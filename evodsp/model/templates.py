@@ -29,6 +29,7 @@ from evodsp.model.kernels.reference import mask_bias
 from evodsp.model.pair_ops import TriangleAttention, TriangleMultiplication
 from evodsp.model.precision import wide
 from evodsp.model.primitives import Computed, LayerNorm, Linear, Transition
+from evodsp.model.recomputation import Recomputation
 from evodsp.model.sharded import Sharded
 from evodsp.parallel.layout import Axis
 from evodsp.parallel.pending import Pending
@@ -120,7 +121,7 @@ class TemplatePairStack(Computed):
 
     def __init__(self, config: TemplateConfig) -> None:
         super().__init__()
-        self.checkpoint = config.checkpoint
+        self.recomputation = Recomputation(config.checkpoint, config.blocks)
         last = config.blocks - 1
         blocks = [TemplatePairBlock(config, number == last) for number in range(config.blocks)]
         self.blocks: Sequence[TemplatePairBlock] = nn.ModuleList(blocks)  # type: ignore[assignment]
@@ -133,10 +134,13 @@ class TemplatePairStack(Computed):
         self, t: TemplatePair, pair_mask: Float[Tensor, "N R R"], keys: DropoutKeys = NO_DROPOUT
     ) -> TemplatePair:
         """`keys`: of `dropout_streams`."""
-        recompute = self.checkpoint and t.requires_grad
         masks = draw_blocks(self.blocks, keys, residues=pair_mask.shape[1], kernels=self.kernels)
-        for block, own in zip(self.blocks, masks, strict=True):
-            t = checkpoint(block, t, pair_mask, own, use_reentrant=False) if recompute else block(t, pair_mask, own)
+        for number, (block, own) in enumerate(zip(self.blocks, masks, strict=True)):
+            if self.recomputation.covers(number) and t.requires_grad:
+                t = checkpoint(block, t, pair_mask, own, use_reentrant=False)
+            else:
+                with self.recomputation.counting(number, self):
+                    t = block(t, pair_mask, own)
         return t
 
 
