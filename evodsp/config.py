@@ -7,6 +7,7 @@ AlphaFold2's model_1 (supplement, sections 1.5 to 1.9 and 1.11).
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args, get_type_hints
@@ -22,6 +23,17 @@ def check_matmul(setting: str, value: str) -> None:
     """Raise SettingError unless `value` is a MatmulPrecision. `setting`: its name for the message."""
     if value not in get_args(MatmulPrecision):
         raise SettingError(setting, f"'{value}'", "highest or high")
+
+
+_UNITS = {"MB": 10**6, "GB": 10**9, "MiB": 2**20, "GiB": 2**30}
+
+
+def memory_size(setting: str, value: str) -> int:
+    """The bytes of a size such as '512MB' or '1.5GiB'. Raises SettingError unless `value` is one. `setting`: its name."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([A-Za-z]+)", value)
+    if found is None or found[2] not in _UNITS or float(found[1]) == 0:
+        raise SettingError(setting, f"'{value}'", f"a size such as 512MB or 4GB (units: {', '.join(_UNITS)})")
+    return int(float(found[1]) * _UNITS[found[2]])
 
 
 @dataclass(frozen=True)
@@ -85,6 +97,8 @@ def check_model_numbers(settings: Any, where: str) -> None:
                 raise SettingError(key, repr(value), f"a group of options: {', '.join(field_names(hint))}")
             check_model_numbers(value, key)
             continue
+        if item.name == "checkpoint" and value != "auto" and not (isinstance(value, int) and value in COUNT):
+            raise SettingError(key, repr(value), "true, false, auto, or a number of blocks")
         allowed = RANGES.get(item.name, SIZE if hint is int else None)
         if allowed is not None and value not in allowed:
             raise SettingError(key, value, str(allowed))
@@ -170,8 +184,9 @@ class EvoformerConfig:
     """Dropout probability of MSA row attention. All sequences share one mask."""
     pair_dropout: float = 0.25
     """Dropout probability of the pair updates. Masks are shared along rows, or columns in ending-node attention."""
-    checkpoint: bool = True
-    """Recompute each block's activations in the backward pass instead of keeping them."""
+    checkpoint: bool | int | Literal["auto"] = True
+    """Blocks whose activations are computed again in the backward pass instead of kept: true (all), false (none), a number of
+    blocks, or auto: on a GPU, as many as its memory requires, measured in the first steps; on a CPU, all."""
 
 
 @dataclass(frozen=True)
@@ -208,8 +223,9 @@ class TemplateConfig:
     """Lower edge of the last bin of the distogram, in Å."""
     unit_vector: bool = False
     """Fill in the three unit-vector features between residues; the published monomer models leave them at zero."""
-    checkpoint: bool = True
-    """Recompute each block's activations in the backward pass instead of keeping them."""
+    checkpoint: bool | int | Literal["auto"] = True
+    """Blocks whose activations are computed again in the backward pass instead of kept: true (all), false (none), a number of
+    blocks, or auto: on a GPU, as many as its memory requires, measured in the first steps; on a CPU, all."""
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,16 @@ from datetime import date
 from pathlib import Path
 from typing import Literal
 
-from evodsp.config import COUNT, SIZE, KernelsConfig, MatmulPrecision, check_matmul, check_numbers, check_preset
+from evodsp.config import (
+    COUNT,
+    SIZE,
+    KernelsConfig,
+    MatmulPrecision,
+    check_matmul,
+    check_numbers,
+    check_preset,
+    memory_size,
+)
 from evodsp.data.templates.dates import parse_latest_date
 from evodsp.errors import UserError
 from evodsp.model.kernels.backends import check_names
@@ -66,6 +75,9 @@ class PredictConfig:
     """Rows of the clustered MSA; null: as in training, which is best. More rows cost time and memory."""
     extra_msa: int | None = None
     """Rows of the extra MSA; null: as in training, which is best. More rows cost time and memory."""
+    working_memory: str = "auto"
+    """Memory of each rank for what a layer computes beside the representations, such as 512MB or 4GB: it computes a few rows at
+    a time. auto: 1/32 of the GPU's memory, 256MiB on a CPU. all: layers compute whole, which takes several times as much."""
     overwrite: bool = False
     """Replace earlier results. By default a finished prediction with the same inputs and settings is kept."""
     parallel: SequenceConfig = field(default_factory=SequenceConfig)
@@ -93,6 +105,8 @@ class PredictConfig:
         check_preset(self.preset)
         check_names(self.kernels)
         check_matmul("--matmul_precision", self.matmul_precision)
+        if self.working_memory not in ("auto", "all"):
+            memory_size("--working_memory", self.working_memory)
         if self.precision not in ("fp32", "bf16"):
             raise UserError(f"--precision is '{self.precision}', but must be 'fp32' or 'bf16'")
         if self.format not in ("cif", "pdb"):

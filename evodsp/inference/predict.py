@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from evodsp.config import FeatureConfig
+from evodsp.config import FeatureConfig, memory_size
 from evodsp.data.chain_folder import read_alignment_dir
 from evodsp.data.dataset import collate, prediction_sample
 from evodsp.data.records import Alignment
@@ -33,6 +33,7 @@ from evodsp.inference.writers import AlignedError, PredictedStructure
 from evodsp.launch.consensus import all_of, check_same, from_first, on_first, tensors_from_first
 from evodsp.model.alphafold import AlphaFold
 from evodsp.model.confidence import compute_pae, compute_plddt, compute_ptm, highest_pae
+from evodsp.model.in_place import use_memory
 from evodsp.model.kernels.registry import choose, summary
 from evodsp.model.matmul import float32_matmul
 from evodsp.model.outputs import ModelOutput
@@ -123,6 +124,7 @@ def predict(config: PredictConfig, report: Report = print, group: Group | None =
             config.kernels, device, _dtype(config), gradients=False, on_all_ranks=lambda value: all_of(value, group)
         )
         use_kernels(model, kernels)
+        use_memory(model, _working_memory(config.working_memory, device))
         for line in summary(choices, device):
             report(line)
 
@@ -290,7 +292,7 @@ def _predict_seed(
     except torch.OutOfMemoryError as error:
         raise UserError(
             f"{target.query.name}: {len(target.query)} residues do not fit into the memory of this GPU; "
-            "lower --msa_clusters and --extra_msa, raise --parallel.sequence, or use --device cpu"
+            "lower --working_memory, --msa_clusters and --extra_msa, raise --parallel.sequence, or use --device cpu"
         ) from error
     change = None if output.ca_change is None else float(output.ca_change[0])
     return _structure(target, batch, output, model), passes, change
@@ -299,6 +301,20 @@ def _predict_seed(
 def _dtype(config: PredictConfig) -> torch.dtype:
     """The dtype of the model's layers."""
     return torch.bfloat16 if config.precision == "bf16" else torch.float32
+
+
+def _working_memory(setting: str, device: torch.device) -> int | None:
+    """The bytes of `PredictConfig.working_memory`; None: no limit.
+
+    `auto` is the same in every run on a kind of device, because products of other sizes are rounded differently.
+    """
+    if setting == "all":
+        return None
+    if setting != "auto":
+        return memory_size("--working_memory", setting)
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory // 32
+    return 256 << 20
 
 
 def _run(

@@ -13,15 +13,19 @@ from torch import Tensor, nn
 
 from evodsp.config import ModelConfig
 from evodsp.errors import UserError
+from evodsp.geometry.alphabet import LETTERS_WITH_MASK
+from evodsp.geometry.frames import pseudo_beta
 from evodsp.model.dropout import NO_DROPOUT, DropoutKeys, Streams, below
 from evodsp.model.embedders import ExtraMSAEmbedder, InputEmbedder, RecyclingEmbedder
 from evodsp.model.evoformer import EvoformerStack
 from evodsp.model.heads import make_heads
+from evodsp.model.in_place import Budgeted, collected
 from evodsp.model.msa_ops import first_row
 from evodsp.model.outputs import ModelOutput
 from evodsp.model.precision import activation_dtype
-from evodsp.model.primitives import Linear, ShardedModule
+from evodsp.model.primitives import Linear
 from evodsp.model.recycling import Recycled, settled, with_ca_change
+from evodsp.model.sharded import Sharded
 from evodsp.model.structure_module import StructureModule
 from evodsp.model.templates import TemplateEmbedder, Templates, TemplateTorsionEmbedder
 from evodsp.rng import Draws
@@ -37,7 +41,7 @@ TEMPLATE_FEATURES = (
 )  # fmt: skip
 
 
-class AlphaFold(ShardedModule):
+class AlphaFold(Budgeted):
     """AlphaFold2's monomer model."""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -137,10 +141,11 @@ class AlphaFold(ShardedModule):
         """
         first = members[0]
         residues = first["aatype"].shape[1]
-        msa, pair = self.representations(first, recycled, keys)
+        # With a budget, a feature set's pair representation takes the place of the recycled one; only the last set's may.
+        msa, pair = self.representations(first, recycled if len(members) == 1 else recycled.copied(), keys)
         row = first_row(msa)
         for number, member in enumerate(members[1:], start=1):
-            m, z = self.representations(member, recycled, keys.at("ensemble", number))
+            m, z = self.representations(member, recycled.copied(), keys.at("ensemble", number))
             row, pair = row + first_row(m), pair + z
         if len(members) > 1:
             row, pair = row / len(members), pair / len(members)
@@ -161,20 +166,38 @@ class AlphaFold(ShardedModule):
         seq_mask = features["seq_mask"]
         pair_mask = seq_mask.unsqueeze(2) * seq_mask.unsqueeze(1)
         templates = Templates.from_features(features) if self.template_embedder is not None else None
-        m, z, msa_mask = self._embedded(features, recycled, templates)
-        if self.template_embedder is not None and templates is not None:
-            z = z + self.template_embedder(z, templates, pair_mask, keys.at("templates"))
+        z = self._initial_pair(features, recycled, pair_mask)
+        if self.template_embedder is not None:
+            pair = Sharded(z, "j", pair_mask, self.exchange, self.budget)
+            z = pair.add(self.template_embedder, z, templates, pair_mask, keys.at("templates")).x
         z = self._with_extra_msa(z, features, pair_mask, keys.at("extra"))
+        m, msa_mask = self._initial_msa(features, recycled, templates)
         m, z = self.evoformer(m, z, msa_mask, pair_mask, keys.at("evoformer"))
         return m[:, : features["msa_feat"].shape[1]], z
 
-    def _embedded(
+    def _initial_pair(
+        self, features: Mapping[str, Tensor], recycled: Recycled, pair_mask: Float[Tensor, "B R R"]
+    ) -> Float[Tensor, "B R j c_z"]:
+        """Initial pair representation on J. With a budget it takes the place of the recycled one."""
+        target_feat, residue_index = features["target_feat"], features["residue_index"]
+        beta = pseudo_beta(features["aatype"], recycled.positions, None)
+
+        def rows_of(rows: slice) -> Tensor:
+            own = self.input_embedder.pair_representation(target_feat, residue_index, rows)
+            return own + self.recycling_embedder.pair_update(recycled.pair[:, rows], beta, rows)
+
+        residues = pair_mask.shape[1]
+        if self.budget is None:
+            return rows_of(slice(None))
+        # Four sums of embeddings, the norm, and distances in bins.
+        width = 6 * self.config.channels.pair + 3 * self.config.embedder.recycle_bins
+        return collected(rows_of, self.budget.pieces(recycled.pair, 1, pair_mask, width), 1, residues, recycled.pair)
+
+    def _initial_msa(
         self, features: Mapping[str, Tensor], recycled: Recycled, templates: Templates | None
-    ) -> tuple[Float[Tensor, "B s R c_m"], Float[Tensor, "B R j c_z"], Float[Tensor, "B S R"]]:
-        """Initial MSA representation (clusters, then template rows) on S, initial pair representation on J, whole MSA mask."""
-        row_update, pair_update = self.recycling_embedder(
-            recycled.first_row, recycled.pair, recycled.positions, features["aatype"]
-        )
+    ) -> tuple[Float[Tensor, "B s R c_m"], Float[Tensor, "B S R"]]:
+        """Initial MSA representation (clusters, then template rows) on S, and the whole MSA mask."""
+        row_update = self.recycling_embedder.msa_norm(recycled.first_row)
         msa_feat, msa_mask = features["msa_feat"], features["msa_mask"]
         clusters = msa_feat.shape[1]
         template_rows = None
@@ -182,12 +205,12 @@ class AlphaFold(ShardedModule):
             template_rows, template_mask = self.template_torsion_embedder(templates)
             msa_mask = torch.cat([msa_mask, template_mask], 1)
         local = self.exchange.owned(msa_mask.shape[1])
-        m, z = self.input_embedder(features["target_feat"], msa_feat[:, local], features["residue_index"])
+        m = self.input_embedder.msa_representation(features["target_feat"], msa_feat[:, local])
         query = slice(0, int(local.start == 0 < local.stop))  # the query's row; empty on all ranks but the first
         m = torch.cat([m[:, query] + row_update.unsqueeze(1)[:, query], m[:, query.stop :]], 1)
         if template_rows is not None:
             m = torch.cat([m, template_rows[:, max(local.start - clusters, 0) : max(local.stop - clusters, 0)]], 1)
-        return m, z + pair_update, msa_mask
+        return m, msa_mask
 
     def _with_extra_msa(
         self,
@@ -197,8 +220,18 @@ class AlphaFold(ShardedModule):
         keys: DropoutKeys,
     ) -> Float[Tensor, "B R j c_z"]:
         """z after the extra-MSA stack. A method of its own, so that the extra MSA is freed before the Evoformer runs."""
-        extra = self.extra_msa_embedder(*(self.exchange.shard(features[name], "seq") for name in EXTRA_MSA_FEATURES))
-        return self.extra_msa_stack(extra, z, features["extra_msa_mask"], pair_mask, keys)[1]
+        mask = features["extra_msa_mask"]
+        own = [self.exchange.shard(features[name], "seq") for name in EXTRA_MSA_FEATURES]
+
+        def rows_of(rows: slice) -> Tensor:
+            return self.extra_msa_embedder(*(feature[:, rows] for feature in own))
+
+        pieces = [slice(None)]
+        if self.budget is not None:  # letters as one-hot integers and numbers, joined with deletions, embedded
+            width = 4 * LETTERS_WITH_MASK + self.config.channels.extra_msa
+            pieces = self.budget.cut(own[0].shape[1], 1, mask, width * mask.element_size())
+        extra = collected(rows_of, pieces, 1, own[0].shape[1])
+        return self.extra_msa_stack(extra, z, mask, pair_mask, keys)[1]
 
     def _first(self, batch: Mapping[str, Tensor]) -> Recycled:
         """Input of the first pass: zeros. The recycling embedder still adds its biases, as AF2's does."""

@@ -13,7 +13,6 @@ from torch.nn import functional as F
 
 from evodsp.config import ChannelsConfig, EmbedderConfig
 from evodsp.geometry.alphabet import LETTERS_WITH_MASK
-from evodsp.geometry.frames import pseudo_beta
 from evodsp.model.primitives import LayerNorm, Linear, ShardedModule
 
 TARGET_CHANNELS = 22
@@ -35,21 +34,23 @@ class InputEmbedder(ShardedModule):
         # The gradient of a column of its weight is a sum over thousands of residue pairs.
         self.relative_position.computes_in_float32 = True
 
-    def forward(
-        self,
-        target_feat: Float[Tensor, "B R 22"],
-        msa_feat: Float[Tensor, "B s R 49"],
-        residue_index: Int[Tensor, "B R"],
-    ) -> tuple[Float[Tensor, "B s R c_m"], Float[Tensor, "B I j c_z"]]:
-        """m on S, like `msa_feat`, and z on J."""
+    def msa_representation(
+        self, target_feat: Float[Tensor, "B R 22"], msa_feat: Float[Tensor, "B s R 49"]
+    ) -> Float[Tensor, "B s R c_m"]:
+        """m on S, like `msa_feat`."""
+        return self.msa(msa_feat) + self.target_to_msa(target_feat).unsqueeze(1)
+
+    def pair_representation(
+        self, target_feat: Float[Tensor, "B R 22"], residue_index: Int[Tensor, "B R"], rows: slice = slice(None)
+    ) -> Float[Tensor, "B I j c_z"]:
+        """These rows of z on J."""
         columns = self.exchange.owned(residue_index.shape[1])
-        m = self.msa(msa_feat) + self.target_to_msa(target_feat).unsqueeze(1)
-        left, right = self.left(target_feat).unsqueeze(2), self.right(target_feat[:, columns]).unsqueeze(1)
-        offset = residue_index.unsqueeze(2) - residue_index[:, columns].unsqueeze(1)
+        left, right = self.left(target_feat[:, rows]).unsqueeze(2), self.right(target_feat[:, columns]).unsqueeze(1)
+        offset = residue_index[:, rows].unsqueeze(2) - residue_index[:, columns].unsqueeze(1)
         bins = offset.clamp(-self.max_offset, self.max_offset).long() + self.max_offset
         # A linear layer applied to a one-hot vector selects a column of its weight, so no [R, R, 65] tensor is needed.
-        rows = F.embedding(bins, self.relative_position.weight.t())
-        return m, (rows + left + right + self.relative_position.bias).to(m.dtype)
+        relative = F.embedding(bins, self.relative_position.weight.t())
+        return (relative + left + right + self.relative_position.bias).to(left.dtype)
 
 
 class ExtraMSAEmbedder(nn.Module):
@@ -70,7 +71,10 @@ class ExtraMSAEmbedder(nn.Module):
 
 
 class RecyclingEmbedder(ShardedModule):
-    """Embeds the results of the previous pass, to be added to the input of the next (algorithm 32)."""
+    """Embeds the results of the previous pass, to be added to the input of the next (algorithm 32).
+
+    The update of the MSA's first row is a norm, `msa_norm`; that of the pair is `pair_update`.
+    """
 
     lower: Tensor
 
@@ -82,21 +86,17 @@ class RecyclingEmbedder(ShardedModule):
         lower = squared_edges(config.recycle_min_distance, config.recycle_max_distance, config.recycle_bins)
         self.register_buffer("lower", lower, persistent=False)
 
-    def forward(
-        self,
-        first_row: Float[Tensor, "B R c_m"],
-        z: Float[Tensor, "B I j c_z"],
-        positions: Float[Tensor, "B R 37 3"],
-        aatype: Int[Tensor, "B R"],
-    ) -> tuple[Float[Tensor, "B R c_m"], Float[Tensor, "B I j c_z"]]:
-        """Updates of the MSA's first row and of the pair, z on J. `positions` in Å; all zero in the first pass."""
-        beta = pseudo_beta(aatype, positions, None)
-        distances = self.distance(self.distogram(beta).to(z.dtype))
-        return self.msa_norm(first_row), self.pair_norm(z) + distances
+    def pair_update(
+        self, z: Float[Tensor, "B I j c_z"], beta: Float[Tensor, "B R 3"], rows: slice = slice(None)
+    ) -> Float[Tensor, "B I j c_z"]:
+        """The update of these rows of the pair, on J. `z`: the rows of the previous pass. `beta`: CB positions of the previous
+        pass (CA for glycine), in Å; all zero in the first pass.
+        """
+        return self.pair_norm(z) + self.distance(self.distogram(beta, rows).to(z.dtype))
 
-    def distogram(self, beta: Float[Tensor, "B R 3"]) -> Float[Tensor, "B I j bins"]:
-        """Distances between residues as one-hot bins, on J."""
-        return distance_one_hot(beta, beta[:, self.exchange.owned(beta.shape[1])], self.lower)
+    def distogram(self, beta: Float[Tensor, "B R 3"], rows: slice = slice(None)) -> Float[Tensor, "B I j bins"]:
+        """Distances of these rows' residues to all others as one-hot bins, on J."""
+        return distance_one_hot(beta[:, rows], beta[:, self.exchange.owned(beta.shape[1])], self.lower)
 
 
 def squared_edges(first: float, last: float, bins: int) -> Float[Tensor, " bins"]:

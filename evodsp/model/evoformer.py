@@ -33,9 +33,11 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from evodsp.config import EvoformerConfig
 from evodsp.model.dropout import NO_DROPOUT, Dropout, DropoutKeys, Masks, Streams, block_streams, draw_blocks
+from evodsp.model.in_place import Budgeted
 from evodsp.model.msa_ops import MSAColumnAttention, MSAColumnGlobalAttention, MSARowAttention, OuterProductMean
 from evodsp.model.pair_ops import TriangleAttention, TriangleMultiplication
 from evodsp.model.primitives import ShardedModule, Transition
+from evodsp.model.recomputation import Recomputation
 from evodsp.model.sharded import Sharded
 from evodsp.parallel.layout import Axis
 from evodsp.parallel.pending import Pending, Ready
@@ -45,7 +47,7 @@ MSAMask = Float[Tensor, "B S R"]
 PairMask = Float[Tensor, "B R R"]
 
 
-class MSAStack(ShardedModule):
+class MSAStack(Budgeted):
     """MSA stack and outer product mean of a block (algorithm 6, lines 2 to 5).
 
     With `extra`, of the extra-MSA stack: column attention is global (algorithm 19), and m stays on S, because global
@@ -82,17 +84,18 @@ class MSAStack(ShardedModule):
         masks: Masks = None,
     ) -> tuple[Float[Tensor, "B _ _ c_m"], Float[Tensor, "B I j c_z"]]:
         """m on S and z on J in; m on `column_axis` and z on J out. `masks`: of dropout."""
-        msa, pair = Sharded(m, "seq", msa_mask, self.exchange), Sharded(z, "j", pair_mask, self.exchange)
+        msa = Sharded(m, "seq", msa_mask, self.exchange, self.budget)
+        pair = Sharded(z, "j", pair_mask, self.exchange, self.budget)
         del m, z  # `msa` and `pair` hold them, no longer than they are needed
-        msa = msa.add(self.row_attention(msa.x, pair.x, msa_mask), self.row_dropout, masks)
+        msa = msa.add(self.row_attention, msa.x, pair.x, msa_mask, dropout=self.row_dropout, masks=masks)
         msa = msa.switch(self.column_axis)
-        msa = msa.add(self.column_attention(msa.x, msa_mask, msa.axis))
-        msa = msa.add(self.transition(msa.x))
-        pair = pair.add(self.outer_product_mean(msa.x, msa_mask, msa.axis))
+        msa = msa.add(self.column_attention, msa.x, msa_mask, msa.axis)
+        msa = msa.add(self.transition, msa.x)
+        pair = pair.add(self.outer_product_mean, msa.x, msa_mask, msa.axis)
         return msa.x, pair.x
 
 
-class PairStack(ShardedModule):
+class PairStack(Budgeted):
     """Pair stack of a block (algorithm 6, lines 6 to 10)."""
 
     gathers_parameters = True
@@ -119,20 +122,23 @@ class PairStack(ShardedModule):
         self, z: Float[Tensor, "B I j c_z"], pair_mask: PairMask, masks: Masks = None
     ) -> Float[Tensor, "B I j c_z"]:
         """z on J in and out. `masks`: of dropout."""
-        pair = Sharded(z, "j", pair_mask, self.exchange)
+        pair = Sharded(z, "j", pair_mask, self.exchange, self.budget)
         del z
         pair = pair.switch(self.plan.outgoing_axis)
-        pair = pair.add(self.triangle_outgoing(pair.x, pair_mask, pair.axis), self.outgoing_dropout, masks)
+        pair = pair.add(
+            self.triangle_outgoing, pair.x, pair_mask, pair.axis, dropout=self.outgoing_dropout, masks=masks
+        )
         pair = pair.switch("j")
         rows = pair.switch(self.plan.incoming_result_axis)  # travels while the update is computed
-        update = self.triangle_incoming(pair.x, pair_mask, pair.axis, rows.axis, rows.pending)
-        pair = rows.add(update, self.incoming_dropout, masks)
-        del rows, update
+        incoming = pair.x, pair_mask, pair.axis, rows.axis, rows.pending
+        del pair
+        pair = rows.add(self.triangle_incoming, *incoming, dropout=self.incoming_dropout, masks=masks)
+        del rows, incoming
         pair = pair.switch("i")
-        pair = pair.add(self.attention_starting(pair.x, pair_mask), self.starting_dropout, masks)
+        pair = pair.add(self.attention_starting, pair.x, pair_mask, dropout=self.starting_dropout, masks=masks)
         pair = pair.switch("j")
-        pair = pair.add(self.attention_ending(pair.x, pair_mask), self.ending_dropout, masks)
-        pair = pair.add(self.transition(pair.x))
+        pair = pair.add(self.attention_ending, pair.x, pair_mask, dropout=self.ending_dropout, masks=masks)
+        pair = pair.add(self.transition, pair.x)
         return pair.x
 
 
@@ -162,7 +168,7 @@ class EvoformerBlock(nn.Module):
 
 
 class EvoformerStack(ShardedModule):
-    """Blocks one after another. With `config.checkpoint` their activations are recomputed in the backward pass.
+    """Blocks one after another. As many as `config.checkpoint` says are recomputed in the backward pass.
 
     A recomputed segment is the pair stack of one block and the MSA stack of the next. Between the MSA stack and the pair stack
     of one block, outside of any segment, m is sent back to S. It is awaited after the pair stack, which therefore hides it.
@@ -170,7 +176,7 @@ class EvoformerStack(ShardedModule):
 
     def __init__(self, c_m: int, c_z: int, config: EvoformerConfig, extra: bool = False) -> None:
         super().__init__()
-        self.checkpoint = config.checkpoint
+        self.recomputation = Recomputation(config.checkpoint, config.blocks)
         blocks = [EvoformerBlock(c_m, c_z, config, extra) for _ in range(config.blocks)]
         self.blocks: Sequence[EvoformerBlock] = nn.ModuleList(blocks)  # type: ignore[assignment]
 
@@ -188,15 +194,16 @@ class EvoformerStack(ShardedModule):
     ) -> tuple[Float[Tensor, "B _ _ c_m"], Float[Tensor, "B I j c_z"]]:
         """m on S and z on J in; z on J and m on R out (of the extra-MSA stack: on S). `keys`: of `dropout_streams`."""
         masks = draw_blocks(self.blocks, keys, residues=msa_mask.shape[2], kernels=self.kernels)
-        recompute = self.checkpoint and torch.is_grad_enabled()
         arriving: Pending = Ready(m)
         for number in range(len(self.blocks) + 1):
+            recompute = self.recomputation.covers(number) and torch.is_grad_enabled()
             arguments = (number, arriving, z, msa_mask, pair_mask, masks, recompute)
             if recompute:
                 contexts = self.exchange.keeping if self.plan.keep_gathered else noop_context_fn
                 m, z = checkpoint(self._segment, *arguments, use_reentrant=False, context_fn=contexts)
             else:
-                m, z = self._segment(*arguments)
+                with self.recomputation.counting(number, self):
+                    m, z = self._segment(*arguments)
             arriving = Ready(m)
             if number + 1 < len(self.blocks) and (axis := self.blocks[number].msa_stack.column_axis) != "seq":
                 arriving = self.exchange.start_switch(m, axis, "seq", whole=msa_mask.shape[2])

@@ -117,15 +117,17 @@ class OuterProductMean(ShardedModule):
         (operands,) = project(self.kernels, m, self.norm, self.left_right.layer)
         mask = mask.to(operands.dtype)
         left, right = (operand * mask for operand in operands.chunk(2, -1))  # both sharded as m is, without gaps
-        with without_autocast(m.device):  # half precision does not count beyond 256
-            # Number of sequences that have both residues: [B, I, j].
-            count = msa_mask.transpose(1, 2) @ self.exchange.shard(msa_mask, "res")
         if axis == "res":
             rows = self.exchange.gather(left, "res", whole=msa_mask.shape[2])
             update = self.kernels.outer_product(rows, right, self.output.weight)
         else:
             update = self._from_sequence_shards(left, right, sequences=msa_mask.shape[1])
-        return _Quotient.apply(update + self.output.bias.to(update.dtype), count.unsqueeze(-1) + 1e-3)
+        return _Quotient.apply(update + self.output.bias.to(update.dtype), self.counts(msa_mask))
+
+    def counts(self, msa_mask: Float[Tensor, "B S R"]) -> Float[Tensor, "B I j 1"]:
+        """Number of sequences that have both residues, plus 0.001."""
+        with without_autocast(msa_mask.device):  # half precision does not count beyond 256
+            return (msa_mask.transpose(1, 2) @ self.exchange.shard(msa_mask, "res")).unsqueeze(-1) + 1e-3
 
     def _from_sequence_shards(
         self, left: Float[Tensor, "B s R c"], right: Float[Tensor, "B s R c"], sequences: int

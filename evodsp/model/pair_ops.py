@@ -81,7 +81,7 @@ class TriangleMultiplication(ShardedModule):
         # The two operands share the batch axis, so that a rank gets the same channels of both.
         moved = self.exchange.switch(_channels_last(both.flatten(0, 1)), axis, "channel", whole=residues)
         product = self._product(*moved.permute(0, 3, 1, 2).chunk(2))  # from two [B, c/N, I, J]
-        return self.exchange.start_switch(product, "channel", result_axis, whole=self.channels)
+        return self.exchange.start_switch(product, "channel", result_axis, whole=both.shape[2])
 
     def _by_gathering(self, both: Float[Tensor, "2 B c _ _"], axis: Axis, result_axis: Axis, residues: int) -> Pending:
         if result_axis != axis:

@@ -30,6 +30,10 @@ class Recycled:
         """From the output of a pass that was run without gradients."""
         return cls(output.representations["first_row"], output.representations["pair"], output.structure.positions)
 
+    def copied(self) -> Recycled:
+        """The same with a pair representation of its own."""
+        return dataclasses.replace(self, pair=self.pair.clone())
+
 
 def with_ca_change(
     output: ModelOutput, former: Recycled, seq_mask: Float[Tensor, "B R"], exchange: Exchange = LocalExchange()

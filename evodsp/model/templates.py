@@ -7,6 +7,7 @@ z is on J. Template features per residue are small and whole on every rank, and 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -23,12 +24,15 @@ from evodsp.geometry.residues import CA, C, N
 from evodsp.geometry.rigid import Rigid
 from evodsp.model.dropout import NO_DROPOUT, Dropout, DropoutKeys, Masks, Streams, block_streams, draw_blocks
 from evodsp.model.embedders import distance_one_hot, squared_edges
+from evodsp.model.in_place import Budget, Budgeted, add_in_place, collected
 from evodsp.model.kernels.reference import mask_bias
 from evodsp.model.pair_ops import TriangleAttention, TriangleMultiplication
 from evodsp.model.precision import wide
-from evodsp.model.primitives import Computed, LayerNorm, Linear, ShardedModule, Transition
+from evodsp.model.primitives import Computed, LayerNorm, Linear, Transition
+from evodsp.model.recomputation import Recomputation
 from evodsp.model.sharded import Sharded
 from evodsp.parallel.layout import Axis
+from evodsp.parallel.pending import Pending
 from evodsp.rng import Draws
 
 TORSION_FEATURES = LETTERS_WITH_GAP + 2 * 14 + 7
@@ -51,6 +55,10 @@ class Templates:
     mask: Float[Tensor, "B T"]
     """0 for templates that only fill up the batch."""
 
+    def only(self, some: slice) -> Templates:
+        """Some of the templates."""
+        return Templates(**{field.name: getattr(self, field.name)[:, some] for field in dataclasses.fields(self)})
+
     @classmethod
     def from_features(cls, features: Mapping[str, Tensor]) -> Templates:
         """From AF2's processed features, axes [batch, template, …]."""
@@ -64,7 +72,7 @@ class Templates:
         )
 
 
-class TemplatePairBlock(ShardedModule):
+class TemplatePairBlock(Budgeted):
     """One block of the template pair stack (algorithm 16). t is on I at entry; it is left on I, by the last block on J."""
 
     def __init__(self, config: TemplateConfig, last: bool) -> None:
@@ -88,21 +96,23 @@ class TemplatePairBlock(ShardedModule):
 
     def forward(self, t: TemplatePair, pair_mask: Float[Tensor, "N R R"], masks: Masks = None) -> TemplatePair:
         """`masks`: of dropout."""
-        pair = Sharded(t, "i", pair_mask, self.exchange)
+        pair = Sharded(t, "i", pair_mask, self.exchange, self.budget)
         del t
-        pair = pair.add(self.attention_starting(pair.x, pair_mask), self.starting_dropout, masks)
+        pair = pair.add(self.attention_starting, pair.x, pair_mask, dropout=self.starting_dropout, masks=masks)
         pair = pair.switch("j")
-        pair = pair.add(self.attention_ending(pair.x, pair_mask), self.ending_dropout, masks)
+        pair = pair.add(self.attention_ending, pair.x, pair_mask, dropout=self.ending_dropout, masks=masks)
         pair = pair.switch(self.plan.outgoing_axis)
-        pair = pair.add(self.triangle_outgoing(pair.x, pair_mask, pair.axis), self.outgoing_dropout, masks)
+        pair = pair.add(
+            self.triangle_outgoing, pair.x, pair_mask, pair.axis, dropout=self.outgoing_dropout, masks=masks
+        )
         pair = pair.switch("j")
         # On its way while the update is computed. Gathering leaves the product on J, whatever is needed next.
         moved = pair.switch("j" if self.exit_axis == "j" else self.plan.incoming_result_axis)
-        update = self.triangle_incoming(pair.x, pair_mask, pair.axis, moved.axis, moved.pending)
-        pair = moved.add(update, self.incoming_dropout, masks)
-        del moved, update
+        incoming = pair.x, pair_mask, pair.axis, moved.axis, moved.pending
+        pair = moved.add(self.triangle_incoming, *incoming, dropout=self.incoming_dropout, masks=masks)
+        del moved, incoming
         pair = pair.switch(self.exit_axis)
-        pair = pair.add(self.transition(pair.x))
+        pair = pair.add(self.transition, pair.x)
         return pair.x
 
 
@@ -111,7 +121,7 @@ class TemplatePairStack(Computed):
 
     def __init__(self, config: TemplateConfig) -> None:
         super().__init__()
-        self.checkpoint = config.checkpoint
+        self.recomputation = Recomputation(config.checkpoint, config.blocks)
         last = config.blocks - 1
         blocks = [TemplatePairBlock(config, number == last) for number in range(config.blocks)]
         self.blocks: Sequence[TemplatePairBlock] = nn.ModuleList(blocks)  # type: ignore[assignment]
@@ -124,10 +134,13 @@ class TemplatePairStack(Computed):
         self, t: TemplatePair, pair_mask: Float[Tensor, "N R R"], keys: DropoutKeys = NO_DROPOUT
     ) -> TemplatePair:
         """`keys`: of `dropout_streams`."""
-        recompute = self.checkpoint and t.requires_grad
         masks = draw_blocks(self.blocks, keys, residues=pair_mask.shape[1], kernels=self.kernels)
-        for block, own in zip(self.blocks, masks, strict=True):
-            t = checkpoint(block, t, pair_mask, own, use_reentrant=False) if recompute else block(t, pair_mask, own)
+        for number, (block, own) in enumerate(zip(self.blocks, masks, strict=True)):
+            if self.recomputation.covers(number) and t.requires_grad:
+                t = checkpoint(block, t, pair_mask, own, use_reentrant=False)
+            else:
+                with self.recomputation.counting(number, self):
+                    t = block(t, pair_mask, own)
         return t
 
 
@@ -154,7 +167,7 @@ class TemplatePointwiseAttention(nn.Module):
         return self.output(o.flatten(-2))
 
 
-class TemplateEmbedder(ShardedModule):
+class TemplateEmbedder(Budgeted):
     """The update of the pair representation from templates (algorithm 2, lines 9 to 13). z on J."""
 
     lower: Tensor
@@ -184,26 +197,62 @@ class TemplateEmbedder(ShardedModule):
         keys: DropoutKeys = NO_DROPOUT,
     ) -> Float[Tensor, "B I j c_z"]:
         """The update of z, zero for a sample without templates. `keys`: of `dropout_streams`."""
-        batch, count = templates.mask.shape
-        t = self.embedding(self.pair_features(templates).to(z.dtype)).flatten(0, 1)
-        t = self.norm(self.stack(t, pair_mask.repeat_interleave(count, 0), keys))
-        update = self.attention(t.unflatten(0, (batch, count)), z, templates.mask)
-        return update * (templates.mask.sum(1) > 0).to(z.dtype)[:, None, None, None]
+        return self.attended(self.embedded(z.dtype, templates, pair_mask, keys), z, templates.mask)
 
-    def pair_features(self, templates: Templates) -> Float[Tensor, "B T i J features"]:
+    def embedded(
+        self, dtype: torch.dtype, templates: Templates, pair_mask: Float[Tensor, "B R R"], keys: DropoutKeys
+    ) -> Float[Tensor, "B T I j c_t"]:
+        """The pair representation of each template, on J, from features in this dtype."""
+        count = templates.mask.shape[1]
+        # Templates do not see each other, so they need not be in memory together. Keys of dropout are for all of them.
+        alone = self.budget is not None and keys.flat is None
+        pieces = [slice(number, number + 1) for number in range(count)] if alone else [slice(0, count)]
+        return collected(lambda some: self._embedded(dtype, templates.only(some), pair_mask, keys), pieces, 1, count)
+
+    def _embedded(
+        self, dtype: torch.dtype, templates: Templates, pair_mask: Float[Tensor, "B R R"], keys: DropoutKeys
+    ) -> Float[Tensor, "B T I j c_t"]:
+        batch, count = templates.mask.shape
+        mask = pair_mask.repeat_interleave(count, 0)
+        own = self.exchange.owned(pair_mask.shape[1])
+
+        def features_of(rows: slice) -> Tensor:
+            return self.embedding(self.pair_features(templates, rows).to(dtype))
+
+        size = own.stop - own.start
+        pieces = [slice(0, size)]
+        if self.budget is not None:
+            width = 3 * self.embedding.in_features  # the features, the list of them, the product with the mask
+            pieces = self.budget.cut(size, 1, mask, width * templates.beta.element_size())
+        t = collected(features_of, pieces, 2, size)
+        return self.norm(self.stack(t.flatten(0, 1), mask, keys)).unflatten(0, (batch, count))
+
+    def attended(
+        self, t: Float[Tensor, "B T I j c_t"], z: Float[Tensor, "B I j c_z"], template_mask: Float[Tensor, "B T"]
+    ) -> Float[Tensor, "B I j c_z"]:
+        """The update of z from embedded templates, zero for a sample without any."""
+        present = (template_mask.sum(1) > 0).to(z.dtype)
+        return self.attention(t, z, template_mask) * present[:, None, None, None]
+
+    def pair_features(self, templates: Templates, rows: slice = slice(None)) -> Float[Tensor, "B T i J features"]:
         """Pair features of each template: CB distances, residue types of j and i, directions from i to j, masks. On I.
+
+        `rows`: which of this rank's rows.
 
         They are masked where a residue lacks backbone atoms: absent residues are all at zero and would look like neighbours.
         """
-        beta, beta_mask = self._rows(templates.beta), self._rows(templates.beta_mask)
+        whole = templates.beta.shape[2]
+        residues = range(whole)[self.exchange.owned(whole)][rows]
+        rows = slice(residues.start, residues.stop)
+        beta, beta_mask = templates.beta[:, :, rows], templates.beta_mask[:, :, rows]
         distances = distance_one_hot(beta, templates.beta, self.lower)
         letters = F.one_hot(templates.aatype.long(), LETTERS_WITH_GAP).to(distances.dtype)
         n, ca, c = (templates.positions[..., atom, :] for atom in (N, CA, C))
         has_backbone = torch.stack([templates.atom_mask[..., atom] for atom in (N, CA, C)], -1).prod(-1)
-        both = _outer(self._rows(has_backbone), has_backbone)
+        both = _outer(has_backbone[:, :, rows], has_backbone)
         if self.unit_vector:
             # Here C lies on the POSITIVE x axis, unlike in `from_three_points`; so C is mirrored at CA first.
-            mirrored, origin, plane = (self._rows(x) for x in (2.0 * ca - c, ca, n))
+            mirrored, origin, plane = (x[:, :, rows] for x in (2.0 * ca - c, ca, n))
             frames = Rigid.from_three_points(mirrored, origin, plane, eps=1e-20)
             towards = frames.unsqueeze(-1).apply_inverse(ca.unsqueeze(-3))  # [B, T, i, J, 3]
             towards = towards * torch.rsqrt(towards.square().sum(-1, keepdim=True) + 1e-6)
@@ -214,15 +263,32 @@ class TemplateEmbedder(ShardedModule):
             distances,
             _outer(beta_mask, templates.beta_mask),
             letters.unsqueeze(-3).expand(shape),
-            self._rows(letters).unsqueeze(-2).expand(shape),
+            letters[:, :, rows].unsqueeze(-2).expand(shape),
             towards,
             both,
         ]
         return torch.cat([f if f.ndim == 5 else f.unsqueeze(-1) for f in features], -1) * both.unsqueeze(-1)
 
-    def _rows(self, x: Float[Tensor, "B T R *c"]) -> Float[Tensor, "B T i *c"]:
-        """This rank's residues, as rows of the pair representation."""
-        return self.exchange.shard(x.transpose(1, 2), "i").transpose(1, 2)  # `i` names axis 1
+
+@add_in_place.register(TemplateEmbedder)
+def _templates(
+    layer: TemplateEmbedder,
+    target: Pending,
+    mask: Float[Tensor, "B R R"],
+    budget: Budget,
+    z: Float[Tensor, "B I j c_z"],
+    templates: Templates,
+    pair_mask: Float[Tensor, "B R R"],
+    keys: DropoutKeys = NO_DROPOUT,
+) -> None:
+    """The attention to embedded templates, a few rows at a time."""
+    t = layer.embedded(z.dtype, templates, pair_mask, keys)
+    attention = layer.attention
+    # Queries and their sums, keys and values, and two products of these.
+    width = 3 * z.shape[-1] + 4 * t.shape[1] * attention.query.out_features
+    x = target.wait()
+    for rows in budget.pieces(z, 1, mask, width):
+        x[:, rows] += layer.attended(t[:, :, rows], z[:, rows], templates.mask)
 
 
 class TemplateTorsionEmbedder(nn.Module):

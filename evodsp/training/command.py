@@ -34,6 +34,7 @@ from evodsp.training.ema import ExponentialMovingAverage
 from evodsp.training.module import TrainingModule
 from evodsp.training.options import SUMMARY, Command, PresetParser, TrainerOptions, add_arguments
 from evodsp.training.progress import TrainingProgress, score_table
+from evodsp.training.recomputation import AutomaticRecomputation
 from evodsp.training.strategy import DSPStrategy
 from evodsp.training.world import MeshWorld, World
 from evodsp.weights.checkpoint import load_model
@@ -162,6 +163,8 @@ def _callbacks(run: CheckedRun, last: LastCheckpoint) -> list[Callback]:
     callbacks: list[Callback] = []
     if settings.trainer["enable_progress_bar"]:
         callbacks.append(TrainingProgress())
+    if run.command == "fit":
+        callbacks.append(AutomaticRecomputation())
     if run.command == "fit" and settings.model.ema_decay is not None:
         callbacks.append(ExponentialMovingAverage(settings.model.ema_decay))
     if run.command == "fit" and settings.trainer["enable_checkpointing"] is not False:

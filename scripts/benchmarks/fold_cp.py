@@ -88,11 +88,11 @@ class FoldCPPairStack(PairStack):
             )
         pair = Sharded(z, "i", pair_mask, self.exchange)
         del z
-        pair = pair.add(self.triangle_outgoing(pair.x, pair_mask, "i"), self.outgoing_dropout, masks)
-        pair = pair.add(self.triangle_incoming(pair.x, pair_mask, "i"), self.incoming_dropout, masks)
-        pair = pair.add(self.attention_starting(pair.x, pair_mask), self.starting_dropout, masks)
-        pair = pair.add(self.attention_ending(pair.x, pair_mask), self.ending_dropout, masks)
-        return pair.add(self.transition(pair.x)).x
+        pair = pair.add(self.triangle_outgoing, pair.x, pair_mask, "i", dropout=self.outgoing_dropout, masks=masks)
+        pair = pair.add(self.triangle_incoming, pair.x, pair_mask, "i", dropout=self.incoming_dropout, masks=masks)
+        pair = pair.add(self.attention_starting, pair.x, pair_mask, dropout=self.starting_dropout, masks=masks)
+        pair = pair.add(self.attention_ending, pair.x, pair_mask, dropout=self.ending_dropout, masks=masks)
+        return pair.add(self.transition, pair.x).x
 
 
 def _group(module: ShardedModule) -> Group:

@@ -55,7 +55,7 @@ class Method:
         ]
         # Fold-CP's checkpointing communicates everything again.
         keeps = self.plan is not None and self.plan.keep_gathered
-        stacks = PairStacks(layers, config.checkpoint, exchange.keeping if keeps else noop_context_fn)
+        stacks = PairStacks(layers, config.checkpoint is True, exchange.keeping if keeps else noop_context_fn)
         use_exchange(stacks, exchange, self.plan)
         return stacks
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from evodsp.model.alphafold import AlphaFold
 from evodsp.weights.checkpoint import load_model, save_model
 from tests.builders.prediction import read_json, silent
 
-from .conftest import OTHER, QUERY, TRAINED
+from .conftest import OTHER, QUERY, TRAINED, Workplace
 
 SIZES = {"recycles": 2, "msa_clusters": 7, "extra_msa": 3}  # as in the fixture's checkpoint
 
@@ -443,6 +444,31 @@ def _watched(function, seen):
         return function(*arguments, **options)
 
     return watched
+
+
+def test_working_memory(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches --working_memory that is ignored, or that changes a structure."""
+    seen: list[int | None] = []
+    forward = AlphaFold.forward
+
+    def watched(model: AlphaFold, *arguments: Any, **options: Any) -> Any:
+        seen.append(model.evoformer.blocks[0].pair_stack.memory)
+        return forward(model, *arguments, **options)
+
+    monkeypatch.setattr(AlphaFold, "forward", watched)
+    files = []
+    for setting in ("all", "auto", "0.01MB"):
+        (result, *_) = predict(workplace.change(seeds=1, working_memory=setting, overwrite=True), silent)
+        files.append(result.structure().read_text())
+    assert sorted(set(seen), key=str) == [10_000, 256 << 20, None]
+    assert files[0] == files[1] == files[2]  # coordinates to 0.001 Å
+
+
+@pytest.mark.parametrize("wrong", ["", "8", "0GB", "8 gigabytes", "-1GB"])
+def test_a_wrong_working_memory_is_named(workplace: Workplace, wrong: str) -> None:
+    """Catches bytes taken for gigabytes, and no memory at all."""
+    with pytest.raises(UserError, match=r"--working_memory is '.*', but must be a size such as 512MB"):
+        workplace.change(working_memory=wrong)
 
 
 def test_an_unknown_matmul_precision_is_named():

@@ -131,16 +131,19 @@ def test_embedders_match_alphafold(golden: Path) -> None:
     model = AlphaFold(config)
     load_arrays(model, names.embedders("evoformer"), load(golden / "params.npz"))
     x = {k.removeprefix("in/"): v.unsqueeze(0) for k, v in data.items() if k.startswith("in/")}
-    m_input, z_input = model.input_embedder(x["target_feat"], x["msa_feat"], x["residue_index"])
+    m_input = model.input_embedder.msa_representation(x["target_feat"], x["msa_feat"])
+    z_input = model.input_embedder.pair_representation(x["target_feat"], x["residue_index"])
     previous_row, previous_pair = (x[k].requires_grad_() for k in ("prev_msa_first_row", "prev_pair"))
-    row, pair = model.recycling_embedder(previous_row, previous_pair, x["prev_pos"], x["aatype"])
+    from evodsp.geometry.frames import pseudo_beta
+
+    beta = pseudo_beta(x["aatype"], x["prev_pos"], None)
+    row = model.recycling_embedder.msa_norm(previous_row)
+    pair = model.recycling_embedder.pair_update(previous_pair, beta)
     m, z = m_input.clone(), z_input + pair
     m[:, 0] += row
     for name, value in (("m_input", m_input), ("z_input", z_input), ("m", m), ("z", z)):
         close(value[0], data[f"out/{name}"].numpy(), 2e-5, name)
-    from evodsp.geometry.frames import pseudo_beta
-
-    bins = model.recycling_embedder.distogram(pseudo_beta(x["aatype"], x["prev_pos"], None))
+    bins = model.recycling_embedder.distogram(beta)
     close(bins[0], data["out/prev_dgram"].numpy(), 0.0, "prev_dgram")
     cotangents = [data["cot/m"].unsqueeze(0), data["cot/z"].unsqueeze(0)]
     gradients = torch.autograd.grad((m, z), (previous_row, previous_pair), cotangents)

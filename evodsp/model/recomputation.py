@@ -1,0 +1,76 @@
+"""Which blocks of a stack are computed again in the backward pass, instead of keeping what their backward pass needs.
+
+The first blocks are; the last ones are kept. The backward pass reaches the last ones first and frees what they kept before it
+computes the first ones again, so the two never add up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
+
+Setting = bool | int | Literal["auto"]
+"""`checkpoint` of a stack's config: all blocks, none, a number of blocks, or as many as the memory requires."""
+
+
+class Recomputation:
+    """How many blocks of a stack are computed again, which must be the same on all ranks that share a sample: a recomputed
+    block communicates again.
+
+    With `auto` it is all but the last one at first. That one's bytes are counted, and `keep` sets the number for good.
+    """
+
+    def __init__(self, setting: Setting, blocks: int) -> None:
+        self.blocks = blocks
+        self.auto = setting == "auto"
+        """Whether the number is still to be found."""
+        self.bytes_of_block = 0
+        """What a block keeps for its backward pass on this rank, in bytes, as far as counted."""
+        self.number = blocks - 1 if setting == "auto" else blocks if setting is True else min(int(setting), blocks)
+        self.number = max(0, self.number)
+        """How many blocks are computed again."""
+
+    def keep(self, blocks: int) -> None:
+        """Keep what the last so many blocks need."""
+        self.number, self.auto = self.blocks - min(max(blocks, 0), self.blocks), False
+
+    def covers(self, segment: int) -> bool:
+        """Whether a segment is computed again. Segment k is block k; or the latter part of block k - 1 and the former part of
+        block k, and then there is one segment more than there are blocks.
+        """
+        return segment < self.number or self.number == self.blocks
+
+    @contextmanager
+    def counting(self, segment: int, stack: nn.Module) -> Iterator[None]:
+        """Count, with `auto`, what `segment` keeps, if it is the last whole block of `stack`. Weights are not counted."""
+        if not self.auto or segment != self.blocks - 1 or not torch.is_grad_enabled():
+            yield
+            return
+        # A copy in half precision hides its parameter (`evodsp.model.casts`); `getattr` finds what the layers read.
+        weights = {
+            weight.untyped_storage().data_ptr()
+            for module in stack.modules()
+            for name in module._parameters
+            if (weight := getattr(module, name)) is not None and not isinstance(weight, DTensor)
+        }
+        seen: dict[int, int] = {}
+
+        def count(x: Tensor) -> Tensor:
+            storage = x.untyped_storage()
+            if storage.data_ptr() not in weights:
+                seen[storage.data_ptr()] = storage.nbytes()
+            return x
+
+        with saved_tensors_hooks(count, _unchanged):
+            yield
+        self.bytes_of_block = max(self.bytes_of_block, sum(seen.values()))
+
+
+def _unchanged(x: Tensor) -> Tensor:
+    return x

@@ -1,0 +1,223 @@
+"""Passes without gradients in place, piece by piece: the same results as whole, within the memory that was given.
+
+In double precision, with dense parameters and sizes that all differ. A budget of one byte cuts everything into its smallest
+pieces: single rows, columns and channels.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from evodsp.config import ModelConfig, TemplateConfig
+from evodsp.model.alphafold import AlphaFold
+from evodsp.model.evoformer import EvoformerBlock, EvoformerStack
+from evodsp.model.in_place import Budget, use_memory
+from evodsp.model.primitives import use_exchange
+from evodsp.model.schedule import DAP, CommunicationPlan
+from evodsp.model.templates import TemplatePairStack
+from evodsp.parallel.exchange import Exchange, LocalExchange, ShardedExchange
+from evodsp.parallel.group import Group
+from evodsp.parallel.layout import DIMENSION, Axis, shard_sizes
+from evodsp.rng import Draws
+from scripts.benchmarks import formulas
+from scripts.benchmarks.peak_memory import PeakMemory
+from tests.builders.comparison import close
+from tests.builders.parameters import dense
+from tests.builders.small_model import SMALL, config, features, tensors
+from tests.ranks import RankPool
+
+R = 7
+Stack = Literal["evoformer", "extra", "extra_deep", "templates"]
+SEQUENCES: dict[Stack, int] = {"evoformer": 5, "extra": 6, "extra_deep": 40, "templates": 0}
+SHARDED: dict[str, Axis] = {
+    "msa": "res", "pair": "j", "distogram_logits": "i", "predicted_aligned_error_logits": "i", "masked_msa_logits": "res",
+}  # fmt: skip
+
+
+@pytest.fixture
+def double() -> Any:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def stack_of(kind: Stack) -> nn.Module:
+    sizes = ModelConfig.preset("test")
+    if kind == "templates":
+        templates = TemplateConfig(True, channels=10, blocks=2, pair_heads=2, pair_head_width=3, triangle_channels=5)
+        return dense(TemplatePairStack(templates)).double()
+    extra = kind != "evoformer"
+    own = dataclasses.replace(sizes.extra_msa if extra else sizes.evoformer, blocks=2)
+    channels = sizes.channels.extra_msa if extra else sizes.channels.msa
+    return dense(EvoformerStack(channels, sizes.channels.pair, own, extra)).double()
+
+
+def run(kind: Stack, memory: int | None, exchange: Exchange, plan: CommunicationPlan) -> dict[str, Tensor]:
+    """This rank's shards of the results for a batch of two."""
+    generator = torch.Generator().manual_seed(3)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=torch.float64, generator=generator)
+
+    sizes, s = ModelConfig.preset("test").channels, SEQUENCES[kind]
+    stack = stack_of(kind)
+    use_exchange(stack, exchange, plan)
+    use_memory(stack, memory)
+    pair, pair_mask = random(2, R, R, sizes.pair), (random(2, R, R) > -1).double()
+    with torch.no_grad():
+        if kind == "templates":
+            return {"z": stack(exchange.shard(pair, "i").clone(), pair_mask)}
+        msa = random(2, s, R, sizes.msa if kind == "evoformer" else sizes.extra_msa)
+        msa_mask = (random(2, s, R) > -1).double()
+        m, z = stack(exchange.shard(msa, "seq").clone(), exchange.shard(pair, "j").clone(), msa_mask, pair_mask)
+        return {"m": m, "z": z}
+
+
+def run_rank(handle: Any, *arguments: Any) -> dict[str, Tensor]:
+    kind, memory, plan = arguments
+    return run(kind, memory, ShardedExchange(Group(handle)), plan)
+
+
+@pytest.mark.parametrize("memory", [1, 3000])
+@pytest.mark.parametrize("kind", SEQUENCES)
+def test_pieces_equal_the_whole(kind: Stack, memory: int) -> None:
+    """Catches a piece that reads rows which have changed already, another piece's mask, rows left out or added twice."""
+    found, expected = (run(kind, limit, LocalExchange(), CommunicationPlan()) for limit in (memory, None))
+    for name, x in expected.items():
+        close(found[name], x, name)
+
+
+STREAMED = CommunicationPlan(outer_product_mean="sum", stream_bias=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "plan"),
+    [
+        ("evoformer", 3, CommunicationPlan()),
+        ("evoformer", 2, DAP),
+        ("evoformer", 3, STREAMED),
+        ("extra", 3, CommunicationPlan()),
+        ("extra", 3, STREAMED),
+        ("extra_deep", 2, DAP),
+        ("extra_deep", 4, CommunicationPlan()),
+        ("templates", 3, CommunicationPlan()),
+        ("templates", 2, CommunicationPlan(triangle_outgoing="gather", triangle_incoming="gather", stream_bias=True)),
+    ],
+)
+@pytest.mark.parametrize("memory", [1, 3000])
+def test_pieces_of_shards_equal_the_whole(
+    pool: RankPool, kind: Stack, ranks: int, plan: CommunicationPlan, memory: int
+) -> None:
+    """Catches ranks that cut their unequal shards into different numbers of pieces and wait for each other for ever, and a
+    piece that communicates channels or rows of another one."""
+    m_axis = plan.extra_msa_axis if kind.startswith("extra") else "res"
+    axis_of = {"m": DIMENSION[m_axis], "z": 2}
+    expected = run(kind, None, LocalExchange(), CommunicationPlan())
+    found = pool.run(ranks, run_rank, kind, memory, plan)
+    for name, x in expected.items():
+        close(torch.cat([rank[name] for rank in found], axis_of[name]), x, name)
+
+
+def run_model(memory: int | None, exchange: Exchange, ensembles: int = 1, draws: bool = False) -> dict[str, Tensor]:
+    """Outputs of the whole model, two samples, two feature sets."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        model = dense(AlphaFold(config()))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.5)  # larger parameters would saturate the sigmoids
+        use_exchange(model, exchange)
+        use_memory(model, memory)
+        streams = [Draws.root(0).at(sample) for sample in range(2)] if draws else []
+        with torch.inference_mode():
+            output = model(features(2), streams, ensembles)
+            found = {
+                name: exchange.gather(x, SHARDED[name], whole=SMALL[2]) if name in SHARDED else x
+                for name, x in tensors(output).items()
+            }
+    finally:
+        torch.set_default_dtype(torch.float32)
+    return {name: x.clone() for name, x in found.items()}
+
+
+def run_model_rank(handle: Any, memory: int) -> dict[str, Tensor]:
+    return run_model(memory, ShardedExchange(Group(handle)))
+
+
+@pytest.mark.parametrize(("ensembles", "draws"), [(1, False), (2, False), (1, True)])
+@pytest.mark.parametrize("memory", [1, 5000])
+def test_the_whole_model_in_pieces(memory: int, ensembles: int, draws: bool) -> None:
+    """Catches a recycled pair representation that is overwritten while it is still needed (by the next feature set of an
+    ensemble), templates that are mixed up, and dropout that is lost."""
+    found, expected = (run_model(limit, LocalExchange(), ensembles, draws) for limit in (memory, None))
+    for name, x in expected.items():
+        close(found[name], x, name)
+
+
+def test_the_whole_model_in_pieces_over_ranks(pool: RankPool) -> None:
+    """Catches embedders, templates and the extra MSA cut by positions of the whole instead of the shard's."""
+    expected = run_model(None, LocalExchange())
+    for found in pool.run(3, run_model_rank, 1):
+        for name, x in expected.items():
+            close(found[name], x, name)
+
+
+def test_only_passes_without_gradients_overwrite() -> None:
+    """Catches a training step that writes into tensors which its backward pass needs, and inputs overwritten unasked."""
+    stack = stack_of("evoformer")
+    sizes = ModelConfig.preset("test").channels
+    inputs = torch.randn(1, 5, R, sizes.msa).double(), torch.randn(1, R, R, sizes.pair).double()
+    masks = torch.ones(1, 5, R).double(), torch.ones(1, R, R).double()
+    before = [x.clone() for x in inputs]
+    whole = stack(*inputs, *masks)  # with gradients
+    use_memory(stack, 1)
+    for ours, theirs in zip(stack(*inputs, *masks), whole, strict=True):
+        assert torch.equal(ours, theirs)
+    assert all(torch.equal(x, y) for x, y in zip(inputs, before, strict=True))
+    with torch.no_grad():
+        m, z = stack(*inputs, *masks)
+    assert (m.data_ptr(), z.data_ptr()) == tuple(x.data_ptr() for x in inputs)
+    close(z, whole[1].detach(), "z")
+
+
+@pytest.mark.parametrize("whole", [1, 5, 7, 16])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_every_rank_makes_the_same_pieces(whole: int, ranks: int) -> None:
+    """Catches numbers of pieces that follow the size of the shard: ranks would make different numbers of collectives."""
+    mask = torch.ones(2, whole, 3)
+    for memory in (1, 100, 1000, 10**6):
+        cuts = [Budget(memory, ranks).cut(size, 1, mask, 40) for size in shard_sizes(whole, ranks)]
+        assert len({len(pieces) for pieces in cuts}) == 1
+        for size, pieces in zip(shard_sizes(whole, ranks), cuts, strict=True):
+            assert [at for piece in pieces for at in range(size)[piece]] == list(range(size))
+
+
+@pytest.mark.parametrize("extra", [False, True])
+def test_peak_memory(extra: bool) -> None:
+    """Catches an intermediate of a full-width block that is made whole, and a representation that is copied.
+
+    The peak is the representations, the budget, and either what must be whole (the product of triangle multiplication, the
+    operands of the outer product) or the logits that attention holds at once (1 MiB, three times, and their factors): at most
+    0.2 of what the formulas need, representations included.
+    """
+    sizes = ModelConfig()
+    c_m, s, r = (sizes.channels.extra_msa, 240, 64) if extra else (sizes.channels.msa, 24, 96)
+    torch.manual_seed(0)
+    block = EvoformerBlock(c_m, sizes.channels.pair, sizes.extra_msa if extra else sizes.evoformer, extra)
+    masks = [torch.ones(1, s, r), torch.ones(1, r, r)]
+    representations = 4 * (s * r * c_m + r * r * sizes.channels.pair)
+    whole_beside = 4 * max(r * r * sizes.channels.pair, s * r * c_m if extra else 0)
+    budget = 3 << 20
+    peaks = {}
+    for name, model, memory in (("formulas", formulas.Block(block), None), ("pieces", block, budget)):
+        use_memory(block, memory)
+        with torch.no_grad(), PeakMemory() as count:
+            model(torch.randn(1, s, r, c_m), torch.randn(1, r, r, sizes.channels.pair), *masks)
+        peaks[name] = count.peak
+    assert peaks["pieces"] < representations + budget + max(whole_beside, 4 << 20)
+    assert peaks["pieces"] < 0.2 * peaks["formulas"]
