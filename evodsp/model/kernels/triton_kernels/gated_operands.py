@@ -77,7 +77,6 @@ def _backward_body(launch: Launcher, grad: Tensor, projected: Tensor, mask: Tens
                 **_inputs(values, gates, mask),
                 "grad_values": grad_values,
                 "grad_gates": grad_gates,
-                "gradient_strides": grad_values.stride(),
                 **sizes,
             },
             {"TILE_J": _POSITIONS, "TILE_C": _CHANNELS},
