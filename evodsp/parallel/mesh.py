@@ -10,7 +10,6 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Int
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -103,8 +102,11 @@ def init_mesh(
     return Mesh(DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=(DATA, SEQUENCE)))
 
 
-def _share_memory(ranks: Int[Tensor, "data sequence"]) -> bool:
-    """Whether the ranks of each sequence group are processes of one machine. All ranks must call this together."""
+def _share_memory(ranks: Tensor) -> bool:
+    """Whether the ranks of each sequence group are processes of one machine. All ranks must call this together.
+
+    `ranks`: [data, sequence].
+    """
     machines: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(machines, machine() if supported() else None)
     return None not in machines and all(len({machines[rank] for rank in group}) == 1 for group in ranks.tolist())

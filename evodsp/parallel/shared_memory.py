@@ -30,7 +30,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Shaped
 from torch import Tensor
 
 NAME = "evodsp_shared_memory"
@@ -44,8 +43,8 @@ SLOT = 1 << 21
 
 _PACKET = struct.Struct("<16sqqq")  # collective, its number, first byte and number of bytes to read
 
-Flat = Shaped[Tensor, " _"]
-"""All numbers of a tensor, or some of them, in a row."""
+Flat = Tensor
+"""A tensor of one axis: all numbers of another tensor, or some of them, in a row."""
 
 
 def machine() -> str:
