@@ -18,8 +18,6 @@ from typing import Any
 
 MAX_RANKS = 4
 TIMEOUT = 300.0
-SHARING_MEMORY: dict[int, Any] = {}
-"""In a rank's process: groups of its first 1, 2, … ranks that communicate through shared memory."""
 
 
 @dataclass
@@ -107,11 +105,9 @@ def _serve(rank: int, ranks: int, path: str, pipe: Connection) -> None:
     import torch.distributed as dist
 
     import tests.conftest  # noqa: F401  (installs the shape checks)
-    from evodsp.parallel.shared_memory import register
 
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=ranks)
     groups = {n: dist.new_group(list(range(n))) for n in range(1, ranks + 1)}
-    SHARING_MEMORY.update({n: dist.new_group(list(range(n)), backend=register()) for n in groups})
     while True:
         try:
             n, function, arguments = pipe.recv()

@@ -26,8 +26,7 @@ def run(config: PredictConfig, words: list[str]) -> int:
         )
     with guarded():
         start("gloo" if device_of(config.device).type == "cpu" else "nccl", config.parallel.timeout)
-        timeout, shared_memory = collective_timeout(config.parallel.timeout), config.parallel.shared_memory
-        mesh = init_mesh(config.parallel.sequence, timeout=timeout, shared_memory=shared_memory)
+        mesh = init_mesh(config.parallel.sequence, timeout=collective_timeout(config.parallel.timeout))
         predict(config, print if here.rank == 0 else _silent, mesh.sequence_group())
         stop()
     return 0

@@ -20,8 +20,6 @@ class SequenceConfig:
     of its clustered MSA; nothing needs to be divisible. evodsp starts them on this machine, unless torchrun or srun did."""
     timeout: float = 600.0
     """Seconds without progress after which a rank counts as hung; the run then ends and names the rank."""
-    shared_memory: bool = True
-    """On CPUs, ranks of one machine that share a sample communicate through shared memory. false uses gloo, which is slower."""
 
     def __post_init__(self) -> None:
         if self.sequence < 1:

@@ -10,13 +10,11 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from evodsp.errors import UserError
 from evodsp.parallel.group import Group
 from evodsp.parallel.ledger import Ledger
-from evodsp.parallel.shared_memory import machine, register, supported
 
 DATA, SEQUENCE = "data", "sequence"
 
@@ -79,34 +77,15 @@ def data_ranks(world: int, sequence: int) -> int:
     return world // sequence
 
 
-def init_mesh(
-    sequence: int, device_type: str | None = None, timeout: timedelta | None = None, shared_memory: bool = False
-) -> Mesh:
+def init_mesh(sequence: int, device_type: str | None = None, timeout: timedelta | None = None) -> Mesh:
     """The mesh over all ranks of the default process group. Raises UserError if their number is no multiple of `sequence`.
 
     `device_type`: 'cpu' or 'cuda'; None: the default group's. `timeout`: of one collective; None: torch's default.
-    `shared_memory`: on CPUs, sequence groups communicate through shared memory if each of them is on one machine. Such a group
-    has the collectives of `evodsp.parallel.shared_memory`, not all that gloo has.
     """
     if device_type is None:
         device_type = "cuda" if "nccl" in dist.get_backend() and torch.cuda.is_available() else "cpu"
     world = dist.get_world_size()
     ranks = torch.arange(world).view(data_ranks(world, sequence), sequence)
     # Not `init_device_mesh`: its groups get torch's default time-out, whatever the default group's is.
-    on_one_machine = shared_memory and device_type == "cpu" and _share_memory(ranks)
-    backends = [None, register() if on_one_machine else None]
-    groups = [
-        dist.new_subgroups_by_enumeration(members.tolist(), timeout=timeout, backend=backend)[0]
-        for members, backend in zip((ranks.T, ranks), backends, strict=True)
-    ]
+    groups = [dist.new_subgroups_by_enumeration(members.tolist(), timeout=timeout)[0] for members in (ranks.T, ranks)]
     return Mesh(DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=(DATA, SEQUENCE)))
-
-
-def _share_memory(ranks: Tensor) -> bool:
-    """Whether the ranks of each sequence group are processes of one machine. All ranks must call this together.
-
-    `ranks`: [data, sequence].
-    """
-    machines: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(machines, machine() if supported() else None)
-    return None not in machines and all(len({machines[rank] for rank in group}) == 1 for group in ranks.tolist())

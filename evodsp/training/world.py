@@ -104,8 +104,7 @@ class MeshWorld(World):
         process_group.start("nccl" if self.on_gpu else "gloo", self.config.timeout)
         check_same("settings", settings, self.group)
         timeout = process_group.collective_timeout(self.config.timeout)
-        device, shared_memory = "cuda" if self.on_gpu else "cpu", self.config.shared_memory
-        self._mesh = init_mesh(self.config.sequence, device, timeout, shared_memory)
+        self._mesh = init_mesh(self.config.sequence, "cuda" if self.on_gpu else "cpu", timeout)
         self._batch_check = BatchCheck(self._mesh, timeout)
 
     def check_batch(self, batch: Mapping[str, Tensor] | UserError) -> None:

@@ -1,4 +1,4 @@
-"""Collectives over real ranks: their values, their backward passes, early launches and ledger entries."""
+"""Collectives over real ranks (gloo): their values, their backward passes, early launches and ledger entries."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from evodsp.parallel.group import Group
 from evodsp.parallel.layout import shard_sizes, shard_slice
 from evodsp.parallel.ledger import Entry, Ledger
 from evodsp.parallel.pending import start
-from tests.ranks import SHARING_MEMORY, RankPool
+from tests.ranks import RankPool
 
 BATCH, ROWS, COLUMNS, CHANNELS = 2, 5, 7, 3  # all differ; none of 2, 3 and 4 divides all of them
 NAMES = (
@@ -135,8 +135,8 @@ def test_backward_is_the_exact_transpose_in_every_entry(pool: RankPool, name: st
     assert all(pool.run(ranks, check_gradients, name, False))
 
 
-def run_collective(handle: Any, name: str, backend: str) -> Tensor:
-    group = Group(handle if backend == "gloo" else SHARING_MEMORY[dist.get_world_size(handle)])
+def run_collective(handle: Any, name: str) -> Tensor:
+    group = Group(handle)
     local, axis = inputs(group.size)[group.rank], source(name)
     if axis is not None:
         local = shard(inputs(group.size)[0], axis, group)
@@ -145,15 +145,14 @@ def run_collective(handle: Any, name: str, backend: str) -> Tensor:
     return start(local, collective(name, group)).wait()
 
 
-@pytest.mark.parametrize("backend", ["gloo", "shared memory"])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", NAMES)
-def test_values_with_sizes_that_do_not_divide(pool: RankPool, name: str, ranks: int, backend: str) -> None:
+def test_values_with_sizes_that_do_not_divide(pool: RankPool, name: str, ranks: int) -> None:
     """Catches uneven shards that are joined in the wrong order, and padding that stays in the result."""
     everything = inputs(ranks)
     whole = everything[0] if source(name) is not None else everything.sum(0)
     at_root = shard_slice(COLUMNS, ranks, ROOT % ranks)
-    for rank, found in enumerate(pool.run(ranks, run_collective, name, backend)):
+    for rank, found in enumerate(pool.run(ranks, run_collective, name)):
         axis, expected = target(name), whole
         if name in ("broadcast", "reduce"):
             expected = whole[:, :, at_root]
