@@ -155,13 +155,12 @@ class OuterProductMean(ShardedModule):
 
 
 class _Quotient(torch.autograd.Function):
-    """x / count, in place. In the precision of x, and so is the gradient, although the count is in float32."""
+    """x / count in the precision of x, and so is the gradient, although the count is in float32."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, count: Tensor) -> Tensor:
         ctx.save_for_backward(count)
-        ctx.mark_dirty(x)
-        return x.div_(count)
+        return torch.div(x, count, out=torch.empty_like(x))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

@@ -212,7 +212,7 @@ def _gated_operands_backward(
     _channels_first(of_values).copy_(grad)
     of_values.mul_(mask.unsqueeze(-1)).mul_(opening)
     # sigmoid' = sigmoid (1 - sigmoid), and the gradient of the values holds the first factor.
-    torch.mul(of_values, values, out=of_gates).mul_(1.0 - opening)
+    of_gates.copy_(of_values).mul_(values).mul_(1.0 - opening)
     return result
 
 

@@ -81,7 +81,7 @@ class Layers:
     ) -> tuple[Tensor, ...]:
         """Linear layers of the norm of x: each [B n1 n2 o], contiguous; of the last `planes` layers each [B p n1 n2].
 
-        A bias that is shorter than a layer's result belongs to the last channels.
+        A bias that is shorter than a layer's result belongs to the last channels. The last `planes` layers have none.
         """
         x, *layers = _cast(x, *(y for pair in zip(weights, biases, strict=True) for y in pair))
         with without_autocast(x.device):
@@ -276,22 +276,23 @@ class _Projections(torch.autograd.Function):
         norm_weight, norm_bias, *layers = parameters
         weights, biases = layers[::2], layers[1::2]
         last = len(weights) - planes
-        widths = [len(w) for w in weights]
         batch, n1, n2, _ = x.shape
-        results = [x.new_empty(batch, n1, n2, width) for width in widths[:last]]
-        # Whole planes of one channel: with channels outermost in memory, positions are still one axis of a matrix.
-        results += [x.new_empty(width, batch, n1, n2).transpose(0, 1) for width in widths[last:]]
-        for at in _chunks(x, sum(widths)):
+        chunks = _chunks(x, sum(len(w) for w in weights))
+        results = [x.new_empty(batch, n1, n2, len(w)) for w in weights[:last]]
+        outermost = [Whole(chunks, lambda w=w: x.new_empty(len(w), batch, n1, n2)) for w in weights[last:]]  # type: ignore[misc]
+        for at in chunks:
             y = _matrix(pieces.norm(x[at], norm_weight, norm_bias)[0])
-            for w, b, result in zip(weights, biases, _channels_last(results, planes), strict=True):
-                out = result[at].flatten(0, -2)
+            for w, b, result in zip(weights, biases, results, strict=False):
+                out = result[at].view(-1, len(w))
                 if b is not None and len(b) == len(w):
                     torch.addmm(b, y, w.T, out=out)
                 else:
                     torch.mm(y, w.T, out=out)
                     if b is not None:
                         out[:, -len(b) :].add_(b)
-        return tuple(results)
+            for w, whole in zip(weights[last:], outermost, strict=True):
+                whole.put((slice(None), *at), (w @ y.T).view(len(w), *x[at].shape[:-1]))
+        return *results, *(whole.x.transpose(0, 1) for whole in outermost)
 
     @staticmethod
     @once_differentiable
