@@ -416,14 +416,20 @@ class KernelsConfig:
     """Implementation of attention with a pair bias (MSA rows, triangles); null: kernels.backend."""
     dropout_add: str | None = None
     """Implementation of residual sums with dropout; null: kernels.backend."""
+    gated_output: str | None = None
+    """Implementation of the output of triangle multiplication; null: kernels.backend."""
     gated_projection: str | None = None
-    """Implementation of the gated projections of triangle multiplication; null: kernels.backend."""
+    """Implementation of the operands of triangle multiplication, where other ranks need them; null: kernels.backend."""
     layer_norm: str | None = None
     """Implementation of layer norms; null: kernels.backend."""
     outer_product: str | None = None
     """Implementation of the outer product mean; null: kernels.backend."""
+    projections: str | None = None
+    """Implementation of the projections of attention and of the outer product mean; null: kernels.backend."""
     transition: str | None = None
     """Implementation of the two-layer perceptrons; null: kernels.backend."""
+    triangle_product: str | None = None
+    """Implementation of triangle multiplication on one device; null: kernels.backend."""
 
 
 @dataclass(frozen=True)

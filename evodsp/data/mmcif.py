@@ -24,8 +24,9 @@ from Bio.Data.PDBData import protein_letters_3to1_extended
 from gemmi import cif
 from jaxtyping import Bool, Float32, Float64, Int64
 
+from evodsp.data.layout import entry_of
 from evodsp.data.records import Chain, Structure
-from evodsp.data.text_files import read_bytes, stem
+from evodsp.data.text_files import read_bytes
 from evodsp.errors import FileFormatError, UserError, nearest
 from evodsp.geometry.residues import ATOM_ORDER, ATOM_TYPES
 
@@ -58,11 +59,13 @@ def read_structure(path: str | Path) -> Structure:
 
 
 def read_chain(path: str | Path, chain_id: str) -> Chain:
-    """One protein chain, by its author chain id. The coordinates of other chains are not parsed.
+    """One protein chain, by its author chain id ('': the only one). The coordinates of other chains are not parsed.
 
     Raises UserError, listing the protein chains, if this one is not among them; FileFormatError as `read_structure` does.
     """
     entry = _Entry.read(path)
+    if not chain_id and len(entry.asym_of_chain) == 1:
+        (chain_id,) = entry.asym_of_chain
     if chain_id not in entry.asym_of_chain:
         names = sorted(entry.asym_of_chain)
         raise UserError(
@@ -102,7 +105,7 @@ class _Entry:
         return cls(
             path=path,
             block=block,
-            pdb_id=stem(path),
+            pdb_id=entry_of(Path(path)),
             method=", ".join(_values(block, "_exptl.method")).lower(),
             resolution=_resolution(block),
             release_date=_release_date(block),

@@ -8,9 +8,10 @@ not.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cached_property
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,28 @@ from evodsp.data.query_check import check_alignments
 from evodsp.data.records import Alignment, Chain, ProteinSequence, Structure
 from evodsp.data.structures import StructureFolder
 from evodsp.data.templates.hits import TemplateHit
-from evodsp.data.text_files import read_bytes
+from evodsp.data.text_files import read_json
 from evodsp.errors import FileFormatError, UserError, nearest
 from evodsp.geometry.alphabet import decode
 
-INDEX_NAME = "alignment_db.index"
+UNIFIED_INDEX_NAME = "super.index"
+"""OpenFold's index of all databases of a folder."""
+_LARGEST_FILE = 1 << 62
+
+
+@dataclass(frozen=True)
+class _Database:
+    """An index of OpenFold's alignment databases: {chain: {"db": file, "files": [[name, offset, length], …]}}."""
+
+    index: Path
+    entries: dict[str, Any]
+
+
+def _read_index(path: Path) -> dict[str, Any]:
+    entries = read_json(path, "make the index again")
+    if not isinstance(entries, dict):
+        raise FileFormatError(path, 'expected {chain: {"db": …, "files": …}}; make the index again')
+    return entries
 
 
 class FeatureStore:
@@ -55,8 +73,8 @@ class FeatureStore:
 
     def keys(self) -> list[str]:
         """Keys of all chains with alignments, sorted."""
-        if self._index is not None:
-            return sorted(self._index)
+        if self._databases:
+            return sorted(key for database in self._databases for key in database.entries)
         return sorted(
             path.name for path in self.alignment_dir.iterdir() if path.is_dir() and not path.name.startswith(".")
         )
@@ -99,18 +117,18 @@ class FeatureStore:
 
         `query`: the chain's sequence. Raises UserError if the chain is unknown, FileFormatError for a broken file.
         """
-        if self._index is None:
+        if not self._databases:
             return read_template_hits(self.alignment_dir / key, query)
         return [
             hit
-            for source, name, data in self._database_files(key, self._index)
+            for source, name, data in self._database_files(key)
             if is_search_result(name)
             for hit in parse_search_result(source, query.letters, data)
         ]
 
     def _read_alignments(self, key: str, query: ProteinSequence | None) -> list[Alignment]:
-        if self._index is not None:
-            return self._from_database(key, self._index, query)
+        if self._databases:
+            return self._from_database(key, query)
         directory = self.alignment_dir / key
         if not directory.is_dir():
             raise UserError(
@@ -120,46 +138,47 @@ class FeatureStore:
         return read_alignment_dir(directory, query)
 
     @cached_property
-    def _index(self) -> dict[str, Any] | None:
-        """OpenFold's database: {chain: {"db": file, "files": [[name, offset, length], …]}}."""
-        path = self.alignment_dir / INDEX_NAME
-        if not path.is_file():
-            return None
-        try:
-            index = json.loads(read_bytes(path))
-        except json.JSONDecodeError as error:
-            raise FileFormatError(path, f"not JSON ({error.msg}); make the index again", error.lineno) from error
-        if not isinstance(index, dict):
-            raise FileFormatError(path, 'expected {chain: {"db": …, "files": …}}; make the index again')
-        return index
+    def _databases(self) -> list[_Database]:
+        """OpenFold's databases. `super.index` lists the chains of all of them; with it the other indices are not read."""
+        paths = [self.alignment_dir / UNIFIED_INDEX_NAME]
+        if not paths[0].is_file():
+            paths = sorted(self.alignment_dir.glob("*.index"))
+        databases = [_Database(path, _read_index(path)) for path in paths]
+        for first, second in combinations(databases, 2):
+            if twice := first.entries.keys() & second.entries.keys():
+                message = f"chain '{min(twice)}' is in {first.index.name} too; remove it from one of the two"
+                raise FileFormatError(second.index, message)
+        return databases
 
-    def _from_database(self, key: str, index: dict[str, Any], query: ProteinSequence | None) -> list[Alignment]:
+    def _from_database(self, key: str, query: ProteinSequence | None) -> list[Alignment]:
         alignments = [
-            parse_alignment(source, data)
-            for source, name, data in self._database_files(key, index)
-            if is_alignment(name)
+            parse_alignment(source, data) for source, name, data in self._database_files(key) if is_alignment(name)
         ]
         if not alignments:
-            path = self.alignment_dir / INDEX_NAME
-            raise UserError(f"{path}: no alignment (.a3m or .sto) of chain '{key}' in the database; make it again")
+            raise UserError(
+                f"{self.alignment_dir}: no alignment (.a3m or .sto) of chain '{key}' in the database; make it again"
+            )
         check_alignments(alignments, query)
         return alignments
 
-    def _database_files(self, key: str, index: dict[str, Any]) -> Iterator[tuple[str, str, bytes]]:
+    def _database_files(self, key: str) -> Iterator[tuple[str, str, bytes]]:
         """(source for messages, name, content) of a chain's alignments and template searches, sorted by name."""
-        path = self.alignment_dir / INDEX_NAME
-        if key not in index:
+        found = next((database for database in self._databases if key in database.entries), None)
+        if found is None:
+            indices = ", ".join(database.index.name for database in self._databases)
             raise UserError(
-                f"{path}: no alignments of chain '{key}'; make the index again or drop the chain.{nearest(key, index)}"
+                f"{self.alignment_dir}: no alignments of chain '{key}' in {indices}; make the index again or drop the chain."
+                f"{nearest(key, self.keys())}"
             )
+        entry = found.entries[key]
         try:
-            database = self.alignment_dir / Path(index[key]["db"]).name
-            files = sorted((str(name), int(offset), int(length)) for name, offset, length in index[key]["files"])
-            if any(offset < 0 or length < 0 for _, offset, length in files):
-                raise ValueError("negative offset or length")
-        except (KeyError, TypeError, ValueError) as error:
+            database = self.alignment_dir / Path(entry["db"]).name
+            files = sorted((str(name), int(offset), int(length)) for name, offset, length in entry["files"])
+            if any(not 0 <= number < _LARGEST_FILE for _, *numbers in files for number in numbers):
+                raise ValueError("an offset or a length outside of any file")
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             message = f'the entry of chain \'{key}\' is not {{"db": file, "files": [[name, offset, length], …]}}; make it again'
-            raise FileFormatError(path, message) from error
+            raise FileFormatError(found.index, message) from error
         try:
             with database.open("rb") as file:
                 for name, offset, length in files:
@@ -172,5 +191,5 @@ class FeatureStore:
                     yield f"{database}:{key}/{name}", name, data
         except OSError as error:
             raise UserError(
-                f"{database}: cannot be read ({error.strerror}); {INDEX_NAME} names it for '{key}'"
+                f"{database}: cannot be read ({error.strerror}); {found.index.name} names it for '{key}'"
             ) from error

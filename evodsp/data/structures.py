@@ -1,29 +1,21 @@
-"""A folder of structure files, `<pdbid>.cif` or `.pdb`, gzipped or not, and the release dates of its entries."""
+"""A folder of structure files (`evodsp.data.layout`), and the release dates of its entries."""
 
 from __future__ import annotations
 
-import json
 from datetime import date
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from evodsp.data.layout import entry_of, names_of, split_key, structure_file
 from evodsp.data.mmcif import read_chain, read_release_date, read_structure
 from evodsp.data.records import Chain, Structure
-from evodsp.data.text_files import read_bytes, stem
+from evodsp.data.text_files import read_json
 from evodsp.errors import FileFormatError, UserError, nearest
 
 CACHE_NAMES = ("mmcif_cache.json", "chain_data_cache.json")
-"""OpenFold's caches, `{pdbid: {"release_date": …}}` and `{chain: {"release_date": …}}`: in the folder or beside it."""
-STRUCTURE_SUFFIXES = (".cif", ".cif.gz", ".pdb", ".pdb.gz")
-
-
-def split_key(key: str) -> tuple[str, str]:
-    """('<pdbid>', '<author chain id>') of a chain key. Raises UserError unless an underscore separates two parts."""
-    pdb_id, _, chain_id = key.rpartition("_")
-    if not pdb_id or not chain_id:
-        raise UserError(f"'{key}' is not a chain key; write '<pdbid>_<chain>', for example '1abc_A'")
-    return pdb_id, chain_id
+"""OpenFold's caches, `{pdbid: {"release_date": …}}` and `{chain: {"release_date": …}}`: in the folder, beside it, or
+in `data_caches/` beside it."""
 
 
 @runtime_checkable
@@ -63,7 +55,7 @@ class StructureFolder:
 
     def has_structure(self, key: str) -> bool:
         """Whether there is a structure file for the chain's entry (whether it has the chain is not checked)."""
-        return "_" in key and self._path(split_key(key)[0]) is not None
+        return structure_file(self.directory, split_key(key)[0]) is not None
 
     def chain(self, key: str) -> Chain:
         """The chain's structure. Raises UserError, with the nearest name, if the file or the chain is missing."""
@@ -79,7 +71,7 @@ class StructureFolder:
         has the date. Raises FileFormatError for a broken cache or file."""
         if pdb_id not in self._dates:
             cached = self._cached_dates.get(pdb_id.lower())
-            path = self._path(pdb_id) if cached is None else None
+            path = structure_file(self.directory, pdb_id) if cached is None else None
             self._dates[pdb_id] = cached if path is None else read_release_date(path)
         return self._dates[pdb_id]
 
@@ -88,33 +80,27 @@ class StructureFolder:
         """Release dates in the caches, by lower-case entry."""
         dates: dict[str, date] = {}
         for name in CACHE_NAMES:
-            for path in (self.directory / name, self.directory.parent / name):
+            parent = self.directory.parent
+            for path in (self.directory / name, parent / name, parent / "data_caches" / name):
                 if path.is_file():
                     dates = _read_dates(path, by_chain=name == CACHE_NAMES[1]) | dates
                     break
         return dates
 
     def _existing(self, pdb_id: str, wanted: str) -> Path:
-        if (path := self._path(pdb_id)) is not None:
+        if (path := structure_file(self.directory, pdb_id)) is not None:
             return path
-        names = {stem(path) for path in self.directory.iterdir()}
+        names = {entry_of(path) for path in self.directory.iterdir()}
         raise UserError(
-            f"{self.directory}: no {pdb_id}.cif[.gz] or .pdb[.gz] of chain '{wanted}'; add the file or drop the chain."
+            f"{self.directory}: no {names_of(pdb_id)} of '{wanted}'; add the file or drop the chain."
             f"{nearest(pdb_id, names)}"
         )
-
-    def _path(self, pdb_id: str) -> Path | None:
-        names = [f"{name}{suffix}" for name in dict.fromkeys((pdb_id, pdb_id.lower())) for suffix in STRUCTURE_SUFFIXES]
-        return next((path for name in names if (path := self.directory / name).is_file()), None)
 
 
 def _read_dates(path: Path, by_chain: bool) -> dict[str, date]:
     """Release dates by lower-case entry; entries without one are left out."""
     fix = "make the cache again, or remove it"
-    try:
-        cache = json.loads(read_bytes(path))
-    except json.JSONDecodeError as error:
-        raise FileFormatError(path, f"not JSON ({error.msg}); {fix}", error.lineno) from error
+    cache = read_json(path, fix)
     if not isinstance(cache, dict):
         raise FileFormatError(path, f'expected {{name: {{"release_date": …}}}}; {fix}')
     dates: dict[str, date] = {}

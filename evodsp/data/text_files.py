@@ -1,14 +1,21 @@
-"""Reading text files of the user: gzip is transparent, and every failure is a UserError of one line."""
+"""Reading text files and JSON of the user: gzip is transparent, and every failure is a UserError of one line."""
 
 from __future__ import annotations
 
-import gzip
+import io
+import json
 import zlib
+from gzip import GzipFile
 from pathlib import Path
+from typing import Any
 
 from evodsp.errors import FileFormatError, UserError
 
 _GZIP_MAGIC = b"\x1f\x8b"
+# A gzipped file may unpack to this many bytes. The largest public alignments have some hundred million; an archive made to fill
+# the memory (a decompression bomb) has no such limit.
+_LARGEST_UNPACKED = 1 << 32
+_UNPACKED_AT_ONCE = 1 << 24
 
 
 def read_bytes(path: str | Path) -> bytes:
@@ -37,15 +44,28 @@ def unpack(source: str | Path, data: bytes) -> bytes:
     """`data`, or its content if it is gzipped."""
     if not data.startswith(_GZIP_MAGIC):
         return data
+    blocks, size = [], 0
     try:
-        return gzip.decompress(data)
+        with GzipFile(fileobj=io.BytesIO(data)) as archive:
+            while block := archive.read(_UNPACKED_AT_ONCE):
+                size += len(block)
+                if size > _LARGEST_UNPACKED:
+                    limit = f"{_LARGEST_UNPACKED / 2**30:.3g} GiB"
+                    raise FileFormatError(
+                        source, f"unpacks to more than {limit}: this is no alignment or structure; remove it"
+                    )
+                blocks.append(block)
     except (EOFError, OSError, zlib.error) as error:
         raise FileFormatError(source, f"broken gzip archive ({error}); download or write it again") from error
+    return b"".join(blocks)
 
 
 def check_text(source: str | Path, data: bytes) -> bytes:
-    """`data` without a byte-order mark; raises FileFormatError if it is empty or not UTF-8 text."""
-    data = data.removeprefix(b"\xef\xbb\xbf")
+    """`data` without a byte-order mark, and without the zero byte at the end that entries of HH-suite's databases have.
+
+    Raises FileFormatError if it is empty or not UTF-8 text.
+    """
+    data = data.removeprefix(b"\xef\xbb\xbf").removesuffix(b"\0")
     if not data.strip():
         raise FileFormatError(source, "the file is empty; write it again or remove it")
     if not data.isascii() or b"\0" in data:
@@ -62,6 +82,13 @@ def check_text(source: str | Path, data: bytes) -> bytes:
     return data
 
 
-def stem(path: str | Path) -> str:
-    """The file's name without `.gz` and without its last suffix: `1abc.cif.gz` -> `1abc`."""
-    return Path(Path(path).name.removesuffix(".gz")).stem
+def read_json(path: str | Path, fix: str) -> Any:
+    """The content of a JSON file. `fix` ends the message of the FileFormatError that a broken or hostile file raises."""
+    try:
+        return json.loads(read_bytes(path))
+    except json.JSONDecodeError as error:
+        raise FileFormatError(path, f"not JSON ({error.msg}); {fix}", error.lineno) from error
+    except RecursionError as error:
+        raise FileFormatError(path, f"JSON that is nested too deeply; {fix}") from error
+    except ValueError as error:  # a number of thousands of digits
+        raise FileFormatError(path, f"JSON with a number that is too long; {fix}") from error

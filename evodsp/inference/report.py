@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from evodsp import metrics
+from evodsp.data.layout import names_of, split_key, structure_file
 from evodsp.data.mmcif import read_chain
 from evodsp.data.records import Chain
-from evodsp.data.structures import split_key
 from evodsp.errors import UserError
 from evodsp.geometry.residues import CA
 from evodsp.inference.plots import distance_figure
@@ -191,12 +191,9 @@ def _score(pair: _Pair, split: str) -> ChainScores:
 
 def _read_key(predictions: Path, structures: Path, key: str) -> _Pair:
     pdb_id, chain_id = split_key(key)
-    candidates = [structures / f"{pdb_id}{suffix}" for suffix in (".cif", ".cif.gz", ".pdb", ".pdb.gz")]
-    truth = next((path for path in candidates if path.is_file()), None)
+    truth = structure_file(structures, pdb_id)
     if truth is None:
-        raise UserError(
-            f"{structures}: no {pdb_id}.cif[.gz] or .pdb[.gz] for chain {key}; check the folder of structures"
-        )
+        raise UserError(f"{structures}: no {names_of(pdb_id)} of '{key}'; check the folder of structures")
     return _read_pair(read_result(predictions / key).structure(), truth, chain_id)
 
 

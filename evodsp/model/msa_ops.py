@@ -6,13 +6,15 @@ letter (s r i j) is this rank's shard of that axis; on one device it is the whol
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from evodsp.model.kernels.reference import mask_bias
 from evodsp.model.precision import wide, without_autocast
-from evodsp.model.primitives import GatedAttention, LayerNorm, Linear, PairBias, ShardedModule
+from evodsp.model.primitives import GatedAttention, LayerNorm, Linear, PairBias, ShardedModule, project
 from evodsp.parallel.exchange import LocalExchange
 from evodsp.parallel.layout import Axis
 from evodsp.parallel.pending import Pending
@@ -32,8 +34,10 @@ class MSARowAttention(ShardedModule):
         self, m: Float[Tensor, "B s R c_m"], z: Float[Tensor, "B I j c_z"], msa_mask: Float[Tensor, "B S R"]
     ) -> Float[Tensor, "B s R c_m"]:
         # Only the bias, H channels, is communicated; z stays where it is.
-        bias = PairBias(self.pair_bias(self.pair_norm(z)), "j", z.shape[1], self.exchange, self.plan)
-        return self.attention(self.norm(m), self.exchange.shard(msa_mask, "seq"), bias)
+        (local,) = project(self.kernels, z, self.pair_norm, self.pair_bias.layer, planes=1)
+        bias = PairBias(local, "j", z.shape[1], self.exchange, self.plan)
+        (projected,) = project(self.kernels, m, self.norm, self.attention.projection)
+        return self.attention(projected, self.exchange.shard(msa_mask, "seq"), bias)
 
 
 class MSAColumnAttention(ShardedModule):
@@ -47,7 +51,8 @@ class MSAColumnAttention(ShardedModule):
     def forward(
         self, m: Float[Tensor, "B S r c_m"], msa_mask: Float[Tensor, "B S R"], axis: Axis = "res"
     ) -> Float[Tensor, "B S r c_m"]:
-        return self.attention(self.norm(m), self.exchange.shard(msa_mask, axis))
+        (projected,) = project(self.kernels, m, self.norm, self.attention.projection)
+        return self.attention(projected, self.exchange.shard(msa_mask, axis))
 
 
 class MSAColumnGlobalAttention(ShardedModule):
@@ -109,8 +114,9 @@ class OuterProductMean(ShardedModule):
     ) -> Float[Tensor, "B I j c_z"]:
         """m is sharded along `axis`, S or R."""
         mask = self.exchange.shard(msa_mask, axis).unsqueeze(-1)
-        operands = self.left_right(self.norm(m))
-        left, right = (operands * mask.to(operands.dtype)).chunk(2, -1)  # both sharded as m is
+        (operands,) = project(self.kernels, m, self.norm, self.left_right.layer)
+        mask = mask.to(operands.dtype)
+        left, right = (operand * mask for operand in operands.chunk(2, -1))  # both sharded as m is, without gaps
         with without_autocast(m.device):  # half precision does not count beyond 256
             # Number of sequences that have both residues: [B, I, j].
             count = msa_mask.transpose(1, 2) @ self.exchange.shard(msa_mask, "res")
@@ -119,8 +125,7 @@ class OuterProductMean(ShardedModule):
             update = self.kernels.outer_product(rows, right, self.output.weight)
         else:
             update = self._from_sequence_shards(left, right, sequences=msa_mask.shape[1])
-        # In place: a quotient of half precision and the count in float32 would be float32.
-        return (update + self.output.bias.to(update.dtype)).div_(count.unsqueeze(-1) + 1e-3)
+        return _Quotient.apply(update + self.output.bias.to(update.dtype), count.unsqueeze(-1) + 1e-3)
 
     def _from_sequence_shards(
         self, left: Float[Tensor, "B s R c"], right: Float[Tensor, "B s R c"], sequences: int
@@ -145,6 +150,21 @@ class OuterProductMean(ShardedModule):
             reducing = self.exchange.start_reduce(partial, "j", root, whole=residues)
         assert reducing is not None  # there is at least one shard
         return update + reducing.wait()
+
+
+class _Quotient(torch.autograd.Function):
+    """x / count, in place. In the precision of x, and so is the gradient, although the count is in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, count: Tensor) -> Tensor:
+        ctx.save_for_backward(count)
+        ctx.mark_dirty(x)
+        return x.div_(count)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (count,) = ctx.saved_tensors
+        return torch.div(grad, count, out=torch.empty_like(grad)), None
 
 
 def first_row(m: Float[Tensor, "B S r c_m"]) -> Float[Tensor, "B r c_m"]:

@@ -12,7 +12,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from evodsp.model.primitives import GatedAttention, LayerNorm, Linear, PairBias, ShardedModule
+from evodsp.model.kernels.layers import multiply_edges
+from evodsp.model.primitives import GatedAttention, LayerNorm, Linear, PairBias, ShardedModule, project
 from evodsp.parallel.layout import Axis
 from evodsp.parallel.pending import Pending, Ready
 
@@ -48,19 +49,27 @@ class TriangleMultiplication(ShardedModule):
 
         `switched`: z on its way to `result_axis`, if that differs from `axis`; the output gate reads it.
         """
-        x = self.norm(z)
         mask = self.exchange.shard(pair_mask, axis)
-        values, gates = self.projection, self.projection_gate
-        # The operands get no name here, so that they are freed once they have been sent.
-        product = self.multiply(
-            self.kernels.gated_projection(x, mask, values.weight, values.bias, gates.weight, gates.bias),
-            axis,
-            result_axis or axis,
-            pair_mask.shape[1],
-        )
-        gated = z if switched is None else switched.wait()
-        gate = self.output_gate(x if gated is z else self.norm(gated)).sigmoid()
-        return self.output(self.product_norm(product.wait())) * gate
+        layers = self.norm, self.projection, self.projection_gate
+        parameters = [p for layer in layers for p in (layer.weight, layer.bias)]
+        if self.exchange.ranks == 1:
+            # Operands are formed again in the backward pass. Those that other ranks sent are kept: forming them again would
+            # mean to communicate them again.
+            gate_of_output = self.output_gate.weight, self.output_gate.bias
+            product, gate = self.kernels.triangle_product(
+                z, mask, *parameters, *gate_of_output, self.edges == "outgoing"
+            )
+            product = _channels_last(product)
+        else:
+            # The operands get no name here, so that they are freed once they have been sent.
+            sent = self.multiply(
+                self.kernels.gated_projection(z, mask, *parameters), axis, result_axis or axis, pair_mask.shape[1]
+            )
+            gated = z if switched is None else switched.wait()
+            (gate,) = project(self.kernels, gated, self.norm, self.output_gate.layer)
+            product = sent.wait()
+        norm, output = self.product_norm, self.output
+        return self.kernels.gated_output(product, gate, norm.weight, norm.bias, output.weight, output.bias)
 
     def multiply(self, both: Float[Tensor, "2 B c _ _"], axis: Axis, result_axis: Axis, residues: int) -> Pending:
         """The product of the two operands `both`, in the way that the plan says."""
@@ -84,8 +93,7 @@ class TriangleMultiplication(ShardedModule):
 
     def _product(self, a: Float[Tensor, "B c _ _"], b: Float[Tensor, "B c _ _"]) -> Float[Tensor, "B _ _ c"]:
         """Sum over the third residue k, separately in each channel: a_ik b_jk (outgoing) or a_kj b_ki (incoming)."""
-        product = a @ b.transpose(-1, -2) if self.edges == "outgoing" else b.transpose(-1, -2) @ a
-        return _channels_last(_ContiguousGradient.apply(product))
+        return _channels_last(_ContiguousGradient.apply(multiply_edges(a, b, self.edges == "outgoing")))
 
 
 class _ContiguousGradient(torch.autograd.Function):
@@ -124,9 +132,10 @@ class TriangleAttention(ShardedModule):
         self.attention = GatedAttention(c_z, heads, head_width, along=2 if node == "starting" else 1)
 
     def forward(self, z: Float[Tensor, "B _ _ c_z"], pair_mask: Float[Tensor, "B R R"]) -> Float[Tensor, "B _ _ c_z"]:
-        x = self.norm(z)
-        bias = self.pair_bias(x)
+        layers = self.attention.projection, self.pair_bias.layer
+        projected, local = project(self.kernels, z, self.norm, *layers, planes=1)
         if self.node == "ending":
-            bias = bias.transpose(1, 2)
-        bias = PairBias(bias, "i", pair_mask.shape[1], self.exchange, self.plan)
-        return self.attention(x, self.exchange.shard(pair_mask, "i" if self.node == "starting" else "j"), bias)
+            local = local.transpose(1, 2)
+        bias = PairBias(local, "i", pair_mask.shape[1], self.exchange, self.plan)
+        mask = self.exchange.shard(pair_mask, "i" if self.node == "starting" else "j")
+        return self.attention(projected, mask, bias)

@@ -6,6 +6,7 @@ Shape legend: B batch, L positions attended over, H heads, D head width, c chann
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Literal
 
 import torch
@@ -19,6 +20,9 @@ from evodsp.model.schedule import CommunicationPlan
 from evodsp.parallel.exchange import Exchange, LocalExchange
 from evodsp.parallel.layout import Axis
 from evodsp.parallel.pending import Pending, Ready
+
+Layer = tuple[Float[Tensor, "_ c"], Float[Tensor, " _"] | None]
+"""Weight and bias of a linear layer. A bias that is shorter than the layer's result belongs to the last channels."""
 
 Initialisation = Literal["linear", "relu", "glorot", "gate", "final"]
 
@@ -85,6 +89,11 @@ class Linear(nn.Linear):
                 scale = math.sqrt((2.0 if self._init == "relu" else 1.0) / self.in_features) / 0.87962566103423978
                 nn.init.trunc_normal_(self.weight, std=scale, a=-2 * scale, b=2 * scale)
 
+    @property
+    def layer(self) -> Layer:
+        """Weight and bias, for operators."""
+        return self.weight, self.bias
+
 
 class LayerNorm(Computed, nn.LayerNorm):
     """Layer norm over the last axis. The result has the precision of `x`, with autocast too; statistics are in float32."""
@@ -97,8 +106,19 @@ class LayerNorm(Computed, nn.LayerNorm):
             return self.kernels.layer_norm(x, self.weight, self.bias, self.eps)
 
 
+def project(
+    kernels: Kernels, x: Float[Tensor, "B n1 n2 c"], norm: LayerNorm, *layers: Layer, planes: int = 0
+) -> tuple[Float[Tensor, "B n1 n2 _"], ...]:
+    """What `layers` make of the norm of x, which is not kept. Of the last `planes` layers, channels are outermost in memory."""
+    results = kernels.projections(
+        x, norm.weight, norm.bias, [weight for weight, _ in layers], [bias for _, bias in layers], planes
+    )
+    last = len(layers) - planes
+    return *results[:last], *(result.permute(0, 2, 3, 1) for result in results[last:])
+
+
 class PairBias:
-    """The bias that attention takes from the pair representation. It is gathered while projections are computed.
+    """The bias that attention takes from the pair representation. It is gathered while other projections are computed.
 
     With `plan.stream_bias` it is never whole. Queries are then processed shard by shard, each with the broadcast bias of its
     rows; the backward pass broadcasts it again.
@@ -117,33 +137,29 @@ class PairBias:
     def attention(
         self,
         kernels: Kernels,
-        q: Float[Tensor, "B N L H D"],
-        k: Float[Tensor, "B N L H D"],
-        v: Float[Tensor, "B N L H D"],
-        gate: Float[Tensor, "B N L H D"],
+        projected: Float[Tensor, "B N L 4 H D"],
         keys: Float[Tensor, "B N L"],
     ) -> Float[Tensor, "B N L H D"]:
         """Gated attention with this bias. `keys`: 1 where a key is present."""
         bias = self._arriving.wait()
         if not self.stream:
-            return kernels.biased_attention(q, k, v, gate, keys, bias.permute(0, 3, 1, 2))
+            return kernels.biased_attention(projected, keys, bias.permute(0, 3, 1, 2))
         rows = [
-            checkpoint(
-                self._rows, kernels, root, q[:, :, queries], k, v, gate[:, :, queries], keys, bias, use_reentrant=False
-            )
+            checkpoint(self._rows, kernels, root, projected, keys, bias, queries.start, use_reentrant=False)
             for root, queries in enumerate(self.exchange.shards(self.whole))
         ]
         return torch.cat(rows, 2)
 
-    def _rows(
-        self, kernels: Kernels, root: int, q: Tensor, k: Tensor, v: Tensor, gate: Tensor, keys: Tensor, local: Tensor
-    ) -> Tensor:
+    def _rows(self, kernels: Kernels, root: int, projected: Tensor, keys: Tensor, local: Tensor, first: int) -> Tensor:
         bias = self.exchange.start_broadcast(local, "i", root, self.whole).wait()
-        return kernels.biased_attention(q, k, v, gate, keys, bias.permute(0, 3, 1, 2))
+        return kernels.biased_attention(projected, keys, bias.permute(0, 3, 1, 2), first)
 
 
 class GatedAttention(Computed):
-    """Gated multi-head self-attention along one axis (the core of algorithms 7, 8, 13 and 14)."""
+    """Gated multi-head self-attention along one axis (the core of algorithms 7, 8, 13 and 14).
+
+    The norm before it, which projects into the pair bias too where that comes from the same representation, is the caller's.
+    """
 
     def __init__(self, channels: int, heads: int, head_width: int, along: Literal[1, 2] = 2) -> None:
         """`along`: dimension of the positions that attend to each other. The other one holds independent rows."""
@@ -154,22 +170,23 @@ class GatedAttention(Computed):
         self.gate = Linear(channels, width, init="gate")
         self.output = Linear(width, channels, init="final")
 
+    @property
+    def projection(self) -> Layer:
+        """Queries, keys, values and gates as one layer: one large matrix product, and one gradient."""
+        return torch.cat([self.qkv.weight, self.gate.weight]), self.gate.bias
+
     def forward(
         self,
-        x: Float[Tensor, "B n1 n2 c"],
+        projected: Float[Tensor, "B n1 n2 _"],
         mask: Float[Tensor, "B n1 n2"],
         pair_bias: PairBias | None = None,
     ) -> Float[Tensor, "B n1 n2 c"]:
-        """`pair_bias` is shared by all rows of a sample. It may still be on its way: it is awaited after the projections."""
-        qkv = self.qkv(x).unflatten(-1, (3, self.heads, -1))
-        gate = self.gate(x).unflatten(-1, (self.heads, -1))
+        """`projected`: what `projection` made of the norm. `pair_bias`, shared by all rows, may still be on its way."""
+        projected = projected.unflatten(-1, (4, self.heads, -1))
         if self.along == 1:  # views: operators take any strides
-            qkv, gate, mask = qkv.transpose(1, 2), gate.transpose(1, 2), mask.transpose(1, 2)
-        q, k, v = qkv.unbind(3)  # each [B, N, L, H, D]
-        if pair_bias is None:
-            o = self.kernels.attention(q, k, v, gate, mask)
-        else:
-            o = pair_bias.attention(self.kernels, q, k, v, gate, mask)
+            projected, mask = projected.transpose(1, 2), mask.transpose(1, 2)
+        attention = self.kernels.attention if pair_bias is None else partial(pair_bias.attention, self.kernels)
+        o = attention(projected, mask)
         if self.along == 1:
             o = o.transpose(1, 2)
         return self.output(o.flatten(-2))
@@ -184,6 +201,6 @@ class Transition(Computed):
         self.widen = Linear(channels, factor * channels, init="relu")
         self.narrow = Linear(factor * channels, channels, init="final")
 
-    def forward(self, x: Float[Tensor, "*batch c"]) -> Float[Tensor, "*batch c"]:
-        widen, narrow = self.widen, self.narrow
-        return self.kernels.transition(self.norm(x), widen.weight, widen.bias, narrow.weight, narrow.bias)
+    def forward(self, x: Float[Tensor, "B n1 n2 c"]) -> Float[Tensor, "B n1 n2 c"]:
+        layers = self.norm, self.widen, self.narrow
+        return self.kernels.transition(x, *(p for layer in layers for p in (layer.weight, layer.bias)))

@@ -286,9 +286,13 @@ def maximum(x: Tensor, group: Group) -> Tensor:
 
 
 def _packed(x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
-    """The parts of `x` along `dim`, flattened one after another: one copy, or none if memory already has this order."""
+    """The parts of `x` along `dim`, flattened one after another: no copy if memory already has this order, one if all parts
+    are equally large, otherwise one for each part.
+    """
     if math.prod(x.shape[:dim]) == 1:
         return x.contiguous().view(-1)
+    if min(sizes) == max(sizes):
+        return x.unflatten(dim, (len(sizes), sizes[0])).movedim(dim, 0).reshape(-1)
     flat, start = x.new_empty(x.numel()), 0
     for part in x.split(list(sizes), dim):
         flat[start : start + part.numel()].view(part.shape).copy_(part)

@@ -37,9 +37,8 @@ def formula(q: Tensor, k: Tensor, v: Tensor, mask_bias: Tensor, pair_bias: Tenso
 
 def evodsp(q: Tensor, k: Tensor, v: Tensor, mask_bias: Tensor, pair_bias: Tensor) -> Tensor:
     """The package's operator, with gates that are open. It takes positions before heads, as projections deliver them."""
-    q, k, v = (x.transpose(2, 3) for x in (q, k, v))
-    open_gate = q.new_full((), torch.inf).expand(v.shape)
-    return biased_attention(q, k, v, open_gate, (mask_bias == 0).to(q.dtype), pair_bias).transpose(2, 3)
+    projected = torch.stack([q, k, v, torch.full_like(q, torch.inf)], 3).transpose(2, 4)
+    return biased_attention(projected, (mask_bias == 0).to(q.dtype), pair_bias).transpose(2, 3)
 
 
 CONTENDERS: dict[str, Attention] = {"formula": formula, "evodsp": evodsp}

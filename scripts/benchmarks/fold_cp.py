@@ -49,7 +49,7 @@ from evodsp.model.dropout import Masks
 from evodsp.model.evoformer import PairMask, PairStack
 from evodsp.model.kernels.registry import Kernels
 from evodsp.model.pair_ops import TriangleAttention, TriangleMultiplication
-from evodsp.model.primitives import PairBias, ShardedModule
+from evodsp.model.primitives import PairBias, ShardedModule, project
 from evodsp.model.sharded import Sharded
 from evodsp.parallel.collectives import Gather, ScatterSum, Switch
 from evodsp.parallel.exchange import ShardedExchange
@@ -60,8 +60,8 @@ from evodsp.parallel.pending import Pending, Ready, start
 from .ring import ring
 
 Ending = Literal["z", "qkv"]
-"""What attention around the ending node sends to columns: the normalised pair representation before the projections (what the
-code does), or queries, keys and values after them (what its docstring says)."""
+"""What attention around the ending node sends to columns: the pair representation before the projections (what the
+code does; the norm may come before or after), or queries, keys and values after them (what its docstring says)."""
 
 
 class FoldCPPairStack(PairStack):
@@ -174,48 +174,43 @@ class _RegatheredBias(PairBias):
     def __init__(self, local: Float[Tensor, "B _ _ H"], gather: Gather) -> None:
         self.local, self.gather = local, gather
 
-    def attention(self, kernels: Kernels, q: Tensor, k: Tensor, v: Tensor, gate: Tensor, keys: Tensor) -> Tensor:
+    def attention(self, kernels: Kernels, projected: Tensor, keys: Tensor) -> Tensor:
         """Gated attention with this bias."""
-        return _AttentionWithShardedBias.apply(kernels, q, k, v, gate, keys, self.local, self.gather)
+        return _AttentionWithShardedBias.apply(kernels, projected, keys, self.local, self.gather)
 
 
 class _AttentionWithShardedBias(torch.autograd.Function):
     """Keeps the shard of the bias. The backward pass gathers it and computes the attention again, then reduce-scatters."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        kernels: Kernels,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        gate: Tensor,
-        keys: Tensor,
-        local: Tensor,
-        gather: Gather,
-    ) -> Tensor:
-        ctx.save_for_backward(q, k, v, gate, keys, local)
+    def forward(ctx: Any, kernels: Kernels, projected: Tensor, keys: Tensor, local: Tensor, gather: Gather) -> Tensor:
+        ctx.save_for_backward(projected, keys, local)
         ctx.kernels, ctx.gather = kernels, gather
         bias = gather.launch(local).wait()
-        return kernels.biased_attention(q, k, v, gate, keys, bias.permute(0, 3, 1, 2))
+        return kernels.biased_attention(projected, keys, bias.permute(0, 3, 1, 2))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        *projections, keys, local = ctx.saved_tensors
+        projected, keys, local = ctx.saved_tensors
         bias = ctx.gather.launch(local, backward=True).wait()
-        q, k, v, gate, bias = inputs = [x.detach().requires_grad_() for x in (*projections, bias)]
+        projected, bias = inputs = [x.detach().requires_grad_() for x in (projected, bias)]
         with torch.enable_grad():
-            result = ctx.kernels.biased_attention(q, k, v, gate, keys, bias.permute(0, 3, 1, 2))
-        *gradients, of_bias = torch.autograd.grad(result, inputs, gradient)
-        return None, *gradients, None, ctx.gather.transpose().launch(of_bias, backward=True).wait(), None
+            result = ctx.kernels.biased_attention(projected, keys, bias.permute(0, 3, 1, 2))
+        of_projected, of_bias = torch.autograd.grad(result, inputs, gradient)
+        of_local = ctx.gather.transpose().launch(of_bias, backward=True).wait()
+        return None, of_projected, None, of_local, None
 
 
 class _StartingAttention(TriangleAttention):
     def forward(self, z: Float[Tensor, "B i J c_z"], pair_mask: PairMask) -> Float[Tensor, "B i J c_z"]:
         """The update of z. Both are on I."""
-        x = self.norm(z)
-        return self.attention(x, self.exchange.shard(pair_mask, "i"), self._bias(self.pair_bias(x)))
+        projected, local = self._project(z)
+        return self.attention(projected, self.exchange.shard(pair_mask, "i"), self._bias(local))
+
+    def _project(self, z: Tensor) -> tuple[Tensor, ...]:
+        """What the projections and the layer of the bias make of the norm of z."""
+        return project(self.kernels, z, self.norm, self.attention.projection, self.pair_bias.layer, planes=1)
 
     def _bias(self, local: Float[Tensor, "B n R H"]) -> _RegatheredBias:
         """The bias of which this rank has the queries n."""
@@ -227,30 +222,32 @@ class _EndingAttention(_StartingAttention):
     def forward(self, z: Float[Tensor, "B i J c_z"], pair_mask: PairMask) -> Float[Tensor, "B i J c_z"]:
         """The update of z. Both are on I; z is sent to J, and the update back."""
         residues = pair_mask.shape[1]
-        x = self.exchange.switch(self.norm(z), "i", "j", residues)
+        projected, local = self._project(self.exchange.switch(z, "i", "j", residues))
         mask = self.exchange.switch(self.exchange.shard(pair_mask, "i").unsqueeze(-1), "i", "j", residues).squeeze(-1)
-        update = self.attention(x, mask, self._bias(self.pair_bias(x).transpose(1, 2)))
+        update = self.attention(projected, mask, self._bias(local.transpose(1, 2)))
         return self.exchange.switch(update, "j", "i", residues)
 
 
 class _EndingAttentionOfProjections(TriangleAttention):
     def forward(self, z: Float[Tensor, "B i J c_z"], pair_mask: PairMask) -> Float[Tensor, "B i J c_z"]:
         """The update of z. Both are on I; queries, keys, values and the mask are sent to J, and the result back."""
-        group, x = _group(self), self.norm(z)
+        group, layers = _group(self), (self.attention.projection, self.pair_bias.layer)
+        projected, local = project(self.kernels, z, self.norm, *layers, planes=1)
         sizes = shard_sizes(pair_mask.shape[1], group.size)
-        bias = _BiasOnColumns(self.pair_bias(x).transpose(1, 2), Gather(group, 2, sizes))
-        return self.attention(x, self.exchange.shard(pair_mask, "i"), bias)
+        bias = _BiasOnColumns(local.transpose(1, 2), Gather(group, 2, sizes))
+        return self.attention(projected, self.exchange.shard(pair_mask, "i"), bias)
 
 
 class _BiasOnColumns(_RegatheredBias):
     """The bias of attention whose rows are whole and whose queries and keys are sharded: it sends them to whole sequences."""
 
-    def attention(self, kernels: Kernels, q: Tensor, k: Tensor, v: Tensor, gate: Tensor, keys: Tensor) -> Tensor:
-        """Attention with this bias: five all-to-alls and a gather. q, k, v, gate: [B, J, i, H, D]."""
+    def attention(self, kernels: Kernels, projected: Tensor, keys: Tensor) -> Tensor:
+        """Attention with this bias: five all-to-alls and a gather. `projected`: [B, J, i, 4, H, D]."""
         group, sizes = self.gather.group, self.gather.sizes
         to_columns = Switch(group, 2, 1, sizes, sizes)
-        q, k, v = (start(x, to_columns).wait() for x in (q, k, v))
+        *qkv, gate = projected.unbind(3)
+        qkv = [start(x, to_columns).wait() for x in qkv]
         keys = start(keys, to_columns).wait()
         # The gate is applied where it was computed, after the way back: here it is open.
-        o = super().attention(kernels, q, k, v, torch.full_like(q, torch.inf), keys)
+        o = super().attention(kernels, torch.stack([*qkv, torch.full_like(qkv[0], torch.inf)], 3), keys)
         return gate.sigmoid() * start(o, to_columns.transpose()).wait()

@@ -35,7 +35,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from evodsp.model.kernels.triton_kernels import attention, dropout, gated_operands, global_attention, layer_norm
+from evodsp.model.kernels.triton_kernels import attention, dropout, gate, gated_operands, global_attention, layer_norm
 from evodsp.model.kernels.triton_kernels.launch import Launch, Operator, moved, tiles
 
 ARCHITECTURES = (80, 90, 100)
@@ -144,6 +144,12 @@ WORK: dict[str, Callable[[Launch], Work]] = {
     "layer_norm.backward": lambda launch: Work(vector=15 * launch.arguments["x"].numel()),
     "global_attention.forward": lambda launch: _global_work(launch, 2, 6),
     "global_attention.backward": lambda launch: _global_work(launch, 5, 7),
+    "gate.forward": lambda launch: Work(
+        exponentials=2 * launch.arguments["x"].numel(), vector=5 * launch.arguments["x"].numel()
+    ),
+    "gate.backward": lambda launch: Work(
+        exponentials=2 * launch.arguments["x"].numel(), vector=8 * launch.arguments["x"].numel()
+    ),
     "gated_operands.forward": lambda launch: Work(
         exponentials=2 * launch.arguments["values"].numel(), vector=7 * launch.arguments["values"].numel()
     ),
@@ -188,16 +194,16 @@ def passes() -> list[Pass]:
 def attention_passes(
     size: str, rows: int, length: int, heads: int, width: int, biased: bool, dtype: torch.dtype = torch.bfloat16
 ) -> list[Pass]:
-    q, k, v = _meta(1, rows, length, 3, heads, width, dtype=dtype).unbind(3)
-    gate, keys = _meta(1, rows, length, heads, width, dtype=dtype), _meta(1, rows, length, dtype=dtype)
+    projected, keys = _meta(1, rows, length, 4, heads, width, dtype=dtype), _meta(1, rows, length, dtype=dtype)
+    out = _meta(1, rows, length, heads, width, dtype=dtype)
     bias = _meta(1, heads, length, length, dtype=dtype) if biased else None
     forward, backward, *_ = attention.OPERATORS
     statistics = _meta(1, rows, heads, length, dtype=torch.float32)
-    inputs = (q, k, v, gate, keys, bias)
+    inputs = (projected, keys, bias, 0)
     one = 2.0 * rows * heads * length * length * width
     return [
         _pass(forward, size, inputs, 2 * one),
-        _pass(backward, size, (gate.clone(), *inputs, gate.clone(), statistics, statistics.clone(), biased), 5 * one),
+        _pass(backward, size, (out, *inputs, out.clone(), statistics, statistics.clone(), biased), 5 * one),
     ]
 
 
@@ -229,12 +235,14 @@ def global_passes(sequences: int, residues: int) -> list[Pass]:
 
 
 def gated_passes(size: str, residues: int, channels: int) -> list[Pass]:
-    """The operands of triangle multiplication, each of `channels` channels."""
-    values, mask = _meta(1, residues, residues, 2 * channels), _meta(1, residues, residues)
-    inputs, grad = (values, values.clone(), mask), _meta(2, 1, channels, residues, residues)
+    """The operands of triangle multiplication, each of `channels` channels, and its gate."""
+    inputs = _meta(1, residues, residues, 4 * channels), _meta(1, residues, residues)
+    grad, x = _meta(2, 1, channels, residues, residues), _meta(1, residues, residues, channels)
     return [
         _pass(gated_operands.OPERATORS[0], size, inputs),
         _pass(gated_operands.OPERATORS[1], size, (grad, *inputs)),
+        _pass(gate.OPERATORS[0], size, (x, x.clone())),
+        _pass(gate.OPERATORS[1], size, (x, x.clone(), x.clone())),
     ]
 
 

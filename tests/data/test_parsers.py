@@ -8,7 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from evodsp.data import text_files
 from evodsp.data.parsers import parse_a3m, parse_fasta, parse_stockholm
+from evodsp.errors import FileFormatError
 from evodsp.geometry.alphabet import GAP, decode, encode
 from tests.conftest import load
 
@@ -139,3 +141,24 @@ def test_golden_hhblits_codes(golden: Path, real_data: Path):
     expected = load(golden / "featurization" / "msa_ex_bfd_a3m.npz")["feat_msa"]
     alignment = parse_a3m(real_data / "alignments" / GOLDEN["ex_bfd_a3m"])
     np.testing.assert_array_equal(alignment.residues, to_af2[expected])
+
+
+def test_what_hh_suite_adds_to_an_alignment(tmp_path: Path):
+    """Catches secondary structure read as sequences, and an alignment refused for a stop or for the database's zero byte."""
+    path = tmp_path / "x.a3m"
+    path.write_bytes(b">ss_pred\nCCHH\n>ss_conf\n9987\n>q\nACDE*\n>h\nAC-E\n\0")
+    alignment = parse_a3m(path)
+    assert alignment.names == ("q", "h")
+    assert alignment.residues.shape == (2, 4)
+
+
+def test_a_decompression_bomb_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Catches an archive that fills the memory."""
+    monkeypatch.setattr(text_files, "_LARGEST_UNPACKED", 1000)
+    monkeypatch.setattr(text_files, "_UNPACKED_AT_ONCE", 100)
+    path = tmp_path / "x.a3m.gz"
+    path.write_bytes(gzip.compress(b">q\n" + b"A" * 900))
+    assert parse_a3m(path).columns == 900
+    path.write_bytes(gzip.compress(b">q\n" + b"A" * 1000))
+    with pytest.raises(FileFormatError, match="unpacks to more than"):
+        parse_a3m(path)

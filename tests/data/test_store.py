@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 from pathlib import Path
 
@@ -9,7 +10,6 @@ import pytest
 
 from evodsp.data.records import ProteinSequence
 from evodsp.data.store import FeatureStore
-from evodsp.data.structures import split_key
 from evodsp.errors import UserError
 from evodsp.geometry.alphabet import decode
 from tests.builders.alignments import database
@@ -31,12 +31,41 @@ def test_alignment_database(tmp_path: Path):
     assert store.query("2xyz_B") == ProteinSequence("2xyz_B", "WW")
 
 
-def test_split_key():
-    """Catches entry names with underscores split at the first one."""
-    assert split_key("6KWC_model_1_A") == ("6KWC_model_1", "A")
-    for bad in ("1abcA", "_A", "1abc_"):
-        with pytest.raises(UserError, match="not a chain key"):
-            split_key(bad)
+def test_several_databases(tmp_path: Path):
+    """Catches chains of the second index left out, a chain in two of them taken from either, and super.index ignored."""
+    database(tmp_path, {"1abc_A": {"bfd.a3m": A3M}})
+    first = json.loads((tmp_path / "alignment_db.index").read_text())
+    (tmp_path / "other.index").write_text(json.dumps({"2abc_A": first["1abc_A"]}))
+    store = FeatureStore(tmp_path)
+    assert store.keys() == ["1abc_A", "2abc_A"]
+    assert names(store.alignments("2abc_A")) == ["bfd.a3m"]
+    (tmp_path / "other.index").write_text(json.dumps(first))
+    with pytest.raises(UserError, match=r"other.index: chain '1abc_A' is in alignment_db.index too"):
+        FeatureStore(tmp_path).keys()
+    (tmp_path / "super.index").write_text(json.dumps({"3abc_A": first["1abc_A"]}))
+    assert FeatureStore(tmp_path).keys() == ["3abc_A"]
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        (
+            '{"1abc_A": {"db": "alignment_db_0.db", "files": [["bfd.a3m", 0, 1180591620717411303424]]}}',
+            "the entry of chain",
+        ),
+        ('{"1abc_A": {"db": "alignment_db_0.db", "files": [["bfd.a3m", 0, 1e999]]}}', "the entry of chain"),
+        ('{"1abc_A": ' + "9" * 5000 + "}", "a number that is too long"),
+        ("[" * 100_000, "nested too deeply"),
+    ],
+)
+def test_a_hostile_index_is_one_line(tmp_path: Path, index: str, message: str):
+    """Catches a traceback for offsets beyond any file, infinite ones, numbers of thousands of digits, and deep nesting."""
+    (tmp_path / "alignment_db.index").write_text(index)
+    (tmp_path / "alignment_db_0.db").write_text(A3M)
+    with pytest.raises(UserError, match=message) as caught:
+        FeatureStore(tmp_path).alignments("1abc_A")
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 400
 
 
 def test_store_on_real_data(real_data: Path):

@@ -21,7 +21,7 @@ def test_release_date_is_the_files_first_revision(real_data: Path) -> None:
     assert folder.release_date("9xyz") is None
 
 
-@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("place", ["structures", ".", "data_caches"])
 @pytest.mark.parametrize(
     ("name", "cache"),
     [
@@ -29,11 +29,12 @@ def test_release_date_is_the_files_first_revision(real_data: Path) -> None:
         ("chain_data_cache.json", {"1abc_A": {"release_date": "2001-02-03"}, "1abc_B": {"release_date": "2001-02-03"}}),
     ],
 )
-def test_release_dates_of_caches(tmp_path: Path, name: str, cache: dict, beside: bool) -> None:
+def test_release_dates_of_caches(tmp_path: Path, name: str, cache: dict, place: str) -> None:
     """Catches a cache that is ignored (every file would be read for its date), and chain keys split wrongly."""
-    structures = tmp_path / "mmcif_files"
+    structures = tmp_path / "structures"
     structures.mkdir()
-    ((tmp_path if beside else structures) / name).write_text(json.dumps(cache))
+    (tmp_path / place).mkdir(exist_ok=True)
+    (tmp_path / place / name).write_text(json.dumps(cache))
     folder = StructureFolder(structures)
     assert folder.release_date("1abc") == date(2001, 2, 3)
     assert folder.release_date("2abc") is None

@@ -56,7 +56,7 @@ Device = Callable[[], AbstractContextManager[Any]]
 def test_attention(device: Device) -> None:
     """Catches a product of float32 weights and bf16 values written into a given output tensor: an error on GPUs only."""
     inputs = examples("biased_attention", torch.device("cpu"), torch.bfloat16)
-    leaves = [x.requires_grad_() for n, x in enumerate(inputs) if n != 4]
+    leaves = [x.requires_grad_() for n, x in enumerate(inputs) if n != 1]
     expected = chunked.biased_attention(*(x.float() for x in inputs))
     with device(), torch.autocast("cpu", torch.bfloat16):
         found = chunked.biased_attention(*inputs)

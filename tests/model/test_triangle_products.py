@@ -20,8 +20,8 @@ class BatchedProducts(TorchDispatchMode):
         self.operands: list[Tensor] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.bmm.default:
-            self.operands += args
+        if func.overloadpacket is torch.ops.aten.bmm:
+            self.operands += args[:2]
         return func(*args, **(kwargs or {}))
 
 

@@ -163,8 +163,10 @@ def watch(handle: Any, plan: CommunicationPlan) -> tuple[list[str], list[str]]:
 
 
 USED_BY_PARENTS = (
-    "relative_position", "outer_product_mean.output", ".projection", ".projection_gate", "transition.widen",
-    "transition.narrow",
+    "relative_position", "outer_product_mean.output", "outer_product_mean.left_right", ".projection", ".projection_gate",
+    ".output_gate", ".product_norm", "outgoing.output", "incoming.output", ".qkv", "attention.gate", ".pair_bias", ".pair_norm",
+    "attention.norm", "attention_starting.norm", "attention_ending.norm", "outgoing.norm", "incoming.norm",
+    "outer_product_mean.norm", "transition.norm", "transition.widen", "transition.narrow",
 )  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from evodsp.parallel.collectives import (
     Sum,
     Switch,
     Transfer,
+    _packed,
     maximum,
     shard,
 )
@@ -299,3 +300,11 @@ def test_a_wrong_shard_is_an_error_on_every_rank(pool: RankPool) -> None:
     """Catches a missing size check: ranks that disagree about sizes would hang."""
     for rank, message in enumerate(pool.run(2, wrong_shard)):
         assert f"axis 1 has 5 entries, expected {(3, 2)[rank]}" in message
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_equal_parts_are_packed_one_after_another(dim: int) -> None:
+    """Catches parts in the order of memory: where sizes divide, one copy packs all parts, and other tests have odd sizes."""
+    x = torch.arange(1.0, 1 + 4 * 6 * 8).view(4, 8, 6).transpose(1, 2)
+    expected = torch.cat([part.flatten() for part in x.split(2, dim)])
+    assert torch.equal(_packed(x, dim, [2] * (x.shape[dim] // 2)), expected)

@@ -13,9 +13,12 @@ from evodsp.data.text_files import text_of
 from evodsp.errors import FileFormatError
 from evodsp.geometry.alphabet import ALIGNMENT_CODES, GAP
 
-# A dot is padding opposite another row's insertion: it stands for nothing.
+# A dot is padding opposite another row's insertion, an asterisk the end of translation: neither stands for a residue.
 _A3M = byte_table(
-    ALIGNMENT_CODES | dict.fromkeys(map(str.lower, ALIGNMENT_CODES), INSERTION) | {"-": GAP, ".": SKIPPED} | BLANK_CODES
+    ALIGNMENT_CODES
+    | dict.fromkeys(map(str.lower, ALIGNMENT_CODES), INSERTION)
+    | {"-": GAP, ".": SKIPPED, "*": SKIPPED}
+    | BLANK_CODES
 )
 
 
@@ -23,12 +26,13 @@ def parse_a3m(path: str | Path, data: bytes | None = None) -> Alignment:
     """An A3M alignment: upper case and '-' are match columns, lower case is inserted between them.
 
     `data`: the file's bytes, if they were read already (from an alignment database); `path` then names them in messages.
-    Lines before the first header that start with '#' are comments.
+    Lines before the first header that start with '#' are comments. HH-suite's records of secondary structure (`ss_pred`,
+    `ss_conf`, `ss_dssp`) are skipped, and so is a `*` (end of translation).
 
     Raises FileFormatError (file and line) for an illegal character, a row whose number of match columns differs from the
     first row's, and a header without sequence (a truncated file).
     """
-    records = split_records(path, text_of(path, data), "an A3M")
+    records = split_records(path, text_of(path, data), "an A3M").without("ss_")
     codes = translate(records, _A3M, "remove it (X stands for an unknown residue)")
     match = codes <= GAP
     row_starts = np.concatenate(([0], np.cumsum([len(row) for row in records.rows])))

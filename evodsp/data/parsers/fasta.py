@@ -67,6 +67,19 @@ class Records:
         """The first word of every header."""
         return tuple((header.split(maxsplit=1) or [""])[0] for header in self.headers)
 
+    def without(self, prefix: str) -> Records:
+        """The records whose headers do not begin with `prefix`. All of them if none would be left."""
+        kept = [k for k, header in enumerate(self.headers) if not header.startswith(prefix)]
+        if len(kept) in (0, len(self.headers)):
+            return self
+        return Records(
+            self.path,
+            [self.headers[k] for k in kept],
+            [self.header_lines[k] for k in kept],
+            [self.bodies[k] for k in kept],
+            [self.rows[k] for k in kept],
+        )
+
 
 def split_records(path: str | Path, data: bytes, kind: str) -> Records:
     """The records of `data`. `kind` ('a FASTA') names the format in messages. Lines before the first header may be comments.

@@ -20,6 +20,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from evodsp.model.kernels.dropout import dropout_add
+from evodsp.model.kernels.layers import Layers, Pieces, Sums, Whole
+from evodsp.model.kernels.projected import empty_gradient, parts_of
 from evodsp.model.kernels.reference import layer_norm, mask_bias
 from evodsp.model.precision import activation_dtype, wide, wide_product, without_autocast
 
@@ -27,72 +29,38 @@ __all__ = [
     "attention",
     "biased_attention",
     "dropout_add",
+    "gated_output",
     "gated_projection",
     "layer_norm",
     "outer_product",
+    "projections",
     "transition",
+    "triangle_product",
 ]
 
 # Numbers per chunk, of logits and of outer products: about a core's cache, or enough to fill a GPU.
 _CPU_LOGITS, _GPU_LOGITS = 1 << 18, 1 << 26
 _CPU_PRODUCTS, _GPU_PRODUCTS = 1 << 21, 1 << 27
-# Of the hidden layer of transitions, and of projections.
-_CPU_HIDDEN, _GPU_HIDDEN = 1 << 19, 1 << 27
 # Up to this many logits or products are kept for the backward pass: recomputing so few would cost more time than the memory is
 # worth.
 _KEEP = 1 << 22
 
 
-def attention(
-    q: Float[Tensor, "B N Q H D"],
-    k: Float[Tensor, "B N K H D"],
-    v: Float[Tensor, "B N K H D"],
-    gate: Float[Tensor, "B N Q H D"],
-    keys: Float[Tensor, "B N K"],
-) -> Float[Tensor, "B N Q H D"]:
-    """Gated attention within each row (algorithm 8). Differentiable once in all inputs but `keys`."""
-    with without_autocast(q.device):
-        return _Attention.apply(q, k, v, gate, keys, None)
+def attention(projected: Float[Tensor, "B N L 4 H D"], keys: Float[Tensor, "B N L"]) -> Float[Tensor, "B N L H D"]:
+    """Gated attention within each row (algorithm 8). Differentiable once in `projected`."""
+    with without_autocast(projected.device):
+        return _Attention.apply(projected, keys, None, 0)
 
 
 def biased_attention(
-    q: Float[Tensor, "B N Q H D"],
-    k: Float[Tensor, "B N K H D"],
-    v: Float[Tensor, "B N K H D"],
-    gate: Float[Tensor, "B N Q H D"],
-    keys: Float[Tensor, "B N K"],
-    pair_bias: Float[Tensor, "B H Q K"],
+    projected: Float[Tensor, "B N L 4 H D"],
+    keys: Float[Tensor, "B N L"],
+    pair_bias: Float[Tensor, "B H Q L"],
+    first: int = 0,
 ) -> Float[Tensor, "B N Q H D"]:
     """Gated attention with a bias that all rows share (algorithms 7, 13, 14). Differentiable once in all inputs but `keys`."""
-    with without_autocast(q.device):
-        return _Attention.apply(q, k, v, gate, keys, pair_bias)
-
-
-def gated_projection(
-    x: Float[Tensor, "B I J c_z"],
-    mask: Float[Tensor, "B I J"],
-    weight: Float[Tensor, "cc c_z"],
-    bias: Float[Tensor, " cc"],
-    gate_weight: Float[Tensor, "cc c_z"],
-    gate_bias: Float[Tensor, " cc"],
-) -> Float[Tensor, "2 B c I J"]:
-    """Both operands of triangle multiplication, channels first. Values and gates are computed again in the backward pass."""
-    operands = _cast(x, mask, weight, bias, gate_weight, gate_bias)
-    with without_autocast(x.device):
-        return _GatedProjection.apply(*operands)
-
-
-def transition(
-    x: Float[Tensor, "*batch c"],
-    widen: Float[Tensor, "h c"],
-    widen_bias: Float[Tensor, " h"],
-    narrow: Float[Tensor, "c h"],
-    narrow_bias: Float[Tensor, " c"],
-) -> Float[Tensor, "*batch c"]:
-    """Two-layer perceptron, whose hidden layer is never whole, and computed again in the backward pass."""
-    operands = _cast(x, widen, widen_bias, narrow, narrow_bias)
-    with without_autocast(x.device):
-        return _Transition.apply(*operands)
+    with without_autocast(projected.device):
+        return _Attention.apply(projected, keys, pair_bias, first)
 
 
 def outer_product(
@@ -157,12 +125,10 @@ class _Attention(torch.autograd.Function):
     """Attention whose backward pass recomputes the weights, unless they are few enough to keep."""
 
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, gate: Tensor, keys: Tensor, pair_bias: Tensor | None
-    ) -> Tensor:
-        out = torch.empty_like(
-            gate
-        )  # with the order of the gate's strides, so that the caller's transposition is undone
+    def forward(ctx: Any, projected: Tensor, keys: Tensor, pair_bias: Tensor | None, first: int) -> Tensor:
+        q, k, v, gate = parts_of(projected, first, _queries(projected, pair_bias))
+        # With the order of the gate's strides, so that the caller's transposition is undone.
+        out = torch.empty_like(gate)
         keep = any(ctx.needs_input_grad) and q[..., 0].numel() * k.shape[2] <= _KEEP
         kept = []
         for b, rows in _row_chunks(q, k.shape[2]):
@@ -172,14 +138,18 @@ class _Attention(torch.autograd.Function):
             out[b, rows] = attended.mul_(_opening(gate[b, rows]))
             if keep:
                 kept.append(weights)
-        ctx.save_for_backward(q, k, v, gate, keys, pair_bias, out, *kept)
+        ctx.first = first
+        ctx.save_for_backward(projected, keys, pair_bias, out, *kept)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, gate, keys, pair_bias, out, *kept = ctx.saved_tensors
-        grad_q, grad_k, grad_v, grad_gate = (torch.empty_like(x) for x in (q, k, v, gate))
+        projected, keys, pair_bias, out, *kept = ctx.saved_tensors
+        queries = _queries(projected, pair_bias)
+        q, k, v, gate = parts_of(projected, ctx.first, queries)
+        grad_projected = empty_gradient(projected, queries)
+        grad_q, grad_k, grad_v, grad_gate = parts_of(grad_projected, ctx.first, queries)
         grad_bias = None if pair_bias is None else torch.zeros_like(pair_bias, dtype=wide(pair_bias.dtype))
         scale = q.shape[-1] ** -0.5
         for n, (b, rows) in enumerate(_row_chunks(q, k.shape[2])):
@@ -197,7 +167,11 @@ class _Attention(torch.autograd.Function):
                 grad_bias[b] += slope.sum(0)
             _heads_first(grad_q[b, rows]).copy_(wide_product(slope, k_).mul_(scale))
             _heads_first(grad_k[b, rows]).copy_(wide_product(slope.mT, q_).mul_(scale))
-        return grad_q, grad_k, grad_v, grad_gate, None, None if grad_bias is None else grad_bias.to(pair_bias.dtype)
+        return grad_projected, None, None if grad_bias is None else grad_bias.to(pair_bias.dtype), None
+
+
+def _queries(projected: Tensor, pair_bias: Tensor | None) -> int:
+    return projected.shape[2] if pair_bias is None else pair_bias.shape[2]
 
 
 def _opening(gate: Tensor) -> Tensor:
@@ -205,103 +179,66 @@ def _opening(gate: Tensor) -> Tensor:
     return gate.to(wide(gate.dtype)).sigmoid()
 
 
-def _position_chunks(positions: int, channels: int, device: torch.device) -> Iterator[slice]:
-    """Yields the positions of each chunk, for an intermediate with so many channels."""
-    step = max(1, (_CPU_HIDDEN if device.type == "cpu" else _GPU_HIDDEN) // max(1, channels))
-    for start in range(0, positions, step):
-        yield slice(start, min(start + step, positions))
+def _norm(x: Float[Tensor, "*chunk c"], weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.native_layer_norm(x, x.shape[-1:], weight.to(x.dtype), bias.to(x.dtype), 1e-5)
 
 
-def _sums(*tensors: Tensor) -> list[Tensor]:
-    """Zeros, in fp32 at least, for gradients of parameters that are summed over chunks."""
-    return [torch.zeros_like(x, dtype=wide(x.dtype)) for x in tensors]
+def _norm_backward(
+    grad: Tensor, x: Float[Tensor, "*chunk c"], weight: Tensor, mean: Tensor, inverse: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    weight = weight.to(x.dtype)
+    # The bias is only looked at for its shape.
+    return torch.ops.aten.native_layer_norm_backward(
+        grad, x, x.shape[-1:], mean, inverse, weight, weight, [True, True, True]
+    )
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a b"""
-    if total.dtype == a.dtype:
-        total.addmm_(a, b)
-    else:
-        total += wide_product(a, b)
+def _gated_operands(
+    projected: Float[Tensor, "*chunk I J cccc"], mask: Float[Tensor, "*chunk I J"]
+) -> Float[Tensor, "2 *chunk c I J"]:
+    values, gates = projected.chunk(2, -1)
+    return _channels_first(gates.sigmoid().mul_(values).mul_(mask.unsqueeze(-1)))
 
 
-class _Transition(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, widen: Tensor, widen_bias: Tensor, narrow: Tensor, narrow_bias: Tensor) -> Tensor:
-        ctx.save_for_backward(x, widen, widen_bias, narrow, narrow_bias)
-        flat = x.reshape(-1, x.shape[-1])
-        out = torch.empty_like(flat)
-        for at in _position_chunks(len(flat), len(widen), x.device):
-            hidden = torch.addmm(widen_bias, flat[at], widen.T).relu_()
-            torch.addmm(narrow_bias, hidden, narrow.T, out=out[at])
-        return out.view(x.shape)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
-        x, *parameters = ctx.saved_tensors
-        widen, widen_bias, narrow, _ = parameters
-        flat, grad = x.reshape(-1, x.shape[-1]), grad.reshape(-1, x.shape[-1])
-        grad_x = torch.empty_like(flat)
-        sums = to_widen, to_widen_bias, to_narrow, to_narrow_bias = _sums(*parameters)
-        for at in _position_chunks(len(flat), len(widen), x.device):
-            hidden = torch.addmm(widen_bias, flat[at], widen.T).relu_()
-            _add_product(to_narrow, grad[at].T, hidden)
-            slope = torch.ops.aten.threshold_backward(grad[at] @ narrow, hidden, 0)
-            _add_product(to_widen, slope.T, flat[at])
-            to_widen_bias += slope.sum(0, dtype=to_widen_bias.dtype)
-            torch.matmul(slope, widen, out=grad_x[at])
-        to_narrow_bias += grad.sum(0, dtype=to_narrow_bias.dtype)
-        return grad_x.view(x.shape), *(x.to(p.dtype) for x, p in zip(sums, parameters, strict=True))
+def _gated_operands_backward(
+    grad: Float[Tensor, "2 *chunk c I J"],
+    projected: Float[Tensor, "*chunk I J cccc"],
+    mask: Float[Tensor, "*chunk I J"],
+) -> Float[Tensor, "*chunk I J cccc"]:
+    values, gates = projected.chunk(2, -1)
+    result = torch.empty_like(projected)
+    of_values, of_gates = result.chunk(2, -1)
+    opening = gates.sigmoid()
+    _channels_first(of_values).copy_(grad)
+    of_values.mul_(mask.unsqueeze(-1)).mul_(opening)
+    # sigmoid' = sigmoid (1 - sigmoid), and the gradient of the values holds the first factor.
+    torch.mul(of_values, values, out=of_gates).mul_(1.0 - opening)
+    return result
 
 
-class _GatedProjection(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, mask: Tensor, weight: Tensor, bias: Tensor, gate_weight: Tensor, gate_bias: Tensor
-    ) -> Tensor:
-        ctx.save_for_backward(x, mask, weight, bias, gate_weight, gate_bias)
-        (b, i, j, _), channels = x.shape, len(weight)
-        out = x.new_empty(2, b, channels // 2, i, j)
-        for sample in range(b):
-            for rows in _position_chunks(i, j * channels, x.device):
-                flat = x[sample, rows].flatten(0, 1)
-                gated = torch.addmm(gate_bias, flat, gate_weight.T).sigmoid_()
-                gated *= torch.addmm(bias, flat, weight.T)
-                out[:, sample, :, rows] = _operands(gated, rows, j) * mask[sample, rows]
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, mask, weight, bias, gate_weight, gate_bias = ctx.saved_tensors
-        (b, i, j, _), channels = x.shape, len(weight)
-        grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
-        parameters = weight, bias, gate_weight, gate_bias
-        sums = to_weight, to_bias, to_gate_weight, to_gate_bias = _sums(*parameters)
-        for sample in range(b):
-            for rows in _position_chunks(i, j * channels, x.device):
-                flat = x[sample, rows].flatten(0, 1)
-                values = torch.addmm(bias, flat, weight.T)
-                opening = torch.addmm(gate_bias, flat, gate_weight.T).sigmoid_()
-                upstream = torch.empty_like(values)
-                _operands(upstream, rows, j).copy_(grad[:, sample, :, rows] * mask[sample, rows])
-                upstream *= opening  # the gradient of the values
-                _add_product(to_weight, upstream.T, flat)
-                to_bias += upstream.sum(0, dtype=to_bias.dtype)
-                own = grad_x[sample, rows].flatten(0, 1)
-                torch.matmul(upstream, weight, out=own)
-                # sigmoid' = sigmoid (1 - sigmoid), and `upstream` holds the first factor.
-                slope = values.mul_(upstream).mul_(1.0 - opening)
-                _add_product(to_gate_weight, slope.T, flat)
-                to_gate_bias += slope.sum(0, dtype=to_gate_bias.dtype)
-                own.addmm_(slope, gate_weight)
-        return grad_x, None, *(x.to(p.dtype) for x, p in zip(sums, parameters, strict=True))
+def _channels_first(x: Float[Tensor, "*chunk I J cc"]) -> Float[Tensor, "2 *chunk c I J"]:
+    """A view, with the channels of either operand before the pair axes."""
+    return x.unflatten(-1, (2, -1)).movedim(-2, 0).movedim(-1, -3)
 
 
-def _operands(x: Float[Tensor, "iJ cc"], rows: slice, columns: int) -> Float[Tensor, "2 c i J"]:
-    """A view of some rows, with both operands' channels in front."""
-    return x.view(rows.stop - rows.start, columns, 2, x.shape[-1] // 2).permute(2, 3, 0, 1)
+def _gate(x: Float[Tensor, "*chunk c"], logits: Float[Tensor, "*chunk c"]) -> Float[Tensor, "*chunk c"]:
+    return logits.sigmoid().mul_(x)
+
+
+def _gate_backward(
+    grad: Float[Tensor, "*chunk c"], x: Float[Tensor, "*chunk c"], logits: Float[Tensor, "*chunk c"]
+) -> tuple[Float[Tensor, "*chunk c"], Float[Tensor, "*chunk c"]]:
+    opening = logits.sigmoid()
+    of_x = grad * opening
+    return of_x, (of_x * x).mul_(1.0 - opening)
+
+
+_LAYERS = Layers(Pieces(_norm, _norm_backward, _gated_operands, _gated_operands_backward, _gate, _gate_backward))
+gated_output = _LAYERS.gated_output
+gated_projection = _LAYERS.gated_projection
+projections = _LAYERS.projections
+transition = _LAYERS.transition
+triangle_product = _LAYERS.triangle_product
 
 
 def _product_chunks(left: Tensor, right: Tensor) -> Iterator[tuple[int, slice]]:
@@ -310,7 +247,7 @@ def _product_chunks(left: Tensor, right: Tensor) -> Iterator[tuple[int, slice]]:
     budget = _CPU_PRODUCTS if left.device.type == "cpu" else _GPU_PRODUCTS
     step = max(1, budget // max(1, right.shape[2] * c * c))
     for sample in range(batch):
-        for start in range(0, rows, step):
+        for start in range(0, max(rows, 1), step):
             yield sample, slice(start, min(start + step, rows))
 
 
@@ -338,19 +275,21 @@ class _OuterProduct(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
         left, right, weight, *kept = ctx.saved_tensors
-        grad_left = torch.empty_like(left, memory_format=torch.contiguous_format)
-        total = wide(left.dtype)
-        grad_right = torch.zeros_like(right, memory_format=torch.contiguous_format, dtype=total)
-        grad_weight = torch.zeros_like(weight, dtype=total)
         (sequences, _, c), j = left.shape[1:], right.shape[2]
-        for n, (sample, rows) in enumerate(_product_chunks(left, right)):
+        chunks = list(_product_chunks(left, right))
+        of_left = Whole(chunks, lambda: torch.empty_like(left, memory_format=torch.contiguous_format))
+        of_right = [Sums(chunks, sample.flatten(1)) for sample in right]
+        of_weight = Sums(chunks, weight)
+        for n, (sample, rows) in enumerate(chunks):
             products = kept[n] if kept else _products(left[sample, :, rows], right[sample])
             upstream = grad[sample, rows].flatten(0, 1)
-            _add_product(grad_weight, upstream.T, products)
+            of_weight.add_linear(0, upstream, products)
             i = rows.stop - rows.start
             slope = (upstream @ weight).view(i, j, c, c).transpose(1, 2).reshape(i * c, j * c)
-            grad_left[sample, :, rows] = (right[sample].flatten(1) @ slope.T).view(sequences, i, c)
-            _add_product(grad_right[sample].flatten(1), left[sample, :, rows].flatten(1), slope)
-        return grad_left, grad_right.to(right.dtype), grad_weight.to(weight.dtype)
+            of_left.put((sample, slice(None), rows), (right[sample].flatten(1) @ slope.T).view(sequences, i, c))
+            of_right[sample].add_linear(0, left[sample, :, rows].flatten(1).T, slope)
+        grad_right = [x for sums in of_right for x in sums.results()]
+        whole = grad_right[0] if len(chunks) == 1 else torch.stack(grad_right)
+        return of_left.x.view(left.shape), whole.view(right.shape), *of_weight.results()

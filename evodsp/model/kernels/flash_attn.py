@@ -3,7 +3,7 @@
 flash-attn knows no mask of keys. Here one more channel carries it: 1 in every query, a large negative number in every masked
 key, so that their product is the bias of the logit. Heads are padded to a multiple of 8 channels, as the package asks.
 
-Shape legend: B batch, N rows (each attends within itself), H heads, Q queries, K keys, D head width.
+Shape legend: B batch, N rows (each attends within itself), L positions, H heads, D head width.
 """
 
 from __future__ import annotations
@@ -17,14 +17,9 @@ from torch.nn import functional as F
 from evodsp.model.kernels.reference import mask_bias
 
 
-def attention(
-    q: Float[Tensor, "B N Q H D"],
-    k: Float[Tensor, "B N K H D"],
-    v: Float[Tensor, "B N K H D"],
-    gate: Float[Tensor, "B N Q H D"],
-    keys: Float[Tensor, "B N K"],
-) -> Float[Tensor, "B N Q H D"]:
+def attention(projected: Float[Tensor, "B N L 4 H D"], keys: Float[Tensor, "B N L"]) -> Float[Tensor, "B N L H D"]:
     """Gated attention within each row (algorithm 8)."""
+    q, k, v, gate = projected.unbind(3)
     rows, width = q.shape[:2], q.shape[-1]
     scale = width**-0.5
     bias = (mask_bias(keys) / scale).clamp(min=torch.finfo(k.dtype).min).to(k.dtype)

@@ -2,13 +2,14 @@
 
 They are written for reading, not for speed: autograd differentiates them, and nothing is computed piece by piece.
 
-Shape legend: B batch, N rows of the outer axis (each attends within itself), H heads, Q queries, K keys, D head width, I J
+Shape legend: B batch, N rows of the outer axis (each attends within itself), H heads, L positions, Q queries, D head width, I J
 residues of a pair, S sequences, n1 n2 axes of a shard of a representation, c channels of an operand, z channels of the result.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float, Int64
@@ -26,33 +27,33 @@ def mask_bias(mask: Float[Tensor, "*batch L"]) -> Float[Tensor, "*batch L"]:
     return (1.0 - mask) * MASKED
 
 
-def attention(
-    q: Float[Tensor, "B N Q H D"],
-    k: Float[Tensor, "B N K H D"],
-    v: Float[Tensor, "B N K H D"],
-    gate: Float[Tensor, "B N Q H D"],
-    keys: Float[Tensor, "B N K"],
-) -> Float[Tensor, "B N Q H D"]:
-    """Gated attention within each row (algorithm 8). `gate`: logits. `keys`: 1 where a key is present; gets no gradient."""
-    return gate.sigmoid() * _attended(q, k, v, mask_bias(keys)[:, :, None, None, :])
+def attention(projected: Float[Tensor, "B N L 4 H D"], keys: Float[Tensor, "B N L"]) -> Float[Tensor, "B N L H D"]:
+    """Gated attention within each row (algorithm 8). `projected`: queries, keys, values and logits of the gate.
+
+    `keys`: 1 where a key is present; gets no gradient.
+    """
+    return _attended(projected, mask_bias(keys)[:, :, None, None, :], slice(None))
 
 
 def biased_attention(
-    q: Float[Tensor, "B N Q H D"],
-    k: Float[Tensor, "B N K H D"],
-    v: Float[Tensor, "B N K H D"],
-    gate: Float[Tensor, "B N Q H D"],
-    keys: Float[Tensor, "B N K"],
-    pair_bias: Float[Tensor, "B H Q K"],
+    projected: Float[Tensor, "B N L 4 H D"],
+    keys: Float[Tensor, "B N L"],
+    pair_bias: Float[Tensor, "B H Q L"],
+    first: int = 0,
 ) -> Float[Tensor, "B N Q H D"]:
-    """Gated attention within each row, with a bias of the logits that all rows share (algorithms 7, 13 and 14)."""
+    """Gated attention within each row, with a bias of the logits that all rows share (algorithms 7, 13 and 14).
+
+    Only the Q positions from number `first` on attend.
+    """
     bias = mask_bias(keys)[:, :, None, None, :] + pair_bias.unsqueeze(1)
-    return gate.sigmoid() * _attended(q, k, v, bias)
+    return _attended(projected, bias, slice(first, first + pair_bias.shape[2]))
 
 
-def _attended(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+def _attended(projected: Tensor, bias: Tensor, queries: slice) -> Tensor:
+    q, k, v, gate = projected.unbind(3)
+    q, gate = q[:, :, queries], gate[:, :, queries]
     logits = torch.einsum("bnqhd,bnkhd->bnhqk", q, k) * q.shape[-1] ** -0.5 + bias
-    return torch.einsum("bnhqk,bnkhd->bnqhd", logits.softmax(-1), v)
+    return gate.sigmoid() * torch.einsum("bnhqk,bnkhd->bnqhd", logits.softmax(-1), v)
 
 
 def dropout_add(
@@ -81,31 +82,92 @@ def dropout_add(
     return (x.to(wide) + update.to(wide) * keep / (1.0 - rate)).to(x.dtype)
 
 
+def projections(
+    x: Float[Tensor, "B n1 n2 c"],
+    norm_weight: Float[Tensor, " c"],
+    norm_bias: Float[Tensor, " c"],
+    weights: Sequence[Float[Tensor, "_ c"]],
+    biases: Sequence[Float[Tensor, " _"] | None],
+    planes: int = 0,
+) -> tuple[Tensor, ...]:
+    """Linear layers of the layer norm of x. The results of the last `planes` layers have channels first, [B p n1 n2].
+
+    A bias that is shorter than a layer's result belongs to the last channels.
+    """
+    y = layer_norm(x, norm_weight, norm_bias)
+    results = [
+        F.linear(y, weight) if bias is None else F.linear(y, weight, F.pad(bias, (len(weight) - len(bias), 0)))
+        for weight, bias in zip(weights, biases, strict=True)
+    ]
+    last = len(results) - planes
+    return *results[:last], *(result.permute(0, 3, 1, 2) for result in results[last:])
+
+
 def gated_projection(
     x: Float[Tensor, "B I J c_z"],
     mask: Float[Tensor, "B I J"],
+    norm_weight: Float[Tensor, " c_z"],
+    norm_bias: Float[Tensor, " c_z"],
     weight: Float[Tensor, "cc c_z"],
     bias: Float[Tensor, " cc"],
     gate_weight: Float[Tensor, "cc c_z"],
     gate_bias: Float[Tensor, " cc"],
 ) -> Float[Tensor, "2 B c I J"]:
-    """Both operands of triangle multiplication (algorithms 11 and 12, line 2), channels first: mask x sigmoid(gate) x value.
+    """Both operands of triangle multiplication (algorithms 11 and 12, lines 1 and 2), channels first.
 
-    `cc`: the channels of the first operand, then those of the second one. The mask gets no gradient.
+    Of the norm of x: mask x sigmoid(gate) x value. `cc`: the channels of the first operand, then those of the second one. The
+    mask gets no gradient.
     """
-    values, gates = F.linear(x, weight, bias), F.linear(x, gate_weight, gate_bias)
+    y = layer_norm(x, norm_weight, norm_bias)
+    values, gates = F.linear(y, weight, bias), F.linear(y, gate_weight, gate_bias)
     return (mask.unsqueeze(-1) * gates.sigmoid() * values).unflatten(-1, (2, -1)).permute(3, 0, 4, 1, 2).contiguous()
 
 
+def triangle_product(
+    x: Float[Tensor, "B I J c_z"],
+    mask: Float[Tensor, "B I J"],
+    norm_weight: Float[Tensor, " c_z"],
+    norm_bias: Float[Tensor, " c_z"],
+    weight: Float[Tensor, "cc c_z"],
+    bias: Float[Tensor, " cc"],
+    gate_weight: Float[Tensor, "cc c_z"],
+    gate_bias: Float[Tensor, " cc"],
+    output_gate_weight: Float[Tensor, "o c_z"],
+    output_gate_bias: Float[Tensor, " o"],
+    outgoing: bool,
+) -> tuple[Float[Tensor, "B c I I"], Float[Tensor, "B I J o"]]:
+    """Triangle multiplication where a whole representation is at hand (algorithms 11 and 12, lines 1 to 4 up to its norm).
+
+    The sum over the third residue of products of both operands of `gated_projection`, and the logits of the output gate.
+    """
+    a, b = gated_projection(x, mask, norm_weight, norm_bias, weight, bias, gate_weight, gate_bias)
+    product = torch.einsum("bcik,bcjk->bcij" if outgoing else "bckj,bcki->bcij", a, b)
+    return product, F.linear(layer_norm(x, norm_weight, norm_bias), output_gate_weight, output_gate_bias)
+
+
+def gated_output(
+    x: Float[Tensor, "B n1 n2 c"],
+    gate: Float[Tensor, "B n1 n2 o"],
+    norm_weight: Float[Tensor, " c"],
+    norm_bias: Float[Tensor, " c"],
+    weight: Float[Tensor, "o c"],
+    bias: Float[Tensor, " o"],
+) -> Float[Tensor, "B n1 n2 o"]:
+    """A linear layer of the layer norm of x, times the sigmoid of `gate` (algorithms 11 and 12, line 4)."""
+    return gate.sigmoid() * F.linear(layer_norm(x, norm_weight, norm_bias), weight, bias)
+
+
 def transition(
-    x: Float[Tensor, "*batch c"],
+    x: Float[Tensor, "B n1 n2 c"],
+    norm_weight: Float[Tensor, " c"],
+    norm_bias: Float[Tensor, " c"],
     widen: Float[Tensor, "h c"],
     widen_bias: Float[Tensor, " h"],
     narrow: Float[Tensor, "c h"],
     narrow_bias: Float[Tensor, " c"],
-) -> Float[Tensor, "*batch c"]:
-    """Two-layer perceptron (algorithms 9 and 15, lines 2 and 3)."""
-    return F.linear(F.linear(x, widen, widen_bias).relu(), narrow, narrow_bias)
+) -> Float[Tensor, "B n1 n2 c"]:
+    """Layer norm and two-layer perceptron (algorithms 9 and 15)."""
+    return F.linear(F.linear(layer_norm(x, norm_weight, norm_bias), widen, widen_bias).relu(), narrow, narrow_bias)
 
 
 def outer_product(

@@ -11,16 +11,17 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from evodsp.config import KernelsConfig
 from evodsp.model.kernels import chunked
 from evodsp.model.kernels.backends import BACKENDS, Backend, check_names
 from evodsp.model.kernels.self_check import problem_of
 
-Operator = Callable[..., Tensor]
+Operator = Callable[..., Any]
+"""Returns a tensor or several."""
 OnAllRanks = Callable[[str | None], list[str | None]]
 
 
@@ -31,10 +32,13 @@ class Kernels:
     attention: Operator = chunked.attention
     biased_attention: Operator = chunked.biased_attention
     dropout_add: Operator = chunked.dropout_add
+    gated_output: Operator = chunked.gated_output
     gated_projection: Operator = chunked.gated_projection
     layer_norm: Operator = chunked.layer_norm
     outer_product: Operator = chunked.outer_product
+    projections: Operator = chunked.projections
     transition: Operator = chunked.transition
+    triangle_product: Operator = chunked.triangle_product
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ without keys, whose logits of -1e9 keep few digits."""
 
 
 def problem_of(
-    operator: str, function: Callable[..., Tensor], device: torch.device, dtype: torch.dtype, gradients: bool = True
+    operator: str, function: Callable[..., Any], device: torch.device, dtype: torch.dtype, gradients: bool = True
 ) -> str:
     """Why the function cannot be used for the operator here; '' if it computes what the formula does.
 
@@ -32,8 +32,10 @@ def problem_of(
     exact = [x.to(wide) if x.is_floating_point() else x for x in inputs]
     expected = _results(operator, getattr(reference, operator), exact, gradients)
     wanted = [n for n in range(len(inputs)) if n != MASKS.get(operator)]
-    names = ["the result", *(f"the gradient of argument {n + 1}" for n in wanted)]
-    for name, x, y in zip(names, found, expected, strict=False):  # without gradients, only the result
+    results = len(expected) - (len(wanted) if gradients else 0)
+    names = [f"result {n + 1}" if results > 1 else "the result" for n in range(results)]
+    names += [f"the gradient of argument {n + 1}" for n in wanted]
+    for name, x, y in zip(names, found, expected, strict=False):  # without gradients, only results
         if x.shape != y.shape:
             return f"{name} has shape {list(x.shape)} instead of {list(y.shape)}"
         difference = float((x.to(y.dtype) - y).abs().max() / y.abs().max())
@@ -42,13 +44,30 @@ def problem_of(
     return ""
 
 
-MASKS = {"attention": 4, "biased_attention": 4, "dropout_add": 2, "gated_projection": 1}
+MASKS = {
+    "attention": 1,
+    "biased_attention": 1,
+    "dropout_add": 2,
+    "gated_projection": 1,
+    "triangle_product": 1,
+}
 """Number of the argument that is a mask, or keys to draw it from, and gets no gradient."""
 
 SETTINGS: dict[str, dict[str, Any]] = {
+    "biased_attention": {"first": 6},
     "dropout_add": {"rate": 0.25, "offsets": (2, 0), "whole": (9, 7), "shared_dim": 2},
+    "triangle_product": {"outgoing": True},
 }
 """Arguments besides tensors."""
+
+
+def call(operator: str, function: Callable[..., Any], tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The results of `function`, which implements `operator`, for tensors as `examples` gives them."""
+    if operator == "projections":
+        x, weight, bias, w1, w2, b2, w3 = tensors
+        return function(x, weight, bias, [w1, w2, w3], [None, b2, None], planes=1)
+    result = function(*tensors, **SETTINGS.get(operator, {}))
+    return result if isinstance(result, tuple) else (result,)
 
 
 def examples(operator: str, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
@@ -61,32 +80,38 @@ def examples(operator: str, device: torch.device, dtype: torch.dtype) -> list[Te
     if operator == "dropout_add":
         keys = torch.tensor([0x0123456789ABCDEF, -0x0123456789ABCDEF], device=device)  # the words of a key differ
         return [random(2, 5, 7, 12), random(2, 5, 7, 12), keys]
-    if operator == "gated_projection":
-        mask = (random(2, 5, 7) > -1).to(dtype)
-        return [random(2, 5, 7, 9), mask, random(12, 9), random(12), random(12, 9), random(12)]
+    norm = [random(9), random(9)]
+    if operator in ("gated_projection", "triangle_product"):
+        mask = (random(2, 7, 7) > -1).to(dtype)
+        inputs = [random(2, 7, 7, 9), mask, *norm, random(12, 9), random(12), random(12, 9), random(12)]
+        return inputs if operator == "gated_projection" else [*inputs, random(10, 9), random(10)]
+    if operator == "gated_output":
+        product = random(2, 9, 5, 7).permute(0, 2, 3, 1)  # channels are outermost in the product of triangles
+        return [product, random(2, 5, 7, 6), *norm, random(6, 9), random(6)]
     if operator == "layer_norm":
-        return [random(2, 5, 7, 9), random(9), random(9)]
+        return [random(2, 5, 7, 9), *norm]
+    if operator == "projections":
+        return [random(2, 5, 7, 9), *norm, random(12, 9), random(6, 9), random(4), random(3, 9)]
     if operator == "transition":
-        return [random(2, 5, 7, 9), random(20, 9), random(20), random(9, 20), random(9)]
+        return [random(2, 5, 7, 9), *norm, random(20, 9), random(20), random(9, 20), random(9)]
     if operator == "outer_product":
         return [random(2, 9, 5, 8), random(2, 9, 7, 8), random(6, 64)]
     rows, length, heads, width = 5, 37, 3, 16
-    # Columns: the fused projection and the gate are transposed views.
-    qkv = random(2, length, rows, 3, heads, width).transpose(1, 2)
-    gate = random(2, length, rows, heads, width).transpose(1, 2)
+    projected = random(2, length, rows, 4, heads, width).transpose(1, 2)  # as for columns
     keys = torch.rand(2, rows, length, generator=generator) > 0.2
     keys[0, 0] = False  # a row without keys
-    inputs = [*qkv.unbind(3), gate, keys.to(device, dtype)]
-    if operator == "biased_attention":
-        inputs.append(random(2, length, length, heads).permute(0, 3, 1, 2))
+    inputs = [projected, keys.to(device, dtype)]
+    if operator == "biased_attention":  # not every position has a query
+        inputs.append(random(2, length - 9, length, heads).permute(0, 3, 1, 2))
     return inputs
 
 
-def _results(operator: str, function: Callable[..., Tensor], inputs: list[Tensor], gradients: bool) -> list[Tensor]:
-    """The output and, with `gradients`, those of all inputs but the mask."""
+def _results(operator: str, function: Callable[..., Any], inputs: list[Tensor], gradients: bool) -> list[Tensor]:
+    """What the function returns and, with `gradients`, those of all inputs but the mask."""
     arguments = [x.detach().requires_grad_(gradients and n != MASKS.get(operator)) for n, x in enumerate(inputs)]
-    output = function(*arguments, **SETTINGS.get(operator, {}))
+    outputs = call(operator, function, arguments)
     if not gradients:
-        return [output]
-    weights = torch.linspace(-1, 2, output.numel(), device=output.device).to(output.dtype).view(output.shape)
-    return [output.detach(), *torch.autograd.grad(output, [x for x in arguments if x.requires_grad], weights)]
+        return list(outputs)
+    weights = [torch.linspace(-1, 2, x.numel(), device=x.device).to(x.dtype).view(x.shape) for x in outputs]
+    wanted = [x for x in arguments if x.requires_grad]
+    return [*(x.detach() for x in outputs), *torch.autograd.grad(outputs, wanted, weights)]

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from evodsp.model.kernels.triton import attention, fused_attention
+from evodsp.model.kernels.triton_kernels.attention import attention
 from tests.model.kernels.interpreter import check, far_apart, random
 
 Shape = tuple[int, int, int, int, int, int]
 MASKED = 1e9
 
 
-def formula(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, pair_bias: Tensor | None, keys: Tensor) -> Tensor:
+def formula(projected: Tensor, pair_bias: Tensor | None, keys: Tensor, first: int) -> Tensor:
     """The supplement's formula, line by line."""
+    q, k, v, gate = projected.unbind(3)
+    if pair_bias is not None:
+        q, gate = (x[:, :, first : first + pair_bias.shape[2]] for x in (q, gate))
     logits = torch.einsum("bnqhd,bnkhd->bnhqk", q, k) / q.shape[-1] ** 0.5
     if pair_bias is not None:
         logits = logits + pair_bias.unsqueeze(1)
@@ -28,15 +32,18 @@ def formula(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, pair_bias: Tensor | N
 
 def inputs(
     shape: Shape, dtype: torch.dtype, biased: bool, seed: int
-) -> tuple[dict[str, Tensor | None], dict[str, Tensor]]:
-    """Tensors with gradients, and the key mask: 70 % of keys present, none in the very first row."""
+) -> tuple[dict[str, Tensor | None], dict[str, Any]]:
+    """Tensors with gradients; the key mask, with 70 % of keys present and none in the very first row, and the first query.
+
+    The last Q of the K positions attend.
+    """
     b, n, q, k, h, d = shape
     draw = random(seed, dtype)
-    tensors: dict[str, Tensor | None] = {"q": draw(b, n, q, h, d), "k": draw(b, n, k, h, d), "v": draw(b, n, k, h, d)}
-    tensors |= {"gate": draw(b, n, q, h, d), "pair_bias": draw(b, h, q, k) if biased else None}
+    tensors: dict[str, Tensor | None] = {"projected": draw(b, n, k, 4, h, d)}
+    tensors["pair_bias"] = draw(b, h, q, k) if biased else None
     keys = (torch.rand(b, n, k, generator=torch.Generator().manual_seed(seed)) < 0.7).to(dtype)
     keys[:1, :1] = 0
-    return tensors, {"keys": keys}
+    return tensors, {"keys": keys, "first": k - q}
 
 
 def agrees(shape: Shape, dtype: torch.dtype, biased: bool, seed: int = 0) -> None:
@@ -44,47 +51,23 @@ def agrees(shape: Shape, dtype: torch.dtype, biased: bool, seed: int = 0) -> Non
 
 
 def agrees_strided(dtype: torch.dtype) -> None:
-    """q, k, v out of a fused projection of the transposed MSA, the bias with heads fastest, keys out of a larger mask."""
+    """The projection of the transposed MSA, the bias with heads fastest, keys out of a larger mask."""
     b, n, length, h, d = 2, 3, 17, 2, 8
     tensors, fixed = inputs((b, n, length, length, h, d), dtype, True, 1)
-    fused = torch.stack([tensors[name].transpose(1, 2) for name in "qkv"], 3)  # [B, L, N, 3, H, D]
     mask = torch.zeros(b, length, n + 1, dtype=torch.bool)
     mask[:, :, 1:] = fixed["keys"].transpose(1, 2) > 0
 
     def layout(name: str, x: Tensor) -> Tensor:
-        if name in ("q", "k", "v"):
-            return fused[:, :, :, "qkv".index(name)].transpose(1, 2)
         if name == "pair_bias":
             return x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
         return x.transpose(1, 2).contiguous().transpose(1, 2)
 
-    result = check(attention, formula, tensors, {"keys": mask[:, :, 1:].transpose(1, 2)}, layout)
-    assert result.transpose(1, 2).is_contiguous(), "the result should be laid out as the gate is"
-
-
-def fused_agrees() -> None:
-    """One projection of the transposed MSA; the same arithmetic as with three views of it, so the same bits."""
-    b, n, length, h, d = 2, 3, 17, 2, 8
-    tensors, fixed = inputs((b, n, length, length, h, d), torch.float32, True, 8)
-    qkv = torch.stack([tensors[name].transpose(1, 2) for name in "qkv"], 3).transpose(1, 2)
-    others = {"gate": tensors["gate"], "pair_bias": tensors["pair_bias"], **fixed}
-    upstream = random(9, torch.float32)(b, n, length, h, d)
-    results = []
-    for function in (lambda x, **o: fused_attention(x, **o), lambda x, **o: attention(*x.unbind(3), **o)):
-        given = [x.detach().requires_grad_() for x in (qkv, others["gate"], others["pair_bias"])]
-        out = function(given[0], gate=given[1], pair_bias=given[2], keys=others["keys"])
-        results.append([out, *torch.autograd.grad(out, given, upstream)])
-    for a, b_ in zip(*results, strict=True):
-        assert torch.equal(a, b_)
-    torch.library.opcheck(
-        torch.ops.evodsp.fused_attention.default,
-        (qkv.requires_grad_(), others["gate"], fixed["keys"], others["pair_bias"]),
-        test_utils=("test_schema", "test_faketensor"),
-    )
+    result = check(attention, formula, tensors, {"keys": mask[:, :, 1:].transpose(1, 2), "first": 0}, layout)
+    assert result.transpose(1, 2).is_contiguous(), "the result should be laid out as the projection is"
 
 
 def agrees_far_apart(axis: int) -> None:
-    """The last element of q, k, v, gate and the upstream gradient lies beyond 2^31 elements; strides alone are below 2^31."""
+    """The last element of the projection and the upstream gradient lies beyond 2^31 elements; strides alone are below 2^31."""
     shape = [1, 4, 2, 2, 8] if axis == 1 else [1, 1, 4, 2, 8]
     b, n, length, h, d = shape
     tensors, fixed = inputs((b, n, length, length, h, d), torch.float16, True, 2)
@@ -100,12 +83,13 @@ def error_with_offset() -> tuple[float, float]:
     errors = []
     for offset in (0.0, 10.0):
         tensors, fixed = inputs((1, 2, 40, 40, 2, 32), torch.float16, True, 3)
-        tensors["v"] = (tensors["v"] + offset).half()
+        tensors["projected"][:, :, :, 2] += offset
         tensors |= {n: x.requires_grad_() for n, x in tensors.items()}
         exact = {n: x.detach().double().requires_grad_() for n, x in tensors.items()}
         upstream = random(4, torch.float16)(1, 2, 40, 2, 32)
-        (got,) = torch.autograd.grad(attention(**tensors, **fixed), tensors["q"], upstream)
-        (wanted,) = torch.autograd.grad(formula(**exact, **fixed), exact["q"], upstream.double())
+        (got,) = torch.autograd.grad(attention(**tensors, **fixed), tensors["projected"], upstream)
+        (wanted,) = torch.autograd.grad(formula(**exact, **fixed), exact["projected"], upstream.double())
+        got, wanted = got[:, :, :, 0], wanted[:, :, :, 0]
         errors.append(float((got - wanted).norm() / wanted.norm()))
     return errors[0], errors[1]
 
@@ -114,8 +98,8 @@ def compiles() -> None:
     """One graph under torch.compile, with the numbers of the operator itself."""
     tensors, fixed = inputs((1, 2, 5, 7, 2, 8), torch.float32, True, 5)
 
-    def step(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, pair_bias: Tensor, keys: Tensor) -> Tensor:
-        return attention(q * 2, k, v, gate, keys, pair_bias).square().sum()
+    def step(projected: Tensor, pair_bias: Tensor, keys: Tensor, first: int) -> Tensor:
+        return attention(projected * 2, keys, pair_bias, first).square().sum()
 
     results = []
     for function in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
@@ -129,11 +113,10 @@ def compiles() -> None:
 def operators_are_sound() -> None:
     """torch's own checks: nothing is modified or aliased, and fake results have the shapes, strides and dtypes of real ones."""
     tensors, fixed = inputs((1, 2, 5, 7, 2, 8), torch.float32, True, 6)
-    tensors["gate"] = tensors["gate"].transpose(1, 2).contiguous().transpose(1, 2)
-    given = [x.requires_grad_() for x in (tensors["q"], tensors["k"], tensors["v"], tensors["gate"])]
+    projected = tensors["projected"].transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
     torch.library.opcheck(
         torch.ops.evodsp.attention.default,
-        (*given, fixed["keys"], tensors["pair_bias"].requires_grad_()),
+        (projected, fixed["keys"], tensors["pair_bias"].requires_grad_(), fixed["first"]),
         test_utils=("test_schema", "test_faketensor"),
     )
 
@@ -141,7 +124,7 @@ def operators_are_sound() -> None:
 def kept_for_backward() -> dict[str, int]:
     """Bytes that autograd keeps, by what they are."""
     tensors, fixed = inputs((1, 2, 16, 16, 2, 8), torch.float16, True, 7)
-    named = {x.untyped_storage().data_ptr(): n for n, x in {**tensors, **fixed}.items()}
+    named = {x.untyped_storage().data_ptr(): n for n, x in {**tensors, "keys": fixed["keys"]}.items()}
     kept: Counter[str] = Counter()
 
     def pack(x: Tensor) -> Tensor:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from evodsp.model.kernels.triton import dropout_add, gated_operands, layer_norm
+from evodsp.model.kernels.triton import dropout_add, layer_norm
+from evodsp.model.kernels.triton_kernels.gate import gate, gate_gradients
+from evodsp.model.kernels.triton_kernels.gated_operands import gated_operands
 from evodsp.rng import Draws
 from tests.model.kernels.interpreter import check, far_apart, random
 
@@ -107,18 +111,47 @@ def norm_agrees(shape: tuple[int, ...], dtype: torch.dtype, parameters: torch.dt
 # --- gated_operands
 
 
-def gated_formula(values: Tensor, gates: Tensor, mask: Tensor) -> Tensor:
+def gated_formula(projected: Tensor, mask: Tensor) -> Tensor:
+    values, gates = projected.chunk(2, -1)
     both = values * gates.sigmoid() * mask.unsqueeze(-1)
     return both.unflatten(-1, (2, -1)).permute(3, 0, 4, 1, 2)
 
 
 def gated_agrees(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
-    """Contiguous, and transposed with a boolean mask."""
+    """Contiguous, and transposed with a boolean mask. The last axis of `shape` has the channels of both operands."""
     draw = random(0, dtype)
-    tensors = {"values": draw(*shape), "gates": draw(*shape)}
+    tensors = {"projected": draw(*shape[:3], 2 * shape[3])}
     mask = (torch.rand(shape[:3], generator=torch.Generator().manual_seed(0)) < 0.7).to(dtype)
     assert check(gated_operands, gated_formula, tensors, {"mask": mask}).is_contiguous()
     check(gated_operands, gated_formula, tensors, {"mask": transposed(mask > 0)}, lambda name, x: transposed(x))
+
+
+# --- gate
+
+
+class Gate(torch.autograd.Function):
+    """The two operators as one that autograd differentiates."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, logits: Tensor) -> Tensor:
+        ctx.save_for_backward(x, logits)
+        return gate(x, logits)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return gate_gradients(grad, *ctx.saved_tensors)
+
+
+def gate_agrees(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Contiguous and transposed."""
+    draw = random(0, dtype)
+    tensors = {"x": draw(*shape), "logits": draw(*shape)}
+
+    def formula(x: Tensor, logits: Tensor) -> Tensor:
+        return x * logits.sigmoid()
+
+    check(lambda x, logits: Gate.apply(x, logits), formula, tensors, {})
+    check(lambda x, logits: Gate.apply(x, logits), formula, tensors, {}, lambda name, x: transposed(x))
 
 
 # --- all
@@ -135,7 +168,7 @@ def far_apart_agrees(operator: str) -> None:
     if operator == "layer_norm":
         check(layer_norm, norm_formula, {"x": draw(1, 4, 3, 8), "weight": draw(8), "bias": draw(8)}, {}, layout)
     elif operator == "gated_operands":
-        tensors = {"values": draw(1, 4, 3, 8), "gates": draw(1, 4, 3, 8)}
+        tensors = {"projected": draw(1, 4, 3, 8)}
         check(gated_operands, gated_formula, tensors, {"mask": torch.ones(1, 4, 3)}, layout)
     else:
         for shared_dim in (1, 2):
@@ -152,12 +185,13 @@ def operators_are_sound() -> None:
     keys, mask, ops = keys_of(streams(2)), torch.ones(2, 3, 4), torch.ops.evodsp
     checks = ("test_schema", "test_faketensor")
     torch.library.opcheck(ops.layer_norm.default, (x, weight, bias, 1e-5), test_utils=checks)
-    torch.library.opcheck(ops.gated_operands.default, (x, y, mask), test_utils=checks)
+    torch.library.opcheck(ops.gated_operands.default, (x, mask), test_utils=checks)
+    torch.library.opcheck(ops.gate.default, (y.detach(), y.detach()), test_utils=checks)
     torch.library.opcheck(ops.dropout_add.default, (x, y, keys, 0.25, 0, 0, 3, 4, 1), test_utils=checks)
 
     def step(x: Tensor, y: Tensor, keys: Tensor) -> Tensor:
         z = dropout_add(x, layer_norm(y, weight, bias), keys, 0.25, (0, 0), (3, 4), 1)
-        return gated_operands(z, y, mask).square().sum()
+        return gated_operands(z, mask).square().sum()
 
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     for some in (keys, keys + 1):  # another key in the same graph draws other numbers
@@ -171,7 +205,7 @@ def kept_for_backward() -> dict[str, list[tuple[int, ...]]]:
     x, y, weight, bias = (torch.ones(s).requires_grad_() for s in ((2, 3, 4, 8), (2, 3, 4, 8), (8,), (8,)))
     calls = {
         "layer_norm": lambda: layer_norm(x, weight, bias),
-        "gated_operands": lambda: gated_operands(x, y, torch.ones(2, 3, 4)),
+        "gated_operands": lambda: gated_operands(x, torch.ones(2, 3, 4)),
         "dropout_add": lambda: dropout_add(x, y, keys_of(streams(2)), 0.25, (0, 0), (3, 4), 1),
     }
     kept: dict[str, list[tuple[int, ...]]] = {name: [] for name in calls}

@@ -7,6 +7,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -15,23 +16,24 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from evodsp.model.kernels import chunked, reference, sdpa
-from evodsp.model.kernels.self_check import examples
+from evodsp.model.kernels import chunked, layers, reference, sdpa
+from evodsp.model.kernels.self_check import MASKS, call, examples
 
 ATTENTIONS = ["attention", "biased_attention"]
 
 
-def values_and_gradients(function: Any, inputs: list[Tensor], mask: int | None) -> list[Tensor]:
-    """The output, and the gradients of all inputs but the mask, for random cotangents."""
+def values_and_gradients(operator: str, function: Any, inputs: list[Tensor]) -> list[Tensor]:
+    """The results, and the gradients of all inputs but the mask, for random cotangents."""
     leaves = [x.detach().clone(memory_format=torch.preserve_format) for x in inputs]
-    wanted = [x.requires_grad_() for n, x in enumerate(leaves) if n != mask]
-    output = function(*leaves)
-    cotangent = torch.randn(output.shape, dtype=output.dtype, generator=torch.Generator().manual_seed(1))
-    return [output.detach(), *torch.autograd.grad(output, wanted, cotangent)]
+    wanted = [x.requires_grad_() for n, x in enumerate(leaves) if n != MASKS.get(operator)]
+    outputs = call(operator, function, leaves)
+    generator = torch.Generator().manual_seed(1)
+    cotangents = [torch.randn(x.shape, dtype=x.dtype, generator=generator) for x in outputs]
+    return [*(x.detach() for x in outputs), *torch.autograd.grad(outputs, wanted, cotangents)]
 
 
-def agree(function: Any, formula: Any, inputs: list[Tensor], mask: int | None, atol: float = 1e-11) -> None:
-    found, expected = (values_and_gradients(f, inputs, mask) for f in (function, formula))
+def agree(operator: str, function: Any, formula: Any, inputs: list[Tensor], atol: float = 1e-11) -> None:
+    found, expected = (values_and_gradients(operator, f, inputs) for f in (function, formula))
     for x, y in zip(found, expected, strict=True):
         torch.testing.assert_close(x, y, rtol=0, atol=atol)
 
@@ -39,12 +41,15 @@ def agree(function: Any, formula: Any, inputs: list[Tensor], mask: int | None, a
 def some_keys(operator: str) -> list[Tensor]:
     """Inputs of attention in which every row has a key. (Logits of rows without keys, -1e9, keep few digits.)"""
     inputs = examples(operator, torch.device("cpu"), torch.float64)
-    inputs[4][..., 0] = 1
+    inputs[1][..., 0] = 1
     return inputs
 
 
-def written_out(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, keys: Tensor, pair_bias: Tensor | None = None) -> Tensor:
+def written_out(projected: Tensor, keys: Tensor, pair_bias: Tensor | None = None, first: int = 0) -> Tensor:
     """Attention with weights of exactly zero for masked keys."""
+    q, k, v, gate = projected.unbind(3)
+    last = q.shape[2] if pair_bias is None else first + pair_bias.shape[2]
+    q, gate = q[:, :, first:last], gate[:, :, first:last]
     logits = torch.einsum("bnqhd,bnkhd->bnhqk", q, k) / math.sqrt(q.shape[-1])
     weights = torch.exp(logits if pair_bias is None else logits + pair_bias[:, None]) * keys[:, :, None, None]
     o = torch.einsum("bnhqk,bnkhd->bnqhd", weights / weights.sum(-1, keepdim=True), v)
@@ -53,8 +58,8 @@ def written_out(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, keys: Tensor, pai
 
 @pytest.mark.parametrize("operator", ATTENTIONS)
 def test_the_formula_of_attention(operator: str) -> None:
-    """Catches a wrong scale, a bias for the wrong axis, a gate at the wrong place, and keys that are not masked."""
-    agree(getattr(reference, operator), written_out, some_keys(operator), mask=4)
+    """Catches a wrong scale, a bias for the wrong axis, a gate or queries of other positions, and keys that are not masked."""
+    agree(operator, getattr(reference, operator), written_out, some_keys(operator))
 
 
 @pytest.mark.parametrize("keep", [0, 1 << 20])
@@ -64,49 +69,68 @@ def test_chunked_attention(operator: str, chunk: int, keep: int, monkeypatch: py
     """Catches rows lost between chunks, and a wrong backward pass."""
     monkeypatch.setattr(chunked, "_CPU_LOGITS", chunk)
     monkeypatch.setattr(chunked, "_KEEP", keep)
-    agree(getattr(chunked, operator), getattr(reference, operator), some_keys(operator), mask=4)
+    agree(operator, getattr(chunked, operator), getattr(reference, operator), some_keys(operator))
 
 
-def test_the_result_is_laid_out_as_the_gate() -> None:
+def test_the_result_is_laid_out_as_the_projection() -> None:
     """Catches a copy: attention along columns returns to rows by a transposition, which must be free."""
-    *inputs, _ = examples("biased_attention", torch.device("cpu"), torch.float32)
+    inputs = examples("attention", torch.device("cpu"), torch.float32)
     for function in (chunked.attention, sdpa.attention):
         assert function(*inputs).transpose(1, 2).is_contiguous()
 
 
 def test_a_row_of_masked_keys_is_uniform() -> None:
     """Catches NaN where all keys are masked: AF2's softmax is uniform there."""
-    q, k, v, gate, keys = examples("attention", torch.device("cpu"), torch.float32)
+    projected, keys = examples("attention", torch.device("cpu"), torch.float32)
+    _, _, v, gate = projected.unbind(3)
     for function in (reference.attention, chunked.attention, sdpa.attention):
-        out = function(q, k, v, gate, torch.zeros_like(keys))
+        out = function(projected, torch.zeros_like(keys))
         torch.testing.assert_close(out, gate.sigmoid() * v.mean(2, keepdim=True), rtol=0, atol=1e-6)
 
 
 def test_sdpa() -> None:
     """Catches a transposed axis, and a mask of the wrong rows."""
-    agree(sdpa.attention, reference.attention, some_keys("attention"), mask=4)
+    agree("attention", sdpa.attention, reference.attention, some_keys("attention"))
+
+
+LAYERS = ["gated_output", "gated_projection", "projections", "transition", "triangle_product"]
 
 
 @pytest.mark.parametrize("chunk", [1, 100, 1 << 20])
-@pytest.mark.parametrize("shape", [(2, 5, 7, 9), (1, 1, 3, 4), (2, 0, 3, 6), (2, 3, 0, 6)])
-@pytest.mark.parametrize("operator", ["gated_projection", "transition"])
-def test_chunked_layers(operator: str, shape: tuple[int, ...], chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("sizes", [(2, 5), (1, 3), (2, 0), (0, 3)], ids=str)
+@pytest.mark.parametrize("operator", LAYERS)
+def test_layers(operator: str, sizes: tuple[int, int], chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches operands that are interleaved, a mask along the wrong axis, positions lost between chunks, gradients of the last
-    chunk only, and errors on empty shards."""
-    monkeypatch.setattr(chunked, "_CPU_HIDDEN", chunk)
-    generator = torch.Generator().manual_seed(0)
+    chunk only, the backward pass of another product of edges, and errors on empty shards."""
+    monkeypatch.setattr(layers, "_CPU_NUMBERS", chunk)
+    batch, rows = sizes
+    square = operator in ("gated_projection", "triangle_product")  # these two have a pair mask
 
-    def random(*sizes: int) -> Tensor:
-        return torch.randn(sizes, dtype=torch.float64, generator=generator)
+    def cut(x: Tensor) -> Tensor:
+        x = x[:batch, :rows] if x.ndim > 2 else x
+        return x[:, :, :rows] if square and x.ndim > 2 else x
 
-    c = shape[-1]
-    if operator == "transition":
-        inputs, mask = [random(*shape), random(20, c), random(20), random(c, 20), random(c)], None
-    else:
-        projections = [random(12, c), random(12), random(12, c), random(12)]
-        inputs, mask = [random(*shape), random(*shape[:-1]), *projections], 1
-    agree(getattr(chunked, operator), getattr(reference, operator), inputs, mask)
-    assert getattr(chunked, operator)(*inputs).is_contiguous()
+    inputs = [cut(x) for x in examples(operator, torch.device("cpu"), torch.float64)]
+    agree(operator, getattr(chunked, operator), getattr(reference, operator), inputs)
+
+
+def test_the_incoming_product() -> None:
+    """Catches the gradients of outgoing edges for incoming ones."""
+    inputs = examples("triangle_product", torch.device("cpu"), torch.float64)
+    functions = [partial(f.triangle_product, outgoing=False) for f in (chunked, reference)]  # type: ignore[attr-defined]
+    own, formula = ((lambda *x, outgoing, f=f: f(*x)) for f in functions)
+    agree("triangle_product", own, formula, inputs)
+
+
+@pytest.mark.parametrize("operator", LAYERS)
+def test_no_layer_keeps_the_norm(operator: str) -> None:
+    """Catches a norm, operands or a hidden layer that are kept for the backward pass: beside inputs, a few parameters only."""
+    inputs = [x.requires_grad_() for x in examples(operator, torch.device("cpu"), torch.float64)]
+    own = {x.untyped_storage().data_ptr() for x in inputs}
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: (kept.append(x), x)[1], lambda x: x):
+        call(operator, getattr(chunked, operator), inputs)
+    assert all(x.ndim <= 2 for x in kept if x.untyped_storage().data_ptr() not in own)
 
 
 def flash_attn_func(
@@ -165,10 +189,10 @@ def adapter(package: str, stand_in: Callable[..., Tensor], backend: str) -> Iter
 def test_flash_attn() -> None:
     """Catches a mask that is lost in the additional channel, wrong padding, and axes in another order than the package's."""
     with adapter("flash_attn", flash_attn_func, "flash_attn") as backend:
-        agree(backend.attention, reference.attention, some_keys("attention"), mask=4)
+        agree("attention", backend.attention, reference.attention, some_keys("attention"))
 
 
 def test_cuequivariance() -> None:
     """Catches axes in another order than the package's, a bias or a mask of the wrong rows, and a gate that is lost."""
     with adapter("cuequivariance_torch", triangle_attention, "cuequivariance") as backend:
-        agree(backend.biased_attention, reference.biased_attention, some_keys("biased_attention"), mask=4)
+        agree("biased_attention", backend.biased_attention, reference.biased_attention, some_keys("biased_attention"))

@@ -65,11 +65,18 @@ def test_gated_operands_agree(interpreter: Interpreter, shape: tuple[int, int, i
     interpreter(cases.gated_agrees, shape, dtype)
 
 
+@DTYPES
+def test_gate_agrees(interpreter: Interpreter, dtype: torch.dtype) -> None:
+    """Catches the gradients of value and gate in each other's place, tails of tiles, and strides that are assumed."""
+    interpreter(cases.gate_agrees, (2, 5, 30, 9), dtype)
+
+
 @pytest.mark.parametrize("shape", [(0, 2, 3, 8), (1, 0, 3, 8), (1, 2, 0, 8)], ids=str)
 def test_empty_shards(interpreter: Interpreter, shape: tuple[int, int, int, int]) -> None:
     """Catches empty grids that are launched, and gradients of parameters that are left uninitialised."""
     interpreter(cases.norm_agrees, shape, torch.float32)
     interpreter(cases.gated_agrees, shape, torch.float32)
+    interpreter(cases.gate_agrees, shape, torch.float32)
     interpreter(cases.dropout_agrees, shape, torch.float32, 1)
 
 
@@ -89,7 +96,7 @@ def test_what_backward_keeps(interpreter: Interpreter) -> None:
     x = (2, 3, 4, 8)
     assert interpreter(cases.kept_for_backward) == {
         "layer_norm": [x, (8,), x[:-1], x[:-1]],
-        "gated_operands": [x, x, x[:-1]],
+        "gated_operands": [x, x[:-1]],
         "dropout_add": [(2,)],
     }
 
@@ -104,14 +111,17 @@ def test_reports_of_launches_and_bytes() -> None:
     parts = 528 * 2 * 1024  # bytes
     assert REPORTS["evodsp::layer_norm_backward"]((x, x, weight, statistics, statistics)) == (
         2,
-        3 * unit + 2 * per_position + 1024 + 2 * parts + 2048,
+        3 * unit + 2 * per_position + 1024 + 2 * parts + 2048,  # parts, and their sum in the dtype of the weight
     )
     assert REPORTS["evodsp::dropout_add"]((x, x, keys, 0.15, 0, 0, 128, 256, 1)) == (1, 3 * unit + 8)
     assert REPORTS["evodsp::dropout_add_backward"]((x, keys, 0.15, 0, 0, 128, 256, 1, x.dtype)) == (1, 2 * unit + 8)
     mask = torch.empty(1, 128, 256, dtype=torch.bfloat16, device="meta")
-    assert REPORTS["evodsp::gated_operands"]((x, x, mask)) == (1, 3 * unit + per_position // 2)
+    projected = torch.empty(1, 128, 256, 512, dtype=torch.bfloat16, device="meta")
+    assert REPORTS["evodsp::gated_operands"]((projected, mask)) == (1, 3 * unit + per_position // 2)
     grad = torch.empty(2, 1, 128, 128, 256, dtype=torch.bfloat16, device="meta")
-    assert REPORTS["evodsp::gated_operands_backward"]((grad, x, x, mask)) == (1, 5 * unit + per_position // 2)
+    assert REPORTS["evodsp::gated_operands_backward"]((grad, projected, mask)) == (1, 5 * unit + per_position // 2)
+    assert REPORTS["evodsp::gate"]((x, x)) == (1, 3 * unit)
+    assert REPORTS["evodsp::gate_backward"]((x, x, x)) == (1, 5 * unit)
 
 
 @pytest.mark.verify
@@ -124,3 +134,4 @@ def test_agree_at_many_shapes(interpreter: Interpreter, number: int) -> None:
     )
     interpreter(cases.norm_agrees, _shape(number, [1, 3, 8, 24, 64, 130, 384]), dtype)
     interpreter(cases.gated_agrees, _shape(number, [2, 6, 16, 48, 130]), dtype)
+    interpreter(cases.gate_agrees, _shape(number, [1, 3, 8, 24, 64]), dtype)

@@ -19,12 +19,13 @@ Accumulators, logits and softmax are fp32. Shape legend: B batch, N rows, Q quer
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from evodsp.model.kernels.projected import empty_gradient, parts_of
 from evodsp.model.kernels.triton_kernels.launch import Launch, Launcher, Operator, next_power_of_two, tiles
 from evodsp.model.kernels.triton_kernels.sums import sum_of_parts
 
@@ -37,41 +38,24 @@ _ENOUGH_PROGRAMS = 1056
 
 
 def attention(
-    q: Float[Tensor, "B N Q H D"],
-    k: Float[Tensor, "B N K H D"],
-    v: Float[Tensor, "B N K H D"],
-    gate: Float[Tensor, "B N Q H D"],
-    keys: Float[Tensor, "B N K"] | Bool[Tensor, "B N K"] | Int[Tensor, "B N K"],
-    pair_bias: Float[Tensor, "B H Q K"] | None = None,
-) -> Float[Tensor, "B N Q H D"]:
-    """sigmoid(gate) * softmax(q k^T / sqrt(D) + pair_bias + (keys - 1) * 1e9) v, within each row.
-
-    `keys`: 1 where a key is present, 0 where it is absent; gets no gradient. The result is laid out in memory as `gate` is.
-    Differentiable once in q, k, v, gate and `pair_bias`. Raises ValueError for heads wider than 64.
-    """
-    _check_width(q)
-    return _forward(q, k, v, gate, keys, _keys_fastest(pair_bias))[0]
-
-
-def fused_attention(
-    qkv: Float[Tensor, "B N L 3 H D"],
-    gate: Float[Tensor, "B N L H D"],
+    projected: Float[Tensor, "B N L 4 H D"],
     keys: Float[Tensor, "B N L"] | Bool[Tensor, "B N L"] | Int[Tensor, "B N L"],
-    pair_bias: Float[Tensor, "B H L L"] | None = None,
-) -> Float[Tensor, "B N L H D"]:
-    """`attention` of one projection that holds q, k and v. Its gradient is filled in place.
+    pair_bias: Float[Tensor, "B H Q L"] | None = None,
+    first: int = 0,
+) -> Float[Tensor, "B N Q H D"]:
+    """sigmoid(gate) * softmax(q k^T / sqrt(D) + pair_bias + (keys - 1) * 1e9) v, within each row, of projected q, k, v, gate.
 
-    With views of a projection, autograd would put three gradients together by a copy: six times the bytes of q.
+    With a bias only the Q positions from `first` on attend. `keys`: 1 where a key is present, 0 where it is absent; gets no
+    gradient. The result is laid out in memory as `projected` is. Differentiable once in `projected` and `pair_bias`. The
+    gradient of `projected` is filled in place: with views of it, autograd would put four gradients together by a copy. Raises
+    ValueError for heads wider than 64.
     """
-    _check_width(qkv)
-    return _fused_forward(qkv, gate, keys, _keys_fastest(pair_bias))[0]
-
-
-def _check_width(heads: Tensor) -> None:
-    if heads.shape[-1] > WIDEST:
+    width = projected.shape[-1]
+    if width > WIDEST:
         raise ValueError(
-            f"Triton attention: head width {heads.shape[-1]}, at most {WIDEST} is supported; use another kernels.attention"
+            f"Triton attention: head width {width}, at most {WIDEST} is supported; use another kernels.attention"
         )
+    return _forward(projected, keys, _keys_fastest(pair_bias), first)[0]
 
 
 def _keys_fastest(pair_bias: Tensor | None) -> Tensor | None:
@@ -79,11 +63,16 @@ def _keys_fastest(pair_bias: Tensor | None) -> Tensor | None:
     return pair_bias if pair_bias is None or pair_bias.stride(-1) == 1 else pair_bias.contiguous()
 
 
+def _queries(projected: Tensor, bias: Tensor | None) -> int:
+    return projected.shape[2] if bias is None else bias.shape[2]
+
+
 def _forward_body(
-    launch: Launcher, q: Tensor, k: Tensor, v: Tensor, gate: Tensor, keys: Tensor, bias: Tensor | None
+    launch: Launcher, projected: Tensor, keys: Tensor, bias: Tensor | None, first: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The output, and of each query the largest logit (base 2) and the inverse of the sum of weights."""
-    out = torch.empty_like(gate, dtype=q.dtype)
+    q, k, v, gate = parts_of(projected, first, _queries(projected, bias))
+    out = torch.empty_like(gate)
     largest, inverse = (q.new_empty(_per_query(q), dtype=torch.float32) for _ in range(2))
     tensors = _strided(q=q, k=k, v=v, gate=gate, out=out, keys=keys, bias=bias)
     launch(
@@ -107,78 +96,22 @@ def _forward_body(
 def _backward_body(
     launch: Launcher,
     grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gate: Tensor,
+    projected: Tensor,
     keys: Tensor,
     bias: Tensor | None,
+    first: int,
     out: Tensor,
     largest: Tensor,
     inverse: Tensor,
     bias_gradient: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v, gate and the bias (without elements if it is not wanted)."""
-    grad_q, grad_k, grad_v, grad_gate = (torch.empty_like(x) for x in (q, k, v, gate))
-    kept = _Kept(q, k, v, gate, keys, bias, out, largest, inverse)
-    grad_bias = _launch_backward(launch, grad, kept, bias_gradient, (grad_q, grad_k, grad_v, grad_gate))
-    return grad_q, grad_k, grad_v, grad_gate, grad_bias
-
-
-def _fused_forward_body(
-    launch: Launcher, qkv: Tensor, gate: Tensor, keys: Tensor, bias: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = qkv.unbind(3)
-    return _forward_body(launch, q, k, v, gate, keys, bias)
-
-
-def _fused_backward_body(
-    launch: Launcher,
-    grad: Tensor,
-    qkv: Tensor,
-    gate: Tensor,
-    keys: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-    largest: Tensor,
-    inverse: Tensor,
-    bias_gradient: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of the projection, gate and the bias."""
-    grad_qkv, grad_gate = torch.empty_like(qkv), torch.empty_like(gate)
-    q, k, v = qkv.unbind(3)
-    grad_q, grad_k, grad_v = grad_qkv.unbind(3)
-    kept = _Kept(q, k, v, gate, keys, bias, out, largest, inverse)
-    grad_bias = _launch_backward(launch, grad, kept, bias_gradient, (grad_q, grad_k, grad_v, grad_gate))
-    return grad_qkv, grad_gate, grad_bias
-
-
-class _Kept(NamedTuple):
-    """What the backward pass has of the forward pass."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    gate: Tensor
-    keys: Tensor
-    bias: Tensor | None
-    out: Tensor
-    largest: Tensor
-    inverse: Tensor
-
-
-def _launch_backward(
-    launch: Launcher,
-    grad: Tensor,
-    kept: _Kept,
-    bias_gradient: bool,
-    gradients: tuple[Tensor, Tensor, Tensor, Tensor],
-) -> Tensor:
-    """Fills the `gradients` of q, k, v and gate; returns that of the bias (without elements if it is not wanted)."""
-    q, k, v, gate, keys, bias, out, largest, inverse = kept
-    grad_q, grad_k, grad_v, grad_gate = gradients
+) -> tuple[Tensor, Tensor]:
+    """Gradients of the projection and of the bias (without elements if it is not wanted)."""
+    queries = _queries(projected, bias)
+    q, k, v, gate = parts_of(projected, first, queries)
+    grad_projected = empty_gradient(projected, queries)
+    grad_q, grad_k, grad_v, grad_gate = parts_of(grad_projected, first, queries)
     # Gradient of the output before the gate, divided by the sum of weights.
-    upstream = torch.empty_like(gate, dtype=q.dtype)
+    upstream = torch.empty_like(gate)
     centre = torch.empty_like(largest)
     sizes, constants, other = _sizes(q, k), _constants(q, bias), _other_tile(q)
     shared = _strided(q=q, k=k, v=v, keys=keys, bias=bias, upstream=upstream)
@@ -210,7 +143,7 @@ def _launch_backward(
         )
     )
     if bias is None or not bias_gradient:
-        return q.new_empty(0)
+        return grad_projected, q.new_empty(0)
     cells = tiles(q.shape[2], _tile(q)) * tiles(k.shape[2], other) * q.shape[0] * q.shape[3]
     parts = max(1, min(q.shape[1], tiles(_ENOUGH_PROGRAMS, cells) if cells else 1))
     sums = bias.new_empty((parts, *bias.shape), dtype=torch.float32 if parts > 1 else bias.dtype)
@@ -224,48 +157,39 @@ def _launch_backward(
             **_schedule(q),
         )
     )
-    return sum_of_parts(launch, sums, bias.dtype)
+    return grad_projected, sum_of_parts(launch, sums, bias.dtype)
 
 
 def _backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-    """Of either operator: their inputs end with gate, keys and bias."""
-    *before, _, bias_wanted = ctx.needs_input_grad
     if grad is None:
-        return (None,) * (len(before) + 2)
-    gradients = _gradients if len(before) == 4 else _fused_gradients
-    *others, of_bias = gradients(grad, *ctx.saved_tensors, bias_wanted)
-    return *others, None, of_bias if bias_wanted else None
+        return (None,) * 4
+    projected, keys, bias, *results = ctx.saved_tensors
+    wanted = ctx.needs_input_grad[2]
+    of_projected, of_bias = _gradients(grad, projected, keys, bias, ctx.first, *results, wanted)
+    return of_projected, None, of_bias if wanted else None, None
 
 
 def _keep(inputs: Sequence[Any], output: Any) -> tuple[Tensor | None, ...]:
-    return (*inputs, *output)
+    return (*inputs[:3], *output)
+
+
+def _note(ctx: Any, inputs: Sequence[Any]) -> None:
+    ctx.first = inputs[3]
 
 
 _forward = Operator(
     "attention",
-    "(Tensor q, Tensor k, Tensor v, Tensor gate, Tensor keys, Tensor? bias) -> (Tensor, Tensor, Tensor)",
+    "(Tensor projected, Tensor keys, Tensor? bias, SymInt first) -> (Tensor, Tensor, Tensor)",
     _forward_body,
 )
 _gradients = Operator(
     "attention_backward",
-    "(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor gate, Tensor keys, Tensor? bias, Tensor out, Tensor largest, "
-    "Tensor inverse, bool bias_gradient) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "(Tensor grad, Tensor projected, Tensor keys, Tensor? bias, SymInt first, Tensor out, Tensor largest, Tensor inverse, "
+    "bool bias_gradient) -> (Tensor, Tensor)",
     _backward_body,
 )
-_fused_forward = Operator(
-    "fused_attention",
-    "(Tensor qkv, Tensor gate, Tensor keys, Tensor? bias) -> (Tensor, Tensor, Tensor)",
-    _fused_forward_body,
-)
-_fused_gradients = Operator(
-    "fused_attention_backward",
-    "(Tensor grad, Tensor qkv, Tensor gate, Tensor keys, Tensor? bias, Tensor out, Tensor largest, Tensor inverse, "
-    "bool bias_gradient) -> (Tensor, Tensor, Tensor)",
-    _fused_backward_body,
-)
-_forward.differentiate(_backward, _keep)
-_fused_forward.differentiate(_backward, _keep)
-OPERATORS = (_forward, _gradients, _fused_forward, _fused_gradients)
+_forward.differentiate(_backward, _keep, _note)
+OPERATORS = (_forward, _gradients)
 
 
 def _per_query(q: Tensor) -> tuple[int, int, int, int]:

@@ -22,15 +22,14 @@ _POSITIONS, _CHANNELS = 64, 64
 
 
 def gated_operands(
-    values: Float[Tensor, "B I J cc"],
-    gates: Float[Tensor, "B I J cc"],
-    mask: Float[Tensor, "B I J"] | Bool[Tensor, "B I J"] | Int[Tensor, "B I J"],
+    projected: Float[Tensor, "B I J cccc"], mask: Float[Tensor, "B I J"] | Bool[Tensor, "B I J"] | Int[Tensor, "B I J"]
 ) -> Float[Tensor, "2 B c I J"]:
-    """values * sigmoid(gates) * mask, contiguous. The first c channels are the first operand.
+    """values * sigmoid(gates) * mask, contiguous. The values are the first half of `projected`, the gates the second one.
 
-    `mask` gets no gradient. Arithmetic is fp32, the result has the dtype of `values`. Differentiable once in values and gates.
+    The first c channels of each are the first operand's. `mask` gets no gradient. Arithmetic is fp32, the result has the dtype
+    of `projected`. Differentiable once.
     """
-    return _forward(values, gates, mask)
+    return _forward(projected, mask)
 
 
 def _sizes(values: Tensor) -> tuple[int, dict[str, int]]:
@@ -45,7 +44,8 @@ def _inputs(values: Tensor, gates: Tensor, mask: Tensor) -> dict[str, Any]:
     return {**named, **{f"{name}_strides": x.stride() for name, x in named.items()}}
 
 
-def _forward_body(launch: Launcher, values: Tensor, gates: Tensor, mask: Tensor) -> Tensor:
+def _forward_body(launch: Launcher, projected: Tensor, mask: Tensor) -> Tensor:
+    values, gates = projected.chunk(2, -1)
     batch, rows, columns, channels = values.shape
     out = values.new_empty(2, batch, channels // 2, rows, columns)
     programs, sizes = _sizes(values)
@@ -61,11 +61,11 @@ def _forward_body(launch: Launcher, values: Tensor, gates: Tensor, mask: Tensor)
     return out
 
 
-def _backward_body(
-    launch: Launcher, grad: Tensor, values: Tensor, gates: Tensor, mask: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Gradients of values and gates, contiguous."""
-    grad_values, grad_gates = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (values, gates))
+def _backward_body(launch: Launcher, grad: Tensor, projected: Tensor, mask: Tensor) -> Tensor:
+    """The gradient of the projections, contiguous."""
+    values, gates = projected.chunk(2, -1)
+    grad_projected = torch.empty_like(projected, memory_format=torch.contiguous_format)
+    grad_values, grad_gates = grad_projected.chunk(2, -1)
     programs, sizes = _sizes(values)
     launch(
         Launch(
@@ -77,30 +77,48 @@ def _backward_body(
                 **_inputs(values, gates, mask),
                 "grad_values": grad_values,
                 "grad_gates": grad_gates,
+                "gradient_strides": grad_values.stride(),
                 **sizes,
             },
             {"TILE_J": _POSITIONS, "TILE_C": _CHANNELS},
             writes=("grad_values", "grad_gates"),
         )
     )
-    return grad_values, grad_gates
+    return grad_projected
 
 
 def _backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
-    if grad is None:
-        return None, None, None
-    return *_gradients(grad, *ctx.saved_tensors), None
+    return None if grad is None else _gradients(grad, *ctx.saved_tensors), None
 
 
 def _keep(inputs: Sequence[Any], output: Any) -> tuple[Tensor | None, ...]:
     return tuple(inputs)
 
 
-_forward = Operator("gated_operands", "(Tensor values, Tensor gates, Tensor mask) -> Tensor", _forward_body)
+_forward = Operator("gated_operands", "(Tensor projected, Tensor mask) -> Tensor", _forward_body)
 _gradients = Operator(
-    "gated_operands_backward",
-    "(Tensor grad, Tensor values, Tensor gates, Tensor mask) -> (Tensor, Tensor)",
-    _backward_body,
+    "gated_operands_backward", "(Tensor grad, Tensor projected, Tensor mask) -> Tensor", _backward_body
 )
 _forward.differentiate(_backward, _keep)
 OPERATORS = (_forward, _gradients)
+
+
+def operands_of_chunk(
+    projected: Float[Tensor, "*chunk I J cccc"], mask: Float[Tensor, "*chunk I J"]
+) -> Float[Tensor, "2 *chunk c I J"]:
+    """`gated_operands` of some rows of one sample, or of several samples."""
+    return _forward(*_batched(projected, mask)).view(2, *projected.shape[:-3], -1, *projected.shape[-3:-1])
+
+
+def gradient_of_chunk(
+    grad: Float[Tensor, "2 *chunk c I J"],
+    projected: Float[Tensor, "*chunk I J cccc"],
+    mask: Float[Tensor, "*chunk I J"],
+) -> Float[Tensor, "*chunk I J cccc"]:
+    """The gradient of `projected`."""
+    one = grad if projected.ndim == 4 else grad.unsqueeze(1)
+    return _gradients(one, *_batched(projected, mask)).view(projected.shape)
+
+
+def _batched(projected: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    return (projected, mask) if projected.ndim == 4 else (projected.unsqueeze(0), mask.unsqueeze(0))

@@ -33,9 +33,32 @@ def layer_norm(
     So the norm of a transposed view is laid out as the matrix product after it wants. Weight and bias may be wider than x.
     Differentiable once in all three.
     """
-    # Up to three axes before the channels are read where they are, through their strides.
-    flat = x.reshape(-1, *x.shape[-3:]) if x.ndim > 4 else x.view(*(1,) * (4 - x.ndim), *x.shape)
-    return _forward(flat, weight, bias, eps)[0].view(x.shape)
+    return _forward(_with_four_axes(x), weight, bias, eps)[0].view(x.shape)
+
+
+def norm(
+    x: Float[Tensor, "*batch c"], weight: Float[Tensor, " c"], bias: Float[Tensor, " c"]
+) -> tuple[Float[Tensor, "*batch c"], Float[Tensor, "_ _ _"], Float[Tensor, "_ _ _"]]:
+    """The result, and mean and inverse standard deviation of each position, for `norm_gradients`."""
+    result, mean, inverse = _forward(_with_four_axes(x), weight, bias, 1e-5)
+    return result.view(x.shape), mean, inverse
+
+
+def norm_gradients(
+    grad: Float[Tensor, "*batch c"],
+    x: Float[Tensor, "*batch c"],
+    weight: Float[Tensor, " c"],
+    mean: Float[Tensor, "_ _ _"],
+    inverse: Float[Tensor, "_ _ _"],
+) -> tuple[Float[Tensor, "*batch c"], Float[Tensor, " c"], Float[Tensor, " c"]]:
+    """The gradients of x, laid out as x is, and of weight and bias."""
+    grad_x, both = _gradients(_with_four_axes(grad), _with_four_axes(x), weight, mean, inverse)
+    return grad_x.view(x.shape), both[0], both[1]
+
+
+def _with_four_axes(x: Float[Tensor, "*batch c"]) -> Float[Tensor, "_ _ _ c"]:
+    """Up to three axes before the channels are read where they are, through their strides."""
+    return x.reshape(-1, *x.shape[-3:]) if x.ndim > 4 else x.view(*(1,) * (4 - x.ndim), *x.shape)
 
 
 def _arguments(x: Tensor) -> dict[str, Any]:
@@ -82,7 +105,7 @@ def _forward_body(
 def _backward_body(
     launch: Launcher, grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor, inverse: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of x, and of weight and bias as one fp32 tensor [2, c]."""
+    """Gradients of x, and of weight and bias as one tensor [2, c] in the dtype of the weight."""
     grad_x = torch.empty_like(x)
     sizes, tiling = _arguments(x), _tiling(x, _BACKWARD_TILE)
     parts = max(1, min(_PARTS, tiles(sizes["positions"], tiling["TILE"])))
@@ -110,14 +133,14 @@ def _backward_body(
             writes=("grad_x", "sums"),
         )
     )
-    return grad_x, sum_of_parts(launch, sums, torch.float32)
+    return grad_x, sum_of_parts(launch, sums, weight.dtype)
 
 
 def _backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     if grad is None:
         return (None,) * 4
     grad_x, both = _gradients(grad, *ctx.saved_tensors)
-    return grad_x, both[0].to(ctx.dtypes[0]), both[1].to(ctx.dtypes[1]), None
+    return grad_x, both[0], both[1].to(ctx.dtype_of_bias), None
 
 
 def _keep(inputs: Sequence[Any], output: Any) -> tuple[Tensor | None, ...]:
@@ -127,7 +150,7 @@ def _keep(inputs: Sequence[Any], output: Any) -> tuple[Tensor | None, ...]:
 
 
 def _note(ctx: Any, inputs: Sequence[Any]) -> None:
-    ctx.dtypes = (inputs[1].dtype, inputs[2].dtype)
+    ctx.dtype_of_bias = inputs[2].dtype
 
 
 _forward = Operator(

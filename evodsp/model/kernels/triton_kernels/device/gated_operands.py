@@ -1,4 +1,7 @@
-"""Device code of `gated_operands.py`. Strides: [B, I, J, cc] of values and gates, [B, I, J] of the mask. Offsets are 64-bit."""
+"""Device code of `gated_operands.py`. Offsets are 64-bit.
+
+Strides: [B, I, J, cc] of values, gates and their gradients, [B, I, J] of the mask.
+"""
 
 from __future__ import annotations
 
@@ -55,9 +58,9 @@ def forward(
 @triton.jit
 def backward(
     grad, grad_strides, values, gates, mask, values_strides, gates_strides, mask_strides, grad_values, grad_gates,
-    batch, rows, columns, channels, TILE_J: tl.constexpr, TILE_C: tl.constexpr,
+    gradient_strides, batch, rows, columns, channels, TILE_J: tl.constexpr, TILE_C: tl.constexpr,
 ):  # fmt: skip
-    """A tile [columns, channels] of one row. `grad`: [2, B, c, I, J] with strides; the results are contiguous."""
+    """A tile [columns, channels] of one row. `grad`: [2, B, c, I, J] with strides."""
     sample, row, column, channel = _place(rows, columns, channels, TILE_J, TILE_C)
     inside = (column < columns)[:, None] & (channel < channels)[None, :]
     value = tl.load(values + _tile(values_strides, sample, row, column, channel), mask=inside, other=0.0).to(tl.float32)
@@ -68,6 +71,6 @@ def backward(
     upstream = tl.load(at, mask=(channel < channels)[:, None] & (column < columns)[None, :], other=0.0).to(tl.float32).T
     opened = tl.sigmoid(gate)
     through = upstream * opened * _present(mask, mask_strides, sample, row, column, columns)
-    to = ((sample * rows + row) * columns + column[:, None]) * channels + channel[None, :]
+    to = _tile(gradient_strides, sample, row, column, channel)
     tl.store(grad_values + to, through.to(grad_values.dtype.element_ty), mask=inside)
     tl.store(grad_gates + to, (through * value * (1.0 - opened)).to(grad_gates.dtype.element_ty), mask=inside)

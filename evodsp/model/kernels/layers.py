@@ -1,0 +1,477 @@
+"""Operators that begin with a layer norm. None keeps the norm: the backward pass forms it again from the operator's input.
+
+So of a sub-layer's input only the residual stream itself is kept. `chunked` and `triton` share these operators and differ in
+`Pieces`: what lies between the matrix products.
+
+An intermediate wider than the residual stream is computed a few rows at a time, if it is large. One chunk's results and
+gradients are not copied into a whole.
+
+Shape legend: B batch, n1 n2 axes of a shard of a representation, I J those of a pair, c channels of an operand, h hidden
+channels, z channels of the pair representation, o p channels of results, * axes of a chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from evodsp.model.precision import activation_dtype, wide, wide_product, without_autocast
+
+# Numbers per chunk of an intermediate: about a core's cache, or enough to fill a GPU.
+_CPU_NUMBERS, _GPU_NUMBERS = 1 << 19, 1 << 28
+
+Chunk = tuple[int | slice, slice]
+"""What indexes the first two axes of a representation: (sample, rows), or everything."""
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """What operators compute between matrix products. Not differentiable: each comes with its backward pass."""
+
+    norm: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+    """(x [* c], weight, bias) -> layer norm of x, contiguous and in its dtype; mean and inverse deviation of each position. The
+    parameters may be wider than x."""
+    norm_backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+    """(gradient, x, weight, mean, inverse deviation) -> gradients of x, weight and bias."""
+    gated_operands: Callable[[Tensor, Tensor], Tensor]
+    """(projections [* I J 4c], mask [* I J]) -> [2 * c I J]: mask x sigmoid(second half) x first half."""
+    gated_operands_backward: Callable[[Tensor, Tensor, Tensor], Tensor]
+    """(gradient [2 * c I J], projections, mask) -> gradient of the projections."""
+    gate: Callable[[Tensor, Tensor], Tensor]
+    """(x, logits) -> x sigmoid(logits)."""
+    gate_backward: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+    """(gradient, x, logits) -> gradients of x and of the logits."""
+
+
+class Layers:
+    """The operators, made of these pieces. Each is differentiable once in all its inputs but masks."""
+
+    def __init__(self, pieces: Pieces) -> None:
+        self._pieces = pieces
+
+    def transition(
+        self,
+        x: Float[Tensor, "B n1 n2 c"],
+        norm_weight: Float[Tensor, " c"],
+        norm_bias: Float[Tensor, " c"],
+        widen: Float[Tensor, "h c"],
+        widen_bias: Float[Tensor, " h"],
+        narrow: Float[Tensor, "c h"],
+        narrow_bias: Float[Tensor, " c"],
+    ) -> Float[Tensor, "B n1 n2 c"]:
+        """Layer norm and two-layer perceptron. The hidden layer is computed again in the backward pass."""
+        x, *layers = _cast(x, widen, widen_bias, narrow, narrow_bias)
+        with without_autocast(x.device):
+            return _Transition.apply(self._pieces, x, norm_weight, norm_bias, *layers)
+
+    def projections(
+        self,
+        x: Float[Tensor, "B n1 n2 c"],
+        norm_weight: Float[Tensor, " c"],
+        norm_bias: Float[Tensor, " c"],
+        weights: Sequence[Float[Tensor, "_ c"]],
+        biases: Sequence[Float[Tensor, " _"] | None],
+        planes: int = 0,
+    ) -> tuple[Tensor, ...]:
+        """Linear layers of the norm of x: each [B n1 n2 o], contiguous; of the last `planes` layers each [B p n1 n2].
+
+        A bias that is shorter than a layer's result belongs to the last channels.
+        """
+        x, *layers = _cast(x, *(y for pair in zip(weights, biases, strict=True) for y in pair))
+        with without_autocast(x.device):
+            return _Projections.apply(self._pieces, planes, x, norm_weight, norm_bias, *layers)
+
+    def gated_projection(
+        self,
+        x: Float[Tensor, "B I J z"],
+        mask: Float[Tensor, "B I J"],
+        norm_weight: Float[Tensor, " z"],
+        norm_bias: Float[Tensor, " z"],
+        weight: Float[Tensor, "cc z"],
+        bias: Float[Tensor, " cc"],
+        gate_weight: Float[Tensor, "cc z"],
+        gate_bias: Float[Tensor, " cc"],
+    ) -> Float[Tensor, "2 B c I J"]:
+        """Both operands of triangle multiplication, channels first. Projections are computed again in the backward pass."""
+        x, mask = _cast(x, mask)
+        both = _both(weight, gate_weight, x), _both(bias, gate_bias, x)
+        with without_autocast(x.device):
+            return _GatedProjection.apply(self._pieces, x, mask, norm_weight, norm_bias, *both)
+
+    def triangle_product(
+        self,
+        x: Float[Tensor, "B I J z"],
+        mask: Float[Tensor, "B I J"],
+        norm_weight: Float[Tensor, " z"],
+        norm_bias: Float[Tensor, " z"],
+        weight: Float[Tensor, "cc z"],
+        bias: Float[Tensor, " cc"],
+        gate_weight: Float[Tensor, "cc z"],
+        gate_bias: Float[Tensor, " cc"],
+        output_gate_weight: Float[Tensor, "o z"],
+        output_gate_bias: Float[Tensor, " o"],
+        outgoing: bool,
+    ) -> tuple[Float[Tensor, "B c I I"], Float[Tensor, "B I J o"]]:
+        """The product of both operands, and the logits of the output gate. Operands are formed again in the backward pass."""
+        x, mask, *output_gate = _cast(x, mask, output_gate_weight, output_gate_bias)
+        both = _both(weight, gate_weight, x), _both(bias, gate_bias, x)
+        norm = norm_weight, norm_bias
+        with without_autocast(x.device):
+            return _TriangleProduct.apply(self._pieces, outgoing, x, mask, *norm, *both, *output_gate)
+
+    def gated_output(
+        self,
+        x: Float[Tensor, "B n1 n2 c"],
+        gate: Float[Tensor, "B n1 n2 o"],
+        norm_weight: Float[Tensor, " c"],
+        norm_bias: Float[Tensor, " c"],
+        weight: Float[Tensor, "o c"],
+        bias: Float[Tensor, " o"],
+    ) -> Float[Tensor, "B n1 n2 o"]:
+        """A linear layer of the norm of x, times the sigmoid of `gate`. Keeps its inputs only."""
+        x, gate, *linear = _cast(x, gate, weight, bias)
+        with without_autocast(x.device):
+            return _GatedOutput.apply(self._pieces, x, gate, norm_weight, norm_bias, *linear)
+
+
+def _cast(x: Tensor, *others: Any) -> list[Any]:
+    """The operands in the precision of activations. Autocast does not see the products inside of a Function."""
+    dtype = activation_dtype(x)
+    return [None if operand is None else operand.to(dtype) for operand in (x, *others)]
+
+
+def _both(values: Tensor, gates: Tensor, like: Tensor) -> Tensor:
+    """The parameters of two layers as those of one, so that one matrix product serves both."""
+    return torch.cat([values, gates]).to(like.dtype)
+
+
+def _chunks(x: Float[Tensor, "B n1 n2 c"], channels: int) -> list[Chunk]:
+    """The chunks in which an intermediate with so many channels is computed."""
+    batch, rows, columns, _ = x.shape
+    budget = _CPU_NUMBERS if x.device.type == "cpu" else _GPU_NUMBERS
+    if batch * rows * columns * channels <= budget:
+        return [(slice(None), slice(None))]
+    step = max(1, budget // max(1, columns * channels))
+    return [
+        (sample, slice(start, min(start + step, rows))) for sample in range(batch) for start in range(0, rows, step)
+    ]
+
+
+class Whole:
+    """A tensor that is computed chunk by chunk."""
+
+    def __init__(self, chunks: Sequence[Chunk], make: Callable[[], Tensor]) -> None:
+        """`make`: an empty tensor of the right size; not called if there is only one chunk, which then is the whole."""
+        self._single = len(chunks) == 1
+        if not self._single:
+            self.x = make()
+
+    def put(self, at: tuple[Any, ...], piece: Tensor) -> None:
+        """Set the part `at`."""
+        if self._single:
+            self.x = piece
+        else:
+            self.x[at] = piece
+
+
+class Sums:
+    """Gradients of parameters, summed over chunks in float32 at least. A single chunk's are rounded by its product."""
+
+    def __init__(self, chunks: Sequence[Chunk], *parameters: Tensor | None) -> None:
+        self._parameters, self._several = parameters, len(chunks) > 1
+        self._totals: list[Tensor | None] = [None] * len(parameters)
+
+    def add(self, number: int, piece: Tensor) -> None:
+        """Add to the gradient of one parameter."""
+        total = self._totals[number]
+        if total is None:
+            self._totals[number] = piece.to(wide(piece.dtype)) if self._several else piece
+        else:
+            total += piece
+
+    def add_linear(self, weight: int, gradient: Tensor, x: Tensor, bias: int | None = None) -> None:
+        """Add to the gradients of a linear layer. `gradient`: of its result, `x`: its input, a position in each row."""
+        total = self._totals[weight]
+        if total is not None and total.dtype == x.dtype:
+            total.addmm_(gradient.T, x)
+        else:
+            self.add(weight, wide_product(gradient.T, x) if self._several else gradient.T @ x)
+        if bias is not None:
+            parameter = self._parameters[bias]
+            assert parameter is not None
+            self.add(bias, gradient[:, -len(parameter) :].sum(0, dtype=wide(x.dtype) if self._several else None))
+
+    def results(self) -> list[Any]:
+        """The gradients; None of what is no parameter, or got none."""
+        pairs = zip(self._totals, self._parameters, strict=True)
+        return [None if total is None or p is None else total.to(p.dtype) for total, p in pairs]
+
+
+def _matrix(x: Tensor) -> Tensor:
+    """A chunk with one row a position."""
+    return x.reshape(-1, x.shape[-1])
+
+
+class _Transition(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, pieces: Pieces, x: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.pieces = pieces
+        ctx.save_for_backward(x, *parameters)
+        norm_weight, norm_bias, widen, widen_bias, narrow, narrow_bias = parameters
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        for at in _chunks(x, len(widen)):
+            y = _matrix(pieces.norm(x[at], norm_weight, norm_bias)[0])
+            hidden = torch._addmm_activation(widen_bias, y, widen.T)
+            torch.addmm(narrow_bias, hidden, narrow.T, out=out[at].view(-1, x.shape[-1]))
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        pieces: Pieces = ctx.pieces
+        x, *parameters = ctx.saved_tensors
+        norm_weight, norm_bias, widen, widen_bias, narrow, _ = parameters
+        chunks = _chunks(x, len(widen))
+        grad_x, sums = Whole(chunks, lambda: torch.empty_like(x)), Sums(chunks, *parameters)
+        for at in chunks:
+            normal, *statistics = pieces.norm(x[at], norm_weight, norm_bias)
+            y, upstream = _matrix(normal), _matrix(grad[at])
+            hidden = torch._addmm_activation(widen_bias, y, widen.T)
+            sums.add_linear(4, upstream, hidden, bias=5)
+            slope = torch.ops.aten.threshold_backward(upstream @ narrow, hidden, 0)
+            sums.add_linear(2, slope, y, bias=3)
+            _norm_backward(pieces, sums, grad_x, at, slope @ widen, x, norm_weight, statistics)
+        return None, grad_x.x, *sums.results()
+
+
+def _norm_backward(
+    pieces: Pieces,
+    sums: Sums,
+    grad_x: Whole,
+    at: Chunk,
+    upstream: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    statistics: Sequence[Tensor],
+) -> None:
+    """The gradients of x and of the norm's parameters, the first two of `sums`. `upstream`: that of the norm of x[at]."""
+    piece, of_weight, of_bias = pieces.norm_backward(upstream.view(x[at].shape), x[at], weight, *statistics)
+    grad_x.put(at, piece)
+    sums.add(0, of_weight)
+    sums.add(1, of_bias)
+
+
+class _Projections(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, pieces: Pieces, planes: int, x: Tensor, *parameters: Any) -> tuple[Tensor, ...]:
+        ctx.pieces, ctx.planes = pieces, planes
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, *parameters)
+        norm_weight, norm_bias, *layers = parameters
+        weights, biases = layers[::2], layers[1::2]
+        last = len(weights) - planes
+        widths = [len(w) for w in weights]
+        batch, n1, n2, _ = x.shape
+        results = [x.new_empty(batch, n1, n2, width) for width in widths[:last]]
+        # Whole planes of one channel: with channels outermost in memory, positions are still one axis of a matrix.
+        results += [x.new_empty(width, batch, n1, n2).transpose(0, 1) for width in widths[last:]]
+        for at in _chunks(x, sum(widths)):
+            y = _matrix(pieces.norm(x[at], norm_weight, norm_bias)[0])
+            for w, b, result in zip(weights, biases, _channels_last(results, planes), strict=True):
+                out = result[at].flatten(0, -2)
+                if b is not None and len(b) == len(w):
+                    torch.addmm(b, y, w.T, out=out)
+                else:
+                    torch.mm(y, w.T, out=out)
+                    if b is not None:
+                        out[:, -len(b) :].add_(b)
+        return tuple(results)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        pieces: Pieces = ctx.pieces
+        x, *parameters = ctx.saved_tensors
+        norm_weight, norm_bias, *layers = parameters
+        weights, biases = layers[::2], layers[1::2]
+        chunks = _chunks(x, sum(len(w) for w in weights))
+        grad_x, sums = Whole(chunks, lambda: torch.empty_like(x)), Sums(chunks, *parameters)
+        for at in chunks:
+            normal, *statistics = pieces.norm(x[at], norm_weight, norm_bias)
+            y, upstream = _matrix(normal), None
+            for n, grad in enumerate(_channels_last(grads, ctx.planes)):
+                if grad is None:
+                    continue
+                own = grad[at].flatten(0, -2)
+                sums.add_linear(2 + 2 * n, own, y, bias=None if biases[n] is None else 3 + 2 * n)
+                upstream = own @ weights[n] if upstream is None else upstream.addmm_(own, weights[n])
+            assert upstream is not None, "autograd calls no backward pass without a gradient"
+            _norm_backward(pieces, sums, grad_x, at, upstream, x, norm_weight, statistics)
+        return None, None, grad_x.x, *sums.results()
+
+
+def _channels_last(results: Sequence[Any], planes: int) -> list[Any]:
+    """Views with channels last of all results, also of the last ones, which have channels first."""
+    last = len(results) - planes
+    return [*results[:last], *(None if x is None else x.permute(0, 2, 3, 1) for x in results[last:])]
+
+
+class _GatedProjection(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        pieces: Pieces,
+        x: Tensor,
+        mask: Tensor,
+        norm_weight: Tensor,
+        norm_bias: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+    ) -> Tensor:
+        ctx.pieces = pieces
+        ctx.save_for_backward(x, mask, norm_weight, norm_bias, weight, bias)
+        chunks = _chunks(x, len(weight))
+        operands = Whole(chunks, lambda: _empty_operands(x, weight))
+        for at in chunks:
+            y = pieces.norm(x[at], norm_weight, norm_bias)[0]
+            operands.put(_operands_at(at), pieces.gated_operands(_linear(y, weight, bias), mask[at]))
+        return operands.x.contiguous()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        pieces: Pieces = ctx.pieces
+        x, mask, *parameters = ctx.saved_tensors
+        norm_weight, norm_bias, weight, bias = parameters
+        chunks = _chunks(x, len(weight))
+        grad_x, sums = Whole(chunks, lambda: torch.empty_like(x)), Sums(chunks, *parameters)
+        for at in chunks:
+            y, *statistics = pieces.norm(x[at], norm_weight, norm_bias)
+            slope = _matrix(pieces.gated_operands_backward(grad[_operands_at(at)], _linear(y, weight, bias), mask[at]))
+            sums.add_linear(2, slope, _matrix(y), bias=3)
+            _norm_backward(pieces, sums, grad_x, at, slope @ weight, x, norm_weight, statistics)
+        return None, grad_x.x, None, *sums.results()
+
+
+def _linear(y: Float[Tensor, "*chunk z"], weight: Tensor, bias: Tensor) -> Tensor:
+    return torch.addmm(bias, _matrix(y), weight.T).view(*y.shape[:-1], len(weight))
+
+
+def _empty_operands(x: Float[Tensor, "B I J z"], weight: Float[Tensor, "cccc z"]) -> Float[Tensor, "2 B c I J"]:
+    batch, rows, columns, _ = x.shape
+    return x.new_empty(2, batch, len(weight) // 4, rows, columns)
+
+
+def _operands_at(at: Chunk) -> tuple[Any, ...]:
+    """Where a chunk's operands are."""
+    sample, rows = at
+    return slice(None), sample, slice(None), rows
+
+
+class _TriangleProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, pieces: Pieces, outgoing: bool, x: Tensor, mask: Tensor, *parameters: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        ctx.pieces, ctx.outgoing = pieces, outgoing
+        ctx.save_for_backward(x, mask, *parameters)
+        norm_weight, norm_bias, weight, bias, gate_weight, gate_bias = parameters
+        chunks = _chunks(x, len(weight))
+        operands = Whole(chunks, lambda: _empty_operands(x, weight))
+        gate = x.new_empty(*x.shape[:3], len(gate_weight))
+        for at in chunks:
+            y = pieces.norm(x[at], norm_weight, norm_bias)[0]
+            operands.put(_operands_at(at), pieces.gated_operands(_linear(y, weight, bias), mask[at]))
+            torch.addmm(gate_bias, _matrix(y), gate_weight.T, out=gate[at].view(-1, len(gate_weight)))
+        a, b = operands.x.contiguous()
+        return multiply_edges(a, b, outgoing), gate
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, grad_gate: Tensor) -> tuple[Tensor | None, ...]:
+        pieces: Pieces = ctx.pieces
+        x, mask, *parameters = ctx.saved_tensors
+        norm_weight, norm_bias, weight, bias, gate_weight, _ = parameters
+        chunks = _chunks(x, len(weight))
+        operands = Whole(chunks, lambda: _empty_operands(x, weight))
+        formed = []  # norms, their statistics and projections: few enough, for all chunks, to be kept for a moment
+        for at in chunks:
+            normal = pieces.norm(x[at], norm_weight, norm_bias)
+            projected = _linear(normal[0], weight, bias)
+            operands.put(_operands_at(at), pieces.gated_operands(projected, mask[at]))
+            formed.append((*normal, projected))
+        a, b = operands.x.contiguous()
+        grad_operands = _triangle_gradients(grad.contiguous(), a, b, ctx.outgoing)
+        del operands, a, b
+        grad_x, sums = Whole(chunks, lambda: torch.empty_like(x)), Sums(chunks, *parameters)
+        for at in chunks:
+            y, mean, inverse, projected = formed.pop(0)
+            slope = _matrix(pieces.gated_operands_backward(grad_operands[_operands_at(at)], projected, mask[at]))
+            sums.add_linear(2, slope, _matrix(y), bias=3)
+            own = _matrix(grad_gate[at])
+            sums.add_linear(4, own, _matrix(y), bias=5)
+            upstream = (slope @ weight).addmm_(own, gate_weight)
+            _norm_backward(pieces, sums, grad_x, at, upstream, x, norm_weight, (mean, inverse))
+        return None, None, grad_x.x, None, *sums.results()
+
+
+def multiply_edges(
+    a: Float[Tensor, "B c _ _"], b: Float[Tensor, "B c _ _"], outgoing: bool
+) -> Float[Tensor, "B c _ _"]:
+    """Sum over the third residue k, separately in each channel: a_ik b_jk (outgoing) or a_kj b_ki (incoming)."""
+    return a @ b.mT if outgoing else b.mT @ a
+
+
+def _triangle_gradients(grad: Tensor, a: Tensor, b: Tensor, outgoing: bool) -> Float[Tensor, "2 B c I J"]:
+    """The gradients of both operands."""
+    both = a.new_empty(2, *a.shape)
+    of_a, of_b = (x.flatten(0, 1) for x in both)
+    grad, a, b = (x.flatten(0, 1) for x in (grad, a, b))
+    torch.bmm(grad if outgoing else b, b if outgoing else grad, out=of_a)
+    torch.bmm(grad.mT if outgoing else a, a if outgoing else grad.mT, out=of_b)
+    return both
+
+
+class _GatedOutput(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        pieces: Pieces,
+        x: Tensor,
+        gate: Tensor,
+        norm_weight: Tensor,
+        norm_bias: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+    ) -> Tensor:
+        ctx.pieces = pieces
+        ctx.save_for_backward(x, gate, norm_weight, norm_bias, weight, bias)
+        chunks = _chunks(x, len(weight))
+        out = Whole(chunks, lambda: torch.empty_like(gate, memory_format=torch.contiguous_format))
+        for at in chunks:
+            y = pieces.norm(x[at], norm_weight, norm_bias)[0]
+            out.put(at, pieces.gate(_linear(y, weight, bias), gate[at]))
+        return out.x
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        pieces: Pieces = ctx.pieces
+        x, gate, *parameters = ctx.saved_tensors
+        norm_weight, norm_bias, weight, bias = parameters
+        chunks = _chunks(x, len(weight))
+        grad_x, grad_gate = (Whole(chunks, lambda like=like: torch.empty_like(like)) for like in (x, gate))  # type: ignore[misc]
+        sums = Sums(chunks, *parameters)
+        for at in chunks:
+            y, *statistics = pieces.norm(x[at], norm_weight, norm_bias)
+            slope, of_gate = pieces.gate_backward(grad[at], _linear(y, weight, bias), gate[at])
+            grad_gate.put(at, of_gate)
+            sums.add_linear(2, _matrix(slope), _matrix(y), bias=3)
+            _norm_backward(pieces, sums, grad_x, at, _matrix(slope) @ weight, x, norm_weight, statistics)
+        return None, grad_x.x, grad_gate.x, *sums.results()

@@ -1,0 +1,49 @@
+"""Names of chains, and of the files of an entry."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from evodsp.data.layout import entry_of, split_key, structure_file
+from evodsp.data.structures import StructureFolder
+from evodsp.errors import UserError
+from tests.builders.mmcif import atom, entry
+
+
+def test_split_key() -> None:
+    """Catches entry names with underscores split at the first one, and clusters of UniClust30 refused."""
+    assert split_key("6KWC_model_1_A") == ("6KWC_model_1", "A")
+    assert split_key("A0A009IHW8") == ("A0A009IHW8", "")
+    for bad in ("_A", "1abc_", ""):
+        with pytest.raises(UserError, match="not a chain key"):
+            split_key(bad)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["1abc.cif", "1ABC.cif.gz", "1abc.mmcif", "1abc.pdb.gz", "pdb1abc.ent", "ab/1abc.cif.gz", "ab/pdb1abc.ent.gz"],
+)
+@pytest.mark.parametrize("wanted", ["1abc", "1ABC"])
+def test_files_of_an_entry(tmp_path: Path, name: str, wanted: str) -> None:
+    """Catches layouts of the PDB's mirrors that are not found, and names of another case."""
+    assert structure_file(tmp_path, wanted) is None
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.touch()
+    assert structure_file(tmp_path, wanted) == path
+    assert entry_of(path).lower() == "1abc"
+    assert structure_file(tmp_path, "2abc") is None
+
+
+def test_a_key_without_a_chain_means_the_only_one(tmp_path: Path) -> None:
+    """Catches a predicted structure that is refused because its key names no chain, and one of several chains taken."""
+    atoms = [atom("CA", "GLY", 1, 1.0), atom("CA", "GLY", 1, 2.0, label_asym_id="B", auth_asym_id="B")]
+    (tmp_path / "A0A009.cif").write_text(entry({"A": "1:GLY"}, atoms[:1]))
+    (tmp_path / "two.cif").write_text(entry({"A": "1:GLY", "B": "1:GLY"}, atoms))
+    folder = StructureFolder(tmp_path)
+    assert folder.has_structure("A0A009")
+    assert folder.chain("A0A009").sequence == "G"
+    with pytest.raises(UserError, match="Chains: A, B"):
+        folder.chain("two")
