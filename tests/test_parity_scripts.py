@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import sys
-import types
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -245,6 +244,6 @@ def test_a_mistake_is_one_line(arguments: list[str], message: str, capsys: pytes
 
 def test_openfold_sees_no_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches OpenFold of 2022 asking the DeepSpeed of evodsp's environment for a function that was removed since."""
-    monkeypatch.setitem(sys.modules, "deepspeed", types.ModuleType("deepspeed"))
+    monkeypatch.setitem(sys.modules, "deepspeed", ModuleType("deepspeed"))
     side.hide_deepspeed()
     assert importlib.util.find_spec("deepspeed") is None

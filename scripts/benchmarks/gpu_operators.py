@@ -79,11 +79,12 @@ def caught(make: Callable[[Kernels], Step], base: Kernels) -> list[Call]:
     return list(calls.values())
 
 
-def result_of(call: Call, function: Operator) -> Tensor:
-    """The function's result, under autocast if the model calls it so."""
+def results_of(call: Call, function: Callable[..., Any]) -> list[Tensor]:
+    """All tensors that the function returns, under autocast if the model calls it so."""
     device = call.tensors[0].device.type
     with torch.autocast(device, call.autocast, cache_enabled=False) if call.autocast else nullcontext():
-        return function(*call.arguments, **call.keywords)
+        found = function(*call.arguments, **call.keywords)
+    return [x for x in tree_flatten(found)[0] if isinstance(x, Tensor)]
 
 
 def run_of(call: Call, function: Operator) -> Step:
@@ -91,10 +92,10 @@ def run_of(call: Call, function: Operator) -> Step:
     wanted = [x for x in call.tensors if x.requires_grad]
 
     def step() -> Iterator[str]:
-        result = result_of(call, function)
+        results = results_of(call, function)
         yield "forward"
-        if wanted and result.requires_grad:
-            torch.autograd.grad(result, wanted, torch.ones_like(result))
+        if wanted:
+            torch.autograd.grad(results, wanted, [torch.ones_like(x) for x in results])
         yield "backward"
 
     return step
@@ -111,13 +112,14 @@ def error(call: Call, function: Operator) -> float:
 
 
 def _results(call: Call, function: Operator) -> list[Tensor]:
-    """The result, and the gradients of the tensors that want one."""
-    result = result_of(call, function)
+    """The results, and the gradients of the tensors that want one."""
+    results = results_of(call, function)
     wanted = [x for x in call.tensors if x.requires_grad]
     # Random, for a smooth gradient would vanish where a norm subtracts the mean, and only rounding would be left.
-    weights = torch.randn(result.shape, generator=torch.Generator().manual_seed(0)).to(result)
-    gradients = torch.autograd.grad(result, wanted, weights) if wanted else ()
-    return [result.detach(), *gradients]
+    generator = torch.Generator().manual_seed(0)
+    weights = [torch.randn(x.shape, generator=generator).to(x) for x in results]
+    gradients = torch.autograd.grad(results, wanted, weights) if wanted else ()
+    return [*(x.detach() for x in results), *gradients]
 
 
 @dataclass(frozen=True)
@@ -138,7 +140,7 @@ class Work:
 def work(call: Call) -> dict[str, Work]:
     """Of the forward and the backward pass; counted on shapes, so that it takes no time and no memory.
 
-    The result counts in the precision of the first argument.
+    Results count in the precision of the first argument.
     """
 
     def on_shapes(x: Tensor) -> Tensor:
@@ -147,12 +149,13 @@ def work(call: Call) -> dict[str, Work]:
 
     shapes = dataclasses.replace(call.changed(on_shapes), autocast=None)
     with FlopCounterMode(display=False) as forward:
-        result = result_of(shapes, getattr(reference, call.operator))
-    moved_forward = sum(moved(x) for x in call.tensors) + result.numel() * call.tensors[0].element_size()
+        results = results_of(shapes, getattr(reference, call.operator))
+    written = sum(x.numel() for x in results) * call.tensors[0].element_size()
+    moved_forward = sum(moved(x) for x in call.tensors) + written
     found = {"forward": Work(moved_forward, forward.get_total_flops())}
     if wanted := [x for x in shapes.tensors if x.requires_grad]:
         with FlopCounterMode(display=False) as backward:
-            torch.autograd.grad(result, wanted, torch.empty_like(result))
+            torch.autograd.grad(results, wanted, [torch.empty_like(x) for x in results])
         gradients = sum(moved(x) for x in call.tensors if x.requires_grad)
         found["backward"] = Work(moved_forward + gradients, backward.get_total_flops())
     return found
