@@ -432,6 +432,8 @@ class KernelsConfig:
     """Implementation of attention with a pair bias (MSA rows, triangles); null: kernels.backend."""
     dropout_add: str | None = None
     """Implementation of residual sums with dropout; null: kernels.backend."""
+    gated_linear: str | None = None
+    """Implementation of the gated output of global column attention; null: kernels.backend."""
     gated_output: str | None = None
     """Implementation of the output of triangle multiplication; null: kernels.backend."""
     gated_projection: str | None = None
@@ -440,6 +442,8 @@ class KernelsConfig:
     """Implementation of layer norms; null: kernels.backend."""
     outer_product: str | None = None
     """Implementation of the outer product mean; null: kernels.backend."""
+    pooled_projections: str | None = None
+    """Implementation of the projections and the mean of global column attention; null: kernels.backend."""
     projections: str | None = None
     """Implementation of the projections of attention and of the outer product mean; null: kernels.backend."""
     transition: str | None = None

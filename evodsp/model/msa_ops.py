@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from evodsp.model.kernels.reference import mask_bias
-from evodsp.model.precision import wide, without_autocast
+from evodsp.model.precision import without_autocast
 from evodsp.model.primitives import GatedAttention, LayerNorm, Linear, PairBias, ShardedModule, project
 from evodsp.parallel.exchange import LocalExchange
 from evodsp.parallel.layout import Axis
@@ -76,22 +76,25 @@ class MSAColumnGlobalAttention(ShardedModule):
         self, m: Float[Tensor, "B s r c_m"], msa_mask: Float[Tensor, "B S R"], axis: Axis = "seq"
     ) -> Float[Tensor, "B s r c_m"]:
         """The update of m, which is sharded along `axis`."""
-        x, mask = self.norm(m), self.exchange.shard(msa_mask, axis)
+        mask = self.exchange.shard(msa_mask, axis)
         over_sequences = self.exchange if axis == "seq" else LocalExchange()
-        masked = x * mask.unsqueeze(-1).to(x.dtype)
-        total = over_sequences.start_sum(masked.sum(1, dtype=wide(x.dtype)))  # [B, r, c_m]
-        k, v = self.key_value(x).transpose(1, 2).chunk(2, -1)  # each [B, r, s, D]: one head for all queries
+        layers = self.key_value, self.gate
+        local, key_value, gate = self.kernels.pooled_projections(
+            m, mask, self.norm.weight, self.norm.bias, [one.weight for one in layers], [one.bias for one in layers]
+        )
+        total = over_sequences.start_sum(local)  # [B, r, c_m]
+        k, v = key_value.transpose(1, 2).chunk(2, -1)  # each [B, r, s, D]: one head for all queries
         count = (msa_mask if axis == "seq" else mask).sum(1)  # [B, r]
         mean = total.wait() / (count.unsqueeze(-1) + 1e-10)
-        q = self.query(mean.to(x.dtype)).unflatten(-1, (self.heads, -1)) * self.head_width**-0.5  # [B, r, H, D]
+        q = self.query(mean.to(k.dtype)).unflatten(-1, (self.heads, -1)) * self.head_width**-0.5  # [B, r, H, D]
         keys = mask_bias(mask).transpose(1, 2).unsqueeze(2).to(mean.dtype)
         logits = q @ k.transpose(-1, -2) + keys  # [B, r, H, s], in float32 at least
         weight = (logits - over_sequences.max(_largest(logits))).exp()
         # Numerator and denominator of the softmax average over sequences, in one sum: [B, r, H, D + 1].
         sums = over_sequences.start_sum(torch.cat([weight.to(v.dtype) @ v, weight.sum(-1, keepdim=True)], -1))
-        gate = self.gate(x).sigmoid()  # [B, s, r, H D], computed while the sums travel
         numerator, denominator = sums.wait().split((self.head_width, 1), -1)
-        return self.output((numerator / denominator).flatten(-2).unsqueeze(1).to(gate.dtype) * gate)
+        average = (numerator / denominator).flatten(-2).unsqueeze(1)  # [B, 1, r, H D]
+        return self.kernels.gated_linear(average, gate, self.output.weight, self.output.bias)
 
 
 class OuterProductMean(ShardedModule):

@@ -29,10 +29,12 @@ __all__ = [
     "attention",
     "biased_attention",
     "dropout_add",
+    "gated_linear",
     "gated_output",
     "gated_projection",
     "layer_norm",
     "outer_product",
+    "pooled_projections",
     "projections",
     "transition",
     "triangle_product",
@@ -234,8 +236,10 @@ def _gate_backward(
 
 
 _LAYERS = Layers(Pieces(_norm, _norm_backward, _gated_operands, _gated_operands_backward, _gate, _gate_backward))
+gated_linear = _LAYERS.gated_linear
 gated_output = _LAYERS.gated_output
 gated_projection = _LAYERS.gated_projection
+pooled_projections = _LAYERS.pooled_projections
 projections = _LAYERS.projections
 transition = _LAYERS.transition
 triangle_product = _LAYERS.triangle_product

@@ -85,7 +85,33 @@ class Layers:
         """
         x, *layers = _cast(x, *(y for pair in zip(weights, biases, strict=True) for y in pair))
         with without_autocast(x.device):
-            return _Projections.apply(self._pieces, planes, x, norm_weight, norm_bias, *layers)
+            return _Projections.apply(self._pieces, planes, None, x, norm_weight, norm_bias, *layers)
+
+    def pooled_projections(
+        self,
+        x: Float[Tensor, "B s r c"],
+        mask: Float[Tensor, "B s r"],
+        norm_weight: Float[Tensor, " c"],
+        norm_bias: Float[Tensor, " c"],
+        weights: Sequence[Float[Tensor, "_ c"]],
+        biases: Sequence[Float[Tensor, " _"] | None],
+    ) -> tuple[Tensor, ...]:
+        """The sum of the norm of x over sequences whose mask is 1, [B r c] in float32 at least; then `projections`."""
+        x, mask, *layers = _cast(x, mask, *(y for pair in zip(weights, biases, strict=True) for y in pair))
+        with without_autocast(x.device):
+            return _Projections.apply(self._pieces, 0, mask, x, norm_weight, norm_bias, *layers)
+
+    def gated_linear(
+        self,
+        x: Float[Tensor, "B 1 r c"],
+        gate: Float[Tensor, "B s r c"],
+        weight: Float[Tensor, "o c"],
+        bias: Float[Tensor, " o"],
+    ) -> Float[Tensor, "B s r o"]:
+        """A linear layer of x times the sigmoid of `gate`, with one x for all sequences. Keeps its inputs only."""
+        x, gate, *linear = _cast(x, gate, weight, bias)
+        with without_autocast(x.device):
+            return _GatedLinear.apply(self._pieces, x, gate, *linear)
 
     def gated_projection(
         self,
@@ -180,6 +206,23 @@ class Whole:
             self.x[at] = piece
 
 
+class SampleSums:
+    """A sum over the rows of each sample, in float32 at least, whose terms are computed chunk by chunk."""
+
+    def __init__(self, chunks: Sequence[Chunk], make: Callable[[], Tensor]) -> None:
+        """`make`: zeros of the right size; not called if there is only one chunk."""
+        self._single = len(chunks) == 1
+        if not self._single:
+            self.x = make()
+
+    def add(self, at: Chunk, piece: Tensor) -> None:
+        """Add a chunk's sum."""
+        if self._single:
+            self.x = piece
+        else:
+            self.x[at[0]] += piece
+
+
 class Sums:
     """Gradients of parameters, summed over chunks in float32 at least. A single chunk's are rounded by its product."""
 
@@ -269,10 +312,13 @@ def _norm_backward(
 
 class _Projections(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, pieces: Pieces, planes: int, x: Tensor, *parameters: Any) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, pieces: Pieces, planes: int, mask: Tensor | None, x: Tensor, *parameters: Any
+    ) -> tuple[Tensor, ...]:
+        """With a mask, the first result is the masked sum of the norm over axis 1."""
         ctx.pieces, ctx.planes = pieces, planes
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, *parameters)
+        ctx.save_for_backward(mask, x, *parameters)
         norm_weight, norm_bias, *layers = parameters
         weights, biases = layers[::2], layers[1::2]
         last = len(weights) - planes
@@ -280,8 +326,12 @@ class _Projections(torch.autograd.Function):
         chunks = _chunks(x, sum(len(w) for w in weights))
         results = [x.new_empty(batch, n1, n2, len(w)) for w in weights[:last]]
         outermost = [Whole(chunks, lambda w=w: x.new_empty(len(w), batch, n1, n2)) for w in weights[last:]]  # type: ignore[misc]
+        total = SampleSums(chunks, lambda: x.new_zeros(batch, n2, x.shape[-1], dtype=wide(x.dtype)))
         for at in chunks:
-            y = _matrix(pieces.norm(x[at], norm_weight, norm_bias)[0])
+            normal = pieces.norm(x[at], norm_weight, norm_bias)[0]
+            y = _matrix(normal)
+            if mask is not None:
+                total.add(at, (normal * mask[at].unsqueeze(-1)).sum(-3, dtype=wide(x.dtype)))
             for w, b, result in zip(weights, biases, results, strict=False):
                 out = result[at].view(-1, len(w))
                 if b is not None and len(b) == len(w):
@@ -292,14 +342,18 @@ class _Projections(torch.autograd.Function):
                         out[:, -len(b) :].add_(b)
             for w, whole in zip(weights[last:], outermost, strict=True):
                 whole.put((slice(None), *at), (w @ y.T).view(len(w), *x[at].shape[:-1]))
-        return *results, *(whole.x.transpose(0, 1) for whole in outermost)
+        projected = *results, *(whole.x.transpose(0, 1) for whole in outermost)
+        return projected if mask is None else (total.x, *projected)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         pieces: Pieces = ctx.pieces
-        x, *parameters = ctx.saved_tensors
+        mask, x, *parameters = ctx.saved_tensors
         norm_weight, norm_bias, *layers = parameters
+        of_total = None
+        if mask is not None:
+            of_total, *grads = grads  # type: ignore[assignment]
         weights, biases = layers[::2], layers[1::2]
         chunks = _chunks(x, sum(len(w) for w in weights))
         grad_x, sums = Whole(chunks, lambda: torch.empty_like(x)), Sums(chunks, *parameters)
@@ -312,9 +366,12 @@ class _Projections(torch.autograd.Function):
                 own = grad[at].flatten(0, -2)
                 sums.add_linear(2 + 2 * n, own, y, bias=None if biases[n] is None else 3 + 2 * n)
                 upstream = own @ weights[n] if upstream is None else upstream.addmm_(own, weights[n])
+            if of_total is not None:
+                upstream = torch.zeros_like(y) if upstream is None else upstream
+                upstream.view_as(normal).addcmul_(of_total[at[0]].to(y.dtype).unsqueeze(-3), mask[at].unsqueeze(-1))
             assert upstream is not None, "autograd calls no backward pass without a gradient"
             _norm_backward(pieces, sums, grad_x, at, upstream, x, norm_weight, statistics)
-        return None, None, grad_x.x, *sums.results()
+        return None, None, None, grad_x.x, *sums.results()
 
 
 def _channels_last(results: Sequence[Any], planes: int) -> list[Any]:
@@ -476,3 +533,32 @@ class _GatedOutput(torch.autograd.Function):
             sums.add_linear(2, _matrix(slope), _matrix(y), bias=3)
             _norm_backward(pieces, sums, grad_x, at, _matrix(slope) @ weight, x, norm_weight, statistics)
         return None, grad_x.x, grad_gate.x, *sums.results()
+
+
+class _GatedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, pieces: Pieces, x: Tensor, gate: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        ctx.pieces = pieces
+        ctx.save_for_backward(x, gate, weight, bias)
+        chunks = _chunks(gate, len(weight))
+        out = Whole(chunks, lambda: gate.new_empty(*gate.shape[:3], len(weight)))
+        for at in chunks:
+            out.put(at, _linear(pieces.gate(x[at[0]].expand_as(gate[at]), gate[at]), weight, bias))
+        return out.x
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        pieces: Pieces = ctx.pieces
+        x, gate, weight, bias = ctx.saved_tensors
+        chunks = _chunks(gate, len(weight))
+        grad_gate, sums = Whole(chunks, lambda: torch.empty_like(gate)), Sums(chunks, weight, bias)
+        grad_x = SampleSums(chunks, lambda: torch.zeros_like(x, dtype=wide(x.dtype)))
+        for at in chunks:
+            wide_x = x[at[0]].expand_as(gate[at])
+            upstream = _matrix(grad[at])
+            sums.add_linear(0, upstream, _matrix(pieces.gate(wide_x, gate[at])), bias=1)
+            of_x, of_gate = pieces.gate_backward((upstream @ weight).view(gate[at].shape), wide_x, gate[at])
+            grad_gate.put(at, of_gate)
+            grad_x.add(at, of_x.sum(-3, keepdim=True, dtype=wide(x.dtype)))
+        return None, grad_x.x.to(x.dtype), grad_gate.x, *sums.results()

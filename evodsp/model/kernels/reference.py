@@ -103,6 +103,32 @@ def projections(
     return *results[:last], *(result.permute(0, 3, 1, 2) for result in results[last:])
 
 
+def pooled_projections(
+    x: Float[Tensor, "B s r c"],
+    mask: Float[Tensor, "B s r"],
+    norm_weight: Float[Tensor, " c"],
+    norm_bias: Float[Tensor, " c"],
+    weights: Sequence[Float[Tensor, "_ c"]],
+    biases: Sequence[Float[Tensor, " _"] | None],
+) -> tuple[Tensor, ...]:
+    """The sum of the layer norm of x over the sequences whose mask is 1 [B r c], in float32 at least; then `projections`
+    (algorithm 19, lines 1 to 4). The mask gets no gradient.
+    """
+    y = layer_norm(x, norm_weight, norm_bias)
+    total = (y * mask.unsqueeze(-1)).sum(1, dtype=torch.promote_types(x.dtype, torch.float32))
+    return total, *projections(x, norm_weight, norm_bias, weights, biases)
+
+
+def gated_linear(
+    x: Float[Tensor, "B 1 r c"],
+    gate: Float[Tensor, "B s r c"],
+    weight: Float[Tensor, "o c"],
+    bias: Float[Tensor, " o"],
+) -> Float[Tensor, "B s r o"]:
+    """A linear layer of x times the sigmoid of `gate`, with one x for all sequences (algorithm 19, lines 6 and 7)."""
+    return F.linear(gate.sigmoid() * x, weight, bias)
+
+
 def gated_projection(
     x: Float[Tensor, "B I J c_z"],
     mask: Float[Tensor, "B I J"],

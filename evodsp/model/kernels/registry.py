@@ -32,10 +32,12 @@ class Kernels:
     attention: Operator = chunked.attention
     biased_attention: Operator = chunked.biased_attention
     dropout_add: Operator = chunked.dropout_add
+    gated_linear: Operator = chunked.gated_linear
     gated_output: Operator = chunked.gated_output
     gated_projection: Operator = chunked.gated_projection
     layer_norm: Operator = chunked.layer_norm
     outer_product: Operator = chunked.outer_product
+    pooled_projections: Operator = chunked.pooled_projections
     projections: Operator = chunked.projections
     transition: Operator = chunked.transition
     triangle_product: Operator = chunked.triangle_product

@@ -49,6 +49,7 @@ MASKS = {
     "biased_attention": 1,
     "dropout_add": 2,
     "gated_projection": 1,
+    "pooled_projections": 1,
     "triangle_product": 1,
 }
 """Number of the argument that is a mask, or keys to draw it from, and gets no gradient."""
@@ -66,6 +67,9 @@ def call(operator: str, function: Callable[..., Any], tensors: Sequence[Tensor])
     if operator == "projections":
         x, weight, bias, w1, w2, b2, w3 = tensors
         return function(x, weight, bias, [w1, w2, w3], [None, b2, None], planes=1)
+    if operator == "pooled_projections":
+        x, mask, weight, bias, w1, w2, b2 = tensors
+        return function(x, mask, weight, bias, [w1, w2], [None, b2])
     result = function(*tensors, **SETTINGS.get(operator, {}))
     return result if isinstance(result, tuple) else (result,)
 
@@ -92,6 +96,11 @@ def examples(operator: str, device: torch.device, dtype: torch.dtype) -> list[Te
         return [random(2, 5, 7, 9), *norm]
     if operator == "projections":
         return [random(2, 5, 7, 9), *norm, random(12, 9), random(6, 9), random(4), random(3, 9)]
+    if operator == "pooled_projections":
+        mask = (random(2, 5, 7) > -1).to(dtype)
+        return [random(2, 5, 7, 9), mask, *norm, random(12, 9), random(6, 9), random(6)]
+    if operator == "gated_linear":
+        return [random(2, 1, 7, 9), random(2, 5, 7, 9), random(6, 9), random(6)]
     if operator == "transition":
         return [random(2, 5, 7, 9), *norm, random(20, 9), random(20), random(9, 20), random(9)]
     if operator == "outer_product":

@@ -29,10 +29,12 @@ __all__ = [
     "attention",
     "biased_attention",
     "dropout_add",
+    "gated_linear",
     "gated_output",
     "gated_projection",
     "global_attention",
     "layer_norm",
+    "pooled_projections",
     "projections",
     "transition",
     "triangle_product",
@@ -71,8 +73,10 @@ _LAYERS = Layers(
         _gate.gate_gradients,
     )
 )
+gated_linear = _LAYERS.gated_linear
 gated_output = _LAYERS.gated_output
 gated_projection = _LAYERS.gated_projection
+pooled_projections = _LAYERS.pooled_projections
 projections = _LAYERS.projections
 transition = _LAYERS.transition
 triangle_product = _LAYERS.triangle_product

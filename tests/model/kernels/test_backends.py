@@ -93,7 +93,10 @@ def test_sdpa() -> None:
     agree("attention", sdpa.attention, reference.attention, some_keys("attention"))
 
 
-LAYERS = ["gated_output", "gated_projection", "projections", "transition", "triangle_product"]
+LAYERS = [
+    *("gated_linear", "gated_output", "gated_projection", "pooled_projections", "projections", "transition"),
+    "triangle_product",
+]
 
 
 @pytest.mark.parametrize("chunk", [1, 100, 1 << 20])
@@ -107,7 +110,8 @@ def test_layers(operator: str, sizes: tuple[int, int], chunk: int, monkeypatch: 
     square = operator in ("gated_projection", "triangle_product")  # these two have a pair mask
 
     def cut(x: Tensor) -> Tensor:
-        x = x[:batch, :rows] if x.ndim > 2 else x
+        if x.ndim > 2:
+            x = x[:batch] if x.shape[1] == 1 else x[:batch, :rows]  # one for all rows
         return x[:, :, :rows] if square and x.ndim > 2 else x
 
     inputs = [cut(x) for x in examples(operator, torch.device("cpu"), torch.float64)]

@@ -44,10 +44,12 @@ def test_backends_by_name() -> None:
         "attention": "sdpa",
         "biased_attention": "reference",
         "dropout_add": "reference",
+        "gated_linear": "reference",
         "gated_output": "reference",
         "gated_projection": "reference",
         "layer_norm": "reference",
         "outer_product": "chunked",
+        "pooled_projections": "reference",
         "projections": "reference",
         "transition": "reference",
         "triangle_product": "reference",
@@ -147,6 +149,6 @@ def test_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lines[0].endswith("; reference (asked for) for transition")
     assert lines[1].startswith("warning: kernels: flash_attn: ")
     assert lines[1].endswith(
-        "; chunked is used instead for attention, biased_attention, dropout_add, gated_output, gated_projection, "
-        "layer_norm, outer_product, projections, triangle_product"
+        "; chunked is used instead for attention, biased_attention, dropout_add, gated_linear, gated_output, "
+        "gated_projection, layer_norm, outer_product, pooled_projections, projections, triangle_product"
     )
