@@ -131,6 +131,7 @@ def test_a_ring_shows_every_ranks_tensors_to_every_rank(pool: RankPool) -> None:
 def test_a_rank_of_fold_cp_holds_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a comparator that keeps whole operands or biases, which Fold-CP does not, or memory that is never freed."""
     monkeypatch.setattr(memory, "PAIR_RESIDUES", 256)
-    one, four = (memory.measure(memory.pair_stacks(FOLD_CP, 2, False), ranks) for ranks in (1, 4))
-    assert four.peak < 0.27 * one.peak
+    # Not from one rank: that forms operands of triangle multiplication again, which ranks keep.
+    two, four = (memory.measure(memory.pair_stacks(FOLD_CP, 2, False), ranks) for ranks in (2, 4))
+    assert four.peak < 0.54 * two.peak
     assert four.current == 0

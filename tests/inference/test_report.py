@@ -135,7 +135,7 @@ def test_another_protein_is_not_compared(cases):
 
 
 @pytest.mark.parametrize(
-    ("key", "words"), [("9zzz_A", "no 9zzz.cif"), ("9aaa_Q", "no protein chain 'Q'"), ("9aaa", "not a chain key")]
+    ("key", "words"), [("9zzz_A", "no 9zzz.cif"), ("9aaa_Q", "no protein chain 'Q'"), ("9aaa_", "not a chain key")]
 )
 def test_chain_that_is_not_there(cases, key, words):
     """Catches a KeyError for a chain or file that does not exist."""

@@ -20,7 +20,7 @@ from evodsp.parallel.exchange import LocalExchange
 from evodsp.training.recomputation import AutomaticRecomputation, Measured, kept_blocks
 from scripts.benchmarks.peak_memory import PeakMemory
 from tests.builders.comparison import close
-from tests.model.test_sharded import Case, Stack, check, run
+from tests.builders.sharded_stacks import Case, Stack, check, run
 from tests.ranks import RankPool
 
 BLOCKS = {"evoformer": 3, "extra": 3, "templates": 2}

@@ -33,7 +33,7 @@ def test_copies_last_until_the_backward_pass_has_ended() -> None:
     module = TrainingModule(TrainingConfig(**vars(config())))
     module.trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
     module._gradients = PlainGradients(module.model.parameters(), None)
-    layer = module.model.evoformer.blocks[0].pair_stack.triangle_outgoing.output
+    layer = module.model.evoformer.blocks[0].pair_stack.attention_starting.attention.output
     used: list[torch.dtype] = []
     layer.register_forward_hook(lambda layer, *_: used.append(layer.weight.dtype))
     batch = labelled_sample()
@@ -56,6 +56,6 @@ def test_a_model_that_is_scored_is_the_one_that_is_cast() -> None:
     model = AlphaFold(config())
     module = TrainingModule(TrainingConfig(**vars(config())), model=model)
     assert module.model is model
-    layer = model.evoformer.blocks[0].pair_stack.triangle_outgoing.output
+    layer = model.evoformer.blocks[0].pair_stack.attention_starting.attention.output
     with torch.autocast("cpu", torch.bfloat16), module._casts:
         assert layer.weight.dtype == torch.bfloat16

@@ -38,9 +38,10 @@ def measured(group: object, sharded: bool) -> Measured:
         if isinstance(layer, Linear):
             note(name, layer)
     batch = {name: x.float() if x.is_floating_point() else x for name, x in features(1).items()}
-    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False), casts:
-        found = tensors(model(batch, [Draws.root(0)]))
-    torch.stack([value.float().square().mean() for value in found.values()]).sum().backward()
+    with casts:  # in the backward pass too, which recomputes activations
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+            found = tensors(model(batch, [Draws.root(0)]))
+        torch.stack([value.float().square().mean() for value in found.values()]).sum().backward()
     gradients = {}
     for name, parameter in zip(names, model.parameters(), strict=True):
         gradient = parameter.grad

@@ -1,0 +1,154 @@
+"""Stacks run over several ranks and compared with one device: outputs, input gradients, parameter gradients.
+
+Dropout is on, parameters are all random. The mean over ranks of their losses is the loss, so each rank multiplies its shard's
+loss by N.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from evodsp.config import ModelConfig, TemplateConfig
+from evodsp.model.dropout import DropoutKeys
+from evodsp.model.evoformer import EvoformerStack
+from evodsp.model.primitives import use_exchange
+from evodsp.model.schedule import CommunicationPlan
+from evodsp.model.templates import TemplatePairStack
+from evodsp.parallel.exchange import Exchange, LocalExchange, ShardedExchange
+from evodsp.parallel.group import Group
+from evodsp.parallel.layout import DIMENSION
+from evodsp.rng import Draws
+from tests.builders.comparison import close
+from tests.builders.parameters import dense
+from tests.ranks import RankPool
+
+RESIDUES = 7
+Stack = Literal["evoformer", "extra", "extra_deep", "templates"]
+SEQUENCES = {"evoformer": 5, "extra": 6, "extra_deep": 40, "templates": 0}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A stack and the options it runs with."""
+
+    stack: Stack
+    batch: int = 1
+    recompute: bool = False
+    overlap: bool = True
+    plan: CommunicationPlan = dataclasses.field(default_factory=CommunicationPlan)
+
+    def __str__(self) -> str:
+        """The test id: what differs from the defaults."""
+        plan = {name: value for name, value in vars(self.plan).items() if value != getattr(CommunicationPlan(), name)}
+        options = [name for name in ("recompute", "overlap") if getattr(self, name)]
+        return ",".join(
+            [self.stack, f"batch={self.batch}", *options, *(f"{name}={value}" for name, value in plan.items())]
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """A rank's shards of the outputs, and gradients averaged over ranks."""
+
+    outputs: dict[str, Tensor]
+    inputs: dict[str, Tensor]
+    parameters: dict[str, Tensor]
+
+
+def stack_of(case: Case) -> nn.Module:
+    """The stack of `case`, with random parameters."""
+    config = ModelConfig.preset("test")
+    if case.stack == "templates":
+        return dense(
+            TemplatePairStack(
+                TemplateConfig(
+                    True, channels=10, blocks=2, pair_heads=2, pair_head_width=3, triangle_channels=5,
+                    checkpoint=case.recompute,
+                )
+            )
+        )  # fmt: skip
+    extra = case.stack != "evoformer"
+    sizes = dataclasses.replace(config.extra_msa if extra else config.evoformer, blocks=3, checkpoint=case.recompute)
+    channels = config.channels.extra_msa if extra else config.channels.msa
+    return dense(EvoformerStack(channels, config.channels.pair, sizes, extra))
+
+
+def run(case: Case, exchange: Exchange, ranks: int) -> tuple[dict[str, Tensor], dict[str, Tensor], nn.Module]:
+    """Forward and backward pass: outputs, input gradients, and the module with its parameter gradients."""
+    generator = torch.Generator().manual_seed(3)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=torch.float64, generator=generator)
+
+    config, b, s, r = ModelConfig.preset("test").channels, case.batch, SEQUENCES[case.stack], RESIDUES
+    stack = stack_of(case)
+    use_exchange(stack, exchange, case.plan)
+    pair = random(b, r, r, config.pair).requires_grad_()
+    pair_mask = (random(b, r, r) > -1).double()
+    keys = DropoutKeys.of(stack.dropout_streams([Draws.root(0).at(sample) for sample in range(b)]))
+    if case.stack == "templates":
+        z = stack(exchange.shard(pair, "i"), pair_mask, keys)
+        inputs, outputs = {"z": pair}, {"z": z}
+        weights = {"z": exchange.shard(random(*pair.shape), "j")}
+    else:
+        extra = case.stack != "evoformer"
+        msa = random(b, s, r, config.extra_msa if extra else config.msa).requires_grad_()
+        msa_mask = (random(b, s, r) > -1).double()
+        m, z = stack(exchange.shard(msa, "seq"), exchange.shard(pair, "j"), msa_mask, pair_mask, keys)
+        inputs, outputs = {"m": msa, "z": pair}, {"m": m, "z": z}
+        weights = {
+            "m": exchange.shard(random(*msa.shape), case.plan.extra_msa_axis if extra else "res"),
+            "z": exchange.shard(random(*pair.shape), "j"),
+        }
+    loss = sum((weights[name] * output).sum() for name, output in outputs.items())
+    (ranks * loss).backward()
+    return outputs, {name: x.grad for name, x in inputs.items()}, stack
+
+
+def run_rank(handle: Any, case: Case) -> Found:
+    torch.set_default_dtype(torch.float64)
+    try:
+        exchange = ShardedExchange(Group(handle), case.overlap)
+        ranks = exchange.group.size
+        outputs, inputs, stack = run(case, exchange, ranks)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+    def mean(gradient: Tensor) -> Tensor:
+        dist.all_reduce(gradient, group=handle)
+        return gradient / ranks
+
+    return Found(
+        {name: x.detach() for name, x in outputs.items()},
+        {name: mean(gradient) for name, gradient in inputs.items()},
+        {name: mean(p.grad) for name, p in stack.named_parameters()},
+    )
+
+
+def check(pool: RankPool, case: Case, numbers_of_ranks: tuple[int, ...]) -> None:
+    """Compare `case` on each number of ranks with one device."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        outputs, inputs, stack = run(dataclasses.replace(case, recompute=False), LocalExchange(), 1)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    m_axis = case.plan.extra_msa_axis if case.stack.startswith("extra") else "res"
+    axis_of = {"m": DIMENSION[m_axis], "z": 2}
+    for ranks in numbers_of_ranks:
+        found = pool.run(ranks, run_rank, case)
+        for name, output in outputs.items():
+            close(
+                torch.cat([rank.outputs[name] for rank in found], axis_of[name]),
+                output.detach(),
+                f"{name}, {ranks} ranks",
+            )
+        for rank in found:
+            for name, gradient in inputs.items():
+                close(rank.inputs[name], gradient, f"gradient of {name}, {ranks} ranks")
+            for name, parameter in stack.named_parameters():
+                close(rank.parameters[name], parameter.grad, f"gradient of {name}, {ranks} ranks")
