@@ -93,7 +93,7 @@ class MSAColumnGlobalAttention(ShardedModule):
         # Numerator and denominator of the softmax average over sequences, in one sum: [B, r, H, D + 1].
         sums = over_sequences.start_sum(torch.cat([weight.to(v.dtype) @ v, weight.sum(-1, keepdim=True)], -1))
         numerator, denominator = sums.wait().split((self.head_width, 1), -1)
-        average = (numerator / denominator).flatten(-2).unsqueeze(1)  # [B, 1, r, H D]
+        average = (numerator / denominator).flatten(-2).unsqueeze(1).to(gate.dtype)  # [B, 1, r, H D]
         return self.kernels.gated_linear(average, gate, self.output.weight, self.output.bias)
 
 
