@@ -49,15 +49,21 @@ def kept_blocks(ranks: Sequence[Measured], blocks: Sequence[int]) -> list[int]:
 class AutomaticRecomputation(Callback):
     """Sets the number of recomputed blocks once. All ranks measure, and take the number that fits on each of them."""
 
+    def __init__(self) -> None:
+        self._undecided: list[Recomputation] = []
+
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
+        self._undecided = self._stacks(pl_module)
         if pl_module.device.type != "cuda":
-            for stack in self._stacks(pl_module):
+            for stack in self._undecided:
                 stack.keep(0)
+            self._undecided = []
 
     def on_train_batch_end(self, trainer: Any, pl_module: LightningModule, *_: object) -> None:
-        stacks = self._stacks(pl_module)
+        stacks = self._undecided
         if not stacks or trainer.global_step < _STEPS:
             return
+        self._undecided = []
         free, _total = torch.cuda.mem_get_info(pl_module.device)
         possible = free + torch.cuda.memory_reserved(pl_module.device)
         peak = torch.cuda.max_memory_allocated(pl_module.device)

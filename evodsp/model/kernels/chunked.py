@@ -19,8 +19,9 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from evodsp.model.kernels.chunks import Sums, Whole
 from evodsp.model.kernels.dropout import dropout_add
-from evodsp.model.kernels.layers import Layers, Pieces, Sums, Whole
+from evodsp.model.kernels.layers import Layers, Pieces
 from evodsp.model.kernels.projected import empty_gradient, parts_of
 from evodsp.model.kernels.reference import layer_norm, mask_bias
 from evodsp.model.precision import activation_dtype, wide, wide_product, without_autocast

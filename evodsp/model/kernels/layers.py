@@ -3,8 +3,7 @@
 So of a sub-layer's input only the residual stream itself is kept. `chunked` and `triton` share these operators and differ in
 `Pieces`: what lies between the matrix products.
 
-An intermediate wider than the residual stream is computed a few rows at a time, if it is large. One chunk's results and
-gradients are not copied into a whole.
+An intermediate wider than the residual stream is computed a few rows at a time, if it is large (`chunks`).
 
 Shape legend: B batch, n1 n2 axes of a shard of a representation, I J those of a pair, c channels of an operand, h hidden
 channels, z channels of the pair representation, o p channels of results, * axes of a chunk.
@@ -14,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,13 +21,8 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from evodsp.model.precision import activation_dtype, wide, wide_product, without_autocast
-
-# Numbers per chunk of an intermediate: about a core's cache, or enough to fill a GPU.
-_CPU_NUMBERS, _GPU_NUMBERS = 1 << 19, 1 << 28
-
-Chunk = tuple[int | slice, slice]
-"""What indexes the first two axes of a representation: (sample, rows), or everything."""
+from evodsp.model.kernels.chunks import Chunk, SampleSums, Sums, Whole, chunks_of
+from evodsp.model.precision import activation_dtype, wide, without_autocast
 
 
 @dataclass(frozen=True)
@@ -177,85 +172,6 @@ def _both(values: Tensor, gates: Tensor, like: Tensor) -> Tensor:
     return torch.cat([values, gates]).to(like.dtype)
 
 
-def _chunks(x: Float[Tensor, "B n1 n2 c"], channels: int) -> list[Chunk]:
-    """The chunks in which an intermediate with so many channels is computed."""
-    batch, rows, columns, _ = x.shape
-    budget = _CPU_NUMBERS if x.device.type == "cpu" else _GPU_NUMBERS
-    if batch * rows * columns * channels <= budget:
-        return [(slice(None), slice(None))]
-    step = max(1, budget // max(1, columns * channels))
-    return [
-        (sample, slice(start, min(start + step, rows))) for sample in range(batch) for start in range(0, rows, step)
-    ]
-
-
-class Whole:
-    """A tensor that is computed chunk by chunk."""
-
-    def __init__(self, chunks: Sequence[Chunk], make: Callable[[], Tensor]) -> None:
-        """`make`: an empty tensor of the right size; not called if there is only one chunk, which then is the whole."""
-        self._single = len(chunks) == 1
-        if not self._single:
-            self.x = make()
-
-    def put(self, at: tuple[Any, ...], piece: Tensor) -> None:
-        """Set the part `at`."""
-        if self._single:
-            self.x = piece
-        else:
-            self.x[at] = piece
-
-
-class SampleSums:
-    """A sum over the rows of each sample, in float32 at least, whose terms are computed chunk by chunk."""
-
-    def __init__(self, chunks: Sequence[Chunk], make: Callable[[], Tensor]) -> None:
-        """`make`: zeros of the right size; not called if there is only one chunk."""
-        self._single = len(chunks) == 1
-        if not self._single:
-            self.x = make()
-
-    def add(self, at: Chunk, piece: Tensor) -> None:
-        """Add a chunk's sum."""
-        if self._single:
-            self.x = piece
-        else:
-            self.x[at[0]] += piece
-
-
-class Sums:
-    """Gradients of parameters, summed over chunks in float32 at least. A single chunk's are rounded by its product."""
-
-    def __init__(self, chunks: Sequence[Chunk], *parameters: Tensor | None) -> None:
-        self._parameters, self._several = parameters, len(chunks) > 1
-        self._totals: list[Tensor | None] = [None] * len(parameters)
-
-    def add(self, number: int, piece: Tensor) -> None:
-        """Add to the gradient of one parameter."""
-        total = self._totals[number]
-        if total is None:
-            self._totals[number] = piece.to(wide(piece.dtype)) if self._several else piece
-        else:
-            total += piece
-
-    def add_linear(self, weight: int, gradient: Tensor, x: Tensor, bias: int | None = None) -> None:
-        """Add to the gradients of a linear layer. `gradient`: of its result, `x`: its input, a position in each row."""
-        total = self._totals[weight]
-        if total is not None and total.dtype == x.dtype:
-            total.addmm_(gradient.T, x)
-        else:
-            self.add(weight, wide_product(gradient.T, x) if self._several else gradient.T @ x)
-        if bias is not None:
-            parameter = self._parameters[bias]
-            assert parameter is not None
-            self.add(bias, gradient[:, -len(parameter) :].sum(0, dtype=wide(x.dtype) if self._several else None))
-
-    def results(self) -> list[Any]:
-        """The gradients; None of what is no parameter, or got none."""
-        pairs = zip(self._totals, self._parameters, strict=True)
-        return [None if total is None or p is None else total.to(p.dtype) for total, p in pairs]
-
-
 def _matrix(x: Tensor) -> Tensor:
     """A chunk with one row a position."""
     return x.reshape(-1, x.shape[-1])
@@ -268,7 +184,7 @@ class _Transition(torch.autograd.Function):
         ctx.save_for_backward(x, *parameters)
         norm_weight, norm_bias, widen, widen_bias, narrow, narrow_bias = parameters
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        for at in _chunks(x, len(widen)):
+        for at in chunks_of(x, len(widen)):
             y = _matrix(pieces.norm(x[at], norm_weight, norm_bias)[0])
             hidden = torch._addmm_activation(widen_bias, y, widen.T)
             torch.addmm(narrow_bias, hidden, narrow.T, out=out[at].view(-1, x.shape[-1]))
@@ -280,7 +196,7 @@ class _Transition(torch.autograd.Function):
         pieces: Pieces = ctx.pieces
         x, *parameters = ctx.saved_tensors
         norm_weight, norm_bias, widen, widen_bias, narrow, _ = parameters
-        chunks = _chunks(x, len(widen))
+        chunks = chunks_of(x, len(widen))
         grad_x, sums = Whole(chunks, lambda: torch.empty_like(x)), Sums(chunks, *parameters)
         for at in chunks:
             normal, *statistics = pieces.norm(x[at], norm_weight, norm_bias)
@@ -323,9 +239,9 @@ class _Projections(torch.autograd.Function):
         weights, biases = layers[::2], layers[1::2]
         last = len(weights) - planes
         batch, n1, n2, _ = x.shape
-        chunks = _chunks(x, sum(len(w) for w in weights))
+        chunks = chunks_of(x, sum(len(w) for w in weights))
         results = [x.new_empty(batch, n1, n2, len(w)) for w in weights[:last]]
-        outermost = [Whole(chunks, lambda w=w: x.new_empty(len(w), batch, n1, n2)) for w in weights[last:]]  # type: ignore[misc]
+        outermost = [Whole(chunks, partial(x.new_empty, (len(w), batch, n1, n2))) for w in weights[last:]]
         total = SampleSums(chunks, lambda: x.new_zeros(batch, n2, x.shape[-1], dtype=wide(x.dtype)))
         for at in chunks:
             normal = pieces.norm(x[at], norm_weight, norm_bias)[0]
@@ -351,11 +267,9 @@ class _Projections(torch.autograd.Function):
         pieces: Pieces = ctx.pieces
         mask, x, *parameters = ctx.saved_tensors
         norm_weight, norm_bias, *layers = parameters
-        of_total = None
-        if mask is not None:
-            of_total, *grads = grads  # type: ignore[assignment]
+        of_total, grads = (None, grads) if mask is None else (grads[0], grads[1:])
         weights, biases = layers[::2], layers[1::2]
-        chunks = _chunks(x, sum(len(w) for w in weights))
+        chunks = chunks_of(x, sum(len(w) for w in weights))
         grad_x, sums = Whole(chunks, lambda: torch.empty_like(x)), Sums(chunks, *parameters)
         for at in chunks:
             normal, *statistics = pieces.norm(x[at], norm_weight, norm_bias)
@@ -394,7 +308,7 @@ class _GatedProjection(torch.autograd.Function):
     ) -> Tensor:
         ctx.pieces = pieces
         ctx.save_for_backward(x, mask, norm_weight, norm_bias, weight, bias)
-        chunks = _chunks(x, len(weight))
+        chunks = chunks_of(x, len(weight))
         operands = Whole(chunks, lambda: _empty_operands(x, weight))
         for at in chunks:
             y = pieces.norm(x[at], norm_weight, norm_bias)[0]
@@ -407,7 +321,7 @@ class _GatedProjection(torch.autograd.Function):
         pieces: Pieces = ctx.pieces
         x, mask, *parameters = ctx.saved_tensors
         norm_weight, norm_bias, weight, bias = parameters
-        chunks = _chunks(x, len(weight))
+        chunks = chunks_of(x, len(weight))
         grad_x, sums = Whole(chunks, lambda: torch.empty_like(x)), Sums(chunks, *parameters)
         for at in chunks:
             y, *statistics = pieces.norm(x[at], norm_weight, norm_bias)
@@ -440,7 +354,7 @@ class _TriangleProduct(torch.autograd.Function):
         ctx.pieces, ctx.outgoing = pieces, outgoing
         ctx.save_for_backward(x, mask, *parameters)
         norm_weight, norm_bias, weight, bias, gate_weight, gate_bias = parameters
-        chunks = _chunks(x, len(weight))
+        chunks = chunks_of(x, len(weight))
         operands = Whole(chunks, lambda: _empty_operands(x, weight))
         gate = x.new_empty(*x.shape[:3], len(gate_weight))
         for at in chunks:
@@ -456,7 +370,7 @@ class _TriangleProduct(torch.autograd.Function):
         pieces: Pieces = ctx.pieces
         x, mask, *parameters = ctx.saved_tensors
         norm_weight, norm_bias, weight, bias, gate_weight, _ = parameters
-        chunks = _chunks(x, len(weight))
+        chunks = chunks_of(x, len(weight))
         operands = Whole(chunks, lambda: _empty_operands(x, weight))
         formed = []  # norms, their statistics and projections: few enough, for all chunks, to be kept for a moment
         for at in chunks:
@@ -510,7 +424,7 @@ class _GatedOutput(torch.autograd.Function):
     ) -> Tensor:
         ctx.pieces = pieces
         ctx.save_for_backward(x, gate, norm_weight, norm_bias, weight, bias)
-        chunks = _chunks(x, len(weight))
+        chunks = chunks_of(x, len(weight))
         out = Whole(chunks, lambda: torch.empty_like(gate, memory_format=torch.contiguous_format))
         for at in chunks:
             y = pieces.norm(x[at], norm_weight, norm_bias)[0]
@@ -523,8 +437,8 @@ class _GatedOutput(torch.autograd.Function):
         pieces: Pieces = ctx.pieces
         x, gate, *parameters = ctx.saved_tensors
         norm_weight, norm_bias, weight, bias = parameters
-        chunks = _chunks(x, len(weight))
-        grad_x, grad_gate = (Whole(chunks, lambda like=like: torch.empty_like(like)) for like in (x, gate))  # type: ignore[misc]
+        chunks = chunks_of(x, len(weight))
+        grad_x, grad_gate = (Whole(chunks, partial(torch.empty_like, like)) for like in (x, gate))
         sums = Sums(chunks, *parameters)
         for at in chunks:
             y, *statistics = pieces.norm(x[at], norm_weight, norm_bias)
@@ -540,7 +454,7 @@ class _GatedLinear(torch.autograd.Function):
     def forward(ctx: Any, pieces: Pieces, x: Tensor, gate: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         ctx.pieces = pieces
         ctx.save_for_backward(x, gate, weight, bias)
-        chunks = _chunks(gate, len(weight))
+        chunks = chunks_of(gate, len(weight))
         out = Whole(chunks, lambda: gate.new_empty(*gate.shape[:3], len(weight)))
         for at in chunks:
             out.put(at, _linear(pieces.gate(x[at[0]].expand_as(gate[at]), gate[at]), weight, bias))
@@ -551,7 +465,7 @@ class _GatedLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         pieces: Pieces = ctx.pieces
         x, gate, weight, bias = ctx.saved_tensors
-        chunks = _chunks(gate, len(weight))
+        chunks = chunks_of(gate, len(weight))
         grad_gate, sums = Whole(chunks, lambda: torch.empty_like(gate)), Sums(chunks, weight, bias)
         grad_x = SampleSums(chunks, lambda: torch.zeros_like(x, dtype=wide(x.dtype)))
         for at in chunks:

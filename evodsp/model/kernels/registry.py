@@ -108,8 +108,9 @@ def _problem(operator: str, backend: Backend, device: torch.device, dtype: torch
     """Why this rank cannot compute an operator by a backend: empty if it can, None if the backend does not have it."""
     try:
         function = getattr(importlib.import_module(backend.module), operator, None)
-    except ImportError as error:  # the package of an extra
-        return str(error)
+    except Exception as error:  # the package of an extra: absent, or broken in any way
+        reason = (str(error).splitlines() or [""])[0]
+        return reason if isinstance(error, ImportError) else f"{type(error).__name__}: {reason}"
     return problem_of(operator, function, device, dtype, gradients) if function else None
 
 

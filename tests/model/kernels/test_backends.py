@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from evodsp.model.kernels import chunked, layers, reference, sdpa
+from evodsp.model.kernels import chunked, chunks, reference, sdpa
 from evodsp.model.kernels.self_check import MASKS, call, examples
 
 ATTENTIONS = ["attention", "biased_attention"]
@@ -105,7 +105,7 @@ LAYERS = [
 def test_layers(operator: str, sizes: tuple[int, int], chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches operands that are interleaved, a mask along the wrong axis, positions lost between chunks, gradients of the last
     chunk only, the backward pass of another product of edges, and errors on empty shards."""
-    monkeypatch.setattr(layers, "_CPU_NUMBERS", chunk)
+    monkeypatch.setattr(chunks, "_CPU_NUMBERS", chunk)
     batch, rows = sizes
     square = operator in ("gated_projection", "triangle_product")  # these two have a pair mask
 

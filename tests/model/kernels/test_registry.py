@@ -107,6 +107,18 @@ def test_a_package_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "flash_attn" in problems[0]
 
 
+def test_a_package_that_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a missing library of a package that ends the run, and on several ranks leaves the others waiting."""
+
+    def broken(name: str) -> Any:
+        raise OSError("libcudart.so.12: cannot open shared object file")
+
+    monkeypatch.setattr(registry.importlib, "import_module", broken)
+    choices = choose(KernelsConfig(attention="flash_attn", backend="sdpa"), CPU, torch.float32)[1]
+    assert {choice.backend for choice in choices} == {"chunked"}
+    assert choices[0].problems == ("flash_attn: OSError: libcudart.so.12: cannot open shared object file",)
+
+
 def test_a_backend_that_fails_on_another_rank_is_not_used_here() -> None:
     """Catches ranks of a run that compute by different backends, and a warning that does not name the rank."""
 

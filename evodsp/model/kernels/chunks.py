@@ -1,0 +1,101 @@
+"""Computing a large intermediate a few rows at a time: which rows, and how results and gradients of all chunks come together.
+
+Where everything is one chunk, its results and gradients are used as they are: no zeros, no sums, no copies into a whole.
+
+Shape legend: B batch, n1 n2 axes of a shard of a representation, c channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jaxtyping import Float
+from torch import Tensor
+
+from evodsp.model.precision import wide, wide_product
+
+# Numbers per chunk of an intermediate: about a core's cache, or enough to fill a GPU.
+_CPU_NUMBERS, _GPU_NUMBERS = 1 << 19, 1 << 28
+
+Chunk = tuple[int | slice, slice]
+"""What indexes the first two axes of a representation: (sample, rows), or everything."""
+
+
+def chunks_of(x: Float[Tensor, "B n1 n2 c"], channels: int) -> list[Chunk]:
+    """The chunks in which an intermediate with so many channels is computed."""
+    batch, rows, columns, _ = x.shape
+    budget = _CPU_NUMBERS if x.device.type == "cpu" else _GPU_NUMBERS
+    if batch * rows * columns * channels <= budget:
+        return [(slice(None), slice(None))]
+    step = max(1, budget // max(1, columns * channels))
+    return [
+        (sample, slice(start, min(start + step, rows))) for sample in range(batch) for start in range(0, rows, step)
+    ]
+
+
+class Whole:
+    """A tensor that is computed chunk by chunk."""
+
+    def __init__(self, chunks: Sequence[Chunk], make: Callable[[], Tensor]) -> None:
+        """`make`: an empty tensor of the right size; not called if there is only one chunk, which then is the whole."""
+        self._single = len(chunks) == 1
+        if not self._single:
+            self.x = make()
+
+    def put(self, at: tuple[Any, ...], piece: Tensor) -> None:
+        """Set the part `at`."""
+        if self._single:
+            self.x = piece
+        else:
+            self.x[at] = piece
+
+
+class SampleSums:
+    """A sum over the rows of each sample, in float32 at least, whose terms are computed chunk by chunk."""
+
+    def __init__(self, chunks: Sequence[Chunk], make: Callable[[], Tensor]) -> None:
+        """`make`: zeros of the right size; not called if there is only one chunk."""
+        self._single = len(chunks) == 1
+        if not self._single:
+            self.x = make()
+
+    def add(self, at: Chunk, piece: Tensor) -> None:
+        """Add a chunk's sum."""
+        if self._single:
+            self.x = piece
+        else:
+            self.x[at[0]] += piece
+
+
+class Sums:
+    """Gradients of parameters, summed over chunks in float32 at least. A single chunk's are rounded by its product."""
+
+    def __init__(self, chunks: Sequence[Chunk], *parameters: Tensor | None) -> None:
+        self._parameters, self._several = parameters, len(chunks) > 1
+        self._totals: list[Tensor | None] = [None] * len(parameters)
+
+    def add(self, number: int, piece: Tensor) -> None:
+        """Add to the gradient of one parameter."""
+        total = self._totals[number]
+        if total is None:
+            self._totals[number] = piece.to(wide(piece.dtype)) if self._several else piece
+        else:
+            total += piece
+
+    def add_linear(self, weight: int, gradient: Tensor, x: Tensor, bias: int | None = None) -> None:
+        """Add to the gradients of a linear layer. `gradient`: of its result, `x`: its input, a position in each row."""
+        total = self._totals[weight]
+        if total is not None and total.dtype == x.dtype:
+            total.addmm_(gradient.T, x)
+        else:
+            self.add(weight, wide_product(gradient.T, x) if self._several else gradient.T @ x)
+        if bias is not None:
+            parameter = self._parameters[bias]
+            assert parameter is not None
+            self.add(bias, gradient[:, -len(parameter) :].sum(0, dtype=wide(x.dtype) if self._several else None))
+
+    def results(self) -> list[Any]:
+        """The gradients; None of what is no parameter, or got none."""
+        pairs = zip(self._totals, self._parameters, strict=True)
+        return [None if total is None or p is None else total.to(p.dtype) for total, p in pairs]
