@@ -10,18 +10,20 @@ Residue codes: `evodsp.geometry.alphabet`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from jaxtyping import Bool, Float, Float32, Int8, Int32, Int64
 
 from evodsp.config import COUNT, FRACTION, SIZE, FeatureConfig, check_numbers
+from evodsp.data.clusters import cluster_profiles, mean_deletions, nearest_clusters
 from evodsp.data.crop import Crop
 from evodsp.data.msa import MsaFeatures
 from evodsp.data.templates.features import TemplateFeatures
 from evodsp.errors import SettingError
 from evodsp.geometry import residues
-from evodsp.geometry.alphabet import GAP, LETTERS_WITH_GAP, LETTERS_WITH_MASK, LETTERS_WITH_X, MASK
+from evodsp.geometry.alphabet import LETTERS_WITH_GAP, LETTERS_WITH_MASK, LETTERS_WITH_X, MASK
 from evodsp.rng import Draws
 
 _ONE_HOT = np.eye(LETTERS_WITH_MASK, dtype=np.float32)
@@ -182,82 +184,14 @@ def mask_letters(
     return masked, replaced.astype(np.float32)
 
 
-# One tile of the comparison, _COLUMN_TILE x _PAIR_TILE bytes, fits into a core's second-level cache.
-_COLUMN_TILE, _PAIR_TILE = 16, 1 << 16
-
-
-def nearest_clusters(clusters: Int8[np.ndarray, "S L"], extra: Int8[np.ndarray, "E L"]) -> Int32[np.ndarray, " E"]:
-    """For each extra sequence, the cluster it agrees with in most columns; the first of equals (supplement 1.2.7, step 3).
-
-    Gaps and masked letters agree with nothing. The supplement uses a matrix product of one-hot letters; comparing bytes in
-    tiles gives the same counts, exactly, in a quarter of the time.
-    """
-    rows = max(1, _PAIR_TILE // len(clusters))
-    # -1 occurs in no extra sequence, so it never agrees.
-    clusters_by_column = np.ascontiguousarray(np.where(clusters < GAP, clusters, -1).astype(np.int8).T)[:, :, None]
-    extra_by_column = np.ascontiguousarray(extra.T)[:, None, :]
-    nearest = np.empty(len(extra), np.int32)
-    for row in range(0, len(extra), rows):
-        tile = extra_by_column[:, :, row : row + rows]
-        agreement = np.zeros((len(clusters), tile.shape[2]), np.uint32)
-        for column in range(0, len(tile), _COLUMN_TILE):
-            equal = clusters_by_column[column : column + _COLUMN_TILE] == tile[column : column + _COLUMN_TILE]
-            agreement += np.add.reduce(equal.view(np.uint8), axis=0, dtype=np.uint8)
-        nearest[row : row + rows] = agreement.argmax(axis=0)
-    return nearest
-
-
-# Cells of an alignment that are counted at once. Bounds the memory of the index arrays to tens of megabytes.
-_COUNTED_CELLS = 1 << 20
-
-
-def summarise_clusters(
-    clusters: Int8[np.ndarray, "S R"],
-    cluster_deletions: Int32[np.ndarray, "S R"],
-    extra: Int8[np.ndarray, "E R"],
-    extra_deletions: Int32[np.ndarray, "E R"],
-    nearest: Int32[np.ndarray, " E"],
-) -> tuple[Float32[np.ndarray, "S R 23"], Float32[np.ndarray, "S R"]]:
-    """Letter frequencies and mean number of deletions of each cluster, its centre included (supplement 1.2.7, step 4)."""
-    size, columns = clusters.shape
-    members = (1e-6 + 1 + np.bincount(nearest, minlength=size)).astype(np.float32)
-    base = nearest.astype(np.int64)[:, None]
-    counts = _ONE_HOT[clusters]
-    step = max(1, _COUNTED_CELLS // max(1, len(extra)))
-    for start in range(0, columns, step):
-        block = slice(start, start + step)
-        width = counts[:, block].shape[1]
-        cells = (base * width + np.arange(width)) * LETTERS_WITH_MASK + extra[:, block]
-        counts[:, block] += np.bincount(cells.ravel(), minlength=size * width * LETTERS_WITH_MASK).reshape(
-            size, width, LETTERS_WITH_MASK
-        )
-    # Few cells have deletions: count only those.
-    row, column = np.nonzero(extra_deletions)
-    cells = nearest[row].astype(np.int64) * columns + column
-    deletions = np.bincount(cells, weights=extra_deletions[row, column], minlength=size * columns)
-    deletion_sum = deletions.reshape(size, columns) + cluster_deletions
-    return counts / members[:, None, None], (deletion_sum / members[:, None]).astype(np.float32)
-
-
-def deletion_value(deletions: Int32[np.ndarray, "*s"] | Float32[np.ndarray, "*s"]) -> Float32[np.ndarray, "*s"]:
-    """Numbers of deletions d mapped to [0, 1): arctan(d / 3) * 2 / pi."""
-    return np.arctan(deletions.astype(np.float32) / np.float32(3)) * np.float32(2 / np.pi)
-
-
-def msa_features(
-    msa: Int8[np.ndarray, "S R"],
-    deletions: Int32[np.ndarray, "S R"],
-    cluster_profile: Float32[np.ndarray, "S R 23"],
-    cluster_deletion_mean: Float32[np.ndarray, "S R"],
-) -> Float32[np.ndarray, "S R 49"]:
-    """`msa_feat`: one-hot letter (23), has deletion, deletion value, cluster profile (23), mean deletion value."""
-    features = np.empty((*msa.shape, 49), np.float32)
-    features[..., :23] = _ONE_HOT[msa]
-    features[..., 23] = deletions > 0
-    features[..., 24] = deletion_value(deletions)
-    features[..., 25:48] = cluster_profile
-    features[..., 48] = deletion_value(cluster_deletion_mean)
-    return features
+def deletion_value(
+    deletions: Int32[np.ndarray, "*s"] | Float32[np.ndarray, "*s"], out: Float32[np.ndarray, "*s"] | None = None
+) -> Float32[np.ndarray, "*s"]:
+    """Numbers of deletions d mapped to [0, 1): arctan(d / 3) * 2 / pi. `out`: zeros to write them to."""
+    values = np.zeros(deletions.shape, np.float32) if out is None else out
+    some = np.nonzero(deletions)  # most cells have none
+    values[some] = np.arctan(deletions[some].astype(np.float32) / np.float32(3)) * np.float32(2 / np.pi)
+    return values
 
 
 def target_features(aatype: Int32[np.ndarray, " R"]) -> Float32[np.ndarray, "R 22"]:
@@ -283,33 +217,112 @@ def sequence_features(aatype: Int32[np.ndarray, " L"], crop: Crop) -> dict[str, 
     }
 
 
-def sampled_features(msa: MsaFeatures, config: FeatureConfig, draws: CycleDraws, crop: Crop) -> dict[str, np.ndarray]:
-    """The MSA features of one recycling iteration, cropped to R residues, without padding of rows."""
-    keep = kept_rows(msa.num_alignments, draws.deleted_block_starts, config.block_delete_fraction)
-    order = draws.order[keep[draws.order]]
-    centres, others = np.split(order, [max_clusters(config)])
+SAMPLED: dict[str, tuple[type[np.generic], tuple[int, ...]]] = {
+    "msa_feat": (np.float32, (49,)),
+    "msa_mask": (np.float32, ()),
+    "msa_row_mask": (np.float32, ()),
+    "true_msa": (np.int32, ()),
+    "bert_mask": (np.float32, ()),
+    "extra_msa": (np.int32, ()),
+    "extra_msa_mask": (np.float32, ()),
+    "extra_msa_row_mask": (np.float32, ()),
+    "extra_has_deletion": (np.float32, ()),
+    "extra_deletion_value": (np.float32, ()),
+}
+"""The features that each recycling iteration draws anew: their type, and the sizes of their axes without a name."""
+
+Rows = tuple[Int64[np.ndarray, " S"], Int64[np.ndarray, " E"]]
+"""The rows of the MSA that one recycling iteration takes: the centres of its clusters, and all others in random order."""
+
+
+def sampled_rows(rows: int, config: FeatureConfig, draws: CycleDraws) -> Rows:
+    """Which rows remain after block deletion, in the drawn order, divided into clusters and extra sequences."""
+    keep = kept_rows(rows, draws.deleted_block_starts, config.block_delete_fraction)
+    centres, others = np.split(draws.order[keep[draws.order]], [max_clusters(config)])
+    return centres, others
+
+
+def sampled_features(
+    msa: MsaFeatures, config: FeatureConfig, drawn: Sequence[CycleDraws], crop: Crop, sizes: Sizes | None = None
+) -> dict[str, np.ndarray]:
+    """The MSA features of each recycling iteration, cropped to R residues, with the iterations as leading axis.
+
+    `sizes`: pad with zeros to these sizes; None: the largest of the data, with at least one row of extra MSA. Features are
+    written where they stay: at the sizes of fine-tuning they are 70 MB an iteration.
+    """
+    rows = [sampled_rows(msa.num_alignments, config, draws) for draws in drawn]
+    if sizes is None:
+        most = max(min(len(others), config.extra_msa) for _, others in rows)
+        sizes = Sizes(crop.length, max(len(centres) for centres, _ in rows), max(1, most))
+    stacked = {
+        name: np.zeros((len(drawn), *_axis_sizes(FEATURE_AXES[name], sizes), *unnamed), dtype)
+        for name, (dtype, unnamed) in SAMPLED.items()
+    }
+    cells = np.nonzero(msa.deletions[:, crop.residues])
+    for cycle, (numbers, taken) in enumerate(zip(drawn, rows, strict=True)):
+        _write_features(
+            {name: values[cycle] for name, values in stacked.items()}, msa, config, numbers, taken, crop, cells
+        )
+    return stacked
+
+
+def _axis_sizes(axes: Sequence[str | None], sizes: Sizes) -> tuple[int, ...]:
+    return tuple(getattr(sizes, axis) for axis in axes if axis)
+
+
+def _write_features(
+    into: dict[str, np.ndarray],
+    msa: MsaFeatures,
+    config: FeatureConfig,
+    draws: CycleDraws,
+    rows: Rows,
+    crop: Crop,
+    cells: tuple[Int64[np.ndarray, " K"], ...],
+) -> None:
+    """Write the features of one recycling iteration into a corner of zeros. `cells`: (row, residue) of all deletions."""
+    (centres, others), residues = rows, crop.residues
+    size, length = len(centres), crop.length
     true, extra = msa.msa[centres], msa.msa[others]
-    drawn = len(centres)
-    masked, bert_mask = mask_letters(true, msa.profile, draws.replace[:drawn], draws.letter[:drawn], config)
+    masked, bert_mask = mask_letters(true, msa.profile, draws.replace[:size], draws.letter[:size], config)
     nearest = nearest_clusters(masked, extra)
 
-    masked, true, extra = masked[:, crop.residues], true[:, crop.residues], extra[:, crop.residues]
-    deletions, extra_deletions = msa.deletions[centres, crop.residues], msa.deletions[others, crop.residues]
-    summary = summarise_clusters(masked, deletions, extra, extra_deletions, nearest)
+    masked, extra = masked[:, residues], extra[:, residues]
+    deletions = msa.deletions[centres, residues]
+    place = np.full(msa.num_alignments, -1)  # of each row of the MSA among the extra sequences
+    place[others] = np.arange(len(others))
+    row, column = (where[place[cells[0]] >= 0] for where in cells)
+    means = mean_deletions(deletions, place[row], column, msa.deletions[row, crop.start + column], nearest)
+    features = into["msa_feat"][:size, :length]
+    cluster_profiles(masked, extra, nearest, out=features[..., 25:48])
+    write_msa_features(features, masked, deletions, means)
+    into["msa_mask"][:size, :length] = into["msa_row_mask"][:size] = 1
+    into["true_msa"][:size, :length] = true[:, residues]
+    into["bert_mask"][:size, :length] = bert_mask[:, residues]
+
     # The rows are in random order, so the first ones are a random sample.
-    extra, extra_deletions = extra[: config.extra_msa], extra_deletions[: config.extra_msa]
-    return {
-        "msa_feat": msa_features(masked, deletions, *summary),
-        "msa_mask": np.ones(masked.shape, np.float32),
-        "msa_row_mask": np.ones(len(masked), np.float32),
-        "true_msa": true.astype(np.int32),
-        "bert_mask": bert_mask[:, crop.residues],
-        "extra_msa": extra.astype(np.int32),
-        "extra_msa_mask": np.ones(extra.shape, np.float32),
-        "extra_msa_row_mask": np.ones(len(extra), np.float32),
-        "extra_has_deletion": (extra_deletions > 0).astype(np.float32),
-        "extra_deletion_value": deletion_value(extra_deletions),
-    }
+    extra, others = extra[: config.extra_msa], others[: config.extra_msa]
+    kept = slice(len(extra)), slice(length)
+    into["extra_msa"][kept] = extra
+    into["extra_msa_mask"][kept] = into["extra_msa_row_mask"][: len(extra)] = 1
+    deletions = msa.deletions[others, residues]
+    into["extra_has_deletion"][kept] = deletions > 0
+    deletion_value(deletions, out=into["extra_deletion_value"][kept])
+
+
+def write_msa_features(
+    into: Float32[np.ndarray, "S R 49"],
+    msa: Int8[np.ndarray, "S R"],
+    deletions: Int32[np.ndarray, "S R"],
+    cluster_deletion_mean: Float32[np.ndarray, "S R"],
+) -> None:
+    """Write `msa_feat` but for its cluster profiles, columns 25 to 47, into zeros.
+
+    Its columns: one-hot letter (23), has deletion, deletion value, cluster profile (23), mean deletion value.
+    """
+    np.put_along_axis(into, msa[..., None].astype(np.int64), 1, axis=-1)
+    into[..., 23] = deletions > 0
+    deletion_value(deletions, out=into[..., 24])
+    deletion_value(cluster_deletion_mean, out=into[..., 48])
 
 
 def make_features(
@@ -339,26 +352,15 @@ def make_features(
         fixed |= found.select(slice(config.max_templates), crop.residues).processed()
     rows, columns = msa.msa.shape
     drawn = [CycleDraws.draw(draws.at(cycle), rows, columns, config) for cycle in range(cycles)]
-    per_cycle = [{**fixed, **sampled_features(msa, config, numbers, crop)} for numbers in drawn]
-    if sizes is None:
-        sizes = Sizes(
-            residues=crop.length,
-            msa=max(len(features["msa_row_mask"]) for features in per_cycle),
-            extra=max(1, *(len(features["extra_msa_row_mask"]) for features in per_cycle)),
-        )
-    return stack_cycles(per_cycle, replace(sizes, templates=config.max_templates))
+    sampled = sampled_features(msa, config, drawn, crop, sizes)
+    padded = Sizes(sampled["msa_mask"].shape[2], 0, 0, config.max_templates)
+    return {**{name: _repeated(name, values, padded, cycles) for name, values in fixed.items()}, **sampled}
 
 
-def stack_cycles(per_cycle: list[dict[str, np.ndarray]], sizes: Sizes) -> dict[str, np.ndarray]:
-    """Stack the features of each recycling iteration along a new first axis, padded with zeros to `sizes`."""
-    stacked = {}
-    for name, first in per_cycle[0].items():
-        axes = FEATURE_AXES[name] if name in FEATURE_AXES else TEMPLATE_AXES[name]
-        shape = tuple(getattr(sizes, axis) if axis else size for axis, size in zip(axes, first.shape, strict=True))
-        out = np.zeros((len(per_cycle), *shape), first.dtype)
-        for cycle, features in enumerate(per_cycle):
-            values = features[name]
-            corner: tuple[int | slice, ...] = (cycle, *(slice(size) for size in values.shape))
-            out[corner] = values
-        stacked[name] = out
-    return stacked
+def _repeated(name: str, values: np.ndarray, sizes: Sizes, cycles: int) -> np.ndarray:
+    """A feature that is the same in each recycling iteration, with these as first axis, padded with zeros to `sizes`."""
+    axes = FEATURE_AXES[name] if name in FEATURE_AXES else TEMPLATE_AXES[name]
+    shape = tuple(getattr(sizes, axis) if axis else size for axis, size in zip(axes, values.shape, strict=True))
+    out = np.zeros((cycles, *shape), values.dtype)
+    out[(slice(None), *(slice(size) for size in values.shape))] = values
+    return out

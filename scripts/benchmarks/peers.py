@@ -87,13 +87,22 @@ class Peer:
         self._errors.close()
 
 
-def openfold(python: Path | None, source: Path | None, threads: int, case: tuple[str, int, int]) -> Peer:
-    """OpenFold from a clone, run by `python`, an environment with its requirements (`make bench OPENFOLD=DIR` makes it)."""
+def openfold(
+    python: Path | None,
+    source: Path | None,
+    threads: int,
+    case: tuple[str, int, int],
+    module: str = "scripts.benchmarks.peer_openfold",
+) -> Peer:
+    """OpenFold from a clone, run by `python`, an environment with its requirements (`make bench OPENFOLD=DIR` makes it).
+
+    `module`: the program that holds its step.
+    """
     missing = "OpenFold: no clone was given; `make bench OPENFOLD=DIR` compares with one"
     if source is not None and not (source / "openfold").is_dir():
         python, missing = None, f"OpenFold: {source} has no folder openfold"
     variables = {"OPENFOLD_SOURCE": str(source.resolve())} if source is not None else {}
-    return Peer(python if source else None, "scripts.benchmarks.peer_openfold", missing, variables, threads, case)
+    return Peer(python if source else None, module, missing, variables, threads, case)
 
 
 def alphafold(python: Path | None, threads: int, case: tuple[str, int, int]) -> Peer:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from evodsp.config import FeatureConfig
+from evodsp.data.clusters import cluster_profiles, mean_deletions, nearest_clusters
 from evodsp.data.crop import Crop
 from evodsp.data.features import (
     FEATURE_AXES,
@@ -21,11 +22,9 @@ from evodsp.data.features import (
     letter_probabilities,
     make_features,
     mask_letters,
-    msa_features,
-    nearest_clusters,
     sampled_features,
-    summarise_clusters,
     target_features,
+    write_msa_features,
 )
 from evodsp.data.msa import MsaFeatures, letter_profile, query_only
 from evodsp.errors import UserError
@@ -103,25 +102,26 @@ def test_nearest_clusters(steps: dict[str, np.ndarray]) -> None:
     np.testing.assert_array_equal(nearest, steps["extra_cluster_assignment"])
 
 
+def mean_deletions_of(own: np.ndarray, extra_deletions: np.ndarray, nearest: np.ndarray) -> np.ndarray:
+    """Mean deletions of clusters from the deletions of all extra sequences [E, R]."""
+    row, column = np.nonzero(extra_deletions)
+    return mean_deletions(own.astype(np.int32), row, column, extra_deletions[row, column].astype(np.int32), nearest)
+
+
 def test_cluster_summary(steps: dict[str, np.ndarray]) -> None:
-    profile, deletion_mean = summarise_clusters(
-        steps["masked_msa/msa"].astype(np.int8),
-        steps["deletion_matrix"].astype(np.int32),
-        steps["extra_msa"].astype(np.int8),
-        steps["extra_deletion_matrix"].astype(np.int32),
-        steps["extra_cluster_assignment"],
-    )
+    clusters, extra = steps["masked_msa/msa"].astype(np.int8), steps["extra_msa"].astype(np.int8)
+    nearest = steps["extra_cluster_assignment"]
+    profile = cluster_profiles(clusters, extra, nearest)
+    means = mean_deletions_of(steps["deletion_matrix"], steps["extra_deletion_matrix"], nearest)
     np.testing.assert_allclose(profile, steps["cluster_profile"], atol=1e-6)
-    np.testing.assert_allclose(deletion_mean, steps["cluster_deletion_mean"], rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(means, steps["cluster_deletion_mean"], rtol=1e-6, atol=1e-6)
 
 
 def test_msa_feat(steps: dict[str, np.ndarray]) -> None:
-    features = msa_features(
-        steps["masked_msa/msa"].astype(np.int8),
-        steps["deletion_matrix"].astype(np.int32),
-        steps["cluster_profile"],
-        steps["cluster_deletion_mean"],
-    )
+    features = np.zeros(steps["msa_feat"].shape, np.float32)
+    letters, deletions = steps["masked_msa/msa"].astype(np.int8), steps["deletion_matrix"].astype(np.int32)
+    write_msa_features(features, letters, deletions, steps["cluster_deletion_mean"])
+    features[..., 25:48] = steps["cluster_profile"]
     np.testing.assert_allclose(features, steps["msa_feat"], atol=1e-6)
 
 
@@ -134,12 +134,12 @@ def test_one_cycle_from_af2s_random_numbers(
     steps: dict[str, np.ndarray], flat_msa: MsaFeatures, golden_draws: CycleDraws
 ) -> None:
     """Catches a wrong order of the steps: extra rows are not masked, clusters are compared after masking."""
-    features = sampled_features(flat_msa, CONFIG, golden_draws, Crop(0, 64))
-    np.testing.assert_allclose(features["msa_feat"], steps["msa_feat"], atol=1e-6)
-    np.testing.assert_array_equal(features["true_msa"], steps["masked_msa/true_msa"])
-    np.testing.assert_array_equal(features["bert_mask"], steps["masked_msa/bert_mask"])
+    features = sampled_features(flat_msa, CONFIG, [golden_draws], Crop(0, 64))
+    np.testing.assert_allclose(features["msa_feat"][0], steps["msa_feat"], atol=1e-6)
+    np.testing.assert_array_equal(features["true_msa"][0], steps["masked_msa/true_msa"])
+    np.testing.assert_array_equal(features["bert_mask"][0], steps["masked_msa/bert_mask"])
     for name in ("extra_msa", "extra_has_deletion", "extra_deletion_value"):
-        np.testing.assert_allclose(features[name], steps[name], atol=1e-6)
+        np.testing.assert_allclose(features[name][0], steps[name], atol=1e-6)
 
 
 def test_processed_features(golden: Path, golden_msa: MsaFeatures) -> None:
@@ -176,9 +176,11 @@ def test_target_feat_of_unknown_residue() -> None:
 # Against the supplement's formulas ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("clusters", "extra", "columns"), [(7, 900, 41), (3, 1, 1), (5, 0, 9), (300, 500, 300)])
+@pytest.mark.parametrize(
+    ("clusters", "extra", "columns"), [(7, 900, 41), (3, 1, 1), (5, 0, 9), (300, 500, 300), (9, 40, 64), (40, 900, 65)]
+)
 def test_clustering_agrees_with_one_hot_products(clusters: int, extra: int, columns: int) -> None:
-    """Catches rows or columns missed by a partly filled last tile, and counts that overflow above 255 columns."""
+    """Catches rows or columns missed by a partly filled last tile or word, and counts that overflow above 255 columns."""
     rng = np.random.default_rng(clusters)
     letters = 3 if columns == 300 else 23
     centres = rng.integers(0, letters, (clusters, columns)).astype(np.int8)
@@ -190,7 +192,8 @@ def test_clustering_agrees_with_one_hot_products(clusters: int, extra: int, colu
     agreement = np.einsum("sla,ela->es", weights[centres], np.eye(23)[others])
     np.testing.assert_array_equal(nearest, agreement.argmax(1) if extra else np.zeros(0))
 
-    profile, mean = summarise_clusters(centres, deletions[:clusters], others, deletions[clusters:], nearest)
+    profile = cluster_profiles(centres, others, nearest)
+    mean = mean_deletions_of(deletions[:clusters], deletions[clusters:], nearest)
     member = np.eye(clusters)[nearest].reshape(extra, clusters)
     size = 1 + 1e-6 + member.sum(0)
     counts = np.eye(23)[centres] + np.einsum("es,ela->sla", member, np.eye(23)[others])
@@ -239,12 +242,13 @@ def test_block_deletion_leaves_rows_out_of_clusters_and_extra() -> None:
     msa = msa_of(np.arange(20)[:, None].repeat(3, 1))
     config = replace(CONFIG, msa_clusters=8, block_delete=True, masked_msa_fraction=0.0)
     draws = CycleDraws.draw(Draws.root(3), 20, 3, config)
-    features = sampled_features(msa, config, draws, Crop(0, 3))
-    shown = np.concatenate([features["true_msa"][:, 0], features["extra_msa"][:, 0]])
+    features = sampled_features(msa, config, [draws], Crop(0, 3))
+    extra = features["extra_msa"][0, features["extra_msa_row_mask"][0] > 0, 0]
+    shown = np.concatenate([features["true_msa"][0, :, 0], extra])
     kept = np.flatnonzero(kept_rows(20, draws.deleted_block_starts, 0.3))
     assert len(kept) < 20
     np.testing.assert_array_equal(np.sort(shown), kept)
-    assert features["true_msa"][0, 0] == 0
+    assert features["true_msa"][0, 0, 0] == 0
 
 
 # Sampling and sizes --------------------------------------------------------------------------------------------------
@@ -277,11 +281,11 @@ def test_late_crop_equals_cropping_the_finished_features() -> None:
     msa, crop = random_msa(60, 40), Crop(11, 17)
     config = replace(CONFIG, msa_clusters=12)
     draws = CycleDraws.draw(Draws.root(5), 60, 40, config)
-    whole, cropped = (sampled_features(msa, config, draws, c) for c in (Crop(0, 40), crop))
+    whole, cropped = (sampled_features(msa, config, [draws], c) for c in (Crop(0, 40), crop))
     for name, values in whole.items():
         axes = FEATURE_AXES[name]
         if "residues" in axes:
-            values = values.take(range(11, 28), axis=axes.index("residues"))
+            values = values.take(range(11, 28), axis=1 + axes.index("residues"))
         np.testing.assert_array_equal(cropped[name], values, err_msg=name)
 
 
