@@ -35,6 +35,7 @@ FLOORS = {
     "evodsp.data.msa": TORCH_FREE,
     "evodsp.data.features": TORCH_FREE,
     "evodsp.data.crop": TORCH_FREE,
+    "evodsp.data.parsed_chain": TORCH_FREE,
     "evodsp.data.store": TORCH_FREE,
     "evodsp.data.templates.source": TORCH_FREE,
     "evodsp.data.dataset": ("lightning", "evodsp.model", "evodsp.parallel", "evodsp.training", "evodsp.losses"),

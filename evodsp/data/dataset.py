@@ -12,7 +12,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,10 +24,10 @@ from evodsp.config import FeatureConfig
 from evodsp.data.crop import Crop, centre_crop, training_crop
 from evodsp.data.features import FEATURE_AXES, Sizes, check_config, make_features, max_clusters
 from evodsp.data.msa import MsaFeatures, merge_alignments, query_only
+from evodsp.data.parsed_chain import ChainSource
 from evodsp.data.query_check import check_alignments
 from evodsp.data.records import Alignment, Chain, ProteinSequence
 from evodsp.data.templates.features import TemplateFeatures
-from evodsp.data.templates.hits import TemplateHit
 from evodsp.data.templates.source import FoundTemplates, TemplateSource
 from evodsp.errors import UserError
 from evodsp.geometry.alphabet import encode_sequence
@@ -38,20 +38,6 @@ Sample = dict[str, Tensor]
 
 SCALAR_LABELS = ("resolution", "use_clamped_fape")
 """Labels without a residue axis."""
-
-
-@runtime_checkable
-class ChainStore(Protocol):
-    """Alignments, structures and template hits by chain key; `evodsp.data.store.FeatureStore` implements it."""
-
-    def alignments(self, key: str, query: ProteinSequence | None = None) -> list[Alignment]:
-        """The alignments of the chain, in the order in which they are merged. `query`: the chain's sequence."""
-
-    def chain(self, key: str) -> Chain:
-        """The structure of the chain."""
-
-    def template_hits(self, key: str, query: ProteinSequence) -> list[TemplateHit]:
-        """The hits of the chain's template searches."""
 
 
 @dataclass(frozen=True)
@@ -83,24 +69,19 @@ def _narrow(values: Tensor) -> Tensor:
     return values.to(torch.float32 if values.is_floating_point() else torch.int32)
 
 
-def load_record(source: ChainStore, key: str, templates: TemplateSource | None = None) -> ChainRecord:
-    """Read the chain `key`, and its templates if their source is given. No template is of its own entry or released after it.
+def load_record(source: ChainSource, key: str, templates: TemplateSource | None = None) -> ChainRecord:
+    """The chain `key`, and its templates if their source is given. No template is of its own entry or released after it.
 
     Raises UserError if its structure, its alignments and its template searches have different sequences.
     """
-    chain = source.chain(key)
-    query = ProteinSequence(key, chain.sequence)
-    alignments = source.alignments(key, query)
-    if not alignments:
-        raise UserError(f"chain {key} has no alignment; put an .a3m or .sto file into its alignment folder")
-    check_alignments(alignments, query)
-    msa = merge_alignments(alignments)
-    aatype = encode_sequence(chain.sequence)
-    found = None
+    parsed = source.parsed(key, with_hits=templates is not None)
+    chain, found = parsed.chain, None
     if templates is not None:
-        found = templates.find(source.template_hits(key, query), query, chain.release_date, chain.pdb_id)
+        query = ProteinSequence(key, chain.sequence)
+        found = templates.find(list(parsed.hits), query, chain.release_date, chain.pdb_id)
         logging.getLogger(__name__).info("templates of %s", found.log_line)
-    return ChainRecord(aatype, msa, chain_labels(chain, aatype), found)
+    aatype = encode_sequence(chain.sequence)
+    return ChainRecord(aatype, parsed.msa, chain_labels(chain, aatype), found)
 
 
 def draw_templates(templates: TemplateFeatures, most: int, draws: Draws) -> TemplateFeatures:
@@ -132,7 +113,7 @@ class ChainDataset(Dataset[Sample]):
 
     def __init__(
         self,
-        source: ChainStore,
+        source: ChainSource,
         keys: Sequence[str],
         config: FeatureConfig,
         seed: int,

@@ -23,6 +23,7 @@ from evodsp.data.chain_folder import (
     read_alignment_dir,
     read_template_hits,
 )
+from evodsp.data.parsed_chain import ParsedChain, parse_chain
 from evodsp.data.query_check import check_alignments
 from evodsp.data.records import Alignment, Chain, ProteinSequence, Structure
 from evodsp.data.structures import StructureFolder
@@ -95,6 +96,10 @@ class FeatureStore:
         if self._structures is None:
             raise UserError(f"chain {key}: no structure directory was given; set it to the folder of .cif files")
         return self._structures
+
+    def parsed(self, key: str, with_hits: bool) -> ParsedChain:
+        """The chain, read from its files (`parse_chain`)."""
+        return parse_chain(self, key, with_hits)
 
     def query(self, key: str) -> ProteinSequence:
         """The chain's sequence: from its structure (SEQRES) if there is one, else the first row of its first alignment."""

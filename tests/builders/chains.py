@@ -6,6 +6,7 @@ from collections import Counter
 
 import numpy as np
 
+from evodsp.data.parsed_chain import ParsedChain, parse_chain
 from evodsp.data.records import Alignment, Chain, ProteinSequence
 from evodsp.data.templates.hits import TemplateHit
 from evodsp.geometry import residues
@@ -67,3 +68,6 @@ class MemoryStore:
 
     def template_hits(self, key: str, query: ProteinSequence) -> list[TemplateHit]:
         return []
+
+    def parsed(self, key: str, with_hits: bool) -> ParsedChain:
+        return parse_chain(self, key, with_hits)

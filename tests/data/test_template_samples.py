@@ -16,6 +16,7 @@ from evodsp.config import FeatureConfig
 from evodsp.data.crop import Crop
 from evodsp.data.dataset import ChainDataset, collate, draw_templates, load_record, prediction_sample
 from evodsp.data.features import TEMPLATE_AXES, make_features
+from evodsp.data.parsed_chain import ParsedChain, parse_chain
 from evodsp.data.parsers import parse_fasta
 from evodsp.data.records import Alignment, Chain, ProteinSequence
 from evodsp.data.store import FeatureStore
@@ -50,6 +51,9 @@ class RealQuery:
 
     def template_hits(self, key: str, query: ProteinSequence) -> list[TemplateHit]:
         return self.store.template_hits("query73_A", query)
+
+    def parsed(self, key: str, with_hits: bool) -> ParsedChain:
+        return parse_chain(self, key, with_hits)
 
 
 def query73(
