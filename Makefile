@@ -94,7 +94,7 @@ $(DOCS_READY): $(READY) pyproject.toml constraints.txt
 	@touch $(DOCS_READY)
 
 $(COMPAT_READY): $(READY) pyproject.toml constraints.txt
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[compat]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[compat,cluster]'
 	@touch $(COMPAT_READY)
 
 $(TRITON_READY): $(READY) pyproject.toml constraints.txt

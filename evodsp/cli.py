@@ -104,6 +104,16 @@ COMMANDS: dict[str, Command] = {
             "seed gives the same files.",
         ),
         SettingsCommand(
+            "data build",
+            "parse chains once, into a feature store that training reads",
+            settings="evodsp.data.building.config:BuildConfig",
+            runner="evodsp.data.building.command:run",
+            required="--alignment_dir DIR --structure_dir DIR --output DIR",
+            description="Parse the alignments, structures and template hits of chains once, into a feature store: compressed "
+            "records with checksums, from which training makes the same samples (data.store). A build that was stopped is "
+            "continued by the same command. Chains that cannot be read are left out and listed in failed.jsonl.",
+        ),
+        SettingsCommand(
             "weights import",
             "convert DeepMind's or OpenFold's parameter file to a checkpoint",
             settings="evodsp.weights.config:ImportConfig",

@@ -111,6 +111,7 @@ class Reader:
             "validate": self.validate,
             "predict": self.predict,
             "data synthesize": self.synthesize,
+            "data build": self.build,
             "weights export": self.convert,
             "weights import": self.convert,
         }
@@ -158,6 +159,10 @@ class Reader:
         with contextlib.redirect_stderr(io.StringIO()) as said:
             assert main(last_options([*words, "--members=0"])) == 2
         assert "members is 0" in said.getvalue()
+
+    def build(self, words: list[str]) -> None:
+        run(words)
+        assert (Path(option(words, "--output") or "") / "store.json").is_file()
 
     def convert(self, words: list[str]) -> None:
         run(words)

@@ -50,7 +50,7 @@ ELSEWHERE = {
 @pytest.fixture(scope="module")
 def help_texts() -> dict[str, str]:
     """`--help` of every command."""
-    names = ("fit", "validate", "predict", "data synthesize", "weights import", "weights export")
+    names = ("fit", "validate", "predict", "data synthesize", "data build", "weights import", "weights export")
     return {name: run_quietly([*name.split(), "--help"]) for name in names}
 
 

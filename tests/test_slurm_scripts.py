@@ -11,7 +11,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "scripts" / "slurm" / "fit.sbatch"
-SHELL = [SCRIPT, ROOT / "scripts" / "verify_gpus.sh"]
+BUILD = SCRIPT.with_name("build.sbatch")
+SHELL = [SCRIPT, BUILD, ROOT / "scripts" / "verify_gpus.sh"]
 
 
 @pytest.mark.parametrize("path", SHELL, ids=lambda path: path.name)
@@ -58,3 +59,29 @@ def test_predict_takes_no_checkpoint_path(tmp_path: Path) -> None:
     words = started(tmp_path, ["--fasta", "x"], EVODSP_COMMAND="predict", EVODSP_PYTHON="/env/bin/python")
     assert words[-3:] == ["predict", "--fasta", "x"]
     assert words[1] == "/env/bin/python"
+
+
+def test_the_command_of_a_build_task(tmp_path: Path) -> None:
+    """Catches tasks that all build the same shards, or options that are lost."""
+    python = tmp_path / "python"
+    python.write_text('#!/usr/bin/env bash\nprintf "%s\\n" "$@"\n')
+    python.chmod(0o755)
+    task = {"SLURM_ARRAY_TASK_ID": "3", "SLURM_ARRAY_TASK_COUNT": "64", "SLURM_CPUS_PER_TASK": "8"}
+    environment = {"PATH": os.environ["PATH"], "EVODSP_PYTHON": str(python), **task}
+    words = ["bash", str(BUILD), "--alignment_dir", "an a", "--output", "o"]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
+    expected = [
+        "-m",
+        "evodsp",
+        "data",
+        "build",
+        "--alignment_dir",
+        "an a",
+        "--output",
+        "o",
+        "--workers",
+        "8",
+        "--share",
+        "3/64",
+    ]
+    assert done.stdout.splitlines() == expected

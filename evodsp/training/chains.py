@@ -8,7 +8,9 @@ from pathlib import Path
 
 from lightning.pytorch.utilities import rank_zero_only
 
+from evodsp.data.chain_list import chain_list
 from evodsp.data.dataset import load_record
+from evodsp.data.feature_store import BuiltStore
 from evodsp.data.store import FeatureStore
 from evodsp.data.templates.dates import parse_latest_date
 from evodsp.data.templates.source import TemplateSource
@@ -21,9 +23,9 @@ MOST_CHAINS_READ = 64
 
 @dataclass(frozen=True)
 class Chains:
-    """The open feature store and the chains of each stage."""
+    """The open store and the chains of each stage."""
 
-    store: FeatureStore
+    store: FeatureStore | BuiltStore
     templates: TemplateSource | None
     train: list[str]
     validation: list[str]
@@ -31,17 +33,8 @@ class Chains:
 
 
 def find_chains(config: DataConfig) -> Chains:
-    """Open the feature store and look every chain up. Raises UserError for the first file or name that is missing."""
-    for name, content in (
-        ("alignment_dir", "alignments, one sub-folder per chain"),
-        ("structure_dir", "structures, <pdbid>.cif"),
-    ):
-        path = Path(getattr(config, name))
-        if not path.is_dir():
-            what = "a file" if path.exists() else "no folder"
-            raise UserError(f"data.{name} is {path}, which is {what}; give the folder of {content}")
-    templates = _template_source(config)
-    store = FeatureStore(Path(config.alignment_dir), Path(config.structure_dir))
+    """Open the store and look every chain up. Raises UserError for the first file or name that is missing."""
+    store, templates = _files(config) if config.store is None else _built_store(config, config.store)
     known = list(store.keys())
     train = chain_list(config.train_chains) if config.train_chains is not None else known
     validation = chain_list(config.validation_chains) if config.validation_chains is not None else []
@@ -60,29 +53,35 @@ def find_chains(config: DataConfig) -> Chains:
     return Chains(store, templates, train, validation, test)
 
 
-def chain_list(chains: str | list[str]) -> list[str]:
-    """The names in a list of chains: the list itself, or a text file with one name per line ('#' begins a comment).
+def _built_store(config: DataConfig, address: str) -> tuple[BuiltStore, TemplateSource | None]:
+    """The feature store at `address`, and its templates if samples have any. Raises UserError that names the setting."""
+    for name in ("template_structure_dir", "obsolete"):
+        if (value := getattr(config, name)) is not None:
+            raise UserError(
+                f"data.{name} is {value}, but data.store holds the templates that it was built with; leave {name} out"
+            )
+    latest = parse_latest_date("data.max_template_date", config.max_template_date)
+    store = BuiltStore(address)
+    templates = store.template_source(latest)
+    if latest is not None and templates is None:
+        raise UserError(
+            f"data.max_template_date is {latest}, but {address} was built without templates; build it with "
+            "--template_structure_dir, or leave max_template_date out"
+        )
+    return store, templates if config.train.max_templates or config.validation.max_templates else None
 
-    Raises UserError if the file is missing or empty, or if a name is listed twice.
-    """
-    source, names = "the list of chains", chains
-    if isinstance(chains, str):
-        source, path = chains, Path(chains)
-        if path.is_dir():
-            raise UserError(
-                f"{chains}: is a folder, but a list of chains is a file with one name per line; give the file, "
-                "or a list [102m_A, ...]"
-            )
-        if not path.is_file():
-            raise UserError(
-                f"{chains}: no such file of chain names; write one name per line, or give a list [102m_A, ...]"
-            )
-        names = [name for line in path.read_text().splitlines() if (name := line.partition("#")[0].strip())]
-    if not names:
-        raise UserError(f"{source}: no chain names in it; write one per line")
-    if twice := [name for name in names if list(names).count(name) > 1]:
-        raise UserError(f"{source}: '{twice[0]}' is listed more than once; remove the repetition")
-    return list(names)
+
+def _files(config: DataConfig) -> tuple[FeatureStore, TemplateSource | None]:
+    """The folders of files, and where templates come from. Raises UserError that names the setting."""
+    for name, content in (
+        ("alignment_dir", "alignments, one sub-folder per chain"),
+        ("structure_dir", "structures, <pdbid>.cif"),
+    ):
+        path = Path(getattr(config, name))
+        if not path.is_dir():
+            what = "a file" if path.exists() else "no folder"
+            raise UserError(f"data.{name} is {path}, which is {what}; give the folder of {content}")
+    return FeatureStore(Path(config.alignment_dir), Path(config.structure_dir)), _template_source(config)
 
 
 def _template_source(config: DataConfig) -> TemplateSource | None:
@@ -116,7 +115,14 @@ def _report(line: str) -> None:
     print(line, file=sys.stderr)
 
 
-def _check_chain(key: str, known: list[str], store: FeatureStore, source: str) -> None:
+def _check_chain(key: str, known: list[str], store: FeatureStore | BuiltStore, source: str) -> None:
+    if isinstance(store, BuiltStore):
+        if key not in store:
+            raise UserError(
+                f"{source}: no chain '{key}' in {store.address}; leave it out or build the store with it."
+                f"{nearest(key, known)}"
+            )
+        return
     if key not in known:
         raise UserError(
             f"{source}: no alignments of chain '{key}' in {store.alignment_dir}; add its folder "

@@ -88,6 +88,9 @@ class DataConfig:
     """Folder with one sub-folder of .a3m and .sto files per chain, named <pdbid>_<chain>."""
     structure_dir: str = "data/mmcif_files"
     """Folder of structures, <pdbid>.cif or <pdbid>.cif.gz."""
+    store: str | None = None
+    """Feature store that `evodsp data build` made: a folder, or an address such as s3://bucket/store. Chains and templates are
+    then read from it; alignment_dir and structure_dir are not used. null reads the files."""
     train_chains: str | list[str] | None = None
     """Chains to train on: a list of names, or a text file with one name per line; null takes all chains with alignments."""
     validation_chains: str | list[str] | None = None

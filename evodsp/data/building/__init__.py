@@ -1,0 +1,1 @@
+"""`evodsp data build`: chains are parsed once, in parallel, into a feature store."""

@@ -1,0 +1,206 @@
+"""`evodsp data build`: plan the shards, have them built, and join their accounts into a store.
+
+A store is complete when it has its `store.json`, which is written last. Until then `building/` holds the plan and the account
+of each finished shard, so a build that was killed goes on where it stopped, and the result is the same, byte by byte.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from evodsp import __version__
+from evodsp.data.building.config import BuildConfig
+from evodsp.data.building.engine import on_cluster, on_this_machine
+from evodsp.data.building.parts import BUILDING, Account, Inputs, Part, obsolete_entries
+from evodsp.data.chain_list import chain_list
+from evodsp.data.feature_store import CHAINS, DESCRIPTION, FORMAT_VERSION, TEMPLATES
+from evodsp.data.shards import INDEX, digest_of, write_index
+from evodsp.data.store import FeatureStore
+from evodsp.data.structures import StructureFolder
+from evodsp.errors import FileFormatError, UserError
+from evodsp.files import whole_file
+from evodsp.output import check_output_folder
+from evodsp.progress import progress
+
+FAILED = "failed.jsonl"
+_ENTRIES_PER_SHARD = 512
+"""Entries of template structures in one shard. They are smaller than chains with alignments."""
+_MOST_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a store is made of. Two builds with the same plan make the same store."""
+
+    keys: tuple[str, ...]
+    inputs: Inputs
+    chains_per_shard: int
+
+    @classmethod
+    def of(cls, config: BuildConfig) -> Plan:
+        """Raises UserError for folders, files and names that do not exist."""
+        templates, obsolete = config.template_structure_dir, config.obsolete
+        inputs = Inputs(
+            str(config.alignment_dir.absolute()),
+            str(config.structure_dir.absolute()),
+            None if templates is None else str(templates.absolute()),
+            None if obsolete is None else str(obsolete.absolute()),
+        )
+        store = FeatureStore(config.alignment_dir, config.structure_dir)
+        if templates is not None:
+            StructureFolder(templates)
+        obsolete_entries(inputs.obsolete)
+        keys = chain_list(str(config.chains)) if config.chains is not None else store.keys()
+        if not keys:
+            raise UserError(f"{config.alignment_dir}: no chains with alignments in it; give another --alignment_dir")
+        return cls(tuple(sorted(keys)), inputs, config.chains_per_shard)
+
+    def description(self) -> dict[str, Any]:
+        """What is kept of the plan, to recognise it."""
+        digest = digest_of("\n".join(self.keys).encode())
+        return {"chains": len(self.keys), "chains_digest": digest, "chains_per_shard": self.chains_per_shard,
+            **asdict(self.inputs)}  # fmt: skip
+
+    def parts(self, store: Path, table: str, names: Iterable[str]) -> list[Part]:
+        """The shards of a table, in the order of their numbers."""
+        names = tuple(names)
+        size = self.chains_per_shard if table == CHAINS else _ENTRIES_PER_SHARD
+        pieces = [names[first : first + size] for first in range(0, len(names), size)]
+        return [Part(store.absolute(), table, number, piece, self.inputs) for number, piece in enumerate(pieces)]
+
+
+def run(config: BuildConfig, words: list[str]) -> int:
+    """Build the store and return the exit code. `words`: the command line (not needed here)."""
+    build(config)
+    return 0
+
+
+def build(config: BuildConfig) -> None:
+    """Build the store of `config`, or what is missing of it. Failed chains are listed in `failed.jsonl` and left out.
+
+    Raises UserError if all chains fail, if the output holds another store, or if it cannot be written.
+    """
+    check_output_folder(config.output)
+    plan, folder = Plan.of(config), config.output
+    if (folder / DESCRIPTION).is_file():
+        _check_same(plan, folder / DESCRIPTION, "holds a store")
+        print(f"{folder}: is complete already", file=sys.stderr)
+        return
+    _begin(plan, folder)
+    chains = plan.parts(folder, CHAINS, plan.keys)
+    if not _built(config, "chains", chains):
+        return
+    accounts = [Account.read(part.account) for part in chains]
+    entries = sorted({entry for account in accounts for entry in account.entries})
+    templates = plan.parts(folder, TEMPLATES, entries)
+    if _built(config, "template structures", templates):
+        _complete(plan, folder, accounts, [Account.read(part.account) for part in templates])
+
+
+def _begin(plan: Plan, folder: Path) -> None:
+    """Write the plan, or check that the folder was begun with the same one."""
+    path = folder / BUILDING / "plan.json"
+    if path.is_file():
+        _check_same(plan, path, "was begun")
+    elif folder.exists() and any(item.name not in (BUILDING, FAILED) for item in folder.iterdir()):
+        raise UserError(f"--output {folder}: is not an empty folder, nor a store that was begun; name a new one")
+    for name in (BUILDING, CHAINS, TEMPLATES):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+    with whole_file(path) as partial:
+        partial.write_text(json.dumps({"format_version": FORMAT_VERSION, "plan": plan.description()}))
+
+
+def _check_same(plan: Plan, path: Path, what: str) -> None:
+    try:
+        content = json.loads(path.read_text())
+        version, found = content["format_version"], content["plan"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise FileFormatError(path, "not the plan of a feature store; remove its folder and build it again") from error
+    wanted = plan.description()
+    differs = [name for name in wanted if found.get(name) != wanted[name]]
+    if version != FORMAT_VERSION or differs:
+        name = differs[0] if differs else "format_version"
+        values = f"{found.get(name)}, not {wanted[name]}" if differs else f"{version}, not {FORMAT_VERSION}"
+        raise UserError(
+            f"--output {path.parent if path.name == DESCRIPTION else path.parents[1]}: {what} with {name} {values}; give the "
+            "same settings, or another --output"
+        )
+
+
+def _built(config: BuildConfig, what: str, parts: list[Part]) -> bool:
+    """Build those of `parts` that are missing and in this task's share. Returns whether all parts are there afterwards."""
+    missing = [part for part in parts if not part.account.is_file()]
+    task, tasks = config.share_of_tasks
+    mine = [part for part in missing if part.number % tasks == task]
+    names, left = (sum(len(part.names) for part in some) for some in (parts, mine))
+    if mine:
+        finished = (
+            on_this_machine(mine, min(config.workers or len(os.sched_getaffinity(0)), len(mine)))
+            if config.scheduler is None
+            else on_cluster(mine, config.scheduler)
+        )
+        with progress(what, names, names - left) as advance:
+            for more in finished:
+                advance(more)
+    unbuilt = sum(not part.account.is_file() for part in parts)
+    if unbuilt:
+        print(
+            f"{what}: {unbuilt} of {len(parts)} shards are left to other tasks; when they are done, run the command again "
+            "without --share",
+            file=sys.stderr,
+        )
+    return not unbuilt
+
+
+def _complete(plan: Plan, folder: Path, chains: list[Account], templates: list[Account]) -> None:
+    """Write the list of failures, the indices, and last the description."""
+    failed = [
+        {"kind": kind, "name": name, "reason": reason}
+        for kind, accounts in (("chain", chains), ("template", templates))
+        for account in accounts
+        for name, reason in account.failed
+    ]
+    with whole_file(folder / FAILED) as partial:
+        partial.write_text("".join(f"{json.dumps(entry)}\n" for entry in failed))
+    bad = [entry for entry in failed if entry["kind"] == "chain"]
+    if len(bad) == len(plan.keys):
+        for name in (BUILDING, CHAINS, TEMPLATES):  # the next build tries them again
+            shutil.rmtree(folder / name)
+        raise UserError(f"{folder / FAILED}: all {len(bad)} chains failed, the first with: {bad[0]['reason']}")
+    tables = {CHAINS: write_index(folder / CHAINS / INDEX, [account.records for account in chains])}
+    if plan.inputs.template_structure_dir is not None:
+        tables[TEMPLATES] = write_index(folder / TEMPLATES / INDEX, [account.records for account in templates])
+    else:
+        (folder / TEMPLATES).rmdir()
+    description = {
+        "format_version": FORMAT_VERSION,
+        "evodsp": __version__,
+        "plan": plan.description(),
+        "tables": tables,
+        "obsolete": obsolete_entries(plan.inputs.obsolete),
+    }
+    with whole_file(folder / DESCRIPTION) as partial:
+        partial.write_text(json.dumps(description))
+    shutil.rmtree(folder / BUILDING)
+    _report(folder, [record for account in chains for record in account.records], failed)
+
+
+def _report(folder: Path, records: list[Any], failed: list[dict[str, str]]) -> None:
+    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    print(f"{folder}: {len(records):,} chains, {size / 1e6:,.1f} MB", file=sys.stderr)
+    for entry in failed[:_MOST_SHOWN]:
+        print(f"left out: {entry['kind']} {entry['name']}: {entry['reason']}", file=sys.stderr)
+    if failed:
+        bad = sum(entry["kind"] == "chain" for entry in failed)
+        print(
+            f"warning: {bad:,} chains and {len(failed) - bad:,} template structures were left out; {folder / FAILED} lists "
+            "them with reasons",
+            file=sys.stderr,
+        )

@@ -1,0 +1,57 @@
+"""Settings of `evodsp data build`. Importing this costs nothing (no torch, no numpy)."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from evodsp.config import SIZE, check_numbers
+from evodsp.errors import SettingError, UserError
+
+
+@dataclass(frozen=True)
+class BuildConfig:
+    """What goes into a feature store, and who builds it. Raises UserError for values out of range."""
+
+    alignment_dir: Path
+    """Folder with one sub-folder of .a3m and .sto files per chain, named <pdbid>_<chain>, or OpenFold's alignment databases."""
+    structure_dir: Path
+    """Folder of structures, <pdbid>.cif or <pdbid>.cif.gz."""
+    output: Path
+    """Folder of the store. A build that was stopped is continued."""
+    chains: Path | None = None
+    """Text file with one chain per line; null takes all chains with alignments."""
+    template_structure_dir: Path | None = None
+    """Folder of template structures. Template hits are read from the .hhr and hmm_output.sto files in the chains' alignment
+    folders. null builds a store without templates."""
+    obsolete: Path | None = None
+    """The PDB's obsolete.dat, which names the entries that replace withdrawn templates."""
+    workers: int | None = None
+    """Worker processes; null takes one for each core."""
+    scheduler: str | None = None
+    """Address of a Dask scheduler whose workers build the store in place of local processes, such as tcp://node1:8786. They
+    must see the same folders. Needs the extra cluster."""
+    share: str | None = None
+    """Build every N-th shard only, starting with number I: I/N, such as 0/8, for one of N tasks that build one store together
+    (see the documentation). null builds and completes the whole store."""
+    chains_per_shard: int = 64
+    """Chains in each file of the store. A stopped build repeats at most one such file for each worker."""
+
+    def __post_init__(self) -> None:
+        check_numbers(self, {"workers": SIZE, "chains_per_shard": SIZE}, "--")
+        if self.obsolete is not None and self.template_structure_dir is None:
+            raise UserError(
+                f"--obsolete is {self.obsolete}, but --template_structure_dir is not given; give it, or leave --obsolete out"
+            )
+        if self.share is not None and self.scheduler is not None:
+            raise UserError("--share and --scheduler both divide the work; give one of them")
+        _ = self.share_of_tasks
+
+    @property
+    def share_of_tasks(self) -> tuple[int, int]:
+        """(I, N) of `share`; (0, 1) for the whole store."""
+        found = re.fullmatch(r"(\d{1,6})/(\d{1,6})", self.share or "0/1")
+        if found is None or not int(found[1]) < int(found[2]):
+            raise SettingError("--share", f"'{self.share}'", "I/N with I from 0 to N-1, such as 0/8")
+        return int(found[1]), int(found[2])

@@ -1,0 +1,165 @@
+"""What one worker does: it makes one shard of a feature store, and the account of it.
+
+The account (`building/<table>_<number>.json`) is written after the shard, so a shard with an account is complete. A chain that
+cannot be read is named in it with the reason.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from types import MappingProxyType
+
+from evodsp.data.feature_store import CHAINS, TEMPLATES
+from evodsp.data.parsers import parse_obsolete
+from evodsp.data.record_codec import encode_chain, encode_parsed
+from evodsp.data.shards import LONGEST_KEY, Entry, day_of, shard_name, write_shard
+from evodsp.data.store import FeatureStore
+from evodsp.data.structures import StructureFolder
+from evodsp.errors import FileFormatError, UserError
+from evodsp.files import whole_file
+
+BUILDING = "building"
+"""Sub-folder of an unfinished store: the plan and the accounts."""
+
+_Record = tuple[str, bytes, int, int]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Where a store's data come from; all paths are absolute, for workers in other folders."""
+
+    alignment_dir: str
+    structure_dir: str
+    template_structure_dir: str | None
+    obsolete: str | None
+
+
+@dataclass(frozen=True)
+class Part:
+    """A shard to make. `names`: the keys of its chains, or the entries of its template structures."""
+
+    store: Path
+    table: str
+    number: int
+    names: tuple[str, ...]
+    inputs: Inputs
+
+    @property
+    def shard(self) -> Path:
+        return self.store / self.table / shard_name(self.number)
+
+    @property
+    def account(self) -> Path:
+        return self.store / BUILDING / f"{self.table}_{self.number:05}.json"
+
+    @property
+    def current(self) -> Path:
+        """Holds the name that a worker is reading."""
+        return self.account.with_suffix(".current")
+
+
+@dataclass(frozen=True)
+class Account:
+    """What became of a part. `failed`: names with their reasons. `entries`: those that template hits of its chains name."""
+
+    records: list[Entry]
+    failed: list[tuple[str, str]] = field(default_factory=list)
+    entries: list[str] = field(default_factory=list)
+
+    @classmethod
+    def read(cls, path: Path) -> Account:
+        """Raises FileFormatError for a file that is no account."""
+        try:
+            content = json.loads(path.read_text())
+            records = [Entry(**entry) for entry in content["records"]]
+            return cls(records, [(name, reason) for name, reason in content["failed"]], content["entries"])
+        except (ValueError, TypeError, KeyError) as error:
+            raise FileFormatError(path, "not the account of a shard; remove it, and its shard is made again") from error
+
+
+def build_part(part: Part, deadly: Mapping[str, str] = MappingProxyType({})) -> int:
+    """Make the shard and its account. Returns the number of its names.
+
+    `deadly`: names to leave out, with the reason: reading them ended a worker before. Raises OSError if it cannot be written.
+    """
+    failed: dict[str, str] = {}
+    entries: set[str] = set()
+    read = {CHAINS: _read_chain, TEMPLATES: _read_templates}[part.table]
+
+    def records() -> Iterator[_Record]:
+        for name in part.names:
+            part.current.write_text(name)
+            if name in deadly:
+                failed[name] = deadly[name]
+                continue
+            try:
+                yield from read(name, part.inputs, entries)
+            except (UserError, ValueError, MemoryError) as error:
+                failed[name] = " ".join(str(error).split()) or "not enough memory"
+
+    written = write_shard(part.shard, records())
+    account = Account(written, list(failed.items()), sorted(entries))
+    with whole_file(part.account) as partial:
+        partial.write_text(json.dumps(asdict(account)))
+    part.current.unlink(missing_ok=True)
+    return len(part.names)
+
+
+def _read_chain(key: str, inputs: Inputs, entries: set[str]) -> list[_Record]:
+    _check_key(key)
+    with_hits = inputs.template_structure_dir is not None
+    parsed = _files(inputs).parsed(key, with_hits)
+    if parsed.hits:
+        entries |= _entries_of({hit.pdb_id for hit in parsed.hits}, inputs)
+    return [(key, encode_parsed(parsed), len(parsed.chain), day_of(parsed.chain.release_date))]
+
+
+def _read_templates(pdb_id: str, inputs: Inputs, _: set[str]) -> list[_Record]:
+    assert inputs.template_structure_dir is not None
+    folder = _structures(inputs.template_structure_dir)
+    released = day_of(folder.release_date(pdb_id))
+    chains = folder.structure(pdb_id).chains.values()
+    records = [(f"{pdb_id}_{chain.chain_id}", encode_chain(chain), len(chain), released) for chain in chains]
+    for key, *_rest in records:
+        _check_key(key)
+    return records
+
+
+def _entries_of(pdb_ids: set[str], inputs: Inputs) -> set[str]:
+    """The entries with a structure that hits of `pdb_ids` lead to: themselves, or their successors (`select_hits`)."""
+    assert inputs.template_structure_dir is not None
+    folder, obsolete = _structures(inputs.template_structure_dir), obsolete_entries(inputs.obsolete)
+    found = {pdb_id if _has(folder, pdb_id) else obsolete.get(pdb_id, pdb_id) for pdb_id in pdb_ids}
+    return {pdb_id for pdb_id in found if pdb_id is not None and _has(folder, pdb_id)}
+
+
+def _has(folder: StructureFolder, pdb_id: str) -> bool:
+    return folder.has_structure(f"{pdb_id}_A")
+
+
+def _check_key(key: str) -> None:
+    if len(key.encode()) > LONGEST_KEY or "/" in key or "\0" in key:
+        raise UserError(f"'{key[:LONGEST_KEY]}' cannot be stored: a key has at most {LONGEST_KEY} bytes, and no slash")
+
+
+# A worker process builds many parts; what it opened stays open.
+
+
+@lru_cache(maxsize=1)
+def _files(inputs: Inputs) -> FeatureStore:
+    return FeatureStore(inputs.alignment_dir, inputs.structure_dir)
+
+
+@lru_cache(maxsize=1)
+def _structures(directory: str) -> StructureFolder:
+    return StructureFolder(directory)
+
+
+@lru_cache(maxsize=1)
+def obsolete_entries(path: str | None) -> dict[str, str | None]:
+    """The withdrawn entries of obsolete.dat with their successors; none without a file."""
+    return {} if path is None else parse_obsolete(path)

@@ -1,0 +1,47 @@
+"""Progress of long work on standard error, with the time left: a bar on a terminal, otherwise a line every 20 seconds."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+SECONDS_BETWEEN_LINES = 20.0
+
+
+@contextmanager
+def progress(what: str, total: int, done: int = 0) -> Iterator[Callable[[int], None]]:
+    """Yield a function that is told how many more of `total` are finished. `done`: finished before, in an earlier run."""
+    if sys.stderr.isatty():
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+        )
+
+        columns = (
+            TextColumn(what), MofNCompleteColumn(), BarColumn(), TimeElapsedColumn(), TextColumn("left"),
+            TimeRemainingColumn(elapsed_when_finished=True),
+        )  # fmt: skip
+        with Progress(*columns, console=Console(stderr=True)) as bar:
+            task = bar.add_task(what, total=total, completed=done)
+            yield lambda more: bar.advance(task, more)
+        return
+    begun = last = time.monotonic()
+    finished = done
+
+    def advance(more: int) -> None:
+        nonlocal finished, last
+        finished += more
+        now = time.monotonic()
+        if now - last > SECONDS_BETWEEN_LINES:
+            last = now
+            left = (now - begun) / max(1, finished - done) * (total - finished)
+            print(f"{what}: {finished:,} of {total:,}, {left:.0f} s left", file=sys.stderr, flush=True)
+
+    yield advance

@@ -1,0 +1,187 @@
+"""`evodsp data build`: chains that fail, workers that die, builds that are killed, divided among tasks, or repeated."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from evodsp.cli import main
+from evodsp.data.building.command import Plan, build
+from evodsp.data.building.engine import on_cluster, on_this_machine
+from evodsp.data.building.parts import Account
+from evodsp.data.feature_store import CHAINS, BuiltStore
+from evodsp.errors import UserError
+from tests.builders.builds import build_with_deadly_chains, config, content, letters_of, write_chain
+from tests.builders.processes import begin
+
+KEYS = [f"{number}abc_A" for number in range(1, 9)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Eight chains."""
+    root = tmp_path_factory.mktemp("chains")
+    for number, key in enumerate(KEYS):
+        write_chain(root, key, letters_of(number))
+    return root
+
+
+@pytest.fixture(scope="module")
+def undisturbed(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("built") / "store"
+    build(config(folder, output))
+    return output
+
+
+def test_bad_chains_are_named_and_left_out(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Catches a build that one chain ends, a chain lost without a word, and reasons that name no file."""
+    for number, key in enumerate(KEYS[:2]):
+        write_chain(tmp_path, key, letters_of(number))
+    write_chain(tmp_path, "3abc_A", "ACDEF", second="WCDEF")
+    write_chain(tmp_path, "4abc_A", "ACDEF")
+    (tmp_path / "mmcif_files" / "4abc.cif").write_text("data_\nloop_\n")
+    (tmp_path / "alignments" / "5abc_A").mkdir()
+    long = f"{'5' * 120}_A"
+    (tmp_path / "alignments" / long).mkdir()
+    words = ["--alignment_dir", str(tmp_path / "alignments"), "--structure_dir", str(tmp_path / "mmcif_files")]
+    assert main(["data", "build", *words, "--output", str(tmp_path / "store"), "--workers", "2"]) == 0
+    failed = [json.loads(line) for line in (tmp_path / "store" / "failed.jsonl").read_text().splitlines()]
+    reasons = {entry["name"]: entry["reason"] for entry in failed}
+    assert list(reasons) == ["3abc_A", "4abc_A", long, "5abc_A"]
+    assert "hits.a3m" in reasons["3abc_A"]
+    assert "4abc.cif" in reasons["4abc_A"]
+    assert "cannot be stored" in reasons[long]
+    assert "warning: 4 chains and 0 template structures were left out" in capfd.readouterr().err
+    assert BuiltStore(str(tmp_path / "store")).keys() == KEYS[:2]
+
+
+def test_all_chains_bad_is_no_store(tmp_path: Path) -> None:
+    """Catches an empty store that training would open, and failures that a repaired folder keeps."""
+    write_chain(tmp_path, "1abc_A", "ACDEF", second="WCDEF")
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"failed\.jsonl: all 1 chains failed, the first with: .*hits\.a3m"):
+            build(config(tmp_path, tmp_path / "store"))
+    write_chain(tmp_path, "1abc_A", "ACDEF")
+    build(config(tmp_path, tmp_path / "store"))
+    assert "1abc_A" in BuiltStore(str(tmp_path / "store"))
+
+
+def test_chains_that_kill_their_worker_are_left_out(folder: Path, tmp_path: Path) -> None:
+    """Catches a build that ends, hangs or loses other chains when a worker is killed, and a deadly chain tried for ever."""
+    write_chain(tmp_path, "9abc_A", letters_of(1))
+    write_chain(tmp_path, "9bbc_A", letters_of(2))
+    write_chain(tmp_path, "8abc_A", letters_of(3))
+    plan = Plan.of(config(tmp_path, tmp_path / "store", chains_per_shard=3))
+    for name in ("building", CHAINS):
+        (tmp_path / "store" / name).mkdir(parents=True)
+    (part,) = plan.parts(tmp_path / "store", CHAINS, plan.keys)
+    assert list(on_this_machine([part], 2, build_with_deadly_chains)) == [3]
+    account = Account.read(part.account)
+    assert [entry.key for entry in account.records] == ["8abc_A"]
+    assert [name for name, _ in account.failed] == ["9abc_A", "9bbc_A"]
+    assert "worker process was ended" in account.failed[0][1]
+
+
+def kill_a_build(folder: Path, output: Path, until: float | None = None) -> None:
+    """Start a build and kill it: after `until` seconds, or as soon as one shard is finished."""
+    words = ["--alignment_dir", str(folder / "alignments"), "--structure_dir", str(folder / "mmcif_files")]
+    sizes = ["--chains_per_shard", "2", "--workers", "1"]
+    process = begin([sys.executable, "-m", "evodsp", "data", "build", *words, *sizes, "--output", str(output)])
+    start = time.monotonic()
+    while process.poll() is None and time.monotonic() - start < (60 if until is None else until):
+        if until is None and any((output / "building").glob("chains_*.json")):
+            break
+        time.sleep(0.001)
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+
+
+def test_a_killed_build_goes_on(folder: Path, undisturbed: Path, tmp_path: Path) -> None:
+    """Catches finished shards made again, half a shard taken for a whole one, and a result that depends on the kill."""
+    output = tmp_path / "store"
+    kill_a_build(folder, output)
+    first = next((output / "building").glob("chains_*.json"))
+    shard = output / CHAINS / f"{first.stem.split('_')[1]}.tar"
+    made = shard.stat().st_mtime_ns
+    if not (output / "store.json").is_file():
+        with pytest.raises(UserError, match="no feature store there"):
+            BuiltStore(str(output))
+    build(config(folder, output))
+    assert shard.stat().st_mtime_ns == made
+    assert content(output) == content(undisturbed)
+
+
+@pytest.mark.verify
+def test_ten_killed_builds(folder: Path, undisturbed: Path, tmp_path: Path) -> None:
+    """Catches a moment at which a kill leaves something that the next build takes for good."""
+    draw = random.Random(0)
+    for number in range(10):
+        output = tmp_path / str(number)
+        kill_a_build(folder, output, until=draw.uniform(0.2, 4.0))
+        build(config(folder, output))
+        assert content(output) == content(undisturbed)
+
+
+def test_tasks_build_one_store_together(folder: Path, undisturbed: Path, tmp_path: Path) -> None:
+    """Catches tasks that do the same shards or leave some, and a store that depends on who built it."""
+    output = tmp_path / "store"
+    for share in ("0/2", "1/2"):
+        build(config(folder, output, share=share))
+        assert (output / "store.json").is_file() == (share == "1/2")
+    assert content(output) == content(undisturbed)
+
+
+def test_a_complete_or_foreign_folder_is_not_overwritten(folder: Path, undisturbed: Path, tmp_path: Path) -> None:
+    """Catches a store of other chains continued, a store built twice, and a folder of the user's files filled up."""
+    before = content(undisturbed)
+    build(config(folder, undisturbed))
+    with pytest.raises(UserError, match="holds a store with chains_per_shard 2, not 3"):
+        build(config(folder, undisturbed, chains_per_shard=3))
+    assert content(undisturbed) == before
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match="is not an empty folder, nor a store that was begun"):
+        build(config(folder, tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"workers": 0}, "--workers is 0, but must be at least 1"),
+        ({"share": "2/2"}, "--share is '2/2', but must be I/N"),
+        ({"share": "-1/2"}, "--share is '-1/2', but must be I/N"),
+        ({"share": "0/2", "scheduler": "tcp://x:1"}, "give one of them"),
+        ({"obsolete": Path("obsolete.dat")}, "--template_structure_dir is not given"),
+        ({"chains": Path("nowhere.txt")}, "no such file of chain names"),
+        ({"template_structure_dir": Path("nowhere")}, "no such structure directory"),
+    ],
+)
+def test_wrong_settings_are_one_line(folder: Path, tmp_path: Path, changes: dict, message: str) -> None:
+    """Catches settings that are found wrong only when a worker uses them, and a folder left behind by them."""
+    with pytest.raises(UserError, match=message):
+        build(config(folder, tmp_path / "store", **changes))
+    assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.skipif(find_spec("distributed") is None, reason="the extra `cluster` is not installed")
+def test_a_dask_cluster_builds_the_same(folder: Path, undisturbed: Path, tmp_path: Path) -> None:
+    """Catches shards that are lost or differ when Dask's workers make them."""
+    from distributed import LocalCluster
+
+    with LocalCluster(n_workers=1, threads_per_worker=2, processes=False, dashboard_address=None) as cluster:
+        build(config(folder, tmp_path / "store", scheduler=cluster.scheduler_address))
+    assert content(tmp_path / "store") == content(undisturbed)
+
+
+def test_a_scheduler_without_dask_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a traceback where the extra is not installed."""
+    monkeypatch.setitem(sys.modules, "distributed", None)
+    with pytest.raises(UserError, match="--scheduler needs Dask"):
+        list(on_cluster([], "tcp://127.0.0.1:1"))

@@ -1,0 +1,272 @@
+"""The feature store: records restore every bit, samples equal those from files, damage is one line."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pickle
+import shutil
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+
+import fsspec
+import numpy as np
+import pytest
+import torch
+
+from evodsp.config import FeatureConfig
+from evodsp.data.building.command import build
+from evodsp.data.dataset import ChainDataset
+from evodsp.data.feature_store import BuiltStore
+from evodsp.data.msa import MsaFeatures, letter_profile
+from evodsp.data.parsed_chain import ChainSource, ParsedChain
+from evodsp.data.parsers import parse_fasta
+from evodsp.data.record_codec import decode_chain, decode_parsed, encode_chain, encode_parsed
+from evodsp.data.records import ProteinSequence
+from evodsp.data.store import FeatureStore
+from evodsp.data.structures import TemplateStructures
+from evodsp.data.templates.source import TemplateSource
+from evodsp.errors import UserError
+from tests.builders.builds import config, letters_of, write_chain, write_structure
+from tests.builders.chains import make_chain, straight_chain
+from tests.builders.templates import make_hit
+
+SAMPLES = FeatureConfig(crop_size=12, msa_clusters=6, extra_msa=7, recycles=1, max_templates=3)
+WHOLE = replace(SAMPLES, crop_size=None)
+OBSOLETE = f"{'OBSLTE    01-JAN-01':<20}{'9OLD':<9}9NEW\n"
+
+
+def same(first: object, second: object) -> None:
+    """Every field of two records is equal, arrays in type, shape and bits."""
+    for item in dataclasses.fields(first):  # type: ignore[arg-type]
+        one, other = getattr(first, item.name), getattr(second, item.name)
+        if isinstance(one, np.ndarray):
+            assert (one.dtype, one.shape) == (other.dtype, other.shape), item.name
+            assert one.tobytes() == other.tobytes(), item.name
+        elif isinstance(one, tuple) and one and dataclasses.is_dataclass(one[0]):
+            assert len(one) == len(other)
+            for a, b in zip(one, other, strict=True):
+                same(a, b)
+        elif dataclasses.is_dataclass(one):
+            same(one, other)
+        else:
+            assert one == other, item.name
+
+
+def odd_chain() -> ParsedChain:
+    """A chain with everything that is rare."""
+    chain = straight_chain("ACDEFGHIKLXW", "1abc_A")
+    chain = replace(
+        chain, insertion_code=("", "A", "'", *[""] * 9), is_missing=np.arange(12) % 5 == 0, resolution=2.05,
+        method="x-ray diffraction, neutron diffraction", release_date=date(1976, 5, 19),
+    )  # fmt: skip
+    msa = np.arange(36, dtype=np.int8).reshape(3, 12) % 22
+    deletions = np.zeros((3, 12), np.int32)
+    deletions[0, 0], deletions[2, 11], deletions[1, 3] = 1, 70_000, 300
+    hits = (make_hit("AC-D", "GGGD", key="2xyz_B"), replace(make_hit("ACD", "A-D"), sum_probs=None, name="ünï"))
+    return ParsedChain(chain, MsaFeatures(msa, deletions, letter_profile(msa)), hits)
+
+
+def test_a_record_restores_every_bit() -> None:
+    """Catches a field left out, narrowed or shifted, and equal chains with different bytes."""
+    odd, empty = odd_chain(), make_chain("1abc", "ARND", resolved=False, resolution=None)
+    no_atoms = replace(empty, positions=np.zeros_like(empty.positions))  # without the signs of its zeros
+    same(decode_parsed(encode_parsed(odd), with_hits=True), odd)
+    same(decode_parsed(encode_parsed(odd), with_hits=False), replace(odd, hits=()))
+    for chain in (odd.chain, no_atoms):
+        same(decode_chain(encode_chain(chain)), chain)
+    assert encode_parsed(decode_parsed(encode_parsed(odd), with_hits=True)) == encode_parsed(odd)
+
+
+def test_real_chains_and_hits_are_restored(real_data: Path) -> None:
+    """Catches what made-up chains do not have: thousands of rows, HHsearch's and hmmsearch's hits."""
+    files = FeatureStore(real_data / "alignments", real_data / "mmcif_files")
+    query = parse_fasta(real_data / "fasta" / "query73.fasta")[0]
+    hits = tuple(files.template_hits("query73_A", query))
+    assert hits
+    for key in ("102m_A", "2q2k_B"):
+        parsed = replace(files.parsed(key, with_hits=True), hits=hits)
+        same(decode_parsed(encode_parsed(parsed), with_hits=True), parsed)
+
+
+def test_an_atom_outside_the_mask_is_not_lost() -> None:
+    """Catches positions dropped silently: the record keeps those of existing atoms only."""
+    chain = straight_chain("AC")
+    chain.positions[0, 36] = 1
+    with pytest.raises(ValueError, match="does not exist has a position"):
+        encode_chain(chain)
+
+
+# Samples -----------------------------------------------------------------------------------------------------------------
+
+LETTERS = {"1abc_A": letters_of(3), "2abc_A": letters_of(4), "3abc_A": letters_of(6)}
+HITS = (
+    "# STOCKHOLM 1.0\n2abc_A/1-15  {0}\n7abc_A/2-16  {0}\n8abc_C/1-15  {1}\n9old_A/1-15  {1}\n1abc_A/1-15  {1}\n"
+    "0abc_A/1-15  {1}\n//\n"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three chains. The hits of 1abc_A are of 1999, 2004, 2009 (renamed chain), withdrawn, its own, and not there."""
+    root = tmp_path_factory.mktemp("files")
+    first, second = letters_of(4)[:15], letters_of(9)[:15]
+    write_chain(root, "1abc_A", LETTERS["1abc_A"], "2010-05-05", HITS.format(first, second))
+    write_chain(root, "2abc_A", LETTERS["2abc_A"], "1999-01-01")
+    write_chain(root, "3abc_A", LETTERS["3abc_A"], "2020-01-01")
+    templates = root / "templates"
+    templates.mkdir()
+    shutil.copy(root / "mmcif_files" / "2abc.cif", templates)
+    write_structure(templates, "7abc_A", f"W{first}WW", "2004-01-01")
+    write_structure(templates, "8ABC_B", f"{second}WW", "2009-01-01")
+    write_structure(templates, "9new_A", second, "2030-01-01")
+    (root / "mmcif_cache.json").write_text('{"9new": {"release_date": "2001-01-01"}}')
+    (root / "obsolete.dat").write_text(OBSOLETE)
+    return root
+
+
+@pytest.fixture(scope="module")
+def store(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("built") / "store"
+    build(config(folder, output, template_structure_dir=folder / "templates", obsolete=folder / "obsolete.dat"))
+    assert (output / "failed.jsonl").read_text() == ""
+    return output
+
+
+def files_of(folder: Path) -> FeatureStore:
+    return FeatureStore(folder / "alignments", folder / "mmcif_files")
+
+
+@pytest.mark.parametrize("latest", [None, date(2005, 1, 1), date(2002, 1, 1), date(1990, 1, 1)])
+def test_samples_equal_those_from_files(folder: Path, store: Path, latest: date | None) -> None:
+    """Catches any bit of a feature, a label or a template that differs, at every cut-off date."""
+    from_files = TemplateSource.open(folder / "templates", latest, folder / "obsolete.dat")
+    built = BuiltStore(str(store))
+    numbers = set()
+    for settings, training in ((SAMPLES, True), (WHOLE, False)):
+        pair = [
+            ChainDataset(source, list(LETTERS), settings, 5, training, templates=templates)
+            for source, templates in ((files_of(folder), from_files), (built, built.template_source(latest)))
+        ]
+        for index in range(9 if training else 3):
+            expected, found = pair[0][index], pair[1][index]
+            assert expected.keys() == found.keys()
+            for name, value in expected.items():
+                assert value.dtype == found[name].dtype, name
+                assert torch.equal(value, found[name]), name
+            numbers.add(int(expected["template_mask"][0].sum()))
+    assert max(numbers) == {None: 3, 2005: 3, 2002: 2, 1990: 0}[latest and latest.year], (
+        "the files give other templates"
+    )
+
+
+def test_what_became_of_each_hit_is_the_same(folder: Path, store: Path) -> None:
+    """Catches hits rejected for another reason: dates of caches, renamed chains, withdrawn entries, missing structures."""
+    from_files = TemplateSource.open(folder / "templates", None, folder / "obsolete.dat")
+    built = BuiltStore(str(store))
+    from_store = built.template_source()
+    assert from_store is not None
+    lines = []
+    for source, templates in ((files_of(folder), from_files), (built, from_store)):
+        parsed = source.parsed("1abc_A", with_hits=True)
+        query = ProteinSequence(parsed.chain.key, parsed.chain.sequence)
+        lines.append(templates.find(list(parsed.hits), query, parsed.chain.release_date, "1abc").log_line)
+    assert lines[0] == lines[1]
+    assert lines[0].startswith("1abc_A: 4 templates of 6 hits; ")
+    assert "no structure (0abc_A)" in lines[0]
+
+
+def test_without_templates(folder: Path, tmp_path: Path) -> None:
+    """Catches a store without templates that cannot be opened, or that reads searches which nobody asked for."""
+    (broken := tmp_path / "alignments").mkdir()
+    shutil.copytree(folder / "alignments", broken, dirs_exist_ok=True)
+    (broken / "1abc_A" / "hmm_output.sto").write_text("no search result")
+    shutil.copytree(folder / "mmcif_files", tmp_path / "mmcif_files")
+    build(config(tmp_path, tmp_path / "store"))
+    built = BuiltStore(str(tmp_path / "store"))
+    assert built.keys() == list(LETTERS)
+    assert built.structures is None
+    assert built.template_source() is None
+
+
+def test_it_is_what_training_needs(store: Path) -> None:
+    """Catches a store that cannot stand in for files, and one that is sent to workers with its content."""
+    built = BuiltStore(str(store))
+    assert isinstance(built, ChainSource)
+    assert isinstance(built.structures, TemplateStructures)
+    assert len(pickle.dumps(built)) < 300
+    same(pickle.loads(pickle.dumps(built)).parsed("1abc_A", True), built.parsed("1abc_A", True))
+    templates = pickle.dumps(built.template_source())
+    assert len(templates) < 1000
+    assert pickle.loads(templates).structures.structure("8abc").chains.keys() == {"B"}
+    assert ("1abc_A" in built, "1abc_B" in built, len(built)) == (True, False, 3)
+
+
+@pytest.mark.parametrize("scheme", ["memory", "file", "path"])
+def test_any_address(store: Path, scheme: str) -> None:
+    """Catches a store that can be read from a local disk only."""
+    address = {"path": str(store), "file": f"file://{store}", "memory": "memory://bucket/store"}[scheme]
+    if scheme == "memory":
+        fsspec.filesystem("memory").put(str(store), "/bucket/store", recursive=True)
+    same(BuiltStore(address).parsed("2abc_A", True), BuiltStore(str(store)).parsed("2abc_A", True))
+
+
+# Damage ------------------------------------------------------------------------------------------------------------------
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda store: flip(store / "chains" / "00000.tar", 600), r"00000\.tar: the record of '1abc_A' is damaged"),
+        (lambda store: (store / "chains" / "00000.tar").write_bytes(b"x" * 700), "the record of '1abc_A' is damaged"),
+        (lambda store: (store / "chains" / "00000.tar").unlink(), r"00000\.tar: cannot be read"),
+        (lambda store: flip(store / "chains" / "index.npy", -1), "the index is damaged"),
+        (lambda store: (store / "chains" / "index.npy").write_bytes(b""), r"index\.npy: cannot be read"),
+        (lambda store: np.save(store / "chains" / "index.npy", np.array([{}]), allow_pickle=True), "cannot be read"),
+        (lambda store: (store / "store.json").unlink(), "no feature store there"),
+        (lambda store: (store / "store.json").write_text("[" * 100_000), "not the description of a feature store"),
+        (lambda store: (store / "store.json").write_text("[1]"), "'format_version' is missing"),
+        (lambda store: change(store, format_version=2), "has format version 2, this evodsp reads up to 1"),
+        (lambda store: change(store, tables={}), "'chains' is missing"),
+    ],
+)
+def test_a_damaged_store_is_one_line(store: Path, tmp_path: Path, spoil, message: str) -> None:
+    """Catches a damaged record that becomes a sample, a pickle that is run, and a traceback."""
+    copy = shutil.copytree(store, tmp_path / "store")
+    spoil(copy)
+    with pytest.raises(UserError, match=message) as caught:
+        BuiltStore(str(copy)).parsed("1abc_A", True)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 400
+
+
+def change(store: Path, **entries: object) -> None:
+    content = json.loads((store / "store.json").read_text())
+    (store / "store.json").write_text(json.dumps({**content, **entries}))
+
+
+@pytest.mark.parametrize("address", ["nowhere", "unknown://x", "file:///nowhere"])
+def test_an_address_without_a_store_is_one_line(address: str) -> None:
+    """Catches a traceback of fsspec for a wrong path or an unknown protocol."""
+    with pytest.raises(UserError, match=r"no feature store there|not the description") as caught:
+        BuiltStore(address)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_misspelt_chain(store: Path) -> None:
+    with pytest.raises(UserError, match=r"no chain '1abc_B' in the feature store.*Did you mean '1abc_A'"):
+        BuiltStore(str(store)).parsed("1abc_B", True)
+
+
+def test_bytes_of_something_else() -> None:
+    """Catches a decoder that trusts what it unpacks."""
+    for data in (b"", b"x" * 40, encode_chain(straight_chain("AC")), encode_chain(straight_chain("AC"))[:-9]):
+        with pytest.raises(ValueError, match=r"not a|not the"):
+            decode_parsed(data, with_hits=True)
