@@ -484,3 +484,15 @@ class FeatureConfig:
     """Number of deleted blocks."""
     clamp_fape_fraction: float = 0.9
     """Fraction of training samples whose backbone FAPE is clamped at 10 Å."""
+
+
+@dataclass(frozen=True)
+class FilterConfig:
+    """Which chains are trained on (supplement 1.2.5), from what a table says of them; null turns a filter off."""
+
+    max_resolution: float | None = 9.0
+    """Largest resolution in Å. Structures whose method has none (NMR) are kept; those of unknown resolution are not."""
+    max_residue_share: float | None = 0.8
+    """Largest share of one residue type in a chain's sequence; X counts as a type. Chains of unknown sequence are left out."""
+    max_release_date: str | None = None
+    """Latest release date, such as 2018-04-30; chains of unknown date are then left out."""

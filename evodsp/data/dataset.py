@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,7 @@ from evodsp.data.msa import MsaFeatures, merge_alignments, query_only
 from evodsp.data.parsed_chain import ChainSource
 from evodsp.data.query_check import check_alignments
 from evodsp.data.records import Alignment, Chain, ProteinSequence
+from evodsp.data.sampling import ChainChoice, ChainDraws
 from evodsp.data.templates.features import TemplateFeatures
 from evodsp.data.templates.source import FoundTemplates, TemplateSource
 from evodsp.errors import UserError
@@ -96,9 +98,9 @@ def draw_templates(templates: TemplateFeatures, most: int, draws: Draws) -> Temp
 class ChainDataset(Dataset[Sample]):
     """Samples of protein chains, addressed by GLOBAL sample index.
 
-    Training: sample i is a random crop of chain `key_of(i)`. Each epoch of `len(self)` samples is a permutation of the keys;
-    indices continue into further epochs without limit. The number of recycling iterations is drawn once per `batch_group`
-    consecutive indices, so that all samples of a batch have the same number.
+    Training: sample i is a random crop of chain `key_of(i)`, which `choice` decides; by default each epoch of `len(self)`
+    samples is a permutation of the keys. Indices continue into further epochs without limit. The number of recycling
+    iterations is drawn once per `batch_group` consecutive indices, so that all samples of a batch have the same number.
     Validation (`training` False): sample i is the i-th key, always with `recycles` + 1 iterations and, if
     `crop_size` is set, the middle of the chain. The masked-MSA noise stays on, as in AF2; `masked_msa_fraction` 0 turns it
     off.
@@ -121,6 +123,7 @@ class ChainDataset(Dataset[Sample]):
         batch_group: int = 1,
         cache_bytes: int = 1 << 30,
         templates: TemplateSource | None = None,
+        choice: ChainChoice | None = None,
     ) -> None:
         check_config(config)
         if not keys:
@@ -133,7 +136,7 @@ class ChainDataset(Dataset[Sample]):
         self._draws = Draws.root(seed).at("data")
         self._cache: OrderedDict[str, ChainRecord] = OrderedDict()
         self._cached_bytes = 0
-        self._epoch: tuple[int, np.ndarray] | None = None
+        self._choice: ChainChoice = ChainDraws(self._draws, self.keys) if choice is None else choice
 
     def __getstate__(self) -> dict[str, Any]:
         """Workers start with an empty cache: sending the parsed chains costs more than reading the ones they need."""
@@ -142,16 +145,14 @@ class ChainDataset(Dataset[Sample]):
     def __len__(self) -> int:
         return len(self.keys)
 
-    def key_of(self, index: int) -> str:
-        """The chain of sample `index`. Raises IndexError for a negative index and, unless training, for one beyond the end."""
+    def key_of(self, index: int, left_out: Container[str] = frozenset()) -> str:
+        """The chain of sample `index`, in training none of `left_out`.
+
+        Raises IndexError for a negative index and, unless training, for one beyond the end.
+        """
         if index < 0 or (index >= len(self.keys) and not self.training):
             raise IndexError(f"sample {index} of {len(self.keys)}")
-        if not self.training:
-            return self.keys[index]
-        epoch, place = divmod(index, len(self.keys))
-        if self._epoch is None or self._epoch[0] != epoch:
-            self._epoch = epoch, self._draws.at("epoch", epoch).permutation(len(self.keys))
-        return self.keys[self._epoch[1][place]]
+        return self._choice.choose(index, left_out) if self.training else self.keys[index]
 
     def cycles_of(self, index: int) -> int:
         """Number of recycling iterations (passes through the model) of sample `index`."""
@@ -161,7 +162,17 @@ class ChainDataset(Dataset[Sample]):
         return self._draws.at("recycles", index // self.batch_group).integer(1, most + 1)
 
     def __getitem__(self, index: int) -> Sample:
-        record = self._record(self.key_of(index))
+        return self.make(index, self.key_of(index))
+
+    def without_keys(self) -> ChainDataset:
+        """A copy that makes samples but does not know their chains: what a worker process needs, without a million names."""
+        other = copy(self)
+        other.keys, other._choice = (), ChainDraws(self._draws, ())
+        return other
+
+    def make(self, index: int, key: str) -> Sample:
+        """Sample `index`, made of the chain `key`. Everything random about it depends on the index alone."""
+        record = self._record(key)
         draws = self._draws.at("sample", index)
         length, crop_size = len(record.aatype), self.config.crop_size
         clamped, crop = True, centre_crop(length, crop_size)
@@ -270,7 +281,9 @@ def _marked(mask: Tensor) -> Tensor:
 
 def _stack_padded(tensors: list[Tensor]) -> Tensor:
     shapes = torch.tensor([tensor.shape for tensor in tensors], dtype=torch.long)
-    if len(tensors) == 1 or (shapes == shapes[0]).all():
+    if len(tensors) == 1:
+        return tensors[0].unsqueeze(0)  # a sample of the fine-tuning sizes is 278 MiB: no copy
+    if (shapes == shapes[0]).all():
         return torch.stack(tensors)
     batch = tensors[0].new_zeros(len(tensors), *shapes.amax(0).tolist())
     for row, tensor in zip(batch, tensors, strict=True):

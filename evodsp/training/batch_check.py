@@ -7,13 +7,14 @@ different samples compute nonsense or hang.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from evodsp.data.quarantine import Failure
 from evodsp.errors import UserError
 from evodsp.parallel.mesh import Mesh
 
@@ -29,19 +30,27 @@ class BatchCheck:
         on_cpu = "gloo" in dist.get_backend()
         self._group = dist.group.WORLD if on_cpu else dist.new_group(backend="gloo", timeout=timeout)
 
-    def check(self, batch: Mapping[str, Tensor] | UserError) -> None:
+    def check(self, batch: Mapping[str, Tensor] | UserError | None, failures: Sequence[Failure] = ()) -> list[Failure]:
         """Compare this rank's batch, or the UserError that it met instead, with the other ranks'. All ranks call this together.
+
+        `failures`: chains that this rank could not make into samples; the batch is then None. If any rank has some, all of
+        them are returned, the same list on every rank, and nothing was compared: the samples are replaced, and all ranks call
+        this again. A rank may also have None because it leaves its batch out; so must its whole sequence group.
 
         Raises UserError on every rank if any rank met one, if the ranks of a sequence group hold different batches, or if a
         sample has fewer residues than its group has ranks.
         """
-        error = batch if isinstance(batch, UserError) else self._too_short(batch)
-        local = (int(error is not None), 0 if isinstance(batch, UserError) else digest(batch))
-        gathered = [torch.empty(2, dtype=torch.long) for _ in range(dist.get_world_size())]
+        error = batch if isinstance(batch, UserError) else None if batch is None else self._too_short(batch)
+        local = (int(error is not None), digest(batch) if isinstance(batch, Mapping) else 0, len(failures))
+        gathered = [torch.empty(3, dtype=torch.long) for _ in range(dist.get_world_size())]
         dist.all_gather(gathered, torch.tensor(local), group=self._group)
-        failed, digests = torch.stack(gathered).unbind(1)
+        failed, digests, lost = torch.stack(gathered).unbind(1)
         if failed.any():
             self._raise_first(error)
+        if lost.any():
+            found: list[list[Failure]] = [[] for _ in gathered]
+            dist.all_gather_object(found, list(failures), group=self._group)
+            return [failure for of_rank in found for failure in of_rank]
         digests = digests.view(self.mesh.data, self.mesh.sequence)
         differing = (digests != digests[:, :1]).nonzero()
         if len(differing):
@@ -51,6 +60,7 @@ class BatchCheck:
                 f"ranks {first} and {first + member} share a sample but were given different ones; give all ranks the same "
                 "settings, seed and files"
             )
+        return []
 
     def _too_short(self, batch: Mapping[str, Tensor]) -> UserError | None:
         residues, ranks = batch["aatype"].shape[-1], self.mesh.sequence

@@ -6,11 +6,15 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+from jaxtyping import Float64
 from lightning.pytorch.utilities import rank_zero_only
 
+from evodsp.data.chain_cache import read_chain_cache
 from evodsp.data.chain_list import chain_list
 from evodsp.data.dataset import load_record
 from evodsp.data.feature_store import BuiltStore
+from evodsp.data.sampling import left_out_by_filters, sampling_weights
 from evodsp.data.store import FeatureStore
 from evodsp.data.templates.dates import parse_latest_date
 from evodsp.data.templates.source import TemplateSource
@@ -30,6 +34,8 @@ class Chains:
     train: list[str]
     validation: list[str]
     test: list[str]
+    weights: Float64[np.ndarray, " n"] | None = None
+    """How often each training chain is drawn, in any unit; None: equally often."""
 
 
 def find_chains(config: DataConfig) -> Chains:
@@ -44,13 +50,45 @@ def find_chains(config: DataConfig) -> Chains:
     for name, keys in (("train", train), ("validation", validation), ("test", test)):
         for key in keys:
             _check_chain(key, known, store, f"data.{name}_chains")
+    train, weights = weighted_chains(train, config)
     distinct = dict.fromkeys([*train, *validation, *test])
     if len(distinct) <= MOST_CHAINS_READ:
         for key in distinct:
             record = load_record(store, key, templates)
             if record.templates is not None:
                 _report(f"templates of {record.templates.log_line}")
-    return Chains(store, templates, train, validation, test)
+    return Chains(store, templates, train, validation, test, weights)
+
+
+def weighted_chains(keys: list[str], config: DataConfig) -> tuple[list[str], Float64[np.ndarray, " n"] | None]:
+    """The training chains that pass the filters, and their weights; None for equal ones. Prints how many are left out, and why.
+
+    Raises UserError if none is left.
+    """
+    if config.chain_data_cache is None:
+        return keys, None
+    table = read_chain_cache(config.chain_data_cache)
+    row_of = {key: row for row, key in enumerate(table.keys)}
+    reasons = left_out_by_filters(table, config.filters)
+    kept, counts = [], dict.fromkeys([f"not in {config.chain_data_cache}", *reasons], 0)
+    for key in keys:
+        row = row_of.get(key)
+        if row is None:
+            counts[f"not in {config.chain_data_cache}"] += 1
+        elif (why := next((reason for reason, rows in reasons.items() if rows[row]), None)) is not None:
+            counts[why] += 1
+        else:
+            kept.append(key)
+    said = ", ".join(f"{count} {reason}" for reason, count in counts.items() if count)
+    if not kept:
+        raise UserError(
+            f"data.filters leaves out all {len(keys)} training chains ({said}); change the filters or the chains"
+        )
+    if said:
+        _report(f"{len(kept)} of {len(keys)} training chains; left out: {said}")
+    if config.sampling == "uniform":
+        return kept, None
+    return kept, sampling_weights(table)[[row_of[key] for key in kept]]
 
 
 def _built_store(config: DataConfig, address: str) -> tuple[BuiltStore, TemplateSource | None]:

@@ -15,6 +15,7 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 
+from evodsp.data.quarantine import QuarantineFull
 from evodsp.files import whole_file
 
 _COUNTS = ("ready", "started", "processed", "completed")
@@ -35,7 +36,8 @@ class WholeFileIO(TorchCheckpointIO):
 
 
 class LastCheckpoint(Checkpoint):
-    """Writes one file, `last.ckpt`: every `every` steps, after each validation and at the end of training."""
+    """Writes one file, `last.ckpt`: every `every` steps, after each validation, at the end of training, and when it stops
+    because too many chains failed."""
 
     def __init__(self, path: Path, every: int) -> None:
         self.path, self.every = path, every
@@ -57,6 +59,12 @@ class LastCheckpoint(Checkpoint):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._save(trainer)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """A run that stops because too many chains failed: all ranks do, between two steps, with the weights of the last
+        one."""
+        if isinstance(exception, QuarantineFull) and trainer.global_step:
+            self._save(trainer)
 
     def _save(self, trainer: Trainer) -> None:
         if self.saved_step != trainer.global_step:

@@ -21,8 +21,9 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from evodsp.data.quarantine import read_quarantine
 from evodsp.errors import UserError
-from evodsp.launch.consensus import on_first
+from evodsp.launch.consensus import from_first, on_first
 from evodsp.launch.launcher import launch
 from evodsp.launch.process_group import guarded, place, stop, under_launcher
 from evodsp.model.matmul import float32_matmul
@@ -36,6 +37,7 @@ from evodsp.training.options import SUMMARY, Command, PresetParser, TrainerOptio
 from evodsp.training.progress import TrainingProgress, score_table
 from evodsp.training.recomputation import AutomaticRecomputation
 from evodsp.training.strategy import DSPStrategy
+from evodsp.training.waiting import WaitingTime
 from evodsp.training.world import MeshWorld, World
 from evodsp.weights.checkpoint import load_model
 
@@ -131,7 +133,7 @@ def build(run: CheckedRun) -> Built:
     module.chain_names = {"val": run.chains.validation, "test": run.chains.test}
     interruption = Interruption()
     last = LastCheckpoint(run.folder.last, settings.run.checkpoint_every)
-    own_callbacks = [interruption, *_callbacks(run, last)]
+    own_callbacks = [interruption, *_callbacks(run, last), *([WaitingTime(data)] if run.command == "fit" else [])]
     config = {
         **options,
         "accumulate_grad_batches": options["accumulate_grad_batches"] * passes,
@@ -218,8 +220,25 @@ def _execute(run: CheckedRun, built: Built, config_text: str) -> None:
         getattr(trainer, run.command)(module, datamodule=data, verbose=False)
         return
     replace = overwrite and run.start is None
-    on_first(lambda: run.folder.prepare(config_text, replace), built.world.group)
+    resumes = run.start is not None
+    on_first(lambda: run.folder.prepare(config_text, replace, resumes), built.world.group)
+    _open_quarantine(run, built)
     trainer.fit(module, datamodule=data, ckpt_path=run.start, weights_only=True)
+
+
+def _open_quarantine(run: CheckedRun, built: Built) -> None:
+    """Read the list of chains that are left out, of a run that resumes, and let rank 0 keep it in its file from now on.
+
+    The file of the output folder counts, because it is newer than the last checkpoint and a user may delete lines of it. If
+    there is none, because the run resumes in another folder, the checkpoint's copy does.
+    """
+    quarantine, data = built.data.quarantine, built.data
+    known = from_first(lambda: read_quarantine(run.folder.quarantine), built.world.group)
+    if built.world.group is None or built.world.group.rank == 0:
+        quarantine.path = run.folder.quarantine
+    if known is not None:
+        data.quarantine_is_known = True
+        quarantine.restore(known)
 
 
 def _report(run: CheckedRun, built: Built) -> None:

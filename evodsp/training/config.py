@@ -9,15 +9,18 @@ from typing import Literal
 from evodsp.config import (
     BELOW_ONE,
     COUNT,
+    FRACTION,
     POSITIVE,
     SEED,
     SIZE,
     FeatureConfig,
+    FilterConfig,
     LossConfig,
     MatmulPrecision,
     ModelConfig,
     check_matmul,
     check_numbers,
+    memory_size,
 )
 from evodsp.errors import SettingError, UserError
 
@@ -97,6 +100,13 @@ class DataConfig:
     """Chains to validate on, in the same form; null for none."""
     test_chains: str | list[str] | None = None
     """Chains that `evodsp test` scores, in the same form; null takes the validation chains."""
+    chain_data_cache: str | None = None
+    """OpenFold's chain_data_cache.json: what filters and sampling weights need to know of the training chains."""
+    filters: FilterConfig = field(default_factory=FilterConfig)
+    """Which training chains are left out. Filters need chain_data_cache; without it all chains are trained on."""
+    sampling: Literal["uniform", "alphafold2"] = "uniform"
+    """How training chains are drawn. `uniform`: each epoch of as many samples as chains is a permutation. `alphafold2`: by
+    their length and the size of their sequence cluster (supplement 1.2.5), which needs chain_data_cache."""
     template_structure_dir: str | None = None
     """Folder of template structures, <pdbid>.cif or <pdbid>.cif.gz. Template hits are read from the .hhr and hmm_output.sto
     files in the chains' alignment folders. null reads no templates."""
@@ -114,9 +124,34 @@ class DataConfig:
     """Samples of all devices between two validations; rounded up to whole optimizer steps."""
     num_workers: int = 0
     """Worker processes that prepare samples in advance; 0 prepares them in the training process."""
+    prefetch: str = "2GiB"
+    """Samples that the workers of a rank prepare in advance, in bytes; at least one for each worker."""
+    time_limit: float | None = None
+    """Seconds after which a worker gives up a sample and its chain is left out; null for no limit. Needs num_workers."""
+    max_quarantined: int = 100
+    """Training chains that may fail before the run stops. A chain that cannot be read, exceeds time_limit or kills its worker
+    is named in quarantine.jsonl and left out from then on; another one takes its place. 0: the first one stops the run."""
 
     def __post_init__(self) -> None:
-        check_numbers(self, {"batch_size": SIZE, "samples_per_epoch": SIZE, "num_workers": COUNT}, "data.")
+        ranges = {
+            "batch_size": SIZE,
+            "samples_per_epoch": SIZE,
+            "num_workers": COUNT,
+            "time_limit": POSITIVE,
+            "max_quarantined": COUNT,
+        }
+        check_numbers(self, ranges, "data.")
+        check_numbers(self.filters, {"max_resolution": POSITIVE, "max_residue_share": FRACTION}, "data.filters.")
+        if self.sampling not in ("uniform", "alphafold2"):
+            raise SettingError("data.sampling", f"'{self.sampling}'", "uniform or alphafold2")
+        if self.sampling == "alphafold2" and self.chain_data_cache is None:
+            raise UserError(
+                "data.sampling is alphafold2, but data.chain_data_cache is null; give OpenFold's chain_data_cache.json, which "
+                "has the lengths and cluster sizes, or set data.sampling to uniform"
+            )
+        memory_size("data.prefetch", self.prefetch)
+        if self.time_limit is not None and self.num_workers == 0:
+            raise SettingError("data.num_workers", 0, "at least 1 with data.time_limit: only a worker can be stopped")
 
 
 def check_templates(model: ModelConfig, data: DataConfig) -> None:

@@ -8,26 +8,41 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningDataModule
-from torch.utils.data import BatchSampler, Sampler
+from lightning.pytorch.trainer.states import TrainerFn
 
-from evodsp.config import FeatureConfig
+from evodsp.config import FeatureConfig, memory_size
 from evodsp.data.dataset import ChainDataset
+from evodsp.data.quarantine import Quarantine, failures_of
+from evodsp.data.sample_pool import MadeHere, SampleMaker, SamplePool
+from evodsp.data.sampling import ChainDraws
+from evodsp.rng import Draws
 from evodsp.training.chains import Chains
 from evodsp.training.config import DataConfig
-from evodsp.training.loader import BatchLoader, EpochSampler, TrainingLoader, whole_batches
+from evodsp.training.loader import EpochSampler, TrainingLoader, WholeChainLoader, whole_batches
 from evodsp.training.world import World
 
 
 class ChainDataModule(LightningDataModule):
     """Turns chains into batches, and gives every data rank its share of them."""
 
-    def __init__(self, config: DataConfig, chains: Chains, seed: int = 0, world: World | None = None) -> None:
-        """`world`: the ranks that share the samples; None for one process."""
+    def __init__(
+        self,
+        config: DataConfig,
+        chains: Chains,
+        seed: int = 0,
+        world: World | None = None,
+        quarantine: Quarantine | None = None,
+    ) -> None:
+        """`world`: the ranks that share the samples; None for one process. `quarantine`: None for a new one without a file."""
         super().__init__()
+        self.quarantine = Quarantine(config.max_quarantined) if quarantine is None else quarantine
+        self.quarantine_is_known = False
+        """Whether `quarantine` is that of this run already, so that a checkpoint's copy does not replace it."""
         self.config, self.chains, self.seed = config, chains, seed
         self.world = world or World()
         self._samples_taken = 0
         self._training: TrainingLoader | None = None
+        self._loaders: list[TrainingLoader | WholeChainLoader] = []
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         """All but the sample numbers, which only the host reads."""
@@ -44,7 +59,16 @@ class ChainDataModule(LightningDataModule):
         sampler = EpochSampler(config.batch_size, batches, world.data_rank, world.data_ranks)
         # Round down to a whole optimizer step: the gradients of an interrupted step are not saved.
         sampler.samples = self._samples_taken - self._samples_taken % samples_per_step
-        self._training = TrainingLoader(samples, sampler, config.num_workers, world.check_batch)
+        maker, most = self._maker(samples, config.num_workers), memory_size("data.prefetch", config.prefetch)
+        self._training = TrainingLoader(
+            samples,
+            sampler,
+            maker,
+            world.check_batch,
+            self.quarantine,
+            lambda size: ahead(config.num_workers, most, size),
+        )
+        self._loaders.append(self._training)
         return self._training
 
     def val_dataloader(self) -> Iterable[Any]:
@@ -53,16 +77,32 @@ class ChainDataModule(LightningDataModule):
     def test_dataloader(self) -> Iterable[Any]:
         return self._whole_chains(self.chains.test)
 
+    def teardown(self, stage: str) -> None:
+        """End the processes that make samples."""
+        while self._loaders:
+            self._loaders.pop().close()
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that training has waited for samples."""
+        return 0.0 if self._training is None else self._training.waited_s
+
     def state_dict(self) -> dict[str, Any]:
         """Lightning restores the state of its loaders only within an epoch; this one is restored between epochs as well."""
-        return {"samples": self._training.indices.samples if self._training else self._samples_taken}
+        samples = self._training.indices.samples if self._training else self._samples_taken
+        return {"samples": samples, "quarantine": self.quarantine.state()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._samples_taken = state_dict["samples"]
+        if not self.quarantine_is_known:
+            self.quarantine.restore(failures_of(state_dict.get("quarantine", [])))  # none before version 0.2
 
     def _samples(self, keys: list[str], config: FeatureConfig, training: bool, group: int = 1) -> ChainDataset:
         chains = self.chains
-        return ChainDataset(chains.store, keys, config, self.seed, training, group, templates=chains.templates)
+        choice = ChainDraws(Draws.root(self.seed).at("data"), keys, chains.weights if training else None)
+        return ChainDataset(
+            chains.store, keys, config, self.seed, training, group, templates=chains.templates, choice=choice
+        )
 
     def _whole_chains(self, keys: list[str]) -> Iterable[Any]:
         """One chain per batch, split among the data ranks; no batches if there are no chains.
@@ -74,10 +114,26 @@ class ChainDataModule(LightningDataModule):
         rank, ranks = self.world.data_rank, self.world.data_ranks
         longest = math.ceil(len(keys) / ranks)
         share = [index % len(keys) for index in range(rank, longest * ranks, ranks)]
-        batches: Sampler[list[int]] = BatchSampler(share, batch_size=1, drop_last=False)
         samples = self._samples(keys, self.config.validation, training=False)
-        return BatchLoader(samples, batches, min(1, self.config.num_workers), self.world.check_batch)
+        maker = self._maker(samples, min(1, self.config.num_workers))
+        loader = WholeChainLoader(samples, share, maker, self.world.check_batch, self._fitting)
+        self._loaders.append(loader)
+        return loader
+
+    def _maker(self, samples: ChainDataset, workers: int) -> SampleMaker:
+        return SamplePool(samples, workers, self.config.time_limit) if workers else MadeHere(samples)
+
+    @property
+    def _fitting(self) -> bool:
+        """Whether this is a training run, which a bad validation chain does not end; `evodsp validate` has nothing else to
+        do."""
+        return self.trainer is not None and self.trainer.state.fn == TrainerFn.FITTING
 
     @property
     def _accumulate(self) -> int:
         return self.trainer.accumulate_grad_batches if self.trainer else 1
+
+
+def ahead(workers: int, most_bytes: int, sample_bytes: int) -> int:
+    """How many samples to request ahead: what fits into `most_bytes`, at least one and at most 16 for each worker."""
+    return min(16 * workers, max(workers, most_bytes // max(1, sample_bytes))) if sample_bytes else workers

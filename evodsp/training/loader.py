@@ -1,24 +1,38 @@
 """Loaders of batches. The training loader yields an endless sequence of samples, divided into epochs, and can be resumed.
 
-Samples are addressed by global index; the only state is how many of them all ranks together have taken. A run that stops in
-the middle of an epoch therefore resumes with the next sample, on any number of ranks with the same global batch.
+Samples are addressed by global index; the state of a run is how many of them all ranks together have taken, and which chains
+are left out from which sample on (`evodsp.data.quarantine`). A run that stops in the middle of an epoch therefore resumes
+with the next sample, on any number of ranks with the same global batch.
+
+Samples are requested ahead, made out of order (`evodsp.data.sample_pool`) and handed over in order. Ranks learn of each other's
+failures when they compare their batches, before anything is computed; then those that hold a sample of a chain that failed
+elsewhere take another one too.
 """
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import Sampler
 
 from evodsp.data.dataset import ChainDataset, Sample, collate
+from evodsp.data.quarantine import Failure, Quarantine
+from evodsp.data.sample_pool import SampleMaker
 from evodsp.errors import UserError
 
+_log = logging.getLogger(__name__)
+
 Batch = dict[str, Tensor]
-Check = Callable[[Batch | UserError], None]
+Check = Callable[[Batch | UserError | None, Sequence[Failure]], list[Failure]]
+"""`World.check_batch`."""
 
 
 class EpochSampler(Sampler[list[int]]):
@@ -40,11 +54,15 @@ class EpochSampler(Sampler[list[int]]):
     def __len__(self) -> int:
         return self.batches
 
+    def indices(self, batch: int) -> list[int]:
+        """The samples of this rank's batch number `batch`, counted from the start of training."""
+        first = batch * self.samples_per_step + self.rank
+        return list(range(first, first + self.samples_per_step, self.ranks))
+
     def __iter__(self) -> Iterator[list[int]]:
         taken = self.samples // self.samples_per_step
         for batch in range(taken, (taken // self.batches + 1) * self.batches):
-            first = batch * self.samples_per_step + self.rank
-            yield list(range(first, first + self.samples_per_step, self.ranks))
+            yield self.indices(batch)
 
 
 def whole_batches(samples: int, batch_size: int, ranks: int, accumulate: int) -> int:
@@ -52,70 +70,177 @@ def whole_batches(samples: int, batch_size: int, ranks: int, accumulate: int) ->
     return math.ceil(samples / (batch_size * ranks * accumulate)) * accumulate
 
 
-class IndexedSamples(Dataset[Sample | UserError]):
-    """A dataset whose samples carry their index, and which returns a UserError instead of raising it.
+@dataclass
+class _Request:
+    """A sample that was asked for. `failed`: chains that could not be made into it, with the reason; not yet agreed."""
 
-    PyTorch wraps an exception of a worker process in its traceback; a returned value reaches the main process unchanged.
+    key: str
+    future: Future[Sample]
+    failed: dict[str, str] = field(default_factory=dict)
+
+
+class TrainingLoader:
+    """An iterable of batches, as Lightning's Trainer takes for training.
+
+    A sample whose chain fails is made of another chain, the same one on all ranks of a sequence group; the chain goes into the
+    quarantine. Lightning calls `state_dict` and `load_state_dict` to resume in the middle of an epoch.
     """
 
-    def __init__(self, samples: ChainDataset) -> None:
-        self.samples = samples
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitem__(self, index: int) -> Sample | UserError:
-        try:
-            return {**self.samples[index], "sample_index": torch.tensor(index)}
-        except UserError as error:
-            return UserError(str(error))
-
-
-def collate_or_error(samples: list[Sample | UserError]) -> Batch | UserError:
-    """A batch, or the first UserError among its samples."""
-    good = [sample for sample in samples if not isinstance(sample, UserError)]
-    return collate(good) if len(good) == len(samples) else next(s for s in samples if isinstance(s, UserError))
-
-
-class BatchLoader:
-    """An iterable of batches, as Lightning's Trainer takes for training or validation."""
-
-    def __init__(self, samples: ChainDataset, sampler: Sampler[list[int]], num_workers: int, check: Check) -> None:
-        """`check`: called on every batch, or on the UserError that stands in for it (`World.check_batch`)."""
-        self.check = check
+    def __init__(
+        self,
+        samples: ChainDataset,
+        sampler: EpochSampler,
+        maker: SampleMaker,
+        check: Check,
+        quarantine: Quarantine,
+        ahead: Callable[[int], int] = lambda sample_bytes: 0,
+    ) -> None:
+        """`check`: see `World.check_batch`. `ahead`: how many samples to request beyond the batch, given the bytes of the
+        largest sample so far (0 before the first).
+        """
+        self.samples, self.maker, self.check, self.quarantine, self._ahead = samples, maker, check, quarantine, ahead
         self.indices = sampler  # not named `sampler`: Lightning treats an object with that attribute as a DataLoader
-        self.loader = DataLoader(
-            IndexedSamples(samples),
-            batch_sampler=sampler,
-            num_workers=num_workers,
-            collate_fn=collate_or_error,
-            pin_memory=torch.cuda.is_available(),
-            # Not fork: the process has threads by now (logger, progress, OpenMP), and a fork would inherit locks they hold.
-            multiprocessing_context="forkserver" if num_workers else None,
-            persistent_workers=num_workers > 0,
-        )
+        self.waited_s = 0.0
+        """Seconds that the run has waited here for samples, its own and those of other ranks."""
+        self._requests: dict[int, _Request] = {}
+        self._largest = 0
 
     def __len__(self) -> int:
-        return len(self.loader)
+        return len(self.indices)
 
     def __iter__(self) -> Iterator[Batch]:
-        for batch in self.loader:
-            self.check(batch)
-            if isinstance(self.indices, EpochSampler):
-                self.indices.samples += self.indices.samples_per_step
+        for indices in self.indices:
+            begun = time.perf_counter()
+            batch = self._agreed(indices)
+            self.indices.samples += self.indices.samples_per_step
+            self._request_ahead()
+            self.waited_s += time.perf_counter() - begun
             yield batch
-
-
-class TrainingLoader(BatchLoader):
-    """A BatchLoader over an EpochSampler. Lightning calls the two methods below to resume in the middle of an epoch."""
-
-    indices: EpochSampler
-
-    def __init__(self, samples: ChainDataset, sampler: EpochSampler, num_workers: int, check: Check) -> None:
-        super().__init__(samples, sampler, num_workers, check)
 
     def state_dict(self) -> dict[str, Any]:
         return {"samples": self.indices.samples}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.indices.samples = state["samples"]
+
+    def close(self) -> None:
+        """End the processes that make samples."""
+        self.maker.close()
+
+    def _agreed(self, indices: list[int]) -> Batch:
+        """The batch of samples `indices`, once no rank has met a chain that it could not read."""
+        for index in [index for index in self._requests if index < indices[0]]:
+            self._requests.pop(index).future.cancel()
+        while True:
+            batch, failed = self._made(indices)
+            found = self.check(batch, failed)
+            if isinstance(batch, dict) and not found:
+                for index in indices:
+                    del self._requests[index]
+                return batch
+            self.quarantine.add(found)
+            known = {failure.chain for failure in found}
+            for request in self._requests.values():
+                request.failed = {chain: reason for chain, reason in request.failed.items() if chain not in known}
+
+    def _made(self, indices: list[int]) -> tuple[Batch | UserError | None, list[Failure]]:
+        """What this rank has of a batch, and the failures that it met on the way; with failures there is no batch yet."""
+        try:
+            for index in indices:
+                self._request(index)
+            samples = {index: self._finished(index) for index in indices}
+        except UserError as error:  # no chain is left: every rank must hear of it
+            return error, []
+        failed = [
+            Failure(chain, index, reason) for index in indices for chain, reason in self._requests[index].failed.items()
+        ]
+        return (None if failed else collate([sample for sample in samples.values() if sample is not None])), failed
+
+    def _request(self, index: int) -> _Request:
+        """Ask for sample `index`, again if its chain was left out meanwhile or could not be read."""
+        left_out = self.quarantine.chains_at(index)
+        request = self._requests.get(index)
+        if request is None:
+            key = self.samples.key_of(index, left_out)
+            request = self._requests[index] = _Request(key, self.maker.submit(index, key))
+        while True:
+            if request.future.done() and (error := request.future.exception()) is not None:
+                if not isinstance(error, UserError):
+                    raise error  # a bug must not pass for a bad chain
+                request.failed[request.key] = str(error)
+                if len(request.failed) > self.quarantine.room:
+                    return request  # the run is about to end: do not try every chain of a disk that is gone
+            elif request.key not in left_out:
+                return request
+            request.future.cancel()
+            request.key = self.samples.key_of(index, left_out | request.failed.keys())
+            request.future = self.maker.submit(index, request.key)
+
+    def _finished(self, index: int) -> Sample | None:
+        """Wait for sample `index`, of whichever chain can be read; None if more chains fail than there is room for."""
+        request = self._requests[index]
+        while request.future.exception() is not None:
+            self._request(index)
+            if len(request.failed) > self.quarantine.room:
+                return None
+        sample = request.future.result()
+        self._largest = max(self._largest, sum(value.nbytes for value in sample.values()))
+        return {**sample, "sample_index": torch.tensor(index)}
+
+    def _request_ahead(self) -> None:
+        """Ask for the next samples, beyond the end of the epoch too."""
+        batch = self.indices.samples // self.indices.samples_per_step
+        for number in range(batch, batch + math.ceil(self._ahead(self._largest) / self.indices.batch_size)):
+            for index in self.indices.indices(number):
+                self._request(index)
+
+
+class WholeChainLoader:
+    """An iterable of batches of one chain each, for validation.
+
+    A chain that cannot be scored is an error, or, with `leave_out`, is reported and left out of this validation.
+    """
+
+    def __init__(
+        self, samples: ChainDataset, share: Sequence[int], maker: SampleMaker, check: Check, leave_out: bool
+    ) -> None:
+        """`share`: the samples of this data rank, equally many on each."""
+        self.samples, self.share, self.maker, self.check, self.leave_out = samples, share, maker, check, leave_out
+
+    def __len__(self) -> int:
+        return len(self.share)
+
+    def __iter__(self) -> Iterator[Batch]:
+        left_out: dict[str, str] = {}
+        requests: list[Future[Sample]] = []
+        for place, index in enumerate(self.share):
+            requests += [self.maker.submit(i, self.samples.key_of(i)) for i in self.share[len(requests) : place + 2]]
+            batch: Batch | UserError
+            try:
+                batch = collate([{**requests[place].result(), "sample_index": torch.tensor(index)}])
+            except UserError as error:
+                batch = error
+            requests[place] = Future()  # drops the sample
+            if not self.leave_out:
+                self.check(batch, ())
+            elif found := self._failures(batch, index):
+                left_out |= {failure.chain: failure.reason for failure in found}
+                if any(failure.sample == index for failure in found):
+                    self.check(None, ())
+                    continue
+                self.check(batch, ())
+            yield batch  # type: ignore[misc]
+        for chain, reason in left_out.items():
+            _log.warning("chain %s is left out of this validation: %s", chain, reason)
+        if len(left_out) == len(self.samples):
+            raise UserError(f"no validation chain can be read, the last one because: {reason}")
+
+    def _failures(self, batch: Batch | UserError, index: int) -> list[Failure]:
+        """Which ranks' samples failed, this rank's or others'."""
+        if isinstance(batch, UserError):
+            return self.check(None, [Failure(self.samples.key_of(index), index, str(batch))])
+        return self.check(batch, ())
+
+    def close(self) -> None:
+        """End the processes that make samples."""
+        self.maker.close()

@@ -31,6 +31,11 @@ class RunFolder:
         return self.path / "curve.csv"
 
     @property
+    def quarantine(self) -> Path:
+        """Chains that the run leaves out."""
+        return self.path / "quarantine.jsonl"
+
+    @property
     def config(self) -> Path:
         return self.path / "config.yaml"
 
@@ -61,13 +66,17 @@ class RunFolder:
             )
         return None
 
-    def prepare(self, config_text: str, replace: bool) -> None:
+    def prepare(self, config_text: str, replace: bool, resumes: bool = False) -> None:
         """Make the folder ready for `fit`: delete partial files, and with `replace` an earlier run; write config.yaml.
+
+        Unless the run `resumes`, the list of chains that an earlier one left out is deleted: it would change the samples.
 
         Only one process may call this, and no other run may be writing here. Raises UserError if the folder is not writable.
         """
         with output_errors(self.path):
             self.remove_partial()
+            if not resumes:
+                self.quarantine.unlink(missing_ok=True)
             if replace:
                 self.curve.unlink(missing_ok=True)
                 for name in ("checkpoints", "tensorboard"):

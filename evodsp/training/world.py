@@ -7,7 +7,7 @@ mesh of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Adam, Optimizer
 
+from evodsp.data.quarantine import Failure
 from evodsp.errors import UserError
 from evodsp.launch import process_group
 from evodsp.launch.consensus import all_of, check_same
@@ -52,10 +53,16 @@ class World:
         """`value` of every rank, by rank."""
         return all_of(value, self.group)
 
-    def check_batch(self, batch: Mapping[str, Tensor] | UserError) -> None:
-        """Raise the UserError that stands in for a batch. Every rank calls this with its batch before computing on it."""
+    def check_batch(
+        self, batch: Mapping[str, Tensor] | UserError | None, failures: Sequence[Failure] = ()
+    ) -> list[Failure]:
+        """Raise the UserError that stands in for a batch; return the `failures` of all ranks.
+
+        Every rank calls this with its batch before computing on it; see `BatchCheck.check`.
+        """
         if isinstance(batch, UserError):
             raise batch
+        return list(failures)
 
     def gradients(
         self, parameters: Iterable[nn.Parameter], clip: float | None, per_sample: bool, accumulate: int
@@ -107,11 +114,13 @@ class MeshWorld(World):
         self._mesh = init_mesh(self.config.sequence, "cuda" if self.on_gpu else "cpu", timeout)
         self._batch_check = BatchCheck(self._mesh, timeout)
 
-    def check_batch(self, batch: Mapping[str, Tensor] | UserError) -> None:
+    def check_batch(
+        self, batch: Mapping[str, Tensor] | UserError | None, failures: Sequence[Failure] = ()
+    ) -> list[Failure]:
         """Compare the batch with those of the other ranks; see `BatchCheck.check`."""
         if self._batch_check is None:
             raise RuntimeError("batches are compared only after meet()")
-        self._batch_check.check(batch)
+        return self._batch_check.check(batch, failures)
 
     def gradients(
         self, parameters: Iterable[nn.Parameter], clip: float | None, per_sample: bool, accumulate: int

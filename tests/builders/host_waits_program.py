@@ -59,8 +59,8 @@ class FirstOfTwo(MeshWorld):
         dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
         self._mesh = init_mesh(2, "cpu")
 
-    def check_batch(self, batch: Any) -> None:
-        pass
+    def check_batch(self, batch: Any, failures: Any = ()) -> list[Any]:
+        return []
 
     def optimizer(self, parameters: Any, **options: Any) -> Optimizer:
         return _adam(parameters, **options)

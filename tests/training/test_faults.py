@@ -81,7 +81,7 @@ def undisturbed(commands: CommandPool, config: Path, tmp_path_factory: pytest.Te
 def losses(output: Path) -> dict[int, dict[str, str]]:
     """Everything in the curve but the time."""
     return {
-        step: {name: value for name, value in row.items() if name != "seconds"}
+        step: {name: value for name, value in row.items() if name not in ("seconds", "train/waiting_percent")}
         for step, row in read_curve(output / "curve.csv").items()
     }
 

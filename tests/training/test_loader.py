@@ -1,42 +1,62 @@
 from __future__ import annotations
 
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
 
+from evodsp.config import FeatureConfig
 from evodsp.data.dataset import ChainDataset
+from evodsp.data.quarantine import Failure, Quarantine, QuarantineFull
+from evodsp.data.sample_pool import MadeHere
 from evodsp.data.store import FeatureStore
 from evodsp.errors import FileFormatError, UserError
+from evodsp.parallel.mesh import init_mesh
+from evodsp.training.batch_check import BatchCheck
 from evodsp.training.chains import Chains
 from evodsp.training.config import DataConfig
 from evodsp.training.datamodule import ChainDataModule
-from evodsp.training.loader import BatchLoader, EpochSampler, TrainingLoader, collate_or_error, whole_batches
+from evodsp.training.loader import EpochSampler, TrainingLoader, WholeChainLoader, whole_batches
 from evodsp.training.world import World
+from tests.builders.chains import MemoryStore
+from tests.ranks import RankPool
 
 CHECK = World().check_batch
 
 
 class Numbers(ChainDataset):
-    """Sample i is the number i; `broken` ones are a mistake in a file."""
+    """Sample i of any chain is the number i; samples of `broken` chains are a mistake in a file. Notes what it made."""
 
-    def __init__(self, broken: tuple[int, ...] = ()) -> None:
+    def __init__(self, keys: tuple[str, ...] = ("a",), broken: tuple[str, ...] = (), training: bool = True) -> None:
+        super().__init__(MemoryStore(), keys, FeatureConfig(), 0, training)
         self.broken = broken
-        self.keys = ("a",)
+        self.made: list[tuple[int, str]] = []
 
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        if index in self.broken:
-            raise FileFormatError("x.a3m", "cut short", line=7)
-        return {"aatype": torch.tensor([index])}
+    def make(self, index: int, key: str) -> dict[str, torch.Tensor]:
+        self.made.append((index, key))
+        if key in self.broken:
+            raise FileFormatError(f"{key}.a3m", "cut short", line=7)
+        return {"aatype": torch.tensor([index] * 3), "chain": torch.tensor(ord(key))}
 
 
-def indices(stream: BatchLoader) -> list[int]:
+def training(
+    samples: ChainDataset, sampler: EpochSampler, limit: int = 3, check: Any = CHECK, pool: Any = None, ahead: int = 0
+) -> TrainingLoader:
+    return TrainingLoader(samples, sampler, pool or MadeHere(samples), check, Quarantine(limit), lambda _: ahead)
+
+
+def indices(stream: TrainingLoader) -> list[int]:
     return [int(i) for batch in stream for i in batch["sample_index"]]
+
+
+def chains(stream: TrainingLoader) -> list[str]:
+    return [chr(int(chain)) for batch in stream for chain in batch["chain"]]
 
 
 def test_epochs_go_on_where_the_last_one_ended() -> None:
     """Every epoch showing the same samples."""
-    stream = TrainingLoader(Numbers(), EpochSampler(2, batches=3), 0, CHECK)
+    stream = training(Numbers(), EpochSampler(2, batches=3))
     assert len(stream) == 3
     assert indices(stream) == [0, 1, 2, 3, 4, 5]
     assert indices(stream) == [6, 7, 8, 9, 10, 11]
@@ -44,7 +64,7 @@ def test_epochs_go_on_where_the_last_one_ended() -> None:
 
 def test_ranks_share_the_global_indices() -> None:
     """Rank d of D takes the indices that are d modulo D; another rule changes the run with the number of ranks."""
-    streams = [TrainingLoader(Numbers(), EpochSampler(2, 2, rank, ranks=3), 0, CHECK) for rank in range(3)]
+    streams = [training(Numbers(), EpochSampler(2, 2, rank, ranks=3)) for rank in range(3)]
     batches = [[b["sample_index"].tolist() for b in stream] for stream in streams]
     assert batches == [[[0, 3], [6, 9]], [[1, 4], [7, 10]], [[2, 5], [8, 11]]]
 
@@ -52,14 +72,14 @@ def test_ranks_share_the_global_indices() -> None:
 @pytest.mark.parametrize("taken", [0, 1, 2, 3, 4])
 def test_a_resume_yields_the_rest_of_the_epoch(taken: int) -> None:
     """A resume that starts the epoch anew, skips a batch, or forgets to end the epoch; both ends of an epoch included."""
-    stream = TrainingLoader(Numbers(), EpochSampler(1, batches=3), 0, CHECK)
+    stream = training(Numbers(), EpochSampler(1, batches=3))
     seen: list[int] = []
     while len(seen) < taken:
         for batch in stream:
             seen.append(int(batch["sample_index"]))
             if len(seen) == taken:
                 break
-    other = TrainingLoader(Numbers(), EpochSampler(1, batches=3), 0, CHECK)
+    other = training(Numbers(), EpochSampler(1, batches=3))
     other.load_state_dict(stream.state_dict())
     assert seen + indices(other) == list(range(3 * (taken // 3 + 1)))
 
@@ -70,26 +90,142 @@ def test_epochs_hold_whole_optimizer_steps() -> None:
     assert whole_batches(samples=10, batch_size=2, ranks=2, accumulate=2) == 4
 
 
-@pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.verify)])
-def test_a_mistake_in_a_file_comes_out_as_it_was_raised(num_workers: int) -> None:
-    """PyTorch wraps an exception of a worker in its traceback, and cannot rebuild one whose constructor takes two arguments."""
-    stream = BatchLoader(Numbers(broken=(1,)), EpochSampler(1, batches=3), num_workers, CHECK)
-    with pytest.raises(UserError) as caught:
-        list(stream)
-    assert str(caught.value) == "x.a3m:7: cut short"
-
-
-def test_workers_give_the_same_samples() -> None:
-    """Prefetching that advances the saved position."""
-    stream = TrainingLoader(Numbers(), EpochSampler(2, batches=4), 1, CHECK)
-    first = next(iter(stream))
-    assert first["sample_index"].tolist() == [0, 1]
+def test_samples_made_ahead_do_not_move_the_saved_position() -> None:
+    """Prefetching that advances what a checkpoint stores: a resume would skip samples."""
+    samples = Numbers()
+    stream = training(samples, EpochSampler(2, batches=4), ahead=5)
+    assert next(iter(stream))["sample_index"].tolist() == [0, 1]
+    assert [index for index, _ in samples.made] == [0, 1, 2, 3, 4, 5, 6, 7]
     assert stream.state_dict() == {"samples": 2}
 
 
-def test_a_batch_with_a_mistake_is_that_mistake() -> None:
-    error = UserError("wrong")
-    assert collate_or_error([{"aatype": torch.zeros(1)}, error]) is error
+LETTERS = tuple("abcdefghij")
+
+
+def test_a_chain_that_cannot_be_read_is_replaced_and_named() -> None:
+    """A run that ends, a chain read again and again, other samples that move, or a reason nobody can act on."""
+    undisturbed = chains(training(Numbers(LETTERS), EpochSampler(2, batches=25)))
+    samples = Numbers(LETTERS, broken=("c", "f"))
+    stream = training(samples, EpochSampler(2, batches=25))
+    seen = chains(stream)
+    assert len(seen) == 50
+    assert not {"c", "f"} & set(seen)
+    for before, after in zip(undisturbed, seen, strict=True):
+        assert before == after or before in ("c", "f")
+    assert [f"{failure.chain}: {failure.reason}" for failure in stream.quarantine.failures] == [
+        f"{chain}: {chain}.a3m:7: cut short" for chain in sorted("cf", key=undisturbed.index)
+    ]
+    assert [failure.sample for failure in stream.quarantine.failures] == sorted(map(undisturbed.index, "cf"))
+    assert len([key for _, key in samples.made if key in ("c", "f")]) == 2
+
+
+@pytest.mark.parametrize("ahead", [0, 7])
+@pytest.mark.parametrize("stopped", [1, 4, 9])
+def test_a_resume_takes_the_same_replacements(stopped: int, ahead: int) -> None:
+    """A replacement that depends on when a chain failed, or a quarantine that only the first part of the run knew."""
+    samples = Numbers(LETTERS, broken=("a", "b", "c"))
+    whole = chains(training(samples, EpochSampler(1, batches=30), ahead=ahead))
+    first = training(samples, EpochSampler(1, batches=30), ahead=ahead)
+    iterator = iter(first)
+    begun = [chr(int(next(iterator)["chain"])) for _ in range(stopped)]
+    later = training(samples, EpochSampler(1, batches=30))
+    later.load_state_dict(first.state_dict())
+    later.quarantine.restore(first.quarantine.failures)
+    assert begun + chains(later) == whole
+
+
+def test_a_chain_is_left_out_from_its_sample_on() -> None:
+    """A resume from before a failure that cannot be repeated (a time limit): it must take what the run took then."""
+    samples = Numbers(LETTERS)
+    whole = chains(training(samples, EpochSampler(1, batches=40)))
+    chain, second = whole[0], whole.index(whole[0], 10)
+    stream = training(samples, EpochSampler(1, batches=40))
+    stream.quarantine.restore([Failure(chain, second, "took longer")])
+    seen = chains(stream)
+    assert seen[:second] == whole[:second]
+    assert chain not in seen[second:]
+
+
+def test_too_many_bad_chains_end_the_run() -> None:
+    """A disk that is gone: without a limit all chains would be tried, and training would go on with the few that are cached."""
+    samples = Numbers(LETTERS, broken=LETTERS[2:])
+    with pytest.raises(QuarantineFull, match=r"4 chains failed, the last .* but data.max_quarantined is 3"):
+        chains(training(samples, EpochSampler(1, batches=30)))
+    assert len(samples.made) < 15
+    with pytest.raises(UserError, match="all 10 chains to train on are left out"):
+        chains(training(Numbers(LETTERS, broken=LETTERS), EpochSampler(1, batches=30), limit=50))
+
+
+def test_a_bug_is_no_bad_chain() -> None:
+    """A mistake of the program that hides as a chain in the quarantine."""
+
+    class Wrong(Numbers):
+        def make(self, index: int, key: str) -> dict[str, torch.Tensor]:
+            raise IndexError("a bug")
+
+    with pytest.raises(IndexError, match="a bug"):
+        chains(training(Wrong(LETTERS), EpochSampler(1, batches=3)))
+
+
+SAMPLES = 200
+
+
+def stream_on_mesh(group: Any, broken: list[tuple[str, ...]], sequence: int) -> tuple[list[str], list[str]]:
+    """Chains of the samples, and of the quarantine, on a rank that cannot read the chains `broken[rank]`."""
+    mesh = init_mesh(sequence)
+    sampler = EpochSampler(1, SAMPLES // mesh.data, mesh.data_rank, mesh.data)
+    samples = Numbers(LETTERS, broken[torch.distributed.get_rank(group)])
+    stream = training(samples, sampler, check=BatchCheck(mesh).check, ahead=3)
+    return chains(stream), [f"{failure.sample} {failure.chain}" for failure in stream.quarantine.failures]
+
+
+def test_ranks_agree_on_replacements(pool: RankPool) -> None:
+    """Other samples on another mesh; or, if a chain fails on one rank only (a time limit, a killed worker), a sequence group
+    that computes on two samples, and other groups that keep using the chain."""
+    alone = training(Numbers(LETTERS, broken=("c", "f")), EpochSampler(1, SAMPLES))
+    expected = chains(alone)
+    quarantine = [f"{failure.sample} {failure.chain}" for failure in alone.quarantine.failures]
+    for sequence in (1, 2):
+        data = 4 // sequence
+        for rank, (seen, left_out) in enumerate(pool.run(4, stream_on_mesh, [("c", "f")] * 4, sequence)):
+            assert seen == expected[rank // sequence :: data]
+            assert left_out == quarantine
+        found = pool.run(4, stream_on_mesh, [("c",), (), ("f",), ()], sequence)
+        assert len({tuple(left_out) for _, left_out in found}) == 1
+        first = {chain: int(sample) for sample, chain in (entry.split() for entry in found[0][1])}
+        assert sorted(first) == ["c", "f"]
+        for rank, (seen, _) in enumerate(found):
+            assert seen == found[rank - rank % sequence][0]
+            for place, chain in enumerate(seen):
+                assert rank // sequence + place * data < first.get(chain, SAMPLES)
+
+
+def whole_chains(samples: Numbers, leave_out: bool) -> list[int]:
+    loader = WholeChainLoader(samples, range(len(samples)), MadeHere(samples), CHECK, leave_out)
+    return [int(batch["sample_index"]) for batch in loader]
+
+
+def test_a_validation_chain_that_fails_is_left_out_in_training(caplog: pytest.LogCaptureFixture) -> None:
+    """A run that ends after days because of one validation chain, or a score that silently covers fewer chains."""
+    samples = Numbers(LETTERS, broken=("c",), training=False)
+    assert whole_chains(samples, leave_out=True) == [0, 1, 3, 4, 5, 6, 7, 8, 9]
+    assert "chain c is left out of this validation: c.a3m:7: cut short" in caplog.text
+    with pytest.raises(UserError, match=r"^c.a3m:7: cut short$"):
+        whole_chains(samples, leave_out=False)
+    with pytest.raises(UserError, match="no validation chain can be read"):
+        whole_chains(Numbers(LETTERS, broken=LETTERS, training=False), leave_out=True)
+
+
+def two_validating_groups(group: Any) -> list[int]:
+    samples = Numbers(LETTERS, broken=("b", "c", "i", "j"), training=False)
+    share = range(torch.distributed.get_rank(group) // 2, len(samples), 2)
+    loader = WholeChainLoader(samples, share, MadeHere(samples), BatchCheck(init_mesh(2)).check, True)
+    return [int(batch["sample_index"]) for batch in loader]
+
+
+def test_ranks_leave_out_their_own_validation_chains(pool: RankPool) -> None:
+    """A rank that skips a batch and does not compare it: the others compare theirs with the next one, or wait for ever."""
+    assert pool.run(4, two_validating_groups) == [[0, 4, 6]] * 2 + [[3, 5, 7]] * 2
 
 
 def test_a_resume_within_a_step_repeats_the_step() -> None:

@@ -1,0 +1,110 @@
+"""Processes that make samples, and what happens to a sample whose process dies or is too slow."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from evodsp.config import FeatureConfig
+from evodsp.data.dataset import ChainDataset
+from evodsp.data.sample_pool import SamplePool, pack, unpack
+from evodsp.errors import FileFormatError, UserError
+from tests.builders.chains import MemoryStore
+
+
+class Planted(ChainDataset):
+    """Sample i is the number i and the pid of its process; some chains do what bad chains do."""
+
+    def __init__(self) -> None:
+        super().__init__(MemoryStore(), ("good",), FeatureConfig(), 0, training=True)
+
+    def make(self, index: int, key: str) -> dict[str, torch.Tensor]:
+        if key == "broken":
+            raise FileFormatError("x.a3m", "cut short", line=7)
+        if key == "killer":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if key == "sleeper":
+            time.sleep(1000)
+        if key == "greedy":
+            raise MemoryError
+        if key == "bug":
+            raise IndexError("a mistake of the program")
+        return {"aatype": torch.tensor([index]), "pid": torch.tensor(os.getpid())}
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[SamplePool]:
+    pool = SamplePool(Planted(), 2, time_limit=4.0)
+    yield pool
+    pool.close()
+
+
+def test_bad_chains_fail_alone_and_workers_are_replaced(workers: SamplePool) -> None:
+    """A pool that ends with its first dead worker, blames another sample for it, or waits for one that sleeps."""
+    keys = ["good", "killer", "good", "broken", "sleeper", "greedy", "bug", *["good"] * 6]
+    futures = [workers.submit(index, key) for index, key in enumerate(keys)]
+    said = {}
+    for index, (key, future) in enumerate(zip(keys, futures, strict=True)):
+        error = future.exception(timeout=120)
+        if key == "good":
+            assert error is None
+            assert future.result()["aatype"].tolist() == [index]
+        else:
+            said[key] = error
+    assert str(said["broken"]) == "x.a3m:7: cut short"
+    assert "killed by SIGKILL (out of memory?)" in str(said["killer"])
+    assert str(said["sleeper"]) == "took longer than data.time_limit, 4 s"
+    assert "out of memory" in str(said["greedy"])
+    assert all(isinstance(said[key], UserError) for key in ("broken", "killer", "sleeper", "greedy"))
+    assert isinstance(said["bug"], RuntimeError)
+    assert "IndexError: a mistake of the program" in str(said["bug"])
+    assert os.getpid() not in {int(future.result()["pid"]) for future in futures[7:]}
+
+
+def test_a_slow_sample_holds_up_no_other(workers: SamplePool) -> None:
+    """Samples made in order: one worker with a large chain would leave the others idle."""
+    slow = workers.submit(0, "sleeper")
+    assert [workers.submit(i, "good").result(timeout=60)["aatype"].item() for i in range(3)] == [0, 1, 2]
+    assert not slow.done()
+    assert slow.exception(timeout=120) is not None
+
+
+def test_a_closed_pool_leaves_no_process_and_no_waiting() -> None:
+    """Workers that outlive a run, or a thread that waits for a sample for ever."""
+    pool = SamplePool(Planted(), 1)
+    pid = int(pool.submit(0, "good").result(timeout=120)["pid"])
+    waiting = pool.submit(1, "sleeper")
+    pool.close()
+    assert waiting.exception(timeout=10) is not None
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_workers_that_cannot_start_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes started again and again, for ever."""
+    monkeypatch.setattr("evodsp.data.sample_pool._work", os.abort)
+    pool = SamplePool(Planted(), 1)
+    with pytest.raises(RuntimeError, match="workers end before they begin"):
+        pool.submit(0, "good").result(timeout=120)
+    pool.close()
+
+
+def test_a_packed_sample_is_the_sample() -> None:
+    """A tensor of another type or shape, an empty one, or one that overlaps its neighbour."""
+    sample = {
+        "scalar": torch.tensor(2.5),
+        "odd": torch.arange(7, dtype=torch.int8),
+        "empty": torch.zeros(0, 3),
+        "long": torch.arange(6).view(2, 3),
+        "flag": torch.tensor([True, False]),
+    }
+    found = unpack(*pack(sample))
+    assert list(found) == list(sample)
+    for name, value in sample.items():
+        assert found[name].dtype == value.dtype
+        assert torch.equal(found[name], value)

@@ -1,0 +1,181 @@
+"""Which chain a sample is made of: filters, weights, draws, and what leaving chains out changes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from evodsp.config import FilterConfig
+from evodsp.data.chain_cache import read_chain_cache
+from evodsp.data.chain_table import UNKNOWN_CLUSTER, UNKNOWN_DAY, ChainTable
+from evodsp.data.sampling import ChainDraws, left_out_by_filters, sampling_weights
+from evodsp.errors import FileFormatError, UserError
+from evodsp.rng import Draws
+
+
+def table(**columns: Any) -> ChainTable:
+    """Unremarkable chains of 300 residues, but for the columns given."""
+    n = len(next(iter(columns.values())))
+    kinds = {
+        "lengths": (300, np.int32),
+        "resolutions": (2.0, np.float32),
+        "release_days": (0, np.int32),
+        "cluster_sizes": (1, np.int32),
+        "largest_fractions": (0.1, np.float32),
+        "unknown_fractions": (0.0, np.float32),
+    }
+    found = {name: np.array(columns.get(name, [usual] * n), kind) for name, (usual, kind) in kinds.items()}
+    representatives = np.array(columns.get("representatives", range(n)), np.int32)
+    return ChainTable([f"{i:05d}_A" for i in range(n)], representatives=representatives, **found)
+
+
+def two_thousand() -> ChainTable:
+    """Chains of all lengths in clusters of 1 to 500, some of unknown cluster, of which some are duplicates of others."""
+    generator = np.random.default_rng(4)
+    sizes = generator.choice([1, 2, 7, 40, 500, UNKNOWN_CLUSTER], 2000)
+    representatives = np.arange(2000)
+    representatives[1500:1800] = generator.integers(0, 1500, 300)
+    sizes[1500:1800] = generator.choice([3, UNKNOWN_CLUSTER], 300)
+    return table(lengths=generator.integers(10, 1500, 2000), cluster_sizes=sizes, representatives=representatives)
+
+
+def chi_square(counts: np.ndarray, expected: np.ndarray) -> float:
+    """How many standard deviations Pearson's statistic is above its mean, with rare chains joined to classes of 20 draws."""
+    order = np.argsort(expected)
+    classes = (np.cumsum(expected[order]) / 20).astype(int)
+    seen, wanted = np.bincount(classes, counts[order]), np.bincount(classes, expected[order])
+    freedom = np.count_nonzero(wanted) - 1
+    statistic = ((seen - wanted)[wanted > 0] ** 2 / wanted[wanted > 0]).sum()
+    return float((statistic - freedom) / np.sqrt(2 * freedom))
+
+
+def formula(chains: ChainTable) -> np.ndarray:
+    """The weights once more, chain by chain."""
+    weights = []
+    for row in range(len(chains)):
+        size = int(chains.cluster_sizes[row])
+        if size < 1:
+            size = int(chains.cluster_sizes[chains.representatives[row]])
+        if size < 1:
+            size = sum(chains.representatives == chains.representatives[row])
+        weights.append(min(max(int(chains.lengths[row]), 256), 512) / 512 / size)
+    return np.array(weights)
+
+
+@pytest.mark.parametrize("bad", [0, 300])
+def test_100000_draws_have_the_frequencies_of_the_formula(bad: int) -> None:
+    """Weights that are wrong, draws that are not proportional to them, or replacements that favour some chains."""
+    chains = two_thousand()
+    weights = formula(chains)
+    np.testing.assert_allclose(sampling_weights(chains), weights, rtol=1e-12)
+    draws = ChainDraws(Draws.root(3).at("data"), chains.keys, sampling_weights(chains))
+    left_out = set(np.random.default_rng(1).permutation(chains.keys)[:bad].tolist())
+    row_of = {key: row for row, key in enumerate(chains.keys)}
+    counts = np.bincount([row_of[draws.choose(i, left_out)] for i in range(100_000)], minlength=2000)
+    remaining = weights * [key not in left_out for key in chains.keys]
+    assert counts[remaining == 0].sum() == 0
+    deviations = chi_square(counts, 100_000 * remaining / remaining.sum())
+    print(f"{bad} left out: chi-square {deviations:+.2f} standard deviations above its mean")
+    assert abs(deviations) < 4
+    assert chi_square(counts, np.full(2000, 50.0)) > 100, "equal weights would pass too"
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+def test_leaving_a_chain_out_changes_only_its_own_samples(weighted: bool) -> None:
+    """Draws from a list that is shorter by one: nearly all samples would change."""
+    keys = [f"{i}_A" for i in range(50)]
+    draws = ChainDraws(Draws.root(0), keys, np.arange(1.0, 51.0) if weighted else None)
+    before = [draws.choose(i, {"7_A"}) for i in range(500)]
+    after = [draws.choose(i, {"7_A", "40_A"}) for i in range(500)]
+    assert "40_A" in before
+    assert "40_A" not in after
+    assert all(old == new for old, new in zip(before, after, strict=True) if old != "40_A")
+    assert len({new for old, new in zip(before, after, strict=True) if old == "40_A"}) > 3
+
+
+def test_a_light_chain_among_a_million_is_drawn() -> None:
+    """A draw that rounds the cumulative weights: of a million chains, light ones would come too often or never."""
+    weights = np.full(1 << 20, 1.0)
+    weights[: 1 << 19] = 2.0**-12
+    draws = ChainDraws(Draws.root(0), ["light"] * (1 << 19) + ["heavy"] * (1 << 19), weights)
+    light = sum(draws.candidate(i, 0) == "light" for i in range(100_000))
+    assert 5 < light < 50  # 24.4 expected
+
+
+def test_filters_name_every_reason() -> None:
+    """A chain of NMR taken for one of unknown or perfect resolution, limits that exclude their own value, unknown values let
+    in."""
+    chains = table(
+        resolutions=[9.0, 9.01, 0.0, np.nan, 2, 2, 2, 2],
+        largest_fractions=[0.1, 0.1, 0.1, 0.1, 0.8, 0.81, np.nan, 0.1],
+        release_days=[0, 0, 0, 0, 0, 0, 0, UNKNOWN_DAY],
+    )
+    reasons = {why: np.flatnonzero(rows).tolist() for why, rows in left_out_by_filters(chains, FilterConfig()).items()}
+    assert reasons == {
+        "unknown resolution": [3],
+        "resolution above 9 Å": [1],
+        "unknown sequence": [6],
+        "more than 80% of one residue type": [5],
+    }
+    dated = table(release_days=[17651, 17652, UNKNOWN_DAY])  # 2018-04-30 and the day after
+    found = left_out_by_filters(dated, FilterConfig(None, None, "2018-04-30"))
+    assert {why: rows.tolist() for why, rows in found.items()} == {
+        "unknown release date": [False, False, True],
+        "released after 2018-04-30": [False, True, False],
+    }
+
+
+def write(folder: Path, **entries: Any) -> Path:
+    path = folder / "chain_data_cache.json"
+    path.write_text(json.dumps(entries))
+    return path
+
+
+def test_openfolds_cache_is_read(tmp_path: Path) -> None:
+    """Columns in another order than the keys, null and -1 taken for numbers, X not counted."""
+    path = write(
+        tmp_path,
+        b_A={"release_date": "1970-01-11", "seq": "AAAXX", "resolution": 1.5, "cluster_size": 7},
+        a_A={"release_date": "2018-04-30T00:00:00Z", "seq": "MK", "resolution": 0.0, "cluster_size": -1},
+        c_A={"release_date": None, "seq": None, "resolution": None},
+    )
+    chains = read_chain_cache(path)
+    assert list(chains.keys) == ["a_A", "b_A", "c_A"]
+    assert chains.lengths.tolist() == [2, 5, 0]
+    np.testing.assert_array_equal(chains.resolutions, np.array([0, 1.5, np.nan], np.float32))
+    assert chains.release_days.tolist() == [17651, 10, UNKNOWN_DAY]
+    assert chains.cluster_sizes.tolist() == [UNKNOWN_CLUSTER, 7, UNKNOWN_CLUSTER]
+    np.testing.assert_array_equal(chains.largest_fractions, np.array([0.5, 0.6, np.nan], np.float32))
+    np.testing.assert_array_equal(chains.unknown_fractions, np.array([0, 0.4, np.nan], np.float32))
+    assert chains.representatives.tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        ([], "chain 'a_A' is"),
+        ({"seq": 3}, "the seq of 'a_A' is 3, which is of the wrong type"),
+        ({"resolution": "2"}, "the resolution of 'a_A' is '2'"),
+        ({"resolution": -1}, "the resolution of 'a_A' is -1, but must be in"),
+        ({"resolution": 1e999}, "the resolution of 'a_A' is inf"),
+        ({"resolution": True}, "the resolution of 'a_A' is True"),
+        ({"cluster_size": 2.5}, "the cluster_size of 'a_A' is 2.5"),
+        ({"cluster_size": 2**70}, "the cluster_size of 'a_A' is"),
+        ({"release_date": "soon"}, "the release_date of 'a_A' is 'soon', not a date"),
+    ],
+)
+def test_a_cache_of_another_form_is_one_line(tmp_path: Path, entry: Any, said: str) -> None:
+    """A traceback, or a number that no column can hold."""
+    path = write(tmp_path, a_A=entry)
+    with pytest.raises(FileFormatError) as caught:
+        read_chain_cache(path)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+    for text in ("[]", "{}", "3"):
+        path.write_text(text)
+        with pytest.raises(UserError, match="chain_data_cache"):
+            read_chain_cache(path)

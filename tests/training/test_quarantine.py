@@ -1,0 +1,141 @@
+"""`evodsp fit` on data with bad chains: it goes on, names them, and a resume takes the same samples."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from evodsp.cli import main
+from evodsp.data.sampling import ChainDraws
+from evodsp.rng import Draws
+from evodsp.training.csv_logger import read_curve
+from tests.builders.bad_chains import BAD, KILLER, SLEEPER, samples, write_data_set
+from tests.builders.training import CommandPool
+
+PLANT, RECORD = "tests.builders.bad_chains.Plant", "tests.builders.bad_chains.Record"
+
+
+@pytest.fixture(autouse=True)
+def chains_are_not_read_in_advance(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a data set of more chains."""
+    monkeypatch.setattr("evodsp.training.chains.MOST_CHAINS_READ", 0)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_data_set(tmp_path_factory.mktemp("bad"), good=7)
+
+
+def words(config: Path, output: Path, steps: int, *options: str, callback: str = PLANT) -> list[str]:
+    return ["fit", f"--config={config}", f"--output={output}", f"--trainer.max_steps={steps}",
+            f"--trainer.callbacks={callback}", *options]  # fmt: skip
+
+
+def drawn(chains: int, number: int) -> list[str]:
+    """The chains of the first samples if all could be read."""
+    keys = [f"1{number:03d}_A" for number in range(chains)] + BAD
+    draws = ChainDraws(Draws.root(0).at("data"), keys)
+    return [draws.choose(index, ()) for index in range(number)]
+
+
+def quarantined(output: Path) -> list[tuple[int, str]]:
+    lines = (output / "quarantine.jsonl").read_text().splitlines()
+    return [(entry["sample"], entry["chain"]) for entry in map(json.loads, lines)]
+
+
+def test_bad_chains_end_neither_a_run_nor_its_resume(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run that ends at its first bad chain, hides it, repeats it after a resume, or resumes with other samples; a
+    quarantine that is lost when the run goes on in another folder."""
+    whole, parts, moved = tmp_path / "whole", tmp_path / "parts", tmp_path / "moved"
+    assert main(words(config, whole, 14)) == 0
+    said = capsys.readouterr().err
+    names = drawn(7, 14)
+    first = sorted((names.index(chain), chain) for chain in BAD)
+    assert quarantined(whole) == first
+    assert "Traceback" not in said
+    for chain in BAD:
+        assert said.count(f"chain {chain} is left out") == 1
+    reasons = {entry["chain"]: entry["reason"] for entry in map(json.loads, (whole / "quarantine.jsonl").open())}
+    assert reasons[SLEEPER] == "took longer than data.time_limit, 10 s"
+    assert "killed by SIGKILL" in reasons[KILLER]
+    assert "uniref90_hits.a3m" in reasons[BAD[0]]
+    curve = read_curve(whole / "curve.csv")
+    assert list(curve) == list(range(14))
+    assert all(math.isfinite(float(row["train/loss"])) for row in curve.values())
+    assert all(0 <= float(row["train/waiting_percent"]) <= 100 for row in curve.values())
+
+    assert main(words(config, parts, 7)) == 0
+    before = (parts / "quarantine.jsonl").read_text()
+    assert main(words(config, parts, 14, "--ckpt_path=last")) == 0
+    assert (parts / "quarantine.jsonl").read_text().startswith(before), "what was known is not met again"
+    assert samples(parts) == samples(whole)
+    assert main(words(config, moved, 15, f"--ckpt_path={whole}/checkpoints/last.ckpt")) == 0
+    assert quarantined(moved) == first
+
+
+def test_too_many_bad_chains_stop_the_run_after_a_checkpoint(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Hours of training lost with the run, a resume that goes on although nothing changed, or one that cannot be made to."""
+    output, names = tmp_path / "run", drawn(7, 14)
+    easy = [chain for chain in BAD if chain not in (SLEEPER, KILLER)]
+    at = sorted(names.index(chain) for chain in easy)[1]
+    options = ["--data.max_quarantined=1", "--data.num_workers=0", "--data.time_limit=null", "--checkpoint_every=100"]
+    options += ["--data.samples_per_epoch=50"]
+    assert main(words(config, output, 14, *options, callback=RECORD)) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("evodsp: error: 2 chains failed, the last ")
+    assert "data.max_quarantined is 1" in last
+    assert sorted(samples(output)) == list(range(at))
+    resume = ["--ckpt_path=last", *options]
+    assert main(words(config, output, 14, *resume, callback=RECORD)) == 2
+    assert main(words(config, output, 14, *resume, "--data.max_quarantined=9", callback=RECORD)) == 0
+    assert sorted(samples(output)) == list(range(14))
+
+
+@pytest.mark.verify
+def test_200_steps_on_two_ranks(commands: CommandPool, tmp_path: Path) -> None:
+    """5 % of the chains are bad: steps that are left out, chains named twice, other samples that move, ranks that differ."""
+    config = write_data_set(tmp_path, good=95)
+    runs = {name: tmp_path / name for name in ("whole", "parts", "good", "without", "data")}
+    sequence = "--parallel.sequence=2"
+
+    def run(name: str, steps: int, *options: str, callback: str = PLANT) -> None:
+        outcomes = commands.evodsp(2, *words(config, runs[name], steps, *options, callback=callback))
+        assert [outcome.code for outcome in outcomes] == [0, 0], outcomes
+        assert not any("Traceback" in outcome.error for outcome in outcomes)
+
+    options = ["--checkpoint_every=50", "--data.validation_chains=null", "--data.samples_per_epoch=200"]
+    run("whole", 200, sequence, *options)
+    names = drawn(95, 200)
+    first = sorted((names.index(chain), chain) for chain in BAD)
+    assert quarantined(runs["whole"]) == first
+    seen = samples(runs["whole"])
+    assert sorted(seen) == list(range(200))
+    assert samples(runs["whole"], rank=1) == seen
+    assert list(read_curve(runs["whole"] / "curve.csv")) == list(range(200))
+
+    run("parts", 110, sequence, *options)
+    run("parts", 200, sequence, *options, "--ckpt_path=last")
+    assert samples(runs["parts"]) == seen
+
+    # The list without them: all five are left out from the first sample on, so none is ever read.
+    run("without", 1, sequence, *options, callback=RECORD)
+    (runs["without"] / "samples_0.jsonl").unlink()
+    lines = [json.dumps({"chain": chain, "sample": 0, "reason": "removed"}) for chain in BAD]
+    (runs["without"] / "quarantine.jsonl").write_text("\n".join(lines) + "\n")
+    run("without", 200, sequence, *options, "--ckpt_path=last", callback=RECORD)
+    without = samples(runs["without"])
+    assert all(checksum == seen[index] for index, checksum in without.items())
+    assert len(without) == 199
+
+    run("data", 100, *options)
+    found = samples(runs["data"]) | samples(runs["data"], rank=1)
+    assert quarantined(runs["data"]) == first
+    assert sorted(found) == list(range(200))
+    print(f"200 steps, {len(first)} bad chains: {first}")
