@@ -23,12 +23,13 @@ from torch.utils.data import Dataset
 
 from evodsp.config import FeatureConfig
 from evodsp.data.crop import Crop, centre_crop, training_crop
+from evodsp.data.distillation import PredictedStore, sampled_rows
 from evodsp.data.features import FEATURE_AXES, Sizes, check_config, make_features, max_clusters
 from evodsp.data.msa import MsaFeatures, merge_alignments, query_only
 from evodsp.data.parsed_chain import ChainSource
 from evodsp.data.query_check import check_alignments
 from evodsp.data.records import Alignment, Chain, ProteinSequence
-from evodsp.data.sampling import ChainChoice, ChainDraws
+from evodsp.data.sampling import DISTILLED, ChainChoice, ChainDraws
 from evodsp.data.templates.features import TemplateFeatures
 from evodsp.data.templates.source import FoundTemplates, TemplateSource
 from evodsp.errors import UserError
@@ -124,6 +125,7 @@ class ChainDataset(Dataset[Sample]):
         cache_bytes: int = 1 << 30,
         templates: TemplateSource | None = None,
         choice: ChainChoice | None = None,
+        distillation: PredictedStore | None = None,
     ) -> None:
         check_config(config)
         if not keys:
@@ -133,6 +135,7 @@ class ChainDataset(Dataset[Sample]):
         self.source, self.keys, self.config = source, tuple(keys), config
         self.training, self.batch_group, self.cache_bytes = training, batch_group, cache_bytes
         self.templates = templates if config.max_templates else None
+        self.distillation = distillation
         self._draws = Draws.root(seed).at("data")
         self._cache: OrderedDict[str, ChainRecord] = OrderedDict()
         self._cached_bytes = 0
@@ -173,7 +176,9 @@ class ChainDataset(Dataset[Sample]):
     def make(self, index: int, key: str) -> Sample:
         """Sample `index`, made of the chain `key`. Everything random about it depends on the index alone."""
         record = self._record(key)
-        draws = self._draws.at("sample", index)
+        draws, msa = self._draws.at("sample", index), record.msa
+        if self.distillation is not None and key.startswith(DISTILLED):
+            msa = sampled_rows(msa, self.distillation.max_rows, draws.at("distillation_rows"))
         length, crop_size = len(record.aatype), self.config.crop_size
         clamped, crop = True, centre_crop(length, crop_size)
         if self.training:
@@ -184,7 +189,7 @@ class ChainDataset(Dataset[Sample]):
         if templates is not None and self.training:
             templates = draw_templates(templates, self.config.max_templates, draws)
         cycles = self.cycles_of(index)
-        features = make_features(record.aatype, record.msa, self.config, draws, cycles, crop, sizes, templates)
+        features = make_features(record.aatype, msa, self.config, draws, cycles, crop, sizes, templates)
         sample = {name: torch.from_numpy(values) for name, values in features.items()}
         size = crop_size or crop.length
         for name, label in record.labels.items():
@@ -197,7 +202,10 @@ class ChainDataset(Dataset[Sample]):
         if key in self._cache:
             self._cache.move_to_end(key)
             return self._cache[key]
-        record = load_record(self.source, key, self.templates)
+        if self.distillation is not None and key.startswith(DISTILLED):
+            record = load_record(self.distillation, key.removeprefix(DISTILLED), self.templates)
+        else:
+            record = load_record(self.source, key, self.templates)
         self._cache[key] = record
         self._cached_bytes += record.nbytes
         while self._cached_bytes > self.cache_bytes and len(self._cache) > 1:

@@ -74,6 +74,17 @@ def read_chain(path: str | Path, chain_id: str) -> Chain:
     return entry.chain(chain_id)
 
 
+def read_confidence(path: str | Path, chain_id: str) -> Float32[np.ndarray, " L"]:
+    """pLDDT (0 to 100) of each residue of a predicted chain: the B-factor of its CA atom, 0 without one.
+
+    Raises FileFormatError if there are no B-factors, or none above 1, and as `read_chain` does.
+    """
+    entry = _Entry.read(path)
+    if not chain_id and len(entry.asym_of_chain) == 1:
+        (chain_id,) = entry.asym_of_chain
+    return entry.confidence(chain_id)
+
+
 def read_release_date(path: str | Path) -> date | None:
     """When the entry was first released, None if the file has no date. Raises FileFormatError as `read_structure` does."""
     return _release_date(_read_block(path))
@@ -137,19 +148,36 @@ class _Entry:
             raise FileFormatError(self.path, f"{found}; correct the file")
         return values
 
-    def chain(self, chain_id: str) -> Chain:
-        """Assemble one chain: [L, 37, 3] positions in SEQRES order."""
+    def confidence(self, chain_id: str) -> Float32[np.ndarray, " L"]:
+        """See `read_confidence`."""
+        rows, numbers, residue = self._residues(chain_id)
+        alpha = self.column("label_atom_id", rows, "") == "CA"
+        found = np.zeros(len(numbers), np.float32)
+        found[residue[alpha]] = self.numbers("B_iso_or_equiv", rows[alpha], "0")
+        if not 1 < found.max() <= 100:
+            message = f"B-factors reach {found.max():g}, but in a predicted structure they are the pLDDT, 0 to 100"
+            raise FileFormatError(self.path, f"{message}; write them so, or remove the file")
+        return found
+
+    def _residues(
+        self, chain_id: str
+    ) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " L"], Int64[np.ndarray, " n"]]:
+        """The chain's rows of _atom_site, its sequence numbers, and which of these each row's residue has."""
         asym = self.asym_of_chain[chain_id]
         rows = self.rows_of_asym[asym]
-        monomers = self.seqres[asym]
-        numbers = np.array(sorted(monomers))
+        numbers = np.array(sorted(self.seqres[asym]))
         sequence_ids = self.numbers("label_seq_id", rows).astype(np.int64)
         residue = np.searchsorted(numbers, sequence_ids).clip(max=len(numbers) - 1)
         if (outside := np.flatnonzero(numbers[residue] != sequence_ids)).size:
             found = f"an atom of chain {chain_id} has label_seq_id {sequence_ids[outside[0]]}"
             listed = f"{numbers[0]}..{numbers[-1]}"
             raise FileFormatError(self.path, f"{found}, which SEQRES ({listed}) does not list; correct the file")
+        return rows, numbers, residue
 
+    def chain(self, chain_id: str) -> Chain:
+        """Assemble one chain: [L, 37, 3] positions in SEQRES order."""
+        rows, numbers, residue = self._residues(chain_id)
+        monomers = self.seqres[self.asym_of_chain[chain_id]]
         names = self.column("label_comp_id", rows, "")
         occupancy = self.numbers("occupancy", rows, "1")
         residue_names = np.array([monomers[number][0] for number in numbers], dtype="U8")

@@ -127,6 +127,25 @@ class ChainDraws:
         return int(self._epoch[1][place])
 
 
+DISTILLED = "distillation/"
+"""What the names of chains of a self-distillation set begin with, here and in the quarantine."""
+
+
+class MixedDraws:
+    """Draws a sample from a self-distillation set with probability `fraction`, otherwise from the other chains.
+
+    Leaving a chain out does not change which of the two a sample is from: its replacement comes from the same set.
+    """
+
+    def __init__(self, draws: Draws, chains: ChainChoice, distilled: ChainChoice, fraction: float) -> None:
+        self._draws, self._chains, self._distilled, self._fraction = draws, chains, distilled, fraction
+
+    def choose(self, sample: int, left_out: Container[str]) -> str:
+        """See `ChainChoice.choose`."""
+        is_distilled = precise_uniform(self._draws.at("source", sample), 0) < self._fraction
+        return (self._distilled if is_distilled else self._chains).choose(sample, left_out)
+
+
 _ATTEMPTS_UNTIL_COUNTED = 64
 """After so many candidates that are left out, it is checked that there are others."""
 

@@ -7,8 +7,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
+from jaxtyping import Float32
+
 from evodsp.data.layout import entry_of, names_of, split_key, structure_file
-from evodsp.data.mmcif import read_chain, read_release_date, read_structure
+from evodsp.data.mmcif import read_chain, read_confidence, read_release_date, read_structure
 from evodsp.data.records import Chain, Structure
 from evodsp.data.text_files import read_json
 from evodsp.errors import FileFormatError, UserError, nearest
@@ -61,6 +64,11 @@ class StructureFolder:
         """The chain's structure. Raises UserError, with the nearest name, if the file or the chain is missing."""
         pdb_id, chain_id = split_key(key)
         return read_chain(self._existing(pdb_id, key), chain_id)
+
+    def confidence(self, key: str) -> Float32[np.ndarray, " L"]:
+        """pLDDT of each residue of a predicted chain; see `read_confidence`."""
+        pdb_id, chain_id = split_key(key)
+        return read_confidence(self._existing(pdb_id, key), chain_id)
 
     def structure(self, pdb_id: str) -> Structure:
         """All protein chains of an entry. Raises UserError, with the nearest name, if its file is missing."""

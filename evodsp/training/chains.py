@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -13,13 +13,15 @@ from lightning.pytorch.utilities import rank_zero_only
 from evodsp.data.chain_cache import read_chain_cache
 from evodsp.data.chain_list import chain_list
 from evodsp.data.dataset import load_record
+from evodsp.data.distillation import PredictedStore
 from evodsp.data.feature_store import BuiltStore
-from evodsp.data.sampling import left_out_by_filters, sampling_weights
+from evodsp.data.sampling import DISTILLED, left_out_by_filters, sampling_weights
 from evodsp.data.store import FeatureStore
+from evodsp.data.structures import StructureFolder
 from evodsp.data.templates.dates import parse_latest_date
 from evodsp.data.templates.source import TemplateSource
 from evodsp.errors import UserError, nearest
-from evodsp.training.config import DataConfig
+from evodsp.training.config import DataConfig, DistillationConfig
 
 MOST_CHAINS_READ = 64
 """Up to this many chains are read completely before training starts; of more, only the files' presence is checked."""
@@ -36,6 +38,9 @@ class Chains:
     test: list[str]
     weights: Float64[np.ndarray, " n"] | None = None
     """How often each training chain is drawn, in any unit; None: equally often."""
+    distillation: PredictedStore | None = None
+    distilled: list[str] = field(default_factory=list)
+    """Chains of the self-distillation set, their names beginning with `DISTILLED`."""
 
 
 def find_chains(config: DataConfig) -> Chains:
@@ -57,7 +62,29 @@ def find_chains(config: DataConfig) -> Chains:
             record = load_record(store, key, templates)
             if record.templates is not None:
                 _report(f"templates of {record.templates.log_line}")
-    return Chains(store, templates, train, validation, test, weights)
+    return Chains(store, templates, train, validation, test, weights, *_distillation(config.distillation))
+
+
+def _distillation(config: DistillationConfig) -> tuple[PredictedStore | None, list[str]]:
+    """The self-distillation set and its chains; chains without a structure are counted and left out."""
+    if config.alignment_dir is None or config.structure_dir is None:
+        return None, []
+    for name, path in (("alignment_dir", config.alignment_dir), ("structure_dir", config.structure_dir)):
+        if not Path(path).is_dir():
+            raise UserError(
+                f"data.distillation.{name} is {path}, which is not a folder; give the folder, or leave it out"
+            )
+    store = FeatureStore(config.alignment_dir, config.structure_dir)
+    predicted = PredictedStore(store, StructureFolder(config.structure_dir), config.min_plddt, config.max_msa_rows)
+    listed = store.keys() if config.chains is None else chain_list(config.chains)
+    found = [key for key in listed if store.has_structure(key)]
+    if not found:
+        raise UserError(f"data.distillation: none of {len(listed)} chains has a structure in {config.structure_dir}")
+    if len(found) < len(listed):
+        _report(
+            f"{len(found)} of {len(listed)} distillation chains; left out: {len(listed) - len(found)} without structure"
+        )
+    return predicted, [DISTILLED + key for key in found]
 
 
 def weighted_chains(keys: list[str], config: DataConfig) -> tuple[list[str], Float64[np.ndarray, " n"] | None]:

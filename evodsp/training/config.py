@@ -18,6 +18,7 @@ from evodsp.config import (
     LossConfig,
     MatmulPrecision,
     ModelConfig,
+    Range,
     check_matmul,
     check_numbers,
     memory_size,
@@ -84,6 +85,33 @@ class TrainingConfig(ModelConfig):
 
 
 @dataclass(frozen=True)
+class DistillationConfig:
+    """A self-distillation set (supplement 1.3): predicted structures that are trained on too; null folders for none."""
+
+    alignment_dir: str | None = None
+    """Folder of alignments, as data.alignment_dir."""
+    structure_dir: str | None = None
+    """Folder of predicted structures, as data.structure_dir, with the pLDDT (0 to 100) as B-factors."""
+    chains: str | list[str] | None = None
+    """Chains of the set: a list of names, or a text file with one name per line; null takes all chains with alignments."""
+    fraction: float = 0.75
+    """Share of the training samples that are from this set (AF2: 0.75)."""
+    min_plddt: float = 50.0
+    """Atoms of residues below this pLDDT are masked (AF2: 50)."""
+    max_msa_rows: int = 1000
+    """At most this many rows of an MSA are used, a new random sample of them each time (AF2: 1000)."""
+
+    def __post_init__(self) -> None:
+        ranges = {"fraction": FRACTION, "min_plddt": Range(0, most=100), "max_msa_rows": SIZE}
+        check_numbers(self, ranges, "data.distillation.")
+        if (self.alignment_dir is None) != (self.structure_dir is None):
+            raise UserError(
+                f"data.distillation.alignment_dir is {self.alignment_dir}, but data.distillation.structure_dir is "
+                f"{self.structure_dir}; give both, or neither"
+            )
+
+
+@dataclass(frozen=True)
 class DataConfig:
     """Training and validation chains, and how samples are made from them. Folders have OpenFold's layout (see the README)."""
 
@@ -107,6 +135,8 @@ class DataConfig:
     sampling: Literal["uniform", "alphafold2"] = "uniform"
     """How training chains are drawn. `uniform`: each epoch of as many samples as chains is a permutation. `alphafold2`: by
     their length and the size of their sequence cluster (supplement 1.2.5), which needs chain_data_cache."""
+    distillation: DistillationConfig = field(default_factory=DistillationConfig)
+    """Predicted structures that are trained on too."""
     template_structure_dir: str | None = None
     """Folder of template structures, <pdbid>.cif or <pdbid>.cif.gz. Template hits are read from the .hhr and hmm_output.sto
     files in the chains' alignment folders. null reads no templates."""

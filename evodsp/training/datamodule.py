@@ -14,7 +14,7 @@ from evodsp.config import FeatureConfig, memory_size
 from evodsp.data.dataset import ChainDataset
 from evodsp.data.quarantine import Quarantine, failures_of
 from evodsp.data.sample_pool import MadeHere, SampleMaker, SamplePool
-from evodsp.data.sampling import ChainDraws
+from evodsp.data.sampling import ChainChoice, ChainDraws, MixedDraws
 from evodsp.rng import Draws
 from evodsp.training.chains import Chains
 from evodsp.training.config import DataConfig
@@ -98,10 +98,21 @@ class ChainDataModule(LightningDataModule):
             self.quarantine.restore(failures_of(state_dict.get("quarantine", [])))  # none before version 0.2
 
     def _samples(self, keys: list[str], config: FeatureConfig, training: bool, group: int = 1) -> ChainDataset:
-        chains = self.chains
-        choice = ChainDraws(Draws.root(self.seed).at("data"), keys, chains.weights if training else None)
+        chains, draws = self.chains, Draws.root(self.seed).at("data")
+        choice: ChainChoice = ChainDraws(draws, keys, chains.weights if training else None)
+        if chains.distilled:
+            distilled = ChainDraws(draws.at("distillation"), chains.distilled)
+            choice = MixedDraws(draws, choice, distilled, self.config.distillation.fraction)
         return ChainDataset(
-            chains.store, keys, config, self.seed, training, group, templates=chains.templates, choice=choice
+            chains.store,
+            keys,
+            config,
+            self.seed,
+            training,
+            group,
+            templates=chains.templates,
+            choice=choice,
+            distillation=chains.distillation,
         )
 
     def _whole_chains(self, keys: list[str]) -> Iterable[Any]:

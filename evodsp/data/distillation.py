@@ -1,0 +1,70 @@
+"""Self-distillation sets: predicted structures as training targets (supplement 1.3).
+
+The prediction's confidence stands in the B-factors. Atoms of residues below a pLDDT are masked, so that nothing is learned from
+what the prediction was unsure of. A predicted structure has no resolution, so losses that need an experiment's do not count it,
+and no release date, so its templates need `data.max_template_date`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from evodsp.data.msa import MsaFeatures
+from evodsp.data.records import Alignment, Chain, ProteinSequence
+from evodsp.data.store import FeatureStore
+from evodsp.data.structures import StructureFolder
+from evodsp.data.templates.hits import TemplateHit
+from evodsp.errors import UserError
+from evodsp.rng import Draws
+
+
+@dataclass(frozen=True)
+class PredictedStore:
+    """The chains of a self-distillation set, as a `ChainStore`. Picklable, for workers."""
+
+    store: FeatureStore
+    """Alignments and template searches."""
+    structures: StructureFolder
+    """Predicted structures with the pLDDT, 0 to 100, as B-factors."""
+    min_plddt: float
+    """Atoms of residues below this are masked."""
+    max_rows: int
+    """At most this many rows of the MSA are used, a random sample."""
+
+    def alignments(self, key: str, query: ProteinSequence | None = None) -> list[Alignment]:
+        """The alignments of the chain."""
+        return self.store.alignments(key, query)
+
+    def chain(self, key: str) -> Chain:
+        """The predicted structure, without the residues that the prediction was unsure of.
+
+        Raises UserError if no residue is left.
+        """
+        chain = self.structures.chain(key)
+        sure = self.structures.confidence(key) >= self.min_plddt
+        if not sure.any():
+            raise UserError(
+                f"predicted chain {key} has no residue of a pLDDT of at least {self.min_plddt:g}; leave it out"
+            )
+        kept = sure[:, None].astype(np.float32)
+        return replace(
+            chain,
+            positions=chain.positions * kept[..., None],
+            mask=chain.mask * kept,
+            resolution=None,
+            release_date=None,
+        )
+
+    def template_hits(self, key: str, query: ProteinSequence) -> list[TemplateHit]:
+        """The hits of the chain's template searches."""
+        return self.store.template_hits(key, query)
+
+
+def sampled_rows(msa: MsaFeatures, most: int, draws: Draws) -> MsaFeatures:
+    """The query and a random sample of the other rows, `most` in all. The profile stays that of all rows."""
+    if msa.num_alignments <= most:
+        return msa
+    rows = np.concatenate([[0], 1 + np.sort(draws.permutation(msa.num_alignments - 1)[: most - 1])])
+    return MsaFeatures(msa.msa[rows], msa.deletions[rows], msa.profile)
