@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from evodsp.data.msa import MsaFeatures
+from evodsp.data.parsed_chain import ParsedChain, parse_chain
 from evodsp.data.records import Alignment, Chain, ProteinSequence
 from evodsp.data.store import FeatureStore
 from evodsp.data.structures import StructureFolder
@@ -22,7 +23,7 @@ from evodsp.rng import Draws
 
 @dataclass(frozen=True)
 class PredictedStore:
-    """The chains of a self-distillation set, as a `ChainStore`. Picklable, for workers."""
+    """The chains of a self-distillation set, as a `ChainSource`. Picklable, for workers."""
 
     store: FeatureStore
     """Alignments and template searches."""
@@ -32,6 +33,10 @@ class PredictedStore:
     """Atoms of residues below this are masked."""
     max_rows: int
     """At most this many rows of the MSA are used, a random sample."""
+
+    def parsed(self, key: str, with_hits: bool) -> ParsedChain:
+        """The chain; see `ChainSource`."""
+        return parse_chain(self, key, with_hits)
 
     def alignments(self, key: str, query: ProteinSequence | None = None) -> list[Alignment]:
         """The alignments of the chain."""
