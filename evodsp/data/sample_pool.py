@@ -9,12 +9,13 @@ workers has a pipe of its own and results stay in shared memory.
 from __future__ import annotations
 
 import contextlib
+import heapq
+import itertools
 import os
 import signal
 import threading
 import time
 import traceback
-from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
@@ -87,7 +88,7 @@ class SamplePool:
     """`workers` processes, each with at most one sample in hand, so that it is known which chain killed it.
 
     A worker that dies, or needs longer than `time_limit` seconds for a sample (None: no limit), is replaced; the sample's
-    future raises UserError. Samples are begun in the order in which they are submitted. On a machine with a GPU they arrive
+    future raises UserError. The lowest sample is begun first. On a machine with a GPU they arrive
     in pinned memory.
     """
 
@@ -99,7 +100,9 @@ class SamplePool:
             [__name__]
         )  # torch is imported once, and a worker starts within milliseconds
         self._lock = threading.Lock()
-        self._tasks: deque[_Task] = deque()
+        self._tasks: list[tuple[int, int, _Task]] = []
+        """A heap: the lowest sample is needed first, also if it was submitted again after its first chain failed."""
+        self._submitted = itertools.count()
         self._wake, self._woken = multiprocessing.Pipe(duplex=False)[::-1]
         self._closed = False
         self._failed_starts = 0
@@ -116,7 +119,7 @@ class SamplePool:
                 raise self._error
             if self._closed:
                 raise RuntimeError("the pool is closed")
-            self._tasks.append(task)
+            heapq.heappush(self._tasks, (index, next(self._submitted), task))
         self._wake.send(None)
         return task.future
 
@@ -161,7 +164,7 @@ class SamplePool:
     def _assign(self) -> None:
         for worker in self._workers:
             while worker.ready and worker.task is None and self._tasks:
-                task = self._tasks.popleft()
+                *_, task = heapq.heappop(self._tasks)
                 if task.future.set_running_or_notify_cancel():
                     worker.task, worker.since = task, time.monotonic()
                     with contextlib.suppress(OSError):  # it has died meanwhile, which `_attend` sees
@@ -227,7 +230,7 @@ class SamplePool:
         with self._lock:
             error = self._error or RuntimeError("the pool was closed")
             left = [worker.task for worker in self._workers if worker.task is not None]
-            left += [task for task in self._tasks if task.future.set_running_or_notify_cancel()]
+            left += [task for *_, task in self._tasks if task.future.set_running_or_notify_cancel()]
             self._tasks.clear()
         for task in left:
             task.future.set_exception(error)

@@ -158,7 +158,7 @@ class TrainingLoader:
 
     def _request(self, index: int) -> _Request:
         """Ask for sample `index`, again if its chain was left out meanwhile or could not be read."""
-        left_out = self.quarantine.chains_at(index)
+        left_out = self._left_out(index)
         request = self._requests.get(index)
         if request is None:
             key = self.samples.key_of(index, left_out)
@@ -175,6 +175,14 @@ class TrainingLoader:
             request.future.cancel()
             request.key = self.samples.key_of(index, left_out | request.failed.keys())
             request.future = self.maker.submit(index, request.key)
+
+    def _left_out(self, index: int) -> set[str]:
+        """The chains that sample `index` will leave out: those in the quarantine, and those that failed at a sample before it,
+        which will be there when `index` is handed over. So a chain that kills its worker does that once, however often it
+        is drawn among the samples that are made ahead.
+        """
+        earlier = (request.failed for sample, request in self._requests.items() if sample < index)
+        return self.quarantine.chains_at(index).union(*earlier)
 
     def _finished(self, index: int) -> Sample | None:
         """Wait for sample `index`, of whichever chain can be read; None if more chains fail than there is room for."""

@@ -134,6 +134,15 @@ def test_a_resume_takes_the_same_replacements(stopped: int, ahead: int) -> None:
     assert begun + chains(later) == whole
 
 
+def test_a_chain_that_failed_is_not_read_again_for_samples_made_ahead() -> None:
+    """A chain that kills its worker or sleeps, drawn several times within the samples that are made ahead: it would do so
+    each time."""
+    samples = Numbers(LETTERS, broken=("c", "f"))
+    seen = chains(training(samples, EpochSampler(1, batches=30), ahead=29))
+    assert sorted(key for _, key in samples.made if key in ("c", "f")) == ["c", "f"]
+    assert seen == chains(training(Numbers(LETTERS, broken=("c", "f")), EpochSampler(1, batches=30)))
+
+
 def test_a_chain_is_left_out_from_its_sample_on() -> None:
     """A resume from before a failure that cannot be repeated (a time limit): it must take what the run took then."""
     samples = Numbers(LETTERS)
