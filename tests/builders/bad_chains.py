@@ -5,22 +5,18 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import signal
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from evodsp.data.records import Alignment, ProteinSequence
-from evodsp.data.store import FeatureStore
 from evodsp.training.batch_check import digest
 from evodsp.training.datamodule import ChainDataModule
 from tests.builders.chains import AMINO_ACIDS
+from tests.builders.planted_store import KILLER, SLEEPER, PlantedStore
 from tests.builders.training_chains import TINY, write_chain
 
-SLEEPER, KILLER = "9slp_A", "9kil_A"
 BAD = ["9qry_A", "9cut_A", "9bin_A", SLEEPER, KILLER]
 """Chains with the alignment of another query, a truncated structure, bytes that are no text, and two that `Plant` makes bad."""
 
@@ -36,21 +32,10 @@ def write_data_set(folder: Path, good: int) -> Path:
     structure.write_text(structure.read_text()[: structure.stat().st_size // 2])
     (folder / "alignments" / BAD[2] / "uniref90_hits.a3m").write_bytes(b"\xff\xfe\x00")
     folders = f"  alignment_dir: {folder}/alignments\n  structure_dir: {folder}/mmcif_files\n"
-    workers = f"  train_chains: [{', '.join(keys)}]\n  num_workers: 1\n  time_limit: 10\n"
+    workers = f"  train_chains: [{', '.join(keys)}]\n  num_workers: 1\n  time_limit: 5\n"
     options = TINY.replace("data:\n", "data:\n" + folders + workers).replace("[1abc_A]", "[1000_A]")
     (folder / "run.yaml").write_text(options)
     return folder / "run.yaml"
-
-
-class PlantedStore(FeatureStore):
-    """A store in which one chain never answers and another one kills the process that reads it."""
-
-    def alignments(self, key: str, query: ProteinSequence | None = None) -> list[Alignment]:
-        if key == SLEEPER:
-            time.sleep(1000)
-        if key == KILLER:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().alignments(key, query)
 
 
 class Record(Callback):
