@@ -6,18 +6,23 @@ alignment database (`evodsp.data.store`) decides by the same file names.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterable
+from functools import cache
 from pathlib import Path
 
 from evodsp.data.parsers import parse_a3m, parse_hhr, parse_hmmsearch, parse_stockholm
-from evodsp.data.query_check import check_alignments
+from evodsp.data.query_check import matched_alignments
 from evodsp.data.records import Alignment, ProteinSequence
 from evodsp.data.templates.hits import TemplateHit
+from evodsp.data.text_files import unpack
 from evodsp.errors import UserError
 
 _PARSERS = {".a3m": parse_a3m, ".sto": parse_stockholm}
 _SUBFOLDERS = ("a3m", "sto", "hhr")
 _HMMSEARCH = "hmm_output.sto"
+_LARGEST_EMPTY = 4096
+"""Bytes that a file without text may have: blank lines, the header of a gzip archive."""
 _NOT_FOR_THE_MSA = ("uniprot_hits", "hmm_output")  # for pairing chains of a complex; for templates
 
 
@@ -59,24 +64,36 @@ def parse_search_result(path: str | Path, query: str, data: bytes | None = None)
     return [] if is_empty else parse_hmmsearch(path, data, query=query)
 
 
+def parse_alignments(files: Iterable[tuple[str | Path, bytes | None]]) -> list[Alignment]:
+    """The alignments of files (path, and bytes if they were read already), in their order.
+
+    Empty files are left out: a search without a result leaves them.
+    """
+    return [parse_alignment(path, data) for path, data in files if not _is_empty(path, data)]
+
+
 def read_alignment_dir(directory: str | Path, query: ProteinSequence | None = None) -> list[Alignment]:
-    """All alignments of a chain's folder, sorted by file name.
+    """All alignments of a chain's folder, sorted by file name; none, and a warning, if the folder or all of them are empty.
 
     The first row of each must be the query: `query` if given, else the first file's first row. X matches any letter.
 
-    Raises UserError if the folder is missing or holds no alignment, or if a first row is not the query.
+    Raises UserError if the folder is missing or holds other files only, or if a first row is not the query.
     """
     directory = Path(directory)
     if not directory.is_dir():
         raise UserError(f"{directory}: no such alignment directory; check the path or run the search for this chain")
-    alignments = [parse_alignment(path) for path in alignment_files(directory)]
-    if not alignments:
-        found = ", ".join(path.name for path in _files(directory)[:5]) or "it is empty"
+    files = alignment_files(directory)
+    if not files and (others := _files(directory)):
+        found = ", ".join(path.name for path in others[:5])
         raise UserError(
             f"{directory}: no alignment (.a3m or .sto) of the chain here ({found}); run the search for this chain"
         )
-    check_alignments(alignments, query)
-    return alignments
+    alignments = parse_alignments((path, None) for path in files)
+    if not alignments:
+        _say_once(
+            f"{directory}: {'empty alignments' if files else 'is empty'}; the MSA of the chain is its sequence alone"
+        )
+    return matched_alignments(alignments, query)
 
 
 def read_template_hits(directory: str | Path, query: ProteinSequence) -> list[TemplateHit]:
@@ -87,6 +104,20 @@ def read_template_hits(directory: str | Path, query: ProteinSequence) -> list[Te
     if not Path(directory).is_dir():
         raise UserError(f"{directory}: no such folder of template searches; check the path")
     return [hit for path in search_result_files(directory) for hit in parse_search_result(path, query.letters)]
+
+
+def _is_empty(path: str | Path, data: bytes | None) -> bool:
+    """Whether a file, gzipped or not, has no text. `data`: its bytes, if they were read already."""
+    if data is None and Path(path).stat().st_size > _LARGEST_EMPTY:
+        return False
+    content = Path(path).read_bytes() if data is None else data
+    return len(content) <= _LARGEST_EMPTY and not unpack(path, content).strip(b"\0 \t\r\n")
+
+
+@cache
+def _say_once(line: str) -> None:
+    """Warn, once in a process."""
+    logging.getLogger(__name__).warning(line)
 
 
 def _files(directory: Path) -> list[Path]:

@@ -8,7 +8,7 @@ of the PDB's mirrors, where entry 1abc lies in `ab/`:
 
     1abc.cif  1abc.mmcif  1abc.pdb  pdb1abc.ent
 
-Letters may be in either case.
+Letters may be in either case. In a folder of chain folders, a chain's structure may lie in `<key>/pdb/` or `<key>/cif/`.
 """
 
 from __future__ import annotations
@@ -38,6 +38,18 @@ def split_key(key: str) -> tuple[str, str]:
 def structure_file(directory: Path, entry: str) -> Path | None:
     """The structure file of an entry in a folder, None if there is none."""
     return next((path for path in _candidates(directory, entry) if path.is_file()), None)
+
+
+def nested_structure(directory: Path, key: str) -> Path | None:
+    """The structure file in a chain's folder, as OpenProteinSet nests it: `<key>/pdb/*.pdb` or `<key>/cif/*.cif`; None if there
+    is none. Raises UserError if there are several."""
+    folders = (directory / key / name for name in ("cif", "pdb"))
+    found = [path for folder in folders if folder.is_dir() for path in sorted(folder.iterdir())]
+    structures = [path for path in found if path.name.lower().endswith(_SUFFIXES) and not path.name.startswith(".")]
+    if len(structures) > 1:
+        names = ", ".join(path.name for path in structures[:5])
+        raise UserError(f"{directory / key}: several structures of the chain ({names}); keep one")
+    return structures[0] if structures else None
 
 
 def names_of(entry: str) -> str:

@@ -209,6 +209,11 @@ class _Entry:
             resolution=self.resolution,
             method=self.method,
             release_date=self.release_date,
+            alternatives=tuple(
+                (index, "".join(protein_letters_3to1_extended.get(name, "X") for name in monomers[number]))
+                for index, number in enumerate(numbers.tolist())
+                if len(monomers[number]) > 1
+            ),
         )
 
     def _atom37(

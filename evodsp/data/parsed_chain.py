@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from evodsp.data.msa import MsaFeatures, merge_alignments
-from evodsp.data.query_check import check_alignments
+from evodsp.data.msa import MsaFeatures, merge_alignments, query_only
+from evodsp.data.query_check import matched_alignments
 from evodsp.data.records import Alignment, Chain, ProteinSequence
 from evodsp.data.templates.hits import TemplateHit
-from evodsp.errors import UserError
+from evodsp.geometry.alphabet import encode
 
 
 @dataclass(frozen=True)
@@ -49,15 +49,12 @@ class ChainStore(Protocol):
 
 
 def parse_chain(store: ChainStore, key: str, with_hits: bool) -> ParsedChain:
-    """Read the chain `key` of `store`, and its template hits if they are wanted.
+    """Read the chain `key` of `store`, and its template hits if they are wanted. Without alignments the MSA is the query alone.
 
     Raises UserError if a part is missing or broken, or if its structure and its alignments have different sequences.
     """
     chain = store.chain(key)
-    query = ProteinSequence(key, chain.sequence)
-    alignments = store.alignments(key, query)
-    if not alignments:
-        raise UserError(f"chain {key} has no alignment; put an .a3m or .sto file into its alignment folder")
-    check_alignments(alignments, query)
-    hits = tuple(store.template_hits(key, query)) if with_hits else ()
-    return ParsedChain(chain, merge_alignments(alignments), hits)
+    query = chain.query(key)
+    alignments = matched_alignments(store.alignments(key, query), query)
+    msa = merge_alignments(alignments) if alignments else query_only(encode(chain.sequence))
+    return ParsedChain(chain, msa, tuple(store.template_hits(key, query)) if with_hits else ())

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from jaxtyping import Int8, Integer
+from jaxtyping import Int8, Int64, Integer
 
 from evodsp.data.records import Alignment, ProteinSequence
 from evodsp.errors import UserError
@@ -36,6 +37,40 @@ def check_query(
             f"{where} has '{letter}' at position {position}, {query_name} has '{expected}' "
             f"({differs.size} {'position differs' if differs.size == 1 else 'positions differ'}); {fix}"
         )
+
+
+def matched_alignments(alignments: Sequence[Alignment], query: ProteinSequence | None = None) -> list[Alignment]:
+    """`alignments`, each with the query as its first row. Raises UserError as `check_alignments` does.
+
+    OpenFold's FASTA files list all monomers of a residue with several (3jqh_A has 170 letters for 167 residues). Of an
+    alignment that was made with such a query, the columns of monomers that the chain does not have are dropped.
+    """
+    matched = [_without_alternatives(alignment, query) for alignment in alignments] if query else list(alignments)
+    check_alignments(matched, query)
+    return matched
+
+
+def _without_alternatives(alignment: Alignment, query: ProteinSequence) -> Alignment:
+    """The alignment with one column for each residue of the query, if its first row lists all monomers of the query."""
+    listed, kept = _all_monomers(query)
+    first = alignment.residues[0]
+    if len(kept) == len(listed) or len(first) != len(listed):
+        return alignment
+    if ((first != listed) & (first != UNKNOWN) & (listed != UNKNOWN)).any():
+        return alignment
+    # What was deleted before a dropped column was deleted before the next one that stays.
+    deletions = np.diff(np.cumsum(alignment.deletions, axis=1)[:, kept], axis=1, prepend=0).astype(np.int32)
+    return replace(alignment, residues=np.ascontiguousarray(alignment.residues[:, kept]), deletions=deletions)
+
+
+def _all_monomers(query: ProteinSequence) -> tuple[Int8[np.ndarray, " M"], Int64[np.ndarray, " L"]]:
+    """The letters of all monomers of all residues, in the order of SEQRES, and where the query's own are among them."""
+    several, letters, kept = dict(query.alternatives), "", []
+    for index, letter in enumerate(query.letters):
+        monomers = several.get(index, letter)
+        kept.append(len(letters) + max(monomers.find(letter), 0))
+        letters += monomers
+    return encode(letters), np.array(kept, np.int64)
 
 
 def check_alignments(alignments: Sequence[Alignment], query: ProteinSequence | None = None) -> None:

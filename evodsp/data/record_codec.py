@@ -107,6 +107,7 @@ def _chain_arrays(chain: Chain) -> tuple[_Arrays, dict[str, Any]]:
         "insertion_codes": {str(i): code for i, code in enumerate(chain.insertion_code) if code},
         "resolution": chain.resolution,
         "method": chain.method,
+        "alternatives": chain.alternatives,
         "released": None if chain.release_date is None else chain.release_date.isoformat(),
     }
     arrays = {
@@ -136,6 +137,7 @@ def _chain(arrays: _Arrays, header: dict[str, Any]) -> Chain:
         resolution=header["resolution"],
         method=header["method"],
         release_date=None if released is None else date.fromisoformat(released),
+        alternatives=tuple((int(index), str(letters)) for index, letters in header["alternatives"]),
     )
 
 

@@ -18,11 +18,15 @@ from evodsp.geometry.alphabet import GAP
 
 @dataclass(frozen=True)
 class ProteinSequence:
-    """One FASTA record. `letters` are upper-case one-letter codes, `name` is the first word of the header."""
+    """One FASTA record. `letters` are upper-case one-letter codes, `name` is the first word of the header.
+
+    `alternatives`: as a chain's.
+    """
 
     name: str
     letters: str
     description: str = ""
+    alternatives: tuple[tuple[int, str], ...] = ()
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -74,7 +78,8 @@ class Chain:
     """One protein chain of a structure file, in SEQRES order. Residues without coordinates are included and masked.
 
     `positions` in Å. `residue_number` and `insertion_code` are the author's (pdbx_PDB_ins_code, '' if there is none);
-    they are 0 and '' for residues without coordinates.
+    they are 0 and '' for residues without coordinates. `alternatives`: index and letters of each residue for which SEQRES lists
+    several monomers (microheterogeneity), in its order; `sequence` has one of them.
     """
 
     pdb_id: str
@@ -88,6 +93,7 @@ class Chain:
     resolution: float | None = None
     method: str = ""
     release_date: date | None = None
+    alternatives: tuple[tuple[int, str], ...] = ()
 
     def __post_init__(self) -> None:
         sizes = {
@@ -107,6 +113,10 @@ class Chain:
     @property
     def key(self) -> str:
         return f"{self.pdb_id}_{self.chain_id}"
+
+    def query(self, key: str) -> ProteinSequence:
+        """The chain's sequence, for searches and alignments under the name `key`."""
+        return ProteinSequence(key, self.sequence, alternatives=self.alternatives)
 
 
 @dataclass(frozen=True)

@@ -18,13 +18,13 @@ from typing import Any
 from evodsp.data.chain_folder import (
     is_alignment,
     is_search_result,
-    parse_alignment,
+    parse_alignments,
     parse_search_result,
     read_alignment_dir,
     read_template_hits,
 )
 from evodsp.data.parsed_chain import ParsedChain, parse_chain
-from evodsp.data.query_check import check_alignments
+from evodsp.data.query_check import matched_alignments
 from evodsp.data.records import Alignment, Chain, ProteinSequence, Structure
 from evodsp.data.structures import StructureFolder
 from evodsp.data.templates.hits import TemplateHit
@@ -104,8 +104,13 @@ class FeatureStore:
     def query(self, key: str) -> ProteinSequence:
         """The chain's sequence: from its structure (SEQRES) if there is one, else the first row of its first alignment."""
         if self.has_structure(key):
-            return ProteinSequence(name=key, letters=self.chain(key).sequence)
-        return ProteinSequence(name=key, letters=decode(self._read_alignments(key, None)[0].residues[0]))
+            return self.chain(key).query(key)
+        alignments = self._read_alignments(key, None)
+        if not alignments:
+            raise UserError(
+                f"chain {key}: its alignments are empty and it has no structure, so its sequence is unknown"
+            )
+        return ProteinSequence(name=key, letters=decode(alignments[0].residues[0]))
 
     def alignments(self, key: str, query: ProteinSequence | None = None) -> list[Alignment]:
         """The chain's alignments, sorted by file name. The first row of each is checked to be the query.
@@ -156,15 +161,12 @@ class FeatureStore:
         return databases
 
     def _from_database(self, key: str, query: ProteinSequence | None) -> list[Alignment]:
-        alignments = [
-            parse_alignment(source, data) for source, name, data in self._database_files(key) if is_alignment(name)
-        ]
-        if not alignments:
+        files = [(source, data) for source, name, data in self._database_files(key) if is_alignment(name)]
+        if not files:
             raise UserError(
                 f"{self.alignment_dir}: no alignment (.a3m or .sto) of chain '{key}' in the database; make it again"
             )
-        check_alignments(alignments, query)
-        return alignments
+        return matched_alignments(parse_alignments(files), query)
 
     def _database_files(self, key: str) -> Iterator[tuple[str, str, bytes]]:
         """(source for messages, name, content) of a chain's alignments and template searches, sorted by name."""

@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Float32
 
-from evodsp.data.layout import entry_of, names_of, split_key, structure_file
+from evodsp.data.layout import entry_of, names_of, nested_structure, split_key, structure_file
 from evodsp.data.mmcif import read_chain, read_confidence, read_release_date, read_structure
 from evodsp.data.records import Chain, Structure
 from evodsp.data.text_files import read_json
@@ -58,17 +58,17 @@ class StructureFolder:
 
     def has_structure(self, key: str) -> bool:
         """Whether there is a structure file for the chain's entry (whether it has the chain is not checked)."""
-        return structure_file(self.directory, split_key(key)[0]) is not None
+        return self._file(key) is not None
 
     def chain(self, key: str) -> Chain:
         """The chain's structure. Raises UserError, with the nearest name, if the file or the chain is missing."""
         pdb_id, chain_id = split_key(key)
-        return read_chain(self._existing(pdb_id, key), chain_id)
+        return read_chain(self._file(key) or self._existing(pdb_id, key), chain_id)
 
     def confidence(self, key: str) -> Float32[np.ndarray, " L"]:
         """pLDDT of each residue of a predicted chain; see `read_confidence`."""
         pdb_id, chain_id = split_key(key)
-        return read_confidence(self._existing(pdb_id, key), chain_id)
+        return read_confidence(self._file(key) or self._existing(pdb_id, key), chain_id)
 
     def structure(self, pdb_id: str) -> Structure:
         """All protein chains of an entry. Raises UserError, with the nearest name, if its file is missing."""
@@ -94,6 +94,10 @@ class StructureFolder:
                     dates = _read_dates(path, by_chain=name == CACHE_NAMES[1]) | dates
                     break
         return dates
+
+    def _file(self, key: str) -> Path | None:
+        """The chain's structure file: of its entry, or in the folder of the chain."""
+        return structure_file(self.directory, split_key(key)[0]) or nested_structure(self.directory, key)
 
     def _existing(self, pdb_id: str, wanted: str) -> Path:
         if (path := structure_file(self.directory, pdb_id)) is not None:

@@ -67,3 +67,21 @@ def test_files_of_both_searches_and_layouts(tmp_path: Path) -> None:
     assert read_template_hits(folder, QUERY) == [], "hmmsearch without hits leaves an empty file"
     with pytest.raises(UserError, match="no such folder"):
         read_template_hits(tmp_path / "nowhere", QUERY)
+
+
+@pytest.mark.parametrize("files", [{}, {"a.a3m": ""}, {"a.a3m": "\n \n", "b.sto": "\0", "pdb70.hhr": "x"}])
+def test_an_empty_alignment_or_folder_is_the_query_alone(
+    tmp_path: Path, files: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Catches a search without a result ending the run, and a chain without homologues that nobody is told of, or often."""
+    folder = chain_folder(tmp_path, "1abc_A", files)
+    folder.mkdir(exist_ok=True)
+    query = ProteinSequence("1abc_A", "ACDE")
+    assert read_alignment_dir(folder, query) == read_alignment_dir(folder, query) == []
+    assert [record.message.count("sequence alone") for record in caplog.records] == [1]
+
+
+def test_an_empty_alignment_beside_others_is_left_out(tmp_path: Path) -> None:
+    """Catches an empty file, gzipped or not, that spoils a good one."""
+    folder = chain_folder(tmp_path, "1abc_A", {"a.a3m": "", "b.a3m.gz": "", "c.a3m": A3M})
+    assert names(read_alignment_dir(folder)) == ["c.a3m"]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from evodsp.data.layout import entry_of, split_key, structure_file
+from evodsp.data.layout import entry_of, nested_structure, split_key, structure_file
 from evodsp.data.structures import StructureFolder
 from evodsp.errors import UserError
 from tests.builders.mmcif import atom, entry
@@ -47,3 +47,19 @@ def test_a_key_without_a_chain_means_the_only_one(tmp_path: Path) -> None:
     assert folder.chain("A0A009").sequence == "G"
     with pytest.raises(UserError, match="Chains: A, B"):
         folder.chain("two")
+
+
+@pytest.mark.parametrize("place", ["pdb/query.cif", "cif/cluster7.cif.gz", "cif/cluster7.mmcif"])
+def test_a_structure_in_the_folder_of_its_chain(tmp_path: Path, place: str) -> None:
+    """Catches OpenProteinSet's nested structures overlooked, and one of several taken at random."""
+    path = tmp_path / "cluster7" / place
+    path.parent.mkdir(parents=True)
+    path.write_text(entry({"A": "1:ALA"}, [atom("CA", "ALA", 1, 0)]))
+    (path.parent / ".hidden.cif").write_text("")
+    folder = StructureFolder(tmp_path)
+    assert folder.has_structure("cluster7")
+    assert not folder.has_structure("cluster8")
+    assert folder.chain("cluster7").sequence == "A"
+    (path.parent / "other.pdb").write_text("")
+    with pytest.raises(UserError, match=r"cluster7: several structures of the chain \(.*\); keep one"):
+        nested_structure(tmp_path, "cluster7")

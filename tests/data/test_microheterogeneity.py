@@ -1,0 +1,74 @@
+"""Alignments whose query lists every monomer of a residue that has several."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from evodsp.data.mmcif import read_chain
+from evodsp.data.query_check import matched_alignments
+from evodsp.data.records import Alignment, ProteinSequence
+from evodsp.data.store import FeatureStore
+from evodsp.errors import UserError
+from evodsp.geometry.alphabet import decode, encode
+from tests.builders.alignments import make_alignment
+from tests.builders.mmcif import atom, entry
+
+# Residue 2 is S or T, residue 4 is E, D or N: the chain has T and D. SEQRES lists A S T G E D N W.
+QUERY = ProteinSequence("1abc_A", "ATGDW", alternatives=((1, "ST"), (3, "EDN")))
+ROWS = ("ASTGEDNW", "AS-GE-NW", "-STG-DN-")
+
+
+def alignment(rows: tuple[str, ...]) -> Alignment:
+    residues = np.stack([encode(row) for row in rows])
+    deletions = np.arange(residues.size, dtype=np.int32).reshape(residues.shape)
+    return Alignment("hits.a3m", tuple(f"s{i}" for i in range(len(rows))), residues, deletions)
+
+
+def test_surplus_columns_are_dropped() -> None:
+    """Catches the wrong monomer's column kept, columns shifted behind it, and deletions that vanish with a column."""
+    (matched,) = matched_alignments([alignment(ROWS)], QUERY)
+    assert [decode(row) for row in matched.residues] == ["ATGDW", "A-G-W", "-TGD-"]
+    assert matched.deletions[0].tolist() == [0, 1 + 2, 3, 4 + 5, 6 + 7]
+    assert matched.deletions[1].tolist() == [8, 9 + 10, 11, 12 + 13, 14 + 15]
+    assert (matched.deletions.dtype, matched.residues.dtype) == (np.int32, np.int8)
+
+
+def test_an_alignment_of_the_chain_itself_is_kept() -> None:
+    """Catches columns dropped from an alignment that was made with the chain's own sequence."""
+    own = make_alignment("ATGDW", 4)
+    assert matched_alignments([own], QUERY) == [own]
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        pytest.param(QUERY, id="other letters"),
+        pytest.param(replace(QUERY, alternatives=()), id="one monomer each"),
+        pytest.param(replace(QUERY, alternatives=((1, ""), (99, "AC"))), id="nonsense"),
+    ],
+)
+def test_another_query_is_one_line(query: ProteinSequence) -> None:
+    """Catches columns dropped until anything fits."""
+    rows = ("ASTGEDNA",) if query is QUERY else ROWS
+    with pytest.raises(UserError, match=r"hits\.a3m: the first row 's0' has 8 residues, .* has 5"):
+        matched_alignments([alignment(rows)], query)
+
+
+def test_from_files(tmp_path: Path) -> None:
+    """Catches monomers of SEQRES that do not reach the alignment; the chain has those of highest occupancy."""
+    monomers = "1:ALA 2:SER 2:THR 3:GLY 4:GLU 4:ASP 4:ASN 5:TRP"
+    chosen = [("ALA", 1, 1), ("SER", 2, 0.4), ("THR", 2, 0.6), ("GLY", 3, 1), ("GLU", 4, 0.2), ("ASP", 4, 0.5)]
+    atoms = [
+        atom("CA", name, number, 3.8 * number, occupancy=share) for name, number, share in [*chosen, ("TRP", 5, 1)]
+    ]
+    (structures := tmp_path / "mmcif_files").mkdir()
+    (structures / "1abc.cif").write_text(entry({"A": monomers}, atoms))
+    (folder := tmp_path / "alignments" / "1abc_A").mkdir(parents=True)
+    (folder / "hits.a3m").write_text("".join(f">s\n{row}\n" for row in ROWS))
+    assert read_chain(structures / "1abc.cif", "A").query("1abc_A") == QUERY
+    parsed = FeatureStore(tmp_path / "alignments", structures).parsed("1abc_A", with_hits=False)
+    assert [decode(row) for row in parsed.msa.msa] == ["ATGDW", "A-G-W", "-TGD-"]
