@@ -29,6 +29,7 @@ OPTIONS_OF_OTHERS = {
     "--help",
     "--max-restarts",
     "--cpu",
+    "--base",
     "--dry-run",
     "--only",
     "--backends",
@@ -40,7 +41,7 @@ OPTIONS_OF_OTHERS = {
 """Options of torchrun and of scripts, and those that `--help` does not show."""
 
 ELSEWHERE = {
-    *("config.yaml", "train.txt", "video.py", "train_monomer_demo_bp.sh"),
+    *("config.yaml", "train.txt", "chains.txt", "downloaded/missing.txt", "video.py", "train_monomer_demo_bp.sh"),
     *("fastfold/distributed/comm.py", "megatron/core/pipeline_parallel/schedules.py"),
     "deepspeed/runtime/zero/stage_1_and_2.py",
 }

@@ -1,0 +1,156 @@
+"""`scripts/data/fetch.py` on local folders and on a server of this machine: whole, resumed, damaged and missing files."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import re
+import shlex
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import parse_qs, unquote, urlsplit
+
+import pytest
+
+from evodsp.data.store import FeatureStore
+from scripts.data import fetch
+from tests.builders.builds import letters_of, write_chain
+from tests.builders.pages import ROOT
+
+KEY = "1abc_A"
+
+
+@pytest.fixture
+def mirror(tmp_path: Path) -> Path:
+    """OpenProteinSet's and the PDB's layouts of one chain."""
+    write_chain(tmp_path / "plain", KEY, letters_of(3))
+    root = tmp_path / "mirror"
+    (folder := root / "pdb" / KEY / "a3m").mkdir(parents=True)
+    (tmp_path / "plain" / "alignments" / KEY / "hits.a3m").rename(folder / "bfd_uniclust_hits.a3m")
+    (root / "ab").mkdir()
+    (root / "ab" / "1abc.cif.gz").write_bytes(
+        gzip.compress((tmp_path / "plain" / "mmcif_files" / "1abc.cif").read_bytes())
+    )
+    for name in fetch.LISTS:
+        (root / name).write_text(name)
+    (tmp_path / "chains.txt").write_text(f"{KEY}\n")
+    return root
+
+
+class Bucket(BaseHTTPRequestHandler):
+    """A bucket of S3: listings of one object a page, and ranges. `served` are the ranges that were asked for."""
+
+    root: Path
+    served: list[str | None]
+    sum_of: dict[str, str]
+
+    def do_GET(self) -> None:
+        query = parse_qs(urlsplit(self.path).query)
+        name = unquote(urlsplit(self.path).path)[1:]
+        if query:
+            self.answer(200, self.listing(query["prefix"][0], int(query.get("continuation-token", ["0"])[0])))
+        elif not (self.root / name).is_file():
+            self.answer(404, b"")
+        else:
+            self.served.append(self.headers["Range"])
+            start = int((self.headers["Range"] or "bytes=0-")[6:-1])
+            self.answer(206 if start else 200, (self.root / name).read_bytes()[start:])
+
+    def listing(self, prefix: str, page: int) -> bytes:
+        paths = sorted(path for path in (self.root / prefix).rglob("*") if path.is_file())
+        entries = ""
+        for path in paths[page : page + 1]:
+            name = path.relative_to(self.root).as_posix()
+            digest = self.sum_of.get(name) or hashlib.md5(path.read_bytes()).hexdigest()
+            tags = f"<Key>{name}</Key><Size>{path.stat().st_size}</Size><ETag>&quot;{digest}&quot;</ETag>"
+            entries += f"<Contents>{tags}</Contents>"
+        more = f"<NextContinuationToken>{page + 1}</NextContinuationToken>" if page + 1 < len(paths) else ""
+        return f'<ListBucketResult xmlns="{fetch._S3[1:-1]}">{entries}{more}</ListBucketResult>'.encode()
+
+    def answer(self, status: int, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def bucket(mirror: Path) -> Iterator[type[Bucket]]:
+    class Handler(Bucket):
+        root, served, sum_of = mirror, [], {}
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        Handler.address = f"http://127.0.0.1:{server.server_port}"  # type: ignore[attr-defined]
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield Handler
+        server.shutdown()
+        thread.join()
+
+
+def run(what: str, base: str, folder: Path) -> int:
+    chains = [] if what == "lists" else ["--chains", str(folder / "chains.txt")]
+    return fetch.main([what, *chains, "--output", str(folder / "got"), "--base", base])
+
+
+@pytest.mark.parametrize("kind", ["folder", "server"])
+def test_what_is_fetched_can_be_read(mirror: Path, bucket: type[Bucket], tmp_path: Path, kind: str) -> None:
+    """Catches files in places where no reader looks, a second page of a listing forgotten, and lists left out."""
+    (mirror / "pdb" / KEY / "hhr").mkdir()
+    (mirror / "pdb" / KEY / "hhr" / "pdb70_hits.hhr").write_text("x")
+    base = str(mirror) if kind == "folder" else bucket.address  # type: ignore[attr-defined]
+    assert [run(what, base, tmp_path) for what in ("alignments", "structures", "lists")] == [0, 0, 0]
+    store = FeatureStore(tmp_path / "got" / "alignments", tmp_path / "got" / "mmcif_files")
+    assert store.parsed(KEY, with_hits=False).chain.sequence == letters_of(3)
+    assert (tmp_path / "got" / "alignments" / KEY / "hhr" / "pdb70_hits.hhr").read_text() == "x"
+    assert all((tmp_path / "got" / name).read_text() == name for name in fetch.LISTS)
+
+
+def test_half_a_file_is_completed_and_a_whole_one_kept(mirror: Path, bucket: type[Bucket], tmp_path: Path) -> None:
+    """Catches everything fetched again, and the second half put in the wrong place."""
+    folder = tmp_path / "got" / "alignments" / KEY / "a3m"
+    folder.mkdir(parents=True)
+    whole = (mirror / "pdb" / KEY / "a3m" / "bfd_uniclust_hits.a3m").read_bytes()
+    (folder / ".bfd_uniclust_hits.a3m.partial").write_bytes(whole[:20])
+    for _ in range(2):
+        assert run("alignments", bucket.address, tmp_path) == 0  # type: ignore[attr-defined]
+    assert bucket.served == ["bytes=20-"]
+    assert [path.name for path in folder.iterdir()] == ["bfd_uniclust_hits.a3m"]
+    assert (folder / "bfd_uniclust_hits.a3m").read_bytes() == whole
+
+
+def test_damaged_and_missing_files_are_listed(
+    mirror: Path, bucket: type[Bucket], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a damaged file kept under its name, and a missing chain that ends the fetch or is not told."""
+    monkeypatch.setattr(fetch.time, "sleep", lambda seconds: None)
+    (tmp_path / "chains.txt").write_text(f"{KEY}\n2abc_B\n")
+    bucket.sum_of["pdb/1abc_A/a3m/bfd_uniclust_hits.a3m"] = "0" * 32
+    assert run("alignments", bucket.address, tmp_path) == 1  # type: ignore[attr-defined]
+    missing = (tmp_path / "got" / "missing.txt").read_text()
+    assert "2abc_B: no alignments in" in missing
+    assert "bfd_uniclust_hits.a3m: has another MD5 sum" in missing
+    assert len(bucket.served) == fetch.ATTEMPTS
+    assert not any(path.is_file() for path in (tmp_path / "got" / "alignments").rglob("*"))
+    (mirror / "ab" / "1abc.cif.gz").write_bytes((mirror / "ab" / "1abc.cif.gz").read_bytes()[:-9])
+    assert run("structures", str(mirror), tmp_path) == 1
+    missing = (tmp_path / "got" / "missing.txt").read_text()
+    assert "ab/1abc.cif.gz: is a broken gzip archive" in missing
+    assert "2abc.cif.gz: " in missing
+
+
+def test_a_wrong_base_is_one_line(mirror: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("lists", str(tmp_path / "nowhere"), tmp_path) == 2
+    assert "no such folder; give a folder, or an address" in capsys.readouterr().err
+
+
+def test_the_commands_of_the_page() -> None:
+    """Catches options that docs/data.md names and the program does not know."""
+    page = (ROOT / "docs" / "data.md").read_text()
+    commands = re.findall(r"^python scripts/data/fetch\.py (.*)$", page, re.MULTILINE)
+    assert [fetch.options(shlex.split(words)).what for words in commands] == ["alignments", "structures", "lists"]
