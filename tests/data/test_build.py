@@ -19,7 +19,7 @@ from evodsp.data.building.engine import on_cluster, on_this_machine
 from evodsp.data.building.parts import Account
 from evodsp.data.feature_store import CHAINS, BuiltStore
 from evodsp.errors import UserError
-from tests.builders.builds import build_with_deadly_chains, config, content, letters_of, write_chain
+from tests.builders.builds import build_with_deadly_chains, config, content, die_at_once, letters_of, write_chain
 from tests.builders.processes import begin
 
 KEYS = [f"{number}abc_A" for number in range(1, 9)]
@@ -88,6 +88,16 @@ def test_chains_that_kill_their_worker_are_left_out(folder: Path, tmp_path: Path
     assert [entry.key for entry in account.records] == ["8abc_A"]
     assert [name for name, _ in account.failed] == ["9abc_A", "9bbc_A"]
     assert "worker process was ended" in account.failed[0][1]
+
+
+def test_a_worker_that_dies_before_it_reads_is_no_chains_fault(folder: Path, tmp_path: Path) -> None:
+    """Catches a chain blamed that an earlier build was reading when it was killed, and a loop without end."""
+    plan = Plan.of(config(folder, tmp_path / "store"))
+    (tmp_path / "store" / "building").mkdir(parents=True)
+    part = plan.parts(tmp_path / "store", CHAINS, plan.keys)[0]
+    part.current.write_text(KEYS[0])
+    with pytest.raises(UserError, match="the worker process that makes it was ended"):
+        list(on_this_machine([part], 1, die_at_once))
 
 
 def kill_a_build(folder: Path, output: Path, until: float | None = None) -> None:

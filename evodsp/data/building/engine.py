@@ -7,6 +7,7 @@ their processes dies, and cannot be interrupted; hence this small pool.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -35,13 +36,13 @@ def on_this_machine(parts: Sequence[Part], workers: int, build: Build = build_pa
             while waiting and len(crew) < workers:
                 connection, process = _start(build)
                 crew[connection] = process, waiting.pop()
-                connection.send(crew[connection][1])
+                _give(connection, crew[connection][1])
             for ready in wait(list(crew)):
                 assert isinstance(ready, Connection)
                 process, (part, deadly) = crew.pop(ready)
                 try:
                     result = ready.recv()
-                except EOFError:
+                except (EOFError, ConnectionError):
                     waiting.append((part, deadly | _killed_by(part, deadly)))
                     continue
                 if isinstance(result, BaseException):
@@ -49,7 +50,7 @@ def on_this_machine(parts: Sequence[Part], workers: int, build: Build = build_pa
                 yield result
                 if waiting:
                     crew[ready] = process, waiting.pop()
-                    ready.send(crew[ready][1])
+                    _give(ready, crew[ready][1])
                 else:
                     ready.close()  # the process ends
     finally:
@@ -89,6 +90,13 @@ def _start(build: Build) -> tuple[Connection, Any]:
     process.start()
     theirs.close()
     return ours, process
+
+
+def _give(connection: Connection, task: _Task) -> None:
+    """Send a task to a worker. If the worker is dead already, the next `recv` tells."""
+    task[0].current.unlink(missing_ok=True)  # of a build that was killed
+    with contextlib.suppress(ConnectionError):
+        connection.send(task)
 
 
 def _serve(connection: Connection, build: Build) -> None:
