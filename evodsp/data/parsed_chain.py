@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from evodsp.data.msa import MsaFeatures, merge_alignments, query_only
-from evodsp.data.query_check import matched_alignments
+from evodsp.data.query_check import matched_alignments, matched_hits
 from evodsp.data.records import Alignment, Chain, ProteinSequence
 from evodsp.data.templates.hits import TemplateHit
 from evodsp.geometry.alphabet import encode
@@ -57,4 +57,4 @@ def parse_chain(store: ChainStore, key: str, with_hits: bool) -> ParsedChain:
     query = chain.query(key)
     alignments = matched_alignments(store.alignments(key, query), query)
     msa = merge_alignments(alignments) if alignments else query_only(encode(chain.sequence))
-    return ParsedChain(chain, msa, tuple(store.template_hits(key, query)) if with_hits else ())
+    return ParsedChain(chain, msa, matched_hits(store.template_hits(key, query), query) if with_hits else ())

@@ -7,9 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from jaxtyping import Int8, Int64, Integer
+from jaxtyping import Int8, Int32, Int64, Integer
 
 from evodsp.data.records import Alignment, ProteinSequence
+from evodsp.data.templates.hits import TemplateHit
 from evodsp.errors import UserError
 from evodsp.geometry.alphabet import UNKNOWN, decode, encode
 
@@ -61,6 +62,40 @@ def _without_alternatives(alignment: Alignment, query: ProteinSequence) -> Align
     # What was deleted before a dropped column was deleted before the next one that stays.
     deletions = np.diff(np.cumsum(alignment.deletions, axis=1)[:, kept], axis=1, prepend=0).astype(np.int32)
     return replace(alignment, residues=np.ascontiguousarray(alignment.residues[:, kept]), deletions=deletions)
+
+
+def matched_hits(hits: Sequence[TemplateHit], query: ProteinSequence) -> tuple[TemplateHit, ...]:
+    """`hits`, numbered along the query. Those of a search whose query lists all monomers lose the surplus ones.
+
+    Hits of other queries are returned as they are: `templates.build` refuses them.
+    """
+    listed, kept = _all_monomers(query)
+    if len(kept) == len(listed):
+        return tuple(hits)
+    place = np.full(len(listed), -1, np.int32)
+    place[kept] = np.arange(len(kept))
+    return tuple(
+        _renumbered(hit, place) if _agrees(hit, listed) and not _agrees(hit, encode(query.letters)) else hit
+        for hit in hits
+    )
+
+
+def _agrees(hit: TemplateHit, query: Int8[np.ndarray, " M"]) -> bool:
+    """Whether the hit's letters of the query are those of `query` at their indices."""
+    at = hit.indices_query[hit.indices_query >= 0]
+    if at.size and at.max() >= len(query):
+        return False
+    found, expected = encode(hit.query.replace("-", "")), query[at]
+    return len(found) == len(expected) and not ((found != expected) & (found != UNKNOWN) & (expected != UNKNOWN)).any()
+
+
+def _renumbered(hit: TemplateHit, place: Int32[np.ndarray, " M"]) -> TemplateHit:
+    """The hit with `place[i]` for residue i of its query; -1 leaves the residue out."""
+    indices = np.where(hit.indices_query >= 0, place[hit.indices_query], -1).astype(np.int32)
+    letters = "".join(letter if index >= 0 else "-" for letter, index in zip(hit.query, indices, strict=True))
+    paired = int(((indices >= 0) & (hit.indices_hit >= 0)).sum())
+    lost = int(((hit.indices_query >= 0) & (hit.indices_hit >= 0)).sum()) - paired
+    return replace(hit, indices_query=indices, query=letters, aligned_columns=hit.aligned_columns - lost)
 
 
 def _all_monomers(query: ProteinSequence) -> tuple[Int8[np.ndarray, " M"], Int64[np.ndarray, " L"]]:

@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 
 from evodsp.data.mmcif import read_chain
-from evodsp.data.query_check import matched_alignments
+from evodsp.data.query_check import matched_alignments, matched_hits
 from evodsp.data.records import Alignment, ProteinSequence
 from evodsp.data.store import FeatureStore
 from evodsp.errors import UserError
 from evodsp.geometry.alphabet import decode, encode
 from tests.builders.alignments import make_alignment
 from tests.builders.mmcif import atom, entry
+from tests.builders.templates import make_hit
 
 # Residue 2 is S or T, residue 4 is E, D or N: the chain has T and D. SEQRES lists A S T G E D N W.
 QUERY = ProteinSequence("1abc_A", "ATGDW", alternatives=((1, "ST"), (3, "EDN")))
@@ -41,6 +42,17 @@ def test_an_alignment_of_the_chain_itself_is_kept() -> None:
     """Catches columns dropped from an alignment that was made with the chain's own sequence."""
     own = make_alignment("ATGDW", 4)
     assert matched_alignments([own], QUERY) == [own]
+
+
+def test_hits_of_such_a_query_are_renumbered() -> None:
+    """Catches templates shifted behind a residue with several monomers, or hits of the chain itself changed."""
+    searched = make_hit("STG-EDNW", "MKLVMKLV", first_query=1)  # of A S T G E D N W
+    (hit,) = matched_hits([searched], QUERY)
+    assert (hit.query, hit.indices_query.tolist()) == ("-TG--D-W", [-1, 1, 2, -1, -1, 3, -1, 4])
+    assert hit.aligned_columns == searched.aligned_columns - 3
+    assert hit.pairs.tolist() == [[1, 1], [2, 2], [3, 5], [4, 7]]
+    own, other = make_hit("TGDW", "MKLV", first_query=1), make_hit("WWWW", "MKLV", first_query=4)
+    assert matched_hits([own, other], QUERY) == (own, other)
 
 
 @pytest.mark.parametrize(
