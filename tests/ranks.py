@@ -99,12 +99,23 @@ def end_with_parent() -> None:
     threading.Thread(target=watch, name="end with parent", daemon=True).start()
 
 
+class UncheckedPool(RankPool):
+    """Ranks without the checks of shapes, which torch.compile cannot trace."""
+
+    def _target(self) -> Callable[[int, int, str, Connection], None]:
+        return _serve_unchecked
+
+
 def _serve(rank: int, ranks: int, path: str, pipe: Connection) -> None:
     """Run the functions that arrive through `pipe`, until it is closed."""
+    import tests.conftest  # noqa: F401  (installs the shape checks)
+
+    _serve_unchecked(rank, ranks, path, pipe)
+
+
+def _serve_unchecked(rank: int, ranks: int, path: str, pipe: Connection) -> None:
     end_with_parent()
     import torch.distributed as dist
-
-    import tests.conftest  # noqa: F401  (installs the shape checks)
 
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=ranks)
     groups = {n: dist.new_group(list(range(n))) for n in range(1, ranks + 1)}

@@ -58,8 +58,8 @@ class MSAColumnAttention(ShardedModule):
 class MSAColumnGlobalAttention(ShardedModule):
     """MSA column-wise gated attention with one global query per column (algorithm 19).
 
-    With m on S, ranks exchange only sums over sequences: first for the mean query, then the numerator and denominator of the
-    softmax average. With m on R nothing is exchanged.
+    With m on S, ranks exchange only sums over their sequences: first for the mean query, then the numerator and denominator of
+    the softmax average with their shift. With m on R nothing is exchanged.
     """
 
     def __init__(self, c_m: int, heads: int, head_width: int) -> None:
@@ -89,10 +89,11 @@ class MSAColumnGlobalAttention(ShardedModule):
         q = self.query(mean.to(k.dtype)).unflatten(-1, (self.heads, -1)) * self.head_width**-0.5  # [B, r, H, D]
         keys = mask_bias(mask).transpose(1, 2).unsqueeze(2).to(mean.dtype)
         logits = q @ k.transpose(-1, -2) + keys  # [B, r, H, s], in float32 at least
-        weight = (logits - over_sequences.max(_largest(logits))).exp()
-        # Numerator and denominator of the softmax average over sequences, in one sum: [B, r, H, D + 1].
-        sums = over_sequences.start_sum(torch.cat([weight.to(v.dtype) @ v, weight.sum(-1, keepdim=True)], -1))
-        numerator, denominator = sums.wait().split((self.head_width, 1), -1)
+        largest = _largest(logits)
+        weight = (logits - largest).exp()
+        # Numerator and denominator of the softmax average over sequences: [B, r, H, D + 1].
+        sums = torch.cat([weight.to(v.dtype) @ v, weight.sum(-1, keepdim=True)], -1)
+        numerator, denominator = over_sequences.softmax_sums(sums, largest).split((self.head_width, 1), -1)
         average = (numerator / denominator).flatten(-2).unsqueeze(1).to(gate.dtype)  # [B, 1, r, H D]
         return self.kernels.gated_linear(average, gate, self.output.weight, self.output.bias)
 

@@ -109,11 +109,7 @@ class RecordingExchange(ShardedExchange):
         self.layer = None
         return pending
 
-    def max(self, x: Tensor) -> Tensor:
-        self._record("all-reduce", 2 * x.numel(), 0)
-        return x
-
-    def _launched(self, x: Tensor, collective: Collective) -> Pending:
+    def _launched(self, x: Tensor, collective: Collective, exact: bool) -> Pending:
         shape = collective.result_shape(x.shape)
         self._record(collective.kind, collective.volume(x.shape), collective.transpose().volume(shape))
         return Ready(x.new_empty(shape))

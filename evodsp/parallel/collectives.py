@@ -23,6 +23,8 @@ from evodsp.parallel.group import Group
 from evodsp.parallel.layout import shard_slice
 from evodsp.parallel.ledger import Kind
 
+# The same collectives as operators of a graph: they return the buffer that is being received. There is no `reduce`.
+_traced = torch.ops._c10d_functional
 # torch 2.13 renamed them and deprecates the old names, which older releases only have.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -43,7 +45,7 @@ class Transfer:
         """Wait for the communication and return its result."""
         self.work.wait()
         self.sent = None
-        return self.pieces[0] if len(self.pieces) == 1 else torch.cat(self.pieces, self.dim)
+        return _joined(self.pieces, self.dim)
 
 
 class Collective(ABC):
@@ -55,6 +57,22 @@ class Collective(ABC):
     @abstractmethod
     def launch(self, x: Tensor, backward: bool = False) -> Transfer:
         """Start communicating this rank's `x`. `backward`: it is a gradient (for the ledger)."""
+
+    @abstractmethod
+    def traced(self, x: Tensor) -> Tensor:
+        """`launch` as an operator of a graph of torch.compile: the buffer that is being received. Nothing is recorded."""
+
+    @abstractmethod
+    def buffer_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Shape of the received buffer, from the shape of the input."""
+
+    @abstractmethod
+    def pieces(self, received: Tensor, shape: Sequence[int]) -> tuple[tuple[Tensor, ...], int]:
+        """Views of the received buffer, and the dimension along which they are concatenated. `shape`: of the input."""
+
+    def arrived(self, received: Tensor, shape: Sequence[int]) -> Tensor:
+        """The result, from the buffer when it has been received. `shape`: of the input."""
+        return _joined(*self.pieces(received, shape))
 
     @abstractmethod
     def transpose(self) -> Collective:
@@ -85,26 +103,36 @@ class Switch(Collective):
     kind: Kind = "all-to-all"
 
     def launch(self, x: Tensor, backward: bool = False) -> Transfer:
-        rank = self.group.rank
-        _check_size(x, self.source, self.source_sizes[rank])
-        _check_size(x, self.target, sum(self.target_sizes))
-        sent = _packed(x, self.target, self.target_sizes)
-        shapes = [
-            _resized(x.shape, {self.source: size, self.target: self.target_sizes[rank]}) for size in self.source_sizes
-        ]
-        received = x.new_empty(sum(map(math.prod, shapes)))
-        leaving = x.numel() // max(1, sum(self.target_sizes))
-        work = dist.all_to_all_single(
-            received,
-            sent,
-            [math.prod(shape) for shape in shapes],
-            [leaving * size for size in self.target_sizes],
-            group=self.group.handle,
-            async_op=True,
-        )
+        sent = self._packed(x)
+        received = x.new_empty(self.buffer_shape(x.shape))
+        arriving, leaving = self._counts(x.shape)
+        work = dist.all_to_all_single(received, sent, arriving, leaving, group=self.group.handle, async_op=True)
         self._record(sent, backward)
-        whole = _resized(x.shape, {self.source: sum(self.source_sizes), self.target: self.target_sizes[rank]})
-        return Transfer(work, _pieces(received, shapes, whole, self.source), self.source, sent)
+        return Transfer(work, *self.pieces(received, x.shape), sent)
+
+    def traced(self, x: Tensor) -> Tensor:
+        return _traced.all_to_all_single(self._packed(x), *self._counts(x.shape), self.group.name)
+
+    def buffer_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        return (math.prod(self.result_shape(shape)),)
+
+    def pieces(self, received: Tensor, shape: Sequence[int]) -> tuple[tuple[Tensor, ...], int]:
+        return _pieces(received, self._arriving(shape), self.result_shape(shape), self.source), self.source
+
+    def _packed(self, x: Tensor) -> Tensor:
+        _check_size(x, self.source, self.source_sizes[self.group.rank])
+        _check_size(x, self.target, sum(self.target_sizes))
+        return _packed(x, self.target, self.target_sizes)
+
+    def _arriving(self, shape: Sequence[int]) -> list[tuple[int, ...]]:
+        """Shape of what comes from each rank."""
+        own = self.target_sizes[self.group.rank]
+        return [_resized(shape, {self.source: size, self.target: own}) for size in self.source_sizes]
+
+    def _counts(self, shape: Sequence[int]) -> tuple[list[int], list[int]]:
+        """How many numbers come from each rank, and how many go to each."""
+        line = math.prod(shape) // max(1, sum(self.target_sizes))
+        return [math.prod(part) for part in self._arriving(shape)], [line * size for size in self.target_sizes]
 
     def result_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         rank = self.group.rank
@@ -127,23 +155,33 @@ class Gather(Collective):
     kind: Kind = "all-gather"
 
     def launch(self, x: Tensor, backward: bool = False) -> Transfer:
-        largest = max(self.sizes)
-        _check_size(x, self.dim, self.sizes[self.group.rank])
-        # Shard sizes differ by at most one: every shard is padded to the largest. With `dim` in front, unpadding is a view.
-        front = x.movedim(self.dim, 0)
-        if front.shape[0] == largest:
-            sent = front.contiguous()
-        else:
-            sent = front.new_zeros(largest, *front.shape[1:])
-            sent[: front.shape[0]] = front
-        received = x.new_empty(len(self.sizes) * largest, *front.shape[1:])
+        sent = self._padded(x)
+        received = x.new_empty(self.buffer_shape(x.shape))
         work = _all_gather(received, sent, group=self.group.handle, async_op=True)
         self._record(received, backward)
-        if min(self.sizes) == largest:
-            return Transfer(work, (received.movedim(0, self.dim),), self.dim, sent)
-        parts = received.view(len(self.sizes), *sent.shape)
-        pieces = tuple(part[:size].movedim(0, self.dim) for part, size in zip(parts, self.sizes, strict=True))
-        return Transfer(work, pieces, self.dim, sent)
+        return Transfer(work, *self.pieces(received, x.shape), sent)
+
+    def traced(self, x: Tensor) -> Tensor:
+        return _traced.all_gather_into_tensor(self._padded(x), self.group.size, self.group.name)
+
+    def buffer_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        return _in_front(shape, self.dim, len(self.sizes) * max(self.sizes))
+
+    def pieces(self, received: Tensor, shape: Sequence[int]) -> tuple[tuple[Tensor, ...], int]:
+        if min(self.sizes) == max(self.sizes):
+            return (received.movedim(0, self.dim),), self.dim
+        parts = received.unflatten(0, (len(self.sizes), max(self.sizes)))
+        return tuple(p[:size].movedim(0, self.dim) for p, size in zip(parts, self.sizes, strict=True)), self.dim
+
+    def _padded(self, x: Tensor) -> Tensor:
+        """Shard sizes differ by at most one: every shard is padded to the largest. With `dim` in front, unpadding is a view."""
+        _check_size(x, self.dim, self.sizes[self.group.rank])
+        front, largest = x.movedim(self.dim, 0), max(self.sizes)
+        if front.shape[0] == largest:
+            return front.contiguous()
+        sent = front.new_zeros(largest, *front.shape[1:])
+        sent[: front.shape[0]] = front
+        return sent
 
     def result_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         return _resized(shape, {self.dim: sum(self.sizes)})
@@ -165,20 +203,31 @@ class ScatterSum(Collective):
     kind: Kind = "reduce-scatter"
 
     def launch(self, x: Tensor, backward: bool = False) -> Transfer:
-        largest, rank = max(self.sizes), self.group.rank
-        _check_size(x, self.dim, sum(self.sizes))
-        front = x.movedim(self.dim, 0)
-        if min(self.sizes) == largest:
-            sent = front.contiguous()
-        else:
-            sent = front.new_zeros(len(self.sizes), largest, *front.shape[1:])
-            for part, values in zip(sent, front.split(self.sizes), strict=True):
-                part[: len(values)] = values
-            sent = sent.flatten(0, 1)
-        received = x.new_empty(largest, *front.shape[1:])
+        sent = self._padded(x)
+        received = x.new_empty(self.buffer_shape(x.shape))
         work = _reduce_scatter(received, sent, group=self.group.handle, async_op=True)
         self._record(sent, backward)
-        return Transfer(work, (received[: self.sizes[rank]].movedim(0, self.dim),), self.dim, sent)
+        return Transfer(work, *self.pieces(received, x.shape), sent)
+
+    def traced(self, x: Tensor) -> Tensor:
+        return _traced.reduce_scatter_tensor(self._padded(x), "sum", self.group.size, self.group.name)
+
+    def buffer_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        return _in_front(shape, self.dim, max(self.sizes))
+
+    def pieces(self, received: Tensor, shape: Sequence[int]) -> tuple[tuple[Tensor, ...], int]:
+        return (received[: self.sizes[self.group.rank]].movedim(0, self.dim),), self.dim
+
+    def _padded(self, x: Tensor) -> Tensor:
+        """Every shard of `x` padded to the largest, `dim` in front."""
+        _check_size(x, self.dim, sum(self.sizes))
+        front, largest = x.movedim(self.dim, 0), max(self.sizes)
+        if min(self.sizes) == largest:
+            return front.contiguous()
+        sent = front.new_zeros(len(self.sizes), largest, *front.shape[1:])
+        for part, values in zip(sent, front.split(self.sizes), strict=True):
+            part[: len(values)] = values
+        return sent.flatten(0, 1)
 
     def result_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         return _resized(shape, {self.dim: self.sizes[self.group.rank]})
@@ -201,7 +250,16 @@ class Sum(Collective):
         total = x.clone(memory_format=torch.contiguous_format)
         work = dist.all_reduce(total, group=self.group.handle, async_op=True)
         self._record(total, backward, times=2)
-        return Transfer(work, (total,), 0, total)
+        return Transfer(work, *self.pieces(total, x.shape), total)
+
+    def traced(self, x: Tensor) -> Tensor:
+        return _traced.all_reduce(x.contiguous(), "sum", self.group.name)
+
+    def buffer_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        return tuple(shape)
+
+    def pieces(self, received: Tensor, shape: Sequence[int]) -> tuple[tuple[Tensor, ...], int]:
+        return (received,), 0
 
     def result_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         return tuple(shape)
@@ -224,13 +282,24 @@ class Broadcast(Collective):
     kind: Kind = "broadcast"
 
     def launch(self, x: Tensor, backward: bool = False) -> Transfer:
-        rank = self.group.rank
-        _check_size(x, self.dim, self.sizes[rank])
-        shape = _resized(x.shape, {self.dim: self.sizes[self.root]})
-        buffer = x.contiguous() if rank == self.root else x.new_empty(shape)
+        buffer = self._buffer(x)
         work = dist.broadcast(buffer, group_src=self.root, group=self.group.handle, async_op=True)
         self._record(buffer, backward)
-        return Transfer(work, (buffer,), self.dim, buffer)
+        return Transfer(work, *self.pieces(buffer, x.shape), buffer)
+
+    def traced(self, x: Tensor) -> Tensor:
+        return _traced.broadcast(self._buffer(x), self.root, self.group.name)
+
+    def buffer_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        return self.result_shape(shape)
+
+    def pieces(self, received: Tensor, shape: Sequence[int]) -> tuple[tuple[Tensor, ...], int]:
+        return (received,), self.dim
+
+    def _buffer(self, x: Tensor) -> Tensor:
+        rank = self.group.rank
+        _check_size(x, self.dim, self.sizes[rank])
+        return x.contiguous() if rank == self.root else x.new_empty(self.buffer_shape(x.shape))
 
     def result_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         return _resized(shape, {self.dim: self.sizes[self.root]})
@@ -253,13 +322,23 @@ class Reduce(Collective):
     kind: Kind = "reduce"
 
     def launch(self, x: Tensor, backward: bool = False) -> Transfer:
-        rank = self.group.rank
         _check_size(x, self.dim, self.sizes[self.root])
         total = x.clone(memory_format=torch.contiguous_format)
         work = dist.reduce(total, group_dst=self.root, group=self.group.handle, async_op=True)
         self._record(total, backward)
-        own = total if rank == self.root else x.new_zeros(_resized(x.shape, {self.dim: self.sizes[rank]}))
-        return Transfer(work, (own,), self.dim, total)
+        return Transfer(work, *self.pieces(total, x.shape), total)
+
+    def traced(self, x: Tensor) -> Tensor:
+        """An all-reduce, of twice the bytes, because no operator reduces to one rank."""
+        _check_size(x, self.dim, self.sizes[self.root])
+        return _traced.all_reduce(x.contiguous(), "sum", self.group.name)
+
+    def buffer_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        return tuple(shape)
+
+    def pieces(self, received: Tensor, shape: Sequence[int]) -> tuple[tuple[Tensor, ...], int]:
+        own = received if self.group.rank == self.root else received.new_zeros(self.result_shape(shape))
+        return (own,), self.dim
 
     def result_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         return _resized(shape, {self.dim: self.sizes[self.group.rank]})
@@ -306,6 +385,15 @@ def _pieces(flat: Tensor, shapes: list[tuple[int, ...]], whole: tuple[int, ...],
         return (flat.view(whole),)
     parts = flat.split([math.prod(shape) for shape in shapes])
     return tuple(part.view(shape) for part, shape in zip(parts, shapes, strict=True))
+
+
+def _joined(pieces: tuple[Tensor, ...], dim: int) -> Tensor:
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
+
+
+def _in_front(shape: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
+    """`shape` with axis `dim` in front, and its size replaced."""
+    return (size, *shape[:dim], *shape[dim + 1 :])
 
 
 def _resized(shape: Sequence[int], sizes: dict[int, int]) -> tuple[int, ...]:

@@ -58,6 +58,14 @@ class Exchange(ABC):
     def max(self, x: Tensor) -> Tensor:
         """Elementwise maximum over ranks, without gradient (used to stabilise a softmax)."""
 
+    @abstractmethod
+    def softmax_sums(self, sums: Tensor, largest: Tensor) -> Tensor:
+        """Sums over all ranks of exp(logit - shift) x value, up to one common factor for each row.
+
+        `sums` [..., c]: this rank's, with its own shift `largest` [..., 1], which carries no gradient. Quotients of the results
+        do not depend on any shift.
+        """
+
     def keeping(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """Contexts for a computation and for its recomputation (`context_fn` of torch's checkpoint).
 
@@ -114,6 +122,9 @@ class LocalExchange(Exchange):
     def max(self, x: Tensor) -> Tensor:
         return x.detach()
 
+    def softmax_sums(self, sums: Tensor, largest: Tensor) -> Tensor:
+        return sums
+
     def owned(self, whole: int) -> slice:
         return slice(0, whole)
 
@@ -167,6 +178,14 @@ class ShardedExchange(Exchange):
             self._tape.results.append(total)
         return total
 
+    def softmax_sums(self, sums: Tensor, largest: Tensor) -> Tensor:
+        # One all-gather, instead of an all-reduce of the shift and then one of the sums: they are small, so latency counts. Not
+        # rounded on the wire: the shift that is sent must be the one that was used.
+        own = torch.cat([sums, largest.detach().to(sums.dtype)], -1).unsqueeze(0)
+        every = self._start(own, Gather(self.group, 0, (1,) * self.group.size), exact=True).wait()
+        sums, shifts = every[..., :-1], every[..., -1:].detach()
+        return (sums * (shifts - shifts.amax(0)).exp()).sum(0)
+
     def owned(self, whole: int) -> slice:
         return shard_slice(whole, self.group.size, self.group.rank)
 
@@ -186,17 +205,18 @@ class ShardedExchange(Exchange):
         finally:
             self._tape = before
 
-    def _start(self, x: Tensor, collective: Collective) -> Pending:
+    def _start(self, x: Tensor, collective: Collective, exact: bool = False) -> Pending:
+        """`exact`: communicate in the precision of `x`, whatever that of other numbers is."""
         keeps = self._tape is not None and collective.kind in KEPT
         if self._tape is None or not keeps:
-            return self._launched(x, collective)
+            return self._launched(x, collective, exact)
         if self._tape.replaying:
             return Ready(self._tape.next().requires_grad_(x.requires_grad))
         self._tape.results.append(None)
-        return _Recorded(self._launched(x, collective), self._tape.results, len(self._tape.results) - 1)
+        return _Recorded(self._launched(x, collective, exact), self._tape.results, len(self._tape.results) - 1)
 
-    def _launched(self, x: Tensor, collective: Collective) -> Pending:
-        pending: Pending = start(x, collective) if self.dtype is None else _Cast(x, collective, self.dtype)
+    def _launched(self, x: Tensor, collective: Collective, exact: bool) -> Pending:
+        pending = start(x, collective) if exact or self.dtype is None else _Cast(x, collective, self.dtype)
         return pending if self.overlap else Ready(pending.wait())
 
 

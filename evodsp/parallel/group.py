@@ -15,6 +15,11 @@ class Group:
         self.handle, self.ledger = handle, ledger
 
     @property
+    def name(self) -> str:
+        """The name under which operators of a compiled graph find the process group."""
+        return self.handle.group_name
+
+    @property
     def rank(self) -> int:
         """This process's rank within the group."""
         return dist.get_rank(self.handle)

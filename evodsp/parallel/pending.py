@@ -108,6 +108,47 @@ class _Wait(torch.autograd.Function):
         return gradient.new_zeros(()), None, None
 
 
-def start(x: Tensor, collective: Collective) -> Launched:
+class Traced(Pending):
+    """A collective under way within a graph of torch.compile, where it must be an operator.
+
+    Autograd again gets a token instead of the buffer. Its gradient, in the backward pass, IS the buffer that the transpose
+    receives, and so the token has that buffer's shape. Nothing but the wait reads it.
+    """
+
+    def __init__(self, x: Tensor, collective: Collective) -> None:
+        self._collective, self._shape = collective, tuple(x.shape)
+        self._received = collective.traced(x.detach())
+        self._token: Tensor = _Depart.apply(x, collective)
+
+    def wait(self, keep: bool = False) -> Tensor:
+        return _Arrive.apply(self._token, self._received, self._collective, self._shape)
+
+
+class _Depart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, collective: Collective) -> Tensor:
+        ctx.transpose, ctx.shape = collective.transpose(), collective.result_shape(x.shape)
+        return x.new_zeros(()).expand(ctx.transpose.buffer_shape(ctx.shape))
+
+    @staticmethod
+    def backward(ctx: Any, received: Tensor) -> tuple[Tensor, None]:
+        return ctx.transpose.arrived(_wait_tensor(received), ctx.shape), None
+
+
+class _Arrive(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, received: Tensor, collective: Collective, shape: tuple[int, ...]) -> Tensor:
+        ctx.transpose = collective.transpose()
+        return collective.arrived(_wait_tensor(received), shape)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.transpose.traced(gradient), None, None, None
+
+
+_wait_tensor = torch.ops._c10d_functional.wait_tensor
+
+
+def start(x: Tensor, collective: Collective) -> Pending:
     """Launch `collective` on `x`; its result is awaited with `.wait()`."""
-    return Launched(x, collective)
+    return Traced(x, collective) if torch.compiler.is_compiling() else Launched(x, collective)

@@ -79,6 +79,15 @@ class _Named(Collective):
             transfer = self.inner.launch(x, backward)
         return _NamedTransfer(transfer.work, transfer.pieces, transfer.dim, transfer.sent, self.name)
 
+    def traced(self, x: Tensor) -> Tensor:
+        return self.inner.traced(x)
+
+    def buffer_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        return self.inner.buffer_shape(shape)
+
+    def pieces(self, received: Tensor, shape: Sequence[int]) -> tuple[tuple[Tensor, ...], int]:
+        return self.inner.pieces(received, shape)
+
     def transpose(self) -> _Named:
         return _Named(self.inner.transpose(), self.name)
 
@@ -96,8 +105,8 @@ class TracedExchange(ShardedExchange):
         super().__init__(group)
         self._names = names
 
-    def _launched(self, x: Tensor, collective: Collective) -> Pending:
-        return super()._launched(x, _Named(collective, next(self._names)))
+    def _launched(self, x: Tensor, collective: Collective, exact: bool) -> Pending:
+        return super()._launched(x, _Named(collective, next(self._names)), exact)
 
 
 def name_layers(stack: EvoformerStack) -> None:

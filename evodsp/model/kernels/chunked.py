@@ -99,7 +99,8 @@ def _weights(
 ) -> Float[Tensor, "n H Q K"]:
     """Softmax of the logits, in float32 at least."""
     (n, heads, queries, width), length = q.shape, k.shape[2]
-    masked = mask_bias(keys.to(wide(q.dtype)))[:, None, None, :]
+    # Contiguous: torch.compile lays out the sum below as its operands are, and not as the tensor that it is written into.
+    masked = mask_bias(keys.to(wide(q.dtype))).contiguous()[:, None, None, :]
     # The logits are scaled, and not the queries: in half precision these would be rounded again.
     if q.dtype == masked.dtype:
         logits = q.new_empty(n, heads, queries, length)
@@ -130,6 +131,8 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, projected: Tensor, keys: Tensor, pair_bias: Tensor | None, first: int) -> Tensor:
         q, k, v, gate = parts_of(projected, first, _queries(projected, pair_bias))
+        if pair_bias is not None:  # read once a chunk; around the ending node it comes transposed
+            pair_bias = pair_bias.contiguous()
         # With the order of the gate's strides, so that the caller's transposition is undone.
         out = torch.empty_like(gate)
         keep = any(ctx.needs_input_grad) and q[..., 0].numel() * k.shape[2] <= _KEEP
