@@ -20,6 +20,7 @@ from evodsp.output import check_output_folder
 from evodsp.parallel.config import ParallelConfig
 from evodsp.parallel.mesh import data_ranks
 from evodsp.training.chains import Chains, find_chains
+from evodsp.training.compilation import check_compilation
 from evodsp.training.config import DataConfig, RunConfig, TrainingConfig, check_templates
 from evodsp.training.options import Command
 from evodsp.training.run_folder import RunFolder
@@ -55,6 +56,11 @@ class Settings:
             options.kernels,
             dict(options.trainer),
         )
+
+    @property
+    def communication(self) -> CommunicationPlan:
+        """The plan, as far as compiled blocks can follow it: they do not keep what was gathered for a recomputation."""
+        return self.plan if self.run.compile == "none" else dataclasses.replace(self.plan, keep_gathered=False)
 
     @property
     def batches_per_pass(self) -> int:
@@ -97,6 +103,8 @@ def check_run(command: Command, settings: Settings) -> CheckedRun:
     check_names(settings.kernels)
     ranks = count_ranks(settings.trainer, parallel)
     check_training_sizes(parallel, data)
+    if command == "fit":
+        check_compilation(settings.run, parallel, settings.plan, data, on_gpu(settings.trainer))
     folder = RunFolder(Path(settings.run.output))
     start = folder.start(command, settings.run, process_group.was_restarted())
     if command == "fit":

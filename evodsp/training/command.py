@@ -29,6 +29,7 @@ from evodsp.launch.process_group import guarded, place, stop, under_launcher
 from evodsp.model.matmul import float32_matmul
 from evodsp.training.checkpointing import Interruption, LastCheckpoint, WholeFileIO, best_checkpoint
 from evodsp.training.checks import CheckedRun, Settings, check_run, on_gpu, run_config
+from evodsp.training.compilation import CompiledBlocks
 from evodsp.training.csv_logger import CurveLogger
 from evodsp.training.datamodule import ChainDataModule
 from evodsp.training.ema import ExponentialMovingAverage
@@ -146,7 +147,7 @@ def build(run: CheckedRun) -> Built:
         config["devices"] = (
             [place().local_rank] if world.on_gpu else 1
         )  # this rank's; the strategy knows the other ranks
-        config["strategy"] = DSPStrategy(world, settings.plan)
+        config["strategy"] = DSPStrategy(world, settings.communication)
     try:
         trainer = Trainer(**config)
     except (ValueError, MisconfigurationException) as error:  # how Lightning reports a wrong option
@@ -167,6 +168,8 @@ def _callbacks(run: CheckedRun, last: LastCheckpoint) -> list[Callback]:
         callbacks.append(TrainingProgress())
     if run.command == "fit":
         callbacks.append(AutomaticRecomputation())
+    if run.command == "fit" and settings.run.compile == "blocks":
+        callbacks.append(CompiledBlocks(settings.run.cuda_graphs))
     if run.command == "fit" and settings.model.ema_decay is not None:
         callbacks.append(ExponentialMovingAverage(settings.model.ema_decay))
     if run.command == "fit" and settings.trainer["enable_checkpointing"] is not False:

@@ -203,6 +203,11 @@ class RunConfig:
     matmul_precision: MatmulPrecision = "highest"
     """Products of float32 matrices on a GPU: `highest` (float32) or `high` (TF32: several times faster, 10 bits of each factor
     instead of 23). trainer.precision bf16-mixed leaves few such products."""
+    compile: Literal["none", "blocks"] = "none"
+    """Compile the blocks of all stacks with torch.compile: `none` or `blocks`. Needs a C++ compiler on a CPU, Triton on a GPU.
+    The first step takes minutes. Gathered biases are communicated again where activations are recomputed."""
+    cuda_graphs: bool = False
+    """Capture the compiled blocks as CUDA graphs, which a GPU replays without launches by the CPU. Needs compile: blocks."""
     output: str = "runs/evodsp"
     """Folder of the run's files: checkpoints/, curve.csv, tensorboard/ and config.yaml."""
     overwrite: bool = False
