@@ -105,6 +105,4 @@ def test_a_compiled_collective_hides_behind_computation_in_both_passes(unchecked
     """Catches a wait directly after its launch in a compiled graph, forward or backward."""
     for forward, backward in unchecked.run(2, order):
         assert forward == ["launch", "compute", "wait"]
-        assert backward[0] == "launch"
-        assert backward[-1] == "wait"
-        assert "compute" in backward
+        assert (backward[0], *set(backward[1:-1]), backward[-1]) == ("launch", "compute", "wait")
