@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Container
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -43,8 +44,11 @@ class Chains:
     """Chains of the self-distillation set, their names beginning with `DISTILLED`."""
 
 
-def find_chains(config: DataConfig) -> Chains:
-    """Open the store and look every chain up. Raises UserError for the first file or name that is missing."""
+def find_chains(config: DataConfig, quarantined: Container[str] = frozenset()) -> Chains:
+    """Open the store and look every chain up. Raises UserError for the first file or name that is missing.
+
+    `quarantined`: chains that a run which resumes is known to leave out; they are not read in advance.
+    """
     store, templates = _files(config) if config.store is None else _built_store(config, config.store)
     known = list(store.keys())
     train = chain_list(config.train_chains) if config.train_chains is not None else known
@@ -58,7 +62,7 @@ def find_chains(config: DataConfig) -> Chains:
     train, weights = weighted_chains(train, config)
     distinct = dict.fromkeys([*train, *validation, *test])
     if len(distinct) <= MOST_CHAINS_READ:
-        for key in distinct:
+        for key in (key for key in distinct if key not in quarantined):
             record = load_record(store, key, templates)
             if record.templates is not None:
                 _report(f"templates of {record.templates.log_line}")

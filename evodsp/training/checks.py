@@ -12,6 +12,7 @@ import torch
 
 from evodsp.config import COUNT, SIZE, KernelsConfig, ModelConfig, check_numbers
 from evodsp.data.features import check_config
+from evodsp.data.quarantine import read_quarantine
 from evodsp.errors import UserError
 from evodsp.launch import process_group
 from evodsp.model.kernels.backends import check_names
@@ -109,7 +110,8 @@ def check_run(command: Command, settings: Settings) -> CheckedRun:
     start = folder.start(command, settings.run, process_group.was_restarted())
     if command == "fit":
         check_output_folder(folder.path)
-    chains = find_chains(data)
+    known = read_quarantine(folder.quarantine) if command == "fit" and start is not None else None
+    chains = find_chains(data, {failure.chain for failure in known or ()})
     if command != "fit":
         check_scored_chains(command, chains)
     if start is not None:

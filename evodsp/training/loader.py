@@ -150,7 +150,9 @@ class TrainingLoader:
                 self._request(index)
             samples = {index: self._finished(index) for index in indices}
         except UserError as error:  # no chain is left: every rank must hear of it
-            return error, []
+            reasons = [failure.reason for failure in self.quarantine.failures]
+            reasons += [reason for request in self._requests.values() for reason in request.failed.values()]
+            return UserError(f"{error}; the last one: {reasons[-1]}") if reasons else error, []
         failed = [
             Failure(chain, index, reason) for index in indices for chain, reason in self._requests[index].failed.items()
         ]
