@@ -95,6 +95,15 @@ COMMANDS: dict[str, Command] = {
             description="Predict the structures of the sequences in a FASTA file.",
         ),
         SettingsCommand(
+            "data index",
+            "index a data set, for fast starts of training",
+            settings="evodsp.data.index_config:IndexConfig",
+            runner="evodsp.data.index_command:run",
+            required="--alignment_dir DIR --structure_dir DIR --output FOLDER",
+            description="Scan alignments, structures and caches once, and write what is known of each chain and where its "
+            "files are. Training reads it (data.index): it starts at once, and all processes share it.",
+        ),
+        SettingsCommand(
             "data synthesize",
             "write synthetic protein families to train on",
             settings="evodsp.synthetic.config:SynthesisConfig",

@@ -110,6 +110,7 @@ class Reader:
             "fit": self.fit,
             "validate": self.validate,
             "predict": self.predict,
+            "data index": self.index,
             "data synthesize": self.synthesize,
             "data build": self.build,
             "weights export": self.convert,
@@ -153,6 +154,9 @@ class Reader:
         name = Path(option(words, "--fasta") or "").stem
         for path, seed in itertools.product(listed, range(int(option(words, "--seeds") or 1))):
             assert Path(path.replace("<name>", name).replace("<k>", str(seed))).is_file(), path
+
+    def index(self, words: list[str]) -> None:
+        run([*words, "--workers=0", "--overwrite=true"])
 
     def synthesize(self, words: list[str]) -> None:
         """Its options only, see NOT_RUN: they are read before the number of members is refused."""

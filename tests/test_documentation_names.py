@@ -43,7 +43,7 @@ OPTIONS_OF_OTHERS = {
 ELSEWHERE = {
     *("config.yaml", "train.txt", "chains.txt", "downloaded/missing.txt", "video.py", "train_monomer_demo_bp.sh"),
     *("fastfold/distributed/comm.py", "megatron/core/pipeline_parallel/schedules.py"),
-    "deepspeed/runtime/zero/stage_1_and_2.py",
+    *("deepspeed/runtime/zero/stage_1_and_2.py", "duplicate_pdb_chains.txt"),
 }
 """Files that a run or the reader writes, and files of other programs."""
 
@@ -51,7 +51,7 @@ ELSEWHERE = {
 @pytest.fixture(scope="module")
 def help_texts() -> dict[str, str]:
     """`--help` of every command."""
-    names = ("fit", "validate", "predict", "data synthesize", "data build", "weights import", "weights export")
+    names = ("fit", "validate", "predict", "data index", "data synthesize", "data build", "weights import", "weights export")
     return {name: run_quietly([*name.split(), "--help"]) for name in names}
 
 

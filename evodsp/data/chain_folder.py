@@ -7,6 +7,7 @@ alignment database (`evodsp.data.store`) decides by the same file names.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
@@ -37,6 +38,11 @@ def is_search_result(name: str) -> bool:
     return not name.startswith(".") and (name.endswith(".hhr") or name == _HMMSEARCH)
 
 
+def chain_folders(alignment_dir: Path) -> list[str]:
+    """The names of the chain folders in a folder of alignments, sorted."""
+    return sorted(item.name for item in os.scandir(alignment_dir) if not item.name.startswith(".") and item.is_dir())
+
+
 def alignment_files(directory: str | Path) -> list[Path]:
     """The alignments of a chain's folder, sorted by file name."""
     return [path for path in _files(Path(directory)) if is_alignment(path.name)]
@@ -45,6 +51,11 @@ def alignment_files(directory: str | Path) -> list[Path]:
 def search_result_files(directory: str | Path) -> list[Path]:
     """The template searches of a chain's folder, sorted by file name."""
     return [path for path in _files(Path(directory)) if is_search_result(path.name)]
+
+
+def files_of_chain(directory: Path) -> list[Path]:
+    """The alignments and template searches of a chain's folder, sorted by file name."""
+    return [path for path in _files(directory) if is_alignment(path.name) or is_search_result(path.name)]
 
 
 def parse_alignment(path: str | Path, data: bytes | None = None) -> Alignment:

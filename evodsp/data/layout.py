@@ -13,6 +13,7 @@ Letters may be in either case. In a folder of chain folders, a chain's structure
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +21,9 @@ from evodsp.errors import UserError
 
 _SUFFIXES = (".cif", ".cif.gz", ".mmcif", ".mmcif.gz", ".pdb", ".pdb.gz")
 _LEGACY_SUFFIXES = (".ent", ".ent.gz")
+_ALL_SUFFIXES = (*_SUFFIXES, *_LEGACY_SUFFIXES)
+_DIVIDED_NAME = 2
+"""Letters in the name of a folder of a divided mirror."""
 
 
 def split_key(key: str) -> tuple[str, str]:
@@ -37,7 +41,23 @@ def split_key(key: str) -> tuple[str, str]:
 
 def structure_file(directory: Path, entry: str) -> Path | None:
     """The structure file of an entry in a folder, None if there is none."""
-    return next((path for path in _candidates(directory, entry) if path.is_file()), None)
+    return next((path for name in _candidates(entry) if (path := directory / name).is_file()), None)
+
+
+def structure_files(directory: Path) -> frozenset[str]:
+    """The names, relative to a folder, of the files where `listed_structure` looks for structures. Reads each folder once."""
+    names: set[str] = set()
+    for item in os.scandir(directory):
+        if item.name.endswith(_ALL_SUFFIXES):
+            names.add(item.name)
+        elif len(item.name) == _DIVIDED_NAME and item.is_dir():
+            names.update(f"{item.name}/{below}" for below in os.listdir(item.path) if below.endswith(_ALL_SUFFIXES))
+    return frozenset(names)
+
+
+def listed_structure(names: frozenset[str], entry: str) -> str | None:
+    """`structure_file` among the `structure_files` of a folder, for many entries."""
+    return next((name for name in _candidates(entry) if name in names), None)
 
 
 def nested_structure(directory: Path, key: str) -> Path | None:
@@ -63,12 +83,12 @@ def entry_of(path: Path) -> str:
     return name.stem[3:] if name.suffix.lower() == ".ent" and name.stem.lower().startswith("pdb") else name.stem
 
 
-def _candidates(directory: Path, entry: str) -> Iterator[Path]:
+def _candidates(entry: str) -> Iterator[str]:
+    """The names that an entry's file may have, relative to the folder."""
     lower = entry.lower()
     names = [f"{name}{suffix}" for name in dict.fromkeys((entry, lower, entry.upper())) for suffix in _SUFFIXES]
     names += [f"pdb{lower}{suffix}" for suffix in _LEGACY_SUFFIXES]
-    yield from (directory / name for name in names)
+    yield from names
     # Ids of 4 letters, and extended ones such as pdb_00001abc: the two letters before the last.
-    divided = directory / lower[-3:-1]
-    if len(entry) >= 4 and divided.is_dir():
-        yield from (divided / name for name in names)
+    if len(entry) >= 4:
+        yield from (f"{lower[-3:-1]}/{name}" for name in names)

@@ -9,13 +9,15 @@ not.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cached_property
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from evodsp.data.alignment_database import AlignmentDatabase, read_databases, read_parts
 from evodsp.data.chain_folder import (
+    chain_folders,
     is_alignment,
     is_search_result,
     parse_alignments,
@@ -23,70 +25,66 @@ from evodsp.data.chain_folder import (
     read_alignment_dir,
     read_template_hits,
 )
+from evodsp.data.index import ChainIndex
+from evodsp.data.layout import split_key
+from evodsp.data.mmcif import read_chain
 from evodsp.data.parsed_chain import ParsedChain, parse_chain
 from evodsp.data.query_check import matched_alignments
 from evodsp.data.records import Alignment, Chain, ProteinSequence, Structure
 from evodsp.data.structures import StructureFolder
 from evodsp.data.templates.hits import TemplateHit
-from evodsp.data.text_files import read_json
-from evodsp.errors import FileFormatError, UserError, nearest
+from evodsp.errors import UserError, nearest
 from evodsp.geometry.alphabet import decode
-
-UNIFIED_INDEX_NAME = "super.index"
-"""OpenFold's index of all databases of a folder."""
-_LARGEST_FILE = 1 << 62
-
-
-@dataclass(frozen=True)
-class _Database:
-    """An index of OpenFold's alignment databases: {chain: {"db": file, "files": [[name, offset, length], …]}}."""
-
-    index: Path
-    entries: dict[str, Any]
-
-
-def _read_index(path: Path) -> dict[str, Any]:
-    entries = read_json(path, "make the index again")
-    if not isinstance(entries, dict):
-        raise FileFormatError(path, 'expected {chain: {"db": …, "files": …}}; make the index again')
-    return entries
 
 
 class FeatureStore:
-    """Alignments and structures by chain key. Construction reads no file; pickling transfers only the two paths.
+    """Alignments and structures by chain key. Construction reads no file; pickling transfers only the paths.
 
     `alignment_dir`: chain folders, or the alignment database. `structure_dir`: structure files; None if there are none
-    (prediction). Raises UserError if a directory does not exist.
+    (prediction). `index`: of both folders; then no folder is listed and no index of a database is parsed, and a chain without
+    alignments has those of an identical chain. Raises UserError if a directory does not exist.
     """
 
-    def __init__(self, alignment_dir: str | Path, structure_dir: str | Path | None = None) -> None:
+    def __init__(
+        self,
+        alignment_dir: str | Path,
+        structure_dir: str | Path | None = None,
+        index: ChainIndex | None = None,
+    ) -> None:
         self.alignment_dir = Path(alignment_dir)
         self.structure_dir = None if structure_dir is None else Path(structure_dir)
         if not self.alignment_dir.is_dir():
             raise UserError(f"{self.alignment_dir}: no such alignment directory; check the path")
+        self.index = index
         self._structures = None if self.structure_dir is None else StructureFolder(self.structure_dir)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.alignment_dir, self.structure_dir)
+        return type(self), (self.alignment_dir, self.structure_dir, self.index)
 
     def __repr__(self) -> str:
         return f"FeatureStore('{self.alignment_dir}', '{self.structure_dir}')"
 
     def keys(self) -> list[str]:
         """Keys of all chains with alignments, sorted."""
+        if self.index is not None:
+            return [self.index.keys[int(row)] for row in np.flatnonzero(self.index.has_alignments())]
         if self._databases:
             return sorted(key for database in self._databases for key in database.entries)
-        return sorted(
-            path.name for path in self.alignment_dir.iterdir() if path.is_dir() and not path.name.startswith(".")
-        )
+        return chain_folders(self.alignment_dir)
 
     def has_structure(self, key: str) -> bool:
         """Whether there is a structure file for the chain's entry (whether it has the chain is not checked)."""
+        if self.index is not None:
+            row = self.index.keys.find(key)
+            return row is not None and self.index.structure(row) is not None
         return self._structures is not None and self._structures.has_structure(key)
 
     def chain(self, key: str) -> Chain:
         """The chain's structure. Raises UserError, with the nearest name, if the file or the chain is missing."""
-        return self._folder(key).chain(key)
+        folder = self._folder(key)
+        if self.index is not None and (name := self.index.structure(self.index.row(key))) is not None:
+            return read_chain(folder.directory / name, split_key(key)[1])
+        return folder.chain(key)
 
     def structure(self, pdb_id: str) -> Structure:
         """All protein chains of an entry. Raises UserError, with the nearest name, if its file is missing."""
@@ -127,18 +125,18 @@ class FeatureStore:
 
         `query`: the chain's sequence. Raises UserError if the chain is unknown, FileFormatError for a broken file.
         """
-        if not self._databases:
+        if self.index is None and not self._databases:
             return read_template_hits(self.alignment_dir / key, query)
         return [
             hit
-            for source, name, data in self._database_files(key)
-            if is_search_result(name)
+            for source, name, data in self._files(key)
+            if is_search_result(Path(name).name)
             for hit in parse_search_result(source, query.letters, data)
         ]
 
     def _read_alignments(self, key: str, query: ProteinSequence | None) -> list[Alignment]:
-        if self._databases:
-            return self._from_database(key, query)
+        if self.index is not None or self._databases:
+            return self._from_files(key, query)
         directory = self.alignment_dir / key
         if not directory.is_dir():
             raise UserError(
@@ -148,25 +146,27 @@ class FeatureStore:
         return read_alignment_dir(directory, query)
 
     @cached_property
-    def _databases(self) -> list[_Database]:
-        """OpenFold's databases. `super.index` lists the chains of all of them; with it the other indices are not read."""
-        paths = [self.alignment_dir / UNIFIED_INDEX_NAME]
-        if not paths[0].is_file():
-            paths = sorted(self.alignment_dir.glob("*.index"))
-        databases = [_Database(path, _read_index(path)) for path in paths]
-        for first, second in combinations(databases, 2):
-            if twice := first.entries.keys() & second.entries.keys():
-                message = f"chain '{min(twice)}' is in {first.index.name} too; remove it from one of the two"
-                raise FileFormatError(second.index, message)
-        return databases
+    def _databases(self) -> list[AlignmentDatabase]:
+        return read_databases(self.alignment_dir)
 
-    def _from_database(self, key: str, query: ProteinSequence | None) -> list[Alignment]:
-        files = [(source, data) for source, name, data in self._database_files(key) if is_alignment(name)]
+    def _from_files(self, key: str, query: ProteinSequence | None) -> list[Alignment]:
+        files = [(source, data) for source, name, data in self._files(key) if is_alignment(Path(name).name)]
         if not files:
+            where = f"{self.alignment_dir}: no alignment (.a3m or .sto) of chain '{key}' in"
             raise UserError(
-                f"{self.alignment_dir}: no alignment (.a3m or .sto) of chain '{key}' in the database; make it again"
+                f"{where} the {'database' if self.index is None else 'index'}; make it again or drop the chain"
             )
         return matched_alignments(parse_alignments(files), query)
+
+    def _files(self, key: str) -> Iterator[tuple[str, str, bytes | None]]:
+        """(source for messages, name, content or None if it is a file) of a chain's alignments and template searches, sorted by
+        name, from the index or the database."""
+        if self.index is None:
+            return self._database_files(key)
+        owner, database, files = self.index.alignment_files(self.index.row(key))
+        if database is not None:
+            return read_parts(self.alignment_dir / database, owner, files, self.index.path.name)
+        return ((str(self.alignment_dir / owner / file.name), file.name, None) for file in files)
 
     def _database_files(self, key: str) -> Iterator[tuple[str, str, bytes]]:
         """(source for messages, name, content) of a chain's alignments and template searches, sorted by name."""
@@ -177,26 +177,5 @@ class FeatureStore:
                 f"{self.alignment_dir}: no alignments of chain '{key}' in {indices}; make the index again or drop the chain."
                 f"{nearest(key, self.keys())}"
             )
-        entry = found.entries[key]
-        try:
-            database = self.alignment_dir / Path(entry["db"]).name
-            files = sorted((str(name), int(offset), int(length)) for name, offset, length in entry["files"])
-            if any(not 0 <= number < _LARGEST_FILE for _, *numbers in files for number in numbers):
-                raise ValueError("an offset or a length outside of any file")
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
-            message = f'the entry of chain \'{key}\' is not {{"db": file, "files": [[name, offset, length], …]}}; make it again'
-            raise FileFormatError(found.index, message) from error
-        try:
-            with database.open("rb") as file:
-                for name, offset, length in files:
-                    if not (is_alignment(name) or is_search_result(name)):
-                        continue
-                    file.seek(offset)
-                    data = file.read(length)
-                    if len(data) < length:
-                        raise FileFormatError(database, f"ends before '{name}' of chain '{key}' does; copy it again")
-                    yield f"{database}:{key}/{name}", name, data
-        except OSError as error:
-            raise UserError(
-                f"{database}: cannot be read ({error.strerror}); {found.index.name} names it for '{key}'"
-            ) from error
+        database, files = found.files(key)
+        return read_parts(self.alignment_dir / database, key, files, found.index.name)

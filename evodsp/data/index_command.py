@@ -1,0 +1,34 @@
+"""`evodsp data index`: scan a data set and write its index."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+
+from evodsp.data.index import ChainIndex
+from evodsp.data.index_config import IndexConfig, check_index_config
+from evodsp.data.scan import make_index
+
+
+def run(settings: IndexConfig, words: list[str]) -> int:
+    """Write the index and report what it lists; the exit code. `words`: the command line (not needed here)."""
+    check_index_config(settings)
+    make_index(settings)
+    print(summary(ChainIndex(settings.output)), file=sys.stderr)
+    return 0
+
+
+def summary(index: ChainIndex) -> str:
+    """One line: how many chains can be used, and what the others lack."""
+    aligned, resolved = index.has_alignments(), index.has_structure()
+    borrowed = int((aligned & (index.table.representatives != np.arange(len(index)))).sum())
+    unreadable = int((index.content.problems.lengths() > 0).sum())
+    counts = {
+        "without alignments": int((~aligned).sum()),
+        "without a structure": int((~resolved).sum()),
+        "with alignments of an identical chain": borrowed,
+        "that cannot be read": unreadable,
+    }
+    usable = f"{index.path}: {len(index):,} chains, {int((aligned & resolved).sum()):,} with alignments and structure"
+    return ", ".join([usable, *(f"{count:,} {what}" for what, count in counts.items() if count)])

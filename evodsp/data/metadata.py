@@ -1,0 +1,147 @@
+"""What is known of chains from tables instead of structure files: OpenFold's caches, clusters, lists of identical chains.
+
+- `chain_data_cache.json`: `{chain: {"release_date", "seq", "resolution", "cluster_size"}}`
+- `mmcif_cache.json`: `{entry: {"release_date", "chain_ids", "seqs", "resolution"}}`
+- clusters, and `duplicate_pdb_chains.txt` of OpenProteinSet: chain names separated by blanks, a line for each set
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from evodsp.data.chain_table import UNKNOWN_CLUSTER, UNKNOWN_DAY
+from evodsp.data.layout import split_key
+from evodsp.data.text_files import lines_of, read_json
+from evodsp.errors import FileFormatError, UserError
+
+_FIX = "make the cache again, or leave it out"
+_EPOCH = date(1970, 1, 1).toordinal()
+_LARGEST_CLUSTER = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class ChainFacts:
+    """Facts about a chain. `resolution` in Å: 0 if the method has none (NMR), NaN if unknown; `sequence`: '' if unknown."""
+
+    sequence: str = ""
+    resolution: float = math.nan
+    release_day: int = UNKNOWN_DAY
+    cluster_size: int = UNKNOWN_CLUSTER
+
+
+def day_of(released: date | None) -> int:
+    """Days since 1970-01-01; UNKNOWN_DAY for None."""
+    return UNKNOWN_DAY if released is None else released.toordinal() - _EPOCH
+
+
+def read_chain_cache(path: Path) -> dict[str, ChainFacts]:
+    """`chain_data_cache.json` by chain key. Raises FileFormatError for an entry of another format."""
+    return {
+        key: ChainFacts(
+            _sequence(path, key, entry.get("seq")),
+            _resolution(path, key, entry.get("resolution")),
+            _day(path, key, entry.get("release_date")),
+            _cluster(path, key, entry.get("cluster_size")),
+        )
+        for key, entry in _entries(path).items()
+    }
+
+
+def read_entry_cache(path: Path) -> dict[str, ChainFacts]:
+    """`mmcif_cache.json` by chain key. Raises FileFormatError for an entry of another format."""
+    found: dict[str, ChainFacts] = {}
+    for key, entry in _entries(path).items():
+        names, sequences = entry.get("chain_ids", []), entry.get("seqs", [])
+        if not isinstance(names, list) or not isinstance(sequences, list) or len(names) != len(sequences):
+            raise FileFormatError(path, f"chain_ids and seqs of '{key}' must be lists of equal length; {_FIX}")
+        resolution, day = _resolution(path, key, entry.get("resolution")), _day(path, key, entry.get("release_date"))
+        for name, sequence in zip(names, sequences, strict=True):
+            found[f"{key}_{name}"] = ChainFacts(_sequence(path, key, sequence), resolution, day)
+    return found
+
+
+def read_sets(path: Path) -> list[list[str]]:
+    """The sets of a file of clusters or of identical chains. Raises FileFormatError if there is none."""
+    sets = [names for line in lines_of(path) if (names := line.partition("#")[0].split())]
+    if not sets:
+        raise FileFormatError(path, "no chain names in it; give a file with the chains of a set in each line")
+    return sets
+
+
+class ClusterSizes:
+    """Sizes of clusters by chain. The entry may be in either case; so may the chain id, unless two chains differ in it only.
+
+    Cluster files of the PDB are upper case, chain folders are not; OpenFold compares all in upper case.
+    """
+
+    def __init__(self, clusters: list[list[str]]) -> None:
+        self._exact = {_folded_entry(name): len(names) for names in clusters for name in names}
+        self._folded = {name.upper(): len(names) for names in clusters for name in names}
+
+    def of(self, key: str) -> int:
+        """Chains of the cluster of `key`; UNKNOWN_CLUSTER if no cluster has it."""
+        return self._exact.get(_folded_entry(key), self._folded.get(key.upper(), UNKNOWN_CLUSTER))
+
+
+def _folded_entry(name: str) -> str:
+    entry, separator, chain = name.rpartition("_")
+    return f"{entry.lower()}{separator}{chain}"
+
+
+def _entries(path: Path) -> dict[str, dict[str, Any]]:
+    cache = read_json(path, _FIX)
+    if not isinstance(cache, dict):
+        raise FileFormatError(path, f'expected {{name: {{"release_date": …}}}}; {_FIX}')
+    for key, entry in cache.items():
+        if not isinstance(entry, dict):
+            raise FileFormatError(
+                path, f"expected {{name: {{\"release_date\": …}}}}, '{key}' is {_short(entry)}; {_FIX}"
+            )
+        try:
+            split_key(key)
+        except UserError as error:
+            raise FileFormatError(path, f"{error}; {_FIX}") from error
+    return cache
+
+
+def _sequence(path: Path, key: str, value: Any) -> str:
+    if value is None:
+        return ""
+    if not isinstance(value, str) or not (value == "" or (value.isascii() and value.isalpha())):
+        raise FileFormatError(path, f"the sequence of '{key}' is {_short(value)}, not letters; {_FIX}")
+    return value.upper()
+
+
+def _resolution(path: Path, key: str, value: Any) -> float:
+    if value is None:
+        return math.nan
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e9:
+        raise FileFormatError(path, f"the resolution of '{key}' is {_short(value)}, not a number of Å; {_FIX}")
+    return float(value)
+
+
+def _day(path: Path, key: str, value: Any) -> int:
+    if value is None:
+        return UNKNOWN_DAY
+    try:
+        return day_of(date.fromisoformat(str(value)[:10]))
+    except ValueError as error:
+        message = f"the release_date of '{key}' is {_short(value)}, not a date such as 2020-05-14; {_FIX}"
+        raise FileFormatError(path, message) from error
+
+
+def _cluster(path: Path, key: str, value: Any) -> int:
+    if value is None or value == UNKNOWN_CLUSTER:
+        return UNKNOWN_CLUSTER
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= _LARGEST_CLUSTER:
+        raise FileFormatError(path, f"the cluster_size of '{key}' is {_short(value)}, not a number of chains; {_FIX}")
+    return value
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:40]}…"

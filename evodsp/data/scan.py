@@ -1,0 +1,263 @@
+"""Scanning a data set for its index (`evodsp.data.index`), in parallel and in parts that survive a kill.
+
+The main process lists both folders, reads the caches and cuts the sorted chains into parts. Processes scan parts: they list
+the files of each chain and read the header of its structure (or its first alignment, if there is no structure) where no cache
+knows the chain. Each finished part is a JSON file in a hidden folder beside the output. A rerun with the same inputs takes the
+finished parts from there. What is written depends on the inputs only, not on the number of processes or on interruptions.
+
+Chains of the index are those that have alignments, or that a cache or the list of identical chains names.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import shutil
+import signal
+import threading
+from collections.abc import Mapping
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from multiprocessing import get_context, parent_process
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+from evodsp.data.alignment_database import StoredFile, read_databases, read_parts
+from evodsp.data.chain_folder import chain_folders, files_of_chain, is_alignment, parse_alignment
+from evodsp.data.chain_table import UNKNOWN_CLUSTER, UNKNOWN_DAY
+from evodsp.data.index import Source, write_index
+from evodsp.data.index_config import FILES, FOLDERS, IndexConfig
+from evodsp.data.index_content import ScannedChain, assemble
+from evodsp.data.layout import listed_structure, split_key, structure_files
+from evodsp.data.metadata import ChainFacts, ClusterSizes, day_of, read_chain_cache, read_entry_cache, read_sets
+from evodsp.data.mmcif import Header, read_header
+from evodsp.data.parsers import parse_obsolete
+from evodsp.errors import UserError
+from evodsp.files import whole_file
+from evodsp.geometry.alphabet import decode
+from evodsp.progress import progress
+
+CHAINS_OF_PART = 500
+_FIRST_BYTES = 1 << 16
+"""The first record of an A3M file is looked for in these bytes before the whole file is parsed."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChainTask:
+    """What is known of a chain before its files are read."""
+
+    key: str
+    structure: str
+    """Its structure file, relative to the folder; '' if there is none."""
+    in_cache: bool
+    has_folder: bool
+    database: str = ""
+    """OpenFold's database with its alignments."""
+    files: tuple[StoredFile, ...] = ()
+    """Its files in the database."""
+
+
+def make_index(config: IndexConfig) -> int:
+    """Scan and write the index of `config`, whose paths were checked, and show progress; returns the number of chains.
+
+    Raises UserError if there are no chains, or a cache or a list is broken. A structure or alignment that cannot be read is no
+    error: the index names it with the reason.
+    """
+    sources = [Source.of(name, path) for name in (*FOLDERS, *FILES) if (path := getattr(config, name)) is not None]
+    listed = {} if config.chain_data_cache is None else read_chain_cache(config.chain_data_cache)
+    facts = {} if config.mmcif_cache is None else read_entry_cache(config.mmcif_cache)
+    facts |= {key: _filled(known, facts.get(key, ChainFacts())) for key, known in listed.items()}
+    duplicates = [] if config.duplicates is None else read_sets(config.duplicates)
+    clusters = None if config.cluster_file is None else ClusterSizes(read_sets(config.cluster_file))
+    obsolete = {} if config.obsolete is None else parse_obsolete(config.obsolete)
+    named = {*listed, *(key for same in duplicates for key in same)}  # mmcif_cache lists all entries of the PDB
+    tasks = _tasks(config, facts, named)
+    chunks = [tasks[at : at + CHAINS_OF_PART] for at in range(0, len(tasks), CHAINS_OF_PART)]
+    folder = config.output.with_name(f".{config.output.name}.parts")
+    _keep_parts(folder, _fingerprint(tasks, sources))
+    _scan(config, folder, chunks)
+    scanned = (
+        _with_facts(task, found, facts, clusters)
+        for number, chunk in enumerate(chunks)
+        for task, found in zip(chunk, json.loads(_part(folder, number).read_bytes()), strict=True)
+    )
+    for partial in config.output.parent.glob(
+        f".{config.output.name}.*.partial"
+    ):  # of a scan that was killed while it wrote
+        shutil.rmtree(partial)
+    write_index(config.output, assemble(scanned, duplicates), sources, obsolete)
+    shutil.rmtree(folder)
+    return len(tasks)
+
+
+def _filled(known: ChainFacts, other: ChainFacts) -> ChainFacts:
+    """`known`, with what it does not say taken from `other`."""
+    return ChainFacts(
+        known.sequence or other.sequence,
+        other.resolution if math.isnan(known.resolution) else known.resolution,
+        other.release_day if known.release_day == UNKNOWN_DAY else known.release_day,
+        other.cluster_size if known.cluster_size == UNKNOWN_CLUSTER else known.cluster_size,
+    )
+
+
+def _tasks(config: IndexConfig, facts: Mapping[str, ChainFacts], named: set[str]) -> list[ChainTask]:
+    """The chains of the index, sorted by key: those with alignments and `named`. Raises UserError if none has alignments."""
+    in_database = {key: database for database in read_databases(config.alignment_dir) for key in database.entries}
+    folders = set() if in_database else set(chain_folders(config.alignment_dir))
+    keys = sorted({*folders, *in_database, *named})
+    if not folders and not in_database:
+        raise UserError(f"{config.alignment_dir}: no chains with alignments in it; give another --alignment_dir")
+    structures = structure_files(config.structure_dir)
+    tasks = []
+    for key in keys:
+        try:
+            structure = listed_structure(structures, split_key(key)[0]) or ""
+        except UserError:  # the name is no chain key: it has no structure, and training reports it so
+            structure = ""
+        name, files = in_database[key].files(key) if key in in_database else ("", [])
+        tasks.append(ChainTask(key, structure, key in facts, key in folders, name, tuple(files)))
+    return tasks
+
+
+def _fingerprint(tasks: list[ChainTask], sources: list[Source]) -> str:
+    """A digest of all that the parts depend on."""
+    digest = hashlib.sha256(repr([vars(source) for source in sources]).encode())
+    for task in tasks:
+        digest.update(repr(task).encode("utf-8", "surrogateescape"))
+    return digest.hexdigest()
+
+
+def _keep_parts(folder: Path, fingerprint: str) -> None:
+    """Make the folder of parts ready: parts of a scan of other inputs are deleted, those of this one are kept."""
+    plan = folder / "plan"
+    if not plan.is_file() or plan.read_text() != fingerprint:
+        shutil.rmtree(folder, ignore_errors=True)
+        with whole_file(plan) as partial:
+            partial.write_text(fingerprint)
+
+
+def _part(folder: Path, number: int) -> Path:
+    return folder / f"{number:06d}.json"
+
+
+def _scan(config: IndexConfig, folder: Path, chunks: list[list[ChainTask]]) -> None:
+    """Write the parts that are missing."""
+    missing = [number for number in range(len(chunks)) if not _part(folder, number).is_file()]
+    workers = min(_cores() if config.workers is None else config.workers, len(missing))
+    total = sum(map(len, chunks))
+    left = sum(len(chunks[number]) for number in missing)
+    jobs = ((config.alignment_dir, config.structure_dir, _part(folder, number), chunks[number]) for number in missing)
+    with progress("scanned chains", total, total - left) as advance:
+        if workers <= 1:
+            for job in jobs:
+                advance(scan_part(*job))
+            return
+        # Not forked: the caches of this process would be copied with it.
+        with ProcessPoolExecutor(workers, get_context("spawn"), end_with_parent) as pool:
+            try:
+                for done in as_completed([pool.submit(scan_part, *job) for job in jobs]):
+                    advance(done.result())
+            except BrokenProcessPool as error:
+                raise UserError(
+                    "a process that scanned was killed (out of memory?); run the command again, with fewer --workers: "
+                    "finished parts are kept"
+                ) from error
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+
+
+def scan_part(alignment_dir: Path, structure_dir: Path, path: Path, tasks: list[ChainTask]) -> int:
+    """Scan some chains and write what was found to `path`; returns their number. Runs in a process of its own."""
+    found = [_scan_chain(alignment_dir, structure_dir, task) for task in tasks]
+    with whole_file(path) as partial:
+        partial.write_text(json.dumps(found), encoding="ascii")
+    return len(tasks)
+
+
+def _scan_chain(alignment_dir: Path, structure_dir: Path, task: ChainTask) -> dict[str, Any]:
+    """What is written of a chain: its files, and what its header says if no cache does."""
+    files = list(task.files)
+    facts, problem = ChainFacts(), ""
+    try:
+        if task.has_folder:
+            folder = alignment_dir / task.key
+            files = [
+                StoredFile(str(file.relative_to(folder)), 0, file.stat().st_size) for file in files_of_chain(folder)
+            ]
+        if not task.in_cache and task.structure:
+            facts = _facts_of_header(structure_dir / task.structure, split_key(task.key)[1])
+        elif not task.in_cache:
+            facts = ChainFacts(sequence=_first_row(alignment_dir, task, files))
+    except (UserError, OSError) as error:
+        problem = " ".join(str(error).split())
+    return {"files": files, "facts": dataclasses.astuple(facts), "problem": problem}
+
+
+def _facts_of_header(path: Path, chain_id: str) -> ChainFacts:
+    header = _header(path)
+    if not chain_id and len(header.sequences) == 1:
+        (chain_id,) = header.sequences
+    if chain_id not in header.sequences:
+        raise UserError(
+            f"{path}: no protein chain '{chain_id}'. Chains: {', '.join(sorted(header.sequences))}; drop the chain"
+        )
+    return ChainFacts(header.sequences[chain_id], header.resolution or 0.0, day_of(header.release_date))
+
+
+@lru_cache(maxsize=4)
+def _header(path: Path) -> Header:
+    """Chains are sorted, so those of an entry follow each other."""
+    return read_header(path)
+
+
+def _first_row(alignment_dir: Path, task: ChainTask, files: list[StoredFile]) -> str:
+    """The first row of the chain's first alignment; '' if it has none."""
+    first = next((file for file in files if is_alignment(Path(file.name).name)), None)
+    if first is None:
+        return ""
+    if task.database:
+        parts = read_parts(alignment_dir / task.database, task.key, [first], task.database)
+        ((source, _, data),) = parts
+    else:
+        source = str(alignment_dir / task.key / first.name)
+        data = first_record(Path(source))
+    return decode(parse_alignment(source, data).residues[0])
+
+
+def first_record(path: Path) -> bytes:
+    """The first record of an A3M file if it is short and not packed, otherwise the whole file."""
+    with path.open("rb") as file:
+        data = file.read(_FIRST_BYTES)
+        second = data.find(b"\n>", data.find(b">") + 1)
+        if path.suffix == ".a3m" and data.lstrip().startswith(b">") and second > 0:
+            return data[: second + 1]
+        return data + file.read()
+
+
+def _with_facts(
+    task: ChainTask, found: dict[str, Any], cached: dict[str, ChainFacts], clusters: ClusterSizes | None
+) -> ScannedChain:
+    facts = cached.get(task.key) or ChainFacts(*found["facts"])
+    if clusters is not None and (size := clusters.of(task.key)) != UNKNOWN_CLUSTER:
+        facts = replace(facts, cluster_size=size)
+    files = tuple(StoredFile(*file) for file in found["files"])
+    return ScannedChain(task.key, facts, task.structure, task.database, files, found["problem"])
+
+
+def end_with_parent() -> None:
+    """In a process of a pool: end when the main process is gone, even if it was killed, and leave Ctrl-C to it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = parent_process()
+    if parent is not None:
+        threading.Thread(target=lambda: (wait([parent.sentinel]), os._exit(1)), daemon=True).start()
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,326 @@
+"""The index of a data set: what a scan finds, what is mapped, what is refused, and scans that are killed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from evodsp.cli import main
+from evodsp.data import scan
+from evodsp.data.chain_table import UNKNOWN_CLUSTER, UNKNOWN_DAY
+from evodsp.data.index import ChainIndex
+from evodsp.data.store import FeatureStore
+from evodsp.errors import UserError
+from tests.builders.alignments import database
+from tests.builders.training_chains import SEQUENCES, write_chain
+
+KEY, OTHER = SEQUENCES
+BUNDLED = Path(__file__).parents[2] / "data"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """alignments/ and mmcif_files/ with two chains."""
+    for key, letters in SEQUENCES.items():
+        write_chain(tmp_path, key, letters)
+    return tmp_path
+
+
+def words(folder: Path, *options: str, output: str = "index") -> list[str]:
+    roots = ["--alignment_dir", str(folder / "alignments"), "--structure_dir", str(folder / "mmcif_files")]
+    return ["data", "index", *roots, "--output", str(folder / output), "--workers", "0", *options]
+
+
+def index_of(folder: Path, *options: str) -> ChainIndex:
+    assert main(words(folder, *options)) == 0
+    return ChainIndex(folder / "index")
+
+
+def store_of(folder: Path, index: ChainIndex | None = None) -> FeatureStore:
+    return FeatureStore(folder / "alignments", folder / "mmcif_files", index)
+
+
+def content(index: Path) -> dict[str, str]:
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(index.iterdir())}
+
+
+def test_headers_alignments_and_files(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a column that is shifted, files of another chain, and an unresolved chain that passes for usable."""
+    third = folder / "alignments" / "3abc_C"
+    third.mkdir()
+    (third / "hits.a3m").write_text(">q\nAAAX\n>r\nAAAA\n")
+    index = index_of(folder)
+    table = index.table
+    assert index.keys[:] == [KEY, OTHER, "3abc_C"]
+    assert table.lengths.tolist() == [13, 13, 4]
+    assert [index.sequence(row) for row in range(3)] == [*SEQUENCES.values(), "AAAX"]
+    assert table.resolutions.tolist()[:2] == [2.0, 2.0]
+    assert math.isnan(table.resolutions[2])
+    assert set(table.release_days.tolist()) == {UNKNOWN_DAY}
+    assert set(table.cluster_sizes.tolist()) == {UNKNOWN_CLUSTER}
+    assert table.largest_fractions.tolist() == pytest.approx([2 / 13, 1 / 13, 0.75])
+    assert table.unknown_fractions.tolist() == pytest.approx([0, 0, 0.25])
+    assert [index.structure(row) for row in range(3)] == ["1abc.cif", "2abc.cif", None]
+    owner, where, files = index.alignment_files(index.row(OTHER))
+    assert (owner, where) == (OTHER, None)
+    assert [(file.name, file.length) for file in files] == [
+        ("uniref90_hits.a3m", (folder / "alignments" / OTHER / "uniref90_hits.a3m").stat().st_size)
+    ]
+    assert "3 chains, 2 with alignments and structure, 1 without a structure" in capsys.readouterr().err
+
+
+def test_caches_go_before_headers(folder: Path) -> None:
+    """Catches caches that are ignored or mixed up, and clusters of the cluster file overridden by the cache's."""
+    facts = {"release_date": "1970-01-11", "seq": "ACX", "resolution": 9.5, "cluster_size": 4}
+    (folder / "chains.json").write_text(json.dumps({KEY: facts, "8abc_A": {"seq": "AC"}}))
+    entry = {"chain_ids": ["B"], "seqs": ["GG"], "release_date": "1970-01-03", "resolution": 0.0}
+    (folder / "entries.json").write_text(json.dumps({"2abc": entry, "9abc": entry}))
+    (folder / "clusters").write_text("2ABC_B x_1\n")
+    options = {"chain_data_cache": "chains.json", "mmcif_cache": "entries.json", "cluster_file": "clusters"}
+    index = index_of(folder, *(f"--{option}={folder / name}" for option, name in options.items()))
+    assert index.keys[:] == [KEY, OTHER, "8abc_A"]  # mmcif_cache lists entries that are no part of the data set
+    assert [index.sequence(row) for row in range(3)] == ["ACX", "GG", "AC"]
+    assert index.table.release_days.tolist() == [10, 2, UNKNOWN_DAY]
+    assert index.table.resolutions.tolist()[:2] == [9.5, 0.0]
+    assert index.table.cluster_sizes.tolist() == [4, 2, UNKNOWN_CLUSTER]
+    assert index.has_alignments().tolist() == [True, True, False]
+
+
+def test_identical_chains_lend_their_alignments(folder: Path) -> None:
+    """Catches a duplicate without alignments, one whose own alignments are ignored, and a structure that is borrowed too."""
+    shutil.copy(folder / "mmcif_files" / "1abc.cif", folder / "mmcif_files" / "5abc.cif")
+    (folder / "duplicates").write_text(f"5abc_A {KEY} 7abc_A\n{OTHER} 6abc_A\n")
+    index = index_of(folder, f"--duplicates={folder / 'duplicates'}")
+    assert index.keys[:] == [KEY, OTHER, "5abc_A", "6abc_A", "7abc_A"]
+    assert index.table.representatives.tolist() == [0, 1, 0, 1, 0]
+    store = store_of(folder, index)
+    assert store.keys() == index.keys[:]
+    assert [store.has_structure(key) for key in store.keys()] == [True, True, True, False, False]  # noqa: SIM118
+    (borrowed,) = store.alignments("5abc_A")
+    assert borrowed.source == str(folder / "alignments" / KEY / "uniref90_hits.a3m")
+    assert store.chain("5abc_A").sequence == SEQUENCES[KEY]
+
+
+def test_an_indexed_store_reads_what_a_folder_reads(tmp_path: Path) -> None:
+    """Catches files in another order, sub-folders left out, and entries of a database read at another offset."""
+    sto = "# STOCKHOLM 1.0\nq ACDE\nh AKKE\n//\n"
+    files = {"b.a3m": ">q\nACDE\n", "uniprot_hits.sto": sto, "a.sto": sto}
+    (tmp_path / "mmcif_files").mkdir()
+    for name, text in files.items():
+        path = tmp_path / "nested" / "1abc_A" / name.partition(".")[2] / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    (tmp_path / "databases").mkdir()
+    database(tmp_path / "databases", {"1abc_A": files, "2abc_B": {"c.a3m": ">q\nWW\n"}})
+    for kind in ("nested", "databases"):
+        options = ("--alignment_dir", str(tmp_path / kind), "--structure_dir", str(tmp_path / "mmcif_files"))
+        assert main(["data", "index", *options, "--output", str(tmp_path / f"{kind}.index"), "--workers=0"]) == 0
+        index = ChainIndex(tmp_path / f"{kind}.index")
+        plain = FeatureStore(tmp_path / kind, tmp_path / "mmcif_files")
+        indexed = FeatureStore(tmp_path / kind, tmp_path / "mmcif_files", index)
+        assert indexed.keys() == plain.keys()
+        expected, found = plain.alignments("1abc_A"), indexed.alignments("1abc_A")
+        assert [alignment.source for alignment in found] == [alignment.source for alignment in expected]
+        for one, other in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(one.residues, other.residues)
+        assert [index.sequence(row) for row in range(len(index))] == ["ACDE", "WW"][: len(index)]
+        with pytest.raises(UserError, match=r"no chain '1abd_A' in the index.*Did you mean '1abc_A'"):
+            indexed.alignments("1abd_A")
+
+
+def test_an_index_travels_as_its_path(folder: Path) -> None:
+    """Catches columns sent to every worker."""
+    index = index_of(folder)
+    data = pickle.dumps(store_of(folder, index))
+    assert len(data) < 1000
+    assert pickle.loads(data).keys() == [KEY, OTHER]
+    assert not index.table.lengths.flags.writeable  # mapped, not read
+
+
+def test_what_cannot_be_read_is_listed_with_its_reason(folder: Path) -> None:
+    """Catches one broken file that ends a scan of a day."""
+    (folder / "mmcif_files" / "1abc.cif").write_text("data_x\nloop_\n_a.b\n_a.c\n1\n")
+    (folder / "alignments" / "1abc_Q").mkdir()
+    shutil.copy(folder / "mmcif_files" / "2abc.cif", folder / "mmcif_files" / "3abc.cif")
+    (folder / "alignments" / "3abc_Q").mkdir()
+    index = index_of(folder)
+    problems = dict(zip(index.keys, index.content.problems, strict=True))
+    assert "1abc.cif" in problems[KEY]
+    assert "not a valid structure file" in problems[KEY]
+    assert "no protein chain 'Q'. Chains: B" in problems["3abc_Q"]
+    assert problems[OTHER] == ""
+
+
+def test_the_output_depends_on_the_inputs_only(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches an order that depends on which process is done first, and parts that are lost at their seams."""
+    for number in range(7):
+        shutil.copytree(folder / "alignments" / KEY, folder / "alignments" / f"1abc_{number}")
+    index_of(folder)
+    monkeypatch.setattr(scan, "CHAINS_OF_PART", 2)
+    assert main([*words(folder, output="other"), "--workers=2"]) == 2  # given twice
+    assert (
+        main([word for word in words(folder, output="other") if word not in ("--workers", "0")] + ["--workers=2"]) == 0
+    )
+    assert content(folder / "index") == content(folder / "other")
+    assert not list(folder.glob(".*"))
+
+
+def test_a_rerun_takes_finished_parts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a scan that begins again after an interruption, and parts of other inputs taken for its own."""
+    monkeypatch.setattr(scan, "CHAINS_OF_PART", 1)
+    scanned: list[str] = []
+    original = scan._scan_chain
+
+    def interrupted(alignments: Path, structures: Path, task: scan.ChainTask) -> Any:
+        scanned.append(task.key)
+        if len(scanned) == 2:
+            raise KeyboardInterrupt
+        return original(alignments, structures, task)
+
+    monkeypatch.setattr(scan, "_scan_chain", interrupted)
+    assert main(words(folder)) == 130
+    assert not (folder / "index").exists()
+    assert main(words(folder)) == 0
+    assert scanned == [KEY, OTHER, OTHER]
+    assert main(words(folder, "--overwrite")) == 0  # nothing is left of the first scan
+    assert scanned[3:] == [KEY, OTHER]
+    scanned[:] = []
+    assert main(words(folder, output="third")) == 130
+    (folder / "alignments" / "9abc_A").mkdir()
+    assert main(words(folder, output="third")) == 0
+    assert scanned == [KEY, OTHER, KEY, OTHER, "9abc_A"]
+
+
+def test_a_changed_source_is_stale(folder: Path) -> None:
+    """Catches an index of yesterday's folder that passes for one of today's."""
+    cache = folder / "cache.json"
+    cache.write_text(json.dumps({KEY: {}}))
+    index = index_of(folder, f"--chain_data_cache={cache}")
+    assert index.stale_sources() == []
+    cache.write_text("{}")
+    (folder / "alignments" / "9abc_A").mkdir()
+    assert index.stale_sources() == [f"alignment_dir {folder / 'alignments'}", f"chain_data_cache {cache}"]
+    moved = folder.with_name("moved")
+    os.rename(folder / "mmcif_files", moved)
+    assert index.stale_sources({"structure_dir": moved})[1:] == index.stale_sources()[2:]
+    assert index.command.startswith("evodsp data index --alignment_dir ")
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "message"),
+    [
+        ("lengths.npy", lambda data: data[:-1], "missing, truncated"),
+        ("lengths.npy", None, "missing, truncated"),
+        ("index.json", lambda data: data.replace(b'"version": 1', b'"version": 9'), "version 9 of the format"),
+        ("index.json", lambda data: b"{}", "not the header of an index"),
+        ("index.json", lambda data: data[:40], "not JSON"),
+        ("index.json", lambda data: b"[" * 100_000, "nested too deeply"),
+        ("index.json", lambda data: data.replace(b'"lengths"', b'"length"'), "missing, truncated"),
+        ("index.json", None, "not an index of chains"),
+    ],
+)
+def test_a_damaged_index_is_one_line(folder: Path, name: str, damage: Any, message: str) -> None:
+    """Catches a traceback, or worse, the data of half an index."""
+    path = index_of(folder).path / name
+    path.write_bytes(damage(path.read_bytes())) if damage else path.unlink()
+    with pytest.raises(UserError, match=message) as caught:
+        ChainIndex(folder / "index")
+    assert "\n" not in str(caught.value)
+    assert "evodsp data index" in str(caught.value)
+
+
+def test_checksums(folder: Path) -> None:
+    """Catches a flipped bit that opening cannot see."""
+    index = index_of(folder)
+    index.check()
+    path = index.path / "sequences.letters.npy"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(bytes(data))
+    with pytest.raises(UserError, match=r"sequences\.letters\.npy: damaged"):
+        ChainIndex(index.path).check()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--mmcif_cache", "nowhere"], "--mmcif_cache nowhere: is not there"),
+        (["--duplicates", "."], "--duplicates .: is a folder"),
+        (["--workers=-1"], "--workers is -1"),
+    ],
+)
+def test_wrong_options(folder: Path, options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a scan that begins before its inputs are checked."""
+    given = [word for word in words(folder) if word not in ("--workers", "0")]
+    assert main([*given, *options]) == 2
+    assert message in capsys.readouterr().err
+    assert not (folder / "index").exists()
+
+
+def test_outputs_that_are_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a folder of the user's that is replaced, and an index whose writing makes it stale."""
+    assert main(words(folder, output="alignments/index")) == 2
+    assert "is inside of --alignment_dir" in capsys.readouterr().err
+    (folder / "full").mkdir()
+    (folder / "full" / "thesis.tex").touch()
+    assert main(words(folder, "--overwrite", output="full")) == 2
+    assert "exists and is not an index" in capsys.readouterr().err
+    index_of(folder)
+    capsys.readouterr()
+    assert main(words(folder)) == 2
+    assert "replace it with --overwrite" in capsys.readouterr().err
+    assert main(words(folder, "--overwrite")) == 0
+
+
+def test_the_bundled_caches_say_what_the_structures_say(tmp_path: Path) -> None:
+    """Catches a header scan that finds other sequences, dates or resolutions than the caches of the same entries."""
+    roots = ["--alignment_dir", str(BUNDLED / "alignments"), "--structure_dir", str(BUNDLED / "mmcif_files")]
+    cache = ["--mmcif_cache", str(BUNDLED / "mmcif_cache.json")]
+    for name, options in (("headers", []), ("caches", cache)):
+        assert main(["data", "index", *roots, *options, "--output", str(tmp_path / name), "--workers=0"]) == 0
+    headers, caches = ChainIndex(tmp_path / "headers"), ChainIndex(tmp_path / "caches")
+    assert headers.content.sequences[:] == caches.content.sequences[:]
+    for column in ("lengths", "resolutions", "release_days", "largest_fractions"):
+        np.testing.assert_array_equal(getattr(headers.table, column), getattr(caches.table, column))
+
+
+@pytest.mark.verify
+def test_a_scan_that_is_killed_ten_times(folder: Path) -> None:
+    """Catches a kill that leaves half a part, half an index, processes, or another result than an undisturbed scan."""
+    for number in range(12_000):
+        chain = folder / "alignments" / f"1abc_{number:05d}"
+        chain.mkdir()
+        (chain / "hits.a3m").write_text(f">q\n{'A' * (10 + number % 50)}\n")
+    given = [*(word for word in words(folder, output="killed") if word not in ("--workers", "0")), "--workers=2"]
+    command, environment = [sys.executable, "-m", "evodsp", *given], {**os.environ, "OMP_NUM_THREADS": "1"}
+
+    def seen(pattern: str) -> int:
+        return len(list(folder.glob(pattern)))
+
+    for kill in range(10):
+        # The last one while the index is written, the others when some more parts are finished.
+        pattern = ".killed.[0-9]*.partial" if kill == 9 else ".killed.parts/*.json"
+        before = seen(pattern)
+        process = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
+        while process.poll() is None and seen(pattern) == before:
+            time.sleep(0.002)
+        process.kill()
+        assert process.wait() == -signal.SIGKILL, "it ended before it was killed"
+        assert not (folder / "killed").exists()
+    assert subprocess.run(command, env=environment, check=False).returncode == 0
+    assert main(words(folder)) == 0
+    assert content(folder / "killed") == content(folder / "index")
+    assert sorted(path.name for path in folder.iterdir()) == ["alignments", "index", "killed", "mmcif_files"]

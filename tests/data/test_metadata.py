@@ -1,0 +1,86 @@
+"""Tables of what is known of chains: OpenFold's caches, clusters, identical chains."""
+
+from __future__ import annotations
+
+import json
+import math
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evodsp.data.chain_table import UNKNOWN_CLUSTER, UNKNOWN_DAY
+from evodsp.data.metadata import ChainFacts, ClusterSizes, read_chain_cache, read_entry_cache, read_sets
+from evodsp.errors import FileFormatError
+
+DAY = (date(2020, 1, 8) - date(1970, 1, 1)).days
+
+
+def written(path: Path, content: Any) -> Path:
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return path
+
+
+def test_caches_of_openfold(tmp_path: Path) -> None:
+    """Catches a field that is dropped, NMR's resolution 0 taken for unknown, and what is unknown taken for 0."""
+    full = {"release_date": "2020-01-08", "seq": "ACDX", "resolution": 0.0, "cluster_size": 3}
+    facts = read_chain_cache(written(tmp_path / "a", {"1abc_A": full, "2abc_B": {"cluster_size": -1}}))
+    assert facts["1abc_A"] == ChainFacts("ACDX", 0.0, DAY, 3)
+    empty = facts["2abc_B"]
+    assert (empty.sequence, empty.release_day, empty.cluster_size) == ("", UNKNOWN_DAY, UNKNOWN_CLUSTER)
+    assert math.isnan(empty.resolution)
+    entry = {
+        "release_date": "2020-01-08",
+        "chain_ids": ["A", "b"],
+        "seqs": ["AC", "G"],
+        "resolution": 2.5,
+        "no_chains": 2,
+    }
+    of_entry = read_entry_cache(written(tmp_path / "b", {"1abc": entry}))
+    assert of_entry == {"1abc_A": ChainFacts("AC", 2.5, DAY), "1abc_b": ChainFacts("G", 2.5, DAY)}
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"release_date": "soon"}, "the release_date of '1abc_A' is 'soon', not a date"),
+        ({"resolution": "2.5"}, "the resolution of '1abc_A' is '2.5'"),
+        ({"resolution": math.inf}, "the resolution of '1abc_A' is inf"),
+        ({"resolution": -1}, "the resolution of '1abc_A' is -1"),
+        ({"seq": ["A"] * 1000}, "the sequence of '1abc_A' is"),
+        ({"seq": "AC-D"}, "the sequence of '1abc_A' is 'AC-D'"),
+        ({"cluster_size": 2**70}, "the cluster_size of '1abc_A' is 118"),
+        ({"cluster_size": 0}, "the cluster_size of '1abc_A' is 0"),
+        ([], "'1abc_A' is []"),
+    ],
+)
+def test_a_broken_cache_is_one_line(tmp_path: Path, entry: Any, message: str) -> None:
+    """Catches a traceback, and a number that no column can hold."""
+    with pytest.raises(FileFormatError) as caught:
+        read_chain_cache(written(tmp_path / "cache.json", {"1abc_A": entry}))
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 300
+
+
+def test_an_entry_with_more_chains_than_sequences(tmp_path: Path) -> None:
+    """Catches sequences shifted to other chains."""
+    path = written(tmp_path / "cache.json", {"1abc": {"chain_ids": ["A", "B"], "seqs": ["AC"]}})
+    with pytest.raises(FileFormatError, match="lists of equal length"):
+        read_entry_cache(path)
+
+
+def test_clusters_in_either_case(tmp_path: Path) -> None:
+    """Catches clusters of the PDB (upper case) that match no chain folder, and chains a and A of one entry mixed up."""
+    sets = read_sets(written(tmp_path / "clusters", "1ABC_A 2abc_B 3ABC_C\n# comment\n1ABC_a\n4abc_D 5abc_e\n"))
+    sizes = ClusterSizes(sets)
+    assert [sizes.of(key) for key in ("1abc_A", "1abc_a", "2abc_B", "5abc_E", "9abc_A")] == [
+        3,
+        1,
+        3,
+        2,
+        UNKNOWN_CLUSTER,
+    ]
+    with pytest.raises(FileFormatError, match="no chain names"):
+        read_sets(written(tmp_path / "none", "\n# nothing\n"))
