@@ -51,7 +51,16 @@ ELSEWHERE = {
 @pytest.fixture(scope="module")
 def help_texts() -> dict[str, str]:
     """`--help` of every command."""
-    names = ("fit", "validate", "predict", "data index", "data synthesize", "data build", "weights import", "weights export")
+    names = (
+        "fit",
+        "validate",
+        "predict",
+        "data index",
+        "data synthesize",
+        "data build",
+        "weights import",
+        "weights export",
+    )
     return {name: run_quietly([*name.split(), "--help"]) for name in names}
 
 

@@ -176,15 +176,18 @@ class ChainIndex:
         return self.content.structures.lengths() > 0
 
     def stale_sources(self, at: Mapping[str, Path] | None = None) -> list[str]:
-        """The sources, as 'option path', that are gone or have changed. `at`: where they are now, by option, if they moved."""
+        """The sources, as 'option path', that have changed since. `at`: where they are now, by option, if they moved.
+
+        Sources that are gone do not count: an index may be used without its caches.
+        """
         stale = []
         for source in self.sources:
             path = (at or {}).get(source.option, Path(source.path))
             try:
                 now = Source.of(source.option, path)
             except OSError:
-                now = None
-            if now is None or (now.mtime_ns, now.bytes) != (source.mtime_ns, source.bytes):
+                continue
+            if (now.mtime_ns, now.bytes) != (source.mtime_ns, source.bytes):
                 stale.append(f"{source.option} {path}")
         return stale
 

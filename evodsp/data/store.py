@@ -10,10 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cached_property
+from itertools import compress
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from evodsp.data.alignment_database import AlignmentDatabase, read_databases, read_parts
 from evodsp.data.chain_folder import (
@@ -67,7 +66,7 @@ class FeatureStore:
     def keys(self) -> list[str]:
         """Keys of all chains with alignments, sorted."""
         if self.index is not None:
-            return [self.index.keys[int(row)] for row in np.flatnonzero(self.index.has_alignments())]
+            return list(compress(self.index.keys[:], self.index.has_alignments()))
         if self._databases:
             return sorted(key for database in self._databases for key in database.entries)
         return chain_folders(self.alignment_dir)

@@ -223,8 +223,11 @@ def _execute(run: CheckedRun, built: Built, config_text: str) -> None:
         getattr(trainer, run.command)(module, datamodule=data, verbose=False)
         return
     replace = overwrite and run.start is None
-    resumes = run.start is not None
-    on_first(lambda: run.folder.prepare(config_text, replace, resumes), built.world.group)
+    resumes, missing = run.start is not None, run.chains.missing
+    on_first(lambda: run.folder.prepare(config_text, replace, resumes, missing), built.world.group)
+    if trainer.is_global_zero:
+        for note in run.chains.notes(run.folder.missing):
+            print(f"evodsp: warning: {note}", file=sys.stderr)
     _open_quarantine(run, built)
     trainer.fit(module, datamodule=data, ckpt_path=run.start, weights_only=True)
 

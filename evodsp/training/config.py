@@ -122,19 +122,24 @@ class DataConfig:
     store: str | None = None
     """Feature store that `evodsp data build` made: a folder, or an address such as s3://bucket/store. Chains and templates are
     then read from it; alignment_dir and structure_dir are not used. null reads the files."""
+    index: str | None = None
+    """Index of both folders, made by `evodsp data index`. With it a run on hundreds of thousands of chains starts at once, and
+    all processes of a machine share it. null lists the folders."""
     train_chains: str | list[str] | None = None
-    """Chains to train on: a list of names, or a text file with one name per line; null takes all chains with alignments."""
+    """Chains to train on: a list of names, or a text file with one name per line; null takes all chains with alignments. Chains
+    without alignments or structure are left out."""
     validation_chains: str | list[str] | None = None
     """Chains to validate on, in the same form; null for none."""
     test_chains: str | list[str] | None = None
     """Chains that `evodsp test` scores, in the same form; null takes the validation chains."""
     chain_data_cache: str | None = None
-    """OpenFold's chain_data_cache.json: what filters and sampling weights need to know of the training chains."""
+    """OpenFold's chain_data_cache.json: what filters and sampling weights need to know of the training chains. null: with
+    sampling alphafold2 they take it from the index."""
     filters: FilterConfig = field(default_factory=FilterConfig)
-    """Which training chains are left out. Filters need chain_data_cache; without it all chains are trained on."""
+    """Which training chains are left out, if chain_data_cache is given or sampling is alphafold2; otherwise none."""
     sampling: Literal["uniform", "alphafold2"] = "uniform"
     """How training chains are drawn. `uniform`: each epoch of as many samples as chains is a permutation. `alphafold2`: by
-    their length and the size of their sequence cluster (supplement 1.2.5), which needs chain_data_cache."""
+    their length and the size of their sequence cluster (supplement 1.2.5), which needs chain_data_cache or index."""
     distillation: DistillationConfig = field(default_factory=DistillationConfig)
     """Predicted structures that are trained on too."""
     template_structure_dir: str | None = None
@@ -174,11 +179,6 @@ class DataConfig:
         check_numbers(self.filters, {"max_resolution": POSITIVE, "max_residue_share": FRACTION}, "data.filters.")
         if self.sampling not in ("uniform", "alphafold2"):
             raise SettingError("data.sampling", f"'{self.sampling}'", "uniform or alphafold2")
-        if self.sampling == "alphafold2" and self.chain_data_cache is None:
-            raise UserError(
-                "data.sampling is alphafold2, but data.chain_data_cache is null; give OpenFold's chain_data_cache.json, which "
-                "has the lengths and cluster sizes, or set data.sampling to uniform"
-            )
         memory_size("data.prefetch", self.prefetch)
         if self.time_limit is not None and self.num_workers == 0:
             raise SettingError("data.num_workers", 0, "at least 1 with data.time_limit: only a worker can be stopped")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.utilities import rank_zero_only
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -101,3 +103,9 @@ def score_table(scores: dict[str, dict[str, float]]) -> str:
     lines = [f"{'chain':<{width}}" + "".join(f"{titles.get(name, name):>10}" for name in mean)]
     lines += [f"{chain:<{width}}" + "".join(f"{value:>10.3f}" for value in row.values()) for chain, row in rows.items()]
     return "\n".join(lines)
+
+
+@rank_zero_only
+def report(line: str) -> None:
+    """Say a line on standard error, on the first rank only."""
+    print(line, file=sys.stderr)

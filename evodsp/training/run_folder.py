@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,6 +40,11 @@ class RunFolder:
     def config(self) -> Path:
         return self.path / "config.yaml"
 
+    @property
+    def missing(self) -> Path:
+        """Training chains that the run leaves out, and what they lack."""
+        return self.path / "missing_chains.tsv"
+
     def start(self, command: str, run: RunConfig, restarted: bool) -> Path | None:
         """The checkpoint to start from; None to start a new run. `restarted`: the launcher restarted this run after a failure.
 
@@ -66,8 +72,11 @@ class RunFolder:
             )
         return None
 
-    def prepare(self, config_text: str, replace: bool, resumes: bool = False) -> None:
-        """Make the folder ready for `fit`: delete partial files, and with `replace` an earlier run; write config.yaml.
+    def prepare(
+        self, config_text: str, replace: bool, resumes: bool = False, missing: Mapping[str, str] | None = None
+    ) -> None:
+        """Make the folder ready for `fit`: delete partial files, and with `replace` an earlier run; write config.yaml, and the
+        chains that are left out (`missing`: what each lacks) if there are any.
 
         Unless the run `resumes`, the list of chains that an earlier one left out is deleted: it would change the samples.
 
@@ -83,6 +92,10 @@ class RunFolder:
                     shutil.rmtree(self.path / name, ignore_errors=True)
             with whole_file(self.config) as partial:
                 partial.write_text(config_text)
+            self.missing.unlink(missing_ok=True)
+            if missing:
+                with whole_file(self.missing) as partial:
+                    partial.write_text("".join(f"{key}\tno {lacking}\n" for key, lacking in missing.items()))
 
     def remove_partial(self) -> None:
         """Delete the partial files of a run that was killed while writing."""

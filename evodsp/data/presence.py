@@ -1,0 +1,48 @@
+"""Which chains of a store have alignments and a structure, from one listing of each folder or from the index."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import compress
+from typing import Literal
+
+from evodsp.data.feature_store import BuiltStore
+from evodsp.data.layout import listed_structure, split_key, structure_files
+from evodsp.data.store import FeatureStore
+from evodsp.errors import UserError
+
+Lacking = Literal["alignments", "structure", "record"]
+"""What a chain does not have; of a feature store, its record."""
+
+
+class Presence:
+    """Looks chains up in time that does not grow with their number. Whether files can be read is not checked."""
+
+    def __init__(self, store: FeatureStore | BuiltStore) -> None:
+        self.keys = store.keys()
+        """Chains with alignments, sorted."""
+        self._known = frozenset(self.keys)
+        self._unknown: Lacking = "record" if isinstance(store, BuiltStore) else "alignments"
+        self._is_resolved: Callable[[str], bool]
+        if isinstance(store, BuiltStore):
+            self._is_resolved = self._known.__contains__
+        elif store.index is not None:
+            self._is_resolved = frozenset(compress(store.index.keys[:], store.index.has_structure())).__contains__
+        elif store.structure_dir is not None:
+            self._files = structure_files(store.structure_dir)
+            self._is_resolved = self._is_listed
+        else:
+            self._is_resolved = store.has_structure
+
+    def lacks(self, key: str) -> Lacking | None:
+        """What the chain does not have; None if it has both."""
+        if key not in self._known:
+            return self._unknown
+        return None if self._is_resolved(key) else "structure"
+
+    def _is_listed(self, key: str) -> bool:
+        try:
+            entry, _ = split_key(key)
+        except UserError:  # a folder whose name is no chain key
+            return False
+        return listed_structure(self._files, entry) is not None

@@ -1,0 +1,106 @@
+"""Which chains a run takes: missing ones are left out and listed, an index says the same as the folders."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from evodsp.cli import main
+from evodsp.data.index import ChainIndex
+from evodsp.errors import UserError
+from evodsp.training.chains import chain_list, find_chains
+from evodsp.training.config import DataConfig
+from tests.builders.training_chains import SEQUENCES, TINY, write_chain
+
+KEY, OTHER = SEQUENCES
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Two chains, alignments of a third one without a structure, and an index."""
+    for key, letters in SEQUENCES.items():
+        write_chain(tmp_path, key, letters)
+    (tmp_path / "alignments" / "3abc_C").mkdir()
+    (tmp_path / "alignments" / "3abc_C" / "hits.a3m").write_text(">q\nACD\n")
+    roots = ["--alignment_dir", str(tmp_path / "alignments"), "--structure_dir", str(tmp_path / "mmcif_files")]
+    assert main(["data", "index", *roots, "--output", str(tmp_path / "index"), "--workers=0"]) == 0
+    return tmp_path
+
+
+def config(folder: Path, indexed: bool, **settings: object) -> DataConfig:
+    roots = {"alignment_dir": str(folder / "alignments"), "structure_dir": str(folder / "mmcif_files")}
+    index = str(folder / "index") if indexed else None
+    return DataConfig(**roots, index=index, **settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("indexed", [False, True])
+def test_missing_training_chains_are_left_out(folder: Path, indexed: bool) -> None:
+    """Catches a start that ends at the first of a thousand missing chains, and a run on nothing."""
+    found = find_chains(config(folder, indexed))
+    assert (found.train, found.missing) == ([KEY, OTHER], {"3abc_C": "structure"})
+    found = find_chains(config(folder, indexed, train_chains=["9abc_Z", OTHER, "3abc_C", "8abc_Z"]))
+    assert found.train == [OTHER]
+    assert found.missing == {"9abc_Z": "alignments", "3abc_C": "structure", "8abc_Z": "alignments"}
+    (note,) = found.notes(Path("run/missing_chains.tsv"))
+    assert note == (
+        "3 of 4 training chains are left out: 2 without alignments, 1 without structure; run/missing_chains.tsv lists them"
+    )
+    with pytest.raises(UserError, match=r"train_chains: no structure of chain '3abc_C'"):
+        find_chains(config(folder, indexed, train_chains=["3abc_C", "9abc_Z"]))
+    with pytest.raises(UserError, match=r"validation_chains: no alignments of chain '1abd_A'.*Did you mean '1abc_A'"):
+        find_chains(config(folder, indexed, validation_chains=[KEY, "1abd_A"]))
+    with pytest.raises(UserError, match=r"test_chains: no structure of chain '3abc_C'"):
+        find_chains(config(folder, indexed, test_chains=["3abc_C"]))
+
+
+def test_an_old_index_is_noticed(folder: Path) -> None:
+    """Catches chains that were added since and are never trained on, without a word."""
+    assert find_chains(config(folder, True, train_chains=[KEY])).notes(Path("x")) == []
+    os.utime(folder / "alignments", ns=(1, 1))
+    (note,) = find_chains(config(folder, True, train_chains=[KEY])).notes(Path("x"))
+    assert note.startswith(
+        f"{folder / 'index'} is older than alignment_dir {folder / 'alignments'}; make it again: evodsp data"
+    )
+    assert note.endswith("--overwrite")
+
+
+def test_a_run_with_an_index_lists_what_it_leaves_out(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches data.index ignored by `fit`, and a list of missing chains that is not written, or an earlier run's."""
+    roots = (
+        f"data:\n  alignment_dir: {folder}/alignments\n  structure_dir: {folder}/mmcif_files\n  index: {folder}/index\n"
+    )
+    (folder / "tiny.yaml").write_text(TINY.replace("data:\n", roots))
+    fit = ["fit", "--config", str(folder / "tiny.yaml"), "--output", str(folder / "run"), "--trainer.max_steps=1"]
+    assert main(fit) == 0
+    assert (folder / "run" / "missing_chains.tsv").read_text() == "3abc_C\tno structure\n"
+    assert "evodsp: warning: 1 of 3 training chains are left out: 1 without structure" in capsys.readouterr().err
+    assert main([*fit, f"--data.train_chains=[{KEY}]", "--overwrite"]) == 0
+    assert not (folder / "run" / "missing_chains.tsv").exists()
+    assert "warning" not in capsys.readouterr().err
+    (folder / "index" / "lengths.npy").unlink()
+    assert main([*fit, "--overwrite"]) == 2
+    assert "missing, truncated" in capsys.readouterr().err
+
+
+def test_a_list_of_many_chains_is_read_in_time(tmp_path: Path) -> None:
+    """Catches a search for repetitions that is quadratic: 200,000 names would take an hour."""
+    names = [f"{number:06d}_A" for number in range(200_000)]
+    assert chain_list(names) == names
+    with pytest.raises(UserError, match="'000017_A' is listed more than once"):
+        chain_list([*names, "000017_A"])
+
+
+def test_no_file_of_a_chain_is_touched_before_it_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a start that asks the file system for every chain: on a network it takes a millisecond each."""
+    for number in range(100):
+        (folder / "alignments" / f"4abc_{number}").mkdir()
+    (folder / "mmcif_files" / "4abc.cif").touch()
+    asked: list[Path] = []
+    original = Path.is_file
+    monkeypatch.setattr(Path, "is_file", lambda path: asked.append(path) or original(path))
+    assert len(find_chains(config(folder, False)).train) == 102
+    assert [path for path in asked if path.suffix == ".cif"] == []
+    index = ChainIndex(folder / "index")
+    assert len(index) == 3
