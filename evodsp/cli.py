@@ -104,6 +104,15 @@ COMMANDS: dict[str, Command] = {
             "files are. Training reads it (data.index): it starts at once, and all processes share it.",
         ),
         SettingsCommand(
+            "data doctor",
+            "examine a data set before training starts",
+            settings="evodsp.data.doctor_config:DoctorConfig",
+            runner="evodsp.data.doctor_command:run",
+            required="(--config FILE | --alignment_dir DIR --structure_dir DIR) --output DIR",
+            description="Look all chains up, read a sample of them as training does, and report what is missing or wrong, on "
+            "the terminal, as JSON and as a page. The exit code is 0 if training can start, 1 if not.",
+        ),
+        SettingsCommand(
             "data synthesize",
             "write synthetic protein families to train on",
             settings="evodsp.synthetic.config:SynthesisConfig",

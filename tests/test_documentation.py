@@ -111,6 +111,7 @@ class Reader:
             "validate": self.validate,
             "predict": self.predict,
             "data index": self.index,
+            "data doctor": self.doctor,
             "data synthesize": self.synthesize,
             "data build": self.build,
             "weights export": self.convert,
@@ -157,6 +158,9 @@ class Reader:
 
     def index(self, words: list[str]) -> None:
         run([*words, "--workers=0", "--overwrite=true"])
+
+    def doctor(self, words: list[str]) -> None:
+        run([*words, "--workers=0", "--sample=2"])
 
     def synthesize(self, words: list[str]) -> None:
         """Its options only, see NOT_RUN: they are read before the number of members is refused."""

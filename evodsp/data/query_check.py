@@ -15,6 +15,10 @@ from evodsp.errors import UserError
 from evodsp.geometry.alphabet import UNKNOWN, decode, encode
 
 
+class QueryMismatch(UserError):
+    """Alignments or template hits that were made with another sequence."""
+
+
 def check_query(
     where: str,
     found: Int8[np.ndarray, " L"],
@@ -23,18 +27,18 @@ def check_query(
     fix: str,
     positions: Integer[np.ndarray, " L"] | None = None,
 ) -> None:
-    """Raise UserError unless `found`, the query as it stands in `where`, equals `query`. X on either side matches any letter.
+    """Raise QueryMismatch unless `found`, the query as it stands in `where`, equals `query`. X on either side matches all.
 
     `positions`: index of each residue in the whole query, for the message, if only a part of it is compared.
     """
     if len(found) != len(query):
-        raise UserError(f"{where} has {len(found)} residues, {query_name} has {len(query)}; {fix}")
+        raise QueryMismatch(f"{where} has {len(found)} residues, {query_name} has {len(query)}; {fix}")
     differs = np.flatnonzero((found != query) & (found != UNKNOWN) & (query != UNKNOWN))
     if differs.size:
         at = int(differs[0])
         letter, expected = decode(found[at : at + 1]), decode(query[at : at + 1])
         position = 1 + (at if positions is None else int(positions[at]))
-        raise UserError(
+        raise QueryMismatch(
             f"{where} has '{letter}' at position {position}, {query_name} has '{expected}' "
             f"({differs.size} {'position differs' if differs.size == 1 else 'positions differ'}); {fix}"
         )
@@ -109,7 +113,7 @@ def _all_monomers(query: ProteinSequence) -> tuple[Int8[np.ndarray, " M"], Int64
 
 
 def check_alignments(alignments: Sequence[Alignment], query: ProteinSequence | None = None) -> None:
-    """Raise UserError unless the first row of every alignment is the query (default: the first alignment's first row).
+    """Raise QueryMismatch unless the first row of every alignment is the query (default: the first alignment's first row).
 
     The message names the file, the first position that differs and both letters.
     """

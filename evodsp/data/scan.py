@@ -14,17 +14,10 @@ import dataclasses
 import hashlib
 import json
 import math
-import os
 import shutil
-import signal
-import threading
 from collections.abc import Mapping
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from multiprocessing import get_context, parent_process
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +31,7 @@ from evodsp.data.layout import listed_structure, split_key, structure_files
 from evodsp.data.metadata import ChainFacts, ClusterSizes, day_of, read_chain_cache, read_entry_cache, read_sets
 from evodsp.data.mmcif import Header, read_header
 from evodsp.data.parsers import parse_obsolete
+from evodsp.data.pool import in_processes, processes
 from evodsp.errors import UserError
 from evodsp.files import whole_file
 from evodsp.geometry.alphabet import decode
@@ -149,28 +143,13 @@ def _part(folder: Path, number: int) -> Path:
 def _scan(config: IndexConfig, folder: Path, chunks: list[list[ChainTask]]) -> None:
     """Write the parts that are missing."""
     missing = [number for number in range(len(chunks)) if not _part(folder, number).is_file()]
-    workers = min(_cores() if config.workers is None else config.workers, len(missing))
+    workers = processes(config.workers, len(missing))
     total = sum(map(len, chunks))
     left = sum(len(chunks[number]) for number in missing)
     jobs = ((config.alignment_dir, config.structure_dir, _part(folder, number), chunks[number]) for number in missing)
     with progress("scanned chains", total, total - left) as advance:
-        if workers <= 1:
-            for job in jobs:
-                advance(scan_part(*job))
-            return
-        # Not forked: the caches of this process would be copied with it.
-        with ProcessPoolExecutor(workers, get_context("spawn"), end_with_parent) as pool:
-            try:
-                for done in as_completed([pool.submit(scan_part, *job) for job in jobs]):
-                    advance(done.result())
-            except BrokenProcessPool as error:
-                raise UserError(
-                    "a process that scanned was killed (out of memory?); run the command again, with fewer --workers: "
-                    "finished parts are kept"
-                ) from error
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
+        for done in in_processes(scan_part, jobs, workers):
+            advance(done)
 
 
 def scan_part(alignment_dir: Path, structure_dir: Path, path: Path, tasks: list[ChainTask]) -> int:
@@ -249,15 +228,3 @@ def _with_facts(
         facts = replace(facts, cluster_size=size)
     files = tuple(StoredFile(*file) for file in found["files"])
     return ScannedChain(task.key, facts, task.structure, task.database, files, found["problem"])
-
-
-def end_with_parent() -> None:
-    """In a process of a pool: end when the main process is gone, even if it was killed, and leave Ctrl-C to it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    parent = parent_process()
-    if parent is not None:
-        threading.Thread(target=lambda: (wait([parent.sentinel]), os._exit(1)), daemon=True).start()
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

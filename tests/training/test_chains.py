@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from evodsp.cli import main
+from evodsp.data.chain_list import chain_list
 from evodsp.data.index import ChainIndex
 from evodsp.errors import UserError
-from evodsp.training.chains import chain_list, find_chains
+from evodsp.training.chains import find_chains
 from evodsp.training.config import DataConfig
 from tests.builders.training_chains import SEQUENCES, TINY, write_chain
 

@@ -1,0 +1,82 @@
+"""A self-contained HTML page: title, key figures, notes, tables and charts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+
+from evodsp import __version__
+
+_STYLE = """
+:root { color-scheme: light dark; --back: #ffffff; --text: #1f2328; --soft: #57606a; --line: #d0d7de; --panel: #f6f8fa;
+  --bar: #2f6fb0; --good: #1a7f37; --bad: #b42318; }
+@media (prefers-color-scheme: dark) { :root { --back: #0d1117; --text: #e6edf3; --soft: #9aa4af; --line: #30363d;
+  --panel: #161b22; --bar: #6cb0f0; --good: #57c46b; --bad: #ff7b72; } }
+* { box-sizing: border-box; }
+body { margin: 0 auto; max-width: 1000px; padding: 24px; background: var(--back); color: var(--text);
+  font: 15px/1.5 system-ui, sans-serif; }
+h1 { font-size: 24px; margin: 0 0 4px; } h2 { font-size: 17px; margin: 32px 0 8px; }
+.soft, svg text { color: var(--soft); fill: var(--soft); font-size: 12px; }
+.good { color: var(--good); } .bad { color: var(--bad); } .verdict { font-weight: 600; font-size: 17px; }
+.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: 10px; margin: 20px 0; }
+.figure { background: var(--panel); border: 1px solid var(--line); border-radius: 6px; padding: 10px 14px; }
+.figure b { display: block; font-size: 20px; }
+.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(380px, 1fr)); gap: 16px; }
+.charts h3 { font-size: 14px; margin: 8px 0; } svg { width: 100%; height: auto; }
+.bar { fill: var(--bar); } .axis { stroke: var(--line); }
+.scroll { overflow-x: auto; } table { border-collapse: collapse; width: 100%; }
+th, td { text-align: left; padding: 5px 12px 5px 0; border-bottom: 1px solid var(--line); vertical-align: top; }
+th { color: var(--soft); font-weight: 600; } td.number, th.number { text-align: right; white-space: nowrap; }
+td { overflow-wrap: anywhere; }
+"""
+
+
+class Page:
+    """Collects the parts of a page in their order. Every text is escaped."""
+
+    def __init__(self, title: str, subtitle: str = "") -> None:
+        self._title, self._parts = title, [f"<h1>{escape(title)}</h1>", f'<p class="soft">{escape(subtitle)}</p>']
+
+    def verdict(self, text: str, good: bool) -> None:
+        """The result in one sentence."""
+        self._parts.append(f'<p class="verdict {"good" if good else "bad"}">{"✓" if good else "✗"} {escape(text)}</p>')
+
+    def figures(self, figures: Mapping[str, str]) -> None:
+        """Key figures: what each is, and its value."""
+        tiles = (
+            f'<div class="figure"><b>{escape(value)}</b><span class="soft">{escape(name)}</span></div>'
+            for name, value in figures.items()
+        )
+        self._parts.append(f'<div class="figures">{"".join(tiles)}</div>')
+
+    def heading(self, text: str) -> None:
+        self._parts.append(f"<h2>{escape(text)}</h2>")
+
+    def note(self, text: str) -> None:
+        self._parts.append(f'<p class="soft">{escape(text)}</p>')
+
+    def table(self, headings: Sequence[str], rows: Iterable[Sequence[str | int]]) -> None:
+        """A table; integers are written with separators and aligned right."""
+        listed = [list(row) for row in rows]
+        numeric = [bool(listed) and isinstance(listed[0][column], int) for column in range(len(headings))]
+
+        def line(tag: str, cells: Sequence[str | int]) -> str:
+            texts = (escape(f"{cell:,}" if isinstance(cell, int) else cell) for cell in cells)
+            kinds = (' class="number"' if is_number else "" for is_number in numeric)
+            marked = (f"<{tag}{kind}>{text}</{tag}>" for kind, text in zip(kinds, texts, strict=True))
+            return f"<tr>{''.join(marked)}</tr>"
+
+        body = "".join(line("td", row) for row in listed)
+        self._parts.append(f'<div class="scroll"><table>{line("th", headings)}{body}</table></div>')
+
+    def charts(self, charts: Mapping[str, str]) -> None:
+        """Charts (`evodsp.report.charts`) side by side, by their titles."""
+        drawn = (f"<div><h3>{escape(title)}</h3>{svg}</div>" for title, svg in charts.items())
+        self._parts.append(f'<div class="charts">{"".join(drawn)}</div>')
+
+    def html(self) -> str:
+        """The whole page."""
+        foot = f'<p class="soft">evodsp {escape(__version__)}</p>'
+        head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{escape(self._title)}</title>'
+        body = "\n".join([*self._parts, foot])
+        return f'<!doctype html>\n<html lang="en"><head>{head}<style>{_STYLE}</style></head>\n<body>\n{body}\n</body></html>\n'

@@ -1,0 +1,127 @@
+"""The examination of a data set: what is wrong with each chain, and whether training can start."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evodsp.cli import main
+from tests.builders.training_chains import SEQUENCES, TINY, write_chain
+
+KEY, OTHER = SEQUENCES
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Two good chains and a config of `fit`."""
+    for key, letters in SEQUENCES.items():
+        write_chain(tmp_path, key, letters)
+    roots = f"data:\n  alignment_dir: {tmp_path}/alignments\n  structure_dir: {tmp_path}/mmcif_files\n"
+    (tmp_path / "tiny.yaml").write_text(TINY.replace("data:\n", roots))
+    return tmp_path
+
+
+def spoil(folder: Path) -> None:
+    """Of each kind of bad chain one: no structure, another sequence, a structure that is cut."""
+    for name in ("3abc_A", "4abc_B"):
+        shutil.copytree(folder / "alignments" / OTHER, folder / "alignments" / name)
+    shutil.copy(folder / "mmcif_files" / "2abc.cif", folder / "mmcif_files" / "4abc.cif")
+    alignment = folder / "alignments" / "4abc_B" / "uniref90_hits.a3m"
+    alignment.write_text(f">q\nW{SEQUENCES[OTHER][1:]}\n")
+    shutil.copytree(folder / "alignments" / OTHER, folder / "alignments" / "5abc_B")
+    text = (folder / "mmcif_files" / "2abc.cif").read_text()
+    (folder / "mmcif_files" / "5abc.cif").write_text(text[: text.index("_atom_site.")] + "_atom_site.Cartn_x\n1\n")
+
+
+def doctor(folder: Path, *options: str) -> tuple[int, dict[str, Any]]:
+    output = folder / "doctor"
+    code = main(["data", "doctor", "--output", str(output), "--workers=0", *options])
+    return code, json.loads((output / "doctor.json").read_text())
+
+
+def test_good_data(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches good data that is refused, a config that is ignored, and figures of other chains."""
+    code, report = doctor(folder, "--config", str(folder / "tiny.yaml"))
+    assert (code, report["can_start"], report["obstacles"], report["chains"]) == (0, True, [], [])
+    assert report["summary"]["training chains that can be used"] == "2 of 2"
+    assert report["summary"]["residues, median"] == "13"
+    assert report["summary"]["different sequences in the MSA, median"] == "3"
+    assert report["summary"]["draws of a chain in an epoch"] == "2"
+    assert report["filters"]["release date unknown"] == 2
+    assert report["filters"]["resolution above 9 Å"] == 0
+    page = (folder / "doctor" / "doctor.html").read_text()
+    assert "Training can start." in page
+    assert "<svg" in page
+    assert not any(word in page for word in ("http:", "https:", "<script", "<link"))
+    assert "training can start; report:" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("indexed", [False, True])
+def test_each_bad_chain_is_named_with_its_reason(folder: Path, indexed: bool) -> None:
+    """Catches a kind of bad chain that is not found, or is reported as another kind."""
+    spoil(folder)
+    options = ["--alignment_dir", str(folder / "alignments"), "--structure_dir", str(folder / "mmcif_files")]
+    if indexed:
+        assert main(["data", "index", *options, "--output", str(folder / "index"), "--workers=0"]) == 0
+        options += ["--index", str(folder / "index")]
+    code, report = doctor(folder, *options)
+    states = {entry["chain"]: (entry["state"], entry["reason"]) for entry in report["chains"]}
+    assert set(states) == {"3abc_A", "4abc_B", "5abc_B"}
+    assert states["3abc_A"] == ("missing", "no structure")
+    assert states["4abc_B"][0] == "mismatching"
+    assert "position 1," in states["4abc_B"][1]
+    assert states["5abc_B"][0] == "unreadable"
+    assert "5abc.cif" in states["5abc_B"][1]
+    counts = report["counts"]
+    assert [counts[f"read{kind}"] for kind in ("", ", alignments of another sequence", ", unreadable")] == [4, 1, 1]
+    assert (code, report["obstacles"]) == (1, ["2 of 4 training chains read are bad (more than 5%)"])
+    code, report = doctor(folder, *options, "--max_bad=0.5")
+    assert (code, report["can_start"]) == (0, True)
+
+
+def test_validation_chains_must_all_be_good(folder: Path) -> None:
+    """Catches a missing validation chain that ends the run at its first validation."""
+    spoil(folder)
+    for chains, obstacle in (
+        ("[3abc_A]", "1 validation chains are missing"),
+        ("[4abc_B]", "1 validation chains are bad"),
+    ):
+        text = (folder / "tiny.yaml").read_text()
+        (folder / "other.yaml").write_text(text.replace("validation_chains: [1abc_A]", f"validation_chains: {chains}"))
+        code, report = doctor(folder, "--config", str(folder / "other.yaml"), "--max_bad=1")
+        assert (code, report["obstacles"]) == (1, [obstacle])
+
+
+def test_a_sample_is_read(folder: Path) -> None:
+    """Catches a data set of a week's reading that is read whole, and a draw that changes from run to run."""
+    options = ["--config", str(folder / "tiny.yaml"), "--sample=1"]
+    first, second = (doctor(folder, *options)[1] for _ in range(2))
+    assert first["counts"]["read"] == 1
+    assert first["filters"] == second["filters"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "no alignment_dir; give --alignment_dir"),
+        (["--config=nowhere.yaml"], "--config nowhere.yaml: cannot be read"),
+        (["--max_bad=2"], "--max_bad is 2"),
+        (["--alignment_dir=nowhere", "--structure_dir=."], "nowhere: no such alignment directory"),
+    ],
+)
+def test_a_users_mistake_is_one_line(
+    tmp_path: Path,
+    options: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Catches a traceback, and a mistake that looks like bad data (exit code 1)."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["data", "doctor", "--output", "report", *options]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "report").exists()
