@@ -148,7 +148,7 @@ class DataConfig:
     max_template_date: str | None = None
     """Latest release date of a template, such as 2018-04-30. In any case, templates are 60 days older than their chain."""
     obsolete: str | None = None
-    """The PDB's obsolete.dat, which names the entries that replace withdrawn templates."""
+    """The PDB's obsolete.dat, which names the entries that replace withdrawn templates; null takes those of the index."""
     train: FeatureConfig = field(default_factory=FeatureConfig)
     """Features of training samples."""
     validation: FeatureConfig = field(default_factory=lambda: FeatureConfig(crop_size=None, uniform_recycling=False))

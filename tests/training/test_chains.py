@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from evodsp.cli import main
+from evodsp.config import FeatureConfig
 from evodsp.data.chain_list import chain_list
 from evodsp.data.index import ChainIndex
 from evodsp.errors import UserError
@@ -83,6 +84,20 @@ def test_a_run_with_an_index_lists_what_it_leaves_out(folder: Path, capsys: pyte
     (folder / "index" / "lengths.npy").unlink()
     assert main([*fit, "--overwrite"]) == 2
     assert "missing, truncated" in capsys.readouterr().err
+
+
+def test_withdrawn_entries_of_the_index(folder: Path) -> None:
+    """Catches templates of withdrawn entries that are lost although the index knows their successors."""
+    roots = ["--alignment_dir", str(folder / "alignments"), "--structure_dir", str(folder / "mmcif_files")]
+    (folder / "obsolete.dat").write_text("OBSLTE    31-JUL-94 9ABC     1ABC\n")
+    options = ["--obsolete", str(folder / "obsolete.dat"), "--overwrite", "--workers=0"]
+    assert main(["data", "index", *roots, "--output", str(folder / "index"), *options]) == 0
+    features = FeatureConfig(msa_clusters=4, max_templates=1)
+    settings = {"train": features, "validation": features, "template_structure_dir": str(folder / "mmcif_files")}
+    for indexed, expected in ((True, {"9abc": "1abc"}), (False, {})):
+        source = find_chains(config(folder, indexed, **settings)).templates
+        assert source is not None
+        assert source.obsolete == expected
 
 
 def test_a_list_of_many_chains_is_read_in_time(tmp_path: Path) -> None:
