@@ -27,7 +27,6 @@ FLOORS = {
     "evodsp.launch.consensus": ("lightning", "evodsp.geometry", "evodsp.data", "evodsp.model", "evodsp.config"),
     "evodsp.launch.launcher": ("lightning", "evodsp.geometry", "evodsp.data", "evodsp.model", "evodsp.config"),
     "evodsp.files": (*TORCH_FREE, "numpy"),
-    "evodsp.progress": (*TORCH_FREE, "numpy", "rich"),
     "evodsp.synthetic": TORCH_FREE,
     "evodsp.data.records": TORCH_FREE,
     "evodsp.data.parsers": TORCH_FREE,

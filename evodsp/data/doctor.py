@@ -14,18 +14,15 @@ from datetime import date
 import numpy as np
 from jaxtyping import Bool
 
+from evodsp.config import FilterConfig
 from evodsp.data.chain_table import UNKNOWN_CLUSTER, UNKNOWN_DAY, ChainTable
 from evodsp.data.examine import Examined, examine
-from evodsp.data.index_content import residue_fractions
-from evodsp.data.metadata import day_of
+from evodsp.data.metadata import ChainFacts, day_of, table_of
 from evodsp.data.pool import in_processes, processes
 from evodsp.data.presence import Lacking, Presence
+from evodsp.data.sampling import left_out_by_filters
 from evodsp.data.store import FeatureStore
 from evodsp.progress import progress
-
-LARGEST_RESOLUTION = 9.0
-LARGEST_FRACTION = 0.8
-"""AlphaFold2's filters (supplement 1.2.5): chains above 9 Å, or with one residue type above 80 %, are not drawn."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +118,7 @@ def diagnose(
     examined = [found[key] for key in sorted(drawn)]
     index = store.index
     if index is None:
-        table, stale, problems = table_of(examined), [], []
+        table, stale, problems = read_table(examined), [], []
     else:
         rows = np.array([row for key in usable if (row := index.keys.find(key)) is not None], np.int64)
         table = selected(index.table, rows)
@@ -136,21 +133,14 @@ def diagnose(
     )
 
 
-def table_of(chains: list[Examined]) -> ChainTable:
+def read_table(chains: list[Examined]) -> ChainTable:
     """What reading showed of chains; their cluster sizes are unknown."""
     good = sorted((chain for chain in chains if chain.state == "good"), key=lambda chain: chain.key)
-    fractions = np.array([residue_fractions(chain.sequence) for chain in good], np.float32).reshape(-1, 2)
-    days = [day_of(date.fromisoformat(chain.release_date) if chain.release_date else None) for chain in good]
-    return ChainTable(
-        keys=[chain.key for chain in good],
-        lengths=np.array([len(chain.sequence) for chain in good], np.int32),
-        resolutions=np.array([chain.resolution for chain in good], np.float32),
-        release_days=np.array(days, np.int32),
-        cluster_sizes=np.full(len(good), UNKNOWN_CLUSTER, np.int32),
-        largest_fractions=fractions[:, 0],
-        unknown_fractions=fractions[:, 1],
-        representatives=np.arange(len(good), dtype=np.int32),
-    )
+    released = [date.fromisoformat(chain.release_date) if chain.release_date else None for chain in good]
+    facts = [
+        ChainFacts(chain.sequence, chain.resolution, day_of(day)) for chain, day in zip(good, released, strict=True)
+    ]
+    return table_of([chain.key for chain in good], facts)
 
 
 def selected(table: ChainTable, rows: np.ndarray) -> ChainTable:
@@ -168,13 +158,9 @@ def selected(table: ChainTable, rows: np.ndarray) -> ChainTable:
 
 
 def filter_reasons(table: ChainTable) -> Mapping[str, Bool[np.ndarray, " n"]]:
-    """Why AlphaFold2's filters would leave a chain out, or cannot decide; a chain may have several reasons."""
+    """Why AlphaFold2's filters would leave a chain out; a chain may have several reasons. Then what else is not known."""
     return {
-        "sequence unknown": table.lengths == 0,
-        "release date unknown": table.release_days == UNKNOWN_DAY,
-        "resolution unknown": np.isnan(table.resolutions),
-        "no resolution (NMR, predicted)": table.resolutions == 0,
-        f"resolution above {LARGEST_RESOLUTION:g} Å": table.resolutions > LARGEST_RESOLUTION,
-        f"one residue type above {LARGEST_FRACTION:.0%}": table.largest_fractions > LARGEST_FRACTION,
-        "cluster size unknown": table.cluster_sizes == UNKNOWN_CLUSTER,
+        **left_out_by_filters(table, FilterConfig()),
+        "unknown release date": table.release_days == UNKNOWN_DAY,
+        "unknown cluster size": table.cluster_sizes == UNKNOWN_CLUSTER,
     }

@@ -8,15 +8,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from typing import Any
 
-from evodsp.data.chain_table import UNKNOWN_CLUSTER, UNKNOWN_DAY
+import numpy as np
+from jaxtyping import Float32
+
+from evodsp.data.chain_table import UNKNOWN_CLUSTER, UNKNOWN_DAY, ChainTable
 from evodsp.data.layout import split_key
 from evodsp.data.text_files import lines_of, read_json
 from evodsp.errors import FileFormatError, UserError
+from evodsp.geometry.alphabet import LETTERS_WITH_X, UNKNOWN, encode_sequence
 
 _FIX = "make the cache again, or leave it out"
 _EPOCH = date(1970, 1, 1).toordinal()
@@ -49,6 +54,42 @@ def read_chain_cache(path: Path) -> dict[str, ChainFacts]:
         )
         for key, entry in _entries(path).items()
     }
+
+
+def cached_table(path: str | Path) -> ChainTable:
+    """The chains of `chain_data_cache.json`, for data sets without an index. Each chain is its own representative.
+
+    Raises FileFormatError for an entry of another format, or if there is none.
+    """
+    facts = read_chain_cache(Path(path))
+    if not facts:
+        raise FileFormatError(path, f"no chain in this chain_data_cache; {_FIX}")
+    keys = sorted(facts)
+    return table_of(keys, [facts[key] for key in keys])
+
+
+def table_of(keys: Sequence[str], facts: Sequence[ChainFacts]) -> ChainTable:
+    """A table of chains whose representatives are themselves. `keys`: sorted."""
+    sequences = [fact.sequence for fact in facts]
+    fractions = np.array([_residue_fractions(sequence) for sequence in sequences], np.float32).reshape(-1, 2)
+    return ChainTable(
+        keys=keys,
+        lengths=np.array([len(sequence) for sequence in sequences], np.int32),
+        resolutions=np.array([fact.resolution for fact in facts], np.float32),
+        release_days=np.array([fact.release_day for fact in facts], np.int32),
+        cluster_sizes=np.array([fact.cluster_size for fact in facts], np.int32),
+        largest_fractions=np.ascontiguousarray(fractions[:, 0]),
+        unknown_fractions=np.ascontiguousarray(fractions[:, 1]),
+        representatives=np.arange(len(keys), dtype=np.int32),
+    )
+
+
+def _residue_fractions(sequence: str) -> Float32[np.ndarray, " 2"]:
+    """Share of the commonest residue type, X counted as one, and share of X; NaN for an empty sequence."""
+    if not sequence:
+        return np.full(2, np.nan, np.float32)
+    counts = np.bincount(encode_sequence(sequence), minlength=LETTERS_WITH_X)
+    return np.array([counts.max(), counts[UNKNOWN]], np.float32) / np.float32(len(sequence))
 
 
 def read_entry_cache(path: Path) -> dict[str, ChainFacts]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 from jaxtyping import Float64
 
-from evodsp.data.chain_cache import read_chain_cache
 from evodsp.data.chain_table import ChainTable
 from evodsp.data.index import ChainIndex
+from evodsp.data.metadata import cached_table
 from evodsp.data.sampling import left_out_by_filters, sampling_weights
 from evodsp.errors import UserError
 from evodsp.training.config import DataConfig
@@ -52,7 +52,7 @@ def _known_chains(config: DataConfig) -> tuple[ChainTable, str] | None:
     An index alone filters nothing: it may be there only to make a run start quickly.
     """
     if config.chain_data_cache is not None:
-        return read_chain_cache(config.chain_data_cache), config.chain_data_cache
+        return cached_table(config.chain_data_cache), config.chain_data_cache
     if config.sampling == "uniform":
         return None
     if config.index is None:

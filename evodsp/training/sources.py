@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from evodsp.data.chain_list import chain_list
@@ -19,7 +20,10 @@ from evodsp.training.progress import report
 
 
 def open_source(config: DataConfig) -> tuple[FeatureStore | BuiltStore, TemplateSource | None]:
-    """Where chains and their templates come from; no templates if samples have none. Raises UserError that names the setting."""
+    """Where chains and their templates come from; no templates if samples have none.
+
+    Raises UserError that names the setting.
+    """
     return _files(config) if config.store is None else _built_store(config, config.store)
 
 
@@ -51,12 +55,12 @@ def _files(config: DataConfig) -> tuple[FeatureStore, TemplateSource | None]:
         if not path.is_dir():
             what = "a file" if path.exists() else "no folder"
             raise UserError(f"data.{name} is {path}, which is {what}; give the folder of {content}")
-    templates = _template_source(config)
     index = None if config.index is None else ChainIndex(config.index)
+    templates = _template_source(config, index)
     return FeatureStore(Path(config.alignment_dir), Path(config.structure_dir), index), templates
 
 
-def _template_source(config: DataConfig) -> TemplateSource | None:
+def _template_source(config: DataConfig, index: ChainIndex | None) -> TemplateSource | None:
     """Where templates come from; None if the settings name no folder of them. Raises UserError that names the setting."""
     folder, latest, obsolete = config.template_structure_dir, config.max_template_date, config.obsolete
     if folder is None:
@@ -79,7 +83,8 @@ def _template_source(config: DataConfig) -> TemplateSource | None:
         raise UserError(
             f"data.obsolete is {obsolete}, which is not a file; download the PDB's obsolete.dat, or leave it out"
         )
-    return TemplateSource.open(folder, parse_latest_date("data.max_template_date", latest), obsolete)
+    source = TemplateSource.open(folder, parse_latest_date("data.max_template_date", latest), obsolete)
+    return source if obsolete is not None or index is None else replace(source, obsolete=index.obsolete)
 
 
 def distillation_set(config: DistillationConfig) -> tuple[PredictedStore | None, list[str]]:

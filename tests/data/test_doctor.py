@@ -51,7 +51,7 @@ def test_good_data(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert report["summary"]["residues, median"] == "13"
     assert report["summary"]["different sequences in the MSA, median"] == "3"
     assert report["summary"]["draws of a chain in an epoch"] == "2"
-    assert report["filters"]["release date unknown"] == 2
+    assert report["filters"]["unknown release date"] == 2
     assert report["filters"]["resolution above 9 Å"] == 0
     page = (folder / "doctor" / "doctor.html").read_text()
     assert "Training can start." in page
