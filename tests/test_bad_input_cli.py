@@ -128,7 +128,6 @@ FASTA_CASES: Mapping[str, tuple[Content, list[str]]] = {
     "gzip cut short": (gzip.compress(f">{KEY}\n{QUERY}\n".encode())[:-6], [FASTA, "gzip"]),
 }
 ALIGNMENT_CASES: Mapping[str, tuple[str, Content, list[str]]] = {
-    "A3M empty": (A3M, "", [A3M, "empty"]),
     "A3M without header": (A3M, f"{QUERY}\n{QUERY}\n", [f"{A3M}:1: ", "add '>name'"]),
     "A3M cut within a row": (A3M, f">{KEY}\n{QUERY}\n>r1\n{QUERY}\n>r2\n{QUERY[:5]}", [f"{A3M}:5: ", "truncated"]),
     "A3M cut after a header": (A3M, f">{KEY}\n{QUERY}\n>r1\n{QUERY}\n>r2", [f"{A3M}:5: ", "'r2'", "truncated"]),
@@ -141,7 +140,6 @@ ALIGNMENT_CASES: Mapping[str, tuple[str, Content, list[str]]] = {
     "A3M of another query": (A3M, f">{KEY}\nW{QUERY[1:]}\n>r1\n{QUERY}\n", [A3M, "position 1,", "'W'", "'M'"]),
     "A3M of a shorter query": (A3M, f">{KEY}\n{QUERY[:-2]}\n", [A3M, "11 residues", "13"]),
     "A3M whose first row has gaps": (A3M, f">{KEY}\n-{QUERY[1:]}\n", [A3M, "position 1,", "'-'"]),
-    "Stockholm empty": (STO, "", [STO, "empty"]),
     "Stockholm without header": (STO, f"{KEY} {QUERY}\n//\n", [f"{STO}:1: ", "# STOCKHOLM 1.0"]),
     "Stockholm cut": (STO, f"# STOCKHOLM 1.0\n\n{KEY} {QUERY}\nhit {QUERY[:4]}", [f"{STO}:4: ", "truncated"]),
     "Stockholm uneven rows": (STO, f"# STOCKHOLM 1.0\n{KEY} {QUERY}\nhit {QUERY}-\n//\n", [f"{STO}:3: ", "14", "13"]),
@@ -179,8 +177,9 @@ def test_the_second_record_is_checked_before_the_first_is_predicted(
 
 
 def test_a_folder_without_alignments(inputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A folder with other files only. An empty one, or empty alignments, are those of a search that found nothing."""
     for path in (A3M, STO):
-        (inputs / path).unlink()
+        (inputs / path).rename((inputs / path).with_suffix(".txt"))
     for command in (predict(), fit()):
         check_refused(command, inputs, capsys, f"alignments/{KEY}", "no alignment")
 

@@ -56,6 +56,7 @@ def help_texts() -> dict[str, str]:
         "validate",
         "predict",
         "data index",
+        "data doctor",
         "data synthesize",
         "data build",
         "weights import",

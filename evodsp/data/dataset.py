@@ -180,7 +180,8 @@ class ChainDataset(Dataset[Sample]):
         if self.distillation is not None and key.startswith(DISTILLED):
             msa = sampled_rows(msa, self.distillation.max_rows, draws.at("distillation_rows"))
         length, crop_size = len(record.aatype), self.config.crop_size
-        clamped, crop = True, centre_crop(length, crop_size)
+        # Not clamped in validation: a clamped error hides how far a prediction is off.
+        clamped, crop = False, centre_crop(length, crop_size)
         if self.training:
             clamped = bool(draws.at("clamp").uniform(1)[0] < self.config.clamp_fape_fraction)
             crop = training_crop(length, crop_size, clamped, draws)

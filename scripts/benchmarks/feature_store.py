@@ -63,7 +63,7 @@ def lmdb(folder: Path, _: dict[str, ParsedChain], records: dict[str, bytes], key
     reading = library.open(str(folder), readonly=True, lock=False).begin(buffers=False)
 
     def read(key: str) -> object:
-        data = reading.get(key.encode())
+        data = bytes(reading.get(key.encode()) or b"")
         digest_of(data)  # as evodsp's shards do
         return data
 

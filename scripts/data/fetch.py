@@ -34,6 +34,7 @@ from xml.etree import ElementTree
 from evodsp.data.chain_list import chain_list
 from evodsp.data.layout import split_key
 from evodsp.errors import UserError
+from evodsp.output import output_errors
 from evodsp.progress import progress
 
 OPENPROTEINSET = "https://openfold.s3.amazonaws.com"
@@ -203,10 +204,14 @@ def main(words: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code."""
     chosen = options(words)
     try:
-        return run(chosen)
+        with output_errors(chosen.output):
+            return run(chosen)
     except UserError as error:
         print(f"fetch: error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("fetch: interrupted; the same command continues", file=sys.stderr)
+        return 130
 
 
 def run(chosen: argparse.Namespace) -> int:

@@ -104,11 +104,11 @@ def test_fraction_of_clamped_samples() -> None:
 
 
 def test_validation_is_the_same_in_every_epoch() -> None:
-    """Validation gives the keys in order, all recycling iterations, the middle of the chain, clamped; and iteration ends."""
+    """Validation gives the keys in order, all recycling iterations, the middle of the chain, unclamped; and iteration ends."""
     data = dataset(training=False)
     samples = list(data)
     assert [data.key_of(i) for i in range(5)] == [chain.key for chain in FIVE]
-    assert all(len(sample["aatype"]) == 4 and sample["use_clamped_fape"] == 1 for sample in samples)
+    assert all(len(sample["aatype"]) == 4 and sample["use_clamped_fape"] == 0 for sample in samples)
     assert samples[0]["residue_index"][0].tolist() == list(range(2, 14))
     assert_equal(samples[3], data[3])
     with pytest.raises(IndexError):

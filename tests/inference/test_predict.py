@@ -270,8 +270,9 @@ def _no_alignments(workplace):
     return workplace.config, "no alignments for 'betaA'. Did you mean 'beta_A'"
 
 
-def _empty_alignment_folder(workplace):
-    (workplace.config.alignments / "beta_A" / "uniref90_hits.a3m").unlink()
+def _no_alignment_in_folder(workplace):
+    alignment = workplace.config.alignments / "beta_A" / "uniref90_hits.a3m"
+    alignment.rename(alignment.with_suffix(".txt"))
     return workplace.config, "beta_A"
 
 
@@ -304,7 +305,7 @@ def _unusable_device(workplace):
     [
         _no_checkpoint, _not_a_checkpoint, _clusters_fewer_than_templates, _no_fasta, _fasta_without_header,
         _two_equal_names, _name_with_slashes,
-        _no_alignments_folder, _no_alignments, _empty_alignment_folder, _query_differs, _query_of_another_length,
+        _no_alignments_folder, _no_alignments, _no_alignment_in_folder, _query_differs, _query_of_another_length,
         _truncated_alignment, _output_below_a_file, _unusable_device,
     ],
     ids=lambda break_input: break_input.__name__.strip("_"),

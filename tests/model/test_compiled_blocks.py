@@ -74,14 +74,9 @@ def graphs(handle: Any, kind: str) -> int:
     return count[0]
 
 
-@pytest.mark.parametrize(
-    ("ranks", "kind"),
-    [
-        pytest.param(ranks, kind, marks=() if (ranks, kind) == (2, "evoformer") else pytest.mark.verify)
-        for ranks in (1, 2, 3)
-        for kind in PLANS
-    ],
-)
+@pytest.mark.verify
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("kind", PLANS)
 def test_a_sharded_block_is_one_graph(unchecked: UncheckedPool, ranks: int, kind: str) -> None:
     """Catches a graph break at a collective, a graph for each block, and outputs or gradients that compiling changes.
 

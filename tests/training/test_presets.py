@@ -48,19 +48,16 @@ def test_the_last_preset_wins_and_keeps_overrides(config: str) -> None:
     assert sizes("--config", config, "--model.preset", "null") == with_blocks(ModelConfig(), 8)
 
 
-def test_quickstart_trains_the_small_preset() -> None:
+@pytest.mark.parametrize("name", ["quickstart.yaml", "real_proteins.yaml"])
+def test_small_runs_train_the_small_preset_without_dropout(name: str) -> None:
     """Sizes in the YAML that drift from the preset of the same name."""
-    assert sizes("--config", str(CONFIGS / "quickstart.yaml")) == SMALL
-
-
-def test_real_proteins_train_the_small_preset_without_dropout() -> None:
     stacks = {
         name: dataclasses.replace(getattr(SMALL, name), msa_dropout=0.0, pair_dropout=0.0)
         for name in ("evoformer", "extra_msa")
     }
     structure_module = dataclasses.replace(SMALL.structure_module, dropout=0.0)
     expected = dataclasses.replace(SMALL, structure_module=structure_module, **stacks)
-    assert sizes("--config", str(CONFIGS / "real_proteins.yaml")) == expected
+    assert sizes("--config", str(CONFIGS / name)) == expected
 
 
 def test_print_config_shows_the_sizes_of_the_preset(config: str, capsys: pytest.CaptureFixture[str]) -> None:
