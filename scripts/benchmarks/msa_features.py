@@ -89,7 +89,8 @@ def table(arguments: argparse.Namespace) -> Iterator[str]:
     """Lines of the report, as they are measured."""
     date, cores = datetime.date.today().isoformat(), platform.machine()
     yield f"{CYCLES} recycling iterations, one thread, {arguments.clock} time, median of {arguments.rounds} rounds"
-    yield f"{date}, {cores}, NumPy {np.__version__}: python -m scripts.benchmarks.msa_features --rounds {arguments.rounds}"
+    command = f"python -m scripts.benchmarks.msa_features --rounds {arguments.rounds} --clock {arguments.clock}"
+    yield f"{date}, {cores}, NumPy {np.__version__}: {command}"
     yield f"{'alignment':<24}{'sizes':<14}{'evodsp s':>9}{'low':>7}{'high':>7}{'aim':>6}{'OpenFold s':>12}{'ratio':>8}"
     cases = {"made up": made_up()}
     if arguments.alignments is not None:
