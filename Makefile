@@ -58,8 +58,10 @@ demo: $(READY)
 	$(BIN)/python scripts/compare_predictions.py --predictions $(RUNS)/demo/predictions --structures data/mmcif_files \
 	  --train data/train.txt --held-out data/validation.txt --output $(RUNS)/demo
 
+# Processes that share the tests. Each may start four ranks of its own, so more than the machine's cores is too many.
+WORKERS ?= 2
 test: $(READY) $(COMPAT_READY) $(TRITON_READY)
-	$(BIN)/python -m pytest -m "not verify"
+	$(BIN)/python -m pytest -m "not verify" -n $(WORKERS) --dist worksteal
 
 verify: $(READY) $(DOCS_READY) $(COMPAT_READY) $(TRITON_READY)
 	$(BIN)/python -m pytest -m verify $(SHARE)

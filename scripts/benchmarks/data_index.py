@@ -5,7 +5,8 @@
 The data set is made of links to the bundled synthetic chains, three chains an entry. An eighth, a half and the whole of it are
 scanned, so that the time a chain shows whether it grows. `--headers`: the largest data set that is scanned without a cache,
 from the headers of the structures (one chain an entry). Memory is measured in a second process while a first one has the same
-index open and has read all of it: what both share is not private to either.
+index open and has read all of it: what both share is not private to either. Last, a feature store of the bundled chains is
+made, its index is given one key for each chain of the largest data set, and `evodsp fit` takes one step from it.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ import numpy as np
 
 from evodsp import __version__
 from evodsp.cli import main as evodsp
+from evodsp.data.feature_store import CHAINS, DESCRIPTION
+from evodsp.data.shards import INDEX, Entry, write_index
 
 ROOT = Path(__file__).resolve().parents[2]
 BUNDLED = ROOT / "data"
@@ -139,6 +142,46 @@ def opened(index: Path) -> list[float]:
     return [float(number) for number in lines[-1].split()]
 
 
+def first_step(folder: Path, chains: int) -> tuple[float, float]:
+    """Seconds of `evodsp fit` with one step, from start to end: from a store with a key for every chain, and from one of the
+    bundled chains alone."""
+    stored, store = sorted(json.loads((BUNDLED / "chain_data_cache.json").read_text())), folder / "store"
+    sources = ["--alignment_dir", str(BUNDLED / "alignments"), "--structure_dir", str(BUNDLED / "mmcif_files")]
+    with contextlib.redirect_stderr(io.StringIO()):
+        assert evodsp(["data", "build", *sources, "--output", str(store)]) == 0
+    few = _fit_once(store, folder / "few")
+    row_of = {row["key"].decode(): row for row in np.load(store / CHAINS / INDEX)}  # all in shard 0
+    entries = []
+    for number in range(chains):
+        row = row_of[stored[number // CHAINS_OF_ENTRY % len(stored)]]
+        key = f"{number // CHAINS_OF_ENTRY:06d}_{'ABC'[number % CHAINS_OF_ENTRY]}"
+        numbers = [int(row[name]) for name in ("offset", "size", "length", "released")]
+        entries.append(Entry(key, *numbers[:2], row["digest"].tobytes().hex(), *numbers[2:]))
+    description = json.loads((store / DESCRIPTION).read_text())
+    description["tables"][CHAINS] = write_index(store / CHAINS / INDEX, [entries])
+    (store / DESCRIPTION).write_text(json.dumps(description))
+    return _fit_once(
+        store, folder / "many", "--data.index", str(folder / "index"), "--data.sampling", "alphafold2"
+    ), few
+
+
+def _fit_once(store: Path, output: Path, *options: str) -> float:
+    words = [
+        sys.executable,
+        "-m",
+        "evodsp",
+        "fit",
+        "--config",
+        str(ROOT / "configs/quickstart.yaml"),
+        "--output",
+        str(output),
+    ]
+    words += ["--data.store", str(store), "--data.train_chains", "null", "--data.validation_chains", "null"]
+    begun = time.perf_counter()
+    subprocess.run([*words, "--trainer.max_steps", "1", *options], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    return time.perf_counter() - begun
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--chains", type=int, default=634_434)
@@ -175,7 +218,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(f"  opens in                                      {opening:.3f} s")
                 print(f"  finds a key in                                {1e6 * finding:.0f} us")
                 print(f"  private memory, all columns read              {columns:.1f} MiB")
-                print(f"  private memory, all keys as a Python list too {keys:.1f} MiB ({listing:.2f} s)")
+                print(f"  private memory, all keys as a Python list too {keys:.1f} MiB ({listing:.2f} s)", flush=True)
+                many, few = first_step(folder, chains)
+                print("\n`evodsp fit` with one step, from start to end")
+                print(f"  store of {chains:,} chains, weights of the index {many:.1f} s")
+                print(f"  store of the bundled chains alone             {few:.1f} s")
             shutil.rmtree(folder.parent)
     return 0
 
