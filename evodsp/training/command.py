@@ -52,6 +52,7 @@ _HUSHED = (
     ".*FSDP2-wrapped module .* returned a view tensor.*",  # it is never modified in place
     ".*It is recommended to use `self.log.*sync_dist=True.*",  # logged values are equal on all ranks already
     ".*No `val_dataloader`.*|.*You defined a `validation_step` but have no `val_dataloader`.*",
+    ".*Total length of .* across ranks is zero.*",  # no validation chains
     ".*The `lightning.pytorch.loops.*",
     ".*GPU available but not used.*",
     ".*could not find the monitored key.*",
