@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from evodsp import __version__
@@ -48,6 +49,8 @@ class SettingsCommand(Command):
     required: str
     """The required options, as the usage line shows them."""
     description: str
+    positional: str = ""
+    """The option that is given without a name: a list of paths, at least one."""
 
     def __call__(self, words: list[str]) -> int:
         from evodsp.argument_parser import OneLineErrors
@@ -59,7 +62,11 @@ class SettingsCommand(Command):
             description=self.description,
         )
         settings_class = _imported(self.settings)
-        parser.add_class_arguments(settings_class)
+        if self.positional and not words:
+            raise UserError(f"evodsp {self.name} needs {self.required}. See 'evodsp {self.name} --help'")
+        if self.positional:
+            parser.add_argument(self.positional, nargs="+", type=Path, metavar=self.required.removesuffix("..."))
+        parser.add_class_arguments(settings_class, skip={self.positional} - {""})
         settings = settings_class(**vars(parser.instantiate_settings(parser.parse_args(words))))
         check_output(settings.output)
         run = _imported(self.runner)
@@ -130,6 +137,16 @@ COMMANDS: dict[str, Command] = {
             description="Parse the alignments, structures and template hits of chains once, into a feature store: compressed "
             "records with checksums, from which training makes the same samples (data.store). A build that was stopped is "
             "continued by the same command. Chains that cannot be read are left out and listed in failed.jsonl.",
+        ),
+        SettingsCommand(
+            "report",
+            "draw the learning curves of runs",
+            settings="evodsp.report.run_config:ReportConfig",
+            runner="evodsp.report.run_command:run",
+            required="RUN...",
+            description="Draw the learning curves of one or several runs of `evodsp fit` into one self-contained HTML page, "
+            "with the settings that differ.",
+            positional="runs",
         ),
         SettingsCommand(
             "weights import",

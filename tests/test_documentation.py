@@ -26,7 +26,7 @@ import torch
 import yaml
 
 from evodsp.cli import main
-from evodsp.training.csv_logger import read_curve
+from evodsp.report.curve import read_curve
 from scripts.benchmarks import gpu as benchmark_gpu
 from scripts.paper import reproduce
 from tests.builders.command_lines import last_options
@@ -114,6 +114,7 @@ class Reader:
             "data doctor": self.doctor,
             "data synthesize": self.synthesize,
             "data build": self.build,
+            "report": self.report,
             "weights export": self.convert,
             "weights import": self.convert,
         }
@@ -171,6 +172,10 @@ class Reader:
     def build(self, words: list[str]) -> None:
         run(words)
         assert (Path(option(words, "--output") or "") / "store.json").is_file()
+
+    def report(self, words: list[str]) -> None:
+        run(words)
+        assert "<polyline" in Path(option(words, "--output") or "").read_text()
 
     def convert(self, words: list[str]) -> None:
         run(words)

@@ -59,6 +59,7 @@ def help_texts() -> dict[str, str]:
         "data doctor",
         "data synthesize",
         "data build",
+        "report",
         "weights import",
         "weights export",
     )

@@ -44,6 +44,7 @@ FLOORS = {
     "evodsp.data.doctor_config": (*TORCH_FREE, "numpy"),
     "evodsp.report.page": (*TORCH_FREE, "numpy", "evodsp.data"),
     "evodsp.report.charts": (*TORCH_FREE, "numpy", "evodsp.data"),
+    "evodsp.report.run_command": (*TORCH_FREE, "numpy", "evodsp.data"),
     "evodsp.progress": (*TORCH_FREE, "numpy", "rich"),
     "evodsp.data.templates.source": TORCH_FREE,
     "evodsp.data.feature_store": TORCH_FREE,

@@ -6,12 +6,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
 from evodsp import __version__
+from evodsp.report.lines import COLOURS
 
 _STYLE = """
 :root { color-scheme: light dark; --back: #ffffff; --text: #1f2328; --soft: #57606a; --line: #d0d7de; --panel: #f6f8fa;
-  --bar: #2f6fb0; --good: #1a7f37; --bad: #b42318; }
+  --bar: #2f6fb0; --good: #1a7f37; --bad: #b42318; --s0: #2f6fb0; --s1: #c2571a; --s2: #2a8a57; --s3: #8a4fb0; --s4: #a08000;
+  --s5: #c03a73; --s6: #2591a3; --s7: #6b6f76; }
 @media (prefers-color-scheme: dark) { :root { --back: #0d1117; --text: #e6edf3; --soft: #9aa4af; --line: #30363d;
-  --panel: #161b22; --bar: #6cb0f0; --good: #57c46b; --bad: #ff7b72; } }
+  --panel: #161b22; --bar: #6cb0f0; --good: #57c46b; --bad: #ff7b72; --s0: #6cb0f0; --s1: #f0995c; --s2: #62c98f;
+  --s3: #c296e6; --s4: #d8bd4a; --s5: #f086b0; --s6: #63cbdc; --s7: #a8adb5; } }
 * { box-sizing: border-box; }
 body { margin: 0 auto; max-width: 1000px; padding: 24px; background: var(--back); color: var(--text);
   font: 15px/1.5 system-ui, sans-serif; }
@@ -21,14 +24,22 @@ h1 { font-size: 24px; margin: 0 0 4px; } h2 { font-size: 17px; margin: 32px 0 8p
 .figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: 10px; margin: 20px 0; }
 .figure { background: var(--panel); border: 1px solid var(--line); border-radius: 6px; padding: 10px 14px; }
 .figure b { display: block; font-size: 20px; }
-.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(380px, 1fr)); gap: 16px; }
+.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(380px, 1fr)); gap: 16px; }
 .charts h3 { font-size: 14px; margin: 8px 0; } svg { width: 100%; height: auto; }
 .bar { fill: var(--bar); } .axis { stroke: var(--line); }
+.line { fill: none; stroke-width: 1.8; stroke-linejoin: round; } .band { opacity: 0.16; stroke: none; }
+.spot { opacity: 0; } .spot:hover { opacity: 1; } .key { display: inline-block; width: 14px; height: 4px; margin-right: 6px;
+  vertical-align: middle; border-radius: 2px; } .legend span.run { margin-right: 18px; white-space: nowrap; }
 .scroll { overflow-x: auto; } table { border-collapse: collapse; width: 100%; }
 th, td { text-align: left; padding: 5px 12px 5px 0; border-bottom: 1px solid var(--line); vertical-align: top; }
 th { color: var(--soft); font-weight: 600; } td.number, th.number { text-align: right; white-space: nowrap; }
 td { overflow-wrap: anywhere; }
 """
+_COLOURS = "".join(
+    f".line.s{n} {{ stroke: var(--s{n}); }} .band.s{n}, .dot.s{n}, .spot.s{n} {{ fill: var(--s{n}); }} "
+    f".key.s{n} {{ background: var(--s{n}); }}\n"
+    for n in range(COLOURS)
+)
 
 
 class Page:
@@ -74,9 +85,18 @@ class Page:
         drawn = (f"<div><h3>{escape(title)}</h3>{svg}</div>" for title, svg in charts.items())
         self._parts.append(f'<div class="charts">{"".join(drawn)}</div>')
 
+    def legend(self, names: Sequence[str]) -> None:
+        """What the colours of the line charts (`evodsp.report.lines`) mean, in the order of their numbers."""
+        keys = (
+            f'<span class="run"><span class="key s{place % COLOURS}"></span>{escape(name)}</span>'
+            for place, name in enumerate(names)
+        )
+        self._parts.append(f'<p class="legend">{"".join(keys)}</p>')
+
     def html(self) -> str:
         """The whole page."""
         foot = f'<p class="soft">evodsp {escape(__version__)}</p>'
         head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{escape(self._title)}</title>'
         body = "\n".join([*self._parts, foot])
-        return f'<!doctype html>\n<html lang="en"><head>{head}<style>{_STYLE}</style></head>\n<body>\n{body}\n</body></html>\n'
+        head += f"<style>{_STYLE}{_COLOURS}</style>"
+        return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n{body}\n</body></html>\n'

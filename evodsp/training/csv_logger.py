@@ -13,6 +13,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from evodsp.files import whole_file
+from evodsp.report.curve import read_curve
 
 
 class CurveLogger(Logger):
@@ -80,11 +81,3 @@ class CurveLogger(Logger):
 
     def finalize(self, status: str) -> None:
         self.save()
-
-
-def read_curve(path: Path) -> dict[int, dict[str, str]]:
-    """The rows of a learning curve by step, without empty cells; no rows if there is no such file."""
-    if not path.is_file():
-        return {}
-    with path.open(newline="") as file:
-        return {int(row["step"]): {name: cell for name, cell in row.items() if cell} for row in csv.DictReader(file)}

@@ -14,10 +14,10 @@ from evodsp.cli import main
 from evodsp.config import ModelConfig
 from evodsp.errors import UserError
 from evodsp.parallel.mesh import init_mesh
+from evodsp.report.curve import read_curve
 from evodsp.training.batch_check import BatchCheck, digest
 from evodsp.training.checkpointing import recount_batches
 from evodsp.training.config import TrainingConfig
-from evodsp.training.csv_logger import read_curve
 from evodsp.training.module import TrainingModule, mean_by_chain
 from tests.builders.training import CommandPool
 from tests.ranks import RankPool

@@ -14,9 +14,9 @@ import torch
 
 from evodsp.cli import main
 from evodsp.config import FeatureConfig
+from evodsp.report.curve import read_curve
 from evodsp.training.checks import check_run
 from evodsp.training.command import TrainingCLI
-from evodsp.training.csv_logger import read_curve
 from evodsp.weights.checkpoint import load_features, load_model, read_checkpoint
 
 

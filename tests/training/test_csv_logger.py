@@ -2,7 +2,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from evodsp.training.csv_logger import CurveLogger, read_curve
+from evodsp.report.curve import read_curve
+from evodsp.training.csv_logger import CurveLogger
 
 
 def logged(folder: Path, steps: list[int]) -> None:

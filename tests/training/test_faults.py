@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from evodsp.training.csv_logger import read_curve
+from evodsp.report.curve import read_curve
 from tests.builders.processes import ROOT, TORCHRUN, begin, free_port
 from tests.builders.training import CommandPool
 

@@ -14,10 +14,10 @@ import pytest
 from evodsp.cli import main
 from evodsp.data.sampling import ChainDraws
 from evodsp.errors import UserError
+from evodsp.report.curve import read_curve
 from evodsp.rng import Draws
 from evodsp.training.chains import find_chains
 from evodsp.training.command import TrainingCLI
-from evodsp.training.csv_logger import read_curve
 from tests.builders.bad_chains import BAD, samples, write_data_set
 from tests.builders.planted_store import KILLER, SLEEPER
 from tests.builders.processes import ROOT

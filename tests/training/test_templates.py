@@ -12,9 +12,9 @@ import torch
 from evodsp.cli import main
 from evodsp.config import FeatureConfig, ModelConfig, TemplateConfig
 from evodsp.errors import UserError
+from evodsp.report.curve import read_curve
 from evodsp.training.chains import find_chains
 from evodsp.training.config import DataConfig, check_templates
-from evodsp.training.csv_logger import read_curve
 from evodsp.training.datamodule import ChainDataModule
 from evodsp.weights.checkpoint import read_checkpoint
 from tests.builders.training_chains import SEQUENCES

@@ -1,0 +1,31 @@
+"""Reads learning curves, `curve.csv` of a run's folder: a row per logged step, a column per metric."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+from evodsp.errors import FileFormatError
+
+
+def read_curve(path: Path) -> dict[int, dict[str, str]]:
+    """The rows of a learning curve by step, without empty cells; no rows if there is no such file.
+
+    Raises FileFormatError, with the line, for a file that is no learning curve.
+    """
+    if not path.is_file():
+        return {}
+    rows: dict[int, dict[str, str]] = {}
+    with path.open(newline="", encoding="utf-8") as file:
+        try:
+            reader = csv.DictReader(file)
+            for row in reader:
+                step = row.get("step")
+                if step is None or not step.isdecimal():
+                    raise FileFormatError(
+                        path, f"step is {step!r}, expected a number: no learning curve", reader.line_num
+                    )
+                rows[int(step)] = {name: cell for name, cell in row.items() if name is not None and cell}
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise FileFormatError(path, f"no learning curve ({error})") from error
+    return rows

@@ -1,0 +1,121 @@
+"""`evodsp report`: the learning curves of one or several runs on one page, with the settings that differ."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from evodsp.files import whole_file
+from evodsp.report.lines import Series, lines
+from evodsp.report.page import Page
+from evodsp.report.run_config import ReportConfig
+from evodsp.report.runs import Run, differing, read_runs
+
+_Columns = dict[str, tuple[str | None, str | None]]
+"""Titles of charts, with the columns of training and of validation."""
+
+_FIRST: _Columns = {
+    "Loss": ("train/loss", "val/loss"),
+    "lDDT-CA": ("train/lddt_ca", "val/lddt_ca"),
+    "RMSD (Å)": (None, "val/rmsd"),
+    "TM-score": (None, "val/tm_score"),
+    "Gradient norm": ("train/gradient_norm", None),
+    "Learning rate": ("train/lr", None),
+    "Waiting for samples (% of the time)": ("train/waiting_percent", None),
+}
+"""Charts that come first: a solid line for training, a dashed one for validation."""
+_LINEAR = ("lDDT-CA", "TM-score", "Waiting for samples (% of the time)")
+_CHAIN = "val/lddt_ca/"
+
+
+def run(config: ReportConfig, words: list[str]) -> int:
+    """Write the page and return the exit code. `words`: the command line (not needed here)."""
+    runs = read_runs(config.runs)
+    with whole_file(config.output) as partial:
+        partial.write_text(page(runs).html(), encoding="utf-8")
+    for one in runs:
+        print("   ".join(f"{name} {value}" for name, value in zip(_HEADINGS, _summary(one), strict=True)))
+    print(f"report: {config.output}")
+    return 0
+
+
+def page(runs: Sequence[Run]) -> Page:
+    """The page of the runs."""
+    names = [one.name for one in runs]
+    made = Page("Training" if len(runs) > 1 else f"Training {names[0]}", ", ".join(names) if len(runs) > 1 else "")
+    made.table(_HEADINGS, [_summary(one) for one in runs])
+    if len(runs) > 1:
+        made.legend(names)
+    made.note(
+        "Solid lines: training. Dashed lines: validation. Bands reach from the lowest to the highest value in between."
+    )
+    pace = [Series(one.name, *one.pace(), colour) for colour, one in enumerate(runs)]
+    made.charts(_charts(runs, _FIRST) | _chart("Seconds a step", pace))
+    shown = {column for pair in _FIRST.values() for column in pair}
+    columns = sorted({column for one in runs for column in one.columns} - shown)
+    terms: _Columns = {
+        column.removeprefix("train/"): (column, None) for column in columns if column.startswith("train/")
+    }
+    chains: _Columns = {column.removeprefix(_CHAIN): (None, column) for column in columns if column.startswith(_CHAIN)}
+    rest: _Columns = {column: (None, column) for column in columns if not column.startswith(("train/", _CHAIN))}
+    for heading, group in (("Loss terms", terms), ("lDDT-CA of validation chains", chains), ("More", rest)):
+        if drawn := _charts(runs, group):
+            made.heading(heading)
+            made.charts(drawn)
+    if len(runs) > 1:
+        made.heading("Settings that differ")
+        different = differing(runs)
+        if different:
+            made.table(["setting", *names], [[name, *values] for name, values in sorted(different.items())])
+        else:
+            made.note("None.")
+        for one in runs:
+            if not one.settings:
+                made.note(f"{one.name} has no config.yaml: its settings are not known.")
+    elif runs[0].settings:
+        made.heading("Settings")
+        made.table(["setting", "value"], sorted(runs[0].settings.items()))
+    return made
+
+
+_HEADINGS = ("run", "steps", "time", "last loss", "best lDDT-CA (validation)", "rows that are not finite")
+
+
+def _summary(one: Run) -> list[str]:
+    best = one.best("val/lddt_ca")
+    seconds = one.last("seconds")
+    bad = sum(not all(math.isfinite(float(cell)) for cell in row.values()) for row in one.rows.values())
+    return [
+        one.name,
+        f"{max(one.rows) + 1:,}",
+        "" if math.isnan(seconds) else _duration(seconds),
+        f"{one.last('train/loss'):.4g}",
+        "" if best is None else f"{best[1]:.3f} at step {best[0] + 1:,}",
+        f"{bad:,}",
+    ]
+
+
+def _duration(seconds: float) -> str:
+    minutes = round(seconds / 60)
+    return f"{seconds:.0f} s" if seconds < 120 else f"{minutes} min" if minutes < 120 else f"{minutes / 60:.1f} h"
+
+
+def _charts(runs: Sequence[Run], columns: _Columns) -> dict[str, str]:
+    """A chart for each title whose columns have values."""
+    charts: dict[str, str] = {}
+    for title, (training, validation) in columns.items():
+        series = [
+            Series(f"{one.name}{', validation' if dashed and training else ''}", *one.points(column), colour, dashed)
+            for colour, one in enumerate(runs)
+            for column, dashed in ((training, False), (validation, True))
+            if column is not None
+        ]
+        charts |= _chart(title, series)
+    return charts
+
+
+def _chart(title: str, series: Sequence[Series]) -> dict[str, str]:
+    """The chart under its title; nothing if there is nothing to draw."""
+    if not any(math.isfinite(value) for one in series for value in one.y):
+        return {}
+    return {title: lines(series, "step", title, "linear" if title in _LINEAR else "auto")}

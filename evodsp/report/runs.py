@@ -1,0 +1,134 @@
+"""A training run as its folder tells it: the learning curve and the settings."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]
+
+from evodsp.errors import FileFormatError, UserError
+from evodsp.report.curve import read_curve
+
+_OF_ONE_START = ("output", "overwrite", "ckpt_path")
+"""Settings that say where a run's files are and how it was started, not what it computes."""
+UNSET = "—"
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run's learning curve and settings."""
+
+    name: str
+    rows: dict[int, dict[str, str]]
+    """Cells of `curve.csv` by step and column."""
+    settings: dict[str, str]
+    """Every setting by its dotted name; none if the folder has no config.yaml."""
+
+    @property
+    def columns(self) -> list[str]:
+        """Names of all metrics, sorted."""
+        return sorted({name for row in self.rows.values() for name in row} - {"step", "epoch", "seconds"})
+
+    def points(self, column: str) -> tuple[list[int], list[float]]:
+        """Steps and values of a column, where it has a value."""
+        found = [(step, float(row[column])) for step, row in sorted(self.rows.items()) if column in row]
+        return [step for step, _ in found], [value for _, value in found]
+
+    def last(self, column: str) -> float:
+        """The last value of a column; NaN if it has none."""
+        return next(reversed(self.points(column)[1]), math.nan)
+
+    def best(self, column: str) -> tuple[int, float] | None:
+        """Step and value of the highest finite value of a column."""
+        pairs = [(value, step) for step, value in zip(*self.points(column), strict=True) if math.isfinite(value)]
+        return max(pairs)[::-1] if pairs else None
+
+    def pace(self) -> tuple[list[int], list[float]]:
+        """Seconds a step between two rows of the curve, at the later row's step."""
+        steps, seconds = self.points("seconds")
+        found = [
+            (step, (now - before) / (step - former))
+            for former, step, before, now in zip(steps, steps[1:], seconds, seconds[1:], strict=False)
+        ]
+        return [step for step, _ in found], [value for _, value in found]
+
+
+def read_runs(folders: Sequence[Path]) -> list[Run]:
+    """The runs of the folders. Each has the shortest end of its path that tells it from the others as its name.
+
+    Raises UserError for a folder without a learning curve, for a damaged file, and for a folder that is given twice.
+    """
+    resolved = [folder.resolve() for folder in folders]
+    for place, folder in enumerate(resolved):
+        if folder in resolved[:place]:
+            raise UserError(f"{folders[place]}: given twice; give each run once")
+    return [_read(folder, name) for folder, name in zip(folders, _names(resolved), strict=True)]
+
+
+def _read(folder: Path, name: str) -> Run:
+    if not folder.is_dir():
+        what = "a file" if folder.exists() else "no such folder"
+        raise UserError(f"{folder}: {what}; give the --output folder of a run of 'evodsp fit'")
+    path = folder / "curve.csv"
+    rows = read_curve(path)
+    if not rows:
+        what = "has no rows yet" if path.is_file() else "is not there"
+        raise UserError(
+            f"{folder}: its curve.csv {what}; give the --output folder of a run that has taken its first steps"
+        )
+    for step, row in rows.items():
+        for column, cell in row.items():
+            try:
+                float(cell)
+            except ValueError as error:
+                raise FileFormatError(path, f"{column} of step {step} is '{cell}', expected a number") from error
+    return Run(name, rows, _settings(folder / "config.yaml"))
+
+
+def _names(paths: Sequence[Path]) -> list[str]:
+    names = []
+    for path in paths:
+        others = [other for other in paths if other != path]
+        lengths = range(1, len(path.parts) + 1)
+        enough = next(n for n in lengths if all(other.parts[-n:] != path.parts[-n:] for other in others))
+        names.append("/".join(path.parts[-enough:]))
+    return names
+
+
+def _settings(path: Path) -> dict[str, str]:
+    if not path.is_file():
+        return {}
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise FileFormatError(path, f"not YAML ({' '.join(str(error).split())})") from error
+    if not isinstance(content, Mapping):
+        raise FileFormatError(path, "not a mapping of settings")
+    return {name: value for name, value in _flat("", content).items() if name not in _OF_ONE_START}
+
+
+def _flat(prefix: str, content: Mapping[str, Any]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for name, value in content.items():
+        if isinstance(value, Mapping) and value:
+            found |= _flat(f"{prefix}{name}.", value)
+        else:
+            found[f"{prefix}{name}"] = "null" if value is None else str(value)
+    return found
+
+
+def differing(runs: Sequence[Run]) -> dict[str, list[str]]:
+    """The settings that differ, and their values in the order of the runs; `UNSET` where a run has none.
+
+    A setting that another version of evodsp did not have is compared among the runs that have it.
+    """
+    names = dict.fromkeys(name for run in runs for name in run.settings)
+    return {
+        name: [run.settings.get(name, UNSET) for run in runs]
+        for name in names
+        if len({run.settings[name] for run in runs if name in run.settings}) > 1
+    }

@@ -1,0 +1,79 @@
+"""Line charts: points where their values are, readable axes, nothing outside of the picture."""
+
+from __future__ import annotations
+
+import math
+import re
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+
+from evodsp.report.lines import Series, lines
+
+
+def drawing(series: list[Series], scale: str = "auto") -> ElementTree.Element:
+    return ElementTree.fromstring(lines(series, "step", "loss", scale))
+
+
+def path(svg: ElementTree.Element, number: int = 0) -> list[tuple[float, float]]:
+    """Points of a line of the picture."""
+    found = [one for one in svg if one.tag == "polyline"][number]
+    points = (found.get("points") or "").split()
+    return [(float(x), float(y)) for x, y in (point.split(",") for point in points)]
+
+
+def test_a_line_goes_through_its_points() -> None:
+    """Catches a picture upside down, an axis that starts elsewhere, and two series of different scales."""
+    svg = drawing([Series("a", [0, 5, 10], [0.0, 2.0, 4.0]), Series("b", [10], [1.0], 1)])
+    (x0, y0), (x1, y1), (x2, y2) = path(svg)
+    assert x0 < x1 < x2
+    assert x1 == pytest.approx((x0 + x2) / 2, abs=0.1)
+    assert y0 > y1 > y2  # SVG's y grows downwards
+    assert y1 == pytest.approx((y0 + y2) / 2, abs=0.1)
+    assert path(svg, 1) == [(x2, pytest.approx(y0 + (y2 - y0) / 4, abs=0.1))]
+    ticks = {one.text: float(one.get("y") or 0) for one in svg if one.tag == "text" and one.get("text-anchor") == "end"}
+    assert ticks["0"] == pytest.approx(y0 + 4, abs=0.1)
+    assert ticks["4"] == pytest.approx(y2 + 4, abs=0.1)
+
+
+def test_values_that_differ_much_have_a_logarithmic_axis() -> None:
+    """Catches a learning rate that is a flat line after its warm-up, and a logarithm of zero."""
+    y = [1e-5, 1e-4, 1e-3]
+    heights = [height for _, height in path(drawing([Series("a", [0, 1, 2], y)]))]
+    assert heights[0] - heights[1] == pytest.approx(heights[1] - heights[2], abs=0.2)
+    heights = [height for _, height in path(drawing([Series("a", [0, 1, 2], y)], scale="linear"))]
+    assert heights[0] - heights[1] < (heights[1] - heights[2]) / 5
+    assert path(drawing([Series("a", [0, 1], [0.0, 1.0])]))
+
+
+def test_many_points_become_a_mean_and_a_band() -> None:
+    """Catches a page of megabytes, and a spike that disappears in a mean."""
+    y = [1.0] * 1000
+    y[506] = 9.0
+    svg = drawing([Series("a", list(range(1000)), y)], scale="linear")
+    assert len(path(svg)) <= 100
+    (band,) = (one for one in svg if one.tag == "polygon")
+    corners = [float(point.split(",")[1]) for point in (band.get("points") or "").split()]
+    lowest_line = max(height for _, height in path(svg))
+    assert lowest_line - min(corners) > 150  # the spike reaches from the bottom to the top
+    assert not [one for one in drawing([Series("a", [0, 1], [1.0, 2.0])]) if one.tag == "polygon"]
+
+
+@pytest.mark.parametrize("y", [[3.0, 3.0], [0.0, 0.0], [-1e-12, 1e12], [1e-30, 2e-30], [math.nan, 2.0]])
+def test_any_finite_values_can_be_drawn(y: list[float]) -> None:
+    """Catches a division by the range of a constant curve, and NaN in the picture."""
+    text = lines([Series("a", [0, 1], y)], "step", "loss")
+    numbers = [float(value) for value in re.findall(r'c?[xy]\d?="(-?[\d.]+)"', text)]
+    assert "nan" not in text
+    assert all(0 <= value <= 460 for value in numbers)
+
+
+def test_series_that_cannot_be_drawn_are_errors() -> None:
+    with pytest.raises(ValueError, match="no finite point"):
+        lines([Series("a", [0], [math.nan])], "step", "loss")
+    with pytest.raises(ValueError, match="zip"):
+        lines([Series("a", [0, 1], [1.0])], "step", "loss")
+
+
+def test_names_are_escaped() -> None:
+    assert "<i>" not in lines([Series("<i>", [0], [1.0])], "<i>", "<i>")

@@ -1,0 +1,100 @@
+"""`evodsp report`: curves and settings of runs on one page, and what it says of folders that are no runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from evodsp.cli import main
+from evodsp.report.runs import UNSET, differing, read_runs
+
+CURVE = """step,epoch,seconds,train/loss,train/lddt_ca,val/lddt_ca,val/lddt_ca/1abc_A
+9,0,2.0,50.0,0.1,,
+19,0,4.0,40.0,0.2,0.25,0.25
+29,1,9.0,nan,0.3,0.35,0.35
+"""
+
+
+def make_run(folder: Path, curve: str = CURVE, **settings: object) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "curve.csv").write_text(curve)
+    lines = "".join(f"{name}: {value}\n" for name, value in settings.items())
+    (folder / "config.yaml").write_text(f"output: {folder}\nmodel:\n  optimizer: {{lr: 0.001}}\n{lines}")
+    return folder
+
+
+def test_runs_are_compared_on_one_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a run that is drawn as another, settings that differ but are not shown, and NaN that is not mentioned."""
+    runs = [make_run(tmp_path / "a" / "run", seed=1, note="<i>"), make_run(tmp_path / "b" / "run", seed=2, note="<i>")]
+    page = tmp_path / "curves.html"
+    assert main(["report", *map(str, runs), "--output", str(page)]) == 0
+    said, html = capsys.readouterr().out, page.read_text()
+    assert f"report: {page}" in said
+    for name in ("a/run", "b/run"):
+        assert f"run {name}   steps 30   time 9 s   last loss nan   best lDDT-CA (validation) 0.350 at step 30" in said
+        assert html.count(f"{name}: 40 at 19") == 1  # the loss chart's point
+        assert html.count(f"{name}, validation: 0.25 at 19") == 1
+    assert "<tr><td>seed</td>" in html
+    assert "output" not in html
+    assert "lr" not in html.partition("Settings that differ")[2]
+    assert "<i>" not in html
+    assert "http" not in html
+
+
+def test_one_run_shows_all_its_settings(tmp_path: Path) -> None:
+    page = tmp_path / "one.html"
+    assert main(["report", str(make_run(tmp_path / "run", seed=1)), "--output", str(page)]) == 0
+    assert "<td>model.optimizer.lr</td><td>0.001</td>" in page.read_text()
+
+
+def test_a_pace_is_measured_between_rows(tmp_path: Path) -> None:
+    (run,) = read_runs([make_run(tmp_path / "run")])
+    assert run.pace() == ([19, 29], [0.2, 0.5])
+    assert run.best("val/lddt_ca") == (29, 0.35)
+    assert run.best("train/loss") == (9, 50.0)  # NaN is no maximum
+
+
+def test_settings_of_another_version_are_compared_where_they_exist(tmp_path: Path) -> None:
+    """Catches every setting of a newer version in the table of differences."""
+    old, new = make_run(tmp_path / "old"), make_run(tmp_path / "new", seed=1, added=5)
+    other = make_run(tmp_path / "other", seed=2, added=5)
+    assert differing(read_runs([old, new, other])) == {"seed": [UNSET, "1", "2"]}
+
+
+@pytest.mark.parametrize(
+    ("curve", "said"),
+    [
+        (None, "its curve.csv is not there"),
+        ("step,seconds\n", "its curve.csv has no rows yet"),
+        ("step,seconds\n1,2\nx,3\n", "curve.csv:3: step is 'x', expected a number"),
+        ("a,b\n1,2\n", "curve.csv:2: step is None"),
+        ("step,train/loss\n1,high\n", "train/loss of step 1 is 'high'"),
+        ("step,train/loss\n1,\x00\n", "curve.csv"),
+    ],
+)
+def test_a_folder_that_is_no_run_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], curve: str | None, said: str
+) -> None:
+    run = make_run(tmp_path / "run", curve or "")
+    if curve is None:
+        (run / "curve.csv").unlink()
+    assert main(["report", str(run), "--output", str(tmp_path / "page.html")]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert len(error.splitlines()) == 1
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_what_is_given_wrongly_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path / "run")
+    (run / "config.yaml").write_text("a: [")
+    for words, said in (
+        ([], "evodsp report needs RUN"),
+        ([str(tmp_path / "nowhere")], "no such folder"),
+        ([str(run / "curve.csv")], "a file; give the --output folder"),
+        ([str(run), f"{run}/."], "given twice"),
+        ([str(run)], "config.yaml: not YAML"),
+    ):
+        assert main(["report", *words]) == 2
+        assert said in capsys.readouterr().err
