@@ -414,6 +414,16 @@ class LossConfig:
     scale_by_length: bool = True
     """Multiply each sample's loss by the square root of its number of residues."""
 
+    def __post_init__(self) -> None:
+        weights = [name for name in field_names(self) if name != "scale_by_length"]
+        check_numbers(self, dict.fromkeys(weights, COUNT), "model.loss.")
+        if self.confidence_min_resolution > self.confidence_max_resolution:
+            raise SettingError(
+                "model.loss.confidence_min_resolution",
+                self.confidence_min_resolution,
+                f"at most model.loss.confidence_max_resolution, which is {self.confidence_max_resolution}",
+            )
+
 
 @dataclass(frozen=True)
 class KernelsConfig:

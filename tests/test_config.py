@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from typing import get_args, get_type_hints
 
 import pytest
 
-from evodsp.config import PRESETS, EvoformerConfig, ModelConfig
-from evodsp.errors import UserError
-from evodsp.training.config import OptimizerConfig, TrainingConfig
+from evodsp.config import PRESETS, EvoformerConfig, LossConfig, ModelConfig, field_names
+from evodsp.errors import SettingError, UserError
+from evodsp.training.config import DataConfig, DistillationConfig, OptimizerConfig, RunConfig, TrainingConfig
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
@@ -47,6 +49,21 @@ def test_a_number_out_of_range(part: str, name: str, value: float, said: str) ->
     with pytest.raises(UserError) as caught:
         dataclasses.replace(config, **{part: dataclasses.replace(getattr(config, part), **{name: value})})
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "settings", [LossConfig, OptimizerConfig, TrainingConfig, DataConfig, DistillationConfig, RunConfig]
+)
+def test_every_number_has_a_range(settings: type) -> None:
+    """Catches a new setting without a range: a run that trains on nonsense."""
+    hints = get_type_hints(settings)
+    kinds = {name: {int, float} & {hints[name], *get_args(hints[name])} for name in field_names(settings)}
+    nonsense = [(name, kind(-1)) for name, found in kinds.items() for kind in found]
+    nonsense += [(name, math.nan) for name, found in kinds.items() if float in found]
+    assert nonsense
+    for name, value in nonsense:
+        with pytest.raises(SettingError, match=rf"{name} is {value}, but must be "):
+            settings(**{name: value})
 
 
 def test_the_smallest_numbers_are_allowed() -> None:

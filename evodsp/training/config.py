@@ -62,6 +62,9 @@ class OptimizerConfig:
             "beta2": BELOW_ONE,
             "eps": COUNT,
             "final_lr": COUNT,
+            "drop_step": COUNT,
+            "drop_factor": COUNT,
+            "total_steps": COUNT,
         }
         check_numbers(self, ranges, "model.optimizer.")
         if self.clip not in ("sample", "batch"):
@@ -78,6 +81,10 @@ class TrainingConfig(ModelConfig):
     """Adam and its learning rate."""
     ema_decay: float | None = 0.999
     """Decay of the exponential moving average of the weights, which validation and prediction use; null turns it off."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_numbers(self, {"ema_decay": BELOW_ONE}, "model.")
 
     def model_config(self) -> ModelConfig:
         """Only the sizes, as stored in checkpoints."""
