@@ -16,6 +16,10 @@ OPENFOLD_READY := $(OPENFOLD_VENV)/.ready
 OPENFOLD_SIDE   = $(if $(OPENFOLD),--openfold $(OPENFOLD_VENV)/bin/python)
 COMPARE = $(if $(OPENFOLD),OPENFOLD_SOURCE=$(OPENFOLD)) $(BIN)/python -m scripts.parity.compare \
   --alphafold $(PARITY)/bin/python $(OPENFOLD_SIDE) --seed $(SEED)
+# Readers and features beside OpenFold's: the folder of mmcif_files/ and alignments/ that both read.
+DATA ?= data
+COMPARE_DATA = OPENFOLD_SOURCE=$(OPENFOLD) $(BIN)/python -m scripts.parity.data --openfold $(OPENFOLD_VENV)/bin/python \
+  --data $(DATA) --seed $(SEED)
 
 # The documentation's packages, and the frameworks that only tests of compatibility use, are added to .venv when they are first
 # needed, so that `make demo` does not fetch them. So is Triton, which tests of kernels use.
@@ -23,13 +27,14 @@ DOCS_READY   := $(VENV)/.ready-docs
 COMPAT_READY := $(VENV)/.ready-compat
 TRITON_READY := $(VENV)/.ready-triton
 
-.PHONY: help venv demo test verify parity bench docs docs-serve wheel lint format clean
+.PHONY: help venv demo test verify parity parity-data bench docs docs-serve wheel lint format clean
 
 help:
 	@echo "make demo    train a small model on the bundled families, predict held-out members, show the result"
 	@echo "make test    all tests (16 minutes on two idle cores)"
 	@echo "make verify  long sweeps (under 60 minutes); SHARE='--rotate WORD --budget-minutes 8' runs a part of them"
 	@echo "make parity  compare live with DeepMind's JAX code, on random weights (SEED=0; OPENFOLD=DIR: with OpenFold too)"
+	@echo "make parity-data OPENFOLD=DIR  readers and features beside OpenFold's alone (DATA=data: a folder of structures and alignments)"
 	@echo "make bench   time and memory of the stacks against the formulas written out, and against DeepMind's JAX code and OpenFold"
 	@echo "             where they are (40 minutes; wants an idle machine; ROUNDS=5 takes a quarter; OPENFOLD=DIR: a clone)"
 	@echo "make docs    build the documentation into site/ (make docs-serve shows it while you write)"
@@ -83,6 +88,11 @@ $(OPENFOLD_READY): scripts/parity/openfold_requirements.txt | $(READY)
 parity: $(READY) $(PARITY_READY) $(if $(OPENFOLD),$(OPENFOLD_READY))
 	$(COMPARE) --model model_1_ptm
 	$(COMPARE) --model model_5_ptm --fused
+	$(if $(OPENFOLD),$(COMPARE_DATA))
+
+parity-data: $(READY) $(OPENFOLD_READY)
+	$(if $(OPENFOLD),,$(error name a clone of OpenFold: make parity-data OPENFOLD=DIR))
+	$(COMPARE_DATA)
 
 # DeepMind's JAX code takes part if `make parity` (or `make .venv-parity/.ready`) has installed it.
 ROUNDS ?= 20
