@@ -14,6 +14,8 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
 
+from evodsp.cli import main
+from evodsp.data.index import ChainIndex
 from evodsp.data.store import FeatureStore
 from scripts.data import fetch
 from tests.builders.builds import letters_of, write_chain
@@ -33,8 +35,9 @@ def mirror(tmp_path: Path) -> Path:
     (root / "ab" / "1abc.cif.gz").write_bytes(
         gzip.compress((tmp_path / "plain" / "mmcif_files" / "1abc.cif").read_bytes())
     )
-    for name in fetch.LISTS:
-        (root / name).write_text(name)
+    (root / "duplicate_pdb_chains.txt").write_text(f"{KEY} 2abc_B\n")
+    (root / "clusters-by-entity-40.txt").write_text("1ABC_1 7ABC_2 AF_AFP12345F1_1\n2ABC_1\n")
+    (root / "obsolete.dat").write_text("OBSLTE    31-JUL-94 116L     216L\n")
     (tmp_path / "chains.txt").write_text(f"{KEY}\n")
     return root
 
@@ -108,7 +111,7 @@ def test_what_is_fetched_can_be_read(mirror: Path, bucket: type[Bucket], tmp_pat
     store = FeatureStore(tmp_path / "got" / "alignments", tmp_path / "got" / "mmcif_files")
     assert store.parsed(KEY, with_hits=False).chain.sequence == letters_of(3)
     assert (tmp_path / "got" / "alignments" / KEY / "hhr" / "pdb70_hits.hhr").read_text() == "x"
-    assert all((tmp_path / "got" / name).read_text() == name for name in fetch.LISTS)
+    assert all((tmp_path / "got" / name).read_text() == (mirror / name).read_text() for name in fetch.LISTS)
 
 
 def test_half_a_file_is_completed_and_a_whole_one_kept(mirror: Path, bucket: type[Bucket], tmp_path: Path) -> None:
@@ -147,6 +150,25 @@ def test_damaged_and_missing_files_are_listed(
 def test_a_wrong_base_is_one_line(mirror: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("lists", str(tmp_path / "nowhere"), tmp_path) == 2
     assert "no such folder; give a folder, or an address" in capsys.readouterr().err
+
+
+@pytest.mark.verify
+def test_from_nothing_to_fit(mirror: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches folders that one of docs/data.md's commands fills and the next does not read, and lists no index takes."""
+    page = (ROOT / "docs" / "data.md").read_text().replace("\\\n", " ")
+    section = page[page.index("Four commands") : page.index("A feature store")]
+    commands = [shlex.split(line) for line in re.findall(r"^(?:python|evodsp) .*$", section, re.MULTILINE)]
+    fetches, fit, index = commands[:3], commands[3], commands[4]
+    monkeypatch.chdir(tmp_path)
+    for words in fetches:
+        assert fetch.main([*words[2:], "--base", str(mirror)]) == 0
+    assert main(index[1:]) == 0
+    opened = ChainIndex("downloaded/index")
+    assert opened.table.cluster_sizes[opened.row(KEY)] == 1
+    assert opened.obsolete == {"116l": "216l"}
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    assert main([*fit[1:], "--data.index=downloaded/index", "--trainer.max_steps=1"]) == 0
+    assert (tmp_path / "runs" / "downloaded" / "checkpoints" / "last.ckpt").is_file()
 
 
 def test_the_commands_of_the_page() -> None:

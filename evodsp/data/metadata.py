@@ -2,13 +2,15 @@
 
 - `chain_data_cache.json`: `{chain: {"release_date", "seq", "resolution", "cluster_size"}}`
 - `mmcif_cache.json`: `{entry: {"release_date", "chain_ids", "seqs", "resolution"}}`
-- clusters, and `duplicate_pdb_chains.txt` of OpenProteinSet: chain names separated by blanks, a line for each set
+- clusters of chains, or of entities as the PDB lists them (`1ABC_1` is the first polymer of 1ABC), and OpenProteinSet's
+  `duplicate_pdb_chains.txt`: names separated by blanks, a line for each set
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -126,6 +128,29 @@ class ClusterSizes:
     def of(self, key: str) -> int:
         """Chains of the cluster of `key`; UNKNOWN_CLUSTER if no cluster has it."""
         return self._exact.get(_folded_entry(key), self._folded.get(key.upper(), UNKNOWN_CLUSTER))
+
+
+class EntityClusters:
+    """Clusters of entities, as in the PDB's `clusters-by-entity-40.txt`. Names of entries may be in either case."""
+
+    def __init__(self, clusters: list[list[str]]) -> None:
+        self._cluster_of = {name.upper(): number for number, names in enumerate(clusters) for name in names}
+
+    def sizes(self, entities: Iterable[str]) -> list[int]:
+        """For the entity of each chain of a data set (`1abc_1`), the number of these chains that are in its cluster;
+        UNKNOWN_CLUSTER if no cluster has it.
+
+        Chains are counted, not entities, because chains are drawn: sixty copies of a chain are one entity.
+        """
+        clusters = [self._cluster_of.get(entity.upper()) for entity in entities]
+        chains = Counter(clusters)
+        return [UNKNOWN_CLUSTER if cluster is None else chains[cluster] for cluster in clusters]
+
+
+def are_entities(clusters: list[list[str]]) -> bool:
+    """Whether a cluster file names entities: behind the last underscore of each name is a number. Chains that all have numbers
+    for names do not occur beyond single entries."""
+    return all(name.rpartition("_")[2].isdecimal() for names in clusters for name in names)
 
 
 def _folded_entry(name: str) -> str:

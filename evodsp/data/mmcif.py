@@ -98,6 +98,8 @@ class Header:
     release_date: date | None
     sequences: dict[str, str]
     """SEQRES of the protein chains by author chain id. Of a residue with several monomers the first one is meant."""
+    entities: dict[str, str]
+    """The entity of each of these chains, as it is numbered in the file. Empty for PDB files, which do not number them."""
 
 
 def read_header(path: str | Path) -> Header:
@@ -109,18 +111,19 @@ def read_header(path: str | Path) -> Header:
     if block is None:
         whole = read_structure(path)
         sequences = {name: chain.sequence for name, chain in whole.chains.items()}
-        return Header(whole.resolution, whole.release_date, sequences)
+        return Header(whole.resolution, whole.release_date, sequences, {})
     monomers = {
         entity: _letters([names[0] for _, names in sorted(of_number.items())])
         for entity, of_number in _monomers(path, block).items()
     }
     found: dict[str, str] = {}
+    entities: dict[str, str] = {}
     for entity, names in _rows(block, "_entity_poly.entity_id", "_entity_poly.pdbx_strand_id"):
         for name in filter(None, map(str.strip, names.split(","))):
             # One author id on two polymers (rare): the longer one is meant.
             if entity in monomers and len(monomers[entity]) > len(found.get(name, "")):
-                found[name] = monomers[entity]
-    return Header(_resolution(block), _release_date(block), found)
+                found[name], entities[name] = monomers[entity], entity
+    return Header(_resolution(block), _release_date(block), found, entities)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import hashlib
 import json
 import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -28,7 +28,16 @@ from evodsp.data.index import Source, write_index
 from evodsp.data.index_config import FILES, FOLDERS, IndexConfig
 from evodsp.data.index_content import ScannedChain, assemble
 from evodsp.data.layout import listed_structure, split_key, structure_files
-from evodsp.data.metadata import ChainFacts, ClusterSizes, day_of, read_chain_cache, read_entry_cache, read_sets
+from evodsp.data.metadata import (
+    ChainFacts,
+    ClusterSizes,
+    EntityClusters,
+    are_entities,
+    day_of,
+    read_chain_cache,
+    read_entry_cache,
+    read_sets,
+)
 from evodsp.data.mmcif import Header, read_header
 from evodsp.data.parsers import parse_obsolete
 from evodsp.data.pool import in_processes, processes
@@ -55,6 +64,8 @@ class ChainTask:
     """OpenFold's database with its alignments."""
     files: tuple[StoredFile, ...] = ()
     """Its files in the database."""
+    needs_entity: bool = False
+    """Whether the number of its entity is to be read, for clusters of entities."""
 
 
 def make_index(config: IndexConfig) -> int:
@@ -68,18 +79,23 @@ def make_index(config: IndexConfig) -> int:
     facts = {} if config.mmcif_cache is None else read_entry_cache(config.mmcif_cache)
     facts |= {key: _filled(known, facts.get(key, ChainFacts())) for key, known in listed.items()}
     duplicates = [] if config.duplicates is None else read_sets(config.duplicates)
-    clusters = None if config.cluster_file is None else ClusterSizes(read_sets(config.cluster_file))
+    clusters = [] if config.cluster_file is None else read_sets(config.cluster_file)
+    by_entity = bool(clusters) and are_entities(clusters)
     obsolete = {} if config.obsolete is None else parse_obsolete(config.obsolete)
     named = {*listed, *(key for same in duplicates for key in same)}  # mmcif_cache lists all entries of the PDB
-    tasks = _tasks(config, facts, named)
+    tasks = _tasks(config, facts, named, by_entity)
     chunks = [tasks[at : at + CHAINS_OF_PART] for at in range(0, len(tasks), CHAINS_OF_PART)]
     folder = config.output.with_name(f".{config.output.name}.parts")
     _keep_parts(folder, _fingerprint(tasks, sources))
     _scan(config, folder, chunks)
+    if by_entity:
+        sizes = EntityClusters(clusters).sizes(found["entity"] for _, found in _scanned(folder, chunks))
+    else:
+        of_chain = ClusterSizes(clusters)
+        sizes = [of_chain.of(task.key) for task in tasks]
     scanned = (
-        _with_facts(task, found, facts, clusters)
-        for number, chunk in enumerate(chunks)
-        for task, found in zip(chunk, json.loads(_part(folder, number).read_bytes()), strict=True)
+        _with_facts(task, found, facts, size)
+        for (task, found), size in zip(_scanned(folder, chunks), sizes, strict=True)
     )
     for partial in config.output.parent.glob(
         f".{config.output.name}.*.partial"
@@ -88,6 +104,12 @@ def make_index(config: IndexConfig) -> int:
     write_index(config.output, assemble(scanned, duplicates), sources, obsolete)
     shutil.rmtree(folder)
     return len(tasks)
+
+
+def _scanned(folder: Path, chunks: list[list[ChainTask]]) -> Iterator[tuple[ChainTask, dict[str, Any]]]:
+    """Each chain with what its part says of it."""
+    for number, chunk in enumerate(chunks):
+        yield from zip(chunk, json.loads(_part(folder, number).read_bytes()), strict=True)
 
 
 def _filled(known: ChainFacts, other: ChainFacts) -> ChainFacts:
@@ -100,7 +122,9 @@ def _filled(known: ChainFacts, other: ChainFacts) -> ChainFacts:
     )
 
 
-def _tasks(config: IndexConfig, facts: Mapping[str, ChainFacts], named: set[str]) -> list[ChainTask]:
+def _tasks(
+    config: IndexConfig, facts: Mapping[str, ChainFacts], named: set[str], needs_entity: bool
+) -> list[ChainTask]:
     """The chains of the index, sorted by key: those with alignments and `named`. Raises UserError if none has alignments."""
     in_database = {key: database for database in read_databases(config.alignment_dir) for key in database.entries}
     folders = set() if in_database else set(chain_folders(config.alignment_dir))
@@ -115,7 +139,7 @@ def _tasks(config: IndexConfig, facts: Mapping[str, ChainFacts], named: set[str]
         except UserError:  # the name is no chain key: it has no structure, and training reports it so
             structure = ""
         name, files = in_database[key].files(key) if key in in_database else ("", [])
-        tasks.append(ChainTask(key, structure, key in facts, key in folders, name, tuple(files)))
+        tasks.append(ChainTask(key, structure, key in facts, key in folders, name, tuple(files), needs_entity))
     return tasks
 
 
@@ -163,23 +187,24 @@ def scan_part(alignment_dir: Path, structure_dir: Path, path: Path, tasks: list[
 def _scan_chain(alignment_dir: Path, structure_dir: Path, task: ChainTask) -> dict[str, Any]:
     """What is written of a chain: its files, and what its header says if no cache does."""
     files = list(task.files)
-    facts, problem = ChainFacts(), ""
+    facts, entity, problem = ChainFacts(), "", ""
     try:
         if task.has_folder:
             folder = alignment_dir / task.key
             files = [
                 StoredFile(str(file.relative_to(folder)), 0, file.stat().st_size) for file in files_of_chain(folder)
             ]
-        if not task.in_cache and task.structure:
-            facts = _facts_of_header(structure_dir / task.structure, split_key(task.key)[1])
+        if task.structure and (task.needs_entity or not task.in_cache):
+            facts, entity = _facts_of_header(structure_dir / task.structure, *split_key(task.key))
         elif not task.in_cache:
             facts = ChainFacts(sequence=_first_row(alignment_dir, task, files))
     except (UserError, OSError) as error:
         problem = " ".join(str(error).split())
-    return {"files": files, "facts": dataclasses.astuple(facts), "problem": problem}
+    return {"files": files, "facts": dataclasses.astuple(facts), "entity": entity, "problem": problem}
 
 
-def _facts_of_header(path: Path, chain_id: str) -> ChainFacts:
+def _facts_of_header(path: Path, entry: str, chain_id: str) -> tuple[ChainFacts, str]:
+    """What a header says of a chain, and its entity, such as 1abc_1 ('' if the file numbers none)."""
     header = _header(path)
     if not chain_id and len(header.sequences) == 1:
         (chain_id,) = header.sequences
@@ -187,7 +212,9 @@ def _facts_of_header(path: Path, chain_id: str) -> ChainFacts:
         raise UserError(
             f"{path}: no protein chain '{chain_id}'. Chains: {', '.join(sorted(header.sequences))}; drop the chain"
         )
-    return ChainFacts(header.sequences[chain_id], header.resolution or 0.0, day_of(header.release_date))
+    facts = ChainFacts(header.sequences[chain_id], header.resolution or 0.0, day_of(header.release_date))
+    number = header.entities.get(chain_id)
+    return facts, "" if number is None else f"{entry}_{number}"
 
 
 @lru_cache(maxsize=4)
@@ -221,10 +248,10 @@ def first_record(path: Path) -> bytes:
 
 
 def _with_facts(
-    task: ChainTask, found: dict[str, Any], cached: dict[str, ChainFacts], clusters: ClusterSizes | None
+    task: ChainTask, found: dict[str, Any], cached: dict[str, ChainFacts], cluster_size: int
 ) -> ScannedChain:
     facts = cached.get(task.key) or ChainFacts(*found["facts"])
-    if clusters is not None and (size := clusters.of(task.key)) != UNKNOWN_CLUSTER:
-        facts = replace(facts, cluster_size=size)
+    if cluster_size != UNKNOWN_CLUSTER:
+        facts = replace(facts, cluster_size=cluster_size)
     files = tuple(StoredFile(*file) for file in found["files"])
     return ScannedChain(task.key, facts, task.structure, task.database, files, found["problem"])

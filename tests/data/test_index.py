@@ -7,6 +7,7 @@ import json
 import math
 import os
 import pickle
+import re
 import shutil
 import signal
 import subprocess
@@ -97,6 +98,22 @@ def test_caches_go_before_headers(folder: Path) -> None:
     assert index.table.resolutions.tolist()[:2] == [9.5, 0.0]
     assert index.table.cluster_sizes.tolist() == [4, 2, UNKNOWN_CLUSTER]
     assert index.has_alignments().tolist() == [True, True, False]
+
+
+def test_clusters_of_entities_find_their_chains(folder: Path) -> None:
+    """Catches an entity taken for a chain of that name, copies that count once, and cached chains without a cluster."""
+    path = folder / "mmcif_files" / "2abc.cif"
+    text = path.read_text()
+    assert text.count("_entity_poly.pdbx_strand_id") == 1
+    chains = ["2abc_B", "2abc_1", "1abc_A"]
+    path.write_text(re.sub(r"(_entity_poly.pdbx_strand_id\s+)B", r"\g<1>B,1", text))
+    shutil.copytree(folder / "alignments" / OTHER, folder / "alignments" / "2abc_1")
+    (folder / "clusters").write_text("2ABC_1 AF_AFP12345F1_1\n1ABC_2 1ABC_1 7ABC_1\n")
+    (folder / "cache.json").write_text(json.dumps({OTHER: {"seq": "ACX", "cluster_size": 9}}))
+    index = index_of(folder, f"--cluster_file={folder / 'clusters'}", f"--chain_data_cache={folder / 'cache.json'}")
+    sizes = dict(zip(index.keys, index.table.cluster_sizes.tolist(), strict=True))
+    assert [sizes[key] for key in chains] == [2, 2, 1]
+    assert index.sequence(index.row(OTHER)) == "ACX"
 
 
 def test_identical_chains_lend_their_alignments(folder: Path) -> None:

@@ -11,7 +11,15 @@ from typing import Any
 import pytest
 
 from evodsp.data.chain_table import UNKNOWN_CLUSTER, UNKNOWN_DAY
-from evodsp.data.metadata import ChainFacts, ClusterSizes, read_chain_cache, read_entry_cache, read_sets
+from evodsp.data.metadata import (
+    ChainFacts,
+    ClusterSizes,
+    EntityClusters,
+    are_entities,
+    read_chain_cache,
+    read_entry_cache,
+    read_sets,
+)
 from evodsp.errors import FileFormatError
 
 DAY = (date(2020, 1, 8) - date(1970, 1, 1)).days
@@ -84,3 +92,12 @@ def test_clusters_in_either_case(tmp_path: Path) -> None:
     ]
     with pytest.raises(FileFormatError, match="no chain names"):
         read_sets(written(tmp_path / "none", "\n# nothing\n"))
+
+
+def test_clusters_of_entities() -> None:
+    """Catches entities counted instead of chains, and a file of chains taken for one of entities."""
+    clusters = [["1ABC_1", "2ABC_2", "AF_AFP12345F1_1"], ["1ABC_2"]]
+    assert are_entities(clusters)
+    assert not are_entities([["1ABC_1", "2ABC_B"]])
+    chains = ["1abc_1", "1abc_1", "1abc_2", "2abc_2", "2abc_1", ""]
+    assert EntityClusters(clusters).sizes(chains) == [3, 3, 1, 3, UNKNOWN_CLUSTER, UNKNOWN_CLUSTER]
