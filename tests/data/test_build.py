@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import sys
+import threading
 import time
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,8 +19,9 @@ from evodsp.data.building.parts import Account
 from evodsp.data.feature_store import CHAINS, BuiltStore
 from evodsp.errors import UserError
 from tests.builders.builds import build_with_deadly_chains, config, content, die_at_once, letters_of, write_chain
-from tests.builders.processes import begin
+from tests.builders.processes import begin, free_port
 
+needs_dask = pytest.mark.skipif(find_spec("distributed") is None, reason="the extra `cluster` is not installed")
 KEYS = [f"{number}abc_A" for number in range(1, 9)]
 
 
@@ -98,27 +100,29 @@ def test_a_worker_that_dies_before_it_reads_is_no_chains_fault(folder: Path, tmp
         list(on_this_machine([part], 1, die_at_once))
 
 
-def kill_a_build(folder: Path, output: Path, until: float | None = None) -> None:
-    """Start a build and kill it: after `until` seconds, or as soon as one shard is finished."""
+def kill_a_build(folder: Path, output: Path, finished: int = 1, after: float = 0.0) -> None:
+    """Start a build and kill it `after` seconds from the moment at which so many shards are `finished`."""
     words = ["--alignment_dir", str(folder / "alignments"), "--structure_dir", str(folder / "mmcif_files")]
     sizes = ["--chains_per_shard", "2", "--workers", "1"]
     process = begin([sys.executable, "-m", "evodsp", "data", "build", *words, *sizes, "--output", str(output)])
-    start = time.monotonic()
-    while process.poll() is None and time.monotonic() - start < (60 if until is None else until):
-        if until is None and any((output / "building").glob("chains_*.json")):
-            break
+    while process.poll() is None and not (
+        (output / "building" / "plan.json").is_file()
+        and len(list((output / "building").glob("chains_*.json"))) >= finished
+    ):
         time.sleep(0.001)
+    time.sleep(after)
     process.kill()  # nothing happens if the build has ended already
     process.communicate()
 
 
 def test_a_killed_build_goes_on(folder: Path, undisturbed: Path, tmp_path: Path) -> None:
-    """Catches finished shards made again, half a shard taken for a whole one, and a result that depends on the kill."""
+    """Catches finished shards made again, half a shard kept or taken for a whole one, and a result that depends on the kill."""
     output = tmp_path / "store"
     kill_a_build(folder, output)
     first = next((output / "building").glob("chains_*.json"))
     shard = output / CHAINS / f"{first.stem.split('_')[1]}.tar"
     made = shard.stat().st_mtime_ns
+    (output / CHAINS / ".00001.tar.4194304.partial").write_bytes(b"half a shard, of a worker that was killed")
     if not (output / "store.json").is_file():
         with pytest.raises(UserError, match="no feature store there"):
             BuiltStore(str(output))
@@ -131,11 +135,15 @@ def test_a_killed_build_goes_on(folder: Path, undisturbed: Path, tmp_path: Path)
 def test_ten_killed_builds(folder: Path, undisturbed: Path, tmp_path: Path) -> None:
     """Catches a moment at which a kill leaves something that the next build takes for good."""
     draw = random.Random(0)
+    found = []
     for number in range(10):
         output = tmp_path / str(number)
-        kill_a_build(folder, output, until=draw.uniform(0.2, 2.0))
+        kill_a_build(folder, output, finished=number % 5, after=draw.uniform(0, 0.05))
+        found.append(len(list((output / "building").glob("chains_*.json"))))
         build(config(folder, output))
         assert content(output) == content(undisturbed)
+    print(f"shards that were finished when the build was killed (0: or the whole store): {found}")
+    assert len(set(found)) >= 3, "the kills came at the same moment"
 
 
 def test_tasks_build_one_store_together(folder: Path, undisturbed: Path, tmp_path: Path) -> None:
@@ -178,7 +186,50 @@ def test_wrong_settings_are_one_line(folder: Path, tmp_path: Path, changes: dict
     assert not (tmp_path / "store").exists()
 
 
-@pytest.mark.skipif(find_spec("distributed") is None, reason="the extra `cluster` is not installed")
+@pytest.mark.verify
+@needs_dask
+def test_a_scheduler_with_two_workers_of_which_one_is_killed(folder: Path, tmp_path: Path) -> None:
+    """Catches shards that are lost with a worker, and processes of Dask's own that do not find evodsp or the folders."""
+    for number in range(60):
+        write_chain(tmp_path, f"{number + 10}ab_A", letters_of(number % 20))
+    whole, output = tmp_path / "whole", tmp_path / "store"
+    build(config(tmp_path, whole, chains_per_shard=1))
+    address = f"tcp://127.0.0.1:{free_port()}"
+    dask = [sys.executable, "-m", "distributed.cli.dask_scheduler", "--no-dashboard"]
+    worker = [sys.executable, "-m", "distributed.cli.dask_worker", address, "--no-nanny", "--no-dashboard"]
+    started = [begin([*dask, "--host", "127.0.0.1", "--port", address.rpartition(":")[2]])]
+    started += [begin([*worker, "--nthreads", "1", "--local-directory", str(tmp_path / name)]) for name in ("a", "b")]
+    finished: list[int] = []
+
+    def kill_one() -> None:
+        while len(list((output / "building").glob("chains_*.json"))) < 10:
+            time.sleep(0.001)
+        started[1].kill()
+        finished.append(len(list((output / "building").glob("chains_*.json"))))
+
+    watch = threading.Thread(target=kill_one, daemon=True)
+    watch.start()
+    try:
+        build(config(tmp_path, output, chains_per_shard=1, scheduler=address))
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
+    watch.join(timeout=1)
+    print(f"shards that were finished when the worker was killed: {finished} of 60")
+    assert finished[0] < 60
+    assert content(output) == content(whole)
+
+
+@pytest.mark.verify
+@needs_dask
+def test_a_local_dask_cluster_builds_the_same(folder: Path, undisturbed: Path, tmp_path: Path) -> None:
+    """Catches a cluster that cannot be started, or that outlives the build."""
+    build(config(folder, tmp_path / "store", scheduler="local", workers=2))
+    assert content(tmp_path / "store") == content(undisturbed)
+
+
+@needs_dask
 def test_a_dask_cluster_builds_the_same(folder: Path, undisturbed: Path, tmp_path: Path) -> None:
     """Catches shards that are lost or differ when Dask's workers make them."""
     from distributed import LocalCluster
@@ -192,4 +243,4 @@ def test_a_scheduler_without_dask_is_one_line(monkeypatch: pytest.MonkeyPatch) -
     """Catches a traceback where the extra is not installed."""
     monkeypatch.setitem(sys.modules, "distributed", None)
     with pytest.raises(UserError, match="--scheduler needs Dask"):
-        list(on_cluster([], "tcp://127.0.0.1:1"))
+        list(on_cluster([], "tcp://127.0.0.1:1", 1))

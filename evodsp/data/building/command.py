@@ -141,10 +141,9 @@ def _built(config: BuildConfig, what: str, parts: list[Part]) -> bool:
     mine = [part for part in missing if part.number % tasks == task]
     names, left = (sum(len(part.names) for part in some) for some in (parts, mine))
     if mine:
+        workers = min(config.workers or len(os.sched_getaffinity(0)), len(mine))
         finished = (
-            on_this_machine(mine, min(config.workers or len(os.sched_getaffinity(0)), len(mine)))
-            if config.scheduler is None
-            else on_cluster(mine, config.scheduler)
+            on_this_machine(mine, workers) if config.scheduler is None else on_cluster(mine, config.scheduler, workers)
         )
         with progress(what, names, names - left) as advance:
             for more in finished:
@@ -161,6 +160,9 @@ def _built(config: BuildConfig, what: str, parts: list[Part]) -> bool:
 
 def _complete(plan: Plan, folder: Path, chains: list[Account], templates: list[Account]) -> None:
     """Write the list of failures, the indices, and last the description."""
+    for name in (CHAINS, TEMPLATES):
+        for partial in (folder / name).glob(".*.partial"):  # of workers that were killed
+            partial.unlink()
     failed = [
         {"kind": kind, "name": name, "reason": reason}
         for kind, accounts in (("chain", chains), ("template", templates))
