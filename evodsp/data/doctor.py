@@ -46,6 +46,8 @@ class Diagnosis:
     workers: int
     unreadable_headers: list[str] = field(default_factory=list)
     """What the index says it could not read."""
+    unaligned: list[str] = field(default_factory=list)
+    """Entries with a structure file, of which no chain has alignments."""
 
     @property
     def bad(self) -> list[Examined]:
@@ -126,10 +128,25 @@ def diagnose(
         if store.structure_dir is not None:
             now_at["structure_dir"] = store.structure_dir
         stale = index.stale_sources(now_at)
+        if changed := [key for key in wanted if store.differs_from_index(key)]:
+            stale.append(
+                f"the files of {len(changed):,} of {len(wanted):,} chains that were read, such as {changed[0]}"
+            )
         problems = [index.content.problems[int(row)] for row in rows[index.content.problems.lengths()[rows] > 0]]
     validated = [found[key] for key in scored]
+    unaligned = [] if store.structure_dir is None else presence.structures_without_alignments(store.structure_dir)
     return Diagnosis(
-        usable, missing, missing_validation, examined, validated, table, stale, max_bad, max(1, number), problems
+        usable,
+        missing,
+        missing_validation,
+        examined,
+        validated,
+        table,
+        stale,
+        max_bad,
+        max(1, number),
+        problems,
+        unaligned,
     )
 
 

@@ -103,6 +103,7 @@ def _summary(found: Diagnosis, samples_per_epoch: int) -> dict[str, str]:
     return {
         "training chains that can be used": f"{usable:,} of {usable + len(found.missing):,}",
         "chains read": f"{len(found.examined):,}, {len(found.bad):,} bad",
+        "structures without alignments": f"{len(found.unaligned):,}",
         "residues, median": f"{np.median(lengths):,.0f}" if len(lengths) else "unknown",
         "different sequences in the MSA, median": f"{np.median(depths):,.0f}" if depths else "unknown",
         "draws of a chain in an epoch": f"{samples_per_epoch / usable:.3g}" if usable else "none",
@@ -148,6 +149,7 @@ def _as_json(found: Diagnosis, summary: dict[str, str]) -> dict[str, Any]:
         "stale": found.stale,
         "chains": [{"chain": key, "state": state, "reason": reason} for key, state, reason in _bad_rows(found)],
         "unreadable_headers": found.unreadable_headers,
+        "structures_without_alignments": found.unaligned,
     }
 
 
@@ -175,6 +177,10 @@ def _page(found: Diagnosis, summary: dict[str, str], data: _Data) -> Page:
     if len(rows) > _SHOWN:
         page.note(f"The first {_SHOWN} of {len(rows):,}; doctor.json lists all.")
     page.table(["chain", "state", "reason"], rows[:_SHOWN]) if rows else page.note("None.")
+    if found.unaligned:
+        page.heading("Structures without alignments")
+        more = f", and {len(found.unaligned) - _SHOWN:,} more in doctor.json" if len(found.unaligned) > _SHOWN else ""
+        page.note(f"{', '.join(found.unaligned[:_SHOWN])}{more}")
     return page
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import compress
+from pathlib import Path
 from typing import Literal
 
 from evodsp.data.feature_store import BuiltStore
-from evodsp.data.layout import listed_structure, split_key, structure_files
+from evodsp.data.layout import entry_of, listed_structure, split_key, structure_files
 from evodsp.data.store import FeatureStore
 from evodsp.errors import UserError
 
@@ -39,6 +40,11 @@ class Presence:
         if key not in self._known:
             return self._unknown
         return None if self._is_resolved(key) else "structure"
+
+    def structures_without_alignments(self, structure_dir: Path) -> list[str]:
+        """Entries of a folder of structures (lower case, sorted) that have no chain with alignments."""
+        aligned = {key.rpartition("_")[0].lower() or key.lower() for key in self.keys}
+        return sorted({entry_of(Path(name)).lower() for name in structure_files(structure_dir)} - aligned)
 
     def _is_listed(self, key: str) -> bool:
         try:

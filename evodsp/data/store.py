@@ -17,6 +17,7 @@ from typing import Any
 from evodsp.data.alignment_database import AlignmentDatabase, read_databases, read_parts
 from evodsp.data.chain_folder import (
     chain_folders,
+    files_of_chain,
     is_alignment,
     is_search_result,
     parse_alignments,
@@ -132,6 +133,18 @@ class FeatureStore:
             if is_search_result(Path(name).name)
             for hit in parse_search_result(source, query.letters, data)
         ]
+
+    def differs_from_index(self, key: str) -> bool:
+        """Whether the chain's folder has other files, or files of other sizes, than its index says; False without an index, and
+        for chains in a database. Lists the folder and reads no file."""
+        if self.index is None or (row := self.index.keys.find(key)) is None:
+            return False
+        owner, database, indexed = self.index.alignment_files(row)
+        if database is not None:
+            return False
+        folder = self.alignment_dir / owner
+        found = {str(path.relative_to(folder)): path.stat().st_size for path in files_of_chain(folder)}
+        return found != {file.name: file.length for file in indexed}
 
     def _read_alignments(self, key: str, query: ProteinSequence | None) -> list[Alignment]:
         if self.index is not None or self._databases:

@@ -96,6 +96,27 @@ def test_validation_chains_must_all_be_good(folder: Path) -> None:
         assert (code, report["obstacles"]) == (1, [obstacle])
 
 
+def test_files_that_are_newer_than_the_index_and_structures_without_alignments(folder: Path) -> None:
+    """Catches a search that was added to the folders and is not used, files that are gone, and good data called stale."""
+    options = ["--alignment_dir", str(folder / "alignments"), "--structure_dir", str(folder / "mmcif_files")]
+    shutil.copy(folder / "mmcif_files" / "2abc.cif", folder / "mmcif_files" / "4ABC.cif")
+    assert main(["data", "index", *options, "--output", str(folder / "index"), "--workers=0"]) == 0
+    options += ["--index", str(folder / "index")]
+    _, report = doctor(folder, *options)
+    assert report["stale"] == []
+    assert report["structures_without_alignments"] == ["4abc"]
+    assert report["summary"]["structures without alignments"] == "1"
+    assert "4abc" in (folder / "doctor" / "doctor.html").read_text()
+    first = folder / "alignments" / KEY / "uniref90_hits.a3m"
+    (first.parent / "a3m").mkdir()
+    shutil.copy(first, first.parent / "a3m" / "bfd_hits.a3m")
+    second = folder / "alignments" / OTHER / "uniref90_hits.a3m"
+    for change in (lambda: None, lambda: second.write_text(second.read_text() + ">r9\n" + SEQUENCES[OTHER] + "\n")):
+        change()
+        (stale,) = doctor(folder, *options)[1]["stale"]
+    assert stale == f"the files of 2 of 2 chains that were read, such as {KEY}"
+
+
 def test_a_sample_is_read(folder: Path) -> None:
     """Catches a data set of a week's reading that is read whole, and a draw that changes from run to run."""
     options = ["--config", str(folder / "tiny.yaml"), "--sample=1"]
