@@ -124,7 +124,7 @@ def test_too_many_bad_chains_stop_the_run_after_a_checkpoint(
 def test_200_steps_on_two_ranks(tmp_path: Path) -> None:
     """5 % of the chains are bad: steps that are left out, chains named twice, other samples that move, ranks that differ."""
     config = write_data_set(tmp_path, good=95)
-    runs = {name: tmp_path / name for name in ("whole", "parts", "good", "without", "data")}
+    runs = {name: tmp_path / name for name in ("whole", "parts", "without", "data")}
     sequence = "--parallel.sequence=2"
 
     def run(name: str, steps: int, *options: str, callback: str = PLANT) -> None:
@@ -135,6 +135,9 @@ def test_200_steps_on_two_ranks(tmp_path: Path) -> None:
         assert "Traceback" not in done.stderr
 
     options = ["--checkpoint_every=50", "--data.validation_chains=null", "--data.samples_per_epoch=200"]
+    options += [
+        "--data.train.uniform_recycling=false"
+    ]  # the number is drawn once a batch, and meshes differ in batches
     run("whole", 200, sequence, *options)
     first = first_failures(95, 200)
     assert len(first) == len(BAD)
@@ -158,8 +161,9 @@ def test_200_steps_on_two_ranks(tmp_path: Path) -> None:
     assert all(checksum == seen[index] for index, checksum in without.items())
     assert len(without) == 199
 
-    run("data", 100, "--trainer.devices=2", *options)
-    found = samples(runs["data"]) | samples(runs["data"], rank=1)
+    # Two ranks that read different samples, and a resume.
+    run("data", 60, "--trainer.devices=2", *options)
+    run("data", 100, "--trainer.devices=2", *options, "--ckpt_path=last")
     assert quarantined(runs["data"]) == first
-    assert sorted(found) == list(range(200))
+    assert samples(runs["data"]) | samples(runs["data"], rank=1) == seen
     print(f"200 steps, {len(first)} bad chains: {first}")
