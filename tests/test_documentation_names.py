@@ -43,7 +43,7 @@ OPTIONS_OF_OTHERS = {
 ELSEWHERE = {
     *("config.yaml", "train.txt", "chains.txt", "downloaded/missing.txt", "video.py", "train_monomer_demo_bp.sh"),
     *("fastfold/distributed/comm.py", "megatron/core/pipeline_parallel/schedules.py"),
-    *("deepspeed/runtime/zero/stage_1_and_2.py", "duplicate_pdb_chains.txt"),
+    *("deepspeed/runtime/zero/stage_1_and_2.py", "duplicate_pdb_chains.txt", "clusters-by-entity-40.txt"),
 }
 """Files that a run or the reader writes, and files of other programs."""
 
