@@ -51,6 +51,8 @@ FLOORS = {
     "evodsp.data.building.parts": TORCH_FREE,
     "evodsp.data.building.config": (*TORCH_FREE, "numpy"),
     "evodsp.data.dataset": ("lightning", "evodsp.model", "evodsp.parallel", "evodsp.training", "evodsp.losses"),
+    "evodsp.features.batch": ("lightning", "evodsp.model", "evodsp.parallel", "evodsp.training", "evodsp.losses"),
+    "evodsp.data.raw_features": TORCH_FREE,
     "evodsp.model.schedule": (*TORCH_FREE, "numpy"),
     "evodsp.model.alphafold": ("lightning", "evodsp.data", "evodsp.losses", "evodsp.training", "evodsp.inference"),
     "evodsp.losses.total": ("lightning", "evodsp.data", "evodsp.training", "evodsp.inference"),

@@ -2,6 +2,7 @@
 
 A sample is a dictionary of tensors without a batch axis. Features (`features.FEATURE_AXES`) have a leading axis of recycling
 iterations, labels (`geometry.frames.structure_labels`, in Å) have the residue axis first. `collate` adds the batch axis.
+Samples of `ChainDataset` hold what the device makes the MSA's features from (`raw_features`); the others have an axis of 1.
 
 Everything random about sample i is a function of (seed, i), whatever the worker, the rank, the epoch or a resume.
 """
@@ -24,10 +25,11 @@ from torch.utils.data import Dataset
 from evodsp.config import FeatureConfig
 from evodsp.data.crop import Crop, centre_crop, training_crop
 from evodsp.data.distillation import PredictedStore, sampled_rows
-from evodsp.data.features import FEATURE_AXES, Sizes, check_config, make_features, max_clusters
+from evodsp.data.features import FEATURE_AXES, check_config, make_features
 from evodsp.data.msa import MsaFeatures, merge_alignments, query_only
 from evodsp.data.parsed_chain import ChainSource
 from evodsp.data.query_check import check_alignments
+from evodsp.data.raw_features import RAGGED, raw_features
 from evodsp.data.records import Alignment, Chain, ProteinSequence
 from evodsp.data.sampling import DISTILLED, ChainChoice, ChainDraws
 from evodsp.data.templates.features import TemplateFeatures
@@ -109,9 +111,9 @@ class ChainDataset(Dataset[Sample]):
     If `max_templates` is above 0, samples have template features: a random number of random templates in training, otherwise
     the best. `templates` finds them; without it they are all masked.
 
-    With `crop_size` all samples have the same shapes: `crop_size` residues, `msa_clusters` - `max_templates` clusters and
-    `extra_msa` rows, padded with zeros. Without it each sample has the sizes of its data. Parsed chains are cached up to
-    `cache_bytes`.
+    A sample holds its MSA as it is before sampling (`raw_features`); `evodsp.features` makes the features of a batch. Its other
+    entries are padded with zeros to `crop_size` residues; without one they have the sizes of the data. Parsed chains are
+    cached up to `cache_bytes`.
     """
 
     def __init__(
@@ -185,12 +187,11 @@ class ChainDataset(Dataset[Sample]):
         if self.training:
             clamped = bool(draws.at("clamp").uniform(1)[0] < self.config.clamp_fape_fraction)
             crop = training_crop(length, crop_size, clamped, draws)
-        sizes = None if crop_size is None else Sizes(crop_size, max_clusters(self.config), self.config.extra_msa)
         templates = None if record.templates is None else record.templates.features
         if templates is not None and self.training:
             templates = draw_templates(templates, self.config.max_templates, draws)
         cycles = self.cycles_of(index)
-        features = make_features(record.aatype, msa, self.config, draws, cycles, crop, sizes, templates)
+        features = raw_features(record.aatype, msa, self.config, draws, cycles, crop, templates)
         sample = {name: torch.from_numpy(values) for name, values in features.items()}
         size = crop_size or crop.length
         for name, label in record.labels.items():
@@ -260,10 +261,15 @@ def collate(samples: Sequence[Sample]) -> dict[str, Tensor]:
     names = list(samples[0])
     if any(set(sample) != set(names) for sample in samples):
         raise ValueError("samples of one batch have different entries")
-    cycles = sorted({len(sample["aatype"]) for sample in samples})
+    cycles = sorted({len(sample.get("msa_keys", sample["aatype"])) for sample in samples})
     if len(cycles) > 1:
         raise ValueError(f"samples of {cycles} recycling iterations in one batch: it must lie within one batch_group")
-    batch = {name: _stack_padded([sample[name] for sample in samples]) for name in names}
+    batch = {
+        name: _joined([sample[name] for sample in samples])
+        if name in RAGGED
+        else _stack_padded([sample[name] for sample in samples])
+        for name in names
+    }
     return {**batch, **existing_entries(batch)}
 
 
@@ -288,10 +294,14 @@ def _marked(mask: Tensor) -> Tensor:
     return marked.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, :most]
 
 
+def _joined(tensors: list[Tensor]) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)  # no copy of a single sample
+
+
 def _stack_padded(tensors: list[Tensor]) -> Tensor:
     shapes = torch.tensor([tensor.shape for tensor in tensors], dtype=torch.long)
     if len(tensors) == 1:
-        return tensors[0].unsqueeze(0)  # a sample of the fine-tuning sizes is 278 MiB: no copy
+        return tensors[0].unsqueeze(0)  # a sample for prediction has hundreds of megabytes: no copy
     if (shapes == shapes[0]).all():
         return torch.stack(tensors)
     batch = tensors[0].new_zeros(len(tensors), *shapes.amax(0).tolist())

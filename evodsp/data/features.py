@@ -91,13 +91,18 @@ class CycleDraws:
     def draw(cls, draws: Draws, rows: int, columns: int, config: FeatureConfig) -> CycleDraws:
         """Draw the numbers for an MSA of `rows` x `columns` from the stream `draws`."""
         clusters = min(max_clusters(config), rows)
-        blocks = config.block_delete_blocks if config.block_delete else 0
         return cls(
-            deleted_block_starts=(draws.at("block_deletion").uniform(blocks) * rows).astype(np.int64),
+            deleted_block_starts=deleted_block_starts(draws, rows, config),
             order=np.concatenate([np.zeros(1, np.int64), 1 + draws.at("msa_order").permutation(rows - 1)]),
             replace=draws.at("msa_replace").uniform(clusters, columns),
             letter=draws.at("msa_letter").uniform(clusters, columns),
         )
+
+
+def deleted_block_starts(draws: Draws, rows: int, config: FeatureConfig) -> Int64[np.ndarray, " blocks"]:
+    """The first row of each block that one recycling iteration deletes; none unless `config` deletes blocks."""
+    blocks = config.block_delete_blocks if config.block_delete else 0
+    return (draws.at("block_deletion").uniform(blocks) * rows).astype(np.int64)
 
 
 def max_clusters(config: FeatureConfig) -> int:
@@ -346,15 +351,28 @@ def make_features(
     """
     check_config(config)
     crop = crop or Crop(0, len(aatype))
+    rows, columns = msa.msa.shape
+    drawn = [CycleDraws.draw(draws.at(cycle), rows, columns, config) for cycle in range(cycles)]
+    sampled = sampled_features(msa, config, drawn, crop, sizes)
+    fixed = fixed_features(aatype, config, cycles, crop, sampled["msa_mask"].shape[2], templates)
+    return {**fixed, **sampled}
+
+
+def fixed_features(
+    aatype: Int32[np.ndarray, " L"],
+    config: FeatureConfig,
+    cycles: int,
+    crop: Crop,
+    length: int,
+    templates: TemplateFeatures | None = None,
+) -> dict[str, np.ndarray]:
+    """The features of `make_features` that are the same in each iteration, padded with zeros to `length` residues."""
     fixed = sequence_features(aatype, crop)
     if config.max_templates:
         found = TemplateFeatures.none(len(aatype)) if templates is None else templates
         fixed |= found.select(slice(config.max_templates), crop.residues).processed()
-    rows, columns = msa.msa.shape
-    drawn = [CycleDraws.draw(draws.at(cycle), rows, columns, config) for cycle in range(cycles)]
-    sampled = sampled_features(msa, config, drawn, crop, sizes)
-    padded = Sizes(sampled["msa_mask"].shape[2], 0, 0, config.max_templates)
-    return {**{name: _repeated(name, values, padded, cycles) for name, values in fixed.items()}, **sampled}
+    padded = Sizes(length, 0, 0, config.max_templates)
+    return {name: _repeated(name, values, padded, cycles) for name, values in fixed.items()}
 
 
 def _repeated(name: str, values: np.ndarray, sizes: Sizes, cycles: int) -> np.ndarray:

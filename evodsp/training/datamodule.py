@@ -13,13 +13,17 @@ from lightning.pytorch.trainer.states import TrainerFn
 from evodsp.config import FeatureConfig, memory_size
 from evodsp.data.dataset import ChainDataset
 from evodsp.data.quarantine import Quarantine, failures_of
+from evodsp.data.raw_features import HOST
 from evodsp.data.sample_pool import MadeHere, SampleMaker, SamplePool
 from evodsp.data.sampling import ChainChoice, ChainDraws, MixedDraws
+from evodsp.features.batch import with_features
 from evodsp.rng import Draws
 from evodsp.training.chains import Chains
 from evodsp.training.config import DataConfig
 from evodsp.training.loader import EpochSampler, TrainingLoader, WholeChainLoader, whole_batches
 from evodsp.training.world import World
+
+_READ_BY_THE_HOST = {*HOST, "sample_index"}
 
 
 class ChainDataModule(LightningDataModule):
@@ -45,10 +49,17 @@ class ChainDataModule(LightningDataModule):
         self._loaders: list[TrainingLoader | WholeChainLoader] = []
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """All but the sample numbers, which only the host reads."""
-        moved = {name: value for name, value in batch.items() if name != "sample_index"}
-        moved = super().transfer_batch_to_device(moved, device, dataloader_idx)
-        return {**moved, "sample_index": batch["sample_index"]}
+        """All but the numbers that only the host reads."""
+        kept = {name: value for name, value in batch.items() if name in _READ_BY_THE_HOST}
+        moved = {name: value for name, value in batch.items() if name not in kept}
+        return {**super().transfer_batch_to_device(moved, device, dataloader_idx), **kept}
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Make the MSA's features, on the device and in the precision of the run."""
+        if self.trainer is None:
+            raise RuntimeError("features are made in a run only")
+        config = self.config.train if self.trainer.training else self.config.validation
+        return self.trainer.precision_plugin.convert_input(with_features(batch, config))
 
     def train_dataloader(self) -> TrainingLoader:
         config, world, accumulate = self.config, self.world, self._accumulate

@@ -19,10 +19,12 @@ from evodsp.data.features import FEATURE_AXES
 from evodsp.data.records import Alignment, Chain, ProteinSequence
 from evodsp.data.store import FeatureStore
 from evodsp.errors import UserError
+from evodsp.features.batch import with_features
 from evodsp.geometry.alphabet import encode_sequence
 from evodsp.geometry.frames import structure_labels
 from tests.builders.alignments import make_alignment
 from tests.builders.chains import AMINO_ACIDS, MemoryStore, make_chain
+from tests.builders.finished import finished
 
 CONFIG = FeatureConfig(crop_size=12, msa_clusters=6, extra_msa=7, recycles=3)
 WHOLE = replace(CONFIG, crop_size=None)
@@ -78,7 +80,8 @@ def test_each_epoch_shows_every_chain_once_in_a_new_order() -> None:
 
 def test_same_chain_in_another_epoch_is_another_sample() -> None:
     data = dataset(replace(CONFIG, uniform_recycling=False), chains=FIVE[:1])
-    assert (data[0]["msa_feat"] != data[1]["msa_feat"]).any()
+    one, two = (finished(data[index], data.config) for index in range(2))
+    assert (one["msa_feat"] != two["msa_feat"]).any()
 
 
 def test_number_of_cycles_is_common_to_a_group() -> None:
@@ -88,7 +91,7 @@ def test_number_of_cycles_is_common_to_a_group() -> None:
     counts = Counter(cycles)
     assert set(counts) == {1, 2, 3, 4}
     assert min(counts.values()) > 40
-    assert len(data[1]["aatype"]) == cycles[1]
+    assert len(finished(data[1], data.config)["aatype"]) == cycles[1]
 
 
 def test_recycling_without_draws_takes_the_largest() -> None:
@@ -108,7 +111,7 @@ def test_validation_is_the_same_in_every_epoch() -> None:
     data = dataset(training=False)
     samples = list(data)
     assert [data.key_of(i) for i in range(5)] == [chain.key for chain in FIVE]
-    assert all(len(sample["aatype"]) == 4 and sample["use_clamped_fape"] == 0 for sample in samples)
+    assert all(len(sample["msa_keys"]) == 4 and sample["use_clamped_fape"] == 0 for sample in samples)
     assert samples[0]["residue_index"][0].tolist() == list(range(2, 14))
     assert_equal(samples[3], data[3])
     with pytest.raises(IndexError):
@@ -123,7 +126,7 @@ def test_validation_is_the_same_in_every_epoch() -> None:
 def test_features_and_labels_show_the_same_residues() -> None:
     data = dataset(replace(CONFIG, recycles=1))
     for index in range(20):
-        sample, chain = data[index], data.source.chain(data.key_of(index))
+        sample, chain = finished(data[index], data.config), data.source.chain(data.key_of(index))
         shown = sample["residue_index"][0]
         assert (shown == sample["residue_index"]).all()
         assert shown.tolist() == list(range(int(shown[0]), int(shown[0]) + 12))
@@ -147,7 +150,7 @@ def test_labels_are_those_of_the_whole_chain() -> None:
 
 
 def test_names_and_types_are_the_golden_ones(golden: Path) -> None:
-    sample = dataset()[0]
+    sample = finished(dataset()[0], CONFIG)
     with np.load(golden / "labels.npz") as labels:
         expected = {name: labels[name] for name in labels.files if name != "backbone_affine_tensor"}
     assert set(expected) <= set(sample)
@@ -165,7 +168,7 @@ def test_shapes_are_fixed_with_a_crop_size(length: int, rows: int) -> None:
     """Short chains and shallow alignments are padded, long and deep ones cropped: all samples have one shape."""
     chain = make_chain("1abc", (AMINO_ACIDS * 2)[:length])
     data = ChainDataset(MemoryStore(chain, rows=rows), [chain.key], replace(CONFIG, recycles=0), 0, training=True)
-    sample = data[0]
+    sample = finished(data[0], data.config)
     assert sample["msa_feat"].shape == (1, 6, 12, 49)
     assert sample["extra_msa"].shape == (1, 7, 12)
     assert sample["all_atom_positions"].shape == (12, 37, 3)
@@ -213,7 +216,7 @@ def test_degenerate_chains_give_finite_samples(letters: str, resolved: bool) -> 
     """One residue, no known residue, no atoms, one sequence: masks are zero where needed, all numbers are finite."""
     chain = make_chain("1abc", letters, resolved, resolution=None)
     for config in (CONFIG, WHOLE):
-        sample = ChainDataset(MemoryStore(chain, rows=1), [chain.key], config, 0, training=True)[0]
+        sample = finished(ChainDataset(MemoryStore(chain, rows=1), [chain.key], config, 0, training=True)[0], config)
         assert all(tensor.isfinite().all() for tensor in sample.values())
         assert sample["resolution"] == 0
         if not resolved:
@@ -224,8 +227,8 @@ def test_degenerate_chains_give_finite_samples(letters: str, resolved: bool) -> 
 
 def test_collate_pads_to_the_largest() -> None:
     data = dataset(replace(WHOLE, uniform_recycling=False), training=False)
-    samples = [data[0], data[4]]
-    batch = collate(samples)
+    batch = with_features(collate([data[0], data[4]]), data.config)
+    samples = [finished(data[index], data.config) for index in (0, 4)]
     assert batch["aatype"].shape == (2, 4, 29)
     assert batch["msa_feat"].shape == (2, 4, 6, 29, 49)
     assert batch["resolution"].tolist() == [2.0, 2.0]
@@ -335,7 +338,7 @@ def test_a_chain_without_homologues_is_its_query_alone() -> None:
             return []
 
     data = ChainDataset(Empty(FIVE[0]), [FIVE[0].key], CONFIG, 0, training=False)
-    assert data[0]["msa_mask"][0].sum(0).max() == 1
+    assert finished(data[0], CONFIG)["msa_mask"][0].sum(0).max() == 1
 
 
 def test_no_chains_is_an_error_at_once() -> None:
@@ -356,7 +359,7 @@ def test_real_chains(real_data: Path) -> None:
     store = FeatureStore(real_data / "alignments", real_data / "mmcif_files")
     config = FeatureConfig(crop_size=64, msa_clusters=32, extra_msa=100, recycles=0)
     data = ChainDataset(store, ["102m_A", "2q2k_A", "2q2k_B"], config, 0, training=False)
-    batch = collate([data[i] for i in range(3)])
+    batch = with_features(collate([data[i] for i in range(3)]), config)
     assert batch["msa_feat"].shape == (3, 1, 32, 64, 49)
     assert all(tensor.isfinite().all() for tensor in batch.values())
     assert batch["resolution"][1:].tolist() == [3.0, 3.0]

@@ -20,6 +20,7 @@ from evodsp.errors import UserError
 from evodsp.rng import Draws
 from tests.builders.alignments import make_alignment
 from tests.builders.chains import MemoryStore, make_chain
+from tests.builders.finished import finished
 
 LETTERS = "MKTAYIAKQRWLE"
 PLDDT = np.array([20, 49.9, 50, 90, 95, 49, 70, 71, 72, 73, 10, 99, 100], np.float32)
@@ -93,7 +94,7 @@ def test_a_quarter_of_the_samples_is_from_the_experiments(tmp_path: Path) -> Non
     memory, store = MemoryStore(make_chain("1abc", "ACDEFGHIK")), predicted(tmp_path)
     data = ChainDataset(memory, ["1abc_A"], config, 0, training=True, distillation=store)
     for index in range(5):
-        sample = data.make(index, DISTILLED + "p1_A")
+        sample = finished(data.make(index, DISTILLED + "p1_A"), config)
         assert sample["aatype"].shape[-1] == len(LETTERS)
         assert int(sample["msa_row_mask"].sum() + sample["extra_msa_row_mask"].sum()) == 5
         assert float(sample["resolution"]) == 0

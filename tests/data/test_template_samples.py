@@ -198,7 +198,7 @@ def test_templates_are_cropped_with_their_residues() -> None:
 def test_short_chains_are_padded_to_the_crop() -> None:
     """Catches a residue axis of templates that is not padded if the chain is shorter than the crop."""
     sample = Searched(3).dataset(replace(WITH, crop_size=30), training=False)[0]
-    assert sample["template_aatype"].shape == (2, 4, 30)
+    assert sample["template_aatype"].shape == (1, 4, 30)
     assert sample["template_mask"][0].tolist() == [1, 1, 1, 0]
     assert not sample["template_all_atom_masks"][:, :, 18:].any()
     assert sample["template_all_atom_masks"][:, :3, :18, 1].all()
@@ -216,7 +216,7 @@ def test_samples_with_different_numbers_of_templates_make_a_batch() -> None:
     data = Searched(6, 0, 1).dataset(WHOLE, training=False)
     batch = collate([data[index] for index in range(3)])
     assert batch["template_mask"][:, 0].tolist() == [[1, 1, 1, 1], [0, 0, 0, 0], [1, 0, 0, 0]]
-    assert batch["template_all_atom_positions"].shape == (3, 2, 4, 28, 37, 3)
+    assert batch["template_all_atom_positions"].shape == (3, 1, 4, 28, 37, 3)
     assert not batch["template_all_atom_masks"][0, :, :, 18:].any()
 
 
