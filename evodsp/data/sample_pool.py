@@ -23,9 +23,9 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.multiprocessing as multiprocessing
-from torch import Tensor
 
 from evodsp.data.dataset import ChainDataset, Sample
+from evodsp.data.packing import layout_of, pack, packed_bytes, unpack
 from evodsp.errors import UserError
 
 _MOST_FAILED_STARTS = 3
@@ -257,7 +257,12 @@ def _work(pipe: Connection, lifeline: Connection, samples: ChainDataset) -> None
 
 def _outcome(samples: ChainDataset, index: int, key: str) -> tuple[str, Any]:
     try:
-        return "sample", pack(samples.make(index, key))
+        sample = samples.make(index, key)
+        layout = layout_of(sample)
+        # One piece of shared memory: one open file instead of one for each of its sixty tensors.
+        memory = torch.empty(packed_bytes(layout), dtype=torch.uint8).share_memory_()
+        pack(sample, memory)
+        return "sample", (layout, memory)
     except UserError as error:
         return "mistake", str(error)
     except MemoryError:
@@ -271,31 +276,3 @@ def _end_with(lifeline: Connection) -> None:
     with contextlib.suppress(EOFError, OSError):
         lifeline.recv()
     os._exit(0)
-
-
-Layout = list[tuple[str, torch.dtype, tuple[int, ...]]]
-_ALIGNMENT = 64
-"""Bytes: as torch aligns its own tensors."""
-
-
-def pack(sample: Sample) -> tuple[Layout, Tensor]:
-    """A sample as one piece of shared memory: one open file instead of one for each of its sixty tensors."""
-    layout = [(name, value.dtype, tuple(value.shape)) for name, value in sample.items()]
-    memory = torch.empty(sum(_aligned(value.nbytes) for value in sample.values()), dtype=torch.uint8).share_memory_()
-    for value, place in zip(sample.values(), unpack(layout, memory).values(), strict=True):
-        place.copy_(value)
-    return layout, memory
-
-
-def unpack(layout: Layout, memory: Tensor) -> Sample:
-    """The tensors in `memory` (uint8), as views."""
-    sample, start = {}, 0
-    for name, dtype, shape in layout:
-        size = torch.Size(shape).numel() * dtype.itemsize
-        sample[name] = memory[start : start + size].view(dtype).view(shape)
-        start += _aligned(size)
-    return sample
-
-
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT

@@ -1,12 +1,10 @@
-"""All ranks compare their batches before they compute on them.
+"""All ranks tell each other how reading their batches went, before they compute on them.
 
-Without this check a rank that raises leaves the others waiting in a collective, and ranks of one sequence group that hold
-different samples compute nonsense or hang.
+Without this check a rank that raises leaves the others waiting in a collective.
 """
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
@@ -18,12 +16,9 @@ from evodsp.data.quarantine import Failure
 from evodsp.errors import UserError
 from evodsp.parallel.mesh import Mesh
 
-SAMPLED = 4096
-"""About as many evenly spaced values of each tensor go into a digest: two samples, crops or draws differ in many places."""
-
 
 class BatchCheck:
-    """Compares batches over the ranks of a mesh. It uses gloo on the CPU, so that a GPU's queue need not be empty."""
+    """Collects failures over the ranks of a mesh. It uses gloo on the CPU, so that a GPU's queue need not be empty."""
 
     def __init__(self, mesh: Mesh, timeout: timedelta | None = None) -> None:
         self.mesh = mesh
@@ -31,35 +26,25 @@ class BatchCheck:
         self._group = dist.group.WORLD if on_cpu else dist.new_group(backend="gloo", timeout=timeout)
 
     def check(self, batch: Mapping[str, Tensor] | UserError | None, failures: Sequence[Failure] = ()) -> list[Failure]:
-        """Compare this rank's batch, or the UserError that it met instead, with the other ranks'. All ranks call this together.
+        """Say whether this rank has its batch, or the UserError that it met instead. All ranks call this together.
 
         `failures`: chains that this rank could not make into samples; the batch is then None. If any rank has some, all of
-        them are returned, the same list on every rank, and nothing was compared: the samples are replaced, and all ranks call
-        this again. A rank may also have None because it leaves its batch out; so must its whole sequence group.
+        them are returned, the same list on every rank: the samples are replaced, and all ranks call this again. A rank also
+        has None if another rank of its sequence group reads, or if its whole group leaves the batch out.
 
-        Raises UserError on every rank if any rank met one, if the ranks of a sequence group hold different batches, or if a
-        sample has fewer residues than its group has ranks.
+        Raises UserError on every rank if any rank met one, or if a sample has fewer residues than its group has ranks.
         """
         error = batch if isinstance(batch, UserError) else None if batch is None else self._too_short(batch)
-        local = (int(error is not None), digest(batch) if isinstance(batch, Mapping) else 0, len(failures))
-        gathered = [torch.empty(3, dtype=torch.long) for _ in range(dist.get_world_size())]
+        local = (int(error is not None), len(failures))
+        gathered = [torch.empty(2, dtype=torch.long) for _ in range(dist.get_world_size())]
         dist.all_gather(gathered, torch.tensor(local), group=self._group)
-        failed, digests, lost = torch.stack(gathered).unbind(1)
+        failed, lost = torch.stack(gathered).unbind(1)
         if failed.any():
             self._raise_first(error)
         if lost.any():
             found: list[list[Failure]] = [[] for _ in gathered]
             dist.all_gather_object(found, list(failures), group=self._group)
             return [failure for of_rank in found for failure in of_rank]
-        digests = digests.view(self.mesh.data, self.mesh.sequence)
-        differing = (digests != digests[:, :1]).nonzero()
-        if len(differing):
-            group, member = differing[0].tolist()
-            first = group * self.mesh.sequence
-            raise UserError(
-                f"ranks {first} and {first + member} share a sample but were given different ones; give all ranks the same "
-                "settings, seed and files"
-            )
         return []
 
     def _too_short(self, batch: Mapping[str, Tensor]) -> UserError | None:
@@ -76,13 +61,3 @@ class BatchCheck:
         texts: list[str | None] = [None] * dist.get_world_size()
         dist.all_gather_object(texts, None if error is None else str(error), group=self._group)
         raise UserError(next(text for text in texts if text is not None))
-
-
-def digest(batch: Mapping[str, Tensor]) -> int:
-    """A checksum of names, shapes, types and evenly spaced values; it differs for other samples, crops or random draws."""
-    number = 0
-    for name in sorted(batch):
-        value = batch[name].detach().cpu().reshape(-1)
-        number = zlib.crc32(f"{name} {tuple(batch[name].shape)} {value.dtype}".encode(), number)
-        number = zlib.crc32(value[:: max(1, value.numel() // SAMPLED)].contiguous().numpy().tobytes(), number)
-    return number

@@ -165,7 +165,8 @@ class DataConfig:
     samples_per_epoch: int = 1000
     """Samples of all devices between two validations; rounded up to whole optimizer steps."""
     num_workers: int = 0
-    """Worker processes that prepare samples in advance; 0 prepares them in the training process."""
+    """Worker processes that read samples in advance; 0 reads them in the training process. Of a sequence group one rank
+    reads."""
     prefetch: str = "2GiB"
     """Samples that the workers of a rank prepare in advance, in bytes; at least one for each worker."""
     time_limit: float | None = None

@@ -49,10 +49,12 @@ class ChainDataModule(LightningDataModule):
         self._loaders: list[TrainingLoader | WholeChainLoader] = []
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """All but the numbers that only the host reads."""
+        """All but the numbers that only the host reads; then to the ranks of the sequence group that read nothing."""
         kept = {name: value for name, value in batch.items() if name in _READ_BY_THE_HOST}
         moved = {name: value for name, value in batch.items() if name not in kept}
-        return {**super().transfer_batch_to_device(moved, device, dataloader_idx), **kept}
+        moved = super().transfer_batch_to_device(moved, device, dataloader_idx)
+        on_device, on_host = self.world.share(moved, kept, device)
+        return {**on_device, **on_host}
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Make the MSA's features, on the device and in the precision of the run."""
@@ -142,7 +144,10 @@ class ChainDataModule(LightningDataModule):
         self._loaders.append(loader)
         return loader
 
-    def _maker(self, samples: ChainDataset, workers: int) -> SampleMaker:
+    def _maker(self, samples: ChainDataset, workers: int) -> SampleMaker | None:
+        """What makes this rank's samples; None if another rank of its sequence group reads them."""
+        if not self.world.reads:
+            return None
         return SamplePool(samples, workers, self.config.time_limit) if workers else MadeHere(samples)
 
     @property

@@ -4,9 +4,9 @@ Samples are addressed by global index; the state of a run is how many of them al
 are left out from which sample on (`evodsp.data.quarantine`). A run that stops in the middle of an epoch therefore resumes
 with the next sample, on any number of ranks with the same global batch.
 
-Samples are requested ahead, made out of order (`evodsp.data.sample_pool`) and handed over in order. Ranks learn of each other's
-failures when they compare their batches, before anything is computed; then those that hold a sample of a chain that failed
-elsewhere take another one too.
+Samples are requested ahead, made out of order (`evodsp.data.sample_pool`) and handed over in order. One rank of a sequence
+group reads; on the others a batch is its sample numbers, until `evodsp.training.sharing` gives them the rest. Ranks learn of
+each other's failures before anything is computed; then those that hold a sample of a chain that failed elsewhere take another.
 """
 
 from __future__ import annotations
@@ -90,13 +90,13 @@ class TrainingLoader:
         self,
         samples: ChainDataset,
         sampler: EpochSampler,
-        maker: SampleMaker,
+        maker: SampleMaker | None,
         check: Check,
         quarantine: Quarantine,
         ahead: Callable[[int], int] = lambda sample_bytes: 0,
     ) -> None:
-        """`check`: see `World.check_batch`. `ahead`: how many samples to request beyond the batch, given the bytes of the
-        largest sample so far (0 before the first).
+        """`maker`: None on a rank that reads nothing. `check`: see `World.check_batch`. `ahead`: how many samples to request
+        beyond the batch, given the bytes of the largest sample so far (0 before the first).
         """
         self.samples, self.maker, self.check, self.quarantine, self._ahead = samples, maker, check, quarantine, ahead
         self.indices = sampler  # not named `sampler`: Lightning treats an object with that attribute as a DataLoader
@@ -125,7 +125,8 @@ class TrainingLoader:
 
     def close(self) -> None:
         """End the processes that make samples."""
-        self.maker.close()
+        if self.maker is not None:
+            self.maker.close()
 
     def _agreed(self, indices: list[int]) -> Batch:
         """The batch of samples `indices`, once no rank has met a chain that it could not read."""
@@ -134,10 +135,10 @@ class TrainingLoader:
         while True:
             batch, failed = self._made(indices)
             found = self.check(batch, failed)
-            if isinstance(batch, dict) and not found:
+            if not found:
                 for index in indices:
-                    del self._requests[index]
-                return batch
+                    self._requests.pop(index, None)
+                return batch if isinstance(batch, dict) else sample_numbers(indices)
             self.quarantine.add(found)
             known = {failure.chain for failure in found}
             for request in self._requests.values():
@@ -145,10 +146,12 @@ class TrainingLoader:
 
     def _made(self, indices: list[int]) -> tuple[Batch | UserError | None, list[Failure]]:
         """What this rank has of a batch, and the failures that it met on the way; with failures there is no batch yet."""
+        if (maker := self.maker) is None:
+            return None, []
         try:
             for index in indices:
-                self._request(index)
-            samples = {index: self._finished(index) for index in indices}
+                self._request(index, maker)
+            samples = {index: self._finished(index, maker) for index in indices}
         except UserError as error:  # no chain is left: every rank must hear of it
             reasons = [failure.reason for failure in self.quarantine.failures]
             reasons += [reason for request in self._requests.values() for reason in request.failed.values()]
@@ -158,13 +161,13 @@ class TrainingLoader:
         ]
         return (None if failed else collate([sample for sample in samples.values() if sample is not None])), failed
 
-    def _request(self, index: int) -> _Request:
+    def _request(self, index: int, maker: SampleMaker) -> _Request:
         """Ask for sample `index`, again if its chain was left out meanwhile or could not be read."""
         left_out = self._left_out(index)
         request = self._requests.get(index)
         if request is None:
             key = self.samples.key_of(index, left_out)
-            request = self._requests[index] = _Request(key, self.maker.submit(index, key))
+            request = self._requests[index] = _Request(key, maker.submit(index, key))
         while True:
             if request.future.done() and (error := request.future.exception()) is not None:
                 if not isinstance(error, UserError):
@@ -176,7 +179,7 @@ class TrainingLoader:
                 return request
             request.future.cancel()
             request.key = self.samples.key_of(index, left_out | request.failed.keys())
-            request.future = self.maker.submit(index, request.key)
+            request.future = maker.submit(index, request.key)
 
     def _left_out(self, index: int) -> set[str]:
         """The chains that sample `index` will leave out: those in the quarantine, and those that failed at a sample before it,
@@ -186,11 +189,11 @@ class TrainingLoader:
         earlier = (request.failed for sample, request in self._requests.items() if sample < index)
         return self.quarantine.chains_at(index).union(*earlier)
 
-    def _finished(self, index: int) -> Sample | None:
+    def _finished(self, index: int, maker: SampleMaker) -> Sample | None:
         """Wait for sample `index`, of whichever chain can be read; None if more chains fail than there is room for."""
         request = self._requests[index]
         while request.future.exception() is not None:
-            self._request(index)
+            self._request(index, maker)
             if len(request.failed) > self.quarantine.room:
                 return None
         sample = request.future.result()
@@ -199,10 +202,17 @@ class TrainingLoader:
 
     def _request_ahead(self) -> None:
         """Ask for the next samples, beyond the end of the epoch too."""
+        if (maker := self.maker) is None:
+            return
         batch = self.indices.samples // self.indices.samples_per_step
         for number in range(batch, batch + math.ceil(self._ahead(self._largest) / self.indices.batch_size)):
             for index in self.indices.indices(number):
-                self._request(index)
+                self._request(index, maker)
+
+
+def sample_numbers(indices: Sequence[int]) -> Batch:
+    """A batch on a rank that reads nothing."""
+    return {"sample_index": torch.tensor(indices)}
 
 
 class WholeChainLoader:
@@ -212,9 +222,9 @@ class WholeChainLoader:
     """
 
     def __init__(
-        self, samples: ChainDataset, share: Sequence[int], maker: SampleMaker, check: Check, leave_out: bool
+        self, samples: ChainDataset, share: Sequence[int], maker: SampleMaker | None, check: Check, leave_out: bool
     ) -> None:
-        """`share`: the samples of this data rank, equally many on each."""
+        """`share`: the samples of this data rank, equally many on each. `maker`: None on a rank that reads nothing."""
         self.samples, self.share, self.maker, self.check, self.leave_out = samples, share, maker, check, leave_out
 
     def __len__(self) -> int:
@@ -222,15 +232,7 @@ class WholeChainLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         left_out: dict[str, str] = {}
-        requests: list[Future[Sample]] = []
-        for place, index in enumerate(self.share):
-            requests += [self.maker.submit(i, self.samples.key_of(i)) for i in self.share[len(requests) : place + 2]]
-            batch: Batch | UserError
-            try:
-                batch = collate([{**requests[place].result(), "sample_index": torch.tensor(index)}])
-            except UserError as error:
-                batch = error
-            requests[place] = Future()  # drops the sample
+        for index, batch in zip(self.share, self._batches(), strict=True):
             if not self.leave_out:
                 self.check(batch, ())
             elif found := self._failures(batch, index):
@@ -239,13 +241,27 @@ class WholeChainLoader:
                     self.check(None, ())
                     continue
                 self.check(batch, ())
-            yield batch  # type: ignore[misc]
+            yield batch if isinstance(batch, dict) else sample_numbers([index])
         for chain, reason in left_out.items():
             _log.warning("chain %s is left out of this validation: %s", chain, reason)
         if len(left_out) == len(self.samples):
             raise UserError(f"no validation chain can be read, the last one because: {reason}")
 
-    def _failures(self, batch: Batch | UserError, index: int) -> list[Failure]:
+    def _batches(self) -> Iterator[Batch | UserError | None]:
+        """What this rank has of each batch: the mistake in a file instead, or nothing if it reads none."""
+        if self.maker is None:
+            yield from [None] * len(self.share)
+            return
+        requests: list[Future[Sample]] = []
+        for place, index in enumerate(self.share):
+            requests += [self.maker.submit(i, self.samples.key_of(i)) for i in self.share[len(requests) : place + 2]]
+            try:
+                yield collate([{**requests[place].result(), "sample_index": torch.tensor(index)}])
+            except UserError as error:
+                yield error
+            requests[place] = Future()  # drops the sample
+
+    def _failures(self, batch: Batch | UserError | None, index: int) -> list[Failure]:
         """Which ranks' samples failed, this rank's or others'."""
         if isinstance(batch, UserError):
             return self.check(None, [Failure(self.samples.key_of(index), index, str(batch))])
@@ -253,4 +269,5 @@ class WholeChainLoader:
 
     def close(self) -> None:
         """End the processes that make samples."""
-        self.maker.close()
+        if self.maker is not None:
+            self.maker.close()

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -24,6 +25,7 @@ from evodsp.parallel.group import Group
 from evodsp.parallel.mesh import Mesh, init_mesh
 from evodsp.training.batch_check import BatchCheck
 from evodsp.training.gradients import FlatGradients, Gradients, PlainGradients
+from evodsp.training.sharing import BatchSharing
 
 T = TypeVar("T")
 
@@ -64,6 +66,17 @@ class World:
             raise batch
         return list(failures)
 
+    @property
+    def reads(self) -> bool:
+        """Whether this rank reads samples; otherwise another rank of its sequence group does."""
+        return True
+
+    def share(
+        self, on_device: Mapping[str, Tensor], on_host: Mapping[str, Tensor], device: torch.device
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """The batch of the rank that reads; see `BatchSharing.share`."""
+        return dict(on_device), dict(on_host)
+
     def gradients(
         self, parameters: Iterable[nn.Parameter], clip: float | None, per_sample: bool, accumulate: int
     ) -> Gradients:
@@ -87,6 +100,7 @@ class MeshWorld(World):
         self.config, self.on_gpu = config, on_gpu
         self._mesh: Mesh | None = None
         self._batch_check: BatchCheck | None = None
+        self._sharing: BatchSharing | None = None
 
     @property
     def mesh(self) -> Mesh:
@@ -112,15 +126,31 @@ class MeshWorld(World):
         check_same("settings", settings, self.group)
         timeout = process_group.collective_timeout(self.config.timeout)
         self._mesh = init_mesh(self.config.sequence, "cuda" if self.on_gpu else "cpu", timeout)
-        self._batch_check = BatchCheck(self._mesh, timeout)
+        self._batch_check, self._sharing = BatchCheck(self._mesh, timeout), BatchSharing.on(self._mesh, timeout)
 
     def check_batch(
         self, batch: Mapping[str, Tensor] | UserError | None, failures: Sequence[Failure] = ()
     ) -> list[Failure]:
-        """Compare the batch with those of the other ranks; see `BatchCheck.check`."""
+        """Tell the other ranks of the batch; see `BatchCheck.check`."""
         if self._batch_check is None:
             raise RuntimeError("batches are compared only after meet()")
         return self._batch_check.check(batch, failures)
+
+    @property
+    def reads(self) -> bool:
+        return self.sharing.reads
+
+    @property
+    def sharing(self) -> BatchSharing:
+        """Gives batches to the ranks of a sequence group that read none."""
+        if self._sharing is None:
+            raise RuntimeError("batches are shared only after meet()")
+        return self._sharing
+
+    def share(
+        self, on_device: Mapping[str, Tensor], on_host: Mapping[str, Tensor], device: torch.device
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        return self.sharing.share(on_device, on_host, device)
 
     def gradients(
         self, parameters: Iterable[nn.Parameter], clip: float | None, per_sample: bool, accumulate: int

@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import zlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
 
-from evodsp.training.batch_check import digest
 from evodsp.training.datamodule import ChainDataModule
 from tests.builders.chains import AMINO_ACIDS
 from tests.builders.planted_store import KILLER, SLEEPER, PlantedStore
@@ -63,3 +65,13 @@ def samples(output: Path, rank: int = 0) -> dict[int, int]:
         index, checksum = json.loads(line)
         assert found.setdefault(index, checksum) == checksum, f"sample {index} differs when it is repeated"
     return found
+
+
+def digest(batch: Mapping[str, Tensor]) -> int:
+    """A checksum of names, shapes, types and values; it differs for other samples, crops or random draws."""
+    number = 0
+    for name in sorted(batch):
+        value = batch[name].detach().cpu().reshape(-1)
+        number = zlib.crc32(f"{name} {tuple(batch[name].shape)} {value.dtype}".encode(), number)
+        number = zlib.crc32(value.contiguous().numpy().tobytes(), number)
+    return number

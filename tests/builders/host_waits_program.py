@@ -32,6 +32,7 @@ from evodsp.training.datamodule import ChainDataModule
 from evodsp.training.ema import ExponentialMovingAverage
 from evodsp.training.module import TrainingModule
 from evodsp.training.progress import TrainingProgress
+from evodsp.training.sharing import BatchSharing
 from evodsp.training.strategy import DSPStrategy
 from evodsp.training.world import MeshWorld, World
 from tests.builders.host_waits import HostWaits
@@ -58,6 +59,8 @@ class FirstOfTwo(MeshWorld):
         super().__init__(ParallelConfig(sequence=2), on_gpu=False)
         dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
         self._mesh = init_mesh(2, "cpu")
+        group = self._mesh.sequence_group()
+        self._sharing = BatchSharing(group, group.handle)
 
     def check_batch(self, batch: Any, failures: Any = ()) -> list[Any]:
         return []

@@ -12,7 +12,8 @@ import torch
 
 from evodsp.config import FeatureConfig
 from evodsp.data.dataset import ChainDataset
-from evodsp.data.sample_pool import SamplePool, pack, unpack
+from evodsp.data.packing import layout_of, pack, packed_bytes, unpack
+from evodsp.data.sample_pool import SamplePool
 from evodsp.errors import FileFormatError, UserError
 from tests.builders.chains import MemoryStore
 
@@ -104,7 +105,10 @@ def test_a_packed_sample_is_the_sample() -> None:
         "long": torch.arange(6).view(2, 3),
         "flag": torch.tensor([True, False]),
     }
-    found = unpack(*pack(sample))
+    layout = layout_of(sample)
+    memory = torch.empty(packed_bytes(layout), dtype=torch.uint8)
+    pack(sample, memory)
+    found = unpack(layout, memory)
     assert list(found) == list(sample)
     for name, value in sample.items():
         assert found[name].dtype == value.dtype

@@ -156,7 +156,8 @@ def test_products_find_the_clusters_of_bit_planes() -> None:
     rng = np.random.default_rng(0)
     for size, number, columns, letters in ((7, 2500, 41, 3), (3, 5, 700, 2), (1, 4, 1, 22)):
         centres = rng.integers(0, letters, (3, size, columns)).astype(np.int8)
-        centres[1, :, ::3] = 22
+        centres[0][rng.random((size, columns)) < 0.3] = 21
+        centres[1][rng.random((size, columns)) < 0.3] = 22
         centres[2, :, 1:] = 21
         rows = rng.integers(0, letters, (number, columns)).astype(np.int8)
         rows[::4, ::2] = 21

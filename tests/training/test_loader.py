@@ -18,6 +18,7 @@ from evodsp.training.chains import Chains
 from evodsp.training.config import DataConfig
 from evodsp.training.datamodule import ChainDataModule
 from evodsp.training.loader import EpochSampler, TrainingLoader, WholeChainLoader, whole_batches
+from evodsp.training.sharing import BatchSharing
 from evodsp.training.world import World
 from tests.builders.chains import MemoryStore
 from tests.ranks import RankPool
@@ -179,31 +180,35 @@ def test_a_bug_is_no_bad_chain() -> None:
 SAMPLES = 200
 
 
-def stream_on_mesh(group: Any, broken: list[tuple[str, ...]], sequence: int) -> tuple[list[str], list[str]]:
-    """Chains of the samples, and of the quarantine, on a rank that cannot read the chains `broken[rank]`."""
+def stream_on_mesh(group: Any, broken: list[tuple[str, ...]], sequence: int) -> tuple[list[str], list[str], int]:
+    """Chains of the samples, and of the quarantine, on a rank that cannot read the chains `broken[rank]`, and its readings."""
     mesh = init_mesh(sequence)
     sampler = EpochSampler(1, SAMPLES // mesh.data, mesh.data_rank, mesh.data)
     samples = Numbers(LETTERS, broken[torch.distributed.get_rank(group)])
-    stream = training(samples, sampler, check=BatchCheck(mesh).check, ahead=3)
-    return chains(stream), [f"{failure.sample} {failure.chain}" for failure in stream.quarantine.failures]
+    sharing, cpu = BatchSharing.on(mesh), torch.device("cpu")
+    maker = MadeHere(samples) if sharing.reads else None
+    stream = TrainingLoader(samples, sampler, maker, BatchCheck(mesh).check, Quarantine(3), lambda _: 3)
+    seen = [chr(int(sharing.share(batch, {}, cpu)[0]["chain"])) for batch in stream]
+    return seen, [f"{failure.sample} {failure.chain}" for failure in stream.quarantine.failures], len(samples.made)
 
 
 def test_ranks_agree_on_replacements(pool: RankPool) -> None:
-    """Other samples on another mesh; or, if a chain fails on one rank only (a time limit, a killed worker), a sequence group
-    that computes on two samples, and other groups that keep using the chain."""
+    """Other samples on another mesh; a rank of a sequence group that reads what another one reads; or, if a chain fails on one
+    rank only (a time limit, a killed worker), a rank that computes on another sample, and groups that keep using the chain."""
     alone = training(Numbers(LETTERS, broken=("c", "f")), EpochSampler(1, SAMPLES))
     expected = chains(alone)
     quarantine = [f"{failure.sample} {failure.chain}" for failure in alone.quarantine.failures]
     for sequence in (1, 2):
         data = 4 // sequence
-        for rank, (seen, left_out) in enumerate(pool.run(4, stream_on_mesh, [("c", "f")] * 4, sequence)):
+        for rank, (seen, left_out, made) in enumerate(pool.run(4, stream_on_mesh, [("c", "f")] * 4, sequence)):
             assert seen == expected[rank // sequence :: data]
             assert left_out == quarantine
+            assert (made == 0) == (rank % sequence > 0)
         found = pool.run(4, stream_on_mesh, [("c",), (), ("f",), ()], sequence)
-        assert len({tuple(left_out) for _, left_out in found}) == 1
+        assert len({tuple(left_out) for _, left_out, _ in found}) == 1
         first = {chain: int(sample) for sample, chain in (entry.split() for entry in found[0][1])}
         assert sorted(first) == ["c", "f"]
-        for rank, (seen, _) in enumerate(found):
+        for rank, (seen, *_) in enumerate(found):
             assert seen == found[rank - rank % sequence][0]
             for place, chain in enumerate(seen):
                 assert rank // sequence + place * data < first.get(chain, SAMPLES)
@@ -228,7 +233,9 @@ def test_a_validation_chain_that_fails_is_left_out_in_training(caplog: pytest.Lo
 def two_validating_groups(group: Any) -> list[int]:
     samples = Numbers(LETTERS, broken=("b", "c", "i", "j"), training=False)
     share = range(torch.distributed.get_rank(group) // 2, len(samples), 2)
-    loader = WholeChainLoader(samples, share, MadeHere(samples), BatchCheck(init_mesh(2)).check, True)
+    mesh = init_mesh(2)
+    maker = MadeHere(samples) if BatchSharing.on(mesh).reads else None
+    loader = WholeChainLoader(samples, share, maker, BatchCheck(mesh).check, True)
     return [int(batch["sample_index"]) for batch in loader]
 
 
