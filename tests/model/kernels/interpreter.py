@@ -19,7 +19,8 @@ from torch import Tensor
 from tests.ranks import end_with_parent
 
 _NO_RESERVE = 0x4000  # Linux's MAP_NORESERVE, which Python knows from 3.13 on
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3}
+# The interpreter truncates where it rounds to bf16, and multiplies matrices of bf16 wrongly: only other kernels are tested so.
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
 
 @contextmanager

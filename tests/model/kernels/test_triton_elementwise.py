@@ -12,7 +12,8 @@ import torch
 from evodsp.model.kernels.triton import REPORTS, dropout_add
 from tests.model.kernels import elementwise_cases as cases
 
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+PRECISIONS = [torch.float32, torch.float16, torch.bfloat16]
+DTYPES = pytest.mark.parametrize("dtype", PRECISIONS, ids=["fp32", "fp16", "bf16"])
 Interpreter = Callable[..., Any]
 
 
@@ -128,9 +129,9 @@ def test_reports_of_launches_and_bytes() -> None:
 @pytest.mark.parametrize("number", range(40))
 def test_agree_at_many_shapes(interpreter: Interpreter, number: int) -> None:
     """Catches sizes at which tiles and parts are cut wrong."""
-    dtype = torch.float32 if number % 2 else torch.float16
+    dtype = PRECISIONS[number % 3]
     interpreter(
-        cases.dropout_agrees, _shape(number, [1, 3, 8, 24, 64]), dtype, 1 + number % 3 % 2, (number % 3, number % 5)
+        cases.dropout_agrees, _shape(number, [1, 3, 8, 24, 64]), dtype, 1 + number // 3 % 2, (number % 3, number % 5)
     )
     interpreter(cases.norm_agrees, _shape(number, [1, 3, 8, 24, 64, 130, 384]), dtype)
     interpreter(cases.gated_agrees, _shape(number, [2, 6, 16, 48, 130]), dtype)
