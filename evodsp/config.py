@@ -448,6 +448,8 @@ class KernelsConfig:
     """Implementation of the output of triangle multiplication; null: kernels.backend."""
     gated_projection: str | None = None
     """Implementation of the operands of triangle multiplication, where other ranks need them; null: kernels.backend."""
+    global_attention: str | None = None
+    """Implementation of attention with one query per column (extra MSA); null: kernels.backend."""
     layer_norm: str | None = None
     """Implementation of layer norms; null: kernels.backend."""
     outer_product: str | None = None

@@ -198,7 +198,7 @@ def _outer_product_mean(
     sequences, residues = msa_mask.shape[1:]
     if axis == "seq" and budget.ranks > 1:
         if layer.plan.sums_outer_products(sequences, residues, layer.channels, x.shape[-1], budget.ranks):
-            _add_mean(layer, x, layer._reduced(left, right), layer.counts(msa_mask))
+            _add_mean(layer, x, layer.reduced(left, right, sequences), layer.counts(msa_mask))
             return
         left, right = (
             layer.exchange.gather(left, "seq", sequences),

@@ -12,11 +12,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from evodsp.model.kernels.reference import mask_bias
 from evodsp.model.precision import without_autocast
 from evodsp.model.primitives import GatedAttention, LayerNorm, Linear, PairBias, ShardedModule, project
 from evodsp.parallel.exchange import LocalExchange
-from evodsp.parallel.layout import Axis
+from evodsp.parallel.layout import Axis, shard_sizes
 from evodsp.parallel.pending import Pending
 
 
@@ -83,17 +82,12 @@ class MSAColumnGlobalAttention(ShardedModule):
             m, mask, self.norm.weight, self.norm.bias, [one.weight for one in layers], [one.bias for one in layers]
         )
         total = over_sequences.start_sum(local)  # [B, r, c_m]
-        k, v = key_value.transpose(1, 2).chunk(2, -1)  # each [B, r, s, D]: one head for all queries
         count = (msa_mask if axis == "seq" else mask).sum(1)  # [B, r]
         mean = total.wait() / (count.unsqueeze(-1) + 1e-10)
-        q = self.query(mean.to(k.dtype)).unflatten(-1, (self.heads, -1)) * self.head_width**-0.5  # [B, r, H, D]
-        keys = mask_bias(mask).transpose(1, 2).unsqueeze(2).to(mean.dtype)
-        logits = q @ k.transpose(-1, -2) + keys  # [B, r, H, s], in float32 at least
-        largest = _largest(logits)
-        weight = (logits - largest).exp()
+        q = self.query(mean.to(gate.dtype)).unflatten(-1, (self.heads, -1))  # [B, r, H, D]
+        sums = self.kernels.global_attention(q, key_value.unflatten(-1, (2, -1)), mask)
         # Numerator and denominator of the softmax average over sequences: [B, r, H, D + 1].
-        sums = torch.cat([weight.to(v.dtype) @ v, weight.sum(-1, keepdim=True)], -1)
-        numerator, denominator = over_sequences.softmax_sums(sums, largest).split((self.head_width, 1), -1)
+        numerator, denominator = over_sequences.softmax_sums(sums).split((self.head_width, 1), -1)
         average = (numerator / denominator).flatten(-2).unsqueeze(1).to(gate.dtype)  # [B, 1, r, H D]
         return self.kernels.gated_linear(average, gate, self.output.weight, self.output.bias)
 
@@ -139,23 +133,28 @@ class OuterProductMean(ShardedModule):
         """The projected outer product summed over all sequences, from operands sharded along S."""
         residues, c_z = right.shape[2], self.output.out_features
         if self.plan.sums_outer_products(sequences, residues, self.channels, c_z, self.exchange.ranks):
-            return self._reduced(left, right)
+            return self.reduced(left, right, sequences)
         rows = self.exchange.start_gather(left, "seq", whole=sequences)
         columns = self.exchange.switch(right, "seq", "res", whole=sequences)
         return self.kernels.outer_product(rows.wait(), columns, self.output.weight)
 
-    def _reduced(self, left: Float[Tensor, "B s R c"], right: Float[Tensor, "B s R c"]) -> Float[Tensor, "B I j c_z"]:
-        """Partial sums over this rank's sequences, computed and reduced one output shard at a time."""
-        residues = right.shape[2]
-        update: Tensor | float = 0.0
+    def reduced(
+        self, left: Float[Tensor, "B s R c"], right: Float[Tensor, "B s R c"], sequences: int
+    ) -> Float[Tensor, "B I j c_z"]:
+        """Partial sums over this rank's sequences, computed and reduced a few rows at a time. `sequences`: of all ranks."""
+        residues, ranks = right.shape[2], self.exchange.ranks
+        pieces = self.plan.pieces_of_partial_sums(sequences, residues, self.channels, self.output.out_features, ranks)
+        updates: list[Tensor] = []
         reducing: Pending | None = None
-        for root, columns in enumerate(self.exchange.shards(residues)):
-            partial = self.kernels.outer_product(left, right[:, :, columns], self.output.weight)
+        for rows in left.split(shard_sizes(residues, pieces), 2):
+            partial = self.kernels.outer_product(rows, right, self.output.weight)
             if reducing is not None:  # at most one reduction is under way while the next partial sum is computed
-                update = update + reducing.wait()
-            reducing = self.exchange.start_reduce(partial, "j", root, whole=residues)
-        assert reducing is not None  # there is at least one shard
-        return update + reducing.wait()
+                updates.append(reducing.wait())
+            reducing = self.exchange.start_scatter_sum(partial, "j", whole=residues)
+            del partial  # what is sent may be another copy
+        assert reducing is not None  # there is at least one piece
+        updates.append(reducing.wait())
+        return torch.cat(updates, 1)
 
 
 class _Quotient(torch.autograd.Function):
@@ -175,9 +174,3 @@ class _Quotient(torch.autograd.Function):
 def first_row(m: Float[Tensor, "B S r c_m"]) -> Float[Tensor, "B r c_m"]:
     """The query's row of m. With m on R every rank has it, for its own residues."""
     return m[:, 0]
-
-
-def _largest(logits: Float[Tensor, "B r H s"]) -> Float[Tensor, "B r H 1"]:
-    """The largest logit over this shard's sequences; the smallest representable number if the shard is empty."""
-    least = logits.new_full((*logits.shape[:-1], 1), torch.finfo(logits.dtype).min)
-    return torch.cat([logits.detach(), least], -1).amax(-1, keepdim=True)

@@ -6,6 +6,7 @@ Along which axis each sub-layer of a block works is written in the block itself 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -23,7 +24,7 @@ class CommunicationPlan:
     representation stays on columns (J)."""
     outer_product_mean: Literal["auto", "gather", "sum"] = "auto"
     """Outer product mean of the extra-MSA stack. `gather`: one operand is gathered, the other one switched to residues. `sum`:
-    partial sums over sequences are reduced, one output shard at a time. `auto`: whichever moves fewer bytes."""
+    partial sums over sequences are reduced, a few rows at a time. `auto`: whichever moves fewer bytes."""
     extra_msa_axis: Literal["seq", "res"] = "seq"
     """Axis along which the extra MSA is sharded after row attention. `seq`: it stays there, and column attention reduces sums
     over sequences. `res`: it is switched to residues and back in every block."""
@@ -51,9 +52,19 @@ class CommunicationPlan:
 
         They are R x R x c_z numbers; moving the operands takes S x R x channels x (1 + 1/N).
         """
-        if self.outer_product_mean != "auto":
-            return self.outer_product_mean == "sum"
-        return sequences * channels * (ranks + 1) >= ranks * residues * c_z
+        if ranks == 1 or self.outer_product_mean == "gather":
+            return False
+        return self.outer_product_mean == "sum" or sequences * channels * (ranks + 1) >= ranks * residues * c_z
+
+    @staticmethod
+    def pieces_of_partial_sums(sequences: int, residues: int, channels: int, c_z: int, ranks: int) -> int:
+        """In how many pieces, of rows, the partial sums of an outer product mean are reduced. Arguments as above.
+
+        As few as possible, for fewer collectives. But a piece of R x R x c_z / pieces numbers is no larger than both operands
+        of a rank, 2 S x R x channels / N, and never the whole.
+        """
+        fitting = math.ceil(ranks * residues * c_z / (2 * sequences * channels))
+        return min(max(2, fitting), residues)
 
 
 DAP = CommunicationPlan(

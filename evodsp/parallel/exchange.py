@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from evodsp.parallel.collectives import Broadcast, Collective, Gather, Reduce, Sum, Switch, maximum
+from evodsp.parallel.collectives import Broadcast, Collective, Gather, ScatterSum, Sum, Switch, maximum
 from evodsp.parallel.group import Group
 from evodsp.parallel.layout import DIMENSION, Axis, shard_sizes, shard_slice
 from evodsp.parallel.ledger import Kind
@@ -45,10 +45,8 @@ class Exchange(ABC):
         """One shard of an all-gather: every rank gets the shard of rank `root` along `axis`."""
 
     @abstractmethod
-    def start_reduce(self, x: Tensor, axis: Axis, root: int, whole: int) -> Pending:
-        """One shard of a reduce-scatter: `x` is every rank's partial sum for the shard of rank `root` along `axis`. Rank `root`
-        gets their sum, the other ranks get zeros.
-        """
+    def start_scatter_sum(self, x: Tensor, axis: Axis, whole: int) -> Pending:
+        """Reduce-scatter: `x` is every rank's partial sum, whole along `axis`; every rank gets its shard of their sum."""
 
     @abstractmethod
     def shards(self, whole: int) -> list[slice]:
@@ -59,11 +57,11 @@ class Exchange(ABC):
         """Elementwise maximum over ranks, without gradient (used to stabilise a softmax)."""
 
     @abstractmethod
-    def softmax_sums(self, sums: Tensor, largest: Tensor) -> Tensor:
-        """Sums over all ranks of exp(logit - shift) x value, up to one common factor for each row.
+    def softmax_sums(self, sums: Tensor) -> Tensor:
+        """Sums over all ranks of 2^logit x value, up to one common factor for each row.
 
-        `sums` [..., c]: this rank's, with its own shift `largest` [..., 1], which carries no gradient. Quotients of the results
-        do not depend on any shift.
+        `sums` [..., c + 1]: this rank's sums of 2^(logit - shift) x value, then the shift, which carries no gradient. Quotients
+        of the result, [..., c], do not depend on any shift.
         """
 
     def keeping(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
@@ -113,7 +111,7 @@ class LocalExchange(Exchange):
     def start_broadcast(self, x: Tensor, axis: Axis, root: int, whole: int) -> Pending:
         return Ready(x)
 
-    def start_reduce(self, x: Tensor, axis: Axis, root: int, whole: int) -> Pending:
+    def start_scatter_sum(self, x: Tensor, axis: Axis, whole: int) -> Pending:
         return Ready(x)
 
     def shards(self, whole: int) -> list[slice]:
@@ -122,8 +120,8 @@ class LocalExchange(Exchange):
     def max(self, x: Tensor) -> Tensor:
         return x.detach()
 
-    def softmax_sums(self, sums: Tensor, largest: Tensor) -> Tensor:
-        return sums
+    def softmax_sums(self, sums: Tensor) -> Tensor:
+        return sums[..., :-1]
 
     def owned(self, whole: int) -> slice:
         return slice(0, whole)
@@ -164,8 +162,8 @@ class ShardedExchange(Exchange):
     def start_broadcast(self, x: Tensor, axis: Axis, root: int, whole: int) -> Pending:
         return self._start(x, Broadcast(self.group, root, DIMENSION[axis], shard_sizes(whole, self.group.size)))
 
-    def start_reduce(self, x: Tensor, axis: Axis, root: int, whole: int) -> Pending:
-        return self._start(x, Reduce(self.group, root, DIMENSION[axis], shard_sizes(whole, self.group.size)))
+    def start_scatter_sum(self, x: Tensor, axis: Axis, whole: int) -> Pending:
+        return self._start(x, ScatterSum(self.group, DIMENSION[axis], shard_sizes(whole, self.group.size)))
 
     def shards(self, whole: int) -> list[slice]:
         return [shard_slice(whole, self.group.size, rank) for rank in range(self.group.size)]
@@ -178,13 +176,11 @@ class ShardedExchange(Exchange):
             self._tape.results.append(total)
         return total
 
-    def softmax_sums(self, sums: Tensor, largest: Tensor) -> Tensor:
+    def softmax_sums(self, sums: Tensor) -> Tensor:
         # One all-gather, instead of an all-reduce of the shift and then one of the sums: they are small, so latency counts. Not
         # rounded on the wire: the shift that is sent must be the one that was used.
-        own = torch.cat([sums, largest.detach().to(sums.dtype)], -1).unsqueeze(0)
-        every = self._start(own, Gather(self.group, 0, (1,) * self.group.size), exact=True).wait()
-        sums, shifts = every[..., :-1], every[..., -1:].detach()
-        return (sums * (shifts - shifts.amax(0)).exp()).sum(0)
+        gather = Gather(self.group, 0, (1,) * self.group.size)
+        return added_softmax_sums(self._start(sums.unsqueeze(0), gather, exact=True).wait())
 
     def owned(self, whole: int) -> slice:
         return shard_slice(whole, self.group.size, self.group.rank)
@@ -218,6 +214,12 @@ class ShardedExchange(Exchange):
     def _launched(self, x: Tensor, collective: Collective, exact: bool) -> Pending:
         pending = start(x, collective) if exact or self.dtype is None else _Cast(x, collective, self.dtype)
         return pending if self.overlap else Ready(pending.wait())
+
+
+def added_softmax_sums(every: Tensor) -> Tensor:
+    """What `Exchange.softmax_sums` returns, of the sums of all ranks [ranks, ..., c + 1]."""
+    sums, shifts = every[..., :-1], every[..., -1:].detach()
+    return (sums * (shifts - shifts.amax(0)).exp2()).sum(0)
 
 
 KEPT: tuple[Kind, ...] = ("all-gather", "all-reduce")

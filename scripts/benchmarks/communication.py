@@ -193,7 +193,7 @@ def print_calls(case: Case, ranks: int) -> None:
     """Print a block's collectives in the order of the forward pass."""
     print(f"\n{case}, {ranks} ranks: every collective in order, bf16, MiB per rank")
     print(f"{'':4}{'for':22}{'forward':16}{'MiB':>8}{'recompute MiB':>15}  {'backward':16}{'MiB':>8}")
-    transposed = {"all-gather": "reduce-scatter", "reduce": "broadcast"}
+    transposed = {"all-gather": "reduce-scatter", "reduce-scatter": "all-gather"}
     calls = case.predicted(ranks, DSP)
     again = recomputed(calls, DSP)
     for number, call in enumerate(calls, 1):

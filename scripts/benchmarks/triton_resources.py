@@ -224,13 +224,12 @@ def global_passes(sequences: int, residues: int) -> list[Pass]:
     """Global column attention of the extra MSA: 8 heads of width 8."""
     heads, width, size = 8, 8, f"extra MSA {sequences}x{residues}"
     q, mask = _meta(1, residues, heads, width), _meta(1, sequences, residues)
-    k, v = _meta(1, sequences, residues, 2 * width).chunk(2, -1)
-    sums = _meta(1, residues, heads, width, dtype=torch.float32)
-    per_head = _meta(1, residues, heads, dtype=torch.float32)
+    key_value = _meta(1, sequences, residues, 2, width)
+    sums = _meta(1, residues, heads, width + 2, dtype=torch.float32)
     one = 2.0 * sequences * residues * heads * width
     return [
-        _pass(global_attention.OPERATORS[0], size, (q, k, v, mask), 2 * one),
-        _pass(global_attention.OPERATORS[1], size, (sums, per_head, q, k, v, mask, per_head.clone()), 5 * one),
+        _pass(global_attention.OPERATORS[0], size, (q, key_value, mask), 2 * one),
+        _pass(global_attention.OPERATORS[1], size, (sums, q, key_value, mask, sums.clone()), 5 * one),
     ]
 
 

@@ -70,7 +70,7 @@ def test_ledger_is_what_the_schedule_predicts(
         calls = extra_msa_calls(n) if extra else evoformer_calls(n)
         forward = [(entry.kind, entry.elements) for entry in ledger.of("forward")]
         assert forward == [(call.kind, call.elements) for call in calls]
-        transposed = {"all-gather": "reduce-scatter", "reduce": "broadcast", "broadcast": "reduce"}
+        transposed = {"all-gather": "reduce-scatter", "reduce-scatter": "all-gather", "broadcast": "reduce"}
         backward = Counter((entry.kind, entry.elements) for entry in ledger.of("backward"))
         assert backward == Counter((transposed.get(c.kind, c.kind), c.backward) for c in calls if c.backward)
         streamed = sum(call.kind == "broadcast" for call in calls)  # shards of a bias are broadcast again
@@ -113,6 +113,23 @@ def test_an_extra_msa_block_moves_less_than_under_dap(sequences: int, residues: 
     config = ModelConfig().extra_msa
     n = Sizes(4, 0, 1, sequences, residues, 64, 128, dataclasses.replace(config, blocks=1))
     assert volume(extra_msa_calls(n)) / volume(inner_block(dataclasses.replace(n, plan=DAP))) <= most
+
+
+@pytest.mark.parametrize(
+    ("sequences", "residues", "ranks", "collectives"),
+    [(5120, 384, 2, 2), (5120, 384, 8, 2), (5120, 384, 64, 10), (1024, 256, 8, 4)],
+)
+def test_partial_outer_products_are_few_collectives_of_bounded_size(
+    sequences: int, residues: int, ranks: int, collectives: int
+) -> None:
+    """Catches a collective for each shard, a partial sum that is larger than the operands, and one that is whole."""
+    config = dataclasses.replace(ModelConfig().extra_msa, blocks=1)
+    n = Sizes(ranks, ranks - 1, 1, sequences, residues, 64, 128, config)
+    sums = [call.elements for call in inner_block(n, extra=True) if call.kind == "reduce-scatter"]
+    assert len(sums) == collectives
+    assert sum(sums) == residues**2 * 128
+    assert max(sums) <= 1.1 * 2 * 32 * sequences * residues / ranks  # pieces are of whole rows
+    assert max(sums) < residues**2 * 128
 
 
 @pytest.mark.parametrize(

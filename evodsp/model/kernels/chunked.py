@@ -23,7 +23,7 @@ from evodsp.model.kernels.chunks import Sums, Whole
 from evodsp.model.kernels.dropout import dropout_add
 from evodsp.model.kernels.layers import Layers, Pieces
 from evodsp.model.kernels.projected import empty_gradient, parts_of
-from evodsp.model.kernels.reference import layer_norm, mask_bias
+from evodsp.model.kernels.reference import LOG2_E, layer_norm, mask_bias
 from evodsp.model.precision import activation_dtype, wide, wide_product, without_autocast
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "gated_linear",
     "gated_output",
     "gated_projection",
+    "global_attention",
     "layer_norm",
     "outer_product",
     "pooled_projections",
@@ -64,6 +65,16 @@ def biased_attention(
     """Gated attention with a bias that all rows share (algorithms 7, 13, 14). Differentiable once in all inputs but `keys`."""
     with without_autocast(projected.device):
         return _Attention.apply(projected, keys, pair_bias, first)
+
+
+def global_attention(
+    q: Float[Tensor, "B r H D"], key_value: Float[Tensor, "B s r 2 D"], keys: Float[Tensor, "B s r"]
+) -> Float[Tensor, "B r H D2"]:
+    """Attention of one query per column and head over the sequences of a shard, not yet divided. Differentiable once in `q` and
+    `key_value`."""
+    q, key_value = _cast(q, key_value)
+    with without_autocast(q.device):
+        return _GlobalAttention.apply(q, key_value, keys)
 
 
 def outer_product(
@@ -174,6 +185,57 @@ class _Attention(torch.autograd.Function):
             _heads_first(grad_q[b, rows]).copy_(wide_product(slope, k_).mul_(scale))
             _heads_first(grad_k[b, rows]).copy_(wide_product(slope.mT, q_).mul_(scale))
         return grad_projected, None, None if grad_bias is None else grad_bias.to(pair_bias.dtype), None
+
+
+class _GlobalAttention(torch.autograd.Function):
+    """Sums whose backward pass computes the weights again, a few columns at a time."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, key_value: Tensor, keys: Tensor) -> Tensor:
+        width = q.shape[-1]
+        sums = q.new_empty(*q.shape[:3], width + 2, dtype=wide(q.dtype))
+        for b, columns in _row_chunks(q.unsqueeze(2), key_value.shape[1]):
+            logits, v = _global_logits(q[b, columns], key_value[b, :, columns], keys[b, :, columns])[:2]
+            numerator, denominator, shift = sums[b, columns].split((width, 1, 1), -1)
+            if logits.shape[-1] > 0:
+                shift.copy_(logits.amax(-1, keepdim=True))
+            else:
+                shift.fill_(torch.finfo(sums.dtype).min)
+            weights = logits.sub_(shift).exp2_()
+            numerator.copy_(wide_product(weights, v))
+            denominator.copy_(weights.sum(-1, keepdim=True))
+        ctx.save_for_backward(q, key_value, keys, sums)
+        return sums
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, key_value, keys, sums = ctx.saved_tensors
+        width = q.shape[-1]
+        grad_q, grad_key_value = torch.empty_like(q), torch.empty_like(key_value)
+        for b, columns in _row_chunks(q.unsqueeze(2), key_value.shape[1]):
+            logits, v, k, own_q = _global_logits(q[b, columns], key_value[b, :, columns], keys[b, :, columns])
+            weights = logits.sub_(sums[b, columns, :, -1:]).exp2_()
+            upstream = grad[b, columns, :, :width].to(v.dtype)
+            slope = wide_product(upstream, v.mT).add_(grad[b, columns, :, width : width + 1]).mul_(weights)
+            slope.mul_(width**-0.5)
+            grad_q[b, columns] = wide_product(slope, k)
+            of_k, of_v = (x.transpose(0, 1) for x in grad_key_value[b, :, columns].unbind(-2))
+            of_k.copy_(wide_product(slope.mT, own_q))
+            of_v.copy_(wide_product(weights.mT, upstream))
+        return grad_q, grad_key_value, None
+
+
+def _global_logits(
+    q: Float[Tensor, "n H D"], key_value: Float[Tensor, "K n 2 D"], keys: Float[Tensor, "K n"]
+) -> tuple[Float[Tensor, "n H K"], Float[Tensor, "n K D"], Float[Tensor, "n K D"], Float[Tensor, "n H D"]]:
+    """Logits in base 2, and the factors v, k and q of a few columns."""
+    dtype = q.dtype if q.device.type == "cuda" else wide(q.dtype)
+    q = q.to(dtype)
+    k, v = key_value.permute(2, 1, 0, 3).to(dtype, memory_format=torch.contiguous_format, copy=True)
+    bias = (mask_bias(keys.to(wide(dtype))) * LOG2_E).T.unsqueeze(1)
+    logits = wide_product(q, k.mT)
+    return torch.add(bias, logits, alpha=LOG2_E * q.shape[-1] ** -0.5, out=logits), v, k, q
 
 
 def _queries(projected: Tensor, pair_bias: Tensor | None) -> int:

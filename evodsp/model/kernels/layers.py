@@ -20,6 +20,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
 from evodsp.model.kernels.chunks import Chunk, SampleSums, Sums, Whole, chunks_of
 from evodsp.model.precision import activation_dtype, wide, without_autocast
@@ -242,20 +243,21 @@ class _Projections(torch.autograd.Function):
         chunks = chunks_of(x, sum(len(w) for w in weights))
         results = [x.new_empty(batch, n1, n2, len(w)) for w in weights[:last]]
         outermost = [Whole(chunks, partial(x.new_empty, (len(w), batch, n1, n2))) for w in weights[last:]]
+        whole_biases = [
+            None if b is None else _of_all_channels(b, len(w)) for w, b in zip(weights, biases, strict=True)
+        ]
         total = SampleSums(chunks, lambda: x.new_zeros(batch, n2, x.shape[-1], dtype=wide(x.dtype)))
         for at in chunks:
             normal = pieces.norm(x[at], norm_weight, norm_bias)[0]
             y = _matrix(normal)
             if mask is not None:
                 total.add(at, (normal * mask[at].unsqueeze(-1)).sum(-3, dtype=wide(x.dtype)))
-            for w, b, result in zip(weights, biases, results, strict=False):
+            for w, b, result in zip(weights, whole_biases, results, strict=False):
                 out = result[at].view(-1, len(w))
-                if b is not None and len(b) == len(w):
-                    torch.addmm(b, y, w.T, out=out)
-                else:
+                if b is None:
                     torch.mm(y, w.T, out=out)
-                    if b is not None:
-                        out[:, -len(b) :].add_(b)
+                else:
+                    torch.addmm(b, y, w.T, out=out)
             for w, whole in zip(weights[last:], outermost, strict=True):
                 whole.put((slice(None), *at), (w @ y.T).view(len(w), *x[at].shape[:-1]))
         projected = *results, *(whole.x.transpose(0, 1) for whole in outermost)
@@ -286,6 +288,11 @@ class _Projections(torch.autograd.Function):
             assert upstream is not None, "autograd calls no backward pass without a gradient"
             _norm_backward(pieces, sums, grad_x, at, upstream, x, norm_weight, statistics)
         return None, None, None, grad_x.x, *sums.results()
+
+
+def _of_all_channels(bias: Float[Tensor, " _"], channels: int) -> Float[Tensor, " _"]:
+    """The bias of so many channels: that of the last ones may be given alone."""
+    return bias if len(bias) == channels else F.pad(bias, (channels - len(bias), 0))
 
 
 def _channels_last(results: Sequence[Any], planes: int) -> list[Any]:

@@ -20,6 +20,7 @@ from evodsp.rng import key_words, philox4x32
 
 # Added to a logit, this removes its key from the softmax. If all keys are masked, the weights are uniform, as in AF2.
 MASKED = -1e9
+LOG2_E = math.log2(math.e)
 
 
 def mask_bias(mask: Float[Tensor, "*batch L"]) -> Float[Tensor, "*batch L"]:
@@ -54,6 +55,28 @@ def _attended(projected: Tensor, bias: Tensor, queries: slice) -> Tensor:
     q, gate = q[:, :, queries], gate[:, :, queries]
     logits = torch.einsum("bnqhd,bnkhd->bnhqk", q, k) * q.shape[-1] ** -0.5 + bias
     return gate.sigmoid() * torch.einsum("bnhqk,bnkhd->bnqhd", logits.softmax(-1), v)
+
+
+def global_attention(
+    q: Float[Tensor, "B r H D"], key_value: Float[Tensor, "B s r 2 D"], keys: Float[Tensor, "B s r"]
+) -> Float[Tensor, "B r H D2"]:
+    """Attention of one query per column and head over the sequences of a shard (algorithm 19, line 5), not yet divided.
+
+    D2: D + 2 channels, in float32 at least. Sums over sequences of 2^(logit - shift) x value [D] and of 2^(logit - shift); then
+    the shift, which counts as a constant: the largest logit, or the smallest number if there are no sequences. Logits are those
+    of a usual softmax times log2(e), because GPUs compute powers of two. `Exchange.softmax_sums` adds such sums of shards.
+
+    All heads share keys and values. `keys`: 1 where a sequence is present; gets no gradient.
+    """
+    k, v = key_value.unbind(3)
+    bias = mask_bias(keys).transpose(1, 2).unsqueeze(2)
+    logits = (torch.einsum("brhd,bsrd->brhs", q, k) * q.shape[-1] ** -0.5 + bias) * LOG2_E
+    logits = logits.to(torch.promote_types(q.dtype, torch.float32))
+    least = logits.new_full((*logits.shape[:-1], 1), torch.finfo(logits.dtype).min)
+    shift = torch.cat([logits.detach(), least], -1).amax(-1, keepdim=True)
+    weights = (logits - shift).exp2()
+    numerator = torch.einsum("brhs,bsrd->brhd", weights, v.to(weights.dtype))
+    return torch.cat([numerator, weights.sum(-1, keepdim=True), shift], -1)
 
 
 def dropout_add(

@@ -35,6 +35,7 @@ class Kernels:
     gated_linear: Operator = chunked.gated_linear
     gated_output: Operator = chunked.gated_output
     gated_projection: Operator = chunked.gated_projection
+    global_attention: Operator = chunked.global_attention
     layer_norm: Operator = chunked.layer_norm
     outer_product: Operator = chunked.outer_product
     pooled_projections: Operator = chunked.pooled_projections

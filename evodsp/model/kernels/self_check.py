@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from evodsp.model.kernels import reference
+from evodsp.parallel.exchange import added_softmax_sums
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-3, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 """Largest difference, as a fraction of the largest number of each result. fp32 allows for products in TF32, fp64 for rows
@@ -49,6 +50,7 @@ MASKS = {
     "biased_attention": 1,
     "dropout_add": 2,
     "gated_projection": 1,
+    "global_attention": 2,
     "pooled_projections": 1,
     "triangle_product": 1,
 }
@@ -70,6 +72,11 @@ def call(operator: str, function: Callable[..., Any], tensors: Sequence[Tensor])
     if operator == "pooled_projections":
         x, mask, weight, bias, w1, w2, b2 = tensors
         return function(x, mask, weight, bias, [w1, w2], [None, b2])
+    if operator == "global_attention":  # of two shards, one of them small: their shifts differ, and do not matter
+        q, *sharded = tensors
+        shards = zip(*(x.split([x.shape[1] - 2, 2], 1) for x in sharded), strict=True)
+        sums = added_softmax_sums(torch.stack([function(q, *shard) for shard in shards]))
+        return (sums[..., :-1] / sums[..., -1:],)
     result = function(*tensors, **SETTINGS.get(operator, {}))
     return result if isinstance(result, tuple) else (result,)
 
@@ -99,6 +106,10 @@ def examples(operator: str, device: torch.device, dtype: torch.dtype) -> list[Te
     if operator == "pooled_projections":
         mask = (random(2, 5, 7) > -1).to(dtype)
         return [random(2, 5, 7, 9), mask, *norm, random(12, 9), random(6, 9), random(6)]
+    if operator == "global_attention":
+        mask = (random(2, 37, 7) > -1).to(dtype)
+        mask[0, :, 0] = 0  # a column without keys
+        return [random(2, 7, 5, 8), random(2, 37, 7, 2, 8), mask]
     if operator == "gated_linear":
         return [random(2, 1, 7, 9), random(2, 5, 7, 9), random(6, 9), random(6)]
     if operator == "transition":

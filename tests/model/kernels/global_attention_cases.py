@@ -6,25 +6,22 @@ import torch
 from torch import Tensor
 
 from evodsp.model.kernels.triton import global_attention
+from evodsp.parallel.exchange import added_softmax_sums
 from tests.model.kernels.interpreter import check, far_apart, random
 
 Shape = tuple[int, int, int, int, int]
 
 
-def in_shards(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, shards: int) -> Tensor:
+def in_shards(q: Tensor, key_value: Tensor, keys: Tensor, shards: int) -> Tensor:
     """The average of v over all sequences, from the sums of each shard, put together as ranks do it."""
-    parts = [
-        global_attention(q, *part) for part in zip(*(x.tensor_split(shards, 1) for x in (k, v, keys)), strict=True)
-    ]
-    largest = torch.stack([part[2] for part in parts]).detach().amax(0)
-    fade = [(part[2].detach() - largest).exp2() for part in parts]
-    numerator = sum(part[0] * f.unsqueeze(-1) for part, f in zip(parts, fade, strict=True))
-    denominator = sum(part[1] * f for part, f in zip(parts, fade, strict=True))
-    return (numerator / denominator.unsqueeze(-1)).to(q.dtype)
+    parts = zip(*(x.tensor_split(shards, 1) for x in (key_value, keys)), strict=True)
+    sums = added_softmax_sums(torch.stack([global_attention(q, *part) for part in parts]))
+    return (sums[..., :-1] / sums[..., -1:]).to(q.dtype)
 
 
-def formula(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, shards: int) -> Tensor:
+def formula(q: Tensor, key_value: Tensor, keys: Tensor, shards: int) -> Tensor:
     """The softmax average over all sequences."""
+    k, v = key_value.unbind(3)
     logits = torch.einsum("brhd,bsrd->brhs", q, k) / q.shape[-1] ** 0.5
     absent = (keys == 0).all(1)[:, :, None, None]  # as in fp32, -1e9 swallows these logits
     logits = torch.where(
@@ -34,24 +31,22 @@ def formula(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, shards: int) -> Tenso
 
 
 def agrees(shape: Shape, dtype: torch.dtype, shards: int, seed: int = 0, apart: bool = False) -> None:
-    """Keys and values are halves of one projection; `apart`: with 2^30 elements between sequences."""
+    """`apart`: with 2^30 elements between sequences."""
     b, s, r, h, d = shape
     draw = random(seed, dtype)
-    tensors = {"q": draw(b, r, h, d), "k": draw(b, s, r, d), "v": draw(b, s, r, d)}
+    tensors = {"q": draw(b, r, h, d), "key_value": draw(b, s, r, 2, d)}
     keys = (torch.rand(b, s, r, generator=torch.Generator().manual_seed(seed)) < 0.7).to(dtype)
     keys[:, :, :1] = 0
-    both = torch.cat([tensors["k"], tensors["v"]], -1)
-    both = far_apart(both, 1, (1 << 30) - 16) if apart else both
 
     def layout(name: str, x: Tensor) -> Tensor:
-        return {"k": both[..., :d], "v": both[..., d:]}.get(name, x)
+        return far_apart(x, 1, (1 << 30) - 16) if apart and name == "key_value" else x
 
     check(in_shards, formula, tensors, {"keys": keys, "shards": shards}, layout)
 
 
 def operators_are_sound() -> None:
     draw = random(1, torch.float32)
-    inputs = [draw(2, 3, 4, 8), draw(2, 5, 3, 8), draw(2, 5, 3, 8)]
+    inputs = [draw(2, 3, 4, 8), draw(2, 5, 3, 2, 8)]
     torch.library.opcheck(
         torch.ops.evodsp.global_attention.default,
         (*(x.requires_grad_() for x in inputs), torch.ones(2, 5, 3)),

@@ -93,6 +93,35 @@ def test_sdpa() -> None:
     agree("attention", sdpa.attention, reference.attention, some_keys("attention"))
 
 
+def some_sequences(sequences: int) -> list[Tensor]:
+    """Inputs of global attention in which every column has a sequence."""
+    q, key_value, keys = examples("global_attention", torch.device("cpu"), torch.float64)
+    keys[:, -1] = 1
+    return [q, key_value[:, -sequences:], keys[:, -sequences:]]
+
+
+def global_written_out(q: Tensor, key_value: Tensor, keys: Tensor) -> Tensor:
+    """Sums of exponentials that are relative to nothing, with weights of exactly zero for masked sequences."""
+    k, v = key_value.unbind(3)
+    weights = torch.exp(torch.einsum("brhd,bsrd->brhs", q, k) / math.sqrt(q.shape[-1])) * keys.mT.unsqueeze(2)
+    numerator = torch.einsum("brhs,bsrd->brhd", weights, v)
+    return torch.cat([numerator, weights.sum(-1, keepdim=True), torch.zeros_like(weights[..., :1])], -1)
+
+
+def test_the_formula_of_global_attention() -> None:
+    """Catches a wrong scale, a shift in another base than the sums, and sequences that are not masked."""
+    agree("global_attention", reference.global_attention, global_written_out, some_sequences(37))
+
+
+@pytest.mark.parametrize("chunk", [1, 400, 1 << 20])
+@pytest.mark.parametrize("sequences", [37, 2], ids=["37", "none in one shard"])
+def test_chunked_global_attention(sequences: int, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches columns lost between chunks, a wrong backward pass, a gradient of the shift, and errors on empty shards."""
+    monkeypatch.setattr(chunked, "_CPU_LOGITS", chunk)
+    inputs = some_sequences(sequences)
+    agree("global_attention", chunked.global_attention, reference.global_attention, inputs)
+
+
 LAYERS = [
     *("gated_linear", "gated_output", "gated_projection", "pooled_projections", "projections", "transition"),
     "triangle_product",

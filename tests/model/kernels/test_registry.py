@@ -47,6 +47,7 @@ def test_backends_by_name() -> None:
         "gated_linear": "reference",
         "gated_output": "reference",
         "gated_projection": "reference",
+        "global_attention": "reference",
         "layer_norm": "reference",
         "outer_product": "chunked",
         "pooled_projections": "reference",
@@ -162,5 +163,5 @@ def test_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lines[1].startswith("warning: kernels: flash_attn: ")
     assert lines[1].endswith(
         "; chunked is used instead for attention, biased_attention, dropout_add, gated_linear, gated_output, "
-        "gated_projection, layer_norm, outer_product, pooled_projections, projections, triangle_product"
+        "gated_projection, global_attention, layer_norm, outer_product, pooled_projections, projections, triangle_product"
     )

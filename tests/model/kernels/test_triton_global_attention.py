@@ -41,13 +41,13 @@ def test_report_of_launches_and_bytes() -> None:
     """Catches launches that are not reported, and tensors that are moved but not counted. Needs no Triton."""
     s, r, h, d = 5120, 384, 8, 8
     q, mask = (torch.empty(*shape, dtype=torch.bfloat16, device="meta") for shape in ((1, r, h, d), (1, s, r)))
-    k, v = torch.empty(1, s, r, 2 * d, dtype=torch.bfloat16, device="meta").chunk(2, -1)
-    sums, head = torch.empty(1, r, h, d, device="meta"), torch.empty(1, r, h, device="meta")
+    key_value = torch.empty(1, s, r, 2, d, dtype=torch.bfloat16, device="meta")
+    sums = torch.empty(1, r, h, d + 2, device="meta")
     read = 2 * (r * h * d + 2 * s * r * d + s * r)
-    assert REPORTS["evodsp::global_attention"]((q, k, v, mask)) == (1, read + 4 * r * h * (d + 2))
-    assert REPORTS["evodsp::global_attention_backward"]((sums, head, q, k, v, mask, head)) == (
+    assert REPORTS["evodsp::global_attention"]((q, key_value, mask)) == (1, read + 4 * r * h * (d + 2))
+    assert REPORTS["evodsp::global_attention_backward"]((sums, q, key_value, mask, sums)) == (
         1,
-        read + 4 * r * h * (d + 2) + 2 * (r * h * d + 2 * s * r * d),
+        read + 2 * 4 * r * h * (d + 2) + 2 * (r * h * d + 2 * s * r * d),
     )
 
 

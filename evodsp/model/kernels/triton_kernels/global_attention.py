@@ -2,7 +2,7 @@
 
 The softmax runs over all sequences, which several ranks may share. So a shard's result is a sum that is not yet divided, the
 sum of its weights, and the logit that both are relative to; the caller rescales and adds those of all ranks. Logits are never
-in memory; the backward pass computes them again and keeps one number per column and head beside the inputs.
+in memory; the backward pass computes them again and keeps the result beside the inputs.
 
 Shape legend: B batch, s sequences of the shard, r columns (residues), H heads, D head width.
 """
@@ -24,23 +24,23 @@ _TILE = 128
 
 def global_attention(
     q: Float[Tensor, "B r H D"],
-    k: Float[Tensor, "B s r D"],
-    v: Float[Tensor, "B s r D"],
+    key_value: Float[Tensor, "B s r 2 D"],
     keys: Float[Tensor, "B s r"] | Bool[Tensor, "B s r"] | Int[Tensor, "B s r"],
-) -> tuple[Float32[Tensor, "B r H D"], Float32[Tensor, "B r H"], Float32[Tensor, "B r H"]]:
-    """(numerator, denominator, largest): sums over sequences of w v and of w, w = 2^(logit - largest).
+) -> Float32[Tensor, "B r H D2"]:
+    """Of each column and head: sums over sequences of w v [D] and of w, w = 2^(logit - largest); then `largest`.
 
     logit = log2(e) (q k / sqrt(D) + (keys - 1) * 1e9), so that w is exp of the usual one. `largest` is the largest of them, or
     fp32's smallest number if there are no sequences. One head of keys and values serves all queries. Differentiable once in
-    q, k and v; `largest` counts as a constant, which is right for any quotient of the sums.
+    q and key_value; `largest` counts as a constant, which is right for any quotient of the sums.
     """
-    return _forward(q, k, v, keys)
+    return _forward(q, key_value, keys)
 
 
-def _arguments(q: Tensor, k: Tensor, v: Tensor, keys: Tensor) -> tuple[dict[str, Any], dict[str, Any]]:
+def _arguments(q: Tensor, key_value: Tensor, keys: Tensor) -> tuple[dict[str, Any], dict[str, Any]]:
     """What both kernels take, and their constants. Matrix products need 16 heads and channels at least."""
     _, columns, heads, width = q.shape
     tensors: dict[str, Any] = {}
+    k, v = key_value.unbind(-2)
     for name, x in {"q": q, "k": k, "v": v, "keys": keys}.items():
         tensors |= {name: x, f"{name}_strides": x.stride()}
     sizes = {"sequences": k.shape[1], "columns": columns, "heads": heads, "width": width, "scale": width**-0.5}
@@ -53,64 +53,48 @@ def _arguments(q: Tensor, k: Tensor, v: Tensor, keys: Tensor) -> tuple[dict[str,
     return {**tensors, **sizes}, constants
 
 
-def _forward_body(launch: Launcher, q: Tensor, k: Tensor, v: Tensor, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    numerator = q.new_empty(q.shape, dtype=torch.float32)
-    denominator, largest = (q.new_empty(q.shape[:-1], dtype=torch.float32) for _ in range(2))
-    arguments, constants = _arguments(q, k, v, keys)
-    results = {"numerator": numerator, "denominator": denominator, "largest": largest}
+def _forward_body(launch: Launcher, q: Tensor, key_value: Tensor, keys: Tensor) -> Tensor:
+    sums = q.new_empty(*q.shape[:3], q.shape[3] + 2, dtype=torch.float32)
+    arguments, constants = _arguments(q, key_value, keys)
     programs = q.shape[0] * q.shape[1]
-    launch(Launch("global_attention.forward", programs, {**arguments, **results}, constants, writes=tuple(results)))
-    return numerator, denominator, largest
+    launch(Launch("global_attention.forward", programs, {**arguments, "sums": sums}, constants, writes=("sums",)))
+    return sums
 
 
 def _backward_body(
-    launch: Launcher,
-    grad_numerator: Tensor,
-    grad_denominator: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    keys: Tensor,
-    largest: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v."""
-    grad_q, grad_k, grad_v = (torch.empty_like(x) for x in (q, k, v))
-    arguments, constants = _arguments(q, k, v, keys)
-    results: dict[str, Any] = {"grad_q": grad_q, "grad_k": grad_k, "grad_v": grad_v}
-    tensors = {"grad_numerator": grad_numerator, "grad_denominator": grad_denominator} | results
+    launch: Launcher, grad_sums: Tensor, q: Tensor, key_value: Tensor, keys: Tensor, sums: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients of q and key_value."""
+    grad_q, grad_key_value = torch.empty_like(q), torch.empty_like(key_value)
+    arguments, constants = _arguments(q, key_value, keys)
+    grad_k, grad_v = grad_key_value.unbind(-2)
+    results = {"grad_q": grad_q, "grad_k": grad_k, "grad_v": grad_v}
+    tensors = {"grad_sums": grad_sums, **results}
     strides = {f"{name}_strides": x.stride() for name, x in tensors.items()}
     launch(
         Launch(
             "global_attention.backward",
             q.shape[0] * q.shape[1],
-            {**arguments, **tensors, **strides, "largest": largest},
+            {**arguments, **tensors, **strides, "sums": sums},
             constants,
             writes=tuple(results),
         )
     )
-    return grad_q, grad_k, grad_v
+    return grad_q, grad_key_value
 
 
-def _backward(ctx: Any, numerator: Tensor | None, denominator: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
-    if numerator is None and denominator is None:
-        return (None,) * 4
-    q, _, _, _, largest = ctx.saved_tensors
-    numerator = torch.zeros_like(q, dtype=torch.float32) if numerator is None else numerator
-    denominator = torch.zeros_like(largest) if denominator is None else denominator
-    return *_gradients(numerator, denominator, *ctx.saved_tensors), None
+def _backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+    return (None,) * 3 if grad is None else (*_gradients(grad, *ctx.saved_tensors), None)
 
 
 def _keep(inputs: Sequence[Any], output: Any) -> tuple[Tensor | None, ...]:
-    return (*inputs, output[2])
+    return (*inputs, output)
 
 
-_forward = Operator(
-    "global_attention", "(Tensor q, Tensor k, Tensor v, Tensor keys) -> (Tensor, Tensor, Tensor)", _forward_body
-)
+_forward = Operator("global_attention", "(Tensor q, Tensor key_value, Tensor keys) -> Tensor", _forward_body)
 _gradients = Operator(
     "global_attention_backward",
-    "(Tensor grad_numerator, Tensor grad_denominator, Tensor q, Tensor k, Tensor v, Tensor keys, Tensor largest) "
-    "-> (Tensor, Tensor, Tensor)",
+    "(Tensor grad_sums, Tensor q, Tensor key_value, Tensor keys, Tensor sums) -> (Tensor, Tensor)",
     _backward_body,
 )
 _forward.differentiate(_backward, _keep)

@@ -43,7 +43,7 @@ def _logits(some_k, own_q, keys, keys_strides, sample, column, sequence, sequenc
 @no_type_check
 @triton.jit
 def forward(
-    q, q_strides, k, k_strides, v, v_strides, keys, keys_strides, numerator, denominator, largest,
+    q, q_strides, k, k_strides, v, v_strides, keys, keys_strides, sums,
     sequences, columns, heads, width, scale,
     TILE: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -54,7 +54,7 @@ def forward(
     own_q = tl.load(q + _small(q_strides, sample, column, HEADS, WIDTH), mask=cell, other=0.0)
     top = tl.full([HEADS], SMALLEST, tl.float32)
     total = tl.zeros([HEADS], tl.float32)
-    sums = tl.zeros([HEADS, WIDTH], tl.float32)
+    weighted = tl.zeros([HEADS, WIDTH], tl.float32)
     for start in range(0, sequences, TILE):
         sequence = (start + tl.arange(0, TILE)).to(tl.int64)
         inside = (sequence < sequences)[:, None] & (channel < width)[None, :]
@@ -65,20 +65,19 @@ def forward(
         fade = tl.exp2(top - new_top)
         weights = tl.exp2(logits - new_top[None, :])
         total = total * fade + tl.sum(weights, 0)
-        sums = tl.dot(weights.to(some_v.dtype).T, some_v, sums * fade[:, None], input_precision=PRECISION)
+        weighted = tl.dot(weights.to(some_v.dtype).T, some_v, weighted * fade[:, None], input_precision=PRECISION)
         top = new_top
-    at = program * heads + head
-    tl.store(numerator + at[:, None] * width + channel[None, :], sums, mask=cell)
-    tl.store(denominator + at, total, mask=head < heads)
-    tl.store(largest + at, top, mask=head < heads)
+    to_sums = sums + (program * heads + head) * (width + 2)
+    tl.store(to_sums[:, None] + channel[None, :], weighted, mask=cell)
+    tl.store(to_sums + width, total, mask=head < heads)
+    tl.store(to_sums + width + 1, top, mask=head < heads)
 
 
 @no_type_check
 @triton.jit
 def backward(
     q, q_strides, k, k_strides, v, v_strides, keys, keys_strides, sequences, columns, heads, width, scale,
-    grad_numerator, grad_numerator_strides, grad_denominator, grad_denominator_strides,
-    grad_q, grad_q_strides, grad_k, grad_k_strides, grad_v, grad_v_strides, largest,
+    grad_sums, grad_sums_strides, grad_q, grad_q_strides, grad_k, grad_k_strides, grad_v, grad_v_strides, sums,
     TILE: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
@@ -86,15 +85,13 @@ def backward(
     head, channel = tl.arange(0, HEADS), tl.arange(0, WIDTH)
     cell = (head < heads)[:, None] & (channel < width)[None, :]
     own_q = tl.load(q + _small(q_strides, sample, column, HEADS, WIDTH), mask=cell, other=0.0)
-    above = tl.load(
-        grad_numerator + _small(grad_numerator_strides, sample, column, HEADS, WIDTH), mask=cell, other=0.0
-    ).to(own_q.dtype)  # fmt: skip
-    at = sample * grad_denominator_strides[0] + column * grad_denominator_strides[1]
-    constant = tl.load(
-        grad_denominator + at + head.to(tl.int64) * grad_denominator_strides[2], mask=head < heads, other=0.0
-    )  # fmt: skip
+    from_above = grad_sums + _small(grad_sums_strides, sample, column, HEADS, WIDTH)
+    above = tl.load(from_above, mask=cell, other=0.0).to(own_q.dtype)
+    at = sample * grad_sums_strides[0] + column * grad_sums_strides[1] + head.to(tl.int64) * grad_sums_strides[2]
+    constant = tl.load(grad_sums + at + width * grad_sums_strides[3], mask=head < heads, other=0.0)
     # Heads that do not exist get no weight.
-    top = tl.load(largest + program * heads + head, mask=head < heads, other=float("inf"))
+    at_top = (program * heads + head) * (width + 2) + width + 1
+    top = tl.load(sums + at_top, mask=head < heads, other=float("inf"))
     slope_k = tl.zeros([HEADS, WIDTH], tl.float32)
     for start in range(0, sequences, TILE):
         sequence = (start + tl.arange(0, TILE)).to(tl.int64)
