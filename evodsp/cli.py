@@ -87,12 +87,34 @@ class TrainingCommand(Command):
         return int(_imported("evodsp.training.command:run")(self.name, words))
 
 
+@dataclass(frozen=True)
+class ReplayCommand(Command):
+    """`replay`: its only argument is a file."""
+
+    def __call__(self, words: list[str]) -> int:
+        from argparse import ArgumentParser
+
+        parser = ArgumentParser(
+            prog="evodsp replay",
+            usage="evodsp replay FILE [--device cpu|cuda]",
+            description="Compute one training sample again, alone, with autograd's anomaly detection. A run writes a file for "
+            "the first samples whose loss or gradient is not finite. The exit code is 1 if something is not finite, else 0.",
+        )
+        parser.add_argument("file", metavar="FILE", help="file of a run's folder replays/")
+        parser.add_argument(
+            "--device", default="auto", choices=("auto", "cpu", "cuda"), help="default: a GPU if there is one"
+        )
+        given = parser.parse_args(words)
+        return int(_imported("evodsp.training.replay:run")(given.file, given.device))
+
+
 COMMANDS: dict[str, Command] = {
     command.name: command
     for command in (
         TrainingCommand("fit", "train a model"),
         TrainingCommand("validate", "score a checkpoint on the validation chains"),
         TrainingCommand("test", "score a checkpoint on the test chains"),
+        ReplayCommand("replay", "compute one bad training sample again, alone"),
         SettingsCommand(
             "predict",
             "predict structures from FASTA, alignments and a checkpoint",

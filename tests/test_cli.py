@@ -114,7 +114,8 @@ def test_exit_codes_of_the_real_program(tmp_path: Path) -> None:
 
 def test_every_listed_command_runs_something() -> None:
     """A command in the overview that does nothing."""
-    assert {name.split()[0] for name in COMMANDS} == {"fit", "validate", "test", "predict", "data", "report", "weights"}
+    commands = {"fit", "validate", "test", "replay", "predict", "data", "report", "weights"}
+    assert {name.split()[0] for name in COMMANDS} == commands
 
 
 @pytest.mark.parametrize("path", sorted(Path(__file__).parents[1].glob("configs/*.yaml")), ids=lambda path: path.name)

@@ -55,6 +55,7 @@ def help_texts() -> dict[str, str]:
         "fit",
         "validate",
         "predict",
+        "replay",
         "data index",
         "data doctor",
         "data synthesize",

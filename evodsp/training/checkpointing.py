@@ -17,6 +17,8 @@ from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 
 from evodsp.data.quarantine import QuarantineFull
 from evodsp.files import whole_file
+from evodsp.training.bad_samples import NotFiniteWeightsError, TooManyBadSamplesError
+from evodsp.training.progress import report
 
 _COUNTS = ("ready", "started", "processed", "completed")
 
@@ -37,7 +39,7 @@ class WholeFileIO(TorchCheckpointIO):
 
 class LastCheckpoint(Checkpoint):
     """Writes one file, `last.ckpt`: every `every` steps, after each validation, at the end of training, and when it stops
-    because too many chains failed."""
+    because too many chains or samples were bad."""
 
     def __init__(self, path: Path, every: int) -> None:
         self.path, self.every = path, every
@@ -61,10 +63,13 @@ class LastCheckpoint(Checkpoint):
         self._save(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """A run that stops because too many chains failed: all ranks do, between two steps, with the weights of the last
-        one."""
-        if isinstance(exception, QuarantineFull) and trainer.global_step:
-            self._save(trainer)
+        """A run that stops because too many chains or samples were bad: all ranks do, between two steps, with the weights of
+        the last one."""
+        if isinstance(exception, QuarantineFull | TooManyBadSamplesError) and trainer.global_step:
+            try:
+                self._save(trainer)
+            except NotFiniteWeightsError as error:  # `exception` is the one to report
+                report(f"evodsp: warning: {error}")
 
     def _save(self, trainer: Trainer) -> None:
         if self.saved_step != trainer.global_step:

@@ -27,6 +27,7 @@ from evodsp.launch.consensus import from_first, on_first
 from evodsp.launch.launcher import launch
 from evodsp.launch.process_group import guarded, place, stop, under_launcher
 from evodsp.model.matmul import float32_matmul
+from evodsp.training.bad_samples import BadSamples
 from evodsp.training.checkpointing import Interruption, LastCheckpoint, WholeFileIO, best_checkpoint
 from evodsp.training.checks import CheckedRun, Settings, check_run, on_gpu, run_config
 from evodsp.training.compilation import CompiledBlocks
@@ -131,11 +132,13 @@ def build(run: CheckedRun) -> Built:
     data_config = dataclasses.replace(settings.data, batch_size=settings.data.batch_size // passes)
     data = ChainDataModule(data_config, run.chains, seed, world)
     model = load_model(run.start, settings.run.raw) if run.start is not None and run.command != "fit" else None
-    module = TrainingModule(settings.model, seed, data_config.validation, world, settings.kernels, model)
+    limits = settings.run
+    bad = BadSamples(limits.max_bad_samples, limits.replay_files, data_config.skip_samples or ())
+    module = TrainingModule(settings.model, seed, data_config.validation, world, settings.kernels, model, bad)
     module.chain_names = {"val": run.chains.validation, "test": run.chains.test}
     interruption = Interruption()
     last = LastCheckpoint(run.folder.last, settings.run.checkpoint_every)
-    own_callbacks = [interruption, *_callbacks(run, last), *([WaitingTime(data)] if run.command == "fit" else [])]
+    own_callbacks = [interruption, *_callbacks(run, last), *([WaitingTime(data), bad] if run.command == "fit" else [])]
     config = {
         **options,
         "accumulate_grad_batches": options["accumulate_grad_batches"] * passes,
@@ -242,7 +245,7 @@ def _open_quarantine(run: CheckedRun, built: Built) -> None:
     quarantine, data = built.data.quarantine, built.data
     known = from_first(lambda: read_quarantine(run.folder.quarantine), built.world.group)
     if built.world.group is None or built.world.group.rank == 0:
-        quarantine.path = run.folder.quarantine
+        quarantine.path, built.module.bad_samples.folder = run.folder.quarantine, run.folder.path
     if known is not None:
         data.quarantine_is_known = True
         quarantine.restore(known)

@@ -171,6 +171,9 @@ class DataConfig:
     """Samples that the workers of a rank prepare in advance, in bytes; at least one for each worker."""
     time_limit: float | None = None
     """Seconds after which a worker gives up a sample and its chain is left out; null for no limit. Needs num_workers."""
+    skip_samples: list[int] | None = None
+    """Training samples, by their number in bad_samples.jsonl, that do not count: their gradients are dropped (with
+    model.optimizer.clip batch, that of their whole step). null for none."""
     max_quarantined: int = 100
     """Training chains that may fail before the run stops. A chain that cannot be read, exceeds time_limit or kills its worker
     is named in quarantine.jsonl and left out from then on; another one takes its place. 0: the first one stops the run."""
@@ -188,6 +191,8 @@ class DataConfig:
         if self.sampling not in ("uniform", "alphafold2"):
             raise SettingError("data.sampling", f"'{self.sampling}'", "uniform or alphafold2")
         memory_size("data.prefetch", self.prefetch)
+        if any(sample < 0 for sample in self.skip_samples or ()):
+            raise SettingError("data.skip_samples", self.skip_samples, "numbers of samples, which are at least 0")
         if self.time_limit is not None and self.num_workers == 0:
             raise SettingError("data.num_workers", 0, "at least 1 with data.time_limit: only a worker can be stopped")
 
@@ -228,6 +233,13 @@ class RunConfig:
     checkpoint_every: int = 500
     """Steps between two writes of checkpoints/last.ckpt, which is also written after each validation."""
 
+    max_bad_samples: int = 10
+    """Samples whose loss or gradient is not finite that may be left out before the run stops; bad_samples.jsonl names them.
+    0: the first one stops the run."""
+    replay_files: int = 3
+    """Of how many such samples the run writes a file, with the weights, for `evodsp replay`."""
+
     def __post_init__(self) -> None:
-        check_numbers(self, {"seed": SEED, "checkpoint_every": SIZE}, "")
+        ranges = {"seed": SEED, "checkpoint_every": SIZE, "max_bad_samples": COUNT, "replay_files": COUNT}
+        check_numbers(self, ranges, "")
         check_matmul("matmul_precision", self.matmul_precision)

@@ -117,6 +117,14 @@ class TrainingLoader:
             self.waited_s += time.perf_counter() - begun
             yield batch
 
+    def chain_of(self, index: int) -> str:
+        """The chain that sample `index` was made of."""
+        return self.samples.key_of(index, self.quarantine.chains_at(index))
+
+    def again(self, index: int) -> Batch:
+        """A batch of sample `index` alone, made anew in this process. Raises UserError if its chain cannot be read any more."""
+        return collate([{**self.samples.make(index, self.chain_of(index)), "sample_index": torch.tensor(index)}])
+
     def state_dict(self) -> dict[str, Any]:
         return {"samples": self.indices.samples}
 

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from evodsp import metrics
 from evodsp.config import FeatureConfig, KernelsConfig
-from evodsp.errors import UserError
 from evodsp.geometry.residues import CA
 from evodsp.losses.total import total_loss
 from evodsp.model.alphafold import AlphaFold
@@ -22,6 +21,7 @@ from evodsp.model.kernels.registry import choose, summary
 from evodsp.model.outputs import ModelOutput
 from evodsp.model.primitives import use_kernels
 from evodsp.rng import Draws
+from evodsp.training.bad_samples import BadSamples, NotFiniteWeightsError, Suspect, all_finite, merged
 from evodsp.training.checkpointing import recount_batches
 from evodsp.training.config import TrainingConfig
 from evodsp.training.gradients import Gradients
@@ -65,9 +65,11 @@ class TrainingModule(LightningModule):
         world: World | None = None,
         kernels: KernelsConfig | None = None,
         model: AlphaFold | None = None,
+        bad_samples: BadSamples | None = None,
     ) -> None:
         """`features`: sizes of the validation features, saved in checkpoints for prediction. `world`: None for one process.
         `kernels`: which implementations of the operators to use; None: the defaults. `model`: None for a new one.
+        `bad_samples`: told of samples that are not finite, and knows those to leave out; None for one that only logs them.
         """
         super().__init__()
         self.config, self.features, self.world = config, features, world or World()
@@ -77,11 +79,13 @@ class TrainingModule(LightningModule):
         """Names of the validation ("val") and test chains by sample index, where known."""
         self.scores: dict[str, dict[str, float]] = {}
         """Metrics of the last validation or test, by chain."""
+        self.seed, self.kernels = seed, self._kernels
+        self.bad_samples = bad_samples or BadSamples()
         self._dropout = Draws.root(seed).at("dropout")
         self._casts = CastParameters(self.model)
         self._gradients: Gradients | None = None
         self._step: list[dict[str, Tensor]] = []
-        self._step_samples: list[int] = []
+        self._step_samples: list[list[int]] = []
         """Losses and sample indices of the batches of this optimizer step."""
 
     def setup(self, stage: str) -> None:
@@ -103,7 +107,7 @@ class TrainingModule(LightningModule):
         loss, terms = total_loss(output, batch, self.config.loss, self.config.heads, self.model.exchange)
         lddt_ca = metrics.lddt_ca(*_ca_atoms(output, batch)).mean()
         self._step.append({"loss": loss.detach(), **terms, "lddt_ca": lddt_ca.detach()})
-        self._step_samples += batch["sample_index"].tolist()
+        self._step_samples.append(batch["sample_index"].tolist())
         return loss
 
     def on_fit_start(self) -> None:
@@ -121,30 +125,64 @@ class TrainingModule(LightningModule):
 
     def on_after_backward(self) -> None:
         self._casts.drop()
-        self.gradients.add(self.trainer.accumulate_grad_batches)
+        loss = self._step[-1]["loss"]
+        if self.bad_samples.skips(self._step_samples[-1]):
+            loss = torch.full_like(loss, math.nan)
+        self.gradients.add(self.trainer.accumulate_grad_batches, loss)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Reduce the gradient over batches and ranks, and log the means of this step's losses over all of them.
+        """Reduce the gradient over batches and ranks, leave out what is not finite, and log the means of this step's losses.
 
-        All that is logged is read in one copy, the only place of a step where the host waits for the GPU. Lightning gets
+        All that is looked at is read in one copy, the only place of a step where the host waits for the GPU. Lightning gets
         tensors on the CPU: it would read device tensors one by one, and copy numbers to the device first.
         """
-        norm = self.gradients.finish()
-        names = [*self._step[0], "gradient_norm"]
-        local = [torch.stack([terms[name].float() for terms in self._step]).mean() for name in names[:-1]]
-        values = torch.stack([*local, norm.float()])
-        means = self.trainer.strategy.reduce(values, reduce_op="mean")
-        read = torch.stack([means, values]).cpu()
-        logged = dict(zip(names, read[0], strict=True))
-        if not torch.isfinite(logged["loss"]):
-            self._raise_not_finite(float(read[1, names.index("loss")]), float(logged["loss"]))
+        reduced = self.gradients.finish()
+        names, passes = list(self._step[0]), len(self._step)
+        terms = torch.stack([torch.stack([values[name].float() for name in names]) for values in self._step])
+        number = reduced.counted.sum()
+        sums = [*terms.where(reduced.counted[:, None], 0).sum(0), reduced.norm.float() * number, number.float()]
+        means = self.trainer.strategy.reduce(torch.stack(sums), reduce_op="mean")  # over the ranks
+        read = torch.cat([means, terms.flatten(), reduced.counted.float()]).cpu()
+        means, terms, counted = read.split([len(names) + 2, terms.numel(), passes])
+        on_average = float(means[-1])
+        bad = on_average < passes or not math.isfinite(float(means[-2]))
+        if bad and not (self.gradients.drops_samples and on_average):
+            on_average = 0.0
+        if bad:
+            self._leave_out(names, terms.view(passes, -1), counted)
+        if on_average:
+            self._log_step(dict(zip([*names, "gradient_norm"], means / on_average, strict=False)), optimizer)
+        else:
+            self.gradients.discard()
+            if self.trainer._results is not None:  # or Lightning logs the former step's numbers again, as this one's
+                self.trainer._results.reset(fx="on_before_optimizer_step")
+        self._step, self._step_samples = [], []
+
+    def _log_step(self, logged: dict[str, Tensor], optimizer: torch.optim.Optimizer) -> None:
         self.log("train/loss", logged.pop("loss"), prog_bar=True)
         # Lightning keeps a metric object for each name, which takes longer than many a layer. Loggers see every n-th step only.
         every = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
         if every and (self.trainer.global_step + 1) % every == 0:
             self.log_dict({f"train/{name}": value for name, value in logged.items() if name != "total"})
             self.log("train/lr", torch.tensor(optimizer.param_groups[0]["lr"]))
-        self._step, self._step_samples = [], []
+
+    def _leave_out(self, names: Sequence[str], terms: Tensor, counted: Tensor) -> None:
+        """Find out which samples of this step are not finite, on which ranks, and report them. All ranks call this together.
+
+        `terms` [passes, names] and `counted` [passes] are this rank's.
+        """
+        known = [name for name, _ in self.named_parameters()]
+        parameters = [known[number] for number in self.gradients.not_finite()]
+        found: list[Suspect] = []
+        for samples, values, counts in zip(self._step_samples, terms, counted, strict=True):
+            wrong = [name for name, value in zip(names, values, strict=True) if not value.isfinite()]
+            if counts or (self.bad_samples.skips(samples) and not wrong):
+                continue
+            # The parameters are those of the first such sample.
+            found += [Suspect(sample, wrong, () if found else parameters) for sample in samples]
+        own = [sample for samples in self._step_samples for sample in samples]
+        suspects = merged(self.world.gather((found, own, parameters)), self.bad_samples.skip)
+        self.bad_samples.add(suspects, self)
 
     def configure_gradient_clipping(
         self,
@@ -162,16 +200,6 @@ class TrainingModule(LightningModule):
         if self._gradients is None:
             raise RuntimeError("gradients exist only during fit")
         return self._gradients
-
-    def _raise_not_finite(self, local: float, mean: float) -> None:
-        """Raise UserError, the same on every rank: the loss of this rank (`local`) or of another one is not finite."""
-        found = [] if math.isfinite(local) else self._step_samples
-        parts = self.world.gather(found)
-        samples = ", ".join(str(index) for index in sorted({index for part in parts for index in part}))
-        raise UserError(
-            f"the loss is {mean} at step {self.global_step}, sample {samples}; lower model.optimizer.lr, lengthen its "
-            "warm-up, or resume from an earlier checkpoint"
-        )
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         self._evaluate(batch, "val")
@@ -205,6 +233,8 @@ class TrainingModule(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if not all(self.world.gather(all_finite(self.model.parameters()))):
+            raise NotFiniteWeightsError(self.trainer.global_step)
         checkpoint.update(checkpoint_entries(self.model.config, self.features))
         checkpoint["batches_per_step"] = self.trainer.accumulate_grad_batches
 

@@ -37,6 +37,16 @@ class RunFolder:
         return self.path / "quarantine.jsonl"
 
     @property
+    def bad_samples(self) -> Path:
+        """Samples whose loss or gradient was not finite."""
+        return self.path / "bad_samples.jsonl"
+
+    @property
+    def replays(self) -> Path:
+        """Some of these samples, for `evodsp replay`."""
+        return self.path / "replays"
+
+    @property
     def config(self) -> Path:
         return self.path / "config.yaml"
 
@@ -78,7 +88,8 @@ class RunFolder:
         """Make the folder ready for `fit`: delete partial files, and with `replace` an earlier run; write config.yaml, and the
         chains that are left out (`missing`: what each lacks) if there are any.
 
-        Unless the run `resumes`, the list of chains that an earlier one left out is deleted: it would change the samples.
+        Unless the run `resumes`, the list of chains that an earlier one left out is deleted: it would change the samples. So
+        are the list of its bad samples, and their files.
 
         Only one process may call this, and no other run may be writing here. Raises UserError if the folder is not writable.
         """
@@ -86,6 +97,8 @@ class RunFolder:
             self.remove_partial()
             if not resumes:
                 self.quarantine.unlink(missing_ok=True)
+                self.bad_samples.unlink(missing_ok=True)
+                shutil.rmtree(self.replays, ignore_errors=True)
             if replace:
                 self.curve.unlink(missing_ok=True)
                 for name in ("checkpoints", "tensorboard"):

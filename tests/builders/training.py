@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -32,9 +34,15 @@ class CommandPool(RankPool):
     processes, so it could not run Lightning on fewer ranks.
     """
 
-    def evodsp(self, ranks: int, *words: str, own: dict[int, tuple[str, ...]] | None = None) -> list[Outcome]:
-        """Run `evodsp *words` on `ranks` ranks, with `own[r]` appended on rank r."""
-        return self.run(ranks, words, own or {}, free_port())  # type: ignore[arg-type]
+    def evodsp(
+        self,
+        ranks: int,
+        *words: str,
+        own: dict[int, tuple[str, ...]] | None = None,
+        around: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> list[Outcome]:
+        """Run `evodsp *words` on `ranks` ranks, with `own[r]` appended on rank r, within the context that `around` makes."""
+        return self.run(ranks, words, own or {}, free_port(), around)  # type: ignore[arg-type]
 
     def _target(self) -> Any:
         return _serve
@@ -47,11 +55,13 @@ def _serve(rank: int, ranks: int, path: str, pipe: Connection) -> None:
     torch.set_num_threads(1)
     while True:
         try:
-            ranks, words, (own, port) = pipe.recv()
+            ranks, words, (own, port, around) = pipe.recv()
         except EOFError:
             return
         try:
-            pipe.send((True, _run(rank, ranks, [*words, *own.get(rank, ())], port)))
+            with around():
+                outcome = _run(rank, ranks, [*words, *own.get(rank, ())], port)
+            pipe.send((True, outcome))
         except BaseException as error:
             pipe.send((False, repr(error)))
 

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
 
 from evodsp.cli import main
-from evodsp.config import ModelConfig
 from evodsp.errors import UserError
 from evodsp.parallel.mesh import init_mesh
 from evodsp.report.curve import read_curve
 from evodsp.training.batch_check import BatchCheck
 from evodsp.training.checkpointing import recount_batches
-from evodsp.training.config import TrainingConfig
-from evodsp.training.module import TrainingModule, mean_by_chain
+from evodsp.training.module import mean_by_chain
 from tests.builders.training import CommandPool
 from tests.ranks import RankPool
 
@@ -75,21 +71,6 @@ def test_every_rank_reports_what_does_not_fit(
         assert said in outcome.error
         assert "Traceback" not in outcome.error
         assert outcome.error.splitlines()[-1].startswith("evodsp: error: ")
-
-
-def test_a_loss_that_is_no_number_ends_every_rank(commands: CommandPool, chains: Path, tmp_path: Path) -> None:
-    """One data rank raises while the other waits for it in the next collective."""
-    for outcome in commands.evodsp(2, *words(chains, tmp_path / "run", "--model.loss.torsion", "1e39")):
-        assert outcome.code == 2
-        assert "the loss is inf at step 0, sample 0, 1;" in outcome.error.splitlines()[-1]
-
-
-def test_another_ranks_loss_that_is_no_number() -> None:
-    """Rank 0, whose output is shown, reports its own finite loss where the loss of another rank is infinite."""
-    module = TrainingModule(TrainingConfig(**vars(ModelConfig.preset("test"))))
-    module.trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
-    with pytest.raises(UserError, match="the loss is inf at step 0"):
-        module._raise_not_finite(2.5, math.inf)
 
 
 def test_fit_starts_its_ranks_itself(chains: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from evodsp.parallel.mesh import init_mesh
 from evodsp.training.gradients import FlatGradients, PlainGradients
+from tests.ranks import RankPool
 
 SAMPLES = 4
 
@@ -54,9 +56,10 @@ def test_clipping_per_sample_is_a_loop_over_samples() -> None:
     for _ in range(2):  # a second step starts anew
         gradients.begin()
         for sample in range(SAMPLES):
-            (loss_of(model, sample) / SAMPLES).backward()
-            gradients.add(SAMPLES)
-        norm = gradients.finish()
+            loss = loss_of(model, sample)
+            (loss / SAMPLES).backward()
+            gradients.add(SAMPLES, loss.detach())
+        norm = gradients.finish().norm
         assert float(norm) == pytest.approx(sum(norms) / SAMPLES)
         for parameter, gradient in zip(model.parameters(), expected, strict=True):
             torch.testing.assert_close(parameter.grad, gradient, rtol=1e-12, atol=1e-15)
@@ -77,9 +80,10 @@ def test_clipping_by_batch_is_pytorchs(clip: float | None) -> None:
         )
         gradients.begin()
         for sample in range(SAMPLES):
-            (loss_of(model, sample) / SAMPLES).backward()
-            gradients.add(SAMPLES)
-        assert float(gradients.finish()) == pytest.approx(float(norm))
+            loss = loss_of(model, sample)
+            (loss / SAMPLES).backward()
+            gradients.add(SAMPLES, loss.detach())
+        assert float(gradients.finish().norm) == pytest.approx(float(norm))
         for parameter, other in zip(parameters, reference.parameters(), strict=True):
             torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-12, atol=1e-15)
 
@@ -90,5 +94,98 @@ def test_gradients_survive_a_zero_grad_elsewhere() -> None:
     gradients = FlatGradients(model.parameters(), None, None, per_sample=False)
     model.zero_grad(set_to_none=True)
     gradients.begin()
-    loss_of(model, 1).backward()
-    assert float(gradients.finish()) > 0
+    loss = loss_of(model, 1)
+    loss.backward()
+    gradients.add(1, loss.detach())
+    assert float(gradients.finish().norm) > 0
+
+
+def test_a_sample_that_is_not_finite_is_left_out_and_the_others_count() -> None:
+    """A mean that still divides by all samples, a bad gradient multiplied by zero (which is nan), a loss that is not looked
+    at, or a sample blamed for the parameters of another one."""
+    good = (0, 3)
+    expected = [torch.zeros_like(parameter) for parameter in toy().parameters()]
+    for sample in good:
+        model = toy()
+        for sums, gradient in zip(
+            expected,
+            torch.autograd.grad(loss_of(model, sample), list(model.parameters()), allow_unused=True),
+            strict=True,
+        ):
+            if gradient is not None:
+                sums += gradient / len(good)
+    model = toy()
+    gradients = FlatGradients(model.parameters(), None, 1e9, per_sample=True)
+    for _ in range(2):  # a second step starts anew
+        gradients.begin()
+        for sample in range(SAMPLES):
+            loss = loss_of(model, sample)
+            (loss / SAMPLES).backward()
+            if sample == 1:
+                list(model.parameters())[2].grad[0, 1] = torch.inf  # type: ignore[index]
+            gradients.add(SAMPLES, loss.detach() * (torch.nan if sample == 2 else 1))
+        found = gradients.finish()
+        assert found.counted.tolist() == [True, False, False, True]
+        assert gradients.not_finite() == [2]
+        for parameter, gradient in zip(model.parameters(), expected, strict=True):
+            torch.testing.assert_close(parameter.grad, gradient, rtol=1e-12, atol=1e-15)
+    gradients.discard()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    optimizer = torch.optim.Adam(model.parameters())
+    optimizer.step()
+    assert not optimizer.state
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("kind", ["flat", "plain"])
+def test_without_clipping_per_sample_the_step_shows_what_is_not_finite(kind: str) -> None:
+    """Clipping by a norm that is nan, after which every parameter is; a sample blamed that came after the bad one."""
+    model = toy()
+    parameters = list(model.parameters())
+    gradients: Any = (
+        FlatGradients(parameters, None, 0.1, per_sample=False) if kind == "flat" else PlainGradients(parameters, 0.1)
+    )
+    gradients.begin()
+    for sample in range(SAMPLES):
+        loss = loss_of(model, sample)
+        (loss / SAMPLES).backward()
+        if sample == 1:
+            parameters[2].grad[0, 1] = torch.nan  # type: ignore[index]
+        gradients.add(SAMPLES, loss.detach())
+    found = gradients.finish()
+    assert found.norm.isnan()
+    assert gradients.not_finite() == [2]
+    assert found.counted.tolist() == ([True, False, True, True] if kind == "flat" else [True] * SAMPLES)
+
+
+def _mean_over_ranks(group: Any, bad_rank: int | None) -> tuple[list[Tensor], list[bool]]:
+    """Four samples on 2 data ranks of 2; rank `bad_rank` has one bad number in its share of its second sample."""
+    mesh = init_mesh(2, "cpu")
+    model = toy()
+    gradients = FlatGradients(model.parameters(), mesh, 1e9, per_sample=True)
+    gradients.begin()
+    for number in range(2):
+        loss = loss_of(model, mesh.data_rank + 2 * number)
+        (loss / 2).backward()
+        if number == 1 and bad_rank == group.rank():
+            next(model.parameters()).grad[1, 1] = torch.nan  # type: ignore[index]
+        gradients.add(2, loss.detach())
+    found = gradients.finish()
+    return [parameter.grad.clone() for parameter in model.parameters()], found.counted.tolist()  # type: ignore[union-attr]
+
+
+def test_ranks_agree_on_the_sample_that_they_leave_out(pool: RankPool) -> None:
+    """A number that is bad on one rank of four: the other rank of its sample counts it, the data ranks divide by different
+    numbers, or the gradients differ afterwards."""
+    expected = [torch.zeros_like(parameter) for parameter in toy().parameters()]
+    for sample in (0, 1, 2):  # sample 3 is bad
+        model = toy()
+        found = torch.autograd.grad(loss_of(model, sample), list(model.parameters()), allow_unused=True)
+        for sums, gradient in zip(expected, found, strict=True):
+            if gradient is not None:
+                sums += gradient / 3
+    results = pool.run(4, _mean_over_ranks, 2)
+    assert [counted for _, counted in results] == [[True, True]] * 2 + [[True, False]] * 2
+    for gradients, _ in results:
+        for gradient, other in zip(gradients, expected, strict=True):
+            torch.testing.assert_close(gradient, other, rtol=1e-12, atol=1e-15)
