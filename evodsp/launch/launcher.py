@@ -20,15 +20,18 @@ from typing import IO, Any
 
 import torch.distributed as dist
 
-from evodsp.launch.parent import GIVEN_UP, LAUNCHER
+from evodsp.launch.parent import GIVEN_UP, LAUNCHER, STOPPED
 
 POLL_S = 0.05
-GRACE_S = 10.0
-"""How long ranks may take to end after a signal, before they are killed."""
+GRACE_S = 300.0
+"""How long ranks may take to end after a signal, before they are killed: a training step, and writing a checkpoint."""
 SAME_MISTAKE_S = 3.0
 """How much later than another rank rank 0 may find the same mistake of the user."""
 SHOWN_LINES = 50
 """Lines of a failed rank's output to print."""
+
+
+_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 @dataclass(frozen=True)
@@ -50,13 +53,14 @@ class _Rank:
 
 
 class _Terminated(Exception):
-    """This process got SIGTERM or SIGHUP."""
+    """This process got SIGTERM, SIGHUP or SIGUSR1."""
 
 
 def launch(ranks: int, words: list[str]) -> int:
     """Run `evodsp *words` on `ranks` ranks of this machine and return the exit code of the run.
 
-    2: a user's mistake, printed as one line. 130: Ctrl-C. 143: SIGTERM. 1: a rank failed or died; standard error names it.
+    2: a user's mistake, printed as one line. 75: a training run was asked to stop and has saved. 130: Ctrl-C. 143: SIGTERM,
+    of a command that saves nothing. 1: a rank failed or died; standard error names it.
     The output of rank 0 is shown as it comes, the output of another rank only if that rank failed first.
     """
     # Created here, so that it outlives every rank and uses a port that is certainly free.
@@ -72,9 +76,9 @@ def launch(ranks: int, words: list[str]) -> int:
             return 130
         except _Terminated:
             _end(started, signal.SIGTERM)
-            return 143
+            return STOPPED if {rank.process.returncode for rank in started} <= {0, STOPPED} else 143
         finally:
-            _end(started, signal.SIGTERM)
+            _end(started, signal.SIGKILL)  # they wait for a rank that is gone
         return 0 if first is None else _report_failure(first, started[0])
 
 
@@ -122,12 +126,12 @@ def _cores() -> int:
 
 @contextmanager
 def _signals_raised() -> Iterator[None]:
-    """Make SIGTERM and SIGHUP raise an exception, so that no rank is left running."""
+    """Make SIGTERM, SIGHUP and SIGUSR1 raise an exception, so that no rank is left running."""
 
     def raise_terminated(number: int, frame: Any) -> None:
         raise _Terminated
 
-    former = {number: signal.signal(number, raise_terminated) for number in (signal.SIGTERM, signal.SIGHUP)}
+    former = {number: signal.signal(number, raise_terminated) for number in _SIGNALS}
     try:
         yield
     finally:
@@ -143,6 +147,8 @@ def _first_failure(started: list[_Rank]) -> _Rank | None:
         if failed:
             # First a killed rank, then one that failed, last one that gave up because of another.
             failed.sort(key=lambda rank: (rank.process.returncode > 0, rank.process.returncode == GIVEN_UP))
+            if failed[0].process.returncode == STOPPED:
+                _wait(started, GRACE_S)
             if failed[0].process.returncode == 2:
                 _wait(started[:1], SAME_MISTAKE_S)
             return failed[0]
@@ -178,7 +184,7 @@ def _report_failure(rank: _Rank, rank_0: _Rank) -> int:
         return 2
     if output := rank.last_output():
         print(output, file=sys.stderr)
-    if code in (2, 130):  # its output says why
+    if code in (2, 130, STOPPED):  # its output says why
         return code
     if code == GIVEN_UP:
         return 1

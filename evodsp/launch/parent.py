@@ -17,6 +17,9 @@ LAUNCHER = "EVODSP_LAUNCHER_PID"
 GIVEN_UP = 3
 """Exit code of a rank that ended because of another process."""
 
+STOPPED = 75
+"""Exit code of a training run that was asked to stop, has saved, and can go on (EX_TEMPFAIL of sysexits.h: try again later)."""
+
 _POLL_S = 1.0
 
 

@@ -7,6 +7,7 @@ counts in a checkpoint are rewritten when a run resumes on another mesh (`recoun
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from evodsp.data.quarantine import QuarantineFull
 from evodsp.files import whole_file
 from evodsp.training.bad_samples import NotFiniteWeightsError, TooManyBadSamplesError
 from evodsp.training.progress import report
+from evodsp.training.stopping import RunStopped
 
 _COUNTS = ("ready", "started", "processed", "completed")
 
@@ -30,16 +32,37 @@ class WholeFileIO(TorchCheckpointIO):
     clusters, moving means copying, and a run killed meanwhile has lost its only checkpoint.
     """
 
+    def __init__(self, former: Callable[[Path], Sequence[Path]] = lambda path: ()) -> None:
+        """`former`: the names under which earlier versions of a file are kept, newest first."""
+        self._former = former
+
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        with whole_file(path) as partial, partial.open("wb") as file:
-            torch.save(checkpoint, file)
-            file.flush()
-            os.fsync(file.fileno())  # or the new name may survive a power failure without its content
+        with whole_file(path) as partial:
+            try:
+                with partial.open("wb") as file:
+                    torch.save(checkpoint, file)
+                    file.flush()
+                    os.fsync(file.fileno())  # or the new name may survive a power failure without its content
+            except RuntimeError as error:
+                if isinstance(error.__context__, OSError):  # torch's writer cannot end a file after a full disk
+                    raise error.__context__ from None
+                raise
+            keep_former(Path(path), self._former(Path(path)))
+
+
+def keep_former(path: Path, names: Sequence[Path]) -> None:
+    """Shift the file `path` and its earlier versions `names` (newest first) by one place; `path` itself stays as well."""
+    for newer, older in reversed(list(zip([path, *names], names, strict=False))):
+        if newer.is_file() and newer != path:
+            newer.replace(older)
+        elif newer.is_file():
+            older.unlink(missing_ok=True)
+            os.link(newer, older)
 
 
 class LastCheckpoint(Checkpoint):
     """Writes one file, `last.ckpt`: every `every` steps, after each validation, at the end of training, and when it stops
-    because too many chains or samples were bad."""
+    on request, or because too many chains or samples were bad."""
 
     def __init__(self, path: Path, every: int) -> None:
         self.path, self.every = path, every
@@ -63,9 +86,9 @@ class LastCheckpoint(Checkpoint):
         self._save(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """A run that stops because too many chains or samples were bad: all ranks do, between two steps, with the weights of
-        the last one."""
-        if isinstance(exception, QuarantineFull | TooManyBadSamplesError) and trainer.global_step:
+        """A run that was asked to stop, or has too many bad chains or samples: all ranks stop between two steps, with the
+        weights of the last one."""
+        if isinstance(exception, RunStopped | QuarantineFull | TooManyBadSamplesError) and trainer.global_step:
             try:
                 self._save(trainer)
             except NotFiniteWeightsError as error:  # `exception` is the one to report

@@ -106,7 +106,7 @@ def check_run(command: Command, settings: Settings) -> CheckedRun:
     check_training_sizes(parallel, data)
     if command == "fit":
         check_compilation(settings.run, parallel, settings.plan, data, on_gpu(settings.trainer))
-    folder = RunFolder(Path(settings.run.output))
+    folder = RunFolder(Path(settings.run.output), settings.run.keep_last)
     start = folder.start(command, settings.run, process_group.was_restarted())
     if command == "fit":
         check_output_folder(folder.path)

@@ -11,12 +11,15 @@ import io
 import logging
 import os
 import sys
+import time
 import warnings
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer, seed_everything
+from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -25,8 +28,10 @@ from evodsp.data.quarantine import read_quarantine
 from evodsp.errors import UserError
 from evodsp.launch.consensus import from_first, on_first
 from evodsp.launch.launcher import launch
+from evodsp.launch.parent import STOPPED
 from evodsp.launch.process_group import guarded, place, stop, under_launcher
 from evodsp.model.matmul import float32_matmul
+from evodsp.output import output_errors
 from evodsp.training.bad_samples import BadSamples
 from evodsp.training.checkpointing import Interruption, LastCheckpoint, WholeFileIO, best_checkpoint
 from evodsp.training.checks import CheckedRun, Settings, check_run, on_gpu, run_config
@@ -36,8 +41,10 @@ from evodsp.training.datamodule import ChainDataModule
 from evodsp.training.ema import ExponentialMovingAverage
 from evodsp.training.module import TrainingModule
 from evodsp.training.options import SUMMARY, Command, PresetParser, TrainerOptions, add_arguments
-from evodsp.training.progress import TrainingProgress, score_table
+from evodsp.training.progress import TrainingProgress, report, score_table
 from evodsp.training.recomputation import AutomaticRecomputation
+from evodsp.training.run_lock import run_lock
+from evodsp.training.stopping import RunStopped, StopRequest, deadline
 from evodsp.training.strategy import DSPStrategy
 from evodsp.training.waiting import WaitingTime
 from evodsp.training.world import MeshWorld, World
@@ -122,10 +129,14 @@ class Built:
     trainer: Trainer
     interruption: Interruption
     last: LastCheckpoint
+    stop: StopRequest
 
 
-def build(run: CheckedRun) -> Built:
-    """Build module, data and trainer; no file is written. Raises UserError for a Trainer option that Lightning refuses."""
+def build(run: CheckedRun, begun: float) -> Built:
+    """Build module, data and trainer; no file is written. Raises UserError for a Trainer option that Lightning refuses.
+
+    `begun`: when this command began, in seconds since the epoch.
+    """
     settings, seed = run.settings, run.settings.run.seed
     options, passes = settings.trainer, settings.batches_per_pass
     world = MeshWorld(settings.parallel, on_gpu(options)) if under_launcher() else World()
@@ -134,13 +145,19 @@ def build(run: CheckedRun) -> Built:
     model = load_model(run.start, settings.run.raw) if run.start is not None and run.command != "fit" else None
     limits = settings.run
     bad = BadSamples(limits.max_bad_samples, limits.replay_files, data_config.skip_samples or ())
-    module = TrainingModule(settings.model, seed, data_config.validation, world, settings.kernels, model, bad)
+    stop = StopRequest(deadline(_seconds(options["max_time"]), begun, limits.stop_before_end))
+    module = TrainingModule(settings.model, seed, data_config.validation, world, settings.kernels, model, bad, stop)
     module.chain_names = {"val": run.chains.validation, "test": run.chains.test}
     interruption = Interruption()
     last = LastCheckpoint(run.folder.last, settings.run.checkpoint_every)
-    own_callbacks = [interruption, *_callbacks(run, last), *([WaitingTime(data), bad] if run.command == "fit" else [])]
+    own_callbacks = [
+        interruption,
+        *_callbacks(run, last),
+        *([WaitingTime(data), bad, stop] if run.command == "fit" else []),
+    ]
     config = {
         **options,
+        "max_time": None,  # ours (`StopRequest`)
         "accumulate_grad_batches": options["accumulate_grad_batches"] * passes,
         "logger": _loggers(run) if options["logger"] in (None, True) else options["logger"],
         "callbacks": [*_as_list(options["callbacks"]), *own_callbacks],
@@ -156,8 +173,19 @@ def build(run: CheckedRun) -> Built:
         trainer = Trainer(**config)
     except (ValueError, MisconfigurationException) as error:  # how Lightning reports a wrong option
         raise UserError(f"trainer: {error}") from error
-    trainer.strategy.checkpoint_io = WholeFileIO()
-    return Built(world, module, data, trainer, interruption, last)
+    trainer.strategy.checkpoint_io = WholeFileIO(run.folder.former)
+    return Built(world, module, data, trainer, interruption, last, stop)
+
+
+def _seconds(max_time: Any) -> float | None:
+    """Lightning's `max_time` in seconds. Raises UserError unless it is one.
+
+    Its own timer counts the time of earlier starts too, so that a run which resumes would stop at once.
+    """
+    try:
+        return Timer(max_time).time_remaining()
+    except (TypeError, MisconfigurationException) as error:
+        raise UserError(f"trainer.max_time is {max_time}, but must be a time as DD:HH:MM:SS") from error
 
 
 def _as_list(value: Any) -> list[Any]:
@@ -191,11 +219,13 @@ def _loggers(run: CheckedRun) -> list[Logger]:
 
 
 def run(command: Command, words: list[str]) -> int:
-    """Run `evodsp fit`, `validate` or `test` with the options `words`, and return the exit code.
+    """Run `evodsp fit`, `validate` or `test` with the options `words`, and return the exit code: STOPPED if the run was asked
+    to stop before its end, and has saved.
 
     Raises UserError, or KeyboardInterrupt with a message that says how to resume.
     """
     _hush()
+    begun = time.time()
     if "--trainer.help" in words:
         words = ["--help"]
     cli = TrainingCLI(command, words)
@@ -203,16 +233,27 @@ def run(command: Command, words: list[str]) -> int:
         checked = check_run(command, cli.settings)
     if checked.must_launch:
         return launch(checked.ranks, [command, *words])
-    built = build(checked)
+    built = build(checked, begun)
+    if command == "fit" and built.stop.deadline <= time.time():  # torchrun starts a run again that has stopped
+        report("evodsp: the time limit is over; nothing was trained")
+        return STOPPED
+    stopped = False
     try:
-        with guarded(), float32_matmul(checked.settings.run.matmul_precision):
+        with guarded(), output_errors(checked.folder.path), float32_matmul(checked.settings.run.matmul_precision):
             _execute(checked, built, cli.config_text())
+    except RunStopped:
+        stopped = True
     except SystemExit:
         if not built.interruption.happened:
             raise
     if built.interruption.happened:
         raise KeyboardInterrupt(_resume_hint(built.last))
     stop()
+    if stopped and built.stop.interrupted:
+        raise KeyboardInterrupt(_resume_hint(built.last))
+    if stopped:
+        report(f"evodsp: stopped by {built.stop.reason}; {_resume_hint(built.last)}")
+        return STOPPED
     if built.trainer.is_global_zero:
         _report(checked, built)
     return 0
@@ -227,13 +268,15 @@ def _execute(run: CheckedRun, built: Built, config_text: str) -> None:
         getattr(trainer, run.command)(module, datamodule=data, verbose=False)
         return
     replace = overwrite and run.start is None
-    resumes, missing = run.start is not None, run.chains.missing
-    on_first(lambda: run.folder.prepare(config_text, replace, resumes, missing), built.world.group)
-    if trainer.is_global_zero:
-        for note in run.chains.notes(run.folder.missing):
-            print(f"evodsp: warning: {note}", file=sys.stderr)
-    _open_quarantine(run, built)
-    trainer.fit(module, datamodule=data, ckpt_path=run.start, weights_only=True)
+    resumes, missing, group = run.start is not None, run.chains.missing, built.world.group
+    with ExitStack() as held:
+        on_first(lambda: held.enter_context(run_lock(run.folder.path)), group)
+        on_first(lambda: run.folder.prepare(config_text, replace, resumes, missing), group)
+        if trainer.is_global_zero:
+            for note in run.chains.notes(run.folder.missing):
+                print(f"evodsp: warning: {note}", file=sys.stderr)
+        _open_quarantine(run, built)
+        trainer.fit(module, datamodule=data, ckpt_path=run.start, weights_only=True)
 
 
 def _open_quarantine(run: CheckedRun, built: Built) -> None:

@@ -232,6 +232,10 @@ class RunConfig:
     """validate and test: score the raw weights instead of their moving average."""
     checkpoint_every: int = 500
     """Steps between two writes of checkpoints/last.ckpt, which is also written after each validation."""
+    keep_last: int = 2
+    """Newest checkpoints to keep: last.ckpt, last-1.ckpt, … If the newest is damaged, the run resumes from the one before."""
+    stop_before_end: float | None = 120.0
+    """Seconds before the end of its SLURM job (SLURM_JOB_END_TIME) at which a run saves and stops; null to ignore the end."""
 
     max_bad_samples: int = 10
     """Samples whose loss or gradient is not finite that may be left out before the run stops; bad_samples.jsonl names them.
@@ -241,5 +245,6 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         ranges = {"seed": SEED, "checkpoint_every": SIZE, "max_bad_samples": COUNT, "replay_files": COUNT}
+        ranges |= {"keep_last": SIZE, "stop_before_end": COUNT}
         check_numbers(self, ranges, "")
         check_matmul("matmul_precision", self.matmul_precision)

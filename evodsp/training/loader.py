@@ -27,6 +27,7 @@ from evodsp.data.dataset import ChainDataset, Sample, collate
 from evodsp.data.quarantine import Failure, Quarantine
 from evodsp.data.sample_pool import SampleMaker
 from evodsp.errors import UserError
+from evodsp.features.batch import with_features
 
 _log = logging.getLogger(__name__)
 
@@ -122,8 +123,9 @@ class TrainingLoader:
         return self.samples.key_of(index, self.quarantine.chains_at(index))
 
     def again(self, index: int) -> Batch:
-        """A batch of sample `index` alone, made anew in this process. Raises UserError if its chain cannot be read any more."""
-        return collate([{**self.samples.make(index, self.chain_of(index)), "sample_index": torch.tensor(index)}])
+        """The features of sample `index` alone, made anew in this process. Raises UserError if its chain cannot be read any more."""
+        sample = self.samples.make(index, self.chain_of(index))
+        return with_features(collate([{**sample, "sample_index": torch.tensor(index)}]), self.samples.config)
 
     def state_dict(self) -> dict[str, Any]:
         return {"samples": self.indices.samples}

@@ -26,6 +26,7 @@ from evodsp.training.checkpointing import recount_batches
 from evodsp.training.config import TrainingConfig
 from evodsp.training.gradients import Gradients
 from evodsp.training.lr_schedule import learning_rate
+from evodsp.training.stopping import StopRequest
 from evodsp.training.world import World
 from evodsp.weights.checkpoint import checkpoint_entries
 from evodsp.weights.versions import upgrade
@@ -66,10 +67,12 @@ class TrainingModule(LightningModule):
         kernels: KernelsConfig | None = None,
         model: AlphaFold | None = None,
         bad_samples: BadSamples | None = None,
+        stop: StopRequest | None = None,
     ) -> None:
         """`features`: sizes of the validation features, saved in checkpoints for prediction. `world`: None for one process.
         `kernels`: which implementations of the operators to use; None: the defaults. `model`: None for a new one.
         `bad_samples`: told of samples that are not finite, and knows those to leave out; None for one that only logs them.
+        `stop`: told when ranks agree to stop; None for a run that nobody stops.
         """
         super().__init__()
         self.config, self.features, self.world = config, features, world or World()
@@ -80,7 +83,7 @@ class TrainingModule(LightningModule):
         self.scores: dict[str, dict[str, float]] = {}
         """Metrics of the last validation or test, by chain."""
         self.seed, self.kernels = seed, self._kernels
-        self.bad_samples = bad_samples or BadSamples()
+        self.bad_samples, self._stop = bad_samples or BadSamples(), stop or StopRequest()
         self._dropout = Draws.root(seed).at("dropout")
         self._casts = CastParameters(self.model)
         self._gradients: Gradients | None = None
@@ -140,12 +143,15 @@ class TrainingModule(LightningModule):
         names, passes = list(self._step[0]), len(self._step)
         terms = torch.stack([torch.stack([values[name].float() for name in names]) for values in self._step])
         number = reduced.counted.sum()
-        sums = [*terms.where(reduced.counted[:, None], 0).sum(0), reduced.norm.float() * number, number.float()]
+        stop = torch.full_like(reduced.norm, float(self._stop.asked), dtype=torch.float32)
+        sums = [*terms.where(reduced.counted[:, None], 0).sum(0), reduced.norm.float() * number, number.float(), stop]
         means = self.trainer.strategy.reduce(torch.stack(sums), reduce_op="mean")  # over the ranks
         read = torch.cat([means, terms.flatten(), reduced.counted.float()]).cpu()
-        means, terms, counted = read.split([len(names) + 2, terms.numel(), passes])
-        on_average = float(means[-1])
-        bad = on_average < passes or not math.isfinite(float(means[-2]))
+        means, terms, counted = read.split([len(names) + 3, terms.numel(), passes])
+        if means[-1] > 0:
+            self._stop.agree()
+        on_average = float(means[-2])
+        bad = on_average < passes or not math.isfinite(float(means[-3]))
         if bad and not (self.gradients.drops_samples and on_average):
             on_average = 0.0
         if bad:

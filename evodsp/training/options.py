@@ -49,7 +49,7 @@ class TrainerOptions:
     max_epochs: int | None = -1
     """Number of epochs (of data.samples_per_epoch samples) to train for; -1 for no limit."""
     max_time: str | None = None
-    """Stop after this time, as DD:HH:MM:SS."""
+    """Save and stop this long after the start of this command, as DD:HH:MM:SS."""
     accelerator: str = "auto"
     """cpu, gpu, …; auto uses GPUs if there are any."""
     devices: str | int | list[int] = "auto"

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import shutil
+import sys
+import zipfile
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +21,8 @@ class RunFolder:
     """The files of a run below `path`."""
 
     path: Path
+    keep_last: int = 1
+    """How many of the newest checkpoints are kept."""
 
     @property
     def checkpoints(self) -> Path:
@@ -26,6 +31,36 @@ class RunFolder:
     @property
     def last(self) -> Path:
         return self.checkpoints / "last.ckpt"
+
+    def former(self, path: Path) -> list[Path]:
+        """The names of earlier versions of `last`, newest first; none for other files."""
+        return (
+            [path.with_name(f"last-{number}.ckpt") for number in range(1, self.keep_last)] if path == self.last else []
+        )
+
+    def newest_intact(self) -> Path | None:
+        """The newest of the last checkpoints that is not damaged; None if there are none. Warns of damaged ones.
+
+        Raises UserError if all of them are damaged.
+        """
+        damaged = ""
+        for path in (
+            self.last,
+            *sorted(self.checkpoints.glob("last-*.ckpt"), key=lambda path: (len(path.name), path.name)),
+        ):
+            if not path.is_file():
+                continue
+            problem = damage(path)
+            if problem is None:
+                if damaged:
+                    print(f"evodsp: warning: {damaged}; going on from {path}", file=sys.stderr)
+                return path
+            damaged = f"{path} is damaged ({problem})"
+        if damaged:
+            raise UserError(
+                f"{damaged}, and there is no other; resume from best.ckpt, or start anew with --overwrite true"
+            )
+        return None
 
     @property
     def curve(self) -> Path:
@@ -61,8 +96,8 @@ class RunFolder:
         Raises UserError if a required checkpoint is missing, or if an existing one would be overwritten.
         """
         name = run.ckpt_path
-        if command == "fit" and self.last.is_file() and (name == "auto" or restarted):
-            return self.last  # written by this very run, whatever it started from
+        if command == "fit" and (name in ("auto", "last") or restarted) and (newest := self.newest_intact()):
+            return newest  # written by this very run, whatever it started from
         if name == "auto":
             name = None
         if name in ("last", "best"):
@@ -115,3 +150,13 @@ class RunFolder:
         for folder in (self.path, self.checkpoints):
             for path in folder.glob(".*.partial"):
                 path.unlink(missing_ok=True)
+
+
+def damage(path: Path) -> str | None:
+    """What is wrong with a checkpoint, from the checksums that it contains; None if nothing is."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            entry = archive.testzip()
+    except (zipfile.BadZipFile, EOFError, NotImplementedError, zlib.error) as error:
+        return str(error) or "cut short"
+    return None if entry is None else f"{entry} has another checksum"

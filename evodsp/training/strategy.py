@@ -119,14 +119,15 @@ class DSPStrategy(ParallelStrategy):
             _optimizers_to_device(self.optimizers, self.root_device)
 
     def on_train_start(self) -> None:
-        _restore_sigterm()
         # Before each batch Lightning broadcasts whether it got SIGTERM, and waits for the answer. Here it never gets it.
         assert self.lightning_module is not None
         loop = self.lightning_module.trainer.fit_loop.epoch_loop
         loop._broadcast_sigterm_tensor = _nothing  # type: ignore[method-assign]
 
     def on_validation_start(self) -> None:
-        _restore_sigterm()
+        assert self.lightning_module is not None
+        if self.lightning_module.trainer.state.fn != TrainerFn.FITTING:  # a training run has its own (`StopRequest`)
+            _restore_sigterm()
 
     def on_test_start(self) -> None:
         _restore_sigterm()

@@ -13,9 +13,9 @@ from lightning.pytorch import Trainer
 
 from evodsp.cli import main
 from evodsp.config import ModelConfig
+from evodsp.report.curve import read_curve
 from evodsp.training.bad_samples import BadSamples, NotFiniteWeightsError, Suspect, merged
 from evodsp.training.config import TrainingConfig
-from evodsp.training.csv_logger import read_curve
 from evodsp.training.module import TrainingModule
 from evodsp.weights.checkpoint import read_checkpoint
 from tests.builders import planted_numbers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from evodsp.cli import main
+from evodsp.errors import UserError
 from evodsp.training.checkpointing import WholeFileIO
 from evodsp.training.run_folder import RunFolder
 
@@ -67,3 +69,56 @@ def test_only_unfinished_files_are_deleted(tmp_path: Path) -> None:
     RunFolder(tmp_path).remove_partial()
     left = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()}
     assert left == {"checkpoints/last.ckpt", "curve.csv", "a.partial"}
+
+
+def _checkpoints(folder: Path, keep: int, steps: int) -> RunFolder:
+    run = RunFolder(folder, keep)
+    for step in range(steps):
+        WholeFileIO(run.former).save_checkpoint({"step": step, "weights": torch.randn(500)}, run.last)
+    return run
+
+
+def test_the_last_checkpoints_are_kept(tmp_path: Path) -> None:
+    """Versions in the wrong order, one more or one less than asked for, or another file's versions moved."""
+    run = _checkpoints(tmp_path, keep=3, steps=5)
+    found = {path.name: torch.load(path)["step"] for path in run.checkpoints.iterdir()}
+    assert found == {"last.ckpt": 4, "last-1.ckpt": 3, "last-2.ckpt": 2}
+    assert run.former(run.checkpoints / "best.ckpt") == []
+
+
+@pytest.mark.parametrize("how", ["truncated", "flipped", "empty"])
+def test_a_damaged_checkpoint_falls_back_to_the_one_before(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], how: str
+) -> None:
+    """A file cut short by a crash, a bit that a disk has lost in the weights (which loads without an error), or both files."""
+    run = _checkpoints(tmp_path, keep=2, steps=2)
+    data = bytearray(run.last.read_bytes())
+    if how == "flipped":
+        data[len(data) // 2] ^= 4
+    run.last.write_bytes(data if how == "flipped" else data[: len(data) - 50] if how == "truncated" else b"")
+    assert run.newest_intact() == run.checkpoints / "last-1.ckpt"
+    said = capsys.readouterr().err
+    assert f"{run.last} is damaged" in said
+    assert "going on from" in said
+    (run.checkpoints / "last-1.ckpt").write_bytes(b"PK")
+    with pytest.raises(UserError, match="and there is no other"):
+        run.newest_intact()
+
+
+def test_a_full_disk_is_one_line(
+    chains: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A traceback, or half a checkpoint."""
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("evodsp.training.checkpointing.os.fsync", full)
+    words = ["fit", f"--config={chains}/tiny.yaml", f"--output={tmp_path}/run", "--trainer.max_steps=1"]
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert error.splitlines()[-1] == (
+        f"evodsp: error: --output {tmp_path}/run: No space left on device; give a writable --output"
+    )
+    assert "Traceback" not in error
+    assert not list((tmp_path / "run").rglob("*.ckpt*"))

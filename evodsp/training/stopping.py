@@ -1,0 +1,91 @@
+"""Requests to stop a training run: SIGTERM, SIGUSR1, Ctrl-C, a time limit. The run saves within the running step and ends.
+
+A request reaches one rank, or several at different places. Each rank's answer travels with the losses of the step, in a
+collective that exists anyway, so all ranks stop after the same step.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
+
+class RunStopped(Exception):
+    """Ends a run between two steps, on all ranks."""
+
+
+class StopRequest(Callback):
+    """Notes requests to stop, and raises RunStopped after the step in which the ranks have agreed.
+
+    `deadline`: seconds since the epoch at which this rank asks by itself.
+    """
+
+    def __init__(self, deadline: float = math.inf) -> None:
+        self.deadline = deadline
+        self.reason: str | None = None
+        """Why this rank wants to stop, or has stopped."""
+        self.interrupted = False
+        """Whether it was Ctrl-C."""
+        self._agreed = False
+        self._former: dict[int, Any] = {}
+
+    @property
+    def asked(self) -> bool:
+        """Whether this rank wants to stop."""
+        if self.reason is None and time.time() >= self.deadline:
+            self.reason = "the time limit"
+        return self.reason is not None
+
+    def agree(self) -> None:
+        """Called on all ranks alike, in a step in which one of them wanted to stop."""
+        self.reason = self.reason or "another rank's request"
+        self._agreed = True
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Lightning's handlers, installed by now, communicate; that hangs if ranks get a signal at different places."""
+        if threading.current_thread() is threading.main_thread():
+            self._former = {number: signal.signal(number, self._note) for number in SIGNALS}
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        finished = 0 <= trainer.max_steps <= trainer.global_step
+        if self._agreed and not finished:
+            raise RunStopped(self.reason)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._restore()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        if not isinstance(exception, RunStopped):  # then a checkpoint is about to be written: leave it in peace
+            self._restore()
+
+    def _note(self, number: int, frame: Any) -> None:
+        """A second signal of the same kind ends the process at once."""
+        self.reason, self.interrupted = signal.Signals(number).name, number == signal.SIGINT
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+
+    def _restore(self) -> None:
+        for number, handler in self._former.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._former = {}
+
+
+def deadline(
+    max_time_s: float | None, begun: float, margin_s: float | None, environment: Mapping[str, str] = os.environ
+) -> float:
+    """When a run has to stop, in seconds since the epoch: `max_time_s` after it has `begun`, or `margin_s` before its SLURM job
+    ends (SLURM_JOB_END_TIME), whichever is earlier; infinite without both.
+    """
+    limits = [math.inf if max_time_s is None else begun + max_time_s]
+    end = environment.get("SLURM_JOB_END_TIME", "")
+    if margin_s is not None and end.isdecimal():
+        limits.append(int(end) - margin_s)
+    return min(limits)

@@ -1,0 +1,84 @@
+"""Runs that are asked to stop: they save within the step, say how to go on, and go on as if they had not stopped."""
+
+from __future__ import annotations
+
+import math
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from evodsp.cli import main
+from evodsp.training.stopping import StopRequest, deadline
+from evodsp.weights.checkpoint import read_checkpoint
+from tests.builders.signal_to_itself import STEP
+from tests.builders.training import CommandPool
+
+
+def words(chains: Path, output: Path, *options: str) -> list[str]:
+    return ["fit", f"--config={chains}/tiny.yaml", f"--output={output}", "--trainer.max_steps=5", "--checkpoint_every=100",
+            "--trainer.limit_val_batches=0", *options]  # fmt: skip
+
+
+def sends(name: str) -> str:
+    return f"--trainer.callbacks=tests.builders.signal_to_itself.{name}"
+
+
+def assert_same_end(one: Path, other: Path) -> None:
+    found, expected = (read_checkpoint(output / "checkpoints/last.ckpt") for output in (one, other))
+    assert found["global_step"] == expected["global_step"] == 5
+    for kind in ("state_dict", "ema_state_dict"):
+        assert all(torch.equal(value, expected[kind][name]) for name, value in found[kind].items())
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "said"),
+    [
+        ("Terminate", 75, "stopped by SIGTERM; the last checkpoint of step"),
+        pytest.param("User", 75, "stopped by SIGUSR1; the last checkpoint of step", marks=pytest.mark.verify),
+        pytest.param("Interrupt", 130, "interrupted; the last checkpoint of step", marks=pytest.mark.verify),
+    ],
+)
+def test_a_signal_stops_the_run_with_a_checkpoint(
+    chains: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, code: int, said: str
+) -> None:
+    """A pre-empted job that looks complete (exit code 0), steps that are lost or repeated, a handler that stays."""
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)]
+    assert main(words(chains, stopped, sends(name))) == code
+    assert f"{said} {STEP + 1} is {stopped}" in capsys.readouterr().err
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)] == handlers
+    assert read_checkpoint(stopped / "checkpoints/last.ckpt")["global_step"] == STEP + 1
+    assert not (stopped / "run.lock").exists()
+    assert main(words(chains, stopped, "--ckpt_path=auto")) == 0
+    assert main(words(chains, whole)) == 0
+    assert_same_end(stopped, whole)
+
+
+def test_a_signal_to_one_rank_stops_both(commands: CommandPool, chains: Path, tmp_path: Path) -> None:
+    """A rank that leaves alone, with the other one waiting for it."""
+    output = tmp_path / "run"
+    outcomes = commands.evodsp(2, *words(chains, output, "--parallel.sequence=2", sends("TerminateRank1")))
+    assert [outcome.code for outcome in outcomes] == [75, 75], outcomes
+    assert "another rank's request" in outcomes[0].error
+    assert read_checkpoint(output / "checkpoints/last.ckpt")["global_step"] == STEP + 1
+
+
+def test_a_time_limit_that_is_over(chains: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A restart by torchrun, which trains a step again and again; a time that is none."""
+    assert main(words(chains, tmp_path / "run", "--trainer.max_time=00:00:00:00")) == 75
+    assert "the time limit is over" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+    assert main(words(chains, tmp_path / "run", "--trainer.max_time=soon")) == 2
+    assert "trainer.max_time is soon" in capsys.readouterr().err
+
+
+def test_the_earlier_limit_counts() -> None:
+    """The end of the job ignored, or taken for the time of saving."""
+    assert deadline(None, 100.0, 120.0, {}) == math.inf
+    assert deadline(50.0, 100.0, 120.0, {"SLURM_JOB_END_TIME": "1000"}) == 150
+    assert deadline(5000.0, 100.0, 120.0, {"SLURM_JOB_END_TIME": "1000"}) == 880
+    assert deadline(None, 100.0, None, {"SLURM_JOB_END_TIME": "1000"}) == math.inf
+    assert StopRequest(deadline=1.0).asked
+    assert not StopRequest().asked
