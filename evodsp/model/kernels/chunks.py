@@ -34,6 +34,11 @@ def chunks_of(x: Float[Tensor, "B n1 n2 c"], channels: int) -> list[Chunk]:
     ]
 
 
+def keeps(x: Float[Tensor, "B n1 n2 c"], channels: int, limit: int) -> bool:
+    """Whether an intermediate with so many channels is kept for the backward pass: it is on a CPU, and `limit` numbers at most."""
+    return x.device.type == "cpu" and x[..., 0].numel() * channels <= limit
+
+
 class Whole:
     """A tensor that is computed chunk by chunk."""
 

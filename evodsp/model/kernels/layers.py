@@ -3,7 +3,8 @@
 So of a sub-layer's input only the residual stream itself is kept. `chunked` and `triton` share these operators and differ in
 `Pieces`: what lies between the matrix products.
 
-An intermediate wider than the residual stream is computed a few rows at a time, if it is large (`chunks`).
+An intermediate wider than the residual stream is computed a few rows at a time, if it is large (`chunks`). On a CPU a small one
+is kept for the backward pass. In a block that is recomputed this costs no memory until its own backward pass.
 
 Shape legend: B batch, n1 n2 axes of a shard of a representation, I J those of a pair, c channels of an operand, h hidden
 channels, z channels of the pair representation, o p channels of results, * axes of a chunk.
@@ -22,8 +23,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from evodsp.model.kernels.chunks import Chunk, SampleSums, Sums, Whole, chunks_of
+from evodsp.model.kernels.chunks import Chunk, SampleSums, Sums, Whole, chunks_of, keeps
 from evodsp.model.precision import activation_dtype, wide, without_autocast
+
+# Up to this many numbers are kept for the backward pass on a CPU: of a transition's hidden layer, and of the projections of
+# triangle multiplication, which take less time for their memory.
+_CPU_HIDDEN, _CPU_PROJECTED = 1 << 23, 1 << 22
 
 
 @dataclass(frozen=True)
@@ -61,7 +66,7 @@ class Layers:
         narrow: Float[Tensor, "c h"],
         narrow_bias: Float[Tensor, " c"],
     ) -> Float[Tensor, "B n1 n2 c"]:
-        """Layer norm and two-layer perceptron. The hidden layer is computed again in the backward pass."""
+        """Layer norm and two-layer perceptron. A large hidden layer is computed again in the backward pass."""
         x, *layers = _cast(x, widen, widen_bias, narrow, narrow_bias)
         with without_autocast(x.device):
             return _Transition.apply(self._pieces, x, norm_weight, norm_bias, *layers)
@@ -182,27 +187,32 @@ class _Transition(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, pieces: Pieces, x: Tensor, *parameters: Tensor) -> Tensor:
         ctx.pieces = pieces
-        ctx.save_for_backward(x, *parameters)
         norm_weight, norm_bias, widen, widen_bias, narrow, narrow_bias = parameters
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        keep = any(ctx.needs_input_grad) and keeps(x, len(widen), _CPU_HIDDEN)
+        kept = []
         for at in chunks_of(x, len(widen)):
             y = _matrix(pieces.norm(x[at], norm_weight, norm_bias)[0])
             hidden = torch._addmm_activation(widen_bias, y, widen.T)
             torch.addmm(narrow_bias, hidden, narrow.T, out=out[at].view(-1, x.shape[-1]))
+            if keep:
+                kept.append(hidden)
+        ctx.save_for_backward(x, *parameters, *kept)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         pieces: Pieces = ctx.pieces
-        x, *parameters = ctx.saved_tensors
+        x, *saved = ctx.saved_tensors
+        parameters, kept = saved[:6], saved[6:]
         norm_weight, norm_bias, widen, widen_bias, narrow, _ = parameters
         chunks = chunks_of(x, len(widen))
         grad_x, sums = Whole(chunks, lambda: torch.empty_like(x)), Sums(chunks, *parameters)
-        for at in chunks:
+        for n, at in enumerate(chunks):
             normal, *statistics = pieces.norm(x[at], norm_weight, norm_bias)
             y, upstream = _matrix(normal), _matrix(grad[at])
-            hidden = torch._addmm_activation(widen_bias, y, widen.T)
+            hidden = kept[n] if kept else torch._addmm_activation(widen_bias, y, widen.T)
             sums.add_linear(4, upstream, hidden, bias=5)
             slope = torch.ops.aten.threshold_backward(upstream @ narrow, hidden, 0)
             sums.add_linear(2, slope, y, bias=3)
@@ -359,15 +369,20 @@ class _TriangleProduct(torch.autograd.Function):
         ctx: Any, pieces: Pieces, outgoing: bool, x: Tensor, mask: Tensor, *parameters: Tensor
     ) -> tuple[Tensor, Tensor]:
         ctx.pieces, ctx.outgoing = pieces, outgoing
-        ctx.save_for_backward(x, mask, *parameters)
         norm_weight, norm_bias, weight, bias, gate_weight, gate_bias = parameters
         chunks = chunks_of(x, len(weight))
         operands = Whole(chunks, lambda: _empty_operands(x, weight))
         gate = x.new_empty(*x.shape[:3], len(gate_weight))
+        keep = any(ctx.needs_input_grad) and keeps(x, len(weight), _CPU_PROJECTED)
+        kept = []
         for at in chunks:
             y = pieces.norm(x[at], norm_weight, norm_bias)[0]
-            operands.put(_operands_at(at), pieces.gated_operands(_linear(y, weight, bias), mask[at]))
+            projected = _linear(y, weight, bias)
+            operands.put(_operands_at(at), pieces.gated_operands(projected, mask[at]))
             torch.addmm(gate_bias, _matrix(y), gate_weight.T, out=gate[at].view(-1, len(gate_weight)))
+            if keep:
+                kept.append(projected)
+        ctx.save_for_backward(x, mask, *parameters, *kept)
         a, b = operands.x.contiguous()
         return multiply_edges(a, b, outgoing), gate
 
@@ -375,14 +390,15 @@ class _TriangleProduct(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, grad_gate: Tensor) -> tuple[Tensor | None, ...]:
         pieces: Pieces = ctx.pieces
-        x, mask, *parameters = ctx.saved_tensors
+        x, mask, *saved = ctx.saved_tensors
+        parameters, kept = saved[:6], saved[6:]
         norm_weight, norm_bias, weight, bias, gate_weight, _ = parameters
         chunks = chunks_of(x, len(weight))
         operands = Whole(chunks, lambda: _empty_operands(x, weight))
         formed = []  # norms, their statistics and projections: few enough, for all chunks, to be kept for a moment
-        for at in chunks:
+        for n, at in enumerate(chunks):
             normal = pieces.norm(x[at], norm_weight, norm_bias)
-            projected = _linear(normal[0], weight, bias)
+            projected = kept[n] if kept else _linear(normal[0], weight, bias)
             operands.put(_operands_at(at), pieces.gated_operands(projected, mask[at]))
             formed.append((*normal, projected))
         a, b = operands.x.contiguous()

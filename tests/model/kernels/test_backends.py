@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from evodsp.model.kernels import chunked, chunks, reference, sdpa
+from evodsp.model.kernels import chunked, chunks, layers, reference, sdpa
 from evodsp.model.kernels.self_check import MASKS, call, examples
 
 ATTENTIONS = ["attention", "biased_attention"]
@@ -128,12 +128,22 @@ LAYERS = [
 ]
 
 
+@pytest.fixture(params=[0, 1 << 20], ids=lambda limit: f"keep {limit}")
+def keep(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """So many numbers of an intermediate are kept for the backward pass."""
+    monkeypatch.setattr(layers, "_CPU_HIDDEN", request.param)
+    monkeypatch.setattr(layers, "_CPU_PROJECTED", request.param)
+    return request.param
+
+
+@pytest.mark.usefixtures("keep")
 @pytest.mark.parametrize("chunk", [1, 100, 1 << 20])
 @pytest.mark.parametrize("sizes", [(2, 5), (1, 3), (2, 0), (0, 3)], ids=str)
 @pytest.mark.parametrize("operator", LAYERS)
 def test_layers(operator: str, sizes: tuple[int, int], chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches operands that are interleaved, a mask along the wrong axis, positions lost between chunks, gradients of the last
-    chunk only, the backward pass of another product of edges, and errors on empty shards."""
+    chunk only, what one chunk kept used for another, the backward pass of another product of edges, and errors on empty
+    shards."""
     monkeypatch.setattr(chunks, "_CPU_NUMBERS", chunk)
     batch, rows = sizes
     square = operator in ("gated_projection", "triangle_product")  # these two have a pair mask
@@ -156,14 +166,16 @@ def test_the_incoming_product() -> None:
 
 
 @pytest.mark.parametrize("operator", LAYERS)
-def test_no_layer_keeps_the_norm(operator: str) -> None:
-    """Catches a norm, operands or a hidden layer that are kept for the backward pass: beside inputs, a few parameters only."""
+def test_no_layer_keeps_the_norm(operator: str, keep: int) -> None:
+    """Catches a norm or operands that are kept for the backward pass, and a hidden layer that is larger than the limit: beside
+    inputs, a few parameters only. And a small intermediate that is formed again, or kept without a backward pass."""
     inputs = [x.requires_grad_() for x in examples(operator, torch.device("cpu"), torch.float64)]
     own = {x.untyped_storage().data_ptr() for x in inputs}
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: (kept.append(x), x)[1], lambda x: x):
         call(operator, getattr(chunked, operator), inputs)
-    assert all(x.ndim <= 2 for x in kept if x.untyped_storage().data_ptr() not in own)
+    large = [x for x in kept if x.untyped_storage().data_ptr() not in own and x[..., 0].numel() >= 2 * 5 * 7]
+    assert len(large) == (keep > 0 and operator in ("transition", "triangle_product"))
 
 
 def flash_attn_func(
