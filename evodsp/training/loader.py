@@ -123,7 +123,10 @@ class TrainingLoader:
         return self.samples.key_of(index, self.quarantine.chains_at(index))
 
     def again(self, index: int) -> Batch:
-        """The features of sample `index` alone, made anew in this process. Raises UserError if its chain cannot be read any more."""
+        """The features of sample `index` alone, made anew in this process.
+
+        Raises UserError if its chain cannot be read any more.
+        """
         sample = self.samples.make(index, self.chain_of(index))
         return with_features(collate([{**sample, "sample_index": torch.tensor(index)}]), self.samples.config)
 

@@ -155,8 +155,8 @@ def first_step(folder: Path, chains: int) -> tuple[float, float]:
     for number in range(chains):
         row = row_of[stored[number // CHAINS_OF_ENTRY % len(stored)]]
         key = f"{number // CHAINS_OF_ENTRY:06d}_{'ABC'[number % CHAINS_OF_ENTRY]}"
-        numbers = [int(row[name]) for name in ("offset", "size", "length", "released")]
-        entries.append(Entry(key, *numbers[:2], row["digest"].tobytes().hex(), *numbers[2:]))
+        offset, size, length, released = (int(row[name]) for name in ("offset", "size", "length", "released"))
+        entries.append(Entry(key, offset, size, row["digest"].tobytes().hex(), length, released))
     description = json.loads((store / DESCRIPTION).read_text())
     description["tables"][CHAINS] = write_index(store / CHAINS / INDEX, [entries])
     (store / DESCRIPTION).write_text(json.dumps(description))
