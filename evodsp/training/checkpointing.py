@@ -7,6 +7,7 @@ counts in a checkpoint are rewritten when a run resumes on another mesh (`recoun
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,10 @@ def keep_former(path: Path, names: Sequence[Path]) -> None:
             newer.replace(older)
         elif newer.is_file():
             older.unlink(missing_ok=True)
-            os.link(newer, older)
+            try:
+                os.link(newer, older)
+            except OSError:  # a file system without hard links
+                shutil.copyfile(newer, older)
 
 
 class LastCheckpoint(Checkpoint):

@@ -51,7 +51,7 @@ def test_a_run_writes_checkpoints_in_place(chains: Path, tmp_path: Path, monkeyp
     (folder / ".last.ckpt.123.partial").touch()
     (tmp_path / "run" / ".curve.csv.123.partial").touch()
     assert main([*words[:-1], "2", "--ckpt_path", "auto"]) == 0
-    assert {path.name for path in folder.iterdir()} <= {"last.ckpt", "best.ckpt"}
+    assert {path.name for path in folder.iterdir()} <= {"last.ckpt", "last-1.ckpt", "best.ckpt"}
     assert not list((tmp_path / "run").glob(".curve*"))
 
 
