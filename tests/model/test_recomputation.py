@@ -54,8 +54,8 @@ def test_gradients_do_not_depend_on_the_number(stack: Stack) -> None:
 @pytest.mark.parametrize("backend", [chunked, reference])
 @pytest.mark.parametrize("hidden", [0, 1 << 20])
 def test_the_msa_transition_is_not_computed_again(hidden: int, backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a recomputation that computes the MSA transition although the next segment has kept its result, and one that
-    takes the result of another segment."""
+    """Catches a recomputation that computes the MSA transition although the next segment has kept its result, one that takes
+    the result of another segment, and a residual gradient that gets lost."""
     monkeypatch.setattr(layers, "_CPU_HIDDEN", hidden)
     expected = [p.grad for p in run(Case("evoformer", recompute=False), LocalExchange(), 1)[2].parameters()]
     known: list[Tensor] = []

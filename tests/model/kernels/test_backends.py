@@ -157,15 +157,6 @@ def test_layers(operator: str, sizes: tuple[int, int], chunk: int, monkeypatch: 
     agree(operator, getattr(chunked, operator), getattr(reference, operator), inputs)
 
 
-@pytest.mark.usefixtures("keep")
-def test_a_transition_whose_total_is_known() -> None:
-    """Catches a result other than that total, and a gradient without that of the residual."""
-    inputs = examples("transition", torch.device("cpu"), torch.float64)
-    total = inputs[0] + reference.transition(*inputs)
-    own, formula = (partial(f.transition, total=total) for f in (chunked, reference))  # type: ignore[attr-defined]
-    agree("transition", own, formula, inputs)
-
-
 def test_the_incoming_product() -> None:
     """Catches the gradients of outgoing edges for incoming ones."""
     inputs = examples("triangle_product", torch.device("cpu"), torch.float64)
