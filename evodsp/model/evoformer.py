@@ -36,7 +36,6 @@ from evodsp.model.dropout import NO_DROPOUT, Dropout, DropoutKeys, Masks, Stream
 from evodsp.model.in_place import Budgeted
 from evodsp.model.msa_ops import MSAColumnAttention, MSAColumnGlobalAttention, MSARowAttention, OuterProductMean
 from evodsp.model.pair_ops import TriangleAttention, TriangleMultiplication
-from evodsp.model.precision import activation_dtype
 from evodsp.model.primitives import ShardedModule, Transition
 from evodsp.model.recomputation import Recomputation
 from evodsp.model.sharded import Sharded
@@ -83,22 +82,15 @@ class MSAStack(Budgeted):
         msa_mask: MSAMask,
         pair_mask: PairMask,
         masks: Masks = None,
-        result: Float[Tensor, "B _ _ c_m"] | None = None,
     ) -> tuple[Float[Tensor, "B _ _ c_m"], Float[Tensor, "B I j c_z"]]:
-        """m on S and z on J in; m on `column_axis` and z on J out. `masks`: of dropout. `result`: the m that goes out, if it is
-        known, because this is a recomputation.
-        """
+        """m on S and z on J in; m on `column_axis` and z on J out. `masks`: of dropout."""
         msa = Sharded(m, "seq", msa_mask, self.exchange, self.budget)
         pair = Sharded(z, "j", pair_mask, self.exchange, self.budget)
         del m, z  # `msa` and `pair` hold them, no longer than they are needed
         msa = msa.add(self.row_attention, msa.x, pair.x, msa_mask, dropout=self.row_dropout, masks=masks)
         msa = msa.switch(self.column_axis)
         msa = msa.add(self.column_attention, msa.x, msa_mask, msa.axis)
-        # A compiled graph must keep the same tensors both times, and is therefore the same one.
-        if not torch.compiler.is_compiling() and result is not None:
-            msa = msa.known(self.transition, result)
-        else:
-            msa = msa.add(self.transition, msa.x)
+        msa = msa.add(self.transition, msa.x)
         pair = pair.add(self.outer_product_mean, msa.x, msa_mask, msa.axis)
         return msa.x, pair.x
 
@@ -175,19 +167,11 @@ class EvoformerBlock(nn.Module):
         return m, self.pair_stack(z, pair_mask, masks)
 
 
-class Left:
-    """What a segment of a stack has left behind when it is recomputed: m, where the next segment keeps that anyway."""
-
-    m: Tensor | None = None
-
-
 class EvoformerStack(ShardedModule):
     """Blocks one after another. As many as `config.checkpoint` says are recomputed in the backward pass.
 
     A recomputed segment is the pair stack of one block and the MSA stack of the next. Between the MSA stack and the pair stack
     of one block, outside of any segment, m is sent back to S. It is awaited after the pair stack, which therefore hides it.
-    On one device the next segment keeps this m. A recomputation then takes it from there, instead of computing the MSA
-    transition, up to a third of its arithmetic.
     """
 
     def __init__(self, c_m: int, c_z: int, config: EvoformerConfig, extra: bool = False) -> None:
@@ -213,8 +197,7 @@ class EvoformerStack(ShardedModule):
         arriving: Pending = Ready(m)
         for number in range(len(self.blocks) + 1):
             recompute = self.recomputation.covers(number) and torch.is_grad_enabled()
-            left = Left()
-            arguments = (number, arriving, z, msa_mask, pair_mask, masks, left, recompute)
+            arguments = (number, arriving, z, msa_mask, pair_mask, masks, recompute)
             if recompute:
                 contexts = self.exchange.keeping if self.plan.keep_gathered else noop_context_fn
                 m, z = checkpoint(self._segment, *arguments, use_reentrant=False, context_fn=contexts)
@@ -224,9 +207,6 @@ class EvoformerStack(ShardedModule):
             arriving = Ready(m)
             if number + 1 < len(self.blocks) and (axis := self.blocks[number].msa_stack.column_axis) != "seq":
                 arriving = self.exchange.start_switch(m, axis, "seq", whole=msa_mask.shape[2])
-            # Its residual gradient must not be rounded with the rest of the operator's.
-            if isinstance(arriving, Ready) and arriving.wait() is m and m.dtype == activation_dtype(m):
-                left.m = m.detach()
         return m, z
 
     def _segment(
@@ -237,13 +217,12 @@ class EvoformerStack(ShardedModule):
         msa_mask: MSAMask,
         pair_mask: PairMask,
         masks: Sequence[Masks],
-        left: Left,
         recompute: bool,
     ) -> tuple[Float[Tensor, "B _ _ c_m"], Float[Tensor, "B I j c_z"]]:
-        """The pair stack of the block before `number`, then the MSA stack of block `number`. `left`: of this segment."""
+        """The pair stack of the block before `number`, then the MSA stack of block `number`."""
         if number > 0:
             z = self.blocks[number - 1].pair_stack(z, pair_mask, masks[number - 1])
         m = arriving.wait(keep=recompute)
         if number < len(self.blocks):
-            m, z = self.blocks[number].msa_stack(m, z, msa_mask, pair_mask, masks[number], left.m)
+            m, z = self.blocks[number].msa_stack(m, z, msa_mask, pair_mask, masks[number])
         return m, z

@@ -201,11 +201,6 @@ class Transition(Computed):
         self.widen = Linear(channels, factor * channels, init="relu")
         self.narrow = Linear(factor * channels, channels, init="final")
 
-    def forward(
-        self, x: Float[Tensor, "B n1 n2 c"], total: Float[Tensor, "B n1 n2 c"] | None = None
-    ) -> Float[Tensor, "B n1 n2 c"]:
-        """The update of x. `total`: x plus its update, if it is known; it is then returned, differentiable, and hardly anything
-        is computed.
-        """
+    def forward(self, x: Float[Tensor, "B n1 n2 c"]) -> Float[Tensor, "B n1 n2 c"]:
         layers = self.norm, self.widen, self.narrow
-        return self.kernels.transition(x, *(p for layer in layers for p in (layer.weight, layer.bias)), total=total)
+        return self.kernels.transition(x, *(p for layer in layers for p in (layer.weight, layer.bias)))

@@ -71,9 +71,5 @@ class Sharded:
         x = self.x + update if dropout is None else dropout(self.x, update, masks, self.total_sizes, self.axis)
         return self._with(x, self.axis)
 
-    def known(self, layer: nn.Module, total: Float[Tensor, "B n1 n2 c"]) -> Sharded:
-        """What `add(layer, self.x)` returns, if its value `total` is known: the recomputation of a block."""
-        return self._with(layer(self.x, total), self.axis)
-
     def _with(self, x: Float[Tensor, "B n1 n2 c"] | Pending, axis: Axis) -> Sharded:
         return Sharded(x, axis, self.mask, self.exchange, self.budget)

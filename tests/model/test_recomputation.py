@@ -9,15 +9,11 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule
-from torch import Tensor
 
 from evodsp.config import EvoformerConfig, ModelConfig, TemplateConfig
 from evodsp.errors import UserError
 from evodsp.model.casts import CastParameters
 from evodsp.model.evoformer import EvoformerStack
-from evodsp.model.kernels import chunked, layers, reference
-from evodsp.model.kernels.registry import Kernels
-from evodsp.model.primitives import Computed
 from evodsp.model.recomputation import Recomputation
 from evodsp.model.templates import TemplatePairStack
 from evodsp.parallel.exchange import LocalExchange
@@ -48,30 +44,6 @@ def test_gradients_do_not_depend_on_the_number(stack: Stack) -> None:
         found = {**outputs, **inputs, **{name: p.grad for name, p in module.named_parameters()}}
         for name, x in expected.items():
             close(found[name].detach(), x.detach(), f"{name}, {number} blocks recomputed")
-
-
-@pytest.mark.usefixtures("double")
-@pytest.mark.parametrize("backend", [chunked, reference])
-@pytest.mark.parametrize("hidden", [0, 1 << 20])
-def test_the_msa_transition_is_not_computed_again(hidden: int, backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a recomputation that computes the MSA transition although the next segment has kept its result, one that takes
-    the result of another segment, and a residual gradient that gets lost."""
-    monkeypatch.setattr(layers, "_CPU_HIDDEN", hidden)
-    expected = [p.grad for p in run(Case("evoformer", recompute=False), LocalExchange(), 1)[2].parameters()]
-    known: list[Tensor] = []
-
-    def transition(x: Tensor, *parameters: Tensor, total: Tensor | None = None) -> Tensor:
-        if total is not None:
-            known.append(total)
-            with torch.no_grad():
-                torch.testing.assert_close(total, x + reference.transition(x, *parameters), rtol=0, atol=1e-10)
-        return backend.transition(x, *parameters, total=total)
-
-    monkeypatch.setattr(Computed, "kernels", dataclasses.replace(Kernels(), transition=transition))
-    stack = run(Case("evoformer", recompute=True), LocalExchange(), 1)[2]
-    assert len(known) == BLOCKS["evoformer"]
-    for found, x in zip(stack.parameters(), expected, strict=True):
-        close(found.grad, x, "gradient")
 
 
 @pytest.mark.parametrize("stack", ["evoformer", "extra"])

@@ -65,15 +65,11 @@ class Layers:
         widen_bias: Float[Tensor, " h"],
         narrow: Float[Tensor, "c h"],
         narrow_bias: Float[Tensor, " c"],
-        total: Float[Tensor, "B n1 n2 c"] | None = None,
     ) -> Float[Tensor, "B n1 n2 c"]:
-        """Layer norm and two-layer perceptron. A large hidden layer is computed again in the backward pass.
-
-        `total`: x plus the result, if it is known. It is then returned, and only prepared for the backward pass.
-        """
+        """Layer norm and two-layer perceptron. A large hidden layer is computed again in the backward pass."""
         x, *layers = _cast(x, widen, widen_bias, narrow, narrow_bias)
         with without_autocast(x.device):
-            return _Transition.apply(self._pieces, total, x, norm_weight, norm_bias, *layers)
+            return _Transition.apply(self._pieces, x, norm_weight, norm_bias, *layers)
 
     def projections(
         self,
@@ -189,17 +185,16 @@ def _matrix(x: Tensor) -> Tensor:
 
 class _Transition(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, pieces: Pieces, total: Tensor | None, x: Tensor, *parameters: Tensor) -> Tensor:
-        ctx.pieces, ctx.known = pieces, total is not None
+    def forward(ctx: Any, pieces: Pieces, x: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.pieces = pieces
         norm_weight, norm_bias, widen, widen_bias, narrow, narrow_bias = parameters
-        out = torch.empty_like(x, memory_format=torch.contiguous_format) if total is None else total.view_as(x)
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
         keep = any(ctx.needs_input_grad) and keeps(x, len(widen), _CPU_HIDDEN)
         kept = []
-        for at in chunks_of(x, len(widen)) if total is None or keep else ():
+        for at in chunks_of(x, len(widen)):
             y = _matrix(pieces.norm(x[at], norm_weight, norm_bias)[0])
             hidden = torch._addmm_activation(widen_bias, y, widen.T)
-            if total is None:
-                torch.addmm(narrow_bias, hidden, narrow.T, out=out[at].view(-1, x.shape[-1]))
+            torch.addmm(narrow_bias, hidden, narrow.T, out=out[at].view(-1, x.shape[-1]))
             if keep:
                 kept.append(hidden)
         ctx.save_for_backward(x, *parameters, *kept)
@@ -222,7 +217,7 @@ class _Transition(torch.autograd.Function):
             slope = torch.ops.aten.threshold_backward(upstream @ narrow, hidden, 0)
             sums.add_linear(2, slope, y, bias=3)
             _norm_backward(pieces, sums, grad_x, at, slope @ widen, x, norm_weight, statistics)
-        return None, None, grad_x.x.add_(grad) if ctx.known else grad_x.x, *sums.results()
+        return None, grad_x.x, *sums.results()
 
 
 def _norm_backward(

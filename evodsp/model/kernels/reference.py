@@ -214,15 +214,9 @@ def transition(
     widen_bias: Float[Tensor, " h"],
     narrow: Float[Tensor, "c h"],
     narrow_bias: Float[Tensor, " c"],
-    total: Float[Tensor, "B n1 n2 c"] | None = None,
 ) -> Float[Tensor, "B n1 n2 c"]:
-    """Layer norm and two-layer perceptron (algorithms 9 and 15).
-
-    `total`: x plus the result, if it is known, and then that is the result. Other backends need not compute it.
-    """
-    hidden = F.linear(layer_norm(x, norm_weight, norm_bias), widen, widen_bias).relu()
-    update = F.linear(hidden, narrow, narrow_bias)
-    return update if total is None else x + update
+    """Layer norm and two-layer perceptron (algorithms 9 and 15)."""
+    return F.linear(F.linear(layer_norm(x, norm_weight, norm_bias), widen, widen_bias).relu(), narrow, narrow_bias)
 
 
 def outer_product(
