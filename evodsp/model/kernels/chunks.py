@@ -16,7 +16,7 @@ from torch import Tensor
 from evodsp.model.precision import wide, wide_product
 
 # Numbers per chunk of an intermediate: about a core's cache, or enough to fill a GPU.
-_CPU_NUMBERS, _GPU_NUMBERS = 1 << 19, 1 << 28
+_CPU_NUMBERS, _GPU_NUMBERS = 1 << 20, 1 << 28
 
 Chunk = tuple[int | slice, slice]
 """What indexes the first two axes of a representation: (sample, rows), or everything."""
@@ -35,7 +35,7 @@ def chunks_of(x: Float[Tensor, "B n1 n2 c"], channels: int) -> list[Chunk]:
 
 
 def keeps(x: Float[Tensor, "B n1 n2 c"], channels: int, limit: int) -> bool:
-    """Whether an intermediate with so many channels is kept for the backward pass: it is on a CPU, and `limit` numbers at most."""
+    """Whether an intermediate with so many channels is kept for the backward pass: on a CPU, up to `limit` numbers."""
     return x.device.type == "cpu" and x[..., 0].numel() * channels <= limit
 
 
