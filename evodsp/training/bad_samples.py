@@ -129,6 +129,8 @@ class BadSamples(Callback):
     ) -> None:
         self.limit, self.replays, self.skip, self.folder = limit, replays, frozenset(skip), folder
         self.samples: list[BadSample] = []
+        self.kept = False
+        """Whether some step of this run kept a sample."""
 
     def skips(self, samples: Iterable[int]) -> bool:
         """Whether one of these samples is to be left out."""
@@ -158,6 +160,14 @@ class BadSamples(Callback):
                 f"{self.number} samples were not finite, the last {self.samples[-1]}, but max_bad_samples is {self.limit}"
                 f"{listed}; 'evodsp replay FILE' computes one again alone; go on with --ckpt_path last and a lower "
                 "model.optimizer.lr, a larger --max_bad_samples, or these samples in data.skip_samples"
+            )
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """A run that has learned nothing is not a finished one, however short it is."""
+        if self.samples and not self.kept:
+            raise TooManyBadSamplesError(
+                f"no sample of this run was finite, the last {self.samples[-1]}; {self.path or 'the log'} lists them; check "
+                "model.loss, and lower model.optimizer.lr"
             )
 
     @property

@@ -157,6 +157,7 @@ class TrainingModule(LightningModule):
         if bad:
             self._leave_out(names, terms.view(passes, -1), counted)
         if on_average:
+            self.bad_samples.kept = True
             self._log_step(dict(zip([*names, "gradient_norm"], means / on_average, strict=False)), optimizer)
         else:
             self.gradients.discard()

@@ -115,6 +115,15 @@ def test_too_many_bad_samples_end_the_run_after_a_checkpoint(
     assert [entry["sample"] for entry in listed(output)] == [0]
 
 
+def test_a_run_that_learns_nothing_is_no_success(
+    chains: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches exit code 0 of a run, shorter than the limit, in which every loss was infinite."""
+    assert main(words(chains, tmp_path / "run", "--model.loss.torsion=1e39")) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "no sample of this run was finite, the last sample 3 (chain " in error
+
+
 def test_what_ranks_saw_is_put_together() -> None:
     """A sample named twice by the ranks that share it; nobody named where nobody could tell; a skipped sample named."""
     one, other = Suspect(4, ["pae"], ["w"]), Suspect(4, ["plddt"], ["w", "b"])
