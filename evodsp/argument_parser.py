@@ -88,11 +88,16 @@ class OneLineErrors(ArgumentParser):
             name = self.config_files[-1] if self.config_files else "config"
             return f"{name}: not a YAML mapping of options: {message.partition(':')[2].strip() or 'it is empty'}"
         if found := re.match(r"the following arguments are required: (.*)", message):
-            options = ", ".join(f"--{name}" for name in found[1].split(", "))
-            return f"{self.prog} needs {options}. See '{self.prog} --help'"
+            missing = ", ".join(self._as_given(name) for name in found[1].split(", "))
+            return f"{self.prog} needs {missing}. See '{self.prog} --help'"
         if found := re.match(r"argument (?:-\w/)?(--\S+): expected one argument", message):
             return f"{found[1]} needs a value. See '{self.prog} --help'"
         return message
+
+    def _as_given(self, key: str) -> str:
+        """How a command line gives `key`: as an option, or, of an argument without a name, as the usage line shows it."""
+        unnamed = {action.dest: action.metavar or action.dest for action in self._actions if not action.option_strings}
+        return str(unnamed.get(key, f"--{key}"))
 
     def where(self, key: str) -> str:
         """What to write before `key`: '--' if the command line sets it, 'file:line: ' if a config file does, else nothing."""

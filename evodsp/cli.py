@@ -62,8 +62,6 @@ class SettingsCommand(Command):
             description=self.description,
         )
         settings_class = _imported(self.settings)
-        if self.positional and not words:
-            raise UserError(f"evodsp {self.name} needs {self.required}. See 'evodsp {self.name} --help'")
         if self.positional:
             parser.add_argument(self.positional, nargs="+", type=Path, metavar=self.required.removesuffix("..."))
         parser.add_class_arguments(settings_class, skip={self.positional} - {""})
@@ -92,9 +90,9 @@ class ReplayCommand(Command):
     """`replay`: its only argument is a file."""
 
     def __call__(self, words: list[str]) -> int:
-        from argparse import ArgumentParser
+        from evodsp.argument_parser import OneLineErrors
 
-        parser = ArgumentParser(
+        parser = OneLineErrors(
             prog="evodsp replay",
             usage="evodsp replay FILE [--device cpu|cuda]",
             description="Compute one training sample again, alone, with autograd's anomaly detection. A run writes a file for "

@@ -149,3 +149,22 @@ def test_rank_0_prints_a_mistake_first(
     assert main(["fitt"]) == 2
     assert waited == ([(5.0, "")] if waits else [])
     assert "no command 'fitt'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["replay"], "evodsp replay needs FILE"),
+        (["replay", "a.pt", "b.pt"], "unknown argument 'b.pt'"),
+        (["replay", "a.pt", "--device", "tpu"], "invalid choice: 'tpu'"),
+        (["report", "--output", "page.html"], "evodsp report needs RUN"),
+    ],
+)
+def test_arguments_without_a_name_are_checked_in_one_line(
+    capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    """Catches argparse's usage, and an option that does not exist in the message."""
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert len(error.splitlines()) == 1

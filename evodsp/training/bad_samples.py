@@ -24,6 +24,7 @@ from evodsp.files import whole_file
 from evodsp.training.dtensor import gather_tree, local
 from evodsp.training.loader import TrainingLoader
 from evodsp.training.replay import write_replay
+from evodsp.training.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from evodsp.training.module import TrainingModule
@@ -125,7 +126,7 @@ class BadSamples(Callback):
     """
 
     def __init__(
-        self, limit: int = 10, replays: int = 0, skip: Collection[int] = (), folder: Path | None = None
+        self, limit: int = 10, replays: int = 0, skip: Collection[int] = (), folder: RunFolder | None = None
     ) -> None:
         self.limit, self.replays, self.skip, self.folder = limit, replays, frozenset(skip), folder
         self.samples: list[BadSample] = []
@@ -178,7 +179,7 @@ class BadSamples(Callback):
     @property
     def path(self) -> Path | None:
         """The list of these samples, one JSON object a line."""
-        return None if self.folder is None else self.folder / "bad_samples.jsonl"
+        return None if self.folder is None else self.folder.bad_samples
 
     def state_dict(self) -> dict[str, Any]:
         return {"samples": [dataclasses.asdict(bad) for bad in self.samples]}
@@ -199,7 +200,7 @@ class BadSamples(Callback):
         loader = module.trainer.train_dataloader
         if self.folder is None or not isinstance(loader, TrainingLoader):
             return
-        path = self.folder / "replays" / f"sample_{bad.sample}.pt"
+        path = self.folder.replays / f"sample_{bad.sample}.pt"
         try:
             batch = loader.again(bad.sample)
             write_replay(path, module, weights, batch, str(bad))

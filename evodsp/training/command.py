@@ -288,7 +288,7 @@ def _open_quarantine(run: CheckedRun, built: Built) -> None:
     quarantine, data = built.data.quarantine, built.data
     known = from_first(lambda: read_quarantine(run.folder.quarantine), built.world.group)
     if built.world.group is None or built.world.group.rank == 0:
-        quarantine.path, built.module.bad_samples.folder = run.folder.quarantine, run.folder.path
+        quarantine.path, built.module.bad_samples.folder = run.folder.quarantine, run.folder
     if known is not None:
         data.quarantine_is_known = True
         quarantine.restore(known)

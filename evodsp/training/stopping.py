@@ -58,6 +58,9 @@ class StopRequest(Callback):
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         finished = 0 <= trainer.max_steps <= trainer.global_step
         if self._agreed and not finished:
+            # Lightning logs the step only after this hook, and the exception would skip that.
+            trainer._logger_connector.on_batch_end()
+            trainer._logger_connector.update_train_step_metrics()
             raise RunStopped(self.reason)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
