@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from evodsp.cli import main
+from evodsp.report.curve import read_curve
 from evodsp.training.stopping import StopRequest, deadline
 from evodsp.weights.checkpoint import read_checkpoint
 from tests.builders.signal_to_itself import STEP
@@ -54,6 +55,7 @@ def test_a_signal_stops_the_run_with_a_checkpoint(
     assert main(words(chains, stopped, "--ckpt_path=auto")) == 0
     assert main(words(chains, whole)) == 0
     assert_same_end(stopped, whole)
+    assert list(read_curve(stopped / "curve.csv")) == list(read_curve(whole / "curve.csv"))
 
 
 def test_a_signal_to_one_rank_stops_both(commands: CommandPool, chains: Path, tmp_path: Path) -> None:
