@@ -7,12 +7,11 @@ AlphaFold2's model_1 (supplement, sections 1.5 to 1.9 and 1.11).
 from __future__ import annotations
 
 import dataclasses
-import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args, get_type_hints
 
 from evodsp.errors import SettingError, UserError, nearest
+from evodsp.ranges import BELOW_ONE, COUNT, POSITIVE, SIZE, Range, check_numbers
 
 MatmulPrecision = Literal["highest", "high"]
 """How a GPU multiplies float32 matrices. `highest`: in float32. `high`: in TF32 where the GPU has it, which keeps 10 bits of
@@ -24,46 +23,6 @@ def check_matmul(setting: str, value: str) -> None:
     if value not in get_args(MatmulPrecision):
         raise SettingError(setting, f"'{value}'", "highest or high")
 
-
-_UNITS = {"MB": 10**6, "GB": 10**9, "MiB": 2**20, "GiB": 2**30}
-
-
-def memory_size(setting: str, value: str) -> int:
-    """The bytes of a size such as '512MB' or '1.5GiB'. Raises SettingError unless `value` is one. `setting`: its name."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([A-Za-z]+)", value)
-    if found is None or found[2] not in _UNITS or float(found[1]) == 0:
-        raise SettingError(setting, f"'{value}'", f"a size such as 512MB or 4GB (units: {', '.join(_UNITS)})")
-    return int(float(found[1]) * _UNITS[found[2]])
-
-
-@dataclass(frozen=True)
-class Range:
-    """The numbers that a setting may have."""
-
-    least: int
-    below: int | None = None
-    """Upper bound, excluded; None: no bound."""
-    least_excluded: bool = False
-    most: int | None = None
-    """Upper bound, included; None: no bound."""
-
-    def __contains__(self, value: int | float) -> bool:
-        high_enough = value > self.least if self.least_excluded else value >= self.least
-        return high_enough and (self.below is None or value < self.below) and (self.most is None or value <= self.most)
-
-    def __str__(self) -> str:
-        lower = f"above {self.least}" if self.least_excluded else f"at least {self.least}"
-        if self.most is not None:
-            return f"{lower} and at most {self.most}"
-        return lower if self.below is None else f"{lower} and below {self.below}"
-
-
-SIZE, COUNT, POSITIVE = Range(1), Range(0), Range(0, least_excluded=True)
-FRACTION = Range(0, most=1)
-BELOW_ONE = Range(0, 1)
-"""Of dropout, which scales by 1 / (1 - p), and of decays."""
-SEED = Range(0, 2**32)
-"""NumPy's generators take no others."""
 
 RANGES: dict[str, Range] = {
     "max_relative_position": COUNT,
@@ -106,18 +65,6 @@ def check_model_numbers(settings: Any, where: str) -> None:
             last = item.name.replace("min_", "max_")
             if not value < getattr(settings, last):
                 raise SettingError(key, value, f"below {where}.{last}, which is {getattr(settings, last)}")
-
-
-def check_numbers(settings: Any, ranges: Mapping[str, Range], where: str) -> None:
-    """Raise SettingError for the first number of `settings` out of its range. None, which turns a setting off, is in range.
-
-    `settings`: a dataclass, or a dictionary of options. `ranges`: by name. `where`: what precedes the names in messages,
-    such as 'data.train.' or '--'.
-    """
-    for name, allowed in ranges.items():
-        value = settings[name] if isinstance(settings, Mapping) else getattr(settings, name)
-        if value is not None and value not in allowed:
-            raise SettingError(f"{where}{name}", value, str(allowed))
 
 
 def check_preset(name: str | None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from evodsp.config import COUNT, FRACTION, check_numbers
+from evodsp.ranges import COUNT, FRACTION, check_numbers
 
 
 @dataclass(frozen=True)

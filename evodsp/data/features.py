@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Bool, Float, Float32, Int8, Int32, Int64
 
-from evodsp.config import COUNT, FRACTION, SIZE, FeatureConfig, check_numbers
+from evodsp.config import FeatureConfig
 from evodsp.data.clusters import cluster_profiles, mean_deletions, nearest_clusters
 from evodsp.data.crop import Crop
 from evodsp.data.msa import MsaFeatures
@@ -24,6 +24,7 @@ from evodsp.data.templates.features import TemplateFeatures
 from evodsp.errors import SettingError
 from evodsp.geometry import residues
 from evodsp.geometry.alphabet import LETTERS_WITH_GAP, LETTERS_WITH_MASK, LETTERS_WITH_X, MASK
+from evodsp.ranges import COUNT, FRACTION, SIZE, check_numbers
 from evodsp.rng import Draws
 
 _ONE_HOT = np.eye(LETTERS_WITH_MASK, dtype=np.float32)

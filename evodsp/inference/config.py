@@ -7,21 +7,13 @@ from datetime import date
 from pathlib import Path
 from typing import Literal
 
-from evodsp.config import (
-    COUNT,
-    SIZE,
-    KernelsConfig,
-    MatmulPrecision,
-    check_matmul,
-    check_numbers,
-    check_preset,
-    memory_size,
-)
+from evodsp.config import KernelsConfig, MatmulPrecision, check_matmul, check_preset
 from evodsp.data.templates.dates import parse_latest_date
 from evodsp.errors import UserError
 from evodsp.model.kernels.backends import check_names
 from evodsp.model.schedule import CommunicationPlan
 from evodsp.parallel.config import SequenceConfig
+from evodsp.ranges import COUNT, SIZE, check_numbers, memory_size
 
 
 @dataclass(frozen=True)

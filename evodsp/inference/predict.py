@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from evodsp.config import FeatureConfig, memory_size
+from evodsp.config import FeatureConfig
 from evodsp.data.chain_folder import read_alignment_dir
 from evodsp.data.dataset import collate, prediction_sample
 from evodsp.data.records import Alignment
@@ -41,6 +41,7 @@ from evodsp.model.primitives import use_exchange, use_kernels
 from evodsp.output import check_output_folder
 from evodsp.parallel.exchange import ShardedExchange
 from evodsp.parallel.group import Group
+from evodsp.ranges import memory_size
 from evodsp.weights.checkpoint import load_features, load_model
 from evodsp.weights.deepspeed import parameter_file
 

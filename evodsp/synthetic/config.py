@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from evodsp.config import COUNT, SIZE, Range, check_numbers
 from evodsp.errors import UserError
+from evodsp.ranges import COUNT, SIZE, Range, check_numbers
 
 MIN_LENGTH, MAX_LENGTH = 48, 128
 FOLDS = ("helix_bundle", "beta_meander", "alpha_beta")

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from evodsp.config import COUNT, SIZE, KernelsConfig, ModelConfig, check_numbers
+from evodsp.config import KernelsConfig, ModelConfig
 from evodsp.data.features import check_config
 from evodsp.data.quarantine import read_quarantine
 from evodsp.errors import UserError
@@ -20,6 +20,7 @@ from evodsp.model.schedule import CommunicationPlan
 from evodsp.output import check_output_folder
 from evodsp.parallel.config import ParallelConfig
 from evodsp.parallel.mesh import data_ranks
+from evodsp.ranges import COUNT, SIZE, check_numbers
 from evodsp.training.chains import Chains, find_chains
 from evodsp.training.compilation import check_compilation
 from evodsp.training.config import DataConfig, RunConfig, TrainingConfig, check_templates

@@ -6,24 +6,9 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Literal
 
-from evodsp.config import (
-    BELOW_ONE,
-    COUNT,
-    FRACTION,
-    POSITIVE,
-    SEED,
-    SIZE,
-    FeatureConfig,
-    FilterConfig,
-    LossConfig,
-    MatmulPrecision,
-    ModelConfig,
-    Range,
-    check_matmul,
-    check_numbers,
-    memory_size,
-)
+from evodsp.config import FeatureConfig, FilterConfig, LossConfig, MatmulPrecision, ModelConfig, check_matmul
 from evodsp.errors import SettingError, UserError
+from evodsp.ranges import BELOW_ONE, COUNT, FRACTION, POSITIVE, SEED, SIZE, Range, check_numbers, memory_size
 
 
 @dataclass(frozen=True)

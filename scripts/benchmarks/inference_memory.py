@@ -18,11 +18,12 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
-from evodsp.config import ModelConfig, memory_size
+from evodsp.config import ModelConfig
 from evodsp.model.alphafold import AlphaFold
 from evodsp.model.evoformer import EvoformerBlock
 from evodsp.model.in_place import use_memory
 from evodsp.model.kernels import chunked
+from evodsp.ranges import memory_size
 
 from . import formulas
 from .peak_memory import PeakMemory

@@ -9,8 +9,9 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from evodsp.config import BELOW_ONE, SIZE, Range, check_numbers, from_dict
+from evodsp.config import from_dict
 from evodsp.errors import FileFormatError, SettingError, UserError
+from evodsp.ranges import BELOW_ONE, SIZE, Range, check_numbers
 
 AXES = (("time", "space"), ("time", "height", "width"))
 """The axes that a model may have."""

@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from evodsp.config import SIZE, check_numbers
 from evodsp.errors import SettingError, UserError
+from evodsp.ranges import SIZE, check_numbers
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,63 @@
+"""Which numbers and sizes a setting may have, and the check of them in one line."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from evodsp.errors import SettingError
+
+
+@dataclass(frozen=True)
+class Range:
+    """The numbers that a setting may have."""
+
+    least: int
+    below: int | None = None
+    """Upper bound, excluded; None: no bound."""
+    least_excluded: bool = False
+    most: int | None = None
+    """Upper bound, included; None: no bound."""
+
+    def __contains__(self, value: int | float) -> bool:
+        high_enough = value > self.least if self.least_excluded else value >= self.least
+        return high_enough and (self.below is None or value < self.below) and (self.most is None or value <= self.most)
+
+    def __str__(self) -> str:
+        lower = f"above {self.least}" if self.least_excluded else f"at least {self.least}"
+        if self.most is not None:
+            return f"{lower} and at most {self.most}"
+        return lower if self.below is None else f"{lower} and below {self.below}"
+
+
+SIZE, COUNT, POSITIVE = Range(1), Range(0), Range(0, least_excluded=True)
+FRACTION = Range(0, most=1)
+BELOW_ONE = Range(0, 1)
+"""Of dropout, which scales by 1 / (1 - p), and of decays."""
+SEED = Range(0, 2**32)
+"""NumPy's generators take no others."""
+
+
+def check_numbers(settings: Any, ranges: Mapping[str, Range], where: str) -> None:
+    """Raise SettingError for the first number of `settings` out of its range. None, which turns a setting off, is in range.
+
+    `settings`: a dataclass, or a dictionary of options. `ranges`: by name. `where`: what precedes the names in messages,
+    such as 'data.train.' or '--'.
+    """
+    for name, allowed in ranges.items():
+        value = settings[name] if isinstance(settings, Mapping) else getattr(settings, name)
+        if value is not None and value not in allowed:
+            raise SettingError(f"{where}{name}", value, str(allowed))
+
+
+_UNITS = {"MB": 10**6, "GB": 10**9, "MiB": 2**20, "GiB": 2**30}
+
+
+def memory_size(setting: str, value: str) -> int:
+    """The bytes of a size such as '512MB' or '1.5GiB'. Raises SettingError unless `value` is one. `setting`: its name."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([A-Za-z]+)", value)
+    if found is None or found[2] not in _UNITS or float(found[1]) == 0:
+        raise SettingError(setting, f"'{value}'", f"a size such as 512MB or 4GB (units: {', '.join(_UNITS)})")
+    return int(float(found[1]) * _UNITS[found[2]])
