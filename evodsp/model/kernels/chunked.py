@@ -105,13 +105,11 @@ def _factor(x: Float[Tensor, "n L H D"]) -> Float[Tensor, "n H L D"]:
 def _weights(
     q: Float[Tensor, "n H Q D"],
     k: Float[Tensor, "n H K D"],
-    keys: Float[Tensor, "n K"],
+    masked: Float[Tensor, "n 1 1 K"],
     pair_bias: Float[Tensor, "H Q K"] | None,
 ) -> Float[Tensor, "n H Q K"]:
-    """Softmax of the logits, in float32 at least."""
+    """Softmax of the logits, in float32 at least. `masked`: the bias of absent keys."""
     (n, heads, queries, width), length = q.shape, k.shape[2]
-    # Contiguous: torch.compile lays out the sum below as its operands are, and not as the tensor that it is written into.
-    masked = mask_bias(keys.to(wide(q.dtype))).contiguous()[:, None, None, :]
     # The logits are scaled, and not the queries: in half precision these would be rounded again.
     if q.dtype == masked.dtype:
         logits = q.new_empty(n, heads, queries, length)
@@ -124,6 +122,12 @@ def _weights(
         logits = wide_product(q, k.mT)
         torch.add(masked if pair_bias is None else pair_bias + masked, logits, alpha=width**-0.5, out=logits)
     return logits.softmax(-1)
+
+
+def _masked(keys: Float[Tensor, "B N K"], dtype: torch.dtype) -> Float[Tensor, "B N 1 1 K"]:
+    """The bias of absent keys, in float32 at least."""
+    # Contiguous: torch.compile lays out a sum as its operands are, and not as the tensor that it is written into.
+    return mask_bias(keys.to(wide(dtype))).contiguous()[:, :, None, None, :]
 
 
 def _row_chunks(q: Float[Tensor, "B N Q H D"], keys: int) -> Iterator[tuple[int, slice]]:
@@ -147,12 +151,12 @@ class _Attention(torch.autograd.Function):
         # With the order of the gate's strides, so that the caller's transposition is undone.
         out = torch.empty_like(gate)
         keep = any(ctx.needs_input_grad) and q[..., 0].numel() * k.shape[2] <= _KEEP
-        kept = []
+        kept, masked = [], _masked(keys, projected.dtype)
         for b, rows in _row_chunks(q, k.shape[2]):
             shared = None if pair_bias is None else pair_bias[b]
-            weights = _weights(_factor(q[b, rows]), _factor(k[b, rows]), keys[b, rows], shared)
+            weights = _weights(_factor(q[b, rows]), _factor(k[b, rows]), masked[b, rows], shared)
             attended = _heads_first(wide_product(weights, _factor(v[b, rows])))
-            out[b, rows] = attended.mul_(_opening(gate[b, rows]))
+            torch.mul(attended, _opening(gate[b, rows]), out=out[b, rows])
             if keep:
                 kept.append(weights)
         ctx.first = first
@@ -168,11 +172,11 @@ class _Attention(torch.autograd.Function):
         grad_projected = empty_gradient(projected, queries)
         grad_q, grad_k, grad_v, grad_gate = parts_of(grad_projected, ctx.first, queries)
         grad_bias = None if pair_bias is None else torch.zeros_like(pair_bias, dtype=wide(pair_bias.dtype))
-        scale = q.shape[-1] ** -0.5
+        scale, masked = q.shape[-1] ** -0.5, _masked(keys, projected.dtype)
         for n, (b, rows) in enumerate(_row_chunks(q, k.shape[2])):
             shared = None if pair_bias is None else pair_bias[b]
             q_, k_, v_ = (_factor(x[b, rows]) for x in (q, k, v))
-            weights = kept[n] if kept else _weights(q_, k_, keys[b, rows], shared)
+            weights = kept[n] if kept else _weights(q_, k_, masked[b, rows], shared)
             opening = _opening(gate[b, rows])
             grad_gate[b, rows] = (grad[b, rows].to(opening.dtype) * out[b, rows]).mul_(1.0 - opening)
             upstream = _factor((grad[b, rows] * opening).to(v_.dtype))
