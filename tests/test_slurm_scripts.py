@@ -38,7 +38,7 @@ def started(tmp_path: Path, words: list[str], **variables: object) -> list[str]:
 def test_the_command_of_a_training_job(tmp_path: Path) -> None:
     """A job that could not resume, or whose nodes would not meet."""
     words = started(tmp_path, ["--config", "a config.yaml", "--parallel.sequence", "8"])
-    assert words[:2] == ["--kill-on-bad-exit=1", "python"]
+    assert words[:3] == ["--kill-on-bad-exit=1", "--cpus-per-task=64", "python"]
     given = dict(itertools.pairwise(words))
     assert (given["--nnodes"], given["--nproc-per-node"]) == ("2", "8")
     assert given["--rdzv-endpoint"] == f"gpu003:{15000 + 1234567 % 15000}"
@@ -58,7 +58,7 @@ def test_another_checkpoint_path_replaces_auto(tmp_path: Path) -> None:
 def test_predict_takes_no_checkpoint_path(tmp_path: Path) -> None:
     words = started(tmp_path, ["--fasta", "x"], EVODSP_COMMAND="predict", EVODSP_PYTHON="/env/bin/python")
     assert words[-3:] == ["predict", "--fasta", "x"]
-    assert words[1] == "/env/bin/python"
+    assert words[2] == "/env/bin/python"
 
 
 def test_the_command_of_a_build_task(tmp_path: Path) -> None:

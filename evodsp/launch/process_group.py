@@ -48,7 +48,7 @@ class Place:
     rank: int
     ranks: int
     local_rank: int
-    """The rank's number on its machine, which is also the number of its GPU."""
+    """The rank's number on its machine."""
     host: str
     """Host of the store through which the ranks meet."""
     port: int
@@ -146,6 +146,8 @@ def start(backend: str | None = None, timeout_s: float = TIMEOUT_S, meeting_s: f
             f"rank {here.rank} did not meet the others at {here.host}:{here.port} within {meeting_s:g} s; "
             "check that all of them were started and reach that address"
         ) from error
+    if device is not None:
+        _claim_gpu(dist.PrefixStore(part, main), here, device)
     dist.init_process_group(
         backend,
         store=dist.PrefixStore(part, main),
@@ -196,17 +198,35 @@ def _fresh_part(store: dist.Store, here: Place, timeout_s: float) -> str:
     return mine
 
 
-def _take_gpu(here: Place) -> torch.device:
-    """Raises UserError if there are fewer GPUs than ranks on this machine."""
+def gpu_number(here: Place) -> int:
+    """The number of this rank's GPU among those that it sees: its local rank, or 0 where it sees a single one, as under
+    `srun --gpus-per-task=1`. Raises UserError if there are several GPUs, but fewer than ranks on this machine.
+    """
     gpus = torch.cuda.device_count()
+    if gpus == 1:
+        return 0
     if here.local_rank >= gpus:
         raise UserError(
             f"rank {here.rank} is local rank {here.local_rank} on its machine, which has {gpus} GPUs; "
             f"start at most {gpus} ranks on it"
         )
-    device = torch.device("cuda", here.local_rank)
+    return here.local_rank
+
+
+def _take_gpu(here: Place) -> torch.device:
+    device = torch.device("cuda", gpu_number(here))
     torch.cuda.set_device(device)
     return device
+
+
+def _claim_gpu(store: dist.Store, here: Place, device: torch.device) -> None:
+    """Raise UserError if another rank has this GPU, which may have different numbers in two processes: NCCL would hang."""
+    gpu = torch.cuda.get_device_properties(device).uuid
+    if store.add(f"gpu/{gpu}", 1) > 1:
+        raise UserError(
+            f"rank {here.rank} (local rank {here.local_rank}) has the same GPU as another rank, {gpu}; start one rank for each "
+            "GPU of the machine"
+        )
 
 
 def stop() -> None:

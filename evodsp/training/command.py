@@ -29,7 +29,7 @@ from evodsp.errors import UserError
 from evodsp.launch.consensus import from_first, on_first
 from evodsp.launch.launcher import launch
 from evodsp.launch.parent import STOPPED
-from evodsp.launch.process_group import guarded, place, stop, under_launcher
+from evodsp.launch.process_group import gpu_number, guarded, place, stop, under_launcher
 from evodsp.model.matmul import float32_matmul
 from evodsp.output import output_errors
 from evodsp.training.bad_samples import BadSamples
@@ -166,7 +166,7 @@ def build(run: CheckedRun, begun: float) -> Built:
     if isinstance(world, MeshWorld):
         config["accelerator"], config["num_nodes"] = ("cuda" if world.on_gpu else "cpu"), 1
         config["devices"] = (
-            [place().local_rank] if world.on_gpu else 1
+            [gpu_number(place())] if world.on_gpu else 1
         )  # this rank's; the strategy knows the other ranks
         config["strategy"] = DSPStrategy(world, settings.communication)
     try:

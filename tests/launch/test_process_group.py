@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
+import torch
+import torch.distributed as dist
 
 from evodsp.errors import UserError
 from evodsp.launch import process_group
@@ -101,10 +105,30 @@ def test_threads_are_divided_among_local_ranks(monkeypatch: pytest.MonkeyPatch) 
 
 def test_too_few_gpus_is_a_mistake_of_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a CUDA traceback where a machine has fewer GPUs than local ranks."""
+    monkeypatch.setattr(process_group.torch.cuda, "device_count", lambda: 2)
+    given(monkeypatch, **{**TORCHRUN, "LOCAL_RANK": "2"})
+    with pytest.raises(UserError, match="rank 5 is local rank 2 on its machine, which has 2 GPUs"):
+        process_group.start("nccl")
+
+
+def test_a_rank_that_sees_one_gpu_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches `srun --gpus-per-task=1` being refused: each rank sees its own GPU only, which is number 0 to it."""
     monkeypatch.setattr(process_group.torch.cuda, "device_count", lambda: 1)
     given(monkeypatch, **TORCHRUN)
-    with pytest.raises(UserError, match="rank 5 is local rank 1 on its machine, which has 1 GPUs"):
-        process_group.start("nccl")
+    assert process_group.gpu_number(process_group.place()) == 0
+
+
+def test_two_ranks_on_one_gpu_are_a_mistake_of_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches two ranks that each take the only GPU of a machine: NCCL would fail without a word on the cause, or hang."""
+    given(monkeypatch, **TORCHRUN)
+    monkeypatch.setattr(
+        process_group.torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"GPU-{device.index}")
+    )
+    store, here = dist.HashStore(), process_group.place()
+    process_group._claim_gpu(store, here, torch.device("cuda", 0))
+    process_group._claim_gpu(store, here, torch.device("cuda", 1))
+    with pytest.raises(UserError, match="the same GPU as another rank, GPU-0"):
+        process_group._claim_gpu(store, here, torch.device("cuda", 0))
 
 
 def states(*pairs: tuple[int, int]) -> dict[int, State]:
