@@ -10,6 +10,8 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from jaxtyping import Int
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from evodsp.errors import UserError
@@ -77,6 +79,22 @@ def data_ranks(world: int, sequence: int) -> int:
     return world // sequence
 
 
+def own_group(
+    groups: Int[Tensor, "groups size"], backend: str | None = None, timeout: timedelta | None = None
+) -> dist.ProcessGroup:
+    """This rank's group of a division of all ranks into groups, one per row. All ranks call this together.
+
+    `backend`: None: that of the default group. NCCL splits its communicator once: where it is connected already, each group
+    made by itself would be a split of its own, of all ranks. With gloo a rank only connects to the members of its own group.
+    """
+    whole = dist.distributed_c10d._get_default_group()
+    if backend is None and "nccl" in dist.get_backend() and whole.bound_device_id is not None:
+        found = dist.split_group(split_ranks=groups.tolist(), timeout=timeout)
+        assert found is not None  # every rank is in a row
+        return found
+    return dist.new_subgroups_by_enumeration(groups.tolist(), timeout=timeout, backend=backend)[0]
+
+
 def init_mesh(sequence: int, device_type: str | None = None, timeout: timedelta | None = None) -> Mesh:
     """The mesh over all ranks of the default process group. Raises UserError if their number is no multiple of `sequence`.
 
@@ -87,5 +105,5 @@ def init_mesh(sequence: int, device_type: str | None = None, timeout: timedelta 
     world = dist.get_world_size()
     ranks = torch.arange(world).view(data_ranks(world, sequence), sequence)
     # Not `init_device_mesh`: its groups get torch's default time-out, whatever the default group's is.
-    groups = [dist.new_subgroups_by_enumeration(members.tolist(), timeout=timeout)[0] for members in (ranks.T, ranks)]
+    groups = [own_group(members, timeout=timeout) for members in (ranks.T, ranks)]
     return Mesh(DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=(DATA, SEQUENCE)))

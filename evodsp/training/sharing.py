@@ -15,7 +15,7 @@ from torch import Tensor
 
 from evodsp.data.packing import Layout, layout_of, pack, packed_bytes, unpack
 from evodsp.parallel.group import Group
-from evodsp.parallel.mesh import Mesh
+from evodsp.parallel.mesh import Mesh, own_group
 
 
 class BatchSharing:
@@ -33,8 +33,8 @@ class BatchSharing:
         group = mesh.sequence_group()
         if "gloo" in dist.get_backend(group.handle):
             return cls(group, group.handle)
-        ranks = torch.arange(mesh.data * mesh.sequence).view(mesh.data, mesh.sequence).tolist()
-        return cls(group, dist.new_subgroups_by_enumeration(ranks, timeout=timeout, backend="gloo")[0])
+        ranks = torch.arange(mesh.data * mesh.sequence).view(mesh.data, mesh.sequence)
+        return cls(group, own_group(ranks, "gloo", timeout))
 
     @property
     def reads(self) -> bool:

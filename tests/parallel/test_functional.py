@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -23,6 +26,7 @@ from evodsp.parallel import (
     switch,
     total,
 )
+from evodsp.parallel import mesh as mesh_module
 from tests.ranks import RankPool
 
 TIME, SPACE = 5, 7
@@ -181,3 +185,23 @@ def test_impossible_dimensions_and_meshes(pool: RankPool) -> None:
         assert messages[2].startswith("dimension 7 of a tensor")
         assert messages[3] == "a switch from dimension 1 to dimension -3 of 4: they are the same"
         assert messages[4].endswith("has 2 dimensions; choose one, for instance mesh['sequence']")
+
+
+def test_nccl_s_groups_take_one_split_a_dimension(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches groups that are made one by one where NCCL is connected already: start-up time then grows with the number of
+    groups, each of which is a collective of all ranks.
+    """
+    calls: list[list[list[int]]] = []
+    whole = SimpleNamespace(bound_device_id=torch.device("cuda", 0))
+
+    own = Mock(spec=dist.ProcessGroup)
+
+    def split_group(split_ranks: list[list[int]], timeout: Any) -> Any:
+        calls.append(split_ranks)
+        return own
+
+    monkeypatch.setattr(mesh_module.dist, "get_backend", lambda: "nccl")
+    monkeypatch.setattr(mesh_module.dist.distributed_c10d, "_get_default_group", lambda: whole)
+    monkeypatch.setattr(mesh_module.dist, "split_group", split_group)
+    assert mesh_module.own_group(torch.arange(6).view(2, 3)) is own
+    assert calls == [[[0, 1, 2], [3, 4, 5]]]
