@@ -1,4 +1,4 @@
-"""All ranks tell each other how reading their batches went, before they compute on them.
+"""All ranks tell each other how reading the batches of a step went, before they compute on them.
 
 Without this check a rank that raises leaves the others waiting in a collective.
 """
@@ -25,16 +25,21 @@ class BatchCheck:
         on_cpu = "gloo" in dist.get_backend()
         self._group = dist.group.WORLD if on_cpu else dist.new_group(backend="gloo", timeout=timeout)
 
-    def check(self, batch: Mapping[str, Tensor] | UserError | None, failures: Sequence[Failure] = ()) -> list[Failure]:
-        """Say whether this rank has its batch, or the UserError that it met instead. All ranks call this together.
+    def check(
+        self, found: Sequence[Mapping[str, Tensor]] | UserError, failures: Sequence[Failure] = ()
+    ) -> list[Failure]:
+        """Say whether this rank has the batches of a step, or the UserError that it met instead. All ranks call this together.
 
-        `failures`: chains that this rank could not make into samples; the batch is then None. If any rank has some, all of
+        `failures`: chains that this rank could not make into samples; there are then no batches. If any rank has some, all of
         them are returned, the same list on every rank: the samples are replaced, and all ranks call this again. A rank also
-        has None if another rank of its sequence group reads, or if its whole group leaves the batch out.
+        has no batches if another rank of its sequence group reads, or if its whole group leaves the batch out.
 
         Raises UserError on every rank if any rank met one, or if a sample has fewer residues than its group has ranks.
         """
-        error = batch if isinstance(batch, UserError) else None if batch is None else self._too_short(batch)
+        if isinstance(found, UserError):
+            error: UserError | None = found
+        else:
+            error = next((error for batch in found if (error := self._too_short(batch)) is not None), None)
         local = (int(error is not None), len(failures))
         gathered = [torch.empty(2, dtype=torch.long) for _ in range(dist.get_world_size())]
         dist.all_gather(gathered, torch.tensor(local), group=self._group)
@@ -42,9 +47,9 @@ class BatchCheck:
         if failed.any():
             self._raise_first(error)
         if lost.any():
-            found: list[list[Failure]] = [[] for _ in gathered]
-            dist.all_gather_object(found, list(failures), group=self._group)
-            return [failure for of_rank in found for failure in of_rank]
+            everyones: list[list[Failure]] = [[] for _ in gathered]
+            dist.all_gather_object(everyones, list(failures), group=self._group)
+            return [failure for of_rank in everyones for failure in of_rank]
         return []
 
     def _too_short(self, batch: Mapping[str, Tensor]) -> UserError | None:

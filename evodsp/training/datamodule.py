@@ -78,9 +78,10 @@ class ChainDataModule(LightningDataModule):
             samples,
             sampler,
             maker,
-            world.check_batch,
+            world.check_batches,
             self.quarantine,
             lambda size: ahead(config.num_workers, most, size),
+            accumulate,
         )
         self._loaders.append(self._training)
         return self._training
@@ -141,7 +142,7 @@ class ChainDataModule(LightningDataModule):
         share = [index % len(keys) for index in range(rank, longest * ranks, ranks)]
         samples = self._samples(keys, self.config.validation, training=False)
         maker = self._maker(samples, min(1, self.config.num_workers))
-        loader = WholeChainLoader(samples, share, maker, self.world.check_batch, self._fitting)
+        loader = WholeChainLoader(samples, share, maker, self.world.check_batches, self._fitting)
         self._loaders.append(loader)
         return loader
 

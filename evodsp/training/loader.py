@@ -6,7 +6,8 @@ with the next sample, on any number of ranks with the same global batch.
 
 Samples are requested ahead, made out of order (`evodsp.data.sample_pool`) and handed over in order. One rank of a sequence
 group reads; on the others a batch is its sample numbers, until `evodsp.training.sharing` gives them the rest. Ranks learn of
-each other's failures before anything is computed; then those that hold a sample of a chain that failed elsewhere take another.
+each other's failures once per optimizer step, before any of it is computed; those that hold a sample of a chain that failed
+elsewhere take another.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import torch
@@ -32,8 +34,8 @@ from evodsp.features.batch import with_features
 _log = logging.getLogger(__name__)
 
 Batch = dict[str, Tensor]
-Check = Callable[[Batch | UserError | None, Sequence[Failure]], list[Failure]]
-"""`World.check_batch`."""
+Check = Callable[[Sequence[Batch] | UserError, Sequence[Failure]], list[Failure]]
+"""`World.check_batches`."""
 
 
 class EpochSampler(Sampler[list[int]]):
@@ -48,7 +50,7 @@ class EpochSampler(Sampler[list[int]]):
         """Samples that all ranks together have taken since the start of training."""
 
     @property
-    def samples_per_step(self) -> int:
+    def samples_per_batch(self) -> int:
         """Samples of one batch on each of the data ranks, together."""
         return self.batch_size * self.ranks
 
@@ -57,11 +59,11 @@ class EpochSampler(Sampler[list[int]]):
 
     def indices(self, batch: int) -> list[int]:
         """The samples of this rank's batch number `batch`, counted from the start of training."""
-        first = batch * self.samples_per_step + self.rank
-        return list(range(first, first + self.samples_per_step, self.ranks))
+        first = batch * self.samples_per_batch + self.rank
+        return list(range(first, first + self.samples_per_batch, self.ranks))
 
     def __iter__(self) -> Iterator[list[int]]:
-        taken = self.samples // self.samples_per_step
+        taken = self.samples // self.samples_per_batch
         for batch in range(taken, (taken // self.batches + 1) * self.batches):
             yield self.indices(batch)
 
@@ -95,11 +97,13 @@ class TrainingLoader:
         check: Check,
         quarantine: Quarantine,
         ahead: Callable[[int], int] = lambda sample_bytes: 0,
+        accumulate: int = 1,
     ) -> None:
-        """`maker`: None on a rank that reads nothing. `check`: see `World.check_batch`. `ahead`: how many samples to request
-        beyond the batch, given the bytes of the largest sample so far (0 before the first).
+        """`maker`: None on a rank that reads nothing. `check`: see `World.check_batches`. `ahead`: how many samples to request
+        beyond the step, given the bytes of the largest sample so far (0 before the first). `accumulate`: batches per step.
         """
         self.samples, self.maker, self.check, self.quarantine, self._ahead = samples, maker, check, quarantine, ahead
+        self.accumulate = accumulate
         self.indices = sampler  # not named `sampler`: Lightning treats an object with that attribute as a DataLoader
         self.waited_s = 0.0
         """Seconds that the run has waited here for samples, its own and those of other ranks."""
@@ -110,13 +114,15 @@ class TrainingLoader:
         return len(self.indices)
 
     def __iter__(self) -> Iterator[Batch]:
-        for indices in self.indices:
+        left = iter(self.indices)
+        while step := list(islice(left, self.accumulate)):
             begun = time.perf_counter()
-            batch = self._agreed(indices)
-            self.indices.samples += self.indices.samples_per_step
-            self._request_ahead()
+            batches = self._agreed(step)
+            self._request_ahead(self.indices.samples // self.indices.samples_per_batch + len(step))
             self.waited_s += time.perf_counter() - begun
-            yield batch
+            while batches:
+                self.indices.samples += self.indices.samples_per_batch
+                yield batches.pop(0)
 
     def chain_of(self, index: int) -> str:
         """The chain that sample `index` was made of."""
@@ -141,26 +147,29 @@ class TrainingLoader:
         if self.maker is not None:
             self.maker.close()
 
-    def _agreed(self, indices: list[int]) -> Batch:
-        """The batch of samples `indices`, once no rank has met a chain that it could not read."""
-        for index in [index for index in self._requests if index < indices[0]]:
+    def _agreed(self, step: list[list[int]]) -> list[Batch]:
+        """The batches of a step, given their samples, once no rank has met a chain that it could not read."""
+        for index in [index for index in self._requests if index < step[0][0]]:
             self._requests.pop(index).future.cancel()
         while True:
-            batch, failed = self._made(indices)
-            found = self.check(batch, failed)
-            if not found:
-                for index in indices:
-                    self._requests.pop(index, None)
-                return batch if isinstance(batch, dict) else sample_numbers(indices)
-            self.quarantine.add(found)
-            known = {failure.chain for failure in found}
+            batches, failed = self._made(step)
+            met = self.check(batches, failed)
+            if not met:
+                for indices in step:
+                    for index in indices:
+                        self._requests.pop(index, None)
+                read = isinstance(batches, list) and batches
+                return read or [sample_numbers(indices) for indices in step]
+            self.quarantine.add(met)
+            known = {failure.chain for failure in met}
             for request in self._requests.values():
                 request.failed = {chain: reason for chain, reason in request.failed.items() if chain not in known}
 
-    def _made(self, indices: list[int]) -> tuple[Batch | UserError | None, list[Failure]]:
-        """What this rank has of a batch, and the failures that it met on the way; with failures there is no batch yet."""
+    def _made(self, step: list[list[int]]) -> tuple[list[Batch] | UserError, list[Failure]]:
+        """The batches of this rank, and the failures that it met on the way; with failures there are no batches yet."""
         if (maker := self.maker) is None:
-            return None, []
+            return [], []
+        indices = [index for batch in step for index in batch]
         try:
             for index in indices:
                 self._request(index, maker)
@@ -172,7 +181,9 @@ class TrainingLoader:
         failed = [
             Failure(chain, index, reason) for index in indices for chain, reason in self._requests[index].failed.items()
         ]
-        return (None if failed else collate([sample for sample in samples.values() if sample is not None])), failed
+        if failed:
+            return [], failed
+        return [collate([s for index in batch if (s := samples[index]) is not None]) for batch in step], []
 
     def _request(self, index: int, maker: SampleMaker) -> _Request:
         """Ask for sample `index`, again if its chain was left out meanwhile or could not be read."""
@@ -213,11 +224,10 @@ class TrainingLoader:
         self._largest = max(self._largest, sum(value.nbytes for value in sample.values()))
         return {**sample, "sample_index": torch.tensor(index)}
 
-    def _request_ahead(self) -> None:
-        """Ask for the next samples, beyond the end of the epoch too."""
+    def _request_ahead(self, batch: int) -> None:
+        """Ask for samples from batch number `batch` on, beyond the end of the epoch too."""
         if (maker := self.maker) is None:
             return
-        batch = self.indices.samples // self.indices.samples_per_step
         for number in range(batch, batch + math.ceil(self._ahead(self._largest) / self.indices.batch_size)):
             for index in self.indices.indices(number):
                 self._request(index, maker)
@@ -226,6 +236,11 @@ class TrainingLoader:
 def sample_numbers(indices: Sequence[int]) -> Batch:
     """A batch on a rank that reads nothing."""
     return {"sample_index": torch.tensor(indices)}
+
+
+def _as_found(batch: Batch | UserError | None) -> list[Batch] | UserError:
+    """What `Check` takes for a single batch."""
+    return batch if isinstance(batch, UserError) else [] if batch is None else [batch]
 
 
 class WholeChainLoader:
@@ -247,13 +262,13 @@ class WholeChainLoader:
         left_out: dict[str, str] = {}
         for index, batch in zip(self.share, self._batches(), strict=True):
             if not self.leave_out:
-                self.check(batch, ())
+                self.check(_as_found(batch), ())
             elif found := self._failures(batch, index):
                 left_out |= {failure.chain: failure.reason for failure in found}
                 if any(failure.sample == index for failure in found):
-                    self.check(None, ())
+                    self.check([], ())
                     continue
-                self.check(batch, ())
+                self.check(_as_found(batch), ())
             yield batch if isinstance(batch, dict) else sample_numbers([index])
         for chain, reason in left_out.items():
             _log.warning("chain %s is left out of this validation: %s", chain, reason)
@@ -277,8 +292,8 @@ class WholeChainLoader:
     def _failures(self, batch: Batch | UserError | None, index: int) -> list[Failure]:
         """Which ranks' samples failed, this rank's or others'."""
         if isinstance(batch, UserError):
-            return self.check(None, [Failure(self.samples.key_of(index), index, str(batch))])
-        return self.check(batch, ())
+            return self.check([], [Failure(self.samples.key_of(index), index, str(batch))])
+        return self.check(_as_found(batch), ())
 
     def close(self) -> None:
         """End the processes that make samples."""

@@ -55,15 +55,15 @@ class World:
         """`value` of every rank, by rank."""
         return all_of(value, self.group)
 
-    def check_batch(
-        self, batch: Mapping[str, Tensor] | UserError | None, failures: Sequence[Failure] = ()
+    def check_batches(
+        self, found: Sequence[Mapping[str, Tensor]] | UserError, failures: Sequence[Failure] = ()
     ) -> list[Failure]:
-        """Raise the UserError that stands in for a batch; return the `failures` of all ranks.
+        """Raise the UserError that stands in for the batches of a step; return the `failures` of all ranks.
 
-        Every rank calls this with its batch before computing on it; see `BatchCheck.check`.
+        Every rank calls this with its batches before computing on them; see `BatchCheck.check`.
         """
-        if isinstance(batch, UserError):
-            raise batch
+        if isinstance(found, UserError):
+            raise found
         return list(failures)
 
     @property
@@ -128,13 +128,13 @@ class MeshWorld(World):
         self._mesh = init_mesh(self.config.sequence, "cuda" if self.on_gpu else "cpu", timeout)
         self._batch_check, self._sharing = BatchCheck(self._mesh, timeout), BatchSharing.on(self._mesh, timeout)
 
-    def check_batch(
-        self, batch: Mapping[str, Tensor] | UserError | None, failures: Sequence[Failure] = ()
+    def check_batches(
+        self, found: Sequence[Mapping[str, Tensor]] | UserError, failures: Sequence[Failure] = ()
     ) -> list[Failure]:
-        """Tell the other ranks of the batch; see `BatchCheck.check`."""
+        """Tell the other ranks of the batches; see `BatchCheck.check`."""
         if self._batch_check is None:
             raise RuntimeError("batches are compared only after meet()")
-        return self._batch_check.check(batch, failures)
+        return self._batch_check.check(found, failures)
 
     @property
     def reads(self) -> bool:

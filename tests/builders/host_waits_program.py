@@ -62,7 +62,7 @@ class FirstOfTwo(MeshWorld):
         group = self._mesh.sequence_group()
         self._sharing = BatchSharing(group, group.handle)
 
-    def check_batch(self, batch: Any, failures: Any = ()) -> list[Any]:
+    def check_batches(self, found: Any, failures: Any = ()) -> list[Any]:
         return []
 
     def optimizer(self, parameters: Any, **options: Any) -> Optimizer:

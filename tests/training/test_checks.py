@@ -114,7 +114,7 @@ def test_validation_scores_each_chain_once(commands: CommandPool, chains: Path, 
 def check(group: Any, sequence: int, batches: list[Any]) -> str:
     batch = batches[torch.distributed.get_rank(group)]
     try:
-        BatchCheck(init_mesh(sequence)).check(UserError(batch) if isinstance(batch, str) else batch)
+        BatchCheck(init_mesh(sequence)).check(UserError(batch) if isinstance(batch, str) else [batch])
     except UserError as error:
         return str(error)
     return ""

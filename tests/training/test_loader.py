@@ -23,7 +23,7 @@ from evodsp.training.world import World
 from tests.builders.chains import MemoryStore
 from tests.ranks import RankPool
 
-CHECK = World().check_batch
+CHECK = World().check_batches
 
 
 class Numbers(ChainDataset):
@@ -164,6 +164,30 @@ def test_too_many_bad_chains_end_the_run() -> None:
     assert len(samples.made) < 15
     with pytest.raises(UserError, match="all 10 chains to train on are left out"):
         chains(training(Numbers(LETTERS, broken=LETTERS), EpochSampler(1, batches=30), limit=50))
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_ranks_compare_once_a_step(accumulate: int) -> None:
+    """Catches all ranks of a run waiting for each other at each batch of a step; or, of a step whose batches are compared
+    together, other samples than those of single batches, samples taken twice, or a batch that is counted before it is used.
+    """
+    compared: list[int] = []
+
+    def check(found: Any, failures: Any) -> list[Failure]:
+        compared.append(len(found))
+        return CHECK(found, failures)
+
+    samples = Numbers(LETTERS, broken=("c", "f"))
+    stream = TrainingLoader(
+        samples, EpochSampler(2, 12), MadeHere(samples), check, Quarantine(3), lambda _: 4, accumulate
+    )
+    taken = [(stream.indices.samples, [chr(int(chain)) for chain in batch["chain"]]) for batch in stream]
+    alone = training(Numbers(LETTERS, broken=("c", "f")), EpochSampler(2, 12))
+    assert [chain for _, batch in taken for chain in batch] == chains(alone)
+    assert [count for count, _ in taken] == list(range(2, 26, 2))
+    assert len([batches for batches in compared if batches]) == 12 // accumulate
+    good = [index for index, chain in samples.made if chain not in samples.broken]
+    assert len(good) == len(set(good))
 
 
 def test_a_bug_is_no_bad_chain() -> None:
