@@ -340,7 +340,7 @@ def test_a_checkpoint_that_is_a_folder_or_missing(inputs: Path, capsys: pytest.C
     ("right", "wrong", "key"),
     [
         ("  ema_decay", "  ema_decy", "model.ema_decay"),
-        ("warmup_steps", "warmup_step", "model.optimizer.warmup_steps"),
+        ("warmup_samples", "warmup_sample", "model.optimizer.warmup_samples"),
         ("samples_per_epoch", "sample_per_epoch", "data.samples_per_epoch"),
         ("max_steps", "max_step", "trainer.max_steps"),
         ("channels: {msa", "channels: {ms", "model.channels.msa"),

@@ -74,8 +74,8 @@ def test_the_smallest_numbers_are_allowed() -> None:
 
 def test_the_ranges_are_for_sizes_only() -> None:
     """Catches the bounds of sizes applied to the optimizer's numbers: no warm-up is a warm-up of 0 steps."""
-    config = TrainingConfig(optimizer=OptimizerConfig(warmup_steps=0, total_steps=0, drop_step=0))
-    assert config.optimizer.warmup_steps == 0
+    config = TrainingConfig(optimizer=OptimizerConfig(warmup_samples=0, total_samples=0, drop_samples=0))
+    assert config.optimizer.warmup_samples == 0
 
 
 def test_the_package_offers_its_main_classes() -> None:

@@ -13,7 +13,7 @@ import torch
 from evodsp.config import KernelsConfig, ModelConfig
 from evodsp.data.features import check_config
 from evodsp.data.quarantine import read_quarantine
-from evodsp.errors import UserError
+from evodsp.errors import SettingError, UserError
 from evodsp.launch import process_group
 from evodsp.model.kernels.backends import check_names
 from evodsp.model.schedule import CommunicationPlan
@@ -26,6 +26,7 @@ from evodsp.training.compilation import check_compilation
 from evodsp.training.config import DataConfig, RunConfig, TrainingConfig, check_templates
 from evodsp.training.options import Command
 from evodsp.training.run_folder import RunFolder
+from evodsp.training.sample_counts import Batching, batching
 from evodsp.weights.checkpoint import check_same_model, read_checkpoint
 from evodsp.weights.published import is_parameter_file
 
@@ -87,6 +88,14 @@ class CheckedRun:
     start: Path | None
     """Checkpoint to start from."""
     chains: Chains
+    batching: Batching
+
+    @property
+    def last_step(self) -> int:
+        """The number of optimizer steps after which training ends; -1: no limit."""
+        samples, steps = self.settings.run.max_samples, self.settings.trainer["max_steps"]
+        limits = [*([self.batching.steps(samples)] if samples is not None else []), *([steps] if steps >= 0 else [])]
+        return min(limits, default=-1)
 
     @property
     def must_launch(self) -> bool:
@@ -104,6 +113,8 @@ def check_run(command: Command, settings: Settings) -> CheckedRun:
     check_clipping(parallel, model, settings.trainer)
     check_names(settings.kernels)
     ranks = count_ranks(settings.trainer, parallel)
+    accumulate = settings.trainer["accumulate_grad_batches"]
+    batches = batching(settings.run.global_batch, ranks // parallel.sequence, data.batch_size, accumulate)
     check_training_sizes(parallel, data)
     if command == "fit":
         check_compilation(settings.run, parallel, settings.plan, data, on_gpu(settings.trainer))
@@ -117,7 +128,42 @@ def check_run(command: Command, settings: Settings) -> CheckedRun:
         check_scored_chains(command, chains)
     if start is not None:
         check_start(command, settings, start)
-    return CheckedRun(command, settings, ranks, folder, start, chains)
+    checked = CheckedRun(command, settings, ranks, folder, start, chains, batches)
+    if command == "fit":
+        check_length(checked)
+    return checked
+
+
+def check_length(run: CheckedRun) -> None:
+    """Raise UserError if `fit` would resume a finished run or one of another global batch, or lower the learning rate towards
+    an end that there is not.
+
+    With `--ckpt_path auto`, which a batch system may repeat, a finished run is no mistake.
+    """
+    trainer, optimizer, start = run.settings.trainer, run.settings.model.optimizer, run.start
+    endless = run.last_step < 0 and trainer["max_epochs"] in (None, -1)
+    if endless and optimizer.schedule == "cosine" and optimizer.total_samples is None:
+        expected = "a number: max_samples and trainer.max_steps are off"
+        raise SettingError("model.optimizer.total_samples", "null", expected)
+    if start is None:
+        return
+    checkpoint = read_checkpoint(start)
+    former = checkpoint.get("samples_per_step", run.batching.samples)  # older versions do not say
+    if former != run.batching.samples:
+        raise UserError(
+            f"{start}: its run has {former} samples a step, but this one has {run.batching}; set global_batch to {former}, or "
+            "begin another run"
+        )
+    step, repeated = (
+        checkpoint.get("global_step", 0),
+        run.settings.run.ckpt_path == "auto" or process_group.was_restarted(),
+    )
+    if 0 <= run.last_step <= step and not repeated:
+        name = "trainer.max_steps" if run.last_step == trainer["max_steps"] else "max_samples"
+        limit = trainer["max_steps"] if run.last_step == trainer["max_steps"] else run.settings.run.max_samples
+        raise UserError(
+            f"{start}: is at step {step} already, and {name} is {limit}, so nothing is left to train; give a larger {name}"
+        )
 
 
 def check_scored_chains(command: Command, chains: Chains) -> None:
@@ -130,23 +176,14 @@ def check_scored_chains(command: Command, chains: Chains) -> None:
 
 
 def check_start(command: Command, settings: Settings, start: Path) -> None:
-    """Raise UserError if the checkpoint's model has other sizes than the settings, or `fit` would resume a finished run.
+    """Raise UserError if the checkpoint's model has other sizes than the settings.
 
-    `validate` and `test` take the sizes from the checkpoint, so settings without any size fit every checkpoint. With
-    `--ckpt_path auto`, which a batch system may repeat, a finished run is no mistake.
+    `validate` and `test` take the sizes from the checkpoint, so settings without any size fit every checkpoint.
     """
     sizes = settings.model.model_config()
     if command != "fit" and (sizes == ModelConfig() or is_parameter_file(start)):
         return
-    checkpoint = read_checkpoint(start)
-    check_same_model(start, checkpoint, sizes)
-    step, last = checkpoint.get("global_step", 0), settings.trainer["max_steps"]
-    repeated = settings.run.ckpt_path == "auto" or process_group.was_restarted()
-    if command == "fit" and 0 <= last <= step and not repeated:
-        raise UserError(
-            f"{start}: is at step {step} already, and trainer.max_steps is {last}, so nothing is left to train; "
-            "give a larger trainer.max_steps"
-        )
+    check_same_model(start, read_checkpoint(start), sizes)
 
 
 def count_ranks(trainer: Mapping[str, Any], parallel: ParallelConfig) -> int:

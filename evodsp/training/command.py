@@ -146,7 +146,9 @@ def build(run: CheckedRun, begun: float) -> Built:
     limits = settings.run
     bad = BadSamples(limits.max_bad_samples, limits.replay_files, data_config.skip_samples or ())
     stop = StopRequest(deadline(_seconds(options["max_time"]), begun, limits.stop_before_end))
-    module = TrainingModule(settings.model, seed, data_config.validation, world, settings.kernels, model, bad, stop)
+    module = TrainingModule(
+        settings.model, seed, data_config.validation, world, settings.kernels, model, bad, stop, run.batching.samples
+    )
     module.chain_names = {"val": run.chains.validation, "test": run.chains.test}
     interruption = Interruption()
     last = LastCheckpoint(run.folder.last, settings.run.checkpoint_every)
@@ -158,7 +160,8 @@ def build(run: CheckedRun, begun: float) -> Built:
     config = {
         **options,
         "max_time": None,  # ours (`StopRequest`)
-        "accumulate_grad_batches": options["accumulate_grad_batches"] * passes,
+        "max_steps": run.last_step,
+        "accumulate_grad_batches": run.batching.accumulate * passes,
         "logger": _loggers(run) if options["logger"] in (None, True) else options["logger"],
         "callbacks": [*_as_list(options["callbacks"]), *own_callbacks],
         "default_root_dir": options["default_root_dir"] or str(run.folder.path),
@@ -276,6 +279,8 @@ def _execute(run: CheckedRun, built: Built, config_text: str) -> None:
             for note in run.chains.notes(run.folder.missing):
                 print(f"evodsp: warning: {note}", file=sys.stderr)
         _open_quarantine(run, built)
+        if trainer.is_global_zero and run.settings.run.global_batch is not None:
+            report(f"evodsp: {run.batching}")
         trainer.fit(module, datamodule=data, ckpt_path=run.start, weights_only=True)
 
 

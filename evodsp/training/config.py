@@ -13,7 +13,7 @@ from evodsp.ranges import BELOW_ONE, COUNT, FRACTION, POSITIVE, SEED, SIZE, Rang
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """Adam and its learning rate (supplement 1.11.3). Steps are optimizer steps."""
+    """Adam and its learning rate (supplement 1.11.3), whose schedule counts the samples of all devices since the start."""
 
     lr: float = 1e-3
     """Learning rate after the warm-up."""
@@ -23,16 +23,17 @@ class OptimizerConfig:
     """Adam's decay of the mean of the squared gradients."""
     eps: float = 1e-6
     """Adam's epsilon, added to the denominator."""
-    warmup_steps: int = 1000
-    """The learning rate rises linearly from zero over this many steps (AF2: 128,000 samples, 1000 steps of 128)."""
+    warmup_samples: int = 128_000
+    """The learning rate rises linearly from zero over this many samples (AF2: 128,000, which are 1000 steps of 128)."""
     schedule: Literal["constant", "cosine"] = "constant"
-    """After the warm-up: `constant`, lowered once at `drop_step` (AF2), or `cosine` down to `final_lr` at `total_steps`."""
-    drop_step: int = 50_000
-    """Step from which the constant learning rate is multiplied by `drop_factor` (AF2: after 6.4 million samples)."""
+    """After the warm-up: `constant`, lowered once after `drop_samples` (AF2), or `cosine`, down to `final_lr` at
+    `total_samples`."""
+    drop_samples: int = 6_400_000
+    """Samples after which the constant learning rate is multiplied by `drop_factor` (AF2: 6.4 million)."""
     drop_factor: float = 0.95
-    """Factor of the learning rate from `drop_step` on."""
-    total_steps: int | None = None
-    """Steps until the cosine ends; null takes trainer.max_steps."""
+    """Factor of the learning rate after `drop_samples`."""
+    total_samples: int | None = None
+    """Samples until the cosine ends; null takes the length of the run."""
     final_lr: float = 0.0
     """Learning rate at the end of the cosine."""
     clip: Literal["sample", "batch"] = "sample"
@@ -42,14 +43,14 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         ranges = {
             "lr": POSITIVE,
-            "warmup_steps": COUNT,
+            "warmup_samples": COUNT,
             "beta1": BELOW_ONE,
             "beta2": BELOW_ONE,
             "eps": COUNT,
             "final_lr": COUNT,
-            "drop_step": COUNT,
+            "drop_samples": COUNT,
             "drop_factor": COUNT,
-            "total_steps": COUNT,
+            "total_samples": COUNT,
         }
         check_numbers(self, ranges, "model.optimizer.")
         if self.clip not in ("sample", "batch"):
@@ -146,7 +147,7 @@ class DataConfig:
     validation: FeatureConfig = field(default_factory=lambda: FeatureConfig(crop_size=None, uniform_recycling=False))
     """Features of validation samples."""
     batch_size: int = 1
-    """Samples per step of each device (or of each group of parallel.sequence devices)."""
+    """Samples of one batch on each device (or on each group of parallel.sequence devices)."""
     samples_per_epoch: int = 1000
     """Samples of all devices between two validations; rounded up to whole optimizer steps."""
     num_workers: int = 0
@@ -198,6 +199,12 @@ class RunConfig:
 
     seed: int = 0
     """Seed of the initial weights, the samples and dropout. The same seed gives the same run."""
+    global_batch: int | None = None
+    """Samples of all devices in one optimizer step (AF2: 128). As many batches are accumulated as this takes. null:
+    trainer.accumulate_grad_batches says how many, and the samples of a step depend on the number of devices."""
+    max_samples: int | None = 10_000_000
+    """Samples of all devices to train on (AF2: 10 million, then 1.5 million in fine-tuning), in whole optimizer steps.
+    trainer.max_steps may end the run before. null for no limit."""
     matmul_precision: MatmulPrecision = "highest"
     """Products of float32 matrices on a GPU: `highest` (float32) or `high` (TF32: several times faster, 10 bits of each factor
     instead of 23). trainer.precision bf16-mixed leaves few such products."""
@@ -230,6 +237,6 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         ranges = {"seed": SEED, "checkpoint_every": SIZE, "max_bad_samples": COUNT, "replay_files": COUNT}
-        ranges |= {"keep_last": SIZE, "stop_before_end": COUNT}
+        ranges |= {"keep_last": SIZE, "stop_before_end": COUNT, "global_batch": SIZE, "max_samples": SIZE}
         check_numbers(self, ranges, "")
         check_matmul("matmul_precision", self.matmul_precision)

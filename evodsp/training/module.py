@@ -68,11 +68,13 @@ class TrainingModule(LightningModule):
         model: AlphaFold | None = None,
         bad_samples: BadSamples | None = None,
         stop: StopRequest | None = None,
+        samples_per_step: int = 1,
     ) -> None:
         """`features`: sizes of the validation features, saved in checkpoints for prediction. `world`: None for one process.
         `kernels`: which implementations of the operators to use; None: the defaults. `model`: None for a new one.
         `bad_samples`: told of samples that are not finite, and knows those to leave out; None for one that only logs them.
-        `stop`: told when ranks agree to stop; None for a run that nobody stops.
+        `stop`: told when ranks agree to stop; None for a run that nobody stops. `samples_per_step`: of all devices; the
+        learning rate depends on them.
         """
         super().__init__()
         self.config, self.features, self.world = config, features, world or World()
@@ -84,6 +86,7 @@ class TrainingModule(LightningModule):
         """Metrics of the last validation or test, by chain."""
         self.seed, self.kernels = seed, self._kernels
         self.bad_samples, self._stop = bad_samples or BadSamples(), stop or StopRequest()
+        self.samples_per_step = samples_per_step
         self._dropout = Draws.root(seed).at("dropout")
         self._casts = CastParameters(self.model)
         self._gradients: Gradients | None = None
@@ -227,15 +230,18 @@ class TrainingModule(LightningModule):
         self._collect("test")
 
     def configure_optimizers(self) -> Any:
-        config = self.config.optimizer
-        total = config.total_steps or int(self.trainer.estimated_stepping_batches)
+        config, batch = self.config.optimizer, self.samples_per_step
+        steps = (
+            self.trainer.estimated_stepping_batches
+        )  # infinite without a limit, which `check_length` refuses for a cosine
+        total = config.total_samples or (int(steps) * batch if math.isfinite(steps) else 0)
         # `fused`: one kernel for all parameters. Under fp16's loss scaler such an optimizer removes the scale from the
         # gradients itself, too late for `Gradients`, which clips them before. bf16 has no scaler.
         fused = not str(self.trainer.precision).startswith("16")
         options = {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.eps, "fused": fused}
         optimizer = self.world.optimizer(self.model.parameters(), **options)
         schedule = torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda step: learning_rate(step, config, total) / config.lr
+            optimizer, lambda step: learning_rate(step * batch, batch, config, total) / config.lr
         )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
@@ -244,6 +250,7 @@ class TrainingModule(LightningModule):
             raise NotFiniteWeightsError(self.trainer.global_step)
         checkpoint.update(checkpoint_entries(self.model.config, self.features))
         checkpoint["batches_per_step"] = self.trainer.accumulate_grad_batches
+        checkpoint["samples_per_step"] = self.samples_per_step
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         upgrade(checkpoint)  # Lightning calls this first, so callbacks see the upgraded checkpoint too

@@ -44,8 +44,8 @@ EXAMPLES: dict[Command, tuple[str, ...]] = {
 class TrainerOptions:
     """Lightning's Trainer: its most used options (--trainer.help lists all)."""
 
-    max_steps: int = 75_000
-    """Number of optimizer steps to train for."""
+    max_steps: int = -1
+    """Number of optimizer steps to train for, if `max_samples` does not end the run before; -1 for no limit."""
     max_epochs: int | None = -1
     """Number of epochs (of data.samples_per_epoch samples) to train for; -1 for no limit."""
     max_time: str | None = None
@@ -59,7 +59,7 @@ class TrainerOptions:
     precision: str | int | None = "32-true"
     """Floating-point precision: 32-true, bf16-mixed, …"""
     accumulate_grad_batches: int = 1
-    """Batches whose gradients are accumulated for each optimizer step."""
+    """Batches whose gradients are accumulated for each optimizer step; follows from `global_batch` if that is given."""
     gradient_clip_val: float | None = 0.1
     """Gradients with a larger norm are scaled down to this norm; model.optimizer.clip says which gradients."""
     log_every_n_steps: int = 10
@@ -92,12 +92,28 @@ class PresetParser(OneLineErrors):
             self.set_defaults(dict(leaves(ModelConfig.preset(name), "model")))
         return super().parse_args(words, *rest, **kwargs)
 
+    def explain(self, message: str) -> str:
+        """Names the new setting where a former one is given, because its number means something else."""
+        line = super().explain(message)
+        for former, new in RENAMED.items():
+            if f"'{former}'" in line or f"'--{former}'" in line:
+                place = self.where(former).removeprefix("--")
+                return f"{place}{former} was replaced by {new}, which counts samples: steps x global batch"
+        return line
+
     def instantiate_settings(self, config: Any) -> Any:
         """The typed settings of a parsed `config`; the preset's sizes are in it already."""
         config = config.clone()
         config.model.pop("preset")
         return super().instantiate_settings(config)
 
+
+RENAMED = {
+    "model.optimizer.warmup_steps": "model.optimizer.warmup_samples",
+    "model.optimizer.drop_step": "model.optimizer.drop_samples",
+    "model.optimizer.total_steps": "model.optimizer.total_samples",
+}
+"""Settings of earlier versions, which counted optimizer steps."""
 
 _ENDS_PARSING = ("--print_config", "--print-config", "--help", "-h")
 

@@ -19,7 +19,7 @@ model:
   evoformer: *stack
   structure_module: {iterations: 1, heads: 2, query_points: 1, value_points: 1, angle_channels: 4, transition_layers: 1}
   heads: {plddt_channels: 4}
-  optimizer: {warmup_steps: 2, lr: 1.0e-2}
+  optimizer: {warmup_samples: 2, lr: 1.0e-2}
   ema_decay: 0.9
 data:
   validation_chains: [1abc_A]

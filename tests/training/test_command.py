@@ -201,6 +201,23 @@ def test_accumulated_batches_and_workers_run(chains: Path, tmp_path: Path) -> No
             ("--trainer.accumulate_grad_batches", "0"),
             "--trainer.accumulate_grad_batches is 0, but must be at least 1",
         ),
+        (
+            ("--global_batch", "9", "--data.batch_size", "2"),
+            "global_batch is 9, but must be a multiple of 2 (data ranks 1 x data.batch_size 2); use another",
+        ),
+        (
+            ("--global_batch", "4", "--trainer.accumulate_grad_batches", "4"),
+            "global_batch is 4, which sets how many batches are accumulated, but trainer.accumulate_grad_batches is 4; give",
+        ),
+        (("--max_samples", "0"), "--max_samples is 0, but must be at least 1"),
+        (
+            ("--model.optimizer.drop_step", "3"),
+            "model.optimizer.drop_step was replaced by model.optimizer.drop_samples, which counts samples: steps x",
+        ),
+        (
+            ("--model.optimizer.schedule", "cosine", "--trainer.max_steps", "-1", "--max_samples", "null"),
+            "model.optimizer.total_samples is null, but must be a number: max_samples and trainer.max_steps are off",
+        ),
         (("--trainer.gradient_clip_val", "-1"), "--trainer.gradient_clip_val is -1, but must be at least 0"),
         (("--model.optimizer.lr", "-1"), "--model.optimizer.lr is -1.0, but must be above 0"),
         (("--data", "3"), "--data: expected a group of options (alignment_dir, "),
@@ -283,6 +300,11 @@ def test_a_run_without_work_is_refused(chains: Path, finished: Path, capsys: pyt
             "fit",
             ["--ckpt_path=last", "--trainer.max_steps=1"],
             "last.ckpt: is at step 6 already, and trainer.max_steps is 1",
+        ),
+        (
+            "fit",
+            ["--ckpt_path=last", "--trainer.max_steps=9", "--max_samples=6"],
+            "last.ckpt: is at step 6 already, and max_samples is 6, so nothing is left to train; give a larger max_samples",
         ),
         ("validate", ["--ckpt_path=last", "--data.validation_chains=null"], "data.validation_chains is null"),
         (

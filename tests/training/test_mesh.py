@@ -21,6 +21,7 @@ from tests.builders.training import CommandPool
 
 RUN = """
 seed: 3
+global_batch: 4
 model:
   channels: {msa: 12, pair: 10, extra_msa: 6, single: 14}
   extra_msa: {blocks: 1, msa_heads: 2, msa_head_width: 3, pair_heads: 2, pair_head_width: 3, triangle_channels: 5,
@@ -30,18 +31,17 @@ model:
   structure_module: {iterations: 2, heads: 2, query_points: 2, value_points: 2, angle_channels: 6}
   heads: {plddt_channels: 6, predicted_aligned_error: true}
   loss: {pae: 0.1, violation: 0.1}
-  optimizer: {warmup_steps: 3, lr: 1.0e-3}
+  optimizer: {warmup_samples: 12, lr: 1.0e-3}
   ema_decay: 0.9
 data:
   train_chains: [102m_A, 1k1a_A, 2q2k_A]
   validation_chains: [102m_A, 1k1a_A, 2q2k_A]
+  batch_size: 2
   samples_per_epoch: 8
   train: {crop_size: 23, msa_clusters: 7, extra_msa: 9, recycles: 2, block_delete: true}
   validation: {crop_size: 29, msa_clusters: 5, extra_msa: 6, recycles: 1, uniform_recycling: false}
-trainer: {max_steps: 4, accelerator: cpu, log_every_n_steps: 1, accumulate_grad_batches: 2, gradient_clip_val: 0.1,
-  precision: 64-true}
+trainer: {max_steps: 4, accelerator: cpu, log_every_n_steps: 1, gradient_clip_val: 0.1, precision: 64-true}
 """
-SAMPLES_PER_STEP = 4
 BY_BATCH = ("--model.optimizer.clip", "batch")
 
 Fit = Callable[..., Path]
@@ -49,7 +49,8 @@ Fit = Callable[..., Path]
 
 @pytest.fixture(scope="module")
 def fit(commands: CommandPool, real_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Fit:
-    """`fit(mesh, *options, output=None)`: a run of the same global batch on any mesh; its folder."""
+    """`fit(mesh, *options, output=None)`: a run of one config on any mesh, which accumulates what `global_batch` needs; its
+    folder."""
     folder = tmp_path_factory.mktemp("mesh")
     folders = f"  alignment_dir: {real_data}/alignments\n  structure_dir: {real_data}/mmcif_files\n"
     (folder / "run.yaml").write_text(RUN.replace("data:\n", "data:\n" + folders))
@@ -57,9 +58,7 @@ def fit(commands: CommandPool, real_data: Path, tmp_path_factory: pytest.TempPat
     def run(mesh: tuple[int, int], *options: str, output: Path | None = None) -> Path:
         output = output or Path(tmp_path_factory.mktemp("runs")) / "run"
         data, sequence = mesh
-        # Two accumulated batches a step, on however many data ranks.
-        batch = SAMPLES_PER_STEP // 2 // data
-        words = ["fit", "--config", str(folder / "run.yaml"), "--output", str(output), "--data.batch_size", str(batch)]
+        words = ["fit", "--config", str(folder / "run.yaml"), "--output", str(output)]
         words += ["--parallel.sequence", str(sequence), *options]
         if mesh == (1, 1):
             assert main(words) == 0
@@ -83,7 +82,7 @@ def losses(output: Path, column: str = "train/loss") -> dict[int, float]:
 
 def assert_same_run(found: Path, expected: Path) -> None:
     # The curve holds eight digits.
-    for column in ("train/loss", "val/loss", "train/gradient_norm"):
+    for column in ("train/loss", "val/loss", "train/gradient_norm", "train/lr"):
         assert losses(found, column) == pytest.approx(losses(expected, column), rel=5e-7)
 
 

@@ -17,7 +17,7 @@ OPTIONS = (
     "--parallel.sequence=2", "--parallel.overlap=false", "--parallel.wire=bf16", "--plan.triangle_outgoing=gather",
     "--plan.outer_product_mean=sum", "--plan.stream_bias=true", "--plan.keep_gathered=false", "--model.optimizer.eps=0.003",
     "--matmul_precision=high", "--kernels.backend=reference", "--kernels.transition=chunked",
-    "--model.optimizer.warmup_steps=0", "--model.optimizer.drop_step=1", "--model.optimizer.drop_factor=0.5",
+    "--model.optimizer.warmup_samples=0", "--model.optimizer.drop_samples=1", "--model.optimizer.drop_factor=0.5",
 )  # fmt: skip
 
 

@@ -1,0 +1,60 @@
+"""Samples and optimizer steps: how the samples of a step are divided on a mesh, and which samples a step has.
+
+A recipe counts in samples: the global batch, the learning rate's schedule, the epochs, the length of a run. So it means the
+same on any number of ranks. Optimizer steps follow from it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from evodsp.errors import UserError
+
+
+@dataclass(frozen=True)
+class Batching:
+    """How the samples of one optimizer step are divided."""
+
+    data_ranks: int
+    """Samples are computed on so many ranks, or groups of ranks that share a sample, at a time."""
+    batch_size: int
+    """Samples of each of them in one batch."""
+    accumulate: int
+    """Batches of one step."""
+
+    @property
+    def samples(self) -> int:
+        """Samples of one optimizer step: the global batch."""
+        return self.data_ranks * self.batch_size * self.accumulate
+
+    def steps(self, samples: int) -> int:
+        """Optimizer steps after which at least `samples` samples were taken."""
+        return math.ceil(samples / self.samples)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.samples} samples a step: data ranks {self.data_ranks} x data.batch_size {self.batch_size} x "
+            f"accumulated batches {self.accumulate}"
+        )
+
+
+def batching(global_batch: int | None, data_ranks: int, batch_size: int, accumulate: int) -> Batching:
+    """The division of `global_batch` samples; None: `accumulate` batches a step, of `batch_size` samples on each data rank.
+
+    `accumulate`: trainer.accumulate_grad_batches. Raises UserError if `global_batch` does not divide, or if both are given.
+    """
+    if global_batch is None:
+        return Batching(data_ranks, batch_size, accumulate)
+    if accumulate != 1:
+        raise UserError(
+            f"global_batch is {global_batch}, which sets how many batches are accumulated, but "
+            f"trainer.accumulate_grad_batches is {accumulate}; give one of them"
+        )
+    at_once = data_ranks * batch_size
+    if global_batch % at_once:
+        raise UserError(
+            f"global_batch is {global_batch}, but must be a multiple of {at_once} (data ranks {data_ranks} x data.batch_size "
+            f"{batch_size}); use another global_batch, data.batch_size, parallel.sequence or number of devices"
+        )
+    return Batching(data_ranks, batch_size, global_batch // at_once)

@@ -1,0 +1,187 @@
+"""The configs of AlphaFold2's recipe, beside the numbers of its supplement."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from evodsp.argument_parser import leaves
+from evodsp.parallel.mesh import init_mesh
+from evodsp.training.checks import CheckedRun, Settings, check_run
+from evodsp.training.command import TrainingCLI
+from evodsp.training.datamodule import ChainDataModule
+from evodsp.training.lr_schedule import learning_rate
+from evodsp.training.world import MeshWorld
+from scripts.benchmarks.fake_ranks import fake_group
+from tests.builders.training_chains import SEQUENCES
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+EVERY_STAGE = {
+    # 1.11.3: training protocol
+    "global_batch": 128,
+    "model.optimizer.beta1": 0.9,
+    "model.optimizer.beta2": 0.999,
+    "model.optimizer.eps": 1e-6,
+    "model.optimizer.schedule": "constant",
+    "trainer.gradient_clip_val": 0.1,
+    "model.optimizer.clip": "sample",
+    # 1.11.7: evaluator setup
+    "model.ema_decay": 0.999,
+    # 1.10 and algorithm 31: 1 to 4 passes
+    "data.train.recycles": 3,
+    "data.train.uniform_recycling": True,
+    # 1.11.5: loss clamping
+    "data.train.clamp_fape_fraction": 0.9,
+    # 1.11.6: dropout
+    "model.evoformer.msa_dropout": 0.15,
+    "model.evoformer.pair_dropout": 0.25,
+    "model.extra_msa.msa_dropout": 0.15,
+    "model.extra_msa.pair_dropout": 0.25,
+    "model.templates.pair_dropout": 0.25,
+    "model.structure_module.dropout": 0.1,
+    # 1.2.5: filtering
+    "data.sampling": "alphafold2",
+    "data.filters.max_resolution": 9.0,
+    "data.filters.max_residue_share": 0.8,
+    # 1.2.1 and 1.2.3
+    "data.filters.max_release_date": "2018-04-30",
+    "data.max_template_date": "2018-04-30",
+    "data.train.max_templates": 4,
+    "model.templates.enabled": True,
+    # 1.2.6: block deletion
+    "data.train.block_delete": True,
+    "data.train.block_delete_fraction": 0.3,
+    "data.train.block_delete_blocks": 5,
+    # 1.2.7: MSA clustering
+    "data.train.masked_msa_fraction": 0.15,
+    "data.train.masked_uniform": 0.1,
+    "data.train.masked_profile": 0.1,
+    "data.train.masked_same": 0.1,
+    # 1.3: self-distillation
+    "data.distillation.fraction": 0.75,
+    "data.distillation.min_plddt": 50.0,
+    "data.distillation.max_msa_rows": 1000,
+    # 1.9: equation 7
+    "model.loss.backbone_fape": 0.5,
+    "model.loss.sidechain_fape": 0.5,
+    "model.loss.torsion": 0.5,
+    "model.loss.angle_norm": 0.01,
+    "model.loss.distogram": 0.3,
+    "model.loss.masked_msa": 2.0,
+    "model.loss.plddt": 0.01,
+    "model.loss.confidence_min_resolution": 0.1,
+    "model.loss.confidence_max_resolution": 3.0,
+    "model.loss.scale_by_length": True,
+    # 1.6 and 1.7.2: stacks
+    "model.evoformer.blocks": 48,
+    "model.extra_msa.blocks": 4,
+    "model.templates.blocks": 2,
+    "model.structure_module.iterations": 8,
+}
+INITIAL = {
+    "max_samples": 10_000_000,
+    "model.optimizer.lr": 1e-3,
+    "model.optimizer.warmup_samples": 128_000,
+    "model.optimizer.drop_samples": 6_400_000,
+    "model.optimizer.drop_factor": 0.95,
+    "data.train.crop_size": 256,
+    "data.train.msa_clusters": 128,
+    "data.train.extra_msa": 1024,
+    "model.loss.experimentally_resolved": 0.0,
+    "model.loss.violation": 0.0,
+    "model.loss.pae": 0.0,
+}
+FINE_TUNING = {
+    "max_samples": 1_500_000,
+    "model.optimizer.lr": 5e-4,
+    "model.optimizer.warmup_samples": 0,
+    "data.train.crop_size": 384,
+    "data.train.msa_clusters": 512,
+    "data.train.extra_msa": 5120,
+    "model.loss.experimentally_resolved": 0.01,
+    "model.loss.violation": 1.0,
+    "model.loss.pae": 0.0,
+    "model.heads.experimentally_resolved": True,
+}
+PTM = {**FINE_TUNING, "model.loss.pae": 0.1, "model.heads.predicted_aligned_error": True}
+STAGES = {"af2_initial": INITIAL, "af2_finetune": FINE_TUNING, "af2_finetune_ptm": PTM}
+"""Tables 4 and 5, sections 1.9.7 and 1.11, of AlphaFold2's supplement."""
+
+
+def settings_of(name: str, folder: Path, *words: str, **changes: Any) -> Settings:
+    """The settings of a config with `changes` of its `data`, without the weights that it starts from."""
+    content = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())
+    content.pop("init_from", None)
+    content["data"] |= changes
+    (folder / f"{name}.yaml").write_text(yaml.safe_dump(content))
+    return TrainingCLI("fit", ["--config", str(folder / f"{name}.yaml"), *words]).settings
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_each_number_is_the_supplements(name: str, tmp_path: Path) -> None:
+    """A number lost in an edit of the config, or a changed default that the config relies on."""
+    settings = settings_of(name, tmp_path)
+    found = {
+        **dict(leaves(settings.run, "run")),
+        **dict(leaves(settings.model, "model")),
+        **dict(leaves(settings.data, "data")),
+        **{f"trainer.{key}": value for key, value in settings.trainer.items()},
+    }
+    found |= {key.removeprefix("run."): value for key, value in found.items() if key.startswith("run.")}
+    expected = {**EVERY_STAGE, **STAGES[name]}
+    assert {key: found[key] for key in expected} == expected
+    # Validation sees what training sees, whole and with all recycles; a constant learning rate stays constant in fine-tuning.
+    for size in ("msa_clusters", "extra_msa", "max_templates", "recycles"):
+        assert found[f"data.validation.{size}"] == found[f"data.train.{size}"]
+    assert found["data.validation.crop_size"] is None
+    assert (found["model.optimizer.drop_samples"] < found["max_samples"]) == (name == "af2_initial")
+
+
+def checked(name: str, folder: Path, chains: Path, *words: str) -> CheckedRun:
+    """A run of the config on the two small chains."""
+    cache = {
+        chain: {"release_date": "2010-01-01", "seq": letters, "resolution": 2.0, "cluster_size": 1}
+        for chain, letters in SEQUENCES.items()
+    }
+    (folder / "cache.json").write_text(json.dumps(cache))
+    folders = {"alignment_dir": f"{chains}/alignments", "structure_dir": f"{chains}/mmcif_files"}
+    settings = settings_of(
+        name, folder, f"--output={folder}/run", "--trainer.accelerator=cpu", *words,
+        **folders, template_structure_dir=f"{chains}/mmcif_files", chain_data_cache=f"{folder}/cache.json",
+        distillation={**folders, "fraction": 0.75}, num_workers=0, time_limit=None,
+    )  # fmt: skip
+    return check_run("fit", settings)
+
+
+@pytest.mark.parametrize(("ranks", "sequence", "accumulate"), [(8, 2, 32), (512, 8, 2)])
+@pytest.mark.parametrize("name", STAGES)
+def test_the_recipe_is_the_same_on_every_mesh(
+    name: str, ranks: int, sequence: int, accumulate: int, chains: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On ranks that do not exist: a step of other samples, a run of other length, another learning rate at a sample."""
+    launched = {"WORLD_SIZE": ranks, "RANK": 0, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
+    for variable, value in launched.items():
+        monkeypatch.setenv(variable, str(value))
+    run = checked(name, tmp_path, chains, f"--parallel.sequence={sequence}")
+    assert (run.ranks, run.batching.data_ranks, run.batching.accumulate) == (ranks, ranks // sequence, accumulate)
+    assert run.last_step == {"af2_initial": 78_125, "af2_finetune": 11_719, "af2_finetune_ptm": 11_719}[name]
+    config, batch, step = run.settings.model.optimizer, run.batching.samples, 40_000 // 128
+    expected = 0.001 * 40_064 / 128_000 if name == "af2_initial" else 0.0005
+    assert learning_rate(step * batch, batch, config, 0) == pytest.approx(expected)
+    taken: list[int] = []
+    for rank in range(0, ranks, sequence):
+        with fake_group(ranks, rank):
+            world = MeshWorld(run.settings.parallel, on_gpu=False)
+            world._mesh = init_mesh(sequence, "cpu")
+            taken += samples_of_a_step(run, world, step)
+    assert sorted(taken) == list(range(step * 128, step * 128 + 128))
+
+
+def samples_of_a_step(run: CheckedRun, world: MeshWorld, step: int) -> list[int]:
+    """The samples that this data rank takes for an optimizer step."""
+    raise NotImplementedError
