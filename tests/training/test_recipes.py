@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import yaml
@@ -15,7 +16,7 @@ from evodsp.training.checks import CheckedRun, Settings, check_run
 from evodsp.training.command import TrainingCLI
 from evodsp.training.datamodule import ChainDataModule
 from evodsp.training.lr_schedule import learning_rate
-from evodsp.training.world import MeshWorld
+from evodsp.training.world import World
 from scripts.benchmarks.fake_ranks import fake_group
 from tests.builders.training_chains import SEQUENCES
 
@@ -173,15 +174,19 @@ def test_the_recipe_is_the_same_on_every_mesh(
     config, batch, step = run.settings.model.optimizer, run.batching.samples, 40_000 // 128
     expected = 0.001 * 40_064 / 128_000 if name == "af2_initial" else 0.0005
     assert learning_rate(step * batch, batch, config, 0) == pytest.approx(expected)
-    taken: list[int] = []
-    for rank in range(0, ranks, sequence):
+    whole = range(step * 128, step * 128 + 128)
+    for rank in (0, sequence - 1, sequence, ranks - 1):
         with fake_group(ranks, rank):
-            world = MeshWorld(run.settings.parallel, on_gpu=False)
-            world._mesh = init_mesh(sequence, "cpu")
-            taken += samples_of_a_step(run, world, step)
-    assert sorted(taken) == list(range(step * 128, step * 128 + 128))
+            mesh = init_mesh(sequence, "cpu")
+            assert (mesh.data, mesh.data_rank) == (ranks // sequence, rank // sequence)
+            world = Mock(spec=World, data_ranks=mesh.data, data_rank=mesh.data_rank, reads=True)
+        assert samples_of_a_step(run, world, step) == list(whole[rank // sequence :: ranks // sequence])
 
 
-def samples_of_a_step(run: CheckedRun, world: MeshWorld, step: int) -> list[int]:
-    """The samples that this data rank takes for an optimizer step."""
-    raise NotImplementedError
+def samples_of_a_step(run: CheckedRun, world: World, step: int) -> list[int]:
+    """The samples that a data rank takes for optimizer step `step`."""
+    module = ChainDataModule(run.settings.data, run.chains, run.settings.run.seed, world)
+    module.trainer = Mock(accumulate_grad_batches=run.batching.accumulate)
+    module.load_state_dict({"samples": step * 128})
+    batches = iter(module.train_dataloader().indices)
+    return [index for _ in range(run.batching.accumulate) for index in next(batches)]
