@@ -4,8 +4,8 @@
 
 For each config and mesh: how many batches a data rank accumulates, the floating-point operations of a sample's training step,
 and, on its first rank, the peak memory of the activations and the bytes that its collectives move. One rank of a fake group
-(`fake_ranks.py`) runs the whole model at full size on tensors without memory, in fp32: a pass without gradient for recycling, and
-one forward and backward with blocks recomputed, without the losses. Recycling draws 1 to 4 passes, 2.5 on average, so a step
+(`fake_ranks.py`) runs the whole model at full size on tensors without memory, in fp32: a pass without gradient for recycling,
+and one forward and backward with blocks recomputed, without the losses. Recycling draws 1 to 4 passes, 2.5 on average, so a step
 counts 1.5 of the former and one of the latter. Operations are those of matrix products (torch's FlopCounterMode), 2 for a
 product and its sum.
 """
@@ -92,9 +92,7 @@ def main() -> int:
     parser.add_argument("--config", nargs="+", choices=NAMES, default=NAMES)
     parser.add_argument("--meshes", nargs="+", default=MESHES, help="ranks x ranks of a sample", metavar="8x2")
     arguments = parser.parse_args()
-    print(
-        f"{'config':18}{'ranks':>6}{'seq':>5}{'data':>5}{'acc.':>6}{'steps':>8}{'TFLOP':>8}{'of 1':>7}{'GiB':>8}{'moved GiB':>11}{'s':>6}"
-    )
+    print("config             ranks  seq data  acc.   steps   TFLOP   of 1     GiB  moved GiB     s")
     for name in arguments.config:
         settings, alone = settings_of(name), None
         for mesh in arguments.meshes:
