@@ -5,7 +5,7 @@
 For each config and mesh: how many batches a data rank accumulates, the floating-point operations of a sample's training step,
 and, on its first rank, the peak memory of the activations and the bytes that its collectives move. One rank of a fake group
 (`fake_ranks.py`) runs the whole model at full size on tensors without memory, in fp32: a pass without gradient for recycling,
-and one forward and backward with blocks recomputed, without the losses. Recycling draws 1 to 4 passes, 2.5 on average, so a step
+and one forward and backward with blocks recomputed, without the losses. Recycling draws 1 to 4 passes, 2.5 on average: a step
 counts 1.5 of the former and one of the latter. Operations are those of matrix products (torch's FlopCounterMode), 2 for a
 product and its sum.
 """
