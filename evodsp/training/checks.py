@@ -114,7 +114,8 @@ def check_run(command: Command, settings: Settings) -> CheckedRun:
     check_names(settings.kernels)
     ranks = count_ranks(settings.trainer, parallel)
     accumulate = settings.trainer["accumulate_grad_batches"]
-    batches = batching(settings.run.global_batch, ranks // parallel.sequence, data.batch_size, accumulate)
+    global_batch = settings.run.global_batch if command == "fit" else None
+    batches = batching(global_batch, ranks // parallel.sequence, data.batch_size, accumulate)
     check_training_sizes(parallel, data)
     if command == "fit":
         check_compilation(settings.run, parallel, settings.plan, data, on_gpu(settings.trainer))

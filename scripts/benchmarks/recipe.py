@@ -2,26 +2,29 @@
 
     python -m scripts.benchmarks.recipe [--config af2_initial ...] [--meshes 8x2 512x8]
 
-For each config and mesh: how many batches a data rank accumulates, the floating-point operations of a sample's training step,
-and, on its first rank, the peak memory of the activations and the bytes that its collectives move. One rank of a fake group
-(`fake_ranks.py`) runs the whole model at full size on tensors without memory, in fp32: a pass without gradient for recycling,
-and one forward and backward with blocks recomputed, without the losses. Recycling draws 1 to 4 passes, 2.5 on average: a step
-counts 1.5 of the former and one of the latter. Operations are those of matrix products (torch's FlopCounterMode), 2 for a
-product and its sum.
+For each config and mesh: how many batches a data rank accumulates, and, of one sample's training step on the first rank, the
+floating-point operations and the bytes that its collectives move. One rank of a fake group (`fake_ranks.py`) runs the model at
+full widths on tensors without memory, in fp32, with the formulas of the operators: forward and backward, blocks recomputed,
+without the losses. Blocks of a stack are alike: one and two are run, and the others count as the second. Recycling draws 1 to 4
+passes, 2.5 on average, so a step counts 1.5 forward passes more. Operations are those of matrix products (torch's
+FlopCounterMode), 2 for a product and its sum.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from evodsp.config import FeatureConfig, KernelsConfig, ModelConfig
 from evodsp.model.alphafold import AlphaFold
+from evodsp.model.kernels.registry import choose
+from evodsp.model.primitives import use_exchange, use_kernels
 from evodsp.parallel.exchange import Exchange, LocalExchange, ShardedExchange
 from evodsp.parallel.ledger import Ledger
 from evodsp.training.checks import Settings
@@ -29,8 +32,6 @@ from evodsp.training.command import TrainingCLI
 from evodsp.training.sample_counts import batching
 
 from .fake_ranks import fake_group
-from .memory import _gpu_chunks, _prepared
-from .peak_memory import PeakMemory
 from .random_inputs import output_tensors, random_features
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -45,8 +46,7 @@ class Traced:
     """One rank's share of a training step of one sample."""
 
     flops: float
-    peak_bytes: int
-    moved_bytes: int
+    moved_bytes: float
 
 
 def settings_of(name: str) -> Settings:
@@ -54,37 +54,56 @@ def settings_of(name: str) -> Settings:
     return TrainingCLI("fit", ["--config", str(CONFIGS / f"{name}.yaml")]).settings
 
 
-def trace(settings: Settings, exchange: Exchange, ledger: Ledger) -> Traced:
+def trace(config: ModelConfig, features: FeatureConfig, exchange: Exchange, ledger: Ledger) -> Traced:
     """Run one rank's share of a training step on tensors without memory."""
-    config, features = settings.model.model_config(), settings.data.train
     with torch.device("meta"):
         model = AlphaFold(config)
     # The pass creates tables of residues on the CPU, so the parameters are fake tensors of the CPU too, not meta tensors.
     torch.__future__.set_overwrite_module_params_on_conversion(True)
-    with FakeTensorMode(allow_non_fake_inputs=True), _gpu_chunks():
-        model = _prepared(model.to_empty(device="cpu"), exchange)
+    kernels, _ = choose(KernelsConfig(backend="reference"), torch.device("cpu"), torch.float32)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = model.to_empty(device="cpu")
+        use_exchange(model, exchange)
+        use_kernels(model, kernels)
         templates, residues = features.max_templates, features.crop_size or 0
         batch = random_features(features.msa_clusters - templates, features.extra_msa, residues, templates)
         members = [{name: batch[name][:, 0] for name in model.features}]
-        with FlopCounterMode(display=False) as before, torch.no_grad():
-            model.one_pass(members, model._first(batch))
-        moved_before = ledger.bytes()
-        with FlopCounterMode(display=False) as last, PeakMemory() as memory:
+        with FlopCounterMode(display=False) as flops:
             output = model.one_pass(members, model._first(batch))
             terms = [x.sum() for x in output_tensors(output) if x.requires_grad]
+            forward = Traced(flops.get_total_flops(), ledger.bytes())
             torch.stack(terms).sum().backward()
-    flops = PASSES_WITHOUT_GRADIENT * before.get_total_flops() + last.get_total_flops()
-    moved = PASSES_WITHOUT_GRADIENT * moved_before + (ledger.bytes() - moved_before)
-    return Traced(flops, memory.peak, int(moved))
+    return Traced(
+        PASSES_WITHOUT_GRADIENT * forward.flops + flops.get_total_flops(),
+        PASSES_WITHOUT_GRADIENT * forward.moved_bytes + ledger.bytes(),
+    )
 
 
-def on_mesh(settings: Settings, ranks: int, sequence: int) -> Traced:
-    """On the first rank of `ranks`, in a group of `sequence`."""
+def on_mesh(config: ModelConfig, features: FeatureConfig, sequence: int) -> Traced:
+    """On the first rank of a group of `sequence`."""
     ledger = Ledger()
     if sequence == 1:
-        return trace(settings, LocalExchange(), ledger)
+        return trace(config, features, LocalExchange(), ledger)
     with fake_group(sequence, ledger=ledger) as group:
-        return trace(settings, ShardedExchange(group), ledger)
+        return trace(config, features, ShardedExchange(group), ledger)
+
+
+def whole(settings: Settings, sequence: int) -> Traced:
+    """With all blocks of the config, from models of one and two blocks a stack."""
+    config, features = settings.model.model_config(), settings.data.train
+
+    def traced(evoformer: int, extra_msa: int) -> Traced:
+        stacks = {"evoformer": evoformer, "extra_msa": extra_msa}
+        short = {name: replace(getattr(config, name), blocks=blocks) for name, blocks in stacks.items()}
+        return on_mesh(replace(config, **short), features, sequence)
+
+    base, deeper, deeper_extra = traced(1, 1), traced(2, 1), traced(1, 2)
+    more, more_extra = config.evoformer.blocks - 1, config.extra_msa.blocks - 1
+    numbers = (
+        one + more * (two - one) + more_extra * (three - one)
+        for one, two, three in zip(astuple(base), astuple(deeper), astuple(deeper_extra), strict=True)
+    )
+    return Traced(*numbers)
 
 
 def main() -> int:
@@ -92,19 +111,19 @@ def main() -> int:
     parser.add_argument("--config", nargs="+", choices=NAMES, default=NAMES)
     parser.add_argument("--meshes", nargs="+", default=MESHES, help="ranks x ranks of a sample", metavar="8x2")
     arguments = parser.parse_args()
-    print("config             ranks  seq data  acc.   steps   TFLOP   of 1     GiB  moved GiB     s")
+    print("config             ranks  seq data  acc.   steps   TFLOP   of 1  moved GiB     s")
     for name in arguments.config:
         settings, alone = settings_of(name), None
         for mesh in arguments.meshes:
             ranks, sequence = map(int, mesh.split("x"))
             step = batching(settings.run.global_batch, ranks // sequence, settings.data.batch_size, 1)
             begun = time.perf_counter()
-            traced = on_mesh(settings, ranks, sequence)
+            traced = whole(settings, sequence)
             alone = alone or traced.flops
             print(
                 f"{name:18}{ranks:6}{sequence:5}{step.data_ranks:5}{step.accumulate:6}"
                 f"{step.steps(settings.run.max_samples or 0):8}{traced.flops / 1e12:8.1f}{traced.flops / alone:7.3f}"
-                f"{traced.peak_bytes / 2**30:8.1f}{traced.moved_bytes / 2**30:11.2f}{time.perf_counter() - begun:6.0f}",
+                f"{traced.moved_bytes / 2**30:11.2f}{time.perf_counter() - begun:6.0f}",
                 flush=True,
             )
     return 0

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from evodsp.argument_parser import leaves
+from evodsp.config import ModelConfig
 from evodsp.parallel.mesh import init_mesh
 from evodsp.training.checks import CheckedRun, Settings, check_run
 from evodsp.training.command import TrainingCLI
@@ -190,3 +191,15 @@ def samples_of_a_step(run: CheckedRun, world: World, step: int) -> list[int]:
     module.load_state_dict({"samples": step * 128})
     batches = iter(module.train_dataloader().indices)
     return [index for _ in range(run.batching.accumulate) for index in next(batches)]
+
+
+def test_own_chains_need_their_two_folders_only(chains: Path, tmp_path: Path) -> None:
+    """A config for a first run that lacks a setting, or has nonsensical ones; a batch that only some machines divide."""
+    folders = {"alignment_dir": f"{chains}/alignments", "structure_dir": f"{chains}/mmcif_files"}
+    for sequence in (1, 2, 4):
+        words = [f"--output={tmp_path}/run", "--trainer.accelerator=cpu", f"--parallel.sequence={sequence}"]
+        run = check_run("fit", settings_of("finetune_own", tmp_path, *words, **folders))
+        assert (run.batching.samples, run.last_step) == (8, 1000)
+    assert run.settings.model.model_config() == ModelConfig.preset("model_3")
+    text = (CONFIGS / "finetune_own.yaml").read_text()
+    assert len([line for line in text.splitlines() if not line.startswith("#")]) <= 10
