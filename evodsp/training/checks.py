@@ -155,15 +155,14 @@ def check_length(run: CheckedRun) -> None:
             f"{start}: its run has {former} samples a step, but this one has {run.batching}; set global_batch to {former}, or "
             "begin another run"
         )
-    step, repeated = (
-        checkpoint.get("global_step", 0),
-        run.settings.run.ckpt_path == "auto" or process_group.was_restarted(),
-    )
-    if 0 <= run.last_step <= step and not repeated:
-        name = "trainer.max_steps" if run.last_step == trainer["max_steps"] else "max_samples"
-        limit = trainer["max_steps"] if run.last_step == trainer["max_steps"] else run.settings.run.max_samples
+    repeated = run.settings.run.ckpt_path == "auto" or process_group.was_restarted()
+    if 0 <= run.last_step <= checkpoint.get("global_step", 0) and not repeated:
+        name, limit = "max_samples", run.settings.run.max_samples
+        if run.last_step == trainer["max_steps"]:
+            name, limit = "trainer.max_steps", run.last_step
         raise UserError(
-            f"{start}: is at step {step} already, and {name} is {limit}, so nothing is left to train; give a larger {name}"
+            f"{start}: is at step {checkpoint['global_step']} already, and {name} is {limit}, so nothing is left to train; "
+            f"give a larger {name}"
         )
 
 

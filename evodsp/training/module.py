@@ -231,9 +231,8 @@ class TrainingModule(LightningModule):
 
     def configure_optimizers(self) -> Any:
         config, batch = self.config.optimizer, self.samples_per_step
-        steps = (
-            self.trainer.estimated_stepping_batches
-        )  # infinite without a limit, which `check_length` refuses for a cosine
+        steps = self.trainer.estimated_stepping_batches
+        # Infinite without a limit, which `check_length` refuses for a cosine.
         total = config.total_samples or (int(steps) * batch if math.isfinite(steps) else 0)
         # `fused`: one kernel for all parameters. Under fp16's loss scaler such an optimizer removes the scale from the
         # gradients itself, too late for `Gradients`, which clips them before. bf16 has no scaler.
