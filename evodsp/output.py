@@ -35,8 +35,10 @@ def output_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        target = path.absolute()
-        failed = Path(os.fsdecode(error.filename)).absolute() if isinstance(error.filename, str | bytes) else None
+        target = Path(os.path.realpath(path))  # Lightning resolves links
+        failed = (
+            Path(os.path.realpath(os.fsdecode(error.filename))) if isinstance(error.filename, str | bytes) else None
+        )
         related = failed is not None and (failed == target or failed in target.parents or target in failed.parents)
         if not related and error.errno not in _NO_SPACE:
             raise

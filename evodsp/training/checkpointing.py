@@ -1,4 +1,4 @@
-"""Checkpoints of a run: when they are written, how a kill never leaves half a file, and where a resumed run continues.
+"""Checkpoints of a run: when they are written (how: `checkpoint_files.py`), and where a resumed run continues.
 
 Lightning counts the batches of one rank. On half the data ranks the same global batch takes twice as many batches, so the
 counts in a checkpoint are rewritten when a run resumes on another mesh (`recount_batches`).
@@ -6,85 +6,76 @@ counts in a checkpoint are rewritten when a run resumes on another mesh (`recoun
 
 from __future__ import annotations
 
-import os
-import shutil
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
 
 from evodsp.data.quarantine import QuarantineFull
-from evodsp.files import whole_file
 from evodsp.training.bad_samples import NotFiniteWeightsError, TooManyBadSamplesError
+from evodsp.training.checkpoint_files import BesideTheSteps
 from evodsp.training.progress import report
+from evodsp.training.run_folder import numbered
 from evodsp.training.stopping import RunStopped
 
 _COUNTS = ("ready", "started", "processed", "completed")
+_FORMER_BEST = (
+    "ModelCheckpoint{'monitor': 'val/lddt_ca', 'mode': 'max', 'every_n_train_steps': 0, 'every_n_epochs': 1, "
+    "'train_time_interval': None}"
+)
+"""The name of `BestCheckpoint`'s scores in files up to version 0.2.0, when it was Lightning's class."""
 
 
-class WholeFileIO(TorchCheckpointIO):
-    """Writes a temporary file in the same folder and renames it.
+class LastCheckpoint(ModelCheckpoint):
+    """Writes one file, `last.ckpt`: at the intervals below, after each validation, at the end of training, and when it stops
+    on request, or because too many chains or samples were bad.
 
-    Lightning's version writes to the system's temporary folder and moves the file. If that is another file system, as on most
-    clusters, moving means copying, and a run killed meanwhile has lost its only checkpoint.
+    Lightning's class takes one kind of interval only, and asks rank 0 for the time in each batch.
     """
 
-    def __init__(self, former: Callable[[Path], Sequence[Path]] = lambda path: ()) -> None:
-        """`former`: the names under which earlier versions of a file are kept, newest first."""
-        self._former = former
+    def __init__(self, path: Path, steps: Sequence[int] = (), seconds: float | None = None) -> None:
+        """`steps`: numbers of steps; the file is written when the steps done are a multiple of one of them. `seconds`: the
+        longest time between two writes; all ranks write when one finds that it is over."""
+        super().__init__(path.parent, path.stem, every_n_train_steps=0, enable_version_counter=False)
+        self.path, self._steps, self._seconds = path, steps, seconds
+        self._saved_at = time.monotonic()
+        self._agreed = False
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        with whole_file(path) as partial:
-            try:
-                with partial.open("wb") as file:
-                    torch.save(checkpoint, file)
-                    file.flush()
-                    os.fsync(file.fileno())  # or the new name may survive a power failure without its content
-            except RuntimeError as error:
-                if isinstance(error.__context__, OSError):  # torch's writer cannot end a file after a full disk
-                    raise error.__context__ from None
-                raise
-            keep_former(Path(path), self._former(Path(path)))
+    @property
+    def state_key(self) -> str:
+        return "LastCheckpoint"  # intervals may change from one start to the next
 
-
-def keep_former(path: Path, names: Sequence[Path]) -> None:
-    """Shift the file `path` and its earlier versions `names` (newest first) by one place; `path` itself stays as well."""
-    for newer, older in reversed(list(zip([path, *names], names, strict=False))):
-        if newer.is_file() and newer != path:
-            newer.replace(older)
-        elif newer.is_file():
-            older.unlink(missing_ok=True)
-            try:
-                os.link(newer, older)
-            except OSError:  # a file system without hard links
-                shutil.copyfile(newer, older)
-
-
-class LastCheckpoint(Checkpoint):
-    """Writes one file, `last.ckpt`: every `every` steps, after each validation, at the end of training, and when it stops
-    on request, or because too many chains or samples were bad."""
-
-    def __init__(self, path: Path, every: int) -> None:
-        self.path, self.every = path, every
-        self.saved_step: int | None = None
+    @property
+    def saved_step(self) -> int | None:
         """Step of the last write; None before the first."""
+        return self._last_global_step_saved or None
+
+    @property
+    def asked(self) -> bool:
+        """Whether this rank finds that the time is over. See `evodsp.training.stopping.Request`."""
+        return self._seconds is not None and time.monotonic() - self._saved_at >= self._seconds
+
+    def agree(self) -> None:
+        self._agreed = True
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        stepped = (
-            batch_idx + 1
-        ) % trainer.accumulate_grad_batches == 0  # within a step, accumulated gradients would be lost
-        if stepped and trainer.global_step % self.every == 0:
+        io = trainer.strategy.checkpoint_io
+        if isinstance(io, BesideTheSteps):
+            io.check()
+        if (batch_idx + 1) % trainer.accumulate_grad_batches:
+            return  # within a step, accumulated gradients would be lost
+        if self._agreed or any(trainer.global_step % steps == 0 for steps in self._steps):
             self._save(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.state.fn == "fit" and not trainer.sanity_checking:
-            self._save(trainer)
+        self._save(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._save(trainer)
@@ -99,22 +90,47 @@ class LastCheckpoint(Checkpoint):
                 report(f"evodsp: warning: {error}")
 
     def _save(self, trainer: Trainer) -> None:
-        if self.saved_step != trainer.global_step:
-            trainer.save_checkpoint(self.path)
-            self.saved_step = trainer.global_step
+        if not self._should_skip_saving_checkpoint(trainer):  # this step's is written, or the run only scores
+            self.last_model_path = self.best_model_path = self.format_checkpoint_name({})
+            self._save_checkpoint(trainer, self.last_model_path)
+            self._saved_at, self._agreed = time.monotonic(), False
 
 
-def best_checkpoint(folder: Path) -> ModelCheckpoint:
-    """Keeps `best.ckpt`, the checkpoint with the highest validation lDDT-CA."""
-    return ModelCheckpoint(
-        folder,
-        "best",
-        monitor="val/lddt_ca",
-        mode="max",
-        save_top_k=1,
-        save_on_train_epoch_end=False,
-        enable_version_counter=False,
-    )
+class BestCheckpoint(ModelCheckpoint):
+    """Keeps the checkpoints with the highest validation lDDT-CA: `best.ckpt`, then `best-1.ckpt`, …
+
+    Lightning's class numbers files by age. Here the name is the place, as with `last.ckpt`: the file of a place and those
+    after it are shifted when a new one is written (`RunFolder.former`).
+    """
+
+    def __init__(self, folder: Path, keep: int = 1) -> None:
+        super().__init__(
+            folder,
+            "best",
+            monitor="val/lddt_ca",
+            mode="max",
+            save_top_k=keep,
+            save_on_train_epoch_end=False,
+            enable_version_counter=False,
+        )
+
+    @property
+    def state_key(self) -> str:
+        return "BestCheckpoint"  # a user may have another callback that monitors the same
+
+    def _update_best_and_save(self, current: Tensor, trainer: Trainer, monitor_candidates: dict[str, Tensor]) -> None:
+        first = Path(self.format_checkpoint_name({}))
+        names = [str(path) for path in (first, *numbered(first, self.save_top_k))]
+        current = current.nan_to_num(nan=-torch.inf)
+        scores = [self.best_k_models[name] for name in names if name in self.best_k_models]
+        place = sum(bool(score >= current) for score in scores)
+        if place >= self.save_top_k:  # a run that resumes with a smaller number
+            return
+        scores = [*scores[:place], current, *scores[place:]][: self.save_top_k]
+        self.best_k_models = dict(zip(names, scores, strict=False))
+        self.current_score, self.best_model_score, self.kth_value = current, scores[0], scores[-1]
+        self.best_model_path, self.kth_best_model_path = names[0], names[len(scores) - 1]
+        self._save_checkpoint(trainer, names[place])
 
 
 class Interruption(Callback):
@@ -142,3 +158,10 @@ def recount_batches(checkpoint: dict[str, Any], batches_per_step: int) -> None:
                 # A checkpoint may be written after a batch was processed and before it counts as completed: keep that lag.
                 lag = 0 if within_step else counts[name] - ready
                 counts[name] = steps * batches_per_step + lag
+
+
+def rename_callbacks(checkpoint: dict[str, Any]) -> None:
+    """Give the scores of the best checkpoints the name that they have now, in place, so that a resumed run still knows them."""
+    states = checkpoint.get("callbacks", {})
+    if _FORMER_BEST in states and "BestCheckpoint" not in states:
+        states["BestCheckpoint"] = states.pop(_FORMER_BEST)

@@ -102,6 +102,12 @@ class CheckedRun:
         """Whether this process has to start the ranks instead of being one of them."""
         return self.ranks > 1 and not process_group.under_launcher()
 
+    @property
+    def checkpoint_steps(self) -> list[int]:
+        """The intervals of `checkpoints/last.ckpt` in steps; what is given in samples is rounded down."""
+        steps, samples = self.settings.run.checkpoint_every, self.settings.run.checkpoint_every_samples
+        return [*([steps] if steps else []), *([max(1, samples // self.batching.samples)] if samples else [])]
+
 
 def check_run(command: Command, settings: Settings) -> CheckedRun:
     """Check everything that the settings name. Raises UserError for the first mistake."""
@@ -119,7 +125,7 @@ def check_run(command: Command, settings: Settings) -> CheckedRun:
     check_training_sizes(parallel, data)
     if command == "fit":
         check_compilation(settings.run, parallel, settings.plan, data, on_gpu(settings.trainer))
-    folder = RunFolder(Path(settings.run.output), settings.run.keep_last)
+    folder = RunFolder(Path(settings.run.output), settings.run.keep_last, settings.run.keep_best)
     start = folder.start(command, settings.run, process_group.was_restarted())
     if command == "fit":
         check_output_folder(folder.path)

@@ -33,7 +33,8 @@ from evodsp.launch.process_group import gpu_number, guarded, place, stop, under_
 from evodsp.model.matmul import float32_matmul
 from evodsp.output import output_errors
 from evodsp.training.bad_samples import BadSamples
-from evodsp.training.checkpointing import Interruption, LastCheckpoint, WholeFileIO, best_checkpoint
+from evodsp.training.checkpoint_files import use_checkpoint_io
+from evodsp.training.checkpointing import BestCheckpoint, Interruption, LastCheckpoint
 from evodsp.training.checks import CheckedRun, Settings, check_run, on_gpu, run_config
 from evodsp.training.compilation import CompiledBlocks
 from evodsp.training.csv_logger import CurveLogger
@@ -146,12 +147,14 @@ def build(run: CheckedRun, begun: float) -> Built:
     limits = settings.run
     bad = BadSamples(limits.max_bad_samples, limits.replay_files, data_config.skip_samples or ())
     stop = StopRequest(deadline(_seconds(options["max_time"]), begun, limits.stop_before_end))
+    minutes = limits.checkpoint_every_minutes
+    last = LastCheckpoint(run.folder.last, run.checkpoint_steps, None if minutes is None else 60 * minutes)
+    requests, per_step = (stop, last), run.batching.samples
     module = TrainingModule(
-        settings.model, seed, data_config.validation, world, settings.kernels, model, bad, stop, run.batching.samples
+        settings.model, seed, data_config.validation, world, settings.kernels, model, bad, requests, per_step
     )
     module.chain_names = {"val": run.chains.validation, "test": run.chains.test}
     interruption = Interruption()
-    last = LastCheckpoint(run.folder.last, settings.run.checkpoint_every)
     own_callbacks = [
         interruption,
         *_callbacks(run, last),
@@ -176,7 +179,7 @@ def build(run: CheckedRun, begun: float) -> Built:
         trainer = Trainer(**config)
     except (ValueError, MisconfigurationException) as error:  # how Lightning reports a wrong option
         raise UserError(f"trainer: {error}") from error
-    trainer.strategy.checkpoint_io = WholeFileIO(run.folder.former)
+    use_checkpoint_io(trainer, run.folder.former, settings.run.async_checkpoints)
     return Built(world, module, data, trainer, interruption, last, stop)
 
 
@@ -208,9 +211,9 @@ def _callbacks(run: CheckedRun, last: LastCheckpoint) -> list[Callback]:
     if run.command == "fit" and settings.model.ema_decay is not None:
         callbacks.append(ExponentialMovingAverage(settings.model.ema_decay))
     if run.command == "fit" and settings.trainer["enable_checkpointing"] is not False:
-        callbacks.append(last)
         if run.chains.validation:
-            callbacks.append(best_checkpoint(run.folder.checkpoints))
+            callbacks.append(BestCheckpoint(run.folder.checkpoints, settings.run.keep_best))
+        callbacks.append(last)  # after the best, whose scores it holds
     return callbacks
 
 

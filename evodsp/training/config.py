@@ -222,10 +222,19 @@ class RunConfig:
     `last` if it exists and otherwise starts a new run, so that one command line does both."""
     raw: bool = False
     """validate and test: score the raw weights instead of their moving average."""
-    checkpoint_every: int = 500
-    """Steps between two writes of checkpoints/last.ckpt, which is also written after each validation."""
+    checkpoint_every: int | None = 500
+    """Steps between two writes of checkpoints/last.ckpt, which is also written after each validation; null for none."""
+    checkpoint_every_samples: int | None = None
+    """The same in samples, in whole steps (rounded down, at least one). Both intervals count if both are given."""
+    checkpoint_every_minutes: float | None = None
+    """Minutes without a write after which checkpoints/last.ckpt is written as well."""
     keep_last: int = 2
     """Newest checkpoints to keep: last.ckpt, last-1.ckpt, … If the newest is damaged, the run resumes from the one before."""
+    keep_best: int = 1
+    """Checkpoints with the highest validation lDDT-CA to keep: best.ckpt, best-1.ckpt, …"""
+    async_checkpoints: bool = True
+    """Write checkpoints while training goes on. Costs rank 0's host one copy of weights, moving average and optimizer state (16
+    bytes a parameter in all) while it writes. false: each step that saves waits for the disk."""
     stop_before_end: float | None = 120.0
     """Seconds before the end of its SLURM job (SLURM_JOB_END_TIME) at which a run saves and stops; null to ignore the end."""
 
@@ -237,6 +246,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         ranges = {"seed": SEED, "checkpoint_every": SIZE, "max_bad_samples": COUNT, "replay_files": COUNT}
-        ranges |= {"keep_last": SIZE, "stop_before_end": COUNT, "global_batch": SIZE, "max_samples": SIZE}
+        ranges |= {"keep_last": SIZE, "keep_best": SIZE, "stop_before_end": COUNT, "global_batch": SIZE, "max_samples": SIZE}
+        ranges |= {"checkpoint_every_samples": SIZE, "checkpoint_every_minutes": POSITIVE}
         check_numbers(self, ranges, "")
         check_matmul("matmul_precision", self.matmul_precision)

@@ -22,11 +22,11 @@ from evodsp.model.outputs import ModelOutput
 from evodsp.model.primitives import use_kernels
 from evodsp.rng import Draws
 from evodsp.training.bad_samples import BadSamples, NotFiniteWeightsError, Suspect, all_finite, merged
-from evodsp.training.checkpointing import recount_batches
+from evodsp.training.checkpointing import recount_batches, rename_callbacks
 from evodsp.training.config import TrainingConfig
 from evodsp.training.gradients import Gradients
 from evodsp.training.lr_schedule import learning_rate
-from evodsp.training.stopping import StopRequest
+from evodsp.training.stopping import Request
 from evodsp.training.world import World
 from evodsp.weights.checkpoint import checkpoint_entries
 from evodsp.weights.versions import upgrade
@@ -67,13 +67,13 @@ class TrainingModule(LightningModule):
         kernels: KernelsConfig | None = None,
         model: AlphaFold | None = None,
         bad_samples: BadSamples | None = None,
-        stop: StopRequest | None = None,
+        requests: Sequence[Request] = (),
         samples_per_step: int = 1,
     ) -> None:
         """`features`: sizes of the validation features, saved in checkpoints for prediction. `world`: None for one process.
         `kernels`: which implementations of the operators to use; None: the defaults. `model`: None for a new one.
         `bad_samples`: told of samples that are not finite, and knows those to leave out; None for one that only logs them.
-        `stop`: told when ranks agree to stop; None for a run that nobody stops. `samples_per_step`: of all devices; the
+        `requests`: what a rank may ask of all ranks in a step, such as to stop. `samples_per_step`: of all devices; the
         learning rate depends on them.
         """
         super().__init__()
@@ -85,7 +85,7 @@ class TrainingModule(LightningModule):
         self.scores: dict[str, dict[str, float]] = {}
         """Metrics of the last validation or test, by chain."""
         self.seed, self.kernels = seed, self._kernels
-        self.bad_samples, self._stop = bad_samples or BadSamples(), stop or StopRequest()
+        self.bad_samples, self._requests = bad_samples or BadSamples(), requests
         self.samples_per_step = samples_per_step
         self._dropout = Draws.root(seed).at("dropout")
         self._casts = CastParameters(self.model)
@@ -146,15 +146,16 @@ class TrainingModule(LightningModule):
         names, passes = list(self._step[0]), len(self._step)
         terms = torch.stack([torch.stack([values[name].float() for name in names]) for values in self._step])
         number = reduced.counted.sum()
-        stop = torch.full_like(reduced.norm, float(self._stop.asked), dtype=torch.float32)
-        sums = [*terms.where(reduced.counted[:, None], 0).sum(0), reduced.norm.float() * number, number.float(), stop]
+        asked = [torch.full_like(reduced.norm, float(request.asked), dtype=torch.float32) for request in self._requests]
+        sums = [*terms.where(reduced.counted[:, None], 0).sum(0), reduced.norm.float() * number, number.float(), *asked]
         means = self.trainer.strategy.reduce(torch.stack(sums), reduce_op="mean")  # over the ranks
         read = torch.cat([means, terms.flatten(), reduced.counted.float()]).cpu()
-        means, terms, counted = read.split([len(names) + 3, terms.numel(), passes])
-        if means[-1] > 0:
-            self._stop.agree()
-        on_average = float(means[-2])
-        bad = on_average < passes or not math.isfinite(float(means[-3]))
+        means, shares, terms, counted = read.split([len(names) + 2, len(asked), terms.numel(), passes])
+        for request, share in zip(self._requests, shares, strict=True):
+            if share > 0:
+                request.agree()
+        on_average = float(means[-1])
+        bad = on_average < passes or not math.isfinite(float(means[-2]))
         if bad and not (self.gradients.drops_samples and on_average):
             on_average = 0.0
         if bad:
@@ -255,6 +256,7 @@ class TrainingModule(LightningModule):
         upgrade(checkpoint)  # Lightning calls this first, so callbacks see the upgraded checkpoint too
         if self.trainer.state.fn == TrainerFn.FITTING:
             recount_batches(checkpoint, self.trainer.accumulate_grad_batches)
+            rename_callbacks(checkpoint)
 
     def _evaluate(self, batch: dict[str, Tensor], stage: str) -> None:
         with self._casts:

@@ -23,6 +23,8 @@ class RunFolder:
     path: Path
     keep_last: int = 1
     """How many of the newest checkpoints are kept."""
+    keep_best: int = 1
+    """How many of the best ones."""
 
     @property
     def checkpoints(self) -> Path:
@@ -33,10 +35,14 @@ class RunFolder:
         return self.checkpoints / "last.ckpt"
 
     def former(self, path: Path) -> list[Path]:
-        """The names of earlier versions of `last`, newest first; none for other files."""
-        return (
-            [path.with_name(f"last-{number}.ckpt") for number in range(1, self.keep_last)] if path == self.last else []
-        )
+        """The names that are one, two, … places after `path`, which its content gets when `path` is written anew: of earlier
+        versions of `last`, newest first, or of the next best checkpoints; none for other files."""
+        if path.parent.resolve() == self.checkpoints.resolve():  # Lightning resolves links
+            for first, keep in (("last.ckpt", self.keep_last), ("best.ckpt", self.keep_best)):
+                names = [path.with_name(first), *numbered(path.with_name(first), keep)]
+                if path in names:
+                    return names[names.index(path) + 1 :]
+        return []
 
     def newest_intact(self) -> Path | None:
         """The newest of the last checkpoints that is not damaged; None if there are none. Warns of damaged ones.
@@ -150,6 +156,11 @@ class RunFolder:
         for folder in (self.path, self.checkpoints):
             for path in folder.glob(".*.partial"):
                 path.unlink(missing_ok=True)
+
+
+def numbered(first: Path, keep: int) -> list[Path]:
+    """The names of the files after `first`, of `keep` in all: last.ckpt -> last-1.ckpt, last-2.ckpt, …"""
+    return [first.with_name(f"{first.stem}-{number}{first.suffix}") for number in range(1, keep)]
 
 
 def damage(path: Path) -> str | None:

@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
@@ -21,6 +21,18 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 class RunStopped(Exception):
     """Ends a run between two steps, on all ranks."""
+
+
+@runtime_checkable
+class Request(Protocol):
+    """What one rank may ask of all: the answers travel with the losses of each step."""
+
+    @property
+    def asked(self) -> bool:
+        """Whether this rank asks."""
+
+    def agree(self) -> None:
+        """Called on all ranks alike, in a step in which one of them has asked."""
 
 
 class StopRequest(Callback):

@@ -33,6 +33,7 @@ from evodsp.training.ema import ExponentialMovingAverage
 from evodsp.training.module import TrainingModule
 from evodsp.training.progress import TrainingProgress
 from evodsp.training.sharing import BatchSharing
+from evodsp.training.stopping import StopRequest
 from evodsp.training.strategy import DSPStrategy
 from evodsp.training.world import MeshWorld, World
 from tests.builders.host_waits import HostWaits
@@ -96,7 +97,7 @@ def main(ranks: int, chains: Path, output: Path) -> None:
     )
     world = OneProcess() if ranks == 1 else FirstOfTwo()
     data = ChainDataModule(data_config, find_chains(data_config), 0, world)
-    module = TrainingModule(config, world=world)
+    module = TrainingModule(config, world=world, requests=(StopRequest(),))
     seen = HostWaits()
     boundaries = Boundaries(seen)
     if ranks == 1:

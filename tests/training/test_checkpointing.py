@@ -12,7 +12,7 @@ import torch
 
 from evodsp.cli import main
 from evodsp.errors import UserError
-from evodsp.training.checkpointing import WholeFileIO
+from evodsp.training.checkpoint_files import WholeFileIO
 from evodsp.training.run_folder import RunFolder
 
 
@@ -113,7 +113,7 @@ def test_a_full_disk_is_one_line(
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("evodsp.training.checkpointing.os.fsync", full)
+    monkeypatch.setattr("evodsp.training.checkpoint_files.os.fsync", full)
     words = ["fit", f"--config={chains}/tiny.yaml", f"--output={tmp_path}/run", "--trainer.max_steps=1"]
     assert main(words) == 2
     error = capsys.readouterr().err
