@@ -9,7 +9,8 @@ from evodsp.errors import FileFormatError
 
 
 def read_curve(path: Path) -> dict[int, dict[str, str]]:
-    """The rows of a learning curve by step, without empty cells; no rows if there is no such file.
+    """The rows of a learning curve by step, without empty cells; no rows if there is no such file. A last line without its end,
+    as a full disk leaves it, does not count.
 
     Raises FileFormatError, with the line, for a file that is no learning curve.
     """
@@ -18,7 +19,7 @@ def read_curve(path: Path) -> dict[int, dict[str, str]]:
     rows: dict[int, dict[str, str]] = {}
     with path.open(newline="", encoding="utf-8") as file:
         try:
-            reader = csv.DictReader(file)
+            reader = csv.DictReader(line for line in file if line.endswith("\n"))
             for row in reader:
                 step = row.get("step")
                 if step is None or not step.isdecimal():

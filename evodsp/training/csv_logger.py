@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import csv
+import io
 import time
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +16,32 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from evodsp.files import whole_file
 from evodsp.report.curve import read_curve
 
+_FIRST = ("step", "epoch", "seconds")
+
 
 class CurveLogger(Logger):
     """Writes `<folder>/curve.csv` with the columns step, epoch, seconds and every logged metric.
 
     Rows of an existing file are kept up to the first step logged now: a resumed run continues its curve and its clock, and
-    repeated steps appear once. Lightning's CSVLogger would start a new file.
+    repeated steps appear once. A row is appended, so that a long run does not write its whole past again and again; the file
+    is rewritten when the run starts and when a metric appears for the first time. A kill leaves a file that can be read.
+
+    Lightning's CSVLogger deletes the earlier part of a resumed run, writes a second row when validation follows a step, has no
+    clock, and rewrites its file in place, so that a kill can lose all of it.
     """
 
     def __init__(self, folder: str | Path) -> None:
         super().__init__()
         self.folder = Path(folder)
-        self._rows: dict[int, dict[str, str]] = {}
         self._begun = time.monotonic()  # not at the first row, which comes only after the first steps
         self._started: float | None = None
-        self._unsaved = False
+        self._columns: list[str] = []
+        """Of the file; none before this logger has written it."""
+        self._last: dict[str, str] = {}
+        """The last row, to which validation may add."""
+        self._last_at = self._end = 0
+        """Where it begins in the file, and where the file ends."""
+        self._unsaved: dict[int, dict[str, str]] = {}
 
     @property
     def path(self) -> Path:
@@ -59,25 +71,64 @@ class CurveLogger(Logger):
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         step = step or 0
         if self._started is None:
-            self._rows = {row: values for row, values in read_curve(self.path).items() if row < step}
-            last = max(self._rows.values(), key=lambda row: float(row["seconds"]), default={"seconds": "0"})
+            kept = {row: values for row, values in read_curve(self.path).items() if row < step}
+            last = max(kept.values(), key=lambda row: float(row["seconds"]), default={"seconds": "0"})
             self._started = self._begun - float(last["seconds"])
-        row = self._rows.setdefault(step, {"step": str(step), "seconds": f"{time.monotonic() - self._started:.1f}"})
-        row.update({name: f"{value:.8g}" for name, value in metrics.items()})
-        self._unsaved = True
+            self._rewrite(kept)
+        if step not in self._unsaved:
+            known = self._last if self._last.get("step") == str(step) else {}
+            self._unsaved[step] = {"step": str(step), "seconds": f"{time.monotonic() - self._started:.1f}", **known}
+        self._unsaved[step] |= {name: f"{value:.8g}" for name, value in metrics.items()}
 
     @rank_zero_only
     def save(self) -> None:
-        """Rewrite the file; a kill leaves either the old or the new one."""
+        """Write the rows that are new or have changed."""
         if not self._unsaved:
             return
-        first = ["step", "epoch", "seconds"]
-        names = sorted({name for row in self._rows.values() for name in row} - set(first))
-        with whole_file(self.path) as partial, partial.open("w", newline="") as file:
-            writer = csv.DictWriter(file, [*first, *names], restval="")
-            writer.writeheader()
-            writer.writerows(row for _, row in sorted(self._rows.items()))
-        self._unsaved = False
+        new, self._unsaved = [row for _, row in sorted(self._unsaved.items())], {}
+        if self._can_append(new):
+            self._append(new)
+            return
+        rows = read_curve(self.path)
+        for row in new:
+            rows[int(row["step"])] = {**rows.get(int(row["step"]), {}), **row}
+        self._rewrite(rows)
 
     def finalize(self, status: str) -> None:
         self.save()
+
+    def _can_append(self, rows: Sequence[dict[str, str]]) -> bool:
+        """Whether the rows fit behind the others, or over the last one, in a file that nobody else has changed."""
+        if not self.path.is_file() or self.path.stat().st_size != self._end:
+            return False
+        first, last = int(rows[0]["step"]), int(self._last.get("step", -1))
+        fits = first > last or (first == last and len(self._line(rows[0])) >= self._end - self._last_at)
+        return fits and {name for row in rows for name in row} <= set(self._columns)
+
+    def _append(self, rows: Sequence[dict[str, str]]) -> None:
+        lines = [self._line(row) for row in rows]
+        at = self._last_at if rows[0]["step"] == self._last.get("step") else self._end
+        with self.path.open("r+b") as file:
+            file.seek(at)
+            file.write(b"".join(lines))
+        self._note_end(rows[-1], lines, at)
+
+    def _rewrite(self, rows: Mapping[int, dict[str, str]]) -> None:
+        """Write the whole file; a kill leaves either the old or the new one."""
+        names = {name for row in rows.values() for name in row}
+        self._columns = [*_FIRST, *sorted(names - set(_FIRST))]
+        ordered = [row for _, row in sorted(rows.items())]
+        lines = [self._line(dict(zip(self._columns, self._columns, strict=True))), *map(self._line, ordered)]
+        with whole_file(self.path) as partial:
+            partial.write_bytes(b"".join(lines))
+        self._note_end(ordered[-1] if ordered else {}, lines, 0)
+
+    def _note_end(self, last: dict[str, str], lines: Sequence[bytes], at: int) -> None:
+        """`lines` were written at byte `at`, the last one of them is the row `last`."""
+        self._last, self._end = last, at + sum(map(len, lines))
+        self._last_at = self._end - len(lines[-1])
+
+    def _line(self, row: Mapping[str, str]) -> bytes:
+        text = io.StringIO()
+        csv.writer(text).writerow([row.get(name, "") for name in self._columns])
+        return text.getvalue().encode()
