@@ -48,9 +48,20 @@ class OneLineErrors(ArgumentParser):
         return config
 
     def instantiate_settings(self, config: Any) -> Any:
-        """The typed settings of a parsed `config`. A value out of range is a UserError with the config file's line."""
+        """The typed settings of a parsed `config`. A value out of range is a UserError with the config file's line; so is an
+        object, such as a logger, that cannot be made.
+        """
         with self.located():
-            return self.instantiate(config)
+            try:
+                return self.instantiate(config)
+            except ValueError as error:  # of a class that a setting names jsonargparse reports all types that it tried
+                made = re.search(r"Given value: Namespace\(class_path='([^']*)'", str(error))
+                if made is None or error.__cause__ is None:
+                    raise
+                reason = " ".join(str(error.__cause__).split()).removeprefix(
+                    f"Problem with given class_path '{made[1]}': "
+                )
+                raise UserError(f"{made[1]}: {reason}; check its init_args and what it needs") from error
 
     @contextmanager
     def located(self) -> Iterator[None]:

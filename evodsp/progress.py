@@ -10,6 +10,12 @@ from contextlib import contextmanager
 SECONDS_BETWEEN_LINES = 20.0
 
 
+def duration(seconds: float) -> str:
+    """A time in the largest unit of which it has at least two: '95 s', '12 min', '3.4 h'."""
+    minutes = round(seconds / 60)
+    return f"{seconds:.0f} s" if seconds < 120 else f"{minutes} min" if minutes < 120 else f"{minutes / 60:.1f} h"
+
+
 @contextmanager
 def progress(what: str, total: int, done: int = 0) -> Iterator[Callable[[int], None]]:
     """Yield a function that is told how many more of `total` are finished. `done`: finished before, in an earlier run."""
@@ -42,6 +48,6 @@ def progress(what: str, total: int, done: int = 0) -> Iterator[Callable[[int], N
         if now - last > SECONDS_BETWEEN_LINES:
             last = now
             left = (now - begun) / max(1, finished - done) * (total - finished)
-            print(f"{what}: {finished:,} of {total:,}, {left:.0f} s left", file=sys.stderr, flush=True)
+            print(f"{what}: {finished:,} of {total:,}, {duration(left)} left", file=sys.stderr, flush=True)
 
     yield advance

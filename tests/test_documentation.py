@@ -322,6 +322,8 @@ def subset(part: object, whole: object) -> bool:
         return isinstance(whole, dict) and all(
             name in whole and subset(value, whole[name]) for name, value in part.items()
         )
+    if isinstance(part, list):
+        return isinstance(whole, list) and len(part) == len(whole) and all(map(subset, part, whole))
     return part == whole
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from evodsp.parallel.group import Group
 from evodsp.parallel.layout import shard_slice
 from evodsp.parallel.ledger import Kind
+from evodsp.parallel.waits import WaitTimes
 
 # The same collectives as operators of a graph: they return the buffer that is being received. There is no `reduce`.
 _traced = torch.ops._c10d_functional
@@ -40,10 +41,15 @@ class Transfer:
     dim: int
     sent: Tensor | None
     """Send buffer; kept until the communication is done."""
+    waits: WaitTimes | None = None
+    """What measures the wait; None: nothing."""
 
     def wait(self) -> Tensor:
         """Wait for the communication and return its result."""
-        self.work.wait()
+        if self.waits is None:
+            self.work.wait()
+        else:
+            self.waits.wait(self.work)
         self.sent = None
         return _joined(self.pieces, self.dim)
 
@@ -86,6 +92,10 @@ class Collective(ABC):
     def volume(self, shape: Sequence[int]) -> int:
         """Numbers that the ledger counts for an input of this shape (`evodsp.parallel.ledger` says what is counted)."""
 
+    def _transfer(self, work: Any, received: Tensor, shape: Sequence[int], sent: Tensor) -> Transfer:
+        """What `launch` returns. `shape`: of the input."""
+        return Transfer(work, *self.pieces(received, shape), sent, self.group.waits)
+
     def _record(self, buffer: Tensor, backward: bool, times: int = 1) -> None:
         if self.group.ledger is not None:
             self.group.ledger.add(self.kind, times * buffer.numel(), buffer.element_size(), backward)
@@ -108,7 +118,7 @@ class Switch(Collective):
         arriving, leaving = self._counts(x.shape)
         work = dist.all_to_all_single(received, sent, arriving, leaving, group=self.group.handle, async_op=True)
         self._record(sent, backward)
-        return Transfer(work, *self.pieces(received, x.shape), sent)
+        return self._transfer(work, received, x.shape, sent)
 
     def traced(self, x: Tensor) -> Tensor:
         return _traced.all_to_all_single(self._packed(x), *self._counts(x.shape), self.group.name)
@@ -159,7 +169,7 @@ class Gather(Collective):
         received = x.new_empty(self.buffer_shape(x.shape))
         work = _all_gather(received, sent, group=self.group.handle, async_op=True)
         self._record(received, backward)
-        return Transfer(work, *self.pieces(received, x.shape), sent)
+        return self._transfer(work, received, x.shape, sent)
 
     def traced(self, x: Tensor) -> Tensor:
         return _traced.all_gather_into_tensor(self._padded(x), self.group.size, self.group.name)
@@ -207,7 +217,7 @@ class ScatterSum(Collective):
         received = x.new_empty(self.buffer_shape(x.shape))
         work = _reduce_scatter(received, sent, group=self.group.handle, async_op=True)
         self._record(sent, backward)
-        return Transfer(work, *self.pieces(received, x.shape), sent)
+        return self._transfer(work, received, x.shape, sent)
 
     def traced(self, x: Tensor) -> Tensor:
         return _traced.reduce_scatter_tensor(self._padded(x), "sum", self.group.size, self.group.name)
@@ -250,7 +260,7 @@ class Sum(Collective):
         total = x.clone(memory_format=torch.contiguous_format)
         work = dist.all_reduce(total, group=self.group.handle, async_op=True)
         self._record(total, backward, times=2)
-        return Transfer(work, *self.pieces(total, x.shape), total)
+        return self._transfer(work, total, x.shape, total)
 
     def traced(self, x: Tensor) -> Tensor:
         return _traced.all_reduce(x.contiguous(), "sum", self.group.name)
@@ -285,7 +295,7 @@ class Broadcast(Collective):
         buffer = self._buffer(x)
         work = dist.broadcast(buffer, group_src=self.root, group=self.group.handle, async_op=True)
         self._record(buffer, backward)
-        return Transfer(work, *self.pieces(buffer, x.shape), buffer)
+        return self._transfer(work, buffer, x.shape, buffer)
 
     def traced(self, x: Tensor) -> Tensor:
         return _traced.broadcast(self._buffer(x), self.root, self.group.name)
@@ -326,7 +336,7 @@ class Reduce(Collective):
         total = x.clone(memory_format=torch.contiguous_format)
         work = dist.reduce(total, group_dst=self.root, group=self.group.handle, async_op=True)
         self._record(total, backward)
-        return Transfer(work, *self.pieces(total, x.shape), total)
+        return self._transfer(work, total, x.shape, total)
 
     def traced(self, x: Tensor) -> Tensor:
         """An all-reduce, of twice the bytes, because no operator reduces to one rank."""
@@ -358,7 +368,8 @@ def shard(x: Tensor, dim: int, group: Group) -> Tensor:
 def maximum(x: Tensor, group: Group) -> Tensor:
     """Elementwise maximum over the group, without gradient."""
     total = x.detach().clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, dist.ReduceOp.MAX, group=group.handle)
+    work = dist.all_reduce(total, dist.ReduceOp.MAX, group=group.handle, async_op=True)
+    Transfer(work, (total,), 0, None, group.waits).wait()
     if group.ledger is not None:
         group.ledger.add("all-reduce", 2 * total.numel(), total.element_size())
     return total

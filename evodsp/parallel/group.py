@@ -5,14 +5,15 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from evodsp.parallel.ledger import Ledger
+from evodsp.parallel.waits import WaitTimes
 
 
 class Group:
-    """A process group, and the ledger in which its collectives are entered."""
+    """A process group, the ledger in which its collectives are entered, and the clock that measures waits for them."""
 
-    def __init__(self, handle: dist.ProcessGroup, ledger: Ledger | None = None) -> None:
-        """`ledger`: None enters them nowhere."""
-        self.handle, self.ledger = handle, ledger
+    def __init__(self, handle: dist.ProcessGroup, ledger: Ledger | None = None, waits: WaitTimes | None = None) -> None:
+        """`ledger`: None enters them nowhere. `waits`: None measures nothing."""
+        self.handle, self.ledger, self.waits = handle, ledger, waits
 
     @property
     def name(self) -> str:

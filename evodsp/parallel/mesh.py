@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from evodsp.errors import UserError
 from evodsp.parallel.group import Group
 from evodsp.parallel.ledger import Ledger
+from evodsp.parallel.waits import WaitTimes
 
 DATA, SEQUENCE = "data", "sequence"
 
@@ -42,9 +43,9 @@ class Mesh:
         """Which of these samples this rank works on."""
         return self.devices[DATA].get_local_rank()
 
-    def sequence_group(self, ledger: Ledger | None = None) -> Group:
-        """The ranks that share this rank's sample. `ledger`: records their collectives."""
-        return Group(self.devices[SEQUENCE].get_group(), ledger)
+    def sequence_group(self, ledger: Ledger | None = None, waits: WaitTimes | None = None) -> Group:
+        """The ranks that share this rank's sample. `ledger`: records their collectives; `waits`: measures waits for them."""
+        return Group(self.devices[SEQUENCE].get_group(), ledger, waits)
 
     def data_group(self) -> Group:
         """The ranks that hold the same shard of the other samples."""

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 from evodsp.files import whole_file
+from evodsp.progress import duration
 from evodsp.report.lines import Series, lines
 from evodsp.report.page import Page
 from evodsp.report.run_config import ReportConfig
@@ -21,10 +22,21 @@ _FIRST: _Columns = {
     "TM-score": (None, "val/tm_score"),
     "Gradient norm": ("train/gradient_norm", None),
     "Learning rate": ("train/lr", None),
+    "Samples a second": ("train/samples_per_second", None),
     "Waiting for samples (% of the time)": ("train/waiting_percent", None),
+    "Waiting for other ranks (% of a step)": ("train/communication_percent", None),
+    "Model FLOPs utilisation (%)": ("train/mfu_percent", None),
+    "Memory of a rank (GiB)": ("train/memory_gib", None),
+    "Clipped gradients (share)": ("train/clipped_fraction", None),
 }
 """Charts that come first: a solid line for training, a dashed one for validation."""
-_LINEAR = ("lDDT-CA", "TM-score", "Waiting for samples (% of the time)")
+_LINEAR = {"lDDT-CA", "TM-score", "Clipped gradients (share)", *(title for title in _FIRST if "%" in title)}
+_NO_TERMS = {
+    "train/recycles": "Recycling iterations",
+    "train/residues": "Residues of a sample",
+    "train/residues_per_second": "Residues a second",
+}
+"""Columns of training that are no terms of the loss, and the titles of their charts, which come last."""
 _CHAIN = "val/lddt_ca/"
 
 
@@ -51,13 +63,17 @@ def page(runs: Sequence[Run]) -> Page:
     )
     pace = [Series(one.name, *one.pace(), colour) for colour, one in enumerate(runs)]
     made.charts(_charts(runs, _FIRST) | _chart("Seconds a step", pace))
-    shown = {column for pair in _FIRST.values() for column in pair}
+    shown = {column for pair in _FIRST.values() for column in pair} | {"train/step_seconds"}
     columns = sorted({column for one in runs for column in one.columns} - shown)
+    others = [column for column in columns if column in _NO_TERMS]
     terms: _Columns = {
-        column.removeprefix("train/"): (column, None) for column in columns if column.startswith("train/")
+        column.removeprefix("train/"): (column, None)
+        for column in columns
+        if column.startswith("train/") and column not in others
     }
     chains: _Columns = {column.removeprefix(_CHAIN): (None, column) for column in columns if column.startswith(_CHAIN)}
     rest: _Columns = {column: (None, column) for column in columns if not column.startswith(("train/", _CHAIN))}
+    rest |= {_NO_TERMS[column]: (column, None) for column in others}
     for heading, group in (("Loss terms", terms), ("lDDT-CA of validation chains", chains), ("More", rest)):
         if drawn := _charts(runs, group):
             made.heading(heading)
@@ -88,16 +104,11 @@ def _summary(one: Run) -> list[str]:
     return [
         one.name,
         f"{max(one.rows) + 1:,}",
-        "" if math.isnan(seconds) else _duration(seconds),
+        "" if math.isnan(seconds) else duration(seconds),
         f"{one.last('train/loss'):.4g}",
         "" if best is None else f"{best[1]:.3f} at step {best[0] + 1:,}",
         f"{bad:,}",
     ]
-
-
-def _duration(seconds: float) -> str:
-    minutes = round(seconds / 60)
-    return f"{seconds:.0f} s" if seconds < 120 else f"{minutes} min" if minutes < 120 else f"{minutes / 60:.1f} h"
 
 
 def _charts(runs: Sequence[Run], columns: _Columns) -> dict[str, str]:

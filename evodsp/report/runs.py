@@ -16,6 +16,7 @@ from evodsp.report.curve import read_curve
 _OF_ONE_START = ("output", "overwrite", "ckpt_path")
 """Settings that say where a run's files are and how it was started, not what it computes."""
 UNSET = "—"
+_STEP_SECONDS = "train/step_seconds"
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,9 @@ class Run:
         return max(pairs)[::-1] if pairs else None
 
     def pace(self) -> tuple[list[int], list[float]]:
-        """Seconds a step between two rows of the curve, at the later row's step."""
+        """Seconds a step by step: as logged, or, of a run of an earlier version, between two rows of the curve."""
+        if _STEP_SECONDS in self.columns:
+            return self.points(_STEP_SECONDS)
         steps, seconds = self.points("seconds")
         found = [
             (step, (now - before) / (step - former))

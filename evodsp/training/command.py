@@ -21,7 +21,6 @@ from typing import Any
 from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
-from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from evodsp.data.quarantine import read_quarantine
@@ -40,6 +39,7 @@ from evodsp.training.compilation import CompiledBlocks
 from evodsp.training.csv_logger import CurveLogger
 from evodsp.training.datamodule import ChainDataModule
 from evodsp.training.ema import ExponentialMovingAverage
+from evodsp.training.loggers import log_settings, training_loggers
 from evodsp.training.module import TrainingModule
 from evodsp.training.options import SUMMARY, Command, PresetParser, TrainerOptions, add_arguments
 from evodsp.training.progress import TrainingProgress, report, score_table
@@ -47,7 +47,8 @@ from evodsp.training.recomputation import AutomaticRecomputation
 from evodsp.training.run_lock import run_lock
 from evodsp.training.stopping import RunStopped, StopRequest, deadline
 from evodsp.training.strategy import DSPStrategy
-from evodsp.training.waiting import WaitingTime
+from evodsp.training.throughput import Throughput
+from evodsp.training.utilisation import Utilisation
 from evodsp.training.world import MeshWorld, World
 from evodsp.weights.checkpoint import load_model
 
@@ -158,14 +159,14 @@ def build(run: CheckedRun, begun: float) -> Built:
     own_callbacks = [
         interruption,
         *_callbacks(run, last),
-        *([WaitingTime(data), bad, stop] if run.command == "fit" else []),
+        *([_throughput(run, module, data), module.interval, bad, stop] if run.command == "fit" else []),
     ]
     config = {
         **options,
         "max_time": None,  # ours (`StopRequest`)
         "max_steps": run.last_step,
         "accumulate_grad_batches": run.batching.accumulate * passes,
-        "logger": _loggers(run) if options["logger"] in (None, True) else options["logger"],
+        "logger": training_loggers(run.folder.path, options["logger"]) if run.command == "fit" else options["logger"],
         "callbacks": [*_as_list(options["callbacks"]), *own_callbacks],
         "default_root_dir": options["default_root_dir"] or str(run.folder.path),
     }
@@ -217,11 +218,15 @@ def _callbacks(run: CheckedRun, last: LastCheckpoint) -> list[Callback]:
     return callbacks
 
 
-def _loggers(run: CheckedRun) -> list[Logger]:
-    if run.command != "fit":
-        return []
-    folder = run.folder.path
-    return [CurveLogger(folder), TensorBoardLogger(str(folder), name="tensorboard", version="")]
+def _throughput(run: CheckedRun, module: TrainingModule, data: ChainDataModule) -> Throughput:
+    settings = run.settings
+    # Collectives within compiled graphs cannot be measured. Samples of different sizes have different FLOPs.
+    waits = module.world.waits if settings.run.compile == "none" else None
+    utilisation = None
+    if settings.data.train.crop_size is not None:
+        precision, limits = str(settings.trainer["precision"]), settings.run
+        utilisation = Utilisation(module.model.config, precision, limits.matmul_precision, limits.peak_tflops)
+    return Throughput(module, data, waits, utilisation)
 
 
 def run(command: Command, words: list[str]) -> int:
@@ -281,6 +286,7 @@ def _execute(run: CheckedRun, built: Built, config_text: str) -> None:
         if trainer.is_global_zero:
             for note in run.chains.notes(run.folder.missing):
                 print(f"evodsp: warning: {note}", file=sys.stderr)
+            log_settings(trainer.loggers, config_text)
         _open_quarantine(run, built)
         if trainer.is_global_zero and run.settings.run.global_batch is not None:
             report(f"evodsp: {run.batching}")

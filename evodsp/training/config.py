@@ -238,6 +238,9 @@ class RunConfig:
     stop_before_end: float | None = 120.0
     """Seconds before the end of its SLURM job (SLURM_JOB_END_TIME) at which a run saves and stops; null to ignore the end."""
 
+    peak_tflops: float | None = None
+    """The most TFLOP/s that one device can compute in this run's precision, for `train/mfu_percent`; null takes that of GPUs
+    that evodsp knows, and otherwise logs no utilisation."""
     max_bad_samples: int = 10
     """Samples whose loss or gradient is not finite that may be left out before the run stops; bad_samples.jsonl names them.
     0: the first one stops the run."""
@@ -247,6 +250,6 @@ class RunConfig:
     def __post_init__(self) -> None:
         ranges = {"seed": SEED, "checkpoint_every": SIZE, "max_bad_samples": COUNT, "replay_files": COUNT}
         ranges |= {"keep_last": SIZE, "keep_best": SIZE, "stop_before_end": COUNT, "global_batch": SIZE, "max_samples": SIZE}
-        ranges |= {"checkpoint_every_samples": SIZE, "checkpoint_every_minutes": POSITIVE}
+        ranges |= {"checkpoint_every_samples": SIZE, "checkpoint_every_minutes": POSITIVE, "peak_tflops": POSITIVE}
         check_numbers(self, ranges, "")
         check_matmul("matmul_precision", self.matmul_precision)

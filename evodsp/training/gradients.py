@@ -15,6 +15,7 @@ caller discards the whole step. Nothing here makes the host wait for the device.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from evodsp.parallel.mesh import Mesh
+from evodsp.parallel.waits import WaitTimes
 from evodsp.training.dtensor import local
 
 # In elements: each gradient starts at a multiple of this, so that vectorised kernels can be used on it.
@@ -42,6 +44,8 @@ class Reduced:
     counted: Bool[Tensor, " passes"]
     """Where this rank saw nothing in a pass that is not finite. With `drops_samples` these passes, and no others, are in the
     gradient. Otherwise the step has to be discarded unless all are true, on every rank, and the norm is finite."""
+    clipped: Float[Tensor, ""]
+    """Share of the gradients behind `norm` that were scaled down: of this rank's samples that count, or 0 or 1."""
 
 
 class Gradients(ABC):
@@ -50,6 +54,8 @@ class Gradients(ABC):
     drops_samples: bool
     """Whether a pass that is not finite is left out by itself, and the mean divided by the passes that are left."""
     parameters: list[nn.Parameter]
+    clip: float | None
+    """Largest norm."""
 
     @abstractmethod
     def begin(self) -> None:
@@ -103,20 +109,25 @@ class PlainGradients(Gradients):
             norm = norm.full_tensor()
         if self.clip is not None:
             torch._foreach_mul_([local(gradient) for gradient in gradients], _coefficient(norm, self.clip))
-        return Reduced(norm, torch.stack(self._losses).isfinite())
+        return Reduced(norm, torch.stack(self._losses).isfinite(), _exceeds(norm, self.clip))
 
 
 class FlatGradients(Gradients):
     """Gradients as views of one flat tensor.
 
     `mesh`: None for one process. `clip`: largest norm, or None. With `per_sample` it bounds the gradient of each sample, and a
-    backward pass must hold one sample; otherwise it bounds the whole gradient.
+    backward pass must hold one sample; otherwise it bounds the whole gradient. `waits`: measures waits for other ranks.
     """
 
     def __init__(
-        self, parameters: Iterable[nn.Parameter], mesh: Mesh | None, clip: float | None, per_sample: bool
+        self,
+        parameters: Iterable[nn.Parameter],
+        mesh: Mesh | None,
+        clip: float | None,
+        per_sample: bool,
+        waits: WaitTimes | None = None,
     ) -> None:
-        self.parameters, self.mesh, self.clip = list(parameters), mesh, clip
+        self.parameters, self.mesh, self.clip, self._waits = list(parameters), mesh, clip, waits
         self.drops_samples = per_sample and clip is not None
         first = self.parameters[0]
         if any(p.dtype != first.dtype or p.device != first.device for p in self.parameters):
@@ -153,7 +164,7 @@ class FlatGradients(Gradients):
             return
         self._flat[-1] = loss
         if self.mesh is not None:
-            _mean(self._flat, self.mesh.sequence_group().handle)
+            self._average(self._flat, self.mesh.sequence_group().handle)
         rows = torch.linalg.vector_norm(self._flat[:-_ALIGNMENT].view(-1, _ALIGNMENT), dim=1)
         norm = rows.norm() * batches
         counts = norm.isfinite() & self._flat[-1].isfinite()
@@ -171,16 +182,32 @@ class FlatGradients(Gradients):
         if self._total is not None:
             data = self.mesh.data_group().handle if self.mesh is not None else None
             if self.mesh is not None and dist.get_world_size(data) > 1:
-                dist.all_reduce(self._total, group=data)
+                self._sum(self._total, data)
             # Each sample was divided by all passes of a step on one data rank.
             torch.div(self._total, self._total[-1].clamp(min=1) / self._batches, out=self._flat)
-            return Reduced(torch.stack(self._norms).sum() / counted.sum().clamp(min=1), counted)
+            norms, number = torch.stack(self._norms), counted.sum().clamp(min=1)
+            return Reduced(norms.sum() / number, counted, _exceeds(norms, self.clip).sum() / number)
         if self.mesh is not None:
-            _mean(self._flat, dist.group.WORLD)
+            self._average(self._flat, dist.group.WORLD)
         norm = self._flat.norm()
         if self.clip is not None:
             self._flat.mul_(_coefficient(norm, self.clip))
-        return Reduced(norm, counted)
+        return Reduced(norm, counted, _exceeds(norm, self.clip))
+
+    def _sum(self, x: Tensor, group: dist.ProcessGroup | None) -> None:
+        """The sum over the group, in place."""
+        work = dist.all_reduce(x, group=group, async_op=True)
+        if self._waits is None:
+            work.wait()
+        else:
+            self._waits.wait(work)
+
+    def _average(self, x: Tensor, group: dist.ProcessGroup | None) -> None:
+        """The mean over the group, in place, bitwise identical on all of its ranks."""
+        size = dist.get_world_size(group)
+        if size > 1:
+            self._sum(x, group)
+            x.div_(size)
 
     def not_finite(self) -> list[int]:
         if self._blamed is None:
@@ -195,9 +222,6 @@ def _coefficient(norm: Float[Tensor, ""], clip: float) -> Float[Tensor, ""]:
     return (clip / (norm + 1e-6)).clamp(max=1.0).nan_to_num(nan=1.0)
 
 
-def _mean(x: Tensor, group: dist.ProcessGroup | None) -> None:
-    """The mean over the group, in place, bitwise identical on all of its ranks."""
-    size = dist.get_world_size(group)
-    if size > 1:
-        dist.all_reduce(x, group=group)
-        x.div_(size)
+def _exceeds(norms: Float[Tensor, "..."], clip: float | None) -> Float[Tensor, "..."]:
+    """1 where a gradient of this norm is scaled down, 0 elsewhere."""
+    return (norms > (math.inf if clip is None else clip)).float()

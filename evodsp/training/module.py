@@ -25,6 +25,7 @@ from evodsp.training.bad_samples import BadSamples, NotFiniteWeightsError, Suspe
 from evodsp.training.checkpointing import recount_batches, rename_callbacks
 from evodsp.training.config import TrainingConfig
 from evodsp.training.gradients import Gradients
+from evodsp.training.interval import IntervalMeans
 from evodsp.training.lr_schedule import learning_rate
 from evodsp.training.stopping import Request
 from evodsp.training.world import World
@@ -87,12 +88,15 @@ class TrainingModule(LightningModule):
         self.seed, self.kernels = seed, self._kernels
         self.bad_samples, self._requests = bad_samples or BadSamples(), requests
         self.samples_per_step = samples_per_step
+        self.interval = IntervalMeans()
+        """What the next row of the logs will show; a callback of the trainer, which keeps it in checkpoints."""
         self._dropout = Draws.root(seed).at("dropout")
         self._casts = CastParameters(self.model)
         self._gradients: Gradients | None = None
         self._step: list[dict[str, Tensor]] = []
         self._step_samples: list[list[int]] = []
-        """Losses and sample indices of the batches of this optimizer step."""
+        self._recycles: list[int] = []
+        """Losses, sample indices and numbers of recycling iterations of the batches of this optimizer step."""
 
     def setup(self, stage: str) -> None:
         """Choose the implementations of the operators for this run's device and precision."""
@@ -112,7 +116,9 @@ class TrainingModule(LightningModule):
         output = self.model(batch, draws)
         loss, terms = total_loss(output, batch, self.config.loss, self.config.heads, self.model.exchange)
         lddt_ca = metrics.lddt_ca(*_ca_atoms(output, batch)).mean()
-        self._step.append({"loss": loss.detach(), **terms, "lddt_ca": lddt_ca.detach()})
+        residues = batch["seq_mask"][:, 0].sum() / len(batch["seq_mask"])
+        self._step.append({"loss": loss.detach(), **terms, "lddt_ca": lddt_ca.detach(), "residues": residues})
+        self._recycles.append(batch["aatype"].shape[1] - 1)
         self._step_samples.append(batch["sample_index"].tolist())
         return loss
 
@@ -124,7 +130,7 @@ class TrainingModule(LightningModule):
         self._gradients = self.world.gradients(
             self.model.parameters(), clip, per_sample, trainer.accumulate_grad_batches
         )
-        self._step, self._step_samples = [], []
+        self._begin_step()
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
         self.gradients.begin()
@@ -137,7 +143,7 @@ class TrainingModule(LightningModule):
         self.gradients.add(self.trainer.accumulate_grad_batches, loss)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Reduce the gradient over batches and ranks, leave out what is not finite, and log the means of this step's losses.
+        """Reduce the gradient over batches and ranks, leave out what is not finite, and log the means since the last row.
 
         All that is looked at is read in one copy, the only place of a step where the host waits for the GPU. Lightning gets
         tensors on the CPU: it would read device tensors one by one, and copy numbers to the device first.
@@ -147,35 +153,60 @@ class TrainingModule(LightningModule):
         terms = torch.stack([torch.stack([values[name].float() for name in names]) for values in self._step])
         number = reduced.counted.sum()
         asked = [torch.full_like(reduced.norm, float(request.asked), dtype=torch.float32) for request in self._requests]
-        sums = [*terms.where(reduced.counted[:, None], 0).sum(0), reduced.norm.float() * number, number.float(), *asked]
-        means = self.trainer.strategy.reduce(torch.stack(sums), reduce_op="mean")  # over the ranks
+        sums = [
+            *terms.where(reduced.counted[:, None], 0).sum(0),
+            reduced.norm.float() * number,
+            reduced.clipped * number,
+            number.float(),
+        ]
+        means = self.trainer.strategy.reduce(torch.stack([*sums, *asked]), reduce_op="mean")  # over the ranks
         read = torch.cat([means, terms.flatten(), reduced.counted.float()]).cpu()
-        means, shares, terms, counted = read.split([len(names) + 2, len(asked), terms.numel(), passes])
+        means, shares, terms, counted = read.split([len(sums), len(asked), terms.numel(), passes])
         for request, share in zip(self._requests, shares, strict=True):
             if share > 0:
                 request.agree()
         on_average = float(means[-1])
-        bad = on_average < passes or not math.isfinite(float(means[-2]))
+        bad = on_average < passes or not math.isfinite(float(means[len(names)]))
         if bad and not (self.gradients.drops_samples and on_average):
             on_average = 0.0
         if bad:
             self._leave_out(names, terms.view(passes, -1), counted)
         if on_average:
             self.bad_samples.kept = True
-            self._log_step(dict(zip([*names, "gradient_norm"], means / on_average, strict=False)), optimizer)
+            numbers = dict(
+                zip([*names, "gradient_norm", "clipped_fraction"], (means / on_average).tolist(), strict=False)
+            )
+            self.interval.add({**numbers, "recycles": sum(self._recycles) / passes})
         else:
             self.gradients.discard()
-            if self.trainer._results is not None:  # or Lightning logs the former step's numbers again, as this one's
-                self.trainer._results.reset(fx="on_before_optimizer_step")
-        self._step, self._step_samples = [], []
+        self._log_interval(optimizer)
+        self._begin_step()
 
-    def _log_step(self, logged: dict[str, Tensor], optimizer: torch.optim.Optimizer) -> None:
-        self.log("train/loss", logged.pop("loss"), prog_bar=True)
+    def _begin_step(self) -> None:
+        self._step, self._step_samples, self._recycles = [], [], []
+
+    def _log_interval(self, optimizer: torch.optim.Optimizer) -> None:
+        """Give Lightning the means over the steps since the last row; nothing if all of them were left out."""
+        means = {name: torch.tensor(value) for name, value in self.interval.means().items()}
+        if self.at_row:
+            self.interval.end_row()
+        if not means:
+            if self.trainer._results is not None:  # or Lightning logs the last row's numbers again
+                self.trainer._results.reset(fx="on_before_optimizer_step")
+            return
+        self.log("train/loss", means.pop("loss"), prog_bar=True)
         # Lightning keeps a metric object for each name, which takes longer than many a layer. Loggers see every n-th step only.
-        every = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
-        if every and (self.trainer.global_step + 1) % every == 0:
-            self.log_dict({f"train/{name}": value for name, value in logged.items() if name != "total"})
+        if self.at_row:
+            if self.gradients.clip is None:
+                del means["clipped_fraction"]
+            self.log_dict({f"train/{name}": value for name, value in means.items() if name != "total"})
             self.log("train/lr", torch.tensor(optimizer.param_groups[0]["lr"]))
+
+    @property
+    def at_row(self) -> bool:
+        """Whether Lightning gives the numbers of the running optimizer step to the loggers."""
+        every = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
+        return bool(every) and (self.trainer.global_step + 1) % every == 0
 
     def _leave_out(self, names: Sequence[str], terms: Tensor, counted: Tensor) -> None:
         """Find out which samples of this step are not finite, on which ranks, and report them. All ranks call this together.

@@ -64,6 +64,8 @@ class TrainerOptions:
     """Gradients with a larger norm are scaled down to this norm; model.optimizer.clip says which gradients."""
     log_every_n_steps: int = 10
     """Steps between two rows of curve.csv and of the other logs."""
+    logger: bool | dict | list | None = None
+    """Loggers of Lightning, by class_path and init_args, that are added to curve.csv and TensorBoard; false: no logs at all."""
     check_val_every_n_epoch: int | None = 1
     """Epochs between two validations."""
     limit_val_batches: int | float | None = None

@@ -12,13 +12,16 @@ from lightning.pytorch.utilities import rank_zero_only
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from evodsp.progress import duration
+
 SECONDS_BETWEEN_LINES = 20.0
 
 
 class TrainingProgress(ProgressBar):
     """One bar over all steps of `fit`, with the loss and the last validation's lDDT-CA; a printed line per validation.
 
-    If standard error is not a terminal (a log file, CI), lines replace the bar.
+    If standard error is not a terminal (a log file, CI), lines replace the bar: steps, time since this start, time left, and
+    the last row's numbers. What is left is taken from the pace of this start, validations included, not of earlier ones.
     """
 
     def __init__(self, console: Console | None = None) -> None:
@@ -27,6 +30,7 @@ class TrainingProgress(ProgressBar):
         self._bar: Progress | None = None
         self._enabled = True
         self._begun = self._last_line = time.monotonic()
+        self._first_step = 0
 
     def disable(self) -> None:
         self._enabled = False
@@ -40,6 +44,7 @@ class TrainingProgress(ProgressBar):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._begun = self._last_line = time.monotonic()
+        self._first_step = trainer.global_step
         if not self._enabled:
             return
         count = sum(parameter.numel() for parameter in pl_module.parameters())
@@ -71,9 +76,10 @@ class TrainingProgress(ProgressBar):
 
     def _line(self, trainer: Trainer) -> None:
         self._last_line = time.monotonic()
-        seconds = self._last_line - self._begun
-        total = _total(trainer)
-        self.print(f"step {trainer.global_step}{f'/{total}' if total else ''}  {seconds:.0f} s  {_summary(trainer)}")
+        seconds, total = self._last_line - self._begun, _total(trainer)
+        step, steps = trainer.global_step, trainer.global_step - self._first_step
+        left = f", {duration(seconds / steps * (total - step))} left" if total and steps else ""
+        self.print(f"step {step}{f'/{total}' if total else ''}  {duration(seconds)}{left}  {_summary(trainer)}")
 
     def _stop(self) -> None:
         if self._bar is not None:
@@ -87,7 +93,8 @@ def _total(trainer: Trainer) -> int | None:
 
 
 def _summary(trainer: Trainer) -> str:
-    shown = {"loss": "train/loss", "lDDT-CA": "train/lddt_ca", "val lDDT-CA": "val/lddt_ca", "val RMSD": "val/rmsd"}
+    shown = {"loss": "train/loss", "lDDT-CA": "train/lddt_ca", "samples/s": "train/samples_per_second"}
+    shown |= {"val lDDT-CA": "val/lddt_ca", "val RMSD": "val/rmsd"}
     values = trainer.callback_metrics
     return "  ".join(f"{text} {float(values[name]):.3f}" for text, name in shown.items() if name in values)
 

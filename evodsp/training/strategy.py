@@ -107,7 +107,7 @@ class DSPStrategy(ParallelStrategy):
         broadcast_weights(self.lightning_module)
         if mesh.sequence > 1:
             wire = torch.bfloat16 if config.wire == "bf16" else None
-            exchange = ShardedExchange(mesh.sequence_group(), config.overlap, wire)
+            exchange = ShardedExchange(mesh.sequence_group(waits=self.world.waits), config.overlap, wire)
             use_exchange(self.lightning_module, exchange, self.plan)
         if config.parameters == "fsdp2":
             half = torch.bfloat16 if self.precision_plugin.precision == "bf16-mixed" else None

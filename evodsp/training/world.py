@@ -23,6 +23,7 @@ from evodsp.launch.consensus import all_of, check_same
 from evodsp.parallel.config import ParallelConfig
 from evodsp.parallel.group import Group
 from evodsp.parallel.mesh import Mesh, init_mesh
+from evodsp.parallel.waits import WaitTimes
 from evodsp.training.batch_check import BatchCheck
 from evodsp.training.gradients import FlatGradients, Gradients, PlainGradients
 from evodsp.training.sharing import BatchSharing
@@ -32,6 +33,10 @@ T = TypeVar("T")
 
 class World:
     """One process: a single data rank, nothing to communicate."""
+
+    waits: WaitTimes | None = None
+    """Measures how long this rank waits for collectives of the model and for the mean of gradients; None where not all of
+    these pass through it."""
 
     @property
     def data_ranks(self) -> int:
@@ -98,6 +103,8 @@ class MeshWorld(World):
 
     def __init__(self, config: ParallelConfig, on_gpu: bool) -> None:
         self.config, self.on_gpu = config, on_gpu
+        # FSDP2 communicates by itself.
+        self.waits = None if config.parameters == "fsdp2" else WaitTimes(on_gpu)
         self._mesh: Mesh | None = None
         self._batch_check: BatchCheck | None = None
         self._sharing: BatchSharing | None = None
@@ -157,7 +164,7 @@ class MeshWorld(World):
     ) -> Gradients:
         if self.config.parameters == "fsdp2":
             return PlainGradients(parameters, clip)  # FSDP2 averages over all ranks in the backward pass
-        return FlatGradients(parameters, self.mesh, clip, per_sample)
+        return FlatGradients(parameters, self.mesh, clip, per_sample, self.waits)
 
     def optimizer(self, parameters: Iterable[nn.Parameter], **options: Any) -> Optimizer:
         """Adam; with `zero1` each rank keeps the optimizer state of its share of the parameters."""

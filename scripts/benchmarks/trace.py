@@ -60,7 +60,7 @@ class Interval:
 class _NamedTransfer(Transfer):
     """A transfer whose wait is annotated in the trace."""
 
-    name: str
+    name: str = ""
 
     def wait(self) -> Tensor:
         with record_function(AWAIT + self.name):
@@ -77,7 +77,7 @@ class _Named(Collective):
     def launch(self, x: Tensor, backward: bool = False) -> Transfer:
         with record_function(LAUNCH + self.name):
             transfer = self.inner.launch(x, backward)
-        return _NamedTransfer(transfer.work, transfer.pieces, transfer.dim, transfer.sent, self.name)
+        return _NamedTransfer(transfer.work, transfer.pieces, transfer.dim, transfer.sent, transfer.waits, self.name)
 
     def traced(self, x: Tensor) -> Tensor:
         return self.inner.traced(x)

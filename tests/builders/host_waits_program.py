@@ -35,6 +35,8 @@ from evodsp.training.progress import TrainingProgress
 from evodsp.training.sharing import BatchSharing
 from evodsp.training.stopping import StopRequest
 from evodsp.training.strategy import DSPStrategy
+from evodsp.training.throughput import Throughput
+from evodsp.training.utilisation import Utilisation
 from evodsp.training.world import MeshWorld, World
 from tests.builders.host_waits import HostWaits
 from tests.builders.labelled_batch import WEIGHTS
@@ -98,6 +100,7 @@ def main(ranks: int, chains: Path, output: Path) -> None:
     world = OneProcess() if ranks == 1 else FirstOfTwo()
     data = ChainDataModule(data_config, find_chains(data_config), 0, world)
     module = TrainingModule(config, world=world, requests=(StopRequest(),))
+    throughput = Throughput(module, data, world.waits, Utilisation(module.model.config, "32-true", "highest", 1.0))
     seen = HostWaits()
     boundaries = Boundaries(seen)
     if ranks == 1:
@@ -110,7 +113,8 @@ def main(ranks: int, chains: Path, output: Path) -> None:
     ):
         trainer = Trainer(
             max_steps=STEPS, accelerator="cpu", devices=1, strategy=strategy, logger=CurveLogger(output), gradient_clip_val=0.1,
-            callbacks=[ExponentialMovingAverage(0.9), TrainingProgress(), boundaries], log_every_n_steps=1, limit_val_batches=0,
+            callbacks=[ExponentialMovingAverage(0.9), TrainingProgress(), boundaries, module.interval, throughput],
+            log_every_n_steps=1, limit_val_batches=0,
             enable_checkpointing=False, enable_model_summary=False, use_distributed_sampler=False,
         )  # fmt: skip
         with seen:

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from evodsp.report.curve import read_curve
+from evodsp.training.throughput import MEASURED
 from tests.builders.processes import ROOT, begin
 
 STEPS, EVERY = 24, 4
@@ -63,9 +64,9 @@ def words(config: Path, output: Path, *options: str, steps: int = STEPS) -> list
 
 
 def losses(output: Path) -> dict[int, dict[str, str]]:
-    """Everything in the curve but the time."""
+    """Everything in the curve but what is measured."""
     return {
-        step: {name: value for name, value in row.items() if name not in ("seconds", "train/waiting_percent")}
+        step: {name: value for name, value in row.items() if name not in ("seconds", *MEASURED)}
         for step, row in read_curve(output / "curve.csv").items()
     }
 

@@ -59,8 +59,9 @@ def test_clipping_per_sample_is_a_loop_over_samples() -> None:
             loss = loss_of(model, sample)
             (loss / SAMPLES).backward()
             gradients.add(SAMPLES, loss.detach())
-        norm = gradients.finish().norm
-        assert float(norm) == pytest.approx(sum(norms) / SAMPLES)
+        found = gradients.finish()
+        assert float(found.norm) == pytest.approx(sum(norms) / SAMPLES)
+        assert float(found.clipped) == sum(norm > clip for norm in norms) / SAMPLES
         for parameter, gradient in zip(model.parameters(), expected, strict=True):
             torch.testing.assert_close(parameter.grad, gradient, rtol=1e-12, atol=1e-15)
 
@@ -83,7 +84,9 @@ def test_clipping_by_batch_is_pytorchs(clip: float | None) -> None:
             loss = loss_of(model, sample)
             (loss / SAMPLES).backward()
             gradients.add(SAMPLES, loss.detach())
-        assert float(gradients.finish().norm) == pytest.approx(float(norm))
+        found = gradients.finish()
+        assert float(found.norm) == pytest.approx(float(norm))
+        assert float(found.clipped) == (clip is not None and norm > clip)
         for parameter, other in zip(parameters, reference.parameters(), strict=True):
             torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-12, atol=1e-15)
 

@@ -1,0 +1,36 @@
+"""Where a training run's numbers go: always `curve.csv` and TensorBoard, and whatever loggers the user adds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]
+from lightning.pytorch.loggers import Logger, TensorBoardLogger
+
+from evodsp.training.csv_logger import CurveLogger
+
+
+def training_loggers(folder: Path, option: Any) -> list[Logger]:
+    """The loggers of a training run in `folder`. `option`: `trainer.logger`, which adds one or several to those that every run
+    has; false: no logger at all. A user's TensorBoardLogger takes the place of ours.
+    """
+    if option is False:
+        return []
+    added = [] if option in (None, True) else list(option) if isinstance(option, list | tuple) else [option]
+    own: list[Logger] = [CurveLogger(folder)]
+    if not any(isinstance(logger, TensorBoardLogger) for logger in added):
+        own.append(TensorBoardLogger(str(folder), name="tensorboard", version=""))
+    return [*own, *added]
+
+
+def log_settings(loggers: Sequence[Logger], config_text: str) -> None:
+    """Give every logger the settings of the run as its hyper-parameters. `config_text`: of config.yaml. Rank 0 only."""
+    settings = yaml.safe_load(config_text)
+    for logger in loggers:
+        if isinstance(
+            logger, TensorBoardLogger
+        ):  # it keeps the file of an earlier start, which may have had other settings
+            Path(logger.log_dir, logger.NAME_HPARAMS_FILE).unlink(missing_ok=True)
+        logger.log_hyperparams(settings)

@@ -1,0 +1,122 @@
+"""How fast training is, what it waits for and how much memory it takes, with each row of the logs.
+
+Lightning's ThroughputMonitor makes the host wait for the GPU after each batch, multiplies samples by all ranks although ranks
+may share a sample, and is silent for its first 100 batches. It knows neither waiting nor memory.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from evodsp.parallel.waits import WaitTimes
+from evodsp.training.datamodule import ChainDataModule
+from evodsp.training.utilisation import Utilisation
+
+if TYPE_CHECKING:
+    from evodsp.training.module import TrainingModule
+
+MEASURED = (
+    "train/step_seconds", "train/samples_per_second", "train/residues_per_second", "train/waiting_percent",
+    "train/communication_percent", "train/memory_gib", "train/mfu_percent",
+)  # fmt: skip
+"""The columns that are logged here. They differ from run to run; all others are functions of the settings."""
+
+
+class Throughput(Callback):
+    """Logs the columns `MEASURED`, of the steps since the last row, or since the start or the resume of the run.
+
+    Time counts from row to row, without validations; writing checkpoints is in it. Waiting, memory and communication are
+    rank 0's. docs/training.md describes each column.
+    """
+
+    def __init__(
+        self, module: TrainingModule, data: ChainDataModule, waits: WaitTimes | None, utilisation: Utilisation | None
+    ) -> None:
+        """`waits`: measures communication, on a GPU only in the step of the row; None where it does not see all of it.
+        `utilisation`: None for none.
+        """
+        self._module, self._data, self._waits, self._utilisation = module, data, waits, utilisation
+        self._measuring = False
+        self._restart()
+
+    def _restart(self) -> None:
+        self._begun, self._waited = time.perf_counter(), self._data.waited_s
+        self._steps = self._samples = 0
+        self._communication_s = self._measured_s = 0.0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._utilisation is not None:
+            self._utilisation.start(pl_module.device)
+        self._restart()
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self._utilisation is not None:
+            begun = time.perf_counter()
+            self._utilisation.prepare(batch)
+            self._begun += time.perf_counter() - begun
+        if batch_idx % trainer.accumulate_grad_batches == 0:
+            self._step_begun = time.perf_counter()
+            self._measuring = self._waits is not None and (self._waits.free or self._module.at_row)
+            if self._waits is not None and self._measuring:
+                self._waits.begin()
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._validation_begun = time.perf_counter()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._begun += time.perf_counter() - self._validation_begun
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._samples += len(batch["sample_index"])
+        if self._utilisation is not None:
+            self._utilisation.add(batch)
+        if (batch_idx + 1) % trainer.accumulate_grad_batches:
+            return
+        self._steps += 1
+        if self._waits is not None and self._measuring:
+            self._communication_s += self._waits.end()
+            self._measured_s += time.perf_counter() - self._step_begun
+        every = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if every and trainer.global_step % every == 0:
+            measured = self._row(trainer, pl_module.device)
+            pl_module.log_dict({f"train/{name}": torch.tensor(value) for name, value in measured.items()})
+            self._restart()
+
+    def _row(self, trainer: Trainer, device: torch.device) -> dict[str, float]:
+        now = time.perf_counter()
+        seconds = max(now - self._begun, 1e-9)
+        rate = self._samples * self._module.world.data_ranks / seconds
+        row = {
+            "step_seconds": seconds / self._steps,
+            "samples_per_second": rate,
+            "waiting_percent": 100 * (self._data.waited_s - self._waited) / seconds,
+        }
+        if (residues := self._module.interval.row.get("residues")) is not None:
+            row["residues_per_second"] = rate * residues
+        if self._measured_s:
+            row["communication_percent"] = 100 * self._communication_s / self._measured_s
+        if (used := memory_used(device)) is not None:
+            row["memory_gib"] = used / 2**30
+        if self._utilisation is not None:
+            share = self._utilisation.percent(seconds, trainer.world_size // self._module.world.data_ranks)
+            if share is not None:
+                row["mfu_percent"] = share
+        return row
+
+
+def memory_used(device: torch.device) -> int | None:
+    """Bytes that tensors took on a GPU at most since the last call; on a CPU, this process's resident memory (Linux only)."""
+    if device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        return peak
+    pages = Path("/proc/self/statm")
+    return int(pages.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if pages.is_file() else None

@@ -1,0 +1,74 @@
+"""Rows of the logs are means over the steps since the row before, wherever the run was interrupted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from evodsp.cli import main
+from evodsp.report.curve import read_curve
+from evodsp.training.interval import IntervalMeans
+from evodsp.training.throughput import MEASURED
+
+STEPS, EVERY, STOPPED = 6, 3, 4
+
+Rows = dict[int, dict[str, float]]
+
+
+def rows(output: Path) -> Rows:
+    """The curve's columns of training that are functions of the settings."""
+    found = {}
+    for step, row in read_curve(output / "curve.csv").items():
+        found[step] = {n: float(v) for n, v in row.items() if n.startswith("train/") and n not in MEASURED}
+    return found
+
+
+@pytest.fixture(scope="module")
+def runs(chains: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Rows]:
+    """A run of six steps with a row for each, one with a row for three, and the latter, interrupted within a row's steps."""
+    folder = tmp_path_factory.mktemp("interval")
+
+    def run(name: str, every: int, steps: int, *options: str) -> None:
+        words = ["fit", f"--config={chains}/tiny.yaml", f"--output={folder / name}", f"--trainer.max_steps={steps}"]
+        words += [f"--trainer.log_every_n_steps={every}", "--trainer.limit_val_batches=0", "--data.train.recycles=2"]
+        assert main([*words, *options]) == 0
+
+    run("each", 1, STEPS)
+    run("third", EVERY, STEPS)
+    run("parts", EVERY, STOPPED)
+    run("parts", EVERY, STEPS, "--ckpt_path=last")
+    return {name: rows(folder / name) for name in ("each", "third", "parts")}
+
+
+def test_a_row_is_the_mean_of_its_steps(runs: dict[str, Rows]) -> None:
+    """A row that shows its last step only, or goes on with the sums of the row before."""
+    each, third = runs["each"], runs["third"]
+    assert list(each) == list(range(STEPS))
+    assert list(third) == [EVERY - 1, STEPS - 1]
+    assert {"train/loss", "train/lddt_ca", "train/gradient_norm", "train/clipped_fraction", "train/recycles"} < set(
+        each[0]
+    )
+    assert len({row["train/recycles"] for row in each.values()}) > 1
+    for last, row in third.items():
+        steps = [each[step] for step in range(last - EVERY + 1, last + 1)]
+        for name, value in row.items():
+            expected = steps[-1][name] if name == "train/lr" else sum(step[name] for step in steps) / EVERY
+            assert value == pytest.approx(expected, rel=1e-6), name
+
+
+def test_a_row_does_not_depend_on_an_interruption(runs: dict[str, Rows]) -> None:
+    """Sums that are not in the checkpoint: the first row after a resume would lack the steps before it."""
+    assert runs["parts"] == runs["third"]
+
+
+def test_a_number_that_some_steps_lack() -> None:
+    """A loss term that a resumed run adds, divided by the steps of the others."""
+    means = IntervalMeans()
+    means.add({"a": 1.0})
+    resumed = IntervalMeans()
+    resumed.load_state_dict(means.state_dict())
+    resumed.add({"a": 2.0, "b": 3.0})
+    resumed.end_row()
+    assert resumed.row == {"a": 1.5, "b": 3.0}
+    assert resumed.means() == {}
