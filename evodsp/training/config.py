@@ -249,7 +249,13 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         ranges = {"seed": SEED, "checkpoint_every": SIZE, "max_bad_samples": COUNT, "replay_files": COUNT}
-        ranges |= {"keep_last": SIZE, "keep_best": SIZE, "stop_before_end": COUNT, "global_batch": SIZE, "max_samples": SIZE}
+        ranges |= {
+            "keep_last": SIZE,
+            "keep_best": SIZE,
+            "stop_before_end": COUNT,
+            "global_batch": SIZE,
+            "max_samples": SIZE,
+        }
         ranges |= {"checkpoint_every_samples": SIZE, "checkpoint_every_minutes": POSITIVE, "peak_tflops": POSITIVE}
         check_numbers(self, ranges, "")
         check_matmul("matmul_precision", self.matmul_precision)
