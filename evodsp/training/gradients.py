@@ -4,8 +4,8 @@ There are two stages. The mean over a sequence group is the gradient of ONE samp
 1.11.3). Then comes the mean over data ranks and accumulated batches. Without clipping per sample, both stages are a single
 mean over all ranks.
 
-We use flat buffers instead of DDP's wrapper: each stage is one all-reduce, gradients can be clipped between the stages, and a
-parameter that a sample does not use needs no special case (its gradient is zero).
+We use flat buffers instead of DDP's wrapper: gradients can be clipped between the stages, and a parameter that a sample does
+not use needs no special case (its gradient is zero).
 
 A sample whose loss or gradient is not finite must not reach the parameters. With clipping per sample it is left out: its loss
 travels with its gradient through the mean over the sequence group, so that all of its ranks find the same, and the number of
@@ -113,22 +113,13 @@ class PlainGradients(Gradients):
 
 
 class FlatGradients(Gradients):
-    """Gradients as views of one flat tensor.
+    """Gradients as views of one flat tensor, whose last numbers are for the subclass.
 
-    `mesh`: None for one process. `clip`: largest norm, or None. With `per_sample` it bounds the gradient of each sample, and a
-    backward pass must hold one sample; otherwise it bounds the whole gradient. `waits`: measures waits for other ranks.
+    `mesh`: None for one process. `waits`: measures waits for other ranks.
     """
 
-    def __init__(
-        self,
-        parameters: Iterable[nn.Parameter],
-        mesh: Mesh | None,
-        clip: float | None,
-        per_sample: bool,
-        waits: WaitTimes | None = None,
-    ) -> None:
-        self.parameters, self.mesh, self.clip, self._waits = list(parameters), mesh, clip, waits
-        self.drops_samples = per_sample and clip is not None
+    def __init__(self, parameters: Iterable[nn.Parameter], mesh: Mesh | None, waits: WaitTimes | None = None) -> None:
+        self.parameters, self.mesh, self._waits = list(parameters), mesh, waits
         first = self.parameters[0]
         if any(p.dtype != first.dtype or p.device != first.device for p in self.parameters):
             raise ValueError("parameters have several types or devices; one flat gradient needs a single one")
@@ -136,39 +127,57 @@ class FlatGradients(Gradients):
         self._flat = torch.zeros(sum(self._sizes) + _ALIGNMENT, dtype=first.dtype, device=first.device)
         parts = self._flat[:-_ALIGNMENT].split(self._sizes)
         self._views = [part[: p.numel()].view_as(p) for part, p in zip(parts, self.parameters, strict=True)]
-        self._total = torch.zeros_like(self._flat) if self.drops_samples else None
-        self._blamed: Tensor | None = None
-        """Norms of the rows of the first gradient of this step that is not finite, or of the last one."""
         self._finite = torch.ones((), dtype=torch.bool, device=first.device)
         """Whether all passes of this step were finite so far."""
-        self._batches = 1
-        self._norms: list[Tensor] = []
         self._counted: list[Tensor] = []
 
     def begin(self) -> None:
-        self._norms, self._counted, self._blamed = [], [], None
-        self._finite = torch.ones_like(self._finite)
-        for flat in (self._flat, self._total):
-            if flat is not None:
-                flat.zero_()
+        self._counted, self._finite = [], torch.ones_like(self._finite)
+        self._flat.zero_()
         # Set `.grad` in each step, because `zero_grad` elsewhere removes it. autograd adds to an existing `.grad` in place.
         for parameter, view in zip(self.parameters, self._views, strict=True):
             parameter.grad = view
 
+    def _wait(self, work: dist.Work) -> None:
+        if self._waits is None:
+            work.wait()
+        else:
+            self._waits.wait(work)
+
+
+class SampleGradients(FlatGradients):
+    """The norm of each sample's gradient is at most `clip`. A backward pass must hold one sample."""
+
+    drops_samples = True
+
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], mesh: Mesh | None, clip: float, waits: WaitTimes | None = None
+    ) -> None:
+        super().__init__(parameters, mesh, waits)
+        self.clip = self._most = clip
+        self._total = torch.zeros_like(self._flat)
+        self._blamed: Tensor | None = None
+        """Norms of the rows of the first gradient of this step that is not finite, or of the last one."""
+        self._batches = 1
+        self._norms: list[Tensor] = []
+
+    def begin(self) -> None:
+        super().begin()
+        self._norms, self._blamed = [], None
+        self._total.zero_()
+
     def add(self, batches: int, loss: Float[Tensor, ""]) -> None:
         self._batches = batches
-        if self._total is None or self.clip is None:
-            # The sum so far is this rank's own: the first pass after which it is not finite is the cause.
-            self._counted.append(loss.isfinite() & (self._flat.norm().isfinite() | ~self._finite))
-            self._finite = self._finite & self._counted[-1]
-            return
         self._flat[-1] = loss
         if self.mesh is not None:
-            self._average(self._flat, self.mesh.sequence_group().handle)
+            group = self.mesh.sequence_group()
+            self._sum(self._flat, group.handle)
+            if group.size > 1:
+                self._flat.div_(group.size)
         rows = torch.linalg.vector_norm(self._flat[:-_ALIGNMENT].view(-1, _ALIGNMENT), dim=1)
         norm = rows.norm() * batches
         counts = norm.isfinite() & self._flat[-1].isfinite()
-        self._flat.mul_(_coefficient(norm, self.clip))
+        self._flat.mul_(_coefficient(norm, self._most))
         self._flat[-1] = 1  # counts the samples
         self._total.add_(self._flat.masked_fill_(~counts, 0))
         self._flat.zero_()
@@ -179,41 +188,117 @@ class FlatGradients(Gradients):
 
     def finish(self) -> Reduced:
         counted = torch.stack(self._counted)
-        if self._total is not None:
-            data = self.mesh.data_group().handle if self.mesh is not None else None
-            if self.mesh is not None and dist.get_world_size(data) > 1:
-                self._sum(self._total, data)
-            # Each sample was divided by all passes of a step on one data rank.
-            torch.div(self._total, self._total[-1].clamp(min=1) / self._batches, out=self._flat)
-            norms, number = torch.stack(self._norms), counted.sum().clamp(min=1)
-            return Reduced(norms.sum() / number, counted, _exceeds(norms, self.clip).sum() / number)
         if self.mesh is not None:
-            self._average(self._flat, dist.group.WORLD)
-        norm = self._flat.norm()
-        if self.clip is not None:
-            self._flat.mul_(_coefficient(norm, self.clip))
-        return Reduced(norm, counted, _exceeds(norm, self.clip))
-
-    def _sum(self, x: Tensor, group: dist.ProcessGroup | None) -> None:
-        """The sum over the group, in place."""
-        work = dist.all_reduce(x, group=group, async_op=True)
-        if self._waits is None:
-            work.wait()
-        else:
-            self._waits.wait(work)
-
-    def _average(self, x: Tensor, group: dist.ProcessGroup | None) -> None:
-        """The mean over the group, in place, bitwise identical on all of its ranks."""
-        size = dist.get_world_size(group)
-        if size > 1:
-            self._sum(x, group)
-            x.div_(size)
+            self._sum(self._total, self.mesh.data_group().handle)
+        # Each sample was divided by all passes of a step on one data rank.
+        torch.div(self._total, self._total[-1].clamp(min=1) / self._batches, out=self._flat)
+        norms, number = torch.stack(self._norms), counted.sum().clamp(min=1)
+        return Reduced(norms.sum() / number, counted, _exceeds(norms, self.clip).sum() / number)
 
     def not_finite(self) -> list[int]:
         if self._blamed is None:
             return super().not_finite()
         rows = [size // _ALIGNMENT for size in self._sizes]
         return [i for i, part in enumerate(self._blamed.split(rows)) if not part.isfinite().all()]
+
+    def _sum(self, x: Tensor, group: dist.ProcessGroup | None) -> None:
+        """The sum over the group, in place, bitwise identical on all of its ranks."""
+        if dist.get_world_size(group) > 1:
+            self._wait(dist.all_reduce(x, group=group, async_op=True))
+
+
+class BatchGradients(FlatGradients):
+    """The norm of the gradient of the whole batch is at most `clip`, or not bounded (None).
+
+    On several ranks the mean is taken bucket by bucket, while the last backward pass of the step still computes the gradients
+    of the first layers: a bucket is sent when the last of its parameters has its gradient, and the ones before it are sent. All
+    ranks therefore send the same buckets in the same order, also where a sample does not use a parameter.
+    """
+
+    drops_samples = False
+
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        mesh: Mesh | None,
+        clip: float | None,
+        batches: int = 1,
+        waits: WaitTimes | None = None,
+        bucket_bytes: int = 25 << 20,
+    ) -> None:
+        """`batches`: backward passes of a step. `bucket_bytes`: size of a bucket at least, as in PyTorch's DDP."""
+        super().__init__(parameters, mesh, waits)
+        self.clip, self._batches = clip, batches
+        self._ranks = 1 if mesh is None else dist.get_world_size()
+        self._buckets = self._divided(bucket_bytes // self._flat.element_size())
+        """Slices of the flat gradient, from its end to its start: backward passes meet the last layers first."""
+        self._missing: list[int] = []
+        """Parameters of each bucket that have no gradient of the last pass yet."""
+        self._sent: list[dist.Work] = []
+        self._norms: list[Tensor] = []
+        """Of the buckets that were sent: this rank's own gradient."""
+        if self._ranks > 1:
+            for number, parameter in enumerate(self.parameters):
+                parameter.register_post_accumulate_grad_hook(lambda _, at=self._bucket_of[number]: self._arrived(at))
+
+    def begin(self) -> None:
+        super().begin()
+        self._missing = [self._bucket_of.count(bucket) for bucket in range(len(self._buckets))]
+        self._sent, self._norms = [], []
+
+    def add(self, batches: int, loss: Float[Tensor, ""]) -> None:
+        if self._ranks > 1 and self._is_last:
+            self._send(len(self._buckets))  # also those with parameters that this sample does not use
+            norm = torch.stack(self._norms).norm()
+        else:
+            norm = self._flat.norm()
+        # The sum so far is this rank's own: the first pass after which it is not finite is the cause.
+        self._counted.append(loss.isfinite() & (norm.isfinite() | ~self._finite))
+        self._finite = self._finite & self._counted[-1]
+
+    def finish(self) -> Reduced:
+        for work in self._sent:
+            self._wait(work)
+        if self._ranks > 1:
+            self._flat.div_(self._ranks)
+        norm = self._flat.norm()
+        if self.clip is not None:
+            self._flat.mul_(_coefficient(norm, self.clip))
+        return Reduced(norm, torch.stack(self._counted), _exceeds(norm, self.clip))
+
+    @property
+    def _is_last(self) -> bool:
+        """Whether the backward pass that runs, or has just ended, is the last of its step."""
+        return len(self._counted) == self._batches - 1
+
+    def _divided(self, numbers: int) -> list[slice]:
+        """Buckets of at least so many numbers. Notes the bucket of each parameter."""
+        buckets, self._bucket_of = list[slice](), [0] * len(self.parameters)
+        stop = start = sum(self._sizes)
+        for number in reversed(range(len(self.parameters))):
+            start -= self._sizes[number]
+            self._bucket_of[number] = len(buckets)
+            if stop - start >= numbers or number == 0:
+                buckets.append(slice(start, stop))
+                stop = start
+        return buckets
+
+    def _arrived(self, bucket: int) -> None:
+        """Called when the gradient of a parameter of this bucket is complete."""
+        if not self._is_last:
+            return
+        self._missing[bucket] -= 1
+        complete = len(self._sent)
+        while complete < len(self._buckets) and self._missing[complete] == 0:
+            complete += 1
+        self._send(complete)
+
+    def _send(self, count: int) -> None:
+        """Start the sums of the first `count` buckets, as far as they are not under way."""
+        for bucket in self._buckets[len(self._sent) : count]:
+            gradient = self._flat[bucket]
+            self._norms.append(gradient.norm())
+            self._sent.append(dist.all_reduce(gradient, async_op=True))
 
 
 def _coefficient(norm: Float[Tensor, ""], clip: float) -> Float[Tensor, ""]:

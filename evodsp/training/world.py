@@ -25,7 +25,7 @@ from evodsp.parallel.group import Group
 from evodsp.parallel.mesh import Mesh, init_mesh
 from evodsp.parallel.waits import WaitTimes
 from evodsp.training.batch_check import BatchCheck
-from evodsp.training.gradients import FlatGradients, Gradients, PlainGradients
+from evodsp.training.gradients import BatchGradients, Gradients, PlainGradients, SampleGradients
 from evodsp.training.sharing import BatchSharing
 
 T = TypeVar("T")
@@ -90,7 +90,7 @@ class World:
         `clip`: largest norm, or None; `per_sample`: of each sample's gradient; `accumulate`: backward passes per step.
         """
         if per_sample and clip is not None and accumulate > 1:
-            return FlatGradients(parameters, None, clip, per_sample=True)
+            return SampleGradients(parameters, None, clip)
         return PlainGradients(parameters, clip)
 
     def optimizer(self, parameters: Iterable[nn.Parameter], **options: Any) -> Optimizer:
@@ -164,7 +164,9 @@ class MeshWorld(World):
     ) -> Gradients:
         if self.config.parameters == "fsdp2":
             return PlainGradients(parameters, clip)  # FSDP2 averages over all ranks in the backward pass
-        return FlatGradients(parameters, self.mesh, clip, per_sample, self.waits)
+        if per_sample and clip is not None:
+            return SampleGradients(parameters, self.mesh, clip, self.waits)
+        return BatchGradients(parameters, self.mesh, clip, accumulate, self.waits)
 
     def optimizer(self, parameters: Iterable[nn.Parameter], **options: Any) -> Optimizer:
         """Adam; with `zero1` each rank keeps the optimizer state of its share of the parameters."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from evodsp.parallel.mesh import init_mesh
-from evodsp.training.gradients import FlatGradients, PlainGradients
+from evodsp.training.gradients import BatchGradients, PlainGradients, SampleGradients
 from tests.ranks import RankPool
 
 SAMPLES = 4
@@ -52,7 +52,7 @@ def test_clipping_per_sample_is_a_loop_over_samples() -> None:
     expected, norms = loop_over_samples(clip)
     assert min(norms) < clip < max(norms), "some must be clipped and some not"
     model = toy()
-    gradients = FlatGradients(model.parameters(), None, clip, per_sample=True)
+    gradients = SampleGradients(model.parameters(), None, clip)
     for _ in range(2):  # a second step starts anew
         gradients.begin()
         for sample in range(SAMPLES):
@@ -75,9 +75,7 @@ def test_clipping_by_batch_is_pytorchs(clip: float | None) -> None:
         model = toy()
         parameters = list(model.parameters())
         gradients: Any = (
-            FlatGradients(parameters, None, clip, per_sample=False)
-            if kind == "flat"
-            else PlainGradients(parameters, clip)
+            BatchGradients(parameters, None, clip, SAMPLES) if kind == "flat" else PlainGradients(parameters, clip)
         )
         gradients.begin()
         for sample in range(SAMPLES):
@@ -94,7 +92,7 @@ def test_clipping_by_batch_is_pytorchs(clip: float | None) -> None:
 def test_gradients_survive_a_zero_grad_elsewhere() -> None:
     """Lightning sets gradients to None before a validation; autograd would then put them beside the flat tensor."""
     model = toy()
-    gradients = FlatGradients(model.parameters(), None, None, per_sample=False)
+    gradients = BatchGradients(model.parameters(), None, None)
     model.zero_grad(set_to_none=True)
     gradients.begin()
     loss = loss_of(model, 1)
@@ -118,7 +116,7 @@ def test_a_sample_that_is_not_finite_is_left_out_and_the_others_count() -> None:
             if gradient is not None:
                 sums += gradient / len(good)
     model = toy()
-    gradients = FlatGradients(model.parameters(), None, 1e9, per_sample=True)
+    gradients = SampleGradients(model.parameters(), None, 1e9)
     for _ in range(2):  # a second step starts anew
         gradients.begin()
         for sample in range(SAMPLES):
@@ -146,7 +144,7 @@ def test_without_clipping_per_sample_the_step_shows_what_is_not_finite(kind: str
     model = toy()
     parameters = list(model.parameters())
     gradients: Any = (
-        FlatGradients(parameters, None, 0.1, per_sample=False) if kind == "flat" else PlainGradients(parameters, 0.1)
+        BatchGradients(parameters, None, 0.1, SAMPLES) if kind == "flat" else PlainGradients(parameters, 0.1)
     )
     gradients.begin()
     for sample in range(SAMPLES):
@@ -165,7 +163,7 @@ def _mean_over_ranks(group: Any, bad_rank: int | None) -> tuple[list[Tensor], li
     """Four samples on 2 data ranks of 2; rank `bad_rank` has one bad number in its share of its second sample."""
     mesh = init_mesh(2, "cpu")
     model = toy()
-    gradients = FlatGradients(model.parameters(), mesh, 1e9, per_sample=True)
+    gradients = SampleGradients(model.parameters(), mesh, 1e9)
     gradients.begin()
     for number in range(2):
         loss = loss_of(model, mesh.data_rank + 2 * number)
@@ -192,3 +190,42 @@ def test_ranks_agree_on_the_sample_that_they_leave_out(pool: RankPool) -> None:
     for gradients, _ in results:
         for gradient, other in zip(gradients, expected, strict=True):
             torch.testing.assert_close(gradient, other, rtol=1e-12, atol=1e-15)
+
+
+BUCKETS = {"one each": 1, "two": 64 * 8, "one for all": 1 << 20}
+
+
+def _mean_of_batches(group: Any, clip: float | None, bucket_bytes: int) -> tuple[list[Tensor], float, list[bool], int]:
+    """Two steps of four samples on 2 data ranks of 2, and how many buckets were under way when the last pass ended."""
+    mesh, model, launched = init_mesh(2, "cpu"), toy(), 0
+    gradients = BatchGradients(model.parameters(), mesh, clip, 2, bucket_bytes=bucket_bytes)
+    for _ in range(2):
+        gradients.begin()
+        for number in range(2):
+            loss = loss_of(model, mesh.data_rank + 2 * number)
+            (loss / 2).backward()
+            launched = len(gradients._sent)
+            assert number == 1 or launched == 0, "a bucket that was sent before its last gradient"
+            gradients.add(2, loss.detach())
+        found = gradients.finish()
+    kept = [parameter.grad.clone() for parameter in model.parameters()]  # type: ignore[union-attr]
+    return kept, float(found.norm), found.counted.tolist(), launched
+
+
+@pytest.mark.parametrize("clip", [None, 0.1])
+@pytest.mark.parametrize("size", BUCKETS)
+def test_buckets_sent_during_the_backward_pass_are_the_mean_of_the_batch(
+    pool: RankPool, clip: float | None, size: str
+) -> None:
+    """Catches a bucket that is sent before the last pass or before its last parameter, twice, or never (the even samples, those
+    of data rank 0, do not use all parameters); or a mean over the wrong number of ranks."""
+    reference = toy()
+    sum((loss_of(reference, sample) / SAMPLES for sample in range(SAMPLES)), torch.zeros(())).backward()
+    norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), clip or float("inf"))
+    for rank, (found, own_norm, counted, launched) in enumerate(pool.run(4, _mean_of_batches, clip, BUCKETS[size])):
+        assert own_norm == pytest.approx(float(norm))
+        assert counted == [True, True]
+        for gradient, parameter in zip(found, reference.parameters(), strict=True):
+            torch.testing.assert_close(gradient, parameter.grad, rtol=1e-12, atol=1e-15)
+        uses_all = rank >= 2
+        assert launched == ({"one each": 4, "two": 2, "one for all": 1}[size] if uses_all else 0)
