@@ -45,7 +45,7 @@ class TrainerOptions:
     """Lightning's Trainer: its most used options (--trainer.help lists all)."""
 
     max_steps: int = -1
-    """Number of optimizer steps to train for, if `max_samples` does not end the run before; -1 for no limit."""
+    """Number of optimizer steps to train for. `max_samples` may end the run before; -1 for no limit."""
     max_epochs: int | None = -1
     """Number of epochs (of data.samples_per_epoch samples) to train for; -1 for no limit."""
     max_time: str | None = None
