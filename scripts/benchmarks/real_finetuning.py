@@ -4,8 +4,8 @@
 
 `--data`: folder with alignments/ and mmcif_files/ of 102m, 1k1a and 2q2k. 1k1a_A has a template: a hit file is written that
 aligns 102m_A, an older entry, with its first residues. It is no homologue; it shows that templates are found, read and trained
-on. Writes curve.csv and curve.png into the run's folder; `results/real_finetuning.csv` and `docs/assets/real_finetuning.png` are
-those of 2026-11-22 (x86_64, two cores shared with others, torch 2.13.0+cpu).
+on. Writes curve.csv and curve.png into the run's folder; `results/real_finetuning.csv` and `docs/assets/real_finetuning.png`
+are those of 2026-11-22 (x86_64, two cores shared with others, torch 2.13.0+cpu).
 """
 
 from __future__ import annotations
