@@ -57,6 +57,7 @@ def test_rows_are_appended(tmp_path: Path) -> None:
     log(0, {"train/loss": 1.0, "val/loss": 2.0})
     files = [log(1, {"train/loss": 3.0}), log(1, {"val/loss": 4.0}), log(2, {"train/loss": 5.0})]
     assert len(set(files)) == 1
+    assert len(path.read_text().splitlines()) == 4
     assert log(3, {"train/loss": 6.0, "new": 1.0}) not in files
     log(4, {"train/loss": 0.125})
     log(4, {"train/loss": 7.0})  # a shorter row in place of a longer one

@@ -97,6 +97,7 @@ def test_a_gpus_waits_are_read_when_all_is_over(monkeypatch: pytest.MonkeyPatch)
     class Event:
         def __init__(self, enable_timing: bool) -> None:
             assert enable_timing
+            device["events"] = device.get("events", 0) + 1
 
         def record(self) -> None:
             self.at = device["ms"]
@@ -110,11 +111,11 @@ def test_a_gpus_waits_are_read_when_all_is_over(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     waits = WaitTimes(on_gpu=True)
-    waits.wait(_Work(device, 1.0))
-    for _ in range(2):
+    for step in range(1, 3):
+        waits.wait(_Work(device, 1.0))  # in a step that is not measured
         waits.begin()
         for ms in (20.0, 30.0):
             waits.wait(_Work(device, ms))
             device["ms"] += 7  # it computes
         assert waits.end() == pytest.approx(0.05)
-        waits.wait(_Work(device, 1.0))
+        assert device["events"] == 4 * step
