@@ -25,9 +25,11 @@ from evodsp.training.chains import Chains, find_chains
 from evodsp.training.compilation import check_compilation
 from evodsp.training.config import DataConfig, RunConfig, TrainingConfig, check_templates
 from evodsp.training.options import Command
+from evodsp.training.resumed import changes, recorded
 from evodsp.training.run_folder import RunFolder
 from evodsp.training.sample_counts import Batching, batching
 from evodsp.weights.checkpoint import check_same_model, read_checkpoint
+from evodsp.weights.initial import check_initial
 from evodsp.weights.published import is_parameter_file
 
 TRAINER_RANGES = {"accumulate_grad_batches": SIZE, "gradient_clip_val": COUNT, "num_nodes": SIZE}
@@ -61,6 +63,11 @@ class Settings:
         )
 
     @property
+    def recorded(self) -> dict[str, Any]:
+        """What a checkpoint keeps of them, for a run that resumes."""
+        return recorded(self.run, self.model, self.data, self.trainer)
+
+    @property
     def communication(self) -> CommunicationPlan:
         """The plan, as far as compiled blocks can follow it: they do not keep what was gathered for a recomputation."""
         return self.plan if self.run.compile == "none" else dataclasses.replace(self.plan, keep_gathered=False)
@@ -89,6 +96,8 @@ class CheckedRun:
     """Checkpoint to start from."""
     chains: Chains
     batching: Batching
+    changed: tuple[str, ...] = ()
+    """A line for each setting that differs from those of the run that is resumed."""
 
     @property
     def last_step(self) -> int:
@@ -133,9 +142,14 @@ def check_run(command: Command, settings: Settings) -> CheckedRun:
     chains = find_chains(data, {failure.chain for failure in known or ()})
     if command != "fit":
         check_scored_chains(command, chains)
+    changed: list[str] = []
     if start is not None:
         check_start(command, settings, start)
-    checked = CheckedRun(command, settings, ranks, folder, start, chains, batches)
+        if command == "fit":
+            changed = changes(start, read_checkpoint(start), settings.recorded)
+    elif settings.run.init_from is not None:
+        check_initial(settings.run.init_from, model.model_config())
+    checked = CheckedRun(command, settings, ranks, folder, start, chains, batches, tuple(changed))
     if command == "fit":
         check_length(checked)
     return checked

@@ -51,6 +51,7 @@ from evodsp.training.throughput import Throughput
 from evodsp.training.utilisation import Utilisation
 from evodsp.training.world import MeshWorld, World
 from evodsp.weights.checkpoint import load_model
+from evodsp.weights.initial import initialise
 
 # Warnings of Lightning and PyTorch that appear in every run and that no user can act on.
 _HUSHED = (
@@ -154,6 +155,7 @@ def build(run: CheckedRun, begun: float) -> Built:
     module = TrainingModule(
         settings.model, seed, data_config.validation, world, settings.kernels, model, bad, requests, per_step
     )
+    module.settings = settings.recorded
     module.chain_names = {"val": run.chains.validation, "test": run.chains.test}
     interruption = Interruption()
     own_callbacks = [
@@ -280,6 +282,14 @@ def _execute(run: CheckedRun, built: Built, config_text: str) -> None:
         return
     replace = overwrite and run.start is None
     resumes, missing, group = run.start is not None, run.chains.missing, built.world.group
+    if (source := run.settings.run.init_from) is not None and not resumes:
+        # Rank 0 reads the file; the strategy gives its weights to the others.
+        done = on_first(lambda: initialise(module.model, source, run.settings.run.raw), group)
+        for line in done.lines(source) if done else ():
+            print(f"evodsp: {line}", file=sys.stderr)
+    if trainer.is_global_zero:
+        for line in run.changed:
+            report(f"evodsp: {line}")
     with ExitStack() as held:
         on_first(lambda: held.enter_context(run_lock(run.folder.path)), group)
         on_first(lambda: run.folder.prepare(config_text, replace, resumes, missing), group)

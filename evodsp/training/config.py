@@ -220,8 +220,12 @@ class RunConfig:
     ckpt_path: str | None = None
     """Checkpoint to resume from or to score; `last` and `best` are the ones in the output folder. fit: `auto` resumes from
     `last` if it exists and otherwise starts a new run, so that one command line does both."""
+    init_from: str | None = None
+    """fit: begin with the weights of this file: a checkpoint of evodsp, DeepMind's .npz or OpenFold's .pt. Optimizer, step and
+    samples are new. A run that resumes (ckpt_path auto or last) does not read it again."""
     raw: bool = False
-    """validate and test: score the raw weights instead of their moving average."""
+    """Use the raw weights of a checkpoint instead of their moving average: those that validate and test score, and those of
+    init_from."""
     checkpoint_every: int | None = 500
     """Steps between two writes of checkpoints/last.ckpt, which is also written after each validation; null for none."""
     checkpoint_every_samples: int | None = None

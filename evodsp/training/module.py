@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
 
 from evodsp import metrics
 from evodsp.config import FeatureConfig, KernelsConfig
@@ -21,6 +22,7 @@ from evodsp.model.kernels.registry import choose, summary
 from evodsp.model.outputs import ModelOutput
 from evodsp.model.primitives import use_kernels
 from evodsp.rng import Draws
+from evodsp.training import resumed
 from evodsp.training.bad_samples import BadSamples, NotFiniteWeightsError, Suspect, all_finite, merged
 from evodsp.training.checkpointing import recount_batches, rename_callbacks
 from evodsp.training.config import TrainingConfig
@@ -81,6 +83,8 @@ class TrainingModule(LightningModule):
         self.config, self.features, self.world = config, features, world or World()
         self._kernels = kernels or KernelsConfig()
         self.model = model or AlphaFold(config.model_config())
+        self.settings: dict[str, Any] = {}
+        """The settings that checkpoints keep, for a run that resumes."""
         self.chain_names: dict[str, list[str]] = {}
         """Names of the validation ("val") and test chains by sample index, where known."""
         self.scores: dict[str, dict[str, float]] = {}
@@ -131,6 +135,11 @@ class TrainingModule(LightningModule):
             self.model.parameters(), clip, per_sample, trainer.accumulate_grad_batches
         )
         self._begin_step()
+
+    def on_train_start(self) -> None:
+        """Not in `on_fit_start`: a checkpoint's optimizer is restored only now."""
+        (optimizer,), (schedule,) = self.trainer.optimizers, self.trainer.lr_scheduler_configs
+        resumed.use_settings(optimizer, cast(LambdaLR, schedule.scheduler), self.config.optimizer)
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
         self.gradients.begin()
@@ -280,6 +289,7 @@ class TrainingModule(LightningModule):
         if not all(self.world.gather(all_finite(self.model.parameters()))):
             raise NotFiniteWeightsError(self.trainer.global_step)
         checkpoint.update(checkpoint_entries(self.model.config, self.features))
+        checkpoint[resumed.KEY] = self.settings
         checkpoint["batches_per_step"] = self.trainer.accumulate_grad_batches
         checkpoint["samples_per_step"] = self.samples_per_step
 

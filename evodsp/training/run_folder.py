@@ -102,6 +102,11 @@ class RunFolder:
         Raises UserError if a required checkpoint is missing, or if an existing one would be overwritten.
         """
         name = run.ckpt_path
+        if command == "fit" and run.init_from is not None and name not in (None, "auto", "last"):
+            raise UserError(
+                f"--ckpt_path {name} resumes a run, and --init_from {run.init_from} begins one; leave one out, or give "
+                "--ckpt_path auto, which begins with init_from and resumes if there is a last checkpoint"
+            )
         if command == "fit" and (name in ("auto", "last") or restarted) and (newest := self.newest_intact()):
             return newest  # written by this very run, whatever it started from
         if name == "auto":

@@ -133,7 +133,7 @@ def load_weights(model: AlphaFold, weights: Mapping[str, Tensor], source: str) -
 
 def check_same_model(path: str | Path, checkpoint: Mapping[str, Any], config: ModelConfig) -> None:
     """Raise UserError that names the first size in which a checkpoint's model and `config` differ."""
-    saved, wanted = _flat(_config(path, checkpoint).to_dict()), _flat(config.to_dict())
+    saved, wanted = sizes_by_name(_config(path, checkpoint)), sizes_by_name(config)
     may_differ = ("dropout", "checkpoint")  # they matter in training only
     for key, value in wanted.items():
         if saved[key] != value and not key.endswith(may_differ):
@@ -184,6 +184,11 @@ def _config(path: str | Path, checkpoint: Mapping[str, Any]) -> ModelConfig:
         return ModelConfig.from_dict(checkpoint["model_config"])
     except (UserError, TypeError, AttributeError) as error:
         raise UserError(f"{path}: unreadable model sizes: {error}") from error
+
+
+def sizes_by_name(config: ModelConfig) -> dict[str, Any]:
+    """All sizes of a model by their dotted names, such as 'evoformer.blocks'."""
+    return _flat(config.to_dict())
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -104,23 +104,32 @@ def set_parameters(model: AlphaFold, arrays: Mapping[str, Tensor], source: str =
     names = parameter_names(model.config, fused=is_fused(arrays))
     parameters = dict(model.named_parameters())
     shapes = expected_shapes(names, {name: tuple(value.shape) for name, value in parameters.items()})
-    present = {older(key): key for key in shapes}
-    renamed: dict[str, str] = {}  # of the file, by its present name
-    for key in arrays:
-        known = key if key in shapes else present.get(key, key)
-        if known in renamed:
-            raise UserError(f"{source}: holds '{renamed[known]}' and '{key}', two names of one array; remove one")
-        renamed[known] = key
-    is_older = any(key not in shapes and key in present for key in arrays)
-    check_arrays(
-        {known: arrays[key] for known, key in renamed.items()},
-        shapes,
-        source,
-        shown=lambda key: renamed.get(key, older(key) if is_older else key),
-    )
+    renamed = present_names(arrays, shapes, source)
+    is_older = any(known != key for known, key in renamed.items())
+    known_arrays = {known: arrays[key] for known, key in renamed.items()}
+    check_arrays(known_arrays, shapes, source, shown=lambda key: renamed.get(key, older(key) if is_older else key))
     for name in names:
-        parts = [arrays[renamed[key]] for key in name.openfold]
-        parameters[name.ours].copy_(_in_order(torch.cat([part.float() for part in parts]), name))
+        parameters[name.ours].copy_(our_array(name, known_arrays))
+
+
+def present_names(arrays: Iterable[str], known: Collection[str], source: str) -> dict[str, str]:
+    """The file's keys by OpenFold's present names, as far as these are `known`; other keys by themselves.
+
+    Raises UserError if the file has two names of one array.
+    """
+    present = {older(key): key for key in known}
+    renamed: dict[str, str] = {}
+    for key in arrays:
+        name = key if key in known else present.get(key, key)
+        if name in renamed:
+            raise UserError(f"{source}: holds '{renamed[name]}' and '{key}', two names of one array; remove one")
+        renamed[name] = key
+    return renamed
+
+
+def our_array(name: Name, arrays: Mapping[str, Tensor]) -> Tensor:
+    """The value of one of our parameters, float32, from OpenFold's arrays by their present names."""
+    return _in_order(torch.cat([arrays[key].float() for key in name.openfold]), name)
 
 
 def export_openfold(model: AlphaFold, legacy: bool = False, fused: bool = False) -> dict[str, Tensor]:

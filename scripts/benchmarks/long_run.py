@@ -38,7 +38,7 @@ model:
   evoformer: *stack
   structure_module: {{iterations: 1, heads: 2, query_points: 2, value_points: 2, angle_channels: 6}}
   heads: {{plddt_channels: 6}}
-  optimizer: {{warmup_steps: 3, lr: 1.0e-3}}
+  optimizer: {{warmup_samples: 3, lr: 1.0e-3}}
 data:
   alignment_dir: {ROOT}/data/alignments
   structure_dir: {ROOT}/data/mmcif_files

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from evodsp.losses.total import total_loss
 from evodsp.parallel.exchange import ShardedExchange
+from evodsp.rng import Draws
 from evodsp.training.module import TrainingModule
+from evodsp.weights.checkpoint import load_model
 
 
 class ReportSetup(Callback):
@@ -33,3 +38,20 @@ class ReportSetup(Callback):
         if isinstance(exchange, ShardedExchange):
             found |= {"overlap": exchange.overlap, "wire": str(exchange.dtype), "ranks": exchange.group.size}
         print("SETUP " + json.dumps(found))
+
+
+class FirstLoss(Callback):
+    """Prints the loss that the model in the file REFERENCE has on the first sample, computed without the run's model."""
+
+    def __init__(self) -> None:
+        self.reference = os.environ["REFERENCE"]
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        assert isinstance(pl_module, TrainingModule)
+        if trainer.global_step == 0:
+            model = load_model(self.reference, raw=True).train()
+            draws = [Draws.root(pl_module.seed).at("dropout").at(index) for index in batch["sample_index"].tolist()]
+            config = pl_module.config
+            with torch.no_grad():
+                loss, _ = total_loss(model(batch, draws), batch, config.loss, model.config.heads, model.exchange)
+            print(f"FIRST LOSS {float(loss)!r}")

@@ -1,0 +1,247 @@
+"""Weights for the start of a training run from a file: evodsp's checkpoint, DeepMind's `.npz` or OpenFold's `.pt`.
+
+Unlike loading a model, the file and the model may each have parts that the other lacks, such as the head of the aligned error.
+What both have must have the same sizes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from evodsp.config import ModelConfig
+from evodsp.errors import UserError
+from evodsp.model.alphafold import AlphaFold
+from evodsp.weights import deepmind, openfold
+from evodsp.weights.checkpoint import PREFIX, model_config, read_checkpoint, sizes_by_name
+from evodsp.weights.container import container
+from evodsp.weights.deepspeed import parameter_file
+from evodsp.weights.names import parameter_names
+from evodsp.weights.published import is_parameter_file
+
+_BLOCK = re.compile(r"\bblocks\.\d+\.")
+_PARTS = {
+    "templates.": "templates.enabled",
+    "heads.pae_": "heads.predicted_aligned_error",
+    "heads.experimentally_resolved": "heads.experimentally_resolved",
+}
+"""Parts that a model may have or not: the beginning of their sizes' names, and the switch."""
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Initialised:
+    """What `initialise` did."""
+
+    taken: int
+    """Numbers (weights) of the model that were taken from the file."""
+    of: int
+    """Numbers that the model has."""
+    new: tuple[str, ...]
+    """Parameters of the model that the file lacks. They keep their initial values."""
+    left_out: tuple[str, ...]
+    """Arrays of the file that the model lacks, by the file's names."""
+
+    def lines(self, source: str) -> list[str]:
+        """The account for the user: one line, and one each for what is new and what is left out."""
+        told = [f"starts from {source}: {self.taken:,} of {self.of:,} weights, optimizer and step anew"]
+        if self.new:
+            told.append(f"new, at their initial values: {_grouped(self.new)}")
+        if self.left_out:
+            told.append(f"left out, in the file but not in the model: {_grouped(self.left_out)}")
+        return told
+
+
+def check_initial(path: str | Path, config: ModelConfig) -> None:
+    """Raise UserError if `path` is no file of weights, or an evodsp checkpoint of other sizes than `config`.
+
+    Reads little of the file. The arrays of other programs' files are checked when they are read.
+    """
+    if not Path(path).exists():
+        raise UserError(f"--init_from {path}: no such file; give a checkpoint, DeepMind's .npz or OpenFold's .pt")
+    if Path(path).is_file() and container(Path(path)) is None:
+        raise UserError(
+            f"--init_from {path}: neither a checkpoint nor a parameter file (or cut short); give a .ckpt file written by "
+            "`evodsp fit`, DeepMind's .npz or OpenFold's .pt"
+        )
+    if is_parameter_file(path):
+        return
+    saved, wanted = sizes_by_name(model_config(path)), sizes_by_name(config)
+    for key, value in wanted.items():
+        switch = next((switch for part, switch in _PARTS.items() if key.startswith(part)), None)
+        absent = switch is not None and not (saved[switch] and wanted[switch])
+        free = (
+            absent or key in _PARTS.values() or key == "templates.torsions" or key.endswith(("dropout", "checkpoint"))
+        )
+        if saved[key] != value and not free:
+            raise UserError(
+                f"--init_from {path}: trained with model.{key} {saved[key]}, but the config says {value}; set model.{key} "
+                f"to {saved[key]}"
+            )
+
+
+@torch.no_grad()
+def initialise(model: AlphaFold, path: str | Path, raw: bool = False) -> Initialised:
+    """Copy into `model` the weights of a file, as far as it has them.
+
+    raw: take the raw weights of a checkpoint of evodsp or of OpenFold; by default, their moving average if there is one.
+
+    Raises UserError if the file cannot be read, holds none of the model's parameters, an array of another shape or a number
+    that is not finite; the model is then unchanged.
+    """
+    check_initial(path, model.config)
+    read = _own if not is_parameter_file(path) else _deepmind if container(parameter_file(path)) == "npz" else _openfold
+    found, left_out = read(model, path, raw)
+    parameters = dict(model.named_parameters())
+    if not found:
+        raise UserError(f"--init_from {path}: holds none of the model's parameters; give a file of an AlphaFold2 model")
+    for name, value in found.items():
+        if not bool(value.isfinite().all()):
+            raise UserError(f"--init_from {path}: '{name}' holds numbers that are not finite; give another checkpoint")
+    for name, value in found.items():
+        parameters[name].copy_(value)
+    taken = sum(parameters[name].numel() for name in found)
+    new = tuple(name for name in parameters if name not in found)
+    return Initialised(taken, sum(value.numel() for value in parameters.values()), new, tuple(left_out))
+
+
+Found = tuple[dict[str, Tensor], list[str]]
+"""Values of the model's parameters, by our names, and the names of the arrays that the model lacks."""
+
+
+def _own(model: AlphaFold, path: str | Path, raw: bool) -> Found:
+    checkpoint = read_checkpoint(path)
+    weights: Mapping[str, Tensor] = checkpoint["state_dict"] if raw else checkpoint.get("ema_state_dict", {})
+    weights = weights or checkpoint["state_dict"]
+    arrays = {name.removeprefix(PREFIX): value for name, value in weights.items()}
+    _check_shapes(path, {key: value.shape for key, value in arrays.items()}, _our_shapes, model.config)
+    known = {name for name, _ in model.named_parameters()}
+    return {name: arrays[name] for name in arrays if name in known}, [name for name in arrays if name not in known]
+
+
+def _deepmind(model: AlphaFold, path: str | Path, raw: bool) -> Found:
+    arrays = deepmind.read_npz(path)
+    fused = deepmind.is_fused(arrays)
+    names = parameter_names(model.config, fused)
+    _check_blocks(path, model.config, deepmind.with_blocks_of(model.config, arrays))
+
+    def shapes(config: ModelConfig) -> Shapes:
+        return deepmind.expected_shapes(_on_meta(config), parameter_names(config, fused))
+
+    _check_shapes(path, {key: value.shape for key, value in arrays.items()}, shapes, model.config)
+    found = {name.ours: deepmind.our_array(name, arrays) for name in names if _has(path, arrays, name.keys)}
+    known = {key for name in names for key in name.keys}
+    return found, [key for key in arrays if key not in known]
+
+
+def _openfold(model: AlphaFold, path: str | Path, raw: bool) -> Found:
+    arrays = openfold.read_openfold(path, raw)
+    fused = openfold.is_fused(arrays)
+    names = parameter_names(model.config, fused)
+    _check_blocks(path, model.config, openfold.with_blocks_of(model.config, arrays))
+    known = {key for name in names for key in name.openfold}
+    file_names = openfold.present_names(arrays, known, str(path))
+    arrays = {present: arrays[key] for present, key in file_names.items()}
+
+    def shapes(config: ModelConfig) -> Shapes:
+        return openfold.expected_shapes(parameter_names(config, fused), _our_shapes(config))
+
+    _check_shapes(path, {key: tuple(value.shape) for key, value in arrays.items()}, shapes, model.config)
+    found = {name.ours: openfold.our_array(name, arrays) for name in names if _has(path, arrays, name.openfold)}
+    return found, [key for key in arrays if key not in known]
+
+
+def _has(path: str | Path, arrays: Mapping[str, np.ndarray | Tensor], keys: Iterable[str]) -> bool:
+    """Whether the file has all arrays of a parameter. Raises UserError if it has some of them only."""
+    present = {key: key in arrays for key in keys}
+    if any(present.values()) and not all(present.values()):
+        lacking = next(key for key, there in present.items() if not there)
+        raise UserError(f"--init_from {path}: no array '{lacking}', which belongs to others in it; is it damaged?")
+    return all(present.values())
+
+
+def _check_blocks(path: str | Path, config: ModelConfig, found: ModelConfig) -> None:
+    stacks = ("evoformer", "extra_msa", *(["templates"] if config.templates.enabled else []))
+    for stack in stacks:
+        there, here = getattr(found, stack).blocks, getattr(config, stack).blocks
+        if there != here:
+            raise UserError(
+                f"--init_from {path}: has {there} blocks in this stack, but model.{stack}.blocks is {here}; set it to "
+                f"{there}"
+            )
+
+
+def _check_shapes(
+    path: str | Path, arrays: Shapes, shapes: Callable[[ModelConfig], Shapes], config: ModelConfig
+) -> None:
+    """Raise UserError that names the first array of another shape, both shapes, and the settings that it depends on."""
+    for key, expected in shapes(config).items():
+        found = tuple(arrays.get(key, expected))
+        if found != tuple(expected):
+            settings = _settings_behind(key, shapes, config, found, expected)
+            fix = f"change {' or '.join(settings)}" if settings else "is it another model's file?"
+            raise UserError(
+                f"--init_from {path}: array '{key}' has the shape {found}, but the model needs {tuple(expected)}; {fix}"
+            )
+
+
+def _settings_behind(
+    key: str,
+    shapes: Callable[[ModelConfig], Shapes],
+    config: ModelConfig,
+    found: tuple[int, ...],
+    expected: tuple[int, ...],
+) -> list[str]:
+    """The settings that change an array's shape on the axes where it differs: each one is doubled, with one block a stack."""
+    wrong = [axis for axis, (a, b) in enumerate(zip(found, expected, strict=False)) if a != b]
+    small = _with(config, {"extra_msa.blocks": 1, "evoformer.blocks": 1, "templates.blocks": 1})
+    first = _BLOCK.sub("blocks.0.", key)
+    before = shapes(small)[first]
+    behind = []
+    for name, value in sizes_by_name(small).items():
+        if type(value) is not int or value == 0 or name.endswith("blocks"):
+            continue
+        after = shapes(_with(small, {name: 2 * value})).get(first, before)
+        if any(after[axis] != before[axis] for axis in wrong):
+            behind.append(f"model.{name}")
+    return behind
+
+
+def _with(config: ModelConfig, sizes: Mapping[str, int]) -> ModelConfig:
+    """`config` with these settings, by dotted names of two parts."""
+    for name, value in sizes.items():
+        part, field = name.split(".")
+        config = dataclasses.replace(config, **{part: dataclasses.replace(getattr(config, part), **{field: value})})
+    return config
+
+
+def _on_meta(config: ModelConfig) -> AlphaFold:
+    """The model without storage: its parameters' names and shapes."""
+    with torch.device("meta"):
+        return AlphaFold(config)
+
+
+def _our_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(value.shape) for name, value in _on_meta(config).named_parameters()}
+
+
+def _grouped(names: Iterable[str]) -> str:
+    """'heads.distogram (2 arrays), …': names by the part of the model that they belong to."""
+    counts: Counter[str] = Counter(_part(name) for name in names)
+    return ", ".join(f"{part} ({count} array{'s' if count > 1 else ''})" for part, count in counts.items())
+
+
+def _part(name: str) -> str:
+    """'heads.distogram' of 'heads.distogram.linear.weight'; DeepMind's names have slashes and a common beginning."""
+    if "/" in name:
+        return "/".join(name.split("/")[2:4]) or name
+    first, *rest = name.split(".")
+    return ".".join([first, *rest[:1]]) if "heads" in first else first

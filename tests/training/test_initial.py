@@ -1,0 +1,199 @@
+"""Runs that begin with the weights of a file: `--init_from`."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from evodsp.cli import main
+from evodsp.config import ModelConfig
+from evodsp.errors import UserError
+from evodsp.model.alphafold import AlphaFold
+from evodsp.report.curve import read_curve
+from evodsp.training.command import TrainingCLI
+from evodsp.weights.checkpoint import read_checkpoint, save_model
+from evodsp.weights.deepmind import export_deepmind, write_npz
+from evodsp.weights.initial import initialise
+from evodsp.weights.openfold import export_openfold, write_openfold
+from tests.builders.training import CommandPool
+from tests.builders.weights import SMALL, random_model, same
+
+PAE_HEAD = ("--model.heads.predicted_aligned_error=true", "--model.loss.pae=0")
+OPTIONS = ("--trainer.max_steps=1", "--trainer.callbacks=tests.builders.observers.FirstLoss", "--checkpoint_every=1")
+
+
+def words(chains: Path, output: Path, *options: str) -> list[str]:
+    return ["fit", "--config", str(chains / "tiny.yaml"), "--output", str(output), *options]
+
+
+@pytest.fixture(scope="module")
+def sources(chains: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the same random weights as own.ckpt, deepmind.npz and openfold.pt, of tiny.yaml's sizes; the moving
+    average in own.ckpt is the weights plus one.
+    """
+    folder = tmp_path_factory.mktemp("sources")
+    config = TrainingCLI("fit", words(chains, folder / "run")[1:]).settings.model.model_config()
+    model = random_model(config, 3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.3)
+    save_model(folder / "own.ckpt", model, {name: value + 1 for name, value in model.named_parameters()})
+    write_npz(folder / "deepmind.npz", export_deepmind(model))
+    return folder
+
+
+@pytest.mark.parametrize(("file", "options"), [("own.ckpt", ("--raw",)), ("deepmind.npz", PAE_HEAD)])
+def test_the_first_loss_is_the_source_models(
+    chains: Path,
+    sources: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    file: str,
+    options: tuple[str, ...],
+) -> None:
+    """Weights that do not arrive, or that a new head, an optimizer or the moving average replaces."""
+    monkeypatch.setenv("REFERENCE", str(sources / "own.ckpt"))
+    assert main(words(chains, tmp_path / "run", "--init_from", str(sources / file), *OPTIONS, *options)) == 0
+    out, error = capsys.readouterr()
+    (line,) = [line for line in out.splitlines() if line.startswith("FIRST LOSS")]
+    row = read_curve(tmp_path / "run" / "curve.csv")[0]
+    assert float(row["train/loss"]) == pytest.approx(float(line.split()[-1]), rel=1e-6)
+    assert ("new, at their initial values: heads.predicted_aligned_error (2 arrays)" in error) == (file != "own.ckpt")
+    assert read_checkpoint(tmp_path / "run" / "checkpoints" / "last.ckpt")["global_step"] == 1
+
+
+PARTS = {"templates": dataclasses.replace(SMALL.templates, enabled=False)}
+PARTS |= {"heads": dataclasses.replace(SMALL.heads, predicted_aligned_error=False)}
+LARGE, REDUCED = SMALL, dataclasses.replace(SMALL, **PARTS)
+
+
+def written(path: Path, model: AlphaFold) -> Path:
+    """`model` in a file of the kind that the name says."""
+    if path.suffix == ".npz":
+        write_npz(path, export_deepmind(model))
+    elif path.suffix == ".pt":
+        write_openfold(path, export_openfold(model, legacy=True))
+    else:
+        save_model(path, model)
+    return path
+
+
+@pytest.mark.parametrize("name", ["a.ckpt", "a.npz", "a.pt"])
+def test_parts_may_be_new_or_left_out(tmp_path: Path, name: str) -> None:
+    """A head without weights refused, overwritten, or not told; the arrays of the other parts exchanged."""
+    full = random_model(LARGE, 1)
+    source = written(tmp_path / name, full)
+    model = random_model(REDUCED, 2)
+    done = initialise(model, source)
+    weights = dict(full.named_parameters())
+    assert all(torch.equal(value, weights[name]) for name, value in model.named_parameters())
+    assert done.taken == done.of == sum(value.numel() for value in model.parameters())
+    assert not done.new
+    lines = done.lines("a")
+    assert "template" in lines[-1]
+    assert "aligned_error" in lines[-1] or "aux_heads.tm (2 arrays)" in lines[-1]
+
+    small = written(tmp_path / f"small_{name}", model)
+    grown, before = random_model(LARGE, 4), dict(random_model(LARGE, 4).named_parameters())
+    done = initialise(grown, small)
+    assert set(done.new) == weights.keys() - dict(model.named_parameters()).keys()
+    for key, value in grown.named_parameters():
+        assert torch.equal(value, before[key] if key in done.new else weights[key])
+    assert not done.left_out
+
+
+def _cut(sizes: ModelConfig, **parts: dict[str, int]) -> ModelConfig:
+    changed = {part: dataclasses.replace(getattr(sizes, part), **values) for part, values in parts.items()}
+    return dataclasses.replace(sizes, **changed)
+
+
+@pytest.mark.parametrize("name", ["a.ckpt", "a.npz", "a.pt"])
+@pytest.mark.parametrize(
+    ("part", "field", "value"),
+    [("evoformer", "blocks", 1), ("evoformer", "triangle_channels", 8), ("heads", "plddt_channels", 9)],
+)
+def test_other_sizes_are_one_line_that_names_the_setting(
+    tmp_path: Path, name: str, part: str, field: str, value: int
+) -> None:
+    """Blocks of a deeper model taken in part, or a line that names an array and not what to change."""
+    source = written(tmp_path / name, random_model(SMALL, 1))
+    model, before = (
+        random_model(_cut(SMALL, **{part: {field: value}}), 2),
+        random_model(_cut(SMALL, **{part: {field: value}}), 2),
+    )
+    with pytest.raises(UserError, match=rf"^--init_from .*model\.{part}\.{field}") as raised:
+        initialise(model, source)
+    assert "\n" not in str(raised.value)
+    assert same(model, before)
+
+
+def test_numbers_that_are_not_finite_and_strangers(tmp_path: Path) -> None:
+    """A broken checkpoint spread into a new run, and a file of another model taken as one without any part."""
+    model = random_model(SMALL, 1)
+    arrays = export_deepmind(model)
+    key = min(arrays)
+    write_npz(tmp_path / "nan.npz", {**arrays, key: arrays[key] * np.nan})
+    with pytest.raises(UserError, match="not finite"):
+        initialise(model, tmp_path / "nan.npz")
+    write_npz(tmp_path / "other.npz", {"conv/w": np.ones((2, 2), np.float32)})
+    with pytest.raises(UserError, match="none of the model's parameters"):
+        initialise(model, tmp_path / "other.npz")
+
+
+def test_one_command_line_begins_and_resumes(
+    chains: Path, sources: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A job that is queued again begins anew, or needs the file of its first weights still."""
+    source = tmp_path / "source.ckpt"
+    shutil.copy(sources / "own.ckpt", source)
+    common = words(chains, tmp_path / "run", "--init_from", str(source), "--ckpt_path=auto")
+    assert main([*common, "--trainer.max_steps=1"]) == 0
+    assert "starts from" in capsys.readouterr().err
+    source.unlink()
+    assert main([*common, "--trainer.max_steps=2"]) == 0
+    assert "starts from" not in capsys.readouterr().err
+    assert read_checkpoint(tmp_path / "run" / "checkpoints" / "last.ckpt")["global_step"] == 2
+    assert f"init_from: {source}" in (tmp_path / "run" / "config.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--init_from=FOLDER/own.ckpt", "--ckpt_path=FOLDER/own.ckpt"), "leave one out"),
+        (("--init_from=FOLDER/none.ckpt",), "none.ckpt: no such file"),
+        (("--init_from=FOLDER/broken.npz",), "broken.npz: neither a checkpoint nor"),
+        (("--init_from=FOLDER/own.ckpt", "--model.channels.pair=6"), "model.channels.pair 5, but the config says 6"),
+        (("--init_from=FOLDER/deepmind.npz", "--model.channels.pair=6"), "model.channels.pair"),
+    ],
+)
+def test_a_mistake_is_one_line_and_leaves_nothing(
+    chains: Path, sources: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], said: str
+) -> None:
+    (sources / "broken.npz").write_bytes((sources / "deepmind.npz").read_bytes()[:999])
+    assert main(words(chains, tmp_path / "run", *(word.replace("FOLDER", str(sources)) for word in options))) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("parameters", ["zero1", "fsdp2"])
+def test_every_mesh_begins_with_the_weights(
+    commands: CommandPool, chains: Path, sources: Path, tmp_path: Path, parameters: str
+) -> None:
+    """Weights that rank 0 alone has, or that were sharded before they were read."""
+    run = words(chains, tmp_path / "run", "--init_from", str(sources / "deepmind.npz"), "--trainer.max_steps=1")
+    run += [f"--parallel.parameters={parameters}", "--parallel.sequence=2", "--model.optimizer.clip=batch"]
+    first, second = commands.evodsp(2, *run, "--model.optimizer.lr=1e-30")
+    assert (first.code, second.code) == (0, 0), (first, second)
+    assert ("starts from" in first.error, "starts from" in second.error) == (True, False)
+    saved = read_checkpoint(tmp_path / "run" / "checkpoints" / "last.ckpt")
+    expected = read_checkpoint(sources / "own.ckpt")["state_dict"]
+    assert saved["state_dict"].keys() == expected.keys()
+    for weights in (saved["state_dict"], saved["ema_state_dict"]):
+        assert all(torch.equal(weights[name], expected[name]) for name in expected)
