@@ -85,6 +85,8 @@ class OneLineErrors(ArgumentParser):
             words = found[1].split()
             word = next((w for w in words if w.startswith("--")), words[0])
             name = word.removeprefix("--").partition("=")[0]
+            if name == "seed_everything" and "seed" in self.known_keys():
+                return "unknown argument '--seed_everything': Lightning's name; use --seed"
             close = nearest(name, self.known_keys()).replace("'", "'--", 1) if word.startswith("--") else ""
             return f"unknown argument '{word.partition('=')[0]}'.{close} See '{self.prog} --help'"
         if found := re.search(r"(?:Group '([^']*)' does not accept o|O)ption '([^']*)'", message):

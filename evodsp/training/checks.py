@@ -125,6 +125,7 @@ def check_run(command: Command, settings: Settings) -> CheckedRun:
     check_config(data.train, "data.train.")
     check_config(data.validation, "data.validation.")
     check_numbers(settings.trainer, TRAINER_RANGES, "trainer.")
+    check_precision(settings.trainer)
     check_clipping(parallel, model, settings.trainer)
     check_names(settings.kernels)
     ranks = count_ranks(settings.trainer, parallel)
@@ -256,6 +257,18 @@ def check_training_sizes(parallel: ParallelConfig, data: DataConfig) -> None:
         )
 
 
+def check_precision(trainer: Mapping[str, Any]) -> None:
+    """Raise UserError for a precision in which the model cannot be trained."""
+    precision = str(trainer["precision"])
+    if precision in ("16", "16-mixed"):
+        reason = "whose scaled gradients can be neither clipped nor compared between ranks"
+    elif precision in ("16-true", "bf16-true", "transformer-engine", "transformer-engine-float16"):
+        reason = "which keeps the weights in half precision, where an update is smaller than their rounding"
+    else:
+        return
+    raise UserError(f"trainer.precision is {precision}, {reason}; use bf16-mixed or 32-true")
+
+
 def check_clipping(parallel: ParallelConfig, model: TrainingConfig, trainer: Mapping[str, Any]) -> None:
     """Raise UserError if gradients cannot be clipped as the settings ask."""
     if not trainer["gradient_clip_val"] or model.optimizer.clip == "batch":
@@ -268,11 +281,6 @@ def check_clipping(parallel: ParallelConfig, model: TrainingConfig, trainer: Map
         )
     if str(trainer["gradient_clip_algorithm"]) == "value":
         raise UserError(f"trainer.gradient_clip_algorithm is value, but model.optimizer.clip is sample; {fix}")
-    if str(trainer["precision"]).startswith("16"):
-        raise UserError(
-            f"trainer.precision is {trainer['precision']}, which scales gradients, but model.optimizer.clip is sample; {fix}, "
-            "or use bf16-mixed"
-        )
 
 
 def _devices(devices: Any) -> int | None:
@@ -297,10 +305,6 @@ def _check_options(trainer: Mapping[str, Any]) -> None:
         raise UserError(
             f"trainer.strategy is {trainer['strategy']}, but parallel.sequence and parallel.parameters arrange several ranks; "
             "leave it out"
-        )
-    if str(trainer["precision"]).startswith("16"):
-        raise UserError(
-            f"trainer.precision is {trainer['precision']}, which several ranks do not support; use bf16-mixed or 32-true"
         )
     if trainer["accelerator"] not in ("cpu", "gpu", "cuda", "auto"):
         raise UserError(f"trainer.accelerator is {trainer['accelerator']}; several ranks need cpu or gpu")
