@@ -71,6 +71,8 @@ class LastCheckpoint(ModelCheckpoint):
             io.check()
         if (batch_idx + 1) % trainer.accumulate_grad_batches:
             return  # within a step, accumulated gradients would be lost
+        if _validates_next(trainer, batch_idx):
+            return  # the file of this step is written after that: a run resumed before it would not validate again
         if self._agreed or any(trainer.global_step % steps == 0 for steps in self._steps):
             self._save(trainer)
 
@@ -94,6 +96,17 @@ class LastCheckpoint(ModelCheckpoint):
             self.last_model_path = self.best_model_path = self.format_checkpoint_name({})
             self._save_checkpoint(trainer, self.last_model_path)
             self._saved_at, self._agreed = time.monotonic(), False
+
+
+def _validates_next(trainer: Trainer, batch_idx: int) -> bool:
+    """Whether a validation follows this batch."""
+    every, interval = trainer.check_val_every_n_epoch, trainer.val_check_batch
+    if not (trainer.enable_validation and any(trainer.num_val_batches)):
+        return False
+    if every is not None and (trainer.current_epoch + 1) % every:
+        return False
+    done = (trainer.fit_loop.total_batch_idx if every is None else batch_idx) + 1
+    return trainer.is_last_batch if interval is None else done % interval == 0
 
 
 class BestCheckpoint(ModelCheckpoint):

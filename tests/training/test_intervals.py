@@ -43,6 +43,29 @@ def test_an_interval_in_samples(chains: Path, tmp_path: Path) -> None:
     assert steps(tmp_path / "run") == {"last": 5, "last-1": 4, "last-2": 2}
 
 
+def test_a_checkpoint_holds_the_validation_of_its_step(
+    chains: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a file that is written before the validation of its step: a run killed during the validation resumes after it,
+    without the row of the curve and without the best score."""
+    written: list[tuple[int, bool]] = []
+
+    def note(self: WholeFileIO, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        if Path(path).name == "last.ckpt":
+            score = checkpoint["callbacks"]["BestCheckpoint"]["best_model_score"]
+            written.append((checkpoint["global_step"], score is not None))
+
+    monkeypatch.setattr(WholeFileIO, "save_checkpoint", note)
+    options = (
+        "--checkpoint_every=1",
+        "--data.samples_per_epoch=2",
+        "--trainer.max_steps=3",
+        "--async_checkpoints=false",
+    )
+    assert main(["fit", f"--config={chains}/tiny.yaml", f"--output={tmp_path / 'run'}", *options]) == 0
+    assert written == [(1, False), (2, True), (3, True)]
+
+
 @contextmanager
 def rank_1_asks() -> Iterator[None]:
     with mock.patch.object(LastCheckpoint, "asked", property(lambda self: os.environ["RANK"] == "1")):
@@ -63,6 +86,7 @@ def fake_trainer(folder: RunFolder) -> Any:
     io = WholeFileIO(folder.former)
     trainer.strategy = SimpleNamespace(checkpoint_io=io, reduce_boolean_decision=bool)
     trainer.state, trainer.accumulate_grad_batches, trainer.global_step = SimpleNamespace(fn="fit"), 2, 0
+    trainer.num_val_batches = []
     trainer.fast_dev_run, trainer.sanity_checking, trainer.loggers = False, False, []
     trainer.save_checkpoint = lambda path, weights_only: io.save_checkpoint({"global_step": trainer.global_step}, path)
     return trainer

@@ -156,7 +156,7 @@ class _Attention(torch.autograd.Function):
             shared = None if pair_bias is None else pair_bias[b]
             weights = _weights(_factor(q[b, rows]), _factor(k[b, rows]), masked[b, rows], shared)
             attended = _heads_first(wide_product(weights, _factor(v[b, rows])))
-            torch.mul(attended, _opening(gate[b, rows]), out=out[b, rows])
+            out[b, rows] = attended.mul_(_opening(gate[b, rows]))
             if keep:
                 kept.append(weights)
         ctx.first = first
