@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 
 from evodsp import __version__
 from evodsp.cli import COMMANDS, main
@@ -123,6 +124,16 @@ def test_every_config_is_valid(path: Path, capsys: pytest.CaptureFixture[str]) -
     """A key of a committed config that the code renamed."""
     assert main(["fit", "--config", str(path), "--print_config"]) == 0
     assert "max_steps" in capsys.readouterr().out
+
+
+def test_the_printed_config_with_comments(capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches comments that change a value, or a package that is missing to write them."""
+    printed = []
+    for option in ("--print_config", "--print_config=comments"):
+        assert main(["fit", "--config", "configs/quickstart.yaml", option]) == 0
+        printed.append(capsys.readouterr().out)
+    assert "# Learning rate after the warm-up." in printed[1]
+    assert yaml.safe_load(printed[1]) == yaml.safe_load(printed[0])
 
 
 @pytest.mark.parametrize(

@@ -18,10 +18,12 @@ from evodsp.data.presence import Lacking, Presence
 from evodsp.data.store import FeatureStore
 from evodsp.data.templates.source import TemplateSource
 from evodsp.errors import UserError, nearest
+from evodsp.launch.consensus import from_first
+from evodsp.parallel.group import Group
 from evodsp.training.chain_weights import weighted_chains
 from evodsp.training.config import DataConfig
 from evodsp.training.progress import report
-from evodsp.training.sources import distillation_set, open_source
+from evodsp.training.sources import distillation_set, distilled_chains, open_source
 
 MOST_CHAINS_READ = 64
 """Up to this many chains are read completely before training starts; of more, only the files' presence is checked."""
@@ -66,13 +68,39 @@ class Chains:
         return notes
 
 
-def find_chains(config: DataConfig, quarantined: Container[str] = frozenset()) -> Chains:
+@dataclass(frozen=True)
+class _Found:
+    """What looking the chains up gives; see `Chains`."""
+
+    train: list[str]
+    validation: list[str]
+    test: list[str]
+    weights: Float64[np.ndarray, " n"] | None
+    distilled: list[str]
+    missing: dict[str, Lacking]
+
+
+def find_chains(config: DataConfig, quarantined: Container[str] = frozenset(), group: Group | None = None) -> Chains:
     """Open the store and look every chain up. Training chains that lack files are left out, provided that some remain.
 
-    `quarantined`: chains that a run which resumes is known to leave out; they are not read in advance.
+    `quarantined`: chains that a run which resumes is known to leave out; they are not read in advance. `group`: all ranks, of
+    which the first looks the chains up and tells the others; None for one process.
     Raises UserError for the first file or name that is missing otherwise.
     """
     store, templates = open_source(config)
+    predicted = distillation_set(config.distillation)
+    found = from_first(lambda: _look_up(config, quarantined, store, templates, predicted), group)
+    names = found.train, found.validation, found.test
+    return Chains(store, templates, *names, found.weights, predicted, found.distilled, found.missing)
+
+
+def _look_up(
+    config: DataConfig,
+    quarantined: Container[str],
+    store: FeatureStore | BuiltStore,
+    templates: TemplateSource | None,
+    predicted: PredictedStore | None,
+) -> _Found:
     presence = Presence(store)
     listed = chain_list(config.train_chains) if config.train_chains is not None else presence.keys
     validation = chain_list(config.validation_chains) if config.validation_chains is not None else []
@@ -91,8 +119,8 @@ def find_chains(config: DataConfig, quarantined: Container[str] = frozenset()) -
             record = load_record(store, key, templates)
             if record.templates is not None:
                 report(f"templates of {record.templates.log_line}")
-    predicted, distilled = distillation_set(config.distillation)
-    return Chains(store, templates, train, validation, test, weights, predicted, distilled, missing)
+    distilled = [] if predicted is None else distilled_chains(config.distillation, predicted)
+    return _Found(train, validation, test, weights, distilled, missing)
 
 
 def _check_chain(key: str, presence: Presence, store: FeatureStore | BuiltStore, source: str) -> None:

@@ -100,9 +100,9 @@ class LastCheckpoint(ModelCheckpoint):
 
 def _validates_next(trainer: Trainer, batch_idx: int) -> bool:
     """Whether a validation follows this batch."""
-    every, interval = trainer.check_val_every_n_epoch, trainer.val_check_batch
     if not (trainer.enable_validation and any(trainer.num_val_batches)):
         return False
+    every, interval = trainer.check_val_every_n_epoch, trainer.val_check_batch
     if every is not None and (trainer.current_epoch + 1) % every:
         return False
     done = (trainer.fit_loop.total_batch_idx if every is None else batch_idx) + 1

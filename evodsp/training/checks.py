@@ -15,10 +15,12 @@ from evodsp.data.features import check_config
 from evodsp.data.quarantine import read_quarantine
 from evodsp.errors import SettingError, UserError
 from evodsp.launch import process_group
+from evodsp.launch.consensus import from_first
 from evodsp.model.kernels.backends import check_names
 from evodsp.model.schedule import CommunicationPlan
 from evodsp.output import check_output_folder
 from evodsp.parallel.config import ParallelConfig
+from evodsp.parallel.group import Group
 from evodsp.parallel.mesh import data_ranks
 from evodsp.ranges import COUNT, SIZE, check_numbers
 from evodsp.training.chains import Chains, find_chains
@@ -118,8 +120,12 @@ class CheckedRun:
         return [*([steps] if steps else []), *([max(1, samples // self.batching.samples)] if samples else [])]
 
 
-def check_run(command: Command, settings: Settings) -> CheckedRun:
-    """Check everything that the settings name. Raises UserError for the first mistake."""
+def check_run(command: Command, settings: Settings, group: Group | None = None) -> CheckedRun:
+    """Check everything that the settings name. Raises UserError for the first mistake.
+
+    `group`: all ranks, which call this together; None for one process. The first rank alone reads the checkpoint that a run
+    resumes from and looks the chains up: many ranks that read the same files at once would wait for the file system.
+    """
     model, data, parallel = settings.model, settings.data, settings.parallel
     check_templates(model, data)
     check_config(data.train, "data.train.")
@@ -136,11 +142,11 @@ def check_run(command: Command, settings: Settings) -> CheckedRun:
     if command == "fit":
         check_compilation(settings.run, parallel, settings.plan, data, on_gpu(settings.trainer))
     folder = RunFolder(Path(settings.run.output), settings.run.keep_last, settings.run.keep_best)
-    start = folder.start(command, settings.run, process_group.was_restarted())
+    start = from_first(lambda: folder.start(command, settings.run, process_group.was_restarted()), group)
     if command == "fit":
         check_output_folder(folder.path)
     known = read_quarantine(folder.quarantine) if command == "fit" and start is not None else None
-    chains = find_chains(data, {failure.chain for failure in known or ()})
+    chains = find_chains(data, {failure.chain for failure in known or ()}, group)
     if command != "fit":
         check_scored_chains(command, chains)
     changed: list[str] = []

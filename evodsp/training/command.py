@@ -1,7 +1,7 @@
 """`evodsp fit`, `validate` and `test`: from the command line to a trained or scored model.
 
-A run has four stages: parse the options (`TrainingCLI`), check them (`checks.check_run`), build module, data and trainer
-(`build`), and run: the ranks meet, rank 0 prepares the output folder, Lightning's trainer does the rest.
+A run has five stages: parse the options (`TrainingCLI`), let the ranks meet, check what the options name (`checks.check_run`),
+build module, data and trainer (`build`), and run: rank 0 prepares the output folder, Lightning's trainer does the rest.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from evodsp.output import output_errors
 from evodsp.training.bad_samples import BadSamples
 from evodsp.training.checkpoint_files import use_checkpoint_io
 from evodsp.training.checkpointing import BestCheckpoint, Interruption, LastCheckpoint
-from evodsp.training.checks import CheckedRun, Settings, check_run, on_gpu, run_config
+from evodsp.training.checks import CheckedRun, Settings, check_run, count_ranks, on_gpu, run_config
 from evodsp.training.compilation import CompiledBlocks
 from evodsp.training.csv_logger import CurveLogger
 from evodsp.training.datamodule import ChainDataModule
@@ -135,14 +135,13 @@ class Built:
     stop: StopRequest
 
 
-def build(run: CheckedRun, begun: float) -> Built:
+def build(run: CheckedRun, world: World, begun: float) -> Built:
     """Build module, data and trainer; no file is written. Raises UserError for a Trainer option that Lightning refuses.
 
     `begun`: when this command began, in seconds since the epoch.
     """
     settings, seed = run.settings, run.settings.run.seed
     options, passes = settings.trainer, settings.batches_per_pass
-    world = MeshWorld(settings.parallel, on_gpu(options)) if under_launcher() else World()
     data_config = dataclasses.replace(settings.data, batch_size=settings.data.batch_size // passes)
     data = ChainDataModule(data_config, run.chains, seed, world)
     model = load_model(run.start, settings.run.raw) if run.start is not None and run.command != "fit" else None
@@ -242,12 +241,14 @@ def run(command: Command, words: list[str]) -> int:
     if "--trainer.help" in words:
         words = ["--help"]
     cli = TrainingCLI(command, words)
-    with cli.parser.located():
-        checked = check_run(command, cli.settings)
+    with guarded(), cli.parser.located():
+        world = _met(cli.settings, cli.config_text())
+        checked = check_run(command, cli.settings, world.group)
     if checked.must_launch:
         return launch(checked.ranks, [command, *words])
-    built = build(checked, begun)
+    built = build(checked, world, begun)
     if command == "fit" and built.stop.deadline <= time.time():  # torchrun starts a run again that has stopped
+        stop()
         report("evodsp: the time limit is over; nothing was trained")
         return STOPPED
     stopped = False
@@ -272,11 +273,23 @@ def run(command: Command, words: list[str]) -> int:
     return 0
 
 
+def _met(settings: Settings, config_text: str) -> World:
+    """The ranks that a launcher started, once they have met, or this process alone.
+
+    Raises UserError if they do not form groups of `parallel.sequence`, or were given different settings.
+    """
+    if not under_launcher():
+        return World()
+    count_ranks(settings.trainer, settings.parallel)
+    world = MeshWorld(settings.parallel, on_gpu(settings.trainer))
+    world.meet(f"{config_text}overwrite: {settings.run.overwrite}\nckpt_path: {settings.run.ckpt_path}")
+    return world
+
+
 def _execute(run: CheckedRun, built: Built, config_text: str) -> None:
-    """Let the ranks meet, prepare the output folder, and run the trainer."""
+    """Prepare the output folder, and run the trainer."""
     module, data, trainer = built.module, built.data, built.trainer
     overwrite = run.settings.run.overwrite
-    built.world.meet(f"{config_text}overwrite: {overwrite}\nstart: {run.start}")
     if run.command != "fit":
         getattr(trainer, run.command)(module, datamodule=data, verbose=False)
         return

@@ -87,17 +87,22 @@ def _template_source(config: DataConfig, index: ChainIndex | None) -> TemplateSo
     return source if obsolete is not None or index is None else replace(source, obsolete=index.obsolete)
 
 
-def distillation_set(config: DistillationConfig) -> tuple[PredictedStore | None, list[str]]:
-    """The self-distillation set and its chains; chains without a structure are counted and left out."""
+def distillation_set(config: DistillationConfig) -> PredictedStore | None:
+    """The self-distillation set; None if the settings name none. Raises UserError for a folder that is missing."""
     if config.alignment_dir is None or config.structure_dir is None:
-        return None, []
+        return None
     for name, path in (("alignment_dir", config.alignment_dir), ("structure_dir", config.structure_dir)):
         if not Path(path).is_dir():
             raise UserError(
                 f"data.distillation.{name} is {path}, which is not a folder; give the folder, or leave it out"
             )
     store = FeatureStore(config.alignment_dir, config.structure_dir)
-    predicted = PredictedStore(store, StructureFolder(config.structure_dir), config.min_plddt, config.max_msa_rows)
+    return PredictedStore(store, StructureFolder(config.structure_dir), config.min_plddt, config.max_msa_rows)
+
+
+def distilled_chains(config: DistillationConfig, predicted: PredictedStore) -> list[str]:
+    """The chains of the self-distillation set; those without a structure are counted and left out."""
+    store = predicted.store
     listed = store.keys() if config.chains is None else chain_list(config.chains)
     found = [key for key in listed if store.has_structure(key)]
     if not found:
@@ -106,4 +111,4 @@ def distillation_set(config: DistillationConfig) -> tuple[PredictedStore | None,
         report(
             f"{len(found)} of {len(listed)} distillation chains; left out: {len(listed) - len(found)} without structure"
         )
-    return predicted, [DISTILLED + key for key in found]
+    return [DISTILLED + key for key in found]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -11,10 +13,14 @@ from evodsp.cli import main
 from evodsp.config import FeatureConfig
 from evodsp.data.chain_list import chain_list
 from evodsp.data.index import ChainIndex
+from evodsp.data.presence import Presence
 from evodsp.errors import UserError
+from evodsp.parallel.group import Group
+from evodsp.training import chains as chains_module
 from evodsp.training.chains import find_chains
 from evodsp.training.config import DataConfig
 from tests.builders.training_chains import SEQUENCES, TINY, write_chain
+from tests.ranks import RankPool
 
 KEY, OTHER = SEQUENCES
 
@@ -55,6 +61,24 @@ def test_missing_training_chains_are_left_out(folder: Path, indexed: bool) -> No
         find_chains(config(folder, indexed, validation_chains=[KEY, "1abd_A"]))
     with pytest.raises(UserError, match=r"test_chains: no structure of chain '3abc_C'"):
         find_chains(config(folder, indexed, test_chains=["3abc_C"]))
+
+
+def looked_up(group: Any, folder: Path, chains: list[str] | None) -> tuple[list[str], int] | str:
+    """The chains that this rank takes, and how often it looked some up; or the mistake."""
+    with mock.patch.object(chains_module, "Presence", side_effect=Presence) as presence:
+        try:
+            found = find_chains(config(folder, False, train_chains=chains), group=Group(group))
+        except UserError as error:
+            return str(error)
+    return found.train, presence.call_count
+
+
+def test_one_rank_looks_the_chains_up(pool: RankPool, folder: Path) -> None:
+    """Catches a start in which all ranks list and read the same files at once, and ranks that do not hear of a mistake."""
+    assert pool.run(2, looked_up, folder, None) == [([KEY, OTHER], 1), ([KEY, OTHER], 0)]
+    first, second = pool.run(2, looked_up, folder, ["9abc_Z"])
+    assert first == second
+    assert "no alignments of chain '9abc_Z'" in first
 
 
 def test_an_old_index_is_noticed(folder: Path) -> None:
