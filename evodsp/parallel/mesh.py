@@ -10,7 +10,6 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Int
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -80,11 +79,10 @@ def data_ranks(world: int, sequence: int) -> int:
     return world // sequence
 
 
-def own_group(
-    groups: Int[Tensor, "groups size"], backend: str | None = None, timeout: timedelta | None = None
-) -> dist.ProcessGroup:
-    """This rank's group of a division of all ranks into groups, one per row. All ranks call this together.
+def own_group(groups: Tensor, backend: str | None = None, timeout: timedelta | None = None) -> dist.ProcessGroup:
+    """This rank's group of a division of all ranks into groups. All ranks call this together.
 
+    `groups` [groups, size]: the ranks of one group in each row.
     `backend`: None: that of the default group. NCCL splits its communicator once: where it is connected already, each group
     made by itself would be a split of its own, of all ranks. With gloo a rank only connects to the members of its own group.
     """

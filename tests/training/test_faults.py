@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import socket
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 from evodsp.weights.checkpoint import read_checkpoint
 from tests.builders.processes import TORCHRUN, begin, free_port
 from tests.builders.small_run import (
+    EVERY,
     PATIENCE_S,
     Started,
     assert_nothing_partial,
@@ -71,6 +76,66 @@ def test_a_killed_rank_ends_the_run_which_resumes_from_its_checkpoint(
     assert "Traceback" not in error
     assert seconds < 15
     assert_resumes(commands, config, output, undisturbed)
+
+
+@pytest.mark.verify
+@pytest.mark.parametrize("moment", ["step", "save"])
+def test_five_kills_leave_the_run_as_it_was(config: Path, undisturbed: Path, tmp_path: Path, moment: str) -> None:
+    """Catches a save that is torn, or whose file is of a later step than its content; steps that are lost or repeated.
+
+    The curve may lack the row of a step whose checkpoint was complete when the kill came: Lightning logs after it saves.
+    """
+    output, draws, torn = tmp_path / "run", random.Random(13), 0
+    command = evodsp(*words(config, output, "--ckpt_path=auto"))
+    for attempt in range(5):
+        after, victim = EVERY * attempt + draws.randrange(1, EVERY), draws.randrange(2)
+        process = begin(command)
+        try:
+            await_(partial(has_come, output, after), process)
+            await_(partial(all_run, process), process)
+            ranks = ranks_of(process)
+            if moment == "step":
+                time.sleep(0.2 * draws.random())
+            else:
+                await_(partial(is_writing, output), process, 0.0)
+            os.kill(ranks[victim], signal.SIGKILL)
+            process.communicate(timeout=PATIENCE_S)
+        finally:
+            process.kill()
+        assert process.returncode == 1
+        torn += is_writing(output)
+    print(f"killed five times in a {moment}; {torn} unfinished files were left")
+    process = begin(command)
+    _, error = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 0, error
+    found, whole = losses(output), losses(undisturbed)
+    assert {step for step in whole if step not in found} <= {step for step in whole if (step + 1) % EVERY == 0}
+    assert {step: whole[step] for step in found} == found
+    one, other = (read_checkpoint(folder / "checkpoints/last.ckpt") for folder in (output, undisturbed))
+    for kind in ("state_dict", "ema_state_dict"):
+        assert all(torch.equal(value, other[kind][name]) for name, value in one[kind].items())
+    assert_nothing_partial(output)
+
+
+def has_come(output: Path, step: int) -> bool:
+    return max(losses(output), default=-1) >= step
+
+
+def all_run(process: Started) -> bool:
+    return sorted(ranks_of(process)) == [0, 1]
+
+
+def is_writing(output: Path) -> bool:
+    return any((output / "checkpoints").glob(".last.ckpt.*"))
+
+
+def await_(happens: Callable[[], bool], process: Started, pause_s: float = 0.01) -> None:
+    """Wait until something happens while a process runs."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not happens():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, "the run did not come that far"
+        time.sleep(pause_s)
 
 
 @pytest.mark.verify
