@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from evodsp.parallel.group import Group
@@ -26,9 +25,6 @@ from evodsp.parallel.waits import WaitTimes
 
 # The same collectives as operators of a graph: they return the buffer that is being received. There is no `reduce`.
 _traced = torch.ops._c10d_functional
-# torch 2.13 renamed them and deprecates the old names, which older releases only have.
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 @dataclass
@@ -116,7 +112,7 @@ class Switch(Collective):
         sent = self._packed(x)
         received = x.new_empty(self.buffer_shape(x.shape))
         arriving, leaving = self._counts(x.shape)
-        work = dist.all_to_all_single(received, sent, arriving, leaving, group=self.group.handle, async_op=True)
+        work = self.group.all_to_all(received, sent, arriving, leaving)
         self._record(sent, backward)
         return self._transfer(work, received, x.shape, sent)
 
@@ -167,7 +163,7 @@ class Gather(Collective):
     def launch(self, x: Tensor, backward: bool = False) -> Transfer:
         sent = self._padded(x)
         received = x.new_empty(self.buffer_shape(x.shape))
-        work = _all_gather(received, sent, group=self.group.handle, async_op=True)
+        work = self.group.all_gather(received, sent)
         self._record(received, backward)
         return self._transfer(work, received, x.shape, sent)
 
@@ -215,7 +211,7 @@ class ScatterSum(Collective):
     def launch(self, x: Tensor, backward: bool = False) -> Transfer:
         sent = self._padded(x)
         received = x.new_empty(self.buffer_shape(x.shape))
-        work = _reduce_scatter(received, sent, group=self.group.handle, async_op=True)
+        work = self.group.reduce_scatter(received, sent)
         self._record(sent, backward)
         return self._transfer(work, received, x.shape, sent)
 
@@ -258,7 +254,7 @@ class Sum(Collective):
 
     def launch(self, x: Tensor, backward: bool = False) -> Transfer:
         total = x.clone(memory_format=torch.contiguous_format)
-        work = dist.all_reduce(total, group=self.group.handle, async_op=True)
+        work = self.group.all_reduce(total)
         self._record(total, backward, times=2)
         return self._transfer(work, total, x.shape, total)
 
@@ -293,7 +289,7 @@ class Broadcast(Collective):
 
     def launch(self, x: Tensor, backward: bool = False) -> Transfer:
         buffer = self._buffer(x)
-        work = dist.broadcast(buffer, group_src=self.root, group=self.group.handle, async_op=True)
+        work = self.group.broadcast(buffer, self.root)
         self._record(buffer, backward)
         return self._transfer(work, buffer, x.shape, buffer)
 
@@ -334,7 +330,7 @@ class Reduce(Collective):
     def launch(self, x: Tensor, backward: bool = False) -> Transfer:
         _check_size(x, self.dim, self.sizes[self.root])
         total = x.clone(memory_format=torch.contiguous_format)
-        work = dist.reduce(total, group_dst=self.root, group=self.group.handle, async_op=True)
+        work = self.group.reduce(total, self.root)
         self._record(total, backward)
         return self._transfer(work, total, x.shape, total)
 
@@ -368,7 +364,7 @@ def shard(x: Tensor, dim: int, group: Group) -> Tensor:
 def maximum(x: Tensor, group: Group) -> Tensor:
     """Elementwise maximum over the group, without gradient."""
     total = x.detach().clone(memory_format=torch.contiguous_format)
-    work = dist.all_reduce(total, dist.ReduceOp.MAX, group=group.handle, async_op=True)
+    work = group.all_reduce(total, maximum=True)
     Transfer(work, (total,), 0, None, group.waits).wait()
     if group.ledger is not None:
         group.ledger.add("all-reduce", 2 * total.numel(), total.element_size())
