@@ -159,6 +159,16 @@ COMMANDS: dict[str, Command] = {
             "continued by the same command. Chains that cannot be read are left out and listed in failed.jsonl.",
         ),
         SettingsCommand(
+            "plan",
+            "plan memory and time of a training run on any mesh of GPUs",
+            settings="evodsp.planner.config:PlanConfig",
+            runner="evodsp.planner.command:run",
+            required="--gpus N",
+            description="Say, before GPUs are booked, which mesh fits, what it communicates and how long a step takes. The "
+            "model is run on shapes alone: no GPU is needed. Times are calculated from the data of devices and links. The exit "
+            "code is 1 if nothing fits.",
+        ),
+        SettingsCommand(
             "report",
             "draw the learning curves of runs",
             settings="evodsp.report.run_config:ReportConfig",

@@ -1,0 +1,34 @@
+"""`evodsp plan`: says, before GPUs are booked, which mesh fits, what it moves and how long a step takes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+from evodsp.files import whole_file
+from evodsp.planner.choose import compare
+from evodsp.planner.config import PlanConfig
+from evodsp.planner.device import Links, load_device, load_link
+from evodsp.planner.from_run import training_of
+from evodsp.planner.report import as_json, page, text
+
+
+def run(settings: PlanConfig, words: list[str]) -> int:
+    """Print the plan, write the page and the JSON file, and return the exit code: 1 if nothing fits."""
+    device = load_device(settings.device)
+    inside, across = (load_link(name) for name in (settings.inside or device.inside, settings.across or device.across))
+    links = Links(inside, across, settings.gpus_per_node or device.gpus_per_node)
+    training = training_of(settings)
+    if settings.recomputation == "none":
+        training = replace(
+            training,
+            model=replace(training.model, evoformer=replace(training.model.evoformer, checkpoint=False)),
+        )
+    compared = compare(training, settings.gpus, device, links, settings.sequence, auto=settings.recomputation == "auto")
+    print("\n".join(text(compared, settings.gpus, settings.samples)))
+    with whole_file(settings.output) as partial:
+        partial.write_text(page(compared, settings.gpus, settings.samples).html(), encoding="utf-8")
+    with whole_file(settings.output.with_suffix(".json")) as partial:
+        partial.write_text(json.dumps(as_json(compared, settings.samples), indent=1) + "\n")
+    print(f"page: {settings.output}, numbers: {settings.output.with_suffix('.json')}")
+    return 0 if compared.best is not None else 1

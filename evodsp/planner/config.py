@@ -1,0 +1,68 @@
+"""Settings of `evodsp plan`. Importing this costs nothing (no torch)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from evodsp.config import check_preset
+from evodsp.errors import UserError
+from evodsp.parallel.config import ParameterMode
+from evodsp.ranges import COUNT, SIZE, check_numbers
+
+
+@dataclass(frozen=True)
+class PlanConfig:
+    """What is to be trained, and on which devices. Raises UserError if a value is out of range."""
+
+    gpus: int
+    """Number of devices."""
+    device: str = "h100"
+    """Kind of device: a100, h100, h200, b200, or the path of your own file."""
+    config: Path | None = None
+    """YAML file of `evodsp fit`: model, losses, sizes and batch are taken from it. Options given here go before it."""
+    preset: str | None = None
+    """Model, such as model_1_ptm; null takes that of the config, or model_1."""
+    residues: int | None = None
+    """Residues of a crop; null takes data.train.crop_size of the config, or 256."""
+    msa: int | None = None
+    """Rows of the clustered MSA, those of templates included; null: data.train.msa_clusters, or 128."""
+    extra_msa: int | None = None
+    """Rows of the extra MSA; null: data.train.extra_msa, or 1024."""
+    templates: int | None = None
+    """Templates of a sample; null: data.train.max_templates, or 4 for a model with templates."""
+    recycles: int | None = None
+    """Most recycling iterations after the first one, drawn uniformly; null: data.train.recycles, or 3."""
+    global_batch: int | None = None
+    """Samples of an optimizer step on all devices; null: that of the config, or 128."""
+    samples: int = 10_000_000
+    """Samples of the whole training, for days and GPU-hours (AF2: about 10 million, then 1.5 million of fine-tuning)."""
+    sequence: int | None = None
+    """Ranks that share a sample; null compares all that are possible."""
+    parameters: ParameterMode = "replicate"
+    """Where parameters live, as parallel.parameters of a run: replicate, zero1 or fsdp2."""
+    precision: Literal["bf16-mixed", "32-true"] = "bf16-mixed"
+    """As trainer.precision of a run."""
+    wire: Literal["same", "bf16"] = "same"
+    """Precision in which ranks communicate, as parallel.wire of a run."""
+    recomputation: Literal["auto", "all", "none"] = "auto"
+    """Evoformer blocks that are computed again in the backward pass: all, none, or only as many as the memory demands."""
+    cuda_graphs: bool = False
+    """Plan for a run whose operators are launched by CUDA graphs, which takes no time of the host."""
+    inside: str | None = None
+    """Link between the devices of a node: nvlink3, nvlink4, nvlink5, nvl72, pcie, or the path of your own file; null: the
+    device's usual one."""
+    across: str | None = None
+    """Link between nodes; null: the device's usual one, infiniband."""
+    gpus_per_node: int | None = None
+    """Devices of a node; null: the usual number."""
+    output: Path = Path("plan.html")
+    """Page with tables and charts. The same numbers are written beside it as JSON."""
+
+    def __post_init__(self) -> None:
+        sizes = ("gpus", "residues", "msa", "extra_msa", "global_batch", "samples", "sequence", "gpus_per_node")
+        check_numbers(self, {**dict.fromkeys(sizes, SIZE), "templates": COUNT, "recycles": COUNT}, "--")
+        check_preset(self.preset)
+        if self.output.suffix != ".html":
+            raise UserError(f"--output is {self.output}, but the page needs a name that ends in .html")

@@ -1,0 +1,196 @@
+"""What a device and a link can do: numbers of a data file, and the times that follow from them.
+
+Files are below `devices/` and `links/`; a user's own file has the same keys. `scripts/measure_device.py` writes them.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from dataclasses import dataclass, fields
+from importlib import resources
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml  # type: ignore[import-untyped]
+
+from evodsp.errors import UserError, nearest
+from evodsp.parallel.ledger import Kind
+
+
+@dataclass(frozen=True)
+class Device:
+    """A GPU, or one process on a CPU."""
+
+    name: str
+    memory_gib: float
+    reserved_gib: float
+    """What the driver and libraries take."""
+    fragmentation: float
+    """Share of the memory that the allocator cannot use."""
+    tflops_half: float
+    tflops_single: float
+    tflops_tf32: float
+    """Peaks of matrix products."""
+    memory_gbps: float
+    """Bandwidth of the device's memory."""
+    products_efficiency: float
+    attention_efficiency: float
+    memory_efficiency: float
+    """Shares of these peaks that are reached."""
+    kernel_us: float
+    """Shortest time of a kernel on the device."""
+    launch_us: float
+    """The host's time for an operator."""
+    gpus_per_node: int
+    inside: str
+    """Link between the devices of a node."""
+    across: str
+    """Link between nodes."""
+    overlaps: bool = True
+    """Whether communication hides behind computation."""
+
+    def seconds(self, name: str, flops: int, moved: int, launches: int, half: bool, tf32: bool = False) -> float:
+        """Time of an operator on the device: the longer of its products and its memory traffic, or the shortest possible."""
+        if launches == 0:
+            return 0.0
+        peak = self.tflops_half if half else self.tflops_tf32 if tf32 else self.tflops_single
+        share = self.attention_efficiency if "attention" in name else self.products_efficiency
+        computing = flops / (peak * share * 1e12)
+        moving = moved / (self.memory_gbps * self.memory_efficiency * 1e9)
+        return max(computing, moving, launches * self.kernel_us * 1e-6)
+
+    @property
+    def usable(self) -> int:
+        """Bytes that a program may hold."""
+        return int((self.memory_gib * (1 - self.fragmentation) - self.reserved_gib) * 2**30)
+
+
+@dataclass(frozen=True)
+class Link:
+    """A way between devices."""
+
+    name: str
+    start_us: dict[str, float]
+    """Time of an empty collective, by its kind."""
+    bandwidth: list[list[float]]
+    """Pairs of bytes on the wire and GB/s of a device, ascending. Between them GB/s grow with the logarithm of the size;
+    beyond them the first or the last one holds."""
+    all_to_all_share: float
+    """The part of that bandwidth that an all-to-all reaches."""
+
+    def seconds(self, kind: Kind, wire_bytes: float) -> float:
+        """Time of the bytes, without the start."""
+        if wire_bytes <= 0:
+            return 0.0
+        share = self.all_to_all_share if kind == "all-to-all" else 1.0
+        return wire_bytes / (self._gbps(wire_bytes) * share * 1e9)
+
+    def start(self, kind: Kind) -> float:
+        """Seconds before the first byte arrives."""
+        return self.start_us[kind] * 1e-6
+
+    def _gbps(self, wire_bytes: float) -> float:
+        sizes = [size for size, _ in self.bandwidth]
+        at = bisect.bisect_left(sizes, wire_bytes)
+        if at == 0 or at == len(sizes):
+            return self.bandwidth[min(at, len(sizes) - 1)][1]
+        (s0, b0), (s1, b1) = self.bandwidth[at - 1], self.bandwidth[at]
+        return b0 + (b1 - b0) * math.log(wire_bytes / s0) / math.log(s1 / s0)
+
+
+@dataclass(frozen=True)
+class Links:
+    """How `ranks` consecutive devices reach each other."""
+
+    inside: Link
+    across: Link
+    per_node: int
+
+    def seconds(self, kind: Kind, counted: int, ranks: int) -> float:
+        """Time of a collective of `ranks` neighbours. `counted`: bytes as the ledger counts them."""
+        if ranks == 1:
+            return 0.0
+        if ranks <= self.per_node:
+            return self.inside.start(kind) + self.inside.seconds(kind, counted * (ranks - 1) / ranks)
+        nodes = math.ceil(ranks / self.per_node)
+        near = counted * (self.per_node - 1) / ranks
+        if kind == "all-to-all":  # each device sends its own part to every other node, through its adapter
+            far = counted * (ranks - self.per_node) / ranks
+        else:  # a node receives what others hold once, through all of its adapters
+            near, far = counted * (self.per_node - 1) / self.per_node, counted * (nodes - 1) / nodes / self.per_node
+        moving = max(self.inside.seconds(kind, near), self.across.seconds(kind, far))
+        return self.across.start(kind) * math.log2(2 * nodes) / 2 + moving
+
+    def apart(self, kind: Kind, counted: int, ranks: int, stride: int) -> float:
+        """The same of ranks that are `stride` devices apart, such as those of a data group."""
+        if ranks == 1:
+            return 0.0
+        here = max(1, self.per_node // stride)  # of this group in a node
+        if ranks <= here:
+            return self.seconds(kind, counted, ranks)
+        return Links(self.inside, self.across, here).seconds(kind, counted, ranks)
+
+
+def load_device(name: str) -> Device:
+    """A device by its name or by the path of its file. Raises UserError."""
+    return _load(Device, "device", name)
+
+
+def load_link(name: str) -> Link:
+    """A link by its name or by the path of its file. Raises UserError."""
+    return _load(Link, "link", name)
+
+
+def names(kind: str) -> list[str]:
+    """The names of the files that evodsp has. `kind`: device or link."""
+    return sorted(p.name.removesuffix(".yaml") for p in _folder(kind).iterdir() if p.name.endswith(".yaml"))
+
+
+def _folder(kind: str) -> Any:
+    return resources.files("evodsp") / "planner" / f"{kind}s"
+
+
+def _load(cls: type[Any], kind: str, name: str) -> Any:
+    own = name.endswith((".yaml", ".yml"))
+    if not own and name not in names(kind):
+        known = names(kind)
+        raise UserError(
+            f"no {kind} '{name}': evodsp has {', '.join(known)}.{nearest(name, known)} Or give your own file, "
+            "DEVICE.yaml, which scripts/measure_device.py writes"
+        )
+    path = Path(name) if own else _folder(kind) / f"{name}.yaml"
+    try:
+        content = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise UserError(f"{kind} {name}: {error.strerror}; check the path") from error
+    except yaml.YAMLError as error:
+        raise UserError(f"{kind} {name}: not YAML ({' '.join(str(error).split())})") from error
+    return _checked(cls, kind, name, content)
+
+
+def _checked(cls: type[Any], kind: str, name: str, content: Any) -> Any:
+    """The file's numbers as `cls`. Raises UserError that names the key."""
+    expected = {f.name for f in fields(cls)}
+    needed = {f.name for f in fields(cls) if f.name != "overlaps"}
+    if not isinstance(content, dict) or not needed <= set(content) <= expected:
+        found = set(content) if isinstance(content, dict) else set()
+        wrong = sorted((needed - found) | (found - expected))
+        raise UserError(
+            f"{kind} {name}: missing or unknown keys {', '.join(wrong)}; it needs {', '.join(sorted(needed))}"
+        )
+    for key, value in content.items():
+        if isinstance(value, int | float) and not isinstance(value, bool) and (value < 0 or not math.isfinite(value)):
+            raise UserError(f"{kind} {name}: {key} is {value}, but must be at least 0")
+    if cls is Link:
+        if missing := sorted(set(get_args(Kind)) - set(content["start_us"])):
+            raise UserError(f"{kind} {name}: start_us has no {', '.join(missing)}")
+        sizes = [pair[0] for pair in content["bandwidth"]]
+        if not sizes or sizes != sorted(set(sizes)) or min(pair[1] for pair in content["bandwidth"]) <= 0:
+            raise UserError(
+                f"{kind} {name}: bandwidth must list pairs [bytes, GB/s] with rising bytes and GB/s above 0"
+            )
+        content["start_us"] = {kind: float(value) for kind, value in content["start_us"].items()}
+        content["bandwidth"] = [[float(value) for value in pair] for pair in content["bandwidth"]]
+    decimals = {f.name for f in fields(cls) if f.type == "float"}
+    return cls(**{key: float(value) if key in decimals else value for key, value in content.items()})

@@ -1,0 +1,216 @@
+"""Memory and time of a training step on one mesh of devices."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+
+from evodsp.config import LossConfig, ModelConfig
+from evodsp.model.schedule import CommunicationPlan
+from evodsp.parallel.config import ParameterMode, WirePrecision
+from evodsp.parallel.ledger import Kind
+from evodsp.planner.device import Device, Links
+from evodsp.planner.program import Program, Sizes, Step, program
+from evodsp.planner.simulate import Times, simulate
+from evodsp.planner.trace import Work
+from evodsp.planner.walk import Item, Span, forward_only, segment, spans, whole
+
+SINGLE, HALF = 4, 2
+"""Bytes of a number."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """What is trained, and how."""
+
+    model: ModelConfig
+    loss: LossConfig
+    sizes: Sizes
+    recycles: int = 3
+    uniform_recycling: bool = True
+    global_batch: int = 128
+    clip: str = "sample"
+    """`sample`, `batch` or `none`, as model.optimizer.clip."""
+    ema: bool = True
+    half: bool = True
+    tf32: bool = False
+    wire: WirePrecision = "same"
+    parameters: ParameterMode = "replicate"
+    plan: CommunicationPlan = field(default_factory=CommunicationPlan)
+    graphs: bool = False
+    """Whether CUDA graphs launch the operators, which costs the host nothing."""
+
+    @property
+    def passes(self) -> float:
+        """Recycling iterations of a sample, on average."""
+        return (self.recycles + 2) / 2 if self.uniform_recycling else self.recycles + 1
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one device at the worst moment of a step."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    average: int
+    features: int
+    activations: int
+    """What the model holds, at most."""
+    at: str
+    """The part of the model in whose forward or backward pass that is."""
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimizer + self.average + self.features + self.activations
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A training step on a mesh."""
+
+    data: int
+    sequence: int
+    memory: Memory
+    usable: int
+    """Bytes that a device has for it."""
+    kept_blocks: int
+    """Evoformer blocks that are not recomputed in the backward pass."""
+    step_s: float
+    """Seconds of an optimizer step, of `global_batch` samples."""
+    batches: int
+    """Samples of a step that each data rank computes, one after another."""
+    one: Times
+    """The pass with gradients of one sample."""
+    free_pass_s: float
+    """A pass without gradients."""
+    gradients_s: float
+    """Reducing the gradients of a sample within its sequence group."""
+    reduction_s: float
+    """Reducing those of a step over data ranks, as far as the backward pass does not hide it."""
+    update_s: float
+    """Optimizer, moving average and casts of a step."""
+    global_batch: int
+    block: Times
+    """The forward pass of one Evoformer block by itself."""
+
+    @property
+    def fits(self) -> bool:
+        return self.memory.total <= self.usable
+
+    @property
+    def devices(self) -> int:
+        return self.data * self.sequence
+
+    @property
+    def samples_per_s(self) -> float:
+        return self.global_batch / self.step_s
+
+    @property
+    def sample_s(self) -> float:
+        """Seconds of one sample, from its first pass to its gradient."""
+        return self.step_s / self.batches
+
+
+def traced(training: Training, sequence: int, recomputed: bool | int) -> Program:
+    """The pass with gradients on rank 0 of `sequence`, which holds the largest shards. `recomputed`: Evoformer blocks, as
+    model.evoformer.checkpoint."""
+    model = dataclasses.replace(
+        training.model, evoformer=dataclasses.replace(training.model.evoformer, checkpoint=recomputed)
+    )
+    return program(
+        Step(
+            model,
+            training.sizes,
+            training.loss,
+            ranks=sequence,
+            half=training.half,
+            wire=training.wire,
+            plan=training.plan,
+        )
+    )
+
+
+def estimate(
+    training: Training, traced_pass: Program, kept: int, data: int, sequence: int, device: Device, links: Links
+) -> Estimate:
+    """The step on `data` x `sequence` devices. `kept`: Evoformer blocks that `traced_pass` does not recompute."""
+
+    def seconds(work: Work) -> float:
+        return device.seconds(work.name, work.flops, work.bytes, work.launches, work.half, training.tf32)
+
+    def link(kind: Kind, counted: int) -> float:
+        return links.seconds(kind, counted, sequence)
+
+    few = spans(traced_pass.events, seconds)
+    items = whole(few, traced_pass.repeats)
+    launch_s = 0.0 if training.graphs else device.launch_us * 1e-6
+    one = simulate(items, launch_s, link, device.overlaps)
+    block = simulate(segment(few, ("evoformer", 1)), launch_s, link, device.overlaps, keep_intervals=True)
+    free = simulate(forward_only(items), launch_s, link, device.overlaps).total
+    numbers, batches = traced_pass.parameters, training.global_batch // data
+    gradients_s, reduction_s = _reductions(training, numbers, data, sequence, links, one.total * 2 / 3)
+    update_s = _update_s(training, numbers, batches, data * sequence, sequence, device)
+    step_s = batches * (one.total + (training.passes - 1) * free + gradients_s) + reduction_s + update_s
+    return Estimate(
+        data=data,
+        sequence=sequence,
+        memory=_memory(training, traced_pass, items, data * sequence, batches),
+        usable=device.usable,
+        kept_blocks=kept,
+        step_s=step_s,
+        batches=batches,
+        one=one,
+        free_pass_s=free,
+        gradients_s=gradients_s,
+        reduction_s=reduction_s,
+        update_s=update_s,
+        global_batch=training.global_batch,
+        block=block,
+    )
+
+
+def _memory(training: Training, traced_pass: Program, items: list[Item], ranks: int, batches: int) -> Memory:
+    """The parts that last for the whole step, and the most that the pass holds (`evodsp.training.gradients`)."""
+    numbers = traced_pass.parameters
+    whole, shard = SINGLE * numbers, SINGLE * -(-numbers // ranks)
+    sharded = training.parameters == "fsdp2"
+    flat = 2 if training.clip == "sample" and batches * ranks > 1 else 1
+    worst = max((item for item in items if isinstance(item, Span)), key=lambda item: item.peak)
+    return Memory(
+        weights=(shard if sharded else whole) + (HALF * numbers if training.half and not sharded else 0),
+        gradients=shard if sharded else flat * whole,
+        optimizer=2 * (whole if training.parameters == "replicate" else shard),
+        average=(shard if sharded else whole) if training.ema else 0,
+        features=traced_pass.batch_bytes * (training.recycles + 1),
+        activations=worst.peak,
+        at=f"{worst.place[0]}, {worst.phase}",
+    )
+
+
+def _reductions(
+    training: Training, numbers: int, data: int, sequence: int, links: Links, backward_s: float
+) -> tuple[float, float]:
+    """Seconds for the gradients of each sample, and for those of each step (`evodsp.training.gradients`)."""
+    counted, ranks = 2 * SINGLE * numbers, data * sequence
+    if training.parameters == "fsdp2":
+        # Units of one block: their gathers and reductions run beside the blocks; what does not fit shows.
+        each = (3 * HALF if training.half else 3 * SINGLE) * numbers + SINGLE * numbers
+        return max(0.0, links.seconds("all-gather", each, ranks) - backward_s), 0.0
+    after = links.seconds("broadcast", SINGLE * numbers, ranks) if training.parameters == "zero1" else 0.0
+    if training.clip == "sample":
+        within = links.seconds("all-reduce", counted, sequence)
+        return within, links.apart("all-reduce", counted, data, stride=sequence) + after
+    return 0.0, max(0.0, links.seconds("all-reduce", counted, ranks) - backward_s) + after
+
+
+def _update_s(training: Training, numbers: int, batches: int, ranks: int, sequence: int, device: Device) -> float:
+    """Seconds of what touches all parameters, which memory traffic bounds. Bytes a number, read and written."""
+    casts = 28 if training.half else 0  # concatenated and cast, and their gradients likewise
+    # Norm, scale, mask, sum and zero; the mean over the sequence group.
+    of_sample = 36 + (8 if sequence > 1 else 0) if training.clip == "sample" else 8
+    adam = 28 / (1 if training.parameters == "replicate" else ranks)
+    of_step = 8 + adam + (12 if training.ema else 0)
+    share = 1 / ranks if training.parameters == "fsdp2" else 1.0
+    moved = numbers * share * (batches * (casts + of_sample) + of_step)
+    return moved / (device.memory_gbps * device.memory_efficiency * 1e9)

@@ -1,0 +1,266 @@
+"""A training step or a prediction as a list of events, from the model itself, run on shapes alone.
+
+A stack of 48 blocks has 46 equal ones, and the structure module's iterations are equal too. So a *reduced* model is run, with
+a few of each, and `Program.repeats` says how often a segment stands in the whole one. `evodsp.planner.walk` repeats them.
+
+Shape legend: B batch, R residues, S clusters, E extra sequences, T templates.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from evodsp.config import EvoformerConfig, LossConfig, ModelConfig
+from evodsp.data.features import FEATURE_AXES, SAMPLED, TEMPLATE_AXES
+from evodsp.geometry.frames import structure_labels
+from evodsp.losses.total import total_loss
+from evodsp.model.alphafold import AlphaFold
+from evodsp.model.kernels import triton
+from evodsp.model.kernels.registry import Kernels
+from evodsp.model.primitives import use_exchange, use_kernels
+from evodsp.model.schedule import CommunicationPlan
+from evodsp.model.structure_module import StructureModule
+from evodsp.parallel.exchange import ShardedExchange
+from evodsp.parallel.ledger import Entry, Ledger
+from evodsp.planner.imagined import ImaginedGroup
+from evodsp.planner.trace import Event, Place, Recorder
+from evodsp.rng import Draws
+
+STACKS = ("extra_msa_stack", "evoformer")
+"""Parts of the model that are made of equal blocks. Segment k of such a part is the latter half of block k - 1 and the former
+half of block k."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of a sample."""
+
+    residues: int
+    clusters: int
+    """Rows of the clustered MSA, without those of templates."""
+    extra: int
+    templates: int = 0
+
+
+@dataclass(frozen=True)
+class Step:
+    """What is run, on rank `rank` of `ranks`, which share one sample."""
+
+    model: ModelConfig
+    sizes: Sizes
+    loss: LossConfig | None = None
+    """Of a training step; None for a prediction."""
+    ranks: int = 1
+    rank: int = 0
+    half: bool = True
+    """bf16-mixed."""
+    wire: Literal["same", "bf16"] = "same"
+    plan: CommunicationPlan = field(default_factory=CommunicationPlan)
+    on_gpu: bool = True
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """Equal segments, of which a reduced model has few."""
+
+    part: str
+    segment: int
+    """The one that stands for all of them. It is neither the first nor the last, whose neighbours differ."""
+    times: int
+    """How often it stands in the whole model."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """The events of one pass with gradients (of a prediction: of one pass without)."""
+
+    events: list[Event]
+    repeats: Sequence[Repeat]
+    """Segments that stand in the whole model more than once."""
+    batch_bytes: int
+    """Features and labels of the sample, one recycling iteration."""
+    parameters: int
+    """Numbers, of the whole model."""
+    sent: list[Entry]
+    """The collectives of the reduced model, as the ledger of a real rank holds them."""
+
+
+def program(step: Step) -> Program:
+    """Run `step` on tensors without numbers."""
+    model_config, repeats = reduced(step.model)
+    recorder, without_numbers = Recorder(), _without_numbers(step.on_gpu)
+    with torch.device("meta"):
+        model = AlphaFold(model_config).to("meta")  # its buffers are made from arrays
+    with without_numbers:
+        _prepare(model, step)
+        batch = _batch(step)
+    ledger = Ledger()
+    if step.ranks > 1:
+        group = ImaginedGroup(step.rank, step.ranks, recorder.began, recorder.waited, ledger)
+        wire = torch.bfloat16 if step.wire == "bf16" else None
+        use_exchange(model, ShardedExchange(group, dtype=wire), step.plan)
+    _name_places(model, recorder)
+    draws = [Draws.root(0)] if step.loss is not None else []
+    with without_numbers, recorder, torch.set_grad_enabled(step.loss is not None):
+        output = model(batch, draws)
+        if step.loss is not None:
+            with recorder.at(("losses", 0)):
+                loss, _ = total_loss(output, batch, step.loss, model_config.heads, model.exchange)
+            del output
+            loss.backward()
+    held = sum(x.numel() * x.element_size() for x in batch.values())
+    return Program(recorder.events, repeats, held, parameters(step.model), ledger.entries)
+
+
+def parameters(config: ModelConfig) -> int:
+    """How many numbers the model's parameters are."""
+    with torch.device("meta"):
+        model = AlphaFold(reduced(config)[0])
+    total = sum(p.numel() for p in model.parameters())
+    for stack, whole in ((model.extra_msa_stack, config.extra_msa), (model.evoformer, config.evoformer)):
+        if missing := whole.blocks - len(stack.blocks):
+            total += missing * sum(p.numel() for p in stack.blocks[0].parameters())
+    return total
+
+
+def reduced(config: ModelConfig) -> tuple[ModelConfig, list[Repeat]]:
+    """The model with few blocks and iterations, and how often each of its segments stands in the whole."""
+    repeats: list[Repeat] = []
+    extra, of_extra = _reduced_stack("extra_msa_stack", config.extra_msa)
+    evoformer, of_evoformer = _reduced_stack("evoformer", config.evoformer)
+    repeats += [*of_extra, *of_evoformer]
+    structure = config.structure_module
+    if structure.iterations > 3:
+        # The first iteration differs from the others, and so does the last.
+        repeats.append(Repeat("structure_module", 2, structure.iterations - 2))
+        structure = dataclasses.replace(structure, iterations=3)
+    few = dataclasses.replace(config, extra_msa=extra, evoformer=evoformer, structure_module=structure)
+    return few, repeats
+
+
+def _reduced_stack(name: str, config: EvoformerConfig) -> tuple[EvoformerConfig, list[Repeat]]:
+    """A stack with few blocks, and how often its segments stand in the whole stack."""
+    blocks = config.blocks
+    number = blocks if config.checkpoint is True else 0 if config.checkpoint is False else int(config.checkpoint)
+    if 3 <= number <= blocks - 3:  # segments 0 to 2 are recomputed, 3 to 6 are not
+        few = dataclasses.replace(config, blocks=6, checkpoint=3)
+        return few, [Repeat(name, 1, number - 2), Repeat(name, 4, blocks - number - 2)]
+    if number in (0, blocks) and blocks > 3:
+        return dataclasses.replace(config, blocks=3), [Repeat(name, 1, blocks - 2)]
+    return config, []
+
+
+def _without_numbers(on_gpu: bool) -> AbstractContextManager[Any]:
+    """Tensors made in this context have shapes only.
+
+    Those of the meta device take the paths of a GPU in the model, which asks whether a tensor is on a CPU. For a CPU they must
+    say that they are.
+    """
+    return torch.device("meta") if on_gpu else FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def _prepare(model: AlphaFold, step: Step) -> None:
+    """Give the model the device, the precision and the operators of the step."""
+    if step.half:
+        # As autocast and `evodsp.model.casts` leave the parameters that layers see. The meta device has no autocast.
+        for module in model.children():
+            if not getattr(module, "computes_in_float32", False):
+                module.to(torch.bfloat16)
+    if step.on_gpu:
+        own = {f.name: getattr(triton, f.name) for f in dataclasses.fields(Kernels) if hasattr(triton, f.name)}
+        use_kernels(model, Kernels(**own))
+    else:
+        model.to_empty(device="cpu")
+
+
+_TRAILING: dict[str, tuple[int, ...]] = {
+    "target_feat": (22,), "atom14_atom_exists": (14,), "atom37_atom_exists": (37,), "residx_atom14_to_atom37": (14,),
+    "residx_atom37_to_atom14": (37,), "template_all_atom_positions": (37, 3), "template_all_atom_masks": (37,),
+    "template_pseudo_beta": (3,), "template_sum_probs": (1,),
+} | {name: shape for name, (_, shape) in SAMPLED.items()}  # fmt: skip
+_INTEGERS = {
+    "aatype", "residue_index", "seq_length", "residx_atom14_to_atom37", "residx_atom37_to_atom14", "true_msa", "extra_msa",
+    "template_aatype",
+}  # fmt: skip
+_ACTIVATIONS = {"target_feat", "msa_feat", "extra_has_deletion", "extra_deletion_value"}
+"""Features that go into linear layers, where autocast makes them half precision."""
+LISTED = {"observed_frames": 3.6, "observed_atoms": 7.8, "existing_atoms": 7.8, "ambiguous_residues": 0.25}
+"""Entries of a residue that exist, on average over natural sequences; see `evodsp.data.dataset.collate`."""
+
+
+def _batch(step: Step) -> dict[str, Tensor]:
+    """Features of one recycling iteration, and labels where there is a loss."""
+    n = step.sizes
+    axes = {"residues": n.residues, "msa": n.clusters, "extra": n.extra, "templates": n.templates}
+    half = torch.bfloat16 if step.half else torch.float32
+    batch = {}
+    for name, of in {**FEATURE_AXES, **(TEMPLATE_AXES if step.model.templates.enabled else {})}.items():
+        shape = (1, 1, *(axes[axis] for axis in of if axis), *_TRAILING.get(name, ()))
+        dtype = torch.int32 if name in _INTEGERS else half if name in _ACTIVATIONS else torch.float32
+        batch[name] = torch.empty(shape, dtype=dtype)
+    if step.loss is None:
+        return batch
+    for name, (trailing, dtype) in _labels().items():
+        if name not in batch:
+            batch[name] = torch.empty((1, n.residues, *trailing), dtype=dtype)
+    batch |= {name: torch.empty(1) for name in ("resolution", "use_clamped_fape")}
+    return batch | {
+        name: torch.empty((1, int(share * n.residues)), dtype=torch.int64) for name, share in LISTED.items()
+    }
+
+
+def _labels() -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """The trailing axes and the types of the labels of a structure."""
+    return {name: (tuple(x.shape[1:]), x.dtype) for name, x in _LABELS.items()}
+
+
+_LABELS = structure_labels(torch.zeros(2, dtype=torch.int64), torch.zeros(2, 37, 3), torch.zeros(2, 37))
+
+
+def _name_places(model: AlphaFold, recorder: Recorder) -> None:
+    """Have the events of each part carry its name, and those of stacks and iterations their segment."""
+
+    def name(module: nn.Module, place: Callable[[], Place]) -> None:
+        module.register_forward_pre_hook(lambda *_: recorder.enter(place()))
+        # Also where recomputation ends early, with an exception.
+        module.register_forward_hook(lambda *_: recorder.leave(), always_call=True)
+
+    for part, module in model.named_children():
+        if part in STACKS:
+            for number, block in enumerate(module.blocks):  # type: ignore[arg-type]
+                name(block.msa_stack, lambda part=part, number=number: (part, number))  # type: ignore[misc]
+                name(block.pair_stack, lambda part=part, number=number: (part, number + 1))  # type: ignore[misc]
+        elif part == "heads":
+            for head in module.values():  # type: ignore[operator]
+                name(head, lambda: ("heads", 0))
+        elif part != "structure_module":
+            name(module, lambda part=part: (part, 0))  # type: ignore[misc]
+    _name_iterations(model.structure_module, recorder)
+
+
+def _name_iterations(structure: StructureModule, recorder: Recorder) -> None:
+    """Segment k of the structure module begins with the attention of iteration k, from 1; segment 0 precedes them."""
+    part, calls = "structure_module", 0
+
+    def begin(*_: Any) -> None:
+        nonlocal calls
+        calls = 0
+        recorder.enter((part, 0))
+
+    def next_iteration(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+        recorder.leave()
+        recorder.enter((part, calls))
+
+    structure.register_forward_pre_hook(begin)
+    structure.attention.register_forward_pre_hook(next_iteration)
+    structure.register_forward_hook(lambda *_: recorder.leave(), always_call=True)

@@ -1,0 +1,195 @@
+"""A plan as text, as JSON and as a page. Every time is a model's, and says so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from evodsp.planner.choose import Comparison
+from evodsp.planner.mesh import Estimate
+from evodsp.planner.timeline import timeline
+from evodsp.report.lines import Series, lines
+from evodsp.report.page import Page
+from evodsp.report.stacked import stacked
+
+GIB = 2**30
+PARTS = ("weights", "gradients", "optimizer", "average", "features", "activations")
+_HEADINGS = (
+    "data x sequence", "memory", "fits", "blocks kept", "step", "samples/s", "efficiency", "exposed", "launch-bound",
+    "days", "GPU-hours",
+)  # fmt: skip
+LAUNCH_BOUND = 0.9
+"""A pass is launch-bound where launching takes at least this share of its time."""
+
+
+def text(compared: Comparison, gpus: int, samples: int) -> list[str]:
+    """Lines for a terminal."""
+    rows = [_HEADINGS, *(_row(one, compared, samples) for one in compared.estimates)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADINGS))]
+    lines_ = [
+        f"{gpus} x {compared.device.name}, {_what(compared)}. Times are a model's, not measured.",
+        *("  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows),
+        verdict(compared, gpus),
+    ]
+    return lines_ + advice(compared)
+
+
+def verdict(compared: Comparison, gpus: int) -> str:
+    """Which mesh to take, or what is missing."""
+    best = compared.best
+    if best is not None:
+        return (
+            f"take --parallel.sequence {best.sequence} ({best.data} x {best.sequence})"
+            f"{_checkpoint(best, compared)}: {best.step_s:.2f} s a step, {best.memory.total / GIB:.1f} of "
+            f"{best.usable / GIB:.1f} GiB"
+        )
+    least = min(compared.estimates, key=lambda one: one.memory.total)
+    missing = (least.memory.total - least.usable) / GIB
+    return (
+        f"nothing fits: {least.data} x {least.sequence} needs {least.memory.total / GIB:.1f} GiB a device, {missing:.1f} more "
+        "than there are. Take more devices a sample, fewer rows or residues, or --parameters fsdp2"
+    )
+
+
+def advice(compared: Comparison) -> list[str]:
+    """What else the numbers say of the chosen mesh."""
+    best = compared.best
+    if best is None:
+        return []
+    found = []
+    if _launch_bound(best) and not compared.training.graphs:
+        found.append(
+            f"launching the operators takes {best.one.host:.2f} of {best.one.total:.2f} s of a pass: the host is the limit, "
+            "not the GPU (plan with --cuda_graphs to see what is left without it)"
+        )
+    alone = next((one for one in compared.estimates if one.sequence == 1), None)
+    if alone is not None and alone.fits and best.sequence == 1:
+        found.append(
+            "sharding a sample does not pay here: it fits on one device, and data-parallel ranks need less communication"
+        )
+    return found
+
+
+def as_json(compared: Comparison, samples: int) -> dict[str, Any]:
+    """Everything, in bytes and seconds."""
+    return {
+        "model": "times are calculated, not measured",
+        "device": compared.device.name,
+        "links": {
+            "inside": compared.links.inside.name,
+            "across": compared.links.across.name,
+            "gpus_per_node": compared.links.per_node,
+        },
+        "best": None if compared.best is None else [compared.best.data, compared.best.sequence],
+        "meshes": [_numbers(one, compared, samples) for one in compared.estimates],
+    }
+
+
+def _numbers(one: Estimate, compared: Comparison, samples: int) -> dict[str, Any]:
+    return {
+        "data": one.data,
+        "sequence": one.sequence,
+        "fits": one.fits,
+        "memory": {
+            **{part: getattr(one.memory, part) for part in PARTS},
+            "total": one.memory.total, "usable": one.usable, "largest_in": one.memory.at,
+        },
+        "evoformer_blocks_kept": one.kept_blocks,
+        "step_seconds": one.step_s,
+        "samples_per_second": one.samples_per_s,
+        "efficiency": compared.efficiency(one),
+        "days": samples / one.samples_per_s / 86400,
+        "gpu_hours": samples / one.samples_per_s / 3600 * one.devices,
+        "pass_with_gradients": {
+            "seconds": one.one.total, "device_seconds": one.one.device, "launch_seconds": one.one.host,
+            "launches": one.one.launches, "flops": one.one.flops, "collectives": one.one.calls,
+            "communication_seconds": one.one.communication, "exposed_seconds": one.one.exposed,
+            "bytes_by_kind": one.one.by_kind, "seconds_by_part": one.one.by_part,
+        },
+        "pass_without_gradients_seconds": one.free_pass_s,
+        "gradients_seconds": one.gradients_s,
+        "data_reduction_seconds": one.reduction_s,
+        "update_seconds": one.update_s,
+    }  # fmt: skip
+
+
+def page(compared: Comparison, gpus: int, samples: int) -> Page:
+    """The page."""
+    made = Page(f"Plan for {gpus} x {compared.device.name}", f"{_what(compared)}. Times are a model's, not measured.")
+    made.verdict(verdict(compared, gpus), compared.best is not None)
+    for line in advice(compared):
+        made.note(line)
+    shown = compared.best or min(compared.estimates, key=lambda one: one.memory.total)
+    made.figures(
+        {
+            "seconds a step": f"{shown.step_s:.2f}",
+            "samples a second": f"{shown.samples_per_s:.1f}",
+            f"days for {samples:,} samples": f"{samples / shown.samples_per_s / 86400:.1f}",
+            "GPU-hours": f"{samples / shown.samples_per_s / 3600 * shown.devices:,.0f}",
+            "GiB a device": f"{shown.memory.total / GIB:.1f}",
+            "of a pass is exposed communication": f"{shown.one.exposed / shown.one.total:.0%}",
+        }
+    )
+    made.heading("Meshes")
+    made.table(_HEADINGS, [_row(one, compared, samples) for one in compared.estimates])
+    meshes = [f"{one.data} x {one.sequence}" for one in compared.estimates]
+    memory = {part: [getattr(one.memory, part) / GIB for one in compared.estimates] for part in PARTS}
+    made.charts({"Memory of a device, GiB": stacked(meshes, memory, limit=shown.usable / GIB)})
+    made.legend(list(PARTS))
+    several = len(compared.estimates) > 1
+    if several:
+        x = [one.sequence for one in compared.estimates]
+        made.charts(
+            {
+                "Efficiency of a device": lines(
+                    [Series("efficiency", x, [compared.efficiency(one) for one in compared.estimates])],
+                    "ranks of a sample",
+                    "efficiency",
+                ),
+                "Seconds of a sample": lines(
+                    [Series("seconds", x, [one.sample_s for one in compared.estimates])], "ranks of a sample", "seconds"
+                ),
+            }
+        )
+    made.heading(f"Where a pass goes, {shown.data} x {shown.sequence}")
+    parts = sorted(shown.one.by_part.items(), key=lambda item: -item[1])
+    made.table(
+        ["part", "milliseconds, with waits", "share"],
+        [[part, f"{seconds * 1e3:.1f}", f"{seconds / shown.one.total:.0%}"] for part, seconds in parts if seconds > 0],
+    )
+    made.heading("One Evoformer block, forward pass")
+    made.note("Top: what the device computes, gaps are waits. Bottom: what the link carries.")
+    made.charts({"Time line, microseconds": timeline(shown.block.intervals)})
+    return made
+
+
+def _row(one: Estimate, compared: Comparison, samples: int) -> list[str]:
+    return [
+        f"{one.data} x {one.sequence}",
+        f"{one.memory.total / GIB:.1f} GiB",
+        "yes" if one.fits else "NO",
+        f"{one.kept_blocks}/{compared.training.model.evoformer.blocks}",
+        f"{one.step_s:.2f} s",
+        f"{one.samples_per_s:.1f}",
+        f"{compared.efficiency(one):.0%}",
+        f"{one.one.exposed / one.one.total:.0%}",
+        "yes" if _launch_bound(one) else "no",
+        f"{samples / one.samples_per_s / 86400:.1f}",
+        f"{samples / one.samples_per_s / 3600 * one.devices:,.0f}",
+    ]
+
+
+def _launch_bound(one: Estimate) -> bool:
+    return one.one.host >= LAUNCH_BOUND * one.one.total
+
+
+def _checkpoint(one: Estimate, compared: Comparison) -> str:
+    blocks = compared.training.model.evoformer.blocks
+    if one.kept_blocks in (0, blocks):
+        return ""
+    return f" --model.evoformer.checkpoint {blocks - one.kept_blocks}"
+
+
+def _what(compared: Comparison) -> str:
+    training, n = compared.training, compared.training.sizes
+    rows = f"{n.clusters + n.templates} x {n.residues}, extra MSA {n.extra}, {n.templates} templates"
+    return f"{rows}, batch {training.global_batch}, {training.passes:g} passes a sample, {'bf16' if training.half else 'fp32'}"

@@ -1,0 +1,158 @@
+"""`evodsp plan`: meshes, memory by part, the choice, and what a wrong command says."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from evodsp.cli import main
+from evodsp.config import LossConfig, ModelConfig
+from evodsp.errors import UserError
+from evodsp.planner import choose
+from evodsp.planner.choose import compare, possible
+from evodsp.planner.device import Device, Links, load_device, load_link
+from evodsp.planner.mesh import Estimate, Memory, Training, _memory, _reductions
+from evodsp.planner.program import Program, Sizes
+from evodsp.planner.simulate import Times
+
+SMALL = Training(ModelConfig.preset("small"), LossConfig(), Sizes(32, 16, 32), global_batch=12)
+LINKS = Links(load_link("nvlink4"), load_link("infiniband"), 8)
+
+
+def test_meshes_divide_devices_and_batch() -> None:
+    """Catches a mesh whose data ranks do not divide the batch, or whose ranks get no row."""
+    assert possible(SMALL, 6) == [1, 2, 3, 6]
+    assert possible(SMALL, 24) == [2, 4, 6, 8, 12]  # 24 data ranks do not divide 12 samples; 24 ranks have 16 rows
+    assert possible(SMALL, 24, 4) == [4]
+    for devices, sequence, message in ((24, 17, "at most 16"), (24, 5, "not a multiple"), (1024, None, "at least 86")):
+        with pytest.raises(UserError, match=message):
+            possible(SMALL, devices, sequence)
+
+
+def test_memory_that_lasts_for_the_whole_step() -> None:
+    """Catches a part that is left out, or sharded where it is whole. Bytes a parameter are the oracle's: 4 and 2 of the weights
+    and their copies, 8 of a gradient and a sum of clipped ones, 8 of Adam, 4 of the average."""
+    program = Program([], [], batch_bytes=10, parameters=100, sent=[])
+
+    def parts(**changes: object) -> Memory:
+        from evodsp.planner.walk import Span
+
+        worst = Span(("losses", 0), "forward", 1, 1, 0.0, 0, 0, 0, 7, 0)
+        return _memory(dataclasses.replace(SMALL, **changes), program, [worst], ranks=4, batches=3)
+
+    assert parts() == Memory(600, 800, 800, 400, 40, 7, "losses, forward")
+    assert parts(clip="batch", half=False, ema=False) == Memory(400, 400, 800, 0, 40, 7, "losses, forward")
+    assert parts(parameters="zero1") == Memory(600, 800, 200, 400, 40, 7, "losses, forward")
+    assert parts(parameters="fsdp2", clip="batch") == Memory(100, 100, 200, 100, 40, 7, "losses, forward")
+    assert parts().total == 600 + 800 + 800 + 400 + 40 + 7
+
+
+def test_gradients_are_reduced_once_a_sample_or_once_a_step() -> None:
+    """Catches an all-reduce that clipping per sample needs and clipping per batch hides behind the backward pass."""
+    numbers = 10_000_000
+    within, after = _reductions(SMALL, numbers, 4, 2, LINKS, backward_s=1.0)
+    assert within == pytest.approx(LINKS.seconds("all-reduce", 8 * numbers, 2))
+    assert after == pytest.approx(LINKS.apart("all-reduce", 8 * numbers, 4, stride=2))
+    batch = dataclasses.replace(SMALL, clip="batch")
+    assert _reductions(batch, numbers, 4, 2, LINKS, backward_s=1.0) == (0.0, 0.0)
+    assert _reductions(batch, numbers, 4, 2, LINKS, backward_s=0.0)[1] > 0
+
+
+def fake(monkeypatch: pytest.MonkeyPatch, step_s: dict[int, float], needs: dict[int, int]) -> None:
+    """Estimates with given times and memory, by the size of the sequence group."""
+
+    def estimate(
+        training: Training, program: Program, kept: int, data: int, sequence: int, device: Device, links: Links
+    ) -> Estimate:
+        memory, no_time = Memory(needs[sequence], 0, 0, 0, 0, 0, ""), (0.0,) * 4
+        none = Times()
+        return Estimate(data, sequence, memory, 100, kept, step_s[sequence], 1, none, *no_time, 12, none)
+
+    monkeypatch.setattr(choose, "estimate", estimate)
+    monkeypatch.setattr(choose, "traced", _nothing)
+
+
+def _nothing(training: Training, sequence: int, recomputed: bool | int) -> None:
+    """Stands in for a traced pass; a function of a module, because it goes to another process."""
+
+
+def test_the_fastest_mesh_that_fits_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a choice that does not fit, or that is slower, and a search that ends before anything fits."""
+    times = {1: 1.0, 2: 2.0, 3: 3.0, 4: 4.0, 6: 5.0, 12: 6.0}
+    fake(monkeypatch, times, dict(zip(times, (300, 200, 150, 90, 80, 10), strict=True)))
+    found = compare(SMALL, 12, load_device("h100"), LINKS, auto=False)
+    assert [one.sequence for one in found.estimates] == [1, 2, 3, 4, 6, 12]
+    assert found.best is not None
+    assert found.best.sequence == 4
+    fake(monkeypatch, times, dict.fromkeys(times, 101))
+    assert compare(SMALL, 12, load_device("h100"), LINKS, auto=False).best is None
+    fake(monkeypatch, times, dict.fromkeys(times, 100))
+    assert [one.sequence for one in compare(SMALL, 12, load_device("h100"), LINKS, auto=False).estimates] == [
+        1,
+        2,
+        3,
+        4,
+    ]
+
+
+def test_the_command_prints_and_writes_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a table, a page or a file without the numbers of the other two."""
+    output = tmp_path / "plan.html"
+    sizes = {"gpus": 2, "preset": "small", "residues": 32, "msa": 16, "extra-msa": 32, "global_batch": 4}
+    words = [f"--{name}={value}" for name, value in sizes.items()]
+    assert main(["plan", *words, "--output", str(output)]) == 0
+    printed = capsys.readouterr().out
+    assert "take --parallel.sequence 1 (2 x 1)" in printed
+    assert "not measured" in printed
+    numbers = json.loads(output.with_suffix(".json").read_text())
+    assert [(one["data"], one["sequence"]) for one in numbers["meshes"]] == [(2, 1), (1, 2)]
+    assert numbers["meshes"][0]["pass_with_gradients"]["collectives"] == 0
+    assert numbers["meshes"][1]["pass_with_gradients"]["collectives"] > 20
+    html = output.read_text()
+    for text in ("2 x 1", "1 x 2", "not measured", "<svg", "Memory of a device"):
+        assert text in html
+    assert "http://" not in html.replace("http://www.w3.org", "")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--gpus 0", "--gpus is 0"),
+        ("--gpus 8 --device h1000", "no device 'h1000'"),
+        ("--gpus 8 --sequence 3", "not a multiple"),
+        ("--gpus 8 --across carrier_pigeon", "no link 'carrier_pigeon'"),
+        ("--gpus 8 --config nowhere.yaml", "cannot be read"),
+        ("--gpus 8 --preset model_9", "--preset is 'model_9'"),
+        ("--gpus 8 --preset model_3 --templates 2", "--templates is 2"),
+        ("--gpus 8 --msa 4", "--msa is 4"),
+        ("--gpus 8 --output plan.txt", "ends in .html"),
+        ("--gpus 131072", "at least 1024"),
+    ],
+)
+def test_a_wrong_command_is_one_line(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a traceback, and work that begins before the options are checked."""
+    assert main(["plan", *words.split()]) == 2
+    error = capsys.readouterr().err.strip()
+    assert message in error
+    assert len(error.splitlines()) == 1
+
+
+def test_a_config_of_a_run_is_planned_as_it_is(tmp_path: Path) -> None:
+    """Catches sizes, losses or a batch that the plan takes from elsewhere."""
+    from evodsp.planner.config import PlanConfig
+    from evodsp.planner.from_run import training_of
+
+    found = training_of(PlanConfig(gpus=8, config=Path("configs/af2_finetune_ptm.yaml")))
+    assert found.sizes == Sizes(384, 508, 5120, 4)
+    assert (found.global_batch, found.passes, found.clip, found.loss.violation) == (128, 2.5, "sample", 1.0)
+    assert found.loss.pae > 0
+    assert found.model.heads.predicted_aligned_error
+    changed = training_of(
+        PlanConfig(gpus=8, config=Path("configs/af2_finetune_ptm.yaml"), residues=100, templates=0, recycles=0)
+    )
+    assert changed.sizes == Sizes(100, 512, 5120, 0)
+    assert changed.passes == 1
+    assert not changed.model.templates.enabled

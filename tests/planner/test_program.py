@@ -1,0 +1,163 @@
+"""What the planner follows on shapes is what runs: collectives of real ranks, operators of a GPU, memory and work of the whole
+model.
+
+The reduced model stands for the whole one, so most of these compare it with the whole model followed in the same way.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from evodsp.config import HeadsConfig, LossConfig, ModelConfig
+from evodsp.losses.total import total_loss
+from evodsp.model.alphafold import AlphaFold
+from evodsp.model.primitives import use_exchange
+from evodsp.parallel.exchange import ShardedExchange
+from evodsp.parallel.group import Group
+from evodsp.parallel.ledger import Ledger
+from evodsp.planner import program as followed
+from evodsp.planner.device import Links, load_device, load_link
+from evodsp.planner.program import Program, Sizes, Step, program
+from evodsp.planner.simulate import simulate
+from evodsp.planner.trace import Work
+from evodsp.planner.walk import Item, Span, segment, spans, whole
+from evodsp.rng import Draws
+from tests.builders.fake_cuda import Case, measure
+from tests.builders.labelled_batch import WEIGHTS
+from tests.builders.small_model import config
+from tests.model.test_sharded_total import batch
+from tests.ranks import RankPool
+
+SIZES = (5, 6, 7)
+"""Clusters, extra sequences, residues: no two are equal, and no number of ranks divides them all."""
+
+
+def real_step(handle: Any) -> list[tuple[str, str, int]]:
+    """The collectives of one pass with gradients on this rank: phase, kind, numbers."""
+    ledger = Ledger()
+    torch.set_default_dtype(torch.float64)
+    try:
+        model = AlphaFold(config(recompute=True))
+        exchange = ShardedExchange(Group(handle, ledger))
+        use_exchange(model, exchange)
+        inputs = batch(1, SIZES)
+        inputs = {name: x[:, -1:] if name in model.features else x for name, x in inputs.items()}
+        # Of what exists, the planner knows the average number only.
+        inputs |= {name: torch.arange(int(share * SIZES[2]))[None] for name, share in followed.LISTED.items()}
+        loss, _ = total_loss(model(inputs, [Draws.root(0)]), inputs, WEIGHTS, config().heads, exchange)
+        loss.backward()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    return [(entry.phase, entry.kind, entry.elements) for entry in ledger.entries]
+
+
+@pytest.mark.parametrize(
+    "ranks", [pytest.param(2, marks=pytest.mark.verify), 3, pytest.param(4, marks=pytest.mark.verify)]
+)
+def test_collectives_are_those_of_real_ranks(pool: RankPool, ranks: int) -> None:
+    """Catches a collective that the planner leaves out, counts in another phase, or with another size, on any rank."""
+    clusters, extra, residues = SIZES
+    templates = batch(1, SIZES)["template_mask"].shape[2]
+    for rank, real in enumerate(pool.run(ranks, real_step)):
+        step = Step(
+            config(recompute=True), Sizes(residues, clusters, extra, templates), WEIGHTS, ranks, rank, half=False
+        )
+        assert [(entry.phase, entry.kind, entry.elements) for entry in program(step).sent] == real
+
+
+PRESET = ModelConfig.preset("model_1_ptm")
+FINE_TUNING = LossConfig(violation=1.0, experimentally_resolved=0.01, pae=0.1)
+
+
+def seconds(work: Work) -> float:
+    return load_device("h100").seconds(work.name, work.flops, work.bytes, work.launches, work.half)
+
+
+def both(step: Step, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Item], list[Item]]:
+    """The items of the reduced model with repeats, and of the whole model."""
+
+    def items(found: Program) -> list[Item]:
+        return whole(spans(found.events, seconds), found.repeats)
+
+    few = items(program(step))
+    with monkeypatch.context() as patch:
+        patch.setattr(followed, "reduced", lambda model: (model, []))
+        return few, items(program(step))
+
+
+def model_with(blocks: int, recomputed: bool | int) -> ModelConfig:
+    """The preset with fewer blocks, so that the whole can be followed."""
+    evoformer = dataclasses.replace(PRESET.evoformer, blocks=blocks, checkpoint=recomputed)
+    return dataclasses.replace(PRESET, evoformer=evoformer)
+
+
+@pytest.mark.parametrize(
+    ("recomputed", "ranks", "sizes"),
+    [
+        pytest.param(True, 1, Sizes(256, 124, 1024, 4), marks=pytest.mark.verify),
+        (4, 3, Sizes(100, 20, 70, 2)),
+        *(
+            pytest.param(recomputed, ranks, sizes, marks=pytest.mark.verify)
+            for recomputed in (True, False, 4)
+            for ranks in (2, 8)
+            for sizes in (Sizes(256, 124, 1024, 4), Sizes(384, 508, 5120, 4), Sizes(768, 128, 512), Sizes(2048, 64, 64))
+        ),
+    ],
+)
+def test_repeated_segments_are_the_whole_model(
+    recomputed: bool | int, ranks: int, sizes: Sizes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a segment that is repeated once too often, memory that a repetition does not carry on, and a collective that is
+    awaited in another segment than the one that began it."""
+    model = model_with(8, recomputed)
+    if not sizes.templates:
+        model = dataclasses.replace(model, templates=dataclasses.replace(model.templates, enabled=False))
+    few, all_of_it = both(Step(model, sizes, FINE_TUNING, ranks), monkeypatch)
+    links = Links(load_link("nvlink4"), load_link("infiniband"), 8)
+
+    def summary(items: list[Item]) -> tuple[int, int, int, int]:
+        times = simulate(items, 8e-6, lambda kind, counted: links.seconds(kind, counted, ranks))
+        return times.launches, times.flops, times.calls, times.bytes
+
+    repeated, real = summary(few), summary(all_of_it)
+    assert repeated[2:] == real[2:]
+    assert repeated[0] == pytest.approx(real[0], rel=0.005)
+    assert repeated[1] == pytest.approx(real[1], rel=1e-4)
+    peaks = [max(item.peak for item in items if isinstance(item, Span)) for items in (few, all_of_it)]
+    assert peaks[0] == pytest.approx(peaks[1], rel=0.1)
+    exposed = [
+        simulate(items, 0.0, lambda kind, counted: links.seconds(kind, counted, ranks)).exposed
+        for items in (few, all_of_it)
+    ]
+    assert exposed[0] == pytest.approx(exposed[1], rel=0.02)
+
+
+def test_a_block_launches_and_moves_what_it_does_on_a_gpu() -> None:
+    """Catches operators that the planner does not see, and activations in another precision than under autocast: compares with
+    the counts under the real CUDA dispatch (`tests.builders.fake_cuda`)."""
+    counted = measure(
+        Case(what="evoformer", sequences=128, residues=256, dropout=True, kernels="triton", cast_once=True)
+    )
+    found = program(Step(model_with(48, False), Sizes(256, 124, 16, 4), LossConfig()))
+    block = [item for item in segment(spans(found.events, seconds), ("evoformer", 1)) if isinstance(item, Span)]
+    back = [
+        item
+        for item in segment(spans(found.events, seconds), ("evoformer", 1), forward=False)
+        if isinstance(item, Span)
+    ]
+    assert sum(item.launches for item in block) == pytest.approx(counted.forward.launches, rel=0.03)
+    assert sum(item.bytes for item in block) == pytest.approx(counted.forward.bytes, rel=0.03)
+    assert sum(item.launches for item in back) == pytest.approx(counted.backward.launches, rel=0.05)
+    assert sum(item.bytes for item in back) == pytest.approx(counted.backward.bytes, rel=0.05)
+    assert block[-1].after - block[0].before == pytest.approx(counted.kept, rel=0.05)
+
+
+def test_the_parameters_of_the_preset() -> None:
+    """Catches blocks that are not counted: DeepMind's model_1_ptm has so many parameters."""
+    assert followed.parameters(PRESET) == 93_237_338
+    assert followed.parameters(model_with(3, True)) < followed.parameters(model_with(4, True))
+    assert followed.parameters(dataclasses.replace(PRESET, heads=HeadsConfig())) < 93_237_338

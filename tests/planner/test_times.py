@@ -1,0 +1,158 @@
+"""Clocks, links and repeated segments by hand-made items whose times are known."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from evodsp.errors import UserError
+from evodsp.parallel.ledger import Kind
+from evodsp.planner.device import Device, Link, Links, load_device, load_link, names
+from evodsp.planner.program import Repeat
+from evodsp.planner.simulate import simulate
+from evodsp.planner.walk import Communication, Item, Span, Wait, whole
+
+PLACE = ("evoformer", 1)
+LINK = Link("test", dict.fromkeys(load_link("nvlink4").start_us, 10.0), [[1e3, 1.0], [1e6, 2.0]], 0.5)
+
+
+def span(
+    seconds: float, operators: int = 1, held: tuple[int, int, int] = (0, 0, 0), place: tuple[str, int] = PLACE
+) -> Span:
+    return Span(place, "forward", operators, operators, seconds, 0, 0, *held)
+
+
+def send(number: int, place: tuple[str, int] = PLACE, kind: Kind = "all-gather") -> Communication:
+    return Communication(place, "forward", number, kind, 100)
+
+
+def wait(number: int, place: tuple[str, int] = PLACE) -> Wait:
+    return Wait(place, "forward", number)
+
+
+def three_seconds(kind: Kind, counted: int) -> float:
+    return 3.0
+
+
+def test_communication_hides_behind_what_is_computed_meanwhile() -> None:
+    """Catches a collective that starts before its input is there, and a wait that counts as exposed although nothing waits."""
+    items: list[Item] = [span(1.0), send(1), span(2.0), wait(1), span(5.0), send(2), span(4.0), wait(2)]
+    times = simulate(items, 0.0, three_seconds)
+    assert (times.total, times.exposed, times.communication, times.calls) == (13.0, 1.0, 6.0, 2)
+    assert simulate(items, 0.0, three_seconds, overlaps=False).total == 18.0
+
+
+def test_collectives_take_turns() -> None:
+    """Catches two collectives on one link at the same time."""
+    assert simulate([span(1.0), send(1), send(2), wait(1), wait(2)], 0.0, three_seconds).total == 7.0
+
+
+def test_the_host_limits_many_small_operators() -> None:
+    """Catches launches that take no time, and a host that waits for the device."""
+    assert simulate([span(1.0, operators=30)], 0.1, three_seconds).total == pytest.approx(3.0)
+    assert simulate([span(10.0, operators=30)], 0.1, three_seconds).total == pytest.approx(10.1)
+
+
+def test_a_repeated_segment_sends_to_the_next_one_and_holds_more_each_time() -> None:
+    """Catches a collective that is awaited twice or never after a repetition, and memory that stays as it was."""
+
+    def held(items: list[Item]) -> list[tuple[int, int, int]]:
+        return [(item.before, item.peak, item.after) for item in items if isinstance(item, Span)]
+
+    first, last = ("evoformer", 0), ("evoformer", 2)
+    items: list[Item] = [
+        span(1.0, held=(0, 3, 1), place=first), send(1, first),
+        wait(1), span(1.0, held=(1, 9, 3)), send(2),
+        wait(2, last), span(1.0, held=(3, 8, 4), place=last),
+    ]  # fmt: skip
+    found = whole(items, [Repeat("evoformer", 1, 3)])
+    assert held(found) == [(0, 3, 1), (1, 9, 3), (3, 11, 5), (5, 13, 7), (7, 12, 8)]
+    sent = [item.number for item in found if isinstance(item, Communication)]
+    assert [item.number for item in found if isinstance(item, Wait)] == sent
+    assert len(set(sent)) == 4
+    # Each of the four waits three seconds for what the segment before it sent.
+    assert simulate(found, 0.0, three_seconds).exposed == 12.0
+
+
+def test_a_link_starts_up_and_grows_faster_with_size() -> None:
+    """Catches bytes that a rank keeps for itself on the wire, a table that is not interpolated, and a start
+    that is forgotten."""
+    links = Links(LINK, LINK, 8)
+    assert links.seconds("all-gather", 4, 1) == 0.0
+    assert links.seconds("all-gather", 2_000_000, 2) == pytest.approx(10e-6 + 1_000_000 / 2e9)
+    assert links.seconds("all-to-all", 2_000_000, 2) == pytest.approx(10e-6 + 1_000_000 / 1e9)
+    middle = LINK.seconds("all-gather", 1e3 * 1000**0.5)
+    assert middle == pytest.approx(1e3 * 1000**0.5 / 1.5e9)
+
+
+def test_between_nodes_an_all_to_all_gets_one_adapter_and_a_gather_gets_all() -> None:
+    """Catches a collective across nodes that is timed with the link inside of a node."""
+    slow = Link("slow", LINK.start_us, [[1.0, 0.1]], 1.0)
+    links = Links(LINK, slow, 4)
+    counted = 8_000_000
+    assert links.seconds("all-to-all", counted, 8) == pytest.approx(10e-6 + counted / 2 / 0.1e9)
+    assert links.seconds("all-gather", counted, 8) == pytest.approx(10e-6 + counted / 2 / 4 / 0.1e9)
+    # Data ranks that are four devices apart have one neighbour in each node.
+    assert links.apart("all-gather", counted, 2, stride=4) == pytest.approx(10e-6 + counted / 2 / 0.1e9)
+
+
+def test_an_operator_takes_the_longer_of_its_products_and_its_traffic() -> None:
+    """Catches peaks of another precision, and operators that take no time."""
+    device = load_device("h100")
+    assert device.seconds("mm", 10**12, 8, 1, half=True) == pytest.approx(1 / (989 * 0.8))
+    assert device.seconds("mm", 10**12, 8, 1, half=False) == pytest.approx(1 / (67 * 0.8))
+    assert device.seconds("mm", 10**12, 8, 1, half=False, tf32=True) == pytest.approx(1 / (494 * 0.8))
+    assert device.seconds("evodsp::attention", 10**12, 8, 1, half=True) == pytest.approx(1 / (989 * 0.45))
+    assert device.seconds("add", 0, 10**9, 1, half=True) == pytest.approx(1 / (3350 * 0.88))
+    assert device.seconds("add", 0, 8, 3, half=True) == pytest.approx(6e-6)
+
+
+@pytest.mark.parametrize("kind", ["device", "link"])
+def test_every_number_of_a_data_file_says_where_it_comes_from(kind: str) -> None:
+    """Catches a number without a source: each line with one has a comment behind it, or a comment above it."""
+    folder = Path(__file__).parents[2] / "evodsp" / "planner" / f"{kind}s"
+    for name in names(kind):
+        lines = (folder / f"{name}.yaml").read_text().splitlines()
+        for before, line in itertools.pairwise(lines):
+            key, _, content = line.split("#")[0].partition(":")
+            if key not in ("name", "inside", "across") and any(letter.isdigit() for letter in content):
+                assert "#" in line or before.startswith("#"), f"{name}: {line}"
+        assert isinstance(load_device(name) if kind == "device" else load_link(name), Device | Link)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "check the path"),
+        ("a: [", "not YAML"),
+        ("name: x", "missing or unknown keys"),
+        ("- 1", "missing or unknown keys"),
+    ],
+)
+def test_a_wrong_device_file_is_one_line(tmp_path: Path, content: str | None, message: str) -> None:
+    """Catches a traceback for a file that a user wrote."""
+    path = tmp_path / "own.yaml"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(UserError, match=message):
+        load_device(str(path))
+
+
+def test_a_wrong_number_of_a_device_file_is_named(tmp_path: Path) -> None:
+    """Catches a negative bandwidth that turns into a negative time."""
+    folder = Path(__file__).parents[2] / "evodsp" / "planner"
+    path = tmp_path / "own.yaml"
+    path.write_text((folder / "devices" / "h100.yaml").read_text().replace("memory_gbps: 3350", "memory_gbps: -1"))
+    with pytest.raises(UserError, match="memory_gbps is -1"):
+        load_device(str(path))
+    path.write_text((folder / "links" / "pcie.yaml").read_text().replace("1.0e+6, 15", "9.0e+6, 15"))
+    with pytest.raises(UserError, match="rising bytes"):
+        load_link(str(path))
+
+
+def test_an_unknown_device_names_the_nearest() -> None:
+    """Catches a message that does not help."""
+    with pytest.raises(UserError, match=r"no device 'h10': evodsp has a100, b200, h100, h200.*mean 'h100'"):
+        load_device("h10")
