@@ -50,7 +50,7 @@ from evodsp.training.strategy import DSPStrategy
 from evodsp.training.throughput import Throughput
 from evodsp.training.utilisation import Utilisation
 from evodsp.training.world import MeshWorld, World
-from evodsp.weights.checkpoint import load_model
+from evodsp.weights.checkpoint import PREFIX, load_model
 from evodsp.weights.initial import initialise
 
 # Warnings of Lightning and PyTorch that appear in every run and that no user can act on.
@@ -133,6 +133,7 @@ class Built:
     interruption: Interruption
     last: LastCheckpoint
     stop: StopRequest
+    average: ExponentialMovingAverage | None
 
 
 def build(run: CheckedRun, world: World, begun: float) -> Built:
@@ -182,7 +183,8 @@ def build(run: CheckedRun, world: World, begun: float) -> Built:
     except (ValueError, MisconfigurationException) as error:  # how Lightning reports a wrong option
         raise UserError(f"trainer: {error}") from error
     use_checkpoint_io(trainer, run.folder.former, settings.run.async_checkpoints)
-    return Built(world, module, data, trainer, interruption, last, stop)
+    average = next((each for each in own_callbacks if isinstance(each, ExponentialMovingAverage)), None)
+    return Built(world, module, data, trainer, interruption, last, stop, average)
 
 
 def _seconds(max_time: Any) -> float | None:
@@ -297,8 +299,11 @@ def _execute(run: CheckedRun, built: Built, config_text: str) -> None:
     resumes, missing, group = run.start is not None, run.chains.missing, built.world.group
     if (source := run.settings.run.init_from) is not None and not resumes:
         # Rank 0 reads the file; the strategy gives its weights to the others.
-        done = on_first(lambda: initialise(module.model, source, run.settings.run.raw), group)
-        for line in done.lines(source) if done else ():
+        done = from_first(lambda: initialise(module.model, source, run.settings.run.raw), group)
+        if built.average is not None:
+            names = {name for name, _ in module.model.named_parameters()} - set(done.new)
+            built.average.begin_trained(f"{PREFIX}{name}" for name in names)
+        for line in done.lines(source) if trainer.is_global_zero else ():
             print(f"evodsp: {line}", file=sys.stderr)
     if trainer.is_global_zero:
         for line in run.changed:

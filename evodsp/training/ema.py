@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -17,7 +17,8 @@ def decay_at(update: int, decay: float) -> float:
     """Decay of update number `update` (from 1). It starts low, so that the average is close to a plain mean of the weights.
 
     With AF2's constant decay the random initial weights would dominate the average for the first thousand steps, which may be
-    a whole run. From about 9 / (1 - decay) updates on, this is AF2's decay.
+    a whole run. From about 9 / (1 - decay) updates on, this is AF2's decay. Weights that a run took from a file are not random:
+    their average has AF2's decay from the first update on.
     """
     return min(decay, (1 + update) / (10 + update))
 
@@ -25,7 +26,8 @@ def decay_at(update: int, decay: float) -> float:
 class ExponentialMovingAverage(Callback):
     """Keeps the average of every parameter, swaps it in for validation, and writes it to checkpoints as `ema_state_dict`.
 
-    The average of a parameter is on the same device and sharded in the same way.
+    The average of a parameter is on the same device and sharded in the same way. AF2 and OpenFold have one decay for all
+    updates and parameters; here it rises first (`decay_at`), except for parameters that `begin_trained`.
     """
 
     def __init__(self, decay: float = 0.999) -> None:
@@ -33,20 +35,27 @@ class ExponentialMovingAverage(Callback):
             raise UserError(f"model.ema_decay is {decay}, but must be at least 0 and below 1 (or null for no average)")
         self.decay = decay
         self._average: dict[str, Tensor] = {}
-        self._pairs: list[tuple[Tensor, Tensor]] = []
-        """Each average and its parameter."""
+        self._trained: frozenset[str] = frozenset()
+        self._rising: list[tuple[Tensor, Tensor]] = []
+        """Each average and its parameter, where the decay rises."""
+        self._steady: list[tuple[Tensor, Tensor]] = []
+        """The others."""
         self._loaded: Mapping[str, Tensor] | None = None
         self._updates = 0
         self._in_model = False
+
+    def begin_trained(self, names: Iterable[str]) -> None:
+        """Of these parameters the first weights are trained ones: the average keeps them as long as the full decay does."""
+        self._trained = frozenset(names)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         self._loaded = checkpoint.get("ema_state_dict")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._updates = state_dict["updates"]
+        self._updates, self._trained = state_dict["updates"], frozenset(state_dict.get("trained", ()))
 
     def state_dict(self) -> dict[str, Any]:
-        return {"updates": self._updates}
+        return {"updates": self._updates, "trained": sorted(self._trained)}
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # Not in `setup`: the weights are restored and on their device only now.
@@ -60,7 +69,9 @@ class ExponentialMovingAverage(Callback):
                 for name, parameter in weights.items()
             }
             # Listed once: walking through the modules takes longer than the update of a small model.
-            self._pairs = [(self._average[name], weight) for name, weight in weights.items()]
+            pairs = {name: (self._average[name], weight) for name, weight in weights.items()}
+            self._steady = [pair for name, pair in pairs.items() if name in self._trained]
+            self._rising = [pair for name, pair in pairs.items() if name not in self._trained]
         self._loaded = None
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
@@ -71,8 +82,10 @@ class ExponentialMovingAverage(Callback):
     @torch.no_grad()
     def update(self) -> None:
         """average <- decay * average + (1 - decay) * weights."""
-        averages, weights = ([local(pair[part]) for pair in self._pairs] for part in (0, 1))
-        torch._foreach_lerp_(averages, weights, 1 - decay_at(self._updates, self.decay))
+        for pairs, decay in ((self._rising, decay_at(self._updates, self.decay)), (self._steady, self.decay)):
+            if pairs:
+                averages, weights = ([local(pair[part]) for pair in pairs] for part in (0, 1))
+                torch._foreach_lerp_(averages, weights, 1 - decay)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._swap(pl_module)

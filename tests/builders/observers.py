@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from evodsp.losses.total import total_loss
+from evodsp.model.alphafold import AlphaFold
 from evodsp.parallel.exchange import ShardedExchange
 from evodsp.rng import Draws
 from evodsp.training.module import TrainingModule
@@ -41,17 +43,26 @@ class ReportSetup(Callback):
 
 
 class FirstLoss(Callback):
-    """Prints the loss that the model in the file REFERENCE has on the first sample, computed without the run's model."""
+    """Prints the loss that the model in the file REFERENCE has on the first sample, computed without the run's model.
 
-    def __init__(self) -> None:
-        self.reference = os.environ["REFERENCE"]
+    Terms whose head that model lacks are left out. raw: with its raw weights instead of their moving average.
+    """
+
+    def __init__(self, raw: bool = True) -> None:
+        self.reference, self.raw = os.environ["REFERENCE"], raw
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         assert isinstance(pl_module, TrainingModule)
         if trainer.global_step == 0:
-            model = load_model(self.reference, raw=True).train()
+            source = load_model(self.reference, raw=self.raw)
+            # The run's dropout, and the source's heads.
+            model = AlphaFold(dataclasses.replace(pl_module.model.config, heads=source.config.heads)).train()
+            model.load_state_dict(source.state_dict())
             draws = [Draws.root(pl_module.seed).at("dropout").at(index) for index in batch["sample_index"].tolist()]
-            config = pl_module.config
             with torch.no_grad():
-                loss, _ = total_loss(model(batch, draws), batch, config.loss, model.config.heads, model.exchange)
+                output = model(batch, draws)
+                terms = {"pae": "predicted_aligned_error", "experimentally_resolved": "experimentally_resolved"}
+                absent = {term: 0.0 for term, head in terms.items() if head not in output.logits}
+                config = dataclasses.replace(pl_module.config.loss, **absent)
+                loss, _ = total_loss(output, batch, config, model.config.heads, model.exchange)
             print(f"FIRST LOSS {float(loss)!r}")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from typing import Any
 from unittest.mock import Mock
 
@@ -51,6 +52,39 @@ def test_the_decay_becomes_af2s() -> None:
     assert decay_at(1, 0.999) == pytest.approx(2 / 11)
     assert decay_at(8989, 0.999) < 0.999
     assert decay_at(8990, 0.999) == decay_at(10**6, 0.999) == 0.999
+
+
+class Grown(Toy):
+    """A layer with weights of a file, and one that is new."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.head = nn.Parameter(torch.zeros(1))
+
+
+def test_weights_of_a_file_are_kept_as_long_as_the_decay_says() -> None:
+    """A run that begins with trained weights loses them from its average in a few steps; a new head that never arrives there;
+    and either of them once the run is resumed."""
+    module, decay = Grown(), 0.999
+    nn.init.constant_(module.weight, 1.0)
+    average, trainer = ExponentialMovingAverage(decay), Mock(spec=Trainer, global_step=0)
+    average.begin_trained(["weight"])
+    average.on_fit_start(trainer, module)
+    nn.init.zeros_(module.weight)
+    nn.init.ones_(module.head)
+    for step in range(1, 101):
+        if step == 51:
+            checkpoint, state = checkpoint_of(average, module), average.state_dict()
+            average = ExponentialMovingAverage(decay)
+            average.on_load_checkpoint(trainer, module, checkpoint)
+            average.load_state_dict(state)
+            average.on_fit_start(trainer, module)
+        trainer.global_step = step
+        average.on_train_batch_end(trainer, module)
+    found = checkpoint_of(average, module)["ema_state_dict"]
+    assert found["weight"].item() == pytest.approx(decay**100, rel=1e-5)  # 0.905; with the rising decay 2e-7
+    left = math.prod((1 + step) / (10 + step) for step in range(1, 101))
+    assert found["head"].item() == pytest.approx(1 - left, abs=1e-6)
 
 
 def test_accumulated_batches_are_one_update() -> None:
