@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from evodsp.argument_parser import leaves
 from evodsp.config import KernelsConfig, ModelConfig
 from evodsp.data.features import check_config
 from evodsp.data.quarantine import read_quarantine
@@ -27,7 +28,7 @@ from evodsp.training.chains import Chains, find_chains
 from evodsp.training.compilation import check_compilation
 from evodsp.training.config import DataConfig, RunConfig, TrainingConfig, check_templates
 from evodsp.training.options import Command
-from evodsp.training.resumed import changes, recorded
+from evodsp.training.resumed import began_with, changes, recorded
 from evodsp.training.run_folder import RunFolder
 from evodsp.training.sample_counts import Batching, batching
 from evodsp.weights.checkpoint import check_same_model, read_checkpoint
@@ -65,9 +66,12 @@ class Settings:
         )
 
     @property
-    def recorded(self) -> dict[str, Any]:
-        """What a checkpoint keeps of them, for a run that resumes."""
-        return recorded(self.run, self.model, self.data, self.trainer)
+    def by_name(self) -> dict[str, Any]:
+        """Every option by its dotted name."""
+        own = {item.name: getattr(self.run, item.name) for item in dataclasses.fields(self.run)}
+        parts = ("model", "data", "parallel", "plan", "kernels")
+        typed = {name: value for part in parts for name, value in leaves(getattr(self, part), part)}
+        return {**own, **typed, **{f"trainer.{name}": value for name, value in self.trainer.items()}}
 
     @property
     def communication(self) -> CommunicationPlan:
@@ -100,6 +104,11 @@ class CheckedRun:
     batching: Batching
     changed: tuple[str, ...] = ()
     """A line for each setting that differs from those of the run that is resumed."""
+
+    @property
+    def recorded(self) -> dict[str, Any]:
+        """What a checkpoint keeps, for a run that resumes."""
+        return recorded(self.settings.by_name, self.ranks, self.chains)
 
     @property
     def last_step(self) -> int:
@@ -149,17 +158,19 @@ def check_run(command: Command, settings: Settings, group: Group | None = None) 
     chains = find_chains(data, {failure.chain for failure in known or ()}, group)
     if command != "fit":
         check_scored_chains(command, chains)
-    changed: list[str] = []
     if start is not None:
         check_start(command, settings, start)
         if command == "fit":
-            changed = changes(start, read_checkpoint(start), settings.recorded)
+            settings = dataclasses.replace(settings, run=began_with(settings.run, read_checkpoint(start)))
     elif settings.run.init_from is not None:
         check_initial(settings.run.init_from, model.model_config())
-    checked = CheckedRun(command, settings, ranks, folder, start, chains, batches, tuple(changed))
-    if command == "fit":
-        check_length(checked)
-    return checked
+    checked = CheckedRun(command, settings, ranks, folder, start, chains, batches)
+    if command != "fit":
+        return checked
+    check_length(checked)
+    if start is None:
+        return checked
+    return dataclasses.replace(checked, changed=tuple(changes(start, read_checkpoint(start), checked.recorded)))
 
 
 def check_length(run: CheckedRun) -> None:

@@ -36,6 +36,7 @@ from evodsp.training.checkpoint_files import use_checkpoint_io
 from evodsp.training.checkpointing import BestCheckpoint, Interruption, LastCheckpoint
 from evodsp.training.checks import CheckedRun, Settings, check_run, count_ranks, on_gpu, run_config
 from evodsp.training.compilation import CompiledBlocks
+from evodsp.training.config import RunConfig
 from evodsp.training.csv_logger import CurveLogger
 from evodsp.training.datamodule import ChainDataModule
 from evodsp.training.ema import ExponentialMovingAverage
@@ -115,10 +116,15 @@ class TrainingCLI(LightningCLI):
     def instantiate_classes(self) -> None:
         self.settings = Settings.of(self.parser.instantiate_settings(self.config))
 
-    def config_text(self) -> str:
-        """All options as YAML. A run of this file neither replaces this run nor starts from its checkpoint."""
+    def config_text(self, run: RunConfig | None = None) -> str:
+        """All options as YAML. A run of this file neither replaces this run nor starts from its checkpoint.
+
+        `run`: the options of the run, where a checkpoint has added what the run began with.
+        """
         config = self.config.clone()
         config.overwrite, config.ckpt_path = False, None
+        if run is not None:
+            config.init_from, config.raw = run.init_from, run.raw
         return self.parser.dump(config, skip_none=False)
 
 
@@ -155,7 +161,7 @@ def build(run: CheckedRun, world: World, begun: float) -> Built:
     module = TrainingModule(
         settings.model, seed, data_config.validation, world, settings.kernels, model, bad, requests, per_step
     )
-    module.settings = settings.recorded
+    module.settings = run.recorded
     module.chain_names = {"val": run.chains.validation, "test": run.chains.test}
     interruption = Interruption()
     own_callbacks = [
@@ -256,7 +262,7 @@ def run(command: Command, words: list[str]) -> int:
     stopped = False
     try:
         with guarded(), output_errors(checked.folder.path), float32_matmul(checked.settings.run.matmul_precision):
-            _execute(checked, built, cli.config_text())
+            _execute(checked, built, cli.config_text(checked.settings.run))
     except RunStopped:
         stopped = True
     except SystemExit:

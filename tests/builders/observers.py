@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -66,3 +67,14 @@ class FirstLoss(Callback):
                 config = dataclasses.replace(pl_module.config.loss, **absent)
                 loss, _ = total_loss(output, batch, config, model.config.heads, model.exchange)
             print(f"FIRST LOSS {float(loss)!r}")
+
+
+class KeepBatches(Callback):
+    """Writes the batch of each step to `folder`, as the module gets it."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = Path(folder)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self.folder.mkdir(exist_ok=True)
+        torch.save(batch, self.folder / f"{trainer.global_step}.pt")

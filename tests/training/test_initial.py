@@ -156,7 +156,14 @@ def test_one_command_line_begins_and_resumes(
     second = read_checkpoint(last)
     assert second["global_step"] == 2
     assert_averaged(second, first["ema_state_dict"])
+    # Without the file the run is still one that has begun with it; with another one it would be a lie.
+    assert main(words(chains, tmp_path / "run", "--ckpt_path=last", "--trainer.max_steps=3")) == 0
     assert f"init_from: {source}" in (tmp_path / "run" / "config.yaml").read_text()
+    capsys.readouterr()
+    other = ("--ckpt_path=auto", f"--init_from={sources}/own.ckpt", "--trainer.max_steps=4")
+    assert main(words(chains, tmp_path / "run", *other)) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"init_from was {source} and is {sources}/own.ckpt now" in line
 
 
 def assert_averaged(checkpoint: dict[str, Any], before: dict[str, torch.Tensor]) -> None:

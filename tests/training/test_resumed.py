@@ -2,21 +2,45 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from pathlib import Path
+from typing import Any, get_args
 
 import pytest
+import torch
+from torch import Tensor
 
 from evodsp.cli import main
+from evodsp.geometry.alphabet import RESTYPES
 from evodsp.report.curve import read_curve
-from evodsp.weights.checkpoint import read_checkpoint
+from evodsp.training.checks import Settings
+from evodsp.training.command import TrainingCLI
+from evodsp.training.config import TrainingConfig
+from evodsp.training.resume_rules import RULES, Rule
+from evodsp.training.resumed import changes
+from evodsp.weights.checkpoint import read_checkpoint, sizes_by_name
+from tests.builders.one_step import largest_difference, next_weights
+from tests.builders.training_chains import SEQUENCES
 
 
 @pytest.fixture(scope="module")
 def stopped(chains: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Output of a run of 3 steps."""
     output = tmp_path_factory.mktemp("runs") / "run"
-    assert fit(chains, output, "--trainer.max_steps=3") == 0
+    assert fit(chains, output, "--trainer.max_steps=3", keep_batches(output)) == 0
     return output
+
+
+@pytest.fixture(scope="module")
+def settings(chains: Path) -> Settings:
+    """Of that run."""
+    return TrainingCLI("fit", ["--config", str(chains / "tiny.yaml")]).settings
+
+
+def keep_batches(output: Path) -> str:
+    observer = {"class_path": "tests.builders.observers.KeepBatches", "init_args": {"folder": f"{output}_batches"}}
+    return f"--trainer.callbacks={json.dumps(observer)}"
 
 
 def fit(chains: Path, output: Path, *options: str) -> int:
@@ -50,9 +74,114 @@ def test_changed_settings_hold_from_the_next_sample_on(
     assert saved["settings"]["trainer.gradient_clip_val"] == 0.01
 
 
-@pytest.mark.parametrize(("setting", "former"), [("seed=5", 0), ("data.samples_per_epoch=8", 4)])
+def chain_of(batch: dict[str, Tensor]) -> str:
+    """The chain that a batch of one sample is a crop of."""
+    letters = "".join(RESTYPES[code] for code in batch["aatype"][0, 0].tolist())
+    (key,) = [key for key, sequence in SEQUENCES.items() if letters in sequence]
+    return key
+
+
+def resumed(chains: Path, stopped: Path, output: Path, *options: str) -> tuple[dict[str, Any], dict[str, Any], Any]:
+    """The fourth step, after a resume with other settings: checkpoints before and after it, and its batch."""
+    last = stopped / "checkpoints" / "last.ckpt"
+    words = (f"--ckpt_path={last}", "--trainer.max_steps=4", *options)
+    assert fit(chains, output, keep_batches(output), *words) == 0
+    batch = torch.load(f"{output}_batches/3.pt")
+    return read_checkpoint(last), read_checkpoint(output / "checkpoints" / "last.ckpt"), batch
+
+
+def test_the_next_step_is_that_of_the_new_settings(
+    chains: Path, stopped: Path, settings: Settings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A line that says that a setting is applied, and a step that keeps its former value."""
+    kept = chain_of(
+        torch.load(f"{stopped}_batches/2.pt")
+    )  # two samples draw each of two chains: the next is the other one
+    changed = {"model.ema_decay": 0.1, "model.loss.distogram": 5.0, "model.loss.violation": 1.0}
+    changed |= {"model.evoformer.pair_dropout": 0.75, "model.structure_module.dropout": 0.6}
+    changed |= {"trainer.gradient_clip_val": 0.02, "data.train_chains": f"[{kept}]"}
+    options = [f"--{name}={value}" for name, value in changed.items()]
+    before, after, batch = resumed(chains, stopped, tmp_path / "run", *options)
+    error = capsys.readouterr().err
+    assert all(f"evodsp: {name} was " in error for name in changed)
+    assert "evodsp: training set was 2 chains (" in error
+    assert chain_of(batch) == kept
+
+    def step(config: TrainingConfig, clip: float = 0.02) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        return next_weights(before, config, clip, batch, torch.float32)
+
+    former, loss = settings.model, settings.model.loss
+    new = dataclasses.replace(
+        former,
+        ema_decay=0.1,
+        loss=dataclasses.replace(loss, distogram=5.0, violation=1.0),
+        evoformer=dataclasses.replace(former.evoformer, pair_dropout=0.75),
+        structure_module=dataclasses.replace(former.structure_module, dropout=0.6),
+    )
+    weights, average = step(new)
+    assert largest_difference(weights, after["state_dict"]) < 2e-5
+    assert largest_difference(average, after["ema_state_dict"]) < 2e-5
+    for config in (
+        dataclasses.replace(new, loss=dataclasses.replace(new.loss, distogram=loss.distogram)),
+        dataclasses.replace(new, loss=dataclasses.replace(new.loss, violation=loss.violation)),
+        dataclasses.replace(new, evoformer=former.evoformer),
+        dataclasses.replace(new, structure_module=former.structure_module),
+    ):
+        assert largest_difference(step(config)[0], weights) > 2e-4
+    assert largest_difference(step(new, 0.1)[0], weights) > 2e-4
+    assert largest_difference(step(dataclasses.replace(new, ema_decay=former.ema_decay))[1], average) > 2e-4
+
+
+def test_the_next_step_has_the_new_precision(
+    chains: Path, stopped: Path, settings: Settings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Weights or Adam's state that stay in the checkpoint's precision; kernels that change without a line."""
+    options = ("--trainer.precision=64-true", "--kernels.backend=reference")
+    before, after, batch = resumed(chains, stopped, tmp_path / "run", *options)
+    error = capsys.readouterr().err
+    assert "trainer.precision was 32-true and is 64-true from the next sample on" in error
+    line = "kernels changed: kernels.backend was auto and is reference; the numbers stay the same, up to rounding"
+    assert f"evodsp: {line}\n" in error
+    weights, average = next_weights(before, settings.model, 0.1, batch, torch.float64)
+    assert largest_difference(weights, after["state_dict"]) < 5e-9
+    assert largest_difference(average, after["ema_state_dict"]) < 5e-9
+    single, _ = next_weights(before, settings.model, 0.1, batch, torch.float32)
+    assert largest_difference(weights, single) > 1e-7
+
+
+def test_every_setting_has_a_rule(settings: Settings) -> None:
+    """A new setting that a resumed run takes, or ignores, without anyone having decided which."""
+    assert settings.by_name.keys() == RULES.keys()
+    text = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
+    assert all(f"| {rule} |" in text for rule in get_args(Rule))
+    # The sizes of the model are those that a checkpoint has to have.
+    sizes = {f"model.{name}" for name in sizes_by_name(settings.model.model_config())}
+    applied = {name for name in sizes if RULES[name] != "refused"}
+    assert all(name.endswith(("dropout", "checkpoint")) for name in applied)
+
+
+def test_what_changes_no_number_is_one_line() -> None:
+    """A mesh that changes without a word, or with the words of a setting that changes the samples."""
+    saved = {"parallel.sequence": 1, "ranks": 1, "parallel.parameters": "replicate", "plan.stream_bias": False}
+    saved |= {"global_batch": None, "parallel.wire": "same"}
+    now = {"parallel.sequence": 2, "ranks": 4, "parallel.parameters": "replicate", "plan.stream_bias": True}
+    now |= {"global_batch": 8, "parallel.wire": "bf16", "compile": "blocks"}  # compile: not in older checkpoints
+    same = "the numbers stay the same, up to rounding"
+    assert changes(Path("a.ckpt"), {"settings": saved}, now) == [
+        "parallel.wire was same and is bf16 from the next sample on",
+        f"mesh changed: parallel.sequence was 1 and is 2, ranks was 1 and is 4; {same}",
+        f"plan changed: plan.stream_bias was false and is true; {same}",
+        f"computation changed: global_batch was null and is 8; {same}",
+    ]
+    assert changes(Path("a.ckpt"), {}, now) == []
+
+
+@pytest.mark.parametrize(
+    ("setting", "former"),
+    [("seed=5", "0"), ("data.samples_per_epoch=8", "4"), ("trainer.limit_train_batches=2", "null")],
+)
 def test_what_cannot_change_is_refused(
-    chains: Path, stopped: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], setting: str, former: int
+    chains: Path, stopped: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], setting: str, former: str
 ) -> None:
     """Samples drawn from another seed, or an epoch that ends at another place, although config.yaml says otherwise."""
     last = stopped / "checkpoints" / "last.ckpt"
