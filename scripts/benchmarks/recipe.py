@@ -1,4 +1,4 @@
-"""What AlphaFold2's recipe costs: the configs `af2_*.yaml` as they are, traced on ranks that do not exist.
+"""What the recipes `af2_*.yaml` and `finetune_own.yaml` cost: the configs as they are, traced on ranks that do not exist.
 
     python -m scripts.benchmarks.recipe [--config af2_initial ...] [--meshes 8x2 512x8]
 
@@ -108,7 +108,7 @@ def whole(settings: Settings, sequence: int) -> Traced:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", nargs="+", choices=NAMES, default=NAMES)
+    parser.add_argument("--config", nargs="+", choices=(*NAMES, "finetune_own"), default=NAMES)
     parser.add_argument("--meshes", nargs="+", default=MESHES, help="ranks x ranks of a sample", metavar="8x2")
     arguments = parser.parse_args()
     print("config             ranks  seq data  acc.   steps   TFLOP   of 1  moved GiB     s")
