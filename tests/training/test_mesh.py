@@ -103,16 +103,20 @@ def test_a_run_resumes_on_another_mesh(fit: Fit, serial: Path) -> None:
 
 @pytest.mark.parametrize("by_way_of", [(), pytest.param((2, 1), marks=pytest.mark.verify)])
 def test_sharded_parameters_train_alike_and_resume_on_any_mesh(
-    fit: Fit, serial: Path, by_way_of: tuple[int, int] | tuple[()]
+    fit: Fit, serial: Path, by_way_of: tuple[int, int] | tuple[()], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """FSDP2's average not in the file, a shard saved in place of the full tensor, a file that only the same mode can read."""
+    """FSDP2's average not in the file, a shard saved in place of the full tensor, a file that only the same mode can read; a
+    mesh that changes without a word."""
     sharded = (*BY_BATCH, "--parallel.parameters", "fsdp2")
     expected = fit((1, 1), *BY_BATCH)
     output = fit((1, 2), *sharded, "--trainer.max_steps", "2")
     assert_whole(output / "checkpoints" / "last.ckpt", serial / "checkpoints" / "last.ckpt")
     if by_way_of:
         fit(by_way_of, *sharded, "--trainer.max_steps", "3", "--ckpt_path", "last", output=output)
+    capsys.readouterr()
     fit((1, 1), *BY_BATCH, "--ckpt_path", "last", output=output)
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "mesh changed" in line]
+    assert "parallel.parameters was fsdp2 and is replicate, ranks was 2 and is 1; the numbers stay the same" in line
     assert_same_run(output, expected)
 
 
