@@ -1,7 +1,8 @@
 """The folder of one chain: which of its files are alignments, which are template searches, and reading them.
 
-Files lie in the folder itself (OpenFold) or in its sub-folders a3m/, sto/ and hhr/ (OpenProteinSet), gzipped or not. The
-alignment database (`evodsp.data.store`) decides by the same file names.
+Files lie in the folder itself (OpenFold) or in its sub-folders a3m/, sto/ and hhr/ (OpenProteinSet), gzipped or not.
+OpenFold3's archive of all alignments of a chain lies beside the folder, as `<key>.npz`, or in it. The alignment database
+(`evodsp.data.store`) decides by the same file names.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 
-from evodsp.data.parsers import parse_a3m, parse_hhr, parse_hmmsearch, parse_stockholm
+from evodsp.data.parsers import parse_a3m, parse_hhr, parse_hmmsearch, parse_preparsed, parse_stockholm
 from evodsp.data.query_check import matched_alignments
 from evodsp.data.records import Alignment, ProteinSequence
 from evodsp.data.templates.hits import TemplateHit
@@ -20,6 +21,9 @@ from evodsp.data.text_files import unpack
 from evodsp.errors import UserError
 
 _PARSERS = {".a3m": parse_a3m, ".sto": parse_stockholm}
+_ARCHIVE = ".npz"
+BESIDE = _ARCHIVE
+"""The name, relative to a chain's folder, of the archive beside it: what follows the chain's key."""
 _SUBFOLDERS = ("a3m", "sto", "hhr")
 _HMMSEARCH = "hmm_output.sto"
 _LARGEST_EMPTY = 4096
@@ -28,8 +32,9 @@ _NOT_FOR_THE_MSA = ("uniprot_hits", "hmm_output")  # for pairing chains of a com
 
 
 def is_alignment(name: str) -> bool:
-    """Whether a file of that name is an alignment for the chain's MSA: .a3m and .sto, but not hmm_output.sto."""
-    return _format(name) in _PARSERS and not name.startswith((".", *_NOT_FOR_THE_MSA))
+    """Whether a file of that name is an alignment for the chain's MSA: .a3m, .sto and .npz, but not hmm_output.sto."""
+    known = _format(name) in (*_PARSERS, _ARCHIVE)
+    return name == BESIDE or (known and not name.startswith((".", *_NOT_FOR_THE_MSA)))
 
 
 def is_search_result(name: str) -> bool:
@@ -39,8 +44,20 @@ def is_search_result(name: str) -> bool:
 
 
 def chain_folders(alignment_dir: Path) -> list[str]:
-    """The names of the chain folders in a folder of alignments, sorted."""
-    return sorted(item.name for item in os.scandir(alignment_dir) if not item.name.startswith(".") and item.is_dir())
+    """The chains that have a folder, or an archive, in a folder of alignments, sorted."""
+    found = [item for item in os.scandir(alignment_dir) if not item.name.startswith(".")]
+    folders = {item.name for item in found if item.is_dir()}
+    return sorted(folders | {item.name.removesuffix(BESIDE) for item in found if item.name.endswith(BESIDE)} - {""})
+
+
+def has_files(directory: Path) -> bool:
+    """Whether there is a chain's folder, or an archive beside the place of one."""
+    return directory.is_dir() or _beside(directory).is_file()
+
+
+def file_of_chain(directory: str | Path, name: str) -> Path:
+    """The file of a chain's folder with that name relative to it."""
+    return _beside(directory) if name == BESIDE else Path(directory) / name
 
 
 def alignment_files(directory: str | Path) -> list[Path]:
@@ -53,15 +70,20 @@ def search_result_files(directory: str | Path) -> list[Path]:
     return [path for path in _files(Path(directory)) if is_search_result(path.name)]
 
 
-def files_of_chain(directory: Path) -> list[Path]:
-    """The alignments and template searches of a chain's folder, sorted by file name."""
-    return [path for path in _files(directory) if is_alignment(path.name) or is_search_result(path.name)]
+def files_of_chain(directory: Path) -> dict[str, int]:
+    """The alignments and template searches of a chain's folder, sorted by file name: name relative to the folder, and bytes."""
+    found = [path for path in _files(directory) if is_alignment(path.name) or is_search_result(path.name)]
+    beside = _beside(directory)
+    return {BESIDE if path == beside else str(path.relative_to(directory)): path.stat().st_size for path in found}
 
 
-def parse_alignment(path: str | Path, data: bytes | None = None) -> Alignment:
-    """An alignment, parsed by its suffix. `data`: the file's bytes, if they were read already."""
-    parse: Callable[[str | Path, bytes | None], Alignment] = _PARSERS[_format(Path(path).name)]
-    return parse(path, data)
+def parse_alignment_file(path: str | Path, data: bytes | None = None) -> list[Alignment]:
+    """The alignments of a file, parsed by its suffix; an archive holds several. `data`: the file's bytes, if they were read."""
+    kind = _format(Path(path).name)
+    if kind == _ARCHIVE:
+        return parse_preparsed(path, data, is_wanted=lambda name: not name.startswith(_NOT_FOR_THE_MSA))
+    parse: Callable[[str | Path, bytes | None], Alignment] = _PARSERS[kind]
+    return [parse(path, data)]
 
 
 def parse_search_result(path: str | Path, query: str, data: bytes | None = None) -> list[TemplateHit]:
@@ -80,7 +102,9 @@ def parse_alignments(files: Iterable[tuple[str | Path, bytes | None]]) -> list[A
 
     Empty files are left out: a search without a result leaves them.
     """
-    return [parse_alignment(path, data) for path, data in files if not _is_empty(path, data)]
+    return [
+        alignment for path, data in files if not _is_empty(path, data) for alignment in parse_alignment_file(path, data)
+    ]
 
 
 def read_alignment_dir(directory: str | Path, query: ProteinSequence | None = None) -> list[Alignment]:
@@ -91,13 +115,13 @@ def read_alignment_dir(directory: str | Path, query: ProteinSequence | None = No
     Raises UserError if the folder is missing or holds other files only, or if a first row is not the query.
     """
     directory = Path(directory)
-    if not directory.is_dir():
+    if not has_files(directory):
         raise UserError(f"{directory}: no such alignment directory; check the path or run the search for this chain")
     files = alignment_files(directory)
     if not files and (others := _files(directory)):
         found = ", ".join(path.name for path in others[:5])
         raise UserError(
-            f"{directory}: no alignment (.a3m or .sto) of the chain here ({found}); run the search for this chain"
+            f"{directory}: no alignment (.a3m, .sto or .npz) of the chain here ({found}); run the search for this chain"
         )
     alignments = parse_alignments((path, None) for path in files)
     if not alignments:
@@ -112,7 +136,7 @@ def read_template_hits(directory: str | Path, query: ProteinSequence) -> list[Te
 
     Raises UserError if the folder is missing, FileFormatError for a broken file.
     """
-    if not Path(directory).is_dir():
+    if not has_files(Path(directory)):
         raise UserError(f"{directory}: no such folder of template searches; check the path")
     return [hit for path in search_result_files(directory) for hit in parse_search_result(path, query.letters)]
 
@@ -134,7 +158,13 @@ def _say_once(line: str) -> None:
 def _files(directory: Path) -> list[Path]:
     folders = [directory, *(directory / name for name in _SUBFOLDERS)]
     found = [path for folder in folders if folder.is_dir() for path in folder.iterdir() if path.is_file()]
-    return sorted(found, key=lambda path: path.name)
+    beside = _beside(directory)
+    return sorted([*found, *([beside] if beside.is_file() else [])], key=lambda path: path.name)
+
+
+def _beside(directory: str | Path) -> Path:
+    """OpenFold3's archive of the chain, beside its folder."""
+    return Path(f"{directory}{BESIDE}")
 
 
 def _format(name: str) -> str:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from evodsp.data.alignment_database import StoredFile, read_databases, read_parts
-from evodsp.data.chain_folder import chain_folders, files_of_chain, is_alignment, parse_alignment
+from evodsp.data.chain_folder import chain_folders, file_of_chain, files_of_chain, is_alignment, parse_alignment_file
 from evodsp.data.chain_table import UNKNOWN_CLUSTER, UNKNOWN_DAY
 from evodsp.data.index import Source, write_index
 from evodsp.data.index_config import FILES, FOLDERS, IndexConfig
@@ -190,10 +190,8 @@ def _scan_chain(alignment_dir: Path, structure_dir: Path, task: ChainTask) -> di
     facts, entity, problem = ChainFacts(), "", ""
     try:
         if task.has_folder:
-            folder = alignment_dir / task.key
-            files = [
-                StoredFile(str(file.relative_to(folder)), 0, file.stat().st_size) for file in files_of_chain(folder)
-            ]
+            found = files_of_chain(alignment_dir / task.key)
+            files = [StoredFile(name, 0, length) for name, length in found.items()]
         if task.structure and (task.needs_entity or not task.in_cache):
             facts, entity = _facts_of_header(structure_dir / task.structure, *split_key(task.key))
         elif not task.in_cache:
@@ -232,9 +230,10 @@ def _first_row(alignment_dir: Path, task: ChainTask, files: list[StoredFile]) ->
         parts = read_parts(alignment_dir / task.database, task.key, [first], task.database)
         ((source, _, data),) = parts
     else:
-        source = str(alignment_dir / task.key / first.name)
+        source = str(file_of_chain(alignment_dir / task.key, first.name))
         data = first_record(Path(source))
-    return decode(parse_alignment(source, data).residues[0])
+    alignments = parse_alignment_file(source, data)
+    return decode(alignments[0].residues[0]) if alignments else ""
 
 
 def first_record(path: Path) -> bytes:

@@ -1,9 +1,9 @@
 """Alignments and structures on disk, in OpenFold's and OpenProteinSet's layouts, addressed by chain key.
 
 A chain key is `<pdbid>_<chain>`, split at its last underscore; the chain id is the author's. The alignments of a chain are
-the files of the folder `<alignment_dir>/<key>/` (`evodsp.data.chain_folder`), or entries of OpenFold's alignment database
-(`alignment_db_*.db` files and one `alignment_db.index`). Structures are `<structure_dir>/<pdbid>.cif` or `.pdb`, gzipped or
-not.
+the files of the folder `<alignment_dir>/<key>/` or of OpenFold3's `<key>.npz` (`evodsp.data.chain_folder`), or entries of
+OpenFold's alignment database (`alignment_db_*.db` files and one `alignment_db.index`). Structures are
+`<structure_dir>/<pdbid>.cif` or `.pdb`, gzipped or not.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from typing import Any
 from evodsp.data.alignment_database import AlignmentDatabase, read_databases, read_parts
 from evodsp.data.chain_folder import (
     chain_folders,
+    file_of_chain,
     files_of_chain,
+    has_files,
     is_alignment,
     is_search_result,
     parse_alignments,
@@ -142,15 +144,13 @@ class FeatureStore:
         owner, database, indexed = self.index.alignment_files(row)
         if database is not None:
             return False
-        folder = self.alignment_dir / owner
-        found = {str(path.relative_to(folder)): path.stat().st_size for path in files_of_chain(folder)}
-        return found != {file.name: file.length for file in indexed}
+        return files_of_chain(self.alignment_dir / owner) != {file.name: file.length for file in indexed}
 
     def _read_alignments(self, key: str, query: ProteinSequence | None) -> list[Alignment]:
         if self.index is not None or self._databases:
             return self._from_files(key, query)
         directory = self.alignment_dir / key
-        if not directory.is_dir():
+        if not has_files(directory):
             raise UserError(
                 f"{self.alignment_dir}: no alignments of chain '{key}'; add its folder or drop the chain."
                 f"{nearest(key, self.keys())}"
@@ -164,7 +164,7 @@ class FeatureStore:
     def _from_files(self, key: str, query: ProteinSequence | None) -> list[Alignment]:
         files = [(source, data) for source, name, data in self._files(key) if is_alignment(Path(name).name)]
         if not files:
-            where = f"{self.alignment_dir}: no alignment (.a3m or .sto) of chain '{key}' in"
+            where = f"{self.alignment_dir}: no alignment (.a3m, .sto or .npz) of chain '{key}' in"
             raise UserError(
                 f"{where} the {'database' if self.index is None else 'index'}; make it again or drop the chain"
             )
@@ -178,7 +178,8 @@ class FeatureStore:
         owner, database, files = self.index.alignment_files(self.index.row(key))
         if database is not None:
             return read_parts(self.alignment_dir / database, owner, files, self.index.path.name)
-        return ((str(self.alignment_dir / owner / file.name), file.name, None) for file in files)
+        folder = self.alignment_dir / owner
+        return ((str(file_of_chain(folder, file.name)), file.name, None) for file in files)
 
     def _database_files(self, key: str) -> Iterator[tuple[str, str, bytes]]:
         """(source for messages, name, content) of a chain's alignments and template searches, sorted by name."""

@@ -14,7 +14,7 @@ from evodsp.errors import FileFormatError, UserError
 _GZIP_MAGIC = b"\x1f\x8b"
 # A gzipped file may unpack to this many bytes. The largest public alignments have some hundred million; an archive made to fill
 # the memory (a decompression bomb) has no such limit.
-_LARGEST_UNPACKED = 1 << 32
+LARGEST_UNPACKED = 1 << 32
 _UNPACKED_AT_ONCE = 1 << 24
 
 
@@ -23,16 +23,25 @@ def read_bytes(path: str | Path) -> bytes:
 
     Raises UserError if the file cannot be read, FileFormatError if it is empty, binary or a broken gzip archive.
     """
-    try:
-        data = Path(path).read_bytes()
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); check the path and its permissions") from error
-    return check_text(path, unpack(path, data))
+    return check_text(path, content_of(path))
+
+
+def content_of(path: str | Path, data: bytes | None = None) -> bytes:
+    """The content of a file, unpacked if it is gzipped, or of `data`, its bytes, if they were read already.
+
+    Raises UserError if the file cannot be read, FileFormatError if it is a broken gzip archive.
+    """
+    if data is None:
+        try:
+            data = Path(path).read_bytes()
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read ({error.strerror}); check the path and its permissions") from error
+    return unpack(path, data)
 
 
 def text_of(path: str | Path, data: bytes | None = None) -> bytes:
     """`read_bytes(path)`, or the same unpacking and checks of `data`, the file's content, if it was read already."""
-    return read_bytes(path) if data is None else check_text(path, unpack(path, data))
+    return check_text(path, content_of(path, data))
 
 
 def lines_of(path: str | Path, data: bytes | None = None) -> list[str]:
@@ -49,8 +58,8 @@ def unpack(source: str | Path, data: bytes) -> bytes:
         with GzipFile(fileobj=io.BytesIO(data)) as archive:
             while block := archive.read(_UNPACKED_AT_ONCE):
                 size += len(block)
-                if size > _LARGEST_UNPACKED:
-                    limit = f"{_LARGEST_UNPACKED / 2**30:.3g} GiB"
+                if size > LARGEST_UNPACKED:
+                    limit = f"{LARGEST_UNPACKED / 2**30:.3g} GiB"
                     raise FileFormatError(
                         source, f"unpacks to more than {limit}: this is no alignment or structure; remove it"
                     )

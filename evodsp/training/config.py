@@ -109,7 +109,7 @@ class DataConfig:
     """Training and validation chains, and how samples are made from them. Folders have OpenFold's layout (see the README)."""
 
     alignment_dir: str = "data/alignments"
-    """Folder with one sub-folder of .a3m and .sto files per chain, named <pdbid>_<chain>."""
+    """Folder with one sub-folder of .a3m and .sto files per chain, named <pdbid>_<chain>, or with OpenFold3's .npz files."""
     structure_dir: str = "data/mmcif_files"
     """Folder of structures, <pdbid>.cif or <pdbid>.cif.gz."""
     store: str | None = None

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from evodsp.config import FeatureConfig
-from evodsp.data.chain_folder import alignment_files, parse_alignment, parse_search_result, search_result_files
+from evodsp.data.chain_folder import alignment_files, parse_alignment_file, parse_search_result, search_result_files
 from evodsp.data.crop import Crop
 from evodsp.data.dataset import chain_labels
 from evodsp.data.features import CycleDraws, Sizes, sampled_features, sequence_features
@@ -103,7 +103,7 @@ def file_results(request: dict[str, Any]) -> Iterator[tuple[str, Any]]:
             yield f"structure release date|{file}", str(structure.release_date)
     for key, paths in request["alignments"].items():
         for path in map(Path, paths):
-            alignment = parse_alignment(path)
+            (alignment,) = parse_alignment_file(path)
             yield f"alignment rows|{key}/{path.name}", alignment.residues
             yield f"alignment deletions|{key}/{path.name}", alignment.deletions
     for key, paths in request["searches"].items():

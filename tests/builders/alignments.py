@@ -1,4 +1,4 @@
-"""Alignments: random ones in memory, folders of files, and OpenFold's alignment database."""
+"""Alignments: random ones in memory, folders of files, OpenFold's alignment database, OpenFold3's archives."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from evodsp.data.records import Alignment
-from evodsp.geometry.alphabet import encode_sequence
+from evodsp.geometry.alphabet import decode, encode_sequence
 
 
 def make_alignment(letters: str, rows: int = 9, source: str = "hits.a3m") -> Alignment:
@@ -41,3 +41,18 @@ def database(root: Path, chains: dict[str, dict[str, str]]) -> Path:
     (root / "alignment_db_0.db").write_bytes(data)
     (root / "alignment_db.index").write_text(json.dumps(index))
     return root
+
+
+def preparsed(path: Path, alignments: dict[str, Alignment]) -> Path:
+    """Write the alignments of a chain (name without suffix: alignment) as OpenFold3's script does, as pickled dictionaries."""
+    entries = {
+        name: {
+            "msa": np.array([list(decode(row)) for row in alignment.residues]),
+            "deletion_matrix": alignment.deletions.astype(np.int64),
+            "metadata": np.array(alignment.names),
+        }
+        for name, alignment in alignments.items()
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    np.savez_compressed(path, **entries)  # type: ignore[arg-type]
+    return path

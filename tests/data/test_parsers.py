@@ -154,7 +154,7 @@ def test_what_hh_suite_adds_to_an_alignment(tmp_path: Path):
 
 def test_a_decompression_bomb_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Catches an archive that fills the memory."""
-    monkeypatch.setattr(text_files, "_LARGEST_UNPACKED", 1000)
+    monkeypatch.setattr(text_files, "LARGEST_UNPACKED", 1000)
     monkeypatch.setattr(text_files, "_UNPACKED_AT_ONCE", 100)
     path = tmp_path / "x.a3m.gz"
     path.write_bytes(gzip.compress(b">q\n" + b"A" * 900))

@@ -9,6 +9,15 @@ from evodsp.data.parsers.fasta import parse_fasta
 from evodsp.data.parsers.hhr import parse_hhr
 from evodsp.data.parsers.hmmsearch import parse_hmmsearch
 from evodsp.data.parsers.obsolete import parse_obsolete
+from evodsp.data.parsers.preparsed import parse_preparsed
 from evodsp.data.parsers.stockholm import parse_stockholm
 
-__all__ = ["parse_a3m", "parse_fasta", "parse_hhr", "parse_hmmsearch", "parse_obsolete", "parse_stockholm"]
+__all__ = [
+    "parse_a3m",
+    "parse_fasta",
+    "parse_hhr",
+    "parse_hmmsearch",
+    "parse_obsolete",
+    "parse_preparsed",
+    "parse_stockholm",
+]

@@ -1,0 +1,141 @@
+"""The arrays of a pickle, without unpickling a NumPy object and without calling anything that the file names.
+
+A pickle names functions and calls them, and even NumPy's own `ndarray.__setstate__` trusts the file: a made-up dtype turns
+bytes into pointers. So nothing of NumPy takes part here. The standard library's unpickler runs a list of harmless opcodes;
+stand-ins record what NumPy's constructors were to be called with; an array is formed from its recorded shape, type and bytes,
+once these fit together.
+
+`pickle` alone has no such mode, `numpy.load` either runs everything or refuses everything, and fickling, picklescan and skops
+judge or refuse files instead of reading them.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import pickletools
+from typing import Any
+
+import numpy as np
+
+_OPCODES = {
+    *(
+        "PROTO",
+        "FRAME",
+        "STOP",
+        "MARK",
+        "NONE",
+        "NEWTRUE",
+        "NEWFALSE",
+        "BININT",
+        "BININT1",
+        "BININT2",
+        "LONG1",
+        "BINFLOAT",
+    ),
+    *("SHORT_BINUNICODE", "BINUNICODE", "SHORT_BINBYTES", "BINBYTES", "BINBYTES8"),
+    *("EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "EMPTY_LIST", "APPEND", "APPENDS"),
+    *("EMPTY_DICT", "SETITEM", "SETITEMS"),
+    *("MEMOIZE", "BINPUT", "LONG_BINPUT", "BINGET", "LONG_BINGET"),
+    *("GLOBAL", "STACK_GLOBAL", "REDUCE", "BUILD"),
+}
+"""What `numpy.save` writes for a dictionary of arrays, in protocols 3 and 4."""
+_LONGEST_NUMBER = 8
+"""Bytes of an integer."""
+_MOST_OPCODES = 1 << 22
+"""A file has some hundred, and two more for each name of a sequence in some versions."""
+
+
+class RecordedArray:
+    """An array of the file, before anything is made of it."""
+
+    def __init__(self, *_: object) -> None:
+        self._state: object = None
+
+    def __setstate__(self, state: object) -> None:
+        self._state = state
+
+    @property
+    def objects(self) -> list[Any]:
+        """The elements of an array of Python objects; none if it is no such array."""
+        match self._state:
+            case (_, _, _, _, list() as objects):
+                return objects
+        return []
+
+    def array(self, kinds: str) -> np.ndarray:
+        """The array, over the bytes of the file. `kinds`: the letters of NumPy's types that may be in it, such as 'iu'.
+
+        Raises ValueError if it is of another type, or if its shape does not fit its bytes.
+        """
+        match self._state:
+            case (int(), tuple() as shape, RecordedType() as kind, bool() as is_fortran, bytes() as data):
+                dtype = kind.dtype(kinds)
+            case _:
+                raise ValueError("no plain array")
+        if not all(type(size) is int and 0 <= size < 1 << 62 for size in shape):
+            raise ValueError(f"an array of shape {shape}")
+        # A shape that does not fit the bytes is a ValueError of reshape; the bytes are those of the file, so they are bounded.
+        return np.frombuffer(data, dtype).reshape(shape, order="F" if is_fortran else "C")
+
+
+class RecordedType:
+    """A dtype of the file: its code, such as 'U1', and its byte order."""
+
+    def __init__(self, code: object = "", *_: object) -> None:
+        self._code, self._state = code, None
+
+    def __setstate__(self, state: Any) -> None:
+        self._state = state
+
+    def dtype(self, kinds: str) -> np.dtype:
+        """The type of that name. Raises ValueError if its kind is not one of `kinds`."""
+        order = self._state[1] if isinstance(self._state, tuple) and len(self._state) > 1 else "="
+        code = self._code
+        plain = isinstance(code, str) and code[:1].isalpha() and code[1:].isdecimal() and len(code) < _LONGEST_NUMBER
+        if not plain or order not in ("<", ">", "=", "|"):
+            raise ValueError(f"an array of type {str(code)[:20]!r}")
+        try:
+            dtype = np.dtype(f"{order}{code}")
+        except TypeError as error:
+            raise ValueError(f"an array of type {code!r}") from error
+        if dtype.kind not in kinds or not dtype.itemsize:
+            raise ValueError(f"an array of type {code!r}")
+        return dtype
+
+
+_STAND_INS: dict[tuple[str, str], object] = {
+    ("numpy", "ndarray"): "numpy.ndarray",  # an argument only: a text can neither be called nor changed
+    ("numpy", "dtype"): RecordedType,
+    ("numpy.core.multiarray", "_reconstruct"): RecordedArray,
+    ("numpy._core.multiarray", "_reconstruct"): RecordedArray,
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        try:
+            return _STAND_INS[module, name]
+        except KeyError:
+            raise pickle.UnpicklingError(f"it asks to call '{module}.{name}'") from None
+
+
+def recorded(data: bytes) -> object:
+    """The object that a pickle describes: dictionaries, lists, tuples, texts, numbers, and `RecordedArray`s.
+
+    Raises ValueError, with the reason, for any other content and for a damaged pickle. Nothing that the pickle names is called.
+    """
+    try:
+        for count, (opcode, argument, _) in enumerate(pickletools.genops(data)):
+            if opcode.name not in _OPCODES:
+                raise ValueError(f"it uses the pickle instruction {opcode.name}")
+            if count >= _MOST_OPCODES:
+                raise ValueError(f"it has more than {_MOST_OPCODES} pickle instructions")
+            # The unpickler makes room for as many remembered objects as the largest number of one.
+            if opcode.name in ("BINPUT", "LONG_BINPUT") and (argument or 0) > count:
+                raise ValueError("it numbers an object that it does not have")
+            if opcode.name == "LONG1" and abs(argument or 0) >= 1 << 8 * _LONGEST_NUMBER:
+                raise ValueError("it holds a number of too many digits")
+        return _Unpickler(io.BytesIO(data)).load()
+    except (pickle.UnpicklingError, TypeError, LookupError, AttributeError, EOFError, OverflowError) as error:
+        raise ValueError(str(error) or type(error).__name__) from error

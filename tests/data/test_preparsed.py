@@ -1,0 +1,232 @@
+"""OpenFold3's alignments of a chain in one archive: the same as from files, and nothing of a pickle is run."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import struct
+import zipfile
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from evodsp.cli import main
+from evodsp.data import text_files
+from evodsp.data.chain_folder import parse_alignment_file, read_alignment_dir
+from evodsp.data.feature_store import BuiltStore
+from evodsp.data.index import ChainIndex
+from evodsp.data.msa import merge_alignments
+from evodsp.data.parsers import parse_preparsed
+from evodsp.data.store import FeatureStore
+from evodsp.errors import FileFormatError
+from tests.builders.alignments import make_alignment, preparsed
+from tests.builders.training_chains import SEQUENCES, write_chain
+
+LETTERS = "ACDEFW"
+ALIGNMENTS = {name: make_alignment(LETTERS, rows) for name, rows in (("uniref90_hits", 5), ("bfd_hits", 7))}
+
+
+def entry(letters: object, deletions: object) -> bytes:
+    """The content of one entry, as `numpy.save` writes it."""
+    content = np.array({"msa": letters, "deletion_matrix": deletions, "metadata": np.array(["q", "h"])}, object)
+    np.save(file := io.BytesIO(), content)
+    return file.getvalue()
+
+
+GOOD = entry(np.array([list("ACD"), list("A-w")]), np.array([[0, 0, 0], [1, 0, 2]]))
+HEADER = GOOD[: GOOD.index(b"\n") + 1]
+
+
+def archive(path: Path, content: bytes, name: str = "bfd_hits.npy") -> Path:
+    """An archive with one entry."""
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
+        file.writestr(name, content)
+    return path
+
+
+def test_an_archive_equals_the_files(tmp_path: Path) -> None:
+    """Catches rows, letters or deletions that differ, another order, and sequences for pairing in the MSA."""
+    path = preparsed(tmp_path / "1abc_A.npz", {**ALIGNMENTS, "uniprot_hits": make_alignment("WWWW")})
+    found = parse_alignment_file(path)
+    for one, expected in zip(found, (ALIGNMENTS["bfd_hits"], ALIGNMENTS["uniref90_hits"]), strict=True):
+        np.testing.assert_array_equal(one.residues, expected.residues)
+        np.testing.assert_array_equal(one.deletions, expected.deletions)
+    assert [alignment.source for alignment in found] == [f"{path}:bfd_hits", f"{path}:uniref90_hits"]
+    (lower,) = parse_preparsed(archive(tmp_path / "x.npz", GOOD))
+    assert (lower.residues.tolist(), lower.deletions.tolist()) == ([[0, 4, 3], [0, 21, 17]], [[0, 0, 0], [1, 0, 2]])
+
+
+def test_archives_of_other_versions_of_numpy(tmp_path: Path) -> None:
+    """Catches an archive refused because of the protocol, the module's old name, or the order of bytes or of axes."""
+    letters = np.asfortranarray(np.array([list("ACD"), list("A-w")]).astype(">U1"))
+    content = {"msa": letters, "deletion_matrix": np.array([[0, 0, 0], [1, 0, 2]], ">i4")}
+    data = pickle.dumps(np.array(content, object), protocol=3)
+    assert b"numpy._core.multiarray\n" in data or b"numpy.core.multiarray\n" in data
+    for old in (data, data.replace(b"numpy._core.", b"numpy.core.")):
+        (found,) = parse_preparsed(archive(tmp_path / "x.npz", HEADER + old))
+        assert (found.residues.tolist(), found.deletions.tolist()) == (
+            [[0, 4, 3], [0, 21, 17]],
+            [[0, 0, 0], [1, 0, 2]],
+        )
+
+
+@pytest.mark.parametrize("place", ["{key}.npz", "{key}/alignment.npz"])
+def test_index_doctor_and_build_read_them(tmp_path: Path, place: str) -> None:
+    """Catches chains with an archive beside the folders, or in their folder, that one of the readers does not see."""
+    for key, letters in SEQUENCES.items():
+        write_chain(tmp_path, key, letters)
+    expected = FeatureStore(tmp_path / "alignments", tmp_path / "mmcif_files")
+    for key in SEQUENCES:
+        preparsed(
+            tmp_path / "npz" / place.format(key=key),
+            {Path(one.source).stem: one for one in expected.alignments(key)},
+        )
+    roots = ["--alignment_dir", str(tmp_path / "npz"), "--structure_dir", str(tmp_path / "mmcif_files"), "--workers=0"]
+    assert main(["data", "index", *roots, "--output", str(tmp_path / "index")]) == 0
+    indexed = [*roots, "--index", str(tmp_path / "index")]
+    assert main(["data", "doctor", *indexed, "--output", str(tmp_path / "doctor")]) == 0
+    report = json.loads((tmp_path / "doctor" / "doctor.json").read_text())
+    assert report["summary"]["training chains that can be used"] == "2 of 2"
+    assert main(["data", "build", *roots[:-1], "--workers=1", "--output", str(tmp_path / "store")]) == 0
+    index = ChainIndex(tmp_path / "index")
+    folders = (tmp_path / "npz", tmp_path / "mmcif_files")
+    stores = (FeatureStore(*folders), FeatureStore(*folders, index), BuiltStore(str(tmp_path / "store")))
+    for store in stores:
+        assert store.keys() == list(SEQUENCES)
+        for key in SEQUENCES:
+            found, wanted = store.parsed(key, with_hits=True).msa, expected.parsed(key, with_hits=True).msa
+            np.testing.assert_array_equal(found.msa, wanted.msa)
+            np.testing.assert_array_equal(found.deletions, wanted.deletions)
+    assert not any(stores[1].differs_from_index(key) for key in SEQUENCES)
+    preparsed(folders[0] / place.format(key="1abc_A"), ALIGNMENTS)
+    assert stores[1].differs_from_index("1abc_A")
+
+
+def test_an_archive_beside_a_folder_with_files(tmp_path: Path) -> None:
+    """Catches one of the two left out."""
+    first, second = ALIGNMENTS.values()
+    preparsed(tmp_path / "1abc_A.npz", {"uniref90_hits": first})
+    (tmp_path / "1abc_A").mkdir()
+    preparsed(tmp_path / "1abc_A" / "alignment.npz", {"bfd_hits": second})
+    found = merge_alignments(read_alignment_dir(tmp_path / "1abc_A"))
+    assert len(found.msa) == len(first) + len(second) - 1  # the query is in both
+
+
+def call(module: str, name: str, argument: str) -> bytes:
+    """A pickle that calls module.name(argument)."""
+    return f"c{module}\n{name}\nX".encode() + struct.pack("<I", len(argument)) + argument.encode() + b"\x85R."
+
+
+def remade(change: Callable[[bytes], bytes]) -> bytes:
+    """`GOOD`, with its pickle changed."""
+    changed = change(GOOD[len(HEADER) :])
+    assert changed != GOOD[len(HEADER) :]
+    return HEADER + changed
+
+
+def array_of(code: str, shape: tuple[int, ...], data: object) -> bytes:
+    """A pickle of a dictionary whose `msa` has a made-up type and shape."""
+
+    class Made:
+        def __init__(self, reduced: tuple[object, ...]) -> None:
+            self.reduced = reduced
+
+        def __reduce__(self) -> tuple[object, ...]:
+            return self.reduced
+
+    kind = Made((np.dtype, (code, False, True), (3, "<", None, None, None, -1, -1, 0)))
+    function, arguments, _ = np.zeros(1).__reduce__()  # type: ignore[misc]
+    made = Made((function, arguments, (1, shape, kind, False, data)))
+    content = np.empty((), object)
+    content[()] = {"msa": made, "deletion_matrix": np.zeros((1, 1), int)}
+    return HEADER + pickle.dumps(content, protocol=4)
+
+
+HOSTILE = {
+    "a command": (HEADER + b"\x80\x04" + call("os", "system", "touch ran"), r"asks to call 'os\.system'"),
+    "a function of NumPy": (HEADER + b"\x80\x04" + call("numpy", "fromfile", "ran"), r"asks to call 'numpy\.fromfile'"),
+    "a name with dots": (
+        HEADER + b"\x80\x04\x8c\x05numpy\x8c\x0btesting.run\x93.",
+        r"asks to call 'numpy\.testing\.run'",
+    ),
+    "a call of a text": (HEADER + b"\x80\x04" + call("numpy", "ndarray", "x"), "not callable"),
+    "a new object": (HEADER + b"\x80\x04cnumpy\ndtype\n)\x81.", "instruction NEWOBJ"),
+    "an extension": (HEADER + b"\x80\x04\x82\x01.", "instruction EXT1"),
+    "a persistent object": (HEADER + b"\x80\x04Pid\n.", "instruction PERSID"),
+    "the highest memo": (HEADER + b"\x80\x04Nr\xff\xff\xff\xff.", "numbers an object that it does not have"),
+    "a number of 300 digits": (HEADER + b"\x80\x04\x8a\x7f" + b"\x7f" * 127 + b".", "too many digits"),
+    "nothing but the header": (HEADER, "exhausted before"),
+    "cut": (GOOD[:-20], "exhausted before|expected"),
+    "another dictionary": (remade(lambda data: data.replace(b"deletion_matrix", b"deletion_matrox")), "no dictionary"),
+    "letters of a larger shape": (array_of("U1", (1 << 40, 4), b"A\0\0\0"), "cannot reshape"),
+    "a shape below zero": (array_of("U1", (-1, 1), b"A\0\0\0"), "shape"),
+    "a shape of huge numbers": (array_of("U1", (1 << 61, 1 << 61), b"A\0\0\0"), "reshape|too large|Maximum|big"),
+    "objects from bytes": (array_of("O8", (1, 1), b"\1" * 8), "array of type 'O8'"),
+    "records": (array_of("V8", (1, 1), b"\1" * 8), "array of type 'V8'"),
+    "a type of several fields": (array_of("U1,O", (1, 1), b"\1" * 12), "array of type 'U1,O'"),
+    "whole words": (entry(np.array([["AC", "D"]]), np.zeros((1, 2), int)), "letters of shape"),
+    "another character": (
+        entry(np.array([["A", "é"]]), np.zeros((1, 2), int)),
+        "character number 233 in row 1, column 2",
+    ),
+    "a character beyond Unicode": (array_of("U1", (1, 1), b"\xff" * 4), "character number 4294967295"),
+    "fewer deletions": (
+        entry(np.array([["A", "C"]]), np.zeros((1, 1), int)),
+        r"shape \(1, 2\), deletions of shape \(1, 1\)",
+    ),
+    "deletions below zero": (entry(np.array([["A", "C"]]), np.array([[0, -1]])), "deletions from -1 to 0"),
+    "deletions of 2^40": (entry(np.array([["A", "C"]]), np.array([[0, 1 << 40]])), "deletions from 0 to"),
+    "real numbers": (entry(np.array([["A", "C"]]), np.zeros((1, 2))), "array of type 'f8'"),
+    "several objects": (HEADER.replace(b"(), ", b"(9,)") + GOOD[len(HEADER) :], "its header is not"),
+    "text": (b"A" * 200, "its header is not"),
+    "a nested header": (HEADER[:10] + b"(" * (len(HEADER) - 11) + b"\n" + GOOD[len(HEADER) :], "its header is not"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_archives_are_one_line(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a command that runs, memory that a few bytes ask for, a crash of NumPy, and a traceback."""
+    monkeypatch.chdir(tmp_path)
+    content, message = HOSTILE[name]
+    with pytest.raises(FileFormatError, match=message) as error:
+        parse_preparsed(archive(tmp_path / "x.npz", content))
+    assert str(error.value).startswith(f"{tmp_path / 'x.npz'}:bfd_hits: not an alignment as") or "deletions" in message
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_archives_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a bomb that fills the memory, and errors of zipfile that reach the user as tracebacks."""
+    path = archive(tmp_path / "x.npz", GOOD)
+    data = path.read_bytes()
+    for damaged in (b"", b"PK", data[:-40], data.replace(b"bfd_hits", b"bfd_hitz", 1)):
+        path.write_bytes(damaged)
+        with pytest.raises(FileFormatError, match=r"x\.npz: not a readable NumPy archive"):
+            parse_preparsed(path)
+    encrypted = data.replace(b"PK\x03\x04\x14\x00\x00", b"PK\x03\x04\x14\x00\x01").replace(
+        b"PK\x01\x02\x14\x03\x14\x00\x00", b"PK\x01\x02\x14\x03\x14\x00\x01"
+    )
+    path.write_bytes(encrypted)
+    with pytest.raises(FileFormatError, match="packed or encrypted as NumPy does not"):
+        parse_preparsed(path)
+    path.write_bytes(data)
+    monkeypatch.setattr(text_files, "LARGEST_UNPACKED", len(GOOD) - 1)
+    with pytest.raises(FileFormatError, match="unpacks to more than"):
+        parse_preparsed(path)
+    assert parse_preparsed(path, is_wanted=lambda name: name != "bfd_hits") == []
+
+
+def test_damaged_pickles(tmp_path: Path) -> None:
+    """Catches an exception of the unpickler, or of NumPy, that no one expected."""
+    generator = np.random.default_rng(0)
+    for _ in range(400):
+        content = bytearray(GOOD)
+        for at in generator.integers(0, len(GOOD), generator.integers(1, 4)):
+            content[at] = generator.integers(0, 256)
+        with suppress(FileFormatError):
+            (found,) = parse_preparsed(archive(tmp_path / "x.npz", bytes(content)))
+            assert found.residues.shape == found.deletions.shape
