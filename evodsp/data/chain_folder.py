@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 
 from evodsp.data.parsers import parse_a3m, parse_hhr, parse_hmmsearch, parse_preparsed, parse_stockholm
-from evodsp.data.query_check import matched_alignments
+from evodsp.data.query_check import all_monomers, matched_alignments
 from evodsp.data.records import Alignment, ProteinSequence
 from evodsp.data.templates.hits import TemplateHit
 from evodsp.data.text_files import unpack
@@ -86,15 +86,15 @@ def parse_alignment_file(path: str | Path, data: bytes | None = None) -> list[Al
     return [parse(path, data)]
 
 
-def parse_search_result(path: str | Path, query: str, data: bytes | None = None) -> list[TemplateHit]:
-    """The hits of a template search, parsed by its name. `query`: the query's one-letter codes; `data`: the file's bytes.
+def parse_search_result(path: str | Path, query: ProteinSequence, data: bytes | None = None) -> list[TemplateHit]:
+    """The hits of a template search, parsed by its name. `data`: the file's bytes.
 
     An empty hmm_output.sto has no hits: hmmsearch leaves it if it finds nothing.
     """
     if Path(path).name.removesuffix(".gz").endswith(".hhr"):
         return parse_hhr(path, data)
     is_empty = data == b"" if data is not None else Path(path).is_file() and Path(path).stat().st_size == 0
-    return [] if is_empty else parse_hmmsearch(path, data, query=query)
+    return [] if is_empty else parse_hmmsearch(path, data, query=query.letters, listed=all_monomers(query))
 
 
 def parse_alignments(files: Iterable[tuple[str | Path, bytes | None]]) -> list[Alignment]:
@@ -138,7 +138,7 @@ def read_template_hits(directory: str | Path, query: ProteinSequence) -> list[Te
     """
     if not has_files(Path(directory)):
         raise UserError(f"{directory}: no such folder of template searches; check the path")
-    return [hit for path in search_result_files(directory) for hit in parse_search_result(path, query.letters)]
+    return [hit for path in search_result_files(directory) for hit in parse_search_result(path, query)]
 
 
 def _is_empty(path: str | Path, data: bytes | None) -> bool:

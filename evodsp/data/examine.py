@@ -10,11 +10,12 @@ from typing import Literal
 
 import numpy as np
 
-from evodsp.data.msa import merge_alignments
+from evodsp.data.msa import merge_alignments, query_only
 from evodsp.data.query_check import QueryMismatch
-from evodsp.data.records import Chain, ProteinSequence
+from evodsp.data.records import Chain
 from evodsp.data.store import FeatureStore
 from evodsp.errors import UserError
+from evodsp.geometry.alphabet import encode
 
 State = Literal["good", "mismatching", "unreadable"]
 
@@ -44,7 +45,8 @@ def examine(store: FeatureStore, key: str) -> Examined:
     chain: Chain | None = None
     try:
         chain = store.chain(key)
-        msa = merge_alignments(store.alignments(key, ProteinSequence(key, chain.sequence)))
+        alignments = store.alignments(key, chain.query(key))
+        msa = merge_alignments(alignments) if alignments else query_only(encode(chain.sequence))
     except UserError as error:
         state: State = "mismatching" if isinstance(error, QueryMismatch) else "unreadable"
         return Examined(key, state, " ".join(str(error).split()), "" if chain is None else chain.sequence)

@@ -102,14 +102,20 @@ def _renumbered(hit: TemplateHit, place: Int32[np.ndarray, " M"]) -> TemplateHit
     return replace(hit, indices_query=indices, query=letters, aligned_columns=hit.aligned_columns - lost)
 
 
+def all_monomers(query: ProteinSequence) -> str:
+    """The letters of all monomers of all residues, in the order of SEQRES."""
+    several = dict(query.alternatives)
+    return "".join(several.get(index, letter) for index, letter in enumerate(query.letters))
+
+
 def _all_monomers(query: ProteinSequence) -> tuple[Int8[np.ndarray, " M"], Int64[np.ndarray, " L"]]:
-    """The letters of all monomers of all residues, in the order of SEQRES, and where the query's own are among them."""
-    several, letters, kept = dict(query.alternatives), "", []
+    """The codes of `all_monomers`, and where the query's own are among them."""
+    several, before, kept = dict(query.alternatives), 0, []
     for index, letter in enumerate(query.letters):
         monomers = several.get(index, letter)
-        kept.append(len(letters) + max(monomers.find(letter), 0))
-        letters += monomers
-    return encode(letters), np.array(kept, np.int64)
+        kept.append(before + max(monomers.find(letter), 0))
+        before += len(monomers)
+    return encode(all_monomers(query)), np.array(kept, np.int64)
 
 
 def check_alignments(alignments: Sequence[Alignment], query: ProteinSequence | None = None) -> None:

@@ -133,7 +133,7 @@ class FeatureStore:
             hit
             for source, name, data in self._files(key)
             if is_search_result(Path(name).name)
-            for hit in parse_search_result(source, query.letters, data)
+            for hit in parse_search_result(source, query, data)
         ]
 
     def differs_from_index(self, key: str) -> bool:

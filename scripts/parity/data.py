@@ -23,12 +23,13 @@ import numpy as np
 import torch
 
 from evodsp.config import FeatureConfig
-from evodsp.data.chain_folder import alignment_files, parse_alignment_file, parse_search_result, search_result_files
+from evodsp.data.chain_folder import alignment_files, parse_alignment_file, search_result_files
 from evodsp.data.crop import Crop
 from evodsp.data.dataset import chain_labels
 from evodsp.data.features import CycleDraws, Sizes, sampled_features, sequence_features
 from evodsp.data.layout import listed_structure, split_key, structure_files
 from evodsp.data.mmcif import read_structure
+from evodsp.data.parsers import parse_hhr
 from evodsp.data.store import FeatureStore
 from evodsp.errors import UserError
 from evodsp.geometry.alphabet import encode_sequence
@@ -108,7 +109,7 @@ def file_results(request: dict[str, Any]) -> Iterator[tuple[str, Any]]:
             yield f"alignment deletions|{key}/{path.name}", alignment.deletions
     for key, paths in request["searches"].items():
         for path in map(Path, paths):
-            for hit in parse_search_result(path, ""):
+            for hit in parse_hhr(path):
                 file = f"{key}/{path.name} {hit.index}"
                 yield f"hit name|{file}", hit.name
                 yield f"hit rows|{file}", f"{hit.query}\n{hit.hit_sequence}"

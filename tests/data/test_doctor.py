@@ -60,6 +60,13 @@ def test_good_data(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "training can start; report:" in capsys.readouterr().out
 
 
+def test_a_chain_without_homologues_is_no_bad_chain(folder: Path) -> None:
+    """Catches a chain that training reads, with its sequence as only row, reported as unreadable."""
+    (folder / "alignments" / KEY / "uniref90_hits.a3m").write_text("")
+    code, report = doctor(folder, "--config", str(folder / "tiny.yaml"))
+    assert (code, report["chains"]) == (0, [])
+
+
 @pytest.mark.parametrize("indexed", [False, True])
 def test_each_bad_chain_is_named_with_its_reason(folder: Path, indexed: bool) -> None:
     """Catches a kind of bad chain that is not found, or is reported as another kind."""

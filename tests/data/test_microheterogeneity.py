@@ -55,6 +55,23 @@ def test_hits_of_such_a_query_are_renumbered() -> None:
     assert matched_hits([own, other], QUERY) == (own, other)
 
 
+def test_hmmsearch_of_such_a_query(tmp_path: Path) -> None:
+    """Catches a search refused that was made with all monomers, hits of it shifted, and one with the chain's own refused."""
+    (tmp_path / "1abc_A").mkdir()
+    file = tmp_path / "1abc_A" / "hmm_output.sto"
+    text = "# STOCKHOLM 1.0\n3xyz_A/5-13 {}\n//\n"
+    file.write_text(text.format("M-TGkkEDNW"))  # of A S T G E D N W
+    (hit,) = matched_hits(FeatureStore(tmp_path).template_hits("1abc_A", QUERY), QUERY)
+    assert (hit.query, hit.residues) == ("A-TG-D-W", "MTGKKEDNW")
+    assert (hit.aligned_columns, hit.pairs.tolist()) == (5, [[0, 0], [1, 1], [2, 2], [3, 6], [4, 8]])
+    file.write_text(text.format("mttTGkkEDNW").replace("5-13", "5-15"))
+    with pytest.raises(UserError, match="has 6 match columns, the query 5 residues"):
+        FeatureStore(tmp_path).template_hits("1abc_A", QUERY)
+    file.write_text(text.format("MTGkkEDnw"))
+    (own,) = matched_hits(FeatureStore(tmp_path).template_hits("1abc_A", QUERY), QUERY)
+    assert (own.query, own.pairs.tolist()) == ("ATGDW", [[0, 0], [1, 1], [2, 2], [3, 5], [4, 6]])
+
+
 @pytest.mark.parametrize(
     "query",
     [

@@ -15,12 +15,15 @@ from evodsp.errors import FileFormatError
 _NAME = re.compile(r"([A-Za-z0-9]{4})_([A-Za-z0-9.]+)/(\d{1,9})-(\d{1,9})$")
 
 
-def parse_hmmsearch(path: str | Path, data: bytes | None = None, *, query: str) -> list[TemplateHit]:
+def parse_hmmsearch(
+    path: str | Path, data: bytes | None = None, *, query: str, listed: str | None = None
+) -> list[TemplateHit]:
     """The hits of `hmmsearch -A` (Stockholm, usually hmm_output.sto) over pdb_seqres, in the file's order.
 
     `query`: the query's one-letter codes. The profile must have been built with one match state per residue of the query
-    (hmmbuild --hand): the alignment's match columns (upper case and '-') are then the query's positions. Chains described as
-    nucleic acids ('mol:na') are skipped, but counted in `index`. `data`: as in `parse_hhr`.
+    (hmmbuild --hand): the alignment's match columns (upper case and '-') are then the query's positions. `listed`: the query
+    with all monomers of residues that have several; hits of a profile of that length are those of this query. Chains described
+    as nucleic acids ('mol:na') are skipped, but counted in `index`. `data`: as in `parse_hhr`.
 
     Raises FileFormatError (file and line) for a file that is not Stockholm, truncated or empty, and for a hit whose number of
     match columns is not the query's length, whose name is not 'chain/first-last', or whose residues are not first..last.
@@ -43,13 +46,13 @@ def parse_hmmsearch(path: str | Path, data: bytes | None = None, *, query: str) 
             chunks.setdefault(words[0], []).append(words[1])
             line_of_hit.setdefault(words[0], number)
     return [
-        _hit(path, line_of_hit[name], rank, name, "".join(parts), query)
+        _hit(path, line_of_hit[name], rank, name, "".join(parts), (query, listed or query))
         for rank, (name, parts) in enumerate(chunks.items(), 1)
         if not re.search(r"\bmol:(?!protein\b)", descriptions.get(name, ""))
     ]
 
 
-def _hit(path: str | Path, line: int, rank: int, name: str, letters: str, query: str) -> TemplateHit:
+def _hit(path: str | Path, line: int, rank: int, name: str, letters: str, queries: tuple[str, str]) -> TemplateHit:
     found = _NAME.match(name)
     if found is None:
         message = f"'{name}' is not a PDB chain with a range such as 1abc_A/1-99; search pdb_seqres with hmmsearch -A"
@@ -62,9 +65,11 @@ def _hit(path: str | Path, line: int, rank: int, name: str, letters: str, query:
         raise FileFormatError(
             path, f"illegal character {letters[illegal[0]]!r} in hit '{name}'; run hmmsearch again", line
         )
-    if (columns := int((upper | gap).sum())) != len(query):
+    columns = int((upper | gap).sum())
+    query = next((query for query in queries if len(query) == columns), None)
+    if query is None:
         message = (
-            f"hit '{name}' has {columns} match columns, the query {len(query)} residues; "
+            f"hit '{name}' has {columns} match columns, the query {len(queries[0])} residues; "
             f"build the profile on this query with hmmbuild --hand"
         )
         raise FileFormatError(path, message, line)
