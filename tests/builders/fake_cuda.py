@@ -113,18 +113,31 @@ class Counts:
 
 @functools.cache
 def measure(case: Case) -> Counts:
-    """Run `case` in a process of its own. Without `../shared` the test is skipped; without its fake_cuda alone it fails."""
+    """Run `case` in a process of its own."""
+    return _counts(_answer("fake_cuda_program", dataclasses.asdict(case)))
+
+
+@functools.cache
+def measure_features(rows: int, columns: int, crop: int, cycles: int, clusters: int, extra: int) -> Pass:
+    """What making the MSA features of one sample does, without a backward pass."""
+    sizes = {"rows": rows, "columns": columns, "crop": crop, "cycles": cycles, "clusters": clusters, "extra": extra}
+    return Pass(**_answer("fake_cuda_features_program", sizes))
+
+
+def _answer(program: str, question: dict[str, Any]) -> dict[str, Any]:
+    """What a program on GPU-less tensors prints. Without `../shared` the test is skipped; without its fake_cuda it fails."""
     if not SHARED.is_dir():
         pytest.skip("no ../shared/fake_cuda beside this checkout")
-    words = [sys.executable, "-m", "tests.builders.fake_cuda_program", json.dumps(dataclasses.asdict(case))]
+    words = [sys.executable, "-m", f"tests.builders.{program}", json.dumps(question)]
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join([str(SHARED / "fake_cuda"), str(ROOT)]),
     }
     done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"{case}\n{done.stderr[-4000:]}"
-    return _counts(json.loads(done.stdout.splitlines()[-1]))
+    assert done.returncode == 0, f"{question}\n{done.stderr[-4000:]}"
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return answer
 
 
 def _counts(found: dict[str, Any]) -> Counts:
