@@ -16,6 +16,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import yaml  # type: ignore[import-untyped]
@@ -31,6 +32,8 @@ class OneLineErrors(ArgumentParser):
 
     config_files: tuple[str, ...] = ()
     words: tuple[str, ...] = ()
+    alone: Mapping[str, str] = MappingProxyType({})
+    """What options mean that are given without a value, by their names without dashes."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{"allow_abbrev": False, "formatter_class": HelpFormatter, **kwargs})
@@ -39,6 +42,8 @@ class OneLineErrors(ArgumentParser):
         for action in self._actions:
             if getattr(action, "_typehint", None) is bool:  # `--raw` alone means `--raw true`
                 action.nargs, action.const = "?", True
+            elif action.dest in self.alone:
+                action.nargs, action.const = "?", self.alone[action.dest]
         words = with_underscores(list(args or []))
         self.config_files = tuple(_values_of("--config", words) + _values_of("-c", words))
         self.words = tuple(words)

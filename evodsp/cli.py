@@ -9,8 +9,8 @@ import os
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,8 @@ class SettingsCommand(Command):
     description: str
     positional: str = ""
     """The option that is given without a name: a list of paths, at least one."""
+    alone: Mapping[str, str] = field(default_factory=dict)
+    """What options mean that are given without a value."""
 
     def __call__(self, words: list[str]) -> int:
         from evodsp.argument_parser import OneLineErrors
@@ -61,6 +63,7 @@ class SettingsCommand(Command):
             usage=f"evodsp {self.name} {self.required} [--option value ...]",
             description=self.description,
         )
+        parser.alone = self.alone
         settings_class = _imported(self.settings)
         if self.positional:
             parser.add_argument(self.positional, nargs="+", type=Path, metavar=self.required.removesuffix("..."))
@@ -157,6 +160,7 @@ COMMANDS: dict[str, Command] = {
             description="Parse the alignments, structures and template hits of chains once, into a feature store: compressed "
             "records with checksums, from which training makes the same samples (data.store). A build that was stopped is "
             "continued by the same command. Chains that cannot be read are left out and listed in failed.jsonl.",
+            alone={"scheduler": "local"},
         ),
         SettingsCommand(
             "plan",

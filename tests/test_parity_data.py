@@ -41,6 +41,20 @@ def test_equal_sides_pass_and_every_kind_is_compared(results: Results) -> None:
     assert all("1 compared" in row.note for row in rows if row.quantity.startswith(("sample", "structure")))
 
 
+def test_templates_of_a_search_are_compared(real_data: Path) -> None:
+    """Catches templates that are not made, because the query or the structures are not those of the search."""
+    found = {name: np.asarray(value) for name, value in data.template_results(data.request_of(real_data))}
+    names = [value for name, value in found.items() if name.startswith("template name|query73_A")]
+    assert names == ["3u8v_A", "2crb_A", "4zey_A", "1psm_A", "3zee_A", "4i6p_A", "2q2k_A"]
+    rows = data.compare(found | {"template aatype|query73_A 3": found["template aatype|query73_A 3"] + 1}, found)
+    assert [row.quantity for row in rows if not row.passed] == ["template aatype"]
+    assert {row.quantity for row in rows} >= {
+        "template all_atom_positions",
+        "template pseudo_beta",
+        "template sum_probs",
+    }
+
+
 @pytest.mark.parametrize(
     ("quantity", "by"),
     [

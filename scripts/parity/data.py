@@ -3,8 +3,9 @@
     OPENFOLD_SOURCE=<clone> .venv/bin/python -m scripts.parity.data --openfold <python with its requirements> --data FOLDER
 
 FOLDER holds `mmcif_files` and `alignments`. Both sides read every structure (sequence, positions, masks, resolution, release
-date), every alignment (rows, deletions) and every HHsearch result, and make features and labels of every chain that has both,
-with the same random numbers. The exit code is 1 if a difference is larger than allowed, and 2 if a side could not run.
+date), every alignment (rows, deletions) and every HHsearch result, make template features of the hits that have a structure,
+and features and labels of every chain that has both, with the same random numbers. The exit code is 1 if a difference is larger
+than allowed, and 2 if a side could not run.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ from evodsp.data.features import CycleDraws, Sizes, sampled_features, sequence_f
 from evodsp.data.layout import listed_structure, split_key, structure_files
 from evodsp.data.mmcif import read_structure
 from evodsp.data.parsers import parse_hhr
+from evodsp.data.records import ProteinSequence
 from evodsp.data.store import FeatureStore
+from evodsp.data.templates.source import TemplateSource
 from evodsp.errors import UserError
 from evodsp.geometry.alphabet import encode_sequence
 from evodsp.rng import Draws
@@ -81,7 +84,9 @@ def request_of(data: Path) -> dict[str, Any]:
             structure_of[key] = str(data / "mmcif_files" / path)
     folders = {key: data / "alignments" / key for key in keys}
     searches = {key: [str(p) for p in search_result_files(f) if p.suffix == ".hhr"] for key, f in folders.items()}
+    queries = {key: store.query(key).letters for key, paths in searches.items() if paths}
     return {
+        "templates": {"folder": str(data / "mmcif_files"), "queries": queries},
         "structures": sorted(map(str, (data / "mmcif_files").glob("*.cif"))),
         "alignments": {key: [str(path) for path in alignment_files(folder)] for key, folder in folders.items()},
         "searches": searches,
@@ -117,6 +122,18 @@ def file_results(request: dict[str, Any]) -> Iterator[tuple[str, Any]]:
                 yield f"hit sum of probabilities|{file}", hit.sum_probs
                 yield f"hit query indices|{file}", hit.indices_query
                 yield f"hit indices|{file}", hit.indices_hit
+
+
+def template_results(request: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The templates that evodsp makes of the searches, best first, under the names of OpenFold's side."""
+    source = TemplateSource.open(request["templates"]["folder"])
+    for key, letters in request["templates"]["queries"].items():
+        hits = [hit for path in request["searches"][key] for hit in parse_hhr(path)]
+        found = source.find(hits, ProteinSequence(key, letters)).features
+        for number, name in enumerate(found.names):
+            yield f"template name|{key} {number}", name
+            for feature, values in found.processed().items():
+                yield f"{feature.replace('_', ' ', 1)}|{key} {number}", values[number]
 
 
 def sample_results(data: Path, keys: list[str], seed: int) -> tuple[Results, Results]:
@@ -188,7 +205,7 @@ def _difference(ours: np.ndarray, theirs: np.ndarray) -> float:
 def run(options: argparse.Namespace) -> int:
     request = request_of(options.data)
     start = time.perf_counter()
-    ours = {name: np.asarray(value) for name, value in file_results(request)}
+    ours = {name: np.asarray(value) for name, value in (*file_results(request), *template_results(request))}
     samples, draws = sample_results(options.data, list(request["samples"]), options.seed)
     seconds = time.perf_counter() - start
     with tempfile.TemporaryDirectory(prefix="evodsp-parity-") as folder:

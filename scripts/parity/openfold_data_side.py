@@ -14,7 +14,8 @@ Verified with the source in OpenFold's PyPI release 0.0.1 (2022), which is used 
 - rows are compared by residue codes when duplicates are removed. OpenFold compares letters, and keeps two rows that differ in
   B and D alone, which have the same code;
 - gaps of Stockholm files may be dots, which the format allows. OpenFold knows dashes only;
-- templates are left out.
+- a template hit whose entry has no structure file is left out before, where OpenFold ends with an error;
+- samples have no templates: template features are compared by themselves.
 
 Results are named `quantity|file`. Strings are arrays of one string.
 """
@@ -42,6 +43,7 @@ SOURCE = "OPENFOLD_SOURCE"
 SAME_CODE = str.maketrans("BZJOU", "DEXXC")
 """Letters without a code of their own, and one that has the same code."""
 PRESET = "model_1"
+MOST_TEMPLATES = 20
 
 Results = dict[str, np.ndarray]
 
@@ -150,6 +152,40 @@ def hit_results(key: str, path: Path) -> Iterator[tuple[str, Any]]:
         yield f"hit indices|{file}", np.array(hit.indices_hit)
 
 
+def template_results(key: str, query: str, searches: list[Path], folder: Path) -> Iterator[tuple[str, Any]]:
+    """The templates of a query, best first: names, and the features that OpenFold's model takes."""
+    from openfold.data import data_transforms, parsers, templates
+
+    hits = [hit for path in searches for hit in parsers.parse_hhr(path.read_text())]
+    hits = [hit for hit in hits if (folder / f"{templates._get_pdb_id_and_chain(hit)[0]}.cif").is_file()]
+    # The date allows every template; kalign is for hits whose sequence is not in their structure.
+    featurizer = templates.TemplateHitFeaturizer(
+        str(folder), "9999-12-31", MOST_TEMPLATES, "kalign", _zero_center_positions=False
+    )
+    found = featurizer.get_templates(query, None, None, hits).features
+    for number, name in enumerate(found["template_domain_names"]):
+        positions, mask = (found[f"template_all_atom_{what}"][number] for what in ("positions", "mask"))
+        letters = found["template_sequence"][number].decode()
+        name_arginine_nitrogens(positions, mask, letters)
+        aatype = torch.from_numpy(codes([letters])[0])
+        beta, beta_mask = data_transforms.pseudo_beta_fn(aatype, torch.from_numpy(positions), torch.from_numpy(mask))
+        yield f"template name|{key} {number}", name.decode()
+        yield f"template aatype|{key} {number}", found["template_aatype"][number] @ codes_by_column()
+        yield f"template all_atom_positions|{key} {number}", positions
+        yield f"template all_atom_masks|{key} {number}", mask
+        yield f"template pseudo_beta|{key} {number}", beta.numpy()
+        yield f"template pseudo_beta_mask|{key} {number}", beta_mask.numpy()
+        yield f"template mask|{key} {number}", 1.0
+        yield f"template sum_probs|{key} {number}", found["template_sum_probs"][number]
+
+
+def codes_by_column() -> np.ndarray:
+    """AlphaFold2's residue code of each column of HHblits' one-hot letters."""
+    from openfold.np import residue_constants as constants
+
+    return np.array(constants.MAP_HHBLITS_AATYPE_TO_OUR_AATYPE)
+
+
 def configuration(clusters: int, extra: int) -> Any:
     """OpenFold's configuration of data, one recycling iteration, of whole chains with labels."""
     from openfold.config import model_config  # type: ignore[import-not-found]
@@ -210,6 +246,9 @@ def run(subject: Results) -> Results:
     for key, paths in request["searches"].items():
         for path in paths:
             results.update(hit_results(key, Path(path)))
+    for key, query in request["templates"]["queries"].items():
+        searches = [Path(path) for path in request["searches"][key]]
+        results.update(template_results(key, query, searches, Path(request["templates"]["folder"])))
     for key, structure in request["samples"].items():
         draws = {name: subject[f"{name}|{key}"] for name in ("order", "replace", "letter")}
         alignments = [Path(path) for path in request["alignments"][key]]

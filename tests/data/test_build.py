@@ -239,8 +239,19 @@ def test_a_dask_cluster_builds_the_same(folder: Path, undisturbed: Path, tmp_pat
     assert content(tmp_path / "store") == content(undisturbed)
 
 
-def test_a_scheduler_without_dask_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a traceback where the extra is not installed."""
+def test_a_scheduler_without_dask_is_one_line(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches a traceback where the extra is not installed, and `--scheduler` alone that means something else than a local
+    cluster."""
     monkeypatch.setitem(sys.modules, "distributed", None)
     with pytest.raises(UserError, match="--scheduler needs Dask"):
         list(on_cluster([], "tcp://127.0.0.1:1", 1))
+    given = []
+    monkeypatch.setattr(
+        "evodsp.data.building.command.on_cluster", lambda parts, *rest: given.append(rest) or on_cluster(parts, *rest)
+    )
+    options = ["--alignment_dir", str(folder / "alignments"), "--structure_dir", str(folder / "mmcif_files")]
+    assert main(["data", "build", *options, "--scheduler", "--workers=2", "--output", str(tmp_path / "store")]) == 2
+    assert "--scheduler needs Dask; install the extra cluster" in capsys.readouterr().err
+    assert given == [("local", 1)]  # one shard needs one worker

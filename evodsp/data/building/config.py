@@ -31,7 +31,8 @@ class BuildConfig:
     """Worker processes; null takes one for each core."""
     scheduler: str | None = None
     """Address of a Dask scheduler whose workers build the store in place of local processes, such as tcp://node1:8786. They
-    must see the same folders. `local` starts a Dask cluster of --workers processes on this machine. Needs the extra cluster."""
+    must see the same folders. `local`, or --scheduler alone, starts a Dask cluster of --workers processes on this machine.
+    Needs the extra cluster."""
     share: str | None = None
     """Build every N-th shard only, starting with number I: I/N, such as 0/8, for one of N tasks that build one store together
     (see the documentation). null builds and completes the whole store."""
