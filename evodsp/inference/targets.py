@@ -6,7 +6,7 @@ import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from evodsp.data.chain_folder import alignment_files
+from evodsp.data.chain_folder import alignment_files, has_files
 from evodsp.data.parsers import parse_fasta
 from evodsp.data.records import ProteinSequence
 from evodsp.errors import UserError, nearest
@@ -40,7 +40,7 @@ def find_targets(fasta: Path, alignments: Path) -> list[Target]:
 
 
 def _folder_of(query: ProteinSequence, alignments: Path, alone: bool) -> Path:
-    if (folder := alignments / query.name).is_dir():
+    if has_files(folder := alignments / query.name):
         return folder
     if alone and alignment_files(alignments):
         return alignments

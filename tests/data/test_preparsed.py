@@ -23,6 +23,7 @@ from evodsp.data.msa import merge_alignments
 from evodsp.data.parsers import parse_preparsed
 from evodsp.data.store import FeatureStore
 from evodsp.errors import FileFormatError
+from evodsp.inference.targets import find_targets
 from tests.builders.alignments import make_alignment, preparsed
 from tests.builders.training_chains import SEQUENCES, write_chain
 
@@ -116,6 +117,15 @@ def test_an_archive_beside_a_folder_with_files(tmp_path: Path) -> None:
     assert len(found.msa) == len(first) + len(second) - 1  # the query is in both
 
 
+def test_prediction_finds_an_archive(tmp_path: Path) -> None:
+    """Catches a target without alignments, although OpenFold3's archive of its name is there."""
+    (tmp_path / "q.fasta").write_text(f">mine\n{LETTERS}\n>other\n{LETTERS}\n")
+    for name in ("mine.npz", "other/alignment.npz"):
+        preparsed(tmp_path / "alignments" / name, ALIGNMENTS)
+    for target in find_targets(tmp_path / "q.fasta", tmp_path / "alignments"):
+        assert [len(one) for one in read_alignment_dir(target.alignments, target.query)] == [7, 5]
+
+
 def call(module: str, name: str, argument: str) -> bytes:
     """A pickle that calls module.name(argument)."""
     return f"c{module}\n{name}\nX".encode() + struct.pack("<I", len(argument)) + argument.encode() + b"\x85R."
@@ -203,7 +213,9 @@ def test_archives_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     """Catches a bomb that fills the memory, and errors of zipfile that reach the user as tracebacks."""
     path = archive(tmp_path / "x.npz", GOOD)
     data = path.read_bytes()
-    for damaged in (b"", b"PK", data[:-40], data.replace(b"bfd_hits", b"bfd_hitz", 1)):
+    listed = data.index(b"PK\x01\x02")
+    newer = data[: listed + 6] + b"\xc3" + data[listed + 7 :]  # a version of the format that there is not
+    for damaged in (b"", b"PK", data[:-40], newer, data.replace(b"bfd_hits", b"bfd_hitz", 1)):
         path.write_bytes(damaged)
         with pytest.raises(FileFormatError, match=r"x\.npz: not a readable NumPy archive"):
             parse_preparsed(path)

@@ -48,7 +48,7 @@ def parse_preparsed(
             )
             _check_archive(path, [entries[name] for name in wanted])
             return [_alignment(f"{path}:{name}", archive.read(entries[name])) for name in wanted]
-    except (zipfile.BadZipFile, zlib.error, OSError, EOFError, ValueError) as error:
+    except (zipfile.BadZipFile, zlib.error, OSError, EOFError, ValueError, NotImplementedError) as error:
         raise FileFormatError(path, f"not a readable NumPy archive ({error}); {_FIX}") from error
 
 
