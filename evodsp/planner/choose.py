@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
 
 from evodsp.errors import UserError
 from evodsp.planner.device import Device, Links
-from evodsp.planner.mesh import Estimate, Training, estimate, traced
+from evodsp.planner.mesh import Estimate, Pass, Training, estimate, memory, traced
 from evodsp.planner.program import Program
 
 MOST_RANKS = 64
@@ -59,57 +59,86 @@ def possible(training: Training, devices: int, sequence: int | None = None) -> l
 def compare(
     training: Training, devices: int, device: Device, links: Links, sequence: int | None = None, auto: bool = True
 ) -> Comparison:
-    """Plan the possible meshes, from small sequence groups to large ones.
+    """Plan the possible meshes, from small sequence groups to large ones, up to the first one that is slower than one before it
+    that fits: larger ones only communicate more.
 
-    It ends where larger groups only cost time: after one that fits came two that are slower. `auto`: the two fastest meshes
-    that fit recompute only as many Evoformer blocks as their memory demands; all others recompute all.
+    `auto`: each mesh recomputes only as many Evoformer blocks as its memory demands. Otherwise as the model's config says.
     """
     groups = possible(training, devices, sequence)
-    blocks, setting = training.model.evoformer.blocks, training.model.evoformer.checkpoint
-    recomputed = True if auto or setting == "auto" else setting
-    kept = 0 if recomputed is True else blocks if recomputed is False else max(0, blocks - int(recomputed))
     estimates: list[Estimate] = []
-    with _pool(len(groups) + 1) as pool:
-        of_one = pool.submit(traced, training, 1, recomputed)
-        todo = list(groups)
-        while todo and not _slower_twice(estimates):
-            now, todo = todo[:2], todo[2:]
-            programs = [of_one if group == 1 else pool.submit(traced, training, group, recomputed) for group in now]
+    with ProcessPoolExecutor(2, mp_context=get_context("fork")) as pool:  # a pass takes about a second of Python
+        planned = _Planned(training, device, links, auto, pool)
+        of_one = planned.start(1)
+        while groups and not _slower(estimates):
+            now, groups = groups[:2], groups[2:]
+            programs = [of_one if group == 1 else planned.start(group) for group in now]
             estimates += [
-                estimate(training, program.result(), kept, devices // group, group, device, links)
+                planned.estimate(program.result(), devices // group, group)
                 for group, program in zip(now, programs, strict=True)
             ]
-        alone = estimate(training, of_one.result(), kept, 1, 1, device, links)
-        if auto:
-            fastest = sorted((one for one in estimates if one.fits), key=lambda one: one.step_s)[:2]
-            mixed = [pool.submit(traced, training, one.sequence, MIXED) for one in fastest if blocks >= 2 * MIXED]
-            for one, program in zip(fastest, mixed, strict=False):
-                better = _with_kept_blocks(one, training, program.result(), device, links)
-                estimates[estimates.index(one)] = better
+        alone = planned.estimate(of_one.result(), 1, 1)
     best = min((one for one in estimates if one.fits), key=lambda one: (one.step_s, one.sequence), default=None)
     return Comparison(training, device, links, estimates, best, alone)
 
 
-def _slower_twice(estimates: Sequence[Estimate]) -> bool:
-    """Whether the last two meshes are slower than one before them that fits."""
-    times = [one.step_s for one in estimates]
-    return len(times) > 2 and any(one.fits for one in estimates[:-2]) and min(times[:-2]) < times[-2] < times[-1]
+def _slower(estimates: Sequence[Estimate]) -> bool:
+    """Whether the last mesh is slower than one before it that fits."""
+    return any(one.fits and one.step_s < estimates[-1].step_s for one in estimates[:-1])
 
 
-def _with_kept_blocks(one: Estimate, training: Training, mixed: Program, device: Device, links: Links) -> Estimate:
-    """The same mesh with as many blocks kept as fit. `mixed`: a pass that recomputes `MIXED` blocks."""
+class _Planned:
+    """Follows passes in other processes, and chooses how many blocks each mesh recomputes."""
 
-    def keeping(kept: int) -> Estimate:
-        program = kept_in(mixed, training.model.evoformer.blocks, kept)
-        return estimate(training, program, kept, one.data, one.sequence, device, links)
+    def __init__(self, training: Training, device: Device, links: Links, auto: bool, pool: ProcessPoolExecutor) -> None:
+        self._training, self._device, self._links, self._pool = training, device, links, pool
+        self._blocks = training.model.evoformer.blocks
+        setting = training.model.evoformer.checkpoint
+        self._searches = auto and self._blocks >= 2 * MIXED
+        self._setting: bool | int = MIXED if self._searches else True if auto or setting == "auto" else setting
 
-    least, most = MIXED, training.model.evoformer.blocks - MIXED
-    if not keeping(least).fits:
-        return one
-    while least < most:  # memory grows with the number of blocks that are kept
-        middle = (least + most + 1) // 2
-        least, most = (middle, most) if keeping(middle).fits else (least, middle - 1)
-    return keeping(least)
+    def start(self, sequence: int) -> Future[Program]:
+        """Begin to follow the pass of a group of so many ranks."""
+        return self._pool.submit(traced, self._training, sequence, self._setting)
+
+    def estimate(self, program: Program, data: int, sequence: int) -> Estimate:
+        """A mesh. `program`: what `start` made for its groups."""
+        traced_pass = Pass.of(program, self._training, self._device)
+        found = self._most_kept(traced_pass, data, sequence) if self._searches else self._unsearched
+        kept = found or 0
+        if self._searches and found is None:
+            traced_pass = self._recomputing_all(sequence)
+        elif self._searches:
+            traced_pass = replace(traced_pass, program=kept_in(program, self._blocks, kept))
+        return estimate(self._training, traced_pass, kept, data, sequence, self._device, self._links)
+
+    @property
+    def _unsearched(self) -> int:
+        """Blocks that are kept where the config says how many."""
+        recomputed = self._setting if isinstance(self._setting, int) and not isinstance(self._setting, bool) else None
+        if recomputed is None:
+            return 0 if self._setting else self._blocks
+        return max(0, self._blocks - recomputed)
+
+    def _most_kept(self, traced_pass: Pass, data: int, sequence: int) -> int | None:
+        """As many blocks as fit, of which `MIXED` at least are recomputed and kept; None if not even those fit."""
+        ranks, batches = data * sequence, self._training.global_batch // data
+
+        def fits(kept: int) -> bool:
+            program = kept_in(traced_pass.program, self._blocks, kept)
+            items = replace(traced_pass, program=program).items
+            return memory(self._training, program, items, ranks, batches).total <= self._device.usable
+
+        least, most = MIXED, self._blocks - MIXED
+        if not fits(least):
+            return None
+        while least < most:  # memory grows with the number of blocks that are kept
+            middle = (least + most + 1) // 2
+            least, most = (middle, most) if fits(middle) else (least, middle - 1)
+        return least
+
+    def _recomputing_all(self, sequence: int) -> Pass:
+        program = self._pool.submit(traced, self._training, sequence, True).result()
+        return Pass.of(program, self._training, self._device)
 
 
 MIXED = 3
@@ -122,8 +151,3 @@ def kept_in(mixed: Program, blocks: int, kept: int) -> Program:
     others = [repeat for repeat in mixed.repeats if repeat.part != "evoformer"]
     changed = [replace(recomputing, times=blocks - kept - 2), replace(keeping, times=kept - 2)]
     return replace(mixed, repeats=[*others, *changed])
-
-
-def _pool(tasks: int) -> ProcessPoolExecutor:
-    """Two processes: following a pass takes about a second of Python."""
-    return ProcessPoolExecutor(min(2, tasks), mp_context=get_context("fork"))

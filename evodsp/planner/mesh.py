@@ -10,7 +10,8 @@ from evodsp.model.schedule import CommunicationPlan
 from evodsp.parallel.config import ParameterMode, WirePrecision
 from evodsp.parallel.ledger import Kind
 from evodsp.planner.device import Device, Links
-from evodsp.planner.program import Program, Sizes, Step, program
+from evodsp.planner.program import Program, Sizes, Step
+from evodsp.planner.program import program as follow
 from evodsp.planner.simulate import Times, simulate
 from evodsp.planner.trace import Work
 from evodsp.planner.walk import Item, Span, forward_only, segment, spans, whole
@@ -118,7 +119,7 @@ def traced(training: Training, sequence: int, recomputed: bool | int) -> Program
     model = dataclasses.replace(
         training.model, evoformer=dataclasses.replace(training.model.evoformer, checkpoint=recomputed)
     )
-    return program(
+    return follow(
         Step(
             model,
             training.sizes,
@@ -131,31 +132,50 @@ def traced(training: Training, sequence: int, recomputed: bool | int) -> Program
     )
 
 
+@dataclass(frozen=True)
+class Pass:
+    """A traced pass, with the times of its operators on a device."""
+
+    program: Program
+    few: list[Item]
+    """The items of the reduced model."""
+
+    @classmethod
+    def of(cls, program: Program, training: Training, device: Device) -> Pass:
+        """With the times of `device`."""
+
+        def seconds(work: Work) -> float:
+            return device.seconds(work.name, work.flops, work.bytes, work.launches, work.half, training.tf32)
+
+        return cls(program, spans(program.events, seconds))
+
+    @property
+    def items(self) -> list[Item]:
+        """The items of the whole model."""
+        return whole(self.few, self.program.repeats)
+
+
 def estimate(
-    training: Training, traced_pass: Program, kept: int, data: int, sequence: int, device: Device, links: Links
+    training: Training, traced_pass: Pass, kept: int, data: int, sequence: int, device: Device, links: Links
 ) -> Estimate:
     """The step on `data` x `sequence` devices. `kept`: Evoformer blocks that `traced_pass` does not recompute."""
-
-    def seconds(work: Work) -> float:
-        return device.seconds(work.name, work.flops, work.bytes, work.launches, work.half, training.tf32)
 
     def link(kind: Kind, counted: int) -> float:
         return links.seconds(kind, counted, sequence)
 
-    few = spans(traced_pass.events, seconds)
-    items = whole(few, traced_pass.repeats)
+    program, items = traced_pass.program, traced_pass.items
     launch_s = 0.0 if training.graphs else device.launch_us * 1e-6
     one = simulate(items, launch_s, link, device.overlaps)
-    block = simulate(segment(few, ("evoformer", 1)), launch_s, link, device.overlaps, keep_intervals=True)
+    block = simulate(segment(traced_pass.few, ("evoformer", 1)), launch_s, link, device.overlaps, keep_intervals=True)
     free = simulate(forward_only(items), launch_s, link, device.overlaps).total
-    numbers, batches = traced_pass.parameters, training.global_batch // data
+    numbers, batches = program.parameters, training.global_batch // data
     gradients_s, reduction_s = _reductions(training, numbers, data, sequence, links, one.total * 2 / 3)
     update_s = _update_s(training, numbers, batches, data * sequence, sequence, device)
     step_s = batches * (one.total + (training.passes - 1) * free + gradients_s) + reduction_s + update_s
     return Estimate(
         data=data,
         sequence=sequence,
-        memory=_memory(training, traced_pass, items, data * sequence, batches),
+        memory=memory(training, program, items, data * sequence, batches),
         usable=device.usable,
         kept_blocks=kept,
         step_s=step_s,
@@ -170,9 +190,9 @@ def estimate(
     )
 
 
-def _memory(training: Training, traced_pass: Program, items: list[Item], ranks: int, batches: int) -> Memory:
+def memory(training: Training, program: Program, items: list[Item], ranks: int, batches: int) -> Memory:
     """The parts that last for the whole step, and the most that the pass holds (`evodsp.training.gradients`)."""
-    numbers = traced_pass.parameters
+    numbers = program.parameters
     whole, shard = SINGLE * numbers, SINGLE * -(-numbers // ranks)
     sharded = training.parameters == "fsdp2"
     flat = 2 if training.clip == "sample" and batches * ranks > 1 else 1
@@ -182,7 +202,7 @@ def _memory(training: Training, traced_pass: Program, items: list[Item], ranks: 
         gradients=shard if sharded else flat * whole,
         optimizer=2 * (whole if training.parameters == "replicate" else shard),
         average=(shard if sharded else whole) if training.ema else 0,
-        features=traced_pass.batch_bytes * (training.recycles + 1),
+        features=program.batch_bytes * (training.recycles + 1),
         activations=worst.peak,
         at=f"{worst.place[0]}, {worst.phase}",
     )

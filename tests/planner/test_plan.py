@@ -14,9 +14,10 @@ from evodsp.errors import UserError
 from evodsp.planner import choose
 from evodsp.planner.choose import compare, possible
 from evodsp.planner.device import Device, Links, load_device, load_link
-from evodsp.planner.mesh import Estimate, Memory, Training, _memory, _reductions
-from evodsp.planner.program import Program, Sizes
+from evodsp.planner.mesh import Estimate, Memory, Pass, Training, _reductions, memory
+from evodsp.planner.program import Program, Repeat, Sizes
 from evodsp.planner.simulate import Times
+from evodsp.planner.walk import Item, Span
 
 SMALL = Training(ModelConfig.preset("small"), LossConfig(), Sizes(32, 16, 32), global_batch=12)
 LINKS = Links(load_link("nvlink4"), load_link("infiniband"), 8)
@@ -38,10 +39,8 @@ def test_memory_that_lasts_for_the_whole_step() -> None:
     program = Program([], [], batch_bytes=10, parameters=100, sent=[])
 
     def parts(**changes: object) -> Memory:
-        from evodsp.planner.walk import Span
-
         worst = Span(("losses", 0), "forward", 1, 1, 0.0, 0, 0, 0, 7, 0)
-        return _memory(dataclasses.replace(SMALL, **changes), program, [worst], ranks=4, batches=3)
+        return memory(dataclasses.replace(SMALL, **changes), program, [worst], ranks=4, batches=3)
 
     assert parts() == Memory(600, 800, 800, 400, 40, 7, "losses, forward")
     assert parts(clip="batch", half=False, ema=False) == Memory(400, 400, 800, 0, 40, 7, "losses, forward")
@@ -65,18 +64,19 @@ def fake(monkeypatch: pytest.MonkeyPatch, step_s: dict[int, float], needs: dict[
     """Estimates with given times and memory, by the size of the sequence group."""
 
     def estimate(
-        training: Training, program: Program, kept: int, data: int, sequence: int, device: Device, links: Links
+        training: Training, traced_pass: Pass, kept: int, data: int, sequence: int, device: Device, links: Links
     ) -> Estimate:
-        memory, no_time = Memory(needs[sequence], 0, 0, 0, 0, 0, ""), (0.0,) * 4
+        held, no_time = Memory(needs[sequence], 0, 0, 0, 0, 0, ""), (0.0,) * 4
         none = Times()
-        return Estimate(data, sequence, memory, 100, kept, step_s[sequence], 1, none, *no_time, 12, none)
+        return Estimate(data, sequence, held, 100, kept, step_s[sequence], 1, none, *no_time, 12, none)
 
     monkeypatch.setattr(choose, "estimate", estimate)
     monkeypatch.setattr(choose, "traced", _nothing)
 
 
-def _nothing(training: Training, sequence: int, recomputed: bool | int) -> None:
+def _nothing(training: Training, sequence: int, recomputed: bool | int) -> Program:
     """Stands in for a traced pass; a function of a module, because it goes to another process."""
+    return Program([], [], 0, 0, [])
 
 
 def test_the_fastest_mesh_that_fits_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,12 +90,33 @@ def test_the_fastest_mesh_that_fits_is_taken(monkeypatch: pytest.MonkeyPatch) ->
     fake(monkeypatch, times, dict.fromkeys(times, 101))
     assert compare(SMALL, 12, load_device("h100"), LINKS, auto=False).best is None
     fake(monkeypatch, times, dict.fromkeys(times, 100))
-    assert [one.sequence for one in compare(SMALL, 12, load_device("h100"), LINKS, auto=False).estimates] == [
-        1,
-        2,
-        3,
-        4,
-    ]
+    assert [one.sequence for one in compare(SMALL, 12, load_device("h100"), LINKS, auto=False).estimates] == [1, 2]
+
+
+def test_as_many_blocks_are_kept_as_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a search that ends one block too early or too late, and a mesh that recomputes although there is room."""
+    blocks = 48
+    training = dataclasses.replace(SMALL, model=ModelConfig.preset("model_3"))
+    monkeypatch.setattr(choose, "traced", _mixed)
+
+    def kept(usable_gib: float) -> int:
+        def needs(training: Training, program: Program, items: list[Item], ranks: int, batches: int) -> Memory:
+            recomputed, kept = (repeat.times + 2 for repeat in program.repeats)  # as segments of a stack of 48 blocks
+            assert recomputed + kept == blocks
+            return Memory(kept * 2**30, 0, 0, 0, 0, 0, "")
+
+        monkeypatch.setattr(choose, "memory", needs)
+        device = dataclasses.replace(load_device("h100"), memory_gib=usable_gib, fragmentation=0.0, reserved_gib=0.0)
+        planned = choose._Planned(training, device, LINKS, True, pool=None)  # type: ignore[arg-type]
+        found = planned._most_kept(Pass(_mixed(training, 1, 3), []), 1, 1)
+        return 0 if found is None else found
+
+    assert [kept(gib) for gib in (0.0, 2.9, 3.0, 3.9, 4.0, 44.7, 1e6)] == [0, 0, 3, 3, 4, 44, 45]
+
+
+def _mixed(training: Training, sequence: int, recomputed: bool | int) -> Program:
+    """Stands in for a traced pass that recomputes three of 48 blocks."""
+    return Program([], [Repeat("evoformer", 1, 1), Repeat("evoformer", 4, 43)], 0, 0, [])
 
 
 def test_the_command_prints_and_writes_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
