@@ -237,9 +237,16 @@ class BatchGradients(FlatGradients):
         self._sent: list[dist.Work] = []
         self._norms: list[Tensor] = []
         """Of the buckets that were sent: this rank's own gradient."""
-        if self._ranks > 1:
-            for number, parameter in enumerate(self.parameters):
-                parameter.register_post_accumulate_grad_hook(lambda _, at=self._bucket_of[number]: self._arrived(at))
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(lambda _, at=bucket: self._arrived(at))
+            for parameter, bucket in zip(self.parameters, self._bucket_of, strict=True)
+            if self._ranks > 1
+        ]
+
+    def close(self) -> None:
+        """Take the hooks off the parameters: a later fit would send these buckets as well."""
+        for hook in self._hooks:
+            hook.remove()
 
     def begin(self) -> None:
         super().begin()

@@ -132,6 +132,10 @@ class DSPStrategy(ParallelStrategy):
     def on_test_start(self) -> None:
         _restore_sigterm()
 
+    def teardown(self) -> None:
+        self.world.release()  # here, because Lightning calls the module's `teardown` only after a run that succeeds
+        super().teardown()
+
     def model_to_device(self) -> None:
         assert self.lightning_module is not None
         self.lightning_module.to(self.root_device)

@@ -97,6 +97,9 @@ class World:
         """Adam over `parameters`."""
         return Adam(parameters, **options)
 
+    def release(self) -> None:
+        """Called at the end of every run of a trainer, also of one that fails."""
+
 
 class MeshWorld(World):
     """A (data, sequence) mesh of ranks, with parameters kept as `config.parameters` says. Connected by `meet`."""
@@ -108,6 +111,7 @@ class MeshWorld(World):
         self._mesh: Mesh | None = None
         self._batch_check: BatchCheck | None = None
         self._sharing: BatchSharing | None = None
+        self._gradients: BatchGradients | None = None
 
     @property
     def mesh(self) -> Mesh:
@@ -166,7 +170,13 @@ class MeshWorld(World):
             return PlainGradients(parameters, clip)  # FSDP2 averages over all ranks in the backward pass
         if per_sample and clip is not None:
             return SampleGradients(parameters, self.mesh, clip, self.waits)
-        return BatchGradients(parameters, self.mesh, clip, accumulate, self.waits)
+        self._gradients = BatchGradients(parameters, self.mesh, clip, accumulate, self.waits)
+        return self._gradients
+
+    def release(self) -> None:
+        """Take the hooks of `gradients` off the parameters."""
+        if self._gradients is not None:
+            self._gradients.close()
 
     def optimizer(self, parameters: Iterable[nn.Parameter], **options: Any) -> Optimizer:
         """Adam; with `zero1` each rank keeps the optimizer state of its share of the parameters."""
