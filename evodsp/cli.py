@@ -17,7 +17,8 @@ from typing import Any
 
 from evodsp import __version__
 from evodsp.errors import UserError, nearest
-from evodsp.launch.parent import end_with_launcher
+from evodsp.launch.agent import end_agent
+from evodsp.launch.parent import STOPPED, end_with_launcher
 
 RANK_0_FIRST_S = 5.0
 """How long the other ranks wait before they print a mistake. Rank 0 prints the same one, and its end makes torchrun (or srun
@@ -213,11 +214,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     end_with_launcher()
     try:
-        return dispatch(words)
+        code = dispatch(words)
+        if code == STOPPED:
+            end_agent()
+        return code
     except UserError as error:
         if _rank() > 0:
             time.sleep(RANK_0_FIRST_S)
-        print(f"evodsp: error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"evodsp: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        end_agent()
         return 2
     except SystemExit as done:  # jsonargparse after --help and --print_config
         if isinstance(done.code, str):

@@ -5,6 +5,7 @@ Without this, ranks with different inputs hang or compute nonsense.
 
 from __future__ import annotations
 
+import socket
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import TypeVar
@@ -45,6 +46,27 @@ def on_first(make: Callable[[], T], group: Group | None) -> T | None:
     kept: list[T] = []
     from_first(lambda: kept.append(make()), group)
     return kept[0] if kept else None
+
+
+def on_every(make: Callable[[], T], group: Group | None) -> T:
+    """Call `make` on every rank and return its result there. If it raises UserError on some ranks, all ranks raise it, and it
+    names the first of them and its host: a folder may be missing on one machine only.
+    """
+    own: UserError | None = None
+    made: list[T] = []
+    try:
+        made.append(make())
+    except UserError as error:
+        own = error
+    messages = all_of((socket.gethostname(), None if own is None else str(own)), group)
+    failed = [(rank, host, text) for rank, (host, text) in enumerate(messages) if text is not None]
+    if own is not None and len(failed) == len(messages):
+        raise own
+    if failed:
+        rank, host, text = failed[0]
+        others = f" and {len(failed) - 1} more" if len(failed) > 1 else ""
+        raise UserError(f"rank {rank} on {host}{others} of {len(messages)} ranks: {text}") from own
+    return made[0]
 
 
 def tensors_from_first(

@@ -18,7 +18,7 @@ from evodsp.data.presence import Lacking, Presence
 from evodsp.data.store import FeatureStore
 from evodsp.data.templates.source import TemplateSource
 from evodsp.errors import UserError, nearest
-from evodsp.launch.consensus import from_first
+from evodsp.launch.consensus import from_first, on_every
 from evodsp.parallel.group import Group
 from evodsp.training.chain_weights import weighted_chains
 from evodsp.training.config import DataConfig
@@ -87,8 +87,9 @@ def find_chains(config: DataConfig, quarantined: Container[str] = frozenset(), g
     which the first looks the chains up and tells the others; None for one process.
     Raises UserError for the first file or name that is missing otherwise.
     """
-    store, templates = open_source(config)
-    predicted = distillation_set(config.distillation)
+    (store, templates), predicted = on_every(
+        lambda: (open_source(config), distillation_set(config.distillation)), group
+    )
     found = from_first(lambda: _look_up(config, quarantined, store, templates, predicted), group)
     names = found.train, found.validation, found.test
     return Chains(store, templates, *names, found.weights, predicted, found.distilled, found.missing)

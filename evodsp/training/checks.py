@@ -16,7 +16,7 @@ from evodsp.data.features import check_config
 from evodsp.data.quarantine import read_quarantine
 from evodsp.errors import SettingError, UserError
 from evodsp.launch import process_group
-from evodsp.launch.consensus import from_first
+from evodsp.launch.consensus import from_first, on_every
 from evodsp.model.kernels.backends import check_names
 from evodsp.model.schedule import CommunicationPlan
 from evodsp.output import check_output_folder
@@ -158,19 +158,33 @@ def check_run(command: Command, settings: Settings, group: Group | None = None) 
     chains = find_chains(data, {failure.chain for failure in known or ()}, group)
     if command != "fit":
         check_scored_chains(command, chains)
-    if start is not None:
-        check_start(command, settings, start)
-        if command == "fit":
-            settings = dataclasses.replace(settings, run=began_with(settings.run, read_checkpoint(start)))
-    elif settings.run.init_from is not None:
-        check_initial(settings.run.init_from, model.model_config())
+    settings = on_every(lambda: _begun(command, settings, start), group)
     checked = CheckedRun(command, settings, ranks, folder, start, chains, batches)
     if command != "fit":
         return checked
     check_length(checked)
-    if start is None:
-        return checked
-    return dataclasses.replace(checked, changed=tuple(changes(start, read_checkpoint(start), checked.recorded)))
+    return dataclasses.replace(checked, changed=on_every(lambda: _changed(checked), group))
+
+
+def _begun(command: Command, settings: Settings, start: Path | None) -> Settings:
+    """The settings, with the weights that the run of the checkpoint `start` began with.
+
+    Raises UserError if the run cannot begin with that checkpoint, or with the weights of `init_from`.
+    """
+    if start is not None:
+        check_start(command, settings, start)
+        if command == "fit":
+            return dataclasses.replace(settings, run=began_with(settings.run, read_checkpoint(start)))
+    elif settings.run.init_from is not None:
+        check_initial(settings.run.init_from, settings.model.model_config())
+    return settings
+
+
+def _changed(run: CheckedRun) -> tuple[str, ...]:
+    """A line for each setting that differs from those of the run that is resumed. Raises UserError for one that may not."""
+    if run.start is None:
+        return ()
+    return tuple(changes(run.start, read_checkpoint(run.start), run.recorded))
 
 
 def check_length(run: CheckedRun) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -107,7 +108,8 @@ def test_as_many_blocks_are_kept_as_fit(monkeypatch: pytest.MonkeyPatch) -> None
 
         monkeypatch.setattr(choose, "memory", needs)
         device = dataclasses.replace(load_device("h100"), memory_gib=usable_gib, fragmentation=0.0, reserved_gib=0.0)
-        planned = choose._Planned(training, device, LINKS, True, pool=None)  # type: ignore[arg-type]
+        with ProcessPoolExecutor(1) as pool:  # starts no process before it gets work
+            planned = choose._Planned(training, device, LINKS, True, pool)
         found = planned._most_kept(Pass(_mixed(training, 1, 3), []), 1, 1)
         return 0 if found is None else found
 

@@ -1,0 +1,43 @@
+"""Keeps torchrun from starting ranks again that have ended for good.
+
+`torchrun --max-restarts` starts all ranks again whatever the exit code of one is. That is right for a rank that died. A mistake
+of the user is the same after a restart, and a run that was asked to stop has stopped. torchrun's processes have no way to say
+so; but SIGTERM ends torchrun itself, which then ends the other ranks of its machine.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+
+_MARK = b"TORCHELASTIC_RUN_ID="
+"""In the environment of everything that torchrun starts, but not in its own."""
+_NAMES = (b"torchrun", b"torch.distributed.")
+
+
+def end_agent(environment: Mapping[str, str] = os.environ) -> None:
+    """End the torchrun that started this rank, if it would start the ranks again. Its exit code is 1.
+
+    Does nothing under another launcher, or where there is no /proc to find torchrun in.
+    """
+    if environment.get("TORCHELASTIC_RUN_ID", "evodsp") == "evodsp":  # our own launcher never restarts
+        return
+    used, most = (environment.get(f"TORCHELASTIC_{name}", "0") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+    if used.isdecimal() and most.isdecimal() and int(used) < int(most) and (agent := _agent()) is not None:
+        os.kill(agent, signal.SIGTERM)
+
+
+def _agent() -> int | None:
+    """The process id of torchrun: the nearest process above this one that torchrun has not started. None if it is gone."""
+    pid = os.getppid()
+    while pid > 0:
+        folder = Path(f"/proc/{pid}")
+        try:
+            if _MARK not in (folder / "environ").read_bytes():
+                return pid if any(name in (folder / "cmdline").read_bytes() for name in _NAMES) else None
+            pid = int((folder / "stat").read_text().rpartition(")")[2].split()[1])  # a wrapper: look at its parent
+        except OSError:
+            return None
+    return None

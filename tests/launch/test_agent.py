@@ -1,0 +1,42 @@
+"""A mistake of the user under torchrun: it is printed once, and the ranks are not started again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+import pytest
+
+from evodsp.launch import agent
+from tests.builders.processes import TORCHRUN, begin
+
+WRAPPED = ["--no-python", "bash", "-c", f"{sys.executable} -m evodsp fitt; exit $?"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "program"), [(2, ["-m", "evodsp", "fitt"]), (1, WRAPPED)], ids=["direct", "through a script"]
+)
+def test_a_mistake_ends_torchrun(ranks: int, program: list[str]) -> None:
+    """Catches three restarts that print the same line again, an exit code of 0, and a shell taken for torchrun."""
+    process = begin([*TORCHRUN, "--standalone", f"--nproc-per-node={ranks}", "--max-restarts=3", *program])
+    _, error = process.communicate(timeout=120)
+    assert process.returncode == 1, error
+    assert error.count("no command 'fitt'") == 1, error
+
+
+@pytest.mark.parametrize(
+    ("run", "used", "most"),
+    [("evodsp", "0", "3"), ("some", "3", "3"), ("some", "0", "0"), ("some", "0", "3")],
+    ids=["our launcher", "the last attempt", "no restarts", "a parent that is not torchrun"],
+)
+def test_no_other_process_is_ended(monkeypatch: pytest.MonkeyPatch, run: str, used: str, most: str) -> None:
+    """Catches a signal to a shell, to SLURM's daemon, or to a torchrun that ends by itself and prints its own account."""
+    sent: list[tuple[int, signal.Signals]] = []
+    monkeypatch.setattr(os, "kill", lambda *given: sent.append(given))
+    names = ("RUN_ID", "RESTART_COUNT", "MAX_RESTARTS")
+    variables = {f"TORCHELASTIC_{name}": value for name, value in zip(names, (run, used, most), strict=True)}
+    if (run, used) != ("some", "0") or most == "0":
+        monkeypatch.setattr(agent, "_agent", lambda: 1)
+    agent.end_agent(variables)
+    assert not sent
