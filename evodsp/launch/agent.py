@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 _MARK = b"TORCHELASTIC_RUN_ID="
 """In the environment of everything that torchrun starts, but not in its own."""
-_NAMES = (b"torchrun", b"torch.distributed.")
 
 
 def end_agent(environment: Mapping[str, str] = os.environ) -> None:
@@ -36,8 +36,18 @@ def _agent() -> int | None:
         folder = Path(f"/proc/{pid}")
         try:
             if _MARK not in (folder / "environ").read_bytes():
-                return pid if any(name in (folder / "cmdline").read_bytes() for name in _NAMES) else None
+                return pid if _is_torchrun((folder / "cmdline").read_bytes().split(b"\0")) else None
             pid = int((folder / "stat").read_text().rpartition(")")[2].split()[1])  # a wrapper: look at its parent
         except OSError:
             return None
     return None
+
+
+def _is_torchrun(command: Sequence[bytes]) -> bool:
+    """Whether it is `python [options] -m torch.distributed.run …` or `python …/torchrun …`."""
+    for before, word in pairwise(command):
+        if before == b"-m":
+            return word.startswith(b"torch.distributed.")
+        if not word.startswith(b"-") and before not in (b"-X", b"-W"):
+            return os.path.basename(word) == b"torchrun"
+    return False

@@ -22,8 +22,8 @@ _FIRST = ("step", "epoch", "seconds")
 class CurveLogger(Logger):
     """Writes `<folder>/curve.csv` with the columns step, epoch, seconds and every logged metric.
 
-    Rows of an existing file are kept up to the first step logged now: a resumed run continues its curve and its clock, and
-    repeated steps appear once. A row is appended, so that a long run does not write its whole past again and again; the file
+    Rows of an existing file are kept up to the step at which a run resumes: it continues its curve and its clock, and repeated
+    steps appear once. A row is appended, so that a long run does not write its whole past again and again; the file
     is rewritten when the run starts and when a metric appears for the first time. A kill leaves a file that can be read.
 
     Lightning's CSVLogger deletes the earlier part of a resumed run, writes a second row when validation follows a step, has no
@@ -33,6 +33,8 @@ class CurveLogger(Logger):
     def __init__(self, folder: str | Path) -> None:
         super().__init__()
         self.folder = Path(folder)
+        self.first_step: int | None = None
+        """Where this run begins or resumes: rows from this step on are repeated. None: with the first row that is logged."""
         self._begun = time.monotonic()  # not at the first row, which comes only after the first steps
         self._started: float | None = None
         self._columns: list[str] = []
@@ -71,7 +73,8 @@ class CurveLogger(Logger):
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         step = step or 0
         if self._started is None:
-            kept = {row: values for row, values in read_curve(self.path).items() if row < step}
+            first = step if self.first_step is None else self.first_step
+            kept = {row: values for row, values in read_curve(self.path).items() if row < first}
             last = max(kept.values(), key=lambda row: float(row["seconds"]), default={"seconds": "0"})
             self._started = self._begun - float(last["seconds"])
             self._rewrite(kept)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -29,6 +29,7 @@ from evodsp.training.config import TrainingConfig
 from evodsp.training.gradients import Gradients
 from evodsp.training.interval import IntervalMeans
 from evodsp.training.lr_schedule import learning_rate
+from evodsp.training.rows import LoggedRows
 from evodsp.training.stopping import Request
 from evodsp.training.world import World
 from evodsp.weights.checkpoint import checkpoint_entries
@@ -94,6 +95,8 @@ class TrainingModule(LightningModule):
         self.samples_per_step = samples_per_step
         self.interval = IntervalMeans()
         """What the next row of the logs will show; a callback of the trainer, which keeps it in checkpoints."""
+        self.rows = LoggedRows()
+        """Gives that row to the loggers; a callback as well."""
         self._dropout = Draws.root(seed).at("dropout")
         self._casts = CastParameters(self.model)
         self._gradients: Gradients | None = None
@@ -195,25 +198,30 @@ class TrainingModule(LightningModule):
         self._step, self._step_samples, self._recycles = [], [], []
 
     def _log_interval(self, optimizer: torch.optim.Optimizer) -> None:
-        """Give Lightning the means over the steps since the last row; nothing if all of them were left out."""
-        means = {name: torch.tensor(value) for name, value in self.interval.means().items()}
+        """Log the means over the steps since the last row; nothing if all of them were left out."""
+        means = self.interval.means()
         if self.at_row:
             self.interval.end_row()
         if not means:
-            if self.trainer._results is not None:  # or Lightning logs the last row's numbers again
-                self.trainer._results.reset(fx="on_before_optimizer_step")
             return
-        self.log("train/loss", means.pop("loss"), prog_bar=True)
-        # Lightning keeps a metric object for each name, which takes longer than many a layer. Loggers see every n-th step only.
+        loss = means.pop("loss")
+        self.log("train/loss", torch.tensor(loss), prog_bar=True, logger=False)
+        # Lightning keeps a metric object for each name, which takes longer than many a layer.
         if self.at_row:
             if self.gradients.clip is None:
                 del means["clipped_fraction"]
-            self.log_dict({f"train/{name}": value for name, value in means.items() if name != "total"})
-            self.log("train/lr", torch.tensor(optimizer.param_groups[0]["lr"]))
+            row = {f"train/{name}": value for name, value in means.items() if name != "total"}
+            self.rows.add({"train/loss": loss})
+            self.log_row({**row, "train/lr": float(optimizer.param_groups[0]["lr"])})
+
+    def log_row(self, numbers: Mapping[str, float]) -> None:
+        """Numbers of the row that belongs to the running step, for the loggers (`LoggedRows`) and for callbacks."""
+        self.rows.add(numbers)
+        self.log_dict({name: torch.tensor(value) for name, value in numbers.items()}, logger=False)
 
     @property
     def at_row(self) -> bool:
-        """Whether Lightning gives the numbers of the running optimizer step to the loggers."""
+        """Whether the running optimizer step ends a row of the logs."""
         every = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
         return bool(every) and (self.trainer.global_step + 1) % every == 0
 

@@ -1,7 +1,8 @@
 """Requests to stop a training run: SIGTERM, SIGUSR1, Ctrl-C, a time limit. The run saves within the running step and ends.
 
 A request reaches one rank, or several at different places. Each rank's answer travels with the losses of the step, in a
-collective that exists anyway, so all ranks stop after the same step.
+collective that exists anyway, so all ranks stop after the same step; in a validation, after the same batch of it. A run that
+was stopped in a validation repeats it when it resumes.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ import time
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 class RunStopped(Exception):
-    """Ends a run between two steps, on all ranks."""
+    """Ends a run between two steps, or between two batches of a validation, on all ranks."""
 
 
 @runtime_checkable
@@ -36,7 +38,7 @@ class Request(Protocol):
 
 
 class StopRequest(Callback):
-    """Notes requests to stop, and raises RunStopped after the step in which the ranks have agreed.
+    """Notes requests to stop, and raises RunStopped after the step, or the batch of a validation, in which the ranks agreed.
 
     `deadline`: seconds since the epoch at which this rank asks by itself.
     """
@@ -47,7 +49,7 @@ class StopRequest(Callback):
         """Why this rank wants to stop, or has stopped."""
         self.interrupted = False
         """Whether it was Ctrl-C."""
-        self._agreed = False
+        self._agreed = self._in_validation = False
         self._former: dict[int, Any] = {}
 
     @property
@@ -70,10 +72,21 @@ class StopRequest(Callback):
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         finished = 0 <= trainer.max_steps <= trainer.global_step
         if self._agreed and not finished:
-            # Lightning logs the step only after this hook, and the exception would skip that.
-            trainer._logger_connector.on_batch_end()
-            trainer._logger_connector.update_train_step_metrics()
             raise RunStopped(self.reason)
+
+    def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        """A validation may take longer than the batch system waits. The ranks agree after each of its batches."""
+        if trainer.sanity_checking:
+            return
+        asked = torch.tensor(float(self.asked), device=pl_module.device)
+        if trainer.strategy.reduce(asked, reduce_op="mean") > 0:
+            self.agree()
+            self._in_validation = True
+            raise RunStopped(self.reason)
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        if self._in_validation:
+            repeat_validation(checkpoint)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._restore()
@@ -91,6 +104,18 @@ class StopRequest(Callback):
         for number, handler in self._former.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._former = {}
+
+
+def repeat_validation(checkpoint: dict[str, Any]) -> None:
+    """Let a run that resumes from this checkpoint validate before its next step. In place.
+
+    Lightning goes back to a validation whose progress says that a batch was begun and not ended. It would go on with the
+    batches that are left, but the scores of the others are lost, so the progress says that it was the first batch.
+    """
+    progress = checkpoint["loops"]["fit_loop"]["epoch_loop.val_loop.batch_progress"]
+    for counts in (progress["total"], progress["current"]):
+        counts.update(ready=1, started=1, processed=0, completed=0)
+    progress["is_last_batch"] = False
 
 
 def deadline(

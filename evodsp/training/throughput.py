@@ -87,7 +87,7 @@ class Throughput(Callback):
         every = trainer.log_every_n_steps  # type: ignore[attr-defined]
         if every and trainer.global_step % every == 0:
             measured = self._row(trainer, pl_module.device)
-            pl_module.log_dict({f"train/{name}": torch.tensor(value) for name, value in measured.items()})
+            self._module.log_row({f"train/{name}": value for name, value in measured.items()})
             self._restart()
 
     def _row(self, trainer: Trainer, device: torch.device) -> dict[str, float]:

@@ -40,3 +40,16 @@ def test_no_other_process_is_ended(monkeypatch: pytest.MonkeyPatch, run: str, us
         monkeypatch.setattr(agent, "_agent", lambda: 1)
     agent.end_agent(variables)
     assert not sent
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        ("python -m torch.distributed.run --nnodes 2 -m evodsp fit", True),
+        ("/venv/bin/python -u -X faulthandler /venv/bin/torchrun evodsp", True),
+        ("python train.py --launcher torchrun", False),
+    ],
+)
+def test_torchrun_is_recognised(command: str, expected: bool) -> None:
+    """Catches another program that has the word in its options."""
+    assert agent._is_torchrun([word.encode() for word in command.split()]) == expected

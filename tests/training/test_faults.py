@@ -81,10 +81,8 @@ def test_a_killed_rank_ends_the_run_which_resumes_from_its_checkpoint(
 @pytest.mark.verify
 @pytest.mark.parametrize("moment", ["step", "save"])
 def test_five_kills_leave_the_run_as_it_was(config: Path, undisturbed: Path, tmp_path: Path, moment: str) -> None:
-    """Catches a save that is torn, or whose file is of a later step than its content; steps that are lost or repeated.
-
-    The curve may lack the row of a step whose checkpoint was complete when the kill came: Lightning logs after it saves.
-    """
+    """Catches a save that is torn, or whose file is of a later step than its content; steps that are lost or repeated; a row
+    of the curve that is lost because the checkpoint of its step was complete before."""
     output, draws, torn = tmp_path / "run", random.Random(13), 0
     command = evodsp(*words(config, output, "--ckpt_path=auto"))
     for attempt in range(5):
@@ -108,9 +106,7 @@ def test_five_kills_leave_the_run_as_it_was(config: Path, undisturbed: Path, tmp
     process = begin(command)
     _, error = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, error
-    found, whole = losses(output), losses(undisturbed)
-    assert {step for step in whole if step not in found} <= {step for step in whole if (step + 1) % EVERY == 0}
-    assert {step: whole[step] for step in found} == found
+    assert losses(output) == losses(undisturbed)
     one, other = (read_checkpoint(folder / "checkpoints/last.ckpt") for folder in (output, undisturbed))
     for kind in ("state_dict", "ema_state_dict"):
         assert all(torch.equal(value, other[kind][name]) for name, value in one[kind].items())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -64,6 +65,24 @@ def test_a_checkpoint_holds_the_validation_of_its_step(
     )
     assert main(["fit", f"--config={chains}/tiny.yaml", f"--output={tmp_path / 'run'}", *options]) == 0
     assert written == [(1, False), (2, True), (3, True)]
+
+
+@pytest.mark.parametrize("option", [[], ["--async_checkpoints=true"], ["--async_checkpoints=false"]])
+def test_who_writes_the_checkpoints(
+    chains: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: list[str]
+) -> None:
+    """Catches a setting that is ignored: steps that wait for the disk, or a thread where the user wants none."""
+    writers: list[bool] = []
+    save = WholeFileIO.save_checkpoint
+
+    def note(self: WholeFileIO, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        writers.append(threading.current_thread() is threading.main_thread())
+        save(self, checkpoint, path)
+
+    monkeypatch.setattr(WholeFileIO, "save_checkpoint", note)
+    assert main(words(chains, tmp_path / "run", "--checkpoint_every_samples=1", "--trainer.max_steps=2", *option)) == 0
+    assert writers == [option == ["--async_checkpoints=false"]] * 2
+    assert steps(tmp_path / "run")["last"] == 2
 
 
 @contextmanager

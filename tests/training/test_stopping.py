@@ -12,6 +12,7 @@ import torch
 from evodsp.cli import main
 from evodsp.report.curve import read_curve
 from evodsp.training.stopping import StopRequest, deadline
+from evodsp.training.throughput import MEASURED
 from evodsp.weights.checkpoint import read_checkpoint
 from tests.builders.signal_to_itself import STEP
 from tests.builders.training import CommandPool
@@ -67,6 +68,51 @@ def test_a_signal_to_one_rank_stops_both(commands: CommandPool, chains: Path, tm
     assert read_checkpoint(output / "checkpoints/last.ckpt")["global_step"] == STEP + 1
 
 
+def validating(chains: Path, output: Path, *options: str) -> list[str]:
+    """Words of a run that scores two chains."""
+    given = [word for word in words(chains, output) if "limit_val_batches" not in word]
+    return [*given, "--data.validation_chains=[1abc_A,2abc_B]", "--trainer.num_sanity_val_steps=0", *options]
+
+
+@pytest.mark.parametrize(
+    "every",
+    [pytest.param("2", id="within an epoch"), pytest.param("1.0", id="at its end", marks=pytest.mark.verify)],
+)
+def test_a_signal_in_a_validation(chains: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], every: str) -> None:
+    """A pre-empted job that is killed in a long validation; a validation that is lost on resume, or goes on with half of its
+    chains; a row of the curve that is lost because validation is the first to log."""
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    option = f"--trainer.val_check_interval={every}"
+    assert main(validating(chains, stopped, option, sends("TerminateInValidation"))) == 75
+    said = capsys.readouterr()
+    assert "scored 1" in said.out
+    at = read_checkpoint(stopped / "checkpoints/last.ckpt")["global_step"]
+    assert at == {"2": 2, "1.0": 4}[every]
+    assert "val/lddt_ca" not in read_curve(stopped / "curve.csv")[at - 1]
+    assert main(validating(chains, stopped, option, "--ckpt_path=auto")) == 0
+    assert main(validating(chains, whole, option)) == 0
+    assert_same_end(stopped, whole)
+    assert curve(stopped) == curve(whole)
+    assert (stopped / "checkpoints/best.ckpt").is_file()
+
+
+def curve(output: Path) -> dict[int, dict[str, str]]:
+    """Everything in the curve but what is measured."""
+    return {
+        step: {name: cell for name, cell in row.items() if name not in ("seconds", *MEASURED)}
+        for step, row in read_curve(output / "curve.csv").items()
+    }
+
+
+def test_a_signal_to_one_rank_in_a_validation(commands: CommandPool, chains: Path, tmp_path: Path) -> None:
+    """Ranks of which one leaves the validation and the other waits for it."""
+    options = ("--trainer.val_check_interval=2", "--parallel.sequence=2", sends("TerminateInValidation"))
+    outcomes = commands.evodsp(2, *validating(chains, tmp_path / "run", *options))
+    assert [outcome.code for outcome in outcomes] == [75, 75], outcomes
+    assert all("scored 1" in outcome.out for outcome in outcomes)
+    assert read_checkpoint(tmp_path / "run/checkpoints/last.ckpt")["global_step"] == 2
+
+
 def test_a_time_limit_that_is_over(chains: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A restart by torchrun, which trains a step again and again; a time that is none."""
     assert main(words(chains, tmp_path / "run", "--trainer.max_time=00:00:00:00")) == 75
@@ -74,6 +120,32 @@ def test_a_time_limit_that_is_over(chains: Path, tmp_path: Path, capsys: pytest.
     assert not (tmp_path / "run").exists()
     assert main(words(chains, tmp_path / "run", "--trainer.max_time=soon")) == 2
     assert "trainer.max_time is soon" in capsys.readouterr().err
+
+
+@pytest.mark.verify
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_time_limit_ends_a_running_run(
+    commands: CommandPool, chains: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], ranks: int
+) -> None:
+    """A limit that is looked at when the run begins only, that counts the time of the first start when the run resumes, or that
+    one rank finds to be over before the other."""
+    given = [
+        word for word in words(chains, tmp_path / "run", f"--parallel.sequence={ranks}") if "max_steps" not in word
+    ]
+    limited = [*given, "--trainer.max_steps=1000000", "--trainer.max_time=00:00:00:20", "--ckpt_path=auto"]
+    reached = [0]
+    for _ in range(2):
+        if ranks == 1:
+            assert main(limited) == 75
+            said = capsys.readouterr().err
+        else:
+            outcomes = commands.evodsp(ranks, *limited)
+            assert [outcome.code for outcome in outcomes] == [75] * ranks, outcomes
+            said = outcomes[0].error
+        assert "stopped by the time limit; the last checkpoint of step" in said
+        reached.append(read_checkpoint(tmp_path / "run/checkpoints/last.ckpt")["global_step"])
+        assert reached[-1] > reached[-2]
+        assert max(read_curve(tmp_path / "run/curve.csv")) == reached[-1] - 1
 
 
 def test_the_earlier_limit_counts() -> None:
