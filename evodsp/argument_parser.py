@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
+import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -48,6 +49,7 @@ class OneLineErrors(ArgumentParser):
         self.config_files = tuple(_values_of("--config", words) + _values_of("-c", words))
         self.words = tuple(words)
         self._refuse_repetition()
+        self._check_environment()
         config = super().parse_args(words, *rest, **kwargs)
         self._check_groups(config)
         return config
@@ -101,7 +103,9 @@ class OneLineErrors(ArgumentParser):
         if found := re.search(r"(File does not exist|Path is not a file): '([^']*)'", message):
             return f"{found[2]}: {'no such file' if found[1].startswith('File') else 'not a file'}; check --config"
         if found := re.search(r'Parser key "([^"]*)": ?(.*)', message):
-            return f"{self.where(found[1])}{found[1]}: {self._expected(*found.groups())}; see '{self.prog} --help'"
+            return (
+                f"{self.where(*found.groups())}{found[1]}: {self._expected(*found.groups())}; see '{self.prog} --help'"
+            )
         if message.startswith(("Problems parsing config", "Unexpected config")):
             name = self.config_files[-1] if self.config_files else "config"
             return f"{name}: not a YAML mapping of options: {message.partition(':')[2].strip() or 'it is empty'}"
@@ -117,14 +121,40 @@ class OneLineErrors(ArgumentParser):
         unnamed = {action.dest: action.metavar or action.dest for action in self._actions if not action.option_strings}
         return str(unnamed.get(key, f"--{key}"))
 
-    def where(self, key: str) -> str:
-        """What to write before `key`: '--' if the command line sets it, 'file:line: ' if a config file does, else nothing."""
+    def where(self, key: str, detail: str = "") -> str:
+        """What to write before `key`: '--' if the command line sets it, 'file:line: ' if a config file does, 'VARIABLE: ' if an
+        environment variable does and counts, else nothing.
+
+        `detail`: jsonargparse's account of a wrong value. It reads all variables, also those that do not count.
+        """
+        variable = self._variable(key)
+        value = os.environ.get(variable) if self.default_env else None
+        if value and (f"value: {value}" in detail or f"'{value}'" in detail):
+            return f"{variable}: "
         if any(word.partition("=")[0] == f"--{key}" for word in self.words):
             return "--"
-        for name in reversed(self.config_files):
-            if (line := line_of_key(Path(name), key)) is not None:
-                return f"{name}:{line}: "
+        files = [Path(name) for name in reversed(self.config_files)]
+        if value and not any(line_of_key(path, key, exactly=True) for path in files):
+            return f"{variable}: "
+        for path in files:
+            if (line := line_of_key(path, key)) is not None:
+                return f"{path}:{line}: "
         return ""
+
+    def _variable(self, key: str) -> str:
+        """The environment variable of an option."""
+        return f"{self.env_prefix}_{key.replace('.', '__')}".upper()
+
+    def _check_environment(self) -> None:
+        """Raise UserError for a variable that is named like an option of a group, and is none: nobody would read it."""
+        known = {self._variable(key): key for key in self.known_keys()} if self.default_env else {}
+        for name in os.environ:
+            parts = name.split("__")
+            if not known or len(parts) < 2 or not name.startswith(f"{self.env_prefix}_"):
+                continue
+            if not any("__".join(parts[:length]) in known for length in range(2, len(parts) + 1)):
+                close = nearest(name, known)
+                raise UserError(f"environment variable {name}: no such setting.{close} See '{self.prog} --help'")
 
     def _refuse_repetition(self) -> None:
         """Raise UserError if an option that takes one value is given twice; the first value would be lost without a word."""
@@ -139,9 +169,9 @@ class OneLineErrors(ArgumentParser):
             if action.metavar == "CONFIG" and action.dest != "config":
                 value = config.get(action.dest)
                 if value is not None and not isinstance(value, Mapping | Namespace):
+                    place = self.where(action.dest, f"'{value}'")
                     raise UserError(
-                        f"{self.where(action.dest)}{action.dest}: expected {self._group(action.dest)}, found '{value}'; "
-                        f"see '{self.prog} --help'"
+                        f"{place}{action.dest}: expected {self._group(action.dest)}, found '{value}'; see '{self.prog} --help'"
                     )
 
     def _group(self, key: str) -> str:
@@ -200,8 +230,9 @@ def with_underscores(words: list[str]) -> list[str]:
     ]
 
 
-def line_of_key(path: Path, key: str) -> int | None:
-    """The line of a YAML file (from 1) that sets the dotted `key`; None if it does not, or if the file cannot be read."""
+def line_of_key(path: Path, key: str, exactly: bool = False) -> int | None:
+    """The line of a YAML file (from 1) that sets the dotted `key`, or, unless `exactly`, the innermost group of it that is
+    there; None if there is none, or if the file cannot be read."""
     try:
         node = yaml.compose(path.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
@@ -211,7 +242,7 @@ def line_of_key(path: Path, key: str) -> int | None:
         pairs = node.value if isinstance(node, yaml.MappingNode) else []
         match = next(((name, value) for name, value in pairs if name.value == part), None)
         if match is None:
-            return line
+            return None if exactly else line
         line, node = match[0].start_mark.line + 1, match[1]
     return line
 

@@ -91,6 +91,8 @@ class TrainingCLI(LightningCLI):
                 "prog": f"evodsp {command}",
                 "description": f"{SUMMARY[command].capitalize()}.",
                 "parser_mode": "omegaconf+",
+                "default_env": True,
+                "env_prefix": "EVODSP",
             },
             args=words,
             run=False,
@@ -174,7 +176,9 @@ def build(run: CheckedRun, world: World, begun: float) -> Built:
         "max_time": None,  # ours (`StopRequest`)
         "max_steps": run.last_step,
         "accumulate_grad_batches": run.batching.accumulate * passes,
-        "logger": training_loggers(run.folder.path, options["logger"]) if run.command == "fit" else options["logger"],
+        "logger": training_loggers(run.folder.path, options["logger"])
+        if run.command == "fit"
+        else options["logger"] or False,
         "callbacks": [*_as_list(options["callbacks"]), *own_callbacks],
         "default_root_dir": options["default_root_dir"] or str(run.folder.path),
     }
