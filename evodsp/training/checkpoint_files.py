@@ -121,6 +121,7 @@ def use_checkpoint_io(trainer: Trainer, former: Callable[[Path], Sequence[Path]]
 
     A CheckpointIO that the user has given is kept. One that only wraps another, as Lightning's AsyncCheckpointIO, gets ours.
     """
+    # Private names: Lightning's property `checkpoint_io` puts its own where the user gave none, and so hides which it is.
     given, whole = trainer.strategy._checkpoint_io, WholeFileIO(former)
     if given is None:
         trainer.strategy.checkpoint_io = BesideTheSteps(whole) if beside else whole

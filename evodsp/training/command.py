@@ -324,7 +324,7 @@ def _execute(run: CheckedRun, built: Built, config_text: str) -> None:
         if trainer.is_global_zero:
             for note in run.chains.notes(run.folder.missing):
                 print(f"evodsp: warning: {note}", file=sys.stderr)
-            log_settings(trainer.loggers, config_text)
+            log_settings(trainer.loggers, config_text, resumes)
         _open_quarantine(run, built)
         if trainer.is_global_zero and run.settings.run.global_batch is not None:
             report(f"evodsp: {run.batching}")

@@ -10,6 +10,7 @@ import yaml  # type: ignore[import-untyped]
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 
 from evodsp.training.csv_logger import CurveLogger
+from evodsp.training.progress import report
 
 
 def training_loggers(folder: Path, option: Any) -> list[Logger]:
@@ -25,12 +26,22 @@ def training_loggers(folder: Path, option: Any) -> list[Logger]:
     return [*own, *added]
 
 
-def log_settings(loggers: Sequence[Logger], config_text: str) -> None:
-    """Give every logger the settings of the run as its hyper-parameters. `config_text`: of config.yaml. Rank 0 only."""
+def log_settings(loggers: Sequence[Logger], config_text: str, resumes: bool = False) -> None:
+    """Give every logger the settings of the run as its hyper-parameters. `config_text`: of config.yaml. Rank 0 only.
+
+    Where a run `resumes`, a logger may refuse settings that have changed, as MLflow does under a fixed `run_id`. Then it keeps
+    the former ones, with a warning. Each package has its own class of errors for that.
+    """
     settings = yaml.safe_load(config_text)
     for logger in loggers:
         if isinstance(
             logger, TensorBoardLogger
         ):  # it keeps the file of an earlier start, which may have had other settings
             Path(logger.log_dir, logger.NAME_HPARAMS_FILE).unlink(missing_ok=True)
-        logger.log_hyperparams(settings)
+        try:
+            logger.log_hyperparams(settings)
+        except Exception as error:
+            if not resumes:
+                raise
+            reason = " ".join(str(error).split())
+            report(f"evodsp: warning: {type(logger).__name__} keeps the settings of an earlier start: {reason[:300]}")

@@ -119,7 +119,8 @@ class DSPStrategy(ParallelStrategy):
             _optimizers_to_device(self.optimizers, self.root_device)
 
     def on_train_start(self) -> None:
-        # Before each batch Lightning broadcasts whether it got SIGTERM, and waits for the answer. Here it never gets it.
+        # Before each batch Lightning broadcasts whether it got SIGTERM, and waits for the answer. Here it never gets it;
+        # Lightning 2.6 has no switch for that.
         assert self.lightning_module is not None
         loop = self.lightning_module.trainer.fit_loop.epoch_loop
         loop._broadcast_sigterm_tensor = _nothing  # type: ignore[method-assign]

@@ -43,3 +43,14 @@ class RecordingLogger(Logger):
     def _write(self, kind: str, content: Any) -> None:
         with self.file.open("a") as file:
             print(json.dumps([kind, content]), file=file)
+
+
+class FixedRunLogger(RecordingLogger):
+    """Refuses settings that differ from those of an earlier start, as MLflow does under a fixed `run_id`."""
+
+    @rank_zero_only
+    def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
+        lines = self.file.read_text().splitlines() if self.file.exists() else []
+        if any(kind == "settings" and content != params for kind, content in map(json.loads, lines)):
+            raise RuntimeError("INVALID_PARAMETER_VALUE: Changing param values is not allowed.\nParam with key='lr'")
+        super().log_hyperparams(params)

@@ -13,6 +13,7 @@ from evodsp.cli import main
 from evodsp.report.curve import read_curve
 
 RECORDING = "tests.builders.recording_logger.RecordingLogger"
+FIXED = "tests.builders.recording_logger.FixedRunLogger"
 
 
 def words(chains: Path, output: Path, *options: str, steps: int = 2) -> list[str]:
@@ -52,6 +53,20 @@ def test_a_resumed_run_has_its_own_settings_in_tensorboard(chains: Path, tmp_pat
     assert yaml.safe_load((tmp_path / "run/tensorboard/hparams.yaml").read_text())["trainer"]["max_steps"] == 3
     assert main(words(chains, tmp_path / "none", "--trainer.logger=false")) == 0
     assert {path.name for path in (tmp_path / "none").iterdir()} == {"checkpoints", "config.yaml"}
+
+
+def test_a_logger_that_refuses_changed_settings(
+    chains: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run that cannot be resumed with another learning rate because its MLflow run has a fixed id."""
+    option = f"--trainer.logger={{class_path: {FIXED}, init_args: {{file: {tmp_path}/record}}}}"
+    assert main(words(chains, tmp_path / "run", option)) == 0
+    capsys.readouterr()
+    assert main(words(chains, tmp_path / "run", option, "--ckpt_path=last", "--model.optimizer.lr=0.001", steps=3)) == 0
+    line = "FixedRunLogger keeps the settings of an earlier start: INVALID_PARAMETER_VALUE: Changing param values is"
+    assert capsys.readouterr().err.count(line) == 1
+    assert [kind for kind, _ in recorded(tmp_path / "record")].count("settings") == 1
+    assert list(read_curve(tmp_path / "run/curve.csv")) == [0, 1, 2]
 
 
 def test_a_logger_that_cannot_be_made(chains: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
