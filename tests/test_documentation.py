@@ -114,6 +114,7 @@ class Reader:
             "data doctor": self.doctor,
             "data synthesize": self.synthesize,
             "data build": self.build,
+            "plan": self.plan,
             "report": self.report,
             "weights export": self.convert,
             "weights import": self.convert,
@@ -172,6 +173,21 @@ class Reader:
     def build(self, words: list[str]) -> None:
         run(words)
         assert (Path(option(words, "--output") or "") / "store.json").is_file()
+
+    def plan(self, words: list[str]) -> None:
+        """With a small model on two devices: following a large one takes several seconds."""
+        small = [
+            "--gpus=2",
+            "--sequence=1",
+            "--preset=small",
+            "--residues=16",
+            "--msa=8",
+            "--extra_msa=8",
+            "--global_batch=2",
+        ]
+        output = option(words, "--output") or "plan.html"
+        run([*words, *small, *(["--templates=0"] if "--config" in words else [])])
+        assert "<svg" in Path(output).read_text()
 
     def report(self, words: list[str]) -> None:
         run(words)

@@ -60,6 +60,7 @@ def help_texts() -> dict[str, str]:
         "data doctor",
         "data synthesize",
         "data build",
+        "plan",
         "report",
         "weights import",
         "weights export",

@@ -9,6 +9,7 @@ from evodsp.config import LossConfig
 from evodsp.geometry.alphabet import RESTYPE_ORDER
 from evodsp.geometry.frames import structure_labels
 from evodsp.geometry.residues import RESTYPE_ATOM14_MASK, RESTYPE_ATOM37_MASK
+from tests.builders.small_model import CYCLES, features
 
 RESIDUES, CLUSTERS = 7, 5
 WEIGHTS = LossConfig(
@@ -63,4 +64,17 @@ def batch_of(samples: int, residues: int = RESIDUES) -> dict[str, Tensor]:
         **{key: torch.stack([label[key] for label in labels]) for key in labels[0] if key not in features},
         "resolution": torch.full((samples,), 2.0, dtype=torch.float64),
         "use_clamped_fape": torch.linspace(0.3, 1, samples, dtype=torch.float64),
+    }
+
+
+def whole_batch(samples: int, sizes: tuple[int, int, int]) -> dict[str, Tensor]:
+    """Features of the model's input and labels, with padding and missing atoms. `sizes`: see `small_model.SMALL`."""
+    clusters, _, residues = sizes
+    generator = torch.Generator().manual_seed(2)
+    shape = (samples, CYCLES, clusters, residues)
+    return {
+        **features(samples, sizes),
+        **batch_of(samples, residues),
+        "true_msa": torch.randint(22, shape, generator=generator),
+        "bert_mask": (torch.rand(shape, generator=generator) > 0.3).double(),
     }

@@ -14,7 +14,10 @@ from evodsp.cli import main
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
     "README.md",
-    *(f"docs/{name}.md" for name in ("index", "quickstart", "training", "weights", "prediction", "data", "dsp")),
+    *(
+        f"docs/{name}.md"
+        for name in ("index", "quickstart", "training", "weights", "prediction", "data", "planning", "dsp")
+    ),
     *("docs/parallelize.md", "docs/frameworks.md"),
     *("docs/measured.md", "docs/paper.md", "docs/migration.md", "docs/contributing.md", "docs/changelog.md"),
     *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs" / "api").glob("*.md")),

@@ -21,26 +21,13 @@ from evodsp.parallel.exchange import Exchange, LocalExchange, ShardedExchange
 from evodsp.parallel.group import Group
 from evodsp.rng import Draws
 from tests.builders.comparison import close
-from tests.builders.labelled_batch import WEIGHTS, batch_of
+from tests.builders.labelled_batch import WEIGHTS, whole_batch
 from tests.builders.parameters import dense
-from tests.builders.small_model import CYCLES, SMALL, config, features
+from tests.builders.small_model import SMALL, config
 from tests.ranks import RankPool
 
 Sizes = tuple[int, int, int]
 FOR_EIGHT = (9, 11, 13)
-
-
-def batch(samples: int, sizes: Sizes) -> dict[str, Tensor]:
-    """Features of the model's input and labels, with padding and missing atoms in the masks."""
-    clusters, _, residues = sizes
-    generator = torch.Generator().manual_seed(2)
-    shape = (samples, CYCLES, clusters, residues)
-    return {
-        **features(samples, sizes),
-        **batch_of(samples, residues),
-        "true_msa": torch.randint(22, shape, generator=generator),
-        "bert_mask": (torch.rand(shape, generator=generator) > 0.3).double(),
-    }
 
 
 def run(
@@ -54,7 +41,7 @@ def run(
             for parameter in model.parameters():
                 parameter.mul_(0.5)
         use_exchange(model, exchange, plan)
-        inputs = batch(samples, sizes)
+        inputs = whole_batch(samples, sizes)
         output = model(inputs, [Draws.root(0).at(sample) for sample in range(samples)])
         loss, terms = total_loss(output, inputs, WEIGHTS, config().heads, exchange)
         loss.backward()

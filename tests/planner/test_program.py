@@ -27,9 +27,8 @@ from evodsp.planner.trace import Work
 from evodsp.planner.walk import Item, Span, segment, spans, whole
 from evodsp.rng import Draws
 from tests.builders.fake_cuda import Case, measure
-from tests.builders.labelled_batch import WEIGHTS
+from tests.builders.labelled_batch import WEIGHTS, whole_batch
 from tests.builders.small_model import config
-from tests.model.test_sharded_total import batch
 from tests.ranks import RankPool
 
 SIZES = (5, 6, 7)
@@ -44,7 +43,7 @@ def real_step(handle: Any) -> list[tuple[str, str, int]]:
         model = AlphaFold(config(recompute=True))
         exchange = ShardedExchange(Group(handle, ledger))
         use_exchange(model, exchange)
-        inputs = batch(1, SIZES)
+        inputs = whole_batch(1, SIZES)
         inputs = {name: x[:, -1:] if name in model.features else x for name, x in inputs.items()}
         # Of what exists, the planner knows the average number only.
         inputs |= {name: torch.arange(int(share * SIZES[2]))[None] for name, share in followed.LISTED.items()}
@@ -61,7 +60,7 @@ def real_step(handle: Any) -> list[tuple[str, str, int]]:
 def test_collectives_are_those_of_real_ranks(pool: RankPool, ranks: int) -> None:
     """Catches a collective that the planner leaves out, counts in another phase, or with another size, on any rank."""
     clusters, extra, residues = SIZES
-    templates = batch(1, SIZES)["template_mask"].shape[2]
+    templates = whole_batch(1, SIZES)["template_mask"].shape[2]
     for rank, real in enumerate(pool.run(ranks, real_step)):
         step = Step(
             config(recompute=True), Sizes(residues, clusters, extra, templates), WEIGHTS, ranks, rank, half=False
