@@ -18,7 +18,7 @@ def run(settings: PlanConfig, words: list[str]) -> int:
     device = load_device(settings.device)
     inside, across = (load_link(name) for name in (settings.inside or device.inside, settings.across or device.across))
     links = Links(inside, across, settings.gpus_per_node or device.gpus_per_node)
-    training = training_of(settings)
+    training = replace(training_of(settings), on_gpu=device.on_gpu)
     if settings.recomputation == "none":
         training = replace(
             training,

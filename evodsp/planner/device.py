@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any, get_args
@@ -49,6 +49,8 @@ class Device:
     """Link between nodes."""
     overlaps: bool = True
     """Whether communication hides behind computation."""
+    on_gpu: bool = True
+    """Whether it is a GPU: the model takes other paths on a CPU."""
 
     def seconds(self, name: str, flops: int, moved: int, launches: int, half: bool, tf32: bool = False) -> float:
         """Time of an operator on the device: the longer of its products and its memory traffic, or the shortest possible."""
@@ -132,9 +134,18 @@ class Links:
         return Links(self.inside, self.across, here).seconds(kind, counted, ranks)
 
 
+_SUFFIXES = (".yaml", ".yml")
+
+
 def load_device(name: str) -> Device:
-    """A device by its name or by the path of its file. Raises UserError."""
-    return _load(Device, "device", name)
+    """A device by its name or by the path of its file. Raises UserError.
+
+    Links that a file names by their own files are looked for beside it.
+    """
+    device = _load(Device, "device", name)
+    links = {link: getattr(device, link) for link in ("inside", "across")}
+    beside = {link: str(Path(name).parent / own) for link, own in links.items() if own.endswith(_SUFFIXES)}
+    return replace(device, **beside)
 
 
 def load_link(name: str) -> Link:
@@ -152,7 +163,7 @@ def _folder(kind: str) -> Any:
 
 
 def _load(cls: type[Any], kind: str, name: str) -> Any:
-    own = name.endswith((".yaml", ".yml"))
+    own = name.endswith(_SUFFIXES)
     if not own and name not in names(kind):
         known = names(kind)
         raise UserError(
@@ -172,7 +183,7 @@ def _load(cls: type[Any], kind: str, name: str) -> Any:
 def _checked(cls: type[Any], kind: str, name: str, content: Any) -> Any:
     """The file's numbers as `cls`. Raises UserError that names the key."""
     expected = {f.name for f in fields(cls)}
-    needed = {f.name for f in fields(cls) if f.name != "overlaps"}
+    needed = {f.name for f in fields(cls) if f.name not in ("overlaps", "on_gpu")}
     if not isinstance(content, dict) or not needed <= set(content) <= expected:
         found = set(content) if isinstance(content, dict) else set()
         wrong = sorted((needed - found) | (found - expected))

@@ -40,6 +40,7 @@ class Training:
     plan: CommunicationPlan = field(default_factory=CommunicationPlan)
     graphs: bool = False
     """Whether CUDA graphs launch the operators, which costs the host nothing."""
+    on_gpu: bool = True
 
     @property
     def passes(self) -> float:
@@ -128,6 +129,7 @@ def traced(training: Training, sequence: int, recomputed: bool | int) -> Program
             half=training.half,
             wire=training.wire,
             plan=training.plan,
+            on_gpu=training.on_gpu,
         )
     )
 

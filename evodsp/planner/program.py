@@ -101,7 +101,7 @@ def program(step: Step) -> Program:
         model = AlphaFold(model_config).to("meta")  # its buffers are made from arrays
     with without_numbers:
         _prepare(model, step)
-        batch = _batch(step)
+        batch = sample_batch(step)
     ledger = Ledger()
     if step.ranks > 1:
         group = ImaginedGroup(step.rank, step.ranks, recorder.began, recorder.waited, ledger)
@@ -196,8 +196,8 @@ LISTED = {"observed_frames": 3.6, "observed_atoms": 7.8, "existing_atoms": 7.8, 
 """Entries of a residue that exist, on average over natural sequences; see `evodsp.data.dataset.collate`."""
 
 
-def _batch(step: Step) -> dict[str, Tensor]:
-    """Features of one recycling iteration, and labels where there is a loss."""
+def sample_batch(step: Step, make: Callable[..., Tensor] = torch.empty) -> dict[str, Tensor]:
+    """Features of one recycling iteration, and labels where there is a loss. `make`: of a shape and a `dtype`."""
     n = step.sizes
     axes = {"residues": n.residues, "msa": n.clusters, "extra": n.extra, "templates": n.templates}
     half = torch.bfloat16 if step.half else torch.float32
@@ -205,16 +205,14 @@ def _batch(step: Step) -> dict[str, Tensor]:
     for name, of in {**FEATURE_AXES, **(TEMPLATE_AXES if step.model.templates.enabled else {})}.items():
         shape = (1, 1, *(axes[axis] for axis in of if axis), *_TRAILING.get(name, ()))
         dtype = torch.int32 if name in _INTEGERS else half if name in _ACTIVATIONS else torch.float32
-        batch[name] = torch.empty(shape, dtype=dtype)
+        batch[name] = make(shape, dtype=dtype)
     if step.loss is None:
         return batch
     for name, (trailing, dtype) in _labels().items():
         if name not in batch:
-            batch[name] = torch.empty((1, n.residues, *trailing), dtype=dtype)
-    batch |= {name: torch.empty(1) for name in ("resolution", "use_clamped_fape")}
-    return batch | {
-        name: torch.empty((1, int(share * n.residues)), dtype=torch.int64) for name, share in LISTED.items()
-    }
+            batch[name] = make((1, n.residues, *trailing), dtype=dtype)
+    batch |= {name: make((1,)) for name in ("resolution", "use_clamped_fape")}
+    return batch | {name: make((1, int(share * n.residues)), dtype=torch.int64) for name, share in LISTED.items()}
 
 
 def _labels() -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

@@ -1,0 +1,138 @@
+"""Compares the planner's time of a training step with a measured one, on one process and on two gloo ranks of this machine.
+
+    python scripts/measure_device.py --output runs/mine.yaml
+    python -m scripts.benchmarks.plan_check --device runs/mine.yaml --output scripts/benchmarks/results/plan_check.csv
+
+A step is one pass with gradients: forward, loss, backward; one thread a rank, dropout on. Steps of one rank and of two are
+interleaved; the median of `--rounds` is compared. Wants an idle machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import dataclasses
+import statistics
+import sys
+import tempfile
+import time
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from evodsp.config import EvoformerConfig, LossConfig, ModelConfig
+from evodsp.files import whole_file
+from evodsp.losses.total import total_loss
+from evodsp.model.alphafold import AlphaFold
+from evodsp.model.primitives import use_exchange
+from evodsp.parallel.exchange import Exchange, LocalExchange, ShardedExchange
+from evodsp.parallel.group import Group
+from evodsp.planner.device import Device, Links, load_device, load_link
+from evodsp.planner.program import Sizes, Step, program, sample_batch
+from evodsp.planner.simulate import simulate
+from evodsp.planner.walk import items_of
+from evodsp.rng import Draws
+
+
+def cases() -> dict[str, Step]:
+    """The quickstart's model at its size, and one of AlphaFold2's widths with few blocks."""
+    wide = ModelConfig.preset("model_3")
+
+    def few(stack: EvoformerConfig, blocks: int) -> EvoformerConfig:
+        return dataclasses.replace(stack, blocks=blocks, checkpoint=True)
+
+    wide = dataclasses.replace(wide, evoformer=few(wide.evoformer, 2), extra_msa=few(wide.extra_msa, 1))
+    common: dict[str, Any] = {"loss": LossConfig(), "half": False, "on_gpu": False}
+    return {
+        "small": Step(ModelConfig.preset("small"), Sizes(56, 16, 32), **common),
+        "wide": Step(wide, Sizes(64, 32, 64), **common),
+    }
+
+
+def predicted(step: Step, ranks: int, device: Device, links: Links) -> float:
+    """Seconds by the planner."""
+    items = items_of(
+        program(dataclasses.replace(step, ranks=ranks)),
+        lambda work: device.seconds(work.name, work.flops, work.bytes, work.launches, work.half),
+    )
+    link = links.seconds
+    return simulate(items, 0.0, lambda kind, counted: link(kind, counted, ranks), device.overlaps).total
+
+
+class Measured:
+    """A real step on this rank."""
+
+    def __init__(self, step: Step, exchange: Exchange) -> None:
+        self._step, self._model = step, AlphaFold(step.model)
+        use_exchange(self._model, exchange)
+        self._batch = sample_batch(step, torch.zeros)
+        for name in ("seq_mask", "msa_mask", "extra_msa_mask", "all_atom_mask", "resolution"):
+            self._batch[name] = torch.ones_like(self._batch[name])
+
+    def seconds(self) -> float:
+        """Of forward, loss and backward."""
+        begun = time.perf_counter()
+        output = self._model(self._batch, [Draws.root(0)])
+        assert self._step.loss is not None
+        loss, _ = total_loss(output, self._batch, self._step.loss, self._step.model.heads, self._model.exchange)
+        loss.backward()
+        took = time.perf_counter() - begun
+        self._model.zero_grad()
+        return took
+
+
+def measure(rank: int, store: str, rounds: int, results: Any) -> None:
+    """The times of all cases, on one rank and on two, by turns."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    assert dist.group.WORLD is not None
+    found: dict[tuple[str, int], list[float]] = {}
+    for name, step in cases().items():
+        alone, shared = Measured(step, LocalExchange()), Measured(step, ShardedExchange(Group(dist.group.WORLD)))
+        for turn in range(rounds + 1):
+            dist.barrier()
+            if rank == 0:
+                took = alone.seconds()
+                if turn:  # the first one warms up
+                    found.setdefault((name, 1), []).append(took)
+            dist.barrier()
+            took = shared.seconds()
+            if turn:
+                found.setdefault((name, 2), []).append(took)
+    if rank == 0:
+        results.put(found)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Compare planned and measured steps.")
+    parser.add_argument("--device", required=True, help="file that scripts/measure_device.py wrote")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--output", type=Path, required=True, help="CSV file")
+    given = parser.parse_args(arguments)
+    device = load_device(given.device)
+    links = Links(load_link(device.inside), load_link(device.across), device.gpus_per_node)
+    with tempfile.TemporaryDirectory() as folder:
+        results = mp.get_context("spawn").SimpleQueue()
+        mp.spawn(measure, (f"{folder}/store", given.rounds, results), 2)
+        found = results.get()
+    with whole_file(given.output) as partial, partial.open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(
+            ["date", "torch", "case", "ranks", "measured_s", "low_s", "high_s", "planned_s", "planned_to_measured"]
+        )
+        for (name, ranks), times in found.items():
+            planned, median = predicted(cases()[name], ranks, device, links), statistics.median(times)
+            row = [f"{x:.4f}" for x in (median, min(times), max(times), planned, planned / median)]
+            writer.writerow([date.today(), torch.__version__, name, ranks, *row])
+            print(f"{name}, {ranks} ranks: measured {median:.3f} s, planned {planned:.3f} s, {planned / median:.2f}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
