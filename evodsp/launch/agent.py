@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
+_STARTING_S = 3.0
 _MARK = b"TORCHELASTIC_RUN_ID="
 """In the environment of everything that torchrun starts, but not in its own."""
 
@@ -26,7 +28,28 @@ def end_agent(environment: Mapping[str, str] = os.environ) -> None:
         return
     used, most = (environment.get(f"TORCHELASTIC_{name}", "0") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
     if used.isdecimal() and most.isdecimal() and int(used) < int(most) and (agent := _agent()) is not None:
+        _wait_for_ranks(agent, int(environment.get("LOCAL_WORLD_SIZE", "1")))
         os.kill(agent, signal.SIGTERM)
+
+
+def _wait_for_ranks(agent: int, ranks: int) -> None:
+    """Wait, for a few seconds at most, until torchrun has started all of its ranks. It forgets one that it is just starting."""
+    deadline = time.monotonic() + _STARTING_S
+    while len(_children(agent)) < ranks and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def _children(pid: int) -> set[int]:
+    """The processes that this one has started and that still run."""
+    found = set[int]()
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, parent = file.read_text().rpartition(")")[2].split()[:2]
+        except OSError:  # it has just ended
+            continue
+        if int(parent) == pid and state != "Z":
+            found.add(int(file.parent.name))
+    return found
 
 
 def _agent() -> int | None:

@@ -67,7 +67,7 @@ def compare(
     groups = possible(training, devices, sequence)
     estimates: list[Estimate] = []
     with ProcessPoolExecutor(2, mp_context=get_context("fork")) as pool:  # a pass takes about a second of Python
-        planned = _Planned(training, device, links, auto, pool)
+        planned = Planned(training, device, links, auto, pool)
         of_one = planned.start(1)
         while groups and not _slower(estimates):
             now, groups = groups[:2], groups[2:]
@@ -86,7 +86,7 @@ def _slower(estimates: Sequence[Estimate]) -> bool:
     return any(one.fits and one.step_s < estimates[-1].step_s for one in estimates[:-1])
 
 
-class _Planned:
+class Planned:
     """Follows passes in other processes, and chooses how many blocks each mesh recomputes."""
 
     def __init__(self, training: Training, device: Device, links: Links, auto: bool, pool: ProcessPoolExecutor) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from evodsp.parallel.collectives import _all_gather, _reduce_scatter
+from evodsp.parallel.group import _all_gather, _reduce_scatter
 from scripts.benchmarks.fake_ranks import fake_group
 from scripts.paper import counting
 from scripts.paper.one_rank import SentBytes

@@ -109,7 +109,7 @@ def test_as_many_blocks_are_kept_as_fit(monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.setattr(choose, "memory", needs)
         device = dataclasses.replace(load_device("h100"), memory_gib=usable_gib, fragmentation=0.0, reserved_gib=0.0)
         with ProcessPoolExecutor(1) as pool:  # starts no process before it gets work
-            planned = choose._Planned(training, device, LINKS, True, pool)
+            planned = choose.Planned(training, device, LINKS, True, pool)
         found = planned._most_kept(Pass(_mixed(training, 1, 3), []), 1, 1)
         return 0 if found is None else found
 
