@@ -14,7 +14,7 @@ from evodsp.report.stacked import stacked
 GIB = 2**30
 PARTS = ("weights", "gradients", "optimizer", "average", "features", "activations")
 _HEADINGS = (
-    "data x sequence", "memory", "fits", "blocks kept", "step", "samples/s", "efficiency", "exposed", "launch-bound",
+    "data x sequence", "GiB", "fits", "blocks kept", "step, s", "samples/s", "efficiency", "exposed", "launch-bound",
     "days", "GPU-hours",
 )  # fmt: skip
 LAUNCH_BOUND = 0.9
@@ -157,18 +157,18 @@ def page(compared: Comparison, gpus: int, samples: int) -> Page:
         [[part, f"{seconds * 1e3:.1f}", f"{seconds / shown.one.total:.0%}"] for part, seconds in parts if seconds > 0],
     )
     made.heading("One Evoformer block, forward pass")
-    made.note("Top: what the device computes, gaps are waits. Bottom: what the link carries.")
-    made.charts({"Time line, microseconds": timeline(shown.block.intervals)})
+    made.note("Above: what the device computes; where it waits there is a gap. Below: what the link carries.")
+    made.wide_chart("Time line, microseconds", timeline(shown.block.intervals))
     return made
 
 
 def _row(one: Estimate, compared: Comparison, samples: int) -> list[str]:
     return [
         f"{one.data} x {one.sequence}",
-        f"{one.memory.total / GIB:.1f} GiB",
+        f"{one.memory.total / GIB:.1f}",
         "yes" if one.fits else "NO",
         f"{one.kept_blocks}/{compared.training.model.evoformer.blocks}",
-        f"{one.step_s:.2f} s",
+        f"{one.step_s:.2f}",
         f"{one.samples_per_s:.1f}",
         f"{compared.efficiency(one):.0%}",
         f"{one.one.exposed / one.one.total:.0%}",

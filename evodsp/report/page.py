@@ -25,7 +25,7 @@ h1 { font-size: 24px; margin: 0 0 4px; } h2 { font-size: 17px; margin: 32px 0 8p
 .figure { background: var(--panel); border: 1px solid var(--line); border-radius: 6px; padding: 10px 14px; }
 .figure b { display: block; font-size: 20px; }
 .charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(380px, 1fr)); gap: 16px; }
-.charts h3 { font-size: 14px; margin: 8px 0; } svg { width: 100%; height: auto; }
+.charts h3, .wide h3 { font-size: 14px; margin: 8px 0; } svg { width: 100%; height: auto; }
 .bar { fill: var(--bar); } .axis { stroke: var(--line); }
 .line { fill: none; stroke-width: 1.8; stroke-linejoin: round; } .band { opacity: 0.16; stroke: none; }
 .spot { opacity: 0; } .spot:hover { opacity: 1; } .key { display: inline-block; width: 14px; height: 4px; margin-right: 6px;
@@ -84,6 +84,10 @@ class Page:
         """Charts (`evodsp.report.charts`) side by side, by their titles."""
         drawn = (f"<div><h3>{escape(title)}</h3>{svg}</div>" for title, svg in charts.items())
         self._parts.append(f'<div class="charts">{"".join(drawn)}</div>')
+
+    def wide_chart(self, title: str, svg: str) -> None:
+        """A chart as wide as the page."""
+        self._parts.append(f'<div class="wide"><h3>{escape(title)}</h3>{svg}</div>')
 
     def legend(self, names: Sequence[str]) -> None:
         """What the colours of the line charts (`evodsp.report.lines`) mean, in the order of their numbers."""
