@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
@@ -42,6 +43,11 @@ _COLOURS = "".join(
 )
 
 
+def _is_number(cell: str | int) -> bool:
+    """Whether a cell of a table is a number, in words or not, such as 12, '1.64', '9%' or '32/48'."""
+    return isinstance(cell, int) or re.fullmatch(r"[\d.,/]+%?", cell) is not None
+
+
 class Page:
     """Collects the parts of a page in their order. Every text is escaped."""
 
@@ -67,9 +73,9 @@ class Page:
         self._parts.append(f'<p class="soft">{escape(text)}</p>')
 
     def table(self, headings: Sequence[str], rows: Iterable[Sequence[str | int]]) -> None:
-        """A table; integers are written with separators and aligned right."""
+        """A table. Columns of numbers are aligned right and not broken; integers are written with separators."""
         listed = [list(row) for row in rows]
-        numeric = [bool(listed) and isinstance(listed[0][column], int) for column in range(len(headings))]
+        numeric = [bool(listed) and all(_is_number(row[n]) for row in listed) for n in range(len(headings))]
 
         def line(tag: str, cells: Sequence[str | int]) -> str:
             texts = (escape(f"{cell:,}" if isinstance(cell, int) else cell) for cell in cells)
