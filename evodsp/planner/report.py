@@ -17,6 +17,7 @@ _HEADINGS = (
     "data x sequence", "GiB", "fits", "blocks kept", "step, s", "samples/s", "efficiency", "exposed", "launch-bound",
     "days", "GPU-hours",
 )  # fmt: skip
+_NUMBERS = set(_HEADINGS) - {"data x sequence", "fits", "launch-bound"}
 LAUNCH_BOUND = 0.9
 """A pass is launch-bound where launching takes at least this share of its time."""
 
@@ -130,7 +131,7 @@ def page(compared: Comparison, gpus: int, samples: int) -> Page:
         }
     )
     made.heading("Meshes")
-    made.table(_HEADINGS, [_row(one, compared, samples) for one in compared.estimates])
+    made.table(_HEADINGS, [_row(one, compared, samples) for one in compared.estimates], _NUMBERS)
     meshes = [f"{one.data} x {one.sequence}" for one in compared.estimates]
     memory = {part: [getattr(one.memory, part) / GIB for one in compared.estimates] for part in PARTS}
     made.charts({"Memory of a device, GiB": stacked(meshes, memory, limit=shown.usable / GIB)})

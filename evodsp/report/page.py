@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from html import escape
 
 from evodsp import __version__
@@ -43,11 +42,6 @@ _COLOURS = "".join(
 )
 
 
-def _is_number(cell: str | int) -> bool:
-    """Whether a cell of a table is a number, in words or not, such as 12, '1.64', '9%' or '32/48'."""
-    return isinstance(cell, int) or re.fullmatch(r"[\d.,/]+%?", cell) is not None
-
-
 class Page:
     """Collects the parts of a page in their order. Every text is escaped."""
 
@@ -72,10 +66,16 @@ class Page:
     def note(self, text: str) -> None:
         self._parts.append(f'<p class="soft">{escape(text)}</p>')
 
-    def table(self, headings: Sequence[str], rows: Iterable[Sequence[str | int]]) -> None:
-        """A table. Columns of numbers are aligned right and not broken; integers are written with separators."""
+    def table(
+        self, headings: Sequence[str], rows: Iterable[Sequence[str | int]], numbers: Collection[str] = ()
+    ) -> None:
+        """A table. Integers are written with separators. Their columns, and those headed by one of `numbers`, are aligned right
+        and not broken."""
         listed = [list(row) for row in rows]
-        numeric = [bool(listed) and all(_is_number(row[n]) for row in listed) for n in range(len(headings))]
+        numeric = [
+            heading in numbers or (bool(listed) and isinstance(listed[0][column], int))
+            for column, heading in enumerate(headings)
+        ]
 
         def line(tag: str, cells: Sequence[str | int]) -> str:
             texts = (escape(f"{cell:,}" if isinstance(cell, int) else cell) for cell in cells)
