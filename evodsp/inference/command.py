@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from evodsp.errors import UserError
 from evodsp.inference.config import PredictConfig
-from evodsp.inference.predict import check_launch, device_of, predict
+from evodsp.inference.devices import device_of
+from evodsp.inference.failures import Outcome
+from evodsp.inference.predict import check_launch, predict_records
 from evodsp.launch.launcher import launch
 from evodsp.launch.process_group import collective_timeout, guarded, place, start, stop, under_launcher
 from evodsp.parallel.mesh import init_mesh
@@ -16,8 +18,7 @@ def run(config: PredictConfig, words: list[str]) -> int:
         if config.parallel.sequence > 1:
             check_launch(config)
             return launch(config.parallel.sequence, words)
-        predict(config)
-        return 0
+        return _exit_code(predict_records(config))
     here = place()
     if here.ranks != config.parallel.sequence:
         raise UserError(
@@ -27,9 +28,14 @@ def run(config: PredictConfig, words: list[str]) -> int:
     with guarded():
         start("gloo" if device_of(config.device).type == "cpu" else "nccl", config.parallel.timeout)
         mesh = init_mesh(config.parallel.sequence, timeout=collective_timeout(config.parallel.timeout))
-        predict(config, print if here.rank == 0 else _silent, mesh.sequence_group())
+        outcome = predict_records(config, print if here.rank == 0 else _silent, mesh.sequence_group())
         stop()
-    return 0
+    return _exit_code(outcome)
+
+
+def _exit_code(outcome: Outcome) -> int:
+    """1 if a record failed, else 0. Without any result there is no outcome, but a UserError: 2."""
+    return 1 if outcome.failures else 0
 
 
 def _silent(line: str) -> None:

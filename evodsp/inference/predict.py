@@ -1,13 +1,11 @@
 """Predict structures from FASTA, alignments and a checkpoint. One model is loaded for all targets and seeds.
 
-All inputs and settings are checked before the model runs and before anything is written.
+All inputs and settings are checked before the model runs and before anything is written. A record that cannot be predicted is
+named, and the others go on (`evodsp.inference.failures`).
 """
 
 from __future__ import annotations
 
-import resource
-import socket
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -25,6 +23,8 @@ from evodsp.data.templates.features import TemplateFeatures
 from evodsp.errors import UserError
 from evodsp.files import whole_folder
 from evodsp.inference.config import PredictConfig
+from evodsp.inference.devices import check_pair_fits, device_of, memory_entries, working_memory
+from evodsp.inference.failures import FAILURES, Failure, Outcome, memory_errors, none_usable, write_failures
 from evodsp.inference.provenance import check_target_fits_ranks, feature_config, result_settings, seeds, sizes_line
 from evodsp.inference.results import TIMINGS, PredictionResult, finished, write_json, write_results
 from evodsp.inference.target_templates import find_templates, takes_no_templates, template_source
@@ -41,7 +41,6 @@ from evodsp.model.primitives import use_exchange, use_kernels
 from evodsp.output import check_output_folder
 from evodsp.parallel.exchange import ShardedExchange
 from evodsp.parallel.group import Group
-from evodsp.ranges import memory_size
 from evodsp.weights.checkpoint import load_features, load_model
 from evodsp.weights.deepspeed import parameter_file
 
@@ -97,6 +96,8 @@ class _Work:
     """What rank 0 reads and checks before the model runs."""
 
     jobs: list[_Job]
+    failures: list[Failure]
+    """The records that cannot be predicted."""
     features: FeatureConfig
     trained: FeatureConfig
     """The checkpoint's feature sizes."""
@@ -104,10 +105,21 @@ class _Work:
     """None if every result exists already."""
 
 
+class _OneRankFailed(UserError):
+    """A rank has left a pass, and the others wait for it in a collective: the run cannot go on with the next record."""
+
+
 def predict(config: PredictConfig, report: Report = print, group: Group | None = None) -> list[PredictionResult]:
+    """The results of `predict_records`. Raises UserError if there is none."""
+    return predict_records(config, report, group).results
+
+
+def predict_records(config: PredictConfig, report: Report = print, group: Group | None = None) -> Outcome:
     """Predict every record of `config.fasta`; the results are in the file's order.
 
-    `report` gets one line per stage. Raises UserError if an input is wrong: then no model has run and nothing has been written.
+    `report` gets one line per stage, one per record that fails, and a last one that counts them. The records that failed are
+    listed in <output>/failures.json. Raises UserError if no record can be predicted: then nothing has been written. If that
+    is known from the inputs, no model has run.
     A target's folder appears only when it is complete.
 
     `group`: the ranks that share each structure. All of them call this function with the same `config`. Rank 0 reads and
@@ -115,7 +127,7 @@ def predict(config: PredictConfig, report: Report = print, group: Group | None =
     """
     device = device_of(config.device)
     check_same("settings", repr(config), group)
-    work = from_first(lambda: _prepare(config, 1 if group is None else group.size), group)
+    work = _prepare(config, device, group)
     model, features = work.model, work.features
     if model is not None:
         model = model.to(device).eval()
@@ -125,79 +137,145 @@ def predict(config: PredictConfig, report: Report = print, group: Group | None =
             config.kernels, device, _dtype(config), gradients=False, on_all_ranks=lambda value: all_of(value, group)
         )
         use_kernels(model, kernels)
-        use_memory(model, _working_memory(config.working_memory, device))
+        use_memory(model, working_memory(config.working_memory, device))
         for line in summary(choices, device):
             report(line)
 
     report(sizes_line(features, work.trained, config.ensembles))
+    failures = list(work.failures)
+    for failure in failures:
+        report(f"failed: {failure.reason}")
     complete: list[PredictionResult] = []
     for number, job in enumerate(work.jobs, start=1):
         report(f"[{number}/{len(work.jobs)}] {job.target.query.name}: {len(job.target.query)} residues")
-        result = job.earlier
-        if result is not None:
-            report(f"  kept: {result.folder} is complete and has the same inputs (--overwrite predicts again)")
-        else:
+        result: PredictionResult | Failure | None = job.earlier
+        if result is None:
             assert model is not None
             result = _predict_target(job, model, config, features, report, group)
-        complete.append(result)
-    return complete
+        else:
+            report(
+                f"  kept: {config.output / result.name} is complete and has the same inputs (--overwrite predicts again)"
+            )
+        if isinstance(result, Failure):
+            failures.append(result)
+            report(f"  failed: {result.reason}")
+        else:
+            complete.append(result)
+    if not complete:
+        raise none_usable(failures)
+    from_first(lambda: write_failures(config.output, failures), group)
+    outcome = Outcome(complete, failures)
+    report(outcome.line + (f"; reasons in {config.output / FAILURES}" if failures else ""))
+    return outcome
 
 
 def check_launch(config: PredictConfig) -> None:
-    """Raise UserError if an input is missing or a target cannot be spread over `parallel.sequence` ranks.
+    """Raise UserError if an input is missing or no target can be spread over `parallel.sequence` ranks.
 
     For the process that starts the ranks: many processes that all end with the same mistake would load the machine for nothing.
     """
-    targets, features, _ = _targets_and_sizes(config)
+    targets, failures, features, _ = _targets_and_sizes(config)
+    check = partial(check_target_fits_ranks, config.parallel.sequence, features)
+    if all(_failure(target.query.name, partial(check, target)) for target in targets):
+        jobs, more = _jobs(
+            config, features, targets, check
+        )  # slower: finds out which results exist already and are kept
+        if not jobs:
+            raise none_usable([*failures, *more])
+
+
+def _failure(name: str, check: Callable[[], object]) -> list[Failure]:
+    """The failure of the record `name` if `check` raises UserError, else none."""
     try:
-        for target in targets:
-            check_target_fits_ranks(config.parallel.sequence, features, target)
-    except UserError:
-        for job in _jobs(config, features, targets):  # slower: finds out which results exist already and are kept
-            if job.earlier is None:
-                check_target_fits_ranks(config.parallel.sequence, features, job.target)
+        check()
+    except UserError as error:
+        return [Failure(name, str(error))]
+    return []
 
 
-def _targets_and_sizes(config: PredictConfig) -> tuple[list[Target], FeatureConfig, FeatureConfig]:
-    """The targets, their feature sizes, and the checkpoint's feature sizes."""
-    targets = find_targets(config.fasta, config.alignments)
+def _targets_and_sizes(config: PredictConfig) -> tuple[list[Target], list[Failure], FeatureConfig, FeatureConfig]:
+    """The targets, the records that are none, the feature sizes, and the checkpoint's feature sizes."""
+    targets, failures = find_targets(config.fasta, config.alignments)
     check_output_folder(config.output)
     if not config.checkpoint.exists():
         raise UserError(f"{config.checkpoint}: no such checkpoint; check --checkpoint")
     trained = load_features(config.checkpoint, config.preset)
-    return targets, feature_config(config, trained), trained
+    return targets, failures, feature_config(config, trained), trained
 
 
-def _prepare(config: PredictConfig, ranks: int) -> _Work:
-    """Check all inputs and read the checkpoint."""
-    targets, features, trained = _targets_and_sizes(config)
-    jobs = _jobs(config, features, targets)
-    open_targets = [job.target for job in jobs if job.earlier is None]
-    for target in open_targets:
-        read_alignment_dir(target.alignments, target.query)
-        check_target_fits_ranks(ranks, features, target)
+def _prepare(config: PredictConfig, device: torch.device, group: Group | None) -> _Work:
+    """Check all inputs and read the checkpoint, on rank 0.
+
+    The ranks hear from it after each target: thousands of them take longer than ranks may wait for one another.
+    """
+    ranks = 1 if group is None else group.size
+    targets, failures, features, trained = from_first(lambda: _targets_and_sizes(config), group)
+    jobs, more = _jobs(config, features, targets, partial(_check, features, ranks), group)
+    failures += more
     model = None
-    if open_targets:
-        model = load_model(config.checkpoint, config.raw, config.preset)
+    if any(job.earlier is None for job in jobs):
+        model = from_first(lambda: load_model(config.checkpoint, config.raw, config.preset), group)
         if config.templates is not None and not model.config.templates.enabled:
             raise takes_no_templates(config)
         features = _with_template_row(features, model)
-    return _Work(jobs, features, trained, model)
+        needed = model.config.channels.pair * _dtype(config).itemsize / ranks
+        jobs, more = from_first(lambda: _that_fit(jobs, needed, device), group)
+        failures += more
+    if not jobs:
+        raise none_usable(failures)
+    return _Work(jobs, failures, features, trained, model)
 
 
-def _jobs(config: PredictConfig, features: FeatureConfig, targets: list[Target]) -> list[_Job]:
-    """One job per target, with its templates and its earlier result."""
-    checkpoint = digest(parameter_file(config.checkpoint))
-    source = template_source(config, features)
-    jobs = []
-    for target in targets:
+def _check(features: FeatureConfig, ranks: int, target: Target) -> None:
+    """Raise UserError if a target's alignments cannot be read, or it is too short for the ranks."""
+    read_alignment_dir(target.alignments, target.query)
+    check_target_fits_ranks(ranks, features, target)
+
+
+def _that_fit(jobs: list[_Job], needed: float, device: torch.device) -> tuple[list[_Job], list[Failure]]:
+    """The jobs whose pair representation the device can hold, and the others. `needed`: bytes of a pair of residues."""
+    failures = []
+    for job in jobs:
+        if job.earlier is None:
+            query = job.target.query
+            failures += _failure(query.name, partial(check_pair_fits, query.name, len(query), needed, device))
+    lost = {failure.name for failure in failures}
+    return [job for job in jobs if job.target.query.name not in lost], failures
+
+
+def _jobs(
+    config: PredictConfig,
+    features: FeatureConfig,
+    targets: list[Target],
+    check: Callable[[Target], None],
+    group: Group | None = None,
+) -> tuple[list[_Job], list[Failure]]:
+    """One job per target, with its templates and its earlier result; and the targets that cannot be predicted.
+
+    `check` raises UserError for a target that cannot; targets with an earlier result are not checked.
+    """
+    read = on_first(lambda: (digest(parameter_file(config.checkpoint)), template_source(config, features)), group)
+
+    def job(target: Target) -> _Job:
+        assert read is not None, "only rank 0 reads"
+        checkpoint, source = read
         start = time.perf_counter()
         templates, line = find_templates(source, target, features.max_templates)
         seconds = time.perf_counter() - start
         settings = result_settings(config, features, target, checkpoint, templates)
         earlier = finished(config.output / target.query.name, settings, config.overwrite)
-        jobs.append(_Job(target, templates, line, seconds, settings, earlier))
-    return jobs
+        if earlier is None:
+            check(target)
+        return _Job(target, templates, line, seconds, settings, earlier)
+
+    def job_or_failure(target: Target) -> _Job | Failure:
+        try:
+            return job(target)
+        except UserError as error:
+            return Failure(target.query.name, str(error))
+
+    found = [from_first(partial(job_or_failure, target), group) for target in targets]
+    return [item for item in found if isinstance(item, _Job)], [item for item in found if isinstance(item, Failure)]
 
 
 def _with_template_row(features: FeatureConfig, model: AlphaFold) -> FeatureConfig:
@@ -210,18 +288,44 @@ def _with_template_row(features: FeatureConfig, model: AlphaFold) -> FeatureConf
 
 def _predict_target(
     job: _Job, model: AlphaFold, config: PredictConfig, features: FeatureConfig, report: Report, group: Group | None
-) -> PredictionResult:
-    """Predict one target with all seeds, and write its files."""
-    target = job.target
+) -> PredictionResult | Failure:
+    """Predict one target with all seeds, and write its files. All ranks return the same.
+
+    Raises UserError if the run cannot go on: the output cannot be written, or one of several ranks has left a pass.
+    """
+    try:
+        structures, timings = _compute(job, model, config, features, report, group)
+    except _OneRankFailed:
+        raise
+    except UserError as error:
+        return Failure(job.target.query.name, str(error))
     start = time.perf_counter()
-    alignments = on_first(lambda: read_alignment_dir(target.alignments, target.query), group) or []
+    result = from_first(lambda: _write(job, structures, timings, config), group)
+    if isinstance(result, PredictionResult):
+        best = result.mean_plddt[result.best]
+        seconds = time.perf_counter() - start
+        report(f"  wrote {result.folder}, {seconds:.1f} s; best: {result.structure().name}, pLDDT {best:.1f}")
+    return result
+
+
+def _compute(
+    job: _Job, model: AlphaFold, config: PredictConfig, features: FeatureConfig, report: Report, group: Group | None
+) -> tuple[dict[int, PredictedStructure], dict[str, Any]]:
+    """The structures by seed, and the entries of timings.json."""
+    target, device = job.target, next(model.parameters()).device
+    start = time.perf_counter()
+
+    def read() -> list[Alignment]:
+        with memory_errors(target.query.name, len(target.query), device):
+            return read_alignment_dir(target.alignments, target.query)
+
+    alignments = on_first(read, group) or []
     reading = time.perf_counter() - start
     rows = sum(map(len, alignments))
     report(f"  read {_count(rows, 'sequence')} in {_count(len(alignments), 'alignment')}, {reading:.1f} s")
     if model.config.templates.enabled:
         report(f"  {job.templates_line}")
 
-    device = next(model.parameters()).device
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     structures: dict[int, PredictedStructure] = {}
@@ -232,7 +336,7 @@ def _predict_target(
         batch = tensors_from_first(make, device, group)
         seconds = time.perf_counter() - start
         report(f"  seed {seed}: features, {seconds:.1f} s")
-        structures[seed], passes, change = _predict_seed(target, batch, model, config)
+        structures[seed], passes, change = _predict_seed(target, batch, model, config, group)
         runs[seed] = _SeedRun(seconds, passes, change)
         report(
             f"  seed {seed}: model, {runs[seed].model_line(features.recycles + 1)}; {structures[seed].confidence_line}"
@@ -247,26 +351,27 @@ def _predict_target(
         "features_seconds": round(features_seconds, 3),
         "model_seconds": round(sum(sum(run.passes) for run in runs.values()), 3),
     }
-    each = {"seeds": [{"seed": seed, **run.timings} for seed, run in runs.items()], **_memory(device, group)}
-    folder = config.output / target.query.name
+    each = {"seeds": [{"seed": seed, **run.timings} for seed, run in runs.items()], **memory_entries(device, group)}
+    return structures, {**timings, **each}
+
+
+def _write(
+    job: _Job, structures: dict[int, PredictedStructure], timings: dict[str, Any], config: PredictConfig
+) -> PredictionResult | Failure:
+    """Write a target's folder. Raises UserError if that is impossible; a structure that no file can hold is a Failure."""
+    folder = config.output / job.target.query.name
     start = time.perf_counter()
-
-    def write() -> PredictionResult:
-        try:
-            with whole_folder(folder) as partial_folder:
-                result = write_results(partial_folder, structures, config.format, job.settings)
-                seconds = {"writing_seconds": round(time.perf_counter() - start, 3)}
-                write_json(partial_folder / TIMINGS, {**timings, **seconds, **each})
-        except OSError as error:
-            raise UserError(
-                f"{folder}: cannot be written ({error.strerror}); make room, or choose another --output"
-            ) from error
-        return PredictionResult(result.name, folder, result.format, result.mean_plddt, kept=False)
-
-    result = from_first(write, group)
-    best = result.mean_plddt[result.best]
-    report(f"  wrote {folder}, {time.perf_counter() - start:.1f} s; best: {result.structure().name}, pLDDT {best:.1f}")
-    return result
+    try:
+        with whole_folder(folder) as partial_folder:
+            result = write_results(partial_folder, structures, config.format, job.settings)
+            write_json(partial_folder / TIMINGS, {**timings, "writing_seconds": round(time.perf_counter() - start, 3)})
+    except UserError as error:
+        return Failure(job.target.query.name, str(error))
+    except OSError as error:
+        raise UserError(
+            f"{folder}: cannot be written ({error.strerror}); make room, or choose another --output"
+        ) from error
+    return replace(result, folder=folder)
 
 
 def _count(number: int, noun: str) -> str:
@@ -281,20 +386,22 @@ def _features(
     templates: TemplateFeatures,
     ensembles: int,
 ) -> dict[str, torch.Tensor]:
-    return collate([prediction_sample(target.query, alignments, features, seed, templates, ensembles)])
+    with memory_errors(target.query.name, len(target.query), torch.device("cpu")):
+        return collate([prediction_sample(target.query, alignments, features, seed, templates, ensembles)])
 
 
 def _predict_seed(
-    target: Target, batch: dict[str, torch.Tensor], model: AlphaFold, config: PredictConfig
+    target: Target, batch: dict[str, torch.Tensor], model: AlphaFold, config: PredictConfig, group: Group | None
 ) -> tuple[PredictedStructure, tuple[float, ...], float | None]:
     """The structure, the seconds of each pass, and the change of CA-CA distances in the last one (`_SeedRun`)."""
+    device = next(model.parameters()).device
     try:
-        output, passes = _run(model, batch, config)
-    except torch.OutOfMemoryError as error:
-        raise UserError(
-            f"{target.query.name}: {len(target.query)} residues do not fit into the memory of this GPU; "
-            "lower --working_memory, --msa_clusters and --extra_msa, raise --parallel.sequence, or use --device cpu"
-        ) from error
+        with memory_errors(target.query.name, len(target.query), device):
+            output, passes = _run(model, batch, config)
+    except UserError as error:
+        if group is None:
+            raise
+        raise _OneRankFailed(f"{error}. Finished results are kept: the command goes on with this record") from error
     change = None if output.ca_change is None else float(output.ca_change[0])
     return _structure(target, batch, output, model), passes, change
 
@@ -302,20 +409,6 @@ def _predict_seed(
 def _dtype(config: PredictConfig) -> torch.dtype:
     """The dtype of the model's layers."""
     return torch.bfloat16 if config.precision == "bf16" else torch.float32
-
-
-def _working_memory(setting: str, device: torch.device) -> int | None:
-    """The bytes of `PredictConfig.working_memory`; None: no limit.
-
-    `auto` is the same in every run on a kind of device, because products of other sizes are rounded differently.
-    """
-    if setting == "all":
-        return None
-    if setting != "auto":
-        return memory_size("--working_memory", setting)
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory // 32
-    return 256 << 20
 
 
 def _run(
@@ -370,49 +463,3 @@ def _aligned_error(
         highest=highest_pae(heads.pae_bins, heads.pae_max_error),
         ptm=float(compute_ptm(logits, mask, heads.pae_max_error, exchange)[0]),
     )
-
-
-def device_of(name: str) -> torch.device:
-    """The device called `name`; `auto` is a GPU if there is one. Raises UserError if there is no such device here.
-
-    The device is only named, not touched: touching `cuda` before a rank has taken its own GPU would cost each rank some hundred
-    MiB of GPU 0, for a context there.
-    """
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    wrong = UserError(f"--device is '{name}', which PyTorch cannot use here; use cpu or auto")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise wrong from error
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise wrong
-    if device.type != "cuda":
-        try:
-            torch.empty(0, device=device)
-        except (RuntimeError, AssertionError) as error:
-            raise wrong from error
-    return device
-
-
-def _memory(device: torch.device, group: Group | None) -> dict[str, Any]:
-    """The memory entries of timings.json: the highest peak of all ranks, and on several ranks each one's."""
-    local = _peak_memory(device)
-    if group is None:
-        return local
-    ranks = all_of({"host": socket.gethostname(), "device": str(device), **local}, group)
-    highest = max(ranks, key=lambda rank: rank["peak_memory_mib"])
-    names = ("peak_memory_mib", "peak_memory_of")
-    return {
-        **{name: highest[name] for name in names},
-        "ranks": [{"rank": number, **rank} for number, rank in enumerate(ranks)],
-    }
-
-
-def _peak_memory(device: torch.device) -> dict[str, Any]:
-    if device.type == "cuda":
-        return {"peak_memory_mib": torch.cuda.max_memory_allocated(device) >> 20, "peak_memory_of": "GPU, this target"}
-    # kilobytes on Linux, bytes on macOS
-    unit = 1 if sys.platform == "darwin" else 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit >> 20
-    return {"peak_memory_mib": peak, "peak_memory_of": "process, so far"}

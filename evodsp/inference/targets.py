@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from evodsp.data.chain_folder import alignment_files, has_files
-from evodsp.data.parsers import parse_fasta
+from evodsp.data.parsers import read_fasta
 from evodsp.data.records import ProteinSequence
 from evodsp.errors import UserError, nearest
+from evodsp.inference.failures import Failure
 
 
 @dataclass(frozen=True)
@@ -20,12 +21,12 @@ class Target:
     alignments: Path
 
 
-def find_targets(fasta: Path, alignments: Path) -> list[Target]:
-    """Pair every record of `fasta` with its alignments.
+def find_targets(fasta: Path, alignments: Path) -> tuple[list[Target], list[Failure]]:
+    """Pair every record of `fasta` with its alignments; and the records that cannot be predicted.
 
     `alignments` is a folder with one sub-folder per record, of the record's name; the files of a single record may also lie
-    directly in it. Raises UserError if a record has no alignments. (`parse_fasta` checks that the names differ and are legal
-    names of folders.)
+    directly in it. Raises UserError if a file or folder is missing or of another kind. (`read_fasta` checks that the names
+    differ and are legal names of folders.)
     """
     if fasta.is_dir():
         raise UserError(f"{fasta}: is a folder, but --fasta takes a FASTA file; give the file")
@@ -35,8 +36,21 @@ def find_targets(fasta: Path, alignments: Path) -> list[Target]:
         raise UserError(f"{alignments}: is a file, but --alignments takes the folder of alignments; give the folder")
     if not alignments.is_dir():
         raise UserError(f"{alignments}: no such folder of alignments; check --alignments")
-    queries = parse_fasta(fasta)
-    return [Target(query, _folder_of(query, alignments, alone=len(queries) == 1)) for query in queries]
+    targets: list[Target] = []
+    failures: list[Failure] = []
+    records = read_fasta(fasta)
+    for name, record in records:
+        try:
+            if isinstance(record, UserError):
+                raise record
+            if not record.letters.strip("X"):
+                raise UserError(
+                    f"{name}: all {len(record)} residues are X, so there are no atoms to predict; leave it out"
+                )
+            targets.append(Target(record, _folder_of(record, alignments, alone=len(records) == 1)))
+        except UserError as error:
+            failures.append(Failure(name, str(error)))
+    return targets, failures
 
 
 def _folder_of(query: ProteinSequence, alignments: Path, alone: bool) -> Path:

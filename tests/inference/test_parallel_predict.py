@@ -22,7 +22,7 @@ from evodsp.data.mmcif import read_chain
 from evodsp.errors import UserError
 from evodsp.inference.command import run as start_ranks
 from evodsp.inference.config import PredictConfig
-from evodsp.inference.predict import predict
+from evodsp.inference.predict import predict, predict_records
 from evodsp.model.alphafold import AlphaFold
 from evodsp.model.schedule import CommunicationPlan
 from evodsp.parallel.config import SequenceConfig
@@ -146,6 +146,22 @@ def test_a_mistake_is_known_to_every_rank(
     assert all(expected in message for message in found)
     assert len(set(found)) == 1
     assert workplace.snapshot() == before
+
+
+def outcome_on_rank(handle: Any, config: PredictConfig) -> tuple[list[str], list[str]]:
+    """The names of the results and the reasons of the failures, as one rank knows them."""
+    outcome = predict_records(config, silent, Group(handle))
+    return [result.name for result in outcome.results], [failure.reason for failure in outcome.failures]
+
+
+def test_a_record_that_fails_fails_on_every_rank(workplace: Workplace, pool: RankPool) -> None:
+    """Catches ranks that go on with a record which rank 0, which alone reads, has given up."""
+    path = workplace.config.alignments / "alpha_A" / "uniref90_hits.a3m"
+    path.write_text(path.read_text()[:-5])
+    found = pool.run(2, outcome_on_rank, workplace.change(parallel=SequenceConfig(2), seeds=1))
+    assert found[0] == found[1]
+    assert found[0][0] == ["beta_A"]
+    assert "uniref90_hits.a3m" in found[0][1][0]
 
 
 def predict_differently(handle: Any, configs: list[PredictConfig]) -> list[str] | str:

@@ -15,7 +15,8 @@ from evodsp.errors import UserError
 from evodsp.inference import predict as module
 from evodsp.inference import results
 from evodsp.inference.config import PredictConfig
-from evodsp.inference.predict import device_of, predict
+from evodsp.inference.devices import device_of
+from evodsp.inference.predict import predict, predict_records
 from evodsp.model.alphafold import AlphaFold
 from evodsp.weights.checkpoint import load_model, save_model
 from tests.builders.prediction import read_json, silent
@@ -164,7 +165,7 @@ def test_finished_targets_are_kept(workplace, monkeypatch):
     found = predict(workplace.config, lines.append)
     assert [r.kept for r in found] == [True, True]
     assert len(found[0].mean_plddt) == 2
-    assert sum("kept" in line for line in lines) == 2
+    assert sum("kept:" in line for line in lines) == 2
     assert {path: path.stat().st_mtime_ns for path in workplace.config.output.rglob("*")} == before
 
 
@@ -215,8 +216,9 @@ def test_changed_alignment_is_noticed(workplace):
     predict(workplace.config, silent)
     with (workplace.config.alignments / "alpha_A" / "uniref90_hits.a3m").open("a") as file:
         file.write(f">more\n{QUERY}\n")
-    with pytest.raises(UserError, match="alignments"):
-        predict(workplace.config, silent)
+    found = predict_records(workplace.config, silent)
+    assert [(result.name, result.kept) for result in found.results] == [("beta_A", True)]
+    assert "alignments" in found.failures[0].reason
 
 
 def test_foreign_files_are_never_replaced(workplace):
@@ -224,8 +226,8 @@ def test_foreign_files_are_never_replaced(workplace):
     folder = workplace.config.output / "alpha_A"
     folder.mkdir(parents=True)
     (folder / "notes.txt").write_text("mine")
-    with pytest.raises(UserError, match=r"notes\.txt"):
-        predict(workplace.change(overwrite=True), silent)
+    (failure,) = predict_records(workplace.change(overwrite=True), silent).failures
+    assert "notes.txt" in failure.reason
     assert (folder / "notes.txt").read_text() == "mine"
 
 
@@ -251,11 +253,6 @@ def _fasta_without_header(workplace):
     return workplace.config, r"targets\.fasta:1"
 
 
-def _two_equal_names(workplace):
-    workplace.config.fasta.write_text(f">alpha_A\n{QUERY}\n>alpha_A\n{OTHER}\n")
-    return workplace.config, r"targets\.fasta:3.*alpha_A"
-
-
 def _name_with_slashes(workplace):
     workplace.config.fasta.write_text(f">../../alpha_A\n{QUERY}\n")
     return workplace.config, r"targets\.fasta:1"
@@ -263,33 +260,6 @@ def _name_with_slashes(workplace):
 
 def _no_alignments_folder(workplace):
     return workplace.change(alignments=workplace.root / "absent"), "absent: no such folder of alignments"
-
-
-def _no_alignments(workplace):
-    workplace.config.fasta.write_text(f">alpha_A\n{QUERY}\n>betaA\n{OTHER}\n")
-    return workplace.config, "no alignments for 'betaA'. Did you mean 'beta_A'"
-
-
-def _no_alignment_in_folder(workplace):
-    alignment = workplace.config.alignments / "beta_A" / "uniref90_hits.a3m"
-    alignment.rename(alignment.with_suffix(".txt"))
-    return workplace.config, "beta_A"
-
-
-def _query_differs(workplace):
-    workplace.config.fasta.write_text(f">alpha_A\n{QUERY}\n>beta_A\n{OTHER[:4]}W{OTHER[5:]}\n")
-    return workplace.config, r"uniref90_hits\.a3m.*(position|residue) 5"
-
-
-def _query_of_another_length(workplace):
-    workplace.config.fasta.write_text(f">alpha_A\n{QUERY}\n>beta_A\n{OTHER}AA\n")
-    return workplace.config, r"10 .*12|12 .*10"
-
-
-def _truncated_alignment(workplace):
-    path = workplace.config.alignments / "beta_A" / "uniref90_hits.a3m"
-    path.write_text(path.read_text()[:-5])
-    return workplace.config, r"uniref90_hits\.a3m:\d+"
 
 
 def _output_below_a_file(workplace):
@@ -300,13 +270,16 @@ def _unusable_device(workplace):
     return workplace.change(device="quantum"), "--device is 'quantum'"
 
 
+def _two_broken_records(workplace):
+    workplace.config.fasta.write_text(f">alpha_A\n>gamma_A\n{QUERY}\n")
+    return workplace.config, r"'alpha_A' is empty.*None of the 2 records can be predicted"
+
+
 @pytest.mark.parametrize(
     "break_input",
     [
         _no_checkpoint, _not_a_checkpoint, _clusters_fewer_than_templates, _no_fasta, _fasta_without_header,
-        _two_equal_names, _name_with_slashes,
-        _no_alignments_folder, _no_alignments, _no_alignment_in_folder, _query_differs, _query_of_another_length,
-        _truncated_alignment, _output_below_a_file, _unusable_device,
+        _name_with_slashes, _no_alignments_folder, _output_below_a_file, _unusable_device, _two_broken_records,
     ],
     ids=lambda break_input: break_input.__name__.strip("_"),
 )  # fmt: skip

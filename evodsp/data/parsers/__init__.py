@@ -5,7 +5,7 @@ then only names the file in messages. A malformed file is a FileFormatError with
 """
 
 from evodsp.data.parsers.a3m import parse_a3m
-from evodsp.data.parsers.fasta import parse_fasta
+from evodsp.data.parsers.fasta import parse_fasta, read_fasta
 from evodsp.data.parsers.hhr import parse_hhr
 from evodsp.data.parsers.hmmsearch import parse_hmmsearch
 from evodsp.data.parsers.obsolete import parse_obsolete
@@ -20,4 +20,5 @@ __all__ = [
     "parse_obsolete",
     "parse_preparsed",
     "parse_stockholm",
+    "read_fasta",
 ]

@@ -31,24 +31,44 @@ def parse_fasta(path: str | Path) -> list[ProteinSequence]:
     Raises FileFormatError (file and line) for residues before the first header, a header without sequence, an illegal letter,
     and a name that is missing, repeated or not a valid file name.
     """
-    records = split_records(path, read_bytes(path), "a FASTA")
-    translate(records, _FASTA, "write X, or the amino acid it stands for (U: C, O: K, B: D or N, Z: E or Q, J: I or L)")
-    sequences: list[ProteinSequence] = []
-    line_of_name: dict[str, int] = {}
-    for header, line, row in zip(records.headers, records.header_lines, records.rows, strict=True):
-        name, *description = header.split(maxsplit=1) or [""]
-        _check_name(path, name, line)
-        if name in line_of_name:
-            first = line_of_name[name]
-            raise FileFormatError(
-                path, f"the name '{name}' was used on line {first} already; rename one of the two", line
-            )
-        line_of_name[name] = line
-        letters = row.translate(None, BLANKS).decode().upper()
-        if not letters:
-            raise FileFormatError(path, f"sequence '{name}' is empty; add its residues or remove its header", line)
-        sequences.append(ProteinSequence(name=name, letters=letters, description="".join(description).strip()))
+    sequences = []
+    for _, record in read_fasta(path):
+        if isinstance(record, FileFormatError):
+            raise record
+        sequences.append(record)
     return sequences
+
+
+def read_fasta(path: str | Path) -> list[tuple[str, ProteinSequence | FileFormatError]]:
+    """Like `parse_fasta`, with the name of each record, and the error of a broken one in its place.
+
+    Raises FileFormatError for a file that is not FASTA.
+    """
+    records = split_records(path, read_bytes(path), "a FASTA")
+    found: list[tuple[str, ProteinSequence | FileFormatError]] = []
+    line_of_name: dict[str, int] = {}
+    for index, name in enumerate(records.names()):
+        try:
+            found.append((name, _sequence(records.only(index), name, line_of_name)))
+        except FileFormatError as error:
+            found.append((name, error))
+    return found
+
+
+def _sequence(record: Records, name: str, line_of_name: dict[str, int]) -> ProteinSequence:
+    """The sequence of a single record. `line_of_name`: the names in use, and where."""
+    path, line, row = record.path, record.header_lines[0], record.rows[0]
+    _check_name(path, name, line)
+    if name in line_of_name:
+        first = line_of_name[name]
+        raise FileFormatError(path, f"the name '{name}' was used on line {first} already; rename one of the two", line)
+    line_of_name[name] = line
+    translate(record, _FASTA, "write X, or the amino acid it stands for (U: C, O: K, B: D or N, Z: E or Q, J: I or L)")
+    letters = row.translate(None, BLANKS).decode().upper()
+    if not letters:
+        raise FileFormatError(path, f"sequence '{name}' is empty; add its residues or remove its header", line)
+    description = record.headers[0].strip()[len(name) :].strip()
+    return ProteinSequence(name=name, letters=letters, description=description)
 
 
 @dataclass(frozen=True)
@@ -66,6 +86,11 @@ class Records:
     def names(self) -> tuple[str, ...]:
         """The first word of every header."""
         return tuple((header.split(maxsplit=1) or [""])[0] for header in self.headers)
+
+    def only(self, index: int) -> Records:
+        """A single record."""
+        one = slice(index, index + 1)
+        return Records(self.path, self.headers[one], self.header_lines[one], self.bodies[one], self.rows[one])
 
     def without(self, prefix: str) -> Records:
         """The records whose headers do not begin with `prefix`. All of them if none would be left."""

@@ -1,0 +1,91 @@
+"""The device of a prediction: its name, the memory that layers may use there, and the peaks that were measured."""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+import sys
+from typing import Any
+
+import torch
+
+from evodsp.errors import UserError
+from evodsp.launch.consensus import all_of
+from evodsp.parallel.group import Group
+from evodsp.ranges import memory_size
+
+
+def device_of(name: str) -> torch.device:
+    """The device called `name`; `auto` is a GPU if there is one. Raises UserError if there is no such device here.
+
+    The device is only named, not touched: touching `cuda` before a rank has taken its own GPU would cost each rank some hundred
+    MiB of GPU 0, for a context there.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    wrong = UserError(f"--device is '{name}', which PyTorch cannot use here; use cpu or auto")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise wrong from error
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise wrong
+    if device.type != "cuda":
+        try:
+            torch.empty(0, device=device)
+        except (RuntimeError, AssertionError) as error:
+            raise wrong from error
+    return device
+
+
+def working_memory(setting: str, device: torch.device) -> int | None:
+    """The bytes of `PredictConfig.working_memory`; None: no limit.
+
+    `auto` is the same in every run on a kind of device, because products of other sizes are rounded differently.
+    """
+    if setting == "all":
+        return None
+    if setting != "auto":
+        return memory_size("--working_memory", setting)
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory // 32
+    return 256 << 20
+
+
+def check_pair_fits(name: str, residues: int, each: float, device: torch.device) -> None:
+    """Raise UserError if a rank's share of the pair representation alone is larger than all memory of its device: then a pass
+    cannot fit, and Linux may end the process instead of refusing the memory. `each`: its bytes of a pair of residues."""
+    if device.type == "cuda":
+        there = torch.cuda.get_device_properties(device).total_memory
+    else:
+        there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    needed = residues * residues * each
+    if needed > there:
+        raise UserError(
+            f"{name}: {residues:,} residues do not fit; the pair representation alone takes {needed / 2**30:,.0f} GiB on each "
+            f"rank, and there are {there / 2**30:,.0f}; raise --parallel.sequence, or split the sequence into domains"
+        )
+
+
+def memory_entries(device: torch.device, group: Group | None) -> dict[str, Any]:
+    """The memory entries of timings.json: the highest peak of all ranks, and on several ranks each one's."""
+    local = _peak_memory(device)
+    if group is None:
+        return local
+    ranks = all_of({"host": socket.gethostname(), "device": str(device), **local}, group)
+    highest = max(ranks, key=lambda rank: rank["peak_memory_mib"])
+    names = ("peak_memory_mib", "peak_memory_of")
+    return {
+        **{name: highest[name] for name in names},
+        "ranks": [{"rank": number, **rank} for number, rank in enumerate(ranks)],
+    }
+
+
+def _peak_memory(device: torch.device) -> dict[str, Any]:
+    if device.type == "cuda":
+        return {"peak_memory_mib": torch.cuda.max_memory_allocated(device) >> 20, "peak_memory_of": "GPU, this target"}
+    # kilobytes on Linux, bytes on macOS
+    unit = 1 if sys.platform == "darwin" else 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit >> 20
+    return {"peak_memory_mib": peak, "peak_memory_of": "process, so far"}

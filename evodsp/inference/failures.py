@@ -1,0 +1,77 @@
+"""Records that could not be predicted: each is named in one line, the others go on, and failures.json lists them at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from evodsp.errors import UserError
+from evodsp.files import whole_file
+from evodsp.inference.results import PredictionResult, write_json
+
+FAILURES = "failures.json"
+_CPU_ALLOCATOR = "DefaultCPUAllocator"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A record without a result."""
+
+    name: str
+    reason: str
+    """One line: where, what was found, and the fix."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of all records."""
+
+    results: list[PredictionResult]
+    """In the order of the input."""
+    failures: list[Failure]
+
+    @property
+    def line(self) -> str:
+        """For the log, for example '12 done, 3 kept, 1 failed'."""
+        kept = sum(result.kept for result in self.results)
+        return f"{len(self.results) - kept:,} done, {kept:,} kept, {len(self.failures):,} failed"
+
+
+def none_usable(failures: Sequence[Failure]) -> UserError:
+    """The error of a run that has no result: the first record's, and how many there were."""
+    others = f". None of the {len(failures):,} records can be predicted" if len(failures) > 1 else ""
+    return UserError(failures[0].reason + others)
+
+
+def write_failures(output: Path, failures: Sequence[Failure]) -> None:
+    """Write <output>/failures.json; without failures, remove that of an earlier run."""
+    path = output / FAILURES
+    if failures:
+        with whole_file(path) as partial:
+            write_json(partial, {"failures": [{"name": f.name, "reason": f.reason} for f in failures]})
+    else:
+        path.unlink(missing_ok=True)
+
+
+@contextmanager
+def memory_errors(name: str, residues: int, device: torch.device) -> Iterator[None]:
+    """Turn the end of memory, of a GPU or of this machine, into a UserError that says what to change."""
+    try:
+        yield
+    except (
+        MemoryError,
+        RuntimeError,
+    ) as error:  # torch.OutOfMemoryError, and what PyTorch raises on a CPU, are RuntimeErrors
+        on_gpu = isinstance(error, torch.OutOfMemoryError)
+        if not on_gpu and not isinstance(error, MemoryError) and _CPU_ALLOCATOR not in str(error):
+            raise
+        where = f"the memory of this GPU ({device})" if on_gpu else "the memory of this machine"
+        instead = ", or use --device cpu" if on_gpu else ""
+        raise UserError(
+            f"{name}: {residues:,} residues do not fit into {where}; lower --working_memory, --msa_clusters and "
+            f"--extra_msa, take --precision bf16, raise --parallel.sequence{instead}"
+        ) from error

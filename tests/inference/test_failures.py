@@ -1,0 +1,165 @@
+"""Records that cannot be predicted: they are named, the others go on, and nothing of them is left behind."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from evodsp.inference import command
+from evodsp.inference import predict as module
+from evodsp.inference.predict import predict, predict_records
+from tests.builders.prediction import read_json, silent
+
+from .conftest import OTHER, QUERY
+
+
+def _two_equal_names(workplace):
+    workplace.config.fasta.write_text(f">alpha_A\n{QUERY}\n>alpha_A\n{OTHER}\n")
+    return workplace.config, r"targets\.fasta:3.*alpha_A"
+
+
+def _no_alignments(workplace):
+    workplace.config.fasta.write_text(f">alpha_A\n{QUERY}\n>betaA\n{OTHER}\n")
+    return workplace.config, "no alignments for 'betaA'. Did you mean 'beta_A'"
+
+
+def _no_alignment_in_folder(workplace):
+    alignment = workplace.config.alignments / "beta_A" / "uniref90_hits.a3m"
+    alignment.rename(alignment.with_suffix(".txt"))
+    return workplace.config, "beta_A"
+
+
+def _query_differs(workplace):
+    workplace.config.fasta.write_text(f">alpha_A\n{QUERY}\n>beta_A\n{OTHER[:4]}W{OTHER[5:]}\n")
+    return workplace.config, r"uniref90_hits\.a3m.*(position|residue) 5"
+
+
+def _query_of_another_length(workplace):
+    workplace.config.fasta.write_text(f">alpha_A\n{QUERY}\n>beta_A\n{OTHER}AA\n")
+    return workplace.config, r"10 .*12|12 .*10"
+
+
+def _truncated_alignment(workplace):
+    path = workplace.config.alignments / "beta_A" / "uniref90_hits.a3m"
+    path.write_text(path.read_text()[:-5])
+    return workplace.config, r"uniref90_hits\.a3m:\d+"
+
+
+def _empty(workplace):
+    workplace.config.fasta.write_text(f">alpha_A\n{QUERY}\n>beta_A\n")
+    return workplace.config, r"targets\.fasta:3: sequence 'beta_A' is empty"
+
+
+def _all_unknown(workplace):
+    workplace.config.fasta.write_text(f">alpha_A\n{QUERY}\n>beta_A\n{'X' * 10}\n")
+    return workplace.config, r"beta_A: all 10 residues are X"
+
+
+def _letters_that_are_none(workplace):
+    workplace.config.fasta.write_text(f">alpha_A\n{QUERY}\n>beta_A\nGST1!\n")
+    return workplace.config, r"targets\.fasta:4: illegal letter '1' in sequence 'beta_A'"
+
+
+def _far_too_long(workplace):
+    long = OTHER * 10_000
+    workplace.config.fasta.write_text(f">alpha_A\n{QUERY}\n>beta_A\n{long}\n")
+    (workplace.config.alignments / "beta_A" / "uniref90_hits.a3m").write_text(f">beta_A\n{long}\n")
+    return workplace.config, r"beta_A: 100,000 residues do not fit; the pair representation alone takes"
+
+
+@pytest.mark.parametrize(
+    "break_record",
+    [
+        _two_equal_names, _no_alignments, _no_alignment_in_folder, _query_differs, _query_of_another_length,
+        _truncated_alignment, _empty, _all_unknown, _letters_that_are_none, _far_too_long,
+    ],
+    ids=lambda break_record: break_record.__name__.strip("_"),
+)  # fmt: skip
+def test_a_broken_record_is_named_and_the_other_goes_on(workplace, break_record):
+    """Catches one bad record of many that ends the run, or that is lost without a word."""
+    config, words = break_record(workplace)
+    lines: list[str] = []
+    found = predict_records(config, lines.append)
+    assert [result.name for result in found.results] == ["alpha_A"]
+    (failure,) = found.failures
+    assert re.search(words, failure.reason)
+    assert f"failed: {failure.reason}" in lines
+    assert lines[-1].startswith("1 done, 0 kept, 1 failed; reasons in ")
+    listed = read_json(config.output / "failures.json")["failures"]
+    assert listed == [{"name": failure.name, "reason": failure.reason}]
+    assert {path.name for path in config.output.iterdir()} == {"alpha_A", "failures.json"}
+
+
+def test_failures_of_an_earlier_run_are_forgotten(workplace):
+    """Catches a list of failures that stays when the record has been mended."""
+    whole = workplace.config.fasta.read_text()
+    config, _ = _empty(workplace)
+    predict(config, silent)
+    workplace.config.fasta.write_text(whole)
+    found = predict_records(config, silent)
+    assert [result.kept for result in found.results] == [True, False]
+    assert found.line == "1 done, 1 kept, 0 failed"
+    assert not (config.output / "failures.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (MemoryError(), "memory of this machine"),
+        (
+            RuntimeError("[enforce fail at alloc_cpu.cpp:117] . DefaultCPUAllocator: can't allocate memory"),
+            "this machine",
+        ),
+        (torch.OutOfMemoryError("CUDA out of memory"), "memory of this GPU.*--device cpu"),
+    ],
+    ids=["python", "cpu", "gpu"],
+)
+def test_the_end_of_memory_is_one_record(workplace, monkeypatch, error, words):
+    """Catches a target that is too large for the memory and takes the targets behind it along."""
+    real = module._run
+
+    def full(model: Any, batch: dict[str, torch.Tensor], config: Any) -> Any:
+        if batch["aatype"].shape[-1] == len(QUERY):
+            raise error
+        return real(model, batch, config)
+
+    monkeypatch.setattr(module, "_run", full)
+    found = predict_records(workplace.config, silent)
+    assert [result.name for result in found.results] == ["beta_A"]
+    assert re.search(rf"alpha_A: 22 residues do not fit into the {words}|{words}", found.failures[0].reason)
+    assert "--working_memory" in found.failures[0].reason
+
+
+def test_an_error_of_the_program_is_not_a_record(workplace, monkeypatch):
+    """Catches a bug that is reported as a mistake of the user."""
+    monkeypatch.setattr(module, "_run", lambda *_: (_ for _ in ()).throw(RuntimeError("sizes do not match")))
+    with pytest.raises(RuntimeError, match="sizes do not match"):
+        predict(workplace.config, silent)
+
+
+def test_numbers_that_are_not_finite_are_one_record(workplace, monkeypatch):
+    """Catches a diverged target that ends the run, or that is written."""
+    real = module._structure
+
+    def diverged(target: Any, *rest: Any) -> Any:
+        structure = real(target, *rest)
+        if target.query.name == "alpha_A":
+            structure.positions[3] = float("nan")
+        return structure
+
+    monkeypatch.setattr(module, "_structure", diverged)
+    found = predict_records(workplace.config, silent)
+    assert [result.name for result in found.results] == ["beta_A"]
+    assert "residue 4" in found.failures[0].reason
+    assert {path.name for path in workplace.config.output.iterdir()} == {"beta_A", "failures.json"}
+
+
+def test_the_exit_code_says_that_a_record_failed(workplace, monkeypatch):
+    """Catches success reported to a script although a record has no result."""
+    monkeypatch.setattr(command, "under_launcher", lambda: False)
+    assert command.run(workplace.config, []) == 0
+    config, _ = _empty(workplace)
+    assert command.run(config, []) == 1
