@@ -26,7 +26,8 @@ from evodsp.inference.config import PredictConfig
 from evodsp.inference.devices import check_pair_fits, device_of, memory_entries, working_memory
 from evodsp.inference.failures import FAILURES, Failure, Outcome, memory_errors, none_usable, write_failures
 from evodsp.inference.provenance import check_target_fits_ranks, feature_config, result_settings, seeds, sizes_line
-from evodsp.inference.results import TIMINGS, PredictionResult, finished, write_json, write_results
+from evodsp.inference.results import TIMINGS, PredictionResult, write_json, write_results
+from evodsp.inference.stored import Stored, copy_files, find_stored
 from evodsp.inference.target_templates import find_templates, takes_no_templates, template_source
 from evodsp.inference.targets import Target, digest, find_targets
 from evodsp.inference.writers import AlignedError, PredictedStructure
@@ -87,8 +88,12 @@ class _Job:
     """Seconds spent on finding the templates."""
     settings: dict[str, Any]
     """The settings that its files depend on."""
-    earlier: PredictionResult | None
-    """A complete result of an earlier run with the same settings."""
+    stored: Stored | None
+    """The result of an earlier run with the same settings."""
+    seeds: list[int]
+    """The seeds that have to be predicted."""
+    kept: bool
+    """Whether all files are there already."""
 
 
 @dataclass(frozen=True)
@@ -148,14 +153,13 @@ def predict_records(config: PredictConfig, report: Report = print, group: Group 
     complete: list[PredictionResult] = []
     for number, job in enumerate(work.jobs, start=1):
         report(f"[{number}/{len(work.jobs)}] {job.target.query.name}: {len(job.target.query)} residues")
-        result: PredictionResult | Failure | None = job.earlier
-        if result is None:
-            assert model is not None
-            result = _predict_target(job, model, config, features, report, group)
+        result: PredictionResult | Failure
+        if job.stored is not None and job.kept:
+            result = replace(job.stored.result, format=config.format)
+            folder = config.output / result.name
+            report(f"  kept: {folder} is complete and has the same inputs (--overwrite predicts again)")
         else:
-            report(
-                f"  kept: {config.output / result.name} is complete and has the same inputs (--overwrite predicts again)"
-            )
+            result = _predict_target(job, model, config, features, report, group)
         if isinstance(result, Failure):
             failures.append(result)
             report(f"  failed: {result.reason}")
@@ -213,7 +217,7 @@ def _prepare(config: PredictConfig, device: torch.device, group: Group | None) -
     jobs, more = _jobs(config, features, targets, partial(_check, features, ranks), group)
     failures += more
     model = None
-    if any(job.earlier is None for job in jobs):
+    if any(job.seeds for job in jobs):
         model = from_first(lambda: load_model(config.checkpoint, config.raw, config.preset), group)
         if config.templates is not None and not model.config.templates.enabled:
             raise takes_no_templates(config)
@@ -236,7 +240,7 @@ def _that_fit(jobs: list[_Job], needed: float, device: torch.device) -> tuple[li
     """The jobs whose pair representation the device can hold, and the others. `needed`: bytes of a pair of residues."""
     failures = []
     for job in jobs:
-        if job.earlier is None:
+        if job.seeds:
             query = job.target.query
             failures += _failure(query.name, partial(check_pair_fits, query.name, len(query), needed, device))
     lost = {failure.name for failure in failures}
@@ -252,7 +256,7 @@ def _jobs(
 ) -> tuple[list[_Job], list[Failure]]:
     """One job per target, with its templates and its earlier result; and the targets that cannot be predicted.
 
-    `check` raises UserError for a target that cannot; targets with an earlier result are not checked.
+    `check` raises UserError for a target that cannot; targets without a seed to predict are not checked.
     """
     read = on_first(lambda: (digest(parameter_file(config.checkpoint)), template_source(config, features)), group)
 
@@ -263,10 +267,13 @@ def _jobs(
         templates, line = find_templates(source, target, features.max_templates)
         seconds = time.perf_counter() - start
         settings = result_settings(config, features, target, checkpoint, templates)
-        earlier = finished(config.output / target.query.name, settings, config.overwrite)
-        if earlier is None:
+        stored = find_stored(config.output / target.query.name, settings, config.overwrite)
+        wanted = seeds(config)
+        missing = wanted if stored is None else stored.missing(wanted)
+        if missing:
             check(target)
-        return _Job(target, templates, line, seconds, settings, earlier)
+        kept = stored is not None and stored.has_all(wanted, config.format)
+        return _Job(target, templates, line, seconds, settings, stored, missing, kept)
 
     def job_or_failure(target: Target) -> _Job | Failure:
         try:
@@ -287,14 +294,26 @@ def _with_template_row(features: FeatureConfig, model: AlphaFold) -> FeatureConf
 
 
 def _predict_target(
-    job: _Job, model: AlphaFold, config: PredictConfig, features: FeatureConfig, report: Report, group: Group | None
+    job: _Job,
+    model: AlphaFold | None,
+    config: PredictConfig,
+    features: FeatureConfig,
+    report: Report,
+    group: Group | None,
 ) -> PredictionResult | Failure:
-    """Predict one target with all seeds, and write its files. All ranks return the same.
+    """Predict the seeds of one target that are missing, and write its files. All ranks return the same.
 
     Raises UserError if the run cannot go on: the output cannot be written, or one of several ranks has left a pass.
     """
+    structures: dict[int, PredictedStructure] = {}
+    timings: dict[str, Any] = {}
+    if job.stored is not None:
+        earlier = job.stored.result
+        report(f"  {_count(len(earlier.mean_plddt), 'seed')} of an earlier run kept")
     try:
-        structures, timings = _compute(job, model, config, features, report, group)
+        if job.seeds:
+            assert model is not None
+            structures, timings = _compute(job, model, config, features, report, group)
     except _OneRankFailed:
         raise
     except UserError as error:
@@ -330,7 +349,7 @@ def _compute(
         torch.cuda.reset_peak_memory_stats(device)
     structures: dict[int, PredictedStructure] = {}
     runs: dict[int, _SeedRun] = {}
-    for seed in seeds(config):
+    for seed in job.seeds:
         start = time.perf_counter()
         make = partial(_features, target, alignments, features, seed, job.templates, config.ensembles)
         batch = tensors_from_first(make, device, group)
@@ -362,9 +381,17 @@ def _write(
     folder = config.output / job.target.query.name
     start = time.perf_counter()
     try:
-        with whole_folder(folder) as partial_folder:
-            result = write_results(partial_folder, structures, config.format, job.settings)
-            write_json(partial_folder / TIMINGS, {**timings, "writing_seconds": round(time.perf_counter() - start, 3)})
+        with whole_folder(folder) as new:
+            stored = job.stored
+            copy_files(folder, new, with_ours=stored is not None)
+            if stored is not None:
+                stored.write_format(new, config.format)
+            result = write_results(
+                new, structures, config.format, job.settings, job.target.query.name, stored.ranking if stored else ()
+            )
+            if timings:
+                timings = timings if stored is None else stored.with_timings(timings)
+                write_json(new / TIMINGS, {**timings, "writing_seconds": round(time.perf_counter() - start, 3)})
     except UserError as error:
         return Failure(job.target.query.name, str(error))
     except OSError as error:

@@ -18,6 +18,10 @@ SIZES = ("recycles", "msa_clusters", "extra_msa")
 """Options whose default is the value used in training."""
 
 
+NUMERICS = 1
+"""Raised when a version of evodsp computes other numbers from the same inputs, beyond rounding: its results do not mix."""
+
+
 def feature_config(config: PredictConfig, trained: FeatureConfig) -> FeatureConfig:
     """The checkpoint's feature sizes without cropping, with the options that the user gave in their place."""
     given = {name: value for name in SIZES if (value := getattr(config, name)) is not None}
@@ -50,22 +54,21 @@ def sizes_line(features: FeatureConfig, trained: FeatureConfig, ensembles: int) 
 def result_settings(
     config: PredictConfig, features: FeatureConfig, target: Target, checkpoint: str, templates: TemplateFeatures
 ) -> dict[str, Any]:
-    """Everything that a target's files depend on. An earlier result is kept only if every entry is equal.
+    """Everything that the numbers of a seed depend on. An earlier result is kept only if every entry is equal.
 
     `checkpoint`: the fingerprint of its file. `templates`: the templates in use, best first.
     """
     return {
+        "numerics": NUMERICS,
         "sequence": target.query.letters,
         "alignments": digest(*alignment_files(target.alignments)),
         "checkpoint": checkpoint,
         "raw": config.raw,
-        "seeds": seeds(config),
         **{name: getattr(features, name) for name in SIZES},
         "ensembles": config.ensembles,
         "stop_tolerance": config.stop_tolerance or None,
         "templates": list(templates.names),
         "templates_digest": template_digest(templates),
-        "format": config.format,
         # None for the default: earlier versions, which had no other, wrote no entry.
         "precision": None if config.precision == "fp32" else config.precision,
         "matmul_precision": None if config.matmul_precision == "highest" else config.matmul_precision,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -23,7 +23,8 @@ from evodsp.errors import UserError
 from evodsp.inference.writers import AlignedError, PredictedStructure, structure_text
 
 RANKING, TIMINGS = "ranking.json", "timings.json"
-_OURS = re.compile(r"seed_\d+\.(cif|pdb)|seed_\d+_(scores|pae)\.json|ranking\.json|timings\.json")
+OURS = re.compile(r"seed_\d+\.(cif|pdb)|seed_\d+_(scores|pae)\.json|ranking\.json|timings\.json")
+"""Names of the files that predict writes into a target's folder. All others are the user's."""
 
 Format = Literal["cif", "pdb"]
 
@@ -50,40 +51,13 @@ class PredictionResult:
         return self.folder / f"seed_{self.best if seed is None else seed}.{self.format}"
 
 
-def finished(folder: Path, settings: Mapping[str, Any], overwrite: bool) -> PredictionResult | None:
-    """The complete result that `folder` already holds, or None if it has to be predicted.
-
-    Raises UserError if `folder` holds results of other settings (unless `overwrite`) or files that predict did not write.
-    """
-    if not folder.exists():
-        return None
-    if not folder.is_dir():
-        raise UserError(
-            f"{folder}: is a file, but the results need a folder of this name; move it or choose another --output"
-        )
-    names = sorted(path.name for path in folder.iterdir())
-    if foreign := [name for name in names if not _OURS.fullmatch(name)]:
-        raise UserError(
-            f"{folder}: holds '{foreign[0]}', which evodsp predict did not write; move it or choose another --output"
-        )
-    if not names or overwrite:
-        return None
-    result, made_with = _read(folder)
-    if differing := [key for key in settings if made_with.get(key) != settings[key]]:
-        key = differing[0]
-        raise UserError(
-            f"{folder}: holds results of another run ({key}: {made_with.get(key)} there, {settings[key]} now); "
-            "choose another --output, or replace them with --overwrite"
-        )
-    return result
-
-
 def read_result(folder: Path) -> PredictionResult:
     """The finished result in `folder`. Raises UserError if there is none, or it is incomplete."""
-    return _read(folder)[0]
+    return read_with_settings(folder)[0]
 
 
-def _read(folder: Path) -> tuple[PredictionResult, Mapping[str, Any]]:
+def read_with_settings(folder: Path) -> tuple[PredictionResult, Mapping[str, Any]]:
+    """`read_result`, and the settings that the result was made with."""
     path = folder / RANKING
     if not path.is_file():
         raise UserError(f"{folder}: no {RANKING}, so there is no finished prediction; run evodsp predict --overwrite")
@@ -91,17 +65,21 @@ def _read(folder: Path) -> tuple[PredictionResult, Mapping[str, Any]]:
         ranking = json.loads(path.read_text(encoding="utf-8"))
         settings = ranking["settings"]
         mean_plddt = {int(entry["seed"]): float(entry["mean_plddt"]) for entry in ranking["ranking"]}
-        result = PredictionResult(ranking["name"], folder, settings["format"], mean_plddt, kept=True)
-        expected = [TIMINGS, *(name for seed in mean_plddt for name in (result.structure(seed).name, _scores(seed)))]
+        file_format = Path(ranking["ranking"][0]["structure"]).suffix[1:]
+        result = PredictionResult(ranking["name"], folder, file_format, mean_plddt, kept=True)  # type: ignore[arg-type]
+        expected = [
+            TIMINGS,
+            *(name for seed in mean_plddt for name in (result.structure(seed).name, scores_name(seed))),
+        ]
         expected += [_pae(int(entry["seed"])) for entry in ranking["ranking"] if "ptm" in entry]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, IndexError) as error:
         raise UserError(f"{path}: not written by evodsp predict ({error!r}); predict again with --overwrite") from error
     if lost := [name for name in expected if not (folder / name).is_file()]:
         raise UserError(f"{folder}: '{lost[0]}' is missing from a finished run; predict again with --overwrite")
     return result, settings
 
 
-def _scores(seed: int) -> str:
+def scores_name(seed: int) -> str:
     return f"seed_{seed}_scores.json"
 
 
@@ -114,9 +92,13 @@ def write_results(
     structures: Mapping[int, PredictedStructure],
     file_format: Format,
     settings: Mapping[str, Any],
+    name: str,
+    earlier: Sequence[Mapping[str, Any]] = (),
 ) -> PredictionResult:
-    """Write the structures (by seed), scores and ranking of one target into the existing empty folder `folder`."""
-    ranked = sorted(structures, key=lambda seed: (-structures[seed].mean_plddt, seed))
+    """Write the structures (by seed), scores and ranking of the target `name` into the existing folder `folder`.
+
+    `earlier`: the ranking's entries of other seeds, whose files are in the folder already.
+    """
     for seed, structure in structures.items():
         text = structure_text(structure, file_format)
         (folder / f"seed_{seed}.{file_format}").write_text(text, encoding="utf-8")
@@ -124,23 +106,30 @@ def write_results(
         if (error := structure.aligned_error) is not None:
             scores |= {"max_pae": round(float(error.pae.max()), 2), **_ptm(structure)}
             (folder / _pae(seed)).write_text(pae_text(error), encoding="utf-8")
-        write_json(folder / _scores(seed), scores)
-    name = structures[ranked[0]].name
-    mean_plddt = {seed: round(structures[seed].mean_plddt, 3) for seed in ranked}
+        write_json(folder / scores_name(seed), scores)
+    entries = [{"seed": entry["seed"], **_confidences(entry)} for entry in earlier]
+    entries += [
+        {"seed": seed, "mean_plddt": round(structure.mean_plddt, 3), **_ptm(structure)}
+        for seed, structure in structures.items()
+    ]
+    entries.sort(key=lambda entry: (-entry["mean_plddt"], entry["seed"]))
     write_json(
         folder / RANKING,
         {
             "name": name,
             "ranked_by": "mean pLDDT",
-            "ranking": [
-                {"seed": seed, "mean_plddt": mean, **_ptm(structures[seed]), "structure": f"seed_{seed}.{file_format}"}
-                for seed, mean in mean_plddt.items()
-            ],
+            "ranking": [{**entry, "structure": f"seed_{entry['seed']}.{file_format}"} for entry in entries],
             "settings": dict(settings),
             "evodsp_version": __version__,
         },
     )
-    return PredictionResult(name, folder, file_format, mean_plddt, kept=False)
+    return PredictionResult(
+        name, folder, file_format, {entry["seed"]: entry["mean_plddt"] for entry in entries}, kept=False
+    )
+
+
+def _confidences(entry: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: entry[name] for name in ("mean_plddt", "ptm") if name in entry}
 
 
 def pae_text(error: AlignedError) -> str:

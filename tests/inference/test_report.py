@@ -55,7 +55,7 @@ def make_case(root, pdb_id: str, noise: float) -> tuple[Chain, PredictedStructur
     (root / "structures").mkdir(exist_ok=True)
     write_mmcif(root / "structures" / f"{pdb_id}.cif", [experiment])
     with whole_folder(root / "predictions" / f"{pdb_id}_B") as work:
-        write_results(work, {0: worse, 1: predicted}, "cif", {"format": "cif"})
+        write_results(work, {0: worse, 1: predicted}, "cif", {}, predicted.name)
         write_json(work / TIMINGS, {})
     return experiment, predicted
 
