@@ -26,8 +26,8 @@ class PredictConfig:
     fasta: Path
     """FASTA file. Every record gets a folder in the output, named by the first word of its header."""
     alignments: Path
-    """Folder of alignments (.a3m, .sto) with one sub-folder per record, named as the record; the files of a single record may
-    also lie directly in the folder."""
+    """Folder of alignments (.a3m, .sto) with one sub-folder or one file per record, named as the record; the files of a single
+    record may also lie directly in the folder. A record without alignments is predicted from its sequence alone."""
     checkpoint: Path
     """Checkpoint written by `evodsp fit`, or another program's parameters: DeepMind's params_model_<n>[_ptm].npz, OpenFold's
     .pt or .ckpt, or the folder that DeepSpeed wrote for OpenFold."""

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from evodsp.config import FeatureConfig
-from evodsp.data.chain_folder import read_alignment_dir
 from evodsp.data.dataset import collate, prediction_sample
 from evodsp.data.records import Alignment
 from evodsp.data.templates.features import TemplateFeatures
@@ -153,6 +152,8 @@ def predict_records(config: PredictConfig, report: Report = print, group: Group 
     complete: list[PredictionResult] = []
     for number, job in enumerate(work.jobs, start=1):
         report(f"[{number}/{len(work.jobs)}] {job.target.query.name}: {len(job.target.query)} residues")
+        for note in job.target.notes:
+            report(f"  {note}")
         result: PredictionResult | Failure
         if job.stored is not None and job.kept:
             result = replace(job.stored.result, format=config.format)
@@ -232,7 +233,7 @@ def _prepare(config: PredictConfig, device: torch.device, group: Group | None) -
 
 def _check(features: FeatureConfig, ranks: int, target: Target) -> None:
     """Raise UserError if a target's alignments cannot be read, or it is too short for the ranks."""
-    read_alignment_dir(target.alignments, target.query)
+    target.read()
     check_target_fits_ranks(ranks, features, target)
 
 
@@ -336,7 +337,7 @@ def _compute(
 
     def read() -> list[Alignment]:
         with memory_errors(target.query.name, len(target.query), device):
-            return read_alignment_dir(target.alignments, target.query)
+            return target.read()
 
     alignments = on_first(read, group) or []
     reading = time.perf_counter() - start

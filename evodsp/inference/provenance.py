@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 from evodsp.config import FeatureConfig
-from evodsp.data.chain_folder import alignment_files
 from evodsp.data.features import check_config
 from evodsp.data.templates.features import TemplateFeatures
 from evodsp.errors import UserError
@@ -61,7 +60,7 @@ def result_settings(
     return {
         "numerics": NUMERICS,
         "sequence": target.query.letters,
-        "alignments": digest(*alignment_files(target.alignments)),
+        "alignments": digest(*target.files()),
         "checkpoint": checkpoint,
         "raw": config.raw,
         **{name: getattr(features, name) for name in SIZES},

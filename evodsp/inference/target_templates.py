@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from pathlib import Path
 
 from evodsp.config import FeatureConfig
 from evodsp.data.chain_folder import search_result_files
@@ -52,14 +53,17 @@ def find_templates(source: TemplateSource | None, target: Target, most: int) -> 
     """
     if source is None:
         return TemplateFeatures.none(len(target.query)), "templates: none"
-    found = source.find(target.alignments, target.query)
+    folder = target.folder
+    if folder is None:
+        return TemplateFeatures.none(len(target.query)), "templates: none; no folder with search results of this record"
+    found = source.find(folder, target.query)
     used = found.features.select(slice(most))
-    return used, _line(found, used, target)
+    return used, _line(found, used, folder)
 
 
-def _line(found: FoundTemplates, used: TemplateFeatures, target: Target) -> str:
-    if not search_result_files(target.alignments):
-        return f"templates: none; no search result (.hhr or hmm_output.sto) in {target.alignments}"
+def _line(found: FoundTemplates, used: TemplateFeatures, folder: Path) -> str:
+    if not search_result_files(folder):
+        return f"templates: none; no search result (.hhr or hmm_output.sto) in {folder}"
     taken = f"the best {len(used)} are used: {', '.join(used.names)}" if len(used) else "none is used"
     return f"templates: {found.log_line.removeprefix(f'{found.name}: ')}; {taken}"
 

@@ -21,11 +21,6 @@ def _two_equal_names(workplace):
     return workplace.config, r"targets\.fasta:3.*alpha_A"
 
 
-def _no_alignments(workplace):
-    workplace.config.fasta.write_text(f">alpha_A\n{QUERY}\n>betaA\n{OTHER}\n")
-    return workplace.config, "no alignments for 'betaA'. Did you mean 'beta_A'"
-
-
 def _no_alignment_in_folder(workplace):
     alignment = workplace.config.alignments / "beta_A" / "uniref90_hits.a3m"
     alignment.rename(alignment.with_suffix(".txt"))
@@ -73,7 +68,7 @@ def _far_too_long(workplace):
 @pytest.mark.parametrize(
     "break_record",
     [
-        _two_equal_names, _no_alignments, _no_alignment_in_folder, _query_differs, _query_of_another_length,
+        _two_equal_names, _no_alignment_in_folder, _query_differs, _query_of_another_length,
         _truncated_alignment, _empty, _all_unknown, _letters_that_are_none, _far_too_long,
     ],
     ids=lambda break_record: break_record.__name__.strip("_"),

@@ -260,7 +260,7 @@ def _unusable_device(workplace):
 
 
 def _two_broken_records(workplace):
-    workplace.config.fasta.write_text(f">alpha_A\n>gamma_A\n{QUERY}\n")
+    workplace.config.fasta.write_text(">alpha_A\n>gamma_A\nXXXX\n")
     return workplace.config, r"'alpha_A' is empty.*None of the 2 records can be predicted"
 
 

@@ -6,6 +6,7 @@ A file is split into lines once; the residues of all records are joined and tran
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import islice, pairwise
 from pathlib import Path
@@ -17,8 +18,12 @@ from evodsp.data.parsers.bytes_to_codes import BLANK_CODES, BLANKS, EITHER_CASE,
 from evodsp.data.records import ProteinSequence
 from evodsp.data.text_files import read_bytes
 from evodsp.errors import FileFormatError
+from evodsp.geometry.alphabet import ALIGNMENT_CODES, RESTYPES_WITH_X
 
 _FASTA = byte_table({c: k for c, k in EITHER_CASE.items() if c.upper() not in "BJOUZ"} | BLANK_CODES)
+SUBSTITUTES: dict[str, str] = {letter: RESTYPES_WITH_X[ALIGNMENT_CODES[letter]] for letter in "BJOUZ"}
+"""What the letters that are no amino acid are read as in a query: as in alignments, so that both agree."""
+_STOP = b"*"
 _UNFIT_FOR_FILES = re.compile(r'[/\\:*?"<>\x00-\x1f\x7f]|^[.-]')
 _LONGEST_NAME = 200
 
@@ -39,8 +44,10 @@ def parse_fasta(path: str | Path) -> list[ProteinSequence]:
     return sequences
 
 
-def read_fasta(path: str | Path) -> list[tuple[str, ProteinSequence | FileFormatError]]:
+def read_fasta(path: str | Path, substitute: bool = False) -> list[tuple[str, ProteinSequence | FileFormatError]]:
     """Like `parse_fasta`, with the name of each record, and the error of a broken one in its place.
+
+    `substitute`: the letters of `SUBSTITUTES` are replaced, and a '*' at the end, which stands for a stop codon, is left out.
 
     Raises FileFormatError for a file that is not FASTA.
     """
@@ -49,10 +56,25 @@ def read_fasta(path: str | Path) -> list[tuple[str, ProteinSequence | FileFormat
     line_of_name: dict[str, int] = {}
     for index, name in enumerate(records.names()):
         try:
-            found.append((name, _sequence(records.only(index), name, line_of_name)))
+            record = records.only(index)
+            found.append((name, _sequence(_substituted(record) if substitute else record, name, line_of_name)))
         except FileFormatError as error:
             found.append((name, error))
     return found
+
+
+def _substituted(record: Records) -> Records:
+    table = bytes.maketrans(*("".join(letters).encode() for letters in _both_cases(SUBSTITUTES)))
+    body = [line.translate(table) for line in record.bodies[0]]
+    if body and body[-1].rstrip().endswith(_STOP):
+        body[-1] = body[-1].rstrip().removesuffix(_STOP)
+    return Records(record.path, record.headers, record.header_lines, [body], [b"".join(body)])
+
+
+def _both_cases(substitutes: Mapping[str, str]) -> tuple[list[str], list[str]]:
+    """Letters and what replaces them, in both cases."""
+    letters = [*substitutes, *(letter.lower() for letter in substitutes)]
+    return letters, [*substitutes.values()] * 2
 
 
 def _sequence(record: Records, name: str, line_of_name: dict[str, int]) -> ProteinSequence:

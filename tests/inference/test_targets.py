@@ -1,0 +1,79 @@
+"""What a user gives as sequences and alignments, and what is made of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from evodsp.errors import UserError
+from evodsp.inference.predict import predict, predict_records
+from evodsp.inference.targets import find_targets
+from tests.builders.prediction import read_json, silent
+
+from .conftest import OTHER, QUERY, Workplace
+
+
+def letters_of(workplace: Workplace, residues: str) -> str:
+    """The sequence that is read from a record with these residues."""
+    workplace.config.fasta.write_text(f">gamma\n{residues}\n")
+    ((target,), failures) = find_targets(workplace.config.fasta, workplace.root)
+    assert not failures
+    has_note = any("letters that are no amino acid" in note for note in target.notes)
+    assert has_note == bool(set("BJOUZ*") & set(residues)), "what was replaced is said, and nothing else"
+    return target.query.letters
+
+
+@pytest.mark.parametrize(
+    ("residues", "letters"),
+    [
+        ("gstLLK", "GSTLLK"),
+        ("GST LL\tK\n\n  GG ", "GSTLLKGG"),
+        ("GSTLLK*", "GSTLLK"),
+        ("GST\nLLK* ", "GSTLLK"),
+        ("GBJOUZbjouzK", "GDXXCEDXXCEK"),
+    ],
+    ids=["case", "whitespace", "stop", "stop and blank", "ambiguous"],
+)
+def test_letters_as_people_write_them(workplace: Workplace, residues: str, letters: str) -> None:
+    """Catches letters that are refused, or that are read otherwise than AlphaFold 2 reads them in an alignment."""
+    assert letters_of(workplace, residues) == letters
+
+
+def test_a_stop_within_a_sequence_is_no_end(workplace: Workplace) -> None:
+    """Catches residues behind a stop codon that are joined to those before it."""
+    workplace.config.fasta.write_text(">gamma\nGST*LLK\n")
+    (_, (failure,)) = find_targets(workplace.config.fasta, workplace.root)
+    assert "illegal letter '*'" in failure.reason
+
+
+def test_a_record_without_alignments_runs_alone_and_is_told(workplace: Workplace) -> None:
+    """Catches a record that is refused for want of alignments, and a misspelt name that nobody hears of."""
+    workplace.config.fasta.write_text(f">alpha_A\n{QUERY}\n>betaA\n{OTHER}\n")
+    lines: list[str] = []
+    found = predict_records(workplace.config, lines.append)
+    assert [result.name for result in found.results] == ["alpha_A", "betaA"]
+    (note,) = [line for line in lines if "predicted from its sequence alone" in line]
+    assert "no alignments for 'betaA'" in note
+    assert note.endswith("Did you mean 'beta_A'?")
+    assert read_json(found.results[1].folder / "timings.json")["alignment_rows"] == 0
+
+
+def test_a_file_of_the_records_name_is_its_alignment(workplace: Workplace) -> None:
+    """Catches flat alignment files that are ignored, or read with another result than the same file in a folder."""
+    (folders,) = {tuple(result.structure(0).read_bytes() for result in predict(workplace.config, silent))}
+    flat = workplace.root / "flat"
+    flat.mkdir()
+    for name in ("alpha_A", "beta_A"):
+        (workplace.config.alignments / name / "uniref90_hits.a3m").rename(flat / f"{name}.a3m")
+    config = workplace.change(alignments=flat, output=workplace.root / "again")
+    lines: list[str] = []
+    found = tuple(result.structure(0).read_bytes() for result in predict(config, lines.append))
+    assert found == folders
+    assert not any("sequence alone" in line for line in lines)
+
+
+def test_a_flat_file_of_another_query_is_named(workplace: Workplace) -> None:
+    """Catches an alignment of another protein that is used because its name fits."""
+    (workplace.root / "gamma.a3m").write_text(f">gamma\n{OTHER}\n")
+    workplace.config.fasta.write_text(f">gamma\n{OTHER[:4]}W{OTHER[5:]}\n")
+    with pytest.raises(UserError, match=r"gamma\.a3m.*(position|residue) 5"):
+        predict(workplace.change(alignments=workplace.root), silent)
