@@ -18,7 +18,7 @@ def run(config: PredictConfig, words: list[str]) -> int:
         if config.parallel.sequence > 1:
             check_launch(config)
             return launch(config.parallel.sequence, words)
-        return _exit_code(predict_records(config))
+        return _exit_code(predict_records(config, _say))
     here = place()
     if here.ranks != config.parallel.sequence:
         raise UserError(
@@ -28,7 +28,7 @@ def run(config: PredictConfig, words: list[str]) -> int:
     with guarded():
         start("gloo" if device_of(config.device).type == "cpu" else "nccl", config.parallel.timeout)
         mesh = init_mesh(config.parallel.sequence, timeout=collective_timeout(config.parallel.timeout))
-        outcome = predict_records(config, print if here.rank == 0 else _silent, mesh.sequence_group())
+        outcome = predict_records(config, _say if here.rank == 0 else _silent, mesh.sequence_group())
         stop()
     return _exit_code(outcome)
 
@@ -36,6 +36,11 @@ def run(config: PredictConfig, words: list[str]) -> int:
 def _exit_code(outcome: Outcome) -> int:
     """1 if a record failed, else 0. Without any result there is no outcome, but a UserError: 2."""
     return 1 if outcome.failures else 0
+
+
+def _say(line: str) -> None:
+    """Print at once: a log file that the output is redirected to shows how far the run is."""
+    print(line, flush=True)
 
 
 def _silent(line: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -21,6 +22,7 @@ from evodsp.data.records import Alignment
 from evodsp.data.templates.features import TemplateFeatures
 from evodsp.errors import UserError
 from evodsp.files import whole_folder
+from evodsp.inference.block_progress import block_progress
 from evodsp.inference.config import PredictConfig
 from evodsp.inference.devices import check_pair_fits, device_of, memory_entries, working_memory
 from evodsp.inference.failures import FAILURES, Failure, Outcome, memory_errors, none_usable, write_failures
@@ -356,7 +358,10 @@ def _compute(
         batch = tensors_from_first(make, device, group)
         seconds = time.perf_counter() - start
         report(f"  seed {seed}: features, {seconds:.1f} s")
-        structures[seed], passes, change = _predict_seed(target, batch, model, config, group)
+        most = (features.recycles + 1) * config.ensembles
+        shown = block_progress(model, f"{target.query.name}, seed {seed}", most) if _is_first(group) else nullcontext()
+        with shown:
+            structures[seed], passes, change = _predict_seed(target, batch, model, config, group)
         runs[seed] = _SeedRun(seconds, passes, change)
         report(
             f"  seed {seed}: model, {runs[seed].model_line(features.recycles + 1)}; {structures[seed].confidence_line}"
@@ -400,6 +405,10 @@ def _write(
             f"{folder}: cannot be written ({error.strerror}); make room, or choose another --output"
         ) from error
     return replace(result, folder=folder)
+
+
+def _is_first(group: Group | None) -> bool:
+    return group is None or group.rank == 0
 
 
 def _count(number: int, noun: str) -> str:

@@ -158,3 +158,22 @@ def test_the_exit_code_says_that_a_record_failed(workplace, monkeypatch):
     assert command.run(workplace.config, []) == 0
     config, _ = _empty(workplace)
     assert command.run(config, []) == 1
+
+
+@pytest.mark.verify
+def test_forty_records_of_which_five_are_hostile(workplace):
+    """Catches any of them that ends the run, and a good record that is lost with them."""
+    hostile = {"empty": "", "long": OTHER * 10_000, "letters": "GST1!", "broken": OTHER, "unknown": "X" * 10}
+    good = [f"good_{number}" for number in range(35)]
+    records = [(name, OTHER) for name in good]
+    for place, record in zip((0, 9, 18, 27, 39), hostile.items(), strict=True):
+        records.insert(place, record)
+    workplace.config.fasta.write_text("".join(f">{name}\n{letters}\n" for name, letters in records))
+    (workplace.root / "flat").mkdir()
+    (workplace.root / "flat" / "broken.a3m").write_bytes(b"\x93\x00no alignment")
+    config = workplace.change(alignments=workplace.root / "flat", seeds=1)
+    found = predict_records(config, silent)
+    assert [result.name for result in found.results] == good
+    assert {failure.name for failure in found.failures} == set(hostile)
+    assert found.line == "35 done, 0 kept, 5 failed"
+    assert {path.name for path in config.output.iterdir()} == {*good, "failures.json"}
