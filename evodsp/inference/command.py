@@ -5,7 +5,7 @@ from __future__ import annotations
 from evodsp.errors import UserError
 from evodsp.inference.config import PredictConfig
 from evodsp.inference.devices import device_of
-from evodsp.inference.failures import Outcome
+from evodsp.inference.failures import FAILURES
 from evodsp.inference.predict import check_launch, predict_records
 from evodsp.launch.launcher import launch
 from evodsp.launch.process_group import collective_timeout, guarded, place, start, stop, under_launcher
@@ -13,12 +13,15 @@ from evodsp.parallel.mesh import init_mesh
 
 
 def run(config: PredictConfig, words: list[str]) -> int:
-    """Predict and return the exit code. `words`: the command line, repeated for every rank that has to be started."""
+    """Predict and return the exit code: 1 if a record failed, but 0 for a rank, which has not failed.
+
+    `words`: the command line, repeated for every rank that has to be started.
+    """
     if not under_launcher():
         if config.parallel.sequence > 1:
             check_launch(config)
-            return launch(config.parallel.sequence, words)
-        return _exit_code(predict_records(config, _say))
+            return launch(config.parallel.sequence, words) or int((config.output / FAILURES).exists())
+        return 1 if predict_records(config, _say).failures else 0
     here = place()
     if here.ranks != config.parallel.sequence:
         raise UserError(
@@ -28,14 +31,9 @@ def run(config: PredictConfig, words: list[str]) -> int:
     with guarded():
         start("gloo" if device_of(config.device).type == "cpu" else "nccl", config.parallel.timeout)
         mesh = init_mesh(config.parallel.sequence, timeout=collective_timeout(config.parallel.timeout))
-        outcome = predict_records(config, _say if here.rank == 0 else _silent, mesh.sequence_group())
+        predict_records(config, _say if here.rank == 0 else _silent, mesh.sequence_group())
         stop()
-    return _exit_code(outcome)
-
-
-def _exit_code(outcome: Outcome) -> int:
-    """1 if a record failed, else 0. Without any result there is no outcome, but a UserError: 2."""
-    return 1 if outcome.failures else 0
+    return 0  # also with records that failed: torchrun and srun take another code for a rank that died, and end or restart all
 
 
 def _say(line: str) -> None:

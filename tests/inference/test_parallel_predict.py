@@ -201,6 +201,15 @@ def test_the_command_starts_its_ranks(workplace: Workplace) -> None:
     assert len(timings["ranks"]) == 2
 
 
+def test_a_failed_record_is_no_failed_rank(workplace: Workplace) -> None:
+    """Catches ranks whose exit code 1, for a record that failed, is taken for a rank that died."""
+    path = workplace.config.alignments / "alpha_A" / "uniref90_hits.a3m"
+    path.write_text(path.read_text()[:-5])
+    done = run(command(workplace.config, 2))
+    assert (done.returncode, done.stderr) == (1, "")
+    assert "1 done, 0 kept, 1 failed" in done.stdout
+
+
 def test_a_mistake_is_one_line_in_all(workplace: Workplace) -> None:
     """Catches an error printed by every rank, and a launcher's traceback."""
     done = run(command(workplace.change(msa_clusters=2), 2))
