@@ -1,7 +1,7 @@
 """A training step or a prediction as a list of events, from the model itself, run on shapes alone.
 
-A stack of 48 blocks has 46 equal ones, and the structure module's iterations are equal too. So a *reduced* model is run, with
-a few of each, and `Program.repeats` says how often a segment stands in the whole one. `evodsp.planner.walk` repeats them.
+A stack of 48 blocks has 46 equal ones. So a *reduced* model is run, with a few of them, and `Program.repeats` says how often a
+segment stands in the whole one. `evodsp.planner.walk` repeats them.
 
 Shape legend: B batch, R residues, S clusters, E extra sequences, T templates.
 """
@@ -132,18 +132,10 @@ def parameters(config: ModelConfig) -> int:
 
 
 def reduced(config: ModelConfig) -> tuple[ModelConfig, list[Repeat]]:
-    """The model with few blocks and iterations, and how often each of its segments stands in the whole."""
-    repeats: list[Repeat] = []
+    """The model with few blocks, and how often each of its segments stands in the whole."""
     extra, of_extra = _reduced_stack("extra_msa_stack", config.extra_msa)
     evoformer, of_evoformer = _reduced_stack("evoformer", config.evoformer)
-    repeats += [*of_extra, *of_evoformer]
-    structure = config.structure_module
-    if structure.iterations > 3:
-        # The first iteration differs from the others, and so does the last.
-        repeats.append(Repeat("structure_module", 2, structure.iterations - 2))
-        structure = dataclasses.replace(structure, iterations=3)
-    few = dataclasses.replace(config, extra_msa=extra, evoformer=evoformer, structure_module=structure)
-    return few, repeats
+    return dataclasses.replace(config, extra_msa=extra, evoformer=evoformer), [*of_extra, *of_evoformer]
 
 
 def _reduced_stack(name: str, config: EvoformerConfig) -> tuple[EvoformerConfig, list[Repeat]]:
