@@ -65,6 +65,7 @@ FLOORS = {
     "evodsp.weights.command": ("lightning", "evodsp.training", "evodsp.inference", "evodsp.data"),
     "evodsp.inference.config": TORCH_FREE,
     "evodsp.inference.predict": ("lightning", "evodsp.training", "matplotlib"),
+    "evodsp.run_config_file": (*TORCH_FREE, "numpy"),
     "evodsp.planner.config": (*TORCH_FREE, "numpy"),
     "evodsp.planner.device": ("lightning", "evodsp.training", "evodsp.inference", "evodsp.launch", "triton"),
     "evodsp.planner.choose": ("lightning", "evodsp.training", "evodsp.inference", "evodsp.launch", "triton"),

@@ -21,6 +21,7 @@ from evodsp.files import whole_file
 from evodsp.output import check_output_folder
 from evodsp.report.charts import histogram
 from evodsp.report.page import Page
+from evodsp.run_config_file import read_run_config
 
 _SHOWN = 50
 """Bad or missing chains listed on the page; the JSON file lists all."""
@@ -78,20 +79,8 @@ def _data(settings: DoctorConfig) -> _Data:
 
 def _block(config: Path | None) -> dict[str, Any]:
     """The `data` block of a config file of `evodsp fit`; empty without a file."""
-    if config is None:
-        return {}
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-    from yaml import YAMLError  # type: ignore[import-untyped]
-
-    try:
-        content = OmegaConf.to_container(OmegaConf.load(config), resolve=True)
-    except (OSError, YAMLError, OmegaConfBaseException) as error:
-        raise UserError(
-            f"--config {config}: cannot be read ({' '.join(str(error).split())}); check the path"
-        ) from error
-    block = content.get("data", {}) if isinstance(content, dict) else None
-    if not isinstance(block, dict):
+    block = read_run_config(config).get("data", {})
+    if not isinstance(block, dict) or (config is not None and not block):
         raise UserError(f"--config {config}: has no block 'data'; give a config of 'evodsp fit'")
     return block
 

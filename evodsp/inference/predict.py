@@ -11,7 +11,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -26,19 +25,17 @@ from evodsp.inference.block_progress import block_progress
 from evodsp.inference.config import PredictConfig
 from evodsp.inference.devices import check_pair_fits, device_of, memory_entries, working_memory
 from evodsp.inference.failures import FAILURES, Failure, Outcome, memory_errors, none_usable, write_failures
+from evodsp.inference.passes import SeedRun, layer_dtype, run_passes, structure_of
 from evodsp.inference.provenance import check_target_fits_ranks, feature_config, result_settings, seeds, sizes_line
 from evodsp.inference.results import TIMINGS, PredictionResult, write_json, write_results
 from evodsp.inference.stored import Stored, copy_files, find_stored
 from evodsp.inference.target_templates import find_templates, takes_no_templates, template_source
 from evodsp.inference.targets import Target, digest, find_targets
-from evodsp.inference.writers import AlignedError, PredictedStructure
+from evodsp.inference.writers import PredictedStructure
 from evodsp.launch.consensus import all_of, check_same, from_first, on_first, tensors_from_first
 from evodsp.model.alphafold import AlphaFold
-from evodsp.model.confidence import compute_pae, compute_plddt, compute_ptm, highest_pae
 from evodsp.model.in_place import use_memory
 from evodsp.model.kernels.registry import choose, summary
-from evodsp.model.matmul import float32_matmul
-from evodsp.model.outputs import ModelOutput
 from evodsp.model.primitives import use_exchange, use_kernels
 from evodsp.output import check_output_folder
 from evodsp.parallel.exchange import ShardedExchange
@@ -47,34 +44,6 @@ from evodsp.weights.checkpoint import load_features, load_model
 from evodsp.weights.deepspeed import parameter_file
 
 Report = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class _SeedRun:
-    """Times of one seed, and its last change."""
-
-    features: float
-    """Seconds spent on features."""
-    passes: tuple[float, ...]
-    """Seconds of each pass through the model."""
-    ca_change: float | None
-    """Change of CA-CA distances in the last pass (Å); None without a tolerance, or after a single pass."""
-
-    @property
-    def timings(self) -> dict[str, Any]:
-        """The entry of timings.json."""
-        timings: dict[str, Any] = {
-            "features_seconds": round(self.features, 3),
-            "pass_seconds": [round(p, 3) for p in self.passes],
-        }
-        return timings if self.ca_change is None else {**timings, "ca_change": round(self.ca_change, 3)}
-
-    def model_line(self, most: int) -> str:
-        """For the log, for example '12.0 s (3 of 4 passes, 4.0 s each; CA distances changed by 0.31 Å in the last)'."""
-        number = len(self.passes)
-        passes = f"{number} of {most} passes" if number < most else f"{most} pass{'es' * (most > 1)}"
-        change = "" if self.ca_change is None else f"; CA distances changed by {self.ca_change:.2f} Å in the last"
-        return f"{sum(self.passes):.1f} s ({passes}, {sum(self.passes) / number:.1f} s each{change})"
 
 
 @dataclass(frozen=True)
@@ -140,7 +109,11 @@ def predict_records(config: PredictConfig, report: Report = print, group: Group 
         if group is not None:
             use_exchange(model, ShardedExchange(group), config.plan)
         kernels, choices = choose(
-            config.kernels, device, _dtype(config), gradients=False, on_all_ranks=lambda value: all_of(value, group)
+            config.kernels,
+            device,
+            layer_dtype(config),
+            gradients=False,
+            on_all_ranks=lambda value: all_of(value, group),
         )
         use_kernels(model, kernels)
         use_memory(model, working_memory(config.working_memory, device))
@@ -225,7 +198,7 @@ def _prepare(config: PredictConfig, device: torch.device, group: Group | None) -
         if config.templates is not None and not model.config.templates.enabled:
             raise takes_no_templates(config)
         features = _with_template_row(features, model)
-        needed = model.config.channels.pair * _dtype(config).itemsize / ranks
+        needed = model.config.channels.pair * layer_dtype(config).itemsize / ranks
         jobs, more = from_first(lambda: _that_fit(jobs, needed, device), group)
         failures += more
     if not jobs:
@@ -351,7 +324,7 @@ def _compute(
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     structures: dict[int, PredictedStructure] = {}
-    runs: dict[int, _SeedRun] = {}
+    runs: dict[int, SeedRun] = {}
     for seed in job.seeds:
         start = time.perf_counter()
         make = partial(_features, target, alignments, features, seed, job.templates, config.ensembles)
@@ -362,7 +335,7 @@ def _compute(
         shown = block_progress(model, f"{target.query.name}, seed {seed}", most) if _is_first(group) else nullcontext()
         with shown:
             structures[seed], passes, change = _predict_seed(target, batch, model, config, group)
-        runs[seed] = _SeedRun(seconds, passes, change)
+        runs[seed] = SeedRun(seconds, passes, change)
         report(
             f"  seed {seed}: model, {runs[seed].model_line(features.recycles + 1)}; {structures[seed].confidence_line}"
         )
@@ -430,73 +403,14 @@ def _features(
 def _predict_seed(
     target: Target, batch: dict[str, torch.Tensor], model: AlphaFold, config: PredictConfig, group: Group | None
 ) -> tuple[PredictedStructure, tuple[float, ...], float | None]:
-    """The structure, the seconds of each pass, and the change of CA-CA distances in the last one (`_SeedRun`)."""
+    """The structure, the seconds of each pass, and the change of CA-CA distances in the last one (`SeedRun`)."""
     device = next(model.parameters()).device
     try:
         with memory_errors(target.query.name, len(target.query), device):
-            output, passes = _run(model, batch, config)
+            output, passes = run_passes(model, batch, config)
     except UserError as error:
         if group is None:
             raise
         raise _OneRankFailed(f"{error}. Finished results are kept: the command goes on with this record") from error
     change = None if output.ca_change is None else float(output.ca_change[0])
-    return _structure(target, batch, output, model), passes, change
-
-
-def _dtype(config: PredictConfig) -> torch.dtype:
-    """The dtype of the model's layers."""
-    return torch.bfloat16 if config.precision == "bf16" else torch.float32
-
-
-def _run(
-    model: AlphaFold, batch: dict[str, torch.Tensor], config: PredictConfig
-) -> tuple[ModelOutput, tuple[float, ...]]:
-    """Run the model on one batch; its output and the seconds of each pass. A pass ends with the structure module."""
-    device = next(model.parameters()).device
-    marks = [time.perf_counter()]
-
-    def mark(*_: Any) -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        marks.append(time.perf_counter())
-
-    hook = model.structure_module.register_forward_hook(mark)
-    try:
-        half = torch.autocast(device.type, torch.bfloat16, enabled=_dtype(config) == torch.bfloat16)
-        with torch.inference_mode(), float32_matmul(config.matmul_precision), half:
-            output = model(batch, ensembles=config.ensembles, stop_tolerance=config.stop_tolerance or 0.0)
-    finally:
-        hook.remove()
-    return output, tuple(after - before for before, after in pairwise(marks))
-
-
-def _structure(
-    target: Target, batch: dict[str, torch.Tensor], output: ModelOutput, model: AlphaFold
-) -> PredictedStructure:
-    length = len(target.query)  # residues after these are padding
-    return PredictedStructure(
-        name=target.query.name,
-        aatype=batch["aatype"][0, 0, :length].cpu().numpy(),
-        positions=output.structure.positions[0, :length].float().cpu().numpy(),
-        mask=output.structure.mask[0, :length].float().cpu().numpy(),
-        plddt=compute_plddt(output.logits["plddt"].float())[0, :length].cpu().numpy(),
-        aligned_error=_aligned_error(length, batch, output, model),
-    )
-
-
-def _aligned_error(
-    length: int, batch: dict[str, torch.Tensor], output: ModelOutput, model: AlphaFold
-) -> AlignedError | None:
-    """The predicted aligned error of the first `length` residues; None without the head. Every rank must call this: each holds
-    its own rows."""
-    if "predicted_aligned_error" not in output.logits:
-        return None
-    heads, exchange = model.config.heads, model.exchange
-    logits = output.logits["predicted_aligned_error"][:1].float()
-    mask = batch["seq_mask"][:1, -1].to(logits)
-    pae = exchange.gather(compute_pae(logits, heads.pae_max_error), "i", whole=mask.shape[1])
-    return AlignedError(
-        pae=pae[0, :length, :length].cpu().numpy(),
-        highest=highest_pae(heads.pae_bins, heads.pae_max_error),
-        ptm=float(compute_ptm(logits, mask, heads.pae_max_error, exchange)[0]),
-    )
+    return structure_of(target, batch, output, model), passes, change

@@ -23,7 +23,7 @@ from evodsp.model.primitives import use_exchange
 from evodsp.model.schedule import CommunicationPlan
 from evodsp.parallel.collectives import Collective
 from evodsp.parallel.exchange import KEPT, ShardedExchange
-from evodsp.parallel.group import Group
+from evodsp.parallel.group import Place
 from evodsp.parallel.layout import Axis
 from evodsp.parallel.ledger import Kind
 from evodsp.parallel.pending import Pending, Ready
@@ -57,21 +57,6 @@ class Sizes:
     plan: CommunicationPlan = field(default_factory=CommunicationPlan)
 
 
-class _Place(Group):
-    """A rank's place in a group without processes."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        self._rank, self._size = rank, size
-
-    @property
-    def rank(self) -> int:
-        return self._rank
-
-    @property
-    def size(self) -> int:
-        return self._size
-
-
 RETURN = "switch m back"
 """The switch of the MSA representation back to S between two blocks. It lies outside of the recomputed segments."""
 
@@ -90,7 +75,7 @@ class RecordingExchange(ShardedExchange):
     """Writes down what one rank of a group would communicate. Results have the right shapes and no content."""
 
     def __init__(self, rank: int, ranks: int) -> None:
-        super().__init__(_Place(rank, ranks))
+        super().__init__(Place(rank, ranks))
         self.calls: list[Call] = []
         self.layer: str | None = None
         """The sub-layer that is running."""

@@ -65,3 +65,19 @@ class Group:
     def reduce(self, x: Tensor, root: int) -> Any:
         """The sum over all ranks, in place on rank `root` of this group; the others' contents are then undefined."""
         return dist.reduce(x, group_dst=root, group=self.handle, async_op=True)
+
+
+class Place(Group):
+    """A rank's place in a group without processes, for what is counted or planned on shapes. It cannot communicate."""
+
+    def __init__(self, rank: int, size: int, ledger: Ledger | None = None) -> None:
+        self.ledger, self.waits = ledger, None
+        self._rank, self._size = rank, size
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        return self._size

@@ -10,7 +10,7 @@ from multiprocessing import get_context
 from evodsp.errors import UserError
 from evodsp.planner.device import Device, Links
 from evodsp.planner.mesh import Estimate, Pass, Training, estimate, memory, traced
-from evodsp.planner.program import Program
+from evodsp.planner.program import LEAST_KEPT, LEAST_RECOMPUTED, Program
 
 MOST_RANKS = 64
 """Sequence groups larger than this are only planned if they are asked for."""
@@ -50,8 +50,8 @@ def possible(training: Training, devices: int, sequence: int | None = None) -> l
     if not found:
         least = -(-devices // batch)
         raise UserError(
-            f"no mesh of {devices} devices divides a global batch of {batch} samples; a sequence group takes at most {most} "
-            f"ranks and must take at least {least}: change --gpus or --global_batch"
+            f"no mesh of {devices} devices divides a global batch of {batch} samples; a sequence group takes at most "
+            f"{min(most, MOST_RANKS)} ranks and must take at least {least}: change --gpus or --global_batch"
         )
     return found
 
@@ -93,8 +93,10 @@ class Planned:
         self._training, self._device, self._links, self._pool = training, device, links, pool
         self._blocks = training.model.evoformer.blocks
         setting = training.model.evoformer.checkpoint
-        self._searches = auto and self._blocks >= 2 * MIXED
-        self._setting: bool | int = MIXED if self._searches else True if auto or setting == "auto" else setting
+        self._searches = auto and self._blocks >= LEAST_RECOMPUTED + LEAST_KEPT
+        self._setting: bool | int = (
+            LEAST_RECOMPUTED if self._searches else True if auto or setting == "auto" else setting
+        )
 
     def start(self, sequence: int) -> Future[Program]:
         """Begin to follow the pass of a group of so many ranks."""
@@ -120,7 +122,7 @@ class Planned:
         return max(0, self._blocks - recomputed)
 
     def _most_kept(self, traced_pass: Pass, data: int, sequence: int) -> int | None:
-        """As many blocks as fit, of which `MIXED` at least are recomputed and kept; None if not even those fit."""
+        """As many blocks as fit: at least `LEAST_KEPT`, at most all but `LEAST_RECOMPUTED`; None if not even those fit."""
         ranks, batches = data * sequence, self._training.global_batch // data
 
         def fits(kept: int) -> bool:
@@ -128,7 +130,7 @@ class Planned:
             items = replace(traced_pass, program=program).items
             return memory(self._training, program, items, ranks, batches).total <= self._device.usable
 
-        least, most = MIXED, self._blocks - MIXED
+        least, most = LEAST_KEPT, self._blocks - LEAST_RECOMPUTED
         if not fits(least):
             return None
         while least < most:  # memory grows with the number of blocks that are kept
@@ -141,13 +143,9 @@ class Planned:
         return Pass.of(program, self._training, self._device)
 
 
-MIXED = 3
-"""Blocks that are recomputed where some are and others are not: `evodsp.planner.program.reduced` tells their segments apart."""
-
-
 def kept_in(mixed: Program, blocks: int, kept: int) -> Program:
-    """The program of a stack that keeps so many of its blocks, from that of one that recomputes `MIXED` of them."""
+    """The program of a stack that keeps so many of its blocks, from that of one that keeps others."""
     recomputing, keeping = (repeat for repeat in mixed.repeats if repeat.part == "evoformer")
     others = [repeat for repeat in mixed.repeats if repeat.part != "evoformer"]
-    changed = [replace(recomputing, times=blocks - kept - 2), replace(keeping, times=kept - 2)]
+    changed = [replace(recomputing, times=blocks - kept - 3), replace(keeping, times=kept - 2)]
     return replace(mixed, repeats=[*others, *changed])

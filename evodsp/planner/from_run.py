@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 from evodsp.config import PRESETS, FeatureConfig, LossConfig, ModelConfig, field_names, from_dict
@@ -11,11 +10,22 @@ from evodsp.errors import UserError
 from evodsp.planner.config import PlanConfig
 from evodsp.planner.mesh import Training
 from evodsp.planner.program import Sizes
+from evodsp.run_config_file import read_run_config
 
 
 def training_of(settings: PlanConfig) -> Training:
     """What is trained. Raises UserError if the config file cannot be read, or if its sizes do not go together."""
-    content = _content(settings.config)
+    try:
+        return _training_of(settings)
+    except (TypeError, ValueError) as error:  # a text where a number belongs
+        raise UserError(
+            f"--config {settings.config}: a value has the wrong type ({error}); 'evodsp fit --config {settings.config} "
+            "--print_config' names it"
+        ) from error
+
+
+def _training_of(settings: PlanConfig) -> Training:
+    content = read_run_config(settings.config)
     block = _group(content, "model")
     sizes = _group(_group(content, "data"), "train")
     optimizer = _group(block, "optimizer")
@@ -87,21 +97,3 @@ def _group(content: dict[str, Any], name: str) -> dict[str, Any]:
             f"--config: '{name}' is {value!r}, but must be a group of options; give a config of 'evodsp fit'"
         )
     return value
-
-
-def _content(config: Path | None) -> dict[str, Any]:
-    if config is None:
-        return {}
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-    from yaml import YAMLError  # type: ignore[import-untyped]
-
-    try:
-        content = OmegaConf.to_container(OmegaConf.load(config), resolve=True)
-    except (OSError, YAMLError, OmegaConfBaseException) as error:
-        raise UserError(
-            f"--config {config}: cannot be read ({' '.join(str(error).split())}); check the path"
-        ) from error
-    if not isinstance(content, dict):
-        raise UserError(f"--config {config}: not a YAML mapping of options; give a config of 'evodsp fit'")
-    return {str(key): value for key, value in content.items()}

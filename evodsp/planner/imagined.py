@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from evodsp.parallel.group import Group
+from evodsp.parallel.group import Place
 from evodsp.parallel.ledger import Kind, Ledger
 
 
@@ -31,7 +31,7 @@ class Arrival:
         self._waited(self._number)
 
 
-class ImaginedGroup(Group):
+class ImaginedGroup(Place):
     """Rank `rank` of `size`, for tensors without numbers. The exchange and the collectives that use it are the real ones."""
 
     def __init__(
@@ -43,16 +43,8 @@ class ImaginedGroup(Group):
         ledger: Ledger | None = None,
     ) -> None:
         """`began` is told of each collective and numbers it; `waited` is told when its result is awaited."""
-        self.ledger, self.waits = ledger, None
-        self._rank, self._size, self._began, self._waited = rank, size, began, waited
-
-    @property
-    def rank(self) -> int:
-        return self._rank
-
-    @property
-    def size(self) -> int:
-        return self._size
+        super().__init__(rank, size, ledger)
+        self._began, self._waited = began, waited
 
     def all_to_all(self, received: Tensor, sent: Tensor, arriving: Sequence[int], leaving: Sequence[int]) -> Any:
         return self._begin("all-to-all", sent)

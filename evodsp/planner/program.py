@@ -39,6 +39,10 @@ STACKS = ("extra_msa_stack", "evoformer")
 half of block k."""
 
 
+LEAST_RECOMPUTED, LEAST_KEPT = 4, 3
+"""Blocks of a reduced stack that recomputes some of its blocks and keeps others."""
+
+
 @dataclass(frozen=True)
 class Sizes:
     """The sizes of a sample."""
@@ -73,7 +77,8 @@ class Repeat:
 
     part: str
     segment: int
-    """The one that stands for all of them. It is neither the first nor the last, whose neighbours differ."""
+    """The one that stands for all of them. Memory grows in it as it does in all: it is none of the first two, during which the
+    stack's input is still held, and not the last."""
     times: int
     """How often it stands in the whole model."""
 
@@ -142,11 +147,11 @@ def _reduced_stack(name: str, config: EvoformerConfig) -> tuple[EvoformerConfig,
     """A stack with few blocks, and how often its segments stand in the whole stack."""
     blocks = config.blocks
     number = blocks if config.checkpoint is True else 0 if config.checkpoint is False else int(config.checkpoint)
-    if 3 <= number <= blocks - 3:  # segments 0 to 2 are recomputed, 3 to 6 are not
-        few = dataclasses.replace(config, blocks=6, checkpoint=3)
-        return few, [Repeat(name, 1, number - 2), Repeat(name, 4, blocks - number - 2)]
-    if number in (0, blocks) and blocks > 3:
-        return dataclasses.replace(config, blocks=3), [Repeat(name, 1, blocks - 2)]
+    if LEAST_RECOMPUTED <= number <= blocks - LEAST_KEPT:  # segments 0 to 3 are recomputed, 4 to 7 are not
+        few = dataclasses.replace(config, blocks=LEAST_RECOMPUTED + LEAST_KEPT, checkpoint=LEAST_RECOMPUTED)
+        return few, [Repeat(name, 2, number - 3), Repeat(name, 5, blocks - number - 2)]
+    if number in (0, blocks) and blocks > 4:
+        return dataclasses.replace(config, blocks=4), [Repeat(name, 2, blocks - 3)]
     return config, []
 
 

@@ -114,14 +114,14 @@ def test_failures_of_an_earlier_run_are_forgotten(workplace):
 )
 def test_the_end_of_memory_is_one_record(workplace, monkeypatch, error, words):
     """Catches a target that is too large for the memory and takes the targets behind it along."""
-    real = module._run
+    real = module.run_passes
 
     def full(model: Any, batch: dict[str, torch.Tensor], config: Any) -> Any:
         if batch["aatype"].shape[-1] == len(QUERY):
             raise error
         return real(model, batch, config)
 
-    monkeypatch.setattr(module, "_run", full)
+    monkeypatch.setattr(module, "run_passes", full)
     found = predict_records(workplace.config, silent)
     assert [result.name for result in found.results] == ["beta_A"]
     assert re.search(rf"alpha_A: 22 residues do not fit into the {words}|{words}", found.failures[0].reason)
@@ -130,14 +130,14 @@ def test_the_end_of_memory_is_one_record(workplace, monkeypatch, error, words):
 
 def test_an_error_of_the_program_is_not_a_record(workplace, monkeypatch):
     """Catches a bug that is reported as a mistake of the user."""
-    monkeypatch.setattr(module, "_run", lambda *_: (_ for _ in ()).throw(RuntimeError("sizes do not match")))
+    monkeypatch.setattr(module, "run_passes", lambda *_: (_ for _ in ()).throw(RuntimeError("sizes do not match")))
     with pytest.raises(RuntimeError, match="sizes do not match"):
         predict(workplace.config, silent)
 
 
 def test_numbers_that_are_not_finite_are_one_record(workplace, monkeypatch):
     """Catches a diverged target that ends the run, or that is written."""
-    real = module._structure
+    real = module.structure_of
 
     def diverged(target: Any, *rest: Any) -> Any:
         structure = real(target, *rest)
@@ -145,7 +145,7 @@ def test_numbers_that_are_not_finite_are_one_record(workplace, monkeypatch):
             structure.positions[3] = float("nan")
         return structure
 
-    monkeypatch.setattr(module, "_structure", diverged)
+    monkeypatch.setattr(module, "structure_of", diverged)
     found = predict_records(workplace.config, silent)
     assert [result.name for result in found.results] == ["beta_A"]
     assert "residue 4" in found.failures[0].reason

@@ -276,7 +276,7 @@ def test_bad_input_is_one_line_and_leaves_nothing(workplace, monkeypatch, break_
     """Catches an error that is found only after the model ran on a target, and files that it leaves."""
     config, words = break_input(workplace)
     before = workplace.snapshot()
-    monkeypatch.setattr(module, "_run", lambda *_: pytest.fail("the model ran before the inputs were checked"))
+    monkeypatch.setattr(module, "run_passes", lambda *_: pytest.fail("the model ran before the inputs were checked"))
     with pytest.raises(UserError, match=words) as caught:
         predict(config, silent)
     assert "\n" not in str(caught.value)
@@ -315,14 +315,14 @@ def test_failure_while_writing_leaves_nothing_partial(workplace, monkeypatch, er
 
 def test_diverged_model_is_named(workplace, monkeypatch):
     """Catches NaN coordinates that are written, or reported without naming the checkpoint."""
-    before, real = workplace.snapshot(), module._structure
+    before, real = workplace.snapshot(), module.structure_of
 
     def diverged(*arguments):
         structure = real(*arguments)
         structure.positions[3] = np.nan
         return structure
 
-    monkeypatch.setattr(module, "_structure", diverged)
+    monkeypatch.setattr(module, "structure_of", diverged)
     with pytest.raises(UserError, match=r"alpha_A: .* residue 4 .*checkpoint"):
         predict(workplace.config, silent)
     assert workplace.snapshot() == before

@@ -181,7 +181,7 @@ def test_padding_is_not_judged(ptm_workplace):
     batches = collate([short]), {name: values[:1] for name, values in collate([short, long]).items()}
     assert batches[1]["aatype"].shape[-1] == len(QUERY)
     with torch.no_grad():
-        unpadded, padded = (module._structure(target, batch, model(batch), model).aligned_error for batch in batches)
+        unpadded, padded = (module.structure_of(target, batch, model(batch), model).aligned_error for batch in batches)
     assert unpadded is not None
     assert padded is not None
     assert padded.pae.shape == (len(OTHER), len(OTHER))
@@ -199,14 +199,14 @@ def test_lost_aligned_error_is_noticed(ptm_workplace):
 
 def test_diverged_head_is_named(ptm_workplace, monkeypatch):
     """Catches NaN in the PAE that ends in the JSON writer's traceback, or leaves files."""
-    before, real = ptm_workplace.snapshot(), module._structure
+    before, real = ptm_workplace.snapshot(), module.structure_of
 
     def diverged(*arguments):
         structure = real(*arguments)
         structure.aligned_error.pae[4, 2] = np.nan
         return structure
 
-    monkeypatch.setattr(module, "_structure", diverged)
+    monkeypatch.setattr(module, "structure_of", diverged)
     with pytest.raises(UserError, match=r"alpha_A: .*residue 5 .*checkpoint"):
         predict(ptm_workplace.config, silent)
     assert ptm_workplace.snapshot() == before

@@ -25,8 +25,8 @@ def test_seeds_are_added(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) 
     first = predict(workplace.change(seeds=1), silent)[0]
     before = (first.folder / "seed_0.cif").stat().st_mtime_ns
     runs: list[int] = []
-    real = module._run
-    monkeypatch.setattr(module, "_run", lambda *given: runs.append(1) or real(*given))
+    real = module.run_passes
+    monkeypatch.setattr(module, "run_passes", lambda *given: runs.append(1) or real(*given))
     found = predict_records(workplace.change(seeds=3), silent)
     assert len(runs) == 2 * 2
     assert [result.kept for result in found.results] == [False, False]

@@ -102,7 +102,7 @@ def test_as_many_blocks_are_kept_as_fit(monkeypatch: pytest.MonkeyPatch) -> None
 
     def kept(usable_gib: float) -> int:
         def needs(training: Training, program: Program, items: list[Item], ranks: int, batches: int) -> Memory:
-            recomputed, kept = (repeat.times + 2 for repeat in program.repeats)  # as segments of a stack of 48 blocks
+            recomputed, kept = program.repeats[0].times + 3, program.repeats[1].times + 2  # of a stack of 48 blocks
             assert recomputed + kept == blocks
             return Memory(kept * 2**30, 0, 0, 0, 0, 0, "")
 
@@ -110,15 +110,15 @@ def test_as_many_blocks_are_kept_as_fit(monkeypatch: pytest.MonkeyPatch) -> None
         device = dataclasses.replace(load_device("h100"), memory_gib=usable_gib, fragmentation=0.0, reserved_gib=0.0)
         with ProcessPoolExecutor(1) as pool:  # starts no process before it gets work
             planned = choose.Planned(training, device, LINKS, True, pool)
-        found = planned._most_kept(Pass(_mixed(training, 1, 3), []), 1, 1)
+        found = planned._most_kept(Pass(_mixed(training, 1, 4), []), 1, 1)
         return 0 if found is None else found
 
-    assert [kept(gib) for gib in (0.0, 2.9, 3.0, 3.9, 4.0, 44.7, 1e6)] == [0, 0, 3, 3, 4, 44, 45]
+    assert [kept(gib) for gib in (0.0, 2.9, 3.0, 3.9, 4.0, 43.7, 1e6)] == [0, 0, 3, 3, 4, 43, 44]
 
 
 def _mixed(training: Training, sequence: int, recomputed: bool | int) -> Program:
-    """Stands in for a traced pass that recomputes three of 48 blocks."""
-    return Program([], [Repeat("evoformer", 1, 1), Repeat("evoformer", 4, 43)], 0, 0, [])
+    """Stands in for a traced pass that recomputes four of 48 blocks."""
+    return Program([], [Repeat("evoformer", 2, 1), Repeat("evoformer", 5, 42)], 0, 0, [])
 
 
 def test_the_command_prints_and_writes_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -148,6 +148,7 @@ def test_the_command_prints_and_writes_the_plan(tmp_path: Path, capsys: pytest.C
         ("--gpus 8 --sequence 3", "not a multiple"),
         ("--gpus 8 --across carrier_pigeon", "no link 'carrier_pigeon'"),
         ("--gpus 8 --config nowhere.yaml", "cannot be read"),
+        ("--gpus 8 --config wrong.yaml", "wrong.yaml: a value has the wrong type"),
         ("--gpus 8 --preset model_9", "--preset is 'model_9'"),
         ("--gpus 8 --preset model_3 --templates 2", "--templates is 2"),
         ("--gpus 8 --msa 4", "--msa is 4"),
@@ -155,8 +156,12 @@ def test_the_command_prints_and_writes_the_plan(tmp_path: Path, capsys: pytest.C
         ("--gpus 131072", "at least 1024"),
     ],
 )
-def test_a_wrong_command_is_one_line(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_command_is_one_line(
+    words: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Catches a traceback, and work that begins before the options are checked."""
+    monkeypatch.chdir(tmp_path)
+    Path("wrong.yaml").write_text("data: {train: {msa_clusters: many}}\n")
     assert main(["plan", *words.split()]) == 2
     error = capsys.readouterr().err.strip()
     assert message in error

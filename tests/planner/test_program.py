@@ -97,12 +97,11 @@ def model_with(blocks: int, recomputed: bool | int) -> ModelConfig:
 @pytest.mark.parametrize(
     ("recomputed", "ranks", "sizes"),
     [
-        pytest.param(True, 1, Sizes(256, 124, 1024, 4), marks=pytest.mark.verify),
         (4, 3, Sizes(100, 20, 70, 2)),
         *(
-            pytest.param(recomputed, ranks, Sizes(256, 124, 1024, 4), marks=pytest.mark.verify)
-            for recomputed in (True, False, 4)
-            for ranks in (2, 8)
+            pytest.param(recomputed, ranks, sizes, marks=pytest.mark.verify)
+            for recomputed, ranks in ((True, 1), (4, 2), (False, 8))
+            for sizes in (Sizes(256, 124, 1024, 4), Sizes(384, 508, 5120, 4), Sizes(768, 128, 512), Sizes(2048, 64, 64))
         ),
     ],
 )
@@ -111,7 +110,7 @@ def test_repeated_segments_are_the_whole_model(
 ) -> None:
     """Catches a segment that is repeated once too often, memory that a repetition does not carry on, and a collective that is
     awaited in another segment than the one that began it."""
-    model = model_with(8, recomputed)
+    model = model_with(9, recomputed)
     if not sizes.templates:
         model = dataclasses.replace(model, templates=dataclasses.replace(model.templates, enabled=False))
     few, all_of_it = both(Step(model, sizes, FINE_TUNING, ranks), monkeypatch)
@@ -126,7 +125,7 @@ def test_repeated_segments_are_the_whole_model(
     assert repeated[0] == pytest.approx(real[0], rel=0.005)
     assert repeated[1] == pytest.approx(real[1], rel=1e-4)
     peaks = [max(item.peak for item in items if isinstance(item, Span)) for items in (few, all_of_it)]
-    assert peaks[0] == pytest.approx(peaks[1], rel=0.1)
+    assert peaks[0] == pytest.approx(peaks[1], rel=0.01)
     exposed = [
         simulate(items, 0.0, lambda kind, counted: links.seconds(kind, counted, ranks)).exposed
         for items in (few, all_of_it)

@@ -1,0 +1,106 @@
+"""The passes of the model for one seed of a target: running them, their times, and the structure that comes out."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from evodsp.inference.config import PredictConfig
+from evodsp.inference.targets import Target
+from evodsp.inference.writers import AlignedError, PredictedStructure
+from evodsp.model.alphafold import AlphaFold
+from evodsp.model.confidence import compute_pae, compute_plddt, compute_ptm, highest_pae
+from evodsp.model.matmul import float32_matmul
+from evodsp.model.outputs import ModelOutput
+
+
+@dataclass(frozen=True)
+class SeedRun:
+    """Times of one seed, and its last change."""
+
+    features: float
+    """Seconds spent on features."""
+    passes: tuple[float, ...]
+    """Seconds of each pass through the model."""
+    ca_change: float | None
+    """Change of CA-CA distances in the last pass (Å); None without a tolerance, or after a single pass."""
+
+    @property
+    def timings(self) -> dict[str, Any]:
+        """The entry of timings.json."""
+        timings: dict[str, Any] = {
+            "features_seconds": round(self.features, 3),
+            "pass_seconds": [round(p, 3) for p in self.passes],
+        }
+        return timings if self.ca_change is None else {**timings, "ca_change": round(self.ca_change, 3)}
+
+    def model_line(self, most: int) -> str:
+        """For the log, for example '12.0 s (3 of 4 passes, 4.0 s each; CA distances changed by 0.31 Å in the last)'."""
+        number = len(self.passes)
+        passes = f"{number} of {most} passes" if number < most else f"{most} pass{'es' * (most > 1)}"
+        change = "" if self.ca_change is None else f"; CA distances changed by {self.ca_change:.2f} Å in the last"
+        return f"{sum(self.passes):.1f} s ({passes}, {sum(self.passes) / number:.1f} s each{change})"
+
+
+def layer_dtype(config: PredictConfig) -> torch.dtype:
+    """The dtype of the model's layers."""
+    return torch.bfloat16 if config.precision == "bf16" else torch.float32
+
+
+def run_passes(
+    model: AlphaFold, batch: dict[str, torch.Tensor], config: PredictConfig
+) -> tuple[ModelOutput, tuple[float, ...]]:
+    """Run the model on one batch; its output and the seconds of each pass. A pass ends with the structure module."""
+    device = next(model.parameters()).device
+    marks = [time.perf_counter()]
+
+    def mark(*_: Any) -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        marks.append(time.perf_counter())
+
+    hook = model.structure_module.register_forward_hook(mark)
+    try:
+        half = torch.autocast(device.type, torch.bfloat16, enabled=layer_dtype(config) == torch.bfloat16)
+        with torch.inference_mode(), float32_matmul(config.matmul_precision), half:
+            output = model(batch, ensembles=config.ensembles, stop_tolerance=config.stop_tolerance or 0.0)
+    finally:
+        hook.remove()
+    return output, tuple(after - before for before, after in pairwise(marks))
+
+
+def structure_of(
+    target: Target, batch: dict[str, torch.Tensor], output: ModelOutput, model: AlphaFold
+) -> PredictedStructure:
+    """The first sample of `output`, without padding, on the host. Every rank must call this."""
+    length = len(target.query)  # residues after these are padding
+    return PredictedStructure(
+        name=target.query.name,
+        aatype=batch["aatype"][0, 0, :length].cpu().numpy(),
+        positions=output.structure.positions[0, :length].float().cpu().numpy(),
+        mask=output.structure.mask[0, :length].float().cpu().numpy(),
+        plddt=compute_plddt(output.logits["plddt"].float())[0, :length].cpu().numpy(),
+        aligned_error=_aligned_error(length, batch, output, model),
+    )
+
+
+def _aligned_error(
+    length: int, batch: dict[str, torch.Tensor], output: ModelOutput, model: AlphaFold
+) -> AlignedError | None:
+    """The predicted aligned error of the first `length` residues; None without the head. Every rank must call this: each holds
+    its own rows."""
+    if "predicted_aligned_error" not in output.logits:
+        return None
+    heads, exchange = model.config.heads, model.exchange
+    logits = output.logits["predicted_aligned_error"][:1].float()
+    mask = batch["seq_mask"][:1, -1].to(logits)
+    pae = exchange.gather(compute_pae(logits, heads.pae_max_error), "i", whole=mask.shape[1])
+    return AlignedError(
+        pae=pae[0, :length, :length].cpu().numpy(),
+        highest=highest_pae(heads.pae_bins, heads.pae_max_error),
+        ptm=float(compute_ptm(logits, mask, heads.pae_max_error, exchange)[0]),
+    )
