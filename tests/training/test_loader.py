@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from concurrent.futures import Future
 from typing import Any
 from unittest.mock import Mock
 
@@ -190,15 +191,29 @@ def test_ranks_compare_once_a_step(accumulate: int) -> None:
     assert len(good) == len(set(good))
 
 
-def test_a_bug_is_no_bad_chain() -> None:
-    """A mistake of the program that hides as a chain in the quarantine."""
+class AnotherProcess(MadeHere):
+    """Hands over whatever error a sample raised, as `SamplePool` does, instead of raising it at once."""
+
+    def submit(self, index: int, key: str) -> Future[dict[str, torch.Tensor]]:
+        try:
+            return super().submit(index, key)
+        except IndexError as error:
+            future: Future[dict[str, torch.Tensor]] = Future()
+            future.set_exception(error)
+            return future
+
+
+@pytest.mark.parametrize("maker", [MadeHere, AnotherProcess])
+def test_a_bug_is_no_bad_chain(maker: type[MadeHere]) -> None:
+    """A mistake of the program that hides as a chain in the quarantine, in this process or in a worker."""
 
     class Wrong(Numbers):
         def make(self, index: int, key: str) -> dict[str, torch.Tensor]:
             raise IndexError("a bug")
 
+    samples = Wrong(LETTERS)
     with pytest.raises(IndexError, match="a bug"):
-        chains(training(Wrong(LETTERS), EpochSampler(1, batches=3)))
+        chains(training(samples, EpochSampler(1, batches=3), pool=maker(samples)))
 
 
 SAMPLES = 200
