@@ -64,6 +64,9 @@ class ImaginedGroup(Place):
     def reduce(self, x: Tensor, root: int) -> Any:
         return self._begin("reduce", x)
 
+    def begin(self, what: Begun) -> Arrival:
+        """Tell of a collective."""
+        return Arrival(self._began(what), self._waited)
+
     def _begin(self, kind: Kind, buffer: Tensor, times: int = 1) -> Arrival:
-        number = self._began(Begun(kind, times * buffer.numel() * buffer.element_size()))
-        return Arrival(number, self._waited)
+        return self.begin(Begun(kind, times * buffer.numel() * buffer.element_size()))

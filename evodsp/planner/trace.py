@@ -215,6 +215,11 @@ _PRODUCTS = {"mm": 0, "bmm": 0, "mv": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1, 
 _ATTENTION = {"evodsp::attention": 4, "evodsp::attention_backward": 10}
 """FLOPs of attention in products of R x R x width: two products forward; in the backward pass the logits again and four
 gradients. Each multiplication counts twice."""
+_FUSED = {
+    "_scaled_dot_product_flash_attention_for_cpu": (0, 4),
+    "_scaled_dot_product_flash_attention_for_cpu_backward": (1, 10),
+}
+"""PyTorch's attention, which the meta device has under its CPU name: where the queries stand, and FLOPs as above."""
 
 
 def _flops(name: str, args: Any, written: list[Tensor]) -> int:
@@ -224,6 +229,10 @@ def _flops(name: str, args: Any, written: list[Tensor]) -> int:
         projected = args[0 if name == "evodsp::attention" else 1]  # [B, N, L, 4, H, D]
         batch, rows, length, _, heads, width = projected.shape
         return _ATTENTION[name] * batch * rows * length * length * heads * width
+    if name in _FUSED:
+        first, factor = _FUSED[name]
+        queries, keys = args[first], args[first + 1]  # [B, h, L, d], [B, h, K, d]
+        return factor * queries.numel() * int(keys.shape[-2])
     return 0
 
 

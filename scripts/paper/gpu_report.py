@@ -93,10 +93,10 @@ def figure(rows: Sequence[Row], quantity: str) -> Any:
                 if quantity == "allocated_gib" and row["cached_gib"] != "":
                     panel.bar(x, row["cached_gib"], 0.15, bottom=row[quantity], color=COLOURS[method], alpha=0.4)
             panel.bar(0, 0, color=COLOURS[method], label=method_named(method).title)
-        panel.set_xticks(range(len(places)), [f"{ranks} GPUs\nT = {time}" for ranks, time in places])
+        panel.set_xticks(range(len(places)), [f"{ranks} GPU{'s' * (ranks > 1)}\nT = {time}" for ranks, time in places])
         panel.set_ylabel(TITLES[quantity])
         panel.set_title(f"{MODELS.get(model, model)} {place}", fontsize=10, loc="left")
-    legend(drawing, axes[0][0], len(METHODS))
+    legend(drawing, axes[0][0], len(METHODS) if len(groups) > 2 else len(METHODS) // 2)
     return drawing
 
 

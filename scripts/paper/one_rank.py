@@ -51,7 +51,7 @@ def passes(method: str, workload: Workload, ranks: int, dtype: torch.dtype = tor
     """Count one method. Raises UserError if it cannot spread this model over this number of ranks."""
     how, config = method_named(method), workload.config
     how.check(config, (workload.time, workload.rows * workload.columns), ranks)
-    with fake_group(ranks) as group, torch.device("meta"), _default(dtype), fused_attention():
+    with fake_group(ranks) as group, torch.device("meta"), default_dtype(dtype), fused_attention():
         groups = Groups(group.handle)
         parallel = how.apply(Transformer(config), groups)
         for parameter in parallel.parameters():
@@ -132,7 +132,7 @@ def _entries(ledger: Ledger) -> list[Entry]:
 
 
 @contextmanager
-def _default(dtype: torch.dtype) -> Iterator[None]:
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
     """New tensors have this type."""
     former = torch.get_default_dtype()
     torch.set_default_dtype(dtype)

@@ -13,7 +13,7 @@ from typing import Any
 
 from evodsp.errors import UserError
 
-from . import scaling, timing
+from . import modelled_tables, scaling, timing
 from .counting import CLAIMS
 from .memory import GIB
 from .methods import method_named
@@ -171,7 +171,7 @@ def scaled(tables: Tables) -> str:
 
 def runs(tables: Tables) -> str:
     """When and how each part was measured."""
-    names = ("counts", "memory", "time", "scaling")
+    names = ("counts", "memory", "time", "scaling", "modelled")
     made = {row["part"]: row for row in tables["runs"]}
     lines = [
         [f"`{name}`", row["date"], f"{row['seconds']} s", f"{row['load_before']}, {row['load_after']}", row["torch"]]
@@ -189,6 +189,9 @@ WRITERS: dict[str, Callable[[Tables], str]] = {
     "weak_memory": weak_memory,
     "times": times,
     "scaled": scaled,
+    "modelled_end_to_end": lambda tables: markdown(*modelled_tables.end_to_end(tables)),
+    "modelled_claims": lambda tables: markdown(*modelled_tables.claims(tables)),
+    "modelled_alone": lambda tables: markdown(*modelled_tables.alone(tables)),
     "runs": runs,
 }
 """By name, as the page names them."""

@@ -1,11 +1,13 @@
 """Regenerate the tables and plots of the docs page "The paper, measured": under half an hour on two cores.
 
-    python -m scripts.paper.reproduce [--only counts memory time scaling plots page] [--output DIR] [--quick] [--overwrite]
+    python -m scripts.paper.reproduce [--only PART ...] [--output DIR] [--quick] [--overwrite]
+
+The parts are counts, memory, time, scaling, modelled, plots and page.
 
 counts: volumes and numbers of collectives at the paper's sizes, which must equal its tables 3, 8 and 9. memory: activations and
 parameters of a rank at the paper's sizes, and real tensors on gloo ranks. time: a training step by every method, side by side.
-scaling: weak and strong scaling, and inference. plots: PNG files from what the output folder holds. page: the tables of
-docs/paper.md, from the default output folder only.
+scaling: weak and strong scaling, and inference. modelled: the paper's section 5 as evodsp's planner calculates it. plots: PNG
+files from what the output folder holds. page: the tables of docs/paper.md, from the default output folder only.
 
 Each part writes CSV tables, a text (NAME.txt), and how it was made (NAME.json). A part that is there, made with the same
 settings and the same source files, is kept, so an interrupted run goes on where it stopped. --quick: small sizes, a minute, to
@@ -33,7 +35,7 @@ from evodsp.errors import UserError, nearest
 from evodsp.files import whole_file
 from evodsp.output import check_output_folder, output_errors
 
-from . import counting, memory, page, plots, scaling, timing
+from . import counting, memory, modelled, modelled_tables, page, plots, scaling, timing
 from .experiments import settings
 from .part import Part, Tables, read_csv, write_csv
 from .progress import Progress
@@ -49,8 +51,8 @@ DRAWN = ("plots", "page")
 def parts(quick: bool) -> list[Part]:
     """All parts that measure. `quick`: with sizes of seconds."""
     sizes = settings("quick" if quick else "cpu")
-    makers = {"counts": counting.part, "memory": memory.part, "time": timing.part, "scaling": scaling.part}
-    return [make(sizes[name]) for name, make in makers.items()]
+    modules = {"counts": counting, "memory": memory, "time": timing, "scaling": scaling, "modelled": modelled}
+    return [module.part(sizes[name]) for name, module in modules.items()]
 
 
 def fingerprint(part: Part) -> str:
@@ -142,7 +144,7 @@ def chosen(only: Sequence[str] | None, known: Sequence[str]) -> list[str]:
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--only", nargs="+", metavar="PART", help="counts, memory, time, scaling or plots (default: all)"
+        "--only", nargs="+", metavar="PART", help="counts, memory, time, scaling, modelled or plots (default: all)"
     )
     parser.add_argument("--output", type=Path, help="folder for the results (default: scripts/paper/results)")
     parser.add_argument("--quick", action="store_true", help="small sizes, to try the program; needs --output")
@@ -175,7 +177,8 @@ def reproduce(options: argparse.Namespace) -> int:
         for part in missing:
             wrong += run(part, folder, progress)
         if "plots" in names:
-            for path in plots.draw(tables_in(folder), folder):
+            tables = tables_in(folder)
+            for path in (*plots.draw(tables, folder), *modelled_tables.draw(tables, folder)):
                 print(f"plots: {path}")
         if "page" in names and folder == RESULTS:
             write_page(folder)

@@ -15,13 +15,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from evodsp.parallel.collectives import Gather, ScatterSum, Sum, Switch
-from evodsp.parallel.group import Group
 from evodsp.parallel.layout import shard_sizes
 
 from .counting import CLAIMS
 from .gloo_ranks import Groups as RankGroups
 from .gloo_ranks import on_ranks
 from .methods import method_named
+from .methods.base import RingGroup
 from .methods.ring import Hop
 from .part import Part, Row, Tables, Tick
 from .rounds import Job, Spread, timed
@@ -68,7 +68,7 @@ def communication_alone(
     `shape`: of the whole sequence tensor [B, T, S, C].
     """
     rows: list[Row] = []
-    layers = {n: _collectives(Group(groups[n]), shape) for n in ranks if dist.get_rank() < n}
+    layers = {n: _collectives(RingGroup(groups[n]), shape) for n in ranks if dist.get_rank() < n}
     for number in range(rounds + 1):
         tick(f"collectives alone, round {number} of {rounds}")
         for n in ranks:
@@ -85,7 +85,7 @@ def communication_alone(
     return rows
 
 
-def _collectives(group: Group, shape: tuple[int, int, int, int]) -> dict[str, Callable[[], None]]:
+def _collectives(group: RingGroup, shape: tuple[int, int, int, int]) -> dict[str, Callable[[], None]]:
     """The forward collectives of a layer by each method, on tensors of the right sizes."""
     batch, time_steps, space, channels = shape
     time_sizes, space_sizes = shard_sizes(time_steps, group.size), shard_sizes(space, group.size)

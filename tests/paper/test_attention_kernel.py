@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from evodsp.parallel import Group, Ledger
+from evodsp.parallel import Ledger
 from scripts.paper.methods.attention_kernel import attend, attend_backward, attend_formula, attend_formula_backward
+from scripts.paper.methods.base import RingGroup
 from scripts.paper.methods.ring import RingAttention
 from tests.ranks import RankPool
 
@@ -49,7 +50,7 @@ def test_calls_of_the_gpu_kernel_are_well_formed() -> None:
 def ring_in_half_precision(handle: Any) -> tuple[list[Tensor], list[tuple[str, int]]]:
     """Output and gradients of this rank's shard, and (phase, bytes a number) of each ring."""
     ledger = Ledger()
-    group = Group(handle, ledger)
+    group = RingGroup(handle, ledger)
     q, k, v, gradient = (
         (x if x.shape[-2] == 12 else x.repeat(1, 1, 3, 1))
         .tensor_split(group.size, -2)[group.rank]

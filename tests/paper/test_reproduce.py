@@ -88,7 +88,10 @@ def test_a_count_that_contradicts_the_paper_fails_and_is_not_kept(counted: Count
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["--only", "count"], "--only count: is not a part; use one of counts, memory, time, scaling, plots, page"),
+        (
+            ["--only", "count"],
+            "--only count: is not a part; use one of counts, memory, time, scaling, modelled, plots, page",
+        ),
         (["--quick"], "--quick measures small sizes"),
         (["--output", "FILE"], "is a file, but the output is a folder"),
     ],

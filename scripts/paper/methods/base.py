@@ -17,6 +17,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,11 +37,30 @@ Counts = Mapping[Kind, int]
 """Numbers of collectives."""
 
 
+class RingGroup(Group):
+    """A group whose ranks can also pass tensors on to their neighbours."""
+
+    def pass_on(self, received: Sequence[Tensor], sent: Sequence[Tensor], first_tag: int = 0) -> list[Any]:
+        """Begin to send tensors to the next rank and to receive those of the previous one. Returns what to `wait()` for.
+
+        Sends and receives are launched together: a rank that sent first and received later would wait for ranks that do the
+        same. `first_tag` tells hops apart that are under way at the same time.
+        """
+        following, previous = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        operations = []
+        for tag, (arriving, leaving) in enumerate(zip(received, sent, strict=True), first_tag):
+            operations += [
+                dist.P2POp(dist.isend, leaving, group=self.handle, tag=tag, group_peer=following),
+                dist.P2POp(dist.irecv, arriving, group=self.handle, tag=tag, group_peer=previous),
+            ]
+        return dist.batch_isend_irecv(operations)
+
+
 class Groups:
     """The ranks that share a sample, once for the layers and once for the model's ends, each with a ledger."""
 
     def __init__(self, handle: dist.ProcessGroup) -> None:
-        self.layers, self.ends = Group(handle, Ledger()), Group(handle, Ledger())
+        self.layers, self.ends = RingGroup(handle, Ledger()), Group(handle, Ledger())
 
     @property
     def size(self) -> int:

@@ -6,7 +6,9 @@ spatial block. The first spatial block needs none, because the tokens are split 
 
 from __future__ import annotations
 
-from evodsp.parallel import Group, Ledger, Stage, parallelize
+import copy
+
+from evodsp.parallel import Ledger, Stage, parallelize
 from evodsp.parallel.ledger import Kind, Phase
 
 from ..transformer import Transformer
@@ -19,7 +21,8 @@ class DSP(Method):
     name, title = "dsp", "DSP"
 
     def apply(self, model: Transformer, groups: Groups) -> Parallel:
-        ranks = Group(groups.layers.handle, _SortedLedger(groups.layer_ledger, groups.end_ledger))
+        ranks = copy.copy(groups.layers)
+        ranks.ledger = _SortedLedger(groups.layer_ledger, groups.end_ledger)
         tokens = " ".join(("batch", *model.config.axes))
         stages = {
             f"blocks.*.{axis}": Stage(axis, residual="inside", whole={"positions": tokens})

@@ -16,7 +16,6 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -125,7 +124,7 @@ def _start_sum(x: Tensor, group: Group, backward: bool) -> Any:
     """Begin to add `x` over the ranks, in place: a copy, as `Sum` makes it, would be charged to Megatron's memory."""
     if group.ledger is not None:
         group.ledger.add("all-reduce", 2 * x.numel(), x.element_size(), backward)
-    return dist.all_reduce(x, group=group.handle, async_op=True)
+    return group.all_reduce(x)
 
 
 class _ColumnLinear(torch.autograd.Function):

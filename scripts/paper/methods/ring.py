@@ -17,16 +17,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
 
-from evodsp.parallel.group import Group
 from evodsp.parallel.ledger import Phase
 
 from ..transformer import AxisAttention, Transformer
 from .attention_kernel import attend, attend_backward
-from .base import Counts, Groups, Parallel
+from .base import Counts, Groups, Parallel, RingGroup
 from .time_sharded import TIME, EmbeddedMethod, TimeSharded
 
 
@@ -50,7 +48,7 @@ class Ring(EmbeddedMethod):
 class RingAttention(AxisAttention):
     """Attention along the sharded time."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: RingGroup) -> None:
         super().__init__(TIME)
         self.group = group
 
@@ -63,7 +61,7 @@ class RingAttention(AxisAttention):
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, group: Group) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, group: RingGroup) -> Tensor:
         shards: tuple[Tensor, ...] = (k, v)
         _record(group, shards, backward=False)
         total: Tensor | None = None
@@ -111,23 +109,13 @@ class _RingAttention(torch.autograd.Function):
 
 
 class Hop:
-    """Tensors on their way from each rank to the next one.
+    """Tensors on their way from each rank to the next one."""
 
-    Sends and receives are launched together: a rank that sent first and received later would wait for ranks that do the same.
-    """
-
-    def __init__(self, tensors: Sequence[Tensor], group: Group, first_tag: int = 0) -> None:
+    def __init__(self, tensors: Sequence[Tensor], group: RingGroup, first_tag: int = 0) -> None:
         """`first_tag`: tells hops apart that are under way at the same time."""
-        following, previous = (group.rank + 1) % group.size, (group.rank - 1) % group.size
         self._sent = [tensor.contiguous() for tensor in tensors]
         self._received = tuple(torch.empty_like(tensor) for tensor in self._sent)
-        operations = []
-        for tag, (sent, received) in enumerate(zip(self._sent, self._received, strict=True), first_tag):
-            operations += [
-                dist.P2POp(dist.isend, sent, group=group.handle, tag=tag, group_peer=following),
-                dist.P2POp(dist.irecv, received, group=group.handle, tag=tag, group_peer=previous),
-            ]
-        self._works = dist.batch_isend_irecv(operations)
+        self._works = group.pass_on(self._received, self._sent, first_tag)
 
     def wait(self) -> tuple[Tensor, ...]:
         """The previous rank's tensors."""
@@ -136,7 +124,7 @@ class Hop:
         return self._received
 
 
-def _record(group: Group, tensors: Sequence[Tensor], backward: bool) -> None:
+def _record(group: RingGroup, tensors: Sequence[Tensor], backward: bool) -> None:
     """Enter the rings of some tensors: each brings N shards past every rank."""
     if group.ledger is not None:
         for tensor in tensors:
