@@ -155,6 +155,9 @@ class DataConfig:
     reads."""
     prefetch: str = "2GiB"
     """Samples that the workers of a rank prepare in advance, in bytes; at least one for each worker."""
+    cache: str = "2GiB"
+    """Memory of a rank for parsed chains, so that chains that are drawn again are not read again. Its workers share it: each
+    keeps the chains that it read, and drops those that it has not used for longest."""
     time_limit: float | None = None
     """Seconds after which a worker gives up a sample and its chain is left out; null for no limit. Needs num_workers."""
     skip_samples: list[int] | None = None
@@ -177,6 +180,7 @@ class DataConfig:
         if self.sampling not in ("uniform", "alphafold2"):
             raise SettingError("data.sampling", f"'{self.sampling}'", "uniform or alphafold2")
         memory_size("data.prefetch", self.prefetch)
+        memory_size("data.cache", self.cache)
         if any(sample < 0 for sample in self.skip_samples or ()):
             raise SettingError("data.skip_samples", self.skip_samples, "numbers of samples, which are at least 0")
         if self.time_limit is not None and self.num_workers == 0:

@@ -118,6 +118,8 @@ class ChainDataModule(LightningDataModule):
         if chains.distilled:
             distilled = ChainDraws(draws.at("distillation"), chains.distilled)
             choice = MixedDraws(draws, choice, distilled, self.config.distillation.fraction)
+        # The processes that keep parsed chains: those that read for training, and one for validation.
+        processes = max(1, self.config.num_workers) + 1
         return ChainDataset(
             chains.store,
             keys,
@@ -125,6 +127,7 @@ class ChainDataModule(LightningDataModule):
             self.seed,
             training,
             group,
+            memory_size("data.cache", self.config.cache) // processes,
             templates=chains.templates,
             choice=choice,
             distillation=chains.distillation,

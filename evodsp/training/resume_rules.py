@@ -82,7 +82,7 @@ _TABLE: dict[Rule, dict[str, str]] = {
             "output overwrite ckpt_path checkpoint_every checkpoint_every_samples checkpoint_every_minutes keep_last keep_best "
             "async_checkpoints stop_before_end peak_tflops replay_files"
         ),
-        "data": "test_chains num_workers prefetch",
+        "data": "test_chains num_workers prefetch cache",
         "parallel": "timeout",
         "trainer": (
             "strategy devices num_nodes logger callbacks fast_dev_run max_time limit_val_batches limit_test_batches "

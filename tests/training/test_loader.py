@@ -301,3 +301,16 @@ def test_a_resume_within_a_step_repeats_the_step() -> None:
         module.trainer = Mock(accumulate_grad_batches=2)  # 4 samples per step
         module.load_state_dict({"samples": taken})
         assert module.train_dataloader().indices.samples == expected
+
+
+@pytest.mark.parametrize(("workers", "share"), [(0, 2), (1, 2), (5, 6)])
+def test_processes_share_the_memory_for_parsed_chains(workers: int, share: int) -> None:
+    """A limit that every worker has to itself, or one that is lost on the way to a worker."""
+    chains = Chains(Mock(spec=FeatureStore), None, ["a"], ["a"], [])
+    config = DataConfig(cache="3GiB", num_workers=workers)
+    reads = Mock(spec=World, data_ranks=1, data_rank=0, reads=False)
+    module = ChainDataModule(config, chains, 0, reads)
+    module.trainer = Mock(accumulate_grad_batches=1)
+    samples = module.train_dataloader().samples
+    assert samples.cache_bytes == 3 * 2**30 // share
+    assert samples.__getstate__()["cache_bytes"] == samples.cache_bytes
