@@ -26,13 +26,14 @@ MEASURED = (
     "train/communication_percent", "train/memory_gib", "train/mfu_percent",
 )  # fmt: skip
 """The columns that are logged here. They differ from run to run; all others are functions of the settings."""
+WORST = ("waiting_percent", "communication_percent", "memory_gib")
+"""Those that differ from rank to rank. The largest is logged: the rank that runs out of memory need not be the first."""
 
 
 class Throughput(Callback):
     """Logs the columns `MEASURED`, of the steps since the last row, or since the start or the resume of the run.
 
-    Time counts from row to row, without validations; writing checkpoints is in it. Waiting, memory and communication are
-    rank 0's. docs/training.md describes each column.
+    Time counts from row to row, without validations; writing checkpoints is in it. docs/training.md describes each column.
     """
 
     def __init__(
@@ -109,7 +110,9 @@ class Throughput(Callback):
             share = self._utilisation.percent(seconds, trainer.world_size // self._module.world.data_ranks)
             if share is not None:
                 row["mfu_percent"] = share
-        return row
+        own = {name: row[name] for name in WORST if name in row}
+        every = self._module.world.gather(own)
+        return row | {name: max(of_rank[name] for of_rank in every) for name in own}
 
 
 def memory_used(device: torch.device) -> int | None:

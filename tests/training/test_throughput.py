@@ -15,6 +15,7 @@ from evodsp.report.curve import read_curve
 from evodsp.training.command import TrainingCLI
 from evodsp.training.throughput import MEASURED
 from evodsp.training.utilisation import peak_flops
+from evodsp.training.world import World
 from tests.builders import small_model
 from tests.builders.training import CommandPool
 
@@ -65,6 +66,24 @@ def test_ranks_that_share_a_sample(commands: CommandPool, chains: Path, tmp_path
     outcomes = commands.evodsp(2, *words(chains, tmp_path / "run", "--parallel.sequence=2"))
     assert [outcome.code for outcome in outcomes] == [0, 0], outcomes
     check(chains, tmp_path / "run", ranks=2)
+
+
+def test_what_differs_from_rank_to_rank_is_the_worst_ranks(
+    chains: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory and waiting of rank 0, which another rank exceeds; or a figure of the run that is taken for a rank's."""
+
+    def gather(self: World, value: Any) -> list[Any]:
+        of_ranks = isinstance(value, dict) and "memory_gib" in value
+        return [value, {name: 1000 + own for name, own in value.items()}, value] if of_ranks else [value]
+
+    monkeypatch.setattr(World, "gather", gather)
+    assert main(words(chains, tmp_path / "run")) == 0
+    for cells in read_curve(tmp_path / "run" / "curve.csv").values():
+        row = {name: float(cells[f"train/{name}"]) for name in ("memory_gib", "waiting_percent", "step_seconds")}
+        assert row["memory_gib"] > 1000
+        assert row["waiting_percent"] >= 1000
+        assert row["step_seconds"] < 1000
 
 
 def test_an_unknown_peak_is_no_utilisation(chains: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
