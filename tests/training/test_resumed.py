@@ -132,6 +132,35 @@ def test_the_next_step_is_that_of_the_new_settings(
     assert largest_difference(step(dataclasses.replace(new, ema_decay=former.ema_decay))[1], average) > 2e-4
 
 
+NEW_FEATURES = {
+    "crop_size": 8, "msa_clusters": 3, "extra_msa": 2, "recycles": 3, "uniform_recycling": "false", "masked_msa_fraction": 0.9,
+    "masked_uniform": 0.7, "masked_profile": 0.05, "masked_same": 0.2, "clamp_fape_fraction": 0.0,
+}  # fmt: skip
+
+
+def test_the_next_sample_has_the_new_features(
+    chains: Path, stopped: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A line that says that a setting of the features is applied, and samples that keep its former value.
+
+    A sample depends on its number and the settings only, so a run that has the new settings from its start is the oracle.
+    """
+    options = [f"--data.train.{name}={value}" for name, value in NEW_FEATURES.items()]
+    _, _, batch = resumed(chains, stopped, tmp_path / "run", *options)
+    error = capsys.readouterr().err
+    told = {line.split()[1] for line in error.splitlines() if " was " in line}
+    assert {f"data.train.{name}" for name in NEW_FEATURES} <= told
+    assert fit(chains, tmp_path / "new", keep_batches(tmp_path / "new"), "--trainer.max_steps=4", *options) == 0
+    expected = torch.load(tmp_path / "new_batches" / "3.pt")
+    assert batch.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(batch[name], value, rtol=0, atol=0)
+    assert batch["msa_feat"].shape[1:4] == (4, 3, 8)
+    assert batch["extra_msa"].shape[2] <= 2
+    assert batch["bert_mask"].mean() > 0.5
+    assert batch["use_clamped_fape"].eq(0).all()
+
+
 def test_the_next_step_has_the_new_precision(
     chains: Path, stopped: Path, settings: Settings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
