@@ -51,11 +51,15 @@ class SettingsCommand(Command):
     """The required options, as the usage line shows them."""
     description: str
     positional: str = ""
-    """The option that is given without a name: a list of paths, at least one."""
+    """The option that is given without a name: a list of paths, at least one unless it has a default."""
+    from_files: bool = False
+    """Whether options may also come from YAML files (--config FILE), and be printed as one (--print_config)."""
     alone: Mapping[str, str] = field(default_factory=dict)
     """What options mean that are given without a value."""
 
     def __call__(self, words: list[str]) -> int:
+        from jsonargparse import ActionConfigFile
+
         from evodsp.argument_parser import OneLineErrors
         from evodsp.output import check_output, output_errors
 
@@ -66,10 +70,21 @@ class SettingsCommand(Command):
         )
         parser.alone = self.alone
         settings_class = _imported(self.settings)
+        if self.from_files:
+            text = "YAML file of options. Several files may be given; of several values the last one counts."
+            parser.add_argument("--config", action=ActionConfigFile, help=text)
         if self.positional:
-            parser.add_argument(self.positional, nargs="+", type=Path, metavar=self.required.removesuffix("..."))
+            unnamed = parser.add_argument(
+                self.positional, nargs="+", type=Path, metavar=self.required.partition("...")[0]
+            )
+            # A default is an attribute of the class. nargs="*" would replace what a file says by an empty list.
+            unnamed.required = not hasattr(settings_class, self.positional)
         parser.add_class_arguments(settings_class, skip={self.positional} - {""})
-        settings = settings_class(**vars(parser.instantiate_settings(parser.parse_args(words))))
+        given = parser.instantiate_settings(parser.parse_args(words))
+        unset = {"config"} if self.from_files else set()
+        if self.positional and given[self.positional] is None:
+            unset.add(self.positional)
+        settings = settings_class(**{name: value for name, value in vars(given).items() if name not in unset})
         check_output(settings.output)
         run = _imported(self.runner)
         with output_errors(settings.output):
@@ -122,8 +137,11 @@ COMMANDS: dict[str, Command] = {
             "predict structures from FASTA, alignments and a checkpoint",
             settings="evodsp.inference.config:PredictConfig",
             runner="evodsp.inference.command:run",
-            required="--fasta FILE --alignments DIR --checkpoint FILE --output DIR",
-            description="Predict the structures of the sequences in a FASTA file.",
+            required="INPUT... [--alignments DIR] --checkpoint FILE --output DIR",
+            description="Predict the structures of sequences: FASTA files, A3M files (the first sequence is predicted, the "
+            "file is its alignment), folders of either, or - for FASTA on standard input.",
+            positional="inputs",
+            from_files=True,
         ),
         SettingsCommand(
             "data index",

@@ -82,9 +82,11 @@ def test_the_quick_help_lists_options_that_exist() -> None:
     [
         (["fti"], "no command 'fti'. Did you mean 'fit'?"),
         (["data", "synthesise"], "Did you mean 'synthesize'?"),
-        (["predict"], "evodsp predict needs --fasta, --alignments, --checkpoint, --output"),
+        (["predict"], "evodsp predict needs --checkpoint, --output"),
         (["predict", "--fast", "x"], "Did you mean '--fasta'?"),
-        (["predict", "stray"], "unknown argument 'stray'"),
+        (["predict", "--checkpoint=x", "--output=y"], "nothing to predict: give FASTA or A3M files"),
+        (["predict", "x", "--fasta=z", "--checkpoint=x", "--output=y"], "--fasta z is given beside x"),
+        (["data", "doctor", "stray"], "unknown argument 'stray'"),
         (["weights", "imprt"], "no command 'weights imprt'. Did you mean 'import'?"),
         (["weights", "import"], "evodsp weights import needs --checkpoint, --output"),
         (

@@ -154,7 +154,7 @@ class Reader:
         assert output == "predictions", "the table of docs/prediction.md names another folder"
         listed = re.findall(r"^\| `(predictions/[^`]*)`", text_of("docs/prediction.md"), re.MULTILINE)
         assert len(listed) >= 4
-        name = Path(option(words, "--fasta") or "").stem
+        name = Path(words[words.index("predict") + 1]).stem
         for path, seed in itertools.product(listed, range(int(option(words, "--seeds") or 1))):
             assert Path(path.replace("<name>", name).replace("<k>", str(seed))).is_file(), path
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -16,32 +16,39 @@ _PATHS = ("templates", "obsolete")
 
 
 def predict(
-    fasta: str | Path,
-    alignments: str | Path,
+    fasta: str | Path | Sequence[str | Path],
+    alignments: str | Path | None,
     checkpoint: str | Path,
     output: str | Path,
     report: Callable[[str], None] = print,
     **options: Any,
 ) -> list[PredictionResult]:
-    """Predict the structure of every record of a FASTA file, in this process, and write the files of `evodsp predict`.
+    """Predict the structure of every record, in this process, and write the files of `evodsp predict`.
 
-    fasta, alignments, checkpoint, output: as the command's options; see `evodsp.inference.config.PredictConfig`.
+    fasta: one or several FASTA or A3M files, or folders of them, as the command's inputs.
+    alignments, checkpoint, output: as the command's options; see `evodsp.inference.config.PredictConfig`.
     report: receives one line of progress per stage; `lambda line: None` for silence.
     options: any other option of `evodsp predict`, under its name: seeds, recycles, templates, format, preset, device, ….
 
-    Returns one result per record, in the file's order: `result.structure()` is the path of the best structure,
+    Returns one result per record, in the order of the inputs: `result.structure()` is the path of the best structure,
     `result.mean_plddt` the mean pLDDT of each seed. Raises UserError if an input or an option is wrong.
 
         for result in evodsp.predict("x.fasta", "alignments", "params_model_1_ptm.npz", "out", seeds=3):
             print(result.name, result.structure(), result.mean_plddt[result.best])
     """
-    names = [field.name for field in fields(PredictConfig)]
+    names = [field.name for field in fields(PredictConfig) if field.name not in ("inputs", "fasta")]
     if unknown := [name for name in options if name not in names]:
         raise UserError(f"evodsp.predict: no option '{unknown[0]}'.{nearest(unknown[0], names)} See PredictConfig")
     for name in _PATHS:
         if options.get(name) is not None:
             options[name] = Path(options[name])
-    config = PredictConfig(Path(fasta), Path(alignments), Path(checkpoint), Path(output), **options)
+    config = PredictConfig(
+        inputs=tuple(Path(path) for path in ([fasta] if isinstance(fasta, str | Path) else fasta)),
+        alignments=None if alignments is None else Path(alignments),
+        checkpoint=Path(checkpoint),
+        output=Path(output),
+        **options,
+    )
     if config.parallel.sequence > 1:
         raise UserError(
             f"evodsp.predict: parallel.sequence is {config.parallel.sequence}, but a function call runs in one process; "

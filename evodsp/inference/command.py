@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from evodsp.errors import UserError
 from evodsp.inference.config import PredictConfig
 from evodsp.inference.devices import device_of
 from evodsp.inference.failures import FAILURES
+from evodsp.inference.inputs import as_files
 from evodsp.inference.predict import check_launch, predict_records
 from evodsp.launch.launcher import launch
 from evodsp.launch.process_group import collective_timeout, guarded, place, start, stop, under_launcher
@@ -19,8 +22,9 @@ def run(config: PredictConfig, words: list[str]) -> int:
     """
     if not under_launcher():
         if config.parallel.sequence > 1:
-            check_launch(config)
-            return launch(config.parallel.sequence, words) or int((config.output / FAILURES).exists())
+            with as_files(config.sources, words) as (inputs, same_words):
+                check_launch(replace(config, inputs=inputs, fasta=None))
+                return launch(config.parallel.sequence, same_words) or int((config.output / FAILURES).exists())
         return 1 if predict_records(config, _say).failures else 0
     here = place()
     if here.ranks != config.parallel.sequence:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
@@ -16,16 +17,19 @@ from evodsp.parallel.config import SequenceConfig
 from evodsp.ranges import COUNT, SIZE, check_numbers, memory_size
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PredictConfig:
     """What to predict, with which model, and where to write the results.
 
     Raises UserError if a value is out of range.
     """
 
-    fasta: Path
-    """FASTA file. Every record gets a folder in the output, named by the first word of its header."""
-    alignments: Path
+    inputs: Sequence[Path] = ()
+    """FASTA files, A3M files (the first sequence is predicted, the file is its alignment), folders of either, or - for FASTA on
+    standard input. Every record gets a folder in the output, named by the first word of its header, or by its A3M file."""
+    fasta: Path | None = None
+    """A single input, for command lines of earlier versions."""
+    alignments: Path | None = None
     """Folder of alignments (.a3m, .sto) with one sub-folder or one file per record, named as the record; the files of a single
     record may also lie directly in the folder. A record without alignments is predicted from its sequence alone."""
     checkpoint: Path
@@ -90,6 +94,10 @@ class PredictConfig:
             "extra_msa": SIZE,
         }
         check_numbers(self, ranges, "--")
+        if not self.sources:
+            raise UserError("nothing to predict: give FASTA or A3M files, folders of them, or '-' for standard input")
+        if self.fasta is not None and self.inputs:
+            raise UserError(f"--fasta {self.fasta} is given beside {self.inputs[0]}; give all inputs without --fasta")
         for name in ("max_template_date", "obsolete"):
             if getattr(self, name) is not None and self.templates is None:
                 raise UserError(f"--{name} is given without --templates; add the folder of template structures")
@@ -108,6 +116,11 @@ class PredictConfig:
                 f"--device is '{self.device}', but --parallel.sequence {self.parallel.sequence} needs one device per rank; "
                 "use cuda or cpu"
             )
+
+    @property
+    def sources(self) -> Sequence[Path]:
+        """What to predict: the inputs."""
+        return self.inputs or (() if self.fasta is None else (self.fasta,))
 
     @property
     def latest_template(self) -> date | None:

@@ -1,4 +1,4 @@
-"""Predict structures from FASTA, alignments and a checkpoint. One model is loaded for all targets and seeds.
+"""Predict structures from sequences, alignments and a checkpoint. One model is loaded for all targets and seeds.
 
 All inputs and settings are checked before the model runs and before anything is written. A record that cannot be predicted is
 named, and the others go on (`evodsp.inference.failures`).
@@ -90,7 +90,7 @@ def predict(config: PredictConfig, report: Report = print, group: Group | None =
 
 
 def predict_records(config: PredictConfig, report: Report = print, group: Group | None = None) -> Outcome:
-    """Predict every record of `config.fasta`; the results are in the file's order.
+    """Predict every record of the inputs; the results are in their order.
 
     `report` gets one line per stage, one per record that fails, and a last one that counts them. The records that failed are
     listed in <output>/failures.json. Raises UserError if no record can be predicted: then nothing has been written. If that
@@ -175,7 +175,7 @@ def _failure(name: str, check: Callable[[], object]) -> list[Failure]:
 
 def _targets_and_sizes(config: PredictConfig) -> tuple[list[Target], list[Failure], FeatureConfig, FeatureConfig]:
     """The targets, the records that are none, the feature sizes, and the checkpoint's feature sizes."""
-    targets, failures = find_targets(config.fasta, config.alignments)
+    targets, failures = find_targets(config.sources, config.alignments)
     check_output_folder(config.output)
     if not config.checkpoint.exists():
         raise UserError(f"{config.checkpoint}: no such checkpoint; check --checkpoint")

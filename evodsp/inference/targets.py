@@ -1,4 +1,4 @@
-"""The targets of a prediction: FASTA records paired with their alignments, checked before a model is loaded.
+"""The targets of a prediction: the records of the inputs paired with their alignments, checked before a model is loaded.
 
 A record's alignments are a folder or a file of its name. A record without any is predicted from its sequence alone.
 """
@@ -6,20 +6,21 @@ A record's alignments are a folder or a file of its name. A record without any i
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from evodsp.data.chain_folder import alignment_files, has_files, parse_alignments, read_alignment_dir
-from evodsp.data.parsers import SUBSTITUTES, read_fasta
 from evodsp.data.query_check import matched_alignments
 from evodsp.data.records import Alignment, ProteinSequence
-from evodsp.errors import FileFormatError, UserError, nearest
+from evodsp.errors import UserError, nearest
 from evodsp.inference.failures import Failure
+from evodsp.inference.inputs import InputRecord, read_inputs
 
 
 @dataclass(frozen=True)
 class Target:
-    """One FASTA record, and where its alignments are."""
+    """One record, and where its alignments are."""
 
     query: ProteinSequence
     alignments: Path | None
@@ -45,62 +46,63 @@ class Target:
         return matched_alignments(parse_alignments((path, None) for path in self.files()), self.query)
 
 
-def find_targets(fasta: Path, alignments: Path) -> tuple[list[Target], list[Failure]]:
-    """Pair every record of `fasta` with its alignments; and the records that cannot be predicted.
+def find_targets(inputs: Sequence[Path], alignments: Path | None) -> tuple[list[Target], list[Failure]]:
+    """Pair every record of the inputs with its alignments; and the records that cannot be predicted.
 
-    `alignments` is a folder with one sub-folder or one file (<name>.a3m, .sto) per record, named as the record; the files of a
-    single record may also lie directly in it. Letters that are no amino acid are replaced (`SUBSTITUTES`).
-    Raises UserError if a file or folder is missing or of another kind. (`read_fasta` checks that the names differ and are legal
-    names of folders.)
+    `inputs`: as in `read_inputs`; A3M inputs are alignments themselves. `alignments`: None, or a folder with one sub-folder or
+    one file (<name>.a3m, .sto) per record, named as the record; the files of a single record may also lie directly in it.
+    Raises UserError if a file or folder is missing or of another kind.
     """
-    if fasta.is_dir():
-        raise UserError(f"{fasta}: is a folder, but --fasta takes a FASTA file; give the file")
-    if not fasta.is_file():
-        raise UserError(f"{fasta}: no such FASTA file; check --fasta")
-    if alignments.is_file():
+    if alignments is not None and alignments.is_file():
         raise UserError(f"{alignments}: is a file, but --alignments takes the folder of alignments; give the folder")
-    if not alignments.is_dir():
+    if alignments is not None and not alignments.is_dir():
         raise UserError(f"{alignments}: no such folder of alignments; check --alignments")
+    records, failures = read_inputs(inputs)
     targets: list[Target] = []
-    failures: list[Failure] = []
-    records = read_fasta(fasta, substitute=True)
-    for (name, record), (_, strict) in zip(records, read_fasta(fasta), strict=True):
+    alone = len(records) + len(failures) == 1
+    for record in records:
+        query = record.query
         try:
-            if isinstance(record, UserError):
-                raise record
-            if not record.letters.strip("X"):
+            if not query.letters.strip("X"):
                 raise UserError(
-                    f"{name}: all {len(record)} residues are X, so there are no atoms to predict; leave it out"
+                    f"{query.name}: all {len(query)} residues are X, so there are no atoms to predict; leave it out"
                 )
-            target = _target(record, alignments, alone=len(records) == 1)
-            targets.append(replace(target, notes=(*_substitutions(strict), *target.notes)))
+            target = _target(record, alignments, alone)
+            targets.append(replace(target, notes=(*record.notes, *target.notes)))
         except UserError as error:
-            failures.append(Failure(name, str(error)))
+            failures.append(Failure(query.name, str(error)))
     return targets, failures
 
 
 _SUFFIXES = (".a3m", ".a3m.gz", ".sto", ".sto.gz")
 
 
-def _target(query: ProteinSequence, alignments: Path, alone: bool) -> Target:
-    if has_files(folder := alignments / query.name):
-        return Target(query, folder)
+def _target(record: InputRecord, alignments: Path | None, alone: bool) -> Target:
+    query = record.query
+    found = None if alignments is None else _alignments_of(query.name, alignments, alone)
+    if record.alignment is not None:
+        unread = f"{found} is not read: {record.alignment} is the alignment of '{query.name}'"
+        return Target(query, record.alignment, (unread,) if found and found != record.alignment else ())
+    if found is not None:
+        return Target(query, found)
+    where, close = "", ""
+    if alignments is not None:
+        where, close = (
+            f" in {alignments}",
+            nearest(query.name, [path.name.split(".")[0] for path in alignments.iterdir()]),
+        )
+    note = f"no alignments for '{query.name}'{where}: predicted from its sequence alone, which is much less accurate."
+    return Target(query, None, (note + close,))
+
+
+def _alignments_of(name: str, alignments: Path, alone: bool) -> Path | None:
+    """The folder or file of the record `name` in the folder `alignments`; None if there is none."""
+    if has_files(folder := alignments / name):
+        return folder
     for suffix in _SUFFIXES:
-        if (file := alignments / f"{query.name}{suffix}").is_file():
-            return Target(query, file)
-    if alone and alignment_files(alignments):
-        return Target(query, alignments)
-    names = [path.name.split(".")[0] for path in alignments.iterdir()]
-    note = f"no alignments for '{query.name}' in {alignments}: predicted from its sequence alone, which is much less accurate."
-    return Target(query, None, (note + nearest(query.name, names),))
-
-
-def _substitutions(strict: ProteinSequence | FileFormatError) -> tuple[str, ...]:
-    """What to say of a record that is legal only with letters replaced. `strict`: what it is without that."""
-    if isinstance(strict, ProteinSequence):
-        return ()
-    letters = ", ".join(f"{letter} as {read_as}" for letter, read_as in SUBSTITUTES.items())
-    return (f"letters that are no amino acid: read {letters}; a '*' at the end is left out",)
+        if (file := alignments / f"{name}{suffix}").is_file():
+            return file
+    return alignments if alone and alignment_files(alignments) else None
 
 
 def digest(*files: Path) -> str:

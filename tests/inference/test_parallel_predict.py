@@ -133,7 +133,7 @@ def test_ranks_communicate_by_the_plan_that_is_given(workplace: Workplace, pool:
     ("change", "expected"),
     [
         ({"msa_clusters": 3}, "alpha_A: --parallel.sequence is 3, but with 22 residues and 2 rows"),
-        ({"fasta": Path("nowhere.fasta")}, "nowhere.fasta: no such FASTA file"),
+        ({"fasta": Path("nowhere.fasta")}, "nowhere.fasta: no such file or folder"),
     ],
     ids=["degree", "fasta"],
 )
@@ -225,7 +225,7 @@ def test_a_mistake_starts_no_ranks(workplace: Workplace, monkeypatch: pytest.Mon
     monkeypatch.setattr("evodsp.inference.command.launch", lambda ranks, words: started.append(ranks) or 0)
     for change, said in (
         ({"parallel": SequenceConfig(20)}, r"alpha_A: --parallel.sequence is 20, but .* it can be at most"),
-        ({"parallel": SequenceConfig(2), "fasta": Path("nowhere.fasta")}, r"nowhere.fasta: no such FASTA file"),
+        ({"parallel": SequenceConfig(2), "fasta": Path("nowhere.fasta")}, r"nowhere.fasta: no such file or folder"),
         ({"parallel": SequenceConfig(2), "checkpoint": Path("nowhere.ckpt")}, r"nowhere.ckpt: no such checkpoint"),
     ):
         with pytest.raises(UserError, match=said):

@@ -234,7 +234,7 @@ def _clusters_fewer_than_templates(workplace):
 
 
 def _no_fasta(workplace):
-    return workplace.change(fasta=workplace.root / "absent.fasta"), r"absent\.fasta: no such FASTA file"
+    return workplace.change(fasta=workplace.root / "absent.fasta"), r"absent\.fasta: no such file or folder"
 
 
 def _fasta_without_header(workplace):

@@ -15,7 +15,7 @@ from .conftest import OTHER, QUERY, Workplace
 def letters_of(workplace: Workplace, residues: str) -> str:
     """The sequence that is read from a record with these residues."""
     workplace.config.fasta.write_text(f">gamma\n{residues}\n")
-    ((target,), failures) = find_targets(workplace.config.fasta, workplace.root)
+    ((target,), failures) = find_targets([workplace.config.fasta], workplace.root)
     assert not failures
     has_note = any("letters that are no amino acid" in note for note in target.notes)
     assert has_note == bool(set("BJOUZ*") & set(residues)), "what was replaced is said, and nothing else"
@@ -41,7 +41,7 @@ def test_letters_as_people_write_them(workplace: Workplace, residues: str, lette
 def test_a_stop_within_a_sequence_is_no_end(workplace: Workplace) -> None:
     """Catches residues behind a stop codon that are joined to those before it."""
     workplace.config.fasta.write_text(">gamma\nGST*LLK\n")
-    (_, (failure,)) = find_targets(workplace.config.fasta, workplace.root)
+    (_, (failure,)) = find_targets([workplace.config.fasta], workplace.root)
     assert "illegal letter '*'" in failure.reason
 
 

@@ -5,7 +5,7 @@ then only names the file in messages. A malformed file is a FileFormatError with
 """
 
 from evodsp.data.parsers.a3m import parse_a3m
-from evodsp.data.parsers.fasta import SUBSTITUTES, parse_fasta, read_fasta
+from evodsp.data.parsers.fasta import SUBSTITUTES, FastaRecord, check_name, parse_fasta, read_fasta
 from evodsp.data.parsers.hhr import parse_hhr
 from evodsp.data.parsers.hmmsearch import parse_hmmsearch
 from evodsp.data.parsers.obsolete import parse_obsolete
@@ -14,6 +14,8 @@ from evodsp.data.parsers.stockholm import parse_stockholm
 
 __all__ = [
     "SUBSTITUTES",
+    "FastaRecord",
+    "check_name",
     "parse_a3m",
     "parse_fasta",
     "parse_hhr",

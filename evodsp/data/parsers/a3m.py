@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 
 from evodsp.data.parsers.bytes_to_codes import BLANK_CODES, INSERTION, SKIPPED, byte_table
-from evodsp.data.parsers.fasta import split_records, translate
+from evodsp.data.parsers.fasta import SUBSTITUTES, split_records, translate
 from evodsp.data.records import Alignment
-from evodsp.data.text_files import text_of
+from evodsp.data.text_files import read_bytes, text_of
 from evodsp.errors import FileFormatError
-from evodsp.geometry.alphabet import ALIGNMENT_CODES, GAP
+from evodsp.geometry.alphabet import ALIGNMENT_CODES, GAP, RESTYPES_WITH_X
 
 # A dot is padding opposite another row's insertion, an asterisk the end of translation: neither stands for a residue.
 _A3M = byte_table(
@@ -57,3 +57,22 @@ def parse_a3m(path: str | Path, data: bytes | None = None) -> Alignment:
     at_matches = running[:-1][match].reshape(shape)
     deletions = np.diff(at_matches, axis=1, prepend=running[row_starts[:-1], None])
     return Alignment(str(path), names, residues, deletions)
+
+
+def query_of_a3m(path: Path) -> tuple[str, bool]:
+    """The first sequence of an A3M file, and whether letters of it were replaced (B, J, O, U, Z, as in every alignment).
+
+    Raises UserError if the file cannot be read, FileFormatError if it is no A3M, or its first sequence is empty, has gaps or
+    insertions (lower case), or has illegal letters. The other sequences are not looked at.
+    """
+    query = split_records(path, read_bytes(path), "an A3M").without("ss_").only(0)
+    codes = translate(query, _A3M, "remove it (X stands for an unknown residue)")
+    for code, what in ((GAP, "a gap"), (INSERTION, "lower case, which is an insertion")):
+        if (codes == code).any():
+            fix = "write all of its residues, in upper case"
+            message = f"the first sequence has {what}, but it is the query of the prediction; {fix}"
+            raise FileFormatError(path, message, query.header_lines[0])
+    letters = "".join(RESTYPES_WITH_X[code] for code in codes[codes != SKIPPED])
+    if not letters:
+        raise FileFormatError(path, "the first sequence is empty; write the query there", query.header_lines[0])
+    return letters, any(letter.encode() in query.rows[0] for letter in SUBSTITUTES)

@@ -16,7 +16,7 @@ from jaxtyping import UInt8
 
 from evodsp.data.parsers.bytes_to_codes import BLANK_CODES, BLANKS, EITHER_CASE, ILLEGAL, byte_table
 from evodsp.data.records import ProteinSequence
-from evodsp.data.text_files import read_bytes
+from evodsp.data.text_files import text_of
 from evodsp.errors import FileFormatError
 from evodsp.geometry.alphabet import ALIGNMENT_CODES, RESTYPES_WITH_X
 
@@ -28,6 +28,18 @@ _UNFIT_FOR_FILES = re.compile(r'[/\\:*?"<>\x00-\x1f\x7f]|^[.-]')
 _LONGEST_NAME = 200
 
 
+@dataclass(frozen=True)
+class FastaRecord:
+    """A record of a FASTA file, or what is wrong with it."""
+
+    name: str
+    line: int
+    """The line of its header, from 1."""
+    sequence: ProteinSequence | FileFormatError
+    substituted: bool
+    """Whether it was only legal with letters replaced or left out."""
+
+
 def parse_fasta(path: str | Path) -> list[ProteinSequence]:
     """The sequences of a FASTA file, in the file's order. Letters: the 20 amino acids and X, either case.
 
@@ -37,29 +49,33 @@ def parse_fasta(path: str | Path) -> list[ProteinSequence]:
     and a name that is missing, repeated or not a valid file name.
     """
     sequences = []
-    for _, record in read_fasta(path):
-        if isinstance(record, FileFormatError):
-            raise record
-        sequences.append(record)
+    for record in read_fasta(path):
+        if isinstance(record.sequence, FileFormatError):
+            raise record.sequence
+        sequences.append(record.sequence)
     return sequences
 
 
-def read_fasta(path: str | Path, substitute: bool = False) -> list[tuple[str, ProteinSequence | FileFormatError]]:
-    """Like `parse_fasta`, with the name of each record, and the error of a broken one in its place.
+def read_fasta(path: str | Path, substitute: bool = False, data: bytes | None = None) -> list[FastaRecord]:
+    """Like `parse_fasta`, but a broken record has its error in the place of its sequence.
 
     `substitute`: the letters of `SUBSTITUTES` are replaced, and a '*' at the end, which stands for a stop codon, is left out.
+    `data`: the file's bytes, if they were read already; `path` then names them in messages.
 
     Raises FileFormatError for a file that is not FASTA.
     """
-    records = split_records(path, read_bytes(path), "a FASTA")
-    found: list[tuple[str, ProteinSequence | FileFormatError]] = []
+    records = split_records(path, text_of(path, data), "a FASTA")
+    found: list[FastaRecord] = []
     line_of_name: dict[str, int] = {}
     for index, name in enumerate(records.names()):
+        given = records.only(index)
+        record = _substituted(given) if substitute else given
+        sequence: ProteinSequence | FileFormatError
         try:
-            record = records.only(index)
-            found.append((name, _sequence(_substituted(record) if substitute else record, name, line_of_name)))
+            sequence = _sequence(record, name, line_of_name)
         except FileFormatError as error:
-            found.append((name, error))
+            sequence = error
+        found.append(FastaRecord(name, given.header_lines[0], sequence, record.bodies != given.bodies))
     return found
 
 
@@ -80,7 +96,7 @@ def _both_cases(substitutes: Mapping[str, str]) -> tuple[list[str], list[str]]:
 def _sequence(record: Records, name: str, line_of_name: dict[str, int]) -> ProteinSequence:
     """The sequence of a single record. `line_of_name`: the names in use, and where."""
     path, line, row = record.path, record.header_lines[0], record.rows[0]
-    _check_name(path, name, line)
+    check_name(path, name, line)
     if name in line_of_name:
         first = line_of_name[name]
         raise FileFormatError(path, f"the name '{name}' was used on line {first} already; rename one of the two", line)
@@ -167,8 +183,8 @@ def _locate(parts: list[bytes], offset: int) -> tuple[int, int]:
     return part, offset - int(ends[part]) + len(parts[part])
 
 
-def _check_name(path: str | Path, name: str, line: int) -> None:
-    """Raise FileFormatError unless the record's name can name a folder."""
+def check_name(path: str | Path, name: str, line: int | None = None) -> None:
+    """Raise FileFormatError unless the record's name can name a folder. `path`, `line`: where it stands."""
     if not name:
         raise FileFormatError(path, "a header without a name; write '>name'", line)
     if found := _UNFIT_FOR_FILES.search(name):

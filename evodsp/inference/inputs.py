@@ -1,0 +1,144 @@
+"""What a user gives to predict: FASTA and A3M files, folders of either, standard input. The records in them are read here.
+
+A file is A3M if its name says so (.a3m, .a3m.gz): its first sequence is the query, its name the record's, and the file is the
+record's alignment. Everything else is FASTA. Of a folder, files are read whose names say that they are one of both.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from evodsp.data.parsers import SUBSTITUTES, check_name, read_fasta
+from evodsp.data.parsers.a3m import query_of_a3m
+from evodsp.data.records import ProteinSequence
+from evodsp.errors import UserError
+from evodsp.inference.failures import Failure
+
+STANDARD_INPUT = Path("-")
+_FASTA = (".fasta", ".fa", ".faa", ".fas")
+_A3M = (".a3m",)
+
+
+@dataclass(frozen=True)
+class InputRecord:
+    """A sequence to predict, as it was given."""
+
+    query: ProteinSequence
+    alignment: Path | None
+    """The A3M file that it is the first sequence of; None for FASTA."""
+    notes: tuple[str, ...]
+    """What the user has to know of it, lines for the log."""
+
+
+def read_inputs(inputs: Sequence[Path]) -> tuple[list[InputRecord], list[Failure]]:
+    """The records of all inputs, in the order in which they are given (files of a folder by name); and those that are broken.
+
+    A file that cannot be read is a Failure under its path. Raises UserError if an input does not exist, is given twice, or is a
+    folder without a file to read.
+    """
+    records: list[InputRecord] = []
+    failures: list[Failure] = []
+    places: dict[str, str] = {}
+    for path in _files(inputs):
+        try:
+            found = list(_records(path))
+        except UserError as error:
+            failures.append(Failure(str(path), str(error)))
+            continue
+        for name, place, record in found:
+            reason = str(record) if isinstance(record, UserError) else None
+            if reason is None and name in places:
+                reason = f"{place}: the name '{name}' is that of the record at {places[name]}; rename one of the two"
+            if reason is not None:
+                failures.append(Failure(name, reason))
+            elif isinstance(record, InputRecord):
+                places[name] = place
+                records.append(record)
+    return records, failures
+
+
+@contextmanager
+def as_files(inputs: Sequence[Path], words: Sequence[str]) -> Iterator[tuple[tuple[Path, ...], list[str]]]:
+    """The inputs and the command line for processes that have no standard input: a file holds what this one's had.
+
+    Raises UserError if the command line does not name standard input by the word '-'.
+    """
+    if STANDARD_INPUT not in inputs:
+        yield tuple(inputs), list(words)
+        return
+    if "-" not in words:
+        raise UserError(
+            "several ranks read standard input only if the command line says '-'; give it there, or give a file"
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "standard_input.fasta"
+        file.write_bytes(_standard_input())
+        yield (
+            tuple(file if path == STANDARD_INPUT else path for path in inputs),
+            [str(file) if word == "-" else word for word in words],
+        )
+
+
+def _files(inputs: Sequence[Path]) -> list[Path]:
+    """The files to read. Raises UserError as `read_inputs` does."""
+    files = [file for path in inputs for file in ([path] if path == STANDARD_INPUT else _files_of(path))]
+    file, times = Counter(file.resolve() if file != STANDARD_INPUT else file for file in files).most_common(1)[0]
+    if times > 1:
+        raise UserError(f"{'standard input (-)' if file == STANDARD_INPUT else file} is given twice; give it once")
+    return files
+
+
+def _files_of(path: Path) -> list[Path]:
+    if not path.is_dir():
+        if not path.exists():
+            raise UserError(f"{path}: no such file or folder; give FASTA or A3M files, or '-' for standard input")
+        return [path]
+    try:
+        files = sorted(file for file in path.iterdir() if _kind(file, _FASTA + _A3M) and file.is_file())
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); check its permissions") from error
+    if not files:
+        names = ", ".join((*_FASTA, *_A3M))
+        raise UserError(f"{path}: no file of this folder is FASTA or A3M ({names}); its sub-folders are not searched")
+    return files
+
+
+def _kind(file: Path, suffixes: Sequence[str]) -> bool:
+    name = file.name.lower().removesuffix(".gz")
+    return name.endswith(tuple(suffixes)) and not name.startswith(".")
+
+
+def _records(path: Path) -> Iterator[tuple[str, str, InputRecord | UserError]]:
+    """The name of each record, its place for messages, and the record. Raises UserError for a file that cannot be read."""
+    if _kind(path, _A3M):
+        name = path.name.removesuffix(".gz")[: -len(".a3m")]
+        check_name(path, name)
+        letters, alternatives = query_of_a3m(path)
+        notes = _substitutions() if alternatives else ()
+        yield name, str(path), InputRecord(ProteinSequence(name, letters), path, notes)
+        return
+    standard = path == STANDARD_INPUT
+    source = "standard input" if standard else path
+    for record in read_fasta(source, substitute=True, data=_standard_input() if standard else None):
+        place = f"{source}:{record.line}"
+        if isinstance(record.sequence, UserError):
+            yield record.name, place, record.sequence
+        else:
+            yield record.name, place, InputRecord(record.sequence, None, _substitutions() if record.substituted else ())
+
+
+def _substitutions() -> tuple[str, ...]:
+    letters = ", ".join(f"{letter} as {read_as}" for letter, read_as in SUBSTITUTES.items())
+    return (f"letters that are no amino acid: read {letters}; a '*' at the end is left out",)
+
+
+def _standard_input() -> bytes:
+    if sys.stdin is None:
+        raise UserError("standard input is closed, but '-' reads it; give a file")
+    return sys.stdin.buffer.read()

@@ -1,0 +1,176 @@
+"""Whatever a user gives as input: files, folders, standard input; and the config file of a prediction."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evodsp.cli import main
+from evodsp.errors import UserError
+from evodsp.inference import command
+from evodsp.inference.config import PredictConfig
+from evodsp.inference.inputs import as_files, read_inputs
+from evodsp.inference.predict import predict, predict_records
+from tests.builders.prediction import silent
+
+from .conftest import OTHER, QUERY, Workplace
+
+
+def standard_input(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    """Let this process read `text` from its standard input, once."""
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+
+
+def names(*inputs: Path) -> list[str]:
+    """The records of inputs that are all in order."""
+    records, failures = read_inputs(inputs)
+    assert not failures
+    return [record.query.name for record in records]
+
+
+def test_files_folders_and_standard_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches an input that is left out, another order than the given one, and files of a folder that are none."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "b.fa").write_text(f">b1\n{OTHER}\n>b2\n{OTHER}\n")
+    (folder / "a.faa.gz").write_bytes(gzip.compress(f">a1\n{OTHER}\n".encode()))
+    (folder / "c.A3M").write_text(f">query\n{OTHER}\n")
+    (folder / "notes.txt").write_text("none of this")
+    (folder / ".hidden.fasta").write_text("none of this")
+    (folder / "deeper.fasta").mkdir()
+    (tmp_path / "no_suffix").write_text(f">single\n{OTHER}\n")
+    standard_input(monkeypatch, f">piped\n{OTHER}\n")
+    assert names(tmp_path / "no_suffix", folder, Path("-")) == ["single", "a1", "b1", "b2", "c", "piped"]
+
+
+def test_an_a3m_file_is_query_and_alignment(workplace: Workplace) -> None:
+    """Catches an A3M file whose other rows are predicted, or not read; and another result than that of FASTA and alignment."""
+    expected = predict(workplace.config, silent)[0]
+    alignment = workplace.root / "alpha_A.a3m"
+    (workplace.config.alignments / "alpha_A" / "uniref90_hits.a3m").rename(alignment)
+    config = workplace.change(inputs=(alignment,), fasta=None, alignments=None, output=workplace.root / "again")
+    lines: list[str] = []
+    (found,) = predict(config, lines.append)
+    assert found.name == "alpha_A"
+    assert found.structure(0).read_bytes() == expected.structure(0).read_bytes()
+    assert any("read 12 sequences" in line for line in lines)
+    assert not any("sequence alone" in line for line in lines)
+
+
+def test_alignments_of_an_a3m_that_are_not_read_are_named(workplace: Workplace) -> None:
+    """Catches an alignment that a user gives and that is left out without a word."""
+    alignment = workplace.root / "alpha_A.a3m"
+    alignment.write_text(f">query\n{QUERY}\n")
+    lines: list[str] = []
+    predict(workplace.change(inputs=(alignment,), fasta=None, seeds=1), lines.append)
+    assert any("alpha_A is not read: " in line for line in lines)
+
+
+def test_without_alignments_all_run_alone(workplace: Workplace) -> None:
+    """Catches --alignments that is needed although a record needs none."""
+    lines: list[str] = []
+    found = predict(workplace.change(alignments=None, seeds=1), lines.append)
+    assert [result.name for result in found] == ["alpha_A", "beta_A"]
+    assert sum("no alignments for '" in line for line in lines) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("gap.a3m", f">q\nGS-{OTHER}\n", r"gap\.a3m:1: the first sequence has a gap"),
+        ("lower.a3m", f">q\nGSa{OTHER}\n", r"lower\.a3m:1: the first sequence has lower case"),
+        ("empty.a3m", f">q\n>hit\n{OTHER}\n", r"empty\.a3m:1: the first sequence is empty"),
+        ("letters.a3m", f">q\nGS1\n>hit\n{OTHER}\n", r"letters\.a3m:2: illegal letter '1'"),
+        ("x:y.a3m", f">q\n{OTHER}\n", "the name 'x:y' has ':'"),
+        ("binary.fasta", "\0\1\2", r"binary\.fasta:1: not a text file"),
+        ("nothing.fasta", "", r"nothing\.fasta: the file is empty"),
+        ("slash.fasta", f">a/b\n{OTHER}\n", r"slash\.fasta:1: the name 'a/b' has '/'"),
+        ("up.fasta", f">../x\n{OTHER}\n", r"up\.fasta:1: the name '../x' begins with '\.'"),
+        ("huge.fasta", f">{'x' * 5000}\n{OTHER}\n", r"huge\.fasta:1: a name of 5000 characters"),
+    ],
+    ids=lambda value: value if "." in value and len(value) < 15 else "",
+)
+def test_a_broken_file_is_named_and_the_others_go_on(tmp_path: Path, name: str, content: str, words: str) -> None:
+    """Catches a broken file that ends the run for all others, or that is read as something else."""
+    (tmp_path / name).write_text(content)
+    (tmp_path / "good.fasta").write_text(f">good\n{OTHER}\n")
+    records, (failure,) = read_inputs([tmp_path / name, tmp_path / "good.fasta"])
+    assert [record.query.name for record in records] == ["good"]
+    with pytest.raises(UserError, match=words):
+        raise UserError(failure.reason)
+
+
+def test_the_same_name_twice_names_both_places(workplace: Workplace) -> None:
+    """Catches a record that overwrites the result of another one."""
+    other = workplace.root / "more.fasta"
+    other.write_text(f">gamma\n{OTHER}\n>beta_A\n{OTHER}\n")
+    found = predict_records(workplace.change(inputs=(workplace.config.sources[0], other), fasta=None), silent)
+    assert [result.name for result in found.results] == ["alpha_A", "beta_A", "gamma"]
+    (failure,) = found.failures
+    assert failure.reason.startswith(f"{other}:3: the name 'beta_A' is that of the record at {workplace.root}")
+    assert "targets.fasta:3; rename" in failure.reason
+
+
+def _empty_folder(root: Path) -> tuple[list[Path], str]:
+    (root / "empty").mkdir()
+    return [root / "empty"], "no file of this folder is FASTA or A3M .*sub-folders are not searched"
+
+
+def _missing(root: Path) -> tuple[list[Path], str]:
+    return [root / "absent"], "absent: no such file or folder"
+
+
+def _stdin_twice(root: Path) -> tuple[list[Path], str]:
+    return [Path("-"), Path("-")], r"standard input \(-\) is given twice"
+
+
+def _file_and_its_folder(root: Path) -> tuple[list[Path], str]:
+    (root / "x.fasta").write_text(f">x\n{OTHER}\n")
+    return [root / "x.fasta", root], r"x\.fasta is given twice"
+
+
+@pytest.mark.parametrize("given", [_empty_folder, _missing, _stdin_twice, _file_and_its_folder])
+def test_an_input_that_cannot_be_meant_is_an_error(tmp_path: Path, given: Any) -> None:
+    """Catches a misspelt input that is left out, and standard input that is read when it is empty already."""
+    inputs, words = given(tmp_path)
+    with pytest.raises(UserError, match=words):
+        read_inputs(inputs)
+
+
+def test_standard_input_reaches_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches ranks, whose standard input is empty, that find nothing to predict."""
+    standard_input(monkeypatch, f">piped\n{OTHER}\n")
+    with as_files([Path("-")], ["predict", "-", "--seeds=2"]) as ((file,), words):
+        assert words == ["predict", str(file), "--seeds=2"]
+        assert names(file) == ["piped"]
+    assert not file.exists()
+    with pytest.raises(UserError, match="only if the command line says '-'"), as_files([Path("-")], ["predict"]):
+        pass
+
+
+def test_a_config_file_and_what_is_printed_as_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches options of a file that are lost, inputs in a file that an empty command line replaces, and a printed config that
+    is another run."""
+    seen: list[PredictConfig] = []
+    monkeypatch.setattr(command, "run", lambda config, words: seen.append(config) or 0)
+    file = tmp_path / "run.yaml"
+    file.write_text(f"inputs: [a.fasta, b]\ncheckpoint: x.ckpt\noutput: {tmp_path / 'out'}\nseeds: 4\n")
+    assert main(["predict", "--config", str(file), "--recycles", "5"]) == 0
+    assert main(["predict", "--config", str(file), "--recycles", "5", "--print_config"]) == 0
+    file.write_text(capsys.readouterr().out)
+    assert main(["predict", "--config", str(file)]) == 0
+    assert main(["predict", "--config", str(file), "c.fasta"]) == 0
+    first, again, other = seen
+    assert (list(first.inputs), first.seeds, first.recycles) == ([Path("a.fasta"), Path("b")], 4, 5)
+    assert again == first
+    assert list(other.inputs) == [Path("c.fasta")]
+    file.write_text("sedes: 4\n")
+    assert main(["predict", "--config", str(file)]) == 2
+    assert f"{file}:1: unknown config key 'sedes'. Did you mean 'seeds'?" in capsys.readouterr().err
