@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 from evodsp.errors import UserError
@@ -10,6 +11,7 @@ from evodsp.inference.devices import device_of
 from evodsp.inference.failures import FAILURES
 from evodsp.inference.inputs import as_files
 from evodsp.inference.predict import check_launch, predict_records
+from evodsp.inference.run_log import run_log
 from evodsp.launch.launcher import launch
 from evodsp.launch.process_group import collective_timeout, guarded, place, start, stop, under_launcher
 from evodsp.parallel.mesh import init_mesh
@@ -25,7 +27,8 @@ def run(config: PredictConfig, words: list[str]) -> int:
             with as_files(config.sources, words) as (inputs, same_words):
                 check_launch(replace(config, inputs=inputs, fasta=None))
                 return launch(config.parallel.sequence, same_words) or int((config.output / FAILURES).exists())
-        return 1 if predict_records(config, _say).failures else 0
+        with run_log(config.output, words, _say) as say:
+            return 1 if predict_records(config, say).failures else 0
     here = place()
     if here.ranks != config.parallel.sequence:
         raise UserError(
@@ -35,7 +38,8 @@ def run(config: PredictConfig, words: list[str]) -> int:
     with guarded():
         start("gloo" if device_of(config.device).type == "cpu" else "nccl", config.parallel.timeout)
         mesh = init_mesh(config.parallel.sequence, timeout=collective_timeout(config.parallel.timeout))
-        predict_records(config, _say if here.rank == 0 else _silent, mesh.sequence_group())
+        with run_log(config.output, words, _say) if here.rank == 0 else nullcontext(_silent) as say:
+            predict_records(config, say, mesh.sequence_group())
         stop()
     return 0  # also with records that failed: torchrun and srun take another code for a rank that died, and end or restart all
 
