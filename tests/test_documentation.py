@@ -62,6 +62,7 @@ NOT_RUN = {
 """Commands that are not executed here, by how they begin, and why."""
 
 STEPS = 2
+SMALL_PREDICTION = ["--recycles=0", "--msa_clusters=4", "--extra_msa=4", "--device=cpu", "--overwrite=true"]
 FEW_ROWS = [
     f"--data.{part}.{rows}={n}"
     for part in ("train", "validation")
@@ -148,8 +149,7 @@ class Reader:
 
     def predict(self, words: list[str]) -> None:
         """All files that the page's table names must be there."""
-        small = ["--recycles=0", "--msa_clusters=4", "--extra_msa=4", "--device=cpu", "--overwrite=true"]
-        run([*words, *small, *self.one_rank])
+        run([*words, *SMALL_PREDICTION, *self.one_rank])
         output = option(words, "--output")
         assert output == "predictions", "the table of docs/prediction.md names another folder"
         listed = re.findall(r"^\| `(predictions/[^`]*)`", text_of("docs/prediction.md"), re.MULTILINE)
@@ -217,7 +217,8 @@ class Reader:
         assert words[at - 1] == "-m"
         assert run_quietly([*words[at + 1 :], "--print_config"])
         if not self.one_rank:
-            command = [sys.executable, "-m", "torch.distributed.run", *words, *SMALL, f"--trainer.max_steps={STEPS}"]
+            small = SMALL_PREDICTION if words[at + 1] == "predict" else [*SMALL, f"--trainer.max_steps={STEPS}"]
+            command = [sys.executable, "-m", "torch.distributed.run", *words, *small]
             done = subprocess.run(command, capture_output=True, text=True)
             assert done.returncode == 0, done.stderr
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 from contextlib import nullcontext
 from dataclasses import replace
 
-from evodsp.errors import UserError
 from evodsp.inference.config import PredictConfig
 from evodsp.inference.devices import device_of
 from evodsp.inference.failures import FAILURES
+from evodsp.inference.groups import Groups
 from evodsp.inference.inputs import as_files
 from evodsp.inference.predict import check_launch, predict_records
 from evodsp.inference.run_log import run_log
 from evodsp.launch.launcher import launch
 from evodsp.launch.process_group import collective_timeout, guarded, place, start, stop, under_launcher
-from evodsp.parallel.mesh import init_mesh
+from evodsp.parallel.mesh import data_ranks, init_mesh, whole_group
 
 
 def run(config: PredictConfig, words: list[str]) -> int:
@@ -29,17 +29,16 @@ def run(config: PredictConfig, words: list[str]) -> int:
                 return launch(config.parallel.sequence, same_words) or int((config.output / FAILURES).exists())
         with run_log(config.output, words, _say) as say:
             return 1 if predict_records(config, say).failures else 0
-    here = place()
-    if here.ranks != config.parallel.sequence:
-        raise UserError(
-            f"{here.ranks} ranks were started, but --parallel.sequence is {config.parallel.sequence}; "
-            "all ranks share one structure, so both numbers must be equal"
-        )
+    here, ranks = place(), config.parallel.sequence
+    data_ranks(here.ranks, ranks)
     with guarded():
-        start("gloo" if device_of(config.device).type == "cpu" else "nccl", config.parallel.timeout)
-        mesh = init_mesh(config.parallel.sequence, timeout=collective_timeout(config.parallel.timeout))
+        backend = "gloo" if device_of(config.device).type == "cpu" else "nccl"
+        start(backend, config.parallel.timeout, together=ranks > 1)
+        mesh = init_mesh(ranks, timeout=collective_timeout(config.parallel.timeout))
+        group = mesh.sequence_group() if ranks > 1 else None
+        groups = Groups(whole_group(), group) if here.ranks > ranks else None
         with run_log(config.output, words, _say) if here.rank == 0 else nullcontext(_silent) as say:
-            predict_records(config, say, mesh.sequence_group())
+            predict_records(config, say, group, groups)
         stop()
     return 0  # also with records that failed: torchrun and srun take another code for a rank that died, and end or restart all
 

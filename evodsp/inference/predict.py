@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from evodsp.config import FeatureConfig
 from evodsp.data.dataset import collate, prediction_sample
@@ -25,6 +26,7 @@ from evodsp.inference.block_progress import block_progress
 from evodsp.inference.config import PredictConfig
 from evodsp.inference.devices import check_pair_fits, device_of, memory_entries, working_memory
 from evodsp.inference.failures import FAILURES, Failure, Outcome, memory_errors, none_usable, write_failures
+from evodsp.inference.groups import Groups
 from evodsp.inference.passes import SeedRun, layer_dtype, run_passes, structure_of
 from evodsp.inference.provenance import check_target_fits_ranks, feature_config, result_settings, seeds, sizes_line
 from evodsp.inference.results import TIMINGS, PredictionResult, write_json, write_results
@@ -89,7 +91,9 @@ def predict(config: PredictConfig, report: Report = print, group: Group | None =
     return predict_records(config, report, group).results
 
 
-def predict_records(config: PredictConfig, report: Report = print, group: Group | None = None) -> Outcome:
+def predict_records(
+    config: PredictConfig, report: Report = print, group: Group | None = None, groups: Groups | None = None
+) -> Outcome:
     """Predict every record of the inputs; the results are in their order.
 
     `report` gets one line per stage, one per record that fails, and a last one that counts them. The records that failed are
@@ -97,12 +101,15 @@ def predict_records(config: PredictConfig, report: Report = print, group: Group 
     is known from the inputs, no model has run.
     A target's folder appears only when it is complete.
 
-    `group`: the ranks that share each structure. All of them call this function with the same `config`. Rank 0 reads and
-    writes all files, so the other ranks need no access to them. A UserError is raised on every rank.
+    `group`: the ranks that share each structure. `groups`: several such groups, which share the records. All ranks call this
+    function with the same `config`. Rank 0 of all checks the inputs; then the first rank of each group reads the alignments of
+    its records and writes their files, and the other ranks need no access to them. A UserError is raised on every rank of a
+    group.
     """
     device = device_of(config.device)
-    check_same("settings", repr(config), group)
-    work = _prepare(config, device, group)
+    everyone = group if groups is None else groups.everyone
+    check_same("settings", repr(config), everyone)
+    work = _prepare(config, device, everyone, ranks=1 if group is None else group.size)
     model, features = work.model, work.features
     if model is not None:
         model = model.to(device).eval()
@@ -113,7 +120,7 @@ def predict_records(config: PredictConfig, report: Report = print, group: Group 
             device,
             layer_dtype(config),
             gradients=False,
-            on_all_ranks=lambda value: all_of(value, group),
+            on_all_ranks=lambda value: all_of(value, everyone),
         )
         use_kernels(model, kernels)
         use_memory(model, working_memory(config.working_memory, device))
@@ -124,29 +131,76 @@ def predict_records(config: PredictConfig, report: Report = print, group: Group 
     failures = list(work.failures)
     for failure in failures:
         report(f"failed: {failure.reason}")
-    complete: list[PredictionResult] = []
-    for number, job in enumerate(work.jobs, start=1):
-        report(f"[{number}/{len(work.jobs)}] {job.target.query.name}: {len(job.target.query)} residues")
-        for note in job.target.notes:
-            report(f"  {note}")
-        result: PredictionResult | Failure
-        if job.stored is not None and job.kept:
-            result = replace(job.stored.result, format=config.format)
-            folder = config.output / result.name
-            report(f"  kept: {folder} is complete and has the same inputs (--overwrite predicts again)")
-        else:
-            result = _predict_target(job, model, config, features, report, group)
-        if isinstance(result, Failure):
-            failures.append(result)
-            report(f"  failed: {result.reason}")
-        else:
-            complete.append(result)
+    run = partial(_predict_job, model=model, config=config, features=features, group=group, total=len(work.jobs))
+    if groups is None:
+        found = [run(job, number, report) for number, job in enumerate(work.jobs, start=1)]
+    else:
+        found = _in_groups(work.jobs, run, report, groups)
+    failures += [result for result in found if isinstance(result, Failure)]
+    complete = [result for result in found if isinstance(result, PredictionResult)]
     if not complete:
         raise none_usable(failures)
-    from_first(lambda: write_failures(config.output, failures), group)
+    from_first(lambda: write_failures(config.output, failures), everyone)
     outcome = Outcome(complete, failures)
     report(outcome.line + (f"; reasons in {config.output / FAILURES}" if failures else ""))
     return outcome
+
+
+def _in_groups(
+    jobs: list[_Job], run: Callable[[_Job, int, Report], PredictionResult | Failure], report: Report, groups: Groups
+) -> list[PredictionResult | Failure]:
+    """What becomes of all jobs, in their order. The longest are taken first, so that no group is left with one at the end.
+
+    Rank 0 reports the lines of the other groups when a record is done.
+    """
+    longest_first = sorted(range(len(jobs)), key=lambda index: -len(jobs[index].target.query))
+    report(f"{groups.count} groups of ranks take {_count(len(jobs), 'record')}, the longest first")
+    is_first, found = groups.everyone.rank == 0, dict[int, PredictionResult | Failure]()
+
+    def listen() -> None:
+        for place, (number, lines, result) in groups.news():
+            if number != groups.number:
+                for line in (f"(group {number}) {lines[0]}", *lines[1:]):
+                    report(line)
+            found[longest_first[place]] = result
+
+    for place in groups.places(len(jobs)):
+        index, lines = longest_first[place], list[str]()
+        result = run(jobs[index], index + 1, report if is_first else lines.append)
+        groups.finish(place, (groups.number, lines, result))
+        if is_first:
+            listen()
+    while not groups.finished(len(jobs)):
+        if is_first:
+            listen()
+    if is_first:
+        listen()
+    return from_first(lambda: [found[index] for index in range(len(jobs))], groups.everyone)
+
+
+def _predict_job(
+    job: _Job,
+    number: int,
+    report: Report,
+    model: AlphaFold | None,
+    config: PredictConfig,
+    features: FeatureConfig,
+    group: Group | None,
+    total: int,
+) -> PredictionResult | Failure:
+    """Predict one record of `total`, unless its results are kept, and report what became of it."""
+    report(f"[{number}/{total}] {job.target.query.name}: {len(job.target.query)} residues")
+    for note in job.target.notes:
+        report(f"  {note}")
+    if job.stored is not None and job.kept:
+        result = replace(job.stored.result, format=config.format)
+        folder = config.output / result.name
+        report(f"  kept: {folder} is complete and has the same inputs (--overwrite predicts again)")
+        return result
+    found = _predict_target(job, model, config, features, report, group)
+    if isinstance(found, Failure):
+        report(f"  failed: {found.reason}")
+    return found
 
 
 def check_launch(config: PredictConfig) -> None:
@@ -183,12 +237,11 @@ def _targets_and_sizes(config: PredictConfig) -> tuple[list[Target], list[Failur
     return targets, failures, feature_config(config, trained), trained
 
 
-def _prepare(config: PredictConfig, device: torch.device, group: Group | None) -> _Work:
-    """Check all inputs and read the checkpoint, on rank 0.
+def _prepare(config: PredictConfig, device: torch.device, group: Group | None, ranks: int) -> _Work:
+    """Check all inputs and read the checkpoint, on rank 0. `ranks`: how many share a structure.
 
     The ranks hear from it after each target: thousands of them take longer than ranks may wait for one another.
     """
-    ranks = 1 if group is None else group.size
     targets, failures, features, trained = from_first(lambda: _targets_and_sizes(config), group)
     jobs, more = _jobs(config, features, targets, partial(_check, features, ranks), group)
     failures += more
@@ -332,7 +385,7 @@ def _compute(
         seconds = time.perf_counter() - start
         report(f"  seed {seed}: features, {seconds:.1f} s")
         most = (features.recycles + 1) * config.ensembles
-        shown = block_progress(model, f"{target.query.name}, seed {seed}", most) if _is_first(group) else nullcontext()
+        shown = block_progress(model, f"{target.query.name}, seed {seed}", most) if _is_rank_0() else nullcontext()
         with shown:
             structures[seed], passes, change = _predict_seed(target, batch, model, config, group)
         runs[seed] = SeedRun(seconds, passes, change)
@@ -380,8 +433,8 @@ def _write(
     return replace(result, folder=folder)
 
 
-def _is_first(group: Group | None) -> bool:
-    return group is None or group.rank == 0
+def _is_rank_0() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def _count(number: int, noun: str) -> str:

@@ -122,12 +122,14 @@ def collective_timeout(timeout_s: float) -> timedelta:
     return timedelta(seconds=1.2 * timeout_s + 10)
 
 
-def start(backend: str | None = None, timeout_s: float = TIMEOUT_S, meeting_s: float = MEETING_S) -> None:
+def start(
+    backend: str | None = None, timeout_s: float = TIMEOUT_S, meeting_s: float = MEETING_S, together: bool = True
+) -> None:
     """Start the default process group of this rank, unless there is one already.
 
     `backend`: 'nccl' (takes the GPU of this rank's number on its machine) or 'gloo'; None: NCCL where there are GPUs.
     `timeout_s`: how long a rank may stand still before the run is ended, the same on all ranks. `meeting_s`: how long to wait
-    for the other ranks.
+    for the other ranks. `together`: whether ranks compute together; if not, one that launches no collective does not hang.
 
     Raises UserError if this process is not a rank, has no GPU, or does not meet the others.
     """
@@ -157,7 +159,7 @@ def start(backend: str | None = None, timeout_s: float = TIMEOUT_S, meeting_s: f
         device_id=device,
     )
     if here.ranks > 1:
-        watch = Watch(dist.PrefixStore(part, watching), here.rank, here.ranks, timeout_s)
+        watch = Watch(dist.PrefixStore(part, watching), here.rank, here.ranks, timeout_s, together)
         dist.barrier()  # all ranks have written their first state
         watch.start()
 

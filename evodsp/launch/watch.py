@@ -95,15 +95,18 @@ class StallDetector:
 
 
 class Watch(threading.Thread):
-    """The watching thread of one rank. `store` must be its own client: the main thread may be waiting on another one."""
+    """The watching thread of one rank. `store` must be its own client: the main thread may be waiting on another one.
 
-    def __init__(self, store: dist.Store, rank: int, ranks: int, timeout_s: float) -> None:
+    `together`: whether the ranks launch collectives all along. If not, only heartbeats count.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, ranks: int, timeout_s: float, together: bool = True) -> None:
         super().__init__(name="evodsp watch", daemon=True)
         self._store, self._rank = store, rank
         self._silent_s = min(SILENCE_S, timeout_s)
         self._interval = min(5.0, self._silent_s / 10)
         # A rank that sees only rank 0 cannot tell which rank is behind.
-        self._detector = StallDetector(self._silent_s, timeout_s if rank == 0 else math.inf)
+        self._detector = StallDetector(self._silent_s, timeout_s if rank == 0 and together else math.inf)
         self._watched = range(ranks) if rank == 0 else range(1)
         self._heartbeat = 0
         self._stop_asked = threading.Event()

@@ -68,6 +68,11 @@ def group_of(ranks: Ranks) -> Group:
     return Group(ranks)
 
 
+def whole_group() -> Group:
+    """All ranks of the default process group."""
+    return Group(dist.distributed_c10d._get_default_group())
+
+
 def data_ranks(world: int, sequence: int) -> int:
     """Number of data ranks: `world` / `sequence`. Raises UserError if that is not a whole number."""
     if sequence < 1 or world % sequence:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,7 @@ from evodsp.errors import UserError
 from evodsp.launch import process_group
 from evodsp.launch.launcher import _environment
 from evodsp.launch.process_group import Place, first_host, place, under_launcher
-from evodsp.launch.watch import StallDetector, State
+from evodsp.launch.watch import StallDetector, State, Watch
 
 VARIABLES = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE", "SLURM_PROCID",
@@ -230,3 +231,10 @@ def test_when_all_have_launched_the_same() -> None:
     detector = StallDetector(silent_s=10.0, stalled_s=20.0)
     found = [detector.find(states((now, 7), (now, 7)), float(now)) for now in range(22)]
     assert found[-1] == ([], "no rank launched a collective for 20 s; all have launched 7")
+
+
+def test_ranks_that_work_apart_need_no_collectives() -> None:
+    """Catches groups of one rank that are ended as hung, because a long structure takes more than the time-out."""
+    store = dist.HashStore()
+    assert Watch(store, 0, 2, timeout_s=5.0, together=False)._detector.stalled_s == math.inf
+    assert Watch(store, 0, 2, timeout_s=5.0)._detector.stalled_s == 5.0

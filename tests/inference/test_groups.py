@@ -1,0 +1,188 @@
+"""Several groups of ranks share the records of one command."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from evodsp.errors import UserError
+from evodsp.inference import predict as module
+from evodsp.inference.config import PredictConfig
+from evodsp.inference.groups import Groups
+from evodsp.inference.predict import predict, predict_records
+from evodsp.parallel.config import SequenceConfig
+from evodsp.parallel.group import Group
+from evodsp.parallel.mesh import own_group
+from tests.builders.prediction import read_json, silent
+from tests.ranks import RankPool
+
+from .conftest import OTHER, QUERY, Workplace
+
+LONG = QUERY * 2
+
+
+def records(workplace: Workplace, *letters: str, **change: Any) -> PredictConfig:
+    """Records of these sequences, without alignments."""
+    text = "".join(f">r{number}\n{sequence}\n" for number, sequence in enumerate(letters))
+    workplace.config.fasta.write_text(text)
+    return workplace.change(seeds=1, recycles=0, **change)
+
+
+def take_slowly(handle: Any, total: int) -> list[int]:
+    """The places that a rank gets; rank 0 hands in its first one only when all others are done."""
+    groups, taken = Groups(Group(handle), None), []
+    for place in groups.places(total):
+        taken.append(place)
+        if groups.number == 0 and len(taken) == 1:
+            while not groups.finished(total - 1):
+                pass
+        groups.finish(place, place)
+    while not groups.finished(total):
+        pass
+    assert sorted(groups.news()) == [(place, place) for place in range(total)]
+    return taken
+
+
+def test_a_fast_group_takes_what_a_slow_one_leaves(pool: RankPool) -> None:
+    """Catches records that are divided beforehand, taken twice, or lost."""
+    slow, fast = pool.run(2, take_slowly, 7)
+    assert len(slow) == 1
+    assert sorted(slow + fast) == list(range(7))
+    slow, fast = pool.run(2, take_slowly, 5)
+    assert sorted(slow + fast) == list(range(5)), "a second run begins anew"
+
+
+def in_groups(handle: Any, config: PredictConfig, size: int) -> tuple[list[str], list[str], list[str]] | str:
+    """Predict in groups of `size` ranks: names of the results, names of the failures, and the lines that rank 0 reports."""
+    lines: list[str] = []
+    own = None
+    if size > 1:
+        own = Group(own_group(torch.arange(handle.size()).view(-1, size)))
+    groups = Groups(Group(handle), own)
+    try:
+        outcome = predict_records(config, lines.append if handle.rank() == 0 else silent, own, groups)
+    except UserError as error:
+        return str(error)
+    return [r.name for r in outcome.results], [f.name for f in outcome.failures], lines
+
+
+def same_structures(one: Path, other: Path, names: list[str]) -> None:
+    for name in names:
+        assert (one / name / "seed_0.cif").read_bytes() == (other / name / "seed_0.cif").read_bytes()
+
+
+def test_groups_of_one_rank_share_the_records(workplace: Workplace, pool: RankPool) -> None:
+    """Catches records that are predicted twice or by nobody, a failure that ends another group, structures that depend on the
+    group, and lines of a group that nobody sees."""
+    config = records(workplace, OTHER, QUERY, "GST1", LONG, OTHER, "X" * 9, QUERY)
+    found = pool.run(2, in_groups, config, 1)
+    names, failed, lines = found[0]
+    assert found[1][:2] == (names, failed)
+    assert names == ["r0", "r1", "r3", "r4", "r6"]
+    assert sorted(failed) == ["r2", "r5"]
+    assert {path.name for path in config.output.iterdir()} == {*names, "failures.json"}
+    assert len(read_json(config.output / "failures.json")["failures"]) == 2
+    assert "2 groups of ranks take 5 records, the longest first" in lines
+    assert sum("residues" in line and "/5]" in line for line in lines) == 5
+    assert lines[-1].startswith("5 done, 0 kept, 2 failed")
+    alone = replace(config, output=workplace.root / "alone")
+    predict(alone, silent)
+    same_structures(config.output, alone.output, names)
+    kept = pool.run(2, in_groups, config, 1)[0][2]
+    assert kept[-1].startswith("0 done, 5 kept, 2 failed")
+
+
+def fail_with_long(handle: Any, config: PredictConfig) -> Any:
+    """Predict in groups of one rank, on a machine that is too small for the longest record."""
+    real = module.run_passes
+
+    def full(model: Any, batch: dict[str, torch.Tensor], given: Any) -> Any:
+        if batch["aatype"].shape[-1] == len(LONG):
+            raise MemoryError
+        return real(model, batch, given)
+
+    module.run_passes = full
+    try:
+        return in_groups(handle, config, 1)
+    finally:
+        module.run_passes = real
+
+
+def test_memory_of_one_group_is_no_matter_of_the_others(workplace: Workplace, pool: RankPool) -> None:
+    """Catches a record that is too large for its group and takes the others' records along."""
+    config = records(workplace, OTHER, LONG, QUERY)
+    for names, failed, _ in pool.run(2, fail_with_long, config):
+        assert (names, failed) == (["r0", "r2"], ["r1"])
+
+
+def test_groups_that_find_nothing_usable_all_say_so(workplace: Workplace, pool: RankPool) -> None:
+    """Catches a group that waits for records that there are not."""
+    config = records(workplace, "X" * 9, "GST1")
+    before = workplace.snapshot()
+    said = pool.run(2, in_groups, config, 1)
+    assert len(set(said)) == 1
+    assert "None of the 2 records" in said[0]
+    assert workplace.snapshot() == before
+
+
+def test_groups_of_two_ranks_share_the_records(workplace: Workplace, pool: RankPool) -> None:
+    """Catches collectives of a group that include ranks of another one."""
+    config = records(workplace, OTHER, QUERY, LONG, OTHER, parallel=SequenceConfig(2))
+    for names, failed, _ in pool.run(4, in_groups, config, 2):
+        assert (names, failed) == (["r0", "r1", "r2", "r3"], [])
+    timings = read_json(config.output / "r2" / "timings.json")
+    assert len(timings["ranks"]) == 2
+
+
+def torchrun(ranks: int, *words: str) -> subprocess.CompletedProcess[str]:
+    """`evodsp predict` as `ranks` ranks of torchrun, with one thread each."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    launch = [
+        f"--nproc-per-node={ranks}",
+        "--master-addr=127.0.0.1",
+        f"--master-port={port}",
+        "-m",
+        "evodsp",
+        "predict",
+    ]
+    return subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *launch, *words],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+@pytest.mark.verify
+def test_forty_records_on_two_data_ranks(workplace: Workplace) -> None:
+    """Catches any of five hostile records that ends the run of one of two groups, and a good record that is lost with them."""
+    hostile = {"empty": "", "long": OTHER * 10_000, "letters": "GST1!", "broken": OTHER, "unknown": "X" * 10}
+    good = [f"good_{number}" for number in range(35)]
+    given = [(name, OTHER) for name in good]
+    for place, record in zip((0, 9, 18, 27, 39), hostile.items(), strict=True):
+        given.insert(place, record)
+    workplace.config.fasta.write_text("".join(f">{name}\n{letters}\n" for name, letters in given))
+    flat, output = workplace.root / "flat", workplace.root / "out"
+    flat.mkdir()
+    (flat / "broken.a3m").write_bytes(b"\x93\x00no alignment")
+    words = [str(workplace.config.fasta), f"--alignments={flat}", f"--checkpoint={workplace.config.checkpoint}"]
+    done = torchrun(2, *words, f"--output={output}", "--device=cpu", "--recycles=1")
+    assert done.returncode == 0, done.stderr
+    assert f"35 done, 0 kept, 5 failed; reasons in {output / 'failures.json'}" in done.stdout
+    assert {path.name for path in output.iterdir()} == {*good, "failures.json", "predict.log"}
+    assert {entry["name"] for entry in read_json(output / "failures.json")["failures"]} == set(hostile)
+    shared = len(re.findall(r"^\(group 1\) \[", done.stdout, re.MULTILINE))
+    assert 5 <= shared <= 30, "both groups work"
+    assert (output / "predict.log").read_text().count("(group 1)") == shared
