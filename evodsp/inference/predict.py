@@ -22,6 +22,7 @@ from evodsp.data.records import Alignment
 from evodsp.data.templates.features import TemplateFeatures
 from evodsp.errors import UserError
 from evodsp.files import whole_folder
+from evodsp.inference.batch_page import write_batch_page
 from evodsp.inference.block_progress import block_progress
 from evodsp.inference.config import PredictConfig
 from evodsp.inference.devices import check_pair_fits, device_of, memory_entries, working_memory
@@ -31,6 +32,7 @@ from evodsp.inference.passes import SeedRun, layer_dtype, run_passes, structure_
 from evodsp.inference.provenance import check_target_fits_ranks, feature_config, result_settings, seeds, sizes_line
 from evodsp.inference.results import TIMINGS, PredictionResult, write_json, write_results
 from evodsp.inference.stored import Stored, copy_files, find_stored
+from evodsp.inference.target_page import write_target_page
 from evodsp.inference.target_templates import find_templates, takes_no_templates, template_source
 from evodsp.inference.targets import Target, digest, find_targets
 from evodsp.inference.writers import PredictedStructure
@@ -141,6 +143,8 @@ def predict_records(
     if not complete:
         raise none_usable(failures)
     from_first(lambda: write_failures(config.output, failures), everyone)
+    index = from_first(lambda: write_batch_page(config.output, failures), everyone)
+    report(f"to look at: {index}")
     outcome = Outcome(complete, failures)
     report(outcome.line + (f"; reasons in {config.output / FAILURES}" if failures else ""))
     return outcome
@@ -424,6 +428,7 @@ def _write(
             if timings:
                 timings = timings if stored is None else stored.with_timings(timings)
                 write_json(new / TIMINGS, {**timings, "writing_seconds": round(time.perf_counter() - start, 3)})
+            write_target_page(new, job.target.read())
     except UserError as error:
         return Failure(job.target.query.name, str(error))
     except OSError as error:

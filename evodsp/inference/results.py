@@ -5,6 +5,7 @@
                 seed_<k>_pae.json       with a PAE head: predicted aligned error, in AlphaFold DB's format
                 ranking.json            seeds, best first, and the settings of the run
                 timings.json            seconds per stage, peak memory
+                report.html             all of this to look at (`evodsp.inference.target_page`)
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from evodsp import __version__
 from evodsp.errors import UserError
 from evodsp.inference.writers import AlignedError, PredictedStructure, structure_text
 
-RANKING, TIMINGS = "ranking.json", "timings.json"
-OURS = re.compile(r"seed_\d+\.(cif|pdb)|seed_\d+_(scores|pae)\.json|ranking\.json|timings\.json")
+RANKING, TIMINGS, REPORT = "ranking.json", "timings.json", "report.html"
+OURS = re.compile(r"seed_\d+\.(cif|pdb)|seed_\d+_(scores|pae)\.json|ranking\.json|timings\.json|report\.html")
 """Names of the files that predict writes into a target's folder. All others are the user's."""
 
 Format = Literal["cif", "pdb"]
@@ -71,7 +72,7 @@ def read_with_settings(folder: Path) -> tuple[PredictionResult, Mapping[str, Any
             TIMINGS,
             *(name for seed in mean_plddt for name in (result.structure(seed).name, scores_name(seed))),
         ]
-        expected += [_pae(int(entry["seed"])) for entry in ranking["ranking"] if "ptm" in entry]
+        expected += [pae_name(int(entry["seed"])) for entry in ranking["ranking"] if "ptm" in entry]
     except (ValueError, KeyError, TypeError, IndexError) as error:
         raise UserError(f"{path}: not written by evodsp predict ({error!r}); predict again with --overwrite") from error
     if lost := [name for name in expected if not (folder / name).is_file()]:
@@ -83,7 +84,7 @@ def scores_name(seed: int) -> str:
     return f"seed_{seed}_scores.json"
 
 
-def _pae(seed: int) -> str:
+def pae_name(seed: int) -> str:
     return f"seed_{seed}_pae.json"
 
 
@@ -105,7 +106,7 @@ def write_results(
         scores: dict[str, Any] = {"plddt": [round(float(p), 2) for p in structure.plddt]}
         if (error := structure.aligned_error) is not None:
             scores |= {"max_pae": round(float(error.pae.max()), 2), **_ptm(structure)}
-            (folder / _pae(seed)).write_text(pae_text(error), encoding="utf-8")
+            (folder / pae_name(seed)).write_text(pae_text(error), encoding="utf-8")
         write_json(folder / scores_name(seed), scores)
     entries = [{"seed": entry["seed"], **_confidences(entry)} for entry in earlier]
     entries += [

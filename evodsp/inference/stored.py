@@ -21,6 +21,7 @@ from evodsp.geometry.alphabet import RESTYPES_WITH_X
 from evodsp.inference.results import (
     OURS,
     RANKING,
+    REPORT,
     TIMINGS,
     Format,
     PredictionResult,
@@ -45,8 +46,9 @@ class Stored:
         return [seed for seed in seeds if seed not in self.result.mean_plddt]
 
     def has_all(self, seeds: Sequence[int], file_format: Format) -> bool:
-        """Whether every seed is there, with a structure in this format."""
-        return not self.missing(seeds) and not self.without(file_format)
+        """Whether every seed is there, with a structure in this format and the page (which earlier versions did not write)."""
+        complete = not self.missing(seeds) and not self.without(file_format)
+        return complete and (self.result.folder / REPORT).is_file()
 
     def without(self, file_format: Format) -> list[int]:
         """The seeds that have no structure in this format."""

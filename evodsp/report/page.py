@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from html import escape
 
@@ -47,6 +48,7 @@ class Page:
 
     def __init__(self, title: str, subtitle: str = "") -> None:
         self._title, self._parts = title, [f"<h1>{escape(title)}</h1>", f'<p class="soft">{escape(subtitle)}</p>']
+        self._styles: list[str] = []
 
     def verdict(self, text: str, good: bool) -> None:
         """The result in one sentence."""
@@ -103,10 +105,29 @@ class Page:
         )
         self._parts.append(f'<p class="legend">{"".join(keys)}</p>')
 
+    def markup(self, html: str) -> None:
+        """A part that is HTML already: the caller has escaped every text in it."""
+        self._parts.append(html)
+
+    def style(self, css: str) -> None:
+        """More rules for the page's style sheet."""
+        self._styles.append(css)
+
+    def data(self, name: str, value: object) -> None:
+        """JSON for scripts, in an element with the id `name`. No text in it can end the element."""
+        text = json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+        self._parts.append(f'<script type="application/json" id="{escape(name)}">{text}</script>')
+
+    def script(self, javascript: str) -> None:
+        """A script of ours, or of a third party. Raises ValueError if its text would end its element."""
+        if "</script" in javascript.lower():
+            raise ValueError("the script contains the end tag of its own element")
+        self._parts.append(f"<script>{javascript}</script>")
+
     def html(self) -> str:
         """The whole page."""
         foot = f'<p class="soft">evodsp {escape(__version__)}</p>'
         head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{escape(self._title)}</title>'
         body = "\n".join([*self._parts, foot])
-        head += f"<style>{_STYLE}{_COLOURS}</style>"
+        head += f"<style>{_STYLE}{_COLOURS}{''.join(self._styles)}</style>"
         return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n{body}\n</body></html>\n'

@@ -85,7 +85,7 @@ def test_a_broken_record_is_named_and_the_other_goes_on(workplace, break_record)
     assert lines[-1].startswith("1 done, 0 kept, 1 failed; reasons in ")
     listed = read_json(config.output / "failures.json")["failures"]
     assert listed == [{"name": failure.name, "reason": failure.reason}]
-    assert {path.name for path in config.output.iterdir()} == {"alpha_A", "failures.json"}
+    assert {path.name for path in config.output.iterdir()} == {"alpha_A", "failures.json", "index.html"}
 
 
 def test_failures_of_an_earlier_run_are_forgotten(workplace):
@@ -149,7 +149,7 @@ def test_numbers_that_are_not_finite_are_one_record(workplace, monkeypatch):
     found = predict_records(workplace.config, silent)
     assert [result.name for result in found.results] == ["beta_A"]
     assert "residue 4" in found.failures[0].reason
-    assert {path.name for path in workplace.config.output.iterdir()} == {"beta_A", "failures.json"}
+    assert {path.name for path in workplace.config.output.iterdir()} == {"beta_A", "failures.json", "index.html"}
 
 
 def test_the_exit_code_says_that_a_record_failed(workplace, monkeypatch):
@@ -176,4 +176,4 @@ def test_forty_records_of_which_five_are_hostile(workplace):
     assert [result.name for result in found.results] == good
     assert {failure.name for failure in found.failures} == set(hostile)
     assert found.line == "35 done, 0 kept, 5 failed"
-    assert {path.name for path in config.output.iterdir()} == {*good, "failures.json"}
+    assert {path.name for path in config.output.iterdir()} == {*good, "failures.json", "index.html"}

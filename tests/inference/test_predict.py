@@ -33,7 +33,8 @@ def test_all_files_of_two_targets(workplace):
     for result, query in zip(found, (QUERY, OTHER), strict=True):
         folder = workplace.config.output / result.name
         assert sorted(p.name for p in folder.iterdir()) == [
-            "ranking.json", "seed_0.cif", "seed_0_scores.json", "seed_1.cif", "seed_1_scores.json", "timings.json",
+            "ranking.json", "report.html", "seed_0.cif", "seed_0_scores.json", "seed_1.cif", "seed_1_scores.json",
+            "timings.json",
         ]  # fmt: skip
         chain = read_chain(folder / "seed_0.cif", "A")
         assert chain.sequence == query
@@ -42,7 +43,7 @@ def test_all_files_of_two_targets(workplace):
         assert len(scores["plddt"]) == len(query)
         assert all(0 <= value <= 100 for value in scores["plddt"])
         assert result.structure() == folder / f"seed_{result.best}.cif"
-    assert {p.name for p in workplace.config.output.iterdir()} == {"alpha_A", "beta_A"}
+    assert {p.name for p in workplace.config.output.iterdir()} == {"alpha_A", "beta_A", "index.html"}
 
 
 def test_ranking_is_by_mean_plddt(workplace):
@@ -207,7 +208,7 @@ def test_overwrite_leaves_no_stale_seed(workplace):
     predict(workplace.change(seeds=3), silent)
     predict(workplace.change(seeds=1, overwrite=True), silent)
     assert not (workplace.config.output / "alpha_A" / "seed_2.cif").exists()
-    assert {p.name for p in workplace.config.output.iterdir()} == {"alpha_A", "beta_A"}
+    assert {p.name for p in workplace.config.output.iterdir()} == {"alpha_A", "beta_A", "index.html"}
 
 
 def test_changed_alignment_is_noticed(workplace):

@@ -1,0 +1,97 @@
+"""The page of a folder of predictions, <output>/index.html: every target with its scores and a link to its page."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+from urllib.parse import quote
+
+import numpy as np
+
+from evodsp.errors import UserError
+from evodsp.files import whole_file
+from evodsp.inference.failures import Failure
+from evodsp.inference.residue_charts import BANDS
+from evodsp.inference.results import RANKING, REPORT, read_result, scores_name
+from evodsp.report.charts import histogram
+from evodsp.report.page import Page
+
+INDEX = "index.html"
+_STYLE = """
+.strip { width: 190px; height: 14px; border-radius: 3px; display: block; }
+.targets td { vertical-align: middle; } .targets th { position: sticky; top: 0; background: var(--back); }
+a { color: var(--bar); }
+"""
+_STRIP = 60
+"""Most pieces of the coloured strip of a target."""
+
+
+def write_batch_page(output: Path, failures: Sequence[Failure]) -> Path:
+    """Write the page of all finished results below `output`, also of earlier runs, and of the records that failed now."""
+    path, html = output / INDEX, batch_page(output, failures).html()
+    if path.is_file() and path.read_text(encoding="utf-8", errors="replace") == html:
+        return path  # a run that keeps everything changes nothing
+    with whole_file(path) as partial:
+        partial.write_text(html, encoding="utf-8")
+    return path
+
+
+def batch_page(output: Path, failures: Sequence[Failure]) -> Page:
+    """The page. Folders without a complete result are left out."""
+    rows, means = [], []
+    for folder in sorted(path.parent for path in output.glob(f"*/{RANKING}")):
+        try:
+            result = read_result(folder)
+            ranking = json.loads((folder / RANKING).read_text(encoding="utf-8"))
+            plddt = np.array(json.loads((folder / scores_name(result.best)).read_text(encoding="utf-8"))["plddt"])
+        except (UserError, ValueError, KeyError):
+            continue  # not a result of ours, or one that predict would refuse to keep
+        means.append(result.mean_plddt[result.best])
+        ptm = ranking["ranking"][0].get("ptm")
+        rows.append(_row(folder, result.name, plddt, means[-1], ptm, len(result.mean_plddt)))
+    page = Page("Predictions", f"{len(rows):,} targets, best seed of each")
+    page.style(_STYLE)
+    page.figures(
+        {
+            "targets": f"{len(rows):,}",
+            "mean pLDDT": f"{np.mean(means):.1f}" if means else "–",
+            "failed": f"{len(failures):,}",
+        }
+    )
+    heads = "".join(f"<th{kind}>{name}</th>" for name, kind in _HEADINGS)
+    page.markup(f'<div class="scroll"><table class="targets"><tr>{heads}</tr>{"".join(rows)}</table></div>')
+    if len(means) > 4:
+        counts, _ = np.histogram(means, bins=20, range=(0, 100))
+        page.charts({"Mean pLDDT": histogram([5.0 * n for n in range(21)], counts.tolist(), "mean pLDDT", "targets")})
+    if failures:
+        page.heading("Records that failed")
+        page.table(["record", "reason"], [[failure.name, failure.reason] for failure in failures])
+    return page
+
+
+_NUMBER = ' class="number"'
+_HEADINGS = (
+    ("target", ""), ("residues", _NUMBER), ("mean pLDDT", _NUMBER), ("pTM", _NUMBER), ("seeds", _NUMBER),
+    ("pLDDT along the sequence", ""),
+)  # fmt: skip
+
+
+def _row(folder: Path, name: str, plddt: np.ndarray, mean: float, ptm: float | None, seeds: int) -> str:
+    link = escape(name)
+    if (folder / REPORT).is_file():
+        link = f'<a href="{quote(folder.name)}/{REPORT}">{link}</a>'
+    numbers = (f"{len(plddt):,}", f"{mean:.1f}", "" if ptm is None else f"{ptm:.2f}", f"{seeds}")
+    cells = "".join(f"<td{_NUMBER}>{number}</td>" for number in numbers)
+    return f"<tr><td>{link}</td>{cells}<td>{_strip(plddt)}</td></tr>"
+
+
+def _strip(plddt: np.ndarray) -> str:
+    """The bands of pLDDT along the sequence as one coloured line."""
+    pieces = np.array_split(plddt, min(_STRIP, len(plddt)))
+    colours = [next(colour for lower, colour, _ in BANDS if piece.mean() >= lower) for piece in pieces]
+    bars = "".join(f'<rect x="{n}" width="1.02" height="1" fill="{colour}"/>' for n, colour in enumerate(colours))
+    label = f"pLDDT from {plddt.min():.0f} to {plddt.max():.0f}"
+    box = f'viewBox="0 0 {len(colours)} 1" preserveAspectRatio="none"'
+    return f'<svg class="strip" {box} role="img" aria-label="{label}">{bars}</svg>'

@@ -1,0 +1,261 @@
+"""The page of one target's predictions, <output>/<name>/report.html: structure, confidence, alignments, settings.
+
+It is one file that needs no network: the viewer (3Dmol.js) is in it. It is made from the finished files of the target's folder,
+so seeds of earlier runs are on it. Tables and charts need no script. Shapes: R residues.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import gemmi
+import numpy as np
+from jaxtyping import Float
+
+from evodsp.data.mmcif import read_chain
+from evodsp.data.records import Alignment, Chain
+from evodsp.geometry.alphabet import RESTYPE_1TO3
+from evodsp.geometry.residues import ATOM_TYPES, CA
+from evodsp.inference.coverage import Coverage, coverage
+from evodsp.inference.residue_charts import (
+    BANDS,
+    LEFT,
+    PAE_COLOURS,
+    RIGHT,
+    WIDTH,
+    coverage_chart,
+    pae_uri,
+    palette,
+    plddt_chart,
+)
+from evodsp.inference.results import RANKING, REPORT, TIMINGS, pae_name, scores_name
+from evodsp.report.page import Page
+
+_MOST_CELLS = 2_500_000
+"""Cells of all matrices of aligned errors together: 3.3 MB of the page. Larger ones are averaged over neighbouring residues."""
+_PICTURE = 400
+"""Most rows of the picture that is there without a script."""
+_LEVELS = 254
+_FARTHEST = 22.0
+"""Å; the scale of the distances that are shown if there are no aligned errors. The distogram's last bin begins there."""
+
+
+@dataclass(frozen=True)
+class _Seed:
+    """One prediction, as its files say."""
+
+    seed: int
+    chain: Chain
+    plddt: Float[np.ndarray, " R"]
+    pae: Float[np.ndarray, "R R"] | None
+    """Å."""
+    highest: float
+    """The largest error that the head can predict, Å."""
+
+
+def write_target_page(folder: Path, alignments: Sequence[Alignment]) -> None:
+    """Write the page of the finished result in `folder`. `alignments`: those that it was predicted from."""
+    ranking = json.loads((folder / RANKING).read_text(encoding="utf-8"))
+    timings = json.loads((folder / TIMINGS).read_text(encoding="utf-8"))
+    seeds = [_read_seed(folder, entry) for entry in ranking["ranking"]]
+    found = coverage(alignments) if alignments else None
+    page = target_page(ranking, timings, seeds, found)
+    (folder / REPORT).write_text(page.html(), encoding="utf-8")
+
+
+def target_page(
+    ranking: Mapping[str, Any], timings: Mapping[str, Any], seeds: Sequence[_Seed], found: Coverage | None
+) -> Page:
+    """The page. `ranking`, `timings`: the contents of the two files; `seeds`: best first."""
+    best, entries = seeds[0], ranking["ranking"]
+    length = len(best.plddt)
+    # Where the alignments are one row, the query, there is nothing to show.
+    found = found if found is not None and found.sequences > 1 else None
+    page = Page(ranking["name"], f"Predicted structure, {length:,} residues. Confidence is the model's own estimate.")
+    page.style(_asset("target.css"))
+    figures = {"mean pLDDT, best seed": f"{entries[0]['mean_plddt']:.1f}"}
+    if "ptm" in entries[0]:
+        figures["pTM, best seed"] = f"{entries[0]['ptm']:.2f}"
+    figures |= {"residues": f"{length:,}", "residues with pLDDT above 70": f"{np.mean(best.plddt > 70):.0%}"}
+    figures["sequences in the alignments" if found else "no alignments"] = (
+        f"{found.sequences:,}" if found else "1 sequence"
+    )
+    figures["seconds in the model"] = f"{timings['model_seconds']:,.1f}"
+    page.figures(figures)
+    page.markup(_seed_buttons(entries))
+    page.markup(_views(best))
+    page.markup('<p id="readout" aria-live="polite"></p>')
+    page.wide_chart("pLDDT along the sequence", plddt_chart({one.seed: one.plddt for one in seeds}, best.seed))
+    if found:
+        page.wide_chart("Alignment coverage", coverage_chart(found))
+        page.markup(
+            '<p class="soft">Rows: sequences, most similar to the query on top; identity <span class="ramp identity"></span>'
+            "0 to 100 %. Line: sequences that cover a residue.</p>"
+        )
+    page.heading("Seeds")
+    headings = [
+        "rank",
+        "seed",
+        "mean pLDDT",
+        *(["pTM"] if "ptm" in entries[0] else []),
+        "CA RMSD to the best, Å",
+        "file",
+    ]
+    page.table(headings, _seed_rows(entries, seeds), numbers=set(headings) - {"file"})
+    page.heading("Timings")
+    page.table(["what", "value"], _plain_rows(timings))
+    page.heading("Settings")
+    settings = {"evodsp_version": ranking["evodsp_version"], **ranking["settings"]}
+    page.table(["setting", "value"], _plain_rows(settings))
+    page.note(
+        "3D view: 3Dmol.js (Rego and Koes, 2015), BSD licence. Colours of pLDDT and aligned error as in the AlphaFold database."
+    )
+    page.data("prediction", _data(seeds, found))
+    page.script((files("evodsp.report") / "third_party" / "3Dmol-min.js").read_text(encoding="utf-8"))
+    page.script(_asset("target.js"))
+    return page
+
+
+def _asset(name: str) -> str:
+    return (files("evodsp.inference") / "pages" / name).read_text(encoding="utf-8")
+
+
+def _read_seed(folder: Path, entry: Mapping[str, Any]) -> _Seed:
+    seed = int(entry["seed"])
+    scores = json.loads((folder / scores_name(seed)).read_text(encoding="utf-8"))
+    pae, highest = None, _FARTHEST
+    if "ptm" in entry:
+        error = json.loads((folder / pae_name(seed)).read_text(encoding="utf-8"))[0]
+        pae, highest = np.array(error["predicted_aligned_error"], np.float32), error["max_predicted_aligned_error"]
+    return _Seed(
+        seed, read_chain(folder / entry["structure"], "A"), np.array(scores["plddt"], np.float32), pae, highest
+    )
+
+
+def _seed_buttons(entries: Sequence[Mapping[str, Any]]) -> str:
+    if len(entries) == 1:
+        return ""
+    buttons = (
+        f'<button type="button" data-seed="{entry["seed"]}" aria-pressed="false">seed {entry["seed"]} '
+        f"({entry['mean_plddt']:.1f})</button>"
+        for entry in entries
+    )
+    return f'<div id="seeds" role="group" aria-label="Seed that is shown, with its mean pLDDT">{"".join(buttons)}</div>'
+
+
+def _views(best: _Seed) -> str:
+    """The structure and the matrix side by side."""
+    edges = [f"> {lower}" if lower else f"< {BANDS[-2][0]}" for lower, _, _ in BANDS]
+    bands = "".join(
+        f'<span><i style="background:{colour}"></i>{name} ({escape(edge)})</span>'
+        for (_, colour, name), edge in zip(BANDS, edges, strict=True)
+    )
+    if best.pae is None:
+        title, scale, picture, axes = "CA-CA distances of the structure", "distance", "", ("residue", "residue")
+    else:
+        title, scale, axes = "Predicted aligned error", "error", ("scored residue", "aligned residue")
+        image = pae_uri(_reduced(best.pae, math.ceil(len(best.pae) / _PICTURE)), best.highest)
+        picture = f'<img alt="Predicted aligned error of the best seed" src="{image}">'
+    across, down = axes
+    under = f'<div class="under soft"><span>1</span><span>{across}</span><span>{len(best.plddt):,}</span></div>'
+    return (
+        '<div class="views"><div class="view"><h3>Structure, coloured by pLDDT</h3>'
+        '<div id="viewer"><p>The 3D view needs JavaScript. The structure is in the file beside this page.</p></div>'
+        f'<p class="bands"><b>pLDDT</b>&ensp;{bands}</p></div>'
+        f'<div class="view"><h3>{title}</h3><div class="square"><span class="axis-y soft">{down}</span>{picture}'
+        f'<canvas id="matrix" tabindex="0" role="img" aria-label="{title}; arrow keys move the pair" hidden></canvas>'
+        f'<svg class="cross" id="cross" viewBox="0 0 100 100" preserveAspectRatio="none"></svg></div>{under}'
+        f'<p class="soft">{scale} 0 <span class="ramp pae"></span> {best.highest:g} Å or more</p></div></div>'
+    )
+
+
+def _seed_rows(entries: Sequence[Mapping[str, Any]], seeds: Sequence[_Seed]) -> list[list[str | int]]:
+    rows: list[list[str | int]] = []
+    for rank, (entry, one) in enumerate(zip(entries, seeds, strict=True), start=1):
+        ptm = [f"{entry['ptm']:.3f}"] if "ptm" in entry else []
+        moved = _superposed(one.chain, seeds[0].chain)[:, CA] - seeds[0].chain.positions[:, CA]
+        both = one.chain.mask[:, CA] > 0.5
+        rmsd = f"{math.sqrt((moved[both] ** 2).sum(-1).mean()):.2f}" if both.any() else ""
+        rows.append([rank, str(entry["seed"]), f"{entry['mean_plddt']:.2f}", *ptm, rmsd, str(entry["structure"])])
+    return rows
+
+
+def _plain_rows(values: Mapping[str, Any]) -> list[list[str]]:
+    """Names and values for a table, without those that are None."""
+    return [[name.replace("_", " "), _plain(value)] for name, value in values.items() if value is not None]
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, list):
+        return "; ".join(map(_plain, value)) or "none"
+    if isinstance(value, dict):
+        return ", ".join(f"{name.replace('_', ' ')} {_plain(item)}" for name, item in value.items())
+    return f"{value:,}" if isinstance(value, int | float) and not isinstance(value, bool) else str(value)
+
+
+def _data(seeds: Sequence[_Seed], found: Coverage | None) -> dict[str, Any]:
+    """What the script needs. All seeds have the same atoms, because the sequence decides which there are."""
+    chain = seeds[0].chain
+    residue, atom = np.nonzero(chain.mask > 0.5)
+    step = math.ceil(len(chain) * math.sqrt(len(seeds) / _MOST_CELLS))
+    return {
+        "sequence": chain.sequence,
+        "residue_names": {letter: RESTYPE_1TO3.get(letter, "UNK") for letter in sorted(set(chain.sequence))},
+        "atom_names": ATOM_TYPES,
+        "atom_type": _base64(atom.astype("u1")),
+        "atom_residue": _base64(residue.astype("<i4")),
+        "bands": [[lower, colour] for lower, colour, _ in BANDS],
+        "palette": palette(PAE_COLOURS).reshape(-1).tolist(),
+        "matrix": "distance" if seeds[0].pae is None else "PAE",
+        "highest": seeds[0].highest,
+        "step": step,
+        "charts": {"width": WIDTH, "left": LEFT, "right": RIGHT},
+        "counts": found.counts.tolist() if found else None,
+        "seeds": [
+            {
+                "seed": one.seed,
+                "plddt": [round(float(value), 1) for value in one.plddt],
+                "coordinates": _base64((_superposed(one.chain, chain)[residue, atom] * 1000).round().astype("<i4")),
+                "pae": None if one.pae is None else _base64(_quantised(_reduced(one.pae, step), one.highest)),
+            }
+            for one in seeds
+        ],
+    }  # fmt: skip
+
+
+def _base64(values: np.ndarray) -> str:
+    return base64.b64encode(values.tobytes()).decode()
+
+
+def _quantised(pae: Float[np.ndarray, "R R"], highest: float) -> np.ndarray:
+    """Aligned errors as bytes: steps of about an eighth of an Å."""
+    return np.clip(pae / highest * _LEVELS, 0, _LEVELS).round().astype("u1")
+
+
+def _reduced(pae: Float[np.ndarray, "R R"], step: int) -> np.ndarray:
+    """The matrix averaged over blocks of `step` residues; the last block may be smaller."""
+    if step == 1:
+        return pae
+    starts = np.arange(0, len(pae), step)
+    sizes = np.diff([*starts, len(pae)])
+    sums = np.add.reduceat(np.add.reduceat(pae.astype(np.float64), starts, axis=0), starts, axis=1)
+    return sums / np.outer(sizes, sizes)
+
+
+def _superposed(chain: Chain, onto: Chain) -> Float[np.ndarray, "R 37 3"]:
+    """Positions of `chain` after superposition of its CA atoms onto those of `onto`, so that seeds lie on one another."""
+    both = (chain.mask[:, CA] > 0.5) & (onto.mask[:, CA] > 0.5)
+    if chain is onto or both.sum() < 3:
+        return chain.positions
+    fixed, moving = ([gemmi.Position(*xyz) for xyz in one.positions[both, CA].tolist()] for one in (onto, chain))
+    transform = gemmi.superpose_positions(fixed, moving).transform
+    rotation, shift = np.array(transform.mat.tolist()), np.array(transform.vec.tolist())
+    return chain.positions @ rotation.T + shift

@@ -1,0 +1,38 @@
+// Moves the mouse over a page of predictions and leaves what the page answers as its only text (test_target_page.py).
+setTimeout(async () => {
+  const answer = {};
+  const wait = () => new Promise((done) => setTimeout(done, 300));
+  const hover = (element, x, y) => {
+    const box = element.getBoundingClientRect();
+    const at = { clientX: box.left + box.width * x, clientY: box.top + box.height * y };
+    element.dispatchEvent(new MouseEvent("mousemove", { bubbles: true, ...at }));
+  };
+  const count = (selector) => document.querySelectorAll(selector).length;
+  const readout = () => document.getElementById("readout").textContent;
+  const dark = () => {
+    const source = document.querySelector("#viewer canvas"), copy = document.createElement("canvas");
+    [copy.width, copy.height] = [source.width, source.height];
+    const context = copy.getContext("2d");
+    context.drawImage(source, 0, 0);
+    const { data } = context.getImageData(0, 0, copy.width, copy.height);
+    let pixels = 0;
+    for (let k = 0; k < data.length; k += 4) if (data[k + 3] && data[k] + data[k + 1] + data[k + 2] < 700) pixels++;
+    return pixels;
+  };
+
+  answer.drawn = dark();
+  hover(document.getElementById("matrix"), 10.5 / 60, 20.5 / 60);
+  await wait();
+  answer.pair = readout();
+  answer.lines = count("#cross line");
+  hover(document.querySelector("svg.along"), (56 + (932 * 30.5) / 60) / 1000, 0.5);
+  await wait();
+  answer.residue = readout();
+  answer.cursors = count(".cursor:not([hidden])");
+  document.querySelectorAll("#seeds button")[1].click();
+  await wait();
+  answer.other = readout();
+  answer.shown = [...document.querySelectorAll(".plddt:not([hidden])")].map((line) => line.dataset.seed);
+  answer.redrawn = dark();
+  document.body.textContent = "ANSWER" + JSON.stringify(answer) + "END";
+}, 500);

@@ -1,0 +1,163 @@
+"""The page of a target: its numbers are those of the files, no text becomes markup, and in a browser it draws and answers."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import shutil
+import subprocess
+from html import unescape
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from evodsp.data.records import Alignment
+from evodsp.geometry.alphabet import GAP
+from evodsp.geometry.residues import CA
+from evodsp.inference.batch_page import write_batch_page
+from evodsp.inference.coverage import coverage
+from evodsp.inference.failures import Failure
+from evodsp.inference.results import TIMINGS, write_json, write_results
+from evodsp.inference.target_page import write_target_page
+from evodsp.inference.writers import AlignedError, PredictedStructure
+
+NAME = "x</script><b>&"
+RESIDUES = 60
+
+
+def helix(seed: int) -> PredictedStructure:
+    """A helix of alanines, turned and moved for each seed: the shape is the same."""
+    number = np.arange(RESIDUES)
+    positions = np.zeros((RESIDUES, 37, 3), np.float32)
+    # radius (Å), phase (degrees) and height (Å) of N, CA, C and O of an ideal helix
+    for atom, radius, phase, height in ((0, 1.55, -27.5, -0.9), (1, 2.28, 0, 0), (2, 1.66, 26, 1.1), (4, 2.0, 20, 2.3)):
+        angle = np.radians(100 * number + phase + 70 * seed)
+        positions[:, atom] = np.stack([radius * np.cos(angle), radius * np.sin(angle), 1.5 * number + height], 1)
+    mask = np.zeros((RESIDUES, 37), np.float32)
+    mask[:, [0, 1, 2, 4]] = 1
+    mask[7] = 0  # a residue without atoms
+    pae = np.abs(number[:, None] - 2.0 * number[None]).astype(np.float32) % 31
+    plddt = (95 - number - 5 * seed).astype(np.float32)
+    aatype = np.where(number == 7, 20, 0)
+    positions = (positions + 20 * seed) * mask[..., None]
+    return PredictedStructure(NAME, aatype, positions, mask, plddt, aligned_error=AlignedError(pae, 31.75, 0.8))
+
+
+def alignment() -> Alignment:
+    """The query, a half and a stranger."""
+    residues = np.zeros((3, RESIDUES), np.int8)
+    residues[1, 30:] = GAP
+    residues[2] = 1
+    return Alignment("x.a3m", ("query", "half", "stranger"), residues, np.zeros_like(residues, np.int32))
+
+
+@pytest.fixture(scope="module")
+def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished target with two seeds, its page and the page of the batch."""
+    root = tmp_path_factory.mktemp("predictions")
+    folder = root / "x"
+    folder.mkdir()
+    write_results(folder, {0: helix(0), 1: helix(1)}, "cif", {"templates": ["<i>1abc"]}, NAME)
+    write_json(folder / TIMINGS, {"name": NAME, "model_seconds": 3.25})
+    write_target_page(folder, [alignment()])
+    write_batch_page(root, [Failure("<u>bad", "no <u>letters")])
+    return root
+
+
+def embedded(page: str) -> dict[str, Any]:
+    found = re.search(r'<script type="application/json" id="prediction">(.*?)</script>', page, re.DOTALL)
+    assert found is not None
+    return json.loads(found[1])
+
+
+def test_no_text_becomes_markup(output: Path) -> None:
+    """Catches a header that ends a script or adds an element to the page, and addresses that need a network."""
+    for path in (output / "x" / "report.html", output / "index.html"):
+        page = path.read_text()
+        assert NAME not in page
+        assert not {"<b>&", "<i>1abc", "<u>"} & set(re.findall(r"<b>&|<i>1abc|<u>", page))
+        assert NAME in unescape(page)
+        assert not re.search(r"""(src|href)=["']?(https?:)?//""", page)
+        assert page.count("<script") == page.count("</script>")
+
+
+def test_data_is_that_of_the_files(output: Path) -> None:
+    """Catches coordinates in another order or scale, seeds that are exchanged, and a transposed matrix of errors."""
+    data = embedded((output / "x" / "report.html").read_text())
+    first, second = data["seeds"]
+    assert (first["seed"], second["seed"]) == (0, 1)
+    residue = np.frombuffer(base64.b64decode(data["atom_residue"]), "<i4")
+    atom = np.frombuffer(base64.b64decode(data["atom_type"]), "u1")
+    assert 7 not in residue
+    xyz = np.frombuffer(base64.b64decode(first["coordinates"]), "<i4").reshape(-1, 3) / 1000
+    expected = helix(0).positions
+    np.testing.assert_allclose(xyz, expected[residue, atom], atol=1e-3)
+    moved = np.frombuffer(base64.b64decode(second["coordinates"]), "<i4").reshape(-1, 3) / 1000
+    carbons = atom == CA
+    np.testing.assert_allclose(moved[carbons], xyz[carbons], atol=5e-3, err_msg="seeds do not lie on one another")
+    pae = np.frombuffer(base64.b64decode(first["pae"]), "u1").reshape(RESIDUES, RESIDUES) * 31.75 / 254
+    np.testing.assert_allclose(pae, helix(0).aligned_error.pae, atol=0.07)  # type: ignore[union-attr]
+    assert first["plddt"][3] == 92
+    assert second["plddt"][3] == 87
+
+
+def test_many_seeds_share_the_page(monkeypatch: pytest.MonkeyPatch, output: Path) -> None:
+    """Catches pages that grow without limit, and blocks of residues that are not averages."""
+    monkeypatch.setattr("evodsp.inference.target_page._MOST_CELLS", 2 * 9 * 9)
+    write_target_page(output / "x", [alignment()])
+    data = embedded((output / "x" / "report.html").read_text())
+    assert data["step"] == 7
+    pae = np.frombuffer(base64.b64decode(data["seeds"][0]["pae"]), "u1").reshape(9, 9) * 31.75 / 254
+    true = helix(0).aligned_error.pae  # type: ignore[union-attr]
+    np.testing.assert_allclose(pae[1, 2], true[7:14, 14:21].mean(), atol=0.07)
+    np.testing.assert_allclose(pae[8, 8], true[56:, 56:].mean(), atol=0.07)
+    monkeypatch.undo()
+    write_target_page(output / "x", [alignment()])
+
+
+def test_coverage() -> None:
+    """Catches identities over gaps, rows in another order, and counts of the first alignment only."""
+    found = coverage([alignment(), alignment()])
+    assert found.sequences == 6
+    assert found.counts[[0, 29, 30, 59]].tolist() == [6, 6, 4, 4]
+    np.testing.assert_array_equal(found.rows[:, 0], [1, 1, 1, 1, 0, 0])
+    assert np.isnan(found.rows[:4, 59]).sum() == 2
+
+
+def test_index_links_to_the_pages(output: Path) -> None:
+    """Catches links to nowhere, and records that failed without a word."""
+    page = (output / "index.html").read_text()
+    links = re.findall(r'href="([^"]+)"', page)
+    assert links == ["x/report.html"]
+    assert (output / links[0]).is_file()
+    assert "no &lt;u&gt;letters" in page
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium (Debian's package), to open the page")
+def test_page_in_a_browser(output: Path, tmp_path: Path) -> None:
+    """Catches errors of the script, an empty viewer, and hovering that names another residue or a transposed pair."""
+    probe = (Path(__file__).parent / "probe_page.js").read_text()
+    page = tmp_path / "probe.html"
+    page.write_text((output / "x" / "report.html").read_text().replace("</body>", f"<script>{probe}</script></body>"))
+    command = [
+        "chromium", "--headless", "--no-sandbox", "--disable-gpu", "--use-gl=angle", "--use-angle=swiftshader",
+        "--enable-unsafe-swiftshader", "--enable-logging=stderr", f"--user-data-dir={tmp_path / 'profile'}",
+        "--window-size=1200,900", "--virtual-time-budget=6000", "--dump-dom", page.as_uri(),
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    messages = [line for line in done.stderr.splitlines() if "CONSOLE" in line and "GL Driver Message" not in line]
+    assert not messages
+    found = re.search("ANSWER(.*)END", done.stdout)
+    assert found is not None, done.stderr[-2000:]
+    answer = json.loads(unescape(found[1]))
+    assert answer["drawn"] > 2000, "the viewer is empty"
+    assert answer["redrawn"] > 2000
+    assert answer["pair"] == "ALA 21: pLDDT 75.0 · ALA 11: pLDDT 85.0 · 3 sequences · PAE 21 → 11: 0.0 Å"
+    assert answer["lines"] == 2
+    assert answer["residue"] == "ALA 31: pLDDT 65.0 · 2 sequences"
+    assert answer["cursors"] == 2
+    assert answer["other"] == "ALA 31: pLDDT 60.0 · 2 sequences"
+    assert answer["shown"] == ["1"]
