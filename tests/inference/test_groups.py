@@ -89,7 +89,7 @@ def test_groups_of_one_rank_share_the_records(workplace: Workplace, pool: RankPo
     assert found[1][:2] == (names, failed)
     assert names == ["r0", "r1", "r3", "r4", "r6"]
     assert sorted(failed) == ["r2", "r5"]
-    assert {path.name for path in config.output.iterdir()} == {*names, "failures.json"}
+    assert {path.name for path in config.output.iterdir()} == {*names, "failures.json", "index.html"}
     assert len(read_json(config.output / "failures.json")["failures"]) == 2
     assert "2 groups of ranks take 5 records, the longest first" in lines
     assert sum("residues" in line and "/5]" in line for line in lines) == 5
