@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import xml.etree.ElementTree as ElementTree
 
@@ -48,3 +49,14 @@ def test_a_page_needs_no_network_and_follows_the_screen() -> None:
     html = Page("t").html()
     assert not re.search(r"https?:|<script|<link|@import", html)
     assert "prefers-color-scheme: dark" in html
+
+
+def test_data_and_scripts_stay_in_their_elements() -> None:
+    """Catches a text in the data that ends its element, or is another one when it is read back."""
+    page = Page("A page")
+    value = {"name": "</script><b>", "numbers": [1, 2.5]}
+    page.data("it", value)
+    found = re.findall(r'<script type="application/json" id="it">(.*?)</script>', page.html())
+    assert [json.loads(text) for text in found] == [value]
+    with pytest.raises(ValueError, match="end tag"):
+        page.script("'</SCRIPT>'")

@@ -35,7 +35,7 @@
         throw new Error("no WebGL");
       }
       place.textContent = "";
-      return $3Dmol.createViewer(place, { backgroundColor: "white", antialias: true });
+      return $3Dmol.createViewer(place, { backgroundColor: "white", backgroundAlpha: 0, antialias: true });
     } catch (error) {
       place.innerHTML = "<p></p>";
       place.firstChild.textContent = "This browser cannot draw in 3D (" + error.message + "). The structure is in the file " +
