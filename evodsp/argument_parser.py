@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
+import json
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -35,6 +36,8 @@ class OneLineErrors(ArgumentParser):
     words: tuple[str, ...] = ()
     alone: Mapping[str, str] = MappingProxyType({})
     """What options mean that are given without a value, by their names without dashes."""
+    several: frozenset[str] = frozenset()
+    """Options that may be given once more for each of several values, by their names without dashes."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{"allow_abbrev": False, "formatter_class": HelpFormatter, **kwargs})
@@ -49,6 +52,8 @@ class OneLineErrors(ArgumentParser):
         self.config_files = tuple(_values_of("--config", words) + _values_of("-c", words))
         self.words = tuple(words)
         self._refuse_repetition()
+        for option in self.several:
+            words = _as_list(f"--{option}", words)
         self._check_environment()
         config = super().parse_args(words, *rest, **kwargs)
         self._check_groups(config)
@@ -158,7 +163,7 @@ class OneLineErrors(ArgumentParser):
 
     def _refuse_repetition(self) -> None:
         """Raise UserError if an option that takes one value is given twice; the first value would be lost without a word."""
-        single = {f"--{key}" for key in self.known_keys()} - {"--config"}
+        single = {f"--{key}" for key in self.known_keys()} - {"--config", *(f"--{key}" for key in self.several)}
         given = [option for word in self.words if (option := word.partition("=")[0]) in single]
         if repeated := [option for option in given if given.count(option) > 1]:
             raise UserError(f"{repeated[0]} is given more than once; give it once")
@@ -255,6 +260,20 @@ def leaves(settings: Any, where: str) -> Iterator[tuple[str, Any]]:
             yield from leaves(value, key)
         else:
             yield key, value
+
+
+def _as_list(option: str, words: list[str]) -> list[str]:
+    """`words` with one list of all values in the place of an `option` that is given several times."""
+    values = _values_of(option, words)
+    if len(values) < 2:
+        return words
+    rest: list[str] = []
+    skipped = False
+    for before, word in itertools.pairwise(["", *words]):
+        skipped = before == option and not skipped
+        if not skipped and word != option and not word.startswith(f"{option}="):
+            rest.append(word)
+    return [*rest, f"{option}={json.dumps(values)}"]
 
 
 def _values_of(option: str, words: list[str]) -> list[str]:

@@ -56,6 +56,8 @@ class SettingsCommand(Command):
     """Whether options may also come from YAML files (--config FILE), and be printed as one (--print_config)."""
     alone: Mapping[str, str] = field(default_factory=dict)
     """What options mean that are given without a value."""
+    several: frozenset[str] = frozenset()
+    """Options that may be given once more for each of several values."""
 
     def __call__(self, words: list[str]) -> int:
         from jsonargparse import ActionConfigFile
@@ -68,7 +70,7 @@ class SettingsCommand(Command):
             usage=f"evodsp {self.name} {self.required} [--option value ...]",
             description=self.description,
         )
-        parser.alone = self.alone
+        parser.alone, parser.several = self.alone, self.several
         settings_class = _imported(self.settings)
         if self.from_files:
             text = "YAML file of options. Several files may be given; of several values the last one counts."
@@ -141,6 +143,7 @@ COMMANDS: dict[str, Command] = {
             description="Predict the structures of sequences: FASTA files, A3M files (the first sequence is predicted, the "
             "file is its alignment), folders of either, or - for FASTA on standard input.",
             positional="inputs",
+            several=frozenset({"checkpoint"}),
             from_files=True,
         ),
         SettingsCommand(

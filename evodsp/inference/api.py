@@ -18,7 +18,7 @@ _PATHS = ("templates", "obsolete")
 def predict(
     fasta: str | Path | Sequence[str | Path],
     alignments: str | Path | None,
-    checkpoint: str | Path,
+    checkpoint: str | Path | Sequence[str | Path],
     output: str | Path,
     report: Callable[[str], None] = print,
     **options: Any,
@@ -31,7 +31,8 @@ def predict(
     options: any other option of `evodsp predict`, under its name: seeds, recycles, templates, format, preset, device, ….
 
     Returns one result per record, in the order of the inputs: `result.structure()` is the path of the best structure,
-    `result.mean_plddt` the mean pLDDT of each seed. Raises UserError if an input or an option is wrong.
+    `result.mean_plddt` the mean pLDDT of each seed (with several checkpoints of each '<model>_seed_<k>'). Raises UserError if
+    an input or an option is wrong.
 
         for result in evodsp.predict("x.fasta", "alignments", "params_model_1_ptm.npz", "out", seeds=3):
             print(result.name, result.structure(), result.mean_plddt[result.best])
@@ -45,7 +46,7 @@ def predict(
     config = PredictConfig(
         inputs=tuple(Path(path) for path in ([fasta] if isinstance(fasta, str | Path) else fasta)),
         alignments=None if alignments is None else Path(alignments),
-        checkpoint=Path(checkpoint),
+        checkpoint=Path(checkpoint) if isinstance(checkpoint, str | Path) else [Path(path) for path in checkpoint],
         output=Path(output),
         **options,
     )

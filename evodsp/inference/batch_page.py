@@ -51,7 +51,7 @@ def batch_page(output: Path, failures: Sequence[Failure]) -> Page:
         means.append(result.mean_plddt[result.best])
         ptm = ranking["ranking"][0].get("ptm")
         rows.append(_row(folder, result.name, plddt, means[-1], ptm, len(result.mean_plddt)))
-    page = Page("Predictions", f"{len(rows):,} {'target' if len(rows) == 1 else 'targets'}, best seed of each")
+    page = Page("Predictions", f"{len(rows):,} {'target' if len(rows) == 1 else 'targets'}, best prediction of each")
     page.style(_STYLE)
     page.figures(
         {
@@ -73,7 +73,7 @@ def batch_page(output: Path, failures: Sequence[Failure]) -> Page:
 
 _NUMBER = ' class="number"'
 _HEADINGS = (
-    ("target", ""), ("residues", _NUMBER), ("mean pLDDT", _NUMBER), ("pTM", _NUMBER), ("seeds", _NUMBER),
+    ("target", ""), ("residues", _NUMBER), ("mean pLDDT", _NUMBER), ("pTM", _NUMBER), ("predictions", _NUMBER),
     ("pLDDT along the sequence", ""),
 )  # fmt: skip
 

@@ -32,9 +32,10 @@ class PredictConfig:
     alignments: Path | None = None
     """Folder of alignments (.a3m, .sto) with one sub-folder or one file per record, named as the record; the files of a single
     record may also lie directly in the folder. A record without alignments is predicted from its sequence alone."""
-    checkpoint: Path
+    checkpoint: Path | list[Path]
     """Checkpoint written by `evodsp fit`, or another program's parameters: DeepMind's params_model_<n>[_ptm].npz, OpenFold's
-    .pt or .ckpt, or the folder that DeepSpeed wrote for OpenFold."""
+    .pt or .ckpt, or the folder that DeepSpeed wrote for OpenFold. Several of them (the option once more for each, or a folder)
+    predict in turn, and their predictions are ranked together."""
     output: Path
     """Folder for the results, created if it does not exist: <output>/<name>/seed_<k>.cif and the files beside it."""
     templates: Path | None = None

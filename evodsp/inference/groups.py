@@ -9,8 +9,8 @@ from __future__ import annotations
 import pickle
 import time
 import uuid
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -18,6 +18,9 @@ from evodsp.launch.consensus import from_first
 from evodsp.parallel.group import Group
 
 _POLL_S = 0.2
+
+Report = Callable[[str], None]
+Result = TypeVar("Result")
 
 
 class Groups:
@@ -32,6 +35,10 @@ class Groups:
         run = from_first(lambda: uuid.uuid4().hex, everyone)
         self._store = dist.PrefixStore(run, dist.distributed_c10d._get_default_store())
         self._read = 0
+
+    def again(self) -> Groups:
+        """The same groups, for another list."""
+        return Groups(self.everyone, self.own)
 
     def places(self, total: int) -> Iterator[int]:
         """Those of the places 0 … `total` - 1 that this group takes, one after another. All ranks of the group get the same."""
@@ -57,3 +64,33 @@ class Groups:
             return True
         time.sleep(_POLL_S)
         return False
+
+
+def share(costs: Sequence[int], work: Callable[[int, Report], Result], report: Report, groups: Groups) -> list[Result]:
+    """What becomes of all items, in their order. The dearest are taken first, so that no group is left with one at the end.
+
+    `costs`: of each item. `work`: does the item of this number, and reports lines. Rank 0 of all reports the lines of other
+    groups when an item is done. All ranks call this, and get the same.
+    """
+    dearest_first = sorted(range(len(costs)), key=lambda item: -costs[item])
+    is_first, found = groups.everyone.rank == 0, dict[int, Result]()
+
+    def listen() -> None:
+        for place, (number, lines, result) in groups.news():
+            if number != groups.number:
+                for line in (f"(group {number}) {lines[0]}", *lines[1:]):
+                    report(line)
+            found[dearest_first[place]] = result
+
+    for place in groups.places(len(costs)):
+        lines: list[str] = []
+        result = work(dearest_first[place], report if is_first else lines.append)
+        groups.finish(place, (groups.number, lines, result))
+        if is_first:
+            listen()
+    while not groups.finished(len(costs)):
+        if is_first:
+            listen()
+    if is_first:
+        listen()
+    return from_first(lambda: [found[item] for item in range(len(costs))], groups.everyone)

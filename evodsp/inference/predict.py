@@ -1,4 +1,4 @@
-"""Predict structures from sequences, alignments and a checkpoint. One model is loaded for all targets and seeds.
+"""Predict structures from sequences, alignments and a checkpoint. A model is loaded once for all targets and seeds.
 
 All inputs and settings are checked before the model runs and before anything is written. A record that cannot be predicted is
 named, and the others go on (`evodsp.inference.failures`).
@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -27,14 +27,23 @@ from evodsp.inference.block_progress import block_progress
 from evodsp.inference.config import PredictConfig
 from evodsp.inference.devices import check_pair_fits, device_of, memory_entries, working_memory
 from evodsp.inference.failures import FAILURES, Failure, Outcome, memory_errors, none_usable, write_failures
-from evodsp.inference.groups import Groups
+from evodsp.inference.groups import Groups, share
+from evodsp.inference.jobs import Inputs, Job, Work
+from evodsp.inference.models import NamedModel, find_models
 from evodsp.inference.passes import SeedRun, layer_dtype, run_passes, structure_of
-from evodsp.inference.provenance import check_target_fits_ranks, feature_config, result_settings, seeds, sizes_line
+from evodsp.inference.provenance import (
+    check_target_fits_ranks,
+    feature_config,
+    result_settings,
+    seeds,
+    sizes_line,
+    with_template_row,
+)
 from evodsp.inference.results import TIMINGS, PredictionResult, write_json, write_results
-from evodsp.inference.stored import Stored, copy_files, find_stored
+from evodsp.inference.stored import copy_files, find_stored
 from evodsp.inference.target_page import write_target_page
 from evodsp.inference.target_templates import find_templates, takes_no_templates, template_source
-from evodsp.inference.targets import Target, digest, find_targets
+from evodsp.inference.targets import Target, find_targets
 from evodsp.inference.writers import PredictedStructure
 from evodsp.launch.consensus import all_of, check_same, from_first, on_first, tensors_from_first
 from evodsp.model.alphafold import AlphaFold
@@ -45,43 +54,8 @@ from evodsp.output import check_output_folder
 from evodsp.parallel.exchange import ShardedExchange
 from evodsp.parallel.group import Group
 from evodsp.weights.checkpoint import load_features, load_model
-from evodsp.weights.deepspeed import parameter_file
 
 Report = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class _Job:
-    """One target, with everything that its prediction needs besides the alignments and the model."""
-
-    target: Target
-    templates: TemplateFeatures
-    """The templates in use, best first."""
-    templates_line: str
-    templates_seconds: float
-    """Seconds spent on finding the templates."""
-    settings: dict[str, Any]
-    """The settings that its files depend on."""
-    stored: Stored | None
-    """The result of an earlier run with the same settings."""
-    seeds: list[int]
-    """The seeds that have to be predicted."""
-    kept: bool
-    """Whether all files are there already."""
-
-
-@dataclass(frozen=True)
-class _Work:
-    """What rank 0 reads and checks before the model runs."""
-
-    jobs: list[_Job]
-    failures: list[Failure]
-    """The records that cannot be predicted."""
-    features: FeatureConfig
-    trained: FeatureConfig
-    """The checkpoint's feature sizes."""
-    model: AlphaFold | None
-    """None if every result exists already."""
 
 
 class _OneRankFailed(UserError):
@@ -111,7 +85,50 @@ def predict_records(
     device = device_of(config.device)
     everyone = group if groups is None else groups.everyone
     check_same("settings", repr(config), everyone)
-    work = _prepare(config, device, everyone, ranks=1 if group is None else group.size)
+    inputs = from_first(lambda: _read_inputs(config), everyone)
+    failures = list(inputs.failures)
+    if inputs.targets:
+        for failure in failures:
+            report(f"failed: {failure.reason}")
+    results: dict[str, PredictionResult] = {}
+    # One model after the other: one is in memory, and each is loaded once. What is written is complete for the models so far.
+    for number, (model, trained) in enumerate(inputs.models):
+        if model.name is not None:
+            report(f"model {model.name}, {number + 1} of {len(inputs.models)}: {model.path}")
+        if number > 0:  # what is there now is the first model's
+            config, groups = replace(config, overwrite=False), None if groups is None else groups.again()
+        for found in _predict_with(model, trained, inputs, config, device, report, group, groups):
+            if isinstance(found, PredictionResult):
+                kept = found.kept and (found.name not in results or results[found.name].kept)
+                results[found.name] = replace(found, kept=kept)
+            else:
+                failures.append(found if model.name is None else replace(found, reason=f"{model.name}: {found.reason}"))
+    complete = [results[name] for target in inputs.targets if (name := target.query.name) in results]
+    if not complete:
+        raise none_usable(failures)
+    from_first(lambda: write_failures(config.output, failures), everyone)
+    index = from_first(lambda: write_batch_page(config.output, failures), everyone)
+    report(f"to look at: {index}")
+    outcome = Outcome(complete, failures)
+    report(outcome.line + (f"; reasons in {config.output / FAILURES}" if failures else ""))
+    return outcome
+
+
+def _predict_with(
+    named: NamedModel,
+    trained: FeatureConfig,
+    inputs: Inputs,
+    config: PredictConfig,
+    device: torch.device,
+    report: Report,
+    group: Group | None,
+    groups: Groups | None,
+) -> list[PredictionResult | Failure]:
+    """Predict every target with one model. `trained`: the feature sizes of its checkpoint."""
+    everyone = group if groups is None else groups.everyone
+    work = _prepare(named, trained, inputs, config, device, everyone, ranks=1 if group is None else group.size)
+    if not work.jobs:
+        return [*work.failures]
     model, features = work.model, work.features
     if model is not None:
         model = model.to(device).eval()
@@ -129,71 +146,31 @@ def predict_records(
         for line in summary(choices, device):
             report(line)
 
-    report(sizes_line(features, work.trained, config.ensembles))
-    failures = list(work.failures)
-    for failure in failures:
+    report(sizes_line(features, trained, config.ensembles))
+    for failure in work.failures:
         report(f"failed: {failure.reason}")
-    run = partial(_predict_job, model=model, config=config, features=features, group=group, total=len(work.jobs))
+
+    def run(number: int, say: Report) -> PredictionResult | Failure:
+        place = f"[{number + 1}/{len(work.jobs)}]"
+        return _predict_job(work.jobs[number], place, say, model, config, features, group)
+
     if groups is None:
-        found = [run(job, number, report) for number, job in enumerate(work.jobs, start=1)]
-    else:
-        found = _in_groups(work.jobs, run, report, groups)
-    failures += [result for result in found if isinstance(result, Failure)]
-    complete = [result for result in found if isinstance(result, PredictionResult)]
-    if not complete:
-        raise none_usable(failures)
-    from_first(lambda: write_failures(config.output, failures), everyone)
-    index = from_first(lambda: write_batch_page(config.output, failures), everyone)
-    report(f"to look at: {index}")
-    outcome = Outcome(complete, failures)
-    report(outcome.line + (f"; reasons in {config.output / FAILURES}" if failures else ""))
-    return outcome
-
-
-def _in_groups(
-    jobs: list[_Job], run: Callable[[_Job, int, Report], PredictionResult | Failure], report: Report, groups: Groups
-) -> list[PredictionResult | Failure]:
-    """What becomes of all jobs, in their order. The longest are taken first, so that no group is left with one at the end.
-
-    Rank 0 reports the lines of the other groups when a record is done.
-    """
-    longest_first = sorted(range(len(jobs)), key=lambda index: -len(jobs[index].target.query))
-    report(f"{groups.count} groups of ranks take {_count(len(jobs), 'record')}, the longest first")
-    is_first, found = groups.everyone.rank == 0, dict[int, PredictionResult | Failure]()
-
-    def listen() -> None:
-        for place, (number, lines, result) in groups.news():
-            if number != groups.number:
-                for line in (f"(group {number}) {lines[0]}", *lines[1:]):
-                    report(line)
-            found[longest_first[place]] = result
-
-    for place in groups.places(len(jobs)):
-        index, lines = longest_first[place], list[str]()
-        result = run(jobs[index], index + 1, report if is_first else lines.append)
-        groups.finish(place, (groups.number, lines, result))
-        if is_first:
-            listen()
-    while not groups.finished(len(jobs)):
-        if is_first:
-            listen()
-    if is_first:
-        listen()
-    return from_first(lambda: [found[index] for index in range(len(jobs))], groups.everyone)
+        return [*work.failures, *(run(number, report) for number in range(len(work.jobs)))]
+    report(f"{groups.count} groups of ranks take {_count(len(work.jobs), 'record')}, the longest first")
+    return [*work.failures, *share([len(job.target.query) for job in work.jobs], run, report, groups)]
 
 
 def _predict_job(
-    job: _Job,
-    number: int,
+    job: Job,
+    place: str,
     report: Report,
     model: AlphaFold | None,
     config: PredictConfig,
     features: FeatureConfig,
     group: Group | None,
-    total: int,
 ) -> PredictionResult | Failure:
-    """Predict one record of `total`, unless its results are kept, and report what became of it."""
-    report(f"[{number}/{total}] {job.target.query.name}: {len(job.target.query)} residues")
+    """Predict one record, unless its results are kept, and report what became of it. `place`: among all records."""
+    report(f"{place} {job.target.query.name}: {len(job.target.query)} residues")
     for note in job.target.notes:
         report(f"  {note}")
     if job.stored is not None and job.kept:
@@ -212,14 +189,18 @@ def check_launch(config: PredictConfig) -> None:
 
     For the process that starts the ranks: many processes that all end with the same mistake would load the machine for nothing.
     """
-    targets, failures, features, _ = _targets_and_sizes(config)
-    check = partial(check_target_fits_ranks, config.parallel.sequence, features)
-    if all(_failure(target.query.name, partial(check, target)) for target in targets):
-        jobs, more = _jobs(
-            config, features, targets, check
-        )  # slower: finds out which results exist already and are kept
-        if not jobs:
-            raise none_usable([*failures, *more])
+    inputs, failures = _read_inputs(config), list[Failure]()
+    for model, trained in inputs.models:
+        features = feature_config(config, trained)
+        check = partial(check_target_fits_ranks, config.parallel.sequence, features)
+        if not all(_failure(target.query.name, partial(check, target)) for target in inputs.targets):
+            return
+        # slower: finds out which results exist already and are kept
+        jobs, more = _jobs(model, inputs, config, features, check)
+        if jobs:
+            return
+        failures += more
+    raise none_usable([*inputs.failures, *failures])
 
 
 def _failure(name: str, check: Callable[[], object]) -> list[Failure]:
@@ -231,36 +212,41 @@ def _failure(name: str, check: Callable[[], object]) -> list[Failure]:
     return []
 
 
-def _targets_and_sizes(config: PredictConfig) -> tuple[list[Target], list[Failure], FeatureConfig, FeatureConfig]:
-    """The targets, the records that are none, the feature sizes, and the checkpoint's feature sizes."""
+def _read_inputs(config: PredictConfig) -> Inputs:
+    """The records and the models. Raises UserError if one of the files or folders is missing or wrong."""
     targets, failures = find_targets(config.sources, config.alignments)
     check_output_folder(config.output)
-    if not config.checkpoint.exists():
-        raise UserError(f"{config.checkpoint}: no such checkpoint; check --checkpoint")
-    trained = load_features(config.checkpoint, config.preset)
-    return targets, failures, feature_config(config, trained), trained
+    models = [(model, load_features(model.path, config.preset)) for model in find_models(config.checkpoint)]
+    for _, trained in models:
+        feature_config(config, trained)  # checks the sizes
+    return Inputs(targets, failures, models)
 
 
-def _prepare(config: PredictConfig, device: torch.device, group: Group | None, ranks: int) -> _Work:
-    """Check all inputs and read the checkpoint, on rank 0. `ranks`: how many share a structure.
+def _prepare(
+    named: NamedModel,
+    trained: FeatureConfig,
+    inputs: Inputs,
+    config: PredictConfig,
+    device: torch.device,
+    group: Group | None,
+    ranks: int,
+) -> Work:
+    """Check what one model will do and read its checkpoint, on rank 0. `ranks`: how many share a structure.
 
     The ranks hear from it after each target: thousands of them take longer than ranks may wait for one another.
     """
-    targets, failures, features, trained = from_first(lambda: _targets_and_sizes(config), group)
-    jobs, more = _jobs(config, features, targets, partial(_check, features, ranks), group)
-    failures += more
+    features = feature_config(config, trained)
+    jobs, failures = _jobs(named, inputs, config, features, partial(_check, features, ranks), group)
     model = None
     if any(job.seeds for job in jobs):
-        model = from_first(lambda: load_model(config.checkpoint, config.raw, config.preset), group)
+        model = from_first(lambda: load_model(named.path, config.raw, config.preset), group)
         if config.templates is not None and not model.config.templates.enabled:
-            raise takes_no_templates(config)
-        features = _with_template_row(features, model)
+            raise takes_no_templates(config, named.path)
+        features = with_template_row(features, model.config.templates.enabled)
         needed = model.config.channels.pair * layer_dtype(config).itemsize / ranks
         jobs, more = from_first(lambda: _that_fit(jobs, needed, device), group)
         failures += more
-    if not jobs:
-        raise none_usable(failures)
-    return _Work(jobs, failures, features, trained, model)
+    return Work(jobs, failures, features, model)
 
 
 def _check(features: FeatureConfig, ranks: int, target: Target) -> None:
@@ -269,7 +255,7 @@ def _check(features: FeatureConfig, ranks: int, target: Target) -> None:
     check_target_fits_ranks(ranks, features, target)
 
 
-def _that_fit(jobs: list[_Job], needed: float, device: torch.device) -> tuple[list[_Job], list[Failure]]:
+def _that_fit(jobs: list[Job], needed: float, device: torch.device) -> tuple[list[Job], list[Failure]]:
     """The jobs whose pair representation the device can hold, and the others. `needed`: bytes of a pair of residues."""
     failures = []
     for job in jobs:
@@ -281,53 +267,48 @@ def _that_fit(jobs: list[_Job], needed: float, device: torch.device) -> tuple[li
 
 
 def _jobs(
+    model: NamedModel,
+    inputs: Inputs,
     config: PredictConfig,
     features: FeatureConfig,
-    targets: list[Target],
     check: Callable[[Target], None],
     group: Group | None = None,
-) -> tuple[list[_Job], list[Failure]]:
+) -> tuple[list[Job], list[Failure]]:
     """One job per target, with its templates and its earlier result; and the targets that cannot be predicted.
 
     `check` raises UserError for a target that cannot; targets without a seed to predict are not checked.
     """
-    read = on_first(lambda: (digest(parameter_file(config.checkpoint)), template_source(config, features)), group)
+    sources = on_first(lambda: [template_source(config, features, model.path)], group)
+    names = {other.digest: other.name for other, _ in inputs.models if other.name is not None}
 
-    def job(target: Target) -> _Job:
-        assert read is not None, "only rank 0 reads"
-        checkpoint, source = read
+    def job(target: Target) -> Job:
+        assert sources is not None, "only rank 0 reads"
+        (source,) = sources
         start = time.perf_counter()
         templates, line = find_templates(source, target, features.max_templates)
         seconds = time.perf_counter() - start
-        settings = result_settings(config, features, target, checkpoint, templates)
-        stored = find_stored(config.output / target.query.name, settings, config.overwrite)
+        settings = result_settings(config, features, target, model.digest, templates)
+        stored = find_stored(config.output / target.query.name, settings, config.overwrite, model.name, names)
         wanted = seeds(config)
         missing = wanted if stored is None else stored.missing(wanted)
         if missing:
             check(target)
         kept = stored is not None and stored.has_all(wanted, config.format)
-        return _Job(target, templates, line, seconds, settings, stored, missing, kept)
+        called = model.name if stored is None else stored.model
+        return Job(target, templates, line, seconds, settings, stored, missing, kept, called)
 
-    def job_or_failure(target: Target) -> _Job | Failure:
+    def job_or_failure(target: Target) -> Job | Failure:
         try:
             return job(target)
         except UserError as error:
             return Failure(target.query.name, str(error))
 
-    found = [from_first(partial(job_or_failure, target), group) for target in targets]
-    return [item for item in found if isinstance(item, _Job)], [item for item in found if isinstance(item, Failure)]
-
-
-def _with_template_row(features: FeatureConfig, model: AlphaFold) -> FeatureConfig:
-    """`features` with at least one template if the model reads templates: it needs the features' arrays, even if the sizes
-    allow no template. The added template is always masked and changes nothing."""
-    if features.max_templates or not model.config.templates.enabled:
-        return features
-    return replace(features, max_templates=1, msa_clusters=features.msa_clusters + 1)
+    found = [from_first(partial(job_or_failure, target), group) for target in inputs.targets]
+    return [item for item in found if isinstance(item, Job)], [item for item in found if isinstance(item, Failure)]
 
 
 def _predict_target(
-    job: _Job,
+    job: Job,
     model: AlphaFold | None,
     config: PredictConfig,
     features: FeatureConfig,
@@ -342,7 +323,10 @@ def _predict_target(
     timings: dict[str, Any] = {}
     if job.stored is not None:
         earlier = job.stored.result
-        report(f"  {_count(len(earlier.mean_plddt), 'seed')} of an earlier run kept")
+        what = f"{_count(len(earlier.mean_plddt), 'seed')} of an earlier run"
+        report(
+            f"  {what if job.model is None else _count(len(earlier.mean_plddt), 'prediction') + ' already there'} kept"
+        )
     try:
         if job.seeds:
             assert model is not None
@@ -361,7 +345,7 @@ def _predict_target(
 
 
 def _compute(
-    job: _Job, model: AlphaFold, config: PredictConfig, features: FeatureConfig, report: Report, group: Group | None
+    job: Job, model: AlphaFold, config: PredictConfig, features: FeatureConfig, report: Report, group: Group | None
 ) -> tuple[dict[int, PredictedStructure], dict[str, Any]]:
     """The structures by seed, and the entries of timings.json."""
     target, device = job.target, next(model.parameters()).device
@@ -406,12 +390,16 @@ def _compute(
         "features_seconds": round(features_seconds, 3),
         "model_seconds": round(sum(sum(run.passes) for run in runs.values()), 3),
     }
-    each = {"seeds": [{"seed": seed, **run.timings} for seed, run in runs.items()], **memory_entries(device, group)}
+    named = {} if job.model is None else {"model": job.model}
+    each = {
+        "seeds": [{**named, "seed": seed, **run.timings} for seed, run in runs.items()],
+        **memory_entries(device, group),
+    }
     return structures, {**timings, **each}
 
 
 def _write(
-    job: _Job, structures: dict[int, PredictedStructure], timings: dict[str, Any], config: PredictConfig
+    job: Job, structures: dict[int, PredictedStructure], timings: dict[str, Any], config: PredictConfig
 ) -> PredictionResult | Failure:
     """Write a target's folder. Raises UserError if that is impossible; a structure that no file can hold is a Failure."""
     folder = config.output / job.target.query.name
@@ -419,11 +407,18 @@ def _write(
     try:
         with whole_folder(folder) as new:
             stored = job.stored
-            copy_files(folder, new, with_ours=stored is not None)
+            copy_files(folder, new, stored)
             if stored is not None:
                 stored.write_format(new, config.format)
             result = write_results(
-                new, structures, config.format, job.settings, job.target.query.name, stored.ranking if stored else ()
+                new,
+                structures,
+                config.format,
+                job.settings,
+                job.target.query.name,
+                stored.ranking if stored else (),
+                job.model,
+                stored.models if stored else {},
             )
             if timings:
                 timings = timings if stored is None else stored.with_timings(timings)

@@ -29,6 +29,14 @@ def feature_config(config: PredictConfig, trained: FeatureConfig) -> FeatureConf
     return features
 
 
+def with_template_row(features: FeatureConfig, takes_templates: bool) -> FeatureConfig:
+    """`features` with at least one template if the model reads templates: it needs the features' arrays, even if the sizes
+    allow no template. The added template is always masked and changes nothing."""
+    if features.max_templates or not takes_templates:
+        return features
+    return replace(features, max_templates=1, msa_clusters=features.msa_clusters + 1)
+
+
 def check_target_fits_ranks(ranks: int, features: FeatureConfig, target: Target) -> None:
     """Raise UserError if there are more ranks than residues or MSA rows of `target`: each rank needs one of both."""
     rows, residues = features.msa_clusters - features.max_templates, len(target.query)

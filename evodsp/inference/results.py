@@ -6,6 +6,8 @@
                 ranking.json            seeds, best first, and the settings of the run
                 timings.json            seconds per stage, peak memory
                 report.html             all of this to look at (`evodsp.inference.target_page`)
+
+Predictions of several models are in one folder: their files are called <model>_seed_<k>….
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
@@ -28,6 +31,18 @@ OURS = re.compile(r"seed_\d+\.(cif|pdb)|seed_\d+_(scores|pae)\.json|ranking\.jso
 """Names of the files that predict writes into a target's folder. All others are the user's."""
 
 Format = Literal["cif", "pdb"]
+Key = int | str
+"""What a prediction in a target's folder is called: its seed, or among those of several models '<model>_seed_<k>'."""
+
+
+def key_of(entry: Mapping[str, Any]) -> Key:
+    """The key of an entry of ranking.json."""
+    return f"{entry['model']}_seed_{entry['seed']}" if "model" in entry else int(entry["seed"])
+
+
+def stem(key: Key) -> str:
+    """What the names of a prediction's files begin with."""
+    return key if isinstance(key, str) else f"seed_{key}"
 
 
 @dataclass(frozen=True)
@@ -37,55 +52,55 @@ class PredictionResult:
     name: str
     folder: Path
     format: Format
-    mean_plddt: Mapping[int, float]
-    """Mean pLDDT (0..100) of each seed, best first."""
+    mean_plddt: Mapping[Key, float]
+    """Mean pLDDT (0..100) of each seed, best first. Of several models: by '<model>_seed_<k>'."""
     kept: bool
     """True if the files are an earlier run's with the same inputs and settings."""
 
     @property
-    def best(self) -> int:
-        """The seed with the highest mean pLDDT."""
+    def best(self) -> Key:
+        """The prediction that ranks first."""
         return next(iter(self.mean_plddt))
 
-    def structure(self, seed: int | None = None) -> Path:
-        """The structure file of a seed; by default the best seed's."""
-        return self.folder / f"seed_{self.best if seed is None else seed}.{self.format}"
+    def structure(self, key: Key | None = None) -> Path:
+        """The structure file of a seed (or of '<model>_seed_<k>'); by default the best one's."""
+        return self.folder / f"{stem(self.best if key is None else key)}.{self.format}"
 
 
 def read_result(folder: Path) -> PredictionResult:
     """The finished result in `folder`. Raises UserError if there is none, or it is incomplete."""
-    return read_with_settings(folder)[0]
+    return read_with_ranking(folder)[0]
 
 
-def read_with_settings(folder: Path) -> tuple[PredictionResult, Mapping[str, Any]]:
-    """`read_result`, and the settings that the result was made with."""
+def read_with_ranking(folder: Path) -> tuple[PredictionResult, Mapping[str, Any]]:
+    """`read_result`, and the content of ranking.json."""
     path = folder / RANKING
     if not path.is_file():
         raise UserError(f"{folder}: no {RANKING}, so there is no finished prediction; run evodsp predict --overwrite")
     try:
         ranking = json.loads(path.read_text(encoding="utf-8"))
-        settings = ranking["settings"]
-        mean_plddt = {int(entry["seed"]): float(entry["mean_plddt"]) for entry in ranking["ranking"]}
+        _ = ranking["models"] if "models" in ranking else ranking["settings"]
+        mean_plddt = {key_of(entry): float(entry["mean_plddt"]) for entry in ranking["ranking"]}
         file_format = Path(ranking["ranking"][0]["structure"]).suffix[1:]
         result = PredictionResult(ranking["name"], folder, file_format, mean_plddt, kept=True)  # type: ignore[arg-type]
         expected = [
             TIMINGS,
-            *(name for seed in mean_plddt for name in (result.structure(seed).name, scores_name(seed))),
+            *(name for key in mean_plddt for name in (result.structure(key).name, scores_name(key))),
         ]
-        expected += [pae_name(int(entry["seed"])) for entry in ranking["ranking"] if "ptm" in entry]
+        expected += [pae_name(key_of(entry)) for entry in ranking["ranking"] if "ptm" in entry]
     except (ValueError, KeyError, TypeError, IndexError) as error:
         raise UserError(f"{path}: not written by evodsp predict ({error!r}); predict again with --overwrite") from error
     if lost := [name for name in expected if not (folder / name).is_file()]:
         raise UserError(f"{folder}: '{lost[0]}' is missing from a finished run; predict again with --overwrite")
-    return result, settings
+    return result, ranking
 
 
-def scores_name(seed: int) -> str:
-    return f"seed_{seed}_scores.json"
+def scores_name(key: Key) -> str:
+    return f"{stem(key)}_scores.json"
 
 
-def pae_name(seed: int) -> str:
-    return f"seed_{seed}_pae.json"
+def pae_name(key: Key) -> str:
+    return f"{stem(key)}_pae.json"
 
 
 def write_results(
@@ -95,38 +110,48 @@ def write_results(
     settings: Mapping[str, Any],
     name: str,
     earlier: Sequence[Mapping[str, Any]] = (),
+    model: str | None = None,
+    models: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
 ) -> PredictionResult:
     """Write the structures (by seed), scores and ranking of the target `name` into the existing folder `folder`.
 
-    `earlier`: the ranking's entries of other seeds, whose files are in the folder already.
+    `earlier`: the ranking's entries of other predictions, whose files are in the folder already. `model`: what the model is
+    called among several; None: it is the only one. `models`: the settings of the others.
     """
+    named = {} if model is None else {"model": model}
+    entries = [{**_identity(entry), **_confidences(entry)} for entry in earlier]
     for seed, structure in structures.items():
+        entry = {**named, "seed": seed, "mean_plddt": round(structure.mean_plddt, 3), **_ptm(structure)}
+        entries.append(entry)
+        key = key_of(entry)
         text = structure_text(structure, file_format)
-        (folder / f"seed_{seed}.{file_format}").write_text(text, encoding="utf-8")
+        (folder / f"{stem(key)}.{file_format}").write_text(text, encoding="utf-8")
         scores: dict[str, Any] = {"plddt": [round(float(p), 2) for p in structure.plddt]}
         if (error := structure.aligned_error) is not None:
             scores |= {"max_pae": round(float(error.pae.max()), 2), **_ptm(structure)}
-            (folder / pae_name(seed)).write_text(pae_text(error), encoding="utf-8")
-        write_json(folder / scores_name(seed), scores)
-    entries = [{"seed": entry["seed"], **_confidences(entry)} for entry in earlier]
-    entries += [
-        {"seed": seed, "mean_plddt": round(structure.mean_plddt, 3), **_ptm(structure)}
-        for seed, structure in structures.items()
-    ]
-    entries.sort(key=lambda entry: (-entry["mean_plddt"], entry["seed"]))
+            (folder / pae_name(key)).write_text(pae_text(error), encoding="utf-8")
+        write_json(folder / scores_name(key), scores)
+    # Models without a PAE head have no pTM: then only pLDDT compares all.
+    score, called = ("ptm", "pTM") if all("ptm" in entry for entry in entries) else ("mean_plddt", "mean pLDDT")
+    entries.sort(key=lambda entry: (-entry[score], -entry["mean_plddt"], stem(key_of(entry))))
+    made_with = {"settings": dict(settings)} if model is None else {"models": {**models, model: dict(settings)}}
     write_json(
         folder / RANKING,
         {
             "name": name,
-            "ranked_by": "mean pLDDT",
-            "ranking": [{**entry, "structure": f"seed_{entry['seed']}.{file_format}"} for entry in entries],
-            "settings": dict(settings),
+            "ranked_by": called,
+            "ranking": [{**entry, "structure": f"{stem(key_of(entry))}.{file_format}"} for entry in entries],
+            **made_with,
             "evodsp_version": __version__,
         },
     )
     return PredictionResult(
-        name, folder, file_format, {entry["seed"]: entry["mean_plddt"] for entry in entries}, kept=False
+        name, folder, file_format, {key_of(entry): entry["mean_plddt"] for entry in entries}, kept=False
     )
+
+
+def _identity(entry: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: entry[name] for name in ("model", "seed") if name in entry}
 
 
 def _confidences(entry: Mapping[str, Any]) -> dict[str, Any]:

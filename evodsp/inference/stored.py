@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -24,9 +26,11 @@ from evodsp.inference.results import (
     REPORT,
     TIMINGS,
     Format,
+    Key,
     PredictionResult,
-    read_with_settings,
+    read_with_ranking,
     scores_name,
+    stem,
 )
 from evodsp.inference.writers import PredictedStructure, structure_text
 
@@ -40,26 +44,34 @@ class Stored:
     """The entries of ranking.json."""
     timings: Mapping[str, Any]
     """timings.json."""
+    model: str | None = None
+    """What this run's model is called among several; None if the folder holds those of one model only."""
+    models: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """The settings of all models in the folder, if there are several."""
+    renamed: str | None = None
+    """The model whose files have no model's name yet, because it was alone so far."""
 
     def missing(self, seeds: Sequence[int]) -> list[int]:
         """Those of `seeds` that have to be predicted."""
-        return [seed for seed in seeds if seed not in self.result.mean_plddt]
+        there = {entry["seed"] for entry in self.ranking if entry.get("model") == self.model}
+        return [seed for seed in seeds if seed not in there]
 
     def has_all(self, seeds: Sequence[int], file_format: Format) -> bool:
         """Whether every seed is there, with a structure in this format and the page (which earlier versions did not write)."""
         complete = not self.missing(seeds) and not self.without(file_format)
         return complete and (self.result.folder / REPORT).is_file()
 
-    def without(self, file_format: Format) -> list[int]:
-        """The seeds that have no structure in this format."""
+    def without(self, file_format: Format) -> list[Key]:
+        """The predictions that have no structure in this format."""
         folder = self.result.folder
-        return [seed for seed in self.result.mean_plddt if not (folder / f"seed_{seed}.{file_format}").is_file()]
+        return [key for key in self.result.mean_plddt if not (folder / f"{stem(key)}.{file_format}").is_file()]
 
     def write_format(self, folder: Path, file_format: Format) -> None:
         """Write the structures that lack this format into `folder`. Raises UserError if the format cannot hold them."""
-        for seed in self.without(file_format):
-            text = structure_text(_read_structure(self.result, seed), file_format)
-            (folder / f"seed_{seed}.{file_format}").write_text(text, encoding="utf-8")
+        for key in self.without(file_format):
+            text = structure_text(_read_structure(self.result, key), file_format)
+            name = stem(key) if self.renamed is None else f"{self.renamed}_{stem(key)}"
+            (folder / f"{name}.{file_format}").write_text(text, encoding="utf-8")
 
     def with_timings(self, more: Mapping[str, Any]) -> dict[str, Any]:
         """timings.json after a run that added seeds, whose entries are `more`: times of both, the other numbers of that run."""
@@ -67,9 +79,16 @@ class Stored:
         return {**more, **sums, "seeds": [*self.timings["seeds"], *more["seeds"]]}
 
 
-def find_stored(folder: Path, settings: Mapping[str, Any], overwrite: bool) -> Stored | None:
+def find_stored(
+    folder: Path,
+    settings: Mapping[str, Any],
+    overwrite: bool,
+    model: str | None = None,
+    names: Mapping[str, str] = MappingProxyType({}),
+) -> Stored | None:
     """The result that `folder` already holds, or None if everything has to be predicted.
 
+    `model`: what this run calls the model, if it has several; `names`: what it calls all of them, by their files' fingerprints.
     Raises UserError if `folder` holds results of other settings, or an incomplete one (unless `overwrite`).
     """
     if not folder.exists():
@@ -78,39 +97,79 @@ def find_stored(folder: Path, settings: Mapping[str, Any], overwrite: bool) -> S
         raise UserError(
             f"{folder}: is a file, but the results need a folder of this name; move it or choose another --output"
         )
-    if overwrite or not any(OURS.fullmatch(path.name) for path in folder.iterdir()):
+    if overwrite or not any(map(_ours(folder), (path.name for path in folder.iterdir()))):
         return None
-    result, made_with = read_with_settings(folder)
-    if differing := [key for key in settings if made_with.get(key) != settings[key]]:
+    result, content = read_with_ranking(folder)
+    models: dict[str, Mapping[str, Any]] = content.get("models", {})
+    made_with: Mapping[str, Any] = content.get("settings", {})
+    renamed = None
+    if models:
+        if model is None:  # this run has one model, the folder several
+            same = (name for name, made in models.items() if made.get("checkpoint") == settings["checkpoint"])
+            model = next(same, None)
+            made_with = models[model or next(iter(models))]
+        else:
+            made_with = models.get(model) or _inputs(next(iter(models.values())))
+    elif model is not None:  # this run has several models, the folder one
+        renamed = names.get(made_with.get("checkpoint", ""))
+        if renamed is not None:
+            models = {renamed: made_with}
+            made_with = made_with if renamed == model else _inputs(made_with)
+    known = made_with.keys() if made_with.keys() == set(_INPUTS) else settings.keys()
+    if differing := [key for key in known if made_with.get(key) != settings[key]]:
         key = differing[0]
         raise UserError(
             f"{folder}: holds results of another run ({key}: {made_with.get(key)} there, {settings[key]} now); "
             "choose another --output, or replace them with --overwrite"
         )
     try:
-        ranking = json.loads((folder / RANKING).read_text(encoding="utf-8"))["ranking"]
         timings = json.loads((folder / TIMINGS).read_text(encoding="utf-8"))
     except ValueError as error:
         raise UserError(f"{folder / TIMINGS}: not JSON ({error}); predict again with --overwrite") from error
-    return Stored(result, ranking, timings)
+    named = {} if renamed is None else {"model": renamed}
+    ranking = [{**entry, **named} for entry in content["ranking"]]
+    timings = {**timings, "seeds": [{**named, **entry} for entry in timings.get("seeds", [])]}
+    return Stored(result, ranking, timings, model, models, renamed)
 
 
-def copy_files(folder: Path, into: Path, with_ours: bool) -> None:
-    """Copy the user's own files of a target's folder into its successor; `with_ours`: those of earlier predictions too."""
+_INPUTS = ("numerics", "sequence", "alignments")
+"""The settings in which all models of a folder are equal."""
+
+
+def _inputs(made_with: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: made_with.get(key) for key in _INPUTS}
+
+
+def copy_files(folder: Path, into: Path, stored: Stored | None) -> None:
+    """Copy the user's own files of a target's folder into its successor, and those of the earlier predictions `stored`."""
     if not folder.is_dir():
         return
+    ours = _ours(folder)
     for path in folder.iterdir():
-        if not with_ours and OURS.fullmatch(path.name):
-            continue
+        name = path.name
+        if ours(name):
+            if stored is None:
+                continue
+            if stored.renamed is not None and name.startswith("seed_"):
+                name = f"{stored.renamed}_{name}"
         if path.is_dir() and not path.is_symlink():
-            shutil.copytree(path, into / path.name, symlinks=True)
+            shutil.copytree(path, into / name, symlinks=True)
         else:
-            shutil.copy2(path, into / path.name, follow_symlinks=False)
+            shutil.copy2(path, into / name, follow_symlinks=False)
 
 
-def _read_structure(result: PredictionResult, seed: int) -> PredictedStructure:
-    chain = read_chain(result.structure(seed), "A")
-    scores = json.loads((result.folder / scores_name(seed)).read_text(encoding="utf-8"))
+def _ours(folder: Path) -> Callable[[str], bool]:
+    """Whether predict has written the file of this name into `folder`; all others are the user's."""
+    models: list[str] = []
+    with suppress(OSError, ValueError):
+        content = json.loads((folder / RANKING).read_text(encoding="utf-8"))
+        models = list(content.get("models", ())) if isinstance(content, dict) else []
+    return lambda name: any(OURS.fullmatch(name.removeprefix(before)) for before in ("", *(f"{m}_" for m in models)))
+
+
+def _read_structure(result: PredictionResult, key: Key) -> PredictedStructure:
+    chain = read_chain(result.structure(key), "A")
+    scores = json.loads((result.folder / scores_name(key)).read_text(encoding="utf-8"))
     return PredictedStructure(
         name=result.name,
         aatype=np.array([RESTYPES_WITH_X.index(letter) for letter in chain.sequence]),

@@ -36,7 +36,7 @@ from evodsp.inference.residue_charts import (
     palette,
     plddt_chart,
 )
-from evodsp.inference.results import RANKING, REPORT, TIMINGS, pae_name, scores_name
+from evodsp.inference.results import RANKING, REPORT, TIMINGS, key_of, pae_name, scores_name
 from evodsp.report.page import Page
 
 _MOST_CELLS = 2_500_000
@@ -53,6 +53,7 @@ class _Seed:
     """One prediction, as its files say."""
 
     seed: int
+    """Its number on the page: the seed, or of several models' predictions the place in the ranking."""
     chain: Chain
     plddt: Float[np.ndarray, " R"]
     pae: Float[np.ndarray, "R R"] | None
@@ -65,7 +66,9 @@ def write_target_page(folder: Path, alignments: Sequence[Alignment]) -> None:
     """Write the page of the finished result in `folder`. `alignments`: those that it was predicted from."""
     ranking = json.loads((folder / RANKING).read_text(encoding="utf-8"))
     timings = json.loads((folder / TIMINGS).read_text(encoding="utf-8"))
-    seeds = [_read_seed(folder, entry) for entry in ranking["ranking"]]
+    seeds = [
+        _read_seed(folder, entry, number) for number, entry in zip(_numbers(ranking), ranking["ranking"], strict=True)
+    ]
     found = coverage(alignments) if alignments else None
     page = target_page(ranking, timings, seeds, found)
     (folder / REPORT).write_text(page.html(), encoding="utf-8")
@@ -90,7 +93,7 @@ def target_page(
     )
     figures["seconds in the model"] = f"{timings['model_seconds']:,.1f}"
     page.figures(figures)
-    page.markup(_seed_buttons(entries))
+    page.markup(_seed_buttons(entries, seeds))
     page.markup(_views(best))
     page.markup('<p id="readout" aria-live="polite"></p>')
     page.wide_chart("pLDDT along the sequence", plddt_chart({one.seed: one.plddt for one in seeds}, best.seed))
@@ -103,18 +106,21 @@ def target_page(
     page.heading("Seeds")
     headings = [
         "rank",
+        *(["model"] if "model" in entries[0] else []),
         "seed",
         "mean pLDDT",
         *(["pTM"] if "ptm" in entries[0] else []),
         "CA RMSD to the best, Å",
         "file",
     ]
-    page.table(headings, _seed_rows(entries, seeds), numbers=set(headings) - {"file"})
+    page.table(headings, _seed_rows(entries, seeds), numbers=set(headings) - {"file", "model"})
     page.heading("Timings")
     page.table(["what", "value"], _plain_rows(timings))
     page.heading("Settings")
-    settings = {"evodsp_version": ranking["evodsp_version"], **ranking["settings"]}
-    page.table(["setting", "value"], _plain_rows(settings))
+    # Of several models: the settings of each, under its name.
+    every = ranking.get("models") or {"": ranking["settings"]}
+    settings = {f"{model} {name}".strip(): value for model, own in every.items() for name, value in own.items()}
+    page.table(["setting", "value"], _plain_rows({"evodsp_version": ranking["evodsp_version"], **settings}))
     page.note(
         "3D view: 3Dmol.js (Rego and Koes, 2015), BSD licence. Colours of pLDDT and aligned error as in the AlphaFold database."
     )
@@ -128,27 +134,38 @@ def _asset(name: str) -> str:
     return (files("evodsp.inference") / "pages" / name).read_text(encoding="utf-8")
 
 
-def _read_seed(folder: Path, entry: Mapping[str, Any]) -> _Seed:
-    seed = int(entry["seed"])
-    scores = json.loads((folder / scores_name(seed)).read_text(encoding="utf-8"))
+def _numbers(ranking: Mapping[str, Any]) -> list[int]:
+    """The number of each prediction on the page."""
+    entries = ranking["ranking"]
+    return list(range(len(entries))) if "models" in ranking else [int(entry["seed"]) for entry in entries]
+
+
+def _read_seed(folder: Path, entry: Mapping[str, Any], number: int) -> _Seed:
+    key = key_of(entry)
+    scores = json.loads((folder / scores_name(key)).read_text(encoding="utf-8"))
     pae, highest = None, _FARTHEST
     if "ptm" in entry:
-        error = json.loads((folder / pae_name(seed)).read_text(encoding="utf-8"))[0]
+        error = json.loads((folder / pae_name(key)).read_text(encoding="utf-8"))[0]
         pae, highest = np.array(error["predicted_aligned_error"], np.float32), error["max_predicted_aligned_error"]
     return _Seed(
-        seed, read_chain(folder / entry["structure"], "A"), np.array(scores["plddt"], np.float32), pae, highest
+        number, read_chain(folder / entry["structure"], "A"), np.array(scores["plddt"], np.float32), pae, highest
     )
 
 
-def _seed_buttons(entries: Sequence[Mapping[str, Any]]) -> str:
+def _seed_buttons(entries: Sequence[Mapping[str, Any]], seeds: Sequence[_Seed]) -> str:
     if len(entries) == 1:
         return ""
     buttons = (
-        f'<button type="button" data-seed="{entry["seed"]}" aria-pressed="false">seed {entry["seed"]} '
+        f'<button type="button" data-seed="{one.seed}" aria-pressed="false">{_called(entry)} '
         f"({entry['mean_plddt']:.1f})</button>"
-        for entry in entries
+        for entry, one in zip(entries, seeds, strict=True)
     )
     return f'<div id="seeds" role="group" aria-label="Seed that is shown, with its mean pLDDT">{"".join(buttons)}</div>'
+
+
+def _called(entry: Mapping[str, Any]) -> str:
+    """A prediction's name for a reader, as HTML."""
+    return escape(f"{entry['model']}, seed {entry['seed']}" if "model" in entry else f"seed {entry['seed']}")
 
 
 def _views(best: _Seed) -> str:
@@ -184,7 +201,10 @@ def _seed_rows(entries: Sequence[Mapping[str, Any]], seeds: Sequence[_Seed]) -> 
         moved = _superposed(one.chain, seeds[0].chain)[:, CA] - seeds[0].chain.positions[:, CA]
         both = one.chain.mask[:, CA] > 0.5
         rmsd = f"{math.sqrt((moved[both] ** 2).sum(-1).mean()):.2f}" if both.any() else ""
-        rows.append([rank, str(entry["seed"]), f"{entry['mean_plddt']:.2f}", *ptm, rmsd, str(entry["structure"])])
+        model = [str(entry["model"])] if "model" in entry else []
+        rows.append(
+            [rank, *model, str(entry["seed"]), f"{entry['mean_plddt']:.2f}", *ptm, rmsd, str(entry["structure"])]
+        )
     return rows
 
 

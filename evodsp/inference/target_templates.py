@@ -16,7 +16,7 @@ from evodsp.inference.targets import Target
 _STRUCTURES = (".cif", ".cif.gz", ".pdb", ".pdb.gz")
 
 
-def template_source(config: PredictConfig, features: FeatureConfig) -> TemplateSource | None:
+def template_source(config: PredictConfig, features: FeatureConfig, checkpoint: Path) -> TemplateSource | None:
     """The source of templates; None without --templates.
 
     Raises UserError if the model takes no templates, the folder holds no structure, or a file is missing or broken.
@@ -24,7 +24,7 @@ def template_source(config: PredictConfig, features: FeatureConfig) -> TemplateS
     if config.templates is None:
         return None
     if features.max_templates == 0:
-        raise takes_no_templates(config)
+        raise takes_no_templates(config, checkpoint)
     if config.templates.is_file():
         raise UserError(
             f"{config.templates}: is a file, but --templates takes the folder of structures; give the folder"
@@ -38,10 +38,10 @@ def template_source(config: PredictConfig, features: FeatureConfig) -> TemplateS
     return TemplateSource.open(config.templates, config.latest_template, config.obsolete)
 
 
-def takes_no_templates(config: PredictConfig) -> UserError:
+def takes_no_templates(config: PredictConfig, checkpoint: Path) -> UserError:
     """The error for --templates with a model that was trained without templates."""
     return UserError(
-        f"{config.checkpoint}: its model takes no templates, but --templates is {config.templates}; "
+        f"{checkpoint}: its model takes no templates, but --templates is {config.templates}; "
         "leave it out, or use a model with templates (of the published models, model_1 and model_2)"
     )
 

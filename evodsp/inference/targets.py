@@ -107,8 +107,18 @@ def _alignments_of(name: str, alignments: Path, alone: bool) -> Path | None:
 
 def digest(*files: Path) -> str:
     """A fingerprint of the files' names and contents, to recognise the inputs of an earlier result."""
+    return fingerprint(*((path.name, content_digest(path)) for path in files))
+
+
+def content_digest(path: Path) -> str:
+    """A fingerprint of a file's content alone."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "blake2b").hexdigest()
+
+
+def fingerprint(*files: tuple[str, str]) -> str:
+    """The fingerprint of files of which names and `content_digest`s are known."""
     total = hashlib.blake2b(digest_size=16)
-    for path in files:
-        with path.open("rb") as file:
-            total.update(f"{path.name}\0{hashlib.file_digest(file, 'blake2b').hexdigest()}\0".encode())
+    for name, content in files:
+        total.update(f"{name}\0{content}\0".encode())
     return total.hexdigest()

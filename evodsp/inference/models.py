@@ -1,0 +1,72 @@
+"""The models of a prediction: one checkpoint, or several whose predictions are ranked together, and what each is called.
+
+A model's name begins the names of its files. It is the checkpoint's file name, with the folders above it as far as they are
+needed to tell models apart: runs/a/checkpoints/best.ckpt and runs/b/checkpoints/best.ckpt are a_best and b_best.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from evodsp.errors import UserError
+from evodsp.inference.targets import content_digest, fingerprint
+from evodsp.weights.deepspeed import parameter_file
+
+_SUFFIXES = (".ckpt", ".npz", ".pt")
+_OF_DEEPSPEED = ("latest", "checkpoint", "*mp_rank_*")
+_TELLS_NOTHING = "checkpoints"
+"""The folder of checkpoints within that of every run."""
+
+
+@dataclass(frozen=True)
+class NamedModel:
+    """A checkpoint."""
+
+    path: Path
+    name: str | None
+    """None for the only model of a run: its files have no name before them."""
+    digest: str
+    """The fingerprint of its file."""
+
+
+def find_models(checkpoint: Path | Sequence[Path]) -> list[NamedModel]:
+    """The models of `--checkpoint`: files, or folders of them.
+
+    Of several files with the same content only the first is taken: a run's last.ckpt is often its best one too.
+    Raises UserError if a file is missing or given twice.
+    """
+    given = [checkpoint] if isinstance(checkpoint, Path) else list(checkpoint)
+    paths = [path for place in given for path in _files(place)]
+    if repeated := [path for path in paths if paths.count(path) > 1]:
+        raise UserError(f"{repeated[0]} is given as --checkpoint more than once; give it once")
+    different: dict[str, Path] = {}
+    for path in paths:
+        if not path.exists():
+            raise UserError(f"{path}: no such checkpoint; check --checkpoint")
+        different.setdefault(content_digest(parameter_file(path)), path)
+    names = _names(list(different.values()))
+    return [
+        NamedModel(path, name if len(names) > 1 else None, fingerprint((parameter_file(path).name, content)))
+        for (content, path), name in zip(different.items(), names, strict=True)
+    ]
+
+
+def _files(path: Path) -> list[Path]:
+    """The checkpoints in a folder; or `path` itself, if it is a file or a folder that DeepSpeed wrote."""
+    if not path.is_dir() or any(any(path.glob(pattern)) for pattern in _OF_DEEPSPEED):
+        return [path]
+    return sorted(file for file in path.iterdir() if file.suffix in _SUFFIXES) or [path]
+
+
+def _names(paths: Sequence[Path]) -> list[str]:
+    """Names that differ, each as short as possible with as many folders as all others."""
+    parts = [[*(part for part in path.absolute().parts[1:-1] if part != _TELLS_NOTHING), path.stem] for path in paths]
+    most = max(map(len, parts))
+    for length in range(1, most + 1):
+        names = [re.sub(r"[^A-Za-z0-9.-]+", "_", "_".join(part[-length:])).strip("_.-") for part in parts]
+        if len(set(names)) == len(names):
+            return names
+    raise UserError(f"--checkpoint: '{paths[0]}' and another one have names that files cannot tell apart; rename one")
