@@ -62,7 +62,10 @@ def test_models_and_seeds_are_ranked_together(workplace: Workplace, other_checkp
     folder = results[0].folder
     stems = [f"{model}_seed_{seed}" for model in ("tiny", "second") for seed in (0, 1)]
     endings = (".cif", "_scores.json")
-    assert names_in(folder) == {"ranking.json", "timings.json", *(stem + end for stem in stems for end in endings)}
+    files = {"ranking.json", "timings.json", "report.html"}
+    assert names_in(folder) == files | {stem + end for stem in stems for end in endings}
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    assert all(f">{model}, seed {seed} (" in page for model in ("tiny", "second") for seed in (0, 1))
     ranking = read_json(folder / "ranking.json")
     assert ranking["ranked_by"] == "mean pLDDT"
     assert {(entry["model"], entry["seed"]) for entry in ranking["ranking"]} == {
@@ -97,7 +100,7 @@ def test_a_model_is_added_later(workplace: Workplace, other_checkpoint: Path, mo
     assert len(runs) == 2
     at_once = predict(workplace.change(checkpoint=both.checkpoint, output=workplace.root / "at_once"), silent)[0]
     assert names_in(added.folder) == names_in(at_once.folder) | {"notes.txt", "my_seed_0.cif"}
-    for name in names_in(at_once.folder) - {"timings.json"}:
+    for name in names_in(at_once.folder) - {"timings.json", "report.html"}:
         assert (added.folder / name).read_bytes() == (at_once.folder / name).read_bytes(), name
     runs.clear()
     for again in (both, workplace.config, workplace.change(checkpoint=other_checkpoint)):

@@ -48,7 +48,7 @@ def test_published_sizes_are_the_default(workplace, tmp_path, monkeypatch):
     """
     seen = []
 
-    def stop(config, features, *_):
+    def stop(model, inputs, config, features, *_):
         seen.append(features)
         raise KeyboardInterrupt
 
