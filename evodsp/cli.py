@@ -41,7 +41,7 @@ class Command(ABC):
 
 @dataclass(frozen=True)
 class SettingsCommand(Command):
-    """A command whose options are the fields of one dataclass, with an option `output` among them."""
+    """A command whose options are the fields of one dataclass, with an option `output` among them (None: no file)."""
 
     settings: str
     """The dataclass, as 'module:name'. Its module must not import torch: help waits for it."""
@@ -87,8 +87,10 @@ class SettingsCommand(Command):
         if self.positional and given[self.positional] is None:
             unset.add(self.positional)
         settings = settings_class(**{name: value for name, value in vars(given).items() if name not in unset})
-        check_output(settings.output)
         run = _imported(self.runner)
+        if settings.output is None:
+            return int(run(settings, [*self.name.split(), *words]))
+        check_output(settings.output)
         with output_errors(settings.output):
             return int(run(settings, [*self.name.split(), *words]))
 
@@ -145,6 +147,15 @@ COMMANDS: dict[str, Command] = {
             positional="inputs",
             several=frozenset({"checkpoint"}),
             from_files=True,
+        ),
+        SettingsCommand(
+            "estimate",
+            "say what memory and time a prediction needs, without running it",
+            settings="evodsp.inference.estimate_config:EstimateConfig",
+            runner="evodsp.inference.estimate:run",
+            required="(--residues N | --fasta FILE)",
+            description="Say what memory and time a prediction needs, what there is, and what to change if it does not fit. "
+            "The model is run on shapes alone. The exit code is 1 if it does not fit.",
         ),
         SettingsCommand(
             "data index",

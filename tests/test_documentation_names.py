@@ -55,6 +55,7 @@ def help_texts() -> dict[str, str]:
         "fit",
         "validate",
         "predict",
+        "estimate",
         "replay",
         "data index",
         "data doctor",

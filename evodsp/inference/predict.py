@@ -30,6 +30,7 @@ from evodsp.inference.failures import FAILURES, Failure, Outcome, memory_errors,
 from evodsp.inference.groups import Groups, share
 from evodsp.inference.jobs import Inputs, Job, Work
 from evodsp.inference.models import NamedModel, find_models
+from evodsp.inference.needs import check_needs
 from evodsp.inference.passes import SeedRun, layer_dtype, run_passes, structure_of
 from evodsp.inference.provenance import (
     check_target_fits_ranks,
@@ -372,6 +373,10 @@ def _compute(
         batch = tensors_from_first(make, device, group)
         seconds = time.perf_counter() - start
         report(f"  seed {seed}: features, {seconds:.1f} s")
+        if seed == job.seeds[0]:
+            ask = partial(check_needs, target.query.name, len(target.query), batch, model, config)
+            if line := from_first(ask, group):
+                report(f"  {line}")
         most = (features.recycles + 1) * config.ensembles
         shown = block_progress(model, f"{target.query.name}, seed {seed}", most) if _is_rank_0() else nullcontext()
         with shown:

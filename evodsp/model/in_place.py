@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import singledispatch
 from typing import Any
 
@@ -43,20 +43,27 @@ class Budgeted(ShardedModule):
 
     memory: int | None = None
     """Bytes for the intermediates of a sub-layer, on each rank; None: no limit, and nothing is computed in place."""
+    samples: int | None = None
+    """As in `Budget`."""
 
     @property
     def budget(self) -> Budget | None:
         """The budget of a pass without gradients; None: compute whole, and leave inputs as they are."""
-        return None if self.memory is None or torch.is_grad_enabled() else Budget(self.memory, self.exchange.ranks)
+        return (
+            None
+            if self.memory is None or torch.is_grad_enabled()
+            else Budget(self.memory, self.exchange.ranks, self.samples)
+        )
 
 
-def use_memory(model: nn.Module, memory: int | None) -> None:
+def use_memory(model: nn.Module, memory: int | None, samples: int | None = None) -> None:
     """Let passes of `model` without gradients and dropout compute in place, with `memory` bytes for a sub-layer's
     intermediates on each rank. A stack that is called by itself then overwrites its inputs. None: no limit.
+    `samples`: as in `Budget`.
     """
     for module in model.modules():
         if isinstance(module, Budgeted):
-            module.memory = memory
+            module.memory, module.samples = memory, samples
 
 
 @dataclass(frozen=True)
@@ -67,6 +74,8 @@ class Budget:
     """Bytes for the intermediates of a sub-layer."""
     ranks: int
     """Number of ranks that share a representation."""
+    samples: int | None = None
+    """Of a pass on tensors without numbers: how many pieces are computed. The others need the same memory."""
 
     def pieces(self, x: Float[Tensor, "B n1 n2 _"], dim: int, mask: Mask, width: int) -> list[slice]:
         """Slices of axis `dim` of `x`, so that `width` numbers like its own for each position fit into the memory.
@@ -81,13 +90,12 @@ class Budget:
         All ranks get the same number of slices, some of which may be empty.
         """
         most = mask.shape[dim] if size == mask.shape[dim] else mask.shape[dim] // self.ranks
-        return _equal(size, mask.numel() * needed / self.ranks / self.memory, most)
+        return self.equal(size, mask.numel() * needed / self.ranks, most)
 
-
-def _equal(size: int, pieces: float, most: int) -> list[slice]:
-    """`size` entries in so many pieces, rounded up, but at most in `most` and at least in one."""
-    number = max(1, min(math.ceil(pieces), most))
-    return [shard_slice(size, number, piece) for piece in range(number)]
+    def equal(self, size: int, needed: int | float, most: int) -> list[slice]:
+        """`size` entries, which need so many bytes, in pieces that fit: at most in `most`, and at least in one."""
+        number = max(1, min(math.ceil(needed / self.memory), most))
+        return [shard_slice(size, number, piece) for piece in range(number)][: self.samples]
 
 
 def collected(
@@ -135,7 +143,7 @@ def _row_attention(
         return project(layer.kernels, z[:, rows], layer.pair_norm, layer.pair_bias.layer)[0]
 
     residues = z.shape[1]
-    pair_pieces = _equal(residues, 2 * z.numel() * z.element_size() / budget.memory, residues)
+    pair_pieces = budget.equal(residues, 2 * z.numel() * z.element_size(), residues)
     bias = _pair_bias(layer, collected(bias_of, pair_pieces, 1, residues), "j")
     x, own_mask = target.wait(), layer.exchange.shard(msa_mask, "seq")
     attend = _attention(layer)
@@ -232,7 +240,7 @@ def _triangle_multiplication(
 
     The target is z or, if z is on its way to another axis, what `switched` delivers.
     """
-    half = Budget(max(1, budget.memory // 2), budget.ranks)  # for the operands, and for what they are made of
+    half = replace(budget, memory=max(1, budget.memory // 2))  # for the operands, and for what they are made of
     own_mask = layer.exchange.shard(pair_mask, axis)
     linears = layer.projection, layer.projection_gate
     width = layer.channels
@@ -254,7 +262,7 @@ def _triangle_multiplication(
         ).wait()
 
     bytes_of_all = 4 * width * pair_mask.numel() * z.element_size() / budget.ranks
-    product = collected(product_of, _equal(width, bytes_of_all / half.memory, width), 3, width)
+    product = collected(product_of, half.equal(width, bytes_of_all, width), 3, width)
     x, norm, output = target.wait(), layer.product_norm, layer.output
     for rows in budget.pieces(x, 1, mask, _width(layer)):
         part = x[:, rows]

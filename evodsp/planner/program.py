@@ -23,8 +23,11 @@ from evodsp.data.features import FEATURE_AXES, SAMPLED, TEMPLATE_AXES
 from evodsp.geometry.frames import structure_labels
 from evodsp.losses.total import total_loss
 from evodsp.model.alphafold import AlphaFold
+from evodsp.model.confidence import compute_pae, compute_plddt, compute_ptm
+from evodsp.model.in_place import use_memory
 from evodsp.model.kernels import triton
 from evodsp.model.kernels.registry import Kernels
+from evodsp.model.outputs import ModelOutput
 from evodsp.model.primitives import use_exchange, use_kernels
 from evodsp.model.schedule import CommunicationPlan
 from evodsp.model.structure_module import StructureModule
@@ -69,6 +72,12 @@ class Step:
     wire: Literal["same", "bf16"] = "same"
     plan: CommunicationPlan = field(default_factory=CommunicationPlan)
     on_gpu: bool = True
+    memory: int | None = None
+    """Of a prediction: bytes for what a layer computes beside the representations; None: no limit."""
+    samples: int | None = None
+    """Of a prediction: pieces of a layer that stand for all. Two show its memory, but not its time."""
+    sets: int = 1
+    """Of a prediction: feature sets of a pass."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +109,7 @@ class Program:
 
 def program(step: Step) -> Program:
     """Run `step` on tensors without numbers."""
-    model_config, repeats = reduced(step.model)
+    model_config, repeats = reduced(step.model if step.loss is not None else without_recomputation(step.model))
     recorder, without_numbers = Recorder(), _without_numbers(step.on_gpu)
     with torch.device("meta"):
         model = AlphaFold(model_config).to("meta")  # its buffers are made from arrays
@@ -112,16 +121,22 @@ def program(step: Step) -> Program:
         group = ImaginedGroup(step.rank, step.ranks, recorder.began, recorder.waited, ledger)
         wire = torch.bfloat16 if step.wire == "bf16" else None
         use_exchange(model, ShardedExchange(group, dtype=wire), step.plan)
+    use_memory(model, step.memory, step.samples)
     _name_places(model, recorder)
     draws = [Draws.root(0)] if step.loss is not None else []
     with without_numbers, recorder, torch.set_grad_enabled(step.loss is not None):
-        output = model(batch, draws)
-        if step.loss is not None:
+        output = model(batch, draws, ensembles=step.sets)
+        if step.loss is None:
+            with recorder.at(("confidence", 0)):
+                _confidence(model, batch, output)
+        else:
             with recorder.at(("losses", 0)):
                 loss, _ = total_loss(output, batch, step.loss, model_config.heads, model.exchange)
             del output
             loss.backward()
-    held = sum(x.numel() * x.element_size() for x in batch.values())
+    with torch.device("meta"):  # a prediction's features stay in single precision
+        whole = batch if step.loss is not None else sample_batch(dataclasses.replace(step, half=False))
+    held = sum(x.numel() * x.element_size() for x in whole.values()) // step.sets
     return Program(recorder.events, repeats, held, parameters(step.model), ledger.entries)
 
 
@@ -153,6 +168,22 @@ def _reduced_stack(name: str, config: EvoformerConfig) -> tuple[EvoformerConfig,
     if number in (0, blocks) and blocks > 4:
         return dataclasses.replace(config, blocks=4), [Repeat(name, 2, blocks - 3)]
     return config, []
+
+
+def without_recomputation(config: ModelConfig) -> ModelConfig:
+    """The model as a prediction runs it: nothing is computed again, because nothing is differentiated."""
+    stacks = {name: dataclasses.replace(getattr(config, name), checkpoint=False) for name in ("extra_msa", "evoformer")}
+    return dataclasses.replace(config, **stacks)
+
+
+def _confidence(model: AlphaFold, batch: dict[str, Tensor], output: ModelOutput) -> None:
+    """What a prediction computes from the logits, which are still there (`evodsp.inference.passes.structure_of`)."""
+    compute_plddt(output.logits["plddt"].float())
+    if "predicted_aligned_error" in output.logits:
+        logits, mask = output.logits["predicted_aligned_error"].float(), batch["seq_mask"][:, -1].float()
+        most = model.config.heads.pae_max_error
+        model.exchange.gather(compute_pae(logits, most), "i", whole=mask.shape[1])
+        compute_ptm(logits, mask, most, model.exchange)
 
 
 def _without_numbers(on_gpu: bool) -> AbstractContextManager[Any]:
@@ -200,7 +231,7 @@ def sample_batch(step: Step, make: Callable[..., Tensor] = torch.empty) -> dict[
     half = torch.bfloat16 if step.half else torch.float32
     batch = {}
     for name, of in {**FEATURE_AXES, **(TEMPLATE_AXES if step.model.templates.enabled else {})}.items():
-        shape = (1, 1, *(axes[axis] for axis in of if axis), *_TRAILING.get(name, ()))
+        shape = (1, step.sets, *(axes[axis] for axis in of if axis), *_TRAILING.get(name, ()))
         dtype = torch.int32 if name in _INTEGERS else half if name in _ACTIVATIONS else torch.float32
         batch[name] = make(shape, dtype=dtype)
     if step.loss is None:

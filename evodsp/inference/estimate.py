@@ -1,0 +1,143 @@
+"""`evodsp estimate`: says, before a prediction runs, what memory and time it needs, and what to change if it does not fit."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from evodsp.config import FeatureConfig, ModelConfig
+from evodsp.errors import UserError
+from evodsp.files import whole_file
+from evodsp.inference.config import PredictConfig
+from evodsp.inference.devices import device_of, working_memory
+from evodsp.inference.estimate_config import EstimateConfig
+from evodsp.inference.inputs import read_inputs
+from evodsp.inference.needs import There, changes, prediction_of, seconds, size, text, there, there_named
+from evodsp.inference.provenance import feature_config
+from evodsp.planner.prediction import Prediction, prediction_memory, prediction_times
+from evodsp.ranges import memory_size
+from evodsp.weights.checkpoint import load_features, load_model
+from evodsp.weights.config import published_features
+
+
+def run(settings: EstimateConfig, words: list[str]) -> int:
+    """Print the estimate of each length, write the JSON file, and return the exit code: 1 if one does not fit."""
+    on, memory = _place(settings)
+    model, features = _model(settings)
+    config = _as_predicted(settings)
+    features = feature_config(config, features)
+    found = []
+    for residues, of in sorted(_lengths(settings).items()):
+        what = prediction_of(config, model, features, residues, memory)
+        _check_ranks(what)
+        found.append(_estimate(what, of, on))
+    print(
+        f"{on.name}, {settings.precision}, {features.recycles + 1} passes a seed, {features.msa_clusters} MSA rows, "
+        f"{features.extra_msa} extra ones, {what.sizes.templates} templates. Times are a model's, not measured."
+    )
+    for one in found:
+        print("\n".join(one["lines"]))
+    if settings.output is not None:
+        with whole_file(settings.output) as partial:
+            rows = [{key: value for key, value in one.items() if key != "lines"} for one in found]
+            partial.write_text(json.dumps(rows, indent=1) + "\n")
+    return 0 if all(one["fits"] for one in found) else 1
+
+
+def _estimate(what: Prediction, names: list[str], on: There) -> dict[str, Any]:
+    """The numbers of a length, and the lines that say them."""
+    memory, ranks = prediction_memory(what), what.ranks
+    free = on.free // ranks if on.shared else on.free
+    fits, took = on.fits(memory.total, ranks), seconds(what, on)
+    parts = {field.name: getattr(memory, field.name) for field in dataclasses.fields(memory) if field.name != "at"}
+    label = f"{what.sizes.residues:,} residues" + (f" ({_some(names)})" if names else "")
+    lines = [
+        text(label, what, memory, free, took),
+        "  " + ", ".join(f"{name} {size(value)}" for name, value in parts.items()) + f"; most in: {memory.at}",
+    ]
+    entry = {
+        "residues": what.sizes.residues,
+        "names": names,
+        "ranks": ranks,
+        "bytes": parts,
+        "total_bytes": memory.total,
+    }
+    entry |= {"at": memory.at, "free_bytes": free, "fits": fits, "seconds_a_seed": took}
+    if ranks > 1 and on.device is not None:
+        one = prediction_times(what, on.device, on.links)
+        entry |= {"communicated_bytes_a_pass": one.bytes, "collectives_a_pass": one.calls}
+        lines.append(f"  communication of a rank: {size(one.bytes)} in {one.calls:,} collectives a pass")
+    if not fits:
+        helps = changes(what, lambda changed: on.fits(prediction_memory(changed).total, changed.ranks))
+        lines.append("  does not fit; it would with " + (", or ".join(helps) or "no setting: take a larger device"))
+        entry["changes"] = helps
+    return {**entry, "lines": lines}
+
+
+def _some(names: list[str], most: int = 3) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def _place(settings: EstimateConfig) -> tuple[There, int | None]:
+    """Where it would run, and the working memory in bytes."""
+    kind = settings.device.partition(":")[0]
+    if kind in ("auto", "cpu", "cuda"):
+        device = device_of(settings.device)
+        return there(device), working_memory(settings.working_memory, device)
+    on = there_named(settings.device)
+    if settings.working_memory != "auto":
+        return on, working_memory(settings.working_memory, torch.device("cpu"))
+    assert on.device is not None
+    return on, int(on.device.memory_gib * 2**30) // 32 if on.device.on_gpu else memory_size("", "256MiB")
+
+
+def _model(settings: EstimateConfig) -> tuple[ModelConfig, FeatureConfig]:
+    if settings.checkpoint is None:
+        name = settings.preset or "model_1_ptm"
+        return ModelConfig.preset(name), published_features(name)
+    if not settings.checkpoint.exists():
+        raise UserError(f"{settings.checkpoint}: no such checkpoint; check --checkpoint")
+    model = load_model(settings.checkpoint, preset=settings.preset)
+    return model.config, load_features(settings.checkpoint, settings.preset)
+
+
+def _as_predicted(settings: EstimateConfig) -> PredictConfig:
+    """The settings of the prediction."""
+    own = {field.name for field in dataclasses.fields(PredictConfig)}
+    shared = {
+        name: value
+        for name, value in vars(settings).items()
+        if name in own - {"device", "fasta", "checkpoint", "output"}
+    }
+    here = Path()
+    return PredictConfig(fasta=here, alignments=here, checkpoint=here, output=here, **shared)
+
+
+def _lengths(settings: EstimateConfig) -> dict[int, list[str]]:
+    """The names of the records of each length."""
+    if settings.residues is not None:
+        return {settings.residues: []}
+    assert settings.fasta is not None  # checked by its class
+    records, failures = read_inputs([settings.fasta])
+    for failure in failures:
+        print(f"left out: {failure.reason}")
+    if not records:
+        raise UserError(f"{settings.fasta}: no record can be predicted; see the lines above")
+    found = defaultdict(list)
+    for record in records:
+        found[len(record.query)].append(record.query.name)
+    return found
+
+
+def _check_ranks(what: Prediction) -> None:
+    most = min(what.sizes.residues, what.sizes.clusters)
+    if what.ranks > most:
+        raise UserError(
+            f"--parallel.sequence is {what.ranks}, but with {what.sizes.residues} residues and {what.sizes.clusters} rows of "
+            f"the clustered MSA it can be at most {most}; lower it"
+        )

@@ -1,0 +1,126 @@
+"""Memory and time of a prediction on each of its ranks: the model's passes without gradients, followed on shapes alone.
+
+Memory and time come from two runs. With a limit of working memory, layers compute many equal pieces: two of them show the
+memory. The time is that of layers computed whole, whose products are the same. A CPU takes other kernels than a GPU, in pieces
+as large as its cache; what they hold besides is little, so a CPU's prediction is followed as a GPU's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from evodsp.config import ModelConfig
+from evodsp.model.schedule import CommunicationPlan
+from evodsp.parallel.ledger import Kind
+from evodsp.planner.device import Device, Links
+from evodsp.planner.program import Program, Sizes, Step
+from evodsp.planner.program import program as follow
+from evodsp.planner.simulate import Times, simulate
+from evodsp.planner.trace import Work
+from evodsp.planner.walk import items_of
+
+SINGLE, HALF = 4, 2
+"""Bytes of a number."""
+SAMPLES = 2
+"""Pieces of a layer that are followed."""
+_PARTS = {"other": "templates and embedders"}
+"""Names of places that differ from the model's."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What is predicted, and how."""
+
+    model: ModelConfig
+    sizes: Sizes
+    passes: int = 4
+    """Of a seed: recycling iterations and the first pass."""
+    ensembles: int = 1
+    ranks: int = 1
+    half: bool = False
+    """bf16 layers."""
+    tf32: bool = False
+    memory: int | None = None
+    """Bytes for what a layer computes beside the representations; None: no limit."""
+    plan: CommunicationPlan = field(default_factory=CommunicationPlan)
+
+
+@dataclass(frozen=True)
+class PredictionMemory:
+    """Bytes of one rank at the worst moment of a prediction."""
+
+    weights: int
+    features: int
+    pair: int
+    """Its shard of the pair representation."""
+    msa: int
+    """Its shard of the MSA representation, or of the extra MSA's, which is there at that moment."""
+    layers: int
+    """What else the model holds: copies of representations, what a layer makes, logits."""
+    at: str
+    """The part of the model in which that is."""
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.features + self.pair + self.msa + self.layers
+
+
+def prediction_memory(what: Prediction) -> PredictionMemory:
+    """Of the rank with the largest shards. Follows a pass, which takes about a second at any size."""
+    program = _followed(what, min(what.ensembles, 2), what.memory)
+    # Of the reduced model: without gradients, equal blocks need the same memory one after another.
+    worst = max((event for event in program.events if isinstance(event, Work)), key=lambda event: event.live)
+    channels, n, place = what.model.channels, what.sizes, worst.place[0]
+    number, shard = HALF if what.half else SINGLE, -(-n.residues // what.ranks)
+    pair = min(n.residues * shard * channels.pair * number, worst.live)
+    in_extra = place.startswith("extra_msa")
+    rows, width = (n.extra, channels.extra_msa) if in_extra else (n.clusters + n.templates, channels.msa)
+    msa = 0 if place in ("other", "template_embedder") else min(rows * shard * width * number, worst.live - pair)
+    return PredictionMemory(
+        weights=program.parameters * (SINGLE + HALF if what.half else SINGLE),
+        features=program.batch_bytes * what.passes * what.ensembles,
+        pair=pair,
+        msa=msa,
+        layers=worst.live - pair - msa,
+        at=_PARTS.get(place, place.replace("_", " ")),
+    )
+
+
+def prediction_times(what: Prediction, device: Device, links: Links | None = None) -> Times:
+    """One pass. `links`: between the ranks. Follows the pass once for each kind of feature set."""
+
+    def seconds(work: Work) -> float:
+        return device.seconds(work.name, work.flops, work.bytes, work.launches, work.half, what.tf32)
+
+    def link(kind: Kind, counted: int) -> float:
+        return links.seconds(kind, counted, what.ranks) if links is not None else 0.0
+
+    def times(sets: int) -> Times:
+        return simulate(items_of(_followed(what, sets, None), seconds), device.launch_us * 1e-6, link, device.overlaps)
+
+    one = times(1)
+    if what.ensembles == 1:
+        return one
+    two = times(2)  # each further set adds what the second one adds
+    sums = {f.name: getattr(one, f.name) for f in dataclasses.fields(one)}
+    for name in ("total", "device", "host", "communication", "exposed", "launches", "calls", "bytes", "flops"):
+        sums[name] += (what.ensembles - 1) * (getattr(two, name) - getattr(one, name))
+    return Times(**sums)
+
+
+@lru_cache(maxsize=64)
+def _followed(what: Prediction, sets: int, memory: int | None) -> Program:
+    return follow(
+        Step(
+            what.model,
+            what.sizes,
+            ranks=what.ranks,
+            half=what.half,
+            plan=what.plan,
+            memory=memory,
+            samples=SAMPLES,
+            sets=sets,
+        )
+    )

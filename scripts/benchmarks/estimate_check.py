@@ -1,0 +1,123 @@
+"""Compares the estimated memory and time of a prediction with what a fresh process takes, on a CPU.
+
+    OMP_NUM_THREADS=1 python -m scripts.benchmarks.estimate_check --output scripts/benchmarks/results/estimate_check.csv
+
+A model of full width with two blocks a stack, 4 templates, working memory of 256 MiB, one pass, through the code of
+`evodsp predict` (`run_passes`, `structure_of`). Measured: the highest resident memory of the process (VmHWM) less that after
+the imports and a pass of a small model. Times are CPU seconds: the machine may be shared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import dataclasses
+import gc
+import json
+import os
+import subprocess
+import sys
+import time
+from datetime import date
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from evodsp.config import ModelConfig
+from evodsp.data.records import ProteinSequence
+from evodsp.files import whole_file
+from evodsp.inference.config import PredictConfig
+from evodsp.inference.passes import run_passes, structure_of
+from evodsp.inference.targets import Target
+from evodsp.model.alphafold import AlphaFold
+from evodsp.model.in_place import use_memory
+from evodsp.planner.prediction import Prediction, prediction_memory, prediction_times
+from evodsp.planner.program import Sizes, Step, sample_batch
+from evodsp.planner.this_machine import this_cpu
+
+CLUSTERS, EXTRA, TEMPLATES = 124, 512, 4
+WORKING = 256 << 20
+Precision = Literal["fp32", "bf16"]
+
+
+def model_config() -> ModelConfig:
+    config = ModelConfig.preset("model_1_ptm")
+    return dataclasses.replace(
+        config,
+        evoformer=dataclasses.replace(config.evoformer, blocks=2),
+        extra_msa=dataclasses.replace(config.extra_msa, blocks=2),
+    )
+
+
+def sizes(residues: int) -> Sizes:
+    return Sizes(residues, CLUSTERS, EXTRA, TEMPLATES)
+
+
+def resident(entry: str) -> float:
+    """MiB of /proc/self/status."""
+    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(entry))
+    return int(line.split()[1]) / 1024
+
+
+def predict(config: ModelConfig, of: Sizes, precision: Precision) -> float:
+    """One pass; its CPU seconds."""
+    model = AlphaFold(config).eval()
+    use_memory(model, WORKING)
+    batch = sample_batch(Step(config, of, half=False), torch.zeros)
+    for name in ("seq_mask", "msa_mask", "extra_msa_mask"):
+        batch[name] = torch.ones_like(batch[name])
+    settings = PredictConfig(fasta=Path(), checkpoint=Path(), output=Path(), precision=precision)
+    begun = time.process_time()
+    output, _ = run_passes(model, batch, settings)
+    structure_of(Target(ProteinSequence("one", "A" * of.residues), None), batch, output, model)
+    return time.process_time() - begun
+
+
+def measured(residues: int, precision: Precision) -> dict[str, Any]:
+    """In this process."""
+    predict(ModelConfig.preset("small"), Sizes(16, 4, 4), precision)
+    gc.collect()
+    before = resident("VmRSS")
+    seconds = predict(model_config(), sizes(residues), precision)
+    return {"mib": resident("VmHWM") - before, "seconds": seconds}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Compare estimated and measured memory and time of predictions.")
+    parser.add_argument("--residues", type=int, nargs="+", default=(128, 256, 512, 768))
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--output", type=Path, help="CSV file")
+    parser.add_argument("--alone", action="store_true", help="measure in this process and print JSON")
+    given = parser.parse_args(arguments)
+    if given.alone:
+        print(json.dumps(measured(given.residues[0], given.precision)))
+        return 0
+    device = this_cpu()
+    rows = []
+    for residues in given.residues:
+        command = [sys.executable, "-m", "scripts.benchmarks.estimate_check", "--alone", "--precision", given.precision]
+        command += ["--residues", str(residues)]
+        found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
+        what = Prediction(model_config(), sizes(residues), passes=1, half=given.precision == "bf16", memory=WORKING)
+        memory = prediction_memory(what)
+        mib, seconds = memory.total / 2**20, prediction_times(what, device).total
+        row = {
+            "date": date.today(), "torch": torch.__version__, "threads": os.environ.get("OMP_NUM_THREADS", "all"),
+            "precision": given.precision, "residues": residues, "measured_mib": round(found["mib"]),
+            "estimated_mib": round(mib),
+            "memory_ratio": round(mib / found["mib"], 3), "at": memory.at, "measured_cpu_s": round(found["seconds"], 1),
+            "estimated_s": round(seconds, 1), "time_ratio": round(seconds / found["seconds"], 2),
+        }  # fmt: skip
+        print(row, flush=True)
+        rows.append(row)
+    if given.output is not None:
+        with whole_file(given.output) as partial, partial.open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,129 @@
+"""What a prediction needs is said before it runs, and what does not fit is refused with what to change."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from evodsp.cli import main
+from evodsp.config import ModelConfig
+from evodsp.inference import needs
+from evodsp.inference.predict import predict_records
+from evodsp.planner.prediction import Prediction
+from evodsp.planner.program import Sizes
+from tests.builders.prediction import silent
+
+SMALL = ["estimate", "--preset=small", "--msa_clusters=16", "--extra_msa=16"]
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also tiny targets are told what they need."""
+    monkeypatch.setattr(needs, "TINY", 0.0)
+
+
+def test_a_target_says_what_it_needs(workplace, told) -> None:
+    """Catches an estimate that is not printed before the model runs."""
+    lines: list[str] = []
+    predict_records(workplace.config, lines.append)
+    (line,) = [number for number, line in enumerate(lines) if "the model: needs" in line][:1]
+    assert "MiB" in lines[line]
+    assert any("model," in later for later in lines[line + 1 :])
+
+
+def test_a_target_that_does_not_fit_is_named_and_try_anyway_runs_it(workplace, told, monkeypatch) -> None:
+    """Catches a target that fills the memory, or one that is lost though the user wants to try."""
+    monkeypatch.setattr(needs, "free_memory", lambda: -(1 << 40))
+    monkeypatch.setattr(needs, "changes", lambda *_: [])  # following each option takes seconds
+    with pytest.raises(needs.UserError, match=r"no setting makes it fit.*--try_anyway"):
+        predict_records(workplace.config, silent)
+    assert predict_records(workplace.change(try_anyway=True), silent).failures == []
+
+
+def test_a_target_that_may_fit_is_tried(workplace, told, monkeypatch) -> None:
+    """Catches a target that is refused because the estimate is a little too high."""
+    calculated = needs.prediction_memory(Prediction(ModelConfig.preset("small"), Sizes(20, 4, 4), memory=1 << 20))
+    total = calculated.total
+    monkeypatch.setattr(needs, "prediction_memory", lambda _: calculated)
+    free = int(0.9 * total) - calculated.weights - calculated.features
+    monkeypatch.setattr(needs, "free_memory", lambda: free)
+    lines: list[str] = []
+    assert predict_records(workplace.config, lines.append).failures == []
+    assert any(line.endswith("; it may not fit") for line in lines)
+
+
+def test_tiny_targets_are_not_followed(workplace, monkeypatch) -> None:
+    """Catches a folder of small targets that becomes slow."""
+    monkeypatch.setattr(needs, "prediction_memory", None)
+    assert predict_records(workplace.config, silent).failures == []
+
+
+def test_changes_name_what_fits() -> None:
+    """Catches an option that does not help, and help that takes several options."""
+    what = Prediction(ModelConfig.preset("small"), Sizes(100, 40, 2000), memory=256 << 20)
+    assert needs.changes(what, lambda one: one.half) == ["--precision bf16"]
+    assert needs.changes(what, lambda one: one.ranks >= 3) == ["--parallel.sequence 4"]
+    both = needs.changes(what, lambda one: one.half and one.sizes.extra < 2000)
+    assert both == ["--precision bf16 --working_memory 64MiB --extra_msa 1024"]
+    assert needs.changes(what, lambda one: False) == []
+
+
+def test_similar_sizes_share_a_calculation() -> None:
+    """Catches a grid that lies below a size, or is coarser than the estimate."""
+    for number in (33, 100, 511, 512, 2048, 5120):
+        assert number <= needs._rounded(number) <= 1.05 * number + 1
+
+
+def test_estimate_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a column of the JSON file that differs from the text, and an exit code that does not say that it fits."""
+    output = tmp_path / "numbers.json"
+    assert main([*SMALL, "--residues=40", "--device=h100", "--parallel.sequence=2", f"--output={output}"]) == 0
+    said = capsys.readouterr().out
+    (one,) = json.loads(output.read_text())
+    assert one["total_bytes"] == sum(one["bytes"].values())
+    assert f"needs {needs.size(one['total_bytes'])} on each of 2 ranks" in said
+    assert one["fits"]
+    assert one["communicated_bytes_a_pass"] > 0
+
+
+@pytest.mark.verify
+def test_estimate_says_what_to_change(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a device of one's own that is not read, and a model that does not fit with exit code 0."""
+    import evodsp.planner.device as devices
+
+    content = (Path(devices.__file__).parent / "devices" / "h100.yaml").read_text()
+    own = tmp_path / "tiny.yaml"
+    own.write_text(content.replace("memory_gib: 79.1", "memory_gib: 1.6"))
+    assert main([*SMALL, "--residues=400", f"--device={own}"]) == 1
+    assert "does not fit; it would with --" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--device=h100"], "--residues N or --fasta FILE, but neither"),
+        (["--residues=0"], "--residues is 0"),
+        (["--residues=9", "--device=h1"], "no device 'h1'"),
+        (["--residues=9", "--parallel.sequence=20"], "it can be at most 9"),
+        (["--fasta=none.fasta"], "none.fasta: no such file or folder"),
+        (["--residues=9", "--checkpoint=none.ckpt"], "none.ckpt: no such checkpoint"),
+    ],
+)
+def test_wrong_input_is_one_line(options: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a traceback."""
+    assert main(["estimate", *options]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert said in error
+
+
+def test_records_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches records of one length that are listed twice, and a broken one that is left out silently."""
+    fasta = tmp_path / "three.fasta"
+    fasta.write_text(">a\nMKTAYIAK\n>b\nMKTAYIAG\n>c\nMK1\n")
+    assert main(["estimate", "--preset=test", "--device=h100", f"--fasta={fasta}"]) == 0
+    said = capsys.readouterr().out
+    assert said.count("8 residues (a, b): needs") == 1
+    assert "left out" in said

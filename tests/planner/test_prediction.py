@@ -1,0 +1,67 @@
+"""A prediction is followed as it runs: any number of blocks and pieces needs what the few that are followed need."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from evodsp.config import ModelConfig
+from evodsp.planner.device import load_device
+from evodsp.planner.prediction import Prediction, prediction_memory, prediction_times
+from evodsp.planner.program import Sizes, Step, program
+from evodsp.planner.trace import Work
+
+SIZES = Sizes(48, 12, 20)
+
+
+def model(blocks: int = 6) -> ModelConfig:
+    config = ModelConfig.preset("test")
+    stack = dataclasses.replace(config.evoformer, blocks=blocks, checkpoint=True)
+    return dataclasses.replace(config, evoformer=stack)
+
+
+def most(step: Step) -> int:
+    return max(event.live for event in program(step).events if isinstance(event, Work))
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(3, marks=pytest.mark.verify)])
+def test_memory_does_not_grow_with_blocks_but_time_does(ranks: int) -> None:
+    """Catches memory of repeated blocks that is added up, as of a training step, or blocks that take no time."""
+    six, nine = (Prediction(model(blocks), SIZES, ranks=ranks, memory=1 << 16) for blocks in (6, 9))
+    few, more = prediction_memory(six), prediction_memory(nine)
+    assert (few.pair, few.msa, few.layers, few.at) == (more.pair, more.msa, more.layers, more.at)
+    assert more.weights > few.weights
+    device = load_device("h100")
+    flops = [prediction_times(Prediction(model(n), SIZES, ranks=ranks), device).flops for n in (6, 9, 12)]
+    assert flops[2] - flops[1] == flops[1] - flops[0] > 0
+
+
+@pytest.mark.verify
+def test_two_pieces_show_the_memory_of_all() -> None:
+    """Catches pieces that are left out although they decide the peak: the first ones are the largest."""
+    step = Step(model(1), SIZES, half=False, memory=1 << 14)
+    assert most(dataclasses.replace(step, samples=2)) == most(step)
+    assert most(dataclasses.replace(step, samples=2)) < most(dataclasses.replace(step, memory=None))
+
+
+def test_less_memory_with_what_the_options_change() -> None:
+    """Catches an option that the estimate does not see: ranks, working memory, ensembles, passes."""
+    base = Prediction(model(), SIZES, memory=1 << 16)
+    total = prediction_memory(base).total
+
+    def changed(**values: object) -> int:
+        return prediction_memory(dataclasses.replace(base, **values)).total  # type: ignore[arg-type]
+
+    assert changed(ranks=2) < total
+    assert changed(memory=None) > total
+    assert changed(ensembles=2) > total
+    assert changed(passes=1) < total
+
+
+@pytest.mark.verify
+def test_a_further_feature_set_takes_the_time_of_the_second() -> None:
+    """Catches ensembles whose later sets are free."""
+    device = load_device("h100")
+    flops = [prediction_times(Prediction(model(), SIZES, ensembles=n), device).flops for n in (1, 2, 4)]
+    assert flops[2] - flops[1] == 2 * (flops[1] - flops[0]) > 0
