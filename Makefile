@@ -56,8 +56,7 @@ demo: $(READY)
 	@echo "1/3  Training a small model on the twelve proteins of data/train.txt, each sample spread over two ranks"
 	$(BIN)/evodsp fit --config configs/quickstart.yaml --output $(RUNS)/demo/model --overwrite --parallel.sequence 2
 	@echo "2/3  Predicting them, and three members of their families that it has not seen"
-	cat data/fasta/*.fasta > $(RUNS)/demo/all.fasta
-	$(BIN)/evodsp predict --fasta $(RUNS)/demo/all.fasta --alignments data/alignments \
+	$(BIN)/evodsp predict data/fasta --alignments data/alignments \
 	  --checkpoint $(RUNS)/demo/model/checkpoints/last.ckpt --output $(RUNS)/demo/predictions --overwrite
 	@echo "3/3  Comparing the predictions with the true structures"
 	$(BIN)/python scripts/compare_predictions.py --predictions $(RUNS)/demo/predictions --structures data/mmcif_files \

@@ -1,7 +1,7 @@
 """The files in the folder of one target's predictions.
 
 <output>/<name>/seed_<k>.cif|.pdb       structure; B-factor = pLDDT
-                seed_<k>_scores.json    plddt per residue; with a PAE head also max_pae (Å) and ptm (0..1)
+                seed_<k>_scores.json    ColabFold's keys: plddt per residue; with a PAE head also max_pae, pae (Å) and ptm
                 seed_<k>_pae.json       with a PAE head: predicted aligned error, in AlphaFold DB's format
                 ranking.json            seeds, best first, and the settings of the run
                 timings.json            seconds per stage, peak memory
@@ -128,9 +128,9 @@ def write_results(
         (folder / f"{stem(key)}.{file_format}").write_text(text, encoding="utf-8")
         scores: dict[str, Any] = {"plddt": [round(float(p), 2) for p in structure.plddt]}
         if (error := structure.aligned_error) is not None:
-            scores |= {"max_pae": round(float(error.pae.max()), 2), **_ptm(structure)}
+            scores |= {"max_pae": round(float(error.pae.max()), 2), "pae": _matrix(error), **_ptm(structure)}
             (folder / pae_name(key)).write_text(pae_text(error), encoding="utf-8")
-        write_json(folder / scores_name(key), scores)
+        (folder / scores_name(key)).write_text(json.dumps(scores, allow_nan=False) + "\n", encoding="utf-8")
     # Models without a PAE head have no pTM: then only pLDDT compares all.
     score, called = ("ptm", "pTM") if all("ptm" in entry for entry in entries) else ("mean_plddt", "mean pLDDT")
     entries.sort(key=lambda entry: (-entry[score], -entry["mean_plddt"], stem(key_of(entry))))
@@ -163,9 +163,13 @@ def pae_text(error: AlignedError) -> str:
 
     `max_predicted_aligned_error` is the end of the scale, not the matrix's maximum, which is `max_pae` in the scores.
     """
-    matrix = np.round(error.pae.astype(np.float64), 2).tolist()
-    entry = {"predicted_aligned_error": matrix, "max_predicted_aligned_error": round(error.highest, 2)}
+    entry = {"predicted_aligned_error": _matrix(error), "max_predicted_aligned_error": round(error.highest, 2)}
     return json.dumps([entry], separators=(",", ":"), allow_nan=False) + "\n"
+
+
+def _matrix(error: AlignedError) -> list[list[float]]:
+    """The errors with two decimals."""
+    return np.round(error.pae.astype(np.float64), 2).tolist()
 
 
 def _ptm(structure: PredictedStructure) -> dict[str, float]:

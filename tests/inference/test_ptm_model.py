@@ -102,6 +102,7 @@ def test_prediction_equals_the_model_run_by_hand(ptm_workplace):
             assert written["max_predicted_aligned_error"] == 31.75
             scores = read_json(result.folder / f"seed_{seed}_scores.json")
             assert scores["max_pae"] == np.max(written["predicted_aligned_error"])
+            assert scores["pae"] == written["predicted_aligned_error"]
             ptm = compute_ptm(output.logits["predicted_aligned_error"], torch.ones(1, len(letters))).item()
             assert scores["ptm"] == pytest.approx(ptm, abs=6e-4)
             assert 0 < ptm < 1
@@ -118,7 +119,7 @@ def test_files_of_a_model_with_the_head(ptm_workplace):
     assert ranking["ranked_by"] == "pTM"
     for entry in ranking["ranking"]:
         scores = read_json(result.folder / f"seed_{entry['seed']}_scores.json")
-        assert list(scores) == ["plddt", "max_pae", "ptm"]
+        assert list(scores) == ["plddt", "max_pae", "pae", "ptm"]
         assert entry["ptm"] == scores["ptm"]
         assert entry["mean_plddt"] == pytest.approx(np.mean(scores["plddt"]), abs=0.01)
     again = predict(ptm_workplace.config, silent)[0]
