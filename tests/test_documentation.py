@@ -116,6 +116,7 @@ class Reader:
             "data synthesize": self.synthesize,
             "data build": self.build,
             "plan": self.plan,
+            "estimate": run,
             "report": self.report,
             "weights export": self.convert,
             "weights import": self.convert,
