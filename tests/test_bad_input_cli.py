@@ -184,7 +184,7 @@ def test_a_broken_second_record_costs_itself_only(case: str, inputs: Path, capsy
     for part in said:
         assert part in failure["reason"]
     assert printed.out.index(failure["reason"]) < printed.out.index(f"{KEY}: {len(QUERY)} residues")
-    assert {path.name for path in OUTPUT.iterdir()} == {KEY, "failures.json"}
+    assert {path.name for path in OUTPUT.iterdir()} == {KEY, "failures.json", "index.html", "predict.log"}
 
 
 def test_a_folder_without_alignments(inputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -317,7 +317,7 @@ def test_a_file_that_is_no_checkpoint(case: str, inputs: Path, capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (predict("--fasta", "alignments"), "alignments: is a folder, but --fasta takes a FASTA file"),
+        (predict("--fasta", "alignments"), "alignments: no file of this folder is FASTA or A3M (.fasta, "),
         (predict("--alignments", FASTA), f"{FASTA}: is a file, but --alignments takes the folder"),
         (predict("--preset", "model_9"), "--preset is 'model_9', but must be one of model_1,"),
         (fit("--data.train_chains", "alignments"), "alignments: is a folder, but a list of chains is a file"),

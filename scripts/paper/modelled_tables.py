@@ -19,7 +19,7 @@ def draw(tables: Tables, folder: Path) -> list[Path]:
     """Figures 5 to 7 with calculated times."""
     drawn = []
     for table in (END_TO_END, STRONG, WEAK):
-        rows = [row for row in tables["modelled"] if row["table"] == table]
+        rows = [row for row in tables.get("modelled", ()) if row["table"] == table]
         if rows:
             drawn.append(folder / f"modelled_{table}.png")
             figure = gpu_report.figure(rows, "tflops_per_gpu")

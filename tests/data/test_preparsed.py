@@ -122,7 +122,7 @@ def test_prediction_finds_an_archive(tmp_path: Path) -> None:
     (tmp_path / "q.fasta").write_text(f">mine\n{LETTERS}\n>other\n{LETTERS}\n")
     for name in ("mine.npz", "other/alignment.npz"):
         preparsed(tmp_path / "alignments" / name, ALIGNMENTS)
-    for target in find_targets(tmp_path / "q.fasta", tmp_path / "alignments")[0]:
+    for target in find_targets([tmp_path / "q.fasta"], tmp_path / "alignments")[0]:
         assert [len(one) for one in read_alignment_dir(target.alignments, target.query)] == [7, 5]
 
 

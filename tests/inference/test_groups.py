@@ -55,7 +55,7 @@ def take_slowly(handle: Any, total: int) -> list[int]:
 def test_a_fast_group_takes_what_a_slow_one_leaves(pool: RankPool) -> None:
     """Catches records that are divided beforehand, taken twice, or lost."""
     slow, fast = pool.run(2, take_slowly, 7)
-    assert len(slow) == 1
+    assert len(slow) <= 1  # none on a busy machine, where the fast one is done before the slow one begins
     assert sorted(slow + fast) == list(range(7))
     slow, fast = pool.run(2, take_slowly, 5)
     assert sorted(slow + fast) == list(range(5)), "a second run begins anew"
