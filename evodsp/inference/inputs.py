@@ -105,7 +105,10 @@ def _files_of(path: Path) -> list[Path]:
         raise UserError(f"{path}: cannot be read ({error.strerror}); check its permissions") from error
     if not files:
         names = ", ".join((*_FASTA, *_A3M))
-        raise UserError(f"{path}: no file of this folder is FASTA or A3M ({names}); its sub-folders are not searched")
+        raise UserError(
+            f"{path}: no file of this folder is FASTA or A3M ({names}); its sub-folders are not searched, "
+            "give the one that holds them"
+        )
     return files
 
 
