@@ -181,7 +181,7 @@ def test_forty_records_on_two_data_ranks(workplace: Workplace) -> None:
     done = torchrun(2, *words, f"--output={output}", "--device=cpu", "--recycles=1")
     assert done.returncode == 0, done.stderr
     assert f"35 done, 0 kept, 5 failed; reasons in {output / 'failures.json'}" in done.stdout
-    assert {path.name for path in output.iterdir()} == {*good, "failures.json", "predict.log"}
+    assert {path.name for path in output.iterdir()} == {*good, "failures.json", "index.html", "predict.log"}
     assert {entry["name"] for entry in read_json(output / "failures.json")["failures"]} == set(hostile)
     shared = len(re.findall(r"^\(group 1\) \[", done.stdout, re.MULTILINE))
     assert 5 <= shared <= 30, "both groups work"
