@@ -14,7 +14,7 @@ from evodsp.errors import UserError
 from evodsp.files import whole_file
 from evodsp.inference.failures import Failure
 from evodsp.inference.residue_charts import BANDS
-from evodsp.inference.results import RANKING, REPORT, read_result, scores_name
+from evodsp.inference.results import RANKING, REPORT, read_plddt, read_result
 from evodsp.report.charts import histogram
 from evodsp.report.page import Page
 
@@ -45,7 +45,7 @@ def batch_page(output: Path, failures: Sequence[Failure]) -> Page:
         try:
             result = read_result(folder)
             ranking = json.loads((folder / RANKING).read_text(encoding="utf-8"))
-            plddt = np.array(json.loads((folder / scores_name(result.best)).read_text(encoding="utf-8"))["plddt"])
+            plddt = read_plddt(folder, result.best)
         except (UserError, ValueError, KeyError):
             continue  # not a result of ours, or one that predict would refuse to keep
         means.append(result.mean_plddt[result.best])

@@ -21,6 +21,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
+from jaxtyping import Float32
 
 from evodsp import __version__
 from evodsp.errors import UserError
@@ -97,6 +98,16 @@ def read_with_ranking(folder: Path) -> tuple[PredictionResult, Mapping[str, Any]
 
 def scores_name(key: Key) -> str:
     return f"{stem(key)}_scores.json"
+
+
+def read_plddt(folder: Path, key: Key) -> Float32[np.ndarray, " R"]:
+    """pLDDT, 0..100, of a prediction in a target's folder. Raises ValueError unless predict has written its scores.
+
+    The aligned errors behind it in the file are not parsed: of thousands of long targets that would take minutes.
+    """
+    text = (folder / scores_name(key)).read_text(encoding="utf-8")
+    values, _ = json.JSONDecoder().raw_decode(text, text.index("[", text.index('"plddt"')))
+    return np.array(values, np.float32)
 
 
 def pae_name(key: Key) -> str:

@@ -28,8 +28,8 @@ from evodsp.inference.results import (
     Format,
     Key,
     PredictionResult,
+    read_plddt,
     read_with_ranking,
-    scores_name,
     stem,
 )
 from evodsp.inference.writers import PredictedStructure, structure_text
@@ -169,11 +169,10 @@ def _ours(folder: Path) -> Callable[[str], bool]:
 
 def _read_structure(result: PredictionResult, key: Key) -> PredictedStructure:
     chain = read_chain(result.structure(key), "A")
-    scores = json.loads((result.folder / scores_name(key)).read_text(encoding="utf-8"))
     return PredictedStructure(
         name=result.name,
         aatype=np.array([RESTYPES_WITH_X.index(letter) for letter in chain.sequence]),
         positions=chain.positions,
         mask=chain.mask,
-        plddt=np.array(scores["plddt"], np.float32),
+        plddt=read_plddt(result.folder, key),
     )

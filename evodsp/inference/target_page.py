@@ -36,7 +36,7 @@ from evodsp.inference.residue_charts import (
     palette,
     plddt_chart,
 )
-from evodsp.inference.results import RANKING, REPORT, TIMINGS, key_of, pae_name, scores_name
+from evodsp.inference.results import RANKING, REPORT, TIMINGS, key_of, pae_name, read_plddt
 from evodsp.report.page import Page
 
 _MOST_CELLS = 2_500_000
@@ -142,14 +142,11 @@ def _numbers(ranking: Mapping[str, Any]) -> list[int]:
 
 def _read_seed(folder: Path, entry: Mapping[str, Any], number: int) -> _Seed:
     key = key_of(entry)
-    scores = json.loads((folder / scores_name(key)).read_text(encoding="utf-8"))
     pae, highest = None, _FARTHEST
     if "ptm" in entry:
         error = json.loads((folder / pae_name(key)).read_text(encoding="utf-8"))[0]
         pae, highest = np.array(error["predicted_aligned_error"], np.float32), error["max_predicted_aligned_error"]
-    return _Seed(
-        number, read_chain(folder / entry["structure"], "A"), np.array(scores["plddt"], np.float32), pae, highest
-    )
+    return _Seed(number, read_chain(folder / entry["structure"], "A"), read_plddt(folder, key), pae, highest)
 
 
 def _seed_buttons(entries: Sequence[Mapping[str, Any]], seeds: Sequence[_Seed]) -> str:

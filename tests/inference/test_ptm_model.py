@@ -17,7 +17,7 @@ from evodsp.data.records import ProteinSequence
 from evodsp.errors import UserError
 from evodsp.inference import predict as module
 from evodsp.inference.predict import predict
-from evodsp.inference.results import read_result, write_results
+from evodsp.inference.results import read_plddt, read_result, write_results
 from evodsp.inference.targets import Target
 from evodsp.inference.writers import AlignedError, PredictedStructure
 from evodsp.model.alphafold import FEATURES, TEMPLATE_FEATURES, AlphaFold
@@ -120,6 +120,7 @@ def test_files_of_a_model_with_the_head(ptm_workplace):
     for entry in ranking["ranking"]:
         scores = read_json(result.folder / f"seed_{entry['seed']}_scores.json")
         assert list(scores) == ["plddt", "max_pae", "pae", "ptm"]
+        np.testing.assert_allclose(read_plddt(result.folder, entry["seed"]), scores["plddt"], atol=1e-4)
         assert entry["ptm"] == scores["ptm"]
         assert entry["mean_plddt"] == pytest.approx(np.mean(scores["plddt"]), abs=0.01)
     again = predict(ptm_workplace.config, silent)[0]
