@@ -25,6 +25,7 @@ from jaxtyping import Float32
 
 from evodsp import __version__
 from evodsp.errors import UserError
+from evodsp.inference.model_cif import Origin
 from evodsp.inference.writers import AlignedError, PredictedStructure, structure_text
 
 RANKING, TIMINGS, REPORT = "ranking.json", "timings.json", "report.html"
@@ -135,7 +136,7 @@ def write_results(
         entry = {**named, "seed": seed, "mean_plddt": round(structure.mean_plddt, 3), **_ptm(structure)}
         entries.append(entry)
         key = key_of(entry)
-        text = structure_text(structure, file_format)
+        text = structure_text(structure, file_format, Origin.of(entry, settings))
         (folder / f"{stem(key)}.{file_format}").write_text(text, encoding="utf-8")
         scores: dict[str, Any] = {"plddt": [round(float(p), 2) for p in structure.plddt]}
         if (error := structure.aligned_error) is not None:

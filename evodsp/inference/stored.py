@@ -20,6 +20,7 @@ import numpy as np
 from evodsp.data.mmcif import read_chain
 from evodsp.errors import UserError
 from evodsp.geometry.alphabet import RESTYPES_WITH_X
+from evodsp.inference.model_cif import Origin
 from evodsp.inference.results import (
     OURS,
     RANKING,
@@ -48,6 +49,8 @@ class Stored:
     """What this run's model is called among several; None if the folder holds those of one model only."""
     models: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """The settings of all models in the folder, if there are several."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """The settings of the only model."""
     renamed: str | None = None
     """The model whose files have no model's name yet, because it was alone so far."""
 
@@ -68,8 +71,11 @@ class Stored:
 
     def write_format(self, folder: Path, file_format: Format) -> None:
         """Write the structures that lack this format into `folder`. Raises UserError if the format cannot hold them."""
+        entries = dict(zip(self.result.mean_plddt, self.ranking, strict=True))
         for key in self.without(file_format):
-            text = structure_text(_read_structure(self.result, key), file_format)
+            entry = entries[key]
+            made_with = self.models.get(entry.get("model", ""), self.settings)
+            text = structure_text(_read_structure(self.result, key), file_format, Origin.of(entry, made_with))
             name = stem(key) if self.renamed is None else f"{self.renamed}_{stem(key)}"
             (folder / f"{name}.{file_format}").write_text(text, encoding="utf-8")
 
@@ -129,7 +135,7 @@ def find_stored(
     named = {} if renamed is None else {"model": renamed}
     ranking = [{**entry, **named} for entry in content["ranking"]]
     timings = {**timings, "seeds": [{**named, **entry} for entry in timings.get("seeds", [])]}
-    return Stored(result, ranking, timings, model, models, renamed)
+    return Stored(result, ranking, timings, model, models, content.get("settings", {}), renamed)
 
 
 _INPUTS = ("numerics", "sequence", "alignments")

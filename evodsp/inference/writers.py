@@ -1,4 +1,4 @@
-"""A predicted structure as mmCIF or PDB text. The B-factor column holds pLDDT, 0 (no confidence) to 100 (full confidence).
+"""A predicted structure as ModelCIF or PDB text. The B-factor column holds pLDDT, 0 (no confidence) to 100 (full confidence).
 
 The same structure always gives the same bytes: no dates, no host names. Shapes: R residues, 37 atom types (atom37 order).
 """
@@ -12,10 +12,9 @@ import gemmi
 import numpy as np
 from jaxtyping import Float32, Integer
 
-from evodsp.data.mmcif_writer import mmcif_text
-from evodsp.data.records import Chain
 from evodsp.errors import UserError
-from evodsp.geometry.alphabet import RESTYPE_1TO3, RESTYPES_WITH_X
+from evodsp.geometry.alphabet import RESTYPES_WITH_X
+from evodsp.inference.model_cif import UNKNOWN, Origin, model_cif_text
 
 _PDB_MOST_RESIDUES = 9_999
 _PDB_MOST_SERIALS = 99_999
@@ -70,8 +69,11 @@ class PredictedStructure:
         return f"mean pLDDT {self.mean_plddt:.1f}{ptm}"
 
 
-def structure_text(structure: PredictedStructure, file_format: Literal["cif", "pdb"]) -> str:
-    """The structure in the given format. Raises UserError if the format cannot hold it or a number is not finite."""
+def structure_text(structure: PredictedStructure, file_format: Literal["cif", "pdb"], origin: Origin = UNKNOWN) -> str:
+    """The structure in the given format. Raises UserError if the format cannot hold it or a number is not finite.
+
+    `origin`: what ModelCIF says of how it was made; PDB has no place for that.
+    """
     # The confidence of residues without atoms (X) is written too.
     finite = np.isfinite(structure.plddt) & (np.isfinite(structure.positions).all(-1) | (structure.mask <= 0.5)).all(-1)
     if structure.aligned_error is not None:
@@ -81,49 +83,9 @@ def structure_text(structure: PredictedStructure, file_format: Literal["cif", "p
             f"{structure.name}: the model's output for residue {int(finite.argmin()) + 1} is nan or infinite; "
             "its training has diverged, use an earlier checkpoint"
         )
-    return mmcif_model_text(structure) if file_format == "cif" else pdb_text(structure)
-
-
-def mmcif_model_text(structure: PredictedStructure) -> str:
-    """mmCIF with the confidence items of the ModelCIF dictionary (_ma_qa_metric_global, _ma_qa_metric_local)."""
-    name, length = structure.ascii_name, len(structure.aatype)
-    missing = np.logical_not((structure.mask > 0.5).any(-1))
-    chain = Chain(
-        pdb_id=name,
-        chain_id=structure.chain_id,
-        sequence=structure.sequence,
-        residue_number=np.where(missing, 0, np.arange(1, length + 1)).astype(np.int32),
-        insertion_code=("",) * length,
-        is_missing=missing,
-        positions=structure.positions,
-        mask=structure.mask,
-    )
-    title = f"Prediction of {name}; B-factors are pLDDT"
-    text = mmcif_text([chain], [structure.plddt], {"_struct.entry_id": name, "_struct.title": title})
-    document = gemmi.cif.read_string(text)
-    block = document.sole_block()
-    block.set_mmcif_category(
-        "_ma_qa_metric.",
-        {"id": ["1", "2"], "mode": ["global", "local"], "name": ["pLDDT"] * 2, "type": ["pLDDT"] * 2},
-    )
-    block.set_mmcif_category(
-        "_ma_qa_metric_global.",
-        {"ordinal_id": ["1"], "model_id": ["1"], "metric_id": ["1"], "metric_value": [f"{structure.mean_plddt:.2f}"]},
-    )
-    numbers = [str(n) for n in range(1, length + 1)]
-    block.set_mmcif_category(
-        "_ma_qa_metric_local.",
-        {
-            "label_asym_id": ["A"] * length,
-            "label_comp_id": _residue_names(structure),
-            "label_seq_id": numbers,
-            "metric_id": ["2"] * length,
-            "metric_value": np.char.mod("%.2f", structure.plddt.astype(np.float64)).tolist(),
-            "model_id": ["1"] * length,
-            "ordinal_id": numbers,
-        },
-    )
-    return str(document.as_string(gemmi.cif.WriteOptions(gemmi.cif.Style.Pdbx)))
+    if not (structure.mask > 0.5).any():
+        raise UserError(f"{structure.name}: no atoms to write; all {len(structure.aatype)} residues are X")
+    return model_cif_text(structure, origin) if file_format == "cif" else pdb_text(structure)
 
 
 def pdb_text(structure: PredictedStructure) -> str:
@@ -132,12 +94,8 @@ def pdb_text(structure: PredictedStructure) -> str:
     Raises UserError if the fixed columns cannot hold the structure, and says that mmCIF can.
     """
     _check_pdb_limits(structure)
-    block = gemmi.cif.read_string(mmcif_model_text(structure)).sole_block()
+    block = gemmi.cif.read_string(model_cif_text(structure, UNKNOWN)).sole_block()
     return gemmi.make_structure_from_block(block).make_pdb_string(gemmi.PdbWriteOptions(cryst1_record=False))
-
-
-def _residue_names(structure: PredictedStructure) -> list[str]:
-    return [RESTYPE_1TO3.get(letter, "UNK") for letter in structure.sequence]
 
 
 def _check_pdb_limits(structure: PredictedStructure) -> None:
@@ -150,8 +108,6 @@ def _check_pdb_limits(structure: PredictedStructure) -> None:
         )
     if atoms + 1 > _PDB_MOST_SERIALS:  # TER takes a serial number too
         raise UserError(f"{structure.name}: {atoms:,} atoms, but a PDB file holds {_PDB_MOST_SERIALS - 1:,}{fix}")
-    if atoms == 0:
-        raise UserError(f"{structure.name}: no atoms to write; all {len(structure.aatype)} residues are X")
     if len(structure.chain_id) != 1:
         raise UserError(f"{structure.name}: chain '{structure.chain_id}', but a PDB file's is a single character{fix}")
     if positions.max() > 9999.999 or positions.min() < -999.999:

@@ -6,6 +6,8 @@ import io
 from dataclasses import replace
 
 import gemmi
+import modelcif.dumper
+import modelcif.reader
 import numpy as np
 import pytest
 from Bio.PDB.MMCIFParser import MMCIFParser
@@ -14,6 +16,7 @@ from Bio.PDB.PDBParser import PDBParser
 from evodsp.data.mmcif import read_chain
 from evodsp.errors import UserError
 from evodsp.geometry.residues import ATOM_TYPES, RESTYPE_ATOM37_MASK
+from evodsp.inference.model_cif import Origin
 from evodsp.inference.writers import AlignedError, PredictedStructure, structure_text
 
 FORMATS = ("cif", "pdb")
@@ -129,6 +132,40 @@ def test_mmcif_confidence_items():
     metrics = {row[0]: row[1] for row in block.find("_ma_qa_metric.", ["id", "mode"])}
     assert {metrics[row[2]] for row in local} == {"local"}
     assert float(block.find_value("_ma_qa_metric_global.metric_value")) == pytest.approx(s.mean_plddt, abs=6e-3)
+
+
+ORIGIN = Origin(
+    seed=3,
+    ptm=0.71,
+    settings={"checkpoint": "sha256:abc", "recycles": 3, "templates": ["1abc_A", "2def_B"], "alignments": "x"},
+)
+
+
+def test_python_modelcif_reads_it_and_writes_it_back() -> None:
+    """Catches a file that another program of the dictionary reads differently: it would write another one."""
+    text = structure_text(structure(), "cif", ORIGIN)
+    (system,) = modelcif.reader.read(io.StringIO(text))
+    again = io.StringIO()
+    modelcif.dumper.write(again, [system])
+    assert again.getvalue() == text
+    ((model,),) = system.model_groups
+    found = {(metric.mode, metric.name): metric.value for metric in model.qa_metrics if metric.mode == "global"}
+    assert found == {("global", "pLDDT"): pytest.approx(structure().mean_plddt, abs=6e-3), ("global", "pTM"): 0.71}
+    assert len(list(model.get_atoms())) == structure().mask.sum()
+
+
+def test_the_file_says_how_it_was_made() -> None:
+    """Catches a prediction of which nobody can tell later from which parameters it came."""
+    block = gemmi.cif.read_string(structure_text(structure(), "cif", ORIGIN)).sole_block()
+    parameters = dict(list(row) for row in block.find("_ma_software_parameter.", ["name", "value"]))
+    assert parameters == {
+        "seed": "3",
+        "checkpoint": "sha256:abc",
+        "recycles": "3",
+        "templates": "'1abc_A, 2def_B'",
+    }
+    assert list(block.find_loop("_ma_protocol_step.method_type")) == ["modeling"]
+    assert list(block.find_loop("_software.name")) == ["evodsp"]
 
 
 @pytest.mark.parametrize("file_format", FORMATS)
