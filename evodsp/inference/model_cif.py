@@ -19,6 +19,7 @@ import modelcif.model
 import modelcif.protocol
 import modelcif.qa_metric
 import numpy as np
+from jaxtyping import Float64
 
 from evodsp import __version__
 from evodsp.geometry.residues import ATOM_TYPES
@@ -75,7 +76,7 @@ class _Model(modelcif.model.AbInitioModel):
 
     def get_atoms(self) -> Iterator[modelcif.model.Atom]:
         one = self._structure
-        plddt = one.plddt.astype(np.float64)
+        plddt = _confidence(one)
         for residue, atom in zip(*np.nonzero(one.mask > 0.5), strict=True):
             x, y, z = one.positions[residue, atom].astype(np.float64)
             name = ATOM_TYPES[atom]
@@ -95,11 +96,11 @@ def model_cif_text(structure: PredictedStructure, origin: Origin) -> str:
     present = (structure.mask > 0.5).any(-1)
     for residue in np.nonzero(~present)[0].tolist():
         model.not_modeled_residue_ranges.append(modelcif.model.NotModeledResidueRange(asym, residue + 1, residue + 1))
-    model.qa_metrics.append(_GlobalPLDDT(round(structure.mean_plddt, 2)))
+    local = _confidence(structure)
+    model.qa_metrics.append(_GlobalPLDDT(round(float(local.mean()), 2)))
     if origin.ptm is not None:
         model.qa_metrics.append(_PTM(origin.ptm))
-    local = np.round(structure.plddt.astype(np.float64), 2).tolist()
-    model.qa_metrics += [_LocalPLDDT(asym.residue(number), value) for number, value in enumerate(local, 1)]
+    model.qa_metrics += [_LocalPLDDT(asym.residue(number), value) for number, value in enumerate(local.tolist(), 1)]
     system.model_groups.append(modelcif.model.ModelGroup([model], name="prediction"))
     protocol = modelcif.protocol.Protocol()
     protocol.steps.append(
@@ -111,6 +112,11 @@ def model_cif_text(structure: PredictedStructure, origin: Origin) -> str:
     text = io.StringIO()
     modelcif.dumper.write(text, [system])
     return text.getvalue()
+
+
+def _confidence(structure: PredictedStructure) -> Float64[np.ndarray, " R"]:
+    """pLDDT as it is stored: a file that is made of the other format's then has the same bytes."""
+    return np.round(structure.plddt.astype(np.float64), 2)
 
 
 def _software(origin: Origin) -> modelcif.SoftwareGroup:

@@ -301,11 +301,11 @@ def test_failure_while_writing_leaves_nothing_partial(workplace, monkeypatch, er
     before, written = workplace.snapshot(), []
     real = results.structure_text
 
-    def fail_at_second(structure, file_format):
+    def fail_at_second(structure, *given):
         if written:
             raise error
         written.append(structure)
-        return real(structure, file_format)
+        return real(structure, *given)
 
     monkeypatch.setattr(results, "structure_text", fail_at_second)
     with pytest.raises((UserError, KeyboardInterrupt)):
