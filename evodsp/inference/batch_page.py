@@ -16,9 +16,9 @@ from evodsp.inference.failures import Failure
 from evodsp.inference.residue_charts import BANDS
 from evodsp.inference.results import RANKING, REPORT, read_plddt, read_result
 from evodsp.report.charts import histogram
-from evodsp.report.page import Page
+from evodsp.report.page import OURS, Page
 
-INDEX = "index.html"
+INDEX, BESIDE = "index.html", "index_evodsp.html"
 _STYLE = """
 .strip { width: 190px; height: 14px; border-radius: 3px; display: block; }
 .targets td { vertical-align: middle; } .targets th { position: sticky; top: 0; background: var(--back); }
@@ -29,10 +29,17 @@ _STRIP = 60
 
 
 def write_batch_page(output: Path, failures: Sequence[Failure]) -> Path:
-    """Write the page of all finished results below `output`, also of earlier runs, and of the records that failed now."""
+    """Write the page of all finished results below `output`, also of earlier runs, and of the records that failed now.
+
+    An index.html that evodsp has not written is the user's: the page is then index_evodsp.html.
+    """
     path, html = output / INDEX, batch_page(output, failures).html()
-    if path.is_file() and path.read_text(encoding="utf-8", errors="replace") == html:
-        return path  # a run that keeps everything changes nothing
+    if path.is_file():
+        there = path.read_text(encoding="utf-8", errors="replace")
+        if there == html:
+            return path  # a run that keeps everything changes nothing
+        if OURS not in there:
+            path = output / BESIDE
     with whole_file(path) as partial:
         partial.write_text(html, encoding="utf-8")
     return path

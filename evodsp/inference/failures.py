@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,6 +56,20 @@ def write_failures(output: Path, failures: Sequence[Failure]) -> None:
             write_json(partial, {"failures": [{"name": f.name, "reason": f.reason} for f in failures]})
     else:
         path.unlink(missing_ok=True)
+
+
+def page_problem(page: str, make: Callable[[], object]) -> str | None:
+    """Call `make`, which writes a page; None, or one line that says why it could not.
+
+    A page shows results that are on disk already. Whatever goes wrong with it must not end the run and cost the next ones.
+    """
+    try:
+        make()
+    except Exception as error:
+        code = traceback.extract_tb(error.__traceback__)[-1]
+        what = f"{type(error).__name__} in {Path(code.filename).name}, line {code.lineno}: {error}"
+        return f"{page} could not be written ({what}); the results themselves are complete"
+    return None
 
 
 @contextmanager

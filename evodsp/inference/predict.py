@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,11 +23,19 @@ from evodsp.data.records import Alignment
 from evodsp.data.templates.features import TemplateFeatures
 from evodsp.errors import UserError
 from evodsp.files import whole_folder
-from evodsp.inference.batch_page import write_batch_page
+from evodsp.inference.batch_page import INDEX, write_batch_page
 from evodsp.inference.block_progress import block_progress
 from evodsp.inference.config import PredictConfig
 from evodsp.inference.devices import check_pair_fits, device_of, memory_entries, working_memory
-from evodsp.inference.failures import FAILURES, Failure, Outcome, memory_errors, none_usable, write_failures
+from evodsp.inference.failures import (
+    FAILURES,
+    Failure,
+    Outcome,
+    memory_errors,
+    none_usable,
+    page_problem,
+    write_failures,
+)
 from evodsp.inference.groups import Groups, share
 from evodsp.inference.jobs import Inputs, Job, Work
 from evodsp.inference.models import NamedModel, find_models
@@ -40,7 +49,7 @@ from evodsp.inference.provenance import (
     sizes_line,
     with_template_row,
 )
-from evodsp.inference.results import TIMINGS, PredictionResult, write_json, write_results
+from evodsp.inference.results import REPORT, TIMINGS, PredictionResult, write_json, write_results
 from evodsp.inference.stored import copy_files, find_stored
 from evodsp.inference.target_page import write_target_page
 from evodsp.inference.target_templates import find_templates, takes_no_templates, template_source
@@ -108,8 +117,9 @@ def predict_records(
     if not complete:
         raise none_usable(failures)
     from_first(lambda: write_failures(config.output, failures), everyone)
-    index = from_first(lambda: write_batch_page(config.output, failures), everyone)
-    report(f"to look at: {index}")
+    make = partial(_write_index, config.output, failures, report)
+    if problem := from_first(partial(page_problem, str(config.output / INDEX), make), everyone):
+        report(problem)
     outcome = Outcome(complete, failures)
     report(outcome.line + (f"; reasons in {config.output / FAILURES}" if failures else ""))
     return outcome
@@ -342,6 +352,10 @@ def _predict_target(
         best = result.mean_plddt[result.best]
         seconds = time.perf_counter() - start
         report(f"  wrote {result.folder}, {seconds:.1f} s; best: {result.structure().name}, pLDDT {best:.1f}")
+        folder = result.folder
+        make = partial(_write_page, job, folder)
+        if problem := from_first(partial(page_problem, str(folder / REPORT), make), group):
+            report(f"  {problem}")
     return result
 
 
@@ -428,7 +442,6 @@ def _write(
             if timings:
                 timings = timings if stored is None else stored.with_timings(timings)
                 write_json(new / TIMINGS, {**timings, "writing_seconds": round(time.perf_counter() - start, 3)})
-            write_target_page(new, job.target.read())
     except UserError as error:
         return Failure(job.target.query.name, str(error))
     except OSError as error:
@@ -436,6 +449,14 @@ def _write(
             f"{folder}: cannot be written ({error.strerror}); make room, or choose another --output"
         ) from error
     return replace(result, folder=folder)
+
+
+def _write_page(job: Job, folder: Path) -> None:
+    write_target_page(folder, job.target.read())
+
+
+def _write_index(output: Path, failures: list[Failure], report: Report) -> None:
+    report(f"to look at: {write_batch_page(output, failures)}")
 
 
 def _is_rank_0() -> bool:

@@ -22,6 +22,7 @@ from jaxtyping import Float
 
 from evodsp.data.mmcif import read_chain
 from evodsp.data.records import Alignment, Chain
+from evodsp.files import whole_file
 from evodsp.geometry.alphabet import RESTYPE_1TO3
 from evodsp.geometry.residues import ATOM_TYPES, CA
 from evodsp.inference.coverage import Coverage, coverage
@@ -71,7 +72,8 @@ def write_target_page(folder: Path, alignments: Sequence[Alignment]) -> None:
     ]
     found = coverage(alignments) if alignments else None
     page = target_page(ranking, timings, seeds, found)
-    (folder / REPORT).write_text(page.html(), encoding="utf-8")
+    with whole_file(folder / REPORT) as partial:
+        partial.write_text(page.html(), encoding="utf-8")
 
 
 def target_page(

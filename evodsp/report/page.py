@@ -36,6 +36,8 @@ th, td { text-align: left; padding: 5px 12px 5px 0; border-bottom: 1px solid var
 th { color: var(--soft); font-weight: 600; } td.number, th.number { text-align: right; white-space: nowrap; }
 td { overflow-wrap: anywhere; } td:first-child { min-width: 8em; }
 """
+OURS = '<meta name="generator" content="evodsp">'
+"""In the head of every page that evodsp writes."""
 _COLOURS = "".join(
     f".line.s{n} {{ stroke: var(--s{n}); }} .band.s{n}, .dot.s{n}, .spot.s{n} {{ fill: var(--s{n}); }} "
     f".key.s{n} {{ background: var(--s{n}); }}\n"
@@ -127,7 +129,7 @@ class Page:
     def html(self) -> str:
         """The whole page."""
         foot = f'<p class="soft">evodsp {escape(__version__)}</p>'
-        head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{escape(self._title)}</title>'
+        head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{escape(self._title)}</title>{OURS}'
         body = "\n".join([*self._parts, foot])
         head += f"<style>{_STYLE}{_COLOURS}{''.join(self._styles)}</style>"
         return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n{body}\n</body></html>\n'

@@ -88,6 +88,39 @@ def test_a_broken_record_is_named_and_the_other_goes_on(workplace, break_record)
     assert {path.name for path in config.output.iterdir()} == {"alpha_A", "failures.json", "index.html"}
 
 
+@pytest.mark.parametrize("page", ["write_target_page", "write_batch_page"])
+def test_a_page_that_cannot_be_written_costs_no_result(workplace, monkeypatch, page):
+    """Catches a defect of the pages that ends the run, or that hides itself; the next run writes the page."""
+    with monkeypatch.context() as broken:
+        broken.setattr(f"evodsp.inference.predict.{page}", lambda *_: [][1])
+        lines: list[str] = []
+        found = predict_records(workplace.config, lines.append)
+    assert found.line == "2 done, 0 kept, 0 failed"
+    (name,) = {line.split(" could not be written")[0].split("/")[-1] for line in lines if "could not be written" in line}
+    assert name == {"write_target_page": "report.html", "write_batch_page": "index.html"}[page]
+    assert any("IndexError in test_failures.py, line " in line for line in lines)
+    folders = [workplace.config.output / result.name for result in found.results]
+    assert all((folder / "seed_0.cif").is_file() for folder in folders)
+    again: list[str] = []
+    predict(workplace.config, again.append)
+    assert all((folder / "report.html").is_file() for folder in folders)
+    assert (workplace.config.output / "index.html").is_file()
+    assert not any("model, " in line for line in again), "predicted again for the sake of a page"
+
+
+def test_a_users_own_index_page_stays(workplace):
+    """Catches an index.html in the output folder that is overwritten although evodsp has not written it."""
+    workplace.config.output.mkdir(parents=True)
+    own = workplace.config.output / "index.html"
+    own.write_text("<p>mine</p>")
+    lines: list[str] = []
+    predict(workplace.config, lines.append)
+    assert own.read_text() == "<p>mine</p>"
+    ours = workplace.config.output / "index_evodsp.html"
+    assert "2 targets" in ours.read_text()
+    assert f"to look at: {ours}" in lines
+
+
 def test_failures_of_an_earlier_run_are_forgotten(workplace):
     """Catches a list of failures that stays when the record has been mended."""
     whole = workplace.config.fasta.read_text()
