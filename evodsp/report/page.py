@@ -129,7 +129,7 @@ class Page:
     def html(self) -> str:
         """The whole page."""
         foot = f'<p class="soft">evodsp {escape(__version__)}</p>'
-        head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{escape(self._title)}</title>{OURS}'
+        head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width">{OURS}'
         body = "\n".join([*self._parts, foot])
-        head += f"<style>{_STYLE}{_COLOURS}{''.join(self._styles)}</style>"
+        head += f"<title>{escape(self._title)}</title><style>{_STYLE}{_COLOURS}{''.join(self._styles)}</style>"
         return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n{body}\n</body></html>\n'
