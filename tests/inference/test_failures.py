@@ -96,7 +96,9 @@ def test_a_page_that_cannot_be_written_costs_no_result(workplace, monkeypatch, p
         lines: list[str] = []
         found = predict_records(workplace.config, lines.append)
     assert found.line == "2 done, 0 kept, 0 failed"
-    (name,) = {line.split(" could not be written")[0].split("/")[-1] for line in lines if "could not be written" in line}
+    (name,) = {
+        line.split(" could not be written")[0].split("/")[-1] for line in lines if "could not be written" in line
+    }
     assert name == {"write_target_page": "report.html", "write_batch_page": "index.html"}[page]
     assert any("IndexError in test_failures.py, line " in line for line in lines)
     folders = [workplace.config.output / result.name for result in found.results]
