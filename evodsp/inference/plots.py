@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,7 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from evodsp.errors import UserError
+from evodsp.inference.calibration import Calibration
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -54,17 +56,36 @@ def distance_figure(
     figure.savefig(path, dpi=150, facecolor="white")
 
 
-def _figure() -> tuple[Figure, tuple[Axes, Axes]]:
+def calibration_figure(found: Mapping[str, Calibration], path: Path) -> None:
+    """Draw pLDDT against lDDT-CA for each set of chains: residues as dots, the mean of each bin of 10 as a line.
+
+    Raises UserError if matplotlib is not installed.
+    """
+    figure, axes = _figure(width=4.6 * max(len(found), 1) + 0.4, panels=[1.0] * max(len(found), 1))
+    for (name, one), panel in zip(found.items(), axes, strict=False):
+        panel.plot([0, 100], [0, 100], color="#808080", linewidth=1, linestyle="--", label="well calibrated")
+        panel.scatter(one.plddt, one.lddt, s=5, alpha=0.25, color="#2f6fb0", linewidths=0, label="a residue")
+        bins = list(one.bins())
+        panel.plot([b.plddt for b in bins], [b.lddt for b in bins], "o-", color="#c2571a", label="mean of a bin")
+        panel.set(
+            xlabel="pLDDT (predicted)", ylabel="100 × lDDT-CA (true)", xlim=(0, 100), ylim=(0, 100), aspect="equal"
+        )
+        panel.set_title(f"{name}: {len(one.plddt):,} residues, off by {one.error:.0f} on average", fontsize=10)
+        panel.legend(fontsize=8, loc="upper left")
+    figure.savefig(path, dpi=150, facecolor="white")
+
+
+def _figure(width: float = 10.0, panels: Sequence[float] = (1.0, 1.15)) -> tuple[Figure, Sequence[Axes]]:
+    """`panels`: the relative widths of its parts, which lie side by side."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
         raise UserError("pictures need matplotlib, which is not installed; run: pip install 'evodsp[plots]'") from error
     # Agg's canvas instead of pyplot: it needs no window system and has no global state.
-    figure = Figure(figsize=(10.0, 4.4), layout="constrained")
+    figure = Figure(figsize=(width, 4.4), layout="constrained")
     FigureCanvasAgg(figure)
-    left, right = figure.subplots(1, 2, width_ratios=(1.0, 1.15))
-    return figure, (left, right)
+    return figure, figure.subplots(1, len(panels), width_ratios=panels, squeeze=False)[0].tolist()
 
 
 def _distances(positions: Float[np.ndarray, "R 3"]) -> Float[np.ndarray, "R R"]:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from jaxtyping import Float64
 
 from evodsp import metrics
 from evodsp.data.layout import names_of, split_key, structure_file
@@ -18,7 +19,8 @@ from evodsp.data.mmcif import read_chain
 from evodsp.data.records import Chain
 from evodsp.errors import UserError
 from evodsp.geometry.residues import CA
-from evodsp.inference.plots import distance_figure
+from evodsp.inference.calibration import Calibration
+from evodsp.inference.plots import calibration_figure, distance_figure
 from evodsp.inference.results import read_result
 
 _PREDICTED_CHAIN = "A"
@@ -97,7 +99,8 @@ def write_report(
     output: Path,
     report: Callable[[str], None] = print,
 ) -> list[ChainScores]:
-    """Score all chains as `compare_all`, report the table, write <output>/scores.csv and <output>/distances_<chain>.png.
+    """Score all chains as `compare_all`, report the table and how far pLDDT can be trusted, and write <output>/scores.csv,
+    <output>/calibration.png and <output>/distances_<chain>.png.
 
     Without matplotlib a UserError is raised for the pictures, after the table and the scores are written.
     """
@@ -105,11 +108,27 @@ def write_report(
     if not scores:
         raise UserError("no chains to compare; name at least one as <pdbid>_<chain>")
     report(comparison_table(scores))
+    found = calibrations(predictions, structures, splits)
+    report("\nConfidence (both 0 to 100)")
+    for split, calibration in found.items():
+        report(calibration.line(split))
     output.mkdir(parents=True, exist_ok=True)
     write_scores(scores, output / "scores.csv")
     pictures = draw(predictions, structures, splits, output)
-    report(f"\nwrote {output / 'scores.csv'} and {len(pictures)} pictures, e.g. {pictures[0]}")
+    calibration_figure(found, output / "calibration.png")
+    report(
+        f"\nwrote {output / 'scores.csv'}, {output / 'calibration.png'} and {len(pictures)} pictures, e.g. {pictures[0]}"
+    )
     return scores
+
+
+def calibrations(predictions: Path, structures: Path, splits: Mapping[str, Sequence[str]]) -> dict[str, Calibration]:
+    """pLDDT against lDDT-CA of the best prediction of every chain, for each set of chains that is not empty."""
+    return {
+        split: Calibration.of([_confidence(_read_key(predictions, structures, key)) for key in keys])
+        for split, keys in splits.items()
+        if keys
+    }
 
 
 def comparison_table(scores: Sequence[ChainScores]) -> str:
@@ -168,10 +187,20 @@ def draw(predictions: Path, structures: Path, splits: Mapping[str, Sequence[str]
     return paths
 
 
+def _confidence(pair: _Pair) -> tuple[Float64[np.ndarray, " N"], Float64[np.ndarray, " N"]]:
+    """pLDDT and lDDT-CA, both 0..100, of the residues with a CA in both structures."""
+    lddt = metrics.lddt_ca(*_ca_atoms(pair), per_residue=True).numpy()
+    return pair.plddt[pair.resolved].astype(np.float64), 100 * lddt[pair.resolved]
+
+
+def _ca_atoms(pair: _Pair) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Predicted and true CA [R, 3] in Å, and the mask of residues that have both."""
+    predicted, true = (torch.from_numpy(one.positions[:, CA]).double() for one in (pair.predicted, pair.true))
+    return predicted, true, torch.from_numpy(pair.resolved).double()
+
+
 def _score(pair: _Pair, split: str) -> ChainScores:
-    predicted = torch.from_numpy(pair.predicted.positions[:, CA]).double()
-    true = torch.from_numpy(pair.true.positions[:, CA]).double()
-    mask = torch.from_numpy(pair.resolved).double()
+    predicted, true, mask = _ca_atoms(pair)
     if not pair.resolved.any():
         raise UserError(
             f"chain {pair.true.key}: no residue has a CA in both structures, so there is nothing to compare"

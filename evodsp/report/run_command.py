@@ -20,6 +20,7 @@ _FIRST: _Columns = {
     "lDDT-CA": ("train/lddt_ca", "val/lddt_ca"),
     "RMSD (Å)": (None, "val/rmsd"),
     "TM-score": (None, "val/tm_score"),
+    "pLDDT less lDDT-CA (points)": (None, "val/plddt_too_high"),
     "Gradient norm": ("train/gradient_norm", None),
     "Learning rate": ("train/lr", None),
     "Samples a second": ("train/samples_per_second", None),

@@ -18,6 +18,7 @@ from evodsp.geometry.residues import CA
 from evodsp.losses.total import total_loss
 from evodsp.model.alphafold import AlphaFold
 from evodsp.model.casts import CastParameters
+from evodsp.model.confidence import compute_plddt
 from evodsp.model.kernels.registry import choose, summary
 from evodsp.model.outputs import ModelOutput
 from evodsp.model.primitives import use_kernels
@@ -46,13 +47,21 @@ def _ca_atoms(output: ModelOutput, batch: dict[str, Tensor]) -> tuple[Tensor, Te
 
 
 def score(output: ModelOutput, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Metrics of the predicted CA atoms against the true ones, each [batch]: lDDT and TM-score in 0..1, RMSD in Å."""
+    """Metrics of the predicted CA atoms against the true ones, each [batch]: lDDT and TM-score in 0..1, RMSD in Å.
+
+    plddt: the mean over residues with a true CA, 0..100. plddt_too_high: by how many points it exceeds their lDDT-CA.
+    """
     atoms = _ca_atoms(output, batch)
+    mask = atoms[2]
+    plddt = (compute_plddt(output.logits["plddt"]) * mask).sum(-1) / mask.sum(-1).clamp(min=1)
+    truth = (100 * metrics.lddt_ca(*atoms, per_residue=True) * mask).sum(-1) / mask.sum(-1).clamp(min=1)
     return {
         "lddt_ca": metrics.lddt_ca(*atoms),
         "gdt_ts": metrics.gdt_ts(*atoms),
         "tm_score": metrics.tm_score(*atoms),
         "rmsd": metrics.rmsd(*atoms),
+        "plddt": plddt,
+        "plddt_too_high": plddt - truth,
     }
 
 

@@ -106,7 +106,8 @@ def score_table(scores: dict[str, dict[str, float]]) -> str:
     mean = {name: sum(row[name] for row in scores.values()) / len(scores) for name in next(iter(scores.values()))}
     rows = {**scores, "mean": mean} if len(scores) > 1 else scores
     width = max(len("chain"), *map(len, rows))
-    titles = {"lddt_ca": "lDDT-CA", "gdt_ts": "GDT-TS", "tm_score": "TM-score", "rmsd": "RMSD (Å)"}
+    titles = {"lddt_ca": "lDDT-CA", "gdt_ts": "GDT-TS", "tm_score": "TM-score", "rmsd": "RMSD (Å)", "plddt": "pLDDT"}
+    titles["plddt_too_high"] = "pLDDT off"
     lines = [f"{'chain':<{width}}" + "".join(f"{titles.get(name, name):>10}" for name in mean)]
     lines += [f"{chain:<{width}}" + "".join(f"{value:>10.3f}" for value in row.values()) for chain, row in rows.items()]
     return "\n".join(lines)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 
 import numpy as np
 import pytest
@@ -94,7 +95,13 @@ def test_report_takes_the_best_seed_and_writes_all(cases, capsys):
     assert [float(row["rmsd"]) for row in rows] == [pytest.approx(s.rmsd, abs=1e-4) for s in found]
     for key in ("9aaa_B", "9bbb_B"):
         assert (root / "shown" / f"distances_{key}.png").stat().st_size > 10_000
-    assert "9bbb_B" in capsys.readouterr().out
+    assert (root / "shown" / "calibration.png").stat().st_size > 10_000
+    said = capsys.readouterr().out
+    assert "9bbb_B" in said
+    (line,) = (line for line in said.splitlines() if line.startswith("held-out: "))
+    assert f"over {LENGTH - 3} residues" in line
+    high = found[1].plddt - 100 * found[1].lddt_ca
+    assert float(re.search(r": ([\d.]+) too high", line)[1]) == pytest.approx(high, abs=2.5)  # type: ignore[index]
 
 
 def test_table_explains_each_column():
