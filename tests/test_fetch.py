@@ -14,6 +14,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
 
+from evodsp import download
 from evodsp.cli import main
 from evodsp.data.index import ChainIndex
 from evodsp.data.store import FeatureStore
@@ -131,14 +132,14 @@ def test_damaged_and_missing_files_are_listed(
     mirror: Path, bucket: type[Bucket], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Catches a damaged file kept under its name, and a missing chain that ends the fetch or is not told."""
-    monkeypatch.setattr(fetch.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(download.time, "sleep", lambda seconds: None)
     (tmp_path / "chains.txt").write_text(f"{KEY}\n2abc_B\n")
     bucket.sum_of["pdb/1abc_A/a3m/bfd_uniclust_hits.a3m"] = "0" * 32
     assert run("alignments", bucket.address, tmp_path) == 1  # type: ignore[attr-defined]
     missing = (tmp_path / "got" / "missing.txt").read_text()
     assert "2abc_B: no alignments in" in missing
     assert "bfd_uniclust_hits.a3m: has another MD5 sum" in missing
-    assert len(bucket.served) == fetch.ATTEMPTS
+    assert len(bucket.served) == download.ATTEMPTS
     assert not any(path.is_file() for path in (tmp_path / "got" / "alignments").rglob("*"))
     (mirror / "ab" / "1abc.cif.gz").write_bytes((mirror / "ab" / "1abc.cif.gz").read_bytes()[:-9])
     assert run("structures", str(mirror), tmp_path) == 1

@@ -8,7 +8,7 @@
 continued by the same command: whole files are kept, and half of a file is completed. Sizes and MD5 sums are compared where the
 server lists them, and gzip archives are read to their end. What is missing is listed in `missing.txt`; the exit code is then 1.
 
-The standard library downloads: fsspec's http needs a server that lists folders, and s3fs brings the whole of botocore.
+`evodsp.download` fetches: fsspec's http needs a server that lists folders, and s3fs brings the whole of botocore.
 """
 
 from __future__ import annotations
@@ -16,23 +16,22 @@ from __future__ import annotations
 import argparse
 import gzip
 import hashlib
-import shutil
 import sys
-import time
 import zlib
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
-from http.client import HTTPException
+from functools import partial
+from io import BufferedIOBase
 from pathlib import Path
-from typing import IO
-from urllib.error import HTTPError, URLError
 from urllib.parse import quote, urlencode
-from urllib.request import Request, urlopen
+from urllib.request import urlopen
 from xml.etree import ElementTree
 
+from evodsp import download
 from evodsp.data.chain_list import chain_list
 from evodsp.data.layout import split_key
+from evodsp.download import BLOCK, PASSING, TIMEOUT_S, fetch_file
 from evodsp.errors import UserError
 from evodsp.output import output_errors
 from evodsp.progress import progress
@@ -44,11 +43,7 @@ LISTS = {
     "clusters-by-entity-40.txt": "https://cdn.rcsb.org/resources/sequence/clusters",
     "obsolete.dat": "https://files.wwpdb.org/pub/pdb/data/status",
 }
-ATTEMPTS = 4
-TIMEOUT_S = 60.0
 _S3 = "{http://s3.amazonaws.com/doc/2006-03-01/}"
-_BLOCK = 1 << 20
-_PASSING = (URLError, HTTPException, TimeoutError, ConnectionError)
 
 
 @dataclass(frozen=True)
@@ -67,14 +62,12 @@ def is_address(base: str) -> bool:
     return base.startswith(("http://", "https://"))
 
 
-def opened(wanted: Wanted, start: int) -> tuple[IO[bytes], int]:
+def opened(wanted: Wanted, start: int) -> tuple[BufferedIOBase, int]:
     """The file, and the position from which it is read: `start`, or 0 if the server sends whole files only."""
     if not is_address(wanted.base):
         file = (Path(wanted.base) / wanted.name).open("rb")
         return file, file.seek(start)
-    headers = {"Range": f"bytes={start}-"} if start else {}
-    answer = urlopen(Request(f"{wanted.base}/{quote(wanted.name)}", headers=headers), timeout=TIMEOUT_S)
-    return answer, start if answer.status == 206 else 0
+    return download.opened(f"{wanted.base}/{quote(wanted.name)}", start)
 
 
 def listed(base: str, folder: str, output: Path) -> list[Wanted]:
@@ -107,47 +100,11 @@ def fetch(wanted: Wanted) -> str | None:
     """Fetch one file, unless it is there. Returns why it is missing, or None."""
     if wanted.target.is_file() and wanted.size in (None, wanted.target.stat().st_size):
         return None
-    partial = wanted.target.with_name(f".{wanted.target.name}.partial")
-    partial.parent.mkdir(parents=True, exist_ok=True)
-    reason = ""
-    for attempt in range(ATTEMPTS):
-        if attempt:
-            time.sleep(2.0**attempt / 2)
-        try:
-            _append(wanted, partial)
-        except (HTTPError, FileNotFoundError) as error:
-            reason = str(error)
-            if not isinstance(error, HTTPError) or error.code in (403, 404):
-                return reason
-            if error.code == 416:  # the partial file is longer than the whole one
-                partial.unlink()
-            continue
-        except _PASSING as error:
-            reason = str(error)
-            continue
-        damage = _damage(wanted, partial)
-        if damage is None:
-            partial.replace(wanted.target)
-            return None
-        reason = damage
-        partial.unlink()
-    return reason
-
-
-def _append(wanted: Wanted, partial: Path) -> None:
-    start = partial.stat().st_size if partial.is_file() else 0
-    if start and start == wanted.size:
-        return
-    source, begin = opened(wanted, start)
-    with source, partial.open("r+b" if begin else "wb") as file:
-        file.seek(begin)
-        shutil.copyfileobj(source, file, _BLOCK)
+    return fetch_file(partial(opened, wanted), wanted.target, wanted.size, partial(_damage, wanted))
 
 
 def _damage(wanted: Wanted, path: Path) -> str | None:
     """What is wrong with a fetched file, or None."""
-    if wanted.size is not None and (size := path.stat().st_size) != wanted.size:
-        return f"has {size} bytes, not {wanted.size}"
     if wanted.md5 is not None:
         with path.open("rb") as file:
             if hashlib.file_digest(file, "md5").hexdigest() != wanted.md5:
@@ -155,7 +112,7 @@ def _damage(wanted: Wanted, path: Path) -> str | None:
     if wanted.name.endswith(".gz"):
         try:
             with gzip.open(path) as archive:
-                while archive.read(_BLOCK):
+                while archive.read(BLOCK):
                     pass
         except (OSError, EOFError, zlib.error) as error:
             return f"is a broken gzip archive ({error})"
@@ -171,7 +128,7 @@ def alignments(base: str, chains: Sequence[str], output: Path) -> Iterable[list[
                 listed(base, f"{folder}/{key}", output / "alignments" / key)
                 or f"{key}: no alignments in {base}/{folder}"
             )
-        except (*_PASSING, ElementTree.ParseError) as error:
+        except (*PASSING, ElementTree.ParseError) as error:
             yield f"{key}: {base} does not list it ({error})"
 
 
