@@ -51,7 +51,8 @@ class SettingsCommand(Command):
     """The required options, as the usage line shows them."""
     description: str
     positional: str = ""
-    """The option that is given without a name: a list of paths, at least one unless it has a default."""
+    """The option that is given without a name: a list, at least one value unless it has a default."""
+    positional_type: type = Path
     from_files: bool = False
     """Whether options may also come from YAML files (--config FILE), and be printed as one (--print_config)."""
     alone: Mapping[str, str] = field(default_factory=dict)
@@ -77,7 +78,7 @@ class SettingsCommand(Command):
             parser.add_argument("--config", action=ActionConfigFile, help=text)
         if self.positional:
             unnamed = parser.add_argument(
-                self.positional, nargs="+", type=Path, metavar=self.required.partition("...")[0]
+                self.positional, nargs="+", type=self.positional_type, metavar=self.required.partition("...")[0]
             )
             # A default is an attribute of the class. nargs="*" would replace what a file says by an empty list.
             unnamed.required = not hasattr(settings_class, self.positional)
@@ -141,11 +142,11 @@ COMMANDS: dict[str, Command] = {
             "predict structures from FASTA, alignments and a checkpoint",
             settings="evodsp.inference.config:PredictConfig",
             runner="evodsp.inference.command:run",
-            required="INPUT... [--alignments DIR] --checkpoint FILE --output DIR",
+            required="INPUT... [--alignments DIR] (--checkpoint FILE | --weights NAME) --output DIR",
             description="Predict the structures of sequences: FASTA files, A3M files (the first sequence is predicted, the "
             "file is its alignment), folders of either, or - for FASTA on standard input.",
             positional="inputs",
-            several=frozenset({"checkpoint"}),
+            several=frozenset({"checkpoint", "weights"}),
             from_files=True,
         ),
         SettingsCommand(
@@ -214,6 +215,18 @@ COMMANDS: dict[str, Command] = {
             description="Draw the learning curves of one or several runs of `evodsp fit` into one self-contained HTML page, "
             "with the settings that differ.",
             positional="runs",
+        ),
+        SettingsCommand(
+            "weights fetch",
+            "fetch AlphaFold2's published parameters",
+            settings="evodsp.weights.config:FetchConfig",
+            runner="evodsp.weights.command:run_fetch",
+            required="NAME...",
+            description="Fetch AlphaFold2's published parameters (DeepMind, licence CC BY 4.0), for `evodsp predict --weights "
+            "NAME`. Of DeepMind's archive of 5 GB only the models named are transferred, about 360 MiB each. A fetch that was "
+            "interrupted is continued by the same command. The paths of the files are printed.",
+            positional="names",
+            positional_type=str,
         ),
         SettingsCommand(
             "weights import",

@@ -24,6 +24,14 @@ PASSING = (URLError, HTTPException, TimeoutError, ConnectionError)
 """Errors of a connection that another attempt may mend."""
 
 
+def size_at(address: str) -> int | None:
+    """The size in bytes of what is at an http address, if the server says it. Raises HTTPError and `PASSING`."""
+    request = Request(address, headers={"User-Agent": f"evodsp/{__version__}"}, method="HEAD")
+    with urlopen(request, timeout=TIMEOUT_S) as answer:
+        length = answer.headers.get("Content-Length")
+    return int(length) if length else None
+
+
 def opened(address: str, start: int = 0, end: int | None = None) -> tuple[BufferedIOBase, int]:
     """What is at an http address from byte `start` on (to `end`, exclusive), and where the answer begins.
 
@@ -69,6 +77,9 @@ def fetch_file(
             continue
         except PASSING as error:
             reason = str(error)
+            continue
+        if size is not None and _size(partial) < size:  # the connection ended early
+            reason = f"only {_size(partial):,} of {size:,} bytes arrived"
             continue
         wrong = _wrong_size(partial, size) or damage(partial)
         if wrong is None:

@@ -82,7 +82,10 @@ def test_the_quick_help_lists_options_that_exist() -> None:
     [
         (["fti"], "no command 'fti'. Did you mean 'fit'?"),
         (["data", "synthesise"], "Did you mean 'synthesize'?"),
-        (["predict"], "evodsp predict needs --checkpoint, --output"),
+        (["predict"], "evodsp predict needs --output"),
+        (["predict", "x", "--output=y"], "no model is given; add --checkpoint FILE, or --weights model_1_ptm"),
+        (["predict", "x", "--output=y", "--weights=model_6"], "no published parameters are called 'model_6'"),
+        (["weights", "fetch", "model_1_pmt"], "Did you mean 'model_1_ptm'?"),
         (["predict", "--fast", "x"], "Did you mean '--fasta'?"),
         (["predict", "--checkpoint=x", "--output=y"], "nothing to predict: give FASTA or A3M files"),
         (["predict", "x", "--fasta=z", "--checkpoint=x", "--output=y"], "--fasta z is given beside x"),

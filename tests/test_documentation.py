@@ -27,6 +27,7 @@ import yaml
 
 from evodsp.cli import main
 from evodsp.report.curve import read_curve
+from evodsp.weights.by_name import check_name
 from scripts.benchmarks import gpu as benchmark_gpu
 from scripts.paper import reproduce
 from tests.builders.command_lines import last_options
@@ -120,6 +121,7 @@ class Reader:
             "report": self.report,
             "weights export": self.convert,
             "weights import": self.convert,
+            "weights fetch": lambda words: [check_name(name) for name in words[2:]],  # would take it from the network
         }
         for length in (2, 1):
             if (name := " ".join(words[:length])) in rules:

@@ -63,6 +63,7 @@ def help_texts() -> dict[str, str]:
         "data build",
         "plan",
         "report",
+        "weights fetch",
         "weights import",
         "weights export",
     )

@@ -18,7 +18,7 @@ _PATHS = ("templates", "obsolete")
 def predict(
     fasta: str | Path | Sequence[str | Path],
     alignments: str | Path | None,
-    checkpoint: str | Path | Sequence[str | Path],
+    checkpoint: str | Path | Sequence[str | Path] | None,
     output: str | Path,
     report: Callable[[str], None] = print,
     **options: Any,
@@ -26,7 +26,8 @@ def predict(
     """Predict the structure of every record, in this process, and write the files of `evodsp predict`.
 
     fasta: one or several FASTA or A3M files, or folders of them, as the command's inputs.
-    alignments, checkpoint, output: as the command's options; see `evodsp.inference.config.PredictConfig`.
+    alignments, checkpoint, output: as the command's options; see `evodsp.inference.config.PredictConfig`. `checkpoint` is None
+    where the option `weights` names the model.
     report: receives one line of progress per stage; `lambda line: None` for silence.
     options: any other option of `evodsp predict`, under its name: seeds, recycles, templates, format, preset, device, ….
 
@@ -37,6 +38,8 @@ def predict(
         for result in evodsp.predict("x.fasta", "alignments", "params_model_1_ptm.npz", "out", seeds=3):
             print(result.name, result.structure(), result.mean_plddt[result.best])
     """
+    if isinstance(checkpoint, str | Path):
+        checkpoint = [checkpoint]
     names = [field.name for field in fields(PredictConfig) if field.name not in ("inputs", "fasta")]
     if unknown := [name for name in options if name not in names]:
         raise UserError(f"evodsp.predict: no option '{unknown[0]}'.{nearest(unknown[0], names)} See PredictConfig")
@@ -46,7 +49,7 @@ def predict(
     config = PredictConfig(
         inputs=tuple(Path(path) for path in ([fasta] if isinstance(fasta, str | Path) else fasta)),
         alignments=None if alignments is None else Path(alignments),
-        checkpoint=Path(checkpoint) if isinstance(checkpoint, str | Path) else [Path(path) for path in checkpoint],
+        checkpoint=None if checkpoint is None else [Path(path) for path in checkpoint],
         output=Path(output),
         **options,
     )

@@ -15,6 +15,7 @@ from evodsp.model.kernels.backends import check_names
 from evodsp.model.schedule import CommunicationPlan
 from evodsp.parallel.config import SequenceConfig
 from evodsp.ranges import COUNT, SIZE, check_numbers, memory_size
+from evodsp.weights.by_name import check_name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,10 +33,18 @@ class PredictConfig:
     alignments: Path | None = None
     """Folder of alignments (.a3m, .sto) with one sub-folder or one file per record, named as the record; the files of a single
     record may also lie directly in the folder. A record without alignments is predicted from its sequence alone."""
-    checkpoint: Path | list[Path]
+    checkpoint: Path | list[Path] | None = None
     """Checkpoint written by `evodsp fit`, or another program's parameters: DeepMind's params_model_<n>[_ptm].npz, OpenFold's
     .pt or .ckpt, or the folder that DeepSpeed wrote for OpenFold. Several of them (the option once more for each, or a folder)
     predict in turn, and their predictions are ranked together."""
+    weights: str | list[str] | None = None
+    """AlphaFold2's published parameters by name, instead of or beside checkpoints: model_1 to model_5, model_1_ptm to
+    model_5_ptm; several as with --checkpoint. They are read from weights_folder, and fetched first if they are not there
+    (about 360 MiB each; under torchrun or srun they must be there: `evodsp weights fetch`)."""
+    weights_folder: Path | None = None
+    """Folder of params_<name>.npz. null: $EVODSP_WEIGHTS, or evodsp/weights in the user's folder of caches (~/.cache)."""
+    weights_url: str | None = None
+    """Address that parameters are fetched from, of an archive (.tar) or a folder; null: DeepMind's archive."""
     output: Path
     """Folder for the results, created if it does not exist: <output>/<name>/seed_<k>.cif and the files beside it."""
     templates: Path | None = None
@@ -101,6 +110,12 @@ class PredictConfig:
             raise UserError("nothing to predict: give FASTA or A3M files, folders of them, or '-' for standard input")
         if self.fasta is not None and self.inputs:
             raise UserError(f"--fasta {self.fasta} is given beside {self.inputs[0]}; give all inputs without --fasta")
+        if self.checkpoint is None and not self.weights:
+            raise UserError(
+                "no model is given; add --checkpoint FILE, or --weights model_1_ptm (AlphaFold2's parameters)"
+            )
+        for name in self.weights_names:
+            check_name(name)
         for name in ("max_template_date", "obsolete"):
             if getattr(self, name) is not None and self.templates is None:
                 raise UserError(f"--{name} is given without --templates; add the folder of template structures")
@@ -124,6 +139,16 @@ class PredictConfig:
     def sources(self) -> Sequence[Path]:
         """What to predict: the inputs."""
         return self.inputs or (() if self.fasta is None else (self.fasta,))
+
+    @property
+    def weights_names(self) -> list[str]:
+        """The names of `weights`."""
+        return [self.weights] if isinstance(self.weights, str) else list(self.weights or ())
+
+    @property
+    def checkpoints(self) -> list[Path]:
+        """The checkpoints given."""
+        return [self.checkpoint] if isinstance(self.checkpoint, Path) else list(self.checkpoint or ())
 
     @property
     def latest_template(self) -> date | None:

@@ -32,13 +32,12 @@ class NamedModel:
     """The fingerprint of its file."""
 
 
-def find_models(checkpoint: Path | Sequence[Path]) -> list[NamedModel]:
-    """The models of `--checkpoint`: files, or folders of them.
+def find_models(given: Sequence[Path]) -> list[NamedModel]:
+    """The models of `--checkpoint` and `--weights`: files, or folders of them.
 
     Of several files with the same content only the first is taken: a run's last.ckpt is often its best one too.
     Raises UserError if a file is missing or given twice.
     """
-    given = [checkpoint] if isinstance(checkpoint, Path) else list(checkpoint)
     paths = [path for place in given for path in _files(place)]
     if repeated := [path for path in paths if paths.count(path) > 1]:
         raise UserError(f"{repeated[0]} is given as --checkpoint more than once; give it once")

@@ -63,6 +63,7 @@ from evodsp.model.primitives import use_exchange, use_kernels
 from evodsp.output import check_output_folder
 from evodsp.parallel.exchange import ShardedExchange
 from evodsp.parallel.group import Group
+from evodsp.weights.by_name import PUBLISHED, fetch_weights, need_weights
 from evodsp.weights.checkpoint import load_features, load_model
 
 Report = Callable[[str], None]
@@ -227,10 +228,18 @@ def _read_inputs(config: PredictConfig) -> Inputs:
     """The records and the models. Raises UserError if one of the files or folders is missing or wrong."""
     targets, failures = find_targets(config.sources, config.alignments)
     check_output_folder(config.output)
-    models = [(model, load_features(model.path, config.preset)) for model in find_models(config.checkpoint)]
+    models = [(model, load_features(model.path, config.preset)) for model in find_models(_model_files(config))]
     for _, trained in models:
         feature_config(config, trained)  # checks the sizes
     return Inputs(targets, failures, models)
+
+
+def _model_files(config: PredictConfig) -> list[Path]:
+    """The files of the models. Parameters given by name are fetched first, but not while other ranks wait."""
+    names = config.weights_names
+    if dist.is_initialized():
+        return config.checkpoints + need_weights(names, config.weights_folder)
+    return config.checkpoints + fetch_weights(names, config.weights_folder, config.weights_url or PUBLISHED)
 
 
 def _prepare(

@@ -26,6 +26,7 @@ from evodsp.config import FeatureConfig, ModelConfig, from_dict
 from evodsp.errors import UserError
 from evodsp.files import whole_file
 from evodsp.model.alphafold import AlphaFold
+from evodsp.weights.by_name import NAMES, need_weights
 from evodsp.weights.config import preset_of, published_features
 from evodsp.weights.container import container
 from evodsp.weights.published import is_parameter_file, load_published
@@ -77,13 +78,16 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
 def load_model(path: str | Path, raw: bool = False, preset: str | None = None) -> AlphaFold:
     """Load a model from an evodsp checkpoint or from DeepMind's or OpenFold's parameters; on the CPU, in evaluation mode.
 
-    path: evodsp's .ckpt, DeepMind's .npz, OpenFold's .pt or .ckpt, or a DeepSpeed folder written by OpenFold.
+    path: evodsp's .ckpt, DeepMind's .npz, OpenFold's .pt or .ckpt, or a DeepSpeed folder written by OpenFold. Or the name of
+        AlphaFold2's parameters, such as model_1_ptm, that `evodsp weights fetch` has fetched.
     raw: take the raw weights. By default they are the exponential moving average, if training kept one.
     preset: the model that DeepMind's or OpenFold's parameters belong to; None: read from the file's name, such as
         params_model_1_ptm.npz. evodsp's checkpoints hold their sizes, so they take no preset.
 
     Raises UserError if the file cannot be read, its weights do not fit the model, or a preset is given for evodsp's checkpoint.
     """
+    if path in NAMES and not Path(path).exists():
+        (path,) = need_weights([str(path)])
     if is_parameter_file(path):
         return load_published(path, preset, raw)[0].eval()
     checkpoint = _own_checkpoint(path, preset)

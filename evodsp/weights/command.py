@@ -7,8 +7,9 @@ from pathlib import Path
 
 from evodsp.errors import UserError
 from evodsp.model.alphafold import AlphaFold
+from evodsp.weights.by_name import PUBLISHED, check_name, fetch_weights
 from evodsp.weights.checkpoint import load_features, load_model, model_config, read_checkpoint, save_model
-from evodsp.weights.config import ExportConfig, ImportConfig, check_new_file, preset_of, published_features
+from evodsp.weights.config import ExportConfig, FetchConfig, ImportConfig, check_new_file, preset_of, published_features
 from evodsp.weights.container import container
 from evodsp.weights.deepmind import export_deepmind, write_npz
 from evodsp.weights.openfold import export_openfold, write_openfold
@@ -24,6 +25,15 @@ def run_import(settings: ImportConfig, words: list[str]) -> int:
 def run_export(settings: ExportConfig, words: list[str]) -> int:
     """`evodsp weights export`: the exit code. `words`: the command line (not needed here)."""
     print(export_weights(settings), file=sys.stderr)
+    return 0
+
+
+def run_fetch(settings: FetchConfig, words: list[str]) -> int:
+    """`evodsp weights fetch`: the exit code. `words`: the command line (not needed here)."""
+    for name in settings.names:
+        check_name(name)
+    for path in fetch_weights(settings.names, settings.output, settings.url or PUBLISHED):
+        print(path)
     return 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
@@ -39,6 +40,19 @@ class ImportConfig:
         check_preset(self.preset)
         if self.preset is not None and self.like is not None:
             raise UserError(f"--preset {self.preset} and --like {self.like} both give sizes; leave one out")
+
+
+@dataclass(frozen=True)
+class FetchConfig:
+    """Which published parameters to fetch, and where to keep them."""
+
+    names: Sequence[str]
+    """Models of AlphaFold2: model_1 to model_5, and model_1_ptm to model_5_ptm."""
+    output: Path | None = None
+    """Folder to keep them in. null: $EVODSP_WEIGHTS, or evodsp/weights in the user's folder of caches (~/.cache)."""
+    url: str | None = None
+    """Address of a mirror: an uncompressed .tar archive, or a folder with params_<name>.npz and, where there are SHA-256 sums,
+    SHA256SUMS. null: DeepMind's archive."""
 
 
 @dataclass(frozen=True)

@@ -183,7 +183,7 @@ def test_names_tell_models_apart(workplace: Workplace, other_checkpoint: Path) -
     shutil.copy(places[0], places[0].with_name("last.ckpt"))
     (places[0].parent / "readme.txt").write_text("none")
     assert [model.name for model in find_models(places)] == ["a_b_best", "c_best"]
-    assert [(model.name, model.path) for model in find_models(places[0].parent)] == [(None, places[0])]
+    assert [(model.name, model.path) for model in find_models([places[0].parent])] == [(None, places[0])]
     shutil.copy(places[1], places[0].with_name("step.ckpt"))
     assert [model.name for model in find_models([places[0].parent])] == ["best", "step"]
     with pytest.raises(UserError, match="is given as --checkpoint more than once"):

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
+import threading
+from dataclasses import replace
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +16,7 @@ import torch
 
 from evodsp.cli import main
 from evodsp.config import ModelConfig
+from evodsp.errors import UserError
 from evodsp.inference import predict as module
 from evodsp.inference.predict import predict
 from evodsp.inference.provenance import feature_config
@@ -41,6 +47,36 @@ def test_a_parameter_file_predicts_as_its_checkpoint(workplace, parameters, tmp_
         differing = [line for line, same in zip(one, other, strict=True) if line != same]
         assert [line.split()[3] for line in differing] == ["checkpoint"], "the fingerprint of the file"
         assert (a.folder / "seed_1_scores.json").read_bytes() == (b.folder / "seed_1_scores.json").read_bytes()
+
+
+def test_parameters_by_name_are_fetched_and_kept(workplace, parameters, tmp_path, capfd):
+    """Catches --weights that predicts with another file, fetches although the inputs are wrong, or fetches again."""
+    shutil.copy(parameters, tmp_path / "params_model_1.npz")
+
+    class Quiet(SimpleHTTPRequestHandler):
+        def log_message(self, *_):
+            asked.append(self.path)
+
+    asked = []
+    given = {"checkpoint": None, "weights": "model_1", "preset": "test", "weights_folder": tmp_path / "kept"}
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=tmp_path)) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        config = workplace.change(**given, weights_url=f"http://127.0.0.1:{server.server_port}")
+        try:
+            with pytest.raises(UserError, match="no such file"):
+                predict(replace(config, fasta=tmp_path / "none.fasta"), silent)
+            assert not asked
+            named = predict(replace(config, output=tmp_path / "named"), silent)
+        finally:
+            server.shutdown()
+            thread.join()
+    assert "params_model_1.npz" in capfd.readouterr().err
+    assert (tmp_path / "kept" / "params_model_1.npz").read_bytes() == parameters.read_bytes()
+    direct = predict(workplace.change(checkpoint=parameters, preset="test"), silent)
+    for a, b in zip(named, direct, strict=True):
+        assert (a.folder / "seed_0_scores.json").read_bytes() == (b.folder / "seed_0_scores.json").read_bytes()
+    predict(replace(config, output=tmp_path / "again"), silent)  # the server is gone
 
 
 def test_published_sizes_are_the_default(workplace, tmp_path, monkeypatch):

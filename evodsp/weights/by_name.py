@@ -1,0 +1,240 @@
+"""AlphaFold2's published parameters by name: from a folder of this machine, or else from a server.
+
+DeepMind publishes all models as one uncompressed archive of 5 GB. Only the wanted model is fetched from it: the archive's
+headers say where each file begins, and servers send parts of files. A mirror may also hold the files themselves. Every file is
+a zip archive with a CRC-32 of each array, and these are checked; where a folder of the server has a list SHA256SUMS, the
+file's sum as well.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from urllib.error import HTTPError
+
+from evodsp.download import PASSING, fetch_file, free_bytes, opened, size_at
+from evodsp.errors import UserError, nearest
+from evodsp.output import output_errors
+from evodsp.progress import progress
+
+NAMES = tuple(f"model_{number}{head}" for head in ("", "_ptm") for number in range(1, 6))
+"""The monomer models of AlphaFold2."""
+PUBLISHED = "https://storage.googleapis.com/alphafold/alphafold_params_2022-12-06.tar"
+FOLDER_VARIABLE = "EVODSP_WEIGHTS"
+SUMS = "SHA256SUMS"
+_HEADER = 512
+_MIB = 1 << 20
+_MOST_MEMBERS = 1000
+"""Of an archive; one that has more, or no end, is not DeepMind's."""
+
+
+def weights_folder() -> Path:
+    """Where parameters are kept: $EVODSP_WEIGHTS, or evodsp/weights in the user's folder of caches."""
+    if given := os.environ.get(FOLDER_VARIABLE):
+        return Path(given)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "evodsp" / "weights"
+
+
+def check_name(name: str) -> None:
+    """Raise UserError if there is no published model of this name."""
+    if name not in NAMES:
+        raise UserError(
+            f"no published parameters are called '{name}'.{nearest(name, NAMES)} There are {', '.join(NAMES)}; "
+            "name any other file with --checkpoint"
+        )
+
+
+def find_weights(name: str, folder: Path | None = None) -> Path | None:
+    """The file of a model, if it is in the folder (None: `weights_folder()`) or its subfolder params, as AlphaFold lays it out.
+
+    Raises UserError if there is no model of this name.
+    """
+    check_name(name)
+    folder = folder or weights_folder()
+    places = (folder / _file(name), folder / "params" / _file(name))
+    return next((path for path in places if path.is_file()), None)
+
+
+def need_weights(names: Sequence[str], folder: Path | None = None) -> list[Path]:
+    """The files of models. Raises UserError if one is missing, and says how to get it."""
+    found = {name: find_weights(name, folder) for name in names}
+    if missing := [name for name, path in found.items() if path is None]:
+        where = "" if folder is None else f" --output {folder}"
+        raise UserError(
+            f"{folder or weights_folder()}: no {_file(missing[0])}; get it with "
+            f"`evodsp weights fetch {' '.join(missing)}{where}`"
+        )
+    return [path for path in found.values() if path is not None]
+
+
+def fetch_weights(
+    names: Sequence[str],
+    folder: Path | None = None,
+    address: str = PUBLISHED,
+    say: Callable[[str], None] | None = None,
+) -> list[Path]:
+    """The files of models; those that are missing are fetched into `folder` (None: `weights_folder()`) first.
+
+    `address`: of an archive (.tar), or of a folder that holds the files. `say`: is told what is fetched, how much and from
+    where, before it begins; None: standard error. A fetch that was interrupted is continued. Processes that want the same file
+    wait for one another. Raises UserError if a file cannot be had; then nothing is left in its place.
+    """
+    folder, say = folder or weights_folder(), say or partial(print, file=sys.stderr)
+    return [find_weights(name, folder) or _fetch(name, folder, address.rstrip("/"), say) for name in names]
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Where a file is: at an address, or from byte `first` of an archive there."""
+
+    address: str
+    size: int | None
+    first: int | None = None
+    sha256: str | None = None
+
+    def open_at(self, start: int) -> tuple[object, int]:
+        if self.first is None or self.size is None:
+            return opened(self.address, start)
+        answer, begin = opened(self.address, self.first + start, self.first + self.size)
+        if begin != self.first + start:
+            raise _no_parts(self.address)
+        return answer, start
+
+
+def _fetch(name: str, folder: Path, address: str, say: Callable[[str], None]) -> Path:
+    from filelock import FileLock
+
+    target = folder / _file(name)
+    with output_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder / f".{target.name}.lock"):
+            if target.is_file():  # another process has fetched it meanwhile
+                return target
+            source = _find(name, address)
+            size = "" if source.size is None else f"{source.size / _MIB:,.0f} MiB "
+            say(f"{name}: {size}from {address} to {target}. Parameters of AlphaFold2: DeepMind, licence CC BY 4.0")
+            if source.size is not None and (free := free_bytes(folder)) < source.size:
+                raise UserError(
+                    f"{folder}: {source.size / _MIB:,.0f} MiB are needed and {free / _MIB:,.0f} MiB are free; "
+                    "make room, or choose another folder"
+                )
+            with progress(f"{target.name}, MiB", (source.size or 0) // _MIB) as advance:
+                reason = fetch_file(
+                    source.open_at,  # type: ignore[arg-type]
+                    target,
+                    source.size,
+                    partial(_damage, sha256=source.sha256),
+                    _in_mib(advance),
+                )
+    if reason is not None:
+        raise _unreachable(address, name, reason)
+    checked = f"CRC-32 of its arrays{'' if source.sha256 is None else ' and its SHA-256'}"
+    say(f"{name}: {target}; checked: {checked}")
+    return target
+
+
+def _find(name: str, address: str) -> _Source:
+    """Where the server has a model's file. Raises UserError if it does not."""
+    if not address.startswith(("http://", "https://")):
+        raise UserError(
+            f"'{address}' is no address; give one that begins with https://, of a folder or of a .tar archive"
+        )
+    try:
+        if address.endswith(".tar"):
+            return _in_archive(address, _file(name))
+        file = f"{address}/{_file(name)}"
+        return _Source(file, size_at(file), sha256=_sum(address, _file(name)))
+    except (*PASSING, HTTPError) as error:
+        raise _unreachable(address, name, str(getattr(error, "reason", error))) from error
+
+
+def _in_archive(address: str, file: str) -> _Source:
+    """The part of an uncompressed archive that is a file. Reads the headers only."""
+    place = 0
+    for _ in range(_MOST_MEMBERS):
+        answer, begin = opened(address, place, place + _HEADER)
+        with answer:
+            if begin != place:
+                raise _no_parts(address)
+            header = answer.read(_HEADER)
+        if not header.strip(b"\0"):
+            raise UserError(f"{address}: the archive has no {file}; give another address")
+        try:
+            member = tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape")
+        except tarfile.HeaderError as error:
+            raise UserError(f"{address}: not an uncompressed tar archive ({error}); give another address") from error
+        place += _HEADER
+        if member.isfile() and Path(member.name).name == file:
+            return _Source(address, member.size, place)
+        place += -(-member.size // _HEADER) * _HEADER
+    raise UserError(
+        f"{address}: no {file} among the first {_MOST_MEMBERS:,} files of the archive; give another address"
+    )
+
+
+def _sum(address: str, file: str) -> str | None:
+    """The SHA-256 of a file in the server's list; None if it has no list, or none of this file."""
+    try:
+        answer, _ = opened(f"{address}/{SUMS}")
+        with answer:
+            lines = answer.read(_MIB).decode("utf-8", "replace").splitlines()
+    except HTTPError as error:
+        if error.code in (403, 404):
+            return None
+        raise
+    listed = {words[1].lstrip("*./"): words[0].lower() for line in lines if len(words := line.split()) == 2}
+    return listed.get(file)
+
+
+def _damage(path: Path, sha256: str | None) -> str | None:
+    """What is wrong with a file of parameters, or None."""
+    if sha256 is not None:
+        with path.open("rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+        if found != sha256:
+            return f"its SHA-256 is {found[:12]}…, but {SUMS} says {sha256[:12]}…"
+    try:
+        with zipfile.ZipFile(path) as archive:
+            broken = archive.testzip()
+    except (zipfile.BadZipFile, zlib.error, OSError, EOFError) as error:
+        return f"it is no .npz file ({error})"
+    return None if broken is None else f"its array {broken} is damaged (CRC-32)"
+
+
+def _in_mib(advance: Callable[[int], None]) -> Callable[[int], None]:
+    """Counts bytes and passes whole MiB on."""
+    got = told = 0
+
+    def count(more: int) -> None:
+        nonlocal got, told
+        got += more
+        advance(got // _MIB - told)
+        told = got // _MIB
+
+    return count
+
+
+def _file(name: str) -> str:
+    return f"params_{name}.npz"
+
+
+def _no_parts(address: str) -> UserError:
+    return UserError(
+        f"{address}: the server does not send parts of files, so one model cannot be taken from the archive; download and "
+        "unpack it yourself, and name its folder"
+    )
+
+
+def _unreachable(address: str, name: str, reason: str) -> UserError:
+    return UserError(
+        f"{name} cannot be had from {address}: {reason}. Check the network and the address; or put {_file(name)} into a "
+        f"folder and name it (${FOLDER_VARIABLE}). The same command continues a fetch that was interrupted"
+    )
