@@ -150,6 +150,18 @@ COMMANDS: dict[str, Command] = {
             from_files=True,
         ),
         SettingsCommand(
+            "search",
+            "find alignments for sequences, on a server or with a local program",
+            settings="evodsp.inference.search_config:SearchConfig",
+            runner="evodsp.inference.search:run",
+            required="INPUT... (--msa_server URL | --program NAME --database PATH) --output DIR",
+            description="Find alignments for the records of FASTA files: on a server with ColabFold's protocol, to which the "
+            "sequences are sent, or with jackhmmer, hhblits or mmseqs and a database of this machine. The output is what "
+            "`evodsp predict --alignments` takes. A search that was stopped is continued by the same command. The exit code is "
+            "1 if a record has no alignment.",
+            positional="inputs",
+        ),
+        SettingsCommand(
             "estimate",
             "say what memory and time a prediction needs, without running it",
             settings="evodsp.inference.estimate_config:EstimateConfig",

@@ -120,7 +120,19 @@ def test_exit_codes_of_the_real_program(tmp_path: Path) -> None:
 
 def test_every_listed_command_runs_something() -> None:
     """A command in the overview that does nothing."""
-    commands = {"fit", "validate", "test", "replay", "predict", "estimate", "data", "plan", "report", "weights"}
+    commands = {
+        "fit",
+        "validate",
+        "test",
+        "replay",
+        "predict",
+        "search",
+        "estimate",
+        "data",
+        "plan",
+        "report",
+        "weights",
+    }
     assert {name.split()[0] for name in COMMANDS} == commands
 
 

@@ -118,6 +118,7 @@ class Reader:
             "data build": self.build,
             "plan": self.plan,
             "estimate": run,
+            "search": self.search,
             "report": self.report,
             "weights export": self.convert,
             "weights import": self.convert,
@@ -128,6 +129,11 @@ class Reader:
                 rules[name](words)
                 return
         pytest.fail(f"no rule tests this command: evodsp {' '.join(words)}")
+
+    def search(self, words: list[str]) -> None:
+        """Its database is a hundred gigabytes: the options are checked, and the program that is missing is named."""
+        text = run_quietly(["search", "--help"])
+        assert {word for word in words if word.startswith("--")} <= set(re.findall(r"--\w+", text))
 
     def fit(self, words: list[str]) -> None:
         """A page starts with no run; a resumed run must have something left to do; DIR is replaced by folders."""

@@ -56,6 +56,7 @@ def help_texts() -> dict[str, str]:
         "validate",
         "predict",
         "estimate",
+        "search",
         "replay",
         "data index",
         "data doctor",

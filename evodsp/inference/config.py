@@ -33,6 +33,9 @@ class PredictConfig:
     alignments: Path | None = None
     """Folder of alignments (.a3m, .sto) with one sub-folder or one file per record, named as the record; the files of a single
     record may also lie directly in the folder. A record without alignments is predicted from its sequence alone."""
+    msa_server: str | None = None
+    """Address of a server with ColabFold's protocol, which searches alignments for records that have none. Their sequences are
+    sent there. The alignments are kept in <output>/_alignments. Under torchrun or srun use `evodsp search` before."""
     checkpoint: Path | list[Path] | None = None
     """Checkpoint written by `evodsp fit`, or another program's parameters: DeepMind's params_model_<n>[_ptm].npz, OpenFold's
     .pt or .ckpt, or the folder that DeepSpeed wrote for OpenFold. Several of them (the option once more for each, or a folder)

@@ -50,6 +50,7 @@ from evodsp.inference.provenance import (
     with_template_row,
 )
 from evodsp.inference.results import REPORT, TIMINGS, PredictionResult, write_json, write_results
+from evodsp.inference.search import with_searched
 from evodsp.inference.stored import copy_files, find_stored
 from evodsp.inference.target_page import write_target_page
 from evodsp.inference.target_templates import find_templates, takes_no_templates, template_source
@@ -231,7 +232,8 @@ def _read_inputs(config: PredictConfig) -> Inputs:
     models = [(model, load_features(model.path, config.preset)) for model in find_models(_model_files(config))]
     for _, trained in models:
         feature_config(config, trained)  # checks the sizes
-    return Inputs(targets, failures, models)
+    targets, unfound = with_searched(targets, config)
+    return Inputs(targets, [*failures, *unfound], models)
 
 
 def _model_files(config: PredictConfig) -> list[Path]:

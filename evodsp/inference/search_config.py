@@ -1,0 +1,42 @@
+"""Settings of `evodsp search`. This module does not import torch, so the command's help is quick."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from evodsp.errors import UserError
+from evodsp.ranges import SIZE, check_numbers
+
+
+@dataclass(frozen=True)
+class SearchConfig:
+    """Which sequences to search, with what, and where to keep the alignments."""
+
+    inputs: Sequence[Path]
+    """FASTA files, folders of them, or - for standard input."""
+    output: Path
+    """Folder for the alignments, one sub-folder per record: what `evodsp predict --alignments` takes. Records that it holds
+    already are not searched again."""
+    msa_server: str | None = None
+    """Address of a server with ColabFold's protocol. The sequences are sent there. null: search with a local program."""
+    program: Literal["jackhmmer", "hhblits", "mmseqs"] | None = None
+    """Program of this machine to search with, in place of a server."""
+    database: Path | None = None
+    """The program's database: a FASTA file for jackhmmer, the path before _cs219 for hhblits, the path before .dbtype for
+    mmseqs."""
+    threads: int = 4
+    """Threads of the program."""
+
+    def __post_init__(self) -> None:
+        check_numbers(self, {"threads": SIZE}, "--")
+        if (self.msa_server is None) == (self.program is None):
+            given = "neither is given" if self.program is None else "both are given"
+            raise UserError(
+                f"evodsp search takes --msa_server URL or --program jackhmmer, hhblits or mmseqs, but {given}; give one"
+            )
+        if (self.program is None) != (self.database is None):
+            missing = "--database" if self.database is None else "--program"
+            raise UserError(f"--program and --database go together, but {missing} is missing; add it")

@@ -1,0 +1,110 @@
+"""A stand-in for a server with ColabFold's protocol, on this machine."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import tarfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import parse_qs
+
+FILES = ("uniref.a3m", "bfd.mgnify30.metaeuk30.smag30.a3m")
+Members = dict[str, bytes]
+
+
+class StandIn:
+    """What the server does.
+
+    `states`: what it says of a ticket, one after another, then COMPLETE. `refusals`: statuses that it answers to tickets before
+    it takes one. `broken`: HTTP codes that it answers first. `never`: sequences that it cannot search.
+    """
+
+    def __init__(self) -> None:
+        self.states: list[str] = []
+        self.refusals: list[str] = []
+        self.broken: list[int] = []
+        self.never: set[str] = set()
+        self.asked: list[list[str]] = []
+        """The sequences of each ticket that was taken."""
+        self.agents: set[str] = set()
+        self.members: Members | None = None
+        """What archives hold in place of alignments."""
+        self.raw: bytes | None = None
+        """What a download is in place of an archive."""
+
+    def ticket(self, form: dict[str, list[str]]) -> dict[str, str]:
+        assert form["mode"] == ["env"]
+        if self.refusals:
+            return {"status": self.refusals.pop(0), "id": ""}
+        records = re.findall(r">(\d+)\n([A-Z]+)\n", form["q"][0])
+        assert [int(number) for number, _ in records] == list(range(101, 101 + len(records)))
+        self.asked.append([letters for _, letters in records])
+        return {"status": "PENDING", "id": f"job-{len(self.asked) - 1}"}
+
+    def status(self, ticket: str) -> dict[str, str]:
+        if self.never & set(self.asked[int(ticket[4:])]):
+            return {"status": "ERROR", "id": ticket}
+        return {"status": self.states.pop(0) if self.states else "COMPLETE", "id": ticket}
+
+    def archive(self, ticket: str) -> bytes:
+        if self.raw is not None:
+            return self.raw
+        packed = io.BytesIO()
+        members = self.members or {name: alignments(self.asked[int(ticket[4:])], name) for name in FILES}
+        with tarfile.open(fileobj=packed, mode="w:gz") as archive:
+            for name, content in members.items():
+                entry = tarfile.TarInfo(name)
+                entry.size = len(content)
+                archive.addfile(entry, io.BytesIO(content))
+        return packed.getvalue()
+
+
+def alignments(sequences: list[str], name: str) -> bytes:
+    """An A3M file as MMseqs2 writes it: of each query itself, one sequence with an insertion and one with a gap."""
+    parts = []
+    for number, letters in enumerate(sequences, 101):
+        rows = f">{number}\n{letters}\n>{name}_a\n{letters[:3]}gg{letters[3:]}\n>{name}_b\n{letters[:-1]}-\n"
+        parts.append(rows.encode() + b"\0")
+    return b"".join(parts)
+
+
+@contextmanager
+def serving(stand_in: StandIn) -> Iterator[str]:
+    """Serve on this machine; yields the address."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            form = parse_qs(self.rfile.read(int(self.headers["Content-Length"])).decode())
+            self.answer(lambda: stand_in.ticket(form))
+
+        def do_GET(self) -> None:
+            place, _, ticket = self.path[1:].rpartition("/")
+            self.answer(lambda: stand_in.archive(ticket) if place == "result/download" else stand_in.status(ticket))
+
+        def answer(self, make: object) -> None:
+            stand_in.agents.add(self.headers["User-Agent"])
+            if stand_in.broken:
+                self.send_error(stand_in.broken.pop(0))
+                return
+            content = make()  # type: ignore[operator]
+            body = content if isinstance(content, bytes) else json.dumps(content).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()

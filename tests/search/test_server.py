@@ -1,0 +1,175 @@
+"""The client of ColabFold's protocol against a stand-in on this machine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from evodsp.data.chain_folder import read_alignment_dir
+from evodsp.data.records import ProteinSequence
+from evodsp.errors import UserError
+from evodsp.search.searcher import NoAnswerError, search
+from evodsp.search.server import MsaServer
+from tests.builders.msa_server import FILES, StandIn, alignments, serving
+
+RECORDS = [ProteinSequence(name, letters) for name, letters in (("a", "MKTAYIAK"), ("b", "GSTLLK"), ("c", "MKTAYIAK"))]
+
+
+class Rests(list[float]):
+    """The seconds that the client would have waited."""
+
+    def __call__(self, seconds: float) -> None:
+        self.append(seconds)
+
+
+@pytest.fixture
+def stand_in() -> StandIn:
+    return StandIn()
+
+
+@pytest.fixture
+def address(stand_in: StandIn) -> Iterator[str]:
+    with serving(stand_in) as found:
+        yield found
+
+
+def run(address: str, folder: Path, said: list[str] | None = None) -> dict[str, str | None]:
+    """Search `RECORDS`; what became of each."""
+    lines = [] if said is None else said
+    found = search(RECORDS, folder, MsaServer(address, sleep=Rests()), lines.append)
+    return {name: None if error is None else str(error) for name, error in found}
+
+
+def test_alignments_are_kept_and_not_asked_for_again(stand_in: StandIn, address: str, tmp_path: Path) -> None:
+    """Catches alignments given to another record, one sequence asked for twice, and a second search of what is there."""
+    stand_in.states, said = ["PENDING", "RUNNING", "RUNNING"], []
+    assert run(address, tmp_path / "kept", said) == {"a": None, "b": None, "c": None}
+    assert stand_in.asked == [["MKTAYIAK", "GSTLLK"]]
+    assert "2 sequences will be sent to" in said[0]
+    assert address in said[0]
+    assert next(iter(stand_in.agents)).startswith("evodsp/")
+    for record in RECORDS:
+        found = read_alignment_dir(tmp_path / "kept" / record.name, record)
+        assert [len(alignment.names) for alignment in found] == [3, 3]
+        assert found[0].deletions[1, 3] == 2
+    assert json.loads((tmp_path / "kept" / "a" / "search.json").read_text())["server"] == address
+    again: list[str] = []
+    assert run(address, tmp_path / "kept", again) == {"a": None, "b": None, "c": None}
+    assert len(stand_in.asked) == 1
+    assert not again
+
+
+def test_a_busy_server_is_asked_again_later(stand_in: StandIn, address: str, tmp_path: Path) -> None:
+    """Catches a client that hammers a server which refuses it, or gives up at the first refusal."""
+    stand_in.refusals, stand_in.broken = ["RATELIMIT", "UNKNOWN", "RATELIMIT"], [503, 429]
+    rests, said = Rests(), []
+    list(search(RECORDS, tmp_path, MsaServer(address, sleep=rests), said.append))
+    assert (tmp_path / "b" / FILES[0]).is_file()
+    # Two errors of HTTP, three refusals and one look at the ticket: each wait is up to half as long again, at random.
+    for rest, least in zip(rests, [5, 10, 5, 10, 20, 5], strict=True):
+        assert least <= rest <= 1.5 * least
+    assert sum("asked too often" in line for line in said) == 3
+
+
+def test_one_sequence_that_fails_costs_no_other(stand_in: StandIn, address: str, tmp_path: Path) -> None:
+    """Catches a ticket of several sequences that is given up for one of them."""
+    stand_in.never = {"GSTLLK"}
+    found = run(address, tmp_path)
+    assert (found["a"], found["c"]) == (None, None)
+    assert found["b"] is not None
+    assert found["b"].startswith(f"b: {address} could not search this sequence (ERROR)")
+    assert not (tmp_path / "b").exists()
+    assert stand_in.asked == [["MKTAYIAK", "GSTLLK"], ["MKTAYIAK"], ["GSTLLK"]]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"states": ["MAINTENANCE"]}, "is under maintenance"),
+        ({"refusals": ["RATELIMIT"] * 500}, "has refused a search for 10 min"),
+        ({"states": ["RUNNING"] * 100_000}, "has not finished a search in"),
+        ({"broken": [404]}, "ticket/msa: 404 Not Found; check the network and --msa_server"),
+        ({"broken": [500] * 6}, "ticket/msa: 500 Internal Server Error"),
+    ],
+    ids=["maintenance", "refused", "never_done", "wrong_path", "down"],
+)
+def test_a_server_that_does_not_answer_ends_the_search(
+    stand_in: StandIn,
+    address: str,
+    tmp_path: Path,
+    change: dict[str, list[object]],
+    words: str,
+) -> None:
+    """Catches hours of waiting for each of many records, and endless loops."""
+    clock = [0.0]
+
+    def rest(seconds: float) -> None:
+        clock[0] += seconds
+
+    for name, value in change.items():
+        setattr(stand_in, name, value)
+    server = MsaServer(address, patience=600.0, sleep=rest, clock=lambda: clock[0])
+    found = search(RECORDS[:1], tmp_path, server, lambda line: None)
+    with pytest.raises(NoAnswerError, match=words):
+        list(found)
+    assert not any(tmp_path.iterdir())
+
+
+QUERY = ["MKTAYIAK", "GSTLLK"]
+
+
+@pytest.mark.parametrize(
+    ("members", "words"),
+    [
+        ({"uniref.a3m": b">101\nMKTAYIAV\n\0>102\nGSTLLK\n\0"}, "has 'V' at position 8, the query"),
+        ({"uniref.a3m": b">101\nMKTAYIAK\n\0"}, "no alignment in the answer"),
+        ({"uniref.a3m": b">101\nMKTAYIAK\n>x\nMKTA\n\0>102\nGSTLLK\n\0"}, "columns"),
+        ({"notes.txt": b"none"}, "no alignment in the answer"),
+        ({"uniref.a3m": alignments(QUERY, "x") + b">103\nAA\n\0"}, "which was not asked for"),
+        ({"uniref.a3m": b"MKTAYIAK\n"}, "does not begin with the number of a sequence"),
+    ],
+    ids=["other_sequence", "one_of_two", "uneven", "no_file", "too_many", "no_number"],
+)
+def test_a_wrong_answer_is_not_kept(
+    stand_in: StandIn, address: str, tmp_path: Path, members: dict[str, bytes], words: str
+) -> None:
+    """Catches alignments of other sequences, and answers that are taken apart wrongly, among a user's data."""
+    stand_in.members = members
+    reasons = [reason for reason in run(address, tmp_path).values() if reason]
+    assert any(words in reason for reason in reasons)
+    for record in RECORDS:
+        if (tmp_path / record.name).exists():
+            assert len(read_alignment_dir(tmp_path / record.name, record)) == 1
+
+
+def test_an_archive_cannot_write_elsewhere(stand_in: StandIn, address: str, tmp_path: Path) -> None:
+    """Catches names with .. or / in an archive that lead out of the record's folder."""
+    content = alignments(QUERY, "x")
+    stand_in.members = {"../../evil.a3m": content, "/tmp/../uniref.a3m": content, ".hidden.a3m": content}
+    assert run(address, tmp_path / "kept") == {"a": None, "b": None, "c": None}
+    assert sorted(path.name for path in (tmp_path / "kept" / "a").iterdir()) == [
+        "evil.a3m",
+        "search.json",
+        "uniref.a3m",
+    ]
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+
+
+@pytest.mark.parametrize("raw", [b"<html>", b"\x1f\x8b\x08\x00broken"], ids=["page", "gzip"])
+def test_an_answer_that_is_no_archive(stand_in: StandIn, address: str, tmp_path: Path, raw: bytes) -> None:
+    """Catches a traceback of tarfile or zlib."""
+    stand_in.raw = raw
+    assert all("no gzipped tar archive" in str(reason) for reason in run(address, tmp_path).values())
+
+
+def test_a_page_in_place_of_the_protocol(tmp_path: Path) -> None:
+    """Catches an address of something else, and one that is none."""
+    stand_in = StandIn()
+    stand_in.ticket = lambda form: ["<html>"]  # type: ignore[assignment,method-assign,return-value]
+    with serving(stand_in) as address, pytest.raises(NoAnswerError, match="which is not ColabFold's protocol"):
+        run(address, tmp_path)
+    with pytest.raises(UserError, match="'colabfold' is no address"):
+        MsaServer("colabfold")
