@@ -2,7 +2,8 @@
 
 The public API. Each name is imported when it is first used, so `import evodsp` is quick and does not import torch.
 
-    evodsp.predict(fasta, alignments, checkpoint, output, **options)    predict structures and write their files
+    evodsp.predict({"name": "MKTAYIAKQR"}, weights="model_1_ptm")       predict structures: arrays, files, pictures
+    evodsp.Prediction.read(folder)          a finished prediction of the command
     evodsp.load_model(path)                 the model of a checkpoint: evodsp's, DeepMind's .npz, OpenFold's .pt or folder
     evodsp.AlphaFold(config)                a new model, a torch module
     evodsp.ModelConfig.preset("model_1")    its sizes
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from evodsp import metrics, parallel
     from evodsp.config import ModelConfig
     from evodsp.inference.api import predict
+    from evodsp.inference.prediction import Prediction
     from evodsp.model.alphafold import AlphaFold
     from evodsp.weights.checkpoint import load_model
     from evodsp.weights.deepmind import load_deepmind
@@ -30,6 +32,7 @@ __version__ = "0.2.0"
 __all__ = [
     "AlphaFold",
     "ModelConfig",
+    "Prediction",
     "__version__",
     "load_deepmind",
     "load_model",
@@ -42,6 +45,7 @@ __all__ = [
 _MODULE_OF = {
     "AlphaFold": "evodsp.model.alphafold",
     "ModelConfig": "evodsp.config",
+    "Prediction": "evodsp.inference.prediction",
     "load_deepmind": "evodsp.weights.deepmind",
     "load_model": "evodsp.weights.checkpoint",
     "load_openfold": "evodsp.weights.openfold",

@@ -24,7 +24,9 @@ import numpy as np
 from jaxtyping import Float32
 
 from evodsp import __version__
+from evodsp.data.mmcif import read_chain
 from evodsp.errors import UserError
+from evodsp.geometry.alphabet import RESTYPES_WITH_X
 from evodsp.inference.model_cif import Origin
 from evodsp.inference.writers import AlignedError, PredictedStructure, structure_text
 
@@ -109,6 +111,29 @@ def read_plddt(folder: Path, key: Key) -> Float32[np.ndarray, " R"]:
     text = (folder / scores_name(key)).read_text(encoding="utf-8")
     values, _ = json.JSONDecoder().raw_decode(text, text.index("[", text.index('"plddt"')))
     return np.array(values, np.float32)
+
+
+def read_structure(result: PredictionResult, key: Key) -> PredictedStructure:
+    """A prediction as its files hold it: positions to 0.001 Å, pLDDT to 0.01. Without aligned errors (`read_aligned_error`)."""
+    chain = read_chain(result.structure(key), "A")
+    return PredictedStructure(
+        name=result.name,
+        aatype=np.array([RESTYPES_WITH_X.index(letter) for letter in chain.sequence]),
+        positions=chain.positions,
+        mask=chain.mask,
+        plddt=read_plddt(result.folder, key),
+    )
+
+
+def read_aligned_error(result: PredictionResult, key: Key) -> AlignedError | None:
+    """The aligned errors of a prediction, to 0.01 Å, and its pTM; None if its model has no head for them."""
+    path = result.folder / pae_name(key)
+    if not path.is_file():
+        return None
+    (entry,) = json.loads(path.read_text(encoding="utf-8"))
+    scores = json.loads((result.folder / scores_name(key)).read_text(encoding="utf-8"))
+    errors = np.array(entry["predicted_aligned_error"], np.float32)
+    return AlignedError(errors, float(entry["max_predicted_aligned_error"]), float(scores["ptm"]))
 
 
 def pae_name(key: Key) -> str:

@@ -15,11 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
-
-from evodsp.data.mmcif import read_chain
 from evodsp.errors import UserError
-from evodsp.geometry.alphabet import RESTYPES_WITH_X
 from evodsp.inference.model_cif import Origin
 from evodsp.inference.results import (
     OURS,
@@ -29,11 +25,11 @@ from evodsp.inference.results import (
     Format,
     Key,
     PredictionResult,
-    read_plddt,
+    read_structure,
     read_with_ranking,
     stem,
 )
-from evodsp.inference.writers import PredictedStructure, structure_text
+from evodsp.inference.writers import structure_text
 
 
 @dataclass(frozen=True)
@@ -75,7 +71,7 @@ class Stored:
         for key in self.without(file_format):
             entry = entries[key]
             made_with = self.models.get(entry.get("model", ""), self.settings)
-            text = structure_text(_read_structure(self.result, key), file_format, Origin.of(entry, made_with))
+            text = structure_text(read_structure(self.result, key), file_format, Origin.of(entry, made_with))
             name = stem(key) if self.renamed is None else f"{self.renamed}_{stem(key)}"
             (folder / f"{name}.{file_format}").write_text(text, encoding="utf-8")
 
@@ -171,14 +167,3 @@ def _ours(folder: Path) -> Callable[[str], bool]:
         content = json.loads((folder / RANKING).read_text(encoding="utf-8"))
         models = list(content.get("models", ())) if isinstance(content, dict) else []
     return lambda name: any(OURS.fullmatch(name.removeprefix(before)) for before in ("", *(f"{m}_" for m in models)))
-
-
-def _read_structure(result: PredictionResult, key: Key) -> PredictedStructure:
-    chain = read_chain(result.structure(key), "A")
-    return PredictedStructure(
-        name=result.name,
-        aatype=np.array([RESTYPES_WITH_X.index(letter) for letter in chain.sequence]),
-        positions=chain.positions,
-        mask=chain.mask,
-        plddt=read_plddt(result.folder, key),
-    )
