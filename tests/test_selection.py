@@ -33,7 +33,7 @@ def test_quick():
     ("test", "changed", "expected"),
     [
         ("tests/model/test_sharded.py::test_it", "evodsp/model/evoformer.py", True),
-        ("tests/test_notebooks.py::test_runs", "notebooks/quickstart.ipynb", True),
+        ("tests/test_notebooks.py::test_runs", "notebooks/train_on_your_family.ipynb", True),
         ("tests/test_mutants.py::test_found[evodsp/parallel/functional.py]", "evodsp/parallel/functional.py", True),
         ("tests/training/test_mesh.py::test_it", "evodsp/parallel/mesh.py", True),
         ("tests/model/test_sharded.py::test_it", "evodsp/losses/fape.py", False),
@@ -47,7 +47,7 @@ def test_what_concerns_a_change_is_known_by_its_path(test: str, changed: str, ex
 
 def test_order_rotates_and_alternates() -> None:
     """A test that no commit ever reaches, or one that is lost or run twice."""
-    orders = [ordered(TESTS, word, ["notebooks/quickstart.ipynb"]) for word in "abcdefghijklmnop"]
+    orders = [ordered(TESTS, word, ["notebooks/train_on_your_family.ipynb"]) for word in "abcdefghijklmnop"]
     assert all(sorted(order) == sorted(TESTS) for order in orders)
     assert all(order[0] == "tests/test_notebooks.py::test_runs" for order in orders)
     assert {order[1] for order in orders} == set(TESTS) - {"tests/test_notebooks.py::test_runs"}

@@ -153,8 +153,13 @@ class Prediction(PredictionResult):
 
     def __repr__(self) -> str:
         ptm = "" if self.ptm is None else f", pTM {self.ptm:.2f}"
-        of = f"{self.shown} of {len(self.mean_plddt)}"
-        return f"<{self.name} ({of}): {len(self.plddt)} residues, mean pLDDT {self.plddt.mean():.1f}{ptm}>"
+        return f"<{self.name} ({self._which}): {len(self.plddt)} residues, mean pLDDT {self.plddt.mean():.1f}{ptm}>"
+
+    @property
+    def _which(self) -> str:
+        """For example 'seed 1, best of 3'."""
+        called = self.shown if isinstance(self.shown, str) else f"seed {self.shown}"
+        return f"{called}, {'best of' if self.shown == self.best else 'one of'} {len(self.mean_plddt)}"
 
     def _repr_html_(self) -> str:
         """A small picture without scripts, which notebooks store: numbers, pLDDT, aligned errors."""
@@ -166,7 +171,7 @@ class Prediction(PredictionResult):
             step = -(-len(error.pae) // _MOST_SHOWN)
             picture = pae_uri(error.pae[::step, ::step], error.highest)
             errors = f'<div>Predicted aligned error<br><img alt="aligned error" src="{picture}"></div>'
-        title = f"<b>{escape(self.name)}</b> ({escape(str(self.shown))} of {len(self.mean_plddt)}): {numbers}"
+        title = f"<b>{escape(self.name)}</b> ({escape(self._which)}): {numbers}"
         return (
             f'<div class="evodsp"><style>{_STYLE}</style><p>{title}</p>'
             f'<div class="parts"><div style="flex:1">pLDDT along the sequence<br>{chart}</div>{errors}</div></div>'
