@@ -106,7 +106,7 @@ $(DOCS_READY): $(READY) pyproject.toml constraints.txt
 	@touch $(DOCS_READY)
 
 $(COMPAT_READY): $(READY) pyproject.toml constraints.txt
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[compat,cluster]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[compat,cluster,relax]'
 	@touch $(COMPAT_READY)
 
 $(TRITON_READY): $(READY) pyproject.toml constraints.txt

@@ -69,6 +69,9 @@ class PredictConfig:
     """Feature sets drawn for each pass, whose representations are averaged. Time grows with their number."""
     format: Literal["cif", "pdb"] = "cif"
     """File format of the structures. PDB holds at most 9,999 residues and 99,999 atoms."""
+    relax: Literal["none", "best", "all"] = "none"
+    """Relax predicted structures with OpenMM (pip install 'evodsp[relax]') as AlphaFold2 does, so that bonds and contacts are
+    those of a real protein. best: only the one of each record that ranks first. The relaxed structure is written beside it."""
     preset: str | None = None
     """Model that DeepMind's or OpenFold's parameters belong to, such as model_1_ptm; null: read from the file's name."""
     raw: bool = False
@@ -130,6 +133,8 @@ class PredictConfig:
             memory_size("--working_memory", self.working_memory)
         if self.precision not in ("fp32", "bf16"):
             raise UserError(f"--precision is '{self.precision}', but must be 'fp32' or 'bf16'")
+        if self.relax not in ("none", "best", "all"):
+            raise UserError(f"--relax is '{self.relax}', but must be 'none', 'best' or 'all'")
         if self.format not in ("cif", "pdb"):
             raise UserError(f"--format is '{self.format}', but must be 'cif' or 'pdb'")
         if self.parallel.sequence > 1 and ":" in self.device:

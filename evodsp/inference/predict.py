@@ -49,6 +49,7 @@ from evodsp.inference.provenance import (
     sizes_line,
     with_template_row,
 )
+from evodsp.inference.relaxation import check_openmm, missing_relaxations, relax_prediction
 from evodsp.inference.results import REPORT, TIMINGS, PredictionResult, write_json, write_results
 from evodsp.inference.search import with_searched
 from evodsp.inference.stored import copy_files, find_stored
@@ -188,6 +189,8 @@ def _predict_job(
         report(f"  {note}")
     if job.stored is not None and job.kept:
         result = replace(job.stored.result, format=config.format)
+        if _relax(result, config, report, group):
+            _make_page(job, result, report, group)
         folder = config.output / result.name
         report(f"  kept: {folder} is complete and has the same inputs (--overwrite predicts again)")
         return result
@@ -229,6 +232,8 @@ def _read_inputs(config: PredictConfig) -> Inputs:
     """The records and the models. Raises UserError if one of the files or folders is missing or wrong."""
     targets, failures = find_targets(config.sources, config.alignments)
     check_output_folder(config.output)
+    if config.relax != "none":
+        check_openmm()
     models = [(model, load_features(model.path, config.preset)) for model in find_models(_model_files(config))]
     for _, trained in models:
         feature_config(config, trained)  # checks the sizes
@@ -363,10 +368,8 @@ def _predict_target(
         best = result.mean_plddt[result.best]
         seconds = time.perf_counter() - start
         report(f"  wrote {result.folder}, {seconds:.1f} s; best: {result.structure().name}, pLDDT {best:.1f}")
-        folder = result.folder
-        make = partial(_write_page, job, folder)
-        if problem := from_first(partial(page_problem, str(folder / REPORT), make), group):
-            report(f"  {problem}")
+        _relax(result, config, report, group)
+        _make_page(job, result, report, group)
     return result
 
 
@@ -462,8 +465,22 @@ def _write(
     return replace(result, folder=folder)
 
 
-def _write_page(job: Job, folder: Path) -> None:
-    write_target_page(folder, job.target.read())
+def _relax(result: PredictionResult, config: PredictConfig, report: Report, group: Group | None) -> bool:
+    """Relax what `config` asks for and has not been relaxed. Returns whether there was something."""
+    keys = from_first(lambda: missing_relaxations(result, config.relax), group)
+    for key in keys:
+        report(f"  {from_first(partial(relax_prediction, result, key, device_of(config.device)), group)}")
+    return bool(keys)
+
+
+def _make_page(job: Job, result: PredictionResult, report: Report, group: Group | None) -> None:
+    """Write a target's page; one that cannot be written is reported."""
+
+    def make() -> None:
+        write_target_page(result.folder, job.target.read())
+
+    if problem := from_first(lambda: page_problem(str(result.folder / REPORT), make), group):
+        report(f"  {problem}")
 
 
 def _write_index(output: Path, failures: list[Failure], report: Report) -> None:

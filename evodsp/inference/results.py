@@ -31,7 +31,9 @@ from evodsp.inference.model_cif import Origin
 from evodsp.inference.writers import AlignedError, PredictedStructure, structure_text
 
 RANKING, TIMINGS, REPORT = "ranking.json", "timings.json", "report.html"
-OURS = re.compile(r"seed_\d+\.(cif|pdb)|seed_\d+_(scores|pae)\.json|ranking\.json|timings\.json|report\.html")
+OURS = re.compile(
+    r"seed_\d+(_relaxed)?\.(cif|pdb)|seed_\d+_(scores|pae|relaxed)\.json|ranking\.json|timings\.json|report\.html"
+)
 """Names of the files that predict writes into a target's folder. All others are the user's."""
 
 Format = Literal["cif", "pdb"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
@@ -26,6 +26,7 @@ from evodsp.files import whole_file
 from evodsp.geometry.alphabet import RESTYPE_1TO3
 from evodsp.geometry.residues import ATOM_TYPES, CA
 from evodsp.inference.coverage import Coverage, coverage
+from evodsp.inference.relaxation import read_relaxation
 from evodsp.inference.residue_charts import (
     BANDS,
     LEFT,
@@ -37,7 +38,7 @@ from evodsp.inference.residue_charts import (
     palette,
     plddt_chart,
 )
-from evodsp.inference.results import RANKING, REPORT, TIMINGS, key_of, pae_name, read_plddt
+from evodsp.inference.results import RANKING, REPORT, TIMINGS, key_of, pae_name, read_plddt, stem
 from evodsp.report.page import Page
 
 _MOST_CELLS = 2_500_000
@@ -71,15 +72,20 @@ def write_target_page(folder: Path, alignments: Sequence[Alignment]) -> None:
         _read_seed(folder, entry, number) for number, entry in zip(_numbers(ranking), ranking["ranking"], strict=True)
     ]
     found = coverage(alignments) if alignments else None
-    page = target_page(ranking, timings, seeds, found)
+    relaxed = {stem(key): read_relaxation(folder, key) for key in map(key_of, ranking["ranking"])}
+    page = target_page(ranking, timings, seeds, found, {name: facts for name, facts in relaxed.items() if facts})
     with whole_file(folder / REPORT) as partial:
         partial.write_text(page.html(), encoding="utf-8")
 
 
 def target_page(
-    ranking: Mapping[str, Any], timings: Mapping[str, Any], seeds: Sequence[_Seed], found: Coverage | None
+    ranking: Mapping[str, Any],
+    timings: Mapping[str, Any],
+    seeds: Sequence[_Seed],
+    found: Coverage | None,
+    relaxed: Mapping[str, Mapping[str, Any]],
 ) -> Page:
-    """The page. `ranking`, `timings`: the contents of the two files; `seeds`: best first."""
+    """The page. `ranking`, `timings`: the contents of the two files; `seeds`: best first. `relaxed`: what it did, by name."""
     best, entries = seeds[0], ranking["ranking"]
     length = len(best.plddt)
     # Where the alignments are one row, the query, there is nothing to show.
@@ -116,6 +122,12 @@ def target_page(
         "file",
     ]
     page.table(headings, _seed_rows(entries, seeds), numbers=set(headings) - {"file", "model"})
+    if relaxed:
+        page.heading("Relaxation")
+        page.table(_RELAXATION, _relaxation_rows(relaxed), numbers=set(_RELAXATION))
+        page.note(
+            "Violations: residues whose bonds to neighbours, inner distances or contacts are impossible. AMBER99SB."
+        )
     page.heading("Timings")
     page.table(["what", "value"], _plain_rows(timings))
     page.heading("Settings")
@@ -205,6 +217,19 @@ def _seed_rows(entries: Sequence[Mapping[str, Any]], seeds: Sequence[_Seed]) -> 
             [rank, *model, str(entry["seed"]), f"{entry['mean_plddt']:.2f}", *ptm, rmsd, str(entry["structure"])]
         )
     return rows
+
+
+_RELAXATION = [
+    "prediction", "violations before", "after", "moved, Å", "energy before, kJ/mol", "energy after, kJ/mol", "seconds",
+]  # fmt: skip
+
+
+def _relaxation_rows(relaxed: Mapping[str, Mapping[str, Any]]) -> Iterator[list[str | int]]:
+    for name, facts in relaxed.items():
+        violations = [str(facts[f"violations_{when}"]["any"]) for when in ("before", "after")]
+        found = [facts[f"energy_{when}"] for when in ("before", "after")]
+        energies = ["atoms coincide" if energy is None else f"{energy:,.0f}" for energy in found]
+        yield [name, *violations, f"{facts['rmsd']:.2f}", *energies, f"{facts['seconds']:.1f}"]
 
 
 def _plain_rows(values: Mapping[str, Any]) -> list[list[str]]:

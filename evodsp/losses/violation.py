@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from evodsp.geometry.alphabet import RESTYPE_ORDER
@@ -69,7 +69,9 @@ def find_violations(
     """
     dtype = torch.promote_types(atom14.dtype, torch.float32)
     atom14, mask = atom14.to(dtype), mask.to(dtype)
-    bonds, cos_ca_c_n, cos_c_n_ca = _connections(atom14, mask, residue_index, aatype)
+    bonds, cos_ca_c_n, cos_c_n_ca = (
+        error.sum(-1) / (present.sum(-1) + 1e-6) for error, present in _connections(atom14, mask, residue_index, aatype)
+    )
     return Violations(
         bond_loss=bonds,
         angle_ca_c_n_loss=cos_ca_c_n,
@@ -77,6 +79,28 @@ def find_violations(
         clash_atom_loss=_clashes(atom14, mask, residue_index, aatype, exchange, existing),
         within_atom_loss=_within_residues(atom14, mask, aatype),
     )
+
+
+@torch.no_grad()
+def violating_residues(
+    atom14: Float[Tensor, "R 14 3"],
+    mask: Float[Tensor, "R 14"],
+    residue_index: Int[Tensor, " R"],
+    aatype: Int[Tensor, " R"],
+) -> dict[str, Bool[Tensor, " R"]]:
+    """The residues of a structure with a violation, by its kind: bond (a peptide bond's length or angles), clash, within.
+
+    A violation is what costs in the loss: a deviation beyond the same tolerances. Both residues of a bond count.
+    """
+    one = atom14[None].double(), mask[None].double(), residue_index[None], aatype[None]
+    broken = torch.stack([error[0] > 0 for error, _ in _connections(*one)]).any(0)
+    of_bond = torch.cat([broken, broken.new_zeros(1)]) | torch.cat([broken.new_zeros(1), broken])
+    found = find_violations(*one)
+    return {
+        "bond": of_bond,
+        "clash": (found.clash_atom_loss[0] > 0).any(-1),
+        "within": (found.within_atom_loss[0] > 0).any(-1),
+    }
 
 
 def violation_loss(violations: Violations, mask: Float[Tensor, "B R 14"]) -> Float[Tensor, " B"]:
@@ -94,8 +118,8 @@ def _connections(
     mask: Float[Tensor, "B R 14"],
     residue_index: Int[Tensor, "B R"],
     aatype: Int[Tensor, "B R"],
-) -> list[Float[Tensor, " B"]]:
-    """Mean losses of peptide bonds: of the length, of the angle CA-C-N and of the angle C-N-CA."""
+) -> list[tuple[Float[Tensor, "B bonds"], Float[Tensor, "B bonds"]]]:
+    """Losses of peptide bonds, and which there are: of the length, of the angle CA-C-N and of the angle C-N-CA."""
     ca, c = atom14[:, :-1, _CA], atom14[:, :-1, _C]
     n, next_ca = atom14[:, 1:, _N], atom14[:, 1:, _CA]
     has_ca, has_c, has_n, has_next_ca = mask[:, :-1, _CA], mask[:, :-1, _C], mask[:, 1:, _N], mask[:, 1:, _CA]
@@ -108,7 +132,7 @@ def _connections(
     ideal = torch.where(before_proline, _C_N_PROLINE, _C_N)
     deviation = torch.where(before_proline, _C_N_PROLINE_DEVIATION, _C_N_DEVIATION)
 
-    means = []
+    found = []
     for value, wanted, tolerated, present in (
         (length, ideal, deviation, has_bond),
         ((to_ca * to_n).sum(-1), _COS_CA_C_N, _COS_CA_C_N_DEVIATION, has_ca * has_bond),
@@ -116,8 +140,8 @@ def _connections(
     ):
         error = torch.sqrt(1e-6 + (value - wanted).square())
         loss = (error - DISTANCE_TOLERANCE * tolerated).relu()
-        means.append((loss * present).sum(-1) / (present.sum(-1) + 1e-6))
-    return means
+        found.append((loss * present, present))
+    return found
 
 
 def _within_residues(

@@ -9,10 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from evodsp.geometry.alphabet import RESTYPE_ORDER
+from evodsp.data.mmcif import read_chain
+from evodsp.geometry.alphabet import RESTYPE_ORDER, RESTYPES_WITH_X
+from evodsp.geometry.frames import atom37_to_atom14
 from evodsp.geometry.residues import RESTYPE_ATOM14_MASK, RESTYPE_ATOM14_RADIUS
 from evodsp.losses import pairs
-from evodsp.losses.violation import find_violations, violation_loss
+from evodsp.losses.violation import find_violations, violating_residues, violation_loss
+from tests.builders.pages import ROOT
 from tests.conftest import load
 
 BETWEEN, WITHIN = "between_residues", "within_residues"
@@ -142,3 +145,30 @@ def test_one_residue_and_no_clash_are_no_errors() -> None:
     found = find_violations(torch.zeros(1, 1, 14, 3), mask, index, aatype)
     assert found.clash_atom_loss.sum() == found.bond_loss.item() == 0
     assert (found.within_atom_loss > 0).sum() == 5
+
+
+def test_residues_with_violations_are_named() -> None:
+    """Catches a bond that is charged to one of its residues only or to the wrong one, and kinds that are mixed up."""
+    chain = read_chain(ROOT / "data" / "mmcif_files" / "s005.cif", "A")
+    aatype = torch.tensor([RESTYPES_WITH_X.index(letter) for letter in chain.sequence])
+    index = torch.arange(len(aatype))
+    mask = atom37_to_atom14(torch.from_numpy(chain.mask).double(), aatype)
+
+    def found(positions: np.ndarray) -> dict[str, list[int]]:
+        atom14 = atom37_to_atom14(torch.from_numpy(positions), aatype)
+        kinds = violating_residues(atom14, mask, index, aatype)
+        return {kind: torch.nonzero(x)[:, 0].tolist() for kind, x in kinds.items()}
+
+    good = chain.positions.astype(np.float64)
+    assert found(good) == {"bond": [], "clash": [], "within": []}
+    stretched = good.copy()
+    stretched[20:] += np.array([0.0, 0.0, 0.6])
+    assert found(stretched)["bond"] == [19, 20]
+    assert found(stretched)["within"] == []
+    last = len(aatype) - 1
+    onto = good.copy()
+    onto[last] += good[5, 1] - good[last, 1]  # both CA in one place
+    assert {5, last} <= set(found(onto)["clash"])
+    bent = good.copy()
+    bent[7, 1] += 1.0
+    assert found(bent)["within"] == [7]

@@ -1,0 +1,284 @@
+"""Relaxation of predicted structures (AlphaFold2's supplement, 1.8.6): a force field removes violations, springs keep the rest.
+
+OpenMM, an extra (`pip install 'evodsp[relax]'`), minimises the energy of AMBER99SB with hydrogens, while springs of
+10 kcal/mol/Å² hold every heavy atom where it was predicted. Residues with violations then lose their springs, and the energy is
+minimised again, at most three times in all. Hydrogens are not kept. The same structure gives the same result on one machine.
+
+pdbfixer, which AlphaFold2 uses before, is not needed: a prediction has all heavy atoms but the chain's last oxygen.
+Shapes: R residues, atom37 order.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float
+
+from evodsp.errors import UserError
+from evodsp.files import whole_file
+from evodsp.geometry.alphabet import RESTYPE_1TO3
+from evodsp.geometry.frames import atom37_to_atom14
+from evodsp.geometry.residues import ATOM_ORDER, ATOM_TYPES
+from evodsp.inference.model_cif import Origin
+from evodsp.inference.results import Format, Key, PredictionResult, read_structure, stem
+from evodsp.inference.writers import PredictedStructure, structure_text
+from evodsp.losses.violation import violating_residues
+
+Which = Literal["none", "best", "all"]
+_FORCE_FIELD = "amber99sb.xml"
+_STIFFNESS = 10.0
+"""kcal/mol/Å²."""
+_TOLERANCE = 10.0
+"""kJ/mol/nm: the root mean square force at which a minimisation ends."""
+_ROUNDS = 3
+_KCAL = 4.184
+"""kJ/mol."""
+_OXT = 1.25
+"""Å: the length of both bonds of a carboxylate."""
+
+
+@dataclass(frozen=True)
+class Relaxed:
+    """What became of a structure."""
+
+    structure: PredictedStructure
+    violations_before: Mapping[str, int]
+    """Residues with each kind of violation (`violating_residues`), and with any."""
+    violations_after: Mapping[str, int]
+    energy_before: float | None
+    """kJ/mol, hydrogens already in their places; huge where atoms clash, None where they coincide."""
+    energy_after: float
+    rmsd: float
+    """How far heavy atoms have moved, Å."""
+    rounds: int
+    seconds: float
+
+    @property
+    def line(self) -> str:
+        """For the log."""
+        before, after = self.violations_before["any"], self.violations_after["any"]
+        return (
+            f"relaxed: {before} to {after} residues with violations, moved by {self.rmsd:.2f} Å, {self.seconds:.1f} s"
+        )
+
+
+def check_openmm() -> None:
+    """Raise UserError if OpenMM is not installed."""
+    if find_spec("openmm") is None:
+        raise UserError("--relax needs OpenMM, which is not installed; run: pip install 'evodsp[relax]'")
+
+
+def relaxed_name(key: Key, file_format: Format) -> str:
+    """The file of a relaxed structure."""
+    return f"{stem(key)}_relaxed.{file_format}"
+
+
+def missing_relaxations(result: PredictionResult, which: Which) -> list[Key]:
+    """The predictions of a target that are still to be relaxed. Those that failed are tried again."""
+    keys = {"none": [], "best": [result.best], "all": list(result.mean_plddt)}[which]
+    return [key for key in keys if not (result.folder / relaxed_name(key, result.format)).is_file()]
+
+
+def relax_prediction(result: PredictionResult, key: Key, device: torch.device) -> str:
+    """Relax one prediction; writes its structure and <stem>_relaxed.json beside it. Returns a line for the log.
+
+    A structure that cannot be relaxed is named in that line; the prediction stays as it is.
+    """
+    try:
+        relaxed = relax(read_structure(result, key), device)
+        text = structure_text(relaxed.structure, result.format, Origin())
+    except UserError as error:
+        return f"not relaxed: {error}"
+    facts = {name: value for name, value in vars(relaxed).items() if name != "structure"}
+    with whole_file(result.folder / f"{stem(key)}_relaxed.json") as partial_file:
+        partial_file.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+    with whole_file(result.folder / relaxed_name(key, result.format)) as partial_file:
+        partial_file.write_text(text, encoding="utf-8")
+    return f"{stem(key)} {relaxed.line}"
+
+
+def read_relaxation(folder: Path, key: Key) -> dict[str, Any] | None:
+    """What <stem>_relaxed.json says; None if the prediction has not been relaxed."""
+    path = folder / f"{stem(key)}_relaxed.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+
+
+def relax(structure: PredictedStructure, device: torch.device) -> Relaxed:
+    """The structure after relaxation. `device`: a GPU is used if OpenMM has CUDA.
+
+    Raises UserError for a chain with residues X, which have no atoms, or whose energy is not finite.
+    """
+    if "X" in structure.sequence:
+        place = structure.sequence.index("X") + 1
+        raise UserError(
+            f"{structure.name}: residue {place} is X and has no atoms, so the chain has a gap; leave it out"
+        )
+    begun = time.perf_counter()
+    before = _violations(structure, structure.positions)
+    chain = _Chain(structure, device)
+    free = np.zeros(len(structure.aatype), bool)
+    energy_before, energy_after, rounds = float("nan"), float("nan"), 0
+    positions = structure.positions
+    while rounds < _ROUNDS:
+        start, energy_after, positions = chain.minimise(free)
+        energy_before = start if rounds == 0 else energy_before
+        rounds += 1
+        broken = _violations(structure, positions)["any"] & ~free
+        if not broken.any():
+            break
+        free |= broken
+    both = structure.mask > 0.5
+    moved = (positions - structure.positions)[both]
+    return Relaxed(
+        replace(structure, positions=positions.astype(np.float32)),
+        {kind: int(residues.sum()) for kind, residues in before.items()},
+        {kind: int(residues.sum()) for kind, residues in _violations(structure, positions).items()},
+        energy_before if np.isfinite(energy_before) else None,
+        energy_after,
+        float(np.sqrt((moved**2).sum(-1).mean())),
+        rounds,
+        time.perf_counter() - begun,
+    )
+
+
+class _Chain:
+    """A chain with hydrogens in OpenMM. Its positions are those of the last minimisation."""
+
+    def __init__(self, structure: PredictedStructure, device: torch.device) -> None:
+        import openmm
+        from openmm import app, unit
+
+        self._structure, self._openmm, self._unit = structure, openmm, unit
+        topology, positions = self._heavy(app)
+        field = app.ForceField(_FORCE_FIELD)
+        modeller = app.Modeller(topology, positions * 0.1 * unit.nanometer)
+        topology.createDisulfideBonds(modeller.positions)
+        platform, options = self._platform(device)
+        with _repeatable(platform, options):
+            try:
+                modeller.addHydrogens(field, platform=platform)
+            except (ValueError, openmm.OpenMMException) as error:
+                raise UserError(f"{structure.name}: the force field cannot take this chain ({error})") from error
+        system = field.createSystem(modeller.topology, constraints=app.HBonds)
+        self._spring = openmm.CustomExternalForce("0.5 * k * ((x - x0)^2 + (y - y0)^2 + (z - z0)^2)")
+        for name in ("k", "x0", "y0", "z0"):
+            self._spring.addPerParticleParameter(name)
+        atoms = [atom for atom in modeller.topology.atoms() if atom.element.symbol != "H"]
+        start = np.array(modeller.positions.value_in_unit(unit.nanometer))
+        self._heavy_atoms = [(atom.index, atom.residue.index, ATOM_ORDER.get(atom.name)) for atom in atoms]
+        for index, _, _ in self._heavy_atoms:
+            self._spring.addParticle(index, [0.0, *start[index]])
+        self._start = start
+        system.addForce(self._spring)
+        self._context = openmm.Context(system, openmm.VerletIntegrator(0.001), platform, options)
+        self._context.setPositions(modeller.positions)
+
+    def minimise(self, free: Bool[np.ndarray, " R"]) -> tuple[float, float, Float[np.ndarray, "R 37 3"]]:
+        """Minimise the energy; residues that are `free` have no springs. Energies before and after (kJ/mol), positions in Å."""
+        stiffness = _STIFFNESS * _KCAL * 100  # kJ/mol/nm²
+        for number, (index, residue, _) in enumerate(self._heavy_atoms):
+            self._spring.setParticleParameters(
+                number, index, [0.0 if free[residue] else stiffness, *self._start[index]]
+            )
+        self._spring.updateParametersInContext(self._context)
+        before = self._energy()
+        try:
+            self._openmm.LocalEnergyMinimizer.minimize(self._context, _TOLERANCE, 0)
+        except self._openmm.OpenMMException as error:
+            raise UserError(
+                f"{self._structure.name}: the minimisation failed ({error}); the prediction is kept"
+            ) from error
+        after = self._energy()
+        found = self._context.getState(getPositions=True).getPositions(asNumpy=True)
+        found = found.value_in_unit(self._unit.angstrom)
+        if not (np.isfinite(after) and np.isfinite(found).all()):
+            raise UserError(
+                f"{self._structure.name}: the energy is not finite after the minimisation; the prediction is kept"
+            )
+        positions = self._structure.positions.astype(np.float64).copy()
+        for index, residue, slot in self._heavy_atoms:
+            if slot is not None and self._structure.mask[residue, slot] > 0.5:
+                positions[residue, slot] = found[index]
+        return before, after, positions
+
+    def _energy(self) -> float:
+        state = self._context.getState(getEnergy=True)
+        return float(state.getPotentialEnergy().value_in_unit(self._unit.kilojoule_per_mole))
+
+    def _heavy(self, app: Any) -> tuple[Any, Float[np.ndarray, "atoms 3"]]:
+        """The topology of the heavy atoms, and their positions in Å."""
+        one, topology, positions = self._structure, app.Topology(), []
+        chain = topology.addChain("A")
+        for number, letter in enumerate(one.sequence):
+            residue = topology.addResidue(RESTYPE_1TO3[letter], chain)
+            for slot in np.flatnonzero(one.mask[number] > 0.5):
+                name = ATOM_TYPES[slot]
+                topology.addAtom(name, app.Element.getBySymbol(name[0]), residue)
+                positions.append(one.positions[number, slot].astype(np.float64))
+            if number == len(one.sequence) - 1 and one.mask[number, ATOM_ORDER["OXT"]] <= 0.5:
+                topology.addAtom("OXT", app.Element.getBySymbol("O"), residue)
+                positions.append(_last_oxygen(*(one.positions[number, ATOM_ORDER[name]] for name in ("CA", "C", "O"))))
+        topology.createStandardBonds()
+        return topology, np.array(positions)
+
+    def _platform(self, device: torch.device) -> tuple[Any, dict[str, str]]:
+        platform = self._openmm.Platform
+        names = {platform.getPlatform(number).getName() for number in range(platform.getNumPlatforms())}
+        if device.type == "cuda" and "CUDA" in names:
+            options = {"DeviceIndex": str(device.index or 0), "Precision": "mixed", "DeterministicForces": "true"}
+            return platform.getPlatformByName("CUDA"), options
+        threads = {"Threads": str(torch.get_num_threads()), "DeterministicForces": "true"}
+        return platform.getPlatformByName("CPU"), threads
+
+
+@contextmanager
+def _repeatable(platform: Any, options: Mapping[str, str]) -> Iterator[None]:
+    """What OpenMM does on its own while it places hydrogens: from seeded random numbers, with the platform's options.
+
+    It draws the first places from Python's random numbers, and makes a context that takes no options but defaults.
+    """
+    state, defaults = random.getstate(), {name: platform.getPropertyDefaultValue(name) for name in options}
+    random.seed(0)
+    for name, value in options.items():
+        platform.setPropertyDefaultValue(name, value)
+    try:
+        yield
+    finally:
+        random.setstate(state)
+        for name, value in defaults.items():
+            platform.setPropertyDefaultValue(name, value)
+
+
+def _last_oxygen(
+    ca: Float[np.ndarray, " 3"], c: Float[np.ndarray, " 3"], o: Float[np.ndarray, " 3"]
+) -> Float[np.ndarray, " 3"]:
+    """The place of OXT, Å: O mirrored at the axis through CA and C, in their plane."""
+    axis = (c - ca).astype(np.float64)
+    axis /= np.linalg.norm(axis)
+    bond = (o - c).astype(np.float64)
+    mirrored = 2 * (bond @ axis) * axis - bond
+    return c + _OXT * mirrored / np.linalg.norm(mirrored)
+
+
+def _violations(
+    structure: PredictedStructure, positions: Float[np.ndarray, "R 37 3"]
+) -> dict[str, Bool[np.ndarray, " R"]]:
+    """The residues with violations, by kind, and those with any."""
+    aatype = torch.as_tensor(np.asarray(structure.aatype, np.int64))
+    to14 = partial(atom37_to_atom14, aatype=aatype)
+    atom14 = to14(torch.from_numpy(np.asarray(positions, np.float64)))
+    mask = to14(torch.from_numpy(structure.mask).double())
+    found = violating_residues(atom14, mask, torch.arange(len(aatype)), aatype)
+    named = {kind: residues.numpy() for kind, residues in found.items()}
+    return {**named, "any": np.logical_or.reduce(list(named.values()))}

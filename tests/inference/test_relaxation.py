@@ -1,0 +1,166 @@
+"""Relaxation of structures by OpenMM, alone and in a prediction."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import gemmi
+import numpy as np
+import pytest
+import torch
+
+from evodsp.data.mmcif import read_chain
+from evodsp.errors import UserError
+from evodsp.geometry.alphabet import RESTYPES_WITH_X
+from evodsp.geometry.residues import ATOM_ORDER, CA
+from evodsp.inference import relaxation
+from evodsp.inference.predict import predict
+from evodsp.inference.relaxation import relax
+from evodsp.inference.results import read_result
+from evodsp.inference.writers import PredictedStructure
+from tests.builders.pages import ROOT
+from tests.builders.prediction import silent
+
+from .conftest import OTHER, QUERY, Workplace
+
+CPU = torch.device("cpu")
+
+
+def structure(noise: float = 0.0, name: str = "s005") -> PredictedStructure:
+    """A bundled structure, each atom moved at random."""
+    chain = read_chain(ROOT / "data" / "mmcif_files" / f"{name}.cif", "A")
+    mask = chain.mask.astype(np.float32)
+    mask[:, ATOM_ORDER["OXT"]] = 0
+    moved = chain.positions + noise * np.random.default_rng(0).normal(size=chain.positions.shape)
+    return PredictedStructure(
+        name=name,
+        aatype=np.array([RESTYPES_WITH_X.index(letter) for letter in chain.sequence]),
+        positions=(moved * mask[..., None]).astype(np.float32),
+        mask=mask,
+        plddt=np.full(len(chain), 80, np.float32),
+    )
+
+
+def test_violations_go_and_the_fold_stays() -> None:
+    """Catches springs that hold violations fast, springs that hold nothing, atoms that change places, and chance."""
+    broken, good = structure(noise=0.3), structure()
+    found, again = relax(broken, CPU), relax(broken, CPU)
+    assert found.violations_before["any"] > 40
+    assert found.violations_after == {"bond": 0, "clash": 0, "within": 0, "any": 0}
+    assert found.energy_after < found.energy_before
+    assert 0.3 < found.rmsd < 0.7, "the noise is 0.5 Å"
+    np.testing.assert_array_equal(found.structure.positions, again.structure.positions)
+    np.testing.assert_array_equal(found.structure.mask, broken.mask)
+    from_truth = np.linalg.norm(found.structure.positions[:, CA] - good.positions[:, CA], axis=-1)
+    assert np.sqrt((from_truth**2).mean()) < 0.45, "nearer to the truth than the noise"
+    kept = relax(good, CPU)
+    assert kept.violations_before["any"] == 0
+    assert kept.rmsd < 0.25
+    assert kept.rounds == 1
+
+
+def test_springs_hold_atoms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches springs in the wrong unit, a thousand times too weak or too strong."""
+    good = structure()
+    with monkeypatch.context() as weak:
+        weak.setattr(relaxation, "_STIFFNESS", 0.01)
+        loose = relax(good, CPU).rmsd
+    with monkeypatch.context() as strong:
+        strong.setattr(relaxation, "_STIFFNESS", 10_000.0)
+        tight = relax(good, CPU).rmsd
+    assert tight < 0.05 < relax(good, CPU).rmsd < 0.25 < loose
+
+
+def test_what_cannot_be_relaxed_is_said() -> None:
+    """Catches a chain with a gap that is joined across it, and OpenMM's own exception."""
+    gap = structure()
+    gap.aatype[10] = 20
+    with pytest.raises(UserError, match="residue 11 is X and has no atoms"):
+        relax(gap, CPU)
+    lost = structure()
+    lost.positions[3, CA] = np.nan
+    with pytest.raises(UserError, match=r"s005: the force field cannot take this chain \(Particle coordinate is NaN"):
+        relax(lost, CPU)
+
+
+def test_atoms_in_one_place_part() -> None:
+    """Catches an energy that is no number, in a file that must be JSON."""
+    one = structure()
+    one.positions[3, CA] = one.positions[4, CA] = one.positions[5, CA]
+    found = relax(one, CPU)
+    assert found.energy_before is None
+    assert found.violations_before["any"] == 4
+    assert found.violations_after["any"] == 0
+
+
+def files(workplace: Workplace, name: str) -> set[str]:
+    return {path.name for path in (workplace.config.output / name).iterdir() if "relaxed" in path.name}
+
+
+@pytest.fixture
+def folded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The untrained model predicts this chain: its own structures are beyond repair."""
+    monkeypatch.setattr("evodsp.inference.predict.structure_of", _straight)
+
+
+def _straight(target: Any, *_: Any) -> PredictedStructure:
+    whole, length = structure(), len(target.query)
+    part = {name: getattr(whole, name)[:length] for name in ("positions", "mask", "plddt")}
+    if "X" in target.query.letters:
+        part["mask"][target.query.letters.index("X")] = 0
+        aatype = np.array([RESTYPES_WITH_X.index(letter) for letter in target.query.letters])
+        return PredictedStructure(name=target.query.name, aatype=aatype, **part)
+    return PredictedStructure(name=target.query.name, aatype=whole.aatype[:length], **part)
+
+
+def test_a_prediction_is_relaxed_and_kept(workplace: Workplace, folded: None) -> None:
+    """Catches a relaxation that needs the model again, one that replaces the prediction, and one that is lost by more seeds."""
+    sequence = "".join(RESTYPES_WITH_X[code] for code in structure().aatype[:10])
+    workplace.config.fasta.write_text(f">x\n{QUERY}\n>y\n{sequence}\n")
+    lines: list[str] = []
+    results = predict(workplace.change(alignments=None, seeds=1, relax="best"), lines.append)
+    assert files(workplace, "y") == {"seed_0_relaxed.cif", "seed_0_relaxed.json"}
+    assert files(workplace, "x") == set()
+    assert any("not relaxed: x: residue 11 is X" in line for line in lines)
+    assert sum("seed_0 relaxed: " in line for line in lines) == 1
+    facts = json.loads((results[1].folder / "seed_0_relaxed.json").read_text())
+    assert facts["violations_after"]["any"] == 0
+    relaxed = gemmi.read_structure(str(results[1].folder / "seed_0_relaxed.cif"))[0]["A"]
+    assert [residue.name for residue in relaxed] == [
+        residue.name for residue in gemmi.read_structure(str(results[1].structure()))[0]["A"]
+    ]
+    page = (results[1].folder / "report.html").read_text()
+    assert "Relaxation" in page
+    assert "Relaxation" not in (results[0].folder / "report.html").read_text()
+    before = (results[1].folder / "seed_0_relaxed.cif").read_bytes()
+    more: list[str] = []
+    predict(workplace.change(alignments=None, seeds=2, relax="all"), more.append)
+    assert files(workplace, "y") == {f"seed_{n}_relaxed.{kind}" for n in (0, 1) for kind in ("cif", "json")}
+    assert (results[1].folder / "seed_0_relaxed.cif").read_bytes() == before
+    assert sum("relaxed: " in line and "not relaxed" not in line for line in more) == 1
+    assert len(read_result(results[1].folder).mean_plddt) == 2
+
+
+def test_a_finished_prediction_is_relaxed_without_the_model(
+    workplace: Workplace, folded: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches --relax that is ignored where everything is kept."""
+    sequence = "".join(RESTYPES_WITH_X[code] for code in structure().aatype[:10])
+    workplace.config.fasta.write_text(f">y\n{sequence}\n")
+    predict(workplace.change(alignments=None, seeds=1), silent)
+    monkeypatch.setattr("evodsp.inference.predict.load_model", lambda *_: pytest.fail("the model was loaded"))
+    (result,) = predict(workplace.change(alignments=None, seeds=1, relax="best"), silent)
+    assert result.kept
+    assert "seed_0_relaxed.cif" in files(workplace, "y")
+    assert "Relaxation" in (result.folder / "report.html").read_text()
+
+
+def test_without_openmm_nothing_begins(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches hours of prediction before the missing package is named."""
+    workplace.config.fasta.write_text(f">y\n{OTHER}\n")
+    monkeypatch.setattr(relaxation, "find_spec", lambda name: None)
+    before = workplace.snapshot()
+    with pytest.raises(UserError, match=r"needs OpenMM, .* pip install 'evodsp\[relax\]'"):
+        predict(workplace.change(alignments=None, relax="best"), silent)
+    assert workplace.snapshot() == before
