@@ -30,7 +30,7 @@ from evodsp.search.searcher import Found, NoAnswerError, Say, Searcher
 
 PUBLIC = "https://api.colabfold.com"
 """ColabFold's own server. It is named in the documentation only: nobody's sequences are sent without --msa_server."""
-ATTEMPTS = 6
+ATTEMPTS = 5
 _FIRST = 101
 _MODE = "env"
 """UniRef and environmental sequences, filtered: what ColabFold asks for."""
@@ -75,7 +75,7 @@ class MsaServer(Searcher):
 
     def search(self, sequences: Sequence[str], say: Say) -> list[Found]:
         ticket = self._wait(self._submit(sequences, say), say)
-        return _split(self._download(ticket), len(sequences), self.address)
+        return _split(self._ask(f"result/download/{ticket}", say), len(sequences), self.address)
 
     def _submit(self, sequences: Sequence[str], say: Say) -> dict[str, Any]:
         """A ticket; waits while the server refuses one because it is asked too often."""
@@ -83,7 +83,7 @@ class MsaServer(Searcher):
         form = urlencode({"q": fasta, "mode": _MODE}).encode()
         begun, pause = self._clock(), _POLL_S
         while True:
-            answer = self._json("ticket/msa", form)
+            answer = self._json("ticket/msa", say, form)
             status = answer["status"]
             if status not in ("RATELIMIT", "UNKNOWN"):
                 return answer
@@ -110,7 +110,7 @@ class MsaServer(Searcher):
                 said = self._clock()
                 say(f"{self.address}: {status.lower()} for {duration(elapsed)}")
             self._rest(_POLL_S)
-            answer = self._json(f"ticket/{answer['id']}")
+            answer = self._json(f"ticket/{answer['id']}", say)
         if status == "MAINTENANCE":
             raise NoAnswerError(f"{self.address} is under maintenance; try later, or another --msa_server")
         if status != "COMPLETE":
@@ -123,9 +123,9 @@ class MsaServer(Searcher):
         """Wait, not as long as other clients that were refused at the same moment."""
         self._sleep(seconds * random.uniform(1.0, 1.5))
 
-    def _json(self, path: str, form: bytes | None = None) -> dict[str, Any]:
+    def _json(self, path: str, say: Say, form: bytes | None = None) -> dict[str, Any]:
         """An answer with a status and, unless that is a refusal, an id."""
-        text = self._ask(path, form)
+        text = self._ask(path, say, form)
         try:
             answer = json.loads(text)
             status, number = answer["status"], answer.get("id", "")
@@ -140,15 +140,13 @@ class MsaServer(Searcher):
             ) from error
         return dict(answer)
 
-    def _download(self, ticket: str) -> bytes:
-        return self._ask(f"result/download/{ticket}")
-
-    def _ask(self, path: str, form: bytes | None = None) -> bytes:
+    def _ask(self, path: str, say: Say, form: bytes | None = None) -> bytes:
         """What the server answers. A connection that fails, and a server that is busy, are tried again."""
         request = Request(f"{self.address}/{path}", data=form, headers={"User-Agent": f"evodsp/{__version__}"})
         reason, pause = "", _POLL_S
         for attempt in range(ATTEMPTS):
             if attempt:
+                say(f"{self.address} does not answer ({reason}): attempt {attempt + 1} of {ATTEMPTS} in {pause:.0f} s")
                 self._rest(pause)
                 pause = min(2 * pause, _LONGEST_PAUSE_S)
             try:

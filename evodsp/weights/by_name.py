@@ -14,7 +14,8 @@ import sys
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,7 +23,6 @@ from urllib.error import HTTPError
 
 from evodsp.download import PASSING, fetch_file, free_bytes, opened, size_at
 from evodsp.errors import UserError, nearest
-from evodsp.output import output_errors
 from evodsp.progress import progress
 
 NAMES = tuple(f"model_{number}{head}" for head in ("", "_ptm") for number in range(1, 6))
@@ -113,7 +113,7 @@ def _fetch(name: str, folder: Path, address: str, say: Callable[[str], None]) ->
     from filelock import FileLock
 
     target = folder / _file(name)
-    with output_errors(folder):
+    with _folder_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(folder / f".{target.name}.lock"):
             if target.is_file():  # another process has fetched it meanwhile
@@ -139,6 +139,18 @@ def _fetch(name: str, folder: Path, address: str, say: Callable[[str], None]) ->
     checked = f"CRC-32 of its arrays{'' if source.sha256 is None else ' and its SHA-256'}"
     say(f"{name}: {target}; checked: {checked}")
     return target
+
+
+@contextmanager
+def _folder_errors(folder: Path) -> Iterator[None]:
+    """Turn an error of the folder's disk into one line. (Errors of a connection are OSErrors too, and are caught before.)"""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"{folder}: parameters cannot be kept there ({error.strerror}); choose another folder with ${FOLDER_VARIABLE}, "
+            "--weights_folder of `evodsp predict` or --output of `evodsp weights fetch`"
+        ) from error
 
 
 def _find(name: str, address: str) -> _Source:

@@ -72,6 +72,7 @@ def test_a_busy_server_is_asked_again_later(stand_in: StandIn, address: str, tmp
     for rest, least in zip(rests, [5, 10, 5, 10, 20, 5], strict=True):
         assert least <= rest <= 1.5 * least
     assert sum("asked too often" in line for line in said) == 3
+    assert sum("does not answer (503 " in line or "does not answer (429 " in line for line in said) == 2
 
 
 def test_one_sequence_that_fails_costs_no_other(stand_in: StandIn, address: str, tmp_path: Path) -> None:
@@ -92,7 +93,7 @@ def test_one_sequence_that_fails_costs_no_other(stand_in: StandIn, address: str,
         ({"refusals": ["RATELIMIT"] * 500}, "has refused a search for 10 min"),
         ({"states": ["RUNNING"] * 100_000}, "has not finished a search in"),
         ({"broken": [404]}, "ticket/msa: 404 Not Found; check the network and --msa_server"),
-        ({"broken": [500] * 6}, "ticket/msa: 500 Internal Server Error"),
+        ({"broken": [500] * 5}, "ticket/msa: 500 Internal Server Error"),
     ],
     ids=["maintenance", "refused", "never_done", "wrong_path", "down"],
 )

@@ -212,6 +212,15 @@ def test_a_model_is_loaded_by_its_name(tmp_path: Path, monkeypatch: pytest.Monke
         load_model("model_3_ptm")
 
 
+def test_a_folder_that_cannot_be_written(server: tuple[type[Server], str], tmp_path: Path) -> None:
+    """Catches a message that names an option which the user has not given."""
+    (tmp_path / "file").touch()
+    with pytest.raises(
+        UserError, match=r"file: parameters cannot be kept there \(File exists\); choose another folder"
+    ):
+        fetch_weights(["model_1"], tmp_path / "file", f"{server[1]}/all.tar", lambda line: None)
+
+
 def test_a_full_disk_is_known_before(
     server: tuple[type[Server], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
