@@ -2,8 +2,8 @@
 
 The public API. Each name is imported when it is first used, so `import evodsp` is quick and does not import torch.
 
-    evodsp.predict({"name": "MKTAYIAKQR"}, weights="model_1_ptm")       predict structures: arrays, files, pictures
-    evodsp.Prediction.read(folder)          a finished prediction of the command
+    evodsp.predict(sequence, alignment, model, **options)               predict a structure: arrays, files, 3D view
+    evodsp.predict(fasta, alignments, checkpoint, output, **options)    predict structures and write their files
     evodsp.load_model(path)                 the model of a checkpoint: evodsp's, DeepMind's .npz, OpenFold's .pt or folder
     evodsp.AlphaFold(config)                a new model, a torch module
     evodsp.ModelConfig.preset("model_1")    its sizes

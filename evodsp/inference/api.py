@@ -6,94 +6,107 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 from evodsp.errors import UserError, nearest
 from evodsp.inference.config import PredictConfig
+from evodsp.inference.given import Alignments, Checkpoints, Inputs, as_given_files, is_sequence
 from evodsp.inference.predict import predict as predict_targets
 from evodsp.inference.prediction import Prediction
 
-_PATHS = ("templates", "obsolete", "weights_folder")
-_Paths = str | Path | Sequence[str | Path]
+_PATHS = ("templates", "obsolete")
+_OWN = ("inputs", "fasta", "alignments", "checkpoint", "output")
 
 
+@overload
 def predict(
-    inputs: _Paths | Mapping[str, str],
-    alignments: str | Path | Mapping[str, str] | None = None,
-    checkpoint: _Paths | None = None,
+    inputs: Mapping[str, str],
+    alignments: Alignments = None,
+    checkpoint: Checkpoints | None = None,
     output: str | Path | None = None,
     report: Callable[[str], None] = print,
     **options: Any,
-) -> list[Prediction]:
-    """Predict the structure of every record, in this process.
+) -> dict[str, Prediction]: ...
 
-    inputs: sequences by name, or files: one or several FASTA or A3M files, or folders of them, as the command's inputs.
-    alignments: texts of A3M files by name, or a folder of alignments, as the command's option. Records that have none are
-        predicted from their sequence alone.
-    checkpoint: one or several checkpoints or parameter files; None where the option `weights` names AlphaFold2's parameters.
-    output: folder for the files of `evodsp predict`. None: they are in a temporary folder as long as the results are in use.
+
+@overload
+def predict(
+    inputs: str | Path | Sequence[str | Path],
+    alignments: Alignments = None,
+    checkpoint: Checkpoints | None = None,
+    output: str | Path | None = None,
+    report: Callable[[str], None] = print,
+    **options: Any,
+) -> Any: ...
+
+
+def predict(
+    inputs: Inputs,
+    alignments: Alignments = None,
+    checkpoint: Checkpoints | None = None,
+    output: str | Path | None = None,
+    report: Callable[[str], None] = print,
+    **options: Any,
+) -> Prediction | dict[str, Prediction] | list[Prediction]:
+    """Predict structures in this process.
+
+    inputs: a sequence in upper-case letters, {name: sequence}, or FASTA or A3M files or folders of them, as the command's
+        inputs (a path, or a list of paths and sequences). Text that begins with '>' is that of a FASTA file.
+    alignments: None, to predict from the sequence alone; for a single sequence the text of an A3M file, or the path of an A3M
+        or Stockholm file or of a folder of them; for several, {name: text or path}, or the folder of the command's option.
+    checkpoint: what `evodsp.load_model` returns, or a path; or several of them, which are ranked together. A model in memory is
+        copied and stays as it is.
+    output: folder for the files of `evodsp predict`; what it holds already is kept. None: they are in a temporary folder
+        until the result is no longer used; `Prediction.save` keeps them.
     report: receives one line of progress per stage; `lambda line: None` for silence.
     options: any other option of `evodsp predict`, under its name: seeds, recycles, templates, format, weights, device, …;
         see `evodsp.inference.config.PredictConfig`.
 
-    Returns one result per record, in the order of the inputs, with arrays, structures as text, and pictures
-    (`evodsp.inference.prediction.Prediction`). Raises UserError if an input or an option is wrong.
+    Returns a `Prediction` for a sequence; a dictionary for {name: sequence}; and a list, in the order of the records, for all
+    else. Records that fail are reported and left out. Raises UserError if an input or an option is wrong, or nothing could be
+    predicted.
 
-        [one] = evodsp.predict({"one": "MKTAYIAKQR"}, weights="model_1_ptm")
-        print(one.plddt.mean(), one.positions.shape)
-        one.save("one.cif")
+        model = evodsp.load_model("params_model_1_ptm.npz")
+        prediction = evodsp.predict("MKTAYIAKQR", checkpoint=model, seeds=3)
+        prediction.plddt, prediction.positions, prediction.save("x.cif")
     """
-    names = [option.name for option in fields(PredictConfig) if option.name not in ("inputs", "fasta")]
+    if checkpoint is None:
+        raise UserError("evodsp.predict: no checkpoint is given; add checkpoint=, a model or the path of a checkpoint")
+    names = [field.name for field in fields(PredictConfig) if field.name not in _OWN]
     if unknown := [name for name in options if name not in names]:
         raise UserError(f"evodsp.predict: no option '{unknown[0]}'.{nearest(unknown[0], names)} See PredictConfig")
     for name in _PATHS:
         if options.get(name) is not None:
             options[name] = Path(options[name])
-    temporary = tempfile.TemporaryDirectory(prefix="evodsp_")
-    given = Path(temporary.name)
-    config = PredictConfig(
-        inputs=(_written(inputs, given),) if isinstance(inputs, Mapping) else tuple(_paths(inputs)),
-        alignments=_alignments(alignments, given),
-        checkpoint=None if checkpoint is None else _paths(checkpoint),
-        output=given / "predictions" if output is None else Path(output),
-        **options,
-    )
-    if config.parallel.sequence > 1:
+    # Settings are checked before a model is copied.
+    holder = tempfile.TemporaryDirectory(prefix="evodsp_") if output is None else None
+    folder = Path(holder.name) / "results" if holder is not None else Path(str(output))
+    placeholder = PredictConfig(inputs=(folder,), checkpoint=folder, output=folder, **options)
+    if placeholder.parallel.sequence > 1:
         raise UserError(
-            f"evodsp.predict: parallel.sequence is {config.parallel.sequence}, but a function call runs in one process; "
+            f"evodsp.predict: parallel.sequence is {placeholder.parallel.sequence}, but a function call runs in one process; "
             "use the command evodsp predict --parallel.sequence, which starts the ranks"
         )
-    results = predict_targets(config, report)
-    return [Prediction(**vars(result), kept_alive=temporary if output is None else None) for result in results]
+    with tempfile.TemporaryDirectory(prefix="evodsp_") as made:
 
+        def named(text: str) -> str:
+            """A message without the names of temporary folders."""
+            text = text.replace(f"{made}/", "")
+            return text if holder is None else text.replace(holder.name, "<temporary folder>")
 
-def _paths(given: _Paths) -> list[Path]:
-    return [Path(path) for path in ([given] if isinstance(given, str | Path) else given)]
-
-
-def _written(sequences: Mapping[str, str], folder: Path) -> Path:
-    """A FASTA file of sequences. Raises UserError for a name or a sequence that it cannot hold."""
-    for name, letters in sequences.items():
-        if not name.strip() or name.split() != [name] or ">" in name + letters:
-            raise UserError(
-                f"evodsp.predict: the record '{name}' needs a name of one word and letters without '>'; change it"
+        try:
+            given = as_given_files(inputs, alignments, checkpoint, Path(made))
+            config = PredictConfig(
+                inputs=given.inputs,
+                alignments=given.alignments,
+                checkpoint=given.checkpoint,
+                output=folder,
+                **options,
             )
-    path = folder / "sequences.fasta"
-    path.write_text("".join(f">{name}\n{letters}\n" for name, letters in sequences.items()), encoding="utf-8")
-    return path
-
-
-def _alignments(given: str | Path | Mapping[str, str] | None, folder: Path) -> Path | None:
-    """The folder of alignments; texts are written into one."""
-    if given is None or isinstance(given, str | Path):
-        return None if given is None else Path(given)
-    (place := folder / "alignments").mkdir()
-    for name, text in given.items():
-        if not text.lstrip().startswith((">", "#")):
-            raise UserError(
-                f"evodsp.predict: the alignment of '{name}' is no A3M text, which begins with '>'; give a folder"
-            )
-        if Path(name).name != name:
-            raise UserError(f"evodsp.predict: '{name}' is no name of a record; take '/' out of it")
-        (place / f"{name}.a3m").write_text(text, encoding="utf-8")
-    return place
+            results = predict_targets(config, lambda line: report(named(line)))
+        except UserError as error:
+            raise UserError(named(str(error))) from error
+    predictions = [Prediction.of(result, holder) for result in results]
+    if isinstance(inputs, Mapping):
+        return {one.name: one for one in predictions}
+    return predictions[0] if is_sequence(inputs) else predictions

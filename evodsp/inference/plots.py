@@ -50,7 +50,7 @@ def distance_figure(
         upper = np.triu(np.ones_like(distances, dtype=bool), k=1)
         distances = np.where(upper, true_distances, distances)
     _draw_map(figure, map_axes, distances, both=true_positions is not None)
-    _draw_plddt(curve_axes, plddt)
+    draw_plddt(curve_axes, plddt)
     if title:
         figure.suptitle(title, fontsize=12)
     figure.savefig(path, dpi=150, facecolor="white")
@@ -109,7 +109,7 @@ def _draw_map(figure: Figure, axes: Axes, distances: Float[np.ndarray, "R R"], b
     figure.colorbar(image, ax=axes, label="distance (Å)", extend="max", shrink=0.9)
 
 
-def _draw_plddt(axes: Axes, plddt: Float[np.ndarray, " R"]) -> None:
+def draw_plddt(axes: Axes, plddt: Float[np.ndarray, " R"]) -> None:
     residues = np.arange(1, len(plddt) + 1)
     top = 100.0
     for lower, colour, name in _PLDDT_BANDS:

@@ -1,178 +1,284 @@
-"""A prediction in Python: arrays, files in either format, and what a notebook shows of it. Shapes: R residues, atom37 order."""
+"""A finished prediction in Python: arrays, files, and what a notebook shows of it. It reads the files of the target's folder.
+
+So the numbers are those of the files: coordinates to 0.001 Å, pLDDT and aligned errors to 0.01. Each file is read when it is
+first asked for. Shapes: R residues, 37 atom types (atom37 order).
+"""
 
 from __future__ import annotations
 
-import json
 import shutil
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from html import escape
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jaxtyping import Float32
 
 from evodsp.errors import UserError
+from evodsp.files import whole_file, whole_folder
+from evodsp.geometry.residues import CA
 from evodsp.inference.model_cif import Origin
-from evodsp.inference.residue_charts import pae_uri, plddt_chart
+from evodsp.inference.residue_charts import BANDS, pae_uri
 from evodsp.inference.results import (
-    RANKING,
     REPORT,
+    Format,
     Key,
     PredictionResult,
     key_of,
-    read_aligned_error,
-    read_result,
-    read_structure,
+    read_pae,
+    read_with_ranking,
 )
+from evodsp.inference.stored import read_predicted
+from evodsp.inference.trace import trace_svg
 from evodsp.inference.writers import PredictedStructure, structure_text
 
-_STYLE = (
-    ".evodsp svg{width:100%;max-width:760px;height:auto}.evodsp svg text{font-size:12px;fill:currentColor;opacity:.7}"
-    ".evodsp .axis{stroke:#8888}.evodsp .plddt{fill:none;stroke:currentColor;stroke-width:1.6}.evodsp .cursor{display:none}"
-    ".evodsp img{width:220px;image-rendering:pixelated;border:1px solid #8888}"
-    ".evodsp .parts{display:flex;gap:20px;flex-wrap:wrap}"
-)  # fmt: skip
-_MOST_SHOWN = 600
-"""Residues of the picture of aligned errors; longer chains are thinned out."""
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_MOST_ROWS = 10
+"""Rows of the table in a notebook."""
 
 
-@dataclass(frozen=True, repr=False)
-class Prediction(PredictionResult):
-    """The predictions of one target. Arrays, texts and pictures are the best one's; `of(key)` gives another one's.
+@dataclass(frozen=True)
+class RankedStructure:
+    """One predicted structure of a target: that of one seed and one model."""
 
-    The files are read when they are asked for first.
-    """
-
-    key: Key | None = None
-    """Which of them this object shows; None: the best."""
-    kept_alive: Any = field(default=None, compare=False)
-    """The temporary folder that holds the files, if the caller named no output."""
-
-    @classmethod
-    def read(cls, folder: str | Path) -> Prediction:
-        """The finished result in a target's folder. Raises UserError if there is none."""
-        return cls(**vars(read_result(Path(folder))))
-
-    def of(self, key: Key) -> Prediction:
-        """The same, showing the prediction `key`: a seed, or '<model>_seed_<k>'. Raises UserError if there is no such one."""
-        if key not in self.mean_plddt:
-            raise UserError(f"{self.name}: no prediction '{key}'; there are {', '.join(map(str, self.mean_plddt))}")
-        return replace(self, key=key)
-
-    @property
-    def shown(self) -> Key:
-        """The key of the prediction that this object shows."""
-        return self.best if self.key is None else self.key
-
-    @cached_property
-    def predicted(self) -> PredictedStructure:
-        """The structure with everything that belongs to it."""
-        structure = read_structure(self, self.shown)
-        return replace(structure, aligned_error=read_aligned_error(self, self.shown))
-
-    @property
-    def sequence(self) -> str:
-        """One letter for each residue."""
-        return self.predicted.sequence
+    result: PredictionResult = field(repr=False)
+    key: Key
+    """Its seed, or of several models '<model>_seed_<k>'."""
+    seed: int
+    model: str | None
+    """What the model is called among several."""
+    mean_plddt: float
+    """0..100."""
+    ptm: float | None
+    """Predicted TM-score, 0..1; None if the model has no head for it."""
+    origin: Origin = field(repr=False)
+    holder: object = field(default=None, repr=False, compare=False)
+    """As that of the `Prediction`."""
 
     @property
     def positions(self) -> Float32[np.ndarray, "R 37 3"]:
         """Å."""
-        return self.predicted.positions
+        return self._structure.positions
 
     @property
     def mask(self) -> Float32[np.ndarray, "R 37"]:
         """1 where the atom exists."""
-        return self.predicted.mask
+        return self._structure.mask
+
+    @property
+    def plddt(self) -> Float32[np.ndarray, " R"]:
+        """Predicted lDDT-CA of each residue, 0..100."""
+        return self._structure.plddt
+
+    @property
+    def pae(self) -> Float32[np.ndarray, "R R"] | None:
+        """Expected error (Å) of each residue's CA (second axis), seen from each residue's frame (first axis); None if the model
+        has no head for it."""
+        return None if self._errors is None else self._errors[0]
+
+    @property
+    def sequence(self) -> str:
+        return self._structure.sequence
+
+    def to_cif(self) -> str:
+        """The structure as ModelCIF text."""
+        return self._text("cif")
+
+    def to_pdb(self) -> str:
+        """The structure as PDB text. Raises UserError if it is too large for the format."""
+        return self._text("pdb")
+
+    def plot(self) -> Figure:
+        """pLDDT along the sequence, and the aligned errors if there are any. Raises UserError without matplotlib."""
+        try:
+            from evodsp.inference.confidence_figure import confidence_figure
+        except ImportError as error:
+            raise UserError(
+                "pictures need matplotlib, which is not installed; run: pip install 'evodsp[plots]'"
+            ) from error
+        pae, highest = self._errors or (None, 0.0)
+        return confidence_figure(self.plddt, pae, highest, f"{self.result.name}, {_called(self)}")
+
+    @cached_property
+    def _structure(self) -> PredictedStructure:
+        return read_predicted(self.result, self.key)
+
+    @cached_property
+    def _errors(self) -> tuple[Float32[np.ndarray, "R R"], float] | None:
+        return None if self.ptm is None else read_pae(self.result.folder, self.key)
+
+    def _text(self, file_format: Format) -> str:
+        return structure_text(self._structure, file_format, self.origin)
+
+
+@dataclass(frozen=True)
+class Prediction(PredictionResult):
+    """The predictions of one target. Its arrays and texts are those of the best one, `ranked[0]`."""
+
+    ranked: tuple[RankedStructure, ...] = ()
+    """All seeds and models, best first: by pTM, or by mean pLDDT if a model has no pTM."""
+    holder: object = field(default=None, repr=False, compare=False)
+    """Removes the folder when nothing refers to it any more, if the user named no output folder."""
+
+    @classmethod
+    def of(cls, result: PredictionResult, holder: object = None) -> Prediction:
+        """Of a finished result. Raises UserError if its folder is incomplete."""
+        _, ranking = read_with_ranking(result.folder)
+        settings: Mapping[str, Mapping[str, Any]] = ranking.get("models", {})
+        ranked = tuple(
+            RankedStructure(
+                result,
+                key_of(entry),
+                int(entry["seed"]),
+                entry.get("model"),
+                float(entry["mean_plddt"]),
+                entry.get("ptm"),
+                Origin.of(entry, settings[entry["model"]] if "model" in entry else ranking["settings"]),
+                holder,
+            )
+            for entry in ranking["ranking"]
+        )
+        return cls(
+            result.name, result.folder, result.format, result.mean_plddt, result.kept, ranked=ranked, holder=holder
+        )
+
+    @property
+    def positions(self) -> Float32[np.ndarray, "R 37 3"]:
+        """Å."""
+        return self.ranked[0].positions
+
+    @property
+    def mask(self) -> Float32[np.ndarray, "R 37"]:
+        """1 where the atom exists."""
+        return self.ranked[0].mask
 
     @property
     def plddt(self) -> Float32[np.ndarray, " R"]:
         """0..100."""
-        return self.predicted.plddt
+        return self.ranked[0].plddt
 
     @property
     def pae(self) -> Float32[np.ndarray, "R R"] | None:
-        """Expected error in Å of each residue's CA (second axis), seen from each residue's frame; None without that head."""
-        error = self.predicted.aligned_error
-        return None if error is None else error.pae
+        """Å, as in `RankedStructure.pae`; None if the model has no head for it."""
+        return self.ranked[0].pae
 
     @property
     def ptm(self) -> float | None:
-        """Predicted TM-score, 0..1; None for models without that head."""
-        error = self.predicted.aligned_error
-        return None if error is None else error.ptm
-
-    def to_cif(self) -> str:
-        """The structure as ModelCIF."""
-        ranking = json.loads((self.folder / RANKING).read_text(encoding="utf-8"))
-        (entry,) = (entry for entry in ranking["ranking"] if key_of(entry) == self.shown)
-        settings = ranking["models"][entry["model"]] if "models" in ranking else ranking["settings"]
-        return structure_text(self.predicted, "cif", Origin.of(entry, settings))
-
-    def to_pdb(self) -> str:
-        """The structure as PDB. Raises UserError if the format cannot hold it."""
-        return structure_text(self.predicted, "pdb")
-
-    def save(self, path: str | Path) -> Path:
-        """Write the structure to a file, .cif or .pdb; or, to a folder, all files of the target. Returns the path.
-
-        Raises UserError if the name ends otherwise, or the folder exists.
-        """
-        path = Path(path)
-        if path.suffix in (".cif", ".pdb"):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(self.to_cif() if path.suffix == ".cif" else self.to_pdb(), encoding="utf-8")
-        elif path.suffix:
-            raise UserError(f"{path}: structures are written as .cif or .pdb; or name a folder, for all files")
-        elif path.exists():
-            raise UserError(f"{path}: exists already; name a new folder, or a .cif or .pdb file")
-        else:
-            shutil.copytree(self.folder, path)
-        return path
-
-    def show(self, height: int = 620) -> None:
-        """Show the target's page in the notebook: the structure in 3D, aligned errors, confidence, alignments, all predictions.
-
-        `height`: of the frame, in pixels. Raises UserError outside of a notebook.
-        """
-        page = self.folder / REPORT
-        try:
-            from IPython import get_ipython
-            from IPython.display import HTML, display
-        except ImportError:
-            running = None
-        else:
-            running = get_ipython()
-        if running is None:
-            raise UserError(f"no notebook is running; open {page} in a browser")
-        # A frame of its own: scripts of the page run in every front end, and its style does not change the notebook's.
-        text = escape(page.read_text(encoding="utf-8"), quote=True)
-        display(HTML(f'<iframe srcdoc="{text}" width="100%" height="{height}" style="border:0"></iframe>'))
-
-    def __repr__(self) -> str:
-        ptm = "" if self.ptm is None else f", pTM {self.ptm:.2f}"
-        return f"<{self.name} ({self._which}): {len(self.plddt)} residues, mean pLDDT {self.plddt.mean():.1f}{ptm}>"
+        """Predicted TM-score, 0..1; None if the model has no head for it."""
+        return self.ranked[0].ptm
 
     @property
-    def _which(self) -> str:
-        """For example 'seed 1, best of 3'."""
-        called = self.shown if isinstance(self.shown, str) else f"seed {self.shown}"
-        return f"{called}, {'best of' if self.shown == self.best else 'one of'} {len(self.mean_plddt)}"
+    def sequence(self) -> str:
+        return self.ranked[0].sequence
+
+    def to_cif(self) -> str:
+        """The best structure as ModelCIF text."""
+        return self.ranked[0].to_cif()
+
+    def to_pdb(self) -> str:
+        """The best structure as PDB text. Raises UserError if it is too large for the format."""
+        return self.ranked[0].to_pdb()
+
+    def plot(self) -> Figure:
+        """pLDDT along the sequence, and the aligned errors if there are any. Raises UserError without matplotlib."""
+        return self.ranked[0].plot()
+
+    def save(self, path: str | Path) -> Path:
+        """Write the best structure to `path` if it ends with .cif or .pdb; else all files into the new folder `path`.
+
+        Returns the path. An existing file is replaced. Raises UserError if the folder exists, or nothing can be written.
+        """
+        path = Path(path)
+        try:
+            if path.suffix in (".cif", ".pdb"):
+                text = self.to_cif() if path.suffix == ".cif" else self.to_pdb()
+                with whole_file(path) as partial:
+                    partial.write_text(text, encoding="utf-8")
+                return path
+            if path.exists():
+                raise UserError(f"{path}: exists already; give a new folder, or a file that ends with .cif or .pdb")
+            with whole_folder(path) as new:
+                shutil.copytree(self.folder, new, dirs_exist_ok=True)
+        except OSError as error:
+            raise UserError(f"{path}: cannot be written ({error.strerror}); choose another path") from error
+        return path
+
+    def show(self, height: int = 640) -> PageView:
+        """The target's page (report.html) inside the notebook: structure in 3D, confidence and all seeds. `height`: pixels.
+
+        It needs no network. About 0.6 MB of the notebook's file, which a saved notebook shows wherever scripts run.
+        """
+        if height < 1:
+            raise UserError(f"height is {height}, but must be at least 1 pixel")
+        best = self.ranked[0]
+        page = (self.folder / REPORT).read_text(encoding="utf-8")
+        return PageView(page, trace_svg(best.positions[:, CA], best.mask[:, CA], best.plddt), height)
 
     def _repr_html_(self) -> str:
-        """A small picture without scripts, which notebooks store: numbers, pLDDT, aligned errors."""
-        chart = plddt_chart({0: self.plddt}, 0)
-        numbers = f"{len(self.plddt):,} residues, mean pLDDT {self.plddt.mean():.1f}"
-        errors = ""
-        if (error := self.predicted.aligned_error) is not None:
-            numbers += f", pTM {error.ptm:.2f}"
-            step = -(-len(error.pae) // _MOST_SHOWN)
-            picture = pae_uri(error.pae[::step, ::step], error.highest)
-            errors = f'<div>Predicted aligned error<br><img alt="aligned error" src="{picture}"></div>'
-        title = f"<b>{escape(self.name)}</b> ({escape(self._which)}): {numbers}"
-        return (
-            f'<div class="evodsp"><style>{_STYLE}</style><p>{title}</p>'
-            f'<div class="parts"><div style="flex:1">pLDDT along the sequence<br>{chart}</div>{errors}</div></div>'
+        best = self.ranked[0]
+        figures = [f"{len(best.plddt):,} residues", f"mean pLDDT {best.mean_plddt:.1f}"]
+        figures += [] if best.ptm is None else [f"pTM {best.ptm:.2f}"]
+        rows = "".join(
+            f"<tr><td>{rank}</td><td>{escape(_called(one))}</td><td>{one.mean_plddt:.1f}</td>"
+            f"<td>{'' if one.ptm is None else f'{one.ptm:.2f}'}</td></tr>"
+            for rank, one in enumerate(self.ranked[:_MOST_ROWS], start=1)
         )
+        left_out = len(self.ranked) - _MOST_ROWS
+        more = f"<p>and {left_out} more: .ranked</p>" if left_out > 0 else ""
+        table = f"<table><tr><th>rank</th><th>seed</th><th>mean pLDDT</th><th>pTM</th></tr>{rows}</table>{more}"
+        picture = ""
+        if best._errors is not None:
+            pae, highest = best._errors
+            step = -(-len(pae) // 150)
+            picture = (
+                f'<img alt="predicted aligned error" title="predicted aligned error, 0 to {highest:g} Å" width="150" '
+                f'height="150" style="image-rendering:pixelated" src="{pae_uri(pae[::step, ::step], highest)}">'
+            )
+        return (
+            f"<div><b>{escape(self.name)}</b>: {', '.join(figures)}{_strip(best.plddt)}"
+            f'<div style="display:flex;gap:1.5em;align-items:flex-start">{table}{picture}</div></div>'
+        )
+
+
+@dataclass(frozen=True)
+class PageView:
+    """A page that a notebook shows in a frame of its own, and a picture for places that show no frames."""
+
+    page: str = field(repr=False)
+    """The whole HTML document."""
+    picture: str = field(repr=False)
+    """SVG."""
+    height: int
+    """Pixels."""
+
+    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
+        """Called by Jupyter, which shows the richest of these that it can."""
+        frame = (
+            f'<iframe srcdoc="{escape(self.page)}" width="100%" height="{self.height}" style="border:0" '
+            'sandbox="allow-scripts"></iframe>'
+        )
+        return {"text/html": frame, "image/svg+xml": self.picture, "text/plain": repr(self)}
+
+
+def _called(one: RankedStructure) -> str:
+    return f"seed {one.seed}" if one.model is None else f"{one.model}, seed {one.seed}"
+
+
+def _strip(plddt: Float32[np.ndarray, " R"]) -> str:
+    """pLDDT along the sequence as one coloured line."""
+    colours = [next(colour for lower, colour, _ in BANDS if value >= lower) for value in plddt]
+    starts = [0, *(i for i in range(1, len(colours)) if colours[i] != colours[i - 1]), len(colours)]
+    bars = "".join(
+        f'<rect x="{first}" y="0" width="{last - first}" height="1" fill="{colours[first]}"/>'
+        for first, last in pairwise(starts)
+    )
+    return (
+        f'<svg width="100%" height="10" viewBox="0 0 {len(colours)} 1" preserveAspectRatio="none" role="img" '
+        f'aria-label="pLDDT along the sequence">{bars}</svg>'
+    )

@@ -142,6 +142,12 @@ def pae_name(key: Key) -> str:
     return f"{stem(key)}_pae.json"
 
 
+def read_pae(folder: Path, key: Key) -> tuple[Float32[np.ndarray, "R R"], float]:
+    """The aligned errors of a prediction in a target's folder, and the largest that the head can predict. Å."""
+    error = json.loads((folder / pae_name(key)).read_text(encoding="utf-8"))[0]
+    return np.array(error["predicted_aligned_error"], np.float32), float(error["max_predicted_aligned_error"])
+
+
 def write_results(
     folder: Path,
     structures: Mapping[int, PredictedStructure],

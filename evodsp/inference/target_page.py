@@ -38,7 +38,7 @@ from evodsp.inference.residue_charts import (
     palette,
     plddt_chart,
 )
-from evodsp.inference.results import RANKING, REPORT, TIMINGS, key_of, pae_name, read_plddt, stem
+from evodsp.inference.results import RANKING, REPORT, TIMINGS, key_of, read_pae, read_plddt
 from evodsp.report.page import Page
 
 _MOST_CELLS = 2_500_000
@@ -158,8 +158,7 @@ def _read_seed(folder: Path, entry: Mapping[str, Any], number: int) -> _Seed:
     key = key_of(entry)
     pae, highest = None, _FARTHEST
     if "ptm" in entry:
-        error = json.loads((folder / pae_name(key)).read_text(encoding="utf-8"))[0]
-        pae, highest = np.array(error["predicted_aligned_error"], np.float32), error["max_predicted_aligned_error"]
+        pae, highest = read_pae(folder, key)
     return _Seed(number, read_chain(folder / entry["structure"], "A"), read_plddt(folder, key), pae, highest)
 
 

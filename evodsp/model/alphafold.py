@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from evodsp.config import ModelConfig
+from evodsp.config import FeatureConfig, ModelConfig
 from evodsp.errors import UserError
 from evodsp.geometry.alphabet import LETTERS_WITH_MASK
 from evodsp.geometry.frames import pseudo_beta
@@ -47,6 +47,8 @@ class AlphaFold(Budgeted):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
+        self.trained_features: FeatureConfig | None = None
+        """The feature sizes of the checkpoint that it was loaded from."""
         channels = config.channels
         self.input_embedder = InputEmbedder(channels, config.embedder)
         self.recycling_embedder = RecyclingEmbedder(channels, config.embedder)

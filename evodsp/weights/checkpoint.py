@@ -89,9 +89,12 @@ def load_model(path: str | Path, raw: bool = False, preset: str | None = None) -
     if path in NAMES and not Path(path).exists():
         (path,) = need_weights([str(path)])
     if is_parameter_file(path):
-        return load_published(path, preset, raw)[0].eval()
+        model = load_published(path, preset, raw)[0]
+        model.trained_features = load_features(path, preset)
+        return model.eval()
     checkpoint = _own_checkpoint(path, preset)
     model = AlphaFold(_config(path, checkpoint))
+    model.trained_features = _features(path, checkpoint)
     averaged = checkpoint.get("ema_state_dict")
     weights = checkpoint["state_dict"] if raw or averaged is None else averaged
     load_weights(model, {name.removeprefix(PREFIX): value for name, value in weights.items()}, str(path))
@@ -108,7 +111,11 @@ def load_features(path: str | Path, preset: str | None = None) -> FeatureConfig:
         name = preset or preset_of(Path(path))
         ModelConfig.preset(name)
         return published_features(name)
-    values = _own_checkpoint(path, preset).get("features", {})
+    return _features(path, _own_checkpoint(path, preset))
+
+
+def _features(path: str | Path, checkpoint: Mapping[str, Any]) -> FeatureConfig:
+    values = checkpoint.get("features", {})
     if not isinstance(values, dict):
         raise UserError(f"{path}: unreadable feature sizes: 'features' is a {type(values).__name__}, not a dictionary")
     try:
