@@ -4,6 +4,7 @@ The public API. Each name is imported when it is first used, so `import evodsp` 
 
     evodsp.predict(sequence, alignment, model, **options)               predict a structure: arrays, files, 3D view
     evodsp.predict(fasta, alignments, checkpoint, output, **options)    predict structures and write their files
+    evodsp.Prediction.read(folder)          a finished prediction of the command
     evodsp.load_model(path)                 the model of a checkpoint: evodsp's, DeepMind's .npz, OpenFold's .pt or folder
     evodsp.AlphaFold(config)                a new model, a torch module
     evodsp.ModelConfig.preset("model_1")    its sizes

@@ -14,7 +14,7 @@ from evodsp.inference.given import Alignments, Checkpoints, Inputs, as_given_fil
 from evodsp.inference.predict import predict as predict_targets
 from evodsp.inference.prediction import Prediction
 
-_PATHS = ("templates", "obsolete")
+_PATHS = ("templates", "obsolete", "weights_folder")
 _OWN = ("inputs", "fasta", "alignments", "checkpoint", "output")
 
 
@@ -31,21 +31,23 @@ def predict(
 
 @overload
 def predict(
-    inputs: str | Path | Sequence[str | Path],
+    inputs: str | Path | Sequence[str | Path] = (),
     alignments: Alignments = None,
     checkpoint: Checkpoints | None = None,
     output: str | Path | None = None,
     report: Callable[[str], None] = print,
+    fasta: str | Path | Sequence[str | Path] = (),
     **options: Any,
 ) -> Any: ...
 
 
 def predict(
-    inputs: Inputs,
+    inputs: Inputs = (),
     alignments: Alignments = None,
     checkpoint: Checkpoints | None = None,
     output: str | Path | None = None,
     report: Callable[[str], None] = print,
+    fasta: str | Path | Sequence[str | Path] = (),
     **options: Any,
 ) -> Prediction | dict[str, Prediction] | list[Prediction]:
     """Predict structures in this process.
@@ -55,12 +57,12 @@ def predict(
     alignments: None, to predict from the sequence alone; for a single sequence the text of an A3M file, or the path of an A3M
         or Stockholm file or of a folder of them; for several, {name: text or path}, or the folder of the command's option.
     checkpoint: what `evodsp.load_model` returns, or a path; or several of them, which are ranked together. A model in memory is
-        copied and stays as it is.
+        copied and stays as it is. None where the option `weights` names AlphaFold2's parameters.
     output: folder for the files of `evodsp predict`; what it holds already is kept. None: they are in a temporary folder
         until the result is no longer used; `Prediction.save` keeps them.
     report: receives one line of progress per stage; `lambda line: None` for silence.
-    options: any other option of `evodsp predict`, under its name: seeds, recycles, templates, format, weights, device, …;
-        see `evodsp.inference.config.PredictConfig`.
+    fasta: `inputs`, under the name of earlier versions.
+    options: any other option of `evodsp predict`, under its name: seeds, recycles, templates, format, preset, device, ….
 
     Returns a `Prediction` for a sequence; a dictionary for {name: sequence}; and a list, in the order of the records, for all
     else. Records that fail are reported and left out. Raises UserError if an input or an option is wrong, or nothing could be
@@ -70,8 +72,14 @@ def predict(
         prediction = evodsp.predict("MKTAYIAKQR", checkpoint=model, seeds=3)
         prediction.plddt, prediction.positions, prediction.save("x.cif")
     """
-    if checkpoint is None:
-        raise UserError("evodsp.predict: no checkpoint is given; add checkpoint=, a model or the path of a checkpoint")
+    if fasta:
+        if inputs:
+            raise UserError("evodsp.predict: fasta is given beside inputs; give all inputs without fasta")
+        inputs = fasta
+    if checkpoint is None and not options.get("weights"):
+        raise UserError(
+            "evodsp.predict: no model is given; add checkpoint=, a model or a path, or weights='model_1_ptm'"
+        )
     names = [field.name for field in fields(PredictConfig) if field.name not in _OWN]
     if unknown := [name for name in options if name not in names]:
         raise UserError(f"evodsp.predict: no option '{unknown[0]}'.{nearest(unknown[0], names)} See PredictConfig")

@@ -28,13 +28,14 @@ class GivenFiles:
 
     inputs: tuple[Path, ...]
     alignments: Path | None
-    checkpoint: Path | list[Path]
+    checkpoint: Path | list[Path] | None
 
 
-def as_given_files(inputs: Inputs, alignments: Alignments, checkpoint: Checkpoints, folder: Path) -> GivenFiles:
+def as_given_files(inputs: Inputs, alignments: Alignments, checkpoint: Checkpoints | None, folder: Path) -> GivenFiles:
     """Write what is no file yet into the existing empty folder `folder`. Raises UserError if something cannot be meant."""
     paths = _input_files(inputs, folder)
-    return GivenFiles(paths, _alignment_folder(alignments, paths, folder), _checkpoint_files(checkpoint, folder))
+    models = None if checkpoint is None else _checkpoint_files(checkpoint, folder)
+    return GivenFiles(paths, _alignment_folder(alignments, paths, folder), models)
 
 
 def is_sequence(given: object) -> bool:

@@ -30,9 +30,9 @@ from evodsp.inference.results import (
     PredictionResult,
     key_of,
     read_pae,
+    read_structure,
     read_with_ranking,
 )
-from evodsp.inference.stored import read_predicted
 from evodsp.inference.trace import trace_svg
 from evodsp.inference.writers import PredictedStructure, structure_text
 
@@ -107,7 +107,7 @@ class RankedStructure:
 
     @cached_property
     def _structure(self) -> PredictedStructure:
-        return read_predicted(self.result, self.key)
+        return read_structure(self.result, self.key)
 
     @cached_property
     def _errors(self) -> tuple[Float32[np.ndarray, "R R"], float] | None:
@@ -117,7 +117,7 @@ class RankedStructure:
         return structure_text(self._structure, file_format, self.origin)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Prediction(PredictionResult):
     """The predictions of one target. Its arrays and texts are those of the best one, `ranked[0]`."""
 
@@ -125,6 +125,11 @@ class Prediction(PredictionResult):
     """All seeds and models, best first: by pTM, or by mean pLDDT if a model has no pTM."""
     holder: object = field(default=None, repr=False, compare=False)
     """Removes the folder when nothing refers to it any more, if the user named no output folder."""
+
+    @classmethod
+    def read(cls, folder: str | Path) -> Prediction:
+        """The finished prediction in a target's folder, as the command has written it. Raises UserError if there is none."""
+        return cls.of(read_with_ranking(Path(folder))[0])
 
     @classmethod
     def of(cls, result: PredictionResult, holder: object = None) -> Prediction:
@@ -220,10 +225,18 @@ class Prediction(PredictionResult):
         page = (self.folder / REPORT).read_text(encoding="utf-8")
         return PageView(page, trace_svg(best.positions[:, CA], best.mask[:, CA], best.plddt), height)
 
+    def __repr__(self) -> str:
+        return f"Prediction({self.name}: {', '.join(self._figures())})"
+
+    def _figures(self) -> list[str]:
+        best = self.ranked[0]
+        ptm = [] if best.ptm is None else [f"pTM {best.ptm:.2f}"]
+        count = len(self.ranked)
+        return [f"{count} structure{'s' * (count > 1)}", f"best mean pLDDT {best.mean_plddt:.1f}", *ptm]
+
     def _repr_html_(self) -> str:
         best = self.ranked[0]
-        figures = [f"{len(best.plddt):,} residues", f"mean pLDDT {best.mean_plddt:.1f}"]
-        figures += [] if best.ptm is None else [f"pTM {best.ptm:.2f}"]
+        figures = [f"{len(best.plddt):,} residues", *self._figures()]
         rows = "".join(
             f"<tr><td>{rank}</td><td>{escape(_called(one))}</td><td>{one.mean_plddt:.1f}</td>"
             f"<td>{'' if one.ptm is None else f'{one.ptm:.2f}'}</td></tr>"

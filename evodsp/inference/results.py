@@ -127,17 +127,6 @@ def read_structure(result: PredictionResult, key: Key) -> PredictedStructure:
     )
 
 
-def read_aligned_error(result: PredictionResult, key: Key) -> AlignedError | None:
-    """The aligned errors of a prediction, to 0.01 Å, and its pTM; None if its model has no head for them."""
-    path = result.folder / pae_name(key)
-    if not path.is_file():
-        return None
-    (entry,) = json.loads(path.read_text(encoding="utf-8"))
-    scores = json.loads((result.folder / scores_name(key)).read_text(encoding="utf-8"))
-    errors = np.array(entry["predicted_aligned_error"], np.float32)
-    return AlignedError(errors, float(entry["max_predicted_aligned_error"]), float(scores["ptm"]))
-
-
 def pae_name(key: Key) -> str:
     return f"{stem(key)}_pae.json"
 

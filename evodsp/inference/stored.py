@@ -71,7 +71,7 @@ class Stored:
         for key in self.without(file_format):
             entry = entries[key]
             made_with = self.models.get(entry.get("model", ""), self.settings)
-            text = structure_text(read_predicted(self.result, key), file_format, Origin.of(entry, made_with))
+            text = structure_text(read_structure(self.result, key), file_format, Origin.of(entry, made_with))
             name = stem(key) if self.renamed is None else f"{self.renamed}_{stem(key)}"
             (folder / f"{name}.{file_format}").write_text(text, encoding="utf-8")
 
@@ -167,15 +167,3 @@ def _ours(folder: Path) -> Callable[[str], bool]:
         content = json.loads((folder / RANKING).read_text(encoding="utf-8"))
         models = list(content.get("models", ())) if isinstance(content, dict) else []
     return lambda name: any(OURS.fullmatch(name.removeprefix(before)) for before in ("", *(f"{m}_" for m in models)))
-
-
-def read_predicted(result: PredictionResult, key: Key) -> PredictedStructure:
-    """A prediction from its files, without its aligned errors."""
-    chain = read_chain(result.structure(key), "A")
-    return PredictedStructure(
-        name=result.name,
-        aatype=np.array([RESTYPES_WITH_X.index(letter) for letter in chain.sequence]),
-        positions=chain.positions,
-        mask=chain.mask,
-        plddt=read_plddt(result.folder, key),
-    )

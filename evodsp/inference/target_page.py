@@ -38,7 +38,7 @@ from evodsp.inference.residue_charts import (
     palette,
     plddt_chart,
 )
-from evodsp.inference.results import RANKING, REPORT, TIMINGS, key_of, read_pae, read_plddt
+from evodsp.inference.results import RANKING, REPORT, TIMINGS, key_of, read_pae, read_plddt, stem
 from evodsp.report.page import Page
 
 _MOST_CELLS = 2_500_000
