@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
-_STARTING_S = 3.0
+_STARTING_S = 15.0
 _MARK = b"TORCHELASTIC_RUN_ID="
 """In the environment of everything that torchrun starts, but not in its own."""
 
@@ -33,7 +33,7 @@ def end_agent(environment: Mapping[str, str] = os.environ) -> None:
 
 
 def _wait_for_ranks(agent: int, ranks: int) -> None:
-    """Wait, for a few seconds at most, until torchrun has started all of its ranks. It forgets one that it is just starting."""
+    """Wait until torchrun has started all of its ranks, `_STARTING_S` at most. It forgets one that it is just starting."""
     deadline = time.monotonic() + _STARTING_S
     while len(_children(agent)) < ranks and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import filecmp
 import shutil
 from pathlib import Path
 
@@ -59,10 +58,15 @@ def predicted(checkpoint: Path, output: Path) -> Path:
     return output / "s001_A"
 
 
+def structure_lines(folder: Path) -> list[str]:
+    """The structure file without the fingerprint of the parameters' file."""
+    lines = (folder / "seed_0.cif").read_text().splitlines()
+    return [line for line in lines if line.split()[3:4] != ["checkpoint"]]
+
+
 def test_a_trained_model_predicts_the_same_after_every_format(trained: Path, tmp_path: Path) -> None:
     """Catches a bit or a size that is lost, and parameters that are exchanged, in export and import."""
     before = predicted(trained, tmp_path / "before")
-    files = ["seed_0.cif", "seed_0_scores.json"]
     for fused in ([], ["--fused"]):
         for name, suffix in FORMATS:
             out, back = tmp_path / f"{name}{suffix}", tmp_path / f"{name}.ckpt"
@@ -75,7 +79,8 @@ def test_a_trained_model_predicts_the_same_after_every_format(trained: Path, tmp
             assert same(load_model(trained), load_model(back))
             if not fused:
                 after = predicted(back, tmp_path / name)
-                assert filecmp.cmpfiles(before, after, files, shallow=False) == (files, [], [])
+                assert (before / "seed_0_scores.json").read_bytes() == (after / "seed_0_scores.json").read_bytes()
+                assert structure_lines(before) == structure_lines(after)
     assert (before / "seed_0.cif").stat().st_size > 10_000
 
 
