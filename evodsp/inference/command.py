@@ -10,7 +10,8 @@ from evodsp.inference.devices import device_of
 from evodsp.inference.failures import FAILURES
 from evodsp.inference.groups import Groups
 from evodsp.inference.inputs import as_files
-from evodsp.inference.predict import check_launch, predict_records
+from evodsp.inference.predict import predict_records
+from evodsp.inference.preparation import check_launch
 from evodsp.inference.run_log import run_log
 from evodsp.launch.launcher import launch
 from evodsp.launch.process_group import collective_timeout, guarded, place, start, stop, under_launcher

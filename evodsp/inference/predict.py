@@ -26,7 +26,7 @@ from evodsp.files import whole_folder
 from evodsp.inference.batch_page import INDEX, write_batch_page
 from evodsp.inference.block_progress import block_progress
 from evodsp.inference.config import PredictConfig
-from evodsp.inference.devices import check_pair_fits, device_of, memory_entries, working_memory
+from evodsp.inference.devices import device_of, memory_entries, working_memory
 from evodsp.inference.failures import (
     FAILURES,
     Failure,
@@ -37,36 +37,27 @@ from evodsp.inference.failures import (
     write_failures,
 )
 from evodsp.inference.groups import Groups, share
-from evodsp.inference.jobs import Inputs, Job, Work
-from evodsp.inference.models import NamedModel, find_models
+from evodsp.inference.jobs import Inputs, Job
+from evodsp.inference.models import NamedModel
 from evodsp.inference.needs import check_needs
 from evodsp.inference.passes import SeedRun, layer_dtype, run_passes, structure_of
+from evodsp.inference.preparation import prepare, read_inputs_and_models
 from evodsp.inference.provenance import (
-    check_target_fits_ranks,
-    feature_config,
-    result_settings,
-    seeds,
     sizes_line,
-    with_template_row,
 )
-from evodsp.inference.relaxation import check_openmm, missing_relaxations, relax_prediction
+from evodsp.inference.relaxation import missing_relaxations, relax_prediction
 from evodsp.inference.results import REPORT, TIMINGS, PredictionResult, write_json, write_results
-from evodsp.inference.search import with_searched
-from evodsp.inference.stored import copy_files, find_stored
+from evodsp.inference.stored import copy_files
 from evodsp.inference.target_page import write_target_page
-from evodsp.inference.target_templates import find_templates, takes_no_templates, template_source
-from evodsp.inference.targets import Target, find_targets
+from evodsp.inference.targets import Target
 from evodsp.inference.writers import PredictedStructure
 from evodsp.launch.consensus import all_of, check_same, from_first, on_first, tensors_from_first
 from evodsp.model.alphafold import AlphaFold
 from evodsp.model.in_place import use_memory
 from evodsp.model.kernels.registry import choose, summary
 from evodsp.model.primitives import use_exchange, use_kernels
-from evodsp.output import check_output_folder
 from evodsp.parallel.exchange import ShardedExchange
 from evodsp.parallel.group import Group
-from evodsp.weights.by_name import PUBLISHED, fetch_weights, need_weights
-from evodsp.weights.checkpoint import load_features, load_model
 
 Report = Callable[[str], None]
 
@@ -98,7 +89,7 @@ def predict_records(
     device = device_of(config.device)
     everyone = group if groups is None else groups.everyone
     check_same("settings", repr(config), everyone)
-    inputs = from_first(lambda: _read_inputs(config), everyone)
+    inputs = from_first(lambda: read_inputs_and_models(config), everyone)
     failures = list(inputs.failures)
     if inputs.targets:
         for failure in failures:
@@ -140,7 +131,7 @@ def _predict_with(
 ) -> list[PredictionResult | Failure]:
     """Predict every target with one model. `trained`: the feature sizes of its checkpoint."""
     everyone = group if groups is None else groups.everyone
-    work = _prepare(named, trained, inputs, config, device, everyone, ranks=1 if group is None else group.size)
+    work = prepare(named, trained, inputs, config, device, everyone, ranks=1 if group is None else group.size)
     if not work.jobs:
         return [*work.failures]
     model, features = work.model, work.features
@@ -198,140 +189,6 @@ def _predict_job(
     if isinstance(found, Failure):
         report(f"  failed: {found.reason}")
     return found
-
-
-def check_launch(config: PredictConfig) -> None:
-    """Raise UserError if an input is missing or no target can be spread over `parallel.sequence` ranks.
-
-    For the process that starts the ranks: many processes that all end with the same mistake would load the machine for nothing.
-    """
-    inputs, failures = _read_inputs(config), list[Failure]()
-    for model, trained in inputs.models:
-        features = feature_config(config, trained)
-        check = partial(check_target_fits_ranks, config.parallel.sequence, features)
-        if not all(_failure(target.query.name, partial(check, target)) for target in inputs.targets):
-            return
-        # slower: finds out which results exist already and are kept
-        jobs, more = _jobs(model, inputs, config, features, check)
-        if jobs:
-            return
-        failures += more
-    raise none_usable([*inputs.failures, *failures])
-
-
-def _failure(name: str, check: Callable[[], object]) -> list[Failure]:
-    """The failure of the record `name` if `check` raises UserError, else none."""
-    try:
-        check()
-    except UserError as error:
-        return [Failure(name, str(error))]
-    return []
-
-
-def _read_inputs(config: PredictConfig) -> Inputs:
-    """The records and the models. Raises UserError if one of the files or folders is missing or wrong."""
-    targets, failures = find_targets(config.sources, config.alignments)
-    check_output_folder(config.output)
-    if config.relax != "none":
-        check_openmm()
-    models = [(model, load_features(model.path, config.preset)) for model in find_models(_model_files(config))]
-    for _, trained in models:
-        feature_config(config, trained)  # checks the sizes
-    targets, unfound = with_searched(targets, config)
-    return Inputs(targets, [*failures, *unfound], models)
-
-
-def _model_files(config: PredictConfig) -> list[Path]:
-    """The files of the models. Parameters given by name are fetched first, but not while other ranks wait."""
-    names = config.weights_names
-    if dist.is_initialized():
-        return config.checkpoints + need_weights(names, config.weights_folder)
-    return config.checkpoints + fetch_weights(names, config.weights_folder, config.weights_url or PUBLISHED)
-
-
-def _prepare(
-    named: NamedModel,
-    trained: FeatureConfig,
-    inputs: Inputs,
-    config: PredictConfig,
-    device: torch.device,
-    group: Group | None,
-    ranks: int,
-) -> Work:
-    """Check what one model will do and read its checkpoint, on rank 0. `ranks`: how many share a structure.
-
-    The ranks hear from it after each target: thousands of them take longer than ranks may wait for one another.
-    """
-    features = feature_config(config, trained)
-    jobs, failures = _jobs(named, inputs, config, features, partial(_check, features, ranks), group)
-    model = None
-    if any(job.seeds for job in jobs):
-        model = from_first(lambda: load_model(named.path, config.raw, config.preset), group)
-        if config.templates is not None and not model.config.templates.enabled:
-            raise takes_no_templates(config, named.path)
-        features = with_template_row(features, model.config.templates.enabled)
-        needed = model.config.channels.pair * layer_dtype(config).itemsize / ranks
-        jobs, more = from_first(lambda: _that_fit(jobs, needed, device), group)
-        failures += more
-    return Work(jobs, failures, features, model)
-
-
-def _check(features: FeatureConfig, ranks: int, target: Target) -> None:
-    """Raise UserError if a target's alignments cannot be read, or it is too short for the ranks."""
-    target.read()
-    check_target_fits_ranks(ranks, features, target)
-
-
-def _that_fit(jobs: list[Job], needed: float, device: torch.device) -> tuple[list[Job], list[Failure]]:
-    """The jobs whose pair representation the device can hold, and the others. `needed`: bytes of a pair of residues."""
-    failures = []
-    for job in jobs:
-        if job.seeds:
-            query = job.target.query
-            failures += _failure(query.name, partial(check_pair_fits, query.name, len(query), needed, device))
-    lost = {failure.name for failure in failures}
-    return [job for job in jobs if job.target.query.name not in lost], failures
-
-
-def _jobs(
-    model: NamedModel,
-    inputs: Inputs,
-    config: PredictConfig,
-    features: FeatureConfig,
-    check: Callable[[Target], None],
-    group: Group | None = None,
-) -> tuple[list[Job], list[Failure]]:
-    """One job per target, with its templates and its earlier result; and the targets that cannot be predicted.
-
-    `check` raises UserError for a target that cannot; targets without a seed to predict are not checked.
-    """
-    sources = on_first(lambda: [template_source(config, features, model.path)], group)
-    names = {other.digest: other.name for other, _ in inputs.models if other.name is not None}
-
-    def job(target: Target) -> Job:
-        assert sources is not None, "only rank 0 reads"
-        (source,) = sources
-        start = time.perf_counter()
-        templates, line = find_templates(source, target, features.max_templates)
-        seconds = time.perf_counter() - start
-        settings = result_settings(config, features, target, model.digest, templates)
-        stored = find_stored(config.output / target.query.name, settings, config.overwrite, model.name, names)
-        wanted = seeds(config)
-        missing = wanted if stored is None else stored.missing(wanted)
-        if missing:
-            check(target)
-        kept = stored is not None and stored.has_all(wanted, config.format)
-        called = model.name if stored is None else stored.model
-        return Job(target, templates, line, seconds, settings, stored, missing, kept, called)
-
-    def job_or_failure(target: Target) -> Job | Failure:
-        try:
-            return job(target)
-        except UserError as error:
-            return Failure(target.query.name, str(error))
-
-    found = [from_first(partial(job_or_failure, target), group) for target in inputs.targets]
-    return [item for item in found if isinstance(item, Job)], [item for item in found if isinstance(item, Failure)]
 
 
 def _predict_target(

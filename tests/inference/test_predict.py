@@ -13,7 +13,7 @@ from evodsp.config import KernelsConfig, check_matmul
 from evodsp.data.mmcif import read_chain, read_structure
 from evodsp.errors import UserError
 from evodsp.inference import predict as module
-from evodsp.inference import results
+from evodsp.inference import preparation, results
 from evodsp.inference.config import PredictConfig
 from evodsp.inference.devices import device_of
 from evodsp.inference.predict import predict, predict_records
@@ -161,7 +161,7 @@ def test_finished_targets_are_kept(workplace, monkeypatch):
     """Catches finished targets that are predicted again, or a checkpoint that is loaded for nothing."""
     predict(workplace.config, silent)
     before = {path: path.stat().st_mtime_ns for path in workplace.config.output.rglob("*")}
-    monkeypatch.setattr(module, "load_model", lambda *_: pytest.fail("the model was loaded for nothing"))
+    monkeypatch.setattr(preparation, "load_model", lambda *_: pytest.fail("the model was loaded for nothing"))
     lines: list[str] = []
     found = predict(workplace.config, lines.append)
     assert [r.kept for r in found] == [True, True]

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from evodsp.inference import predict as module
+from evodsp.inference import preparation
 from evodsp.inference.predict import predict, predict_records
 from tests.builders.prediction import read_json, silent
 
@@ -46,7 +47,7 @@ def test_a_format_is_added_without_the_model(
     at_once = predict(workplace.change(format=other, output=workplace.root / "at_once"), silent)[0]
     predict(workplace.change(format=one), silent)
     with monkeypatch.context() as patch:
-        patch.setattr(module, "load_model", lambda *_: pytest.fail("the model was loaded for nothing"))
+        patch.setattr(preparation, "load_model", lambda *_: pytest.fail("the model was loaded for nothing"))
         added = predict(workplace.change(format=other), silent)[0]
         assert not added.kept
         assert all(result.kept for name in (one, other) for result in predict(workplace.change(format=name), silent))

@@ -1,0 +1,174 @@
+"""What is read and checked before a model runs: records, models, the results that are there already, and what remains to do.
+
+Rank 0 reads; all ranks call these functions together and get the same.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from evodsp.config import FeatureConfig
+from evodsp.errors import UserError
+from evodsp.inference.config import PredictConfig
+from evodsp.inference.devices import check_pair_fits
+from evodsp.inference.failures import Failure, none_usable
+from evodsp.inference.jobs import Inputs, Job, Work
+from evodsp.inference.models import NamedModel, find_models
+from evodsp.inference.passes import layer_dtype
+from evodsp.inference.provenance import (
+    check_target_fits_ranks,
+    feature_config,
+    result_settings,
+    seeds,
+    with_template_row,
+)
+from evodsp.inference.relaxation import check_openmm
+from evodsp.inference.search import with_searched
+from evodsp.inference.stored import find_stored
+from evodsp.inference.target_templates import find_templates, takes_no_templates, template_source
+from evodsp.inference.targets import Target, find_targets
+from evodsp.launch.consensus import from_first, on_first
+from evodsp.output import check_output_folder
+from evodsp.parallel.group import Group
+from evodsp.weights.by_name import PUBLISHED, fetch_weights, need_weights
+from evodsp.weights.checkpoint import load_features, load_model
+
+
+def check_launch(config: PredictConfig) -> None:
+    """Raise UserError if an input is missing or no target can be spread over `parallel.sequence` ranks.
+
+    For the process that starts the ranks: many processes that all end with the same mistake would load the machine for nothing.
+    """
+    inputs, failures = read_inputs_and_models(config), list[Failure]()
+    for model, trained in inputs.models:
+        features = feature_config(config, trained)
+        check = partial(check_target_fits_ranks, config.parallel.sequence, features)
+        if not all(_failure(target.query.name, partial(check, target)) for target in inputs.targets):
+            return
+        # slower: finds out which results exist already and are kept
+        jobs, more = _jobs(model, inputs, config, features, check)
+        if jobs:
+            return
+        failures += more
+    raise none_usable([*inputs.failures, *failures])
+
+
+def _failure(name: str, check: Callable[[], object]) -> list[Failure]:
+    """The failure of the record `name` if `check` raises UserError, else none."""
+    try:
+        check()
+    except UserError as error:
+        return [Failure(name, str(error))]
+    return []
+
+
+def read_inputs_and_models(config: PredictConfig) -> Inputs:
+    """The records and the models. Raises UserError if one of the files or folders is missing or wrong."""
+    targets, failures = find_targets(config.sources, config.alignments)
+    check_output_folder(config.output)
+    if config.relax != "none":
+        check_openmm()
+    models = [(model, load_features(model.path, config.preset)) for model in find_models(_model_files(config))]
+    for _, trained in models:
+        feature_config(config, trained)  # checks the sizes
+    targets, unfound = with_searched(targets, config)
+    return Inputs(targets, [*failures, *unfound], models)
+
+
+def _model_files(config: PredictConfig) -> list[Path]:
+    """The files of the models. Parameters given by name are fetched first, but not while other ranks wait."""
+    names = config.weights_names
+    if dist.is_initialized():
+        return config.checkpoints + need_weights(names, config.weights_folder)
+    return config.checkpoints + fetch_weights(names, config.weights_folder, config.weights_url or PUBLISHED)
+
+
+def prepare(
+    named: NamedModel,
+    trained: FeatureConfig,
+    inputs: Inputs,
+    config: PredictConfig,
+    device: torch.device,
+    group: Group | None,
+    ranks: int,
+) -> Work:
+    """Check what one model will do and read its checkpoint, on rank 0. `ranks`: how many share a structure.
+
+    The ranks hear from it after each target: thousands of them take longer than ranks may wait for one another.
+    """
+    features = feature_config(config, trained)
+    jobs, failures = _jobs(named, inputs, config, features, partial(_check, features, ranks), group)
+    model = None
+    if any(job.seeds for job in jobs):
+        model = from_first(lambda: load_model(named.path, config.raw, config.preset), group)
+        if config.templates is not None and not model.config.templates.enabled:
+            raise takes_no_templates(config, named.path)
+        features = with_template_row(features, model.config.templates.enabled)
+        needed = model.config.channels.pair * layer_dtype(config).itemsize / ranks
+        jobs, more = from_first(lambda: _that_fit(jobs, needed, device), group)
+        failures += more
+    return Work(jobs, failures, features, model)
+
+
+def _check(features: FeatureConfig, ranks: int, target: Target) -> None:
+    """Raise UserError if a target's alignments cannot be read, or it is too short for the ranks."""
+    target.read()
+    check_target_fits_ranks(ranks, features, target)
+
+
+def _that_fit(jobs: list[Job], needed: float, device: torch.device) -> tuple[list[Job], list[Failure]]:
+    """The jobs whose pair representation the device can hold, and the others. `needed`: bytes of a pair of residues."""
+    failures = []
+    for job in jobs:
+        if job.seeds:
+            query = job.target.query
+            failures += _failure(query.name, partial(check_pair_fits, query.name, len(query), needed, device))
+    lost = {failure.name for failure in failures}
+    return [job for job in jobs if job.target.query.name not in lost], failures
+
+
+def _jobs(
+    model: NamedModel,
+    inputs: Inputs,
+    config: PredictConfig,
+    features: FeatureConfig,
+    check: Callable[[Target], None],
+    group: Group | None = None,
+) -> tuple[list[Job], list[Failure]]:
+    """One job per target, with its templates and its earlier result; and the targets that cannot be predicted.
+
+    `check` raises UserError for a target that cannot; targets without a seed to predict are not checked.
+    """
+    sources = on_first(lambda: [template_source(config, features, model.path)], group)
+    names = {other.digest: other.name for other, _ in inputs.models if other.name is not None}
+
+    def job(target: Target) -> Job:
+        assert sources is not None, "only rank 0 reads"
+        (source,) = sources
+        start = time.perf_counter()
+        templates, line = find_templates(source, target, features.max_templates)
+        seconds = time.perf_counter() - start
+        settings = result_settings(config, features, target, model.digest, templates)
+        stored = find_stored(config.output / target.query.name, settings, config.overwrite, model.name, names)
+        wanted = seeds(config)
+        missing = wanted if stored is None else stored.missing(wanted)
+        if missing:
+            check(target)
+        kept = stored is not None and stored.has_all(wanted, config.format)
+        called = model.name if stored is None else stored.model
+        return Job(target, templates, line, seconds, settings, stored, missing, kept, called)
+
+    def job_or_failure(target: Target) -> Job | Failure:
+        try:
+            return job(target)
+        except UserError as error:
+            return Failure(target.query.name, str(error))
+
+    found = [from_first(partial(job_or_failure, target), group) for target in inputs.targets]
+    return [item for item in found if isinstance(item, Job)], [item for item in found if isinstance(item, Failure)]
