@@ -12,6 +12,7 @@ from collections.abc import Callable
 from http.client import HTTPException
 from io import BufferedIOBase
 from pathlib import Path
+from ssl import SSLError
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
@@ -20,7 +21,7 @@ from evodsp import __version__
 ATTEMPTS = 4
 TIMEOUT_S = 60.0
 BLOCK = 1 << 20
-PASSING = (URLError, HTTPException, TimeoutError, ConnectionError)
+PASSING = (URLError, HTTPException, TimeoutError, ConnectionError, SSLError)
 """Errors of a connection that another attempt may mend."""
 
 

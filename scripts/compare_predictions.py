@@ -1,4 +1,4 @@
-"""Compare predictions with known structures: print a table, write scores.csv and one picture per chain.
+"""Compare predictions with known structures: print a table, write scores.csv, calibration.png and one picture per chain.
 
 python scripts/compare_predictions.py --predictions runs/demo/predictions --structures data/mmcif_files \\
     --train data/train.txt --held-out data/validation.txt --output runs/demo

@@ -124,6 +124,25 @@ def relax(structure: PredictedStructure, device: torch.device) -> Relaxed:
         raise UserError(
             f"{structure.name}: residue {place} is X and has no atoms, so the chain has a gap; leave it out"
         )
+    with _openmm_errors(structure.name):
+        return _relaxed(structure, device)
+
+
+@contextmanager
+def _openmm_errors(name: str) -> Iterator[None]:
+    """Turn what OpenMM raises (numbers that are not finite, a GPU that it cannot use) into one line."""
+    from openmm import OpenMMException
+
+    try:
+        yield
+    except OpenMMException as error:
+        reason = " ".join(str(error).split())
+        raise UserError(
+            f"{name}: OpenMM could not relax it ({reason}); the prediction is kept, --relax tries again"
+        ) from error
+
+
+def _relaxed(structure: PredictedStructure, device: torch.device) -> Relaxed:
     begun = time.perf_counter()
     before = _violations(structure, structure.positions)
     chain = _Chain(structure, device)
@@ -168,7 +187,7 @@ class _Chain:
         with _repeatable(platform, options):
             try:
                 modeller.addHydrogens(field, platform=platform)
-            except (ValueError, openmm.OpenMMException) as error:
+            except ValueError as error:
                 raise UserError(f"{structure.name}: the force field cannot take this chain ({error})") from error
         system = field.createSystem(modeller.topology, constraints=app.HBonds)
         self._spring = openmm.CustomExternalForce("0.5 * k * ((x - x0)^2 + (y - y0)^2 + (z - z0)^2)")
@@ -193,12 +212,7 @@ class _Chain:
             )
         self._spring.updateParametersInContext(self._context)
         before = self._energy()
-        try:
-            self._openmm.LocalEnergyMinimizer.minimize(self._context, _TOLERANCE, 0)
-        except self._openmm.OpenMMException as error:
-            raise UserError(
-                f"{self._structure.name}: the minimisation failed ({error}); the prediction is kept"
-            ) from error
+        self._openmm.LocalEnergyMinimizer.minimize(self._context, _TOLERANCE, 0)
         after = self._energy()
         found = self._context.getState(getPositions=True).getPositions(asNumpy=True)
         found = found.value_in_unit(self._unit.angstrom)

@@ -88,7 +88,7 @@ def _search(sequences: Sequence[str], searcher: Searcher, say: Say) -> Iterator[
     try:
         for letters, found in zip(sequences, searcher.search(sequences, say), strict=True):
             yield letters, _checked(letters, found)
-    except NoAnswerError:  # nor would it for the next one
+    except NoAnswerError:  # the next sequence would wait in vain, too
         raise
     except UserError as error:
         if len(sequences) == 1:

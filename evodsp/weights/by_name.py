@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from io import BufferedIOBase
 from pathlib import Path
 from urllib.error import HTTPError
 
@@ -100,7 +101,7 @@ class _Source:
     first: int | None = None
     sha256: str | None = None
 
-    def open_at(self, start: int) -> tuple[object, int]:
+    def open_at(self, start: int) -> tuple[BufferedIOBase, int]:
         if self.first is None or self.size is None:
             return opened(self.address, start)
         answer, begin = opened(self.address, self.first + start, self.first + self.size)
@@ -128,7 +129,7 @@ def _fetch(name: str, folder: Path, address: str, say: Callable[[str], None]) ->
                 )
             with progress(f"{target.name}, MiB", (source.size or 0) // _MIB) as advance:
                 reason = fetch_file(
-                    source.open_at,  # type: ignore[arg-type]
+                    source.open_at,
                     target,
                     source.size,
                     partial(_damage, sha256=source.sha256),

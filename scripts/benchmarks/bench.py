@@ -14,7 +14,6 @@ are installed (`peers.py`). `make bench` writes the CSV file that is committed.
 from __future__ import annotations
 
 import argparse
-import csv
 import dataclasses
 import datetime
 import os
@@ -34,13 +33,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from evodsp.config import ModelConfig
-from evodsp.files import whole_file
 from evodsp.model.evoformer import EvoformerBlock, EvoformerStack
 from evodsp.model.templates import TemplatePairStack
 
 from . import formulas, peers
 from .peak_memory import PeakMemory
 from .random_inputs import randomise
+from .tables import write_csv
 
 MIB = 2**20
 Step = Callable[[], list[Tensor]]
@@ -284,10 +283,7 @@ def write(path: Path, results: list[Result], clock: str) -> None:
     rows = [dataclasses.asdict(result) | about for result in results]
     for row in rows:
         row |= {name: float(f"{value:.4g}") for name, value in row.items() if isinstance(value, float)}
-    with whole_file(path) as partial, partial.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, rows[0], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+    write_csv(path, rows)
 
 
 def main() -> None:

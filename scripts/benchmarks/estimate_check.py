@@ -10,7 +10,6 @@ the imports and a pass of a small model. Times are CPU seconds: the machine may 
 from __future__ import annotations
 
 import argparse
-import csv
 import dataclasses
 import gc
 import json
@@ -26,7 +25,6 @@ import torch
 
 from evodsp.config import ModelConfig
 from evodsp.data.records import ProteinSequence
-from evodsp.files import whole_file
 from evodsp.inference.config import PredictConfig
 from evodsp.inference.passes import run_passes, structure_of
 from evodsp.inference.targets import Target
@@ -35,6 +33,8 @@ from evodsp.model.in_place import use_memory
 from evodsp.planner.prediction import Prediction, prediction_memory, prediction_times
 from evodsp.planner.program import Sizes, Step, sample_batch
 from evodsp.planner.this_machine import this_cpu
+
+from .tables import write_csv
 
 CLUSTERS, EXTRA, TEMPLATES = 124, 512, 4
 WORKING = 256 << 20
@@ -112,10 +112,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(row, flush=True)
         rows.append(row)
     if given.output is not None:
-        with whole_file(given.output) as partial, partial.open("w", newline="") as file:
-            writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows)
+        write_csv(given.output, rows)
     return 0
 
 

@@ -8,7 +8,6 @@ Of each mmCIF file the longest stretch of the first chain without missing atoms 
 from __future__ import annotations
 
 import argparse
-import csv
 import sys
 from datetime import date
 from itertools import groupby
@@ -19,11 +18,12 @@ import numpy as np
 import torch
 
 from evodsp.data.mmcif import read_structure
-from evodsp.files import whole_file
 from evodsp.geometry.alphabet import RESTYPES_WITH_X
 from evodsp.geometry.residues import ATOM_ORDER, RESTYPE_ATOM37_MASK
 from evodsp.inference.relaxation import relax
 from evodsp.inference.writers import PredictedStructure
+
+from .tables import write_csv
 
 
 def moved_structure(path: Path, noise: float) -> PredictedStructure:
@@ -65,10 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
         rows.append(row(path, given.noise))
         print(rows[-1], flush=True)
     if given.output is not None:
-        with whole_file(given.output) as partial, partial.open("w", newline="") as file:
-            writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows)
+        write_csv(given.output, rows)
     return 0
 
 

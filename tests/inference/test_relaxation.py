@@ -80,8 +80,23 @@ def test_what_cannot_be_relaxed_is_said() -> None:
         relax(gap, CPU)
     lost = structure()
     lost.positions[3, CA] = np.nan
-    with pytest.raises(UserError, match=r"s005: the force field cannot take this chain \(Particle coordinate is NaN"):
+    with pytest.raises(UserError, match=r"s005: OpenMM could not relax it \(Particle coordinate is NaN"):
         relax(lost, CPU)
+
+
+def test_a_platform_that_fails_costs_no_prediction(
+    workplace: Workplace, folded: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches an error of OpenMM, such as that of a GPU which it cannot use, that ends the run with the next records."""
+    sequence = "".join(RESTYPES_WITH_X[code] for code in structure().aatype[:10])
+    workplace.config.fasta.write_text(f">y\n{sequence}\n>z\n{sequence}\n")
+    real = relaxation._Chain._platform
+    monkeypatch.setattr(relaxation._Chain, "_platform", lambda *given: (real(*given)[0], {"NoSuchProperty": "1"}))
+    lines: list[str] = []
+    results = predict(workplace.change(alignments=None, seeds=1, relax="best"), lines.append)
+    assert [result.name for result in results] == ["y", "z"]
+    assert sum("not relaxed: " in line and "OpenMM could not relax it" in line for line in lines) == 2
+    assert files(workplace, "y") == set()
 
 
 def test_atoms_in_one_place_part() -> None:
