@@ -106,7 +106,9 @@ class TrainingCommand(Command):
         if {"-h", "--help"} & set(words) or not words:
             options.print_help(self.name)  # type: ignore[arg-type]
             return 0 if words else 2
-        return int(_imported("evodsp.training.command:run")(self.name, words))
+        from evodsp.run_config_file import with_packaged_configs
+
+        return int(_imported("evodsp.training.command:run")(self.name, with_packaged_configs(words)))
 
 
 @dataclass(frozen=True)

@@ -1,20 +1,60 @@
-"""Reads the config file of a run, for the commands that take a part of it without being that run."""
+"""Reads the config file of a run, for the commands that take a part of it without being that run.
+
+A config may be a path, or the name of one that comes with evodsp: --config quickstart.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from evodsp.errors import UserError
+from evodsp.packaged import packaged_config, packaged_data
+
+_OPTIONS = ("--config", "-c")
 
 
 def read_run_config(config: Path | None) -> dict[str, Any]:
     """The content of a YAML file of `evodsp fit`, references resolved; empty without a file.
 
+    A packaged config (`packaged_config`) is read with the paths of the packaged data.
+
     Raises UserError if the file cannot be read or is not a mapping.
     """
     if config is None:
         return {}
+    packaged = packaged_config(config)
+    content = _read(packaged or config)
+    return content if packaged is None else _with_texts(content, lambda text: packaged_data(text) or text)
+
+
+def with_packaged_configs(words: Sequence[str]) -> list[str]:
+    """A command line of `evodsp fit` in which names of packaged configs are replaced by their files.
+
+    Options that name the packaged data follow each of them. Later options on the command line override these.
+    """
+    found: list[str] = []
+    for place, word in enumerate(words):
+        option, equals, value = word.partition("=")
+        if equals and option in _OPTIONS:
+            found += _config_words(option, value)
+        elif place > 0 and words[place - 1] in _OPTIONS:
+            found += _config_words(found.pop(), word)
+        else:
+            found.append(word)
+    return found
+
+
+def _config_words(option: str, value: str) -> list[str]:
+    file = packaged_config(Path(value))
+    if file is None:
+        return [option, value]
+    where = ((name, packaged_data(text)) for name, text in _texts(_read(file)))
+    return [option, str(file), *(f"--{name}={path}" for name, path in where if path is not None)]
+
+
+def _read(config: Path) -> dict[str, Any]:
     # Here, so that the help of the commands does not wait for it.
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -29,3 +69,24 @@ def read_run_config(config: Path | None) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise UserError(f"--config {config}: not a YAML mapping of options; give a config of 'evodsp fit'")
     return {str(key): value for key, value in content.items()}
+
+
+def _texts(content: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
+    """The texts of a nested mapping, with their dotted names."""
+    for name, value in content.items():
+        if isinstance(value, Mapping):
+            yield from _texts(value, f"{above}{name}.")
+        elif isinstance(value, str):
+            yield f"{above}{name}", value
+
+
+def _with_texts(content: Mapping[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
+    """A nested mapping whose texts are changed."""
+    return {
+        name: _with_texts(value, change)
+        if isinstance(value, Mapping)
+        else change(value)
+        if isinstance(value, str)
+        else value
+        for name, value in content.items()
+    }

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import textwrap
 import tomllib
-import zipfile
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -204,23 +203,6 @@ def test_the_site_builds_without_warnings_and_asks_no_network(tmp_path: Path) ->
     for page in pages:
         fetched = re.findall(r'<(?:script|link|img|iframe)[^>]*(?:src|href)="(https?:[^"]*)"', page.read_text())
         assert not fetched, f"{page}: {fetched}"
-
-
-@pytest.mark.verify
-def test_the_wheel_holds_the_package(tmp_path: Path) -> None:
-    """A module or a table that is left out, a version that is another; as `make wheel` builds it."""
-    source = tmp_path / "source"
-    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
-    for name in (name for name in tracked if name.startswith("evodsp/") or "/" not in name):
-        (source / name).parent.mkdir(parents=True, exist_ok=True)
-        (source / name).write_bytes((ROOT / name).read_bytes())
-    words = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", str(tmp_path), str(source)]
-    done = subprocess.run(words, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    [wheel] = tmp_path.glob("*.whl")
-    assert wheel.name == f"evodsp-{evodsp.__version__}-py3-none-any.whl"
-    held = set(zipfile.ZipFile(wheel).namelist())
-    assert {name for name in tracked if name.startswith("evodsp/")} <= held
 
 
 @pytest.mark.parametrize("stack", [MSAStack, PairStack])

@@ -146,7 +146,10 @@ def print_help(command: Command) -> None:
         parser_mode="omegaconf+",
     )
     parser.add_argument(
-        "-c", "--config", action=ActionConfigFile, help="YAML file of options. Several files may be given."
+        "-c",
+        "--config",
+        action=ActionConfigFile,
+        help="YAML file of options, or the name of one that comes with evodsp, such as quickstart. Several may be given.",
     )
     add_arguments(parser)
     parser.add_class_arguments(TrainerOptions, "trainer")

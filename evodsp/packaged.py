@@ -1,0 +1,44 @@
+"""The configs and synthetic proteins that come with evodsp, in a checkout and in an installed package alike.
+
+A wheel holds them in evodsp/packaged/ (setup.py copies them there); a checkout has them in its own configs/ and data/.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from evodsp.errors import UserError
+
+
+def packaged_folder(kind: Literal["configs", "data"]) -> Path:
+    """The folder `configs` or `data` that came with this evodsp."""
+    package = Path(__file__).parent
+    installed = package / "packaged" / kind
+    return installed if installed.is_dir() else package.parent / kind
+
+
+def packaged_config(named: Path) -> Path | None:
+    """The packaged config that `named` means: quickstart is configs/quickstart.yaml. None for a path, or a file of the user's.
+
+    Raises UserError for the name of neither.
+    """
+    if named.name != str(named) or named.suffix or named.exists():
+        return None
+    folder = packaged_folder("configs")
+    file = folder / f"{named}.yaml"
+    if not file.is_file():
+        names = ", ".join(sorted(file.stem for file in folder.glob("*.yaml")))
+        raise UserError(f"--config {named}: no such file, and not one of the configs that come with evodsp: {names}")
+    return file
+
+
+def packaged_data(path: str) -> str | None:
+    """Where the packaged file is that a packaged config calls data/...; None for other values.
+
+    None also where the working folder has that file, as a checkout's root has.
+    """
+    inside = Path(path)
+    if inside.parts[:1] != ("data",) or inside.exists():
+        return None
+    return str(packaged_folder("data") / inside.relative_to("data"))
