@@ -25,7 +25,7 @@ from torch.utils.data import Dataset
 from evodsp.config import FeatureConfig
 from evodsp.data.crop import Crop, centre_crop, training_crop
 from evodsp.data.distillation import PredictedStore, sampled_rows
-from evodsp.data.features import FEATURE_AXES, check_config, make_features
+from evodsp.data.features import FEATURE_AXES, TEMPLATE_AXES, check_config, make_features
 from evodsp.data.msa import MsaFeatures, merge_alignments, query_only
 from evodsp.data.parsed_chain import ChainSource
 from evodsp.data.query_check import check_alignments
@@ -233,7 +233,8 @@ def prediction_sample(
     """Features of the whole chain `query` for prediction; `crop_size` is ignored.
 
     The leading axis has `ensembles` independently drawn feature sets for each of the `recycles` + 1 iterations; the sets of
-    one iteration are adjacent. `templates`: best first; the first `max_templates` are taken, masked zeros fill up the rest.
+    one iteration are adjacent. `templates`: best first; the first `max_templates` are taken. There may be fewer, or none: the
+    masked ones that fill up a batch of training would change nothing here, but cost as much as real ones.
     Without alignments the MSA is the query alone.
     Raises UserError if the first row of an alignment is not the query.
     """
@@ -245,7 +246,11 @@ def prediction_sample(
         msa = query_only(aatype.astype(np.int8))
     sets = (config.recycles + 1) * ensembles
     features = make_features(aatype, msa, config, Draws.root(seed).at("prediction"), sets, templates=templates)
-    return {name: torch.from_numpy(values) for name, values in features.items()}
+    found = 0 if templates is None else len(templates.names)
+    return {
+        name: torch.from_numpy(values[:, :found] if name in TEMPLATE_AXES else values)
+        for name, values in features.items()
+    }
 
 
 def collate(samples: Sequence[Sample]) -> dict[str, Tensor]:

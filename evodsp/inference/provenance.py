@@ -31,7 +31,7 @@ def feature_config(config: PredictConfig, trained: FeatureConfig) -> FeatureConf
 
 def with_template_row(features: FeatureConfig, takes_templates: bool) -> FeatureConfig:
     """`features` with at least one template if the model reads templates: it needs the features' arrays, even if the sizes
-    allow no template. The added template is always masked and changes nothing."""
+    allow no template. The added one is always absent."""
     if features.max_templates or not takes_templates:
         return features
     return replace(features, max_templates=1, msa_clusters=features.msa_clusters + 1)

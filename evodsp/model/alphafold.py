@@ -69,8 +69,8 @@ class AlphaFold(Budgeted):
     ) -> ModelOutput:
         """Run every pass (recycling iteration) of `batch`. Gradients flow through the last pass only (algorithm 31).
 
-        `batch`: processed features, axes [batch, cycle, …]; other entries are ignored. `draws`: one dropout stream per sample;
-        none means no dropout.
+        `batch`: processed features, axes [batch, cycle, …]; other entries are ignored. Its axis of templates may be empty.
+        `draws`: one dropout stream per sample; none means no dropout.
 
         `ensembles`: number of feature sets per pass. Their representations are averaged (supplement 1.11.2); training uses one
         set. The cycle axis holds passes x ensembles sets, and the sets of a pass are neighbours.
@@ -169,7 +169,7 @@ class AlphaFold(Budgeted):
         pair_mask = seq_mask.unsqueeze(2) * seq_mask.unsqueeze(1)
         templates = Templates.from_features(features) if self.template_embedder is not None else None
         z = self._initial_pair(features, recycled, pair_mask)
-        if self.template_embedder is not None:
+        if self.template_embedder is not None and features["template_mask"].shape[1]:
             pair = Sharded(z, "j", pair_mask, self.exchange, self.budget)
             z = pair.add(self.template_embedder, z, templates, pair_mask, keys.at("templates")).x
         z = self._with_extra_msa(z, features, pair_mask, keys.at("extra"))

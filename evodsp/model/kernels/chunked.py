@@ -45,6 +45,8 @@ __all__ = [
 # Numbers per chunk, of logits and of outer products: about a core's cache, or enough to fill a GPU.
 _CPU_LOGITS, _GPU_LOGITS = 1 << 18, 1 << 26
 _CPU_PRODUCTS, _GPU_PRODUCTS = 1 << 21, 1 << 27
+# A row of more logits than this many chunks is divided into queries: at 2,048 residues that takes half the time of whole rows.
+_LARGE_ROW = 4
 # Up to this many logits or products are kept for the backward pass: recomputing so few would cost more time than the memory is
 # worth.
 _KEEP = 1 << 22
@@ -133,11 +135,23 @@ def _masked(keys: Float[Tensor, "B N K"], dtype: torch.dtype) -> Float[Tensor, "
 def _row_chunks(q: Float[Tensor, "B N Q H D"], keys: int) -> Iterator[tuple[int, slice]]:
     """Yields (sample, rows) of each chunk."""
     batch, rows, queries, heads, _ = q.shape
-    budget = _CPU_LOGITS if q.device.type == "cpu" else _GPU_LOGITS
-    step = max(1, budget // max(1, heads * queries * keys))
+    step = max(1, _logits(q) // max(1, heads * queries * keys))
     for sample in range(batch):
         for start in range(0, rows, step):
             yield sample, slice(start, start + step)
+
+
+def _query_chunks(q: Float[Tensor, "B N Q H D"], keys: int) -> list[slice]:
+    """All queries of a row in one chunk, or in several if the row has too many logits."""
+    _, _, queries, heads, _ = q.shape
+    if heads * queries * keys <= _LARGE_ROW * _logits(q):
+        return [slice(0, queries)]
+    step = max(1, _logits(q) // (heads * keys))
+    return [slice(start, start + step) for start in range(0, queries, step)]
+
+
+def _logits(q: Tensor) -> int:
+    return _CPU_LOGITS if q.device.type == "cpu" else _GPU_LOGITS
 
 
 class _Attention(torch.autograd.Function):
@@ -152,13 +166,16 @@ class _Attention(torch.autograd.Function):
         out = torch.empty_like(gate)
         keep = any(ctx.needs_input_grad) and q[..., 0].numel() * k.shape[2] <= _KEEP
         kept, masked = [], _masked(keys, projected.dtype)
+        columns = [slice(None)] if keep else _query_chunks(q, k.shape[2])
         for b, rows in _row_chunks(q, k.shape[2]):
-            shared = None if pair_bias is None else pair_bias[b]
-            weights = _weights(_factor(q[b, rows]), _factor(k[b, rows]), masked[b, rows], shared)
-            attended = _heads_first(wide_product(weights, _factor(v[b, rows])))
-            out[b, rows] = attended.mul_(_opening(gate[b, rows]))
-            if keep:
-                kept.append(weights)
+            q_, k_, v_ = (_factor(x[b, rows]) for x in (q, k, v))
+            for some in columns:
+                shared = None if pair_bias is None else pair_bias[b, :, some]
+                weights = _weights(q_[:, :, some], k_, masked[b, rows], shared)
+                attended = _heads_first(wide_product(weights, v_))
+                out[b, rows, some] = attended.mul_(_opening(gate[b, rows, some]))
+                if keep:
+                    kept.append(weights)
         ctx.first = first
         ctx.save_for_backward(projected, keys, pair_bias, out, *kept)
         return out
