@@ -97,3 +97,38 @@ def test_no_head_is_left_out() -> None:
     assert config().heads == dataclasses.replace(
         HeadsConfig(plddt_channels=8), experimentally_resolved=True, predicted_aligned_error=True
     )
+
+
+def predicted(present: int, absent: int, exchange: Exchange) -> dict[str, Tensor]:
+    """Outputs without dropout for `present` templates and as many masked zeros as `absent`."""
+    inputs = features(2)
+    inputs["seq_mask"][:] = 1
+    inputs["msa_mask"][:, :, 0] = 1  # the query: a column without any sequence averages over absent ones
+    for name in (name for name in inputs if name.startswith("template_")):
+        inputs[name] = inputs[name][:, :, : present + absent].clone()
+        inputs[name][:, :, present:] = 0
+    model = dense(AlphaFold(config()))
+    use_exchange(model, exchange)
+    with torch.no_grad():
+        return {name: gathered(value, name, exchange) for name, value in tensors(model(inputs)).items()}
+
+
+def predicted_by_rank(handle: Any, present: int) -> dict[str, Tensor]:
+    torch.set_default_dtype(torch.float64)
+    try:
+        return predicted(present, 0, ShardedExchange(Group(handle)))
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("present", [0, 1])
+def test_absent_templates_change_nothing(pool: RankPool, present: int) -> None:
+    """Catches a model that cannot do without templates, on one device and on three, and rows of the MSA that are lost."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        padded, alone = predicted(present, 3 - present, LocalExchange()), predicted(present, 0, LocalExchange())
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for found in (alone, *pool.run(3, predicted_by_rank, present)):
+        for name, value in padded.items():
+            close(found[name], value, name)
