@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from evodsp.model.precision import activation_dtype
+from evodsp.parallel.dtensor import is_dtensor
 
 # In elements: matrices that start at a multiple of this are multiplied by vectorised kernels.
 _ALIGNMENT = 32
@@ -39,7 +39,7 @@ class CastParameters:
         self.drop()
         parameters = [_parameter(*place) for place in self._places]
         dtype = activation_dtype(parameters[0])
-        if dtype == parameters[0].dtype or isinstance(parameters[0], DTensor):
+        if dtype == parameters[0].dtype or is_dtensor(parameters[0]):
             return
         flat = torch.cat([p.reshape(-1) for p in parameters]).to(dtype)
         copies = flat.split([p.numel() for p in parameters])

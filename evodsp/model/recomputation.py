@@ -13,7 +13,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed.tensor import DTensor
+
+from evodsp.parallel.dtensor import is_dtensor
 
 Setting = bool | int | Literal["auto"]
 """`checkpoint` of a stack's config: all blocks, none, a number of blocks, or as many as the memory requires."""
@@ -57,7 +58,7 @@ class Recomputation:
             weight.untyped_storage().data_ptr()
             for module in stack.modules()
             for name in module._parameters
-            if (weight := getattr(module, name)) is not None and not isinstance(weight, DTensor)
+            if (weight := getattr(module, name)) is not None and not is_dtensor(weight)
         }
         seen: dict[int, int] = {}
 

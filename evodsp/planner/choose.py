@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import importlib
 from collections.abc import Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, replace
@@ -66,7 +68,9 @@ def compare(
     """
     groups = possible(training, devices, sequence)
     estimates: list[Estimate] = []
-    with ProcessPoolExecutor(2, mp_context=get_context("fork")) as pool:  # a pass takes about a second of Python
+    # PyTorch needs its compiler's module for shapes. Imported before the fork: each process would take a second for it.
+    importlib.import_module("torch._dynamo")
+    with ProcessPoolExecutor(2, mp_context=get_context("fork"), initializer=gc.freeze) as pool:
         planned = Planned(training, device, links, auto, pool)
         of_one = planned.start(1)
         while groups and not _slower(estimates):

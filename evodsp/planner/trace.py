@@ -85,6 +85,7 @@ class Recorder(TorchDispatchMode):
         self._live = 0
         self._collectives = 0
         self._views: dict[Any, bool] = {}
+        self._shapes = Shapes()
         self._reports: dict[tuple[Any, ...], tuple[int, int]] = {}
 
     @contextmanager
@@ -118,11 +119,16 @@ class Recorder(TorchDispatchMode):
         place, phase = self._where()
         self.events.append(Await(place, phase, number, self._live))
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here: PyTorch need not import its compiler, a second, and ask it at every operator."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        out = func(*args, **kwargs)
         if func.namespace == "prim" or self._is_view(func):
-            return out
+            return func(*args, **kwargs)
+        out = self._shapes.run(func, args, kwargs)
         read, written = _tensors((args, kwargs)), _tensors(out)
         for x in written:
             storage = x.untyped_storage()
@@ -193,6 +199,62 @@ class Recorder(TorchDispatchMode):
                 not schema.is_mutable and any(result.alias_info is not None for result in schema.returns)
             )
         return known
+
+
+class Shapes:
+    """Runs operators on tensors without numbers, and remembers the results' shapes: equal blocks ask for the same again.
+
+    PyTorch derives shapes in Python, which takes longer than all else that a plan does.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[Any, list[tuple[Any, ...]] | None] = {}
+        """By operator and arguments: shapes, strides and types of the results; None if the first argument is the result."""
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of `func`, which is no view."""
+        writes = func._schema.is_mutable
+        if writes and not _writes_its_first(func._schema):
+            return func(*args, **kwargs)
+        try:
+            key = (func, _described(args), _described(kwargs))
+            if key in self._known:
+                return self._again(key, args)
+        except TypeError:  # an argument without a hash
+            return func(*args, **kwargs)
+        out = func(*args, **kwargs)
+        if writes:
+            if out is args[0] and _described(args) == key[1]:
+                self._known[key] = None
+            return out
+        found = out if isinstance(out, tuple) else (out,)
+        if all(isinstance(x, Tensor) for x in found):
+            self._known[key] = [(tuple(x.shape), x.stride(), x.dtype, x.device) for x in found]
+        return out
+
+    def _again(self, key: Any, args: tuple[Any, ...]) -> Any:
+        known = self._known[key]
+        if known is None:
+            return args[0]
+        new = [torch.empty_strided(shape, stride, dtype=dtype, device=on) for shape, stride, dtype, on in known]
+        return new[0] if len(key[0]._schema.returns) == 1 else tuple(new)
+
+
+def _writes_its_first(schema: Any) -> bool:
+    """Whether an operator changes its first argument, which is its result, and nothing else."""
+    written = [argument.alias_info is not None and argument.alias_info.is_write for argument in schema.arguments]
+    return written[:1] == [True] and not any(written[1:]) and len(schema.returns) == 1
+
+
+def _described(x: Any) -> Any:
+    """Arguments with shape, stride, type and device in place of tensors."""
+    if isinstance(x, Tensor):
+        return tuple(x.shape), x.stride(), x.dtype, x.device
+    if isinstance(x, (list, tuple)):
+        return tuple(map(_described, x))
+    if isinstance(x, dict):
+        return tuple((key, _described(value)) for key, value in x.items())
+    return type(x), x  # 1 and 1.0 are equal, but make other types
 
 
 _SMALL = 1 << 16

@@ -8,7 +8,7 @@ again in the backward pass.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from evodsp.parallel.ledger import Kind
 from evodsp.planner.program import Program, Repeat
@@ -146,9 +146,16 @@ def _repeated(items: list[Item], start: int, stop: int, times: int) -> list[Item
 
 def _moved(item: Item, name: Mapping[int, int], held: int) -> Item:
     """An item with its collective renumbered, or with so much more memory held."""
+    # By position: `replace` takes five times as long, and a plan moves 160,000 items.
     if isinstance(item, Span):
-        return replace(item, before=item.before + held, peak=item.peak + held, after=item.after + held)
-    return replace(item, number=name.get(item.number, item.number))
+        return Span(
+            item.place, item.phase, item.operators, item.launches, item.seconds, item.flops, item.bytes,
+            item.before + held, item.peak + held, item.after + held,
+        )  # fmt: skip
+    number = name.get(item.number, item.number)
+    if isinstance(item, Communication):
+        return Communication(item.place, item.phase, number, item.kind, item.bytes)
+    return Wait(item.place, item.phase, number)
 
 
 def segment(items: list[Item], place: Place, forward: bool = True) -> list[Item]:

@@ -20,6 +20,7 @@ from evodsp.parallel.exchange import ShardedExchange
 from evodsp.parallel.group import Group
 from evodsp.parallel.ledger import Ledger
 from evodsp.planner import program as followed
+from evodsp.planner import trace
 from evodsp.planner.device import Links, load_device, load_link
 from evodsp.planner.program import Program, Sizes, Step, program
 from evodsp.planner.simulate import simulate
@@ -66,6 +67,20 @@ def test_collectives_are_those_of_real_ranks(pool: RankPool, ranks: int) -> None
             config(recompute=True), Sizes(residues, clusters, extra, templates), WEIGHTS, ranks, rank, half=False
         )
         assert [(entry.phase, entry.kind, entry.elements) for entry in program(step).sent] == real
+
+
+@pytest.mark.parametrize(("on_gpu", "residues"), [(True, 400), (False, 25)])
+def test_remembered_shapes_are_those_of_the_operators(
+    on_gpu: bool, residues: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a remembered result of other arguments, a view that is given memory of its own, and one that is not recorded."""
+    sizes = Sizes(residues, 33, 41, 2)
+    step = Step(config(), sizes, WEIGHTS, 2, half=on_gpu, on_gpu=on_gpu)
+    program(step)  # brings tables of constants to the device, once a process
+    found = program(step).events
+    monkeypatch.setattr(trace.Shapes, "run", lambda _, function, args, kwargs: function(*args, **kwargs))
+    assert found == program(step).events
+    assert len({event.live for event in found}) > 30  # tensors are large enough to be followed
 
 
 PRESET = ModelConfig.preset("model_1_ptm")
