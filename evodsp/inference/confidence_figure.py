@@ -1,4 +1,5 @@
-"""The confidence of a prediction as a matplotlib figure. This module imports matplotlib, so it is imported late."""
+"""The confidence of a prediction and what it is based on, as matplotlib figures. This module imports matplotlib, so it is
+imported late."""
 
 from __future__ import annotations
 
@@ -6,10 +7,13 @@ import io
 
 import numpy as np
 from jaxtyping import Float
+from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.colors import LinearSegmentedColormap
+from matplotlib.colors import Colormap, LinearSegmentedColormap
 from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
 
+from evodsp.inference.coverage import Coverage
 from evodsp.inference.plots import draw_plddt
 from evodsp.inference.residue_charts import PAE_COLOURS
 
@@ -24,21 +28,52 @@ class ConfidenceFigure(Figure):
 
 
 def confidence_figure(
-    plddt: Float[np.ndarray, " R"], pae: Float[np.ndarray, "R R"] | None, highest: float, title: str
+    plddt: Float[np.ndarray, " R"],
+    pae: Float[np.ndarray, "R R"] | None,
+    highest: float,
+    contacts: Float[np.ndarray, "R R"] | None,
+    title: str,
 ) -> Figure:
-    """pLDDT (0..100) along the sequence; and beside it the aligned errors (Å, up to `highest`), if there are any."""
-    figure = ConfidenceFigure(figsize=(10.0, 4.0) if pae is not None else (7.0, 3.2), layout="constrained")
+    """pLDDT (0..100) along the sequence; beside it contact probabilities, and aligned errors (Å, up to `highest`), if known."""
+    squares = sum(one is not None for one in (contacts, pae))
+    figure = ConfidenceFigure(figsize=(6.0 + 4.2 * squares, 4.0), layout="constrained")
     FigureCanvasAgg(figure)
-    if pae is None:
-        draw_plddt(figure.subplots(), plddt)
-    else:
-        curve, errors = figure.subplots(1, 2, width_ratios=(1.25, 1.0))
-        draw_plddt(curve, plddt)
-        length = len(plddt)
+    curve, *others = figure.subplots(1, 1 + squares, width_ratios=(1.25, *[1.0] * squares), squeeze=False)[0]
+    draw_plddt(curve, plddt)
+    panels = iter(others)
+    if contacts is not None:
+        image = _square(axes := next(panels), contacts, "Greys", 1.0)
+        axes.set(xlabel="residue", ylabel="residue", title="Contacts by the distogram")
+        figure.colorbar(image, ax=axes, label="probability of CB within 8 Å", shrink=0.9)
+    if pae is not None:
         colours = LinearSegmentedColormap.from_list("pae", [tuple(c / 255 for c in colour) for colour in PAE_COLOURS])
-        extent = (0.5, length + 0.5, length + 0.5, 0.5)
-        image = errors.imshow(pae, cmap=colours, vmin=0.0, vmax=highest, extent=extent, interpolation="nearest")
-        errors.set(xlabel="scored residue", ylabel="aligned residue", title="Predicted aligned error")
-        figure.colorbar(image, ax=errors, label="error (Å)", shrink=0.9)
+        image = _square(axes := next(panels), pae, colours, highest)
+        axes.set(xlabel="scored residue", ylabel="aligned residue", title="Predicted aligned error")
+        figure.colorbar(image, ax=axes, label="error (Å)", shrink=0.9)
+    figure.suptitle(title, fontsize=12)
+    return figure
+
+
+def _square(axes: Axes, values: Float[np.ndarray, "R R"], colours: str | Colormap, highest: float) -> AxesImage:
+    edge = len(values) + 0.5
+    return axes.imshow(
+        values, cmap=colours, vmin=0.0, vmax=highest, extent=(0.5, edge, edge, 0.5), interpolation="nearest"
+    )
+
+
+def coverage_figure(found: Coverage, title: str) -> Figure:
+    """The rows of the alignments, the most similar to the query on top, and a line for the sequences that cover a residue."""
+    figure = ConfidenceFigure(figsize=(8.0, 4.0), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    length = len(found.counts)
+    extent = (0.5, length + 0.5, 0.0, float(found.sequences))
+    image = axes.imshow(
+        found.rows, cmap="viridis", vmin=0.0, vmax=1.0, extent=extent, aspect="auto", interpolation="nearest"
+    )
+    axes.plot(np.arange(1, length + 1), found.counts, color="black", linewidth=1.2)
+    axes.set(xlabel="residue", ylabel="sequences", xlim=extent[:2], ylim=extent[2:])
+    axes.set_title("Alignment coverage (line: sequences with a residue here)", fontsize=10)
+    figure.colorbar(image, ax=axes, label="identity to the query")
     figure.suptitle(title, fontsize=12)
     return figure

@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
+from jaxtyping import Float32
 
 from evodsp.inference.config import PredictConfig
 from evodsp.inference.targets import Target
 from evodsp.inference.writers import AlignedError, PredictedStructure
 from evodsp.model.alphafold import AlphaFold
-from evodsp.model.confidence import compute_pae, compute_plddt, compute_ptm, highest_pae
+from evodsp.model.confidence import compute_contacts, compute_pae, compute_plddt, compute_ptm, highest_pae
 from evodsp.model.matmul import float32_matmul
 from evodsp.model.outputs import ModelOutput
 
@@ -85,7 +87,18 @@ def structure_of(
         mask=output.structure.mask[0, :length].float().cpu().numpy(),
         plddt=compute_plddt(output.logits["plddt"].float())[0, :length].cpu().numpy(),
         aligned_error=_aligned_error(length, batch, output, model),
+        contacts=_contacts(length, batch, output, model),
     )
+
+
+def _contacts(
+    length: int, batch: dict[str, torch.Tensor], output: ModelOutput, model: AlphaFold
+) -> Float32[np.ndarray, "R R"]:
+    """The contact probabilities of the first `length` residues. Every rank must call this: each holds its own rows."""
+    heads, residues = model.config.heads, batch["seq_mask"].shape[-1]
+    edges = heads.distogram_min_distance, heads.distogram_max_distance
+    own = compute_contacts(output.logits["distogram"][:1], *edges)
+    return model.exchange.gather(own, "i", whole=residues)[0, :length, :length].cpu().numpy()
 
 
 def _aligned_error(

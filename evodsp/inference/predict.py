@@ -41,6 +41,7 @@ from evodsp.inference.jobs import Inputs, Job
 from evodsp.inference.models import NamedModel
 from evodsp.inference.needs import check_needs
 from evodsp.inference.passes import SeedRun, layer_dtype, run_passes, structure_of
+from evodsp.inference.plot_files import write_plots
 from evodsp.inference.preparation import prepare, read_inputs_and_models
 from evodsp.inference.provenance import (
     sizes_line,
@@ -182,6 +183,7 @@ def _predict_job(
         result = replace(job.stored.result, format=config.format)
         if _relax(result, config, report, group):
             _make_page(job, result, report, group)
+        _plot(job, result, config, report, group)
         folder = config.output / result.name
         report(f"  kept: {folder} is complete and has the same inputs (--overwrite predicts again)")
         return result
@@ -227,6 +229,7 @@ def _predict_target(
         report(f"  wrote {result.folder}, {seconds:.1f} s; best: {result.structure().name}, pLDDT {best:.1f}")
         _relax(result, config, report, group)
         _make_page(job, result, report, group)
+        _plot(job, result, config, report, group)
     return result
 
 
@@ -337,6 +340,18 @@ def _make_page(job: Job, result: PredictionResult, report: Report, group: Group 
         write_target_page(result.folder, job.target.read())
 
     if problem := from_first(lambda: page_problem(str(result.folder / REPORT), make), group):
+        report(f"  {problem}")
+
+
+def _plot(job: Job, result: PredictionResult, config: PredictConfig, report: Report, group: Group | None) -> None:
+    """Draw the pictures that are asked for and missing; those that cannot be written are reported."""
+    if not config.plots:
+        return
+
+    def make() -> None:
+        write_plots(result, job.target.read)
+
+    if problem := from_first(lambda: page_problem(f"{result.folder}: pictures", make), group):
         report(f"  {problem}")
 
 

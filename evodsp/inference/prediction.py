@@ -29,6 +29,7 @@ from evodsp.inference.results import (
     Key,
     PredictionResult,
     key_of,
+    read_contacts,
     read_pae,
     read_structure,
     read_with_ranking,
@@ -82,6 +83,11 @@ class RankedStructure:
         has no head for it."""
         return None if self._errors is None else self._errors[0]
 
+    @cached_property
+    def contacts(self) -> Float32[np.ndarray, "R R"] | None:
+        """How likely CB atoms are within 8 Å, 0..1, by the distogram; None for results of versions that did not write it."""
+        return read_contacts(self.result.folder, self.key)
+
     @property
     def sequence(self) -> str:
         return self._structure.sequence
@@ -95,7 +101,7 @@ class RankedStructure:
         return self._text("pdb")
 
     def plot(self) -> Figure:
-        """pLDDT along the sequence, and the aligned errors if there are any. Raises UserError without matplotlib."""
+        """pLDDT along the sequence, contacts, and the aligned errors if there are any. Raises UserError without matplotlib."""
         try:
             from evodsp.inference.confidence_figure import confidence_figure
         except ImportError as error:
@@ -103,7 +109,7 @@ class RankedStructure:
                 "pictures need matplotlib, which is not installed; run: pip install 'evodsp[plots]'"
             ) from error
         pae, highest = self._errors or (None, 0.0)
-        return confidence_figure(self.plddt, pae, highest, f"{self.result.name}, {_called(self)}")
+        return confidence_figure(self.plddt, pae, highest, self.contacts, f"{self.result.name}, {_called(self)}")
 
     @cached_property
     def _structure(self) -> PredictedStructure:
@@ -174,6 +180,11 @@ class Prediction(PredictionResult):
         return self.ranked[0].pae
 
     @property
+    def contacts(self) -> Float32[np.ndarray, "R R"] | None:
+        """Probabilities 0..1, as in `RankedStructure.contacts`."""
+        return self.ranked[0].contacts
+
+    @property
     def ptm(self) -> float | None:
         """Predicted TM-score, 0..1; None if the model has no head for it."""
         return self.ranked[0].ptm
@@ -191,7 +202,7 @@ class Prediction(PredictionResult):
         return self.ranked[0].to_pdb()
 
     def plot(self) -> Figure:
-        """pLDDT along the sequence, and the aligned errors if there are any. Raises UserError without matplotlib."""
+        """pLDDT along the sequence, contacts, and the aligned errors if there are any. Raises UserError without matplotlib."""
         return self.ranked[0].plot()
 
     def save(self, path: str | Path) -> Path:

@@ -21,6 +21,7 @@ from evodsp.inference.failures import Failure, none_usable
 from evodsp.inference.jobs import Inputs, Job, Work
 from evodsp.inference.models import NamedModel, find_models
 from evodsp.inference.passes import layer_dtype
+from evodsp.inference.plot_files import check_matplotlib
 from evodsp.inference.provenance import (
     check_target_fits_ranks,
     feature_config,
@@ -74,6 +75,8 @@ def read_inputs_and_models(config: PredictConfig) -> Inputs:
     check_output_folder(config.output)
     if config.relax != "none":
         check_openmm()
+    if config.plots:
+        check_matplotlib()
     models = [(model, load_features(model.path, config.preset)) for model in find_models(_model_files(config))]
     for _, trained in models:
         feature_config(config, trained)  # checks the sizes

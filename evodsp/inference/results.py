@@ -3,6 +3,8 @@
 <output>/<name>/seed_<k>.cif|.pdb       structure; B-factor = pLDDT
                 seed_<k>_scores.json    ColabFold's keys: plddt per residue; with a PAE head also max_pae, pae (Å) and ptm
                 seed_<k>_pae.json       with a PAE head: predicted aligned error, in AlphaFold DB's format
+                seed_<k>_contacts.npz   `probability`: of contacts, uint8 [R, R] in steps of 1/255
+                seed_<k>_confidence.png, alignment_coverage.png    with --plots (`evodsp.inference.plot_files`)
                 ranking.json            seeds, best first, and the settings of the run
                 timings.json            seconds per stage, peak memory
                 report.html             all of this to look at (`evodsp.inference.target_page`)
@@ -32,9 +34,11 @@ from evodsp.inference.writers import AlignedError, PredictedStructure, structure
 
 RANKING, TIMINGS, REPORT = "ranking.json", "timings.json", "report.html"
 OURS = re.compile(
-    r"seed_\d+(_relaxed)?\.(cif|pdb)|seed_\d+_(scores|pae|relaxed)\.json|ranking\.json|timings\.json|report\.html"
+    r"seed_\d+(_relaxed)?\.(cif|pdb)|seed_\d+_(scores|pae|relaxed)\.json|seed_\d+_contacts\.npz|seed_\d+_confidence\.png"
+    r"|alignment_coverage\.png|ranking\.json|timings\.json|report\.html"
 )
 """Names of the files that predict writes into a target's folder. All others are the user's."""
+_CONTACT_STEPS = 255
 
 Format = Literal["cif", "pdb"]
 Key = int | str
@@ -127,6 +131,25 @@ def read_structure(result: PredictionResult, key: Key) -> PredictedStructure:
     )
 
 
+def contacts_name(key: Key) -> str:
+    return f"{stem(key)}_contacts.npz"
+
+
+def read_contacts(folder: Path, key: Key) -> Float32[np.ndarray, "R R"] | None:
+    """The contact probabilities of a prediction in a target's folder; None in folders of versions that wrote none."""
+    file = folder / contacts_name(key)
+    if not file.is_file():
+        return None
+    with np.load(file, allow_pickle=False) as content:
+        return content["probability"].astype(np.float32) / _CONTACT_STEPS
+
+
+def _write_contacts(file: Path, contacts: Float32[np.ndarray, "R R"]) -> None:
+    """In steps of 1/255: most are zero, so that a square of 2,048 residues takes less than a megabyte."""
+    steps = np.round(contacts.clip(0, 1) * _CONTACT_STEPS).astype(np.uint8)
+    np.savez_compressed(file, probability=steps)
+
+
 def pae_name(key: Key) -> str:
     return f"{stem(key)}_pae.json"
 
@@ -164,6 +187,8 @@ def write_results(
         if (error := structure.aligned_error) is not None:
             scores |= {"max_pae": round(float(error.pae.max()), 2), "pae": _matrix(error), **_ptm(structure)}
             (folder / pae_name(key)).write_text(pae_text(error), encoding="utf-8")
+        if structure.contacts is not None:
+            _write_contacts(folder / contacts_name(key), structure.contacts)
         (folder / scores_name(key)).write_text(json.dumps(scores, allow_nan=False) + "\n", encoding="utf-8")
     # Models without a PAE head have no pTM: then only pLDDT compares all.
     score, called = ("ptm", "pTM") if all("ptm" in entry for entry in entries) else ("mean_plddt", "mean pLDDT")

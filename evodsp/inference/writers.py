@@ -48,6 +48,8 @@ class PredictedStructure:
     chain_id: str = "A"
     aligned_error: AlignedError | None = None
     """None if the model has no head for it."""
+    contacts: Float32[np.ndarray, "R R"] | None = None
+    """How likely CB atoms are within 8 Å, 0..1, by the distogram; None where only the structure is known."""
 
     @property
     def sequence(self) -> str:

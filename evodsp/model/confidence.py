@@ -15,6 +15,9 @@ from evodsp.parallel.exchange import Exchange, LocalExchange
 
 MAX_ALIGNED_ERROR = 31.0
 """Å; larger aligned errors fall in the last bin (supplement 1.9.7)."""
+CONTACT_DISTANCE = 8.0
+"""Å, between the CB atoms of two residues in contact; the definition of CASP."""
+_ROWS = 64
 _SHORTEST_CHAIN = 19
 """Residues. The TM-score's d0 is not defined below 16 residues; AlphaFold2 treats shorter chains as having 19."""
 
@@ -25,6 +28,22 @@ def compute_plddt(logits: Float[Tensor, "*b R bins"]) -> Float[Tensor, "*b R"]:
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     centres = (torch.arange(bins, dtype=logits.dtype, device=logits.device) + 0.5) / bins  # [bins]
     return 100 * (logits.softmax(-1) * centres).sum(-1)
+
+
+def compute_contacts(
+    logits: Float[Tensor, "*b i R bins"], min_distance: float, max_distance: float
+) -> Float[Tensor, "*b i R"]:
+    """How likely each pair of residues is in contact, 0 to 1: CB atoms (CA of glycine) within about `CONTACT_DISTANCE`.
+
+    It is the probability of the distogram's bins that end by then: 7.94 Å in AlphaFold2, whose bins are 0.31 Å wide. Any subset
+    of the rows may be given. `min_distance`, `max_distance`: the first and the last edge between bins, Å (supplement 1.9.8).
+    """
+    edges = torch.linspace(min_distance, max_distance, logits.shape[-1] - 1, dtype=torch.float64, device="cpu")
+    near = int((edges <= CONTACT_DISTANCE).sum())
+    # A few rows at a time: the probabilities of all bins together would be as large as the logits.
+    rows = logits.split(_ROWS, -3)
+    found = [some.to(torch.promote_types(some.dtype, torch.float32)).softmax(-1)[..., :near].sum(-1) for some in rows]
+    return torch.cat(found, -2)
 
 
 def compute_pae(logits: Float[Tensor, "*b i R bins"], max_error: float = MAX_ALIGNED_ERROR) -> Float[Tensor, "*b i R"]:

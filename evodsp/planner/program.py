@@ -23,7 +23,7 @@ from evodsp.data.features import FEATURE_AXES, SAMPLED, TEMPLATE_AXES
 from evodsp.geometry.frames import structure_labels
 from evodsp.losses.total import total_loss
 from evodsp.model.alphafold import AlphaFold
-from evodsp.model.confidence import compute_pae, compute_plddt, compute_ptm
+from evodsp.model.confidence import compute_contacts, compute_pae, compute_plddt, compute_ptm
 from evodsp.model.in_place import use_memory
 from evodsp.model.kernels import triton
 from evodsp.model.kernels.registry import Kernels
@@ -178,10 +178,14 @@ def without_recomputation(config: ModelConfig) -> ModelConfig:
 
 def _confidence(model: AlphaFold, batch: dict[str, Tensor], output: ModelOutput) -> None:
     """What a prediction computes from the logits, which are still there (`evodsp.inference.passes.structure_of`)."""
+    heads = model.config.heads
     compute_plddt(output.logits["plddt"].float())
+    edges = heads.distogram_min_distance, heads.distogram_max_distance
+    residues = batch["seq_mask"].shape[-1]
+    model.exchange.gather(compute_contacts(output.logits["distogram"], *edges), "i", whole=residues)
     if "predicted_aligned_error" in output.logits:
         logits, mask = output.logits["predicted_aligned_error"].float(), batch["seq_mask"][:, -1].float()
-        most = model.config.heads.pae_max_error
+        most = heads.pae_max_error
         model.exchange.gather(compute_pae(logits, most), "i", whole=mask.shape[1])
         compute_ptm(logits, mask, most, model.exchange)
 

@@ -61,7 +61,7 @@ def test_models_and_seeds_are_ranked_together(workplace: Workplace, other_checkp
     assert [result.name for result in results] == ["alpha_A", "beta_A"]
     folder = results[0].folder
     stems = [f"{model}_seed_{seed}" for model in ("tiny", "second") for seed in (0, 1)]
-    endings = (".cif", "_scores.json")
+    endings = (".cif", "_contacts.npz", "_scores.json")
     files = {"ranking.json", "timings.json", "report.html"}
     assert names_in(folder) == files | {stem + end for stem in stems for end in endings}
     page = (folder / "report.html").read_text(encoding="utf-8")

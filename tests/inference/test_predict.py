@@ -33,7 +33,8 @@ def test_all_files_of_two_targets(workplace):
     for result, query in zip(found, (QUERY, OTHER), strict=True):
         folder = workplace.config.output / result.name
         assert sorted(p.name for p in folder.iterdir()) == [
-            "ranking.json", "report.html", "seed_0.cif", "seed_0_scores.json", "seed_1.cif", "seed_1_scores.json",
+            "ranking.json", "report.html", "seed_0.cif", "seed_0_contacts.npz", "seed_0_scores.json", "seed_1.cif",
+            "seed_1_contacts.npz", "seed_1_scores.json",
             "timings.json",
         ]  # fmt: skip
         chain = read_chain(folder / "seed_0.cif", "A")

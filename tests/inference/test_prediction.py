@@ -115,7 +115,7 @@ def test_what_a_notebook_shows(with_pae: AlphaFold, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     figure: Any = one.plot()
     assert figure._repr_png_().startswith(b"\x89PNG")
-    assert [axes.get_title() for axes in figure.axes][1] == "Predicted aligned error"
+    assert [axes.get_title() for axes in figure.axes][1:3] == ["Contacts by the distogram", "Predicted aligned error"]
 
 
 @pytest.mark.parametrize(

@@ -112,8 +112,8 @@ def test_files_of_a_model_with_the_head(ptm_workplace):
     """Catches missing or superfluous files, and a ranking without each seed's pTM."""
     result = predict(ptm_workplace.config, silent)[0]
     assert sorted(p.name for p in result.folder.iterdir()) == [
-        "ranking.json", "report.html", "seed_0.cif", "seed_0_pae.json", "seed_0_scores.json",
-        "seed_1.cif", "seed_1_pae.json", "seed_1_scores.json", "timings.json",
+        "ranking.json", "report.html", "seed_0.cif", "seed_0_contacts.npz", "seed_0_pae.json", "seed_0_scores.json",
+        "seed_1.cif", "seed_1_contacts.npz", "seed_1_pae.json", "seed_1_scores.json", "timings.json",
     ]  # fmt: skip
     ranking = read_json(result.folder / "ranking.json")
     assert ranking["ranked_by"] == "pTM"

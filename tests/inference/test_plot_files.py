@@ -1,0 +1,107 @@
+"""The pictures that a prediction draws beside its report, and the contact probabilities that they show."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from evodsp.config import HeadsConfig
+from evodsp.errors import UserError
+from evodsp.inference import plot_files
+from evodsp.inference.predict import predict
+from evodsp.inference.prediction import Prediction
+from evodsp.inference.results import read_contacts
+from evodsp.model.confidence import compute_contacts
+from tests.builders.prediction import silent
+
+from .conftest import Workplace
+
+PICTURES = {"alignment_coverage.png", "seed_0_confidence.png", "seed_1_confidence.png"}
+
+
+def pictures(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.glob("*.png")}
+
+
+def test_pictures_of_a_prediction(workplace: Workplace) -> None:
+    """Catches pictures without the option, none for kept results, those of an earlier prediction, and empty ones."""
+    from matplotlib.image import imread
+
+    predict(workplace.config, silent)
+    folder = workplace.config.output / "alpha_A"
+    assert pictures(folder) == {}
+    (kept, _) = predict(workplace.change(plots=True), silent)
+    assert kept.kept
+    drawn = pictures(folder)
+    assert set(drawn) == PICTURES
+    for name in PICTURES:
+        picture = imread(folder / name)
+        assert picture.shape[1] > 900
+        assert len(np.unique(picture[..., :3].reshape(-1, 3), axis=0)) > 30, name
+    predict(workplace.change(plots=True, overwrite=True, recycles=0), silent)
+    again = pictures(folder)
+    assert set(again) == PICTURES
+    assert again["seed_0_confidence.png"] != drawn["seed_0_confidence.png"]
+
+
+def test_a_sequence_alone_has_no_coverage(workplace: Workplace) -> None:
+    predict(workplace.change(plots=True, alignments=None, seeds=1), silent)
+    assert set(pictures(workplace.config.output / "alpha_A")) == {"seed_0_confidence.png"}
+
+
+def test_a_picture_that_cannot_be_drawn_costs_no_result(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a run that ends, and a picture that is not named."""
+
+    def fail(*_: object) -> None:
+        raise ValueError("no colours left")
+
+    lines: list[str] = []
+    monkeypatch.setattr("evodsp.inference.confidence_figure.draw_plddt", fail)
+    results = predict(workplace.change(plots=True), lines.append)
+    assert [result.name for result in results] == ["alpha_A", "beta_A"]
+    assert [line for line in lines if "alpha_A: pictures could not be written (ValueError" in line]
+
+
+def test_without_matplotlib(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches an error after the prediction, and a page that is missing because of it."""
+    monkeypatch.setattr(plot_files, "find_spec", lambda name: None)
+    before = workplace.snapshot()
+    with pytest.raises(UserError, match=r"--plots needs matplotlib, .* pip install 'evodsp\[plots\]'"):
+        predict(workplace.change(plots=True), silent)
+    assert workplace.snapshot() == before
+
+
+@pytest.mark.parametrize("bins", [64, 6])
+def test_contacts_are_the_bins_below_eight(bins: int) -> None:
+    """Catches another threshold, a bin too many, and rows that are lost between pieces."""
+    heads = HeadsConfig()
+    logits = torch.randn(1, 70, 71, bins)
+    found = compute_contacts(logits, heads.distogram_min_distance, heads.distogram_max_distance)
+    tops = np.linspace(heads.distogram_min_distance, heads.distogram_max_distance, bins - 1)
+    weights = np.exp(logits.double().numpy())
+    expected = weights[..., : int((tops <= 8).sum())].sum(-1) / weights.sum(-1)
+    np.testing.assert_allclose(found.numpy(), expected, atol=1e-6)
+    if bins == 64:
+        assert (tops <= 8).sum() == 19
+
+
+def test_contacts_in_the_files(workplace: Workplace) -> None:
+    """Catches numbers that are lost or mixed up between seeds, and folders without them that cannot be read."""
+    (result, _) = predict(workplace.config, silent)
+    read = Prediction.of(result)
+    one, other = read.ranked[0], read.ranked[1]
+    length = len(one.sequence)
+    for each in (one, other):
+        assert each.contacts is not None
+        assert each.contacts.shape == (length, length)
+        np.testing.assert_array_equal(each.contacts, each.contacts.T)
+    assert 0 < one.contacts.max() <= 1
+    assert not np.array_equal(one.contacts, other.contacts)
+    for path in result.folder.glob("*_contacts.npz"):
+        path.unlink()
+    assert read_contacts(result.folder, 0) is None
+    assert Prediction.of(result).contacts is None
+    assert len(Prediction.of(result).plot().axes) == 1
