@@ -7,6 +7,8 @@ representation, which on one device is all R of them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -18,6 +20,7 @@ MAX_ALIGNED_ERROR = 31.0
 CONTACT_DISTANCE = 8.0
 """Å, between the CB atoms of two residues in contact; the definition of CASP."""
 _ROWS = 64
+"""Rows of pairs that are computed together."""
 _SHORTEST_CHAIN = 19
 """Residues. The TM-score's d0 is not defined below 16 residues; AlphaFold2 treats shorter chains as having 19."""
 
@@ -40,17 +43,14 @@ def compute_contacts(
     """
     edges = torch.linspace(min_distance, max_distance, logits.shape[-1] - 1, dtype=torch.float64, device="cpu")
     near = int((edges <= CONTACT_DISTANCE).sum())
-    # A few rows at a time: the probabilities of all bins together would be as large as the logits.
-    rows = logits.split(_ROWS, -3)
-    found = [some.to(torch.promote_types(some.dtype, torch.float32)).softmax(-1)[..., :near].sum(-1) for some in rows]
-    return torch.cat(found, -2)
+    return _by_rows(logits, lambda probabilities: probabilities[..., :near].sum(-1))
 
 
 def compute_pae(logits: Float[Tensor, "*b i R bins"], max_error: float = MAX_ALIGNED_ERROR) -> Float[Tensor, "*b i R"]:
     """Expected aligned error in Å: how far the CA of each residue (last axis) is from its true place, seen from the backbone
     frame of each row's residue (axis i). Any subset of the rows may be given."""
-    probabilities, centres = _aligned_error_distribution(logits, max_error)
-    return (probabilities * centres).sum(-1)
+    centres = _centres(logits, max_error)
+    return _by_rows(logits, lambda probabilities: (probabilities * centres).sum(-1))
 
 
 def highest_pae(bins: int, max_error: float = MAX_ALIGNED_ERROR) -> float:
@@ -71,24 +71,32 @@ def compute_ptm(
     whole chain's; every rank gets the same score. Not differentiated.
     """
     rows = exchange.owned(mask.shape[-1])
-    probabilities, centres = _aligned_error_distribution(logits, max_error)
-    mask = mask.to(probabilities.dtype)
+    centres = _centres(logits, max_error)
+    mask = mask.to(centres.dtype)
     d0 = 1.24 * (mask.sum(-1).clamp(min=_SHORTEST_CHAIN) - 15) ** (1 / 3) - 1.8  # [*b], Å
     score = 1 / (1 + (centres / d0[..., None]).square())  # [*b, bins]
-    expected = (probabilities * score[..., None, None, :]).sum(-1)  # [*b, i, R]
+    score = score[..., None, None, :]
+    expected = _by_rows(logits, lambda probabilities: (probabilities * score).sum(-1))  # [*b, i, R]
     per_frame = (expected * mask[..., None, :]).sum(-1) / (1e-8 + mask.sum(-1, keepdim=True))  # [*b, i]
     return exchange.max((per_frame * mask[..., rows]).amax(-1))
 
 
-def _aligned_error_distribution(
-    logits: Float[Tensor, "*b i R bins"], max_error: float
-) -> tuple[Float[Tensor, "*b i R bins"], Float[Tensor, " bins"]]:
-    """Probability of each bin in float32 or wider, and the bins' centres in Å.
+def _by_rows(
+    logits: Float[Tensor, "*b i R bins"], of: Callable[[Tensor], Float[Tensor, "*b n R"]]
+) -> Float[Tensor, "*b i R"]:
+    """What `of` makes from the probability of each bin, in float32 or wider.
+
+    A few rows at a time: the probabilities of all pairs would be as large as the logits, and of half-precision ones twice that.
+    """
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    return torch.cat([of(rows.to(wide).softmax(-1)) for rows in logits.split(_ROWS, -3)], -2)
+
+
+def _centres(logits: Float[Tensor, "*b i R bins"], max_error: float) -> Float[Tensor, " bins"]:
+    """The centres of the aligned error's bins in Å, in float32 or wider.
 
     `bins` - 1 edges divide 0 to `max_error` equally. The first bin lies below 0, so its centre is half a bin above; the last
     one is open.
     """
-    bins = logits.shape[-1]
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    centres = (torch.arange(bins, dtype=logits.dtype, device=logits.device) + 0.5) * (max_error / (bins - 2))
-    return logits.softmax(-1), centres
+    bins, dtype = logits.shape[-1], torch.promote_types(logits.dtype, torch.float32)
+    return (torch.arange(bins, dtype=dtype, device=logits.device) + 0.5) * (max_error / (bins - 2))

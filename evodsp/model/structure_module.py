@@ -8,7 +8,8 @@ attention for its rows. Tensors without a second residue axis are small, and who
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int
@@ -20,6 +21,7 @@ from evodsp.geometry.frames import atom14_to_atom37, frames_to_atom14, torsion_a
 from evodsp.geometry.residues import RESTYPE_ATOM37_MASK
 from evodsp.geometry.rigid import Rigid
 from evodsp.model.dropout import NO_DROPOUT, DropoutKeys, Streams
+from evodsp.model.in_place import Budgeted, collected
 from evodsp.model.kernels.dropout import draw_masks
 from evodsp.model.outputs import StructureOutput
 from evodsp.model.precision import without_autocast
@@ -30,6 +32,24 @@ NM_TO_ANGSTROM = 10.0
 ANGLES = 7
 PLACES = ("attention", "transition")
 """Dropout follows these layers, in every iteration."""
+
+
+@dataclass(frozen=True)
+class PairRows:
+    """The pair representation that all iterations read, normalised and on I: whole, or a few rows at a time.
+
+    In single precision it is twice as large as in bf16. So without gradients its rows are normalised where they are needed,
+    again in each iteration.
+    """
+
+    of: Callable[[slice], Float[Tensor, "B n R c_z"]]
+    """Some of its rows."""
+    pieces: Sequence[slice]
+    """All of them, in order."""
+
+    @classmethod
+    def whole(cls, z: Float[Tensor, "B i R c_z"]) -> PairRows:
+        return cls(lambda rows: z[:, rows], [slice(None)])
 
 
 class InvariantPointAttention(ShardedModule):
@@ -56,12 +76,12 @@ class InvariantPointAttention(ShardedModule):
     def forward(
         self,
         s: Float[Tensor, "B R c_s"],
-        z: Float[Tensor, "B i R c_z"],
+        z: PairRows,
         pair_bias: Float[Tensor, "B H i R"],
         frames: Rigid,
         mask: Float[Tensor, "B R"],
     ) -> Float[Tensor, "B R c_s"]:
-        """The update of s. `pair_bias`: `self.pair_bias(z)`, computed once for all iterations. `frames`: [B, R], in nm."""
+        """The update of s. `pair_bias`: `self.pair_bias` of z, computed once for all iterations. `frames`: [B, R], in nm."""
         c = self.config
         p = c.query_points
         rows = self.exchange.owned(s.shape[1])
@@ -80,17 +100,22 @@ class InvariantPointAttention(ShardedModule):
         k_all = torch.cat([k, k_points.flatten(-2)], -1).transpose(1, 2)  # [B, H, R, D + 3P]
         q_square = (q_points.square().sum((-1, -2)) * (-0.5 * point_scale)).transpose(1, 2).unsqueeze(-1)
         k_square = (k_points.square().sum((-1, -2)) * (-0.5 * point_scale)).transpose(1, 2).unsqueeze(-2)
-        logits = q_all @ k_all.transpose(-1, -2) + q_square + k_square + math.sqrt(1.0 / 3.0) * pair_bias
-        logits = logits - 1e5 * (1.0 - mask[:, None, rows, None] * mask[:, None, None, :])
-        weights = logits.softmax(-1)  # [B, H, i, R]
-
         values = torch.cat([v, v_points.flatten(-2)], -1).transpose(1, 2)
-        o, o_points = (weights @ values).transpose(1, 2).split((c.scalar_value_width, 3 * c.value_points), -1)
-        o_points = centred[:, rows].apply_inverse(o_points.unflatten(-1, (-1, 3)))  # [B, i, H, V, 3]
-        o_norms = (o_points.square().sum(-1) + 1e-8).sqrt()
-        o_pair = weights.transpose(1, 2) @ z  # [B, i, H, c_z]
-        x, y, w = (part.flatten(-2) for part in o_points.unbind(-1))
-        update = self.output(torch.cat([o.flatten(-2), x, y, w, o_norms.flatten(-2), o_pair.flatten(-2)], -1))
+
+        def updated(some: slice) -> Tensor:  # [B, n, c_s], of n of this rank's rows
+            here = rows if some == slice(None) else slice(rows.start + some.start, rows.start + some.stop)
+            logits = q_all[:, :, some] @ k_all.transpose(-1, -2) + q_square[:, :, some] + k_square
+            logits = logits + math.sqrt(1.0 / 3.0) * pair_bias[:, :, some]
+            logits = logits - 1e5 * (1.0 - mask[:, None, here, None] * mask[:, None, None, :])
+            weights = logits.softmax(-1)  # [B, H, n, R]
+            o, o_points = (weights @ values).transpose(1, 2).split((c.scalar_value_width, 3 * c.value_points), -1)
+            o_points = centred[:, here].apply_inverse(o_points.unflatten(-1, (-1, 3)))  # [B, n, H, V, 3]
+            o_norms = (o_points.square().sum(-1) + 1e-8).sqrt()
+            o_pair = weights.transpose(1, 2) @ z.of(some)  # [B, n, H, c_z]
+            x, y, w = (part.flatten(-2) for part in o_points.unbind(-1))
+            return self.output(torch.cat([o.flatten(-2), x, y, w, o_norms.flatten(-2), o_pair.flatten(-2)], -1))
+
+        update = collected(updated, z.pieces, 1, rows.stop - rows.start)
         return self.exchange.gather(update, "i", whole=s.shape[1])
 
     def _points(self, flat: Float[Tensor, "B _ n"]) -> Float[Tensor, "B _ H p 3"]:
@@ -132,7 +157,7 @@ class AngleNetwork(nn.Module):
         return raw / raw.square().sum(-1, keepdim=True).clamp(min=1e-12).sqrt(), raw
 
 
-class StructureModule(nn.Module):
+class StructureModule(Budgeted):
     """Backbone frames, torsion angles and all atoms from the single and pair representations (algorithm 20)."""
 
     atom37_mask: Tensor
@@ -174,19 +199,30 @@ class StructureModule(nn.Module):
         """
         dtype = self.initial.weight.dtype
         with without_autocast(s.device):
-            return self._fold(s.to(dtype), z.to(dtype), aatype, mask, keys)
+            return self._fold(s.to(dtype), self._normalised(z, mask), aatype, mask, keys)
+
+    def _normalised(self, z: Float[Tensor, "B i R c_z"], mask: Float[Tensor, "B R"]) -> PairRows:
+        dtype = self.initial.weight.dtype
+        if self.budget is None:
+            return PairRows.whole(self.pair_norm(z.to(dtype)))
+        # The rows in single precision, normalised; logits, the mask, and what they become.
+        width = 2 * z.shape[-1] + 6 * self.config.heads
+        pair_mask = mask.unsqueeze(2).expand(-1, -1, mask.shape[1])
+        pieces = self.budget.cut(z.shape[1], 1, pair_mask, width * self.initial.weight.element_size())
+        return PairRows(lambda rows: self.pair_norm(z[:, rows].to(dtype)), pieces)
 
     def _fold(
         self,
         s: Float[Tensor, "B R c_s"],
-        z: Float[Tensor, "B i R c_z"],
+        z: PairRows,
         aatype: Int[Tensor, "B R"],
         mask: Float[Tensor, "B R"],
         keys: DropoutKeys,
     ) -> StructureOutput:
         s_initial = self.single_norm(s)
-        z = self.pair_norm(z)
-        pair_bias = self.attention.pair_bias(z).permute(0, 3, 1, 2)
+        own = self.exchange.owned(s.shape[1])
+        bias = collected(lambda rows: self.attention.pair_bias(z.of(rows)), z.pieces, 1, own.stop - own.start)
+        pair_bias = bias.permute(0, 3, 1, 2)
         s = self.initial(s_initial)
         frames = Rigid.identity(tuple(mask.shape), like=s)
         backbones, angles, raw_angles = [], [], []

@@ -184,7 +184,7 @@ def _confidence(model: AlphaFold, batch: dict[str, Tensor], output: ModelOutput)
     residues = batch["seq_mask"].shape[-1]
     model.exchange.gather(compute_contacts(output.logits["distogram"], *edges), "i", whole=residues)
     if "predicted_aligned_error" in output.logits:
-        logits, mask = output.logits["predicted_aligned_error"].float(), batch["seq_mask"][:, -1].float()
+        logits, mask = output.logits["predicted_aligned_error"], batch["seq_mask"][:, -1].float()
         most = heads.pae_max_error
         model.exchange.gather(compute_pae(logits, most), "i", whole=mask.shape[1])
         compute_ptm(logits, mask, most, model.exchange)

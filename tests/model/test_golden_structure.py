@@ -12,7 +12,7 @@ from evodsp.config import EvoformerConfig, ModelConfig, StructureModuleConfig
 from evodsp.geometry.frames import frames_to_atom14, torsion_angles_to_frames
 from evodsp.geometry.rigid import Rigid
 from evodsp.model.alphafold import AlphaFold
-from evodsp.model.structure_module import InvariantPointAttention, StructureModule
+from evodsp.model.structure_module import InvariantPointAttention, PairRows, StructureModule
 from evodsp.weights import names
 from evodsp.weights.deepmind import load_arrays
 from tests.builders.golden import Holder, close
@@ -30,7 +30,7 @@ def test_invariant_point_attention(golden: Path) -> None:
     x = {k.removeprefix("in/"): torch.from_numpy(v).unsqueeze(0) for k, v in data.items() if k.startswith("in/")}
     s, z, affine = (x[k].requires_grad_() for k in ("s", "z", "affine"))
     frames = Rigid.from_quaternion(affine[..., :4], affine[..., 4:])
-    out = module(s, z, module.pair_bias(z).permute(0, 3, 1, 2), frames, x["seq_mask"])
+    out = module(s, PairRows.whole(z), module.pair_bias(z).permute(0, 3, 1, 2), frames, x["seq_mask"])
     valid = (x["seq_mask"][0, :, None] > 0).numpy()
     close(out[0].detach().numpy() * valid, data["out/out"] * valid, 2e-5, "out")
     cotangent = torch.from_numpy(data["cot/out"]).unsqueeze(0)

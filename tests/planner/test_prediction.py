@@ -65,3 +65,11 @@ def test_a_further_feature_set_takes_the_time_of_the_second() -> None:
     device = load_device("h100")
     flops = [prediction_times(Prediction(model(), SIZES, ensembles=n), device).flops for n in (1, 2, 4)]
     assert flops[2] - flops[1] == 2 * (flops[1] - flops[0]) > 0
+
+
+def test_no_part_needs_more_than_the_evoformer() -> None:
+    """Catches a whole copy of the pair representation in single precision, in the structure module or for the confidences."""
+    what = Prediction(ModelConfig.preset("model_1_ptm"), Sizes(3000, 64, 64, 0), passes=1, half=True, memory=1 << 30)
+    found = prediction_memory(what)
+    assert found.at == "evoformer"
+    assert found.layers < 1.6 * found.pair  # the product of a triangle multiplication is as large
