@@ -145,7 +145,7 @@ def read_contacts(folder: Path, key: Key) -> Float32[np.ndarray, "R R"] | None:
 
 
 def _write_contacts(file: Path, contacts: Float32[np.ndarray, "R R"]) -> None:
-    """In steps of 1/255: most are zero, so that a square of 2,048 residues takes less than a megabyte."""
+    """In steps of 1/255, a byte each; most are zero and take next to nothing when they are compressed."""
     steps = np.round(contacts.clip(0, 1) * _CONTACT_STEPS).astype(np.uint8)
     np.savez_compressed(file, probability=steps)
 
