@@ -32,8 +32,8 @@ def confidence_name(one: RankedStructure) -> str:
     return f"{stem(one.key)}_confidence.png"
 
 
-def write_plots(result: PredictionResult, alignments: Callable[[], Sequence[Alignment]]) -> list[str]:
-    """Write the pictures of a finished result that are missing; returns their names.
+def write_plots(result: PredictionResult, alignments: Callable[[], Sequence[Alignment]]) -> None:
+    """Write the pictures of a finished result that are missing.
 
     `alignments`: reads those that it was predicted from. A single sequence has no picture of their coverage.
     """
@@ -41,14 +41,11 @@ def write_plots(result: PredictionResult, alignments: Callable[[], Sequence[Alig
         confidence_name(one): one.plot for one in Prediction.of(result).ranked
     }
     figures[COVERAGE] = lambda: _coverage(result.name, alignments())
-    written = []
     for name, draw in figures.items():
         file = result.folder / name
         if not file.exists() and (figure := draw()) is not None:
             with whole_file(file) as partial:
                 figure.savefig(partial, format="png", dpi=_DOTS, facecolor="white")
-            written.append(name)
-    return written
 
 
 def _coverage(name: str, alignments: Sequence[Alignment]) -> Figure | None:

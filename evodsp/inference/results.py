@@ -16,11 +16,13 @@ from __future__ import annotations
 
 import json
 import re
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
+from zipfile import BadZipFile
 
 import numpy as np
 from jaxtyping import Float32
@@ -136,12 +138,18 @@ def contacts_name(key: Key) -> str:
 
 
 def read_contacts(folder: Path, key: Key) -> Float32[np.ndarray, "R R"] | None:
-    """The contact probabilities of a prediction in a target's folder; None in folders of versions that wrote none."""
+    """The contact probabilities of a prediction in a target's folder; None in folders of versions that wrote none.
+
+    Raises UserError if the file is damaged.
+    """
     file = folder / contacts_name(key)
     if not file.is_file():
         return None
-    with np.load(file, allow_pickle=False) as content:
-        return content["probability"].astype(np.float32) / _CONTACT_STEPS
+    try:
+        with np.load(file, allow_pickle=False) as content:
+            return content["probability"].astype(np.float32) / _CONTACT_STEPS
+    except (OSError, ValueError, KeyError, EOFError, BadZipFile, zlib.error) as error:
+        raise UserError(f"{file}: cannot be read ({error}); predict again with --overwrite true") from error
 
 
 def _write_contacts(file: Path, contacts: Float32[np.ndarray, "R R"]) -> None:

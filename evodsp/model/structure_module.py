@@ -103,6 +103,7 @@ class InvariantPointAttention(ShardedModule):
         values = torch.cat([v, v_points.flatten(-2)], -1).transpose(1, 2)
 
         def updated(some: slice) -> Tensor:  # [B, n, c_s], of n of this rank's rows
+            # All rows are `slice(None)`, which is free; the gradient of another slice is a copy.
             here = rows if some == slice(None) else slice(rows.start + some.start, rows.start + some.stop)
             logits = q_all[:, :, some] @ k_all.transpose(-1, -2) + q_square[:, :, some] + k_square
             logits = logits + math.sqrt(1.0 / 3.0) * pair_bias[:, :, some]

@@ -121,7 +121,7 @@ class Recorder(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled here: PyTorch need not import its compiler, a second, and ask it at every operator."""
+        """Nothing is compiled here, so PyTorch need not ask its compiler at every operator."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:

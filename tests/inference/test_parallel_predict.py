@@ -77,6 +77,10 @@ def same_prediction(one: Path, other: Path) -> None:
             assert a.keys() == b.keys()
             for key in a:
                 np.testing.assert_allclose(a[key], b[key], atol=0.011)  # scores have two decimals
+        elif name.endswith("_contacts.npz"):
+            a, b = (np.load(folder / name)["probability"].astype(int) for folder in (one, other))
+            np.testing.assert_allclose(a, b, atol=1)  # steps of 1/255
+            assert len(np.unique(a)) > 2
 
 
 @pytest.mark.parametrize(

@@ -100,6 +100,12 @@ def test_contacts_in_the_files(workplace: Workplace) -> None:
         np.testing.assert_array_equal(each.contacts, each.contacts.T)
     assert 0 < one.contacts.max() <= 1
     assert not np.array_equal(one.contacts, other.contacts)
+    (file, _) = sorted(result.folder.glob("*_contacts.npz"))
+    whole = file.read_bytes()
+    for damaged in (whole[: len(whole) // 2], whole.replace(b"probability", b"improbable."), b""):
+        file.write_bytes(damaged)
+        with pytest.raises(UserError, match=r"seed_0_contacts\.npz: cannot be read .* --overwrite"):
+            read_contacts(result.folder, 0)
     for path in result.folder.glob("*_contacts.npz"):
         path.unlink()
     assert read_contacts(result.folder, 0) is None
