@@ -151,15 +151,18 @@ class AlphaFold(Budgeted):
             row, pair = row + first_row(m), pair + z
         if len(members) > 1:
             row, pair = row / len(members), pair / len(members)
-        rows = self.exchange.start_switch(pair, "j", "i", whole=residues)  # structure module and heads read z on I
+        whole = first["seq_mask"].unsqueeze(2).expand(-1, -1, residues)  # the pair's sizes
+        columns = Sharded(pair, "j", whole, self.exchange, self.budget)
+        rows = columns.switch("i")  # structure module and heads read z on I
         row = self.exchange.gather(row.unsqueeze(1), "res", whole=residues).squeeze(1)
         # AF2 averages the single representations. They are linear in the first rows, so averaging the rows is the same.
-        single, pair_rows = self.single(row), rows.wait()
+        single, pair_rows = self.single(row), rows.x
         structure = self.structure_module(single, pair_rows, first["aatype"], first["seq_mask"], keys.at("structure"))
-        representations = {"msa": msa, "first_row": row, "pair": pair, "single": single}
-        readable = {**representations, "pair_rows": pair_rows, "structure": structure.single}
+        readable = {"msa": msa, "pair_rows": pair_rows, "single": single, "structure": structure.single}
         logits = {name: head(readable[head.reads]) for name, head in self.heads.items()}  # type: ignore[index]
-        return ModelOutput(representations, structure, logits)
+        if columns.switches_in_place:
+            pair = rows.switch("j").x  # the next pass reads z on J
+        return ModelOutput({"msa": msa, "first_row": row, "pair": pair, "single": single}, structure, logits)
 
     def representations(
         self, features: Mapping[str, Tensor], recycled: Recycled, keys: DropoutKeys = NO_DROPOUT

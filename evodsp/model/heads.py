@@ -14,12 +14,14 @@ from torch import Tensor, nn
 
 from evodsp.config import ChannelsConfig, HeadsConfig
 from evodsp.geometry.alphabet import LETTERS_WITH_MASK
-from evodsp.model.primitives import LayerNorm, Linear, ShardedModule
+from evodsp.model.in_place import Budgeted
+from evodsp.model.primitives import LayerNorm, Linear
+from evodsp.model.sharded import SWITCH_BUFFERS
 
 ATOMS = 37
 
 
-class DistogramHead(ShardedModule):
+class DistogramHead(Budgeted):
     """Logits of the binned CB-CB distance, symmetric in the two residues (supplement 1.9.8). z on I."""
 
     reads = "pair_rows"
@@ -30,7 +32,16 @@ class DistogramHead(ShardedModule):
 
     def forward(self, z: Float[Tensor, "B i R c_z"]) -> Float[Tensor, "B i R bins"]:
         half = self.half_logits(z)
-        columns = self.exchange.switch(half, "i", "j", whole=z.shape[2])  # [B, R, j, bins], j the same residues as i
+        if self.budget is None:
+            return self._symmetric(half)
+        bytes_of_all = SWITCH_BUFFERS * half.element_size() * half.shape[0] * z.shape[2] ** 2 * half.shape[-1]
+        for bins in self.budget.equal(half.shape[-1], bytes_of_all / self.exchange.ranks, half.shape[-1]):
+            half[..., bins] = self._symmetric(half[..., bins])
+        return half
+
+    def _symmetric(self, half: Float[Tensor, "B i R bins"]) -> Float[Tensor, "B i R bins"]:
+        """Added to the same of the residues exchanged."""
+        columns = self.exchange.switch(half, "i", "j", whole=half.shape[2])  # [B, R, j, bins], j the same residues as i
         return half + columns.transpose(1, 2)
 
 

@@ -113,6 +113,7 @@ def collected(
         if whole is None:
             whole = part.new_empty(*part.shape[:dim], size, *part.shape[dim + 1 :])
         whole[_at(dim, piece)] = part
+        del part  # not held while the next one is made
     assert whole is not None  # there is at least one piece
     return whole
 
@@ -144,7 +145,7 @@ def _row_attention(
 
     residues = z.shape[1]
     pair_pieces = budget.equal(residues, 2 * z.numel() * z.element_size(), residues)
-    bias = _pair_bias(layer, collected(bias_of, pair_pieces, 1, residues), "j")
+    bias = _pair_bias(layer, collected(bias_of, pair_pieces, 1, residues), "j", budget)
     x, own_mask = target.wait(), layer.exchange.shard(msa_mask, "seq")
     attend = _attention(layer)
     for rows in budget.pieces(m, 1, msa_mask, _width(layer.attention)):
@@ -262,7 +263,8 @@ def _triangle_multiplication(
         ).wait()
 
     bytes_of_all = 4 * width * pair_mask.numel() * z.element_size() / budget.ranks
-    product = collected(product_of, half.equal(width, bytes_of_all, width), 3, width)
+    most = max(1, width // budget.ranks)  # a piece has a channel for each rank; otherwise some would not compute
+    product = collected(product_of, half.equal(width, bytes_of_all, most), 3, width)
     x, norm, output = target.wait(), layer.product_norm, layer.output
     for rows in budget.pieces(x, 1, mask, _width(layer)):
         part = x[:, rows]
@@ -283,7 +285,7 @@ def _triangle_attention(
 
     pieces = budget.pieces(z, dim, pair_mask, _width(layer))
     logits = collected(bias_of, pieces, dim, z.shape[dim])
-    bias = _pair_bias(layer, logits if dim == 1 else logits.transpose(1, 2), "i")
+    bias = _pair_bias(layer, logits if dim == 1 else logits.transpose(1, 2), "i", budget)
     attend = _attention(layer)
     for piece in pieces:
         at = _at(dim, piece)
@@ -306,16 +308,20 @@ def _add_mean(layer: OuterProductMean, x: Tensor, total: Tensor, counts: Tensor)
     x += total.add_(layer.output.bias.to(total.dtype)).div_(counts)
 
 
-def _pair_bias(layer: MSARowAttention | TriangleAttention, local: Float[Tensor, "B _ _ H"], axis: Axis) -> PairBias:
-    """The bias of all pieces of attention: gathered once, or broadcast again for each piece if the plan streams it.
+def _pair_bias(
+    layer: MSARowAttention | TriangleAttention, local: Float[Tensor, "B _ _ H"], axis: Axis, budget: Budget
+) -> PairBias:
+    """The bias of all pieces of attention: gathered once or, if the plan says so or the budget does not hold it, broadcast
+    again for each piece.
 
     `local`: this rank's shard along `axis`.
     """
     whole, exchange = local.shape[1 if axis == "j" else 2], layer.exchange
-    if not layer.plan.stream_bias:
+    number = local.shape[0] * whole**2 * local.shape[-1]
+    if budget.ranks == 1 or not (layer.plan.stream_bias or number * local.element_size() > budget.memory):
         return PairBias(exchange.gather(local, axis, whole), axis, whole, LocalExchange(), CommunicationPlan())
     rows = exchange.switch(local, "j", "i", whole) if axis == "j" else local
-    return PairBias(rows, "i", whole, exchange, layer.plan)
+    return PairBias(rows, "i", whole, exchange, replace(layer.plan, stream_bias=True))
 
 
 def _width(layer: nn.Module) -> int:

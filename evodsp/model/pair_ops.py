@@ -79,8 +79,9 @@ class TriangleMultiplication(ShardedModule):
 
     def _by_channel(self, both: Float[Tensor, "2 B c I j"], axis: Axis, result_axis: Axis, residues: int) -> Pending:
         # The two operands share the batch axis, so that a rank gets the same channels of both.
-        moved = self.exchange.switch(_channels_last(both.flatten(0, 1)), axis, "channel", whole=residues)
-        product = self._product(*moved.permute(0, 3, 1, 2).chunk(2))  # from two [B, c/N, I, J]
+        moving = self.exchange.start_switch(_channels_last(both.flatten(0, 1)), axis, "channel", whole=residues)
+        # What arrives, two [B, c/N, I, J], gets no name, so that it is freed before the product is sent.
+        product = self._product(*moving.wait().permute(0, 3, 1, 2).chunk(2))
         return self.exchange.start_switch(product, "channel", result_axis, whole=both.shape[2])
 
     def _by_gathering(self, both: Float[Tensor, "2 B c _ _"], axis: Axis, result_axis: Axis, residues: int) -> Pending:

@@ -29,7 +29,8 @@ class CommunicationPlan:
     """Axis along which the extra MSA is sharded after row attention. `seq`: it stays there, and column attention reduces sums
     over sequences. `res`: it is switched to residues and back in every block."""
     stream_bias: bool = False
-    """Broadcast the pair bias of attention one shard at a time, so that it is never whole on a rank: for very long chains."""
+    """Broadcast the pair bias of attention one shard at a time, so that it is never whole on a rank: for very long chains. A
+    prediction does so anyway where the whole bias exceeds its working memory."""
     keep_gathered: bool = True
     """Where activations are recomputed, keep the results of gathers and sums (biases, one operand) instead of communicating
     them again."""

@@ -9,6 +9,7 @@ Shape legend: B batch, n1 n2 the two axes of a representation (one of them may b
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from jaxtyping import Float
@@ -18,7 +19,10 @@ from evodsp.model.dropout import Dropout, Masks
 from evodsp.model.in_place import Budget, add_in_place
 from evodsp.parallel.exchange import Exchange
 from evodsp.parallel.layout import DIMENSION, Axis
-from evodsp.parallel.pending import Pending, Ready, Shared
+from evodsp.parallel.pending import Deferred, Pending, Ready, Shared
+
+SWITCH_BUFFERS = 3
+"""Shards that a switch needs besides its input: what is sent, what arrives, and that in the order of the result."""
 
 
 class Sharded:
@@ -53,10 +57,17 @@ class Sharded:
         """The same representation sharded along `axis`: an all-to-all, or nothing if it is sharded so already.
 
         The all-to-all is launched here and awaited where the result's `x` is first read, so computation in between hides it.
+
+        With a budget that does not hold what is sent and received, the shard itself is changed, a few channels at a time and
+        when the result's `x` is first read: `x` of this object must not be read after that.
         """
         if axis == self.axis:
             return self
         total = self.total_sizes[DIMENSION[self.axis] - 1]
+        if self.switches_in_place:
+            channels = self._channels_to_switch()
+            change = partial(self.exchange.switch_in_place, self.x, self.axis, axis, total, channels)
+            return self._with(Deferred(change), axis)
         return self._with(self.exchange.start_switch(self.x, self.axis, axis, total), axis)
 
     def add(self, layer: nn.Module, *arguments: Any, dropout: Dropout | None = None, masks: Masks = None) -> Sharded:
@@ -70,6 +81,20 @@ class Sharded:
         update = layer(*arguments)
         x = self.x + update if dropout is None else dropout(self.x, update, masks, self.total_sizes, self.axis)
         return self._with(x, self.axis)
+
+    @property
+    def switches_in_place(self) -> bool:
+        """Whether `switch` changes the shard itself."""
+        # An in-place switch needs shards that are equally large along both axes.
+        return self.mask.shape[1] == self.mask.shape[2] and len(self._channels_to_switch()) > 1
+
+    def _channels_to_switch(self) -> list[slice]:
+        """The channels that are switched at a time."""
+        if self.budget is None:
+            return [slice(None)]
+        channels = self.x.shape[-1]
+        shard = self.mask.numel() * channels * self.x.element_size() / self.budget.ranks
+        return self.budget.equal(channels, SWITCH_BUFFERS * shard, channels)
 
     def _with(self, x: Float[Tensor, "B n1 n2 c"] | Pending, axis: Axis) -> Sharded:
         return Sharded(x, axis, self.mask, self.exchange, self.budget)

@@ -11,7 +11,7 @@ computation in between hides the communication. `whole` is the size of the axis 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
@@ -31,6 +31,16 @@ class Exchange(ABC):
     @abstractmethod
     def start_switch(self, x: Tensor, from_axis: Axis, to_axis: Axis, whole: int) -> Pending:
         """All-to-all: from a sharding along `from_axis` (of size `whole`) to one along `to_axis`."""
+
+    @abstractmethod
+    def switch_in_place(
+        self, x: Tensor, from_axis: Axis, to_axis: Axis, whole: int, channels: Sequence[slice]
+    ) -> Tensor:
+        """`switch` into the memory of `x`, without gradient. The two axes are equally long, and so are their shards on a rank.
+
+        `channels`: slices of the last axis, one after another. What is sent and received is as large as one of them, so no
+        second shard is needed. Whatever else refers to `x` afterwards holds numbers in the new order.
+        """
 
     @abstractmethod
     def start_gather(self, x: Tensor, axis: Axis, whole: int) -> Pending:
@@ -102,6 +112,11 @@ class LocalExchange(Exchange):
     def start_switch(self, x: Tensor, from_axis: Axis, to_axis: Axis, whole: int) -> Pending:
         return Ready(x)
 
+    def switch_in_place(
+        self, x: Tensor, from_axis: Axis, to_axis: Axis, whole: int, channels: Sequence[slice]
+    ) -> Tensor:
+        return x
+
     def start_gather(self, x: Tensor, axis: Axis, whole: int) -> Pending:
         return Ready(x)
 
@@ -152,6 +167,20 @@ class ShardedExchange(Exchange):
         return self._start(
             x, Switch(self.group, source, target, shard_sizes(whole, size), shard_sizes(x.shape[target], size))
         )
+
+    def switch_in_place(
+        self, x: Tensor, from_axis: Axis, to_axis: Axis, whole: int, channels: Sequence[slice]
+    ) -> Tensor:
+        # A rank's shards along two equally long axes are equally large. A channel of the one lies where the same channel of the
+        # other does, so it can be overwritten once it has been sent.
+        source, target = DIMENSION[from_axis], DIMENSION[to_axis]
+        if x.shape[target] != whole:
+            raise ValueError(f"axis {target} of {tuple(x.shape)} is not as long as the sharded one, {whole}")
+        x = x.contiguous()
+        result = x.view(x.transpose(source, target).shape)
+        for piece in channels:
+            result[..., piece] = self.switch(x[..., piece], from_axis, to_axis, whole)
+        return result
 
     def start_gather(self, x: Tensor, axis: Axis, whole: int) -> Pending:
         return self._start(x, Gather(self.group, DIMENSION[axis], shard_sizes(whole, self.group.size)))

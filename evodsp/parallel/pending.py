@@ -11,6 +11,7 @@ forward result was awaited, and awaited where the forward collective was launche
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +37,16 @@ class Ready(Pending):
 
     def wait(self, keep: bool = False) -> Tensor:
         return self.x
+
+
+class Deferred(Pending):
+    """A tensor that is made where it is awaited."""
+
+    def __init__(self, make: Callable[[], Tensor]) -> None:
+        self._make = make
+
+    def wait(self, keep: bool = False) -> Tensor:
+        return self._make()
 
 
 class Shared(Pending):

@@ -1,11 +1,12 @@
 """Memory of each rank when a protein of 1,024 residues passes through the full-width model, on 1, 2 and 4 ranks of one machine.
 
-    python -m scripts.benchmarks.long_protein [--ranks 1 2 4] [--residues 1024] [--backward]
+    python -m scripts.benchmarks.long_protein [--ranks 1 2 4] [--residues 1024] [--working_memory 64MiB | --backward]
 
 The features are random; the model has two Evoformer blocks and one extra-MSA block, fp32, without recycling. The ranks share
 the machine's cores, so the time says nothing about a machine with a core or GPU per rank. "tensors": peak memory of the tensors
 created during the pass, parameters and features excluded. "resident": growth of the process's resident memory. Both are the
-maximum over ranks.
+maximum over ranks. With `--working_memory` updates and switches are made in place and in pieces, as in `evodsp predict`;
+without it layers are computed whole.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import dataclasses
 import resource
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +25,11 @@ import torch.distributed as dist
 
 from evodsp.config import ModelConfig
 from evodsp.model.alphafold import AlphaFold
+from evodsp.model.in_place import use_memory
 from evodsp.model.primitives import use_exchange
 from evodsp.parallel.exchange import Exchange, LocalExchange, ShardedExchange
 from evodsp.parallel.group import Group
+from evodsp.ranges import memory_size
 
 from .peak_memory import PeakMemory
 from .random_inputs import output_tensors, random_features, randomise
@@ -33,7 +37,7 @@ from .random_inputs import output_tensors, random_features, randomise
 CLUSTERS, EXTRA = 32, 64
 
 
-def measured(exchange: Exchange, residues: int, backward: bool) -> dict[str, Any]:
+def measured(exchange: Exchange, residues: int, backward: bool, working_memory: int | None) -> dict[str, Any]:
     """One pass of the model on this rank: memory in MiB, seconds, and the RMS of the pLDDT logits, equal at any mesh."""
     torch.manual_seed(0)
     config = ModelConfig.preset("model_3")
@@ -45,6 +49,7 @@ def measured(exchange: Exchange, residues: int, backward: bool) -> dict[str, Any
     model = AlphaFold(config)
     randomise(model)
     use_exchange(model, exchange)
+    use_memory(model, working_memory)
     batch = random_features(CLUSTERS, EXTRA, residues)
     if backward:
         for parameter in model.parameters():
@@ -75,7 +80,7 @@ def _rank(rank: int, ranks: int, folder: str, arguments: argparse.Namespace) -> 
         handle = dist.group.WORLD
         assert handle is not None  # created one line above
         exchange = ShardedExchange(Group(handle))
-    result = measured(exchange, arguments.residues, arguments.backward)
+    result = measured(exchange, arguments.residues, arguments.backward, arguments.working_memory)
     torch.save(result, f"{folder}/{rank}.pt")
     if ranks > 1:
         dist.barrier()
@@ -89,10 +94,18 @@ def main() -> None:
     )
     parser.add_argument("--residues", type=int, default=1024, help="length of the protein (default: 1024)")
     parser.add_argument("--backward", action="store_true", help="run the backward pass too, recomputing activations")
+    parser.add_argument(
+        "--working_memory",
+        type=partial(memory_size, "working_memory"),
+        help="memory of a rank for a layer's intermediates, such as 64MiB",
+    )
     arguments = parser.parse_args()
+    if arguments.backward and arguments.working_memory is not None:
+        parser.error("--working_memory is for passes without gradients; leave out --backward")
+    memory = f", working memory {arguments.working_memory >> 20} MiB" if arguments.working_memory is not None else ""
     print(
         f"{arguments.residues} residues, {CLUSTERS} clusters, {EXTRA} extra sequences, full widths, 2 Evoformer blocks, "
-        f"1 extra-MSA block, fp32, {'forward + backward' if arguments.backward else 'forward'}, one thread per rank"
+        f"1 extra-MSA block, fp32, {'forward + backward' if arguments.backward else 'forward'}{memory}, one thread per rank"
     )
     print(f"{'ranks':>5}{'tensors MiB':>13}{'of 1 rank':>11}{'resident MiB':>14}{'wall s':>8}  pLDDT logits")
     first = None

@@ -73,3 +73,25 @@ def test_no_part_needs_more_than_the_evoformer() -> None:
     found = prediction_memory(what)
     assert found.at == "evoformer"
     assert found.layers < 1.6 * found.pair  # the product of a triangle multiplication is as large
+
+
+@pytest.mark.parametrize(("ranks", "most"), [(2, 2.2), (8, 2.6)])
+def test_a_rank_of_several_holds_its_shard_of_the_pair_once(ranks: int, most: float) -> None:
+    """Catches a second shard: an argument, a switch or the recycled representation that is held while a layer runs.
+
+    A second one is the product of a triangle multiplication. What is on its way between ranks comes on top.
+    """
+    what = Prediction(ModelConfig.preset("model_1_ptm"), Sizes(6000, 64, 64, 0), passes=1, ranks=ranks, half=True)
+    found = prediction_memory(dataclasses.replace(what, memory=1 << 28))
+    assert found.pair + found.layers < most * found.pair
+
+
+def test_gathered_biases_do_not_outgrow_the_budget() -> None:
+    """Catches the whole pair bias of row attention on every rank, which among many ranks is larger than all else."""
+    one = ModelConfig.preset("model_1_ptm")
+    stacks = {name: dataclasses.replace(getattr(one, name), blocks=1) for name in ("extra_msa", "evoformer")}
+    what = Prediction(dataclasses.replace(one, **stacks), Sizes(3000, 64, 64, 0), passes=1, ranks=64, half=True)
+    whole_bias = 3000**2 * 8 * 2
+    found, unlimited = (prediction_memory(dataclasses.replace(what, memory=memory)) for memory in (1 << 24, None))
+    assert unlimited.layers > 2 * whole_bias
+    assert found.layers < 1.5 * whole_bias  # of which half is what a triangle multiplication sends and receives

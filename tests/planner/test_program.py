@@ -87,8 +87,11 @@ PRESET = ModelConfig.preset("model_1_ptm")
 FINE_TUNING = LossConfig(violation=1.0, experimentally_resolved=0.01, pae=0.1)
 
 
+H100 = load_device("h100")
+
+
 def seconds(work: Work) -> float:
-    return load_device("h100").seconds(work.name, work.flops, work.bytes, work.launches, work.half)
+    return H100.seconds(work.name, work.flops, work.bytes, work.launches, work.half)
 
 
 def both(step: Step, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Item], list[Item]]:
