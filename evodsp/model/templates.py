@@ -8,6 +8,7 @@ z is on J. Template features per residue are small and whole on every rank, and 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -159,12 +160,18 @@ class TemplatePointwiseAttention(nn.Module):
         self, t: Float[Tensor, "B T I j c_t"], z: Float[Tensor, "B I j c_z"], template_mask: Float[Tensor, "B T"]
     ) -> Float[Tensor, "B I j c_z"]:
         """The update of z. If all templates are masked, the weights are uniform, as in AF2; the caller masks the update."""
-        q = self.query(z).unflatten(-1, (self.heads, -1)) * self.head_width**-0.5
-        k, v = self.key_value(t).unflatten(-1, (2, self.heads, -1)).unbind(-3)  # each [B, T, I, J, H, D]
-        # One query and a few keys per residue pair: elementwise products are faster than R x R tiny matrix products.
-        logits = (q.unsqueeze(1) * k).sum(-1, dtype=wide(k.dtype)) + mask_bias(template_mask)[:, :, None, None, None]
+        logits, v = self.logits_and_values(t, z, template_mask)
         o = (logits.softmax(1).to(v.dtype).unsqueeze(-1) * v).sum(1, dtype=v.dtype)  # added up in float32 even in bf16
         return self.output(o.flatten(-2))
+
+    def logits_and_values(
+        self, t: Float[Tensor, "B T I j c_t"], z: Float[Tensor, "B I j c_z"], template_mask: Float[Tensor, "B T"]
+    ) -> tuple[Float[Tensor, "B T I j H"], Float[Tensor, "B T I j H D"]]:
+        """The logits of the attention's weights, and what is weighted."""
+        q = self.query(z).unflatten(-1, (self.heads, -1)) * self.head_width**-0.5
+        k, v = self.key_value(t).unflatten(-1, (2, self.heads, -1)).unbind(-3)
+        # One query and a few keys per residue pair: elementwise products are faster than R x R tiny matrix products.
+        return (q.unsqueeze(1) * k).sum(-1, dtype=wide(k.dtype)) + mask_bias(template_mask)[:, :, None, None, None], v
 
 
 class TemplateEmbedder(Budgeted):
@@ -197,21 +204,13 @@ class TemplateEmbedder(Budgeted):
         keys: DropoutKeys = NO_DROPOUT,
     ) -> Float[Tensor, "B I j c_z"]:
         """The update of z, zero for a sample without templates. `keys`: of `dropout_streams`."""
-        return self.attended(self.embedded(z.dtype, templates, pair_mask, keys), z, templates.mask)
+        update = self.attention(self.embedded(z.dtype, templates, pair_mask, keys), z, templates.mask)
+        return update * self.present(templates, update.dtype)
 
     def embedded(
         self, dtype: torch.dtype, templates: Templates, pair_mask: Float[Tensor, "B R R"], keys: DropoutKeys
     ) -> Float[Tensor, "B T I j c_t"]:
         """The pair representation of each template, on J, from features in this dtype."""
-        count = templates.mask.shape[1]
-        # Templates do not see each other, so they need not be in memory together. Keys of dropout are for all of them.
-        alone = self.budget is not None and keys.flat is None
-        pieces = [slice(number, number + 1) for number in range(count)] if alone else [slice(0, count)]
-        return collected(lambda some: self._embedded(dtype, templates.only(some), pair_mask, keys), pieces, 1, count)
-
-    def _embedded(
-        self, dtype: torch.dtype, templates: Templates, pair_mask: Float[Tensor, "B R R"], keys: DropoutKeys
-    ) -> Float[Tensor, "B T I j c_t"]:
         batch, count = templates.mask.shape
         mask = pair_mask.repeat_interleave(count, 0)
         own = self.exchange.owned(pair_mask.shape[1])
@@ -227,12 +226,10 @@ class TemplateEmbedder(Budgeted):
         t = collected(features_of, pieces, 2, size)
         return self.norm(self.stack(t.flatten(0, 1), mask, keys)).unflatten(0, (batch, count))
 
-    def attended(
-        self, t: Float[Tensor, "B T I j c_t"], z: Float[Tensor, "B I j c_z"], template_mask: Float[Tensor, "B T"]
-    ) -> Float[Tensor, "B I j c_z"]:
-        """The update of z from embedded templates, zero for a sample without any."""
-        present = (template_mask.sum(1) > 0).to(z.dtype)
-        return self.attention(t, z, template_mask) * present[:, None, None, None]
+    @staticmethod
+    def present(templates: Templates, dtype: torch.dtype) -> Float[Tensor, "B 1 1 1"]:
+        """1 for samples that have a template, otherwise 0."""
+        return (templates.mask.sum(1) > 0).to(dtype)[:, None, None, None]
 
     def pair_features(self, templates: Templates, rows: slice = slice(None)) -> Float[Tensor, "B T i J features"]:
         """Pair features of each template: CB distances, residue types of j and i, directions from i to j, masks. On I.
@@ -281,14 +278,30 @@ def _templates(
     pair_mask: Float[Tensor, "B R R"],
     keys: DropoutKeys = NO_DROPOUT,
 ) -> None:
-    """The attention to embedded templates, a few rows at a time."""
-    t = layer.embedded(z.dtype, templates, pair_mask, keys)
-    attention = layer.attention
-    # Queries and their sums, keys and values, and two products of these.
-    width = 3 * z.shape[-1] + 4 * t.shape[1] * attention.query.out_features
-    x = target.wait()
-    for rows in budget.pieces(z, 1, mask, width):
-        x[:, rows] += layer.attended(t[:, :, rows], z[:, rows], templates.mask)
+    """One template after another, because they do not see each other: the attention's weighted mean of values is kept, and the
+    logarithm of the sum of its weights, and each template moves the mean. All of it is done a few rows at a time.
+
+    For a sample without templates the mean is not the one of `forward`, but its update is zero.
+    """
+    count, attention = templates.mask.shape[1], layer.attention
+    # Keys of dropout are for all templates together.
+    groups = [slice(0, count)] if keys.flat is not None else [slice(number, number + 1) for number in range(count)]
+    mean = z.new_zeros(*z.shape[:-1], attention.heads, attention.head_width)
+    total = z.new_full((*z.shape[:-1], attention.heads), -math.inf, dtype=wide(z.dtype))
+    # Queries, keys and values, their products and differences.
+    pieces = budget.pieces(z, 1, mask, z.shape[-1] + 8 * attention.query.out_features)
+    for some in groups:
+        t = layer.embedded(z.dtype, templates.only(some), pair_mask, keys)
+        for rows in pieces:
+            of_rows = attention.logits_and_values(t[:, :, rows], z[:, rows], templates.mask[:, some])
+            for logits, values in zip(*(x.unbind(1) for x in of_rows), strict=True):
+                total[:, rows] = torch.logaddexp(total[:, rows], logits)
+                share = (logits - total[:, rows]).exp().to(mean.dtype).unsqueeze(-1)
+                mean[:, rows] = torch.lerp(mean[:, rows], values, share)
+        del t  # not held while the next one is made
+    x, present = target.wait(), layer.present(templates, z.dtype)
+    for rows in pieces:
+        x[:, rows] += attention.output(mean[:, rows].flatten(-2)) * present
 
 
 class TemplateTorsionEmbedder(nn.Module):

@@ -14,15 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from evodsp.config import ModelConfig, TemplateConfig
-from evodsp.model.alphafold import AlphaFold
+from evodsp.model.alphafold import TEMPLATE_FEATURES, AlphaFold
 from evodsp.model.evoformer import EvoformerBlock, EvoformerStack
-from evodsp.model.in_place import Budget, use_memory
+from evodsp.model.in_place import Budget, add_in_place, use_memory
 from evodsp.model.primitives import use_exchange
 from evodsp.model.schedule import DAP, CommunicationPlan
-from evodsp.model.templates import TemplatePairStack
+from evodsp.model.templates import TemplateEmbedder, TemplatePairStack, Templates
 from evodsp.parallel.exchange import Exchange, LocalExchange, ShardedExchange
 from evodsp.parallel.group import Group
 from evodsp.parallel.layout import DIMENSION, Axis, shard_sizes
+from evodsp.parallel.pending import Ready
 from evodsp.rng import Draws
 from scripts.benchmarks import formulas
 from scripts.benchmarks.peak_memory import PeakMemory
@@ -121,6 +122,31 @@ def test_pieces_of_shards_equal_the_whole(
     found = pool.run(ranks, run_rank, kind, memory, plan)
     for name, x in expected.items():
         close(torch.cat([rank[name] for rank in found], axis_of[name]), x, name)
+
+
+@pytest.mark.parametrize("memory", [1, 3000])
+def test_one_template_after_another(double: Any, memory: int) -> None:
+    """Catches a template that is masked and counts, one that is forgotten, and an update for a sample that has none.
+
+    Samples have the first and last of three templates, none, and the last two.
+    """
+    batch, count, sizes = 3, 3, ModelConfig.preset("test").channels
+    own = features(batch)
+    given = {name: own[name][:, 0, :1].repeat_interleave(count, 1) for name in TEMPLATE_FEATURES}
+    torch.manual_seed(4)
+    given = {name: x * torch.rand_like(x) if x.is_floating_point() else x for name, x in given.items()}
+    given["template_mask"] = torch.tensor([[1.0, 0, 1], [0, 0, 0], [0, 1, 1]])
+    residues = given["template_aatype"].shape[2]
+    embedder = dense(TemplateEmbedder(sizes.pair, config().templates)).double()
+    z, mask = torch.randn(batch, residues, residues, sizes.pair), torch.ones(batch, residues, residues)
+    expected = embedder(z, Templates.from_features(given), mask)
+    assert not expected[1].any()
+    assert expected[0].any()
+    assert expected[2].any()
+    found = z.clone()
+    with torch.no_grad():
+        add_in_place(embedder, Ready(found), mask, Budget(memory, 1), found, Templates.from_features(given), mask)
+    close(found, z + expected, "z")
 
 
 def run_model(memory: int | None, exchange: Exchange, ensembles: int = 1, draws: bool = False) -> dict[str, Tensor]:

@@ -75,6 +75,18 @@ def test_no_part_needs_more_than_the_evoformer() -> None:
     assert found.layers < 1.6 * found.pair  # the product of a triangle multiplication is as large
 
 
+def test_four_templates_need_the_memory_of_one() -> None:
+    """Catches embedded templates that are kept until the last one is there: each is half as large as the pair representation."""
+    one, four = (
+        prediction_memory(
+            Prediction(ModelConfig.preset("model_1_ptm"), Sizes(3000, 64, 64, count), passes=1, half=True, memory=1 << 26)
+        )
+        for count in (1, 4)
+    )
+    assert one.at == four.at == "templates and embedders"
+    assert four.layers < 1.02 * one.layers < 1.8 * one.pair
+
+
 @pytest.mark.parametrize(("ranks", "most"), [(2, 2.2), (8, 2.6)])
 def test_a_rank_of_several_holds_its_shard_of_the_pair_once(ranks: int, most: float) -> None:
     """Catches a second shard: an argument, a switch or the recycled representation that is held while a layer runs.
