@@ -33,7 +33,7 @@ def run(settings: EstimateConfig, words: list[str]) -> int:
     features = feature_config(config, features)
     found = []
     for residues, of in sorted(_lengths(settings).items()):
-        what = prediction_of(config, model, features, residues, memory)
+        what = prediction_of(config, model, features, residues, memory, on)
         _check_ranks(what)
         found.append(_estimate(what, of, on))
     print(

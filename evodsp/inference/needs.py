@@ -75,16 +75,23 @@ def _planned(name: str) -> tuple[Device, Links]:
 
 
 def prediction_of(
-    config: PredictConfig, model: ModelConfig, features: FeatureConfig, residues: int, memory: int | None
+    config: PredictConfig,
+    model: ModelConfig,
+    features: FeatureConfig,
+    residues: int,
+    memory: int | None,
+    on: There,
 ) -> Prediction:
     """The prediction of a sequence with a deep alignment. `memory`: the working memory in bytes."""
     templates = max(1, features.max_templates) if model.templates.enabled else 0
     rows = features.msa_clusters - features.max_templates
     sizes = Sizes(residues, rows, features.extra_msa, templates)
-    return _prediction(config, model, sizes, features.recycles + 1, memory)
+    return _prediction(config, model, sizes, features.recycles + 1, memory, on)
 
 
-def _prediction(config: PredictConfig, model: ModelConfig, sizes: Sizes, passes: int, memory: int | None) -> Prediction:
+def _prediction(
+    config: PredictConfig, model: ModelConfig, sizes: Sizes, passes: int, memory: int | None, on: There
+) -> Prediction:
     return Prediction(
         model,
         sizes,
@@ -93,6 +100,7 @@ def _prediction(config: PredictConfig, model: ModelConfig, sizes: Sizes, passes:
         ranks=config.parallel.sequence,
         half=layer_dtype(config) == torch.bfloat16,
         tf32=config.matmul_precision == "high",
+        on_host=not on.shared,
         memory=memory,
         plan=config.plan,
     )
@@ -177,11 +185,12 @@ def check_needs(
     if _multiplications(model.config, model, residues, rows, passes * config.ensembles) < TINY:
         return None
     sizes = Sizes(_rounded(residues), _rounded(rows[0]), _rounded(rows[1]), templates)
-    what = _prediction(config, model.config, sizes, passes, working_memory(config.working_memory, device))
     on = there(device)
+    what = _prediction(config, model.config, sizes, passes, working_memory(config.working_memory, device), on)
     memory = prediction_memory(what)
     here = int(os.environ.get("LOCAL_WORLD_SIZE", what.ranks)) if on.shared else 1
-    free = on.free // here + memory.weights + memory.features  # which are there already
+    already = memory.weights + (0 if what.on_host else memory.features)
+    free = on.free // here + already
     line = text("the model", what, memory, free, seconds(what, on))
     if memory.total <= free:
         return line

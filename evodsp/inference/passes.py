@@ -110,7 +110,7 @@ def _aligned_error(
         return None
     heads, exchange = model.config.heads, model.exchange
     logits = output.logits["predicted_aligned_error"][:1]
-    mask = batch["seq_mask"][:1, -1].float()
+    mask = batch["seq_mask"][:1, -1].to(logits.device).float()
     pae = exchange.gather(compute_pae(logits, heads.pae_max_error), "i", whole=mask.shape[1])
     return AlignedError(
         pae=pae[0, :length, :length].cpu().numpy(),

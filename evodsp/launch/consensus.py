@@ -72,19 +72,22 @@ def on_every(make: Callable[[], T], group: Group | None) -> T:
 def tensors_from_first(
     make: Callable[[], Mapping[str, Tensor]], device: torch.device, group: Group | None
 ) -> dict[str, Tensor]:
-    """Rank 0's tensors by name, on every rank's `device`. Like `from_first`, but tensors are not pickled."""
+    """Rank 0's tensors by name, on every rank's host. Like `from_first`, but tensors are not pickled.
+
+    `device`: that of the group's communication. Tensors are brought there one at a time.
+    """
     if group is None:
-        return {name: value.to(device) for name, value in make().items()}
+        return dict(make())
     tensors: dict[str, Tensor] = {}
 
     def shapes() -> dict[str, tuple[torch.Size, torch.dtype]]:
-        tensors.update({name: value.to(device).contiguous() for name, value in make().items()})
+        tensors.update({name: value.contiguous() for name, value in make().items()})
         return {name: (value.shape, value.dtype) for name, value in tensors.items()}
 
     for name, (shape, dtype) in from_first(shapes, group).items():
-        if group.rank > 0:
-            tensors[name] = torch.empty(shape, dtype=dtype, device=device)
-        dist.broadcast(tensors[name], group=group.handle, group_src=0)
+        moving = torch.empty(shape, dtype=dtype, device=device) if group.rank > 0 else tensors[name].to(device)
+        dist.broadcast(moving, group=group.handle, group_src=0)
+        tensors[name] = moving.cpu()
     return tensors
 
 

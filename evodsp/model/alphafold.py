@@ -70,6 +70,8 @@ class AlphaFold(Budgeted):
         """Run every pass (recycling iteration) of `batch`. Gradients flow through the last pass only (algorithm 31).
 
         `batch`: processed features, axes [batch, cycle, …]; other entries are ignored. Its axis of templates may be empty.
+        It may be on the host: the features of a pass are brought to the model's device when the pass begins.
+
         `draws`: one dropout stream per sample; none means no dropout.
 
         `ensembles`: number of feature sets per pass. Their representations are averaged (supplement 1.11.2); training uses one
@@ -87,13 +89,16 @@ class AlphaFold(Budgeted):
         if ensembles < 1 or sets % ensembles:
             raise ValueError(f"a cycle axis of {sets} feature sets does not hold passes of {ensembles}")
         last = sets // ensembles - 1
-        recycled = self._first(batch)
+        device = next(self.parameters()).device
+        recycled: Recycled | None = None
         cycle = 0
         while True:
             members = [
-                {name: batch[name][:, entry] for name in self.features}
+                {name: batch[name][:, entry].to(device) for name in self.features}
                 for entry in range(cycle * ensembles, (cycle + 1) * ensembles)
             ]
+            if recycled is None:
+                recycled = self._first(members[0])
             # Before torch 2.11, autocast keeps weights that it cast in a pass without gradients; the last pass would use these
             # copies, and the weights would get no gradient.
             torch.clear_autocast_cache()
@@ -104,7 +109,8 @@ class AlphaFold(Budgeted):
             if cycle == last or settled(output, stop_tolerance):
                 return output
             recycled, cycle = Recycled.of(output), cycle + 1
-            del output  # its logits are as large as the pair representation; free them before the next pass
+            # Logits are as large as the pair representation; free them, and the features, before the next pass.
+            del output, members
 
     def dropout_streams(self, draws: Sequence[Draws], ensembles: int, templates: int) -> Streams:
         """The streams of dropout of one pass. `draws`: the pass's stream for each sample.
@@ -238,12 +244,15 @@ class AlphaFold(Budgeted):
         extra = collected(rows_of, pieces, 1, own[0].shape[1])
         return self.extra_msa_stack(extra, z, mask, pair_mask, keys)[1]
 
-    def _first(self, batch: Mapping[str, Tensor]) -> Recycled:
-        """Input of the first pass: zeros. The recycling embedder still adds its biases, as AF2's does."""
-        b, _, r, _ = batch["target_feat"].shape
+    def _first(self, features: Mapping[str, Tensor]) -> Recycled:
+        """Input of the first pass: zeros. The recycling embedder still adds its biases, as AF2's does.
+
+        `features`: of one set.
+        """
+        b, r, _ = features["target_feat"].shape
         local = self.exchange.owned(r)
-        zeros, channels = batch["target_feat"].new_zeros, self.config.channels
-        dtype = activation_dtype(batch["target_feat"])
+        zeros, channels = features["target_feat"].new_zeros, self.config.channels
+        dtype = activation_dtype(features["target_feat"])
         return Recycled(
             zeros(b, r, channels.msa, dtype=dtype),
             zeros(b, r, local.stop - local.start, channels.pair, dtype=dtype),

@@ -212,7 +212,7 @@ class TemplateEmbedder(Budgeted):
     ) -> Float[Tensor, "B T I j c_t"]:
         """The pair representation of each template, on J, from features in this dtype."""
         batch, count = templates.mask.shape
-        mask = pair_mask.repeat_interleave(count, 0)
+        mask = pair_mask.unsqueeze(1).expand(-1, count, -1, -1).flatten(0, 1)  # of one sample a view
         own = self.exchange.owned(pair_mask.shape[1])
 
         def features_of(rows: slice) -> Tensor:

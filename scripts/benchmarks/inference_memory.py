@@ -78,7 +78,7 @@ def whole_model(sequences: int, extra: int, residues: int) -> tuple[nn.Module, P
     model = AlphaFold(config).to("meta")
     features = random_features(sequences, extra, residues, TEMPLATES)
     members = [{name: features[name][:, 0].to("meta") for name in model.features}]
-    return model, lambda: model.one_pass(members, model._first({n: x[:, None] for n, x in members[0].items()}))
+    return model, lambda: model.one_pass(members, model._first(members[0]))
 
 
 def main() -> None:

@@ -56,7 +56,8 @@ def measured(exchange: Exchange, residues: int, backward: bool, working_memory: 
             parameter.grad = torch.zeros_like(parameter)
     before, start = _resident(), time.perf_counter()
     with torch.set_grad_enabled(backward), PeakMemory() as memory:
-        output = model.one_pass([{name: batch[name][:, 0] for name in model.features}], model._first(batch))
+        features = {name: batch[name][:, 0] for name in model.features}
+        output = model.one_pass([features], model._first(features))
         if backward:
             torch.stack([x.mean() for x in output_tensors(output) if x.requires_grad]).sum().backward()
     return {

@@ -69,7 +69,7 @@ def trace(config: ModelConfig, features: FeatureConfig, exchange: Exchange, ledg
         batch = random_features(features.msa_clusters - templates, features.extra_msa, residues, templates)
         members = [{name: batch[name][:, 0] for name in model.features}]
         with FlopCounterMode(display=False) as flops:
-            output = model.one_pass(members, model._first(batch))
+            output = model.one_pass(members, model._first(members[0]))
             terms = [x.sum() for x in output_tensors(output) if x.requires_grad]
             forward = Traced(flops.get_total_flops(), ledger.bytes())
             torch.stack(terms).sum().backward()

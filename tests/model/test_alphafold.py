@@ -240,3 +240,22 @@ def test_nothing_large_outlives_its_use(model):
             handle.remove()
     assert alive == [0, 0, 0]
     assert len(large) == 12
+
+
+def test_features_of_a_pass_come_to_the_device_when_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches features on another device than the model, and features of a pass that stay on its device in the next."""
+    model = AlphaFold(ModelConfig.preset("test")).to("meta")
+    run, present = model.one_pass, []
+    seen: list[weakref.ref[Tensor]] = []
+
+    def one_pass(members: list[dict[str, Tensor]], *arguments: object) -> ModelOutput:
+        present.append(sum(x() is not None for x in seen))
+        seen.extend(weakref.ref(x) for x in members[0].values())
+        assert {x.device.type for x in members[0].values()} == {"meta"}
+        return run(members, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(model, "one_pass", one_pass)
+    with torch.no_grad():
+        output = model(make_batch(3))
+    assert output.structure.positions.device.type == "meta"
+    assert present == [0, 0, 0]

@@ -56,7 +56,8 @@ def test_less_memory_with_what_the_options_change() -> None:
     assert changed(ranks=2) < total
     assert changed(memory=None) > total
     assert changed(ensembles=2) > total
-    assert changed(passes=1) < total
+    assert changed(passes=1) == total < changed(on_host=False)
+    assert changed(passes=1, on_host=False) == total
 
 
 @pytest.mark.verify
@@ -76,10 +77,12 @@ def test_no_part_needs_more_than_the_evoformer() -> None:
 
 
 def test_four_templates_need_the_memory_of_one() -> None:
-    """Catches embedded templates that are kept until the last one is there: each is half as large as the pair representation."""
+    """Catches embedded templates that are kept until the last one is there: each is half as large as the pair."""
     one, four = (
         prediction_memory(
-            Prediction(ModelConfig.preset("model_1_ptm"), Sizes(3000, 64, 64, count), passes=1, half=True, memory=1 << 26)
+            Prediction(
+                ModelConfig.preset("model_1_ptm"), Sizes(3000, 64, 64, count), passes=1, half=True, memory=1 << 26
+            )
         )
         for count in (1, 4)
     )
