@@ -1,8 +1,8 @@
 """A representation of which every rank of a group holds one shard.
 
 A block of the Evoformer is written with two verbs: `add` the update of a sub-layer, and `switch` the sharded axis where the
-next sub-layer needs another one. On one device `switch` does nothing. Without gradients, and with a memory budget, `add` writes
-into the representation and computes the update piece by piece (`evodsp.model.in_place`).
+next sub-layer needs another one. On one device `switch` does nothing. Without gradients, and with a memory budget, both write
+into the representation, piece by piece: `add` as `evodsp.model.in_place` says, `switch` a few channels at a time.
 
 Shape legend: B batch, n1 n2 the two axes of a representation (one of them may be a shard), N1 N2 their total sizes, c channels.
 """
@@ -26,7 +26,7 @@ SWITCH_BUFFERS = 3
 
 
 class Sharded:
-    """This rank's shard of a representation, and the axis along which the representation is sharded. Never changes."""
+    """This rank's shard of a representation, and the axis along which it is sharded. The axis of an object never changes."""
 
     def __init__(
         self,
