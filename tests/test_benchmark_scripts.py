@@ -187,13 +187,18 @@ def test_compute_is_what_lies_between_waits() -> None:
     assert found == [("a", 0, 2), ("a", 4, 8), ("b", 12, 20)]
 
 
-def test_a_long_protein_gives_the_same_numbers_for_less_memory(pool: RankPool) -> None:
+@pytest.mark.parametrize(
+    ("residues", "working_memory"), [(40, None), pytest.param(128, 1 << 18, marks=pytest.mark.verify)]
+)
+def test_a_long_protein_gives_the_same_numbers_for_less_memory(
+    pool: RankPool, residues: int, working_memory: int | None
+) -> None:
     """Catches ranks that need less memory only because they compute something else."""
-    one = long_protein.measured(LocalExchange(), 40, True)
-    for found in pool.run(2, long_protein_on_rank):
+    one = long_protein.measured(LocalExchange(), residues, working_memory is None, working_memory)
+    for found in pool.run(2, long_protein_on_rank, residues, working_memory):
         assert found["plddt logits"] == pytest.approx(one["plddt logits"], rel=1e-5)
         assert found["tensors"] < 0.8 * one["tensors"]
 
 
-def long_protein_on_rank(handle: Any) -> dict[str, Any]:
-    return long_protein.measured(ShardedExchange(Group(handle)), 40, True)
+def long_protein_on_rank(handle: Any, residues: int, working_memory: int | None) -> dict[str, Any]:
+    return long_protein.measured(ShardedExchange(Group(handle)), residues, working_memory is None, working_memory)
