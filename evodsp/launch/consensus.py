@@ -87,7 +87,8 @@ def tensors_from_first(
     for name, (shape, dtype) in from_first(shapes, group).items():
         moving = torch.empty(shape, dtype=dtype, device=device) if group.rank > 0 else tensors[name].to(device)
         dist.broadcast(moving, group=group.handle, group_src=0)
-        tensors[name] = moving.cpu()
+        if group.rank > 0:
+            tensors[name] = moving.cpu()
     return tensors
 
 

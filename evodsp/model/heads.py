@@ -16,7 +16,6 @@ from evodsp.config import ChannelsConfig, HeadsConfig
 from evodsp.geometry.alphabet import LETTERS_WITH_MASK
 from evodsp.model.in_place import Budgeted
 from evodsp.model.primitives import LayerNorm, Linear
-from evodsp.model.sharded import SWITCH_BUFFERS
 
 ATOMS = 37
 
@@ -34,13 +33,12 @@ class DistogramHead(Budgeted):
         half = self.half_logits(z)
         if self.budget is None:
             return self._symmetric(half)
-        bytes_of_all = SWITCH_BUFFERS * half.element_size() * half.shape[0] * z.shape[2] ** 2 * half.shape[-1]
-        for bins in self.budget.equal(half.shape[-1], bytes_of_all / self.exchange.ranks, half.shape[-1]):
+        for bins in self.budget.channels(half, half.shape[0] * half.shape[2] ** 2):
             half[..., bins] = self._symmetric(half[..., bins])
         return half
 
     def _symmetric(self, half: Float[Tensor, "B i R bins"]) -> Float[Tensor, "B i R bins"]:
-        """Added to the same of the residues exchanged."""
+        """The sum of `half` and its transpose (i and j exchanged). Any subset of the bins may be given."""
         columns = self.exchange.switch(half, "i", "j", whole=half.shape[2])  # [B, R, j, bins], j the same residues as i
         return half + columns.transpose(1, 2)
 

@@ -33,6 +33,9 @@ from evodsp.parallel.exchange import LocalExchange
 from evodsp.parallel.layout import DIMENSION, Axis, shard_slice
 from evodsp.parallel.pending import Pending
 
+SWITCH_BUFFERS = 3
+"""Shards that a switch needs besides its input: what is sent, what arrives, and that in the order of the result."""
+
 Mask = Float[Tensor, "B N1 N2"]
 MSAMask = Float[Tensor, "B S R"]
 PairMask = Float[Tensor, "B R R"]
@@ -91,6 +94,11 @@ class Budget:
         """
         most = mask.shape[dim] if size == mask.shape[dim] else mask.shape[dim] // self.ranks
         return self.equal(size, mask.numel() * needed / self.ranks, most)
+
+    def channels(self, x: Float[Tensor, "B n1 n2 c"], positions: int) -> list[slice]:
+        """Slices of the channels of a shard `x`, so that a switch of one of them fits. `positions`: B N1 N2."""
+        shard = positions * x.shape[-1] * x.element_size() / self.ranks
+        return self.equal(x.shape[-1], SWITCH_BUFFERS * shard, x.shape[-1])
 
     def equal(self, size: int, needed: int | float, most: int) -> list[slice]:
         """`size` entries, which need so many bytes, in pieces that fit: at most in `most`, and at least in one."""

@@ -21,9 +21,6 @@ from evodsp.parallel.exchange import Exchange
 from evodsp.parallel.layout import DIMENSION, Axis
 from evodsp.parallel.pending import Deferred, Pending, Ready, Shared
 
-SWITCH_BUFFERS = 3
-"""Shards that a switch needs besides its input: what is sent, what arrives, and that in the order of the result."""
-
 
 class Sharded:
     """This rank's shard of a representation, and the axis along which it is sharded. The axis of an object never changes."""
@@ -90,11 +87,7 @@ class Sharded:
 
     def _channels_to_switch(self) -> list[slice]:
         """The channels that are switched at a time."""
-        if self.budget is None:
-            return [slice(None)]
-        channels = self.x.shape[-1]
-        shard = self.mask.numel() * channels * self.x.element_size() / self.budget.ranks
-        return self.budget.equal(channels, SWITCH_BUFFERS * shard, channels)
+        return [slice(None)] if self.budget is None else self.budget.channels(self.x, self.mask.numel())
 
     def _with(self, x: Float[Tensor, "B n1 n2 c"] | Pending, axis: Axis) -> Sharded:
         return Sharded(x, axis, self.mask, self.exchange, self.budget)

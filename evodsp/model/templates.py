@@ -278,10 +278,10 @@ def _templates(
     pair_mask: Float[Tensor, "B R R"],
     keys: DropoutKeys = NO_DROPOUT,
 ) -> None:
-    """One template after another, because they do not see each other: the attention's weighted mean of values is kept, and the
-    logarithm of the sum of its weights, and each template moves the mean. All of it is done a few rows at a time.
+    """One template after another: only one is embedded at a time. Two things are kept of those before it, the weighted mean of
+    their values and the logarithm of the sum of their weights. Each template moves the mean, a few rows at a time.
 
-    For a sample without templates the mean is not the one of `forward`, but its update is zero.
+    Weights of a sample without templates differ from those of `forward`; its update is zero in both.
     """
     count, attention = templates.mask.shape[1], layer.attention
     # Keys of dropout are for all templates together.

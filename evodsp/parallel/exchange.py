@@ -38,8 +38,8 @@ class Exchange(ABC):
     ) -> Tensor:
         """`switch` into the memory of `x`, without gradient. The two axes are equally long, and so are their shards on a rank.
 
-        `channels`: slices of the last axis, one after another. What is sent and received is as large as one of them, so no
-        second shard is needed. Whatever else refers to `x` afterwards holds numbers in the new order.
+        `channels`: slices of the last axis, which are switched one after another. Only what is sent and received of one slice
+        needs further memory. Other references to the memory of `x` see the switched numbers afterwards.
         """
 
     @abstractmethod
@@ -171,8 +171,8 @@ class ShardedExchange(Exchange):
     def switch_in_place(
         self, x: Tensor, from_axis: Axis, to_axis: Axis, whole: int, channels: Sequence[slice]
     ) -> Tensor:
-        # A rank's shards along two equally long axes are equally large. A channel of the one lies where the same channel of the
-        # other does, so it can be overwritten once it has been sent.
+        # A rank's shards along two equally long axes have the same size, and in both of them a channel takes the same places in
+        # memory. So a channel can be overwritten once it has been sent.
         source, target = DIMENSION[from_axis], DIMENSION[to_axis]
         if x.shape[target] != whole:
             raise ValueError(f"axis {target} of {tuple(x.shape)} is not as long as the sharded one, {whole}")

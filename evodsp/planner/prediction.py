@@ -42,8 +42,8 @@ class Prediction:
     half: bool = False
     """bf16 layers."""
     tf32: bool = False
-    on_host: bool = True
-    """Whether the features of later passes wait in the host's memory, which is not that of the device: not on a CPU."""
+    features_on_host: bool = True
+    """Whether the features of later passes wait on the host, outside of the device's memory. False on a CPU."""
     memory: int | None = None
     """Bytes for what a layer computes beside the representations; None: no limit."""
     plan: CommunicationPlan = field(default_factory=CommunicationPlan)
@@ -83,7 +83,7 @@ def prediction_memory(what: Prediction) -> PredictionMemory:
     msa = 0 if place in ("other", "template_embedder") else min(rows * shard * width * number, worst.live - pair)
     return PredictionMemory(
         weights=program.parameters * (SINGLE + HALF if what.half else SINGLE),
-        features=program.batch_bytes * what.ensembles * (1 if what.on_host else what.passes),
+        features=program.batch_bytes * what.ensembles * (1 if what.features_on_host else what.passes),
         pair=pair,
         msa=msa,
         layers=worst.live - pair - msa,

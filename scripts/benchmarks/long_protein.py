@@ -16,7 +16,6 @@ import dataclasses
 import resource
 import tempfile
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from evodsp.config import ModelConfig
+from evodsp.errors import SettingError
 from evodsp.model.alphafold import AlphaFold
 from evodsp.model.in_place import use_memory
 from evodsp.model.primitives import use_exchange
@@ -68,6 +68,13 @@ def measured(exchange: Exchange, residues: int, backward: bool, working_memory: 
     }
 
 
+def _size(text: str) -> int:
+    try:
+        return memory_size("the size", text)
+    except SettingError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
 def _resident() -> float:
     """Peak resident memory of this process, in MiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
@@ -97,7 +104,7 @@ def main() -> None:
     parser.add_argument("--backward", action="store_true", help="run the backward pass too, recomputing activations")
     parser.add_argument(
         "--working_memory",
-        type=partial(memory_size, "working_memory"),
+        type=_size,
         help="memory of a rank for a layer's intermediates, such as 64MiB",
     )
     arguments = parser.parse_args()

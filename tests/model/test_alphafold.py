@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -248,11 +249,11 @@ def test_features_of_a_pass_come_to_the_device_when_it_begins(monkeypatch: pytes
     run, present = model.one_pass, []
     seen: list[weakref.ref[Tensor]] = []
 
-    def one_pass(members: list[dict[str, Tensor]], *arguments: object) -> ModelOutput:
+    def one_pass(members: list[dict[str, Tensor]], *arguments: Any) -> ModelOutput:
         present.append(sum(x() is not None for x in seen))
         seen.extend(weakref.ref(x) for x in members[0].values())
         assert {x.device.type for x in members[0].values()} == {"meta"}
-        return run(members, *arguments)  # type: ignore[arg-type]
+        return run(members, *arguments)
 
     monkeypatch.setattr(model, "one_pass", one_pass)
     with torch.no_grad():

@@ -149,6 +149,25 @@ def test_one_template_after_another(double: Any, memory: int) -> None:
     close(found, z + expected, "z")
 
 
+def test_templates_in_half_precision() -> None:
+    """Catches a mean or weights that lose more digits than bf16 itself does, and types that do not fit together."""
+    torch.manual_seed(4)
+    own, pair = features(1), ModelConfig.preset("test").channels.pair
+    given = {name: own[name][:, 0] for name in TEMPLATE_FEATURES}
+    templates = Templates.from_features({name: x.float() if x.is_floating_point() else x for name, x in given.items()})
+    residues = templates.aatype.shape[2]
+    embedder = dense(TemplateEmbedder(pair, config().templates)).float()
+    z, mask = torch.randn(1, residues, residues, pair).bfloat16(), torch.ones(1, residues, residues)
+    found = torch.zeros_like(z)
+    with torch.no_grad():
+        exact = embedder(z.float(), templates, mask)
+        with torch.autocast("cpu", torch.bfloat16):
+            whole = embedder(z, templates, mask)
+            add_in_place(embedder, Ready(found), mask, Budget(3000, 1), z, templates, mask)
+    errors = [(x.float() - exact).abs().mean() for x in (found, whole)]
+    assert 0 < errors[0] < 1.3 * errors[1] < 0.05 * exact.abs().mean()
+
+
 def run_model(memory: int | None, exchange: Exchange, ensembles: int = 1, draws: bool = False) -> dict[str, Tensor]:
     """Outputs of the whole model, two samples, two feature sets."""
     torch.set_default_dtype(torch.float64)

@@ -56,8 +56,8 @@ def test_less_memory_with_what_the_options_change() -> None:
     assert changed(ranks=2) < total
     assert changed(memory=None) > total
     assert changed(ensembles=2) > total
-    assert changed(passes=1) == total < changed(on_host=False)
-    assert changed(passes=1, on_host=False) == total
+    assert changed(passes=1) == total < changed(features_on_host=False)
+    assert changed(passes=1, features_on_host=False) == total
 
 
 @pytest.mark.verify
