@@ -18,7 +18,7 @@ from typing import Any
 from evodsp import __version__
 from evodsp.errors import UserError, nearest
 from evodsp.launch.agent import end_agent
-from evodsp.launch.parent import STOPPED, end_with_launcher
+from evodsp.launch.parent import STOPPED, end_with_launcher, launched_by_evodsp
 
 RANK_0_FIRST_S = 5.0
 """How long the other ranks wait before they print a mistake. Rank 0 prints the same one, and its end makes torchrun (or srun
@@ -274,7 +274,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     end_with_launcher()
     try:
         code = dispatch(words)
-        if code == STOPPED:
+        if code in (1, STOPPED):  # it would be the same after a restart
             end_agent()
         return code
     except UserError as error:
@@ -297,7 +297,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _rank() -> int:
     """This process's rank under torchrun or srun, where each rank prints for itself; 0 otherwise, also under our launcher."""
-    if os.environ.get("TORCHELASTIC_RUN_ID") == "evodsp":  # the launcher shows the output of one rank only
+    if launched_by_evodsp():
         return 0
     rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
     return int(rank) if rank.isdecimal() else 0

@@ -10,16 +10,19 @@ from evodsp.inference.devices import device_of
 from evodsp.inference.failures import FAILURES
 from evodsp.inference.groups import Groups
 from evodsp.inference.inputs import as_files
-from evodsp.inference.predict import predict_records
+from evodsp.inference.predict import LeftAlone, predict_records
 from evodsp.inference.preparation import check_launch
+from evodsp.inference.restarts import give_up, left_out
 from evodsp.inference.run_log import run_log
+from evodsp.launch.consensus import from_first
 from evodsp.launch.launcher import launch
+from evodsp.launch.parent import launched_by_evodsp
 from evodsp.launch.process_group import collective_timeout, guarded, place, start, stop, under_launcher
 from evodsp.parallel.mesh import data_ranks, init_mesh, whole_group
 
 
 def run(config: PredictConfig, words: list[str]) -> int:
-    """Predict and return the exit code: 1 if a record failed, but 0 for a rank, which has not failed.
+    """Predict and return the exit code: 1 if a record failed.
 
     `words`: the command line, repeated for every rank that has to be started.
     """
@@ -39,9 +42,15 @@ def run(config: PredictConfig, words: list[str]) -> int:
         group = mesh.sequence_group() if ranks > 1 else None
         groups = Groups(whole_group(), group) if here.ranks > ranks else None
         with run_log(config.output, words, _say) if here.rank == 0 else nullcontext(_silent) as say:
-            predict_records(config, say, group, groups)
+            lost = from_first(left_out, whole_group())
+            config = replace(config, overwrite=config.overwrite and not lost)  # what this run has written is kept
+            try:
+                outcome = predict_records(config, say, group, groups, lost)
+            except LeftAlone as error:
+                give_up(error.failure)
         stop()
-    return 0  # also with records that failed: torchrun and srun take another code for a rank that died, and end or restart all
+    # evodsp's own launcher would take 1 for a rank that died; it looks for the list of failures itself.
+    return 1 if outcome.failures and not launched_by_evodsp() else 0
 
 
 def _say(line: str) -> None:

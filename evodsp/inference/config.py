@@ -35,7 +35,7 @@ class PredictConfig:
     record may also lie directly in the folder. A record without alignments is predicted from its sequence alone."""
     msa_server: str | None = None
     """Address of a server with ColabFold's protocol, which searches alignments for records that have none. Their sequences are
-    sent there. The alignments are kept in <output>/_alignments. Under torchrun or srun use `evodsp search` before."""
+    sent there. The alignments are kept in <output>/_alignments."""
     checkpoint: Path | list[Path] | None = None
     """Checkpoint written by `evodsp fit`, or another program's parameters: DeepMind's params_model_<n>[_ptm].npz, OpenFold's
     .pt or .ckpt, or the folder that DeepSpeed wrote for OpenFold. Several of them (the option once more for each, or a folder)
@@ -43,7 +43,7 @@ class PredictConfig:
     weights: str | list[str] | None = None
     """AlphaFold2's published parameters by name, instead of or beside checkpoints: model_1 to model_5, model_1_ptm to
     model_5_ptm; several as with --checkpoint. They are read from weights_folder, and fetched first if they are not there
-    (about 360 MiB each; under torchrun or srun they must be there: `evodsp weights fetch`)."""
+    (about 360 MiB each)."""
     weights_folder: Path | None = None
     """Folder of params_<name>.npz. null: $EVODSP_WEIGHTS, or evodsp/weights in the user's folder of caches (~/.cache)."""
     weights_url: str | None = None
@@ -69,6 +69,9 @@ class PredictConfig:
     """Feature sets drawn for each pass, whose representations are averaged. Time grows with their number."""
     format: Literal["cif", "pdb"] = "cif"
     """File format of the structures. PDB holds at most 9,999 residues and 99,999 atoms."""
+    pae_in_cif: bool = False
+    """Write predicted aligned errors into ModelCIF files too, where ModelArchive looks for them: residues squared lines, 14 MB
+    for 600 residues. They are in seed_<k>_pae.json in any case."""
     relax: Literal["none", "best", "all"] = "none"
     """Relax predicted structures with OpenMM (pip install 'evodsp[relax]') as AlphaFold2 does, so that bonds and contacts are
     those of a real protein. best: only the one of each record that ranks first. The relaxed structure is written beside it."""
@@ -140,6 +143,8 @@ class PredictConfig:
             raise UserError(f"--relax is '{self.relax}', but must be 'none', 'best' or 'all'")
         if self.format not in ("cif", "pdb"):
             raise UserError(f"--format is '{self.format}', but must be 'cif' or 'pdb'")
+        if self.pae_in_cif and self.format != "cif":
+            raise UserError("--pae_in_cif is given with --format pdb, which holds no aligned errors; give --format cif")
         if self.parallel.sequence > 1 and ":" in self.device:
             raise UserError(
                 f"--device is '{self.device}', but --parallel.sequence {self.parallel.sequence} needs one device per rank; "

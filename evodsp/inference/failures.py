@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-import torch
 
 from evodsp.errors import UserError
 from evodsp.files import whole_file
 from evodsp.inference.results import PredictionResult, write_json
 
 FAILURES = "failures.json"
-_CPU_ALLOCATOR = "DefaultCPUAllocator"
 
 
 @dataclass(frozen=True)
@@ -70,23 +66,3 @@ def page_problem(page: str, make: Callable[[], object]) -> str | None:
         what = f"{type(error).__name__} in {Path(code.filename).name}, line {code.lineno}: {error}"
         return f"{page} could not be written ({what}); the results themselves are complete"
     return None
-
-
-@contextmanager
-def memory_errors(name: str, residues: int, device: torch.device) -> Iterator[None]:
-    """Turn the end of memory, of a GPU or of this machine, into a UserError that says what to change."""
-    try:
-        yield
-    except (
-        MemoryError,
-        RuntimeError,
-    ) as error:  # torch.OutOfMemoryError, and what PyTorch raises on a CPU, are RuntimeErrors
-        on_gpu = isinstance(error, torch.OutOfMemoryError)
-        if not on_gpu and not isinstance(error, MemoryError) and _CPU_ALLOCATOR not in str(error):
-            raise
-        where = f"the memory of this GPU ({device})" if on_gpu else "the memory of this machine"
-        instead = ", or use --device cpu" if on_gpu else ""
-        raise UserError(
-            f"{name}: {residues:,} residues do not fit into {where}; lower --working_memory, --msa_clusters and "
-            f"--extra_msa, take --precision bf16, raise --parallel.sequence{instead}"
-        ) from error

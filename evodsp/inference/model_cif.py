@@ -1,8 +1,8 @@
 """A predicted structure as ModelCIF, the dictionary of computed models that wwPDB and ModelArchive read (mmcif_ma.dic).
 
 The library `modelcif` writes it: the sequence, the program with its parameters, the step that made the model, its atoms, and
-its confidence. Predicted aligned errors are not in it: R x R rows of text would be by far the largest part of the file, and
-AlphaFold DB keeps them in a JSON file of their own, as evodsp does. Shapes: R residues.
+its confidence. Predicted aligned errors are in it only where they are asked for: their R x R rows are by far the largest part
+of the file, and AlphaFold DB keeps them in a JSON file of their own, as evodsp does too. Shapes: R residues.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import modelcif
@@ -27,6 +28,8 @@ from evodsp.geometry.residues import ATOM_TYPES
 if TYPE_CHECKING:
     from evodsp.inference.writers import PredictedStructure
 
+PAE_CATEGORY = "_ma_qa_metric_local_pairwise."
+"""What the names of the columns of aligned errors begin with."""
 _LOCATION = "https://pypi.org/project/evodsp"
 
 
@@ -67,6 +70,12 @@ class _PTM(modelcif.qa_metric.Global, modelcif.qa_metric.PTM):
     name, software = "pTM", None
 
 
+class _PAE(modelcif.qa_metric.LocalPairwise, modelcif.qa_metric.PAE):
+    """Expected error of the second residue's CA, seen from the first residue's backbone frame, in Å"""
+
+    name, software = "PAE", None
+
+
 class _Model(modelcif.model.AbInitioModel):
     """The atoms of a structure, in the order of residues and of atom37."""
 
@@ -86,8 +95,8 @@ class _Model(modelcif.model.AbInitioModel):
             )
 
 
-def model_cif_text(structure: PredictedStructure, origin: Origin) -> str:
-    """The file. The same arguments always give the same bytes."""
+def model_cif_text(structure: PredictedStructure, origin: Origin, pae: bool = False) -> str:
+    """The file. The same arguments always give the same bytes. `pae`: with the aligned errors, if the structure has them."""
     name = structure.ascii_name
     system = modelcif.System(title=f"Prediction of {name}; B-factors are pLDDT", id=name)
     target = modelcif.Entity(["UNK" if letter == "X" else letter for letter in structure.sequence], description=name)
@@ -100,7 +109,12 @@ def model_cif_text(structure: PredictedStructure, origin: Origin) -> str:
     model.qa_metrics.append(_GlobalPLDDT(round(float(local.mean()), 2)))
     if origin.ptm is not None:
         model.qa_metrics.append(_PTM(origin.ptm))
-    model.qa_metrics += [_LocalPLDDT(asym.residue(number), value) for number, value in enumerate(local.tolist(), 1)]
+    residues = [asym.residue(number) for number in range(1, len(local) + 1)]
+    model.qa_metrics += map(_LocalPLDDT, residues, local.tolist())
+    if pae and structure.aligned_error is not None:
+        errors = np.round(structure.aligned_error.pae.astype(np.float64), 2).tolist()
+        for first, row in zip(residues, errors, strict=True):
+            model.qa_metrics += map(partial(_PAE, first), residues, row)
     system.model_groups.append(modelcif.model.ModelGroup([model], name="prediction"))
     protocol = modelcif.protocol.Protocol()
     protocol.steps.append(

@@ -7,7 +7,7 @@ named, and the others go on (`evodsp.inference.failures`).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -31,13 +31,13 @@ from evodsp.inference.failures import (
     FAILURES,
     Failure,
     Outcome,
-    memory_errors,
     none_usable,
     page_problem,
     write_failures,
 )
 from evodsp.inference.groups import Groups, share
 from evodsp.inference.jobs import Inputs, Job
+from evodsp.inference.memory_errors import memory_errors
 from evodsp.inference.models import NamedModel
 from evodsp.inference.needs import check_needs
 from evodsp.inference.passes import SeedRun, layer_dtype, run_passes, structure_of
@@ -52,7 +52,7 @@ from evodsp.inference.stored import copy_files
 from evodsp.inference.target_page import write_target_page
 from evodsp.inference.targets import Target
 from evodsp.inference.writers import PredictedStructure
-from evodsp.launch.consensus import all_of, check_same, from_first, on_first, tensors_from_first
+from evodsp.launch.consensus import all_of, check_same, from_first, long_from_first, on_first, tensors_from_first
 from evodsp.model.alphafold import AlphaFold
 from evodsp.model.in_place import use_memory
 from evodsp.model.kernels.registry import choose, summary
@@ -63,8 +63,12 @@ from evodsp.parallel.group import Group
 Report = Callable[[str], None]
 
 
-class _OneRankFailed(UserError):
-    """A rank has left a pass, and the others wait for it in a collective: the run cannot go on with the next record."""
+class LeftAlone(Exception):
+    """A rank of several has no memory left in a pass. The others wait for it in a collective, so it cannot go on with them."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.reason)
+        self.failure = failure
 
 
 def predict(config: PredictConfig, report: Report = print, group: Group | None = None) -> list[PredictionResult]:
@@ -73,7 +77,11 @@ def predict(config: PredictConfig, report: Report = print, group: Group | None =
 
 
 def predict_records(
-    config: PredictConfig, report: Report = print, group: Group | None = None, groups: Groups | None = None
+    config: PredictConfig,
+    report: Report = print,
+    group: Group | None = None,
+    groups: Groups | None = None,
+    left_out: Sequence[Failure] = (),
 ) -> Outcome:
     """Predict every record of the inputs; the results are in their order.
 
@@ -85,12 +93,12 @@ def predict_records(
     `group`: the ranks that share each structure. `groups`: several such groups, which share the records. All ranks call this
     function with the same `config`. Rank 0 of all checks the inputs; then the first rank of each group reads the alignments of
     its records and writes their files, and the other ranks need no access to them. A UserError is raised on every rank of a
-    group.
+    group, but LeftAlone on a single one. `left_out`: records that are not tried, and why (`evodsp.inference.restarts`).
     """
     device = device_of(config.device)
     everyone = group if groups is None else groups.everyone
     check_same("settings", repr(config), everyone)
-    inputs = from_first(lambda: read_inputs_and_models(config), everyone)
+    inputs = long_from_first(lambda: read_inputs_and_models(config), everyone).without(left_out)
     failures = list(inputs.failures)
     if inputs.targets:
         for failure in failures:
@@ -203,7 +211,7 @@ def _predict_target(
 ) -> PredictionResult | Failure:
     """Predict the seeds of one target that are missing, and write its files. All ranks return the same.
 
-    Raises UserError if the run cannot go on: the output cannot be written, or one of several ranks has left a pass.
+    Raises UserError if the output cannot be written, and LeftAlone on a rank of several that has no memory left.
     """
     structures: dict[int, PredictedStructure] = {}
     timings: dict[str, Any] = {}
@@ -217,8 +225,6 @@ def _predict_target(
         if job.seeds:
             assert model is not None
             structures, timings = _compute(job, model, config, features, report, group)
-    except _OneRankFailed:
-        raise
     except UserError as error:
         return Failure(job.target.query.name, str(error))
     start = time.perf_counter()
@@ -302,7 +308,7 @@ def _write(
             stored = job.stored
             copy_files(folder, new, stored)
             if stored is not None:
-                stored.write_format(new, config.format)
+                stored.write_format(new, config.format, config.pae_in_cif)
             result = write_results(
                 new,
                 structures,
@@ -312,6 +318,7 @@ def _write(
                 stored.ranking if stored else (),
                 job.model,
                 stored.models if stored else {},
+                config.pae_in_cif,
             )
             if timings:
                 timings = timings if stored is None else stored.with_timings(timings)
@@ -329,7 +336,7 @@ def _relax(result: PredictionResult, config: PredictConfig, report: Report, grou
     """Relax what `config` asks for and has not been relaxed. Returns whether there was something."""
     keys = from_first(lambda: missing_relaxations(result, config.relax), group)
     for key in keys:
-        report(f"  {from_first(partial(relax_prediction, result, key, device_of(config.device)), group)}")
+        report(f"  {long_from_first(partial(relax_prediction, result, key, device_of(config.device)), group)}")
     return bool(keys)
 
 
@@ -390,6 +397,6 @@ def _predict_seed(
     except UserError as error:
         if group is None:
             raise
-        raise _OneRankFailed(f"{error}. Finished results are kept: the command goes on with this record") from error
+        raise LeftAlone(Failure(target.query.name, str(error))) from error
     change = None if output.ca_change is None else float(output.ca_change[0])
     return structure_of(target, batch, output, model), passes, change

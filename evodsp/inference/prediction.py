@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from html import escape
 from itertools import pairwise
@@ -25,7 +25,6 @@ from evodsp.inference.model_cif import Origin
 from evodsp.inference.residue_charts import BANDS, pae_uri
 from evodsp.inference.results import (
     REPORT,
-    Format,
     Key,
     PredictionResult,
     key_of,
@@ -35,7 +34,7 @@ from evodsp.inference.results import (
     read_with_ranking,
 )
 from evodsp.inference.trace import trace_svg
-from evodsp.inference.writers import PredictedStructure, structure_text
+from evodsp.inference.writers import AlignedError, PredictedStructure, structure_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -92,13 +91,16 @@ class RankedStructure:
     def sequence(self) -> str:
         return self._structure.sequence
 
-    def to_cif(self) -> str:
-        """The structure as ModelCIF text."""
-        return self._text("cif")
+    def to_cif(self, pae: bool = False) -> str:
+        """The structure as ModelCIF text. `pae`: with the aligned errors, if there are any."""
+        structure = self._structure
+        if pae and self._errors is not None and self.ptm is not None:
+            structure = replace(structure, aligned_error=AlignedError(*self._errors, self.ptm))
+        return structure_text(structure, "cif", self.origin, pae)
 
     def to_pdb(self) -> str:
         """The structure as PDB text. Raises UserError if it is too large for the format."""
-        return self._text("pdb")
+        return structure_text(self._structure, "pdb")
 
     def plot(self) -> Figure:
         """pLDDT along the sequence, contacts, and the aligned errors if there are any. Raises UserError without matplotlib."""
@@ -118,9 +120,6 @@ class RankedStructure:
     @cached_property
     def _errors(self) -> tuple[Float32[np.ndarray, "R R"], float] | None:
         return None if self.ptm is None else read_pae(self.result.folder, self.key)
-
-    def _text(self, file_format: Format) -> str:
-        return structure_text(self._structure, file_format, self.origin)
 
 
 @dataclass(frozen=True, repr=False)
@@ -193,9 +192,9 @@ class Prediction(PredictionResult):
     def sequence(self) -> str:
         return self.ranked[0].sequence
 
-    def to_cif(self) -> str:
-        """The best structure as ModelCIF text."""
-        return self.ranked[0].to_cif()
+    def to_cif(self, pae: bool = False) -> str:
+        """The best structure as ModelCIF text. `pae`: with the aligned errors, if there are any."""
+        return self.ranked[0].to_cif(pae)
 
     def to_pdb(self) -> str:
         """The best structure as PDB text. Raises UserError if it is too large for the format."""

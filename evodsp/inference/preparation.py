@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from evodsp.config import FeatureConfig
 from evodsp.errors import UserError
@@ -30,14 +29,14 @@ from evodsp.inference.provenance import (
     with_template_row,
 )
 from evodsp.inference.relaxation import check_openmm
-from evodsp.inference.search import with_searched
+from evodsp.inference.searched import with_searched
 from evodsp.inference.stored import find_stored
 from evodsp.inference.target_templates import find_templates, takes_no_templates, template_source
 from evodsp.inference.targets import Target, find_targets
 from evodsp.launch.consensus import from_first, on_first
 from evodsp.output import check_output_folder
 from evodsp.parallel.group import Group
-from evodsp.weights.by_name import PUBLISHED, fetch_weights, need_weights
+from evodsp.weights.by_name import PUBLISHED, fetch_weights
 from evodsp.weights.checkpoint import load_features, load_model
 
 
@@ -85,11 +84,9 @@ def read_inputs_and_models(config: PredictConfig) -> Inputs:
 
 
 def _model_files(config: PredictConfig) -> list[Path]:
-    """The files of the models. Parameters given by name are fetched first, but not while other ranks wait."""
-    names = config.weights_names
-    if dist.is_initialized():
-        return config.checkpoints + need_weights(names, config.weights_folder)
-    return config.checkpoints + fetch_weights(names, config.weights_folder, config.weights_url or PUBLISHED)
+    """The files of the models. Parameters given by name are fetched first."""
+    address = config.weights_url or PUBLISHED
+    return config.checkpoints + fetch_weights(config.weights_names, config.weights_folder, address)
 
 
 def prepare(
@@ -163,7 +160,7 @@ def _jobs(
         missing = wanted if stored is None else stored.missing(wanted)
         if missing:
             check(target)
-        kept = stored is not None and stored.has_all(wanted, config.format)
+        kept = stored is not None and stored.has_all(wanted, config.format, config.pae_in_cif)
         called = model.name if stored is None else stored.model
         return Job(target, templates, line, seconds, settings, stored, missing, kept, called)
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -93,19 +93,28 @@ def missing_relaxations(result: PredictionResult, which: Which) -> list[Key]:
 def relax_prediction(result: PredictionResult, key: Key, device: torch.device) -> str:
     """Relax one prediction; writes its structure and <stem>_relaxed.json beside it. Returns a line for the log.
 
-    A structure that cannot be relaxed is named in that line; the prediction stays as it is.
+    One that has been relaxed in another format is written from that file. A structure that cannot be relaxed is named in the
+    line; the prediction stays as it is.
     """
+    target = result.folder / relaxed_name(key, result.format)
+    there = (result.folder / relaxed_name(key, other) for other in get_args(Format))
+    if earlier := next((path for path in there if path.is_file()), None):
+        _write(target, structure_text(read_structure(result, key, earlier), result.format, Origin()))
+        return f"{stem(key)} relaxed before; {target.name} written from {earlier.name}"
     try:
         relaxed = relax(read_structure(result, key), device)
         text = structure_text(relaxed.structure, result.format, Origin())
     except UserError as error:
         return f"not relaxed: {error}"
     facts = {name: value for name, value in vars(relaxed).items() if name != "structure"}
-    with whole_file(result.folder / f"{stem(key)}_relaxed.json") as partial_file:
-        partial_file.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
-    with whole_file(result.folder / relaxed_name(key, result.format)) as partial_file:
-        partial_file.write_text(text, encoding="utf-8")
+    _write(result.folder / f"{stem(key)}_relaxed.json", json.dumps(facts, indent=2) + "\n")
+    _write(target, text)
     return f"{stem(key)} {relaxed.line}"
+
+
+def _write(path: Path, text: str) -> None:
+    with whole_file(path) as partial_file:
+        partial_file.write_text(text, encoding="utf-8")
 
 
 def read_relaxation(folder: Path, key: Key) -> dict[str, Any] | None:

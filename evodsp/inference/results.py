@@ -31,7 +31,7 @@ from evodsp import __version__
 from evodsp.data.mmcif import read_chain
 from evodsp.errors import UserError
 from evodsp.geometry.alphabet import RESTYPES_WITH_X
-from evodsp.inference.model_cif import Origin
+from evodsp.inference.model_cif import PAE_CATEGORY, Origin
 from evodsp.inference.writers import AlignedError, PredictedStructure, structure_text
 
 RANKING, TIMINGS, REPORT = "ranking.json", "timings.json", "report.html"
@@ -121,9 +121,12 @@ def read_plddt(folder: Path, key: Key) -> Float32[np.ndarray, " R"]:
     return np.array(values, np.float32)
 
 
-def read_structure(result: PredictionResult, key: Key) -> PredictedStructure:
-    """A prediction as its files hold it: positions to 0.001 Å, pLDDT to 0.01. Without aligned errors (`read_aligned_error`)."""
-    chain = read_chain(result.structure(key), "A")
+def read_structure(result: PredictionResult, key: Key, path: Path | None = None) -> PredictedStructure:
+    """A prediction as its files hold it: positions to 0.001 Å, pLDDT to 0.01. Without aligned errors (`read_pae`).
+
+    `path`: another file with its atoms, such as the relaxed ones; None: those that were predicted.
+    """
+    chain = read_chain(path or result.structure(key), "A")
     return PredictedStructure(
         name=result.name,
         aatype=np.array([RESTYPES_WITH_X.index(letter) for letter in chain.sequence]),
@@ -168,6 +171,12 @@ def read_pae(folder: Path, key: Key) -> tuple[Float32[np.ndarray, "R R"], float]
     return np.array(error["predicted_aligned_error"], np.float32), float(error["max_predicted_aligned_error"])
 
 
+def holds_pae(file: Path) -> bool:
+    """Whether a ModelCIF file that predict has written holds aligned errors."""
+    with file.open(encoding="utf-8") as lines:
+        return any(line.startswith(PAE_CATEGORY) for line in lines)
+
+
 def write_results(
     folder: Path,
     structures: Mapping[int, PredictedStructure],
@@ -177,11 +186,13 @@ def write_results(
     earlier: Sequence[Mapping[str, Any]] = (),
     model: str | None = None,
     models: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
+    pae_in_cif: bool = False,
 ) -> PredictionResult:
     """Write the structures (by seed), scores and ranking of the target `name` into the existing folder `folder`.
 
     `earlier`: the ranking's entries of other predictions, whose files are in the folder already. `model`: what the model is
-    called among several; None: it is the only one. `models`: the settings of the others.
+    called among several; None: it is the only one. `models`: the settings of the others. `pae_in_cif`: write aligned errors
+    into ModelCIF files too.
     """
     named = {} if model is None else {"model": model}
     entries = [{**_identity(entry), **_confidences(entry)} for entry in earlier]
@@ -189,7 +200,7 @@ def write_results(
         entry = {**named, "seed": seed, "mean_plddt": round(structure.mean_plddt, 3), **_ptm(structure)}
         entries.append(entry)
         key = key_of(entry)
-        text = structure_text(structure, file_format, Origin.of(entry, settings))
+        text = structure_text(structure, file_format, Origin.of(entry, settings), pae_in_cif)
         (folder / f"{stem(key)}.{file_format}").write_text(text, encoding="utf-8")
         scores: dict[str, Any] = {"plddt": [round(float(p), 2) for p in structure.plddt]}
         if (error := structure.aligned_error) is not None:

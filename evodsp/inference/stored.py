@@ -10,7 +10,7 @@ import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -25,11 +25,13 @@ from evodsp.inference.results import (
     Format,
     Key,
     PredictionResult,
+    holds_pae,
+    read_pae,
     read_structure,
     read_with_ranking,
     stem,
 )
-from evodsp.inference.writers import structure_text
+from evodsp.inference.writers import AlignedError, structure_text
 
 
 @dataclass(frozen=True)
@@ -55,23 +57,38 @@ class Stored:
         there = {entry["seed"] for entry in self.ranking if entry.get("model") == self.model}
         return [seed for seed in seeds if seed not in there]
 
-    def has_all(self, seeds: Sequence[int], file_format: Format) -> bool:
-        """Whether every seed is there, with a structure in this format and the page (which earlier versions did not write)."""
-        complete = not self.missing(seeds) and not self.without(file_format)
+    def has_all(self, seeds: Sequence[int], file_format: Format, pae: bool = False) -> bool:
+        """Whether every seed is there, with a structure in this format and the page (which earlier versions did not write).
+
+        `pae`: whether ModelCIF files have to hold the aligned errors.
+        """
+        complete = not self.missing(seeds) and not self.without(file_format, pae)
         return complete and (self.result.folder / REPORT).is_file()
 
-    def without(self, file_format: Format) -> list[Key]:
-        """The predictions that have no structure in this format."""
-        folder = self.result.folder
-        return [key for key in self.result.mean_plddt if not (folder / f"{stem(key)}.{file_format}").is_file()]
+    def without(self, file_format: Format, pae: bool = False) -> list[Key]:
+        """The predictions that have no structure in this format, or none with aligned errors where it has to hold them."""
+        files = {key: self.result.folder / f"{stem(key)}.{file_format}" for key in self._entries}
+        return [
+            key
+            for key, file in files.items()
+            if not file.is_file() or (pae and "ptm" in self._entries[key] and not holds_pae(file))
+        ]
 
-    def write_format(self, folder: Path, file_format: Format) -> None:
+    @property
+    def _entries(self) -> dict[Key, Mapping[str, Any]]:
+        return dict(zip(self.result.mean_plddt, self.ranking, strict=True))
+
+    def write_format(self, folder: Path, file_format: Format, pae: bool = False) -> None:
         """Write the structures that lack this format into `folder`. Raises UserError if the format cannot hold them."""
-        entries = dict(zip(self.result.mean_plddt, self.ranking, strict=True))
-        for key in self.without(file_format):
-            entry = entries[key]
+        for key in self.without(file_format, pae):
+            entry = self._entries[key]
             made_with = self.models.get(entry.get("model", ""), self.settings)
-            text = structure_text(read_structure(self.result, key), file_format, Origin.of(entry, made_with))
+            structure = read_structure(self.result, key)
+            if pae and "ptm" in entry:
+                structure = replace(
+                    structure, aligned_error=AlignedError(*read_pae(self.result.folder, key), entry["ptm"])
+                )
+            text = structure_text(structure, file_format, Origin.of(entry, made_with), pae)
             name = stem(key) if self.renamed is None else f"{self.renamed}_{stem(key)}"
             (folder / f"{name}.{file_format}").write_text(text, encoding="utf-8")
 

@@ -71,10 +71,12 @@ class PredictedStructure:
         return f"mean pLDDT {self.mean_plddt:.1f}{ptm}"
 
 
-def structure_text(structure: PredictedStructure, file_format: Literal["cif", "pdb"], origin: Origin = UNKNOWN) -> str:
+def structure_text(
+    structure: PredictedStructure, file_format: Literal["cif", "pdb"], origin: Origin = UNKNOWN, pae: bool = False
+) -> str:
     """The structure in the given format. Raises UserError if the format cannot hold it or a number is not finite.
 
-    `origin`: what ModelCIF says of how it was made; PDB has no place for that.
+    `origin`: what ModelCIF says of how it was made; `pae`: whether it holds the aligned errors. PDB has no place for either.
     """
     # The confidence of residues without atoms (X) is written too.
     finite = np.isfinite(structure.plddt) & (np.isfinite(structure.positions).all(-1) | (structure.mask <= 0.5)).all(-1)
@@ -87,7 +89,7 @@ def structure_text(structure: PredictedStructure, file_format: Literal["cif", "p
         )
     if not (structure.mask > 0.5).any():
         raise UserError(f"{structure.name}: no atoms to write; all {len(structure.aatype)} residues are X")
-    return model_cif_text(structure, origin) if file_format == "cif" else pdb_text(structure)
+    return model_cif_text(structure, origin, pae) if file_format == "cif" else pdb_text(structure)
 
 
 def pdb_text(structure: PredictedStructure) -> str:

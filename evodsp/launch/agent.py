@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
+from evodsp.launch.parent import launched_by_evodsp
+
 _STARTING_S = 15.0
 _MARK = b"TORCHELASTIC_RUN_ID="
 """In the environment of everything that torchrun starts, but not in its own."""
@@ -24,12 +26,21 @@ def end_agent(environment: Mapping[str, str] = os.environ) -> None:
 
     Does nothing under another launcher, or where there is no /proc to find torchrun in.
     """
-    if environment.get("TORCHELASTIC_RUN_ID", "evodsp") == "evodsp":  # our own launcher never restarts
+    if launched_by_evodsp(environment):  # it starts ranks again only if they ask for it
         return
-    used, most = (environment.get(f"TORCHELASTIC_{name}", "0") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
-    if used.isdecimal() and most.isdecimal() and int(used) < int(most) and (agent := _agent()) is not None:
+    if _restarts_left(environment) and (agent := _agent()) is not None:
         _wait_for_ranks(agent, int(environment.get("LOCAL_WORLD_SIZE", "1")))
         os.kill(agent, signal.SIGTERM)
+
+
+def starts_again(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether the launcher of this rank starts all ranks again if it ends with exit code AGAIN."""
+    return launched_by_evodsp(environment) or _restarts_left(environment)
+
+
+def _restarts_left(environment: Mapping[str, str]) -> bool:
+    used, most = (environment.get(f"TORCHELASTIC_{name}", "0") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+    return used.isdecimal() and most.isdecimal() and int(used) < int(most)
 
 
 def _wait_for_ranks(agent: int, ranks: int) -> None:

@@ -6,8 +6,10 @@ Without this, ranks with different inputs hang or compute nonsense.
 from __future__ import annotations
 
 import socket
+import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
 from typing import TypeVar
 
 import torch
@@ -18,6 +20,9 @@ from evodsp.errors import UserError
 from evodsp.parallel.group import Group
 
 T = TypeVar("T")
+
+_WORD_EVERY_S = 1.0
+"""How often a rank that works long tells the others that it is still at it: far within any time-out."""
 
 
 def from_first(make: Callable[[], T], group: Group | None) -> T:
@@ -39,6 +44,29 @@ def from_first(make: Callable[[], T], group: Group | None) -> T:
     if message is not None:
         raise error or UserError(message)
     return value  # type: ignore[return-value]
+
+
+def long_from_first(make: Callable[[], T], group: Group | None) -> T:
+    """`from_first` for work that may take longer than ranks may wait for one another, such as a download.
+
+    `make` runs in a thread of rank 0. Meanwhile rank 0 sends the others a word every second, so that no collective times out
+    and the watch (`evodsp.launch.watch`) sees progress.
+    """
+    if group is None:
+        return make()
+    result = Future[T]()
+
+    def work() -> None:
+        try:
+            result.set_result(make())
+        except BaseException as error:  # raised in the main thread, which asks for the result
+            result.set_exception(error)
+
+    if group.rank == 0:
+        threading.Thread(target=work, name="evodsp work", daemon=True).start()
+    while from_first(lambda: bool(wait([result], _WORD_EVERY_S).not_done), group):
+        pass
+    return from_first(result.result, group)
 
 
 def on_first(make: Callable[[], T], group: Group | None) -> T | None:

@@ -16,11 +16,12 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import count
 from typing import IO, Any
 
 import torch.distributed as dist
 
-from evodsp.launch.parent import GIVEN_UP, LAUNCHER, STOPPED
+from evodsp.launch.parent import AGAIN, GIVEN_UP, LAUNCHER, OWN_RUN, STOPPED
 
 POLL_S = 0.05
 GRACE_S = 300.0
@@ -62,11 +63,18 @@ def launch(ranks: int, words: list[str]) -> int:
     2: a user's mistake, printed as one line. 75: a training run was asked to stop and has saved. 130: Ctrl-C. 143: SIGTERM,
     of a command that saves nothing. 1: a rank failed or died; standard error names it.
     The output of rank 0 is shown as it comes, the output of another rank only if that rank failed first.
+
+    A rank that ends with exit code AGAIN has all ranks started again. The store through which they meet keeps what they wrote.
     """
     # Created here, so that it outlives every rank and uses a port that is certainly free.
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    return next(code for attempt in count() if (code := _run(ranks, words, store.port, attempt)) != AGAIN)
+
+
+def _run(ranks: int, words: list[str], port: int, attempt: int) -> int:
+    """Start all ranks, wait for their end, and return the exit code of the run, or AGAIN."""
     with ExitStack() as stack:
-        started = [_start(number, ranks, store.port, words, stack) for number in range(ranks)]
+        started = [_start(number, ranks, port, attempt, words, stack) for number in range(ranks)]
         try:
             with _signals_raised():
                 first = _first_failure(started)
@@ -82,11 +90,11 @@ def launch(ranks: int, words: list[str]) -> int:
         return 0 if first is None else _report_failure(first, started[0])
 
 
-def _start(number: int, ranks: int, port: int, words: list[str], stack: ExitStack) -> _Rank:
+def _start(number: int, ranks: int, port: int, attempt: int, words: list[str], stack: ExitStack) -> _Rank:
     output = None if number == 0 else stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
     process = subprocess.Popen(
         [sys.executable, "-m", "evodsp", *words],
-        env={**os.environ, **_environment(number, ranks, port)},
+        env={**os.environ, **_environment(number, ranks, port, attempt)},
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=output,
@@ -95,7 +103,7 @@ def _start(number: int, ranks: int, port: int, words: list[str], stack: ExitStac
     return _Rank(number, process, output)
 
 
-def _environment(number: int, ranks: int, port: int) -> dict[str, str]:
+def _environment(number: int, ranks: int, port: int, attempt: int) -> dict[str, str]:
     """The variables that torchrun would set, so that libraries which know torchrun work here too."""
     threads = max(1, _cores() // ranks)
     settings = {
@@ -107,8 +115,8 @@ def _environment(number: int, ranks: int, port: int) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": ranks,
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": port,
-        "TORCHELASTIC_RUN_ID": "evodsp",
-        "TORCHELASTIC_RESTART_COUNT": 0,
+        "TORCHELASTIC_RUN_ID": OWN_RUN,
+        "TORCHELASTIC_RESTART_COUNT": attempt,
         "TORCHELASTIC_MAX_RESTARTS": 0,
         "TORCHELASTIC_USE_AGENT_STORE": True,
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads),
@@ -184,7 +192,7 @@ def _report_failure(rank: _Rank, rank_0: _Rank) -> int:
         return 2
     if output := rank.last_output():
         print(output, file=sys.stderr)
-    if code in (2, 130, STOPPED):  # its output says why
+    if code in (2, 130, STOPPED, AGAIN):  # its output says why
         return code
     if code == GIVEN_UP:
         return 1

@@ -10,6 +10,10 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Mapping
+
+OWN_RUN = "evodsp"
+"""What the launcher of `evodsp` calls its runs, where torchrun gives them a number."""
 
 LAUNCHER = "EVODSP_LAUNCHER_PID"
 """Variable in which the launcher passes its process id to the ranks that it starts."""
@@ -20,7 +24,15 @@ GIVEN_UP = 3
 STOPPED = 75
 """Exit code of a training run that was asked to stop, has saved, and can go on (EX_TEMPFAIL of sysexits.h: try again later)."""
 
+AGAIN = 4
+"""Exit code of a rank that leaves the others waiting, and asks that all ranks are started again."""
+
 _POLL_S = 1.0
+
+
+def launched_by_evodsp(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether the launcher of `evodsp` started this process as a rank: it shows the output of one rank only."""
+    return environment.get("TORCHELASTIC_RUN_ID") == OWN_RUN
 
 
 def end_with_launcher() -> None:

@@ -231,6 +231,14 @@ def _claim_gpu(store: dist.Store, here: Place, device: torch.device) -> None:
         )
 
 
+def lasting_store() -> dist.Store:
+    """The store through which the ranks met. Under a launcher that starts all ranks again it keeps what they wrote."""
+    store = dist.distributed_c10d._get_default_store()
+    while isinstance(store, dist.PrefixStore):  # an attempt's own part
+        store = store.underlying_store
+    return dist.PrefixStore("evodsp", store)
+
+
 def stop() -> None:
     """Leave the group when every rank has called this: a rank that left early would look dead to the others."""
     if not dist.is_initialized():

@@ -179,7 +179,7 @@ def test_forty_records_on_two_data_ranks(workplace: Workplace) -> None:
     (flat / "broken.a3m").write_bytes(b"\x93\x00no alignment")
     words = [str(workplace.config.fasta), f"--alignments={flat}", f"--checkpoint={workplace.config.checkpoint}"]
     done = torchrun(2, *words, f"--output={output}", "--device=cpu", "--recycles=1")
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 1, done.stderr
     assert f"35 done, 0 kept, 5 failed; reasons in {output / 'failures.json'}" in done.stdout
     assert {path.name for path in output.iterdir()} == {*good, "failures.json", "index.html", "predict.log"}
     assert {entry["name"] for entry in read_json(output / "failures.json")["failures"]} == set(hostile)

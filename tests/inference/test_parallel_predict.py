@@ -30,9 +30,10 @@ from evodsp.parallel.group import Group
 from evodsp.parallel.ledger import Ledger
 from evodsp.weights.checkpoint import save_model
 from tests.builders.prediction import silent
+from tests.builders.processes import free_port
 from tests.ranks import RankPool
 
-from .conftest import TRAINED, Workplace
+from .conftest import OTHER, QUERY, TRAINED, Workplace
 
 
 @pytest.fixture(scope="module")
@@ -212,6 +213,72 @@ def test_a_failed_record_is_no_failed_rank(workplace: Workplace) -> None:
     done = run(command(workplace.config, 2))
     assert (done.returncode, done.stderr) == (1, "")
     assert "1 done, 0 kept, 1 failed" in done.stdout
+
+
+PLANTED = """
+import os
+if os.environ.get("RANK") == "1":
+    from evodsp.inference import predict as module
+
+    real = module.run_passes
+
+    def full(model, batch, config):
+        if batch["aatype"].shape[-1] == 22:
+            raise MemoryError
+        return real(model, batch, config)
+
+    module.run_passes = full
+"""
+"""Rank 1 has too little memory for 22 residues. Python runs a file sitecustomize.py when it starts."""
+
+
+def with_little_memory(workplace: Workplace) -> dict[str, str]:
+    """The environment of such a run, with a long record between two short ones."""
+    text = "".join(f">{name}\n{letters}\n" for name, letters in (("a", OTHER), ("long", QUERY), ("b", OTHER)))
+    workplace.config.fasta.write_text(text)
+    folder = workplace.root / "planted"
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(PLANTED)
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]),
+    }
+
+
+def check_without_long(workplace: Workplace, done: subprocess.CompletedProcess[str]) -> None:
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.count("evodsp: long: 22 residues do not fit into the memory of this machine") == 1
+    assert "lower --working_memory" in done.stderr
+    assert "all ranks are started again without this record" in done.stderr
+    assert "1 done, 1 kept, 1 failed" in done.stdout
+    output = workplace.config.output
+    assert {path.name for path in output.iterdir()} == {"a", "b", "failures.json", "index.html", "predict.log"}
+    (entry,) = json.loads((output / "failures.json").read_text())["failures"]
+    assert entry["name"] == "long"
+    assert "22 residues do not fit" in entry["reason"]
+
+
+def test_memory_of_one_rank_costs_one_record(workplace: Workplace) -> None:
+    """Catches a rank without memory that ends the run: the records behind it, and with --overwrite those before it, lost."""
+    environment = with_little_memory(workplace)
+    words = command(workplace.change(alignments=workplace.root, seeds=1), 2, "--overwrite=true")
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, env=environment)
+    check_without_long(workplace, done)
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.verify
+def test_memory_of_one_rank_under_torchrun(workplace: Workplace) -> None:
+    """Catches a store that forgets the record when torchrun starts the ranks again, and a restart for a failed record."""
+    environment = with_little_memory(workplace)
+    _, _, *words = command(workplace.change(alignments=workplace.root, seeds=1), 2)
+    launch = ["torch.distributed.run", "--nproc-per-node=2", "--max-restarts=3", f"--master-port={free_port()}", "-m"]
+    done = subprocess.run(
+        [sys.executable, "-m", *launch, *words], capture_output=True, text=True, timeout=300, env=environment
+    )
+    check_without_long(workplace, done)
+    assert done.stdout.count("/2] b:") == 1, "a run with a failed record is not started again"
 
 
 def test_a_mistake_is_one_line_in_all(workplace: Workplace) -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import modelcif.model
+import modelcif.qa_metric
+import modelcif.reader
 import numpy as np
 import pytest
 import torch
@@ -17,6 +20,7 @@ from evodsp.data.records import ProteinSequence
 from evodsp.errors import UserError
 from evodsp.inference import predict as module
 from evodsp.inference.predict import predict
+from evodsp.inference.prediction import Prediction
 from evodsp.inference.results import read_plddt, read_result, write_results
 from evodsp.inference.targets import Target
 from evodsp.inference.writers import AlignedError, PredictedStructure
@@ -125,6 +129,38 @@ def test_files_of_a_model_with_the_head(ptm_workplace):
         assert entry["mean_plddt"] == pytest.approx(np.mean(scores["plddt"]), abs=0.01)
     again = predict(ptm_workplace.config, silent)[0]
     assert again.kept
+
+
+def errors_in(path):
+    """The aligned errors that python-modelcif reads from a file, by pairs of residue numbers."""
+    with path.open(encoding="utf-8") as file:
+        (system,) = modelcif.reader.read(file)
+    (group,) = system.model_groups
+    metrics = [metric for metric in group[0].qa_metrics if isinstance(metric, modelcif.qa_metric.LocalPairwise)]
+    assert all(isinstance(metric, modelcif.qa_metric.PAE) for metric in metrics)
+    return {(metric.residue1.seq_id, metric.residue2.seq_id): metric.value for metric in metrics}
+
+
+def test_aligned_errors_in_model_cif(ptm_workplace, monkeypatch):
+    """Catches errors that are transposed, missing, written though nobody asked, or not added to a finished prediction."""
+    result = predict(ptm_workplace.config, silent)[0]
+    assert errors_in(result.structure(0)) == {}
+    without = result.structure().read_text()
+    monkeypatch.setattr("evodsp.inference.preparation.load_model", lambda *_: pytest.fail("the model was loaded"))
+    (added, *_) = predict(replace(ptm_workplace.config, pae_in_cif=True), silent)
+    pae = read_json(result.folder / "seed_0_pae.json")[0]["predicted_aligned_error"]
+    found = errors_in(added.structure(0))
+    assert len(found) == len(QUERY) ** 2
+    assert found[2, 5] == pytest.approx(pae[1][4], abs=0.006)
+    assert found[5, 2] == pytest.approx(pae[4][1], abs=0.006)
+    assert len({round(value, 2) for value in found.values()}) > 2
+    one = Prediction.read(result.folder)
+    assert one.to_cif() == without
+    assert one.to_cif(pae=True) == added.structure().read_text()
+    assert predict(replace(ptm_workplace.config, pae_in_cif=True), silent)[0].kept
+    assert errors_in(predict(ptm_workplace.config, silent)[0].structure(0)) == found, "they stay"
+    with pytest.raises(UserError, match="--pae_in_cif is given with --format pdb"):
+        replace(ptm_workplace.config, pae_in_cif=True, format="pdb")
 
 
 def test_ranking_is_by_ptm_where_plddt_disagrees(tmp_path):

@@ -157,6 +157,24 @@ def test_a_prediction_is_relaxed_and_kept(workplace: Workplace, folded: None) ->
     assert len(read_result(results[1].folder).mean_plddt) == 2
 
 
+def test_another_format_is_written_from_what_was_relaxed(
+    workplace: Workplace, folded: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches --format pdb that relaxes again what is there as mmCIF, or that writes the atoms before relaxation."""
+    sequence = "".join(RESTYPES_WITH_X[code] for code in structure().aatype[:10])
+    workplace.config.fasta.write_text(f">y\n{sequence}\n")
+    predict(workplace.change(alignments=None, seeds=1, relax="best"), silent)
+    monkeypatch.setattr(relaxation, "relax", lambda *_: pytest.fail("relaxed again"))
+    lines: list[str] = []
+    (result,) = predict(workplace.change(alignments=None, seeds=1, relax="best", format="pdb"), lines.append)
+    assert "  seed_0 relaxed before; seed_0_relaxed.pdb written from seed_0_relaxed.cif" in lines
+    positions = [
+        [atom.pos.tolist() for residue in gemmi.read_structure(str(result.folder / name))[0]["A"] for atom in residue]
+        for name in ("seed_0_relaxed.cif", "seed_0_relaxed.pdb", "seed_0.pdb")
+    ]
+    assert positions[0] == positions[1] != positions[2]
+
+
 def test_a_finished_prediction_is_relaxed_without_the_model(
     workplace: Workplace, folded: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

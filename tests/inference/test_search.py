@@ -14,7 +14,7 @@ from evodsp.inference.groups import Groups
 from evodsp.inference.predict import predict, predict_records
 from evodsp.parallel.group import Group
 from tests.builders.msa_server import StandIn, serving
-from tests.builders.prediction import silent
+from tests.builders.prediction import read_json, silent
 from tests.ranks import RankPool
 
 from .conftest import OTHER, QUERY, Workplace
@@ -76,15 +76,16 @@ def on_a_rank(handle: Any, config: Any) -> str:
     return "predicted"
 
 
-def test_ranks_do_not_wait_for_a_search(workplace: Workplace, pool: RankPool) -> None:
-    """Catches ranks that wait in a collective for a search of hours."""
+def test_one_of_several_ranks_searches(workplace: Workplace, pool: RankPool) -> None:
+    """Catches a search by every rank, and one of which the other ranks do not hear."""
     workplace.config.fasta.write_text(f">new\n{OTHER}\n")
     stand_in = StandIn()
     with serving(stand_in) as address:
         found = pool.run(2, on_a_rank, workplace.change(msa_server=address))
-    for said in found:
-        assert "run `evodsp search INPUT... --msa_server" in said
-    assert not stand_in.asked
+    assert found == ["predicted"] * 2
+    assert len(stand_in.asked) == 1
+    settings = read_json(workplace.config.output / "new" / "ranking.json")["settings"]
+    assert settings["alignments"], "what was found is used"
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,42 @@
+"""Records that one of several ranks could not hold in memory: all ranks are started again, and leave them out.
+
+A rank whose memory ends in the middle of a pass leaves the others in a collective, from which nothing gets them out. So it
+notes the record in the store through which the ranks met, which outlives them, and ends with exit code AGAIN. evodsp's own
+launcher then starts all ranks again; so does torchrun, if it may (--max-restarts). What is finished by then is kept.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import NoReturn
+
+from evodsp.inference.failures import Failure
+from evodsp.launch.agent import starts_again
+from evodsp.launch.parent import AGAIN
+from evodsp.launch.process_group import lasting_store
+
+_COUNT, _ENTRY = "left_out", "left_out/{}"
+
+
+def left_out() -> list[Failure]:
+    """The records that earlier attempts of this run gave up."""
+    store = lasting_store()
+    return [Failure(*json.loads(store.get(_ENTRY.format(number)))) for number in range(store.add(_COUNT, 0))]
+
+
+def give_up(failure: Failure) -> NoReturn:
+    """Note that the run is to go on without this record, say so, and end this process: the others cannot go on with it."""
+    store = lasting_store()
+    store.set(_ENTRY.format(store.add(_COUNT, 0)), json.dumps([failure.name, failure.reason]))
+    store.add(_COUNT, 1)
+    then = (
+        "all ranks are started again without this record"
+        if starts_again()
+        else "the run ends; the same command without this record keeps what is finished"
+    )
+    print(f"evodsp: {failure.reason}. The other ranks wait for this one, so {then}", file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(AGAIN)
