@@ -78,7 +78,10 @@ class SettingsCommand(Command):
             parser.add_argument("--config", action=ActionConfigFile, help=text)
         if self.positional:
             unnamed = parser.add_argument(
-                self.positional, nargs="+", type=self.positional_type, metavar=self.required.partition("...")[0]
+                self.positional,
+                nargs="+",
+                type=self.positional_type,
+                metavar=self.required.partition("...")[0].lstrip("("),
             )
             # A default is an attribute of the class. nargs="*" would replace what a file says by an empty list.
             unnamed.required = not hasattr(settings_class, self.positional)
@@ -168,9 +171,10 @@ COMMANDS: dict[str, Command] = {
             "say what memory and time a prediction needs, without running it",
             settings="evodsp.inference.estimate_config:EstimateConfig",
             runner="evodsp.inference.estimate:run",
-            required="(--residues N | --fasta FILE)",
+            required="(INPUT... | --residues N) [--checkpoint FILE | --weights NAME]",
             description="Say what memory and time a prediction needs, what there is, and what to change if it does not fit. "
             "The model is run on shapes alone. The exit code is 1 if it does not fit.",
+            positional="inputs",
         ),
         SettingsCommand(
             "data index",

@@ -98,7 +98,7 @@ def _place(settings: EstimateConfig) -> tuple[There, int | None]:
 
 def _model(settings: EstimateConfig) -> tuple[ModelConfig, FeatureConfig]:
     if settings.checkpoint is None:
-        name = settings.preset or "model_1_ptm"
+        name = settings.weights or settings.preset or "model_1_ptm"
         return ModelConfig.preset(name), published_features(name)
     if not settings.checkpoint.exists():
         raise UserError(f"{settings.checkpoint}: no such checkpoint; check --checkpoint")
@@ -112,7 +112,7 @@ def _as_predicted(settings: EstimateConfig) -> PredictConfig:
     shared = {
         name: value
         for name, value in vars(settings).items()
-        if name in own - {"device", "fasta", "checkpoint", "output"}
+        if name in own - {"device", "inputs", "fasta", "checkpoint", "weights", "output"}
     }
     here = Path()
     return PredictConfig(fasta=here, alignments=here, checkpoint=here, output=here, **shared)
@@ -122,12 +122,11 @@ def _lengths(settings: EstimateConfig) -> dict[int, list[str]]:
     """The names of the records of each length."""
     if settings.residues is not None:
         return {settings.residues: []}
-    assert settings.fasta is not None  # checked by its class
-    records, failures = read_inputs([settings.fasta])
+    records, failures = read_inputs(settings.sources)
     for failure in failures:
         print(f"left out: {failure.reason}")
     if not records:
-        raise UserError(f"{settings.fasta}: no record can be predicted; see the lines above")
+        raise UserError("no record of the inputs can be predicted; see the lines above")
     found = defaultdict(list)
     for record in records:
         found[len(record.query)].append(record.query.name)

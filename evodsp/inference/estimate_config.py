@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -11,20 +12,26 @@ from evodsp.errors import UserError
 from evodsp.model.schedule import CommunicationPlan
 from evodsp.parallel.config import SequenceConfig
 from evodsp.ranges import COUNT, SIZE, check_numbers, memory_size
+from evodsp.weights.by_name import check_name
 
 
 @dataclass(frozen=True)
 class EstimateConfig:
     """What would be predicted, and where. Raises UserError if a value is out of range."""
 
-    residues: int | None = None
-    """Length of the sequence."""
+    inputs: Sequence[Path] = ()
+    """What `evodsp predict` would be given: FASTA or A3M files, folders of either, or - for FASTA on standard input. Every
+    record is estimated with an alignment as deep as the model takes."""
     fasta: Path | None = None
-    """FASTA file, instead of --residues: every record is estimated, with an alignment as deep as the model takes."""
+    """A FASTA file, as in earlier versions. The same as giving it without an option."""
+    residues: int | None = None
+    """Length of a sequence, instead of inputs."""
     checkpoint: Path | None = None
     """Model: a checkpoint, or another program's parameters, as of `evodsp predict`."""
+    weights: str | None = None
+    """Model: AlphaFold2's published parameters by name, such as model_1_ptm. Their file is not needed."""
     preset: str | None = None
-    """Model, such as model_1_ptm, if there is no checkpoint; or the one that the parameters belong to. null: model_1_ptm."""
+    """Model of this name, such as model_1_ptm; beside --checkpoint the one that the parameters belong to. null: model_1_ptm."""
     device: str = "auto"
     """auto: the GPU of this machine, or its processor. cpu or cuda. Or a kind of GPU: a100, h100, h200, b200, or the path of
     your own file (see `evodsp plan`)."""
@@ -55,8 +62,18 @@ class EstimateConfig:
         check_numbers(self, {**dict.fromkeys(sizes, SIZE), "recycles": COUNT}, "--")
         check_preset(self.preset)
         check_matmul("--matmul_precision", self.matmul_precision)
-        if (self.residues is None) == (self.fasta is None):
+        if (self.residues is None) != bool(self.sources):
             given = "neither is given" if self.residues is None else "both are given"
-            raise UserError(f"evodsp estimate takes --residues N or --fasta FILE, but {given}; give one of them")
+            raise UserError(f"evodsp estimate takes INPUT... or --residues N, but {given}; give one of them")
+        if self.weights is not None:
+            check_name(self.weights)
+            for name in ("checkpoint", "preset"):
+                if (other := getattr(self, name)) is not None:
+                    raise UserError(f"--weights {self.weights} and --{name} {other} are both given; give one model")
         if self.working_memory not in ("auto", "all"):
             memory_size("--working_memory", self.working_memory)
+
+    @property
+    def sources(self) -> Sequence[Path]:
+        """The inputs."""
+        return (*self.inputs, *(() if self.fasta is None else (self.fasta,)))

@@ -103,11 +103,18 @@ def test_estimate_says_what_to_change(tmp_path: Path, capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--device=h100"], "--residues N or --fasta FILE, but neither"),
+        (["--device=h100"], "INPUT... or --residues N, but neither"),
         (["--residues=0"], "--residues is 0"),
         (["--residues=9", "--device=h1"], "no device 'h1'"),
         (["--residues=9", "--parallel.sequence=20"], "it can be at most 9"),
         (["--fasta=none.fasta"], "none.fasta: no such file or folder"),
+        (["none.fasta"], "none.fasta: no such file or folder"),
+        (["none.fasta", "--residues=9"], "INPUT... or --residues N, but both"),
+        (["--residues=9", "--weights=model_7"], "no published parameters are called 'model_7'"),
+        (
+            ["--residues=9", "--weights=model_1", "--preset=model_2"],
+            "--weights model_1 and --preset model_2 are both given",
+        ),
         (["--residues=9", "--checkpoint=none.ckpt"], "none.ckpt: no such checkpoint"),
     ],
 )
@@ -127,3 +134,19 @@ def test_records_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     said = capsys.readouterr().out
     assert said.count("8 residues (a, b): needs") == 1
     assert "left out" in said
+    a3m = tmp_path / "long.a3m"
+    a3m.write_text(">q\nMKTAYIAKQR\n>hit\nMKTAYIAKQK\n")
+    assert main(["estimate", str(fasta), str(a3m), "--preset=test", "--device=h100"]) == 0
+    said = capsys.readouterr().out
+    assert said.count("8 residues (a, b): needs") == 1
+    assert "10 residues (long): needs" in said
+
+
+@pytest.mark.verify
+def test_a_published_model_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches --weights that is ignored, and one that wants the file of the parameters."""
+    said = []
+    for model in ("--weights=model_3", "--preset=model_3", "--weights=model_1"):
+        assert main(["estimate", "--residues=30", "--device=h100", model]) == 0
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1] != said[2]
