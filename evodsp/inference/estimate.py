@@ -58,7 +58,7 @@ def _estimate(what: Prediction, names: list[str], on: There) -> dict[str, Any]:
     label = f"{what.sizes.residues:,} residues" + (f" ({_some(names)})" if names else "")
     lines = [
         text(label, what, memory, free, took),
-        "  " + ", ".join(f"{name} {size(value)}" for name, value in parts.items()) + f"; most in: {memory.at}",
+        "  " + ", ".join(f"{name} {size(value)}" for name, value in parts.items() if value) + f"; most in: {memory.at}",
     ]
     entry = {
         "residues": what.sizes.residues,

@@ -100,7 +100,7 @@ def _prediction(
         ranks=config.parallel.sequence,
         half=layer_dtype(config) == torch.bfloat16,
         tf32=config.matmul_precision == "high",
-        features_on_host=not on.shared,
+        on_gpu=not on.shared,
         memory=memory,
         plan=config.plan,
     )
@@ -189,7 +189,7 @@ def check_needs(
     what = _prediction(config, model.config, sizes, passes, working_memory(config.working_memory, device), on)
     memory = prediction_memory(what)
     here = int(os.environ.get("LOCAL_WORLD_SIZE", what.ranks)) if on.shared else 1
-    already = memory.weights + (0 if what.features_on_host else memory.features)
+    already = memory.weights + (0 if what.on_gpu else memory.features)
     free = on.free // here + already
     line = text("the model", what, memory, free, seconds(what, on))
     if memory.total <= free:

@@ -23,6 +23,8 @@ from evodsp.planner.walk import items_of
 
 SINGLE, HALF = 4, 2
 """Bytes of a number."""
+HEAP_KEPT = 2
+"""Times the largest block so far: glibc gives the free end of its heap back when it is larger (mallopt's M_TRIM_THRESHOLD)."""
 SAMPLES = 2
 """Pieces of a layer that are followed."""
 _PARTS = {"other": "templates and embedders"}
@@ -42,8 +44,8 @@ class Prediction:
     half: bool = False
     """bf16 layers."""
     tf32: bool = False
-    features_on_host: bool = True
-    """Whether the features of later passes wait on the host, outside of the device's memory. False on a CPU."""
+    on_gpu: bool = True
+    """Whether the device has memory of its own: the features of later passes then wait on the host."""
     memory: int | None = None
     """Bytes for what a layer computes beside the representations; None: no limit."""
     plan: CommunicationPlan = field(default_factory=CommunicationPlan)
@@ -62,12 +64,14 @@ class PredictionMemory:
     """Its shard of the MSA representation, or of the extra MSA's, which is there at that moment."""
     layers: int
     """What else the model holds: copies of representations, what a layer makes, logits."""
+    heap: int
+    """On a CPU what the C library keeps of freed memory for the next tensors."""
     at: str
     """The part of the model in which that is."""
 
     @property
     def total(self) -> int:
-        return self.weights + self.features + self.pair + self.msa + self.layers
+        return self.weights + self.features + self.pair + self.msa + self.layers + self.heap
 
 
 def prediction_memory(what: Prediction) -> PredictionMemory:
@@ -83,10 +87,11 @@ def prediction_memory(what: Prediction) -> PredictionMemory:
     msa = 0 if place in ("other", "template_embedder") else min(rows * shard * width * number, worst.live - pair)
     return PredictionMemory(
         weights=program.parameters * (SINGLE + HALF if what.half else SINGLE),
-        features=program.batch_bytes * what.ensembles * (1 if what.features_on_host else what.passes),
+        features=program.batch_bytes * what.ensembles * (1 if what.on_gpu else what.passes),
         pair=pair,
         msa=msa,
         layers=worst.live - pair - msa,
+        heap=0 if what.on_gpu else HEAP_KEPT * program.heap_block,
         at=_PARTS.get(place, place.replace("_", " ")),
     )
 

@@ -99,7 +99,9 @@ def main(arguments: list[str] | None = None) -> int:
         command = [sys.executable, "-m", "scripts.benchmarks.estimate_check", "--alone", "--precision", given.precision]
         command += ["--residues", str(residues)]
         found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
-        what = Prediction(model_config(), sizes(residues), passes=1, half=given.precision == "bf16", memory=WORKING)
+        what = Prediction(
+            model_config(), sizes(residues), passes=1, half=given.precision == "bf16", on_gpu=False, memory=WORKING
+        )
         memory = prediction_memory(what)
         mib, seconds = memory.total / 2**20, prediction_times(what, device).total
         row = {
