@@ -29,6 +29,22 @@ setTimeout(async () => {
   await wait();
   answer.residue = readout();
   answer.cursors = count(".cursor:not([hidden])");
+  // The structure: 3Dmol asks which residue lies under the pointer when that has rested for half a second.
+  document.getElementById("matrix").dispatchEvent(new MouseEvent("mouseleave"));
+  await wait();
+  const canvas = document.querySelector("#viewer canvas"), places = [];
+  for (let x = 0.46; x < 0.55; x += 0.02) for (let y = 0.46; y < 0.55; y += 0.02) places.push([x, y]);
+  answer.before = readout();
+  for (const [x, y] of places) {
+    hover(canvas, x, y);
+    await new Promise((done) => setTimeout(done, 700));
+    if (readout()) break;
+  }
+  answer.structure = readout();
+  answer.marked = count("#cross line");
+  answer.along = count(".cursor:not([hidden])");
+  hover(document.querySelector("svg.along"), (56 + (932 * 30.5) / 60) / 1000, 0.5);
+  await wait();
   document.querySelectorAll("#seeds button")[1].click();
   await wait();
   answer.other = readout();

@@ -145,7 +145,7 @@ def test_page_in_a_browser(output: Path, tmp_path: Path) -> None:
     command = [
         "chromium", "--headless", "--no-sandbox", "--disable-gpu", "--use-gl=angle", "--use-angle=swiftshader",
         "--enable-unsafe-swiftshader", "--enable-logging=stderr", f"--user-data-dir={tmp_path / 'profile'}",
-        "--window-size=1200,900", "--virtual-time-budget=6000", "--dump-dom", page.as_uri(),
+        "--window-size=1200,900", "--virtual-time-budget=30000", "--dump-dom", page.as_uri(),
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     messages = [line for line in done.stderr.splitlines() if "CONSOLE" in line and "GL Driver Message" not in line]
@@ -159,5 +159,10 @@ def test_page_in_a_browser(output: Path, tmp_path: Path) -> None:
     assert answer["lines"] == 2
     assert answer["residue"] == "ALA 31: pLDDT 65.0 · 2 sequences"
     assert answer["cursors"] == 2
+    assert answer["before"] == ""
+    named = re.fullmatch(r"ALA (\d+): pLDDT ([\d.]+) · \d sequences", answer["structure"])
+    assert named is not None, "the pointer on the structure names no residue"
+    assert float(named[2]) == 96 - int(named[1])
+    assert (answer["marked"], answer["along"]) == (1, 2), "neither the matrix nor the charts show it"
     assert answer["other"] == "ALA 31: pLDDT 60.0 · 2 sequences"
     assert answer["shown"] == ["1"]
