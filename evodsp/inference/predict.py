@@ -394,9 +394,10 @@ def _predict_seed(
     try:
         with memory_errors(target.query.name, len(target.query), device):
             output, passes = run_passes(model, batch, config)
+            structure = structure_of(target, batch, output, model)
     except UserError as error:
         if group is None:
             raise
         raise LeftAlone(Failure(target.query.name, str(error))) from error
     change = None if output.ca_change is None else float(output.ca_change[0])
-    return structure_of(target, batch, output, model), passes, change
+    return structure, passes, change

@@ -163,6 +163,21 @@ def test_the_end_of_memory_is_one_record(workplace, monkeypatch, error, words):
     assert "--working_memory" in found.failures[0].reason
 
 
+def test_memory_that_ends_behind_the_passes_is_one_record(workplace, monkeypatch):
+    """Catches confidences, which gather residues squared numbers, that end the run where they do not fit."""
+    real = module.structure_of
+
+    def full(target: Any, *rest: Any) -> Any:
+        if target.query.name == "alpha_A":
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return real(target, *rest)
+
+    monkeypatch.setattr(module, "structure_of", full)
+    found = predict_records(workplace.config, silent)
+    assert [result.name for result in found.results] == ["beta_A"]
+    assert "alpha_A: 22 residues do not fit" in found.failures[0].reason
+
+
 def test_an_error_of_the_program_is_not_a_record(workplace, monkeypatch):
     """Catches a bug that is reported as a mistake of the user."""
     monkeypatch.setattr(module, "run_passes", lambda *_: (_ for _ in ()).throw(RuntimeError("sizes do not match")))

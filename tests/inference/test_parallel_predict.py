@@ -269,6 +269,20 @@ def test_memory_of_one_rank_costs_one_record(workplace: Workplace) -> None:
 
 
 @pytest.mark.verify
+def test_memory_of_one_rank_where_there_is_one_record(workplace: Workplace) -> None:
+    """Catches ranks that are started again and again, and an error that is not the one of a single process."""
+    environment = with_little_memory(workplace)
+    workplace.config.fasta.write_text(f">long\n{QUERY}\n")
+    words = command(workplace.change(alignments=workplace.root, seeds=1), 2)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, env=environment)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.splitlines()[-1].startswith("evodsp: error: long: 22 residues do not fit into the memory")
+    assert "Traceback" not in done.stderr
+    # A rank that is ended while it waits may leave its log.
+    assert {path.name for path in workplace.config.output.glob("*")} <= {"predict.log"}
+
+
+@pytest.mark.verify
 def test_memory_of_one_rank_under_torchrun(workplace: Workplace) -> None:
     """Catches a store that forgets the record when torchrun starts the ranks again, and a restart for a failed record."""
     environment = with_little_memory(workplace)
