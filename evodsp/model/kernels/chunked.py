@@ -282,32 +282,38 @@ def _norm_backward(
     )
 
 
+def _project(y: Float[Tensor, "*chunk I J z"], weight: Tensor, bias: Tensor) -> Float[Tensor, "cccc *chunk I J"]:
+    """Channels first, as triangle multiplication wants them: a transposition afterwards takes a third of the product's time."""
+    return torch.addmm(bias.unsqueeze(1), weight, y.flatten(0, -2).T).view(len(weight), *y.shape[:-1])
+
+
 def _gated_operands(
-    projected: Float[Tensor, "*chunk I J cccc"], mask: Float[Tensor, "*chunk I J"]
+    projected: Float[Tensor, "cccc *chunk I J"], mask: Float[Tensor, "*chunk I J"]
 ) -> Float[Tensor, "2 *chunk c I J"]:
-    values, gates = projected.chunk(2, -1)
-    return _channels_first(gates.sigmoid().mul_(values).mul_(mask.unsqueeze(-1)))
+    values, gates = projected.chunk(2)
+    return _channels_before_pairs(gates.sigmoid().mul_(values).mul_(mask))
 
 
 def _gated_operands_backward(
     grad: Float[Tensor, "2 *chunk c I J"],
-    projected: Float[Tensor, "*chunk I J cccc"],
+    projected: Float[Tensor, "cccc *chunk I J"],
     mask: Float[Tensor, "*chunk I J"],
-) -> Float[Tensor, "*chunk I J cccc"]:
-    values, gates = projected.chunk(2, -1)
+) -> Float[Tensor, "positions cccc"]:
+    values, gates = projected.chunk(2)
     result = torch.empty_like(projected)
-    of_values, of_gates = result.chunk(2, -1)
+    of_values, of_gates = result.chunk(2)
     opening = gates.sigmoid()
-    _channels_first(of_values).copy_(grad)
-    of_values.mul_(mask.unsqueeze(-1)).mul_(opening)
+    torch.mul(grad.movedim(-3, 1), mask, out=of_values.unflatten(0, (2, -1)))
+    of_values.mul_(opening)
     # sigmoid' = sigmoid (1 - sigmoid), and the gradient of the values holds the first factor.
-    of_gates.copy_(of_values).mul_(values).mul_(1.0 - opening)
-    return result
+    torch.mul(of_values, values, out=of_gates)
+    of_gates.mul_(opening.neg_().add_(1.0))
+    return result.flatten(1).T
 
 
-def _channels_first(x: Float[Tensor, "*chunk I J cc"]) -> Float[Tensor, "2 *chunk c I J"]:
+def _channels_before_pairs(x: Float[Tensor, "cc *chunk I J"]) -> Float[Tensor, "2 *chunk c I J"]:
     """A view, with the channels of either operand before the pair axes."""
-    return x.unflatten(-1, (2, -1)).movedim(-2, 0).movedim(-1, -3)
+    return x.unflatten(0, (2, -1)).movedim(1, -3)
 
 
 def _gate(x: Float[Tensor, "*chunk c"], logits: Float[Tensor, "*chunk c"]) -> Float[Tensor, "*chunk c"]:
@@ -322,7 +328,9 @@ def _gate_backward(
     return of_x, (of_x * x).mul_(1.0 - opening)
 
 
-_LAYERS = Layers(Pieces(_norm, _norm_backward, _gated_operands, _gated_operands_backward, _gate, _gate_backward))
+_LAYERS = Layers(
+    Pieces(_norm, _norm_backward, _project, _gated_operands, _gated_operands_backward, _gate, _gate_backward)
+)
 gated_linear = _LAYERS.gated_linear
 gated_output = _LAYERS.gated_output
 gated_projection = _LAYERS.gated_projection

@@ -40,10 +40,12 @@ class Pieces:
     parameters may be wider than x."""
     norm_backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
     """(gradient, x, weight, mean, inverse deviation) -> gradients of x, weight and bias."""
+    project: Callable[[Tensor, Tensor, Tensor], Tensor]
+    """(y [* I J z], weight [4c z], bias) -> projections of y in the layout that the next two want: [* I J 4c] or [4c * I J]."""
     gated_operands: Callable[[Tensor, Tensor], Tensor]
-    """(projections [* I J 4c], mask [* I J]) -> [2 * c I J]: mask x sigmoid(second half) x first half."""
+    """(projections, mask [* I J]) -> [2 * c I J]: mask x sigmoid(second half of the channels) x first half."""
     gated_operands_backward: Callable[[Tensor, Tensor, Tensor], Tensor]
-    """(gradient [2 * c I J], projections, mask) -> gradient of the projections."""
+    """(gradient [2 * c I J], projections, mask) -> gradient of the projections as a matrix [*IJ 4c], of any strides."""
     gate: Callable[[Tensor, Tensor], Tensor]
     """(x, logits) -> x sigmoid(logits)."""
     gate_backward: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -329,7 +331,7 @@ class _GatedProjection(torch.autograd.Function):
         operands = Whole(chunks, lambda: _empty_operands(x, weight))
         for at in chunks:
             y = pieces.norm(x[at], norm_weight, norm_bias)[0]
-            operands.put(_operands_at(at), pieces.gated_operands(_linear(y, weight, bias), mask[at]))
+            operands.put(_operands_at(at), pieces.gated_operands(pieces.project(y, weight, bias), mask[at]))
         return operands.x.contiguous()
 
     @staticmethod
@@ -342,13 +344,15 @@ class _GatedProjection(torch.autograd.Function):
         grad_x, sums = Whole(chunks, lambda: torch.empty_like(x)), Sums(chunks, *parameters)
         for at in chunks:
             y, *statistics = pieces.norm(x[at], norm_weight, norm_bias)
-            slope = _matrix(pieces.gated_operands_backward(grad[_operands_at(at)], _linear(y, weight, bias), mask[at]))
+            projected = pieces.project(y, weight, bias)
+            slope = pieces.gated_operands_backward(grad[_operands_at(at)], projected, mask[at])
             sums.add_linear(2, slope, _matrix(y), bias=3)
             _norm_backward(pieces, sums, grad_x, at, slope @ weight, x, norm_weight, statistics)
         return None, grad_x.x, None, *sums.results()
 
 
-def _linear(y: Float[Tensor, "*chunk z"], weight: Tensor, bias: Tensor) -> Tensor:
+def linear(y: Float[Tensor, "*chunk z"], weight: Tensor, bias: Tensor) -> Float[Tensor, "*chunk o"]:
+    """A linear layer of the last axis."""
     return torch.addmm(bias, _matrix(y), weight.T).view(*y.shape[:-1], len(weight))
 
 
@@ -377,7 +381,7 @@ class _TriangleProduct(torch.autograd.Function):
         kept = []
         for at in chunks:
             y = pieces.norm(x[at], norm_weight, norm_bias)[0]
-            projected = _linear(y, weight, bias)
+            projected = pieces.project(y, weight, bias)
             operands.put(_operands_at(at), pieces.gated_operands(projected, mask[at]))
             torch.addmm(gate_bias, _matrix(y), gate_weight.T, out=gate[at].view(-1, len(gate_weight)))
             if keep:
@@ -398,7 +402,7 @@ class _TriangleProduct(torch.autograd.Function):
         formed = []  # norms, their statistics and projections: few enough, for all chunks, to be kept for a moment
         for n, at in enumerate(chunks):
             normal = pieces.norm(x[at], norm_weight, norm_bias)
-            projected = kept[n] if kept else _linear(normal[0], weight, bias)
+            projected = kept[n] if kept else pieces.project(normal[0], weight, bias)
             operands.put(_operands_at(at), pieces.gated_operands(projected, mask[at]))
             formed.append((*normal, projected))
         a, b = operands.x.contiguous()
@@ -407,7 +411,7 @@ class _TriangleProduct(torch.autograd.Function):
         grad_x, sums = Whole(chunks, lambda: torch.empty_like(x)), Sums(chunks, *parameters)
         for at in chunks:
             y, mean, inverse, projected = formed.pop(0)
-            slope = _matrix(pieces.gated_operands_backward(grad_operands[_operands_at(at)], projected, mask[at]))
+            slope = pieces.gated_operands_backward(grad_operands[_operands_at(at)], projected, mask[at])
             sums.add_linear(2, slope, _matrix(y), bias=3)
             own = _matrix(grad_gate[at])
             sums.add_linear(4, own, _matrix(y), bias=5)
@@ -451,7 +455,7 @@ class _GatedOutput(torch.autograd.Function):
         out = Whole(chunks, lambda: torch.empty_like(gate, memory_format=torch.contiguous_format))
         for at in chunks:
             y = pieces.norm(x[at], norm_weight, norm_bias)[0]
-            out.put(at, pieces.gate(_linear(y, weight, bias), gate[at]))
+            out.put(at, pieces.gate(linear(y, weight, bias), gate[at]))
         return out.x
 
     @staticmethod
@@ -465,7 +469,7 @@ class _GatedOutput(torch.autograd.Function):
         sums = Sums(chunks, *parameters)
         for at in chunks:
             y, *statistics = pieces.norm(x[at], norm_weight, norm_bias)
-            slope, of_gate = pieces.gate_backward(grad[at], _linear(y, weight, bias), gate[at])
+            slope, of_gate = pieces.gate_backward(grad[at], linear(y, weight, bias), gate[at])
             grad_gate.put(at, of_gate)
             sums.add_linear(2, _matrix(slope), _matrix(y), bias=3)
             _norm_backward(pieces, sums, grad_x, at, _matrix(slope) @ weight, x, norm_weight, statistics)
@@ -480,7 +484,7 @@ class _GatedLinear(torch.autograd.Function):
         chunks = chunks_of(gate, len(weight))
         out = Whole(chunks, lambda: gate.new_empty(*gate.shape[:3], len(weight)))
         for at in chunks:
-            out.put(at, _linear(pieces.gate(x[at[0]].expand_as(gate[at]), gate[at]), weight, bias))
+            out.put(at, linear(pieces.gate(x[at[0]].expand_as(gate[at]), gate[at]), weight, bias))
         return out.x
 
     @staticmethod

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from jaxtyping import Float
 from torch import Tensor
 
-from evodsp.model.kernels.layers import Layers, Pieces
+from evodsp.model.kernels.layers import Layers, Pieces, linear
 from evodsp.model.kernels.triton_kernels import attention as _attention
 from evodsp.model.kernels.triton_kernels import dropout as _dropout
 from evodsp.model.kernels.triton_kernels import gate as _gate
@@ -67,6 +67,7 @@ _LAYERS = Layers(
     Pieces(
         _layer_norm.norm,
         _layer_norm.norm_gradients,
+        linear,
         _gated_operands.operands_of_chunk,
         _gated_operands.gradient_of_chunk,
         _gate.gate,

@@ -113,10 +113,10 @@ def gradient_of_chunk(
     grad: Float[Tensor, "2 *chunk c I J"],
     projected: Float[Tensor, "*chunk I J cccc"],
     mask: Float[Tensor, "*chunk I J"],
-) -> Float[Tensor, "*chunk I J cccc"]:
-    """The gradient of `projected`."""
+) -> Float[Tensor, "positions cccc"]:
+    """The gradient of `projected`, a position in each row."""
     one = grad if projected.ndim == 4 else grad.unsqueeze(1)
-    return _gradients(one, *_batched(projected, mask)).view(projected.shape)
+    return _gradients(one, *_batched(projected, mask)).flatten(0, -2)
 
 
 def _batched(projected: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
