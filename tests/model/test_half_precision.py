@@ -64,6 +64,7 @@ def test_sums_over_chunks_of_the_outer_product_are_not_rounded(chunk: int, monke
     """
     monkeypatch.setattr(chunked, "_CPU_PRODUCTS", chunk)
     monkeypatch.setattr(chunked, "_KEEP", 0)
+    monkeypatch.setattr(chunked, "_KEEP_OPERANDS", 0)
     generator = torch.Generator().manual_seed(0)
     left, right = (torch.randn(1, 64, 16, 16, generator=generator) for _ in range(2))
     weight, upstream = torch.randn(32, 256, generator=generator), torch.randn(1, 16, 16, 32, generator=generator)

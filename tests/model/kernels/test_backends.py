@@ -62,11 +62,13 @@ def test_the_formula_of_attention(operator: str) -> None:
     agree(operator, getattr(reference, operator), written_out, some_keys(operator))
 
 
+@pytest.mark.parametrize("narrow", [8, 16])
 @pytest.mark.parametrize("keep", [0, 1 << 20])
 @pytest.mark.parametrize("chunk", [1, 9000, 1 << 20])
 @pytest.mark.parametrize("operator", ATTENTIONS)
-def test_chunked_attention(operator: str, chunk: int, keep: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches rows lost between chunks, and a wrong backward pass."""
+def test_chunked_attention(operator: str, chunk: int, keep: int, narrow: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches rows lost between chunks, a wrong backward pass, and products of narrow heads that stay transposed."""
+    monkeypatch.setattr(chunked, "_NARROW", narrow)  # heads here have 16 channels
     monkeypatch.setattr(chunked, "_CPU_LOGITS", chunk)
     monkeypatch.setattr(chunked, "_KEEP", keep)
     agree(operator, getattr(chunked, operator), getattr(reference, operator), some_keys(operator))

@@ -18,6 +18,7 @@ def test_equals_the_formula_in_values_and_gradients(
     monkeypatch.setattr(chunked, "_CPU_PRODUCTS", 2 * max(1, j) * 9)  # two rows at a time
     if not kept:
         monkeypatch.setattr(chunked, "_KEEP", 0)
+        monkeypatch.setattr(chunked, "_KEEP_OPERANDS", 0)
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:
@@ -32,3 +33,22 @@ def test_equals_the_formula_in_values_and_gradients(
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     for own, theirs in zip(torch.autograd.grad(found, inputs, upstream), gradients, strict=True):
         torch.testing.assert_close(own, theirs, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("sequences", "formed_again"), [(3, 3), (30, 0)])
+def test_products_are_formed_once_where_sequences_are_many(
+    sequences: int, formed_again: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a backward pass that forms the products of a deep alignment again: half of its forward pass's time. With few
+    sequences they are the larger memory, and are formed again."""
+    monkeypatch.setattr(chunked, "_CPU_PRODUCTS", 2 * 5 * 9)  # two rows at a time
+    monkeypatch.setattr(chunked, "_KEEP", 0)
+    calls: list[None] = []
+    monkeypatch.setattr(chunked, "_products", lambda *xs, form=chunked._products: (calls.append(None), form(*xs))[1])
+    left, right, weight = (
+        torch.randn(*shape, requires_grad=True) for shape in ((1, sequences, 5, 3), (1, sequences, 5, 3), (6, 9))
+    )
+    out = chunked.outer_product(left, right, weight)
+    calls.clear()
+    out.sum().backward()
+    assert len(calls) == formed_again
