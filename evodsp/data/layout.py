@@ -14,7 +14,8 @@ Letters may be in either case. In a folder of chain folders, a chain's structure
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 from evodsp.errors import UserError
@@ -41,35 +42,62 @@ def split_key(key: str) -> tuple[str, str]:
 
 def structure_file(directory: Path, entry: str) -> Path | None:
     """The structure file of an entry in a folder, None if there is none."""
-    return next((path for name in _candidates(entry) if (path := directory / name).is_file()), None)
-
-
-def structure_files(directory: Path) -> frozenset[str]:
-    """The names, relative to a folder, of the files where `listed_structure` looks for structures. Reads each folder once."""
-    names: set[str] = set()
-    for item in os.scandir(directory):
-        if item.name.endswith(_ALL_SUFFIXES):
-            names.add(item.name)
-        elif len(item.name) == _DIVIDED_NAME and item.is_dir():
-            names.update(f"{item.name}/{below}" for below in os.listdir(item.path) if below.endswith(_ALL_SUFFIXES))
-    return frozenset(names)
-
-
-def listed_structure(names: frozenset[str], entry: str) -> str | None:
-    """`structure_file` among the `structure_files` of a folder, for many entries."""
-    return next((name for name in _candidates(entry) if name in names), None)
+    divided = directory / _divided(entry)
+    folders = [directory, divided] if divided != directory and divided.is_dir() else [directory]
+    return next((path for folder in folders for name in _names(entry) if (path := folder / name).is_file()), None)
 
 
 def nested_structure(directory: Path, key: str) -> Path | None:
     """The structure file in a chain's folder, as OpenProteinSet nests it: `<key>/pdb/*.pdb` or `<key>/cif/*.cif`; None if there
     is none. Raises UserError if there are several."""
-    folders = (directory / key / name for name in ("cif", "pdb"))
-    found = [path for folder in folders if folder.is_dir() for path in sorted(folder.iterdir())]
-    structures = [path for path in found if path.name.lower().endswith(_SUFFIXES) and not path.name.startswith(".")]
+    structures = _nested(directory, key)
     if len(structures) > 1:
         names = ", ".join(path.name for path in structures[:5])
         raise UserError(f"{directory / key}: several structures of the chain ({names}); keep one")
     return structures[0] if structures else None
+
+
+class StructureListing:
+    """The structures of a folder, for lookups of many chains: lists the folder once, and a chain's own folder when asked."""
+
+    def __init__(self, directory: Path) -> None:
+        files: set[str] = set()
+        folders: set[str] = set()
+        for item in os.scandir(directory):
+            if _is_structure(item.name):
+                files.add(item.name)
+            elif item.is_dir():
+                folders.add(item.name)
+                if len(item.name) == _DIVIDED_NAME:
+                    files.update(f"{item.name}/{below}" for below in os.listdir(item.path) if _is_structure(below))
+        self._directory, self._files = directory, frozenset(files)
+        self.folders = frozenset(folders)
+        """The sub-folders: some may be those of chains, with a structure in them (`nested_structure`)."""
+
+    def of_entry(self, entry: str) -> str | None:
+        """`structure_file`, relative to the folder."""
+        folders = ("", f"{divided}/") if (divided := _divided(entry)) else ("",)
+        return next(
+            (path for folder in folders for name in _names(entry) if (path := folder + name) in self._files), None
+        )
+
+    def has(self, key: str) -> bool:
+        """Whether a chain has a structure file: of its entry, or in its own folder.
+
+        Raises UserError for a name that is no key.
+        """
+        entry, _ = split_key(key)
+        return self.of_entry(entry) is not None or self._has_nested(key)
+
+    def entries_without(self, keys: Iterable[str]) -> list[str]:
+        """The entries with a structure, in lower case and sorted, that none of the chains `keys` is from."""
+        known = set(keys)
+        nested = (key for key in self.folders - known if self._has_nested(key))
+        found = {entry_of(Path(name)).lower() for name in self._files} | {_entry_of_key(key) for key in nested}
+        return sorted(found - {_entry_of_key(key) for key in known})
+
+    def _has_nested(self, key: str) -> bool:
+        return key in self.folders and bool(_nested(self._directory, key))
 
 
 def names_of(entry: str) -> str:
@@ -79,16 +107,42 @@ def names_of(entry: str) -> str:
 
 def entry_of(path: Path) -> str:
     """The entry that a structure file's name stands for: `pdb1abc.ent.gz` -> `1abc`."""
-    name = Path(path.name.removesuffix(".gz"))
+    name = path.with_suffix("") if path.suffix.lower() == ".gz" else path
     return name.stem[3:] if name.suffix.lower() == ".ent" and name.stem.lower().startswith("pdb") else name.stem
 
 
-def _candidates(entry: str) -> Iterator[str]:
-    """The names that an entry's file may have, relative to the folder."""
-    lower = entry.lower()
-    names = [f"{name}{suffix}" for name in dict.fromkeys((entry, lower, entry.upper())) for suffix in _SUFFIXES]
-    names += [f"pdb{lower}{suffix}" for suffix in _LEGACY_SUFFIXES]
-    yield from names
-    # Ids of 4 letters, and extended ones such as pdb_00001abc: the two letters before the last.
-    if len(entry) >= 4:
-        yield from (f"{lower[-3:-1]}/{name}" for name in names)
+def _entry_of_key(key: str) -> str:
+    return (key.rpartition("_")[0] or key).lower()
+
+
+def _is_structure(name: str) -> bool:
+    return name.lower().endswith(_ALL_SUFFIXES) and not name.startswith(".")
+
+
+def _nested(directory: Path, key: str) -> list[Path]:
+    folders = (directory / key / name for name in ("cif", "pdb"))
+    found = [path for folder in folders if folder.is_dir() for path in sorted(folder.iterdir())]
+    return [path for path in found if path.name.lower().endswith(_SUFFIXES) and not path.name.startswith(".")]
+
+
+def _divided(entry: str) -> str:
+    """The folder of an entry in a divided mirror, '' if its name is too short. Ids have 4 letters, extended ones more, such as
+    pdb_00001abc: the folder is the two letters before the last."""
+    return entry.lower()[-3:-1] if len(entry) >= 4 else ""
+
+
+def _names(entry: str) -> Iterator[str]:
+    """The names that an entry's file may have: as it is written, in lower and in upper case, the usual extensions first."""
+    stems = tuple(dict.fromkeys((entry, entry.lower(), entry.upper())))
+    legacy = (f"pdb{entry.lower()}", f"PDB{entry.upper()}")
+    yield from (stem + suffix for stem in stems for suffix in _SUFFIXES)
+    yield from (stem + suffix for stem in legacy for suffix in _LEGACY_SUFFIXES)
+    yield from (stem + suffix for stem in stems for suffix in _in_upper_case(_SUFFIXES))
+    yield from (stem + suffix for stem in legacy for suffix in _in_upper_case(_LEGACY_SUFFIXES))
+
+
+@cache
+def _in_upper_case(suffixes: tuple[str, ...]) -> tuple[str, ...]:
+    """`.CIF`, `.CIF.GZ` and, of a file that was packed later, `.CIF.gz`."""
+    upper = [suffix.upper() for suffix in suffixes]
+    return tuple(dict.fromkeys([*upper, *(suffix.replace(".GZ", ".gz") for suffix in upper)]))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from evodsp.data.feature_store import BuiltStore
-from evodsp.data.layout import entry_of, listed_structure, split_key, structure_files
+from evodsp.data.layout import StructureListing
 from evodsp.data.store import FeatureStore
 from evodsp.errors import UserError
 
@@ -30,7 +30,7 @@ class Presence:
         elif store.index is not None:
             self._is_resolved = frozenset(compress(store.index.keys[:], store.index.has_structure())).__contains__
         elif store.structure_dir is not None:
-            self._files = structure_files(store.structure_dir)
+            self._listing = StructureListing(store.structure_dir)
             self._is_resolved = self._is_listed
         else:
             self._is_resolved = store.has_structure
@@ -43,12 +43,10 @@ class Presence:
 
     def structures_without_alignments(self, structure_dir: Path) -> list[str]:
         """Entries of a folder of structures (lower case, sorted) that have no chain with alignments."""
-        aligned = {key.rpartition("_")[0].lower() or key.lower() for key in self.keys}
-        return sorted({entry_of(Path(name)).lower() for name in structure_files(structure_dir)} - aligned)
+        return StructureListing(structure_dir).entries_without(self.keys)
 
     def _is_listed(self, key: str) -> bool:
         try:
-            entry, _ = split_key(key)
+            return self._listing.has(key)
         except UserError:  # a folder whose name is no chain key
             return False
-        return listed_structure(self._files, entry) is not None

@@ -27,7 +27,7 @@ from evodsp.data.chain_table import UNKNOWN_CLUSTER, UNKNOWN_DAY
 from evodsp.data.index import Source, write_index
 from evodsp.data.index_config import FILES, FOLDERS, IndexConfig
 from evodsp.data.index_content import ScannedChain, assemble
-from evodsp.data.layout import listed_structure, split_key, structure_files
+from evodsp.data.layout import StructureListing, nested_structure, split_key
 from evodsp.data.metadata import (
     ChainFacts,
     ClusterSizes,
@@ -47,6 +47,8 @@ from evodsp.geometry.alphabet import decode
 from evodsp.progress import progress
 
 CHAINS_OF_PART = 500
+_FORM = 2
+"""Of what a part says of a chain: parts of another form, of an earlier version, are scanned again."""
 _FIRST_BYTES = 1 << 16
 """The first record of an A3M file is looked for in these bytes before the whole file is parsed."""
 
@@ -57,7 +59,7 @@ class ChainTask:
 
     key: str
     structure: str
-    """Its structure file, relative to the folder; '' if there is none."""
+    """The structure file of its entry, relative to the folder; '' if there is none."""
     in_cache: bool
     has_folder: bool
     database: str = ""
@@ -66,6 +68,8 @@ class ChainTask:
     """Its files in the database."""
     needs_entity: bool = False
     """Whether the number of its entity is to be read, for clusters of entities."""
+    may_be_nested: bool = False
+    """Whether the folder of structures has a folder of the chain, where its structure may lie."""
 
 
 def make_index(config: IndexConfig) -> int:
@@ -131,21 +135,23 @@ def _tasks(
     keys = sorted({*folders, *in_database, *named})
     if not folders and not in_database:
         raise UserError(f"{config.alignment_dir}: no chains with alignments in it; give another --alignment_dir")
-    structures = structure_files(config.structure_dir)
+    listing = StructureListing(config.structure_dir)
     tasks = []
     for key in keys:
         try:
-            structure = listed_structure(structures, split_key(key)[0]) or ""
+            structure = listing.of_entry(split_key(key)[0]) or ""
+            may_be_nested = not structure and key in listing.folders
         except UserError:  # the name is no chain key: it has no structure, and training reports it so
-            structure = ""
+            structure, may_be_nested = "", False
         name, files = in_database[key].files(key) if key in in_database else ("", [])
-        tasks.append(ChainTask(key, structure, key in facts, key in folders, name, tuple(files), needs_entity))
+        of_key = (key, structure, key in facts, key in folders, name, tuple(files))
+        tasks.append(ChainTask(*of_key, needs_entity, may_be_nested))
     return tasks
 
 
 def _fingerprint(tasks: list[ChainTask], sources: list[Source]) -> str:
     """A digest of all that the parts depend on."""
-    digest = hashlib.sha256(repr([vars(source) for source in sources]).encode())
+    digest = hashlib.sha256(repr([_FORM, *(vars(source) for source in sources)]).encode())
     for task in tasks:
         digest.update(repr(task).encode("utf-8", "surrogateescape"))
     return digest.hexdigest()
@@ -185,20 +191,23 @@ def scan_part(alignment_dir: Path, structure_dir: Path, path: Path, tasks: list[
 
 
 def _scan_chain(alignment_dir: Path, structure_dir: Path, task: ChainTask) -> dict[str, Any]:
-    """What is written of a chain: its files, and what its header says if no cache does."""
-    files = list(task.files)
+    """What is written of a chain: its files, and what its header says if no cache does. `_FORM` names this form."""
+    files, structure = list(task.files), task.structure
     facts, entity, problem = ChainFacts(), "", ""
     try:
         if task.has_folder:
             found = files_of_chain(alignment_dir / task.key)
             files = [StoredFile(name, 0, length) for name, length in found.items()]
-        if task.structure and (task.needs_entity or not task.in_cache):
-            facts, entity = _facts_of_header(structure_dir / task.structure, *split_key(task.key))
+        if task.may_be_nested and (path := nested_structure(structure_dir, task.key)) is not None:
+            structure = str(path.relative_to(structure_dir))
+        if structure and (task.needs_entity or not task.in_cache):
+            facts, entity = _facts_of_header(structure_dir / structure, *split_key(task.key))
         elif not task.in_cache:
             facts = ChainFacts(sequence=_first_row(alignment_dir, task, files))
     except (UserError, OSError) as error:
         problem = " ".join(str(error).split())
-    return {"files": files, "facts": dataclasses.astuple(facts), "entity": entity, "problem": problem}
+    columns = {"files": files, "structure": structure, "facts": dataclasses.astuple(facts)}
+    return {**columns, "entity": entity, "problem": problem}
 
 
 def _facts_of_header(path: Path, entry: str, chain_id: str) -> tuple[ChainFacts, str]:
@@ -253,4 +262,4 @@ def _with_facts(
     if cluster_size != UNKNOWN_CLUSTER:
         facts = replace(facts, cluster_size=cluster_size)
     files = tuple(StoredFile(*file) for file in found["files"])
-    return ScannedChain(task.key, facts, task.structure, task.database, files, found["problem"])
+    return ScannedChain(task.key, facts, found["structure"], task.database, files, found["problem"])

@@ -28,7 +28,7 @@ from evodsp.data.chain_folder import alignment_files, parse_alignment_file, sear
 from evodsp.data.crop import Crop
 from evodsp.data.dataset import chain_labels
 from evodsp.data.features import CycleDraws, Sizes, sampled_features, sequence_features
-from evodsp.data.layout import listed_structure, split_key, structure_files
+from evodsp.data.layout import StructureListing, split_key
 from evodsp.data.mmcif import read_structure
 from evodsp.data.parsers import parse_hhr
 from evodsp.data.records import ProteinSequence
@@ -76,10 +76,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def request_of(data: Path) -> dict[str, Any]:
     """The files that are compared. Gzipped files and .pdb files, which OpenFold's functions do not take, are left out."""
     store = FeatureStore(data / "alignments", data / "mmcif_files")
-    listed = structure_files(data / "mmcif_files")
+    listed = StructureListing(data / "mmcif_files")
     structure_of, keys = {}, store.keys()
     for key in keys:
-        path = listed_structure(listed, split_key(key)[0])
+        path = listed.of_entry(split_key(key)[0])
         if path is not None:
             structure_of[key] = str(data / "mmcif_files" / path)
     folders = {key: data / "alignments" / key for key in keys}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from evodsp.data.layout import entry_of, nested_structure, split_key, structure_file
+from evodsp.data.layout import StructureListing, entry_of, nested_structure, split_key, structure_file
 from evodsp.data.structures import StructureFolder
 from evodsp.errors import UserError
 from tests.builders.mmcif import atom, entry
@@ -23,8 +23,9 @@ def test_split_key() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["1abc.cif", "1ABC.cif.gz", "1abc.mmcif", "1abc.pdb.gz", "pdb1abc.ent", "ab/1abc.cif.gz", "ab/pdb1abc.ent.gz"],
-)
+    ["1abc.cif", "1ABC.cif.gz", "1abc.mmcif", "1abc.pdb.gz", "pdb1abc.ent", "ab/1abc.cif.gz", "ab/pdb1abc.ent.gz",
+     "1ABC.CIF", "1abc.PDB", "1ABC.CIF.GZ", "1ABC.MMCIF.gz", "PDB1ABC.ENT", "PDB1ABC.ENT.gz", "ab/1ABC.CIF"],
+)  # fmt: skip
 @pytest.mark.parametrize("wanted", ["1abc", "1ABC"])
 def test_files_of_an_entry(tmp_path: Path, name: str, wanted: str) -> None:
     """Catches layouts of the PDB's mirrors that are not found, and names of another case."""
@@ -35,6 +36,21 @@ def test_files_of_an_entry(tmp_path: Path, name: str, wanted: str) -> None:
     assert structure_file(tmp_path, wanted) == path
     assert entry_of(path).lower() == "1abc"
     assert structure_file(tmp_path, "2abc") is None
+    listing = StructureListing(tmp_path)
+    assert listing.of_entry(wanted) == name
+    assert (listing.has(f"{wanted}_A"), listing.has("2abc_A")) == (True, False)
+    assert (listing.entries_without(["2abc_A"]), listing.entries_without(["1ABC_B"])) == (["1abc"], [])
+
+
+@pytest.mark.parametrize("divided", ["", "bc/"])
+def test_an_entry_has_the_file_of_its_own_name(tmp_path: Path, divided: str) -> None:
+    """Catches one of two models taken for the other, whose name differs in upper and lower case only."""
+    (tmp_path / "bc").mkdir()
+    for name in ("abcd.cif", "ABCD.cif", "ABCD.CIF"):
+        (tmp_path / f"{divided}{name}").touch()
+    for wanted in ("abcd", "ABCD"):
+        assert structure_file(tmp_path, wanted) == tmp_path / f"{divided}{wanted}.cif"
+        assert StructureListing(tmp_path).of_entry(wanted) == f"{divided}{wanted}.cif"
 
 
 def test_a_key_without_a_chain_means_the_only_one(tmp_path: Path) -> None:
@@ -60,6 +76,9 @@ def test_a_structure_in_the_folder_of_its_chain(tmp_path: Path, place: str) -> N
     assert folder.has_structure("cluster7")
     assert not folder.has_structure("cluster8")
     assert folder.chain("cluster7").sequence == "A"
+    listing = StructureListing(tmp_path)
+    assert (listing.has("cluster7"), listing.has("cluster8")) == (True, False)
+    assert (listing.entries_without(["cluster8"]), listing.entries_without(["cluster7"])) == (["cluster7"], [])
     (path.parent / "other.pdb").write_text("")
     with pytest.raises(UserError, match=r"cluster7: several structures of the chain \(.*\); keep one"):
         nested_structure(tmp_path, "cluster7")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,6 +16,7 @@ from evodsp.config import FeatureConfig
 from evodsp.data.chain_list import chain_list
 from evodsp.data.index import ChainIndex
 from evodsp.data.presence import Presence
+from evodsp.data.store import FeatureStore
 from evodsp.errors import UserError
 from evodsp.parallel.group import Group
 from evodsp.training import chains as chains_module
@@ -41,6 +44,31 @@ def config(folder: Path, indexed: bool, **settings: object) -> DataConfig:
     roots = {"alignment_dir": str(folder / "alignments"), "structure_dir": str(folder / "mmcif_files")}
     index = str(folder / "index") if indexed else None
     return DataConfig(**roots, index=index, **settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("indexed", [False, True])
+@pytest.mark.parametrize("together", [False, True])
+def test_structures_in_the_folders_of_their_chains(folder: Path, indexed: bool, together: bool) -> None:
+    """Catches chains of OpenProteinSet's nested layout that training, the index or the doctor calls missing."""
+    structures = folder / ("alignments" if together else "mmcif_files")
+    for key, kind in ((KEY, "cif"), (OTHER, "pdb")):
+        place = structures / key / kind
+        place.mkdir(parents=True)
+        (folder / "mmcif_files" / f"{key.split('_')[0]}.cif").rename(place / "prediction.cif")
+    roots = ["--alignment_dir", str(folder / "alignments"), "--structure_dir", str(structures)]
+    assert main(["data", "index", *roots, "--output", str(folder / "index"), "--workers=0", "--overwrite"]) == 0
+    index = ChainIndex(folder / "index")
+    assert index.structure(index.row(OTHER)) == f"{OTHER}/pdb/prediction.cif"
+    assert index.sequence(index.row(OTHER)) == SEQUENCES[OTHER]
+    found = find_chains(replace(config(folder, indexed), structure_dir=str(structures)))
+    assert (found.train, found.missing) == ([KEY, OTHER], {"3abc_C": "structure"})
+    assert isinstance(found.store, FeatureStore)
+    assert found.store.parsed(OTHER, with_hits=False).chain.sequence == SEQUENCES[OTHER]
+    options = [*roots, *(["--index", str(folder / "index")] if indexed else []), "--output", str(folder / "doctor")]
+    assert main(["data", "doctor", *options, "--workers=0"]) == 0
+    report = json.loads((folder / "doctor" / "doctor.json").read_text())
+    assert report["chains"] == [{"chain": "3abc_C", "state": "missing", "reason": "no structure"}]
+    assert (report["counts"]["read"], report["stale"], report["structures_without_alignments"]) == (2, [], [])
 
 
 @pytest.mark.parametrize("indexed", [False, True])
