@@ -55,6 +55,11 @@ def has_files(directory: Path) -> bool:
     return directory.is_dir() or _beside(directory).is_file()
 
 
+def is_empty_folder(directory: Path) -> bool:
+    """Whether a chain's folder is there without any file for alignments or templates: a search found nothing."""
+    return directory.is_dir() and not _files(directory)
+
+
 def file_of_chain(directory: str | Path, name: str) -> Path:
     """The file of a chain's folder with that name relative to it."""
     return _beside(directory) if name == BESIDE else Path(directory) / name
@@ -125,9 +130,7 @@ def read_alignment_dir(directory: str | Path, query: ProteinSequence | None = No
         )
     alignments = parse_alignments((path, None) for path in files)
     if not alignments:
-        _say_once(
-            f"{directory}: {'empty alignments' if files else 'is empty'}; the MSA of the chain is its sequence alone"
-        )
+        say_query_only(str(directory), "empty alignments" if files else "is empty")
     return matched_alignments(alignments, query)
 
 
@@ -150,9 +153,9 @@ def _is_empty(path: str | Path, data: bytes | None) -> bool:
 
 
 @cache
-def _say_once(line: str) -> None:
-    """Warn, once in a process."""
-    logging.getLogger(__name__).warning(line)
+def say_query_only(where: str, why: str) -> None:
+    """Warn, once in a process, that a chain has no alignment."""
+    logging.getLogger(__name__).warning(f"{where}: {why}; the MSA of the chain is its sequence alone")
 
 
 def _files(directory: Path) -> list[Path]:

@@ -44,7 +44,9 @@ _ARRAYS = ("chain_databases", "first_files", "file_name_rows", "file_offsets", "
 _NEAREST_AMONG = 100_000
 """A misspelt key is compared with at most this many keys."""
 FOLDER_OF_ITS_OWN = -1
-"""Entry of `chain_databases` for a chain whose alignments lie in a folder of their own."""
+"""Entry of `chain_databases` for a chain whose alignments lie in a folder of their own, or that has none."""
+EMPTY_FOLDER = -2
+"""Entry of `chain_databases` for a chain whose folder is empty: its sequence is its MSA."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ class IndexContent:
     file_names: PackedTexts
     """The distinct names of files, such as `bfd_uniclust_hits.a3m`, relative to the chain's folder."""
     chain_databases: Int32[np.ndarray, " n"]
-    """Row of `databases`, or FOLDER_OF_ITS_OWN."""
+    """Row of `databases`, FOLDER_OF_ITS_OWN or EMPTY_FOLDER."""
     first_files: Int64[np.ndarray, " n_plus_1"]
     """The files of row i are those from first_files[i] to first_files[i + 1]."""
     file_name_rows: Int32[np.ndarray, " m"]
@@ -158,7 +160,7 @@ class ChainIndex:
         database = int(content.chain_databases[owner])
         return (
             self.keys[owner],
-            None if database == FOLDER_OF_ITS_OWN else content.databases[database],
+            None if database < 0 else content.databases[database],
             [
                 StoredFile(content.file_names[int(name)], int(offset), int(length))
                 for name, offset, length in zip(
@@ -168,8 +170,17 @@ class ChainIndex:
         )
 
     def has_alignments(self) -> Bool[np.ndarray, " n"]:
-        """Whether a chain, or an identical one, has alignments."""
-        return own_alignments(self.content)[self.table.representatives]
+        """Whether a chain, or an identical one, has alignments, or an empty folder of them."""
+        return own_alignments(self.content)[self.table.representatives] | self.are_query_only()
+
+    def are_query_only(self) -> Bool[np.ndarray, " n"]:
+        """Whether a chain's sequence is its MSA: its folder is empty, and no identical chain has alignments."""
+        has_lender = self.table.representatives != np.arange(len(self))
+        return np.asarray(self.content.chain_databases == EMPTY_FOLDER) & ~has_lender
+
+    def has_empty_folder(self, row: int) -> bool:
+        """Whether the chain's folder of alignments is empty."""
+        return int(self.content.chain_databases[row]) == EMPTY_FOLDER
 
     def has_structure(self) -> Bool[np.ndarray, " n"]:
         """Whether the chain's entry has a structure file."""

@@ -28,6 +28,7 @@ def summary(index: ChainIndex) -> str:
         "without alignments": int((~aligned).sum()),
         "without a structure": int((~resolved).sum()),
         "with alignments of an identical chain": borrowed,
+        "with an empty folder of alignments": int(index.are_query_only().sum()),
         "that cannot be read": unreadable,
     }
     usable = f"{index.path}: {len(index):,} chains, {int((aligned & resolved).sum()):,} with alignments and structure"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from evodsp.data.alignment_database import StoredFile
-from evodsp.data.index import FOLDER_OF_ITS_OWN, IndexContent, own_alignments
+from evodsp.data.index import EMPTY_FOLDER, FOLDER_OF_ITS_OWN, IndexContent, own_alignments
 from evodsp.data.metadata import ChainFacts, table_of
 from evodsp.data.packed_texts import PackedTexts
 
@@ -24,6 +24,7 @@ class ScannedChain:
     database: str
     """OpenFold's database with its alignments; '' for a folder."""
     files: tuple[StoredFile, ...]
+    has_empty_folder: bool
     problem: str
     """Why its header or first alignment could not be read, '' if it could."""
 
@@ -46,8 +47,10 @@ def assemble(chains: Iterable[ScannedChain], duplicates: Iterable[list[str]]) ->
         structures.append(chain.structure)
         problems.append(chain.problem)
         facts.append(chain.facts)
-        own = databases.setdefault(chain.database, len(databases)) if chain.database else FOLDER_OF_ITS_OWN
-        chain_databases.append(own)
+        if chain.database:
+            chain_databases.append(databases.setdefault(chain.database, len(databases)))
+        else:
+            chain_databases.append(EMPTY_FOLDER if chain.has_empty_folder else FOLDER_OF_ITS_OWN)
         files += [(names.setdefault(file.name, len(names)), file.offset, file.length) for file in chain.files]
         first_files.append(len(files))
     name_rows, offsets, lengths = np.array(files, np.int64).reshape(-1, 3).T

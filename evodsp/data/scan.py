@@ -22,7 +22,14 @@ from pathlib import Path
 from typing import Any
 
 from evodsp.data.alignment_database import StoredFile, read_databases, read_parts
-from evodsp.data.chain_folder import chain_folders, file_of_chain, files_of_chain, is_alignment, parse_alignment_file
+from evodsp.data.chain_folder import (
+    chain_folders,
+    file_of_chain,
+    files_of_chain,
+    is_alignment,
+    is_empty_folder,
+    parse_alignment_file,
+)
 from evodsp.data.chain_table import UNKNOWN_CLUSTER, UNKNOWN_DAY
 from evodsp.data.index import Source, write_index
 from evodsp.data.index_config import FILES, FOLDERS, IndexConfig
@@ -193,10 +200,11 @@ def scan_part(alignment_dir: Path, structure_dir: Path, path: Path, tasks: list[
 def _scan_chain(alignment_dir: Path, structure_dir: Path, task: ChainTask) -> dict[str, Any]:
     """What is written of a chain: its files, and what its header says if no cache does. `_FORM` names this form."""
     files, structure = list(task.files), task.structure
-    facts, entity, problem = ChainFacts(), "", ""
+    facts, entity, problem, is_empty = ChainFacts(), "", "", False
     try:
         if task.has_folder:
             found = files_of_chain(alignment_dir / task.key)
+            is_empty = not found and is_empty_folder(alignment_dir / task.key)
             files = [StoredFile(name, 0, length) for name, length in found.items()]
         if task.may_be_nested and (path := nested_structure(structure_dir, task.key)) is not None:
             structure = str(path.relative_to(structure_dir))
@@ -206,7 +214,7 @@ def _scan_chain(alignment_dir: Path, structure_dir: Path, task: ChainTask) -> di
             facts = ChainFacts(sequence=_first_row(alignment_dir, task, files))
     except (UserError, OSError) as error:
         problem = " ".join(str(error).split())
-    columns = {"files": files, "structure": structure, "facts": dataclasses.astuple(facts)}
+    columns = {"files": files, "empty": is_empty, "structure": structure, "facts": dataclasses.astuple(facts)}
     return {**columns, "entity": entity, "problem": problem}
 
 
@@ -262,4 +270,5 @@ def _with_facts(
     if cluster_size != UNKNOWN_CLUSTER:
         facts = replace(facts, cluster_size=cluster_size)
     files = tuple(StoredFile(*file) for file in found["files"])
-    return ScannedChain(task.key, facts, found["structure"], task.database, files, found["problem"])
+    where = (found["structure"], task.database, files, found["empty"])
+    return ScannedChain(task.key, facts, *where, found["problem"])

@@ -26,6 +26,7 @@ from evodsp.data.chain_folder import (
     parse_search_result,
     read_alignment_dir,
     read_template_hits,
+    say_query_only,
 )
 from evodsp.data.index import ChainIndex
 from evodsp.data.layout import split_key
@@ -163,12 +164,16 @@ class FeatureStore:
 
     def _from_files(self, key: str, query: ProteinSequence | None) -> list[Alignment]:
         files = [(source, data) for source, name, data in self._files(key) if is_alignment(Path(name).name)]
-        if not files:
+        is_empty = not files and self.index is not None and self.index.has_empty_folder(self.index.row(key))
+        if not files and not is_empty:
             where = f"{self.alignment_dir}: no alignment (.a3m, .sto or .npz) of chain '{key}' in"
             raise UserError(
                 f"{where} the {'database' if self.index is None else 'index'}; make it again or drop the chain"
             )
-        return matched_alignments(parse_alignments(files), query)
+        alignments = parse_alignments(files)
+        if not alignments:
+            say_query_only(str(self.alignment_dir / key), "is empty" if is_empty else "empty alignments")
+        return matched_alignments(alignments, query)
 
     def _files(self, key: str) -> Iterator[tuple[str, str, bytes | None]]:
         """(source for messages, name, content or None if it is a file) of a chain's alignments and template searches, sorted by

@@ -23,6 +23,7 @@ from evodsp.cli import main
 from evodsp.data import scan
 from evodsp.data.chain_table import UNKNOWN_CLUSTER, UNKNOWN_DAY
 from evodsp.data.index import ChainIndex
+from evodsp.data.records import ProteinSequence
 from evodsp.data.store import FeatureStore
 from evodsp.errors import UserError
 from tests.builders.alignments import database
@@ -156,6 +157,40 @@ def test_an_indexed_store_reads_what_a_folder_reads(tmp_path: Path) -> None:
         assert [index.sequence(row) for row in range(len(index))] == ["ACDE", "WW"][: len(index)]
         with pytest.raises(UserError, match=r"no chain '1abd_A' in the index.*Did you mean '1abc_A'"):
             indexed.alignments("1abd_A")
+
+
+def test_an_empty_folder_is_the_query_alone_with_an_index_too(
+    folder: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches chains without homologues that only a run with an index leaves out, chains without any folder that pass for
+    such, alignments of an identical chain that are not used, and empty files of which nobody is told."""
+    for key in ("1abc_B", "1abc_C", "1abc_D", "1abc_E"):
+        (folder / "alignments" / key).mkdir()
+    (folder / "alignments" / "1abc_D" / "hits.a3m.part").write_text("x")  # not empty: its alignments may be lost
+    (folder / "alignments" / "1abc_E" / "hits.a3m").write_text("")
+    text = (folder / "mmcif_files" / "1abc.cif").read_text()
+    assert text.count("_entity_poly.pdbx_strand_id") == 1
+    (folder / "mmcif_files" / "1abc.cif").write_text(
+        re.sub(r"(_entity_poly.pdbx_strand_id\s+)A", r"\g<1>A,B,C,D,E", text)
+    )
+    (folder / "same.txt").write_text(f"{KEY} 1abc_C\n")
+    (folder / "cache.json").write_text(json.dumps({"9abc_A": {"seq": "ACD"}}))
+    index = index_of(folder, f"--duplicates={folder / 'same.txt'}", f"--chain_data_cache={folder / 'cache.json'}")
+    assert "1 with an empty folder of alignments" in capsys.readouterr().err
+    store, plain = store_of(folder, index), store_of(folder)
+    assert store.keys() == [KEY, "1abc_B", "1abc_C", "1abc_E", OTHER]
+    query = ProteinSequence("q", SEQUENCES[KEY])
+    for _ in range(2):
+        assert store.alignments("1abc_B", query) == store.alignments("1abc_E", query) == []
+    said = [(key, record.message) for record in caplog.records for key in ("1abc_B", "1abc_E") if key in record.message]
+    assert [(key, "sequence alone" in line, "is empty" in line) for key, line in said] == [
+        ("1abc_B", True, True), ("1abc_E", True, False)]  # fmt: skip
+    assert plain.alignments("1abc_B", query) == []
+    assert len(store.alignments("1abc_C", query)) == 1
+    assert not store.differs_from_index("1abc_B")
+    for key in ("9abc_A", "1abc_D"):
+        with pytest.raises(UserError, match=f"no alignment .* of chain '{key}' in the index"):
+            store.alignments(key, query)
 
 
 def test_an_index_travels_as_its_path(folder: Path) -> None:
