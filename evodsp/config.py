@@ -455,3 +455,10 @@ class FilterConfig:
     """Largest share of one residue type in a chain's sequence; X counts as a type. Chains of unknown sequence are left out."""
     max_release_date: str | None = None
     """Latest release date, such as 2018-04-30; chains of unknown date are then left out."""
+
+
+FILTERS_OF_PREDICTIONS = FilterConfig(max_resolution=None)
+"""Of a self-distillation set: predicted structures have no resolution."""
+
+Sampling = Literal["uniform", "alphafold2"]
+"""How chains are drawn: equally often, or by length and cluster size."""

@@ -24,7 +24,7 @@ from torch.utils.data import Dataset
 
 from evodsp.config import FeatureConfig
 from evodsp.data.crop import Crop, centre_crop, training_crop
-from evodsp.data.distillation import PredictedStore, sampled_rows
+from evodsp.data.distillation import DistillationSet, sampled_rows
 from evodsp.data.features import FEATURE_AXES, TEMPLATE_AXES, check_config, make_features
 from evodsp.data.msa import MsaFeatures, merge_alignments, query_only
 from evodsp.data.parsed_chain import ChainSource
@@ -127,7 +127,7 @@ class ChainDataset(Dataset[Sample]):
         cache_bytes: int = 1 << 30,
         templates: TemplateSource | None = None,
         choice: ChainChoice | None = None,
-        distillation: PredictedStore | None = None,
+        distillation: DistillationSet | None = None,
     ) -> None:
         check_config(config)
         if not keys:
@@ -205,7 +205,8 @@ class ChainDataset(Dataset[Sample]):
             self._cache.move_to_end(key)
             return self._cache[key]
         if self.distillation is not None and key.startswith(DISTILLED):
-            record = load_record(self.distillation, key.removeprefix(DISTILLED), self.templates)
+            templates = self.distillation.templates if self.config.max_templates else None
+            record = load_record(self.distillation.source, key.removeprefix(DISTILLED), templates)
         else:
             record = load_record(self.source, key, self.templates)
         self._cache[key] = record

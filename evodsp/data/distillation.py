@@ -11,28 +11,25 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from evodsp.data.feature_store import BuiltStore
 from evodsp.data.msa import MsaFeatures
 from evodsp.data.parsed_chain import ParsedChain, parse_chain
 from evodsp.data.records import Alignment, Chain, ProteinSequence
 from evodsp.data.store import FeatureStore
-from evodsp.data.structures import StructureFolder
 from evodsp.data.templates.hits import TemplateHit
+from evodsp.data.templates.source import TemplateSource
 from evodsp.errors import UserError
 from evodsp.rng import Draws
 
 
 @dataclass(frozen=True)
 class PredictedStore:
-    """The chains of a self-distillation set, as a `ChainSource`. Picklable, for workers."""
+    """The files of a self-distillation set, as a `ChainSource`. Picklable, for workers."""
 
     store: FeatureStore
-    """Alignments and template searches."""
-    structures: StructureFolder
-    """Predicted structures with the pLDDT, 0 to 100, as B-factors."""
+    """Alignments, template searches, and predicted structures with the pLDDT, 0 to 100, as B-factors."""
     min_plddt: float
     """Atoms of residues below this are masked."""
-    max_rows: int
-    """At most this many rows of the MSA are used, a random sample."""
 
     def parsed(self, key: str, with_hits: bool) -> ParsedChain:
         """The chain; see `ChainSource`."""
@@ -47,8 +44,8 @@ class PredictedStore:
 
         Raises UserError if no residue is left.
         """
-        chain = self.structures.chain(key)
-        sure = self.structures.confidence(key) >= self.min_plddt
+        chain = self.store.chain(key)
+        sure = self.store.confidence(key) >= self.min_plddt
         if not sure.any():
             raise UserError(
                 f"predicted chain {key} has no residue of a pLDDT of at least {self.min_plddt:g}; leave it out"
@@ -65,6 +62,23 @@ class PredictedStore:
     def template_hits(self, key: str, query: ProteinSequence) -> list[TemplateHit]:
         """The hits of the chain's template searches."""
         return self.store.template_hits(key, query)
+
+
+@dataclass(frozen=True)
+class DistillationSet:
+    """A self-distillation set as samples are made of it. Picklable, for workers."""
+
+    source: PredictedStore | BuiltStore
+    """Its chains: files, or a feature store that was built of them."""
+    max_rows: int
+    """At most this many rows of an MSA are used, a random sample."""
+    templates: TemplateSource | None = None
+    """Where the templates of its chains come from; None if samples have none."""
+
+    @property
+    def store(self) -> FeatureStore | BuiltStore:
+        """What has its chains by key."""
+        return self.source.store if isinstance(self.source, PredictedStore) else self.source
 
 
 def sampled_rows(msa: MsaFeatures, most: int, draws: Draws) -> MsaFeatures:

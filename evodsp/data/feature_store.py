@@ -57,6 +57,8 @@ class BuiltStore:
         tables = _entry(address, description, "tables", dict)
         self.obsolete: dict[str, str | None] = _entry(address, description, "obsolete", dict)
         """Withdrawn entries among the templates, with their successors."""
+        self.min_plddt: float | None = _entry(address, description, "plan", dict).get("min_plddt")
+        """Predicted structures: atoms of residues below this pLDDT are masked. None: experiments."""
         self._chains = Table(system, f"{folder}/{CHAINS}", _entry(address, tables, CHAINS, str))
         self.structures = None
         """The templates' structures; None if the store was built without them."""

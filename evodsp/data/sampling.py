@@ -37,8 +37,13 @@ SHORT, LONG = 256, 512
 """Residues: shorter chains weigh as much as one of `SHORT`, longer ones as one of `LONG`."""
 
 
-def left_out_by_filters(table: ChainTable, filters: FilterConfig) -> dict[str, Bool[np.ndarray, " n"]]:
-    """Which chains each filter leaves out, by what it says of them. A chain may be left out for several reasons."""
+def left_out_by_filters(
+    table: ChainTable, filters: FilterConfig, where: str = "data.filters"
+) -> dict[str, Bool[np.ndarray, " n"]]:
+    """Which chains each filter leaves out, by what it says of them. A chain may be left out for several reasons.
+
+    `where`: what messages call the filters.
+    """
     reasons: dict[str, Bool[np.ndarray, " n"]] = {}
     if filters.max_resolution is not None:
         unknown = np.isnan(table.resolutions)
@@ -55,7 +60,7 @@ def left_out_by_filters(table: ChainTable, filters: FilterConfig) -> dict[str, B
         reasons[f"more than {filters.max_residue_share:.0%} of one residue type"] = ~unknown & (
             table.largest_fractions > most
         )
-    if (latest := parse_latest_date("data.filters.max_release_date", filters.max_release_date)) is not None:
+    if (latest := parse_latest_date(f"{where}.max_release_date", filters.max_release_date)) is not None:
         unknown = table.release_days == UNKNOWN_DAY
         reasons["unknown release date"] = unknown
         reasons[f"released after {latest}"] = ~unknown & (table.release_days > (latest - date(1970, 1, 1)).days)

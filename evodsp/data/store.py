@@ -14,6 +14,9 @@ from itertools import compress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from jaxtyping import Float32
+
 from evodsp.data.alignment_database import AlignmentDatabase, read_databases, read_parts
 from evodsp.data.chain_folder import (
     chain_folders,
@@ -30,7 +33,7 @@ from evodsp.data.chain_folder import (
 )
 from evodsp.data.index import ChainIndex
 from evodsp.data.layout import split_key
-from evodsp.data.mmcif import read_chain
+from evodsp.data.mmcif import read_chain, read_confidence
 from evodsp.data.parsed_chain import ParsedChain, parse_chain
 from evodsp.data.query_check import matched_alignments
 from evodsp.data.records import Alignment, Chain, ProteinSequence, Structure
@@ -84,14 +87,21 @@ class FeatureStore:
 
     def chain(self, key: str) -> Chain:
         """The chain's structure. Raises UserError, with the nearest name, if the file or the chain is missing."""
-        folder = self._folder(key)
-        if self.index is not None and (name := self.index.structure(self.index.row(key))) is not None:
-            return read_chain(folder.directory / name, split_key(key)[1])
-        return folder.chain(key)
+        return read_chain(self._structure_file(key), split_key(key)[1])
+
+    def confidence(self, key: str) -> Float32[np.ndarray, " L"]:
+        """pLDDT of each residue of a predicted chain; see `read_confidence`."""
+        return read_confidence(self._structure_file(key), split_key(key)[1])
 
     def structure(self, pdb_id: str) -> Structure:
         """All protein chains of an entry. Raises UserError, with the nearest name, if its file is missing."""
         return self._folder(pdb_id).structure(pdb_id)
+
+    def _structure_file(self, key: str) -> Path:
+        folder = self._folder(key)
+        if self.index is not None and (name := self.index.structure(self.index.row(key))) is not None:
+            return folder.directory / name
+        return folder.file_of(key)
 
     def _folder(self, key: str) -> StructureFolder:
         if self._structures is None:
@@ -136,6 +146,15 @@ class FeatureStore:
             if is_search_result(Path(name).name)
             for hit in parse_search_result(source, query, data)
         ]
+
+    def stale_sources(self) -> list[str]:
+        """What the index was made of and has changed since, as 'option path'; none without an index."""
+        if self.index is None:
+            return []
+        now_at = {"alignment_dir": self.alignment_dir}
+        return self.index.stale_sources(
+            now_at if self.structure_dir is None else {**now_at, "structure_dir": self.structure_dir}
+        )
 
     def differs_from_index(self, key: str) -> bool:
         """Whether the chain's folder has other files, or files of other sizes, than its index says; False without an index, and

@@ -7,11 +7,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-import numpy as np
-from jaxtyping import Float32
-
 from evodsp.data.layout import entry_of, names_of, nested_structure, split_key, structure_file
-from evodsp.data.mmcif import read_chain, read_confidence, read_release_date, read_structure
+from evodsp.data.mmcif import read_chain, read_release_date, read_structure
 from evodsp.data.records import Chain, Structure
 from evodsp.data.text_files import read_json
 from evodsp.errors import FileFormatError, UserError, nearest
@@ -62,13 +59,11 @@ class StructureFolder:
 
     def chain(self, key: str) -> Chain:
         """The chain's structure. Raises UserError, with the nearest name, if the file or the chain is missing."""
-        pdb_id, chain_id = split_key(key)
-        return read_chain(self._file(key) or self._existing(pdb_id, key), chain_id)
+        return read_chain(self.file_of(key), split_key(key)[1])
 
-    def confidence(self, key: str) -> Float32[np.ndarray, " L"]:
-        """pLDDT of each residue of a predicted chain; see `read_confidence`."""
-        pdb_id, chain_id = split_key(key)
-        return read_confidence(self._file(key) or self._existing(pdb_id, key), chain_id)
+    def file_of(self, key: str) -> Path:
+        """The chain's structure file. Raises UserError, with the nearest name, if there is none."""
+        return self._file(key) or self._existing(split_key(key)[0], key)
 
     def structure(self, pdb_id: str) -> Structure:
         """All protein chains of an entry. Raises UserError, with the nearest name, if its file is missing."""

@@ -12,18 +12,19 @@ from jaxtyping import Float64
 
 from evodsp.data.chain_list import chain_list
 from evodsp.data.dataset import load_record
-from evodsp.data.distillation import PredictedStore
+from evodsp.data.distillation import DistillationSet
 from evodsp.data.feature_store import BuiltStore
 from evodsp.data.presence import Lacking, Presence
+from evodsp.data.sampling import DISTILLED
+from evodsp.data.selection import Selected, Selection, select
 from evodsp.data.store import FeatureStore
 from evodsp.data.templates.source import TemplateSource
 from evodsp.errors import UserError, nearest
 from evodsp.launch.consensus import from_first, on_every
 from evodsp.parallel.group import Group
-from evodsp.training.chain_weights import weighted_chains
-from evodsp.training.config import DataConfig
+from evodsp.training.config import DataConfig, DistillationConfig
 from evodsp.training.progress import report
-from evodsp.training.sources import distillation_set, distilled_chains, open_source
+from evodsp.training.sources import open_distillation, open_source
 
 MOST_CHAINS_READ = 64
 """Up to this many chains are read completely before training starts; of more, only the files' presence is checked."""
@@ -40,31 +41,31 @@ class Chains:
     test: list[str]
     weights: Float64[np.ndarray, " n"] | None = None
     """How often each training chain is drawn, in any unit; None: equally often."""
-    distillation: PredictedStore | None = None
+    distillation: DistillationSet | None = None
     distilled: list[str] = field(default_factory=list)
     """Chains of the self-distillation set, their names beginning with `DISTILLED`."""
+    distilled_weights: Float64[np.ndarray, " m"] | None = None
+    """How often each of them is drawn, as `weights`."""
     missing: dict[str, Lacking] = field(default_factory=dict)
-    """Training chains that are left out, and what they lack."""
+    """Training chains that are left out, those of the self-distillation set too, and what they lack."""
 
     def notes(self, listed_in: Path) -> list[str]:
         """What the user should know before training starts, a line each. `listed_in`: the file that lists `missing`."""
         notes = []
-        if self.missing:
-            counts = Counter(self.missing.values())
-            lacking = ", ".join(f"{count:,} without {what}" for what, count in sorted(counts.items()))
-            total = len(self.missing) + len(self.train)
-            notes.append(
-                f"{len(self.missing):,} of {total:,} training chains are left out: {lacking}; {listed_in} lists them"
-            )
-        if (
-            isinstance(self.store, FeatureStore)
-            and self.store.index is not None
-            and self.store.structure_dir is not None
-        ):
-            index = self.store.index
-            now_at = {"alignment_dir": self.store.alignment_dir, "structure_dir": self.store.structure_dir}
-            if stale := index.stale_sources(now_at):
-                notes.append(f"{index.path} is older than {', '.join(stale)}; make it again: {index.command}")
+        for kind, are_distilled, left in (("training", False, self.train), ("distillation", True, self.distilled)):
+            missing = [lacking for key, lacking in self.missing.items() if key.startswith(DISTILLED) == are_distilled]
+            if missing:
+                lacking = ", ".join(f"{count:,} without {what}" for what, count in sorted(Counter(missing).items()))
+                total = len(missing) + len(left)
+                notes.append(
+                    f"{len(missing):,} of {total:,} {kind} chains are left out: {lacking}; {listed_in} lists them"
+                )
+        stores = [self.store, *([] if self.distillation is None else [self.distillation.store])]
+        for store in stores:
+            if isinstance(store, FeatureStore) and store.index is not None and (stale := store.stale_sources()):
+                notes.append(
+                    f"{store.index.path} is older than {', '.join(stale)}; make it again: {store.index.command}"
+                )
         return notes
 
 
@@ -77,6 +78,7 @@ class _Found:
     test: list[str]
     weights: Float64[np.ndarray, " n"] | None
     distilled: list[str]
+    distilled_weights: Float64[np.ndarray, " m"] | None
     missing: dict[str, Lacking]
 
 
@@ -87,12 +89,15 @@ def find_chains(config: DataConfig, quarantined: Container[str] = frozenset(), g
     which the first looks the chains up and tells the others; None for one process.
     Raises UserError for the first file or name that is missing otherwise.
     """
-    (store, templates), predicted = on_every(
-        lambda: (open_source(config), distillation_set(config.distillation)), group
-    )
+    store, templates, predicted = on_every(lambda: _open(config), group)
     found = from_first(lambda: _look_up(config, quarantined, store, templates, predicted), group)
-    names = found.train, found.validation, found.test
-    return Chains(store, templates, *names, found.weights, predicted, found.distilled, found.missing)
+    names, distilled = (found.train, found.validation, found.test), (found.distilled, found.distilled_weights)
+    return Chains(store, templates, *names, found.weights, predicted, *distilled, found.missing)
+
+
+def _open(config: DataConfig) -> tuple[FeatureStore | BuiltStore, TemplateSource | None, DistillationSet | None]:
+    store, templates = open_source(config)
+    return store, templates, open_distillation(config, templates)
 
 
 def _look_up(
@@ -100,7 +105,7 @@ def _look_up(
     quarantined: Container[str],
     store: FeatureStore | BuiltStore,
     templates: TemplateSource | None,
-    predicted: PredictedStore | None,
+    predicted: DistillationSet | None,
 ) -> _Found:
     presence = Presence(store)
     listed = chain_list(config.train_chains) if config.train_chains is not None else presence.keys
@@ -113,15 +118,43 @@ def _look_up(
     for name, keys in (("train", [] if present else listed), ("validation", validation), ("test", test)):
         for key in keys:
             _check_chain(key, presence, store, f"data.{name}_chains")
-    train, weights = weighted_chains(present, config)
-    distinct = dict.fromkeys([*train, *validation, *test])
+    train = _selected(present, config, "data", "training")
+    distinct = dict.fromkeys([*train.keys, *validation, *test])
     if len(distinct) <= MOST_CHAINS_READ:
         for key in (key for key in distinct if key not in quarantined):
             record = load_record(store, key, templates)
             if record.templates is not None:
                 report(f"templates of {record.templates.log_line}")
-    distilled = [] if predicted is None else distilled_chains(config.distillation, predicted)
-    return _Found(train, validation, test, weights, distilled, missing)
+    distilled = Selected([], None, {})
+    if predicted is not None:
+        distilled, absent = _look_up_distilled(config.distillation, predicted)
+        missing |= {DISTILLED + key: what for key, what in absent.items()}
+    names = [DISTILLED + key for key in distilled.keys]
+    return _Found(train.keys, validation, test, train.weights, names, distilled.weights, missing)
+
+
+def _look_up_distilled(config: DistillationConfig, predicted: DistillationSet) -> tuple[Selected, dict[str, Lacking]]:
+    """The chains of the self-distillation set that are drawn, and those that lack something."""
+    presence = Presence(predicted.store)
+    listed = presence.keys if config.chains is None else chain_list(config.chains)
+    missing = {key: lacking for key in listed if (lacking := presence.lacks(key)) is not None}
+    if len(missing) == len(listed):
+        where = config.store or f"{config.alignment_dir} and {config.structure_dir}"
+        raise UserError(f"data.distillation: none of {len(listed)} chains has alignments and a structure in {where}")
+    present = [key for key in listed if key not in missing]
+    return _selected(present, config, "data.distillation", "distillation"), missing
+
+
+def _selected(keys: list[str], config: DataConfig | DistillationConfig, where: str, kind: str) -> Selected:
+    """The chains that pass the filters. Prints how many are left out, and why. Raises UserError if none is left."""
+    rules = Selection(where, config.chain_data_cache, config.index, config.filters, config.sampling)
+    found = select(keys, rules)
+    line = found.line(kind)
+    if not found.keys:
+        raise UserError(f"{where}.filters: {line}; change the filters or the chains")
+    if line:
+        report(line)
+    return found
 
 
 def _check_chain(key: str, presence: Presence, store: FeatureStore | BuiltStore, source: str) -> None:

@@ -6,7 +6,16 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Literal
 
-from evodsp.config import FeatureConfig, FilterConfig, LossConfig, MatmulPrecision, ModelConfig, check_matmul
+from evodsp.config import (
+    FILTERS_OF_PREDICTIONS,
+    FeatureConfig,
+    FilterConfig,
+    LossConfig,
+    MatmulPrecision,
+    ModelConfig,
+    Sampling,
+    check_matmul,
+)
 from evodsp.errors import SettingError, UserError
 from evodsp.ranges import BELOW_ONE, COUNT, FRACTION, POSITIVE, SEED, SIZE, Range, check_numbers, memory_size
 
@@ -85,8 +94,19 @@ class DistillationConfig:
     """Folder of alignments, as data.alignment_dir."""
     structure_dir: str | None = None
     """Folder of predicted structures, as data.structure_dir, with the pLDDT (0 to 100) as B-factors."""
+    store: str | None = None
+    """Feature store of the set, which `evodsp data build --min_plddt` made; then the two folders are not used."""
+    index: str | None = None
+    """Index of both folders, as data.index."""
     chains: str | list[str] | None = None
-    """Chains of the set: a list of names, or a text file with one name per line; null takes all chains with alignments."""
+    """Chains of the set: a list of names, or a text file with one name per line; null takes all chains with alignments. Chains
+    without alignments or structure are left out."""
+    chain_data_cache: str | None = None
+    """Cache of the set, as data.chain_data_cache: what its filters and sampling weights need to know."""
+    filters: FilterConfig = field(default_factory=lambda: FILTERS_OF_PREDICTIONS)
+    """Which chains of the set are left out, if its chain_data_cache is given or its sampling is alphafold2; otherwise none."""
+    sampling: Sampling = "uniform"
+    """How chains of the set are drawn, as data.sampling; alphafold2 needs its chain_data_cache or index."""
     fraction: float = 0.75
     """Share of the training samples that are from this set (AF2: 0.75)."""
     min_plddt: float = 50.0
@@ -97,6 +117,7 @@ class DistillationConfig:
     def __post_init__(self) -> None:
         ranges = {"fraction": FRACTION, "min_plddt": Range(0, most=100), "max_msa_rows": SIZE}
         check_numbers(self, ranges, "data.distillation.")
+        _check_selection(self.filters, self.sampling, "data.distillation")
         if (self.alignment_dir is None) != (self.structure_dir is None):
             raise UserError(
                 f"data.distillation.alignment_dir is {self.alignment_dir}, but data.distillation.structure_dir is "
@@ -130,7 +151,7 @@ class DataConfig:
     sampling alphafold2 they take it from the index."""
     filters: FilterConfig = field(default_factory=FilterConfig)
     """Which training chains are left out, if chain_data_cache is given or sampling is alphafold2; otherwise none."""
-    sampling: Literal["uniform", "alphafold2"] = "uniform"
+    sampling: Sampling = "uniform"
     """How training chains are drawn. `uniform`: each epoch of as many samples as chains is a permutation. `alphafold2`: by
     their length and the size of their sequence cluster (supplement 1.2.5), which needs chain_data_cache or index."""
     distillation: DistillationConfig = field(default_factory=DistillationConfig)
@@ -176,15 +197,19 @@ class DataConfig:
             "max_quarantined": COUNT,
         }
         check_numbers(self, ranges, "data.")
-        check_numbers(self.filters, {"max_resolution": POSITIVE, "max_residue_share": FRACTION}, "data.filters.")
-        if self.sampling not in ("uniform", "alphafold2"):
-            raise SettingError("data.sampling", f"'{self.sampling}'", "uniform or alphafold2")
+        _check_selection(self.filters, self.sampling, "data")
         memory_size("data.prefetch", self.prefetch)
         memory_size("data.cache", self.cache)
         if any(sample < 0 for sample in self.skip_samples or ()):
             raise SettingError("data.skip_samples", self.skip_samples, "numbers of samples, which are at least 0")
         if self.time_limit is not None and self.num_workers == 0:
             raise SettingError("data.num_workers", 0, "at least 1 with data.time_limit: only a worker can be stopped")
+
+
+def _check_selection(filters: FilterConfig, sampling: str, where: str) -> None:
+    check_numbers(filters, {"max_resolution": POSITIVE, "max_residue_share": FRACTION}, f"{where}.filters.")
+    if sampling not in ("uniform", "alphafold2"):
+        raise SettingError(f"{where}.sampling", f"'{sampling}'", "uniform or alphafold2")
 
 
 def check_templates(model: ModelConfig, data: DataConfig) -> None:

@@ -116,7 +116,7 @@ class ChainDataModule(LightningDataModule):
         chains, draws = self.chains, Draws.root(self.seed).at("data")
         choice: ChainChoice = ChainDraws(draws, keys, chains.weights if training else None)
         if chains.distilled:
-            distilled = ChainDraws(draws.at("distillation"), chains.distilled)
+            distilled = ChainDraws(draws.at("distillation"), chains.distilled, chains.distilled_weights)
             choice = MixedDraws(draws, choice, distilled, self.config.distillation.fraction)
         # The processes that keep parsed chains: those that read for training, and one for validation.
         processes = max(1, self.config.num_workers) + 1

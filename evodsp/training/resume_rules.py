@@ -57,7 +57,10 @@ _TABLE: dict[Rule, dict[str, str]] = {
             "template_structure_dir max_template_date obsolete time_limit skip_samples max_quarantined"
         ),
         "data.filters": "max_resolution max_residue_share max_release_date",
-        "data.distillation": "alignment_dir structure_dir chains fraction min_plddt max_msa_rows",
+        "data.distillation": (
+            "alignment_dir structure_dir store index chains chain_data_cache sampling fraction min_plddt max_msa_rows"
+        ),
+        "data.distillation.filters": "max_resolution max_residue_share max_release_date",
         "data.train": _FEATURES,
         "data.validation": _FEATURES,
         "trainer": "max_steps max_epochs min_steps min_epochs precision gradient_clip_val gradient_clip_algorithm",

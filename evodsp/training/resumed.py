@@ -98,7 +98,7 @@ def _shown(value: Any) -> str:
 def _training_set(chains: Chains) -> str:
     """The number of the training chains, and a checksum of their names and weights."""
     names = "\n".join([*chains.train, "", *chains.distilled]).encode()
-    weights = b"" if chains.weights is None else chains.weights.tobytes()
+    weights = b"".join(w.tobytes() for w in (chains.weights, chains.distilled_weights) if w is not None)
     return f"{len(chains.train) + len(chains.distilled)} chains (checksum {zlib.crc32(weights, zlib.crc32(names)):08x})"
 
 

@@ -5,18 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from evodsp.data.chain_list import chain_list
-from evodsp.data.distillation import PredictedStore
+from evodsp.data.distillation import DistillationSet, PredictedStore
 from evodsp.data.feature_store import BuiltStore
 from evodsp.data.index import ChainIndex
-from evodsp.data.sampling import DISTILLED
 from evodsp.data.store import FeatureStore
-from evodsp.data.structures import StructureFolder
 from evodsp.data.templates.dates import parse_latest_date
 from evodsp.data.templates.source import TemplateSource
 from evodsp.errors import UserError
 from evodsp.training.config import DataConfig, DistillationConfig
-from evodsp.training.progress import report
 
 
 def open_source(config: DataConfig) -> tuple[FeatureStore | BuiltStore, TemplateSource | None]:
@@ -36,6 +32,11 @@ def _built_store(config: DataConfig, address: str) -> tuple[BuiltStore, Template
             )
     latest = parse_latest_date("data.max_template_date", config.max_template_date)
     store = BuiltStore(address)
+    if store.min_plddt is not None:
+        raise UserError(
+            f"data.store is {address}, which holds predictions (built with --min_plddt {store.min_plddt:g}); give it as "
+            "data.distillation.store"
+        )
     templates = store.template_source(latest)
     if latest is not None and templates is None:
         raise UserError(
@@ -87,8 +88,23 @@ def _template_source(config: DataConfig, index: ChainIndex | None) -> TemplateSo
     return source if obsolete is not None or index is None else replace(source, obsolete=index.obsolete)
 
 
-def distillation_set(config: DistillationConfig) -> PredictedStore | None:
-    """The self-distillation set; None if the settings name none. Raises UserError for a folder that is missing."""
+def open_distillation(data: DataConfig, templates: TemplateSource | None) -> DistillationSet | None:
+    """The self-distillation set; None if the settings name none. `templates`: those of the other chains.
+
+    Raises UserError that names the setting.
+    """
+    config = data.distillation
+    if config.store is not None:
+        store = BuiltStore(config.store)
+        _check_masking(config, store, config.store)
+        latest = parse_latest_date("data.max_template_date", data.max_template_date)
+        own = None if templates is None else store.template_source(latest)
+        if templates is not None and own is None:
+            raise UserError(
+                f"data.distillation.store is {config.store}, which was built without templates; build it with "
+                "--template_structure_dir, or set data.train.max_templates and data.validation.max_templates to 0"
+            )
+        return DistillationSet(store, config.max_msa_rows, own)
     if config.alignment_dir is None or config.structure_dir is None:
         return None
     for name, path in (("alignment_dir", config.alignment_dir), ("structure_dir", config.structure_dir)):
@@ -96,19 +112,24 @@ def distillation_set(config: DistillationConfig) -> PredictedStore | None:
             raise UserError(
                 f"data.distillation.{name} is {path}, which is not a folder; give the folder, or leave it out"
             )
-    store = FeatureStore(config.alignment_dir, config.structure_dir)
-    return PredictedStore(store, StructureFolder(config.structure_dir), config.min_plddt, config.max_msa_rows)
-
-
-def distilled_chains(config: DistillationConfig, predicted: PredictedStore) -> list[str]:
-    """The chains of the self-distillation set; those without a structure are counted and left out."""
-    store = predicted.store
-    listed = store.keys() if config.chains is None else chain_list(config.chains)
-    found = [key for key in listed if store.has_structure(key)]
-    if not found:
-        raise UserError(f"data.distillation: none of {len(listed)} chains has a structure in {config.structure_dir}")
-    if len(found) < len(listed):
-        report(
-            f"{len(found)} of {len(listed)} distillation chains; left out: {len(listed) - len(found)} without structure"
+    if data.store is not None and templates is not None:
+        raise UserError(
+            f"data.distillation.alignment_dir is {config.alignment_dir}, but the templates of data.store are those of its own "
+            "chains; build a store of the set too (evodsp data build --min_plddt), and give it as data.distillation.store"
         )
-    return [DISTILLED + key for key in found]
+    index = None if config.index is None else ChainIndex(config.index)
+    files = FeatureStore(config.alignment_dir, config.structure_dir, index)
+    return DistillationSet(PredictedStore(files, config.min_plddt), config.max_msa_rows, templates)
+
+
+def _check_masking(config: DistillationConfig, store: BuiltStore, address: str) -> None:
+    if store.min_plddt is None:
+        raise UserError(
+            f"data.distillation.store is {address}, which was built without --min_plddt, so nothing in it is masked; build it "
+            f"with --min_plddt {config.min_plddt:g}"
+        )
+    if store.min_plddt != config.min_plddt:
+        raise UserError(
+            f"data.distillation.min_plddt is {config.min_plddt:g}, but {address} was built with --min_plddt "
+            f"{store.min_plddt:g}; set it to that, or build the store again"
+        )

@@ -10,12 +10,11 @@ import pytest
 
 from evodsp.config import FeatureConfig
 from evodsp.data.dataset import ChainDataset
-from evodsp.data.distillation import PredictedStore, sampled_rows
+from evodsp.data.distillation import DistillationSet, PredictedStore, sampled_rows
 from evodsp.data.mmcif_writer import write_mmcif
 from evodsp.data.msa import merge_alignments
 from evodsp.data.sampling import DISTILLED, ChainDraws, MixedDraws
 from evodsp.data.store import FeatureStore
-from evodsp.data.structures import StructureFolder
 from evodsp.errors import UserError
 from evodsp.rng import Draws
 from tests.builders.alignments import make_alignment
@@ -36,13 +35,13 @@ def predicted(folder: Path, plddt: np.ndarray = PLDDT, rows: int = 12) -> Predic
     text = "".join(f">r{i}\n{letters}\n" for i, letters in enumerate([LETTERS, *others]))
     (folder / "alignments" / "p1_A" / "hits.a3m").write_text(text)
     store = FeatureStore(folder / "alignments", folder / "structures")
-    return PredictedStore(store, StructureFolder(folder / "structures"), min_plddt=50.0, max_rows=5)
+    return PredictedStore(store, min_plddt=50.0)
 
 
 def test_unsure_residues_are_masked(tmp_path: Path) -> None:
     """A model that learns what the prediction was unsure of, or residues of exactly 50 left out, or all of them."""
     store = predicted(tmp_path)
-    chain, whole = store.chain("p1_A"), store.structures.chain("p1_A")
+    chain, whole = store.chain("p1_A"), store.store.chain("p1_A")
     sure = PLDDT >= 50
     assert (chain.mask[sure] == whole.mask[sure]).all()
     assert whole.mask[~sure].sum() > 0
@@ -92,7 +91,7 @@ def test_a_quarter_of_the_samples_is_from_the_experiments(tmp_path: Path) -> Non
 
     config = replace(FeatureConfig(), crop_size=None, msa_clusters=4, extra_msa=50, recycles=0)
     memory, store = MemoryStore(make_chain("1abc", "ACDEFGHIK")), predicted(tmp_path)
-    data = ChainDataset(memory, ["1abc_A"], config, 0, training=True, distillation=store)
+    data = ChainDataset(memory, ["1abc_A"], config, 0, training=True, distillation=DistillationSet(store, 5))
     for index in range(5):
         sample = finished(data.make(index, DISTILLED + "p1_A"), config)
         assert sample["aatype"].shape[-1] == len(LETTERS)

@@ -52,6 +52,7 @@ class Plan:
             str(config.structure_dir.absolute()),
             None if templates is None else str(templates.absolute()),
             None if obsolete is None else str(obsolete.absolute()),
+            config.min_plddt,
         )
         store = FeatureStore(config.alignment_dir, config.structure_dir)
         if templates is not None:

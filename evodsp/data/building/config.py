@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from evodsp.errors import SettingError, UserError
-from evodsp.ranges import SIZE, check_numbers
+from evodsp.ranges import SIZE, Range, check_numbers
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,9 @@ class BuildConfig:
     folders. null builds a store without templates."""
     obsolete: Path | None = None
     """The PDB's obsolete.dat, which names the entries that replace withdrawn templates."""
+    min_plddt: float | None = None
+    """The structures are predictions, with the pLDDT (0 to 100) as B-factors, for data.distillation.store: atoms of residues
+    below this are masked (AlphaFold2: 50). null for experiments."""
     workers: int | None = None
     """Worker processes; null takes one for each core."""
     scheduler: str | None = None
@@ -40,7 +43,7 @@ class BuildConfig:
     """Chains in each file of the store. A stopped build repeats at most one such file for each worker."""
 
     def __post_init__(self) -> None:
-        check_numbers(self, {"workers": SIZE, "chains_per_shard": SIZE}, "--")
+        check_numbers(self, {"workers": SIZE, "chains_per_shard": SIZE, "min_plddt": Range(0, most=100)}, "--")
         if self.obsolete is not None and self.template_structure_dir is None:
             raise UserError(
                 f"--obsolete is {self.obsolete}, but --template_structure_dir is not given; give it, or leave --obsolete out"

@@ -13,6 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
 
+from evodsp.data.distillation import PredictedStore
 from evodsp.data.feature_store import CHAINS, TEMPLATES
 from evodsp.data.parsers import parse_obsolete
 from evodsp.data.record_codec import encode_chain, encode_parsed
@@ -36,6 +37,7 @@ class Inputs:
     structure_dir: str
     template_structure_dir: str | None
     obsolete: str | None
+    min_plddt: float | None = None
 
 
 @dataclass(frozen=True)
@@ -150,8 +152,9 @@ def _check_key(key: str) -> None:
 
 
 @lru_cache(maxsize=1)
-def _files(inputs: Inputs) -> FeatureStore:
-    return FeatureStore(inputs.alignment_dir, inputs.structure_dir)
+def _files(inputs: Inputs) -> FeatureStore | PredictedStore:
+    files = FeatureStore(inputs.alignment_dir, inputs.structure_dir)
+    return files if inputs.min_plddt is None else PredictedStore(files, inputs.min_plddt)
 
 
 @lru_cache(maxsize=1)
