@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args, get_type_hints
 
 from evodsp.errors import SettingError, UserError, nearest
-from evodsp.ranges import BELOW_ONE, COUNT, POSITIVE, SIZE, Range, check_numbers
+from evodsp.ranges import BELOW_ONE, COUNT, FRACTION, POSITIVE, SIZE, Range, check_numbers
 
 MatmulPrecision = Literal["highest", "high"]
 """How a GPU multiplies float32 matrices. `highest`: in float32. `high`: in TF32 where the GPU has it, which keeps 10 bits of
@@ -462,3 +462,10 @@ FILTERS_OF_PREDICTIONS = FilterConfig(max_resolution=None)
 
 Sampling = Literal["uniform", "alphafold2"]
 """How chains are drawn: equally often, or by length and cluster size."""
+
+
+def check_selection(filters: FilterConfig, sampling: str, where: str) -> None:
+    """Raise SettingError for a filter out of range, or an unknown sampling. `where`: what precedes their names."""
+    check_numbers(filters, {"max_resolution": POSITIVE, "max_residue_share": FRACTION}, f"{where}.filters.")
+    if sampling not in get_args(Sampling):
+        raise SettingError(f"{where}.sampling", f"'{sampling}'", " or ".join(get_args(Sampling)))

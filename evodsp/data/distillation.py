@@ -8,10 +8,12 @@ and no release date, so its templates need `data.max_template_date`.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
 from evodsp.data.feature_store import BuiltStore
+from evodsp.data.index import ChainIndex
 from evodsp.data.msa import MsaFeatures
 from evodsp.data.parsed_chain import ParsedChain, parse_chain
 from evodsp.data.records import Alignment, Chain, ProteinSequence
@@ -64,6 +66,41 @@ class PredictedStore:
         return self.store.template_hits(key, query)
 
 
+def open_predictions(
+    alignment_dir: str | None, structure_dir: str | None, index: str | None, store: str | None, min_plddt: float
+) -> PredictedStore | BuiltStore | None:
+    """The chains of a self-distillation set, given its settings in `data.distillation`; None if they name none.
+
+    Raises UserError that names the setting.
+    """
+    if store is not None:
+        built = BuiltStore(store)
+        _check_masking(built, store, min_plddt)
+        return built
+    if alignment_dir is None or structure_dir is None:
+        return None
+    for name, path in (("alignment_dir", alignment_dir), ("structure_dir", structure_dir)):
+        if not Path(path).is_dir():
+            raise UserError(
+                f"data.distillation.{name} is {path}, which is not a folder; give the folder, or leave it out"
+            )
+    files = FeatureStore(alignment_dir, structure_dir, None if index is None else ChainIndex(index))
+    return PredictedStore(files, min_plddt)
+
+
+def _check_masking(store: BuiltStore, address: str, min_plddt: float) -> None:
+    if store.min_plddt is None:
+        raise UserError(
+            f"data.distillation.store is {address}, which was built without --min_plddt, so nothing in it is masked; build it "
+            f"with --min_plddt {min_plddt:g}"
+        )
+    if store.min_plddt != min_plddt:
+        raise UserError(
+            f"data.distillation.min_plddt is {min_plddt:g}, but {address} was built with --min_plddt "
+            f"{store.min_plddt:g}; set it to that, or build the store again"
+        )
+
+
 @dataclass(frozen=True)
 class DistillationSet:
     """A self-distillation set as samples are made of it. Picklable, for workers."""
@@ -78,7 +115,12 @@ class DistillationSet:
     @property
     def store(self) -> FeatureStore | BuiltStore:
         """What has its chains by key."""
-        return self.source.store if isinstance(self.source, PredictedStore) else self.source
+        return chains_of(self.source)
+
+
+def chains_of(source: FeatureStore | BuiltStore | PredictedStore) -> FeatureStore | BuiltStore:
+    """What has the chains of a source by key."""
+    return source.store if isinstance(source, PredictedStore) else source
 
 
 def sampled_rows(msa: MsaFeatures, most: int, draws: Draws) -> MsaFeatures:

@@ -7,30 +7,58 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import date
+from typing import Literal
 
 import numpy as np
-from jaxtyping import Bool
 
-from evodsp.config import FilterConfig
 from evodsp.data.chain_table import UNKNOWN_CLUSTER, UNKNOWN_DAY, ChainTable
+from evodsp.data.distillation import PredictedStore, chains_of
 from evodsp.data.examine import Examined, examine
+from evodsp.data.feature_store import BuiltStore
 from evodsp.data.metadata import ChainFacts, day_of, table_of
 from evodsp.data.pool import in_processes, processes
 from evodsp.data.presence import Lacking, Presence
 from evodsp.data.sampling import left_out_by_filters
+from evodsp.data.selection import Selected, Selection, select
 from evodsp.data.store import FeatureStore
 from evodsp.progress import progress
 
 
 @dataclass(frozen=True)
-class Diagnosis:
-    """What was found."""
+class DataSet:
+    """A set of chains as a run would use it."""
 
+    source: FeatureStore | PredictedStore | BuiltStore
+    training: list[str] | None
+    """Its training chains; None for all that it has alignments of."""
+    selection: Selection
+    """Which of them are drawn."""
+    samples: float
+    """Training samples of an epoch that are drawn from it."""
+    kind: Literal["training", "distillation"] = "training"
+    """What its chains are called."""
+
+    @property
+    def place(self) -> str:
+        """The folders and the index, or the store, that it is read from."""
+        store = chains_of(self.source)
+        if isinstance(store, BuiltStore):
+            return store.address
+        index = "no index" if store.index is None else store.index.path
+        return f"{store.alignment_dir}, {store.structure_dir}, {index}"
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What was found of a set."""
+
+    data: DataSet
     training: list[str]
     """Training chains with alignments and structure."""
+    selected: Selected
+    """Those of them that the filters of the run leave."""
     missing: dict[str, Lacking]
     """Training chains that lack one of them."""
     missing_validation: dict[str, Lacking]
@@ -39,7 +67,9 @@ class Diagnosis:
     validated: list[Examined]
     """Validation chains that were read."""
     table: ChainTable
-    """What is known of the training chains: of all of them with an index, otherwise of those that were read."""
+    """What is known of the training chains: of all that the cache of the run or the index lists, otherwise of those read."""
+    known_from: str
+    """Where that is from."""
     stale: list[str]
     """Sources that are newer than the index."""
     max_bad: float
@@ -48,6 +78,8 @@ class Diagnosis:
     """What the index says it could not read."""
     unaligned: list[str] = field(default_factory=list)
     """Entries with a structure file, of which no chain has alignments."""
+    distillation: Diagnosis | None = None
+    """The self-distillation set of the run."""
 
     @property
     def bad(self) -> list[Examined]:
@@ -56,18 +88,20 @@ class Diagnosis:
     @property
     def obstacles(self) -> list[str]:
         """Why training cannot start; empty if it can."""
-        found = []
+        found, kind = [], self.data.kind
         if not self.training:
-            found.append("no training chain has alignments and structure")
+            found.append(f"no {kind} chain has alignments and structure")
+        elif not self.selected.keys:
+            found.append(f"{self.data.selection.where}.filters: {self.selected.line(kind)}")
         if self.examined and len(self.bad) > self.max_bad * len(self.examined):
             found.append(
-                f"{len(self.bad):,} of {len(self.examined):,} training chains read are bad (more than {self.max_bad:.0%})"
+                f"{len(self.bad):,} of {len(self.examined):,} {kind} chains read are bad (more than {self.max_bad:.0%})"
             )
         if self.missing_validation:
             found.append(f"{len(self.missing_validation):,} validation chains are missing")
         if bad := sum(chain.state != "good" for chain in self.validated):
             found.append(f"{bad:,} validation chains are bad")
-        return found
+        return found if self.distillation is None else found + self.distillation.obstacles
 
     def counts(self) -> dict[str, int]:
         """Chains by what is wrong with them; of what only reading shows, among those that were read."""
@@ -76,6 +110,8 @@ class Diagnosis:
         return {
             "without alignments": lacking["alignments"],
             "without a structure": lacking["structure"],
+            "without a record": lacking["record"],
+            **{f"left out: {reason}": count for reason, count in self.selected.left_out.items()},
             "read": len(self.examined),
             "read, alignments of another sequence": states["mismatching"],
             "read, unreadable": states["unreadable"],
@@ -94,60 +130,94 @@ class Diagnosis:
 
 
 def diagnose(
-    store: FeatureStore,
-    training: list[str] | None,
+    data: DataSet,
     validation: list[str],
     sample: int,
     seed: int,
     workers: int | None,
     max_bad: float,
+    distillation: Diagnosis | None = None,
 ) -> Diagnosis:
-    """Examine the chains of a run. `training`: None for all with alignments. `sample`: how many are read, 0 for all."""
+    """Examine the chains of a run. `sample`: how many of its training chains are read, 0 for all.
+
+    `distillation`: what was found of its self-distillation set.
+    """
+    store = chains_of(data.source)
     presence = Presence(store)
-    listed = presence.keys if training is None else training
+    listed = presence.keys if data.training is None else data.training
     missing = {key: lacking for key in listed if (lacking := presence.lacks(key)) is not None}
     usable = [key for key in listed if key not in missing]
-    drawn = usable if not sample or sample >= len(usable) else random.Random(seed).sample(usable, sample)
+    selected = select(usable, data.selection)
+    drawn = selected.keys
+    if sample and sample < len(drawn):
+        drawn = random.Random(seed).sample(drawn, sample)
     missing_validation = {key: lacking for key in validation if (lacking := presence.lacks(key)) is not None}
     scored = [key for key in validation if key not in missing_validation]
     wanted = list(dict.fromkeys([*drawn, *scored]))
     found: dict[str, Examined] = {}
     number = processes(workers, len(wanted))
-    with progress("read chains", len(wanted)) as advance:
-        for chain in in_processes(examine, ((store, key) for key in wanted), number):
+    with progress(f"read {data.kind} chains", len(wanted)) as advance:
+        for chain in in_processes(examine, ((data.source, key) for key in wanted), number):
             found[chain.key] = chain
             advance(1)
     examined = [found[key] for key in sorted(drawn)]
-    index = store.index
-    if index is None:
-        table, stale, problems = read_table(examined), [], []
-    else:
-        rows = np.array([row for key in usable if (row := index.keys.find(key)) is not None], np.int64)
-        table = selected(index.table, rows)
-        now_at = {"alignment_dir": store.alignment_dir}
-        if store.structure_dir is not None:
-            now_at["structure_dir"] = store.structure_dir
-        stale = index.stale_sources(now_at)
-        if changed := [key for key in wanted if store.differs_from_index(key)]:
-            stale.append(
-                f"the files of {len(changed):,} of {len(wanted):,} chains that were read, such as {changed[0]}"
-            )
-        problems = [index.content.problems[int(row)] for row in rows[index.content.problems.lengths()[rows] > 0]]
-    validated = [found[key] for key in scored]
-    unaligned = [] if store.structure_dir is None else presence.structures_without_alignments(store.structure_dir)
+    table, known_from = _known(data, store, usable, examined)
     return Diagnosis(
+        data,
         usable,
+        selected,
         missing,
         missing_validation,
         examined,
-        validated,
+        [found[key] for key in scored],
         table,
-        stale,
+        known_from,
+        _stale(store, wanted),
         max_bad,
         max(1, number),
-        problems,
-        unaligned,
+        _unreadable_headers(store, listed),
+        _unaligned(store, presence),
+        distillation,
     )
+
+
+def _known(
+    data: DataSet, store: FeatureStore | BuiltStore, usable: list[str], examined: list[Examined]
+) -> tuple[ChainTable, str]:
+    """What is known of the usable chains, and from where."""
+    if (known := data.selection.known) is not None:
+        table, source = known
+    elif isinstance(store, FeatureStore) and store.index is not None:
+        table, source = store.index.table, str(store.index.path)
+    else:
+        return read_table(examined), f"the {data.kind} chains that were read"
+    row_of = dict(zip(table.keys[:], range(len(table)), strict=True))
+    rows = np.array([row for key in usable if (row := row_of.get(key)) is not None], np.int64)
+    return selected_rows(table, rows), f"all {data.kind} chains that {source} lists"
+
+
+def _stale(store: FeatureStore | BuiltStore, read: list[str]) -> list[str]:
+    if isinstance(store, BuiltStore):
+        return []
+    changed = [key for key in read if store.differs_from_index(key)]
+    files = (
+        f"the files of {len(changed):,} of {len(read):,} chains that were read, such as {changed[0]}" if changed else ""
+    )
+    return [*store.stale_sources(), *([files] if files else [])]
+
+
+def _unreadable_headers(store: FeatureStore | BuiltStore, listed: list[str]) -> list[str]:
+    if isinstance(store, BuiltStore) or store.index is None:
+        return []
+    index = store.index
+    rows = np.array([row for key in listed if (row := index.keys.find(key)) is not None], np.int64)
+    return [index.content.problems[int(row)] for row in rows[index.content.problems.lengths()[rows] > 0]]
+
+
+def _unaligned(store: FeatureStore | BuiltStore, presence: Presence) -> list[str]:
+    if isinstance(store, BuiltStore) or store.structure_dir is None:
+        return []
+    return presence.structures_without_alignments(store.structure_dir)
 
 
 def read_table(chains: list[Examined]) -> ChainTable:
@@ -160,7 +230,7 @@ def read_table(chains: list[Examined]) -> ChainTable:
     return table_of([chain.key for chain in good], facts)
 
 
-def selected(table: ChainTable, rows: np.ndarray) -> ChainTable:
+def selected_rows(table: ChainTable, rows: np.ndarray) -> ChainTable:
     """The given rows of a table. Representatives are the rows themselves: alignments are looked up by key."""
     return ChainTable(
         keys=[table.keys[int(row)] for row in rows],
@@ -174,10 +244,13 @@ def selected(table: ChainTable, rows: np.ndarray) -> ChainTable:
     )
 
 
-def filter_reasons(table: ChainTable) -> Mapping[str, Bool[np.ndarray, " n"]]:
-    """Why AlphaFold2's filters would leave a chain out; a chain may have several reasons. Then what else is not known."""
-    return {
-        **left_out_by_filters(table, FilterConfig()),
+def filter_reasons(found: Diagnosis) -> dict[str, int]:
+    """How many chains each filter of the run leaves out, or would if it applied; then how many have what else is not known.
+    A chain may have several reasons."""
+    table, selection = found.table, found.data.selection
+    reasons = {
+        **left_out_by_filters(table, selection.filters, f"{selection.where}.filters"),
         "unknown release date": table.release_days == UNKNOWN_DAY,
         "unknown cluster size": table.cluster_sizes == UNKNOWN_CLUSTER,
     }
+    return {reason: int(rows.sum()) for reason, rows in reasons.items()}

@@ -10,12 +10,9 @@ from typing import Literal
 
 import numpy as np
 
-from evodsp.data.msa import merge_alignments, query_only
+from evodsp.data.parsed_chain import ChainSource
 from evodsp.data.query_check import QueryMismatch
-from evodsp.data.records import Chain
-from evodsp.data.store import FeatureStore
 from evodsp.errors import UserError
-from evodsp.geometry.alphabet import encode
 
 State = Literal["good", "mismatching", "unreadable"]
 
@@ -39,18 +36,16 @@ class Examined:
     """Time to read and merge."""
 
 
-def examine(store: FeatureStore, key: str) -> Examined:
+def examine(source: ChainSource, key: str) -> Examined:
     """Read one chain. What the user can repair is in the result; another error is raised."""
     begun = time.perf_counter()
-    chain: Chain | None = None
     try:
-        chain = store.chain(key)
-        alignments = store.alignments(key, chain.query(key))
-        msa = merge_alignments(alignments) if alignments else query_only(encode(chain.sequence))
+        parsed = source.parsed(key, with_hits=False)
     except UserError as error:
         state: State = "mismatching" if isinstance(error, QueryMismatch) else "unreadable"
-        return Examined(key, state, " ".join(str(error).split()), "" if chain is None else chain.sequence)
+        return Examined(key, state, " ".join(str(error).split()))
     seconds = time.perf_counter() - begun
+    chain, msa = parsed.chain, parsed.msa
     rows = msa.msa.astype(np.uint8).tobytes()
     return Examined(
         key,

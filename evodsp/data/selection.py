@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from jaxtyping import Float64
@@ -26,14 +27,20 @@ class Selection:
     filters: FilterConfig
     sampling: Sampling
 
-    def known_chains(self) -> tuple[ChainTable, str] | None:
+    @property
+    def is_applied(self) -> bool:
+        """Whether the filters leave chains out."""
+        return self.chain_data_cache is not None or self.sampling == "alphafold2"
+
+    @cached_property
+    def known(self) -> tuple[ChainTable, str] | None:
         """What is known of the chains, and the file that says so; None if nothing is asked of it.
 
         An index alone filters nothing: it may be there only to make a run start quickly.
         """
         if self.chain_data_cache is not None:
             return cached_table(self.chain_data_cache), self.chain_data_cache
-        if self.sampling == "uniform":
+        if not self.is_applied:
             return None
         if self.index is None:
             raise UserError(
@@ -63,8 +70,7 @@ class Selected:
 
 def select(keys: list[str], selection: Selection) -> Selected:
     """Filter and weight the chains `keys`. A chain that several filters leave out is counted with the first."""
-    known = selection.known_chains()
-    if known is None:
+    if (known := selection.known) is None:
         return Selected(keys, None, {})
     table, source = known
     row_of = dict(zip(table.keys[:], range(len(table)), strict=True))

@@ -15,6 +15,7 @@ from evodsp.config import (
     ModelConfig,
     Sampling,
     check_matmul,
+    check_selection,
 )
 from evodsp.errors import SettingError, UserError
 from evodsp.ranges import BELOW_ONE, COUNT, FRACTION, POSITIVE, SEED, SIZE, Range, check_numbers, memory_size
@@ -117,7 +118,7 @@ class DistillationConfig:
     def __post_init__(self) -> None:
         ranges = {"fraction": FRACTION, "min_plddt": Range(0, most=100), "max_msa_rows": SIZE}
         check_numbers(self, ranges, "data.distillation.")
-        _check_selection(self.filters, self.sampling, "data.distillation")
+        check_selection(self.filters, self.sampling, "data.distillation")
         if (self.alignment_dir is None) != (self.structure_dir is None):
             raise UserError(
                 f"data.distillation.alignment_dir is {self.alignment_dir}, but data.distillation.structure_dir is "
@@ -197,19 +198,13 @@ class DataConfig:
             "max_quarantined": COUNT,
         }
         check_numbers(self, ranges, "data.")
-        _check_selection(self.filters, self.sampling, "data")
+        check_selection(self.filters, self.sampling, "data")
         memory_size("data.prefetch", self.prefetch)
         memory_size("data.cache", self.cache)
         if any(sample < 0 for sample in self.skip_samples or ()):
             raise SettingError("data.skip_samples", self.skip_samples, "numbers of samples, which are at least 0")
         if self.time_limit is not None and self.num_workers == 0:
             raise SettingError("data.num_workers", 0, "at least 1 with data.time_limit: only a worker can be stopped")
-
-
-def _check_selection(filters: FilterConfig, sampling: str, where: str) -> None:
-    check_numbers(filters, {"max_resolution": POSITIVE, "max_residue_share": FRACTION}, f"{where}.filters.")
-    if sampling not in ("uniform", "alphafold2"):
-        raise SettingError(f"{where}.sampling", f"'{sampling}'", "uniform or alphafold2")
 
 
 def check_templates(model: ModelConfig, data: DataConfig) -> None:

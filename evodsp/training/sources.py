@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from evodsp.data.distillation import DistillationSet, PredictedStore
+from evodsp.data.distillation import DistillationSet, open_predictions
 from evodsp.data.feature_store import BuiltStore
 from evodsp.data.index import ChainIndex
 from evodsp.data.store import FeatureStore
 from evodsp.data.templates.dates import parse_latest_date
 from evodsp.data.templates.source import TemplateSource
 from evodsp.errors import UserError
-from evodsp.training.config import DataConfig, DistillationConfig
+from evodsp.training.config import DataConfig
 
 
 def open_source(config: DataConfig) -> tuple[FeatureStore | BuiltStore, TemplateSource | None]:
@@ -94,42 +94,21 @@ def open_distillation(data: DataConfig, templates: TemplateSource | None) -> Dis
     Raises UserError that names the setting.
     """
     config = data.distillation
-    if config.store is not None:
-        store = BuiltStore(config.store)
-        _check_masking(config, store, config.store)
+    places = config.alignment_dir, config.structure_dir, config.index, config.store
+    if (source := open_predictions(*places, config.min_plddt)) is None:
+        return None
+    if isinstance(source, BuiltStore):
         latest = parse_latest_date("data.max_template_date", data.max_template_date)
-        own = None if templates is None else store.template_source(latest)
+        own = None if templates is None else source.template_source(latest)
         if templates is not None and own is None:
             raise UserError(
                 f"data.distillation.store is {config.store}, which was built without templates; build it with "
                 "--template_structure_dir, or set data.train.max_templates and data.validation.max_templates to 0"
             )
-        return DistillationSet(store, config.max_msa_rows, own)
-    if config.alignment_dir is None or config.structure_dir is None:
-        return None
-    for name, path in (("alignment_dir", config.alignment_dir), ("structure_dir", config.structure_dir)):
-        if not Path(path).is_dir():
-            raise UserError(
-                f"data.distillation.{name} is {path}, which is not a folder; give the folder, or leave it out"
-            )
+        return DistillationSet(source, config.max_msa_rows, own)
     if data.store is not None and templates is not None:
         raise UserError(
             f"data.distillation.alignment_dir is {config.alignment_dir}, but the templates of data.store are those of its own "
             "chains; build a store of the set too (evodsp data build --min_plddt), and give it as data.distillation.store"
         )
-    index = None if config.index is None else ChainIndex(config.index)
-    files = FeatureStore(config.alignment_dir, config.structure_dir, index)
-    return DistillationSet(PredictedStore(files, config.min_plddt), config.max_msa_rows, templates)
-
-
-def _check_masking(config: DistillationConfig, store: BuiltStore, address: str) -> None:
-    if store.min_plddt is None:
-        raise UserError(
-            f"data.distillation.store is {address}, which was built without --min_plddt, so nothing in it is masked; build it "
-            f"with --min_plddt {config.min_plddt:g}"
-        )
-    if store.min_plddt != config.min_plddt:
-        raise UserError(
-            f"data.distillation.min_plddt is {config.min_plddt:g}, but {address} was built with --min_plddt "
-            f"{store.min_plddt:g}; set it to that, or build the store again"
-        )
+    return DistillationSet(source, config.max_msa_rows, templates)

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from evodsp.cli import main
+from tests.builders.distillation_run import write_sets
 from tests.builders.training_chains import SEQUENCES, TINY, write_chain
 
 KEY, OTHER = SEQUENCES
@@ -88,6 +90,111 @@ def test_each_bad_chain_is_named_with_its_reason(folder: Path, indexed: bool) ->
     assert (code, report["obstacles"]) == (1, ["2 of 4 training chains read are bad (more than 5%)"])
     code, report = doctor(folder, *options, "--max_bad=0.5")
     assert (code, report["can_start"]) == (0, True)
+
+
+def written(folder: Path, name: str, **data: Any) -> str:
+    """A config of `fit` with further settings of `data`; its path."""
+    content = yaml.safe_load((folder / "tiny.yaml").read_text())
+    content["data"] |= data
+    (folder / name).write_text(yaml.safe_dump(content))
+    return str(folder / name)
+
+
+def test_the_cache_and_the_filters_of_the_config(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a data set called good of which the run's filters leave nothing, counts by other limits than the run's, and
+    chains read that training never draws."""
+    facts = {"release_date": "2010-01-01", "seq": SEQUENCES[KEY], "cluster_size": 3}
+    entries = {KEY: {**facts, "resolution": 3.5}, OTHER: {**facts, "resolution": 2.5, "release_date": "2020-01-01"}}
+    (folder / "cache.json").write_text(json.dumps(entries))
+    cache = {"chain_data_cache": str(folder / "cache.json")}
+    code, report = doctor(folder, "--config", written(folder, "a.yaml", **cache, filters={"max_resolution": 3.0}))
+    assert (code, report["left_out"], report["filters"]["resolution above 3 Å"]) == (0, {"resolution above 3 Å": 1}, 1)
+    assert report["filters"]["unknown cluster size"] == 0
+    assert report["summary"]["training chains that the filters leave"] == "1"
+    assert (report["summary"]["draws of a chain in an epoch"], report["counts"]["read"]) == ("4", 1)
+    assert "all training chains that" in (page := (folder / "doctor" / "doctor.html").read_text())
+    assert "What the filters leave out" in page
+    dated = {"max_resolution": 3.0, "max_release_date": "2018-04-30"}
+    code, report = doctor(folder, "--config", written(folder, "b.yaml", **cache, filters=dated))
+    reasons = "1 resolution above 3 Å, 1 released after 2018-04-30"
+    assert (code, report["obstacles"]) == (1, [f"data.filters: 0 of 2 training chains; left out: {reasons}"])
+    (folder / "cache.json").write_text(json.dumps({OTHER: entries[OTHER]}))
+    code, report = doctor(folder, "--config", written(folder, "c.yaml", **cache))
+    assert (code, report["left_out"]) == (0, {f"not in {folder / 'cache.json'}": 1})
+    code, report = doctor(folder, "--config", written(folder, "d.yaml", filters={"max_resolution": 1.0}))
+    assert (code, report["left_out"], report["filters"]["resolution above 1 Å"]) == (0, {}, 2)
+    assert "would leave, if a cache or" in (folder / "doctor" / "doctor.html").read_text()
+    for data, message in (
+        ({"sampling": "alphafold2"}, "data.chain_data_cache and data.index are null"),
+        ({"sampling": "often"}, "data.sampling is 'often', but must be uniform or alphafold2"),
+        ({"filters": {"resolution": 3}}, "data.filters is {'resolution': 3}, but may hold numbers max_resolution"),
+        ({"filters": {"max_residue_share": 2}}, "data.filters.max_residue_share is 2"),
+    ):
+        assert main(["data", "doctor", "--output", "x", "--config", written(folder, "e.yaml", **data)]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_the_self_distillation_set_of_the_config(tmp_path: Path) -> None:
+    """Catches predictions that are missing, bad or filtered out, of which the doctor says nothing, and a set examined without
+    its index or with the filters of the experiments."""
+    config = yaml.safe_load(write_sets(tmp_path).read_text())
+    predictions = tmp_path / "predictions"
+    (predictions / "alignments" / "3abc_A").mkdir()
+    roots = ["--alignment_dir", str(predictions / "alignments"), "--structure_dir", str(predictions / "mmcif_files")]
+    assert main(["data", "index", *roots, "--output", str(tmp_path / "index"), "--workers=0"]) == 0
+    sets = config["data"]["distillation"] | {
+        "index": str(tmp_path / "index"),
+        "sampling": "alphafold2",
+        "fraction": 0.5,
+    }
+
+    def examined(*options: str, **changes: Any) -> tuple[int, dict[str, Any]]:
+        data = config["data"] | {"distillation": {**sets, **changes}}
+        (tmp_path / "given.yaml").write_text(yaml.safe_dump(config | {"data": data}))
+        return doctor(tmp_path, "--config", str(tmp_path / "given.yaml"), *options)
+
+    code, report = examined()
+    found = report["distillation"]
+    assert (code, report["obstacles"]) == (0, [])
+    assert found["chains"] == [{"chain": "3abc_A", "state": "missing", "reason": "no structure"}]
+    assert found["summary"]["distillation chains that can be used"] == "4 of 5"
+    assert [part["summary"]["draws of a chain in an epoch"] for part in (report, found)] == ["0.5", "0.5"]
+    assert (found["counts"]["read"], found["left_out"], found["stale"]) == (4, {}, [])
+    assert "unknown resolution" in report["filters"]
+    assert "unknown resolution" not in found["filters"]
+    page = (tmp_path / "doctor" / "doctor.html").read_text()
+    assert "Self-distillation set" in page
+    assert f"{predictions / 'alignments'}, {predictions / 'mmcif_files'}, {tmp_path / 'index'}" in page
+
+    code, report = examined(filters={"max_residue_share": 0.1})
+    reason = "data.distillation.filters: 0 of 4 distillation chains; left out: 4 more than 10% of one residue type"
+    assert (code, report["obstacles"]) == (1, [reason])
+    code, report = examined(min_plddt=95.0)
+    assert (code, report["obstacles"]) == (1, ["4 of 4 distillation chains read are bad (more than 5%)"])
+    assert "no residue of a pLDDT of at least 95" in report["distillation"]["chains"][0]["reason"]
+    code, report = examined(index=None, sampling="uniform", chains=["9abc_A"])
+    assert (code, report["obstacles"]) == (1, ["no distillation chain has alignments and structure"])
+    assert main(["data", "build", *roots, "--output", str(tmp_path / "store"), "--min_plddt=50", "--workers=1"]) == 0
+    code, report = examined(store=str(tmp_path / "store"), index=None, sampling="uniform", alignment_dir="nowhere")
+    assert (code, report["distillation"]["counts"]["read"], report["distillation"]["chains"]) == (0, 4, [])
+    assert "size of a feature store, about" not in report["distillation"]["summary"]
+
+
+def test_a_feature_store_is_examined(folder: Path) -> None:
+    """Catches folders examined that a run with data.store does not read, and damaged records that pass."""
+    roots = ["--alignment_dir", str(folder / "alignments"), "--structure_dir", str(folder / "mmcif_files")]
+    assert main(["data", "build", *roots, "--output", str(folder / "store"), "--workers=1"]) == 0
+    given = {"alignment_dir": "nowhere", "structure_dir": "nowhere", "store": str(folder / "store")}
+    config = written(folder, "a.yaml", **given, train_chains=[KEY, OTHER, "3abc_A"])
+    code, report = doctor(folder, "--config", config)
+    assert (code, report["counts"]["read"], report["counts"]["without a record"]) == (0, 2, 1)
+    assert report["chains"] == [{"chain": "3abc_A", "state": "missing", "reason": "no record"}]
+    (shard,) = (folder / "store" / "chains").glob("*.tar")
+    data = bytearray(shard.read_bytes())
+    data[1000:1010] = bytes(10)
+    shard.write_bytes(data)
+    code, report = doctor(folder, "--config", config)
+    assert (code, report["counts"]["read, unreadable"]) == (1, 1)
 
 
 def test_validation_chains_must_all_be_good(folder: Path) -> None:
