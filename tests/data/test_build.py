@@ -132,18 +132,26 @@ def test_a_killed_build_goes_on(folder: Path, undisturbed: Path, tmp_path: Path)
 
 
 @pytest.mark.verify
-def test_ten_killed_builds(folder: Path, undisturbed: Path, tmp_path: Path) -> None:
+def test_ten_killed_builds(tmp_path: Path) -> None:
     """Catches a moment at which a kill leaves something that the next build takes for good."""
+    chains, shards = 160, 80
+    for number in range(chains):
+        write_chain(tmp_path, f"{number + 100}a_A", letters_of(number % 20))
+    undisturbed = tmp_path / "undisturbed"
+    build(config(tmp_path, undisturbed))
     draw = random.Random(0)
     found = []
     for number in range(10):
         output = tmp_path / str(number)
-        kill_a_build(folder, output, finished=number % 5, after=draw.uniform(0, 0.05))
+        # The last shards are left alone: a build must not be done before its kill arrives.
+        kill_a_build(tmp_path, output, finished=5 * number, after=draw.uniform(0, 0.02))
+        assert not (output / "store.json").exists(), "the build had ended before it was killed"
         found.append(len(list((output / "building").glob("chains_*.json"))))
-        build(config(folder, output))
+        build(config(tmp_path, output))
         assert content(output) == content(undisturbed)
-    print(f"shards that were finished when the build was killed (0: or the whole store): {found}")
-    assert len(set(found)) >= 3, "the kills came at the same moment"
+    print(f"shards of {shards} that were finished when the build was killed: {found}")
+    assert len(set(found)) >= 8, "the kills came at the same moments"
+    assert sum(0 < number < shards for number in found) >= 8, "the kills came before or after the shards were made"
 
 
 def test_tasks_build_one_store_together(folder: Path, undisturbed: Path, tmp_path: Path) -> None:
