@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from evodsp.argument_parser import leaves
+from evodsp.cli import main
 from evodsp.config import ModelConfig
 from evodsp.parallel.mesh import init_mesh
 from evodsp.training.checks import CheckedRun, Settings, check_run
@@ -65,6 +66,8 @@ EVERY_STAGE = {
     "data.train.masked_profile": 0.1,
     "data.train.masked_same": 0.1,
     # 1.3: self-distillation
+    "data.distillation.sampling": "alphafold2",
+    "data.distillation.index": "DATA/predictions_index",
     "data.distillation.fraction": 0.75,
     "data.distillation.min_plddt": 50.0,
     "data.distillation.max_msa_rows": 1000,
@@ -152,10 +155,13 @@ def checked(name: str, folder: Path, chains: Path, *words: str) -> CheckedRun:
     }
     (folder / "cache.json").write_text(json.dumps(cache))
     folders = {"alignment_dir": f"{chains}/alignments", "structure_dir": f"{chains}/mmcif_files"}
+    index = ["--output", f"{folder}/predictions_index", "--workers=0", "--overwrite"]
+    assert main(["data", "index", *(word for name in folders for word in (f"--{name}", folders[name])), *index]) == 0
+    own = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())["data"]["distillation"]
     settings = settings_of(
         name, folder, f"--output={folder}/run", "--trainer.accelerator=cpu", *words,
         **folders, template_structure_dir=f"{chains}/mmcif_files", chain_data_cache=f"{folder}/cache.json",
-        distillation={**folders, "fraction": 0.75}, num_workers=0, time_limit=None,
+        distillation={**own, **folders, "index": f"{folder}/predictions_index"}, num_workers=0, time_limit=None,
     )  # fmt: skip
     return check_run("fit", settings)
 
