@@ -211,6 +211,7 @@ class HelpFormatter(DefaultHelpFormatter):
     def _expand_help(self, action: argparse.Action) -> str:
         """Types as a user would write them: path, str | list[str] | null; none where the choices are listed already."""
         text = re.sub(r"<class '(?:\w+\.)*(\w+)'>", lambda found: found[1].lower(), super()._expand_help(action))
+        text = re.sub(r"\n +", "\n", text)  # a docstring's indentation, which --print_config=comments would keep
         text = re.sub(r"type: Literal\[[^\]]*\], ", "", text)
         return re.sub(r"Union\[((?:[^\[\]]|\[[^\[\]]*\])*)\]", lambda found: found[1].replace(", ", " | "), text)
 

@@ -114,7 +114,8 @@ def superpose(mobile: Float[Tensor, "*m N 3"], target: Float[Tensor, "*t N 3"], 
     mobile_centre, target_centre = (weight * mobile).sum(-2), (weight * target).sum(-2)
     weighted = weight * (mobile - mobile_centre.unsqueeze(-2))
     covariance = weighted.transpose(-1, -2) @ (target - target_centre.unsqueeze(-2))
-    u, _, vh = torch.linalg.svd(covariance)
+    # What is not finite stops the decomposition. The centres then are not finite either, and so is the motion.
+    u, _, vh = torch.linalg.svd(covariance.where(covariance.isfinite(), 0))
     # If the best orthogonal map is a reflection, flip the axis of the smallest singular value, which is the last.
     keep_hand = torch.ones_like(covariance[..., 0])
     keep_hand[..., 2] = torch.linalg.det(u @ vh).sign()

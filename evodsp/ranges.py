@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from evodsp.errors import SettingError
 
 @dataclass(frozen=True)
 class Range:
-    """The numbers that a setting may have."""
+    """The numbers that a setting may have, which are finite."""
 
     least: int
     below: int | None = None
@@ -23,7 +24,8 @@ class Range:
 
     def __contains__(self, value: int | float) -> bool:
         high_enough = value > self.least if self.least_excluded else value >= self.least
-        return high_enough and (self.below is None or value < self.below) and (self.most is None or value <= self.most)
+        low_enough = (self.below is None or value < self.below) and (self.most is None or value <= self.most)
+        return math.isfinite(value) and high_enough and low_enough
 
     def __str__(self) -> str:
         lower = f"above {self.least}" if self.least_excluded else f"at least {self.least}"
@@ -49,7 +51,7 @@ def check_numbers(settings: Any, ranges: Mapping[str, Range], where: str) -> Non
     for name, allowed in ranges.items():
         value = settings[name] if isinstance(settings, Mapping) else getattr(settings, name)
         if value is not None and value not in allowed:
-            raise SettingError(f"{where}{name}", value, str(allowed))
+            raise SettingError(f"{where}{name}", value, "finite" if value == math.inf else str(allowed))
 
 
 _UNITS = {"MB": 10**6, "GB": 10**9, "MiB": 2**20, "GiB": 2**30}

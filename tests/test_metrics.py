@@ -115,6 +115,19 @@ def test_superposition_of_degenerate_structures_is_a_rotation(atoms: int) -> Non
     assert rmsd(line, -line, torch.ones(atoms)) < 1e-4
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_positions_that_are_not_finite_have_scores(value: float) -> None:
+    """An exception in a validation: it would end a training run whose prediction of one chain overflows."""
+    true = random_chain()
+    predicted = true.clone()
+    predicted[7] = value
+    mask = torch.ones(60)
+    assert rmsd(predicted, true, mask).isnan()
+    for metric in (lddt_ca, gdt_ts, tm_score):
+        assert not metric(predicted, true, mask) > 0.99
+    assert rmsd(true, true, mask) < 1e-3
+
+
 def test_rmsd_by_hand() -> None:
     """Catches a wrong centre or mean.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -26,8 +27,8 @@ class SequenceConfig:
             raise UserError(
                 f"parallel.sequence is {self.sequence}, but must be at least 1; 1 keeps a sample on one rank"
             )
-        if not self.timeout > 0:
-            raise UserError(f"parallel.timeout is {self.timeout}, but must be above 0 (seconds); give a larger number")
+        if not 0 < self.timeout < math.inf:
+            raise UserError(f"parallel.timeout is {self.timeout}, but must be a number of seconds above 0")
 
 
 @dataclass(frozen=True)

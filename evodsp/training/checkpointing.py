@@ -106,7 +106,7 @@ def _validates_next(trainer: Trainer, batch_idx: int) -> bool:
     if every is not None and (trainer.current_epoch + 1) % every:
         return False
     done = (trainer.fit_loop.total_batch_idx if every is None else batch_idx) + 1
-    return trainer.is_last_batch if interval is None else done % interval == 0
+    return interval is not None and done % interval == 0  # None: it depends on the time
 
 
 class BestCheckpoint(ModelCheckpoint):

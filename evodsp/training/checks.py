@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,6 @@ from evodsp.output import check_output_folder
 from evodsp.parallel.config import ParallelConfig
 from evodsp.parallel.group import Group
 from evodsp.parallel.mesh import data_ranks
-from evodsp.ranges import COUNT, SIZE, check_numbers
 from evodsp.training.chains import Chains, find_chains
 from evodsp.training.compilation import check_compilation
 from evodsp.training.config import DataConfig, RunConfig, TrainingConfig, check_templates
@@ -31,12 +31,10 @@ from evodsp.training.options import Command
 from evodsp.training.resumed import began_with, changes, recorded
 from evodsp.training.run_folder import RunFolder
 from evodsp.training.sample_counts import Batching, batching
+from evodsp.training.trainer_options import check_interval, check_least, check_scored, check_trainer, count_devices
 from evodsp.weights.checkpoint import check_same_model, read_checkpoint
 from evodsp.weights.initial import check_initial
 from evodsp.weights.published import is_parameter_file
-
-TRAINER_RANGES = {"accumulate_grad_batches": SIZE, "gradient_clip_val": COUNT, "num_nodes": SIZE}
-"""Numbers that Lightning accepts although they stop a run with a traceback or mean nothing. It checks the others itself."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +116,12 @@ class CheckedRun:
         return min(limits, default=-1)
 
     @property
+    def epoch_batches(self) -> int:
+        """Batches of a data rank in an epoch, as Lightning counts them."""
+        steps = self.batching.steps(self.settings.data.samples_per_epoch)
+        return steps * self.batching.accumulate * self.settings.batches_per_pass
+
+    @property
     def must_launch(self) -> bool:
         """Whether this process has to start the ranks instead of being one of them."""
         return self.ranks > 1 and not process_group.under_launcher()
@@ -139,7 +143,7 @@ def check_run(command: Command, settings: Settings, group: Group | None = None) 
     check_templates(model, data)
     check_config(data.train, "data.train.")
     check_config(data.validation, "data.validation.")
-    check_numbers(settings.trainer, TRAINER_RANGES, "trainer.")
+    check_trainer(settings.trainer)
     check_precision(settings.trainer)
     check_clipping(parallel, model, settings.trainer)
     check_names(settings.kernels)
@@ -158,10 +162,14 @@ def check_run(command: Command, settings: Settings, group: Group | None = None) 
     chains = find_chains(data, {failure.chain for failure in known or ()}, group)
     if command != "fit":
         check_scored_chains(command, chains)
+    scored = chains.test if command == "test" else chains.validation
+    check_scored(command, settings.trainer, math.ceil(len(scored) / batches.data_ranks))
     settings = on_every(lambda: _begun(command, settings, start), group)
     checked = CheckedRun(command, settings, ranks, folder, start, chains, batches)
     if command != "fit":
         return checked
+    check_interval(settings.trainer, checked.epoch_batches)
+    check_least("min_steps", settings.trainer, checked.last_step)
     check_length(checked)
     return dataclasses.replace(checked, changed=on_every(lambda: _changed(checked), group))
 
@@ -244,7 +252,10 @@ def count_ranks(trainer: Mapping[str, Any], parallel: ParallelConfig) -> int:
     `trainer`: Lightning's options. Raises UserError if they contradict the launcher, or do not form groups of
     `parallel.sequence`.
     """
-    devices, nodes = _devices(trainer["devices"]), int(trainer["num_nodes"])
+    gpus = torch.cuda.device_count()
+    if on_gpu(trainer) and not gpus:
+        raise SettingError("trainer.accelerator", trainer["accelerator"], "cpu or auto: this machine has no GPU")
+    devices, nodes = count_devices(trainer["devices"]), int(trainer["num_nodes"])
     if process_group.under_launcher():
         ranks = process_group.place().ranks
         if devices is not None and devices * nodes != ranks:
@@ -257,7 +268,9 @@ def count_ranks(trainer: Mapping[str, Any], parallel: ParallelConfig) -> int:
             f"trainer.num_nodes is {nodes}, but evodsp starts ranks on its own machine only; use torchrun or srun"
         )
     elif trainer["accelerator"] in ("cpu", "gpu", "cuda", "auto"):
-        found = torch.cuda.device_count() if on_gpu(trainer) else parallel.sequence
+        if on_gpu(trainer) and devices is not None and devices > gpus:
+            raise SettingError("trainer.devices", devices, f"at most {gpus}, the GPUs of this machine")
+        found = gpus if on_gpu(trainer) else parallel.sequence
         ranks = found if devices is None else devices
     else:
         ranks = devices or 1
@@ -314,28 +327,18 @@ def check_clipping(parallel: ParallelConfig, model: TrainingConfig, trainer: Map
         raise UserError(f"trainer.gradient_clip_algorithm is value, but model.optimizer.clip is sample; {fix}")
 
 
-def _devices(devices: Any) -> int | None:
-    """Lightning's `devices` as a number; None for all devices."""
-    if devices in ("auto", -1, "-1"):
-        return None
-    if isinstance(devices, str) and not devices.isdigit():
-        devices = [index for index in devices.split(",") if index.strip()]
-    if isinstance(devices, list | tuple):
-        if len(devices) > 1:
-            raise UserError(
-                f"trainer.devices is {list(devices)}; to choose GPUs for several ranks set CUDA_VISIBLE_DEVICES="
-                f"{','.join(str(index).strip() for index in devices)} and trainer.devices to {len(devices)}"
-            )
-        return 1
-    return int(devices)
-
-
 def _check_options(trainer: Mapping[str, Any]) -> None:
     """Raise UserError for Trainer options that work in one process but not on several ranks."""
     if trainer["strategy"] != "auto":
         raise UserError(
             f"trainer.strategy is {trainer['strategy']}, but parallel.sequence and parallel.parameters arrange several ranks; "
             "leave it out"
+        )
+    if not isinstance(trainer["val_check_interval"], int | float | None):
+        raise SettingError(
+            "trainer.val_check_interval",
+            trainer["val_check_interval"],
+            "a number on several ranks, whose clocks would not agree when it is time",
         )
     if trainer["accelerator"] not in ("cpu", "gpu", "cuda", "auto"):
         raise UserError(f"trainer.accelerator is {trainer['accelerator']}; several ranks need cpu or gpu")

@@ -190,7 +190,12 @@ def build(run: CheckedRun, world: World, begun: float) -> Built:
         config["strategy"] = DSPStrategy(world, settings.communication)
     try:
         trainer = Trainer(**config)
-    except (ValueError, MisconfigurationException) as error:  # how Lightning reports a wrong option
+    except (
+        ValueError,
+        TypeError,
+        ModuleNotFoundError,
+        MisconfigurationException,
+    ) as error:  # how Lightning reports a wrong option
         raise UserError(f"trainer: {error}") from error
     use_checkpoint_io(trainer, run.folder.former, settings.run.async_checkpoints)
     average = next((each for each in own_callbacks if isinstance(each, ExponentialMovingAverage)), None)

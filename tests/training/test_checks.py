@@ -46,6 +46,46 @@ def words(chains: Path, output: Path, *options: str) -> tuple[str, ...]:
         (("--trainer.gradient_clip_algorithm", "value"), "gradient_clip_algorithm is value"),
         (("--model.optimizer.clip", "none"), "clip"),
         (("--parallel.timeout", "0"), "parallel.timeout is 0"),
+        (("--parallel.timeout", ".inf"), "parallel.timeout is inf"),
+        (("--model.optimizer.lr", ".inf"), "model.optimizer.lr is inf, but must be finite"),
+        (("--trainer.val_check_interval", "0"), "val_check_interval is 0, but must be above 0"),
+        (("--trainer.val_check_interval", "0.0"), "val_check_interval is 0.0, but must be above 0"),
+        (("--trainer.val_check_interval", "5"), "at most 4, the batches of an epoch"),
+        (("--trainer.val_check_interval", "3", "--trainer.devices", "2"), "at most 2, the batches of an epoch"),
+        (
+            ("--trainer.val_check_interval", "9", "--global_batch", "4", "--data.batch_size", "2"),
+            "at most 4, the batch",
+        ),
+        (("--trainer.val_check_interval", "00:00:10:00", "--trainer.devices", "2"), "a number on several ranks"),
+        (("--trainer.check_val_every_n_epoch", "0"), "check_val_every_n_epoch is 0, but must be at least 1"),
+        (("--trainer.check_val_every_n_epoch", "-1"), "check_val_every_n_epoch is -1, but must be at least 1"),
+        (("--trainer.log_every_n_steps", "-1"), "log_every_n_steps is -1, but must be at least 0"),
+        (("--trainer.num_sanity_val_steps", "-7"), "num_sanity_val_steps is -7, but must be at least -1"),
+        (("--trainer.max_steps", "0"), "max_steps is 0, but must be at least 1, or -1 for no limit"),
+        (("--trainer.max_steps", "-2"), "max_steps is -2, but must be at least 1, or -1 for no limit"),
+        (("--trainer.max_epochs", "0"), "max_epochs is 0, but must be at least 1, or -1 for no limit"),
+        (("--trainer.min_steps", "7"), "min_steps is 7, but must be at most 6, after which the run ends"),
+        (("--trainer.min_steps", "5", "--max_samples", "4"), "min_steps is 5, but must be at most 4"),
+        (("--trainer.min_steps", "-1"), "min_steps is -1, but must be at least 0"),
+        (("--trainer.min_epochs", "3", "--trainer.max_epochs", "2"), "min_epochs is 3, but must be at most 2"),
+        (("--trainer.devices", "0"), "devices is 0, but must be a number of at least 1"),
+        (("--trainer.devices", "-2"), "devices is -2, but must be a number of at least 1"),
+        (("--trainer.devices", "1.5"), "devices is 1.5, but must be a number of at least 1"),
+        (("--trainer.devices", "[]"), "devices is [], but must be a number of at least 1"),
+        (("--trainer.devices", "[0]"), "trainer: `devices`"),
+        (("--trainer.accelerator", "tpu"), "trainer: "),
+        (
+            ("--trainer.limit_train_batches", "0"),
+            "limit_train_batches is 0, but must be null: an epoch has data.samples",
+        ),
+        (("--trainer.limit_val_batches", "0.5"), "limit_val_batches is 0.5, but must be a number, or a share of 1"),
+        (("--trainer.overfit_batches", "1"), "overfit_batches is 1, but must be 0: each epoch draws other samples"),
+        (("--trainer.reload_dataloaders_every_n_epochs", "1"), "reload_dataloaders_every_n_epochs is 1, but must be 0"),
+        (
+            ("--trainer.barebones", "true"),
+            "barebones is true, but must be false: it forbids checkpoints, logs and prog",
+        ),
+        (("--trainer.strategy", "ddp_spawn"), "strategy is ddp_spawn, but must be auto"),
     ],
 )
 def test_mistakes_are_found_before_anything_starts(
@@ -56,6 +96,54 @@ def test_mistakes_are_found_before_anything_starts(
     assert said in error
     assert len(error.splitlines()) == 1
     assert not (tmp_path / "run").exists()
+
+
+def test_gpus_that_are_not_there(
+    chains: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A division by the number of GPUs; ranks that start and find no GPU of theirs."""
+    for gpus, devices, said in (
+        (0, "auto", "must be cpu or auto: this machine has no GPU"),
+        (2, "3", "must be at most 2"),
+    ):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
+        options = ("--trainer.accelerator", "gpu", "--trainer.devices", devices)
+        assert main(list(words(chains, tmp_path / "run", *options))) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert said in line
+
+
+@pytest.mark.parametrize(("command", "limit"), [("validate", "limit_val_batches"), ("test", "limit_test_batches")])
+def test_a_limit_that_leaves_nothing_to_score(
+    chains: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, limit: str
+) -> None:
+    """A command that scores nothing and succeeds; a traceback of Lightning's."""
+    output = tmp_path / "run"
+    assert main(list(words(chains, output, "--trainer.max_steps", "1"))) == 0
+    capsys.readouterr()
+    score = [command, *words(chains, output)[1:], "--ckpt_path", "last", f"--trainer.{limit}"]
+    for value, said in (("0", "0, but must be above 0: nothing would be scored"), ("0.5", "share of 1 batches")):
+        assert main([*score, value]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"{limit} is {value}" in line
+        assert said in line
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(("check_val_every_n_epoch=null", "val_check_interval=5"), id="counted over epochs"),
+        pytest.param(("limit_val_batches=0", "val_check_interval=5"), id="without validation"),
+        pytest.param(("val_check_interval=00:00:10:00",), id="by time"),
+    ],
+)
+def test_validations_that_are_far_apart(chains: Path, tmp_path: Path, options: tuple[str, ...]) -> None:
+    """Refused, although they can be; a checkpoint that is not written because a validation might follow."""
+    output = tmp_path / "run"
+    given = [f"--trainer.{option}" for option in options]
+    every = ("--checkpoint_every", "4", "--keep_last", "3")
+    assert main(list(words(chains, output, *given, *every))) == 0
+    assert (output / "checkpoints/last-1.ckpt").is_file()
 
 
 @pytest.mark.parametrize(
