@@ -10,7 +10,8 @@ from evodsp.inference.devices import device_of
 from evodsp.inference.failures import FAILURES
 from evodsp.inference.groups import Groups
 from evodsp.inference.inputs import as_files
-from evodsp.inference.predict import LeftAlone, predict_records
+from evodsp.inference.memory_errors import LeftAlone
+from evodsp.inference.predict import predict_records
 from evodsp.inference.preparation import check_launch
 from evodsp.inference.restarts import give_up, left_out
 from evodsp.inference.run_log import run_log

@@ -8,13 +8,26 @@ from contextlib import contextmanager
 import torch
 
 from evodsp.errors import UserError
+from evodsp.inference.failures import Failure
+from evodsp.parallel.group import Group
 
 _CPU_ALLOCATOR = "DefaultCPUAllocator"
 
 
+class LeftAlone(Exception):
+    """A rank of several has no memory left. The others wait for it in a collective, so it cannot go on with them."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.reason)
+        self.failure = failure
+
+
 @contextmanager
-def memory_errors(name: str, residues: int, device: torch.device) -> Iterator[None]:
-    """Turn the end of memory, of a GPU or of this machine, into a UserError that says what to change."""
+def memory_errors(name: str, residues: int, device: torch.device, group: Group | None = None) -> Iterator[None]:
+    """Turn the end of memory, of a GPU or of this machine, into a UserError that says what to change.
+
+    `group`: ranks that compute together here, so that the others wait for one whose memory ends: it raises LeftAlone.
+    """
     try:
         yield
     except (
@@ -26,7 +39,8 @@ def memory_errors(name: str, residues: int, device: torch.device) -> Iterator[No
             raise
         where = f"the memory of this GPU ({device})" if on_gpu else "the memory of this machine"
         instead = ", or use --device cpu" if on_gpu else ""
-        raise UserError(
+        reason = (
             f"{name}: {residues:,} residues do not fit into {where}; lower --working_memory, --msa_clusters and "
             f"--extra_msa, take --precision bf16, raise --parallel.sequence{instead}"
-        ) from error
+        )
+        raise UserError(reason) if group is None else LeftAlone(Failure(name, reason)) from error

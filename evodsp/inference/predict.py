@@ -63,14 +63,6 @@ from evodsp.parallel.group import Group
 Report = Callable[[str], None]
 
 
-class LeftAlone(Exception):
-    """A rank of several has no memory left in a pass. The others wait for it in a collective, so it cannot go on with them."""
-
-    def __init__(self, failure: Failure) -> None:
-        super().__init__(failure.reason)
-        self.failure = failure
-
-
 def predict(config: PredictConfig, report: Report = print, group: Group | None = None) -> list[PredictionResult]:
     """The results of `predict_records`. Raises UserError if there is none."""
     return predict_records(config, report, group).results
@@ -264,7 +256,8 @@ def _compute(
     for seed in job.seeds:
         start = time.perf_counter()
         make = partial(_features, target, alignments, features, seed, job.templates, config.ensembles)
-        batch = tensors_from_first(make, device, group)
+        with memory_errors(target.query.name, len(target.query), device, group):
+            batch = tensors_from_first(make, device, group)
         seconds = time.perf_counter() - start
         report(f"  seed {seed}: features, {seconds:.1f} s")
         if seed == job.seeds[0]:
@@ -301,10 +294,11 @@ def _write(
     job: Job, structures: dict[int, PredictedStructure], timings: dict[str, Any], config: PredictConfig
 ) -> PredictionResult | Failure:
     """Write a target's folder. Raises UserError if that is impossible; a structure that no file can hold is a Failure."""
-    folder = config.output / job.target.query.name
+    query = job.target.query
+    folder = config.output / query.name
     start = time.perf_counter()
     try:
-        with whole_folder(folder) as new:
+        with memory_errors(query.name, len(query), torch.device("cpu")), whole_folder(folder) as new:
             stored = job.stored
             copy_files(folder, new, stored)
             if stored is not None:
@@ -314,7 +308,7 @@ def _write(
                 structures,
                 config.format,
                 job.settings,
-                job.target.query.name,
+                query.name,
                 stored.ranking if stored else (),
                 job.model,
                 stored.models if stored else {},
@@ -324,7 +318,7 @@ def _write(
                 timings = timings if stored is None else stored.with_timings(timings)
                 write_json(new / TIMINGS, {**timings, "writing_seconds": round(time.perf_counter() - start, 3)})
     except UserError as error:
-        return Failure(job.target.query.name, str(error))
+        return Failure(query.name, str(error))
     except OSError as error:
         raise UserError(
             f"{folder}: cannot be written ({error.strerror}); make room, or choose another --output"
@@ -391,13 +385,8 @@ def _predict_seed(
 ) -> tuple[PredictedStructure, tuple[float, ...], float | None]:
     """The structure, the seconds of each pass, and the change of CA-CA distances in the last one (`SeedRun`)."""
     device = next(model.parameters()).device
-    try:
-        with memory_errors(target.query.name, len(target.query), device):
-            output, passes = run_passes(model, batch, config)
-            structure = structure_of(target, batch, output, model)
-    except UserError as error:
-        if group is None:
-            raise
-        raise LeftAlone(Failure(target.query.name, str(error))) from error
+    with memory_errors(target.query.name, len(target.query), device, group):
+        output, passes = run_passes(model, batch, config)
+        structure = structure_of(target, batch, output, model)
     change = None if output.ca_change is None else float(output.ca_change[0])
     return structure, passes, change

@@ -18,6 +18,7 @@ from evodsp.inference.config import PredictConfig
 from evodsp.inference.devices import check_pair_fits
 from evodsp.inference.failures import Failure, none_usable
 from evodsp.inference.jobs import Inputs, Job, Work
+from evodsp.inference.memory_errors import memory_errors
 from evodsp.inference.models import NamedModel, find_models
 from evodsp.inference.passes import layer_dtype
 from evodsp.inference.plot_files import check_matplotlib
@@ -118,7 +119,8 @@ def prepare(
 
 def _check(features: FeatureConfig, ranks: int, target: Target) -> None:
     """Raise UserError if a target's alignments cannot be read, or it is too short for the ranks."""
-    target.read()
+    with memory_errors(target.query.name, len(target.query), torch.device("cpu")):
+        target.read()
     check_target_fits_ranks(ranks, features, target)
 
 

@@ -11,6 +11,7 @@ import torch
 from evodsp.inference import command
 from evodsp.inference import predict as module
 from evodsp.inference.predict import predict, predict_records
+from evodsp.inference.targets import Target
 from tests.builders.prediction import read_json, silent
 
 from .conftest import OTHER, QUERY
@@ -163,19 +164,24 @@ def test_the_end_of_memory_is_one_record(workplace, monkeypatch, error, words):
     assert "--working_memory" in found.failures[0].reason
 
 
-def test_memory_that_ends_behind_the_passes_is_one_record(workplace, monkeypatch):
-    """Catches confidences, which gather residues squared numbers, that end the run where they do not fit."""
-    real = module.structure_of
+@pytest.mark.parametrize("where", ["structure_of", "write_results", "read"])
+def test_memory_that_ends_outside_of_the_passes_is_one_record(workplace, monkeypatch, where):
+    """Catches confidences, which gather residues squared numbers, files that hold them as text, and deep alignments, that end
+    the run where they do not fit."""
+    owner = Target if where == "read" else module
+    real = getattr(owner, where)
 
-    def full(target: Any, *rest: Any) -> Any:
-        if target.query.name == "alpha_A":
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return real(target, *rest)
+    def full(*given: Any) -> Any:
+        names = [value.query.name for value in given if isinstance(value, Target)]
+        if "alpha_A" in [*names, *given]:
+            raise MemoryError
+        return real(*given)
 
-    monkeypatch.setattr(module, "structure_of", full)
+    monkeypatch.setattr(owner, where, full)
     found = predict_records(workplace.config, silent)
     assert [result.name for result in found.results] == ["beta_A"]
     assert "alpha_A: 22 residues do not fit" in found.failures[0].reason
+    assert {path.name for path in workplace.config.output.iterdir()} == {"beta_A", "failures.json", "index.html"}
 
 
 def test_an_error_of_the_program_is_not_a_record(workplace, monkeypatch):

@@ -218,22 +218,34 @@ def test_a_failed_record_is_no_failed_rank(workplace: Workplace) -> None:
 PLANTED = """
 import os
 if os.environ.get("RANK") == "1":
+    import torch.distributed as dist
     from evodsp.inference import predict as module
 
-    real = module.run_passes
+    real_passes, real_broadcast = module.run_passes, dist.broadcast
 
-    def full(model, batch, config):
+    def passes(model, batch, config):
         if batch["aatype"].shape[-1] == 22:
             raise MemoryError
-        return real(model, batch, config)
+        return real_passes(model, batch, config)
 
-    module.run_passes = full
+    def broadcast(tensor, **more):
+        if tensor.shape[-1:] == (22,) and not tensor.is_floating_point():
+            raise MemoryError
+        return real_broadcast(tensor, **more)
+
+    if os.environ["PLANTED"] == "passes":
+        module.run_passes = passes
+    else:
+        dist.broadcast = broadcast
 """
 """Rank 1 has too little memory for 22 residues. Python runs a file sitecustomize.py when it starts."""
 
 
-def with_little_memory(workplace: Workplace) -> dict[str, str]:
-    """The environment of such a run, with a long record between two short ones."""
+def with_little_memory(workplace: Workplace, where: str = "passes") -> dict[str, str]:
+    """The environment of such a run, with a long record between two short ones.
+
+    `where`: memory ends in the 'passes', or while 'features' arrive.
+    """
     text = "".join(f">{name}\n{letters}\n" for name, letters in (("a", OTHER), ("long", QUERY), ("b", OTHER)))
     workplace.config.fasta.write_text(text)
     folder = workplace.root / "planted"
@@ -242,6 +254,7 @@ def with_little_memory(workplace: Workplace) -> dict[str, str]:
     return {
         **os.environ,
         "OMP_NUM_THREADS": "1",
+        "PLANTED": where,
         "PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]),
     }
 
@@ -259,9 +272,10 @@ def check_without_long(workplace: Workplace, done: subprocess.CompletedProcess[s
     assert "22 residues do not fit" in entry["reason"]
 
 
-def test_memory_of_one_rank_costs_one_record(workplace: Workplace) -> None:
+@pytest.mark.parametrize("where", ["passes", "features"])
+def test_memory_of_one_rank_costs_one_record(workplace: Workplace, where: str) -> None:
     """Catches a rank without memory that ends the run: the records behind it, and with --overwrite those before it, lost."""
-    environment = with_little_memory(workplace)
+    environment = with_little_memory(workplace, where)
     words = command(workplace.change(alignments=workplace.root, seeds=1), 2, "--overwrite=true")
     done = subprocess.run(words, capture_output=True, text=True, timeout=120, env=environment)
     check_without_long(workplace, done)
