@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 from evodsp.inference.config import PredictConfig
@@ -13,7 +14,7 @@ from evodsp.inference.inputs import as_files
 from evodsp.inference.memory_errors import LeftAlone
 from evodsp.inference.predict import predict_records
 from evodsp.inference.preparation import check_launch
-from evodsp.inference.restarts import give_up, left_out
+from evodsp.inference.restarts import give_up, left_out, missing_at_first
 from evodsp.inference.run_log import run_log
 from evodsp.launch.consensus import from_first
 from evodsp.launch.launcher import launch
@@ -42,7 +43,7 @@ def run(config: PredictConfig, words: list[str]) -> int:
         mesh = init_mesh(ranks, timeout=collective_timeout(config.parallel.timeout))
         group = mesh.sequence_group() if ranks > 1 else None
         groups = Groups(whole_group(), group) if here.ranks > ranks else None
-        with run_log(config.output, words, _say) if here.rank == 0 else nullcontext(_silent) as say:
+        with _log(config, words) if here.rank == 0 else nullcontext(_silent) as say:
             lost = from_first(left_out, whole_group())
             config = replace(config, overwrite=config.overwrite and not lost)  # what this run has written is kept
             try:
@@ -52,6 +53,11 @@ def run(config: PredictConfig, words: list[str]) -> int:
         stop()
     # evodsp's own launcher would take 1 for a rank that died; it looks for the list of failures itself.
     return 1 if outcome.failures and not launched_by_evodsp() else 0
+
+
+def _log(config: PredictConfig, words: list[str]) -> AbstractContextManager[Callable[[str], None]]:
+    """The log of a run whose ranks may have been started before."""
+    return run_log(config.output, words, _say, missing_at_first(config.output))
 
 
 def _say(line: str) -> None:

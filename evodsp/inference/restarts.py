@@ -10,20 +10,29 @@ from __future__ import annotations
 import json
 import os
 import sys
+from pathlib import Path
 from typing import NoReturn
 
 from evodsp.inference.failures import Failure
+from evodsp.inference.run_log import missing
 from evodsp.launch.agent import starts_again
 from evodsp.launch.parent import AGAIN
 from evodsp.launch.process_group import lasting_store
 
 _COUNT, _ENTRY = "left_out", "left_out/{}"
+_MISSING = "missing"
 
 
 def left_out() -> list[Failure]:
     """The records that earlier attempts of this run gave up."""
     store = lasting_store()
     return [Failure(*json.loads(store.get(_ENTRY.format(number)))) for number in range(store.add(_COUNT, 0))]
+
+
+def missing_at_first(output: Path) -> list[Path]:
+    """What the first attempt of this run had to make for its log (`evodsp.inference.run_log`)."""
+    now = json.dumps([str(place) for place in missing(output)])
+    return [Path(name) for name in json.loads(lasting_store().compare_set(_MISSING, "", now))]
 
 
 def give_up(failure: Failure) -> NoReturn:

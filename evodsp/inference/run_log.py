@@ -15,15 +15,22 @@ LOG = "predict.log"
 _TIME = "%Y-%m-%d %H:%M:%S"
 
 
+def missing(output: Path) -> list[Path]:
+    """What a run with this output has to make for its log: the file, the folder, and those above it."""
+    return [place for place in (output / LOG, output, *output.parents) if not place.exists()]
+
+
 @contextmanager
-def run_log(output: Path, words: Sequence[str], show: Callable[[str], None]) -> Iterator[Callable[[str], None]]:
+def run_log(
+    output: Path, words: Sequence[str], show: Callable[[str], None], created: Sequence[Path] | None = None
+) -> Iterator[Callable[[str], None]]:
     """Yield a function that shows a line and adds it to the log, with the time. `words`: the command line, for the head.
 
     The file begins, or goes on, with the first line. A run that ends with an error, and leaves nothing else in `output`, leaves
-    no log either, nor the folders that were made for it.
+    no log either, nor the folders that were made for it. `created`: what was `missing` when the run began, if that was earlier.
     """
     path = output / LOG
-    created = [place for place in (path, output, *output.parents) if not place.exists()]
+    created = missing(output) if created is None else created
     with ExitStack() as stack:
         lines: list[Callable[[str], None]] = []
 
