@@ -28,8 +28,8 @@ from evodsp.inference.results import (
     Key,
     PredictionResult,
     key_of,
+    read_aligned_error,
     read_contacts,
-    read_pae,
     read_structure,
     read_with_ranking,
 )
@@ -80,7 +80,7 @@ class RankedStructure:
     def pae(self) -> Float32[np.ndarray, "R R"] | None:
         """Expected error (Å) of each residue's CA (second axis), seen from each residue's frame (first axis); None if the model
         has no head for it."""
-        return None if self._errors is None else self._errors[0]
+        return None if self._errors is None else self._errors.pae
 
     @cached_property
     def contacts(self) -> Float32[np.ndarray, "R R"] | None:
@@ -94,8 +94,8 @@ class RankedStructure:
     def to_cif(self, pae: bool = False) -> str:
         """The structure as ModelCIF text. `pae`: with the aligned errors, if there are any."""
         structure = self._structure
-        if pae and self._errors is not None and self.ptm is not None:
-            structure = replace(structure, aligned_error=AlignedError(*self._errors, self.ptm))
+        if pae and self._errors is not None:
+            structure = replace(structure, aligned_error=self._errors)
         return structure_text(structure, "cif", self.origin, pae)
 
     def to_pdb(self) -> str:
@@ -110,16 +110,16 @@ class RankedStructure:
             raise UserError(
                 "pictures need matplotlib, which is not installed; run: pip install 'evodsp[plots]'"
             ) from error
-        pae, highest = self._errors or (None, 0.0)
-        return confidence_figure(self.plddt, pae, highest, self.contacts, f"{self.result.name}, {_called(self)}")
+        highest = 0.0 if self._errors is None else self._errors.highest
+        return confidence_figure(self.plddt, self.pae, highest, self.contacts, f"{self.result.name}, {_called(self)}")
 
     @cached_property
     def _structure(self) -> PredictedStructure:
         return read_structure(self.result, self.key)
 
     @cached_property
-    def _errors(self) -> tuple[Float32[np.ndarray, "R R"], float] | None:
-        return None if self.ptm is None else read_pae(self.result.folder, self.key)
+    def _errors(self) -> AlignedError | None:
+        return None if self.ptm is None else read_aligned_error(self.result.folder, self.key, self.ptm)
 
 
 @dataclass(frozen=True, repr=False)
@@ -257,7 +257,7 @@ class Prediction(PredictionResult):
         table = f"<table><tr><th>rank</th><th>seed</th><th>mean pLDDT</th><th>pTM</th></tr>{rows}</table>{more}"
         picture = ""
         if best._errors is not None:
-            pae, highest = best._errors
+            pae, highest = best._errors.pae, best._errors.highest
             step = -(-len(pae) // 150)
             picture = (
                 f'<img alt="predicted aligned error" title="predicted aligned error, 0 to {highest:g} Å" width="150" '

@@ -171,6 +171,12 @@ def read_pae(folder: Path, key: Key) -> tuple[Float32[np.ndarray, "R R"], float]
     return np.array(error["predicted_aligned_error"], np.float32), float(error["max_predicted_aligned_error"])
 
 
+def read_aligned_error(folder: Path, key: Key, ptm: float) -> AlignedError:
+    """The aligned errors of a prediction in a target's folder. `ptm`: as its entry of ranking.json says."""
+    pae, highest = read_pae(folder, key)
+    return AlignedError(pae, highest, ptm)
+
+
 def holds_pae(file: Path) -> bool:
     """Whether a ModelCIF file that predict has written holds aligned errors."""
     with file.open(encoding="utf-8") as lines:

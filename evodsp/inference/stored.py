@@ -26,12 +26,12 @@ from evodsp.inference.results import (
     Key,
     PredictionResult,
     holds_pae,
-    read_pae,
+    read_aligned_error,
     read_structure,
     read_with_ranking,
     stem,
 )
-from evodsp.inference.writers import AlignedError, structure_text
+from evodsp.inference.writers import structure_text
 
 
 @dataclass(frozen=True)
@@ -85,9 +85,7 @@ class Stored:
             made_with = self.models.get(entry.get("model", ""), self.settings)
             structure = read_structure(self.result, key)
             if pae and "ptm" in entry:
-                structure = replace(
-                    structure, aligned_error=AlignedError(*read_pae(self.result.folder, key), entry["ptm"])
-                )
+                structure = replace(structure, aligned_error=read_aligned_error(self.result.folder, key, entry["ptm"]))
             text = structure_text(structure, file_format, Origin.of(entry, made_with), pae)
             name = stem(key) if self.renamed is None else f"{self.renamed}_{stem(key)}"
             (folder / f"{name}.{file_format}").write_text(text, encoding="utf-8")
