@@ -18,6 +18,15 @@ from evodsp.ranges import COUNT, SIZE, check_numbers, memory_size
 from evodsp.weights.by_name import check_name
 
 
+def sources_of(inputs: Sequence[Path], fasta: Path | None) -> Sequence[Path]:
+    """The inputs, of which a single one may be given as --fasta. Raises UserError if both are given."""
+    if fasta is None:
+        return inputs
+    if inputs:
+        raise UserError(f"--fasta {fasta} is given beside {inputs[0]}; give all inputs without --fasta")
+    return (fasta,)
+
+
 @dataclass(frozen=True, kw_only=True)
 class PredictConfig:
     """What to predict, with which model, and where to write the results.
@@ -120,8 +129,6 @@ class PredictConfig:
         check_numbers(self, ranges, "--")
         if not self.sources:
             raise UserError("nothing to predict: give FASTA or A3M files, folders of them, or '-' for standard input")
-        if self.fasta is not None and self.inputs:
-            raise UserError(f"--fasta {self.fasta} is given beside {self.inputs[0]}; give all inputs without --fasta")
         if self.checkpoint is None and not self.weights:
             raise UserError(
                 "no model is given; add --checkpoint FILE, or --weights model_1_ptm (AlphaFold2's parameters)"
@@ -154,7 +161,7 @@ class PredictConfig:
     @property
     def sources(self) -> Sequence[Path]:
         """What to predict: the inputs."""
-        return self.inputs or (() if self.fasta is None else (self.fasta,))
+        return sources_of(self.inputs, self.fasta)
 
     @property
     def weights_names(self) -> list[str]:

@@ -9,6 +9,7 @@ from typing import Literal
 
 from evodsp.config import MatmulPrecision, check_matmul, check_preset
 from evodsp.errors import UserError
+from evodsp.inference.config import sources_of
 from evodsp.model.schedule import CommunicationPlan
 from evodsp.parallel.config import SequenceConfig
 from evodsp.ranges import COUNT, SIZE, check_numbers, memory_size
@@ -76,4 +77,4 @@ class EstimateConfig:
     @property
     def sources(self) -> Sequence[Path]:
         """The inputs."""
-        return (*self.inputs, *(() if self.fasta is None else (self.fasta,)))
+        return sources_of(self.inputs, self.fasta)

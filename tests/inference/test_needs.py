@@ -109,6 +109,7 @@ def test_estimate_says_what_to_change(tmp_path: Path, capsys: pytest.CaptureFixt
         (["--residues=9", "--parallel.sequence=20"], "it can be at most 9"),
         (["--fasta=none.fasta"], "none.fasta: no such file or folder"),
         (["none.fasta"], "none.fasta: no such file or folder"),
+        (["none.fasta", "--fasta=other.fasta"], "--fasta other.fasta is given beside none.fasta"),
         (["none.fasta", "--residues=9"], "INPUT... or --residues N, but both"),
         (["--residues=9", "--weights=model_7"], "no published parameters are called 'model_7'"),
         (
