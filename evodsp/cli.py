@@ -149,7 +149,7 @@ COMMANDS: dict[str, Command] = {
             runner="evodsp.inference.command:run",
             required="INPUT... [--alignments DIR] (--checkpoint FILE | --weights NAME) --output DIR",
             description="Predict the structures of sequences: FASTA files, A3M files (the first sequence is predicted, the "
-            "file is its alignment), folders of either, or - for FASTA on standard input.",
+            "file is its alignment), folders of either, or - for standard input.",
             positional="inputs",
             several=frozenset({"checkpoint", "weights"}),
             from_files=True,

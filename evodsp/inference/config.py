@@ -35,7 +35,7 @@ class PredictConfig:
     """
 
     inputs: Sequence[Path] = ()
-    """FASTA files, A3M files (the first sequence is predicted, the file is its alignment), folders of either, or - for FASTA on
+    """FASTA files, A3M files (the first sequence is predicted, the file is its alignment), folders of either, or - for
     standard input. Every record gets a folder in the output, named by the first word of its header, or by its A3M file."""
     fasta: Path | None = None
     """A single input, for command lines of earlier versions."""

@@ -21,7 +21,7 @@ class EstimateConfig:
     """What would be predicted, and where. Raises UserError if a value is out of range."""
 
     inputs: Sequence[Path] = ()
-    """What `evodsp predict` would be given: FASTA or A3M files, folders of either, or - for FASTA on standard input. Every
+    """What `evodsp predict` would be given: FASTA or A3M files, folders of either, or - for standard input. Every
     record is estimated with an alignment as deep as the model takes."""
     fasta: Path | None = None
     """A FASTA file, as in earlier versions. The same as giving it without an option."""

@@ -1,7 +1,8 @@
 """What a user gives to predict: FASTA and A3M files, folders of either, standard input. The records in them are read here.
 
 A file is A3M if its name says so (.a3m, .a3m.gz): its first sequence is the query, its name the record's, and the file is the
-record's alignment. Everything else is FASTA. Of a folder, files are read whose names say that they are one of both.
+record's alignment. Everything else is FASTA. Of a folder, files are read whose names say that they are one of both. Standard
+input is A3M if its rows are aligned (`name_if_a3m`); then the record has the name of its first sequence.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from evodsp.data.parsers import SUBSTITUTES, check_name, read_fasta
-from evodsp.data.parsers.a3m import query_of_a3m
+from evodsp.data.parsers.a3m import name_if_a3m, query_of_a3m
 from evodsp.data.records import ProteinSequence
 from evodsp.errors import UserError
 from evodsp.inference.failures import Failure
@@ -34,6 +35,8 @@ class InputRecord:
     """The A3M file that it is the first sequence of; None for FASTA."""
     notes: tuple[str, ...]
     """What the user has to know of it, lines for the log."""
+    piped: bytes | None = None
+    """The content of `alignment` if it is no file, but standard input."""
 
 
 def read_inputs(inputs: Sequence[Path]) -> tuple[list[InputRecord], list[Failure]]:
@@ -77,8 +80,9 @@ def as_files(inputs: Sequence[Path], words: Sequence[str]) -> Iterator[tuple[tup
             "several ranks read standard input only if the command line says '-'; give it there, or give a file"
         )
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "standard_input.fasta"
-        file.write_bytes(_standard_input())
+        data = _standard_input()
+        file = Path(folder) / (_piped_a3m(data) or Path("standard_input.fasta")).name
+        file.write_bytes(data)
         yield (
             tuple(file if path == STANDARD_INPUT else path for path in inputs),
             [str(file) if word == "-" else word for word in words],
@@ -119,21 +123,34 @@ def _kind(file: Path, suffixes: Sequence[str]) -> bool:
 
 def _records(path: Path) -> Iterator[tuple[str, str, InputRecord | UserError]]:
     """The name of each record, its place for messages, and the record. Raises UserError for a file that cannot be read."""
+    piped = _standard_input() if path == STANDARD_INPUT else None
+    source = path if piped is None else Path("standard input")
+    if piped is not None:
+        path = _piped_a3m(piped) or path
     if _kind(path, _A3M):
         name = path.name.removesuffix(".gz")[: -len(".a3m")]
         check_name(path, name)
-        letters, alternatives = query_of_a3m(path)
+        letters, alternatives = query_of_a3m(path, piped)
         notes = _substitutions() if alternatives else ()
-        yield name, str(path), InputRecord(ProteinSequence(name, letters), path, notes)
+        if piped is not None:
+            notes = (*notes, f"standard input is A3M: '{name}' and its alignment")
+        yield name, str(path), InputRecord(ProteinSequence(name, letters), path, notes, piped)
         return
-    standard = path == STANDARD_INPUT
-    source = "standard input" if standard else path
-    for record in read_fasta(source, substitute=True, data=_standard_input() if standard else None):
+    for record in read_fasta(source, substitute=True, data=piped):
         place = f"{source}:{record.line}"
         if isinstance(record.sequence, UserError):
             yield record.name, place, record.sequence
         else:
             yield record.name, place, InputRecord(record.sequence, None, _substitutions() if record.substituted else ())
+
+
+def _piped_a3m(data: bytes) -> Path | None:
+    """What the file would be called if standard input is A3M; None for FASTA. Raises UserError if no file can be called so."""
+    name = name_if_a3m(data)
+    if name is None:
+        return None
+    check_name("standard input", name)
+    return Path("standard input") / f"{name}.a3m"
 
 
 def _substitutions() -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from evodsp.data.templates.features import TemplateFeatures
 from evodsp.errors import UserError
 from evodsp.inference.config import PredictConfig
 from evodsp.inference.target_templates import template_digest
-from evodsp.inference.targets import Target, digest
+from evodsp.inference.targets import Target
 
 SIZES = ("recycles", "msa_clusters", "extra_msa")
 """Options whose default is the value used in training."""
@@ -68,7 +68,7 @@ def result_settings(
     return {
         "numerics": NUMERICS,
         "sequence": target.query.letters,
-        "alignments": digest(*target.files()),
+        "alignments": target.digest,
         "checkpoint": checkpoint,
         "raw": config.raw,
         **{name: getattr(features, name) for name in SIZES},

@@ -27,11 +27,21 @@ class Target:
     """A folder, or a single file; None: predicted from the sequence alone."""
     notes: tuple[str, ...] = ()
     """What the user has to know of this record, lines for the log."""
+    piped: bytes | None = None
+    """The content of `alignments` if it is no file, but standard input."""
 
     @property
     def folder(self) -> Path | None:
         """The folder of alignments and template searches; None if there is none."""
-        return None if self.alignments is None or self.alignments.is_file() else self.alignments
+        single = self.alignments is None or self.piped is not None or self.alignments.is_file()
+        return None if single else self.alignments
+
+    @property
+    def digest(self) -> str:
+        """A fingerprint of the alignments' names and contents, to recognise the inputs of an earlier result."""
+        if self.piped is not None and self.alignments is not None:
+            return fingerprint((self.alignments.name, hashlib.blake2b(self.piped).hexdigest()))
+        return fingerprint(*((path.name, content_digest(path)) for path in self.files()))
 
     def files(self) -> list[Path]:
         """The alignments, sorted by name."""
@@ -43,7 +53,7 @@ class Target:
         """The alignments; empty if the target is predicted from its sequence alone. Raises UserError if one is broken."""
         if self.folder is not None:
             return read_alignment_dir(self.folder, self.query)
-        return matched_alignments(parse_alignments((path, None) for path in self.files()), self.query)
+        return matched_alignments(parse_alignments((path, self.piped) for path in self.files()), self.query)
 
 
 def find_targets(inputs: Sequence[Path], alignments: Path | None) -> tuple[list[Target], list[Failure]]:
@@ -82,7 +92,8 @@ def _target(record: InputRecord, alignments: Path | None, alone: bool) -> Target
     found = None if alignments is None else _alignments_of(query.name, alignments, alone)
     if record.alignment is not None:
         unread = f"{found} is not read: {record.alignment} is the alignment of '{query.name}'"
-        return Target(query, record.alignment, (unread,) if found and found != record.alignment else ())
+        notes = (unread,) if found and found != record.alignment else ()
+        return Target(query, record.alignment, notes, record.piped)
     if found is not None:
         return Target(query, found)
     where, close = "", ""
@@ -103,11 +114,6 @@ def _alignments_of(name: str, alignments: Path, alone: bool) -> Path | None:
         if (file := alignments / f"{name}{suffix}").is_file():
             return file
     return alignments if alone and alignment_files(alignments) else None
-
-
-def digest(*files: Path) -> str:
-    """A fingerprint of the files' names and contents, to recognise the inputs of an earlier result."""
-    return fingerprint(*((path.name, content_digest(path)) for path in files))
 
 
 def content_digest(path: Path) -> str:

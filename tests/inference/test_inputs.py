@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,57 @@ def test_an_a3m_file_is_query_and_alignment(workplace: Workplace) -> None:
     assert found.structure(0).read_bytes() == expected.structure(0).read_bytes()
     assert any("read 12 sequences" in line for line in lines)
     assert not any("sequence alone" in line for line in lines)
+
+
+def test_an_a3m_file_through_standard_input(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches rows of an alignment that are predicted as records, another result than that of the file, and one that the same
+    alignment as a file, or as ranks read it, does not find again."""
+    alignment = workplace.config.alignments / "alpha_A" / "uniref90_hits.a3m"
+    text = alignment.read_text().replace(">query", ">alpha_A first", 1)
+    file = workplace.root / "alpha_A.a3m"
+    file.write_text(text)
+    config = workplace.change(inputs=(file,), fasta=None, alignments=None)
+    (expected,) = predict(config, silent)
+    standard_input(monkeypatch, text)
+    piped, lines = replace(config, inputs=(Path("-"),), output=workplace.root / "piped"), list[str]()
+    (found,) = predict(piped, lines.append)
+    assert found.name == "alpha_A"
+    assert found.structure(0).read_bytes() == expected.structure(0).read_bytes()
+    assert any("read 12 sequences" in line for line in lines)
+    assert any("standard input is A3M: 'alpha_A' and its alignment" in line for line in lines)
+    (again,) = predict(replace(config, output=piped.output), silent)
+    assert again.kept
+    standard_input(monkeypatch, text)
+    with as_files([Path("-")], ["-"]) as (inputs, _):
+        (again,) = predict(replace(piped, inputs=inputs), silent)
+        assert again.kept
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (f">a\n{OTHER}\n>b\n{OTHER[1:]}-\n", ["a"]),
+        (f"#10\t1\n>a\n{OTHER}\n>b\n{OTHER[:5]}ag\n{OTHER[5:]}\n", ["a"]),
+        (f">a\n{OTHER}\n>b\n{OTHER[1:]}\n>c\n{OTHER[::-1]}\n", ["a", "b", "c"]),
+        (f">a\n{OTHER}\n>b\n{OTHER[::-1]}\n", ["a", "b"]),
+        (f">a\n{OTHER.lower()}\n>b\n{OTHER[1:].lower()}\n", ["a", "b"]),
+        (f">a\n{OTHER}\n>b\n{OTHER[1:]}\n>c\nGS-T\n", ["a", "b", "standard input:6: illegal letter '-'"]),
+        (f">x/y\n{OTHER}\n>b\n{OTHER[1:]}-\n", ["standard input: the name 'x/y' has '/'"]),
+        (f">a\n{OTHER}\n>b\n-{OTHER[1:]}\n>c\nGS1\n", ["a"]),
+        (f">ss_pred\nCCC\n>a\n{OTHER}\n>b\n{OTHER[1:]}-\n", ["a"]),
+        ("\0\1", ["standard input:1: not a text file"]),
+        ("", ["standard input: the file is empty"]),
+    ],
+)  # fmt: skip
+def test_standard_input_is_a3m_if_its_rows_are_aligned(
+    monkeypatch: pytest.MonkeyPatch, text: str, found: list[str]
+) -> None:
+    """Catches an alignment whose rows are predicted, FASTA of which only the first record is, and a traceback."""
+    standard_input(monkeypatch, text)
+    records, failures = read_inputs([Path("-")])
+    said = [record.query.name for record in records] + [failure.reason for failure in failures]
+    assert len(said) == len(found)
+    assert all(one.startswith(other) for one, other in zip(said, found, strict=True)), said
 
 
 def test_alignments_of_an_a3m_that_are_not_read_are_named(workplace: Workplace) -> None:

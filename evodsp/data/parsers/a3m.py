@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 
-from evodsp.data.parsers.bytes_to_codes import BLANK_CODES, INSERTION, SKIPPED, byte_table
+from evodsp.data.parsers.bytes_to_codes import BLANK_CODES, BLANKS, INSERTION, SKIPPED, byte_table
 from evodsp.data.parsers.fasta import SUBSTITUTES, split_records, translate
 from evodsp.data.records import Alignment
-from evodsp.data.text_files import read_bytes, text_of
+from evodsp.data.text_files import text_of
 from evodsp.errors import FileFormatError
 from evodsp.geometry.alphabet import ALIGNMENT_CODES, GAP, RESTYPES_WITH_X
 
@@ -20,6 +20,8 @@ _A3M = byte_table(
     | {"-": GAP, ".": SKIPPED, "*": SKIPPED}
     | BLANK_CODES
 )
+
+_BESIDE_COLUMNS = bytes(range(ord("a"), ord("z") + 1)) + b".*"
 
 
 def parse_a3m(path: str | Path, data: bytes | None = None) -> Alignment:
@@ -59,13 +61,31 @@ def parse_a3m(path: str | Path, data: bytes | None = None) -> Alignment:
     return Alignment(str(path), names, residues, deletions)
 
 
-def query_of_a3m(path: Path) -> tuple[str, bool]:
+def name_if_a3m(data: bytes) -> str | None:
+    """The name of the first sequence if text that no file's name describes is A3M; None if it is FASTA, or neither.
+
+    It is A3M if most rows have as many columns as the first, and there are gaps or insertions, which FASTA has not.
+    """
+    try:
+        records = split_records("", text_of("", data), "an A3M").without("ss_")
+    except FileFormatError:
+        return None
+    rows = [row.translate(None, BLANKS) for row in records.rows]
+    columns = [row.translate(None, _BESIDE_COLUMNS) for row in rows]
+    aligned = sum(len(row) == len(columns[0]) for row in columns) > len(rows) // 2
+    marked = any(b"-" in row or row != columns[k] for k, row in enumerate(rows[1:], 1))
+    return records.names()[0] if columns[0] and aligned and marked else None
+
+
+def query_of_a3m(path: Path, data: bytes | None = None) -> tuple[str, bool]:
     """The first sequence of an A3M file, and whether letters of it were replaced (B, J, O, U, Z, as in every alignment).
+
+    `data`: the file's bytes, if they were read already; `path` then names them in messages.
 
     Raises UserError if the file cannot be read, FileFormatError if it is no A3M, or its first sequence is empty, has gaps or
     insertions (lower case), or has illegal letters. The other sequences are not looked at.
     """
-    query = split_records(path, read_bytes(path), "an A3M").without("ss_").only(0)
+    query = split_records(path, text_of(path, data), "an A3M").without("ss_").only(0)
     codes = translate(query, _A3M, "remove it (X stands for an unknown residue)")
     for code, what in ((GAP, "a gap"), (INSERTION, "lower case, which is an insertion")):
         if (codes == code).any():
