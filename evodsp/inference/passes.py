@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float32
+from jaxtyping import Float, Float32
 
 from evodsp.inference.config import PredictConfig
 from evodsp.inference.targets import Target
@@ -78,7 +78,10 @@ def run_passes(
 def structure_of(
     target: Target, batch: dict[str, torch.Tensor], output: ModelOutput, model: AlphaFold
 ) -> PredictedStructure:
-    """The first sample of `output`, without padding, on the host. Every rank must call this."""
+    """The first sample of `output`, without padding, on the host. Every rank must call this.
+
+    Contacts and aligned errors, which are residues squared numbers, are on the first rank only: it writes the files.
+    """
     length = len(target.query)  # residues after these are padding
     return PredictedStructure(
         name=target.query.name,
@@ -93,12 +96,11 @@ def structure_of(
 
 def _contacts(
     length: int, batch: dict[str, torch.Tensor], output: ModelOutput, model: AlphaFold
-) -> Float32[np.ndarray, "R R"]:
+) -> Float32[np.ndarray, "R R"] | None:
     """The contact probabilities of the first `length` residues. Every rank must call this: each holds its own rows."""
-    heads, residues = model.config.heads, batch["seq_mask"].shape[-1]
+    heads = model.config.heads
     edges = heads.distogram_min_distance, heads.distogram_max_distance
-    own = compute_contacts(output.logits["distogram"][:1], *edges)
-    return model.exchange.gather(own, "i", whole=residues)[0, :length, :length].cpu().numpy()
+    return _collected(compute_contacts(output.logits["distogram"][:1], *edges), length, batch, model)
 
 
 def _aligned_error(
@@ -108,12 +110,17 @@ def _aligned_error(
     its own rows."""
     if "predicted_aligned_error" not in output.logits:
         return None
-    heads, exchange = model.config.heads, model.exchange
+    heads = model.config.heads
     logits = output.logits["predicted_aligned_error"][:1]
     mask = batch["seq_mask"][:1, -1].to(logits.device).float()
-    pae = exchange.gather(compute_pae(logits, heads.pae_max_error), "i", whole=mask.shape[1])
-    return AlignedError(
-        pae=pae[0, :length, :length].cpu().numpy(),
-        highest=highest_pae(heads.pae_bins, heads.pae_max_error),
-        ptm=float(compute_ptm(logits, mask, heads.pae_max_error, exchange)[0]),
-    )
+    pae = _collected(compute_pae(logits, heads.pae_max_error), length, batch, model)
+    ptm = float(compute_ptm(logits, mask, heads.pae_max_error, model.exchange)[0])
+    return None if pae is None else AlignedError(pae, highest_pae(heads.pae_bins, heads.pae_max_error), ptm)
+
+
+def _collected(
+    rows: Float[torch.Tensor, "1 i R"], length: int, batch: dict[str, torch.Tensor], model: AlphaFold
+) -> Float32[np.ndarray, "L L"] | None:
+    """The first `length` (L) rows and columns, on the first rank. `rows`: this rank's."""
+    whole = model.exchange.collect(rows, "i", whole=batch["seq_mask"].shape[-1])
+    return None if whole is None else whole[0, :length, :length].cpu().numpy()

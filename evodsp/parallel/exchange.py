@@ -59,6 +59,11 @@ class Exchange(ABC):
         """Reduce-scatter: `x` is every rank's partial sum, whole along `axis`; every rank gets its shard of their sum."""
 
     @abstractmethod
+    def collect(self, x: Tensor, axis: Axis, whole: int) -> Tensor | None:
+        """The whole of `x`, which is sharded along `axis` (of size `whole`), on the first rank; None on the others, which
+        receive nothing. Without gradient. `axis` is not the last one."""
+
+    @abstractmethod
     def shards(self, whole: int) -> list[slice]:
         """The slice of every shard, by rank, of an axis of size `whole`."""
 
@@ -129,6 +134,9 @@ class LocalExchange(Exchange):
     def start_scatter_sum(self, x: Tensor, axis: Axis, whole: int) -> Pending:
         return Ready(x)
 
+    def collect(self, x: Tensor, axis: Axis, whole: int) -> Tensor | None:
+        return x.detach()
+
     def shards(self, whole: int) -> list[slice]:
         return [slice(0, whole)]
 
@@ -193,6 +201,14 @@ class ShardedExchange(Exchange):
 
     def start_scatter_sum(self, x: Tensor, axis: Axis, whole: int) -> Pending:
         return self._start(x, ScatterSum(self.group, DIMENSION[axis], shard_sizes(whole, self.group.size)))
+
+    def collect(self, x: Tensor, axis: Axis, whole: int) -> Tensor | None:
+        # A switch to shards along the last axis, of which the first rank has everything.
+        size, last = self.group.size, x.ndim - 1
+        all_on_first = (x.shape[last], *[0] * (size - 1))
+        switch = Switch(self.group, DIMENSION[axis], last, shard_sizes(whole, size), all_on_first)
+        found = self._start(x.detach(), switch).wait()
+        return found if self.group.rank == 0 else None
 
     def shards(self, whole: int) -> list[slice]:
         return [shard_slice(whole, self.group.size, rank) for rank in range(self.group.size)]

@@ -20,9 +20,11 @@ import torch
 from evodsp.config import ModelConfig
 from evodsp.data.mmcif import read_chain
 from evodsp.errors import UserError
+from evodsp.inference import predict as module
 from evodsp.inference.command import run as start_ranks
 from evodsp.inference.config import PredictConfig
 from evodsp.inference.predict import predict, predict_records
+from evodsp.inference.writers import PredictedStructure
 from evodsp.model.alphafold import AlphaFold
 from evodsp.model.schedule import CommunicationPlan
 from evodsp.parallel.config import SequenceConfig
@@ -111,6 +113,41 @@ def test_several_ranks_predict_what_one_does(
         assert passes[0] == passes[1]
     kept = dataclasses.replace(config, parallel=SequenceConfig())
     assert all(result.kept for result in predict(kept, silent)), "a result does not depend on the number of ranks"
+
+
+def held_on_rank(handle: Any, config: PredictConfig) -> tuple[list[int], int]:
+    """What one rank holds of a record's confidences, and what it communicates for them: numbers of each matrix that it keeps,
+    and bytes."""
+    ledger, real, held, sent = Ledger(), module.structure_of, list[int](), 0
+
+    def counted(*given: Any) -> PredictedStructure:
+        nonlocal sent
+        before = sum(entry.bytes for entry in ledger.entries)
+        structure = real(*given)
+        sent += sum(entry.bytes for entry in ledger.entries) - before
+        errors = structure.aligned_error
+        held.extend(0 if one is None else one.size for one in (structure.contacts, errors and errors.pae))
+        return structure
+
+    module.structure_of = counted
+    try:
+        predict(config, silent, Group(handle, ledger))
+    finally:
+        module.structure_of = real
+    return held, sent
+
+
+def test_residues_squared_confidences_are_where_they_are_written(
+    workplace: Workplace, ptm_checkpoint: Path, pool: RankPool
+) -> None:
+    """Catches contacts and aligned errors that every rank receives and keeps: 23 GB of each rank at 54,000 residues."""
+    workplace.config.fasta.write_text(f">alpha_A\n{QUERY}\n")
+    config = workplace.change(checkpoint=ptm_checkpoint, seeds=1, parallel=SequenceConfig(3))
+    numbers = len(QUERY) ** 2
+    for rank, (held, sent) in enumerate(pool.run(3, held_on_rank, config)):
+        rows = 8 if rank == 0 else 7
+        assert held == ([numbers, numbers] if rank == 0 else [0, 0])
+        assert sent == 2 * 4 * rows * len(QUERY) + 8, "its own rows, in float32; an all-gather counts all; and pTM"
 
 
 def collectives_on_rank(handle: Any, config: PredictConfig) -> list[str]:
