@@ -143,6 +143,26 @@ def test_groups_of_two_ranks_share_the_records(workplace: Workplace, pool: RankP
     assert len(timings["ranks"]) == 2
 
 
+def pictures(output: Path) -> dict[str, set[str]]:
+    return {folder.name: {path.name for path in folder.glob("*.png")} for folder in output.glob("r*")}
+
+
+@pytest.mark.parametrize(("size", "finished"), [(1, True), (2, False)])
+def test_groups_draw_the_pictures_of_their_records(
+    workplace: Workplace, pool: RankPool, size: int, finished: bool
+) -> None:
+    """Catches pictures that only the first group draws, ranks of a group that wait for the one that draws, and finished
+    records that get none."""
+    config = records(workplace, OTHER, QUERY, LONG, parallel=SequenceConfig(size))
+    if finished:
+        pool.run(2 * size, in_groups, config, size)
+    for names, failed, lines in pool.run(2 * size, in_groups, replace(config, plots=True), size):
+        assert (names, failed) == (["r0", "r1", "r2"], [])
+        assert not any("could not be written" in line for line in lines)
+    drawn = {folder.name: {path.name for path in folder.glob("*.png")} for folder in config.output.glob("r*")}
+    assert drawn == {name: {"seed_0_confidence.png"} for name in names}  # sequences alone have no coverage
+
+
 def torchrun(ranks: int, *words: str) -> subprocess.CompletedProcess[str]:
     """`evodsp predict` as `ranks` ranks of torchrun, with one thread each."""
     with socket.socket() as free:
