@@ -17,6 +17,7 @@ from evodsp.inference.preparation import check_launch
 from evodsp.inference.restarts import give_up, left_out, missing_at_first
 from evodsp.inference.run_log import run_log
 from evodsp.launch.consensus import from_first
+from evodsp.launch.last_words import said_if_ended
 from evodsp.launch.launcher import launch
 from evodsp.launch.parent import launched_by_evodsp
 from evodsp.launch.process_group import collective_timeout, guarded, place, start, stop, under_launcher
@@ -47,7 +48,8 @@ def run(config: PredictConfig, words: list[str]) -> int:
             lost = from_first(left_out, whole_group())
             config = replace(config, overwrite=config.overwrite and not lost)  # what this run has written is kept
             try:
-                outcome = predict_records(config, say, group, groups, lost)
+                with nullcontext() if launched_by_evodsp() else said_if_ended():
+                    outcome = predict_records(config, say, group, groups, lost)
             except LeftAlone as error:
                 give_up(error.failure)
         stop()

@@ -11,6 +11,8 @@ from evodsp.errors import UserError
 from evodsp.inference.failures import Failure
 from evodsp.parallel.group import Group
 
+LESS_MEMORY = "lower --working_memory, --msa_clusters and --extra_msa, take --precision bf16, raise --parallel.sequence"
+"""What a user can change."""
 _CPU_ALLOCATOR = "DefaultCPUAllocator"
 
 
@@ -39,8 +41,5 @@ def memory_errors(name: str, residues: int, device: torch.device, group: Group |
             raise
         where = f"the memory of this GPU ({device})" if on_gpu else "the memory of this machine"
         instead = ", or use --device cpu" if on_gpu else ""
-        reason = (
-            f"{name}: {residues:,} residues do not fit into {where}; lower --working_memory, --msa_clusters and "
-            f"--extra_msa, take --precision bf16, raise --parallel.sequence{instead}"
-        )
+        reason = f"{name}: {residues:,} residues do not fit into {where}; {LESS_MEMORY}{instead}"
         raise UserError(reason) if group is None else LeftAlone(Failure(name, reason)) from error

@@ -37,7 +37,7 @@ from evodsp.inference.failures import (
 )
 from evodsp.inference.groups import Groups, share
 from evodsp.inference.jobs import Inputs, Job
-from evodsp.inference.memory_errors import memory_errors
+from evodsp.inference.memory_errors import LESS_MEMORY, memory_errors
 from evodsp.inference.models import NamedModel
 from evodsp.inference.needs import check_needs
 from evodsp.inference.passes import SeedRun, layer_dtype, run_passes, structure_of
@@ -53,6 +53,7 @@ from evodsp.inference.target_page import write_target_page
 from evodsp.inference.targets import Target
 from evodsp.inference.writers import PredictedStructure
 from evodsp.launch.consensus import all_of, check_same, from_first, long_from_first, on_first, tensors_from_first
+from evodsp.launch.last_words import note_work
 from evodsp.model.alphafold import AlphaFold
 from evodsp.model.in_place import use_memory
 from evodsp.model.kernels.registry import choose, summary
@@ -157,13 +158,25 @@ def _predict_with(
         report(f"failed: {failure.reason}")
 
     def run(number: int, say: Report) -> PredictionResult | Failure:
-        place = f"[{number + 1}/{len(work.jobs)}]"
-        return _predict_job(work.jobs[number], place, say, model, config, features, group)
+        place, query = f"[{number + 1}/{len(work.jobs)}]", work.jobs[number].target.query
+        _note(f"'{query.name}' ({len(query):,} residues)", config, group, groups)
+        found = _predict_job(work.jobs[number], place, say, model, config, features, group)
+        _note("", config, group, groups)
+        return found
 
     if groups is None:
         return [*work.failures, *(run(number, report) for number in range(len(work.jobs)))]
     report(f"{groups.count} groups of ranks take {_count(len(work.jobs), 'record')}, the longest first")
     return [*work.failures, *share([len(job.target.query) for job in work.jobs], run, report, groups)]
+
+
+def _note(work: str, config: PredictConfig, group: Group | None, groups: Groups | None) -> None:
+    """Note what this rank's group works on, for the case that one of several ranks is killed."""
+    if (group is None and groups is None) or (group is not None and group.rank > 0):
+        return
+    again = "the same command without --overwrite" if config.overwrite else "the same command again"
+    number, count = (0, 1) if groups is None else (groups.number, groups.count)
+    note_work(number, count, work, f"{LESS_MEMORY}; {again} keeps what is finished")
 
 
 def _predict_job(

@@ -16,6 +16,7 @@ from typing import NoReturn
 from evodsp.inference.failures import Failure
 from evodsp.inference.run_log import missing
 from evodsp.launch.agent import starts_again
+from evodsp.launch.last_words import keep_silent
 from evodsp.launch.parent import AGAIN
 from evodsp.launch.process_group import lasting_store
 
@@ -37,6 +38,7 @@ def missing_at_first(output: Path) -> list[Path]:
 
 def give_up(failure: Failure) -> NoReturn:
     """Note that the run is to go on without this record, say so, and end this process: the others cannot go on with it."""
+    keep_silent()
     store = lasting_store()
     store.set(_ENTRY.format(store.add(_COUNT, 0)), json.dumps([failure.name, failure.reason]))
     store.add(_COUNT, 1)

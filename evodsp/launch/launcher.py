@@ -21,7 +21,9 @@ from typing import IO, Any
 
 import torch.distributed as dist
 
+from evodsp.launch.last_words import noted
 from evodsp.launch.parent import AGAIN, GIVEN_UP, LAUNCHER, OWN_RUN, STOPPED
+from evodsp.launch.process_group import part_of
 
 POLL_S = 0.05
 GRACE_S = 300.0
@@ -68,13 +70,13 @@ def launch(ranks: int, words: list[str]) -> int:
     """
     # Created here, so that it outlives every rank and uses a port that is certainly free.
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    return next(code for attempt in count() if (code := _run(ranks, words, store.port, attempt)) != AGAIN)
+    return next(code for attempt in count() if (code := _run(ranks, words, store, attempt)) != AGAIN)
 
 
-def _run(ranks: int, words: list[str], port: int, attempt: int) -> int:
+def _run(ranks: int, words: list[str], store: dist.TCPStore, attempt: int) -> int:
     """Start all ranks, wait for their end, and return the exit code of the run, or AGAIN."""
     with ExitStack() as stack:
-        started = [_start(number, ranks, port, attempt, words, stack) for number in range(ranks)]
+        started = [_start(number, ranks, store.port, attempt, words, stack) for number in range(ranks)]
         try:
             with _signals_raised():
                 first = _first_failure(started)
@@ -87,7 +89,7 @@ def _run(ranks: int, words: list[str], port: int, attempt: int) -> int:
             return STOPPED if {rank.process.returncode for rank in started} <= {0, STOPPED} else 143
         finally:
             _end(started, signal.SIGKILL)  # they wait for a rank that is gone
-        return 0 if first is None else _report_failure(first, started[0])
+        return 0 if first is None else _report_failure(first, started[0], store)
 
 
 def _start(number: int, ranks: int, port: int, attempt: int, words: list[str], stack: ExitStack) -> _Rank:
@@ -185,8 +187,8 @@ def _end(started: list[_Rank], first_signal: signal.Signals) -> None:
             rank.process.wait()
 
 
-def _report_failure(rank: _Rank, rank_0: _Rank) -> int:
-    """Print how `rank`, the first to fail, ended, and return the exit code of the run."""
+def _report_failure(rank: _Rank, rank_0: _Rank, store: dist.TCPStore) -> int:
+    """Print how `rank`, the first to fail, ended, and return the exit code of the run. `store`: where the ranks met."""
     code = rank.process.returncode
     if code == 2 and rank_0.process.returncode == 2:  # rank 0 has printed the same mistake
         return 2
@@ -197,5 +199,6 @@ def _report_failure(rank: _Rank, rank_0: _Rank) -> int:
     if code == GIVEN_UP:
         return 1
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
-    print(f"evodsp: error: {rank} {how}; the other ranks were ended", file=sys.stderr)
+    words = noted(part_of(store)) if code == -signal.SIGKILL else ""
+    print(f"evodsp: error: {rank} {how}; the other ranks were ended{words and '. '}{words}", file=sys.stderr)
     return 1

@@ -176,7 +176,7 @@ def _fresh_part(store: dist.Store, here: Place, timeout_s: float) -> str:
     attempt: each machine's agent counts its own workers' failures, so two machines may have different counts. Instead rank 0
     draws a random name, and every other rank requests it under its own random name, which no old answer can match.
     """
-    store, mine = dist.PrefixStore("evodsp", store), uuid.uuid4().hex
+    store, mine = part_of(store), uuid.uuid4().hex
     if here.rank > 0:
         store.set(f"asks/{here.rank}", mine)
         name = store.get(f"answer/{mine}").decode()
@@ -236,6 +236,11 @@ def lasting_store() -> dist.Store:
     store = dist.distributed_c10d._get_default_store()
     while isinstance(store, dist.PrefixStore):  # an attempt's own part
         store = store.underlying_store
+    return part_of(store)
+
+
+def part_of(store: dist.Store) -> dist.Store:
+    """evodsp's own part of the store through which ranks meet."""
     return dist.PrefixStore("evodsp", store)
 
 

@@ -254,18 +254,25 @@ def test_a_failed_record_is_no_failed_rank(workplace: Workplace) -> None:
 
 PLANTED = """
 import os
+import signal
 import time
 if "RANK" in os.environ:
     import torch.distributed as dist
     from evodsp.inference import predict as module
 
+    where = os.environ["PLANTED"]
     real_passes, real_broadcast = module.run_passes, dist.broadcast
 
     def passes(model, batch, config):
         if batch["aatype"].shape[-1] == 22:
+            if where.startswith("kernel"):
+                time.sleep(2)
+                os.kill(os.getpid(), signal.SIGKILL)
             if os.environ["RANK"] == "0":
                 time.sleep(60)  # it is ended in the middle of its pass
             raise MemoryError
+        if where == "kernel, other group busy":
+            time.sleep(60)
         return real_passes(model, batch, config)
 
     def broadcast(tensor, **more):
@@ -273,18 +280,18 @@ if "RANK" in os.environ:
             raise MemoryError
         return real_broadcast(tensor, **more)
 
-    if os.environ["PLANTED"] == "passes":
+    if where != "features":
         module.run_passes = passes
     elif os.environ["RANK"] == "1":
         dist.broadcast = broadcast
 """
-"""Rank 1 has too little memory for 22 residues. Python runs a file sitecustomize.py when it starts."""
+"""Ranks have too little memory for 22 residues. Python runs a file sitecustomize.py when it starts."""
 
 
 def with_little_memory(workplace: Workplace, where: str = "passes") -> dict[str, str]:
     """The environment of such a run, with a long record between two short ones.
 
-    `where`: memory ends in the 'passes', or while 'features' arrive.
+    `where`: memory ends in the 'passes', or while 'features' arrive, or the 'kernel' kills who has too little of it.
     """
     text = "".join(f">{name}\n{letters}\n" for name, letters in (("a", OTHER), ("long", QUERY), ("b", OTHER)))
     workplace.config.fasta.write_text(text)
@@ -347,6 +354,42 @@ def test_memory_of_one_rank_under_torchrun(workplace: Workplace) -> None:
     )
     check_without_long(workplace, done)
     assert done.stdout.count("/2] b:") == 1, "a run with a failed record is not started again"
+
+
+KILLED = (
+    "Memory may have ended, for want of which Linux kills processes: lower --working_memory, --msa_clusters and --extra_msa, "
+    "take --precision bf16, raise --parallel.sequence; the same command again keeps what is finished\n"
+)
+
+
+def test_a_rank_that_the_kernel_kills(workplace: Workplace) -> None:
+    """Catches a run that ends without a word about which record it was, and one that begins again with the first record."""
+    environment = with_little_memory(workplace, "kernel")
+    words = command(workplace.change(alignments=workplace.root, seeds=1), 2)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, env=environment)
+    assert done.returncode == 1
+    said = r"evodsp: error: rank \d \(pid \d+ on .*\) was killed by SIGKILL; the other ranks were ended\. "
+    assert re.fullmatch(said + re.escape("At work on 'long' (22 residues). " + KILLED), done.stderr), done.stderr
+    done = run(words)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "2 done, 1 kept, 0 failed" in done.stdout
+
+
+@pytest.mark.verify
+def test_a_rank_of_torchrun_that_the_kernel_kills(workplace: Workplace) -> None:
+    """Catches torchrun's ranks that are ended without a word about the records of the groups, or with one from each."""
+    environment = with_little_memory(workplace, "kernel, other group busy")
+    _, _, *words = command(workplace.change(alignments=workplace.root, seeds=1), 1)
+    launch = ["torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}", "-m"]
+    done = subprocess.run(
+        [sys.executable, "-m", *launch, *words], capture_output=True, text=True, timeout=300, env=environment
+    )
+    assert done.returncode == 1
+    (line,) = [line for line in done.stderr.splitlines(keepends=True) if line.startswith("evodsp: ")]
+    assert line.startswith("evodsp: the ranks are ended (SIGTERM). At work on ")
+    assert line.endswith(f". {KILLED}")
+    assert re.search(r"'long' \(22 residues\) \(group \d\)", line)
+    assert re.search(r"'a' \(10 residues\) \(group \d\)", line)
 
 
 def test_a_mistake_is_one_line_in_all(workplace: Workplace) -> None:
@@ -419,7 +462,11 @@ def test_degrees_out_of_range_are_found_before_ranks_are_started() -> None:
 @pytest.mark.parametrize(
     ("sent", "expected", "seconds"),
     [
-        (signal.SIGKILL, r"rank 1 \(pid {pid} on .*\) was killed by SIGKILL; the other ranks were ended", 15),
+        (
+            signal.SIGKILL,
+            r"rank 1 \(pid {pid} on .*\) was killed by SIGKILL; the other ranks were ended\. At work on 'alpha_A' .*",
+            15,
+        ),
         pytest.param(
             signal.SIGSTOP, r"rank 1 \(pid {pid} on .*\) sent no heartbeat for [24] s .*; the run is ended", 30,
             marks=pytest.mark.verify,

@@ -1,0 +1,82 @@
+"""What is said if a rank is killed, which cannot say it itself: what the ranks were working on, and what to change.
+
+The ranks note it in the store through which they met. evodsp's own launcher prints it. torchrun and srun end the ranks that are
+left by SIGTERM, and one of these prints it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+
+from evodsp.launch.process_group import lasting_store
+
+_GROUPS, _WORK, _ADVICE, _SAID = "groups", "work/{}", "advice", "said"
+
+
+def note_work(group: int, groups: int, work: str, advice: str) -> None:
+    """Note what this group of ranks works on (empty: on nothing), and what helps if it was too much."""
+    store = lasting_store()
+    store.set(_WORK.format(group), work)
+    store.set(_ADVICE, advice)
+    store.set(_GROUPS, str(groups))
+
+
+def noted(store: dist.Store) -> str:
+    """What the ranks have noted, as sentences; empty if they have noted nothing. `store`: their `lasting_store`."""
+    if not store.check([_GROUPS]):
+        return ""
+    count = int(store.get(_GROUPS))
+    known = [number for number in range(count) if store.check([_WORK.format(number)])]
+    works = [(number, work) for number in known if (work := store.get(_WORK.format(number)).decode())]
+    if not works:
+        return ""
+    listed = ", ".join(work if count == 1 else f"{work} (group {number})" for number, work in works)
+    return f"At work on {listed}. Memory may have ended, for want of which Linux kills processes: {store.get(_ADVICE).decode()}"
+
+
+def keep_silent() -> None:
+    """Let no rank print the last words: another message says why the run ends."""
+    lasting_store().add(_SAID, 1)
+
+
+@contextmanager
+def said_if_ended() -> Iterator[None]:
+    """Within this context SIGTERM ends the process as ever, but one of the ranks prints what `noted` says.
+
+    A thread does so: the main thread may be waiting for another rank or a GPU, where no signal handler of Python's can run.
+    """
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+
+    def wait() -> None:
+        while caught := os.read(reading, 1):
+            if caught[0] == signal.SIGTERM:
+                _say()
+                os._exit(128 + signal.SIGTERM)
+        os.close(reading)
+
+    former_wakeup = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    former = signal.signal(signal.SIGTERM, lambda *_: None)  # with a handler, the signal is written to the pipe
+    threading.Thread(target=wait, name="evodsp last words", daemon=True).start()
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, former)
+        signal.set_wakeup_fd(former_wakeup)
+        os.close(writing)
+
+
+def _say() -> None:
+    try:
+        store = lasting_store()
+        if store.add(_SAID, 1) == 1 and (words := noted(store)):
+            print(f"evodsp: the ranks are ended (SIGTERM). {words}", file=sys.stderr, flush=True)
+    except RuntimeError:  # the store's: its host is gone
+        pass
