@@ -71,11 +71,14 @@ class StructureListing:
                 if len(item.name) == _DIVIDED_NAME:
                     files.update(f"{item.name}/{below}" for below in os.listdir(item.path) if _is_structure(below))
         self._directory, self._files = directory, frozenset(files)
+        self._entries = frozenset(_entry_of_name(name.rpartition("/")[2]).lower() for name in files)
         self.folders = frozenset(folders)
         """The sub-folders: some may be those of chains, with a structure in them (`nested_structure`)."""
 
     def of_entry(self, entry: str) -> str | None:
         """`structure_file`, relative to the folder."""
+        if entry.lower() not in self._entries:  # most of a large data set may lie in chain folders
+            return None
         folders = ("", f"{divided}/") if (divided := _divided(entry)) else ("",)
         return next(
             (path for folder in folders for name in _names(entry) if (path := folder + name) in self._files), None
@@ -93,8 +96,8 @@ class StructureListing:
         """The entries with a structure, in lower case and sorted, that none of the chains `keys` is from."""
         known = set(keys)
         nested = (key for key in self.folders - known if self._has_nested(key))
-        found = {entry_of(Path(name)).lower() for name in self._files} | {_entry_of_key(key) for key in nested}
-        return sorted(found - {_entry_of_key(key) for key in known})
+        found = self._entries.union(_entry_of_key(key) for key in nested)
+        return sorted(found.difference(_entry_of_key(key) for key in known))
 
     def _has_nested(self, key: str) -> bool:
         return key in self.folders and bool(_nested(self._directory, key))
@@ -107,8 +110,13 @@ def names_of(entry: str) -> str:
 
 def entry_of(path: Path) -> str:
     """The entry that a structure file's name stands for: `pdb1abc.ent.gz` -> `1abc`."""
-    name = path.with_suffix("") if path.suffix.lower() == ".gz" else path
-    return name.stem[3:] if name.suffix.lower() == ".ent" and name.stem.lower().startswith("pdb") else name.stem
+    return _entry_of_name(path.name)
+
+
+def _entry_of_name(name: str) -> str:
+    name = name[:-3] if name.lower().endswith(".gz") else name
+    stem, _, suffix = name.rpartition(".")
+    return stem[3:] if suffix.lower() == "ent" and stem.lower().startswith("pdb") else stem or name
 
 
 def _entry_of_key(key: str) -> str:

@@ -231,6 +231,24 @@ def test_files_that_are_newer_than_the_index_and_structures_without_alignments(f
     assert stale == f"the files of 2 of 2 chains that were read, such as {KEY}"
 
 
+@pytest.mark.parametrize("indexed", [False, True])
+def test_several_structures_in_the_folder_of_a_chain_are_named(folder: Path, indexed: bool) -> None:
+    """Catches one of them taken without a word, a scan that they end, and a chain without a structure for no reason given."""
+    place = folder / "mmcif_files" / OTHER / "cif"
+    place.mkdir(parents=True)
+    shutil.copy(folder / "mmcif_files" / "2abc.cif", place / "first.cif")
+    (folder / "mmcif_files" / "2abc.cif").rename(place / "second.cif")
+    options = ["--alignment_dir", str(folder / "alignments"), "--structure_dir", str(folder / "mmcif_files")]
+    if indexed:
+        assert main(["data", "index", *options, "--output", str(folder / "index"), "--workers=0"]) == 0
+        options += ["--index", str(folder / "index")]
+    _, report = doctor(folder, *options)
+    (chain,) = report["chains"]
+    assert (chain["chain"], chain["state"]) == (OTHER, "missing" if indexed else "unreadable")
+    (reason,) = report["unreadable_headers"] if indexed else [chain["reason"]]
+    assert "2abc_B: several structures of the chain (first.cif, second.cif); keep one" in reason
+
+
 def test_a_sample_is_read(folder: Path) -> None:
     """Catches a data set of a week's reading that is read whole, and a draw that changes from run to run."""
     options = ["--config", str(folder / "tiny.yaml"), "--sample=1"]
