@@ -5,10 +5,11 @@ from __future__ import annotations
 import shutil
 import sys
 import zipfile
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch
 
 from evodsp.errors import UserError
 from evodsp.files import whole_file
@@ -172,7 +173,12 @@ def damage(path: Path) -> str | None:
     """What is wrong with a checkpoint, from the checksums that it contains; None if nothing is."""
     try:
         with zipfile.ZipFile(path) as archive:
-            entry = archive.testzip()
-    except (zipfile.BadZipFile, EOFError, NotImplementedError, zlib.error) as error:
-        return str(error) or "cut short"
-    return None if entry is None else f"{entry} has another checksum"
+            if (entry := archive.testzip()) is not None:
+                return f"{entry} has another checksum"
+            # The archive's directory has no checksum. PyTorch would read nothing from an entry marked as a folder.
+            if marked := [entry.filename for entry in archive.infolist() if entry.external_attr]:
+                return f"{marked[0]} is no file"
+        torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # a damaged directory can raise any exception
+        return str(error).partition(". ")[0] or "cut short"
+    return None

@@ -13,7 +13,7 @@ import torch
 from evodsp.cli import main
 from evodsp.errors import UserError
 from evodsp.training.checkpoint_files import WholeFileIO
-from evodsp.training.run_folder import RunFolder
+from evodsp.training.run_folder import RunFolder, damage
 
 
 class Unwritable:
@@ -103,6 +103,25 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(
     (run.checkpoints / "last-1.ckpt").write_bytes(b"PK")
     with pytest.raises(UserError, match="and there is no other"):
         run.newest_intact()
+
+
+def test_a_bit_lost_anywhere_is_found_or_harmless(tmp_path: Path) -> None:
+    """Bits of the archive's directory, which has no checksum: a traceback while the file is checked or read, in place of the
+    checkpoint before; an entry that is read as if it were empty."""
+    path = tmp_path / "last.ckpt"
+    torch.save({f"weight {number}": torch.randn(3) for number in range(3)}, path)
+    whole = path.read_bytes()
+    expected = {name: tensor.tolist() for name, tensor in torch.load(path).items()}
+    directory = whole.index(b"PK\x01\x02")
+    harmless = 0
+    for place in range(8 * directory, 8 * len(whole), 3):
+        data = bytearray(whole)
+        data[place // 8] ^= 1 << place % 8
+        path.write_bytes(data)
+        if damage(path) is None:
+            harmless += 1
+            assert {name: tensor.tolist() for name, tensor in torch.load(path).items()} == expected, place
+    assert 0 < harmless < 8 * (len(whole) - directory) / 3
 
 
 def test_a_full_disk_is_one_line(
