@@ -98,10 +98,10 @@ def _target(record: InputRecord, alignments: Path | None, alone: bool) -> Target
         return Target(query, found)
     where, close = "", ""
     if alignments is not None:
-        where, close = (
-            f" in {alignments}",
-            nearest(query.name, [path.name.split(".")[0] for path in alignments.iterdir()]),
-        )
+        stems = {path.name.split(".")[0]: path for path in sorted(alignments.iterdir())}
+        where, close = f" in {alignments}", nearest(query.name, list(stems))
+        if query.name in stems:  # an empty folder, or a file of another kind
+            close = f" {stems[query.name].name} there holds none: alignments are .a3m and .sto files"
     note = f"no alignments for '{query.name}'{where}: predicted from its sequence alone, which is much less accurate."
     return Target(query, None, (note + close,))
 
