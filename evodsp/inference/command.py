@@ -16,8 +16,8 @@ from evodsp.inference.predict import predict_records
 from evodsp.inference.preparation import check_launch
 from evodsp.inference.restarts import give_up, left_out, missing_at_first
 from evodsp.inference.run_log import run_log
-from evodsp.launch.consensus import from_first
-from evodsp.launch.last_words import said_if_ended
+from evodsp.launch.consensus import from_first, on_first
+from evodsp.launch.last_words import forget, said_if_ended
 from evodsp.launch.launcher import launch
 from evodsp.launch.parent import launched_by_evodsp
 from evodsp.launch.process_group import collective_timeout, guarded, place, start, stop, under_launcher
@@ -46,6 +46,7 @@ def run(config: PredictConfig, words: list[str]) -> int:
         groups = Groups(whole_group(), group) if here.ranks > ranks else None
         with _log(config, words) if here.rank == 0 else nullcontext(_silent) as say:
             lost = from_first(left_out, whole_group())
+            on_first(forget, whole_group())
             config = replace(config, overwrite=config.overwrite and not lost)  # what this run has written is kept
             try:
                 with nullcontext() if launched_by_evodsp() else said_if_ended():

@@ -41,6 +41,13 @@ def noted(store: dist.Store) -> str:
     return f"At work on {listed}. Memory may have ended, for want of which Linux kills processes: {store.get(_ADVICE).decode()}"
 
 
+def forget() -> None:
+    """Forget what an earlier attempt of the ranks has noted and said. For one rank, before the others note anything."""
+    store = lasting_store()
+    store.set(_GROUPS, "0")
+    store.set(_SAID, "0")
+
+
 def keep_silent() -> None:
     """Let no rank print the last words: another message says why the run ends."""
     lasting_store().add(_SAID, 1)
