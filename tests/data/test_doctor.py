@@ -11,6 +11,8 @@ import pytest
 import yaml
 
 from evodsp.cli import main
+from evodsp.data import doctor_data
+from evodsp.training.config import DataConfig, DistillationConfig
 from tests.builders.distillation_run import write_sets
 from tests.builders.training_chains import SEQUENCES, TINY, write_chain
 
@@ -278,3 +280,10 @@ def test_a_users_mistake_is_one_line(
     assert main(["data", "doctor", "--output", "report", *options]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "report").exists()
+
+
+def test_defaults_are_those_of_a_run() -> None:
+    """Catches a default of `evodsp fit` that changes: the doctor, a floor below, writes it again."""
+    run, of_set = DataConfig, DistillationConfig()
+    assert run.samples_per_epoch == doctor_data._EPOCH
+    assert (of_set.fraction, of_set.min_plddt) == (doctor_data._FRACTION, doctor_data._MIN_PLDDT)

@@ -65,9 +65,11 @@ def test_samples_are_those_from_the_files(sets: Path, source: str) -> None:
     both = [find_chains(settings(sets, given, train=features)) for given in ({}, {source: str(sets / source)})]
     found = both[1].distillation
     assert found is not None
-    assert isinstance(found.source, BuiltStore if source == "store" else PredictedStore)
-    if source == "index":
-        assert found.store.index is not None  # type: ignore[union-attr]
+    if source == "store":
+        assert isinstance(found.source, BuiltStore)
+    else:
+        assert isinstance(found.source, PredictedStore)
+        assert found.source.store.index is not None
     assert both[0].distilled == both[1].distilled == NAMES
     data = [
         ChainDataModule(settings(sets, {}, train=features), found)._samples(found.train, features, training=True)

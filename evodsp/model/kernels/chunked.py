@@ -47,13 +47,13 @@ _CPU_LOGITS, _GPU_LOGITS = 1 << 18, 1 << 26
 _CPU_PRODUCTS, _GPU_PRODUCTS = 1 << 21, 1 << 27
 # A row of more logits than this many chunks is divided into queries: at 2,048 residues that takes half the time of whole rows.
 _LARGE_ROW = 4
-# Columns of a product that a CPU multiplies faster as rows.
+# A CPU multiplies up to so many columns faster as rows.
 _NARROW = 8
 # Up to this many logits or products are kept for the backward pass: recomputing so few would cost more time than the memory is
 # worth.
 _KEEP = 1 << 22
-# So are outer products of up to so many times the numbers of their operands: the time to form them again grows with the
-# sequences, as the operands do, whose memory is taken anyhow.
+# Outer products of up to so many times the numbers of their operands are kept too. With more sequences the operands grow, and
+# so does the time to form the products again; the products do not.
 _KEEP_OPERANDS = 2
 
 
