@@ -5,7 +5,8 @@
 
 It takes a minute. On a GPU it measures matrix products in each precision, copies, the host's time for an operator, and the
 collectives among all GPUs of this machine (NCCL); on a CPU the same of one thread, and of two processes (gloo). Then one
-Evoformer block of full width, and one of small widths, whose time is all overhead, correct what single operators cannot tell.
+Evoformer block of full width, and one of small widths, whose time is all overhead, correct what single operators cannot tell;
+and a block on all devices at once tells how much they slow each other down.
 """
 
 from __future__ import annotations
@@ -120,12 +121,12 @@ class Block:
 
         return both
 
-    def measured(self, dtype: torch.dtype, on_gpu: bool) -> float:
-        """Seconds of both passes."""
+    def on_device(self, dtype: torch.dtype, on_gpu: bool) -> Callable[[], None]:
+        """A call of both passes with numbers."""
         stack = self.stack(dtype, on_gpu).to_empty(device="cuda" if on_gpu else "cpu")
         for parameter in stack.parameters():
             torch.nn.init.constant_(parameter, 0.01)
-        return seconds(self.run(stack), on_gpu)
+        return self.run(stack)
 
     def work(self, dtype: torch.dtype, on_gpu: bool) -> list[Work]:
         """The operators of both passes."""
@@ -142,10 +143,15 @@ FULL = {True: Block(EvoformerConfig(), 256, 128, 128, 256), False: Block(Evoform
 """By whether the device is a GPU."""
 
 
+def precision(on_gpu: bool) -> torch.dtype:
+    """In which blocks are measured."""
+    return torch.bfloat16 if on_gpu else torch.float32
+
+
 def corrected(device: Device) -> Device:
     """With the time of an operator, and the shares of the peaks, that explain the two blocks."""
-    dtype = torch.bfloat16 if device.on_gpu else torch.float32
-    measured = [block.measured(dtype, device.on_gpu) for block in (SMALL, FULL[device.on_gpu])]
+    dtype = precision(device.on_gpu)
+    measured = [seconds(block.on_device(dtype, device.on_gpu), device.on_gpu) for block in (SMALL, FULL[device.on_gpu])]
     small, full = (block.work(dtype, device.on_gpu) for block in (SMALL, FULL[device.on_gpu]))
     each = measured[0] / len(small) * 1e6
     of_operator = {"launch_us": each} if device.on_gpu else {"kernel_us": each}
@@ -185,7 +191,7 @@ def collectives(group: Group, x: Tensor, y: Tensor) -> dict[Kind, Callable[[], N
 
 
 def sweep(rank: int, ranks: int, store: str, on_gpu: bool, results: Any) -> None:
-    """Time every collective at every size, on one rank of `ranks`."""
+    """Time every collective at every size, on one rank of `ranks`, and find `Device.crowding`."""
     if on_gpu:
         torch.cuda.set_device(rank)
     torch.set_num_threads(1)
@@ -200,10 +206,24 @@ def sweep(rank: int, ranks: int, store: str, on_gpu: bool, results: Any) -> None
             on_wire = 4 * numbers * (ranks - 1) / ranks * (2 if kind == "all-reduce" else 1)
             dist.barrier()
             found.setdefault(kind, []).append((on_wire, seconds(call, on_gpu)))
+    crowding = crowded_block(rank, on_gpu)
     if rank == 0:
-        results.put(found)
+        results.put((found, crowding))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def crowded_block(rank: int, on_gpu: bool) -> float:
+    """How many times longer a block takes when all ranks compute one than when only the first does."""
+    run = FULL[on_gpu].on_device(precision(on_gpu), on_gpu)
+    alone, together = [], []
+    for _ in range(REPEATS):  # by turns, so that another program on this machine slows down both
+        dist.barrier()
+        if rank == 0:
+            alone.append(seconds(run, on_gpu, 1))
+        dist.barrier()
+        together.append(seconds(run, on_gpu, 1))
+    return max(1.0, statistics.median(together) / statistics.median(alone)) if rank == 0 else 1.0
 
 
 def link_of(name: str, found: dict[str, list[tuple[float, float]]]) -> dict[str, Any]:
@@ -271,15 +291,17 @@ def main(arguments: list[str] | None = None) -> int:
     link_file = given.output.with_name(f"{given.output.stem}_link.yaml")
     device = corrected(measured_device(on_gpu, link_file.name, ranks))
     source = f"# Measured by scripts/measure_device.py on {date.today()}, torch {torch.__version__}.\n"
-    content = {key: round(v, 4) if isinstance(v, float) else v for key, v in dataclasses.asdict(device).items()}
+    content = dataclasses.asdict(device)
     files = {given.output: content}
     if ranks > 1:
         with tempfile.TemporaryDirectory() as folder:
             results = mp.get_context("spawn").SimpleQueue()
             mp.spawn(sweep, (ranks, f"{folder}/store", on_gpu, results), ranks)
-            files[link_file] = link_of("NCCL" if on_gpu else "gloo", results.get())
+            found, content["crowding"] = results.get()
+            files[link_file] = link_of("NCCL" if on_gpu else "gloo", found)
     else:
         content |= {"inside": "pcie", "across": "pcie"}
+    files[given.output] = {key: round(v, 4) if isinstance(v, float) else v for key, v in content.items()}
     for path, values in files.items():
         with whole_file(path) as partial:
             partial.write_text(source + yaml.safe_dump(values, sort_keys=False, default_flow_style=None))

@@ -52,6 +52,21 @@ class PairRows:
         return cls(lambda rows: z[:, rows], [slice(None)])
 
 
+@dataclass(frozen=True)
+class Shared:
+    """What all iterations of invariant point attention share."""
+
+    weight: Float[Tensor, "n c_s"]
+    """Of the four projections of s as one: for each head the scaled query, key and value; then all x of each head's query, key
+    and value points, all y and all z."""
+    bias: Float[Tensor, " n"]
+    point_scale: Float[Tensor, " H"]
+    logits: Float[Tensor, "B H i R"]
+    """What the pair representation and the mask add to the logits."""
+    centring: Float[Tensor, "B R 1"]
+    """Weights of the residues in the centre of their chain."""
+
+
 class InvariantPointAttention(ShardedModule):
     """Invariant point attention (algorithm 22). z on I.
 
@@ -73,55 +88,74 @@ class InvariantPointAttention(ShardedModule):
         self.point_weight = nn.Parameter(torch.full((h,), math.log(math.e - 1.0)))  # its softplus is 1
         self.output = Linear(h * (e + 4 * v + c_z), c_s, init="final")
 
-    def forward(
-        self,
-        s: Float[Tensor, "B R c_s"],
-        z: PairRows,
-        pair_bias: Float[Tensor, "B H i R"],
-        frames: Rigid,
-        mask: Float[Tensor, "B R"],
-    ) -> Float[Tensor, "B R c_s"]:
-        """The update of s. `pair_bias`: `self.pair_bias` of z, computed once for all iterations. `frames`: [B, R], in nm."""
-        c = self.config
-        p = c.query_points
-        rows = self.exchange.owned(s.shape[1])
-        q = self.query(s[:, rows]).unflatten(-1, (c.heads, -1))
-        k, v = self.key_value(s).unflatten(-1, (c.heads, -1)).split((c.scalar_query_width, c.scalar_value_width), -1)
-        centre = (frames.translation * mask.unsqueeze(-1)).sum(1, keepdim=True) / (mask.sum(1).view(-1, 1, 1) + 1e-6)
-        local = frames[:, :, None, None]
-        centred = Rigid(local.rotation, local.translation - centre.detach()[:, :, None, None])
-        q_points = centred[:, rows].apply(self._points(self.query_points(s[:, rows])))  # [B, i, H, P, 3]
-        k_points, v_points = centred.apply(self._points(self.key_value_points(s))).split((p, c.value_points), -2)
-
+    def shared(self, z: PairRows, mask: Float[Tensor, "B R"]) -> Shared:
+        """What the iterations of a pass share. z on I; `mask` whole."""
+        c, rows = self.config, self.exchange.owned(mask.shape[1])
         # Equal variance of the three parts of the logits at the start (supplement 1.8.2).
         scalar_scale = math.sqrt(1.0 / (3.0 * c.scalar_query_width))
-        point_scale = math.sqrt(1.0 / (3.0 * p * 4.5)) * F.softplus(self.point_weight)  # [H]
-        q_all = torch.cat([q * scalar_scale, (q_points * point_scale[:, None, None]).flatten(-2)], -1).transpose(1, 2)
-        k_all = torch.cat([k, k_points.flatten(-2)], -1).transpose(1, 2)  # [B, H, R, D + 3P]
-        q_square = (q_points.square().sum((-1, -2)) * (-0.5 * point_scale)).transpose(1, 2).unsqueeze(-1)
-        k_square = (k_points.square().sum((-1, -2)) * (-0.5 * point_scale)).transpose(1, 2).unsqueeze(-2)
-        values = torch.cat([v, v_points.flatten(-2)], -1).transpose(1, 2)
+        point_scale = math.sqrt(1.0 / (3.0 * c.query_points * 4.5)) * F.softplus(self.point_weight)
+
+        def joined(of: Callable[[Linear], Tensor]) -> Tensor:
+            scalars = [of(self.query) * scalar_scale, of(self.key_value)]
+            points = [of(self.query_points), of(self.key_value_points)]  # all x, then all y, then all z
+            return torch.cat(
+                [
+                    torch.cat([x.unflatten(0, (c.heads, -1)) for x in scalars], 1).flatten(0, 1),
+                    torch.cat([x.unflatten(0, (3, c.heads, -1)) for x in points], 2).flatten(0, 2),
+                ]
+            )
+
+        def logits(some: slice) -> Tensor:  # [B, H, n, R], of n of this rank's rows
+            absent = 1.0 - mask[:, None, _within(rows, some), None] * mask[:, None, None]
+            of_pair = self.pair_bias(z.of(some)).permute(0, 3, 1, 2)
+            return torch.add(math.sqrt(1.0 / 3.0) * of_pair, absent, alpha=-1e5).contiguous()
+
+        return Shared(
+            joined(lambda layer: layer.weight),
+            joined(lambda layer: layer.bias),
+            point_scale,
+            collected(logits, z.pieces, 2, rows.stop - rows.start),
+            (mask / (mask.sum(1, keepdim=True) + 1e-6)).unsqueeze(-1),
+        )
+
+    def forward(
+        self, s: Float[Tensor, "B R c_s"], z: PairRows, shared: Shared, frames: Rigid
+    ) -> Float[Tensor, "B R c_s"]:
+        """The update of s. `frames`: [B, R], in nm."""
+        c = self.config
+        h, d, e, p, v = c.heads, c.scalar_query_width, c.scalar_value_width, c.query_points, c.value_points
+        rows = self.exchange.owned(s.shape[1])
+        scalars, points = F.linear(s, shared.weight, shared.bias).split((h * (2 * d + e), 3 * h * (2 * p + v)), -1)
+        query, key, value = scalars.unflatten(-1, (h, -1)).transpose(1, 2).split((d, d, e), -1)  # [B, H, R, D]
+        centre = (frames.translation.detach() * shared.centring).sum(1, keepdim=True)
+        centred = Rigid(frames.rotation, frames.translation - centre)
+        points = centred.apply_to_planes(points.unflatten(-1, (3, -1))).unflatten(-1, (h, -1))  # [B, R, 3, H, 2P + V]
+        query_points, key_points, value_points = points.permute(0, 3, 1, 2, 4).split((p, p, v), -1)  # [B, H, R, 3, P]
+
+        scaled = query_points * shared.point_scale.view(-1, 1, 1, 1)
+        queries = torch.cat([query, scaled.flatten(-2)], -1)[:, :, rows]
+        keys = torch.cat([key, key_points.flatten(-2)], -1)  # [B, H, R, D + 3P]
+        values = torch.cat([value, value_points.flatten(-2)], -1)
+        key_square = key_points.square().sum((-1, -2)) * (-0.5 * shared.point_scale).unsqueeze(-1)  # [B, H, R]
 
         def updated(some: slice) -> Tensor:  # [B, n, c_s], of n of this rank's rows
-            # All rows are `slice(None)`, which is free; the gradient of another slice is a copy.
-            here = rows if some == slice(None) else slice(rows.start + some.start, rows.start + some.stop)
-            logits = q_all[:, :, some] @ k_all.transpose(-1, -2) + q_square[:, :, some] + k_square
-            logits = logits + math.sqrt(1.0 / 3.0) * pair_bias[:, :, some]
-            logits = logits - 1e5 * (1.0 - mask[:, None, here, None] * mask[:, None, None, :])
-            weights = logits.softmax(-1)  # [B, H, n, R]
-            o, o_points = (weights @ values).transpose(1, 2).split((c.scalar_value_width, 3 * c.value_points), -1)
-            o_points = centred[:, here].apply_inverse(o_points.unflatten(-1, (-1, 3)))  # [B, n, H, V, 3]
-            o_norms = (o_points.square().sum(-1) + 1e-8).sqrt()
+            added = shared.logits[:, :, some] + key_square.unsqueeze(-2)
+            logits = torch.baddbmm(added.flatten(0, 1), queries[:, :, some].flatten(0, 1), keys.flatten(0, 1).mT)
+            weights = logits.softmax(-1).view_as(added)  # [B, H, n, R]
+            o, o_points = (weights @ values).transpose(1, 2).split((e, 3 * v), -1)  # [B, n, H, e]
+            planes = o_points.unflatten(-1, (3, -1)).transpose(2, 3).flatten(-2)  # [B, n, 3, H V]
+            planes = centred[:, _within(rows, some)].apply_inverse_to_planes(planes)
+            norms = (planes.square().sum(-2) + 1e-8).sqrt()
             o_pair = weights.transpose(1, 2) @ z.of(some)  # [B, n, H, c_z]
-            x, y, w = (part.flatten(-2) for part in o_points.unbind(-1))
-            return self.output(torch.cat([o.flatten(-2), x, y, w, o_norms.flatten(-2), o_pair.flatten(-2)], -1))
+            return self.output(torch.cat([o.flatten(-2), planes.flatten(-2), norms, o_pair.flatten(-2)], -1))
 
         update = collected(updated, z.pieces, 1, rows.stop - rows.start)
         return self.exchange.gather(update, "i", whole=s.shape[1])
 
-    def _points(self, flat: Float[Tensor, "B _ n"]) -> Float[Tensor, "B _ H p 3"]:
-        """The projection holds all x, then all y, then all z coordinates."""
-        return torch.stack(flat.unflatten(-1, (3, self.config.heads, -1)).unbind(2), -1)
+
+def _within(rows: slice, some: slice) -> slice:
+    """Some of a rank's rows as rows of the whole. (All of them are `slice(None)`, which is free: other slices cost a copy.)"""
+    return rows if some == slice(None) else slice(rows.start + some.start, rows.start + some.stop)
 
 
 class AngleBlock(nn.Module):
@@ -132,7 +166,7 @@ class AngleBlock(nn.Module):
         self.first = Linear(c, c, init="relu")
         self.second = Linear(c, c, init="final")
 
-    def forward(self, a: Float[Tensor, "B R c"]) -> Float[Tensor, "B R c"]:
+    def forward(self, a: Float[Tensor, "*T B R c"]) -> Float[Tensor, "*T B R c"]:
         return a + self.second(self.first(a.relu()).relu())
 
 
@@ -148,9 +182,9 @@ class AngleNetwork(nn.Module):
         self.angles = Linear(c, 2 * ANGLES)
 
     def forward(
-        self, s: Float[Tensor, "B R c_s"], s_initial: Float[Tensor, "B R c_s"]
-    ) -> tuple[Float[Tensor, "B R 7 2"], Float[Tensor, "B R 7 2"]]:
-        """Unit (sin, cos) vectors, and the same before normalisation."""
+        self, s: Float[Tensor, "*T B R c_s"], s_initial: Float[Tensor, "B R c_s"]
+    ) -> tuple[Float[Tensor, "*T B R 7 2"], Float[Tensor, "*T B R 7 2"]]:
+        """Unit (sin, cos) vectors, and the same before normalisation. No iteration needs another's, so all go in at once."""
         a = self.current(s.relu()) + self.initial(s_initial.relu())
         for block in self.blocks:
             a = block(a)
@@ -221,15 +255,13 @@ class StructureModule(Budgeted):
         keys: DropoutKeys,
     ) -> StructureOutput:
         s_initial = self.single_norm(s)
-        own = self.exchange.owned(s.shape[1])
-        bias = collected(lambda rows: self.attention.pair_bias(z.of(rows)), z.pieces, 1, own.stop - own.start)
-        pair_bias = bias.permute(0, 3, 1, 2)
+        shared = self.attention.shared(z, mask)
         s = self.initial(s_initial)
         frames = Rigid.identity(tuple(mask.shape), like=s)
-        backbones, angles, raw_angles = [], [], []
+        motions, states = [], []
         kept = self._kept(keys, s)
         for iteration in range(self.config.iterations):
-            s = s + self.attention(s, z, pair_bias, frames, mask)
+            s = s + self.attention(s, z, shared, frames)
             s = self.attention_norm(s if kept is None else s * kept[iteration])
             update = s
             for layer in self.transition[:-1]:
@@ -237,18 +269,18 @@ class StructureModule(Budgeted):
             s = s + self.transition[-1](update)
             s = self.transition_norm(s if kept is None else s * kept[self.config.iterations + iteration])
             frames = frames.compose(self._update(self.backbone_update(s)))
-            unit, raw = self.angle_network(s, s_initial)
-            backbones.append(frames.scale_translation(NM_TO_ANGSTROM))
-            angles.append(unit)
-            raw_angles.append(raw)
+            motions.append(frames)
+            states.append(s)
             # Earlier rotations get gradients only from their own losses; otherwise training is unstable (supplement 1.8.3).
             frames = frames.stop_rotation_gradient()
-        groups = torsion_angles_to_frames(backbones[-1], angles[-1], aatype)
+        angles, raw_angles = self.angle_network(torch.stack(states), s_initial)
+        backbone = motions[-1].scale_translation(NM_TO_ANGSTROM)
+        groups = torsion_angles_to_frames(backbone, angles[-1], aatype)
         atom14 = frames_to_atom14(groups, aatype)
         return StructureOutput(
-            backbone=Rigid.stack(backbones, 0),
-            angles=torch.stack(angles),
-            unnormalized_angles=torch.stack(raw_angles),
+            backbone=Rigid.stack(motions, 0).scale_translation(NM_TO_ANGSTROM),
+            angles=angles,
+            unnormalized_angles=raw_angles,
             frames=groups,
             atom14=atom14,
             positions=atom14_to_atom37(atom14, aatype),
@@ -259,7 +291,7 @@ class StructureModule(Budgeted):
     @staticmethod
     def _update(vector: Float[Tensor, "B R 6"]) -> Rigid:
         """Backbone update (algorithm 23): the quaternion (1, b, c, d), normalised, and a translation in the local frame."""
-        quaternion = torch.cat([torch.ones_like(vector[..., :1]), vector[..., :3]], -1)
+        quaternion = F.pad(vector[..., :3], (1, 0), value=1.0)
         quaternion = quaternion / quaternion.square().sum(-1, keepdim=True).sqrt()
         return Rigid.from_quaternion(quaternion, vector[..., 3:])
 

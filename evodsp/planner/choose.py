@@ -108,11 +108,11 @@ class Planned:
 
     def estimate(self, program: Program, data: int, sequence: int) -> Estimate:
         """A mesh. `program`: what `start` made for its groups."""
-        traced_pass = Pass.of(program, self._training, self._device)
+        traced_pass = Pass.of(program, self._training, self._device, data * sequence)
         found = self._most_kept(traced_pass, data, sequence) if self._searches else self._unsearched
         kept = found or 0
         if self._searches and found is None:
-            traced_pass = self._recomputing_all(sequence)
+            traced_pass = self._recomputing_all(data, sequence)
         elif self._searches:
             traced_pass = replace(traced_pass, program=kept_in(program, self._blocks, kept))
         return estimate(self._training, traced_pass, kept, data, sequence, self._device, self._links)
@@ -142,9 +142,9 @@ class Planned:
             least, most = (middle, most) if fits(middle) else (least, middle - 1)
         return least
 
-    def _recomputing_all(self, sequence: int) -> Pass:
+    def _recomputing_all(self, data: int, sequence: int) -> Pass:
         program = self._pool.submit(traced, self._training, sequence, True).result()
-        return Pass.of(program, self._training, self._device)
+        return Pass.of(program, self._training, self._device, data * sequence)
 
 
 def kept_in(mixed: Program, blocks: int, kept: int) -> Program:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any, get_args
@@ -51,6 +51,15 @@ class Device:
     """Whether communication hides behind computation."""
     on_gpu: bool = True
     """Whether it is a GPU: the model takes other paths on a CPU."""
+    crowding: float = 1.0
+    """How many times longer an operator takes when all devices of the node work: processes share cores, caches and memory,
+    GPUs share power."""
+
+    def crowded(self, busy: int) -> float:
+        """How many times longer an operator takes when so many devices work: in proportion to those of a node that do."""
+        if self.gpus_per_node == 1:
+            return 1.0
+        return 1.0 + (self.crowding - 1.0) * (min(busy, self.gpus_per_node) - 1) / (self.gpus_per_node - 1)
 
     def seconds(self, name: str, flops: int, moved: int, launches: int, half: bool, tf32: bool = False) -> float:
         """Time of an operator on the device: the longer of its products and its memory traffic, or the shortest possible."""
@@ -183,7 +192,7 @@ def _load(cls: type[Any], kind: str, name: str) -> Any:
 def _checked(cls: type[Any], kind: str, name: str, content: Any) -> Any:
     """The file's numbers as `cls`. Raises UserError that names the key."""
     expected = {f.name for f in fields(cls)}
-    needed = {f.name for f in fields(cls) if f.name not in ("overlaps", "on_gpu")}
+    needed = {f.name for f in fields(cls) if f.default is MISSING}
     if not isinstance(content, dict) or not needed <= set(content) <= expected:
         found = set(content) if isinstance(content, dict) else set()
         wrong = sorted((needed - found) | (found - expected))

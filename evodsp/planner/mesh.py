@@ -143,11 +143,13 @@ class Pass:
     """The items of the reduced model."""
 
     @classmethod
-    def of(cls, program: Program, training: Training, device: Device) -> Pass:
-        """With the times of `device`."""
+    def of(cls, program: Program, training: Training, device: Device, devices: int) -> Pass:
+        """With the times of `device`, one of so many that work at once."""
+        crowded = device.crowded(devices)
 
         def seconds(work: Work) -> float:
-            return device.seconds(work.name, work.flops, work.bytes, work.launches, work.half, training.tf32)
+            alone = device.seconds(work.name, work.flops, work.bytes, work.launches, work.half, training.tf32)
+            return alone * crowded
 
         return cls(program, spans(program.events, seconds))
 
@@ -235,4 +237,4 @@ def _update_s(training: Training, numbers: int, batches: int, ranks: int, sequen
     of_step = 8 + adam + (12 if training.ema else 0)
     share = 1 / ranks if training.parameters == "fsdp2" else 1.0
     moved = numbers * share * (batches * (casts + of_sample) + of_step)
-    return moved / (device.memory_gbps * device.memory_efficiency * 1e9)
+    return device.crowded(ranks) * moved / (device.memory_gbps * device.memory_efficiency * 1e9)

@@ -143,8 +143,8 @@ class Recorder(TorchDispatchMode):
         name = func.overloadpacket.__name__
         if func.namespace != "aten":
             name = f"{func.namespace}::{name}"
-        if name in _ONLY_MEMORY:
-            return out
+        if name in _ONLY_MEMORY or (name == "_to_copy" and args[0].device != out.device):
+            return out  # constant tables go to the device once in a process
         overwritten = {id(x) for key, x in kwargs.items() if key.startswith("out")}
         if name in REPORTS:
             launches, moved = self._report(name, args)

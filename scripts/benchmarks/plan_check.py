@@ -55,9 +55,10 @@ def cases() -> dict[str, Step]:
 
 def predicted(step: Step, ranks: int, device: Device, links: Links) -> float:
     """Seconds by the planner."""
+    crowded = device.crowded(ranks)
     items = items_of(
         program(dataclasses.replace(step, ranks=ranks)),
-        lambda work: device.seconds(work.name, work.flops, work.bytes, work.launches, work.half),
+        lambda work: crowded * device.seconds(work.name, work.flops, work.bytes, work.launches, work.half),
     )
     link = links.seconds
     return simulate(items, 0.0, lambda kind, counted: link(kind, counted, ranks), device.overlaps).total

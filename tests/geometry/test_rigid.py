@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from evodsp.geometry.rigid import Rigid
+from evodsp.geometry.rigid import Rigid, rotated
 
 BATCH = (5, 3)
 
@@ -128,6 +128,24 @@ def test_gradients() -> None:
     torch.autograd.gradcheck(chain, [x.detach().requires_grad_() for x in inputs])
     corners = [points(6)[i : i + 2].clone().requires_grad_() for i in (0, 2, 4)]
     torch.autograd.gradcheck(lambda *p: Rigid.from_three_points(*p).to_flat12(), corners)
+
+
+def test_planes_are_points_in_another_order() -> None:
+    """Catches coordinates taken for points."""
+    a, x = random_rigid(*BATCH), points(*BATCH, 7)
+    torch.testing.assert_close(a.apply_to_planes(x.mT), a.unsqueeze(-1).apply(x).mT)
+    torch.testing.assert_close(a.apply_inverse_to_planes(x.mT), a.unsqueeze(-1).apply_inverse(x).mT)
+
+
+@pytest.mark.parametrize("shapes", [((2, 3), (2, 3)), ((2, 1), (3,)), ((3,), (2, 1)), ((), (2,))])
+@pytest.mark.parametrize("many", [1, 4])
+def test_gradients_of_rotated_planes(shapes: tuple[tuple[int, ...], tuple[int, ...]], many: int) -> None:
+    """Catches a gradient with the shape of the result, where an input was broadcast, and a rotation that is not turned back."""
+    rotation = random_rigid(*shapes[0]).rotation.requires_grad_()
+    planes = points(*shapes[1], many).mT.contiguous().requires_grad_()
+    torch.testing.assert_close(rotated(rotation, planes), rotation @ planes)
+    torch.autograd.gradcheck(rotated, (rotation, planes))
+    torch.autograd.gradgradcheck(rotated, (rotation, planes))
 
 
 def test_coinciding_points_have_finite_frames_and_gradients() -> None:

@@ -25,12 +25,13 @@ def test_invariant_point_attention(golden: Path) -> None:
     """Catches a wrong order of point coordinates, a wrong scale of a logit term, and cancellation in distances."""
     data = load(golden / "modules" / "invariant_point_attention.npz")
     module = InvariantPointAttention(384, 128, StructureModuleConfig())
-    rows = names.invariant_point_attention("x", f"{LAYER}/invariant_point_attention")
-    load_arrays(Holder(module), rows, load(golden / "params.npz"))
+    table = names.invariant_point_attention("x", f"{LAYER}/invariant_point_attention")
+    load_arrays(Holder(module), table, load(golden / "params.npz"))
     x = {k.removeprefix("in/"): torch.from_numpy(v).unsqueeze(0) for k, v in data.items() if k.startswith("in/")}
     s, z, affine = (x[k].requires_grad_() for k in ("s", "z", "affine"))
     frames = Rigid.from_quaternion(affine[..., :4], affine[..., 4:])
-    out = module(s, PairRows.whole(z), module.pair_bias(z).permute(0, 3, 1, 2), frames, x["seq_mask"])
+    rows = PairRows.whole(z)
+    out = module(s, rows, module.shared(rows, x["seq_mask"]), frames)
     valid = (x["seq_mask"][0, :, None] > 0).numpy()
     close(out[0].detach().numpy() * valid, data["out/out"] * valid, 2e-5, "out")
     cotangent = torch.from_numpy(data["cot/out"]).unsqueeze(0)

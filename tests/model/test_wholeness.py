@@ -167,7 +167,8 @@ USED_BY_PARENTS = (
     ".output_gate", ".product_norm", "outgoing.output", "incoming.output", ".qkv", "attention.gate", ".pair_bias", ".pair_norm",
     "attention.norm", "attention_starting.norm", "attention_ending.norm", "outgoing.norm", "incoming.norm",
     "column_attention.key_value", "column_attention.gate", "column_attention.output",
-    "outer_product_mean.norm", "transition.norm", "transition.widen", "transition.narrow",
+    "outer_product_mean.norm", "transition.norm", "transition.widen", "transition.narrow", "structure_module.attention.query",
+    "structure_module.attention.key_value", "attention.query_points", "attention.key_value_points",
 )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,13 @@ def test_the_host_limits_many_small_operators() -> None:
     """Catches launches that take no time, and a host that waits for the device."""
     assert simulate([span(1.0, operators=30)], 0.1, three_seconds).total == pytest.approx(3.0)
     assert simulate([span(10.0, operators=30)], 0.1, three_seconds).total == pytest.approx(10.1)
+
+
+def test_a_crowded_node_is_slower_by_the_devices_that_work() -> None:
+    """Catches one process that pays for neighbours that it does not have, and nodes that crowd each other."""
+    device = replace(load_device("h100"), gpus_per_node=5, crowding=1.4)
+    assert [device.crowded(busy) for busy in (1, 3, 5, 80)] == pytest.approx([1.0, 1.2, 1.4, 1.4])
+    assert replace(device, gpus_per_node=1).crowded(80) == 1.0
 
 
 def test_a_repeated_segment_sends_to_the_next_one_and_holds_more_each_time() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from evodsp.model.alphafold import AlphaFold
+from evodsp.model.structure_module import PairRows
 from evodsp.weights.deepmind import load_deepmind
 from evodsp.weights.openfold import export_openfold
 from tests.builders.golden_model import CONFIG
@@ -234,8 +235,12 @@ def test_points_are_all_x_then_all_y_then_all_z(golden: Path, model: AlphaFold) 
     arrays = export_openfold(model)
     s = torch.randn(1, 5, 384, generator=torch.Generator().manual_seed(0))
     ipa, config = model.structure_module.attention, model.config.structure_module
-    for ours, theirs in ((ipa.query_points, "linear_q_points"), (ipa.key_value_points, "linear_kv_points")):
+    shared = ipa.shared(PairRows.whole(torch.zeros(1, 5, 5, 128)), torch.ones(1, 5))
+    scalars = config.heads * (2 * config.scalar_query_width + config.scalar_value_width)
+    planes = F.linear(s, shared.weight, shared.bias)[..., scalars:].unflatten(-1, (3, config.heads, -1))
+    parts = planes.movedim(2, -1).split((config.query_points, config.query_points + config.value_points), -2)
+    for ours, theirs in zip(parts, ("linear_q_points", "linear_kv_points"), strict=True):
         path = f"structure_module.ipa.{theirs}.linear"
         flat = F.linear(s, arrays[f"{path}.weight"], arrays[f"{path}.bias"])
         points = torch.stack(flat.split(flat.shape[-1] // 3, -1), -1).view(1, 5, config.heads, -1, 3)
-        assert torch.equal(ipa._points(ours(s)), points)
+        torch.testing.assert_close(ours, points)
