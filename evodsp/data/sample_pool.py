@@ -245,7 +245,9 @@ def _how_it_ended(code: int) -> str:
 
 def _work(pipe: Connection, lifeline: Connection, samples: ChainDataset) -> None:
     """A worker process: makes the samples that it is sent."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the training process
+    # These are for the training process, which saves and ends; SLURM sends them to all processes of a step.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)
     threading.Thread(target=_end_with, args=[lifeline], daemon=True).start()
     pipe.send("ready")

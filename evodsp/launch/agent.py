@@ -2,7 +2,8 @@
 
 `torchrun --max-restarts` starts all ranks again whatever the exit code of one is. That is right for a rank that died. A mistake
 of the user is the same after a restart, and a run that was asked to stop has stopped. torchrun's processes have no way to say
-so; but SIGTERM ends torchrun itself, which then ends the other ranks of its machine.
+so; but SIGHUP ends torchrun itself, which then ends the other ranks of its machine. (SIGTERM does too, unless torchrun is
+shielded from it, as in scripts/slurm/fit.sbatch.)
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def end_agent(environment: Mapping[str, str] = os.environ) -> None:
         return
     if _restarts_left(environment) and (agent := _agent()) is not None:
         _wait_for_ranks(agent, int(environment.get("LOCAL_WORLD_SIZE", "1")))
-        os.kill(agent, signal.SIGTERM)
+        os.kill(agent, signal.SIGHUP)
 
 
 def starts_again(environment: Mapping[str, str] = os.environ) -> bool:

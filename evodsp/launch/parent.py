@@ -1,4 +1,4 @@
-"""Ends a rank when the `evodsp` that started it is gone.
+"""What a rank and the program that started it tell each other; ends a rank when the `evodsp` that started it is gone.
 
 The launcher ends its ranks itself, unless it is killed (SIGKILL, or out of memory). Then nobody would end them, and they would
 keep the cores or GPUs. No torch is imported here: the watch begins before the slow imports.
@@ -6,11 +6,13 @@ keep the cores or GPUs. No torch is imported here: the watch begins before the s
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
 import time
 from collections.abc import Mapping
+from pathlib import Path
 
 OWN_RUN = "evodsp"
 """What the launcher of `evodsp` calls its runs, where torchrun gives them a number."""
@@ -24,6 +26,9 @@ GIVEN_UP = 3
 STOPPED = 75
 """Exit code of a training run that was asked to stop, has saved, and can go on (EX_TEMPFAIL of sysexits.h: try again later)."""
 
+STOPPED_FILE = "EVODSP_STOPPED_FILE"
+"""Variable in which a batch script names a file that a run makes which was asked to stop: torchrun hides the code STOPPED."""
+
 AGAIN = 4
 """Exit code of a rank that leaves the others waiting, and asks that all ranks are started again."""
 
@@ -33,6 +38,13 @@ _POLL_S = 1.0
 def launched_by_evodsp(environment: Mapping[str, str] = os.environ) -> bool:
     """Whether the launcher of `evodsp` started this process as a rank: it shows the output of one rank only."""
     return environment.get("TORCHELASTIC_RUN_ID") == OWN_RUN
+
+
+def tell_stopped(environment: Mapping[str, str] = os.environ) -> None:
+    """Make the batch script's file STOPPED_FILE. Its folder may be on one machine only: ranks of others make none."""
+    if name := environment.get(STOPPED_FILE):
+        with contextlib.suppress(OSError):
+            Path(name).touch()
 
 
 def end_with_launcher() -> None:

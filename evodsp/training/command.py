@@ -27,7 +27,7 @@ from evodsp.data.quarantine import read_quarantine
 from evodsp.errors import UserError
 from evodsp.launch.consensus import from_first, on_first
 from evodsp.launch.launcher import launch
-from evodsp.launch.parent import STOPPED
+from evodsp.launch.parent import STOPPED, tell_stopped
 from evodsp.launch.process_group import gpu_number, guarded, place, stop, under_launcher
 from evodsp.model.matmul import float32_matmul
 from evodsp.output import output_errors
@@ -265,6 +265,7 @@ def run(command: Command, words: list[str]) -> int:
         return launch(checked.ranks, [command, *words])
     built = build(checked, world, begun)
     if command == "fit" and built.stop.deadline <= time.time():  # torchrun starts a run again that has stopped
+        tell_stopped()
         stop()
         report("evodsp: the time limit is over; nothing was trained")
         return STOPPED
@@ -279,6 +280,8 @@ def run(command: Command, words: list[str]) -> int:
             raise
     if built.interruption.happened:
         raise KeyboardInterrupt(_resume_hint(built.last))
+    if stopped and not built.stop.interrupted:
+        tell_stopped()  # before stop(): after it, another rank's torchrun may end this one
     stop()
     if stopped and built.stop.interrupted:
         raise KeyboardInterrupt(_resume_hint(built.last))

@@ -96,9 +96,10 @@ class StopRequest(Callback):
             self._restore()
 
     def _note(self, number: int, frame: Any) -> None:
-        """A second signal of the same kind ends the process at once."""
+        """A second Ctrl-C ends the process at once. Batch systems send SIGTERM several times, and torchrun passes it on once more."""
         self.reason, self.interrupted = signal.Signals(number).name, number == signal.SIGINT
-        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        if number == signal.SIGINT:
+            signal.signal(number, signal.default_int_handler)
 
     def _restore(self) -> None:
         for number, handler in self._former.items():
