@@ -80,10 +80,14 @@ def _is_gone(path: Path, holder: dict[str, Any]) -> bool:
 
 
 def _born(pid: Any) -> str | None:
-    """When a process of this machine began (in ticks since the machine did), which a later process of the same number did not;
-    None if there is no such process. A system without /proc knows only whether there is one."""
+    """When a process of this machine began (in ticks since the machine did), which a later process of the same number did not.
+
+    None if there is no such process, or if it has ended and its parent has not noticed (in a container it may never). A system
+    without /proc knows only whether there is one.
+    """
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+        entries = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return None if entries[0] == "Z" else entries[19]
     except OSError:
         pass
     if Path("/proc/self/stat").exists():

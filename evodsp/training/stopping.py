@@ -96,7 +96,7 @@ class StopRequest(Callback):
             self._restore()
 
     def _note(self, number: int, frame: Any) -> None:
-        """A second Ctrl-C ends the process at once. Batch systems send SIGTERM several times, and torchrun passes it on once more."""
+        """A second Ctrl-C ends the process at once. SIGTERM may come several times: from a batch system, and from torchrun."""
         self.reason, self.interrupted = signal.Signals(number).name, number == signal.SIGINT
         if number == signal.SIGINT:
             signal.signal(number, signal.default_int_handler)

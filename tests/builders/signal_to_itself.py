@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+
+from evodsp.launch.parent import STOPPED_FILE
 
 STEP = 2
 """The step in which the signal comes."""
@@ -23,12 +27,35 @@ class Terminate(Callback):
         return True
 
 
+class TerminateTwice(Terminate):
+    def is_here(self) -> bool:
+        os.kill(os.getpid(), self.number)
+        return True
+
+
 class User(Terminate):
     number = signal.SIGUSR1
 
 
 class Interrupt(Terminate):
     number = signal.SIGINT
+
+
+class TerminateStep(Terminate):
+    """Rank 0 sends it to all processes that the batch script has started: torchrun, the ranks, their workers."""
+
+    def is_here(self) -> bool:
+        if os.environ["RANK"] == "0":
+            mark = f"{STOPPED_FILE}={os.environ[STOPPED_FILE]}".encode()
+            for file in Path("/proc").glob("[0-9]*/environ"):
+                with contextlib.suppress(OSError):
+                    if mark in file.read_bytes().split(b"\0"):
+                        os.kill(int(file.parent.name), self.number)
+        return False
+
+
+class UserStep(TerminateStep):
+    number = signal.SIGUSR1
 
 
 class TerminateRank1(Terminate):

@@ -29,6 +29,9 @@ class Planted(ChainDataset):
             raise FileFormatError("x.a3m", "cut short", line=7)
         if key == "killer":
             os.kill(os.getpid(), signal.SIGKILL)
+        if key == "signalled":  # with all processes of the run, by SLURM
+            for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+                os.kill(os.getpid(), number)
         if key == "sleeper":
             time.sleep(1000)
         if key == "greedy":
@@ -47,12 +50,12 @@ def workers() -> Iterator[SamplePool]:
 
 def test_bad_chains_fail_alone_and_workers_are_replaced(workers: SamplePool) -> None:
     """A pool that ends with its first dead worker, blames another sample for it, or waits for one that sleeps."""
-    keys = ["good", "killer", "good", "broken", "sleeper", "greedy", "bug", *["good"] * 6]
+    keys = ["good", "killer", "signalled", "broken", "sleeper", "greedy", "bug", *["good"] * 6]
     futures = [workers.submit(index, key) for index, key in enumerate(keys)]
     said = {}
     for index, (key, future) in enumerate(zip(keys, futures, strict=True)):
         error = future.exception(timeout=120)
-        if key == "good":
+        if key in ("good", "signalled"):
             assert error is None
             assert future.result()["aatype"].tolist() == [index]
         else:

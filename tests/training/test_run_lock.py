@@ -51,6 +51,18 @@ def test_the_lock_of_a_dead_process_is_taken_over(tmp_path: Path, capsys: pytest
         )
 
 
+def test_the_lock_of_a_process_that_nobody_has_waited_for(tmp_path: Path) -> None:
+    """In a container whose first program is no init, a killed rank stays in the list of processes: no run could go on."""
+    with subprocess.Popen(["sleep", "100"]) as process:
+        held_by(tmp_path, pid=process.pid, born=module._born(process.pid))
+        with pytest.raises(UserError, match=f"process {process.pid} "), run_lock(tmp_path):
+            pass
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        with run_lock(tmp_path):
+            pass
+
+
 def test_a_process_of_another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A live run that is taken for dead, or a requeued job that is refused because it runs on another node."""
     path = held_by(tmp_path, host="elsewhere", job="7")

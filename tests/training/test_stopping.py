@@ -37,7 +37,7 @@ def assert_same_end(one: Path, other: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "code", "said"),
     [
-        ("Terminate", 75, "stopped by SIGTERM; the last checkpoint of step"),
+        ("TerminateTwice", 75, "stopped by SIGTERM; the last checkpoint of step"),
         pytest.param("User", 75, "stopped by SIGUSR1; the last checkpoint of step", marks=pytest.mark.verify),
         pytest.param("Interrupt", 130, "interrupted; the last checkpoint of step", marks=pytest.mark.verify),
     ],
