@@ -6,6 +6,7 @@ A user's mistake is one line on standard error and exit code 2; Ctrl-C is exit c
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from abc import ABC, abstractmethod
@@ -283,6 +284,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return code
     except UserError as error:
         if _rank() > 0:
+            signal.signal(
+                signal.SIGTERM, signal.SIG_DFL
+            )  # ignored under scripts/slurm/fit.sbatch, until a run can save
             time.sleep(RANK_0_FIRST_S)
         print(f"evodsp: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         end_agent()

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -167,14 +168,24 @@ def test_the_printed_config_with_comments(capsys: pytest.CaptureFixture[str]) ->
 def test_rank_0_prints_a_mistake_first(
     variables: dict[str, str], waits: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same line from each rank: torchrun ends the others when rank 0 has ended, if these have not printed it before."""
+    """The same line from each rank: torchrun ends the others when rank 0 has ended, if these have not printed it before; the
+    ranks of other nodes are ended by srun, unless SIGTERM is still ignored, as the batch script has it."""
     waited: list[tuple[float, str]] = []
-    monkeypatch.setattr("evodsp.cli.time.sleep", lambda seconds: waited.append((seconds, capsys.readouterr().err)))
+
+    def sleep(seconds: float) -> None:
+        waited.append((seconds, capsys.readouterr().err))
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+    monkeypatch.setattr("evodsp.cli.time.sleep", sleep)
+    former = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     for name in ("RANK", "SLURM_PROCID", "TORCHELASTIC_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert main(["fitt"]) == 2
+    try:
+        assert main(["fitt"]) == 2
+    finally:
+        signal.signal(signal.SIGTERM, former)
     assert waited == ([(5.0, "")] if waits else [])
     assert "no command 'fitt'" in capsys.readouterr().err
 

@@ -250,8 +250,8 @@ def _work(pipe: Connection, lifeline: Connection, samples: ChainDataset) -> None
         signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)
     threading.Thread(target=_end_with, args=[lifeline], daemon=True).start()
-    pipe.send("ready")
     with contextlib.suppress(EOFError, BrokenPipeError):
+        pipe.send("ready")
         while True:
             index, key = pipe.recv()
             pipe.send(_outcome(samples, index, key))
