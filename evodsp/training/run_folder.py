@@ -15,6 +15,7 @@ from evodsp.errors import UserError
 from evodsp.files import whole_file
 from evodsp.output import output_errors
 from evodsp.training.config import RunConfig
+from evodsp.weights.foreign import refuse_foreign
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,8 @@ class RunFolder:
     def newest_intact(self) -> Path | None:
         """The newest of the last checkpoints that is not damaged; None if there are none. Warns of damaged ones.
 
-        Raises UserError if all of them are damaged.
+        Raises UserError if all of them are damaged, or if one holds objects that are not read: those before it would too, and
+        a run that went on from an older one would lose steps for nothing.
         """
         damaged = ""
         for path in (
@@ -170,7 +172,10 @@ def numbered(first: Path, keep: int) -> list[Path]:
 
 
 def damage(path: Path) -> str | None:
-    """What is wrong with a checkpoint, from the checksums that it contains; None if nothing is."""
+    """What is wrong with a checkpoint, from the checksums that it contains; None if nothing is.
+
+    Raises UserError if it is whole, but holds objects that are not read.
+    """
     try:
         with zipfile.ZipFile(path) as archive:
             if (entry := archive.testzip()) is not None:
@@ -178,7 +183,15 @@ def damage(path: Path) -> str | None:
             # The archive's directory has no checksum. PyTorch would read nothing from an entry marked as a folder.
             if marked := [entry.filename for entry in archive.infolist() if entry.external_attr]:
                 return f"{marked[0]} is no file"
-        torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # a damaged directory can raise any exception
-        return str(error).partition(". ")[0] or "cut short"
+        return _first_sentence(error)
+    try:
+        torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # of a directory that passes for whole, too
+        refuse_foreign(path)
+        return _first_sentence(error)
     return None
+
+
+def _first_sentence(error: Exception) -> str:
+    return str(error).partition(". ")[0] or "cut short"

@@ -29,6 +29,7 @@ from evodsp.model.alphafold import AlphaFold
 from evodsp.weights.by_name import NAMES, need_weights
 from evodsp.weights.config import preset_of, published_features
 from evodsp.weights.container import container
+from evodsp.weights.foreign import refuse_foreign
 from evodsp.weights.published import is_parameter_file, load_published
 from evodsp.weights.versions import FORMAT_VERSION, upgrade
 
@@ -58,6 +59,7 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # a damaged pickle can raise any exception
+        refuse_foreign(path)
         raise UserError(
             f"{path}: not a readable checkpoint, it is damaged or another program's; give one written by `evodsp fit`"
         ) from error
