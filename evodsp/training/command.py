@@ -49,6 +49,7 @@ from evodsp.training.run_lock import run_lock
 from evodsp.training.stopping import RunStopped, StopRequest, deadline
 from evodsp.training.strategy import DSPStrategy
 from evodsp.training.throughput import Throughput
+from evodsp.training.trainer_options import check_callbacks
 from evodsp.training.utilisation import Utilisation
 from evodsp.training.world import MeshWorld, World
 from evodsp.weights.checkpoint import PREFIX, load_model
@@ -117,6 +118,7 @@ class TrainingCLI(LightningCLI):
 
     def instantiate_classes(self) -> None:
         self.settings = Settings.of(self.parser.instantiate_settings(self.config))
+        check_callbacks(_as_list(self.settings.trainer["callbacks"]))
 
     def config_text(self, run: RunConfig | None = None) -> str:
         """All options as YAML. A run of this file neither replaces this run nor starts from its checkpoint.
@@ -275,6 +277,8 @@ def run(command: Command, words: list[str]) -> int:
             _execute(checked, built, cli.config_text(checked.settings.run))
     except RunStopped:
         stopped = True
+    except MisconfigurationException as error:  # such as a callback that monitors what is not logged
+        raise UserError(f"trainer: {' '.join(str(error).split())}") from error
     except SystemExit:
         if not built.interruption.happened:
             raise

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
+
+from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler, LearningRateFinder, Timer
 
 from evodsp.errors import SettingError, UserError
 from evodsp.ranges import COUNT, POSITIVE, SIZE, Range, check_numbers
@@ -34,6 +36,14 @@ _MUST_BE: dict[str, tuple[Any, str]] = {
 }
 """Options that would not do what their names say: the value that every run has, and the reason."""
 
+_NOT_CALLBACKS = {
+    BatchSizeFinder: "data.batch_size",
+    GradientAccumulationScheduler: "global_batch",
+    LearningRateFinder: "model.optimizer.lr",
+    Timer: "trainer.max_time",
+}
+"""Callbacks of Lightning that cannot work, and the setting that serves. A `Timer`'s run would exit as if it were finished."""
+
 
 def check_trainer(trainer: Mapping[str, Any]) -> None:
     """Raise UserError for an option that stops a run with a traceback, trains nothing, or does not do what its name says.
@@ -53,6 +63,14 @@ def check_trainer(trainer: Mapping[str, Any]) -> None:
         raise SettingError("trainer.val_check_interval", interval, "above 0")
     if str(trainer["strategy"]).endswith(("_spawn", "_fork", "_notebook")):
         raise SettingError("trainer.strategy", trainer["strategy"], "auto: evodsp starts ranks itself")
+
+
+def check_callbacks(callbacks: Iterable[Any]) -> None:
+    """Raise UserError for a callback of Lightning that stops a run with a traceback, or changes what evodsp counts."""
+    for callback in callbacks:
+        for kind, setting in _NOT_CALLBACKS.items():
+            if isinstance(callback, kind):
+                raise UserError(f"trainer.callbacks: {kind.__name__} does not work with evodsp; set {setting} instead")
 
 
 def check_least(name: str, trainer: Mapping[str, Any], last: int) -> None:

@@ -23,6 +23,11 @@ def words(chains: Path, output: Path, *options: str) -> tuple[str, ...]:
     return ("fit", "--config", str(chains / "tiny.yaml"), "--output", str(output), *options)
 
 
+def callback(name: str, arguments: str = "") -> tuple[str, str]:
+    """The option for a callback of Lightning."""
+    return "--trainer.callbacks", f"{{class_path: lightning.pytorch.callbacks.{name}, init_args: {{{arguments}}}}}"
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -86,6 +91,10 @@ def words(chains: Path, output: Path, *options: str) -> tuple[str, ...]:
             "barebones is true, but must be false: it forbids checkpoints, logs and prog",
         ),
         (("--trainer.strategy", "ddp_spawn"), "strategy is ddp_spawn, but must be auto"),
+        (callback("Timer", "duration: 00:00:01:00"), "Timer does not work with evodsp; set trainer.max_time"),
+        (callback("GradientAccumulationScheduler", "scheduling: {0: 2}"), "set global_batch instead"),
+        (callback("BatchSizeFinder"), "set data.batch_size instead"),
+        (callback("LearningRateFinder"), "set model.optimizer.lr instead"),
     ],
 )
 def test_mistakes_are_found_before_anything_starts(
@@ -171,6 +180,17 @@ def test_fit_starts_its_ranks_itself(chains: Path, tmp_path: Path, capfd: pytest
     assert main(list(words(chains, output, *options))) == 0
     assert list(read_curve(output / "curve.csv")) == [0]
     assert capfd.readouterr().out.count("checkpoint:") == 1
+
+
+def test_a_callback_that_monitors_what_is_not_logged(
+    chains: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A traceback for a misspelt score, with exit code 1, which a batch system may take for a failure of the machine."""
+    options = callback("ModelCheckpoint", f"monitor: val/lddt, dirpath: {tmp_path}/own")
+    assert main(list(words(chains, tmp_path / "run", *options))) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("evodsp: error: trainer: `ModelCheckpoint(monitor='val/lddt')` could not find")
+    assert "val/lddt_ca" in error
 
 
 def test_half_precision_trains_over_ranks(commands: CommandPool, chains: Path, tmp_path: Path) -> None:
