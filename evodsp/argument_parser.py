@@ -193,6 +193,12 @@ class OneLineErrors(ArgumentParser):
         plain = re.sub(r"<class '(?:\w+\.)*(\w+)'>|typing\.(?=\w)", lambda m: m[1] or "", detail)
         for pattern, word in ((r"\bNoneType\b", "null"), (r"\bPath\b(?! is)", "path"), (r"Literal\[(.*?)\]", r"\1")):
             plain = re.sub(pattern, word, plain)
+        if found := re.search(r"Problem with given class_path '([^']*)': (.*?)(?: - |$)", plain):
+            return f"class '{found[1]}': {found[2]}"
+        if found := re.search(r" - (unknown config key '[^']*'\.(?: Did you mean '[^']*'\?)?)", plain):
+            return found[1].removesuffix(".")
+        if found := re.search(r" - \S+ needs --(\w+)\. See .*class_path='([^']*)'", plain):
+            return f"class '{found[2]}' needs '{found[1]}' in init_args"
         if found := re.search(r"Subtypes: \[(.*?)\] Errors:.*Given value: (.*)$", plain):
             return f"expected {found[1].replace(', ', ' or ')}, found '{found[2]}'"
         if found := re.search(r"Expected an? (.*?)\.? Got value: (.*)$", plain):

@@ -257,6 +257,10 @@ def run(command: Command, words: list[str]) -> int:
     """
     _hush()
     begun = time.time()
+    if "" not in sys.path:
+        sys.path.append(
+            ""
+        )  # callbacks and loggers in the current folder, which `python -m evodsp` and so our launcher find
     if "--trainer.help" in words:
         words = ["--help"]
     cli = TrainingCLI(command, words)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,13 @@ def callback(name: str, arguments: str = "") -> tuple[str, str]:
         (callback("Timer", "duration: 00:00:01:00"), "Timer does not work with evodsp; set trainer.max_time"),
         (callback("GradientAccumulationScheduler", "scheduling: {0: 2}"), "set global_batch instead"),
         (callback("BatchSizeFinder"), "set data.batch_size instead"),
+        (("--trainer.callbacks", "nowhere.Mine"), "callbacks: class 'nowhere.Mine': No module named 'nowhere'; see"),
+        (
+            ("--trainer.callbacks", "[{class_path: nowhere.Mine}]"),
+            "class 'nowhere.Mine': No module named 'nowhere'; see",
+        ),
+        (callback("EarlyStopping", "monitr: a"), "unknown config key 'monitr'. Did you mean 'monitor'?"),
+        (callback("EarlyStopping"), "EarlyStopping' needs 'monitor' in init_args"),
         (callback("LearningRateFinder"), "set model.optimizer.lr instead"),
     ],
 )
@@ -191,6 +199,21 @@ def test_a_callback_that_monitors_what_is_not_logged(
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("evodsp: error: trainer: `ModelCheckpoint(monitor='val/lddt')` could not find")
     assert "val/lddt_ca" in error
+
+
+def test_a_callback_in_the_current_folder_is_found(
+    chains: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """`evodsp fit` that knows a user's file on several ranks only, which our launcher starts with `python -m evodsp`."""
+    (tmp_path / "of_a_user.py").write_text(
+        "from lightning.pytorch import Callback\n\n\nclass Mine(Callback):\n"
+        "    def on_train_start(self, trainer, module):\n        print('MINE', trainer.global_rank)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [path for path in sys.path if path])
+    options = ("--trainer.max_steps", "1", "--trainer.callbacks", "of_a_user.Mine")
+    assert main(list(words(chains, tmp_path / "run", *options))) == 0
+    assert "MINE 0" in capfd.readouterr().out
 
 
 def test_half_precision_trains_over_ranks(commands: CommandPool, chains: Path, tmp_path: Path) -> None:
