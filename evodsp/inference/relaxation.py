@@ -29,7 +29,7 @@ from evodsp.errors import UserError
 from evodsp.files import whole_file
 from evodsp.geometry.alphabet import RESTYPE_1TO3
 from evodsp.geometry.frames import atom37_to_atom14
-from evodsp.geometry.residues import ATOM_ORDER, ATOM_TYPES
+from evodsp.geometry.residues import ATOM_ORDER, ATOM_TYPES, CA
 from evodsp.inference.model_cif import Origin
 from evodsp.inference.results import Format, Key, PredictionResult, read_structure, stem
 from evodsp.inference.writers import PredictedStructure, structure_text
@@ -44,6 +44,8 @@ _TOLERANCE = 10.0
 _ROUNDS = 3
 _KCAL = 4.184
 """kJ/mol."""
+_TOO_NEAR, _TOO_FAR = 2.0, 8.0
+"""Å: between CA atoms of two residues; between those of neighbours. Even cis peptides have 2.9, trans ones 3.8."""
 _OXT = 1.25
 """Å: the length of both bonds of a carboxylate."""
 
@@ -126,15 +128,38 @@ def read_relaxation(folder: Path, key: Key) -> dict[str, Any] | None:
 def relax(structure: PredictedStructure, device: torch.device) -> Relaxed:
     """The structure after relaxation. `device`: a GPU is used if OpenMM has CUDA.
 
-    Raises UserError for a chain with residues X, which have no atoms, or whose energy is not finite.
+    Raises UserError for a chain with residues X, which have no atoms, for coordinates that are no protein, and for an energy
+    that is not finite.
     """
     if "X" in structure.sequence:
         place = structure.sequence.index("X") + 1
         raise UserError(
             f"{structure.name}: residue {place} is X and has no atoms, so the chain has a gap; leave it out"
         )
+    _check_chain(structure)
     with _openmm_errors(structure.name):
         return _relaxed(structure, device)
+
+
+def _check_chain(structure: PredictedStructure) -> None:
+    """Raise UserError for coordinates that are no protein. The minimiser may try for minutes, or fail with a riddle."""
+    ca = structure.positions[:, CA].astype(np.float64)
+    bad = ~np.isfinite(structure.positions).all((1, 2))
+    what = "coordinates that are not finite numbers"
+    if not bad.any():
+        near = np.array([(np.linalg.norm(ca - one, axis=-1) < _TOO_NEAR).sum() > 1 for one in ca])
+        torn = np.linalg.norm(np.diff(ca, axis=0), axis=-1) > _TOO_FAR
+        bad = near.copy()
+        bad[1:] |= torn
+        bad[:-1] |= torn
+        if 2 * bad.sum() <= len(ca):
+            return
+        what = "a CA atom on top of another residue's, or far from the next one's"
+    raise UserError(
+        f"{structure.name}: {bad.sum():,} of {len(ca):,} residues have {what}. These coordinates are no protein (an "
+        f"untrained model's are not), and relaxation cannot mend them. The prediction is kept; train the model further, "
+        f"or leave out --relax"
+    )
 
 
 @contextmanager
@@ -196,8 +221,11 @@ class _Chain:
         with _repeatable(platform, options):
             try:
                 modeller.addHydrogens(field, platform=platform)
-            except ValueError as error:
-                raise UserError(f"{structure.name}: the force field cannot take this chain ({error})") from error
+            except (ValueError, ArithmeticError) as error:
+                raise UserError(
+                    f"{structure.name}: OpenMM cannot place hydrogens, probably because atoms lie on top of one another "
+                    f"({error}); the prediction is kept"
+                ) from error
         system = field.createSystem(modeller.topology, constraints=app.HBonds)
         self._spring = openmm.CustomExternalForce("0.5 * k * ((x - x0)^2 + (y - y0)^2 + (z - z0)^2)")
         for name in ("k", "x0", "y0", "z0"):

@@ -80,8 +80,37 @@ def test_what_cannot_be_relaxed_is_said() -> None:
         relax(gap, CPU)
     lost = structure()
     lost.positions[3, CA] = np.nan
-    with pytest.raises(UserError, match=r"s005: OpenMM could not relax it \(Particle coordinate is NaN"):
+    with pytest.raises(UserError, match="s005: 1 of 48 residues have coordinates that are not finite numbers"):
         relax(lost, CPU)
+
+
+@pytest.mark.parametrize("scale", [0, 0.1, 1e-3, 5, 1e6])
+def test_coordinates_that_are_no_protein_are_named(scale: float) -> None:
+    """Catches 'math domain error' and 'cannot convert float NaN', and minutes of minimising, for an untrained model's blob."""
+    blob = structure()
+    blob.positions[:] *= scale
+    with pytest.raises(UserError, match=r"s005: 48 of 48 residues have a CA atom on top .* train the model further"):
+        relax(blob, CPU)
+
+
+def test_an_untrained_model_keeps_its_prediction(workplace: Workplace) -> None:
+    """Catches a structure that relaxation cannot mend and that costs the record, or later ones."""
+    lines: list[str] = []
+    results = predict(workplace.change(seeds=1, relax="best"), lines.append)
+    assert [line for line in lines if "not relaxed: " in line and "are no protein" in line], lines
+    assert [result.name for result in results] == ["alpha_A", "beta_A"]
+
+
+def test_hydrogens_that_cannot_be_placed_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches errors of Python's mathematics, which OpenMM lets through where a few atoms coincide."""
+    from openmm.app import Modeller
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise ZeroDivisionError("float division by zero")
+
+    monkeypatch.setattr(Modeller, "addHydrogens", fail)
+    with pytest.raises(UserError, match="s005: OpenMM cannot place hydrogens, probably because atoms lie on top"):
+        relax(structure(), CPU)
 
 
 def test_a_platform_that_fails_costs_no_prediction(
