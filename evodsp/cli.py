@@ -284,9 +284,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return code
     except UserError as error:
         if _rank() > 0:
-            signal.signal(
-                signal.SIGTERM, signal.SIG_DFL
-            )  # ignored under scripts/slurm/fit.sbatch, until a run can save
+            # Ignored under scripts/slurm/fit.sbatch until a run can save.
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(RANK_0_FIRST_S)
         print(f"evodsp: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         end_agent()

@@ -1,16 +1,19 @@
-"""`evodsp plan`: says, before GPUs are booked, which mesh fits, what it moves and how long a step takes."""
+"""`evodsp plan`: says, before GPUs are booked, which mesh fits, what it moves and how long a step or a prediction takes."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
 from evodsp.files import whole_file
+from evodsp.planner import predicting
 from evodsp.planner.choose import compare
 from evodsp.planner.config import PlanConfig
-from evodsp.planner.device import Links, load_device, load_link
+from evodsp.planner.device import Device, Links, load_device, load_link
 from evodsp.planner.from_run import training_of
 from evodsp.planner.report import as_json, page, text
+from evodsp.report.page import Page
 
 
 def run(settings: PlanConfig, words: list[str]) -> int:
@@ -18,6 +21,10 @@ def run(settings: PlanConfig, words: list[str]) -> int:
     device = load_device(settings.device)
     inside, across = (load_link(name) for name in (settings.inside or device.inside, settings.across or device.across))
     links = Links(inside, across, settings.gpus_per_node or device.gpus_per_node)
+    return (_predict if settings.predict else _train)(settings, device, links)
+
+
+def _train(settings: PlanConfig, device: Device, links: Links) -> int:
     training = replace(training_of(settings), on_gpu=device.on_gpu)
     if settings.recomputation == "none":
         training = replace(
@@ -25,10 +32,22 @@ def run(settings: PlanConfig, words: list[str]) -> int:
             model=replace(training.model, evoformer=replace(training.model.evoformer, checkpoint=False)),
         )
     compared = compare(training, settings.gpus, device, links, settings.sequence, auto=settings.recomputation == "auto")
-    print("\n".join(text(compared, settings.gpus, settings.samples)))
-    with whole_file(settings.output) as partial:
-        partial.write_text(page(compared, settings.gpus, settings.samples).html(), encoding="utf-8")
-    with whole_file(settings.output.with_suffix(".json")) as partial:
-        partial.write_text(json.dumps(as_json(compared, settings.samples), indent=1) + "\n")
-    print(f"page: {settings.output}, numbers: {settings.output.with_suffix('.json')}")
+    shown = compared, settings.gpus, settings.samples
+    _write(settings, text(*shown), page(*shown), as_json(compared, settings.samples))
     return 0 if compared.best is not None else 1
+
+
+def _predict(settings: PlanConfig, device: Device, links: Links) -> int:
+    what = predicting.prediction_of(settings, device)
+    found = predicting.predicted(what, settings.gpus, device, links, settings.sequence)
+    _write(settings, predicting.text(found), predicting.page(found), predicting.as_json(found))
+    return 0 if found.fitting else 1
+
+
+def _write(settings: PlanConfig, printed: list[str], made: Page, numbers: dict[str, Any]) -> None:
+    print("\n".join(printed))
+    with whole_file(settings.output) as partial:
+        partial.write_text(made.html(), encoding="utf-8")
+    with whole_file(settings.output.with_suffix(".json")) as partial:
+        partial.write_text(json.dumps(numbers, indent=1) + "\n")
+    print(f"page: {settings.output}, numbers: {settings.output.with_suffix('.json')}")

@@ -24,6 +24,12 @@ def training_of(settings: PlanConfig) -> Training:
         ) from error
 
 
+def model_of(settings: PlanConfig) -> ModelConfig:
+    """The model alone. Raises UserError if the config file cannot be read."""
+    block = _group(read_run_config(settings.config), "model")
+    return _model(settings.preset or block.get("preset"), block)
+
+
 def _training_of(settings: PlanConfig) -> Training:
     content = read_run_config(settings.config)
     block = _group(content, "model")

@@ -258,9 +258,8 @@ def run(command: Command, words: list[str]) -> int:
     _hush()
     begun = time.time()
     if "" not in sys.path:
-        sys.path.append(
-            ""
-        )  # callbacks and loggers in the current folder, which `python -m evodsp` and so our launcher find
+        # For callbacks and loggers in the current folder, which `python -m evodsp`, and so our launcher, finds.
+        sys.path.append("")
     if "--trainer.help" in words:
         words = ["--help"]
     cli = TrainingCLI(command, words)

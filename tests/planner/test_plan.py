@@ -16,6 +16,7 @@ from evodsp.planner import choose
 from evodsp.planner.choose import compare, possible
 from evodsp.planner.device import Device, Links, load_device, load_link
 from evodsp.planner.mesh import Estimate, Memory, Pass, Training, _reductions, memory
+from evodsp.planner.prediction import Prediction, prediction_memory, prediction_times
 from evodsp.planner.program import Program, Repeat, Sizes
 from evodsp.planner.simulate import Times
 from evodsp.planner.walk import Item, Span
@@ -140,10 +141,42 @@ def test_the_command_prints_and_writes_the_plan(tmp_path: Path, capsys: pytest.C
     assert "http://" not in html.replace("http://www.w3.org", "")
 
 
+def test_a_prediction_is_planned_on_more_and_more_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches numbers of another program than `evodsp estimate`'s, passes that are not counted, and a share of the devices that
+    is counted as all of them."""
+    output = tmp_path / "plan.html"
+    words = "--predict true --gpus 3 --preset small --residues 40 --msa 24 --extra_msa 32 --recycles 1"
+    assert main(["plan", *words.split(), "--output", str(output)]) == 0
+    printed = capsys.readouterr().out
+    numbers = json.loads(output.with_suffix(".json").read_text())
+    assert [share["ranks"] for share in numbers["shares"]] == [1, 2]
+    what = Prediction(ModelConfig.preset("small"), Sizes(40, 24, 32), passes=2, half=True, memory=80 * 2**30 // 32)
+    for share in numbers["shares"]:
+        one = prediction_times(dataclasses.replace(what, ranks=share["ranks"]), load_device("h100"), LINKS)
+        # Not exact: tables that the first pass of a process makes are not made again.
+        assert share["structure_seconds"] == pytest.approx(2 * one.total, rel=5e-3)
+        assert share["structures_per_hour"] == pytest.approx(3600 / share["structure_seconds"] * (3 // share["ranks"]))
+        assert share["memory"]["total"] == prediction_memory(dataclasses.replace(what, ranks=share["ranks"])).total
+    assert numbers["shares"][1]["pass"]["collectives"] > 20
+    assert "one structure soonest: --parallel.sequence" in printed
+    html = output.read_text()
+    assert all(text in html for text in ("not measured", "<svg", "Memory of a device", "Structures an hour"))
+
+
+def test_a_chain_that_no_device_holds_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a plan that names the fastest of what does not fit."""
+    words = "--predict true --gpus 1 --preset small --residues 60000 --msa 24 --extra_msa 32"
+    assert main(["plan", *words.split(), "--output", str(tmp_path / "plan.html")]) == 1
+    assert "nothing fits: 1 rank needs" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         ("--gpus 0", "--gpus is 0"),
+        ("--gpus 8 --predict true", "--predict needs --residues"),
+        ("--gpus 8 --predict true --residues 90 --sequence 9", "take at most 8 ranks"),
+        ("--gpus 8 --predict true --residues 90 --msa 4", "--msa is 4"),
         ("--gpus 8 --device h1000", "no device 'h1000'"),
         ("--gpus 8 --sequence 3", "not a multiple"),
         ("--gpus 8 --across carrier_pigeon", "no link 'carrier_pigeon'"),
