@@ -257,8 +257,8 @@ def run(command: Command, words: list[str]) -> int:
     """
     _hush()
     begun = time.time()
+    # Callbacks and loggers in the current folder. `python -m evodsp`, and so our launcher, finds them anyway.
     if "" not in sys.path:
-        # For callbacks and loggers in the current folder, which `python -m evodsp`, and so our launcher, finds.
         sys.path.append("")
     if "--trainer.help" in words:
         words = ["--help"]
