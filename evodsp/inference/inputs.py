@@ -136,12 +136,27 @@ def _records(path: Path) -> Iterator[tuple[str, str, InputRecord | UserError]]:
             notes = (*notes, f"standard input is A3M: '{name}' and its alignment")
         yield name, str(path), InputRecord(ProteinSequence(name, letters), path, notes, piped)
         return
-    for record in read_fasta(source, substitute=True, data=piped):
+    read = list(read_fasta(source, substitute=True, data=piped))
+    for record in read:
         place = f"{source}:{record.line}"
         if isinstance(record.sequence, UserError):
             yield record.name, place, record.sequence
         else:
-            yield record.name, place, InputRecord(record.sequence, None, _substitutions() if record.substituted else ())
+            notes = _substitutions() if record.substituted else ()
+            if piped is not None and record is read[0]:
+                notes = (*notes, *_maybe_an_alignment([other.sequence for other in read]))
+            yield record.name, place, InputRecord(record.sequence, None, notes)
+
+
+def _maybe_an_alignment(sequences: Sequence[ProteinSequence | UserError]) -> tuple[str, ...]:
+    """What to say of standard input that has no gaps, but could be an alignment for all that."""
+    lengths = {len(sequence) if isinstance(sequence, ProteinSequence) else None for sequence in sequences}
+    if len(sequences) < 2 or len(lengths) > 1:
+        return ()
+    return (
+        f"standard input has no gaps, so it is FASTA: its {len(sequences):,} sequences of equal length are predicted one by "
+        "one; if they are an alignment, save them as NAME.a3m and give that file",
+    )
 
 
 def _piped_a3m(data: bytes) -> Path | None:

@@ -114,6 +114,23 @@ def test_standard_input_is_a3m_if_its_rows_are_aligned(
     assert all(one.startswith(other) for one, other in zip(said, found, strict=True)), said
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (f">a\n{OTHER}\n>b\n{OTHER[::-1]}\n", [True, False]),
+        (f">a\n{OTHER}\n>b\n{OTHER[1:]}\n", [False, False]),
+        (f">a\n{OTHER}\n", [False]),
+    ],
+)
+def test_fasta_that_may_be_an_alignment_is_told_so(
+    monkeypatch: pytest.MonkeyPatch, text: str, said: list[bool]
+) -> None:
+    """Catches an alignment without gaps whose rows are predicted one by one without a word, and a word for any FASTA."""
+    standard_input(monkeypatch, text)
+    records, _ = read_inputs([Path("-")])
+    assert [any("save them as NAME.a3m" in note for note in record.notes) for record in records] == said
+
+
 def test_alignments_of_an_a3m_that_are_not_read_are_named(workplace: Workplace) -> None:
     """Catches an alignment that a user gives and that is left out without a word."""
     alignment = workplace.root / "alpha_A.a3m"
