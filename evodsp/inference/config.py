@@ -77,7 +77,7 @@ class PredictConfig:
     ensembles: int = 1
     """Feature sets drawn for each pass, whose representations are averaged. Time grows with their number."""
     format: Literal["cif", "pdb"] = "cif"
-    """File format of the structures. PDB holds at most 9,999 residues and 99,999 atoms."""
+    """File format of the structures. PDB holds at most 9,999 residues and 99,998 atoms."""
     pae_in_cif: bool = False
     """Write predicted aligned errors into ModelCIF files too, where ModelArchive looks for them: residues squared lines, 14 MB
     for 600 residues. They are in seed_<k>_pae.json in any case."""
