@@ -42,7 +42,7 @@ from evodsp.parallel.ledger import Kind
 from evodsp.planner.device import Device
 from evodsp.planner.trace import Recorder, Work
 
-REPEATS = 15
+REPEATS, SWEEP_REPEATS = 15, 60
 WIRE_BYTES = (1 << 12, 1 << 15, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
 """Sizes of what a rank sends in the sweep of collectives."""
 
@@ -198,14 +198,23 @@ def sweep(rank: int, ranks: int, store: str, on_gpu: bool, results: Any) -> None
     dist.init_process_group("nccl" if on_gpu else "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
     assert dist.group.WORLD is not None
     group, where = Group(dist.group.WORLD), "cuda" if on_gpu else "cpu"
+    factor = torch.randn(256, 256, device=where)
+
+    def work() -> Tensor:
+        return factor @ factor
+
     found: dict[str, list[tuple[float, float]]] = {}
     for size in WIRE_BYTES:
         numbers = size // 4 // ranks * ranks
         x, y = torch.zeros(numbers, device=where), torch.zeros(numbers, device=where)
         for kind, call in collectives(group, x, y).items():
             on_wire = 4 * numbers * (ranks - 1) / ranks * (2 if kind == "all-reduce" else 1)
+            # Between products, as in a model: a rank that computes notices late that something has arrived.
             dist.barrier()
-            found.setdefault(kind, []).append((on_wire, seconds(call, on_gpu)))
+            alone = seconds(work, on_gpu, SWEEP_REPEATS)
+            dist.barrier()
+            both = seconds(lambda call=call: (work(), call()), on_gpu, SWEEP_REPEATS)  # type: ignore[misc]
+            found.setdefault(kind, []).append((on_wire, max(both - alone, 0.1 * both)))
     crowding = crowded_block(rank, on_gpu)
     if rank == 0:
         results.put((found, crowding))
