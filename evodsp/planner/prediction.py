@@ -23,8 +23,9 @@ from evodsp.planner.walk import items_of
 
 SINGLE, HALF = 4, 2
 """Bytes of a number."""
-HEAP_KEPT = 2
-"""Times the largest block so far: glibc gives the free end of its heap back when it is larger (mallopt's M_TRIM_THRESHOLD)."""
+HEAP_KEPT = 1
+"""Times the largest block so far. glibc gives the free end of its heap back when it is larger than twice that block (mallopt's
+M_TRIM_THRESHOLD); so it keeps between nothing and two blocks."""
 SAMPLES = 2
 """Pieces of a layer that are followed."""
 _PARTS = {"other": "templates and embedders"}

@@ -280,7 +280,9 @@ def run(command: Command, words: list[str]) -> int:
             _execute(checked, built, cli.config_text(checked.settings.run))
     except RunStopped:
         stopped = True
-    except MisconfigurationException as error:  # such as a callback that monitors what is not logged
+    except (MisconfigurationException, RuntimeError) as error:  # such as a callback that monitors what is not logged
+        if type(error) is RuntimeError and not str(error).startswith("Early stopping conditioned on metric"):
+            raise
         raise UserError(f"trainer: {' '.join(str(error).split())}") from error
     except SystemExit:
         if not built.interruption.happened:

@@ -190,14 +190,21 @@ def test_fit_starts_its_ranks_itself(chains: Path, tmp_path: Path, capfd: pytest
     assert capfd.readouterr().out.count("checkpoint:") == 1
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("ModelCheckpoint", "`ModelCheckpoint(monitor='val/lddt')` could not find"),
+        ("EarlyStopping", "Early stopping conditioned on metric `val/lddt`"),
+    ],
+)
 def test_a_callback_that_monitors_what_is_not_logged(
-    chains: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    chains: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, said: str
 ) -> None:
     """A traceback for a misspelt score, with exit code 1, which a batch system may take for a failure of the machine."""
-    options = callback("ModelCheckpoint", f"monitor: val/lddt, dirpath: {tmp_path}/own")
-    assert main(list(words(chains, tmp_path / "run", *options))) == 2
+    own = f", dirpath: {tmp_path}/own" if name == "ModelCheckpoint" else ""
+    assert main(list(words(chains, tmp_path / "run", *callback(name, f"monitor: val/lddt{own}")))) == 2
     error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith("evodsp: error: trainer: `ModelCheckpoint(monitor='val/lddt')` could not find")
+    assert error.startswith(f"evodsp: error: trainer: {said}")
     assert "val/lddt_ca" in error
 
 
