@@ -26,6 +26,7 @@ def refuse_foreign(path: str | Path) -> None:
     if names := foreign(path):
         raise UserError(
             f"{path}: not a readable checkpoint: it holds {', '.join(names)}, which evodsp does not read because it could run "
-            "a stranger's code; if a callback of yours wrote it, call torch.serialization.add_safe_globals in the callback's "
-            "file, and let its state_dict return only numbers, strings, lists, dictionaries and tensors"
+            "a stranger's code; give one without them. If a callback of yours wrote it, call "
+            "torch.serialization.add_safe_globals in the callback's file, and let its state_dict return only numbers, strings, "
+            "lists, dictionaries and tensors"
         )
