@@ -281,7 +281,7 @@ def run(command: Command, words: list[str]) -> int:
     except RunStopped:
         stopped = True
     except (MisconfigurationException, RuntimeError) as error:  # such as a callback that monitors what is not logged
-        if type(error) is RuntimeError and not str(error).startswith("Early stopping conditioned on metric"):
+        if isinstance(error, RuntimeError) and not str(error).startswith("Early stopping conditioned on metric"):
             raise
         raise UserError(f"trainer: {' '.join(str(error).split())}") from error
     except SystemExit:
