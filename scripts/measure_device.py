@@ -190,6 +190,16 @@ def collectives(group: Group, x: Tensor, y: Tensor) -> dict[Kind, Callable[[], N
     return {kind: whole(begin) for kind, begin in begun.items()}
 
 
+def after(first: Callable[[], object], second: Callable[[], object]) -> Callable[[], None]:
+    """A call of both."""
+
+    def both() -> None:
+        first()
+        second()
+
+    return both
+
+
 def sweep(rank: int, ranks: int, store: str, on_gpu: bool, results: Any) -> None:
     """Time every collective at every size, on one rank of `ranks`, and find `Device.crowding`."""
     if on_gpu:
@@ -213,7 +223,7 @@ def sweep(rank: int, ranks: int, store: str, on_gpu: bool, results: Any) -> None
             dist.barrier()
             alone = seconds(work, on_gpu, SWEEP_REPEATS)
             dist.barrier()
-            both = seconds(lambda call=call: (work(), call()), on_gpu, SWEEP_REPEATS)  # type: ignore[misc]
+            both = seconds(after(work, call), on_gpu, SWEEP_REPEATS)
             found.setdefault(kind, []).append((on_wire, max(both - alone, 0.1 * both)))
     crowding = crowded_block(rank, on_gpu)
     if rank == 0:

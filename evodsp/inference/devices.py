@@ -13,6 +13,7 @@ import torch
 from evodsp.errors import UserError
 from evodsp.launch.consensus import all_of
 from evodsp.parallel.group import Group
+from evodsp.planner.prediction import WORKING_SHARE
 from evodsp.ranges import memory_size
 
 
@@ -49,7 +50,7 @@ def working_memory(setting: str, device: torch.device) -> int | None:
     if setting != "auto":
         return memory_size("--working_memory", setting)
     if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory // 32
+        return torch.cuda.get_device_properties(device).total_memory // WORKING_SHARE
     return 256 << 20
 
 

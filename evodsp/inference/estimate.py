@@ -19,7 +19,7 @@ from evodsp.inference.estimate_config import EstimateConfig
 from evodsp.inference.inputs import read_inputs
 from evodsp.inference.needs import There, changes, prediction_of, seconds, size, text, there, there_named
 from evodsp.inference.provenance import feature_config
-from evodsp.planner.prediction import Prediction, prediction_memory, prediction_times
+from evodsp.planner.prediction import WORKING_SHARE, Prediction, prediction_memory, prediction_times
 from evodsp.ranges import memory_size
 from evodsp.weights.checkpoint import load_features, load_model
 from evodsp.weights.config import published_features
@@ -93,7 +93,7 @@ def _place(settings: EstimateConfig) -> tuple[There, int | None]:
     if settings.working_memory != "auto":
         return on, working_memory(settings.working_memory, torch.device("cpu"))
     assert on.device is not None
-    return on, int(on.device.memory_gib * 2**30) // 32 if on.device.on_gpu else memory_size("", "256MiB")
+    return on, int(on.device.memory_gib * 2**30) // WORKING_SHARE if on.device.on_gpu else memory_size("", "256MiB")
 
 
 def _model(settings: EstimateConfig) -> tuple[ModelConfig, FeatureConfig]:

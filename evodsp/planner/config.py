@@ -20,7 +20,7 @@ class PlanConfig:
     """Number of devices."""
     predict: bool = False
     """Plan a prediction instead of a training run: a chain of `residues` on 1, 2, 4, … ranks. Rows of the MSA, extra rows,
-    templates and recycles are then AlphaFold2's, 512, 5120, 4 and 3, unless given."""
+    templates and recycles are then AlphaFold2's, 512, 5120, 4 and 3, unless given; of the config only the model is taken."""
     device: str = "h100"
     """Kind of device: a100, h100, h200, b200, or the path of your own file."""
     config: Path | None = None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from evodsp.config import PRESETS, FeatureConfig, LossConfig, ModelConfig, field_names, from_dict
@@ -15,19 +17,27 @@ from evodsp.run_config_file import read_run_config
 
 def training_of(settings: PlanConfig) -> Training:
     """What is trained. Raises UserError if the config file cannot be read, or if its sizes do not go together."""
-    try:
+    with _wrong_types(settings):
         return _training_of(settings)
-    except (TypeError, ValueError) as error:  # a text where a number belongs
-        raise UserError(
-            f"--config {settings.config}: a value has the wrong type ({error}); 'evodsp fit --config {settings.config} "
-            "--print_config' names it"
-        ) from error
 
 
 def model_of(settings: PlanConfig) -> ModelConfig:
     """The model alone. Raises UserError if the config file cannot be read."""
-    block = _group(read_run_config(settings.config), "model")
-    return _model(settings.preset or block.get("preset"), block)
+    with _wrong_types(settings):
+        block = _group(read_run_config(settings.config), "model")
+        return _model(settings.preset or block.get("preset"), block)
+
+
+@contextmanager
+def _wrong_types(settings: PlanConfig) -> Iterator[None]:
+    """Turn what a text in place of a number raises into a UserError."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            f"--config {settings.config}: a value has the wrong type ({error}); 'evodsp fit --config {settings.config} "
+            "--print_config' names it"
+        ) from error
 
 
 def _training_of(settings: PlanConfig) -> Training:

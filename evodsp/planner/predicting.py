@@ -16,7 +16,13 @@ from evodsp.errors import UserError
 from evodsp.planner.config import PlanConfig
 from evodsp.planner.device import Device, Links
 from evodsp.planner.from_run import model_of
-from evodsp.planner.prediction import Prediction, PredictionMemory, prediction_memory, prediction_times
+from evodsp.planner.prediction import (
+    WORKING_SHARE,
+    Prediction,
+    PredictionMemory,
+    prediction_memory,
+    prediction_times,
+)
 from evodsp.planner.program import Sizes
 from evodsp.planner.simulate import Times
 from evodsp.report.lines import Series, lines
@@ -26,8 +32,8 @@ from evodsp.report.stacked import stacked
 GIB = 2**30
 MSA_ROWS, EXTRA_ROWS, TEMPLATES, RECYCLES = 512, 5120, 4, 3
 """With which AlphaFold2 predicts (supplement, table 5)."""
-WORKING_SHARE = 32
-"""A layer computes within this part of a device's memory, as in `evodsp predict`."""
+OF_TRAINING = ("global_batch", "samples", "parameters", "wire", "recomputation", "cuda_graphs")
+"""Settings that say nothing of a prediction."""
 PARTS = [field.name for field in fields(PredictionMemory) if field.name != "at"]
 _HEADINGS = (
     "ranks a structure", "GiB", "fits", "s a structure", "structures/h", "efficiency", "exposed", "collectives a pass",
@@ -64,6 +70,8 @@ class Predicted:
     devices: int
     device: Device
     shares: list[Share]
+    alone: Share
+    """One rank, whether it fits or not: what efficiency is measured against."""
 
     @property
     def fitting(self) -> list[Share]:
@@ -81,7 +89,13 @@ class Predicted:
 
 
 def prediction_of(settings: PlanConfig, device: Device) -> Prediction:
-    """What is predicted, on one rank. Raises UserError if no length is given, or if the rows do not go together."""
+    """What is predicted, on one rank.
+
+    Raises UserError if no length is given, if the rows do not go together, or for a setting of training.
+    """
+    for field in fields(PlanConfig):
+        if field.name in OF_TRAINING and (value := getattr(settings, field.name)) != field.default:
+            raise UserError(f"--{field.name} is {value}, but says nothing of a prediction; leave it or --predict out")
     if settings.residues is None:
         raise UserError("--predict needs --residues, the length of the chain")
     model = model_of(settings)
@@ -110,8 +124,9 @@ def predicted(what: Prediction, devices: int, device: Device, links: Links, sequ
         )
     numbers = [sequence] if sequence is not None else [2**k for k in range(most.bit_length()) if 2**k <= most]
     with ProcessPoolExecutor(2, mp_context=get_context("fork"), initializer=gc.freeze) as pool:
-        begun = [pool.submit(_share, replace(what, ranks=ranks), device, links) for ranks in numbers]
-        return Predicted(what, devices, device, [future.result() for future in begun])
+        begun = {n: pool.submit(_share, replace(what, ranks=n), device, links) for n in sorted({1, *numbers})}
+        shares = {ranks: future.result() for ranks, future in begun.items()}
+    return Predicted(what, devices, device, [shares[ranks] for ranks in numbers], shares[1])
 
 
 def _share(what: Prediction, device: Device, links: Links) -> Share:
@@ -211,7 +226,6 @@ def page(found: Predicted) -> Page:
 
 
 def _rows(found: Predicted) -> Sequence[tuple[str, ...]]:
-    alone = found.shares[0]
     return [
         (
             str(share.ranks),
@@ -219,7 +233,7 @@ def _rows(found: Predicted) -> Sequence[tuple[str, ...]]:
             "yes" if share.fits else "NO",
             f"{share.seconds:.3g}",
             f"{share.hourly(found.devices):,.0f}",
-            f"{alone.seconds * alone.ranks / (share.seconds * share.ranks):.0%}",
+            f"{found.alone.seconds / (share.seconds * share.ranks):.0%}",
             f"{share.one.exposed / share.one.total:.0%}",
             f"{share.one.calls:,}",
         )

@@ -26,6 +26,8 @@ SINGLE, HALF = 4, 2
 HEAP_KEPT = 1
 """Times the largest block so far. glibc gives the free end of its heap back when it is larger than twice that block (mallopt's
 M_TRIM_THRESHOLD); so it keeps between nothing and two blocks."""
+WORKING_SHARE = 32
+"""On a GPU a layer computes within this part of the device's memory, unless another amount is given."""
 SAMPLES = 2
 """Pieces of a layer that are followed."""
 _PARTS = {"other": "templates and embedders"}
@@ -99,9 +101,10 @@ def prediction_memory(what: Prediction) -> PredictionMemory:
 
 def prediction_times(what: Prediction, device: Device, links: Links | None = None) -> Times:
     """One pass. `links`: between the ranks. Follows the pass once for each kind of feature set."""
+    crowded = device.crowded(what.ranks)
 
     def seconds(work: Work) -> float:
-        return device.seconds(work.name, work.flops, work.bytes, work.launches, work.half, what.tf32)
+        return crowded * device.seconds(work.name, work.flops, work.bytes, work.launches, work.half, what.tf32)
 
     def link(kind: Kind, counted: int) -> float:
         return links.seconds(kind, counted, what.ranks) if links is not None else 0.0

@@ -16,6 +16,7 @@ from evodsp.planner import choose
 from evodsp.planner.choose import compare, possible
 from evodsp.planner.device import Device, Links, load_device, load_link
 from evodsp.planner.mesh import Estimate, Memory, Pass, Training, _reductions, memory
+from evodsp.planner.predicting import predicted
 from evodsp.planner.prediction import Prediction, prediction_memory, prediction_times
 from evodsp.planner.program import Program, Repeat, Sizes
 from evodsp.planner.simulate import Times
@@ -141,6 +142,17 @@ def test_the_command_prints_and_writes_the_plan(tmp_path: Path, capsys: pytest.C
     assert "http://" not in html.replace("http://www.w3.org", "")
 
 
+def test_one_number_of_ranks_on_a_crowded_node() -> None:
+    """Catches a prediction that pays nothing for its neighbours, and efficiency measured against itself."""
+    what = Prediction(ModelConfig.preset("small"), Sizes(40, 24, 32), half=True)
+    h100 = load_device("h100")
+    alike, crowded = (predicted(what, 2, dataclasses.replace(h100, crowding=c), LINKS, sequence=2) for c in (1.0, 3.0))
+    assert [share.ranks for share in crowded.shares] == [2]
+    assert crowded.alone.ranks == 1
+    assert crowded.alone.one.device == pytest.approx(alike.alone.one.device)
+    assert crowded.shares[0].one.device == pytest.approx(alike.shares[0].one.device * 9 / 7)  # one of seven neighbours
+
+
 def test_a_prediction_is_planned_on_more_and_more_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Catches numbers of another program than `evodsp estimate`'s, passes that are not counted, and a share of the devices that
     is counted as all of them."""
@@ -165,7 +177,7 @@ def test_a_prediction_is_planned_on_more_and_more_ranks(tmp_path: Path, capsys: 
 
 def test_a_chain_that_no_device_holds_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Catches a plan that names the fastest of what does not fit."""
-    words = "--predict true --gpus 1 --preset small --residues 60000 --msa 24 --extra_msa 32"
+    words = "--predict true --gpus 1 --preset small --residues 22000 --msa 24 --extra_msa 32"
     assert main(["plan", *words.split(), "--output", str(tmp_path / "plan.html")]) == 1
     assert "nothing fits: 1 rank needs" in capsys.readouterr().out
 
@@ -177,6 +189,12 @@ def test_a_chain_that_no_device_holds_is_said(tmp_path: Path, capsys: pytest.Cap
         ("--gpus 8 --predict true", "--predict needs --residues"),
         ("--gpus 8 --predict true --residues 90 --sequence 9", "take at most 8 ranks"),
         ("--gpus 8 --predict true --residues 90 --msa 4", "--msa is 4"),
+        (
+            "--gpus 8 --predict true --residues 90 --cuda_graphs true",
+            "--cuda_graphs is True, but says nothing of a prediction",
+        ),
+        ("--gpus 8 --predict true --residues 90 --wire bf16", "--wire is bf16, but says nothing of a prediction"),
+        ("--gpus 8 --predict true --residues 90 --config model.yaml", "model.yaml: a value has the wrong type"),
         ("--gpus 8 --device h1000", "no device 'h1000'"),
         ("--gpus 8 --sequence 3", "not a multiple"),
         ("--gpus 8 --across carrier_pigeon", "no link 'carrier_pigeon'"),
@@ -195,6 +213,7 @@ def test_a_wrong_command_is_one_line(
     """Catches a traceback, and work that begins before the options are checked."""
     monkeypatch.chdir(tmp_path)
     Path("wrong.yaml").write_text("data: {train: {msa_clusters: many}}\n")
+    Path("model.yaml").write_text("model: {evoformer: {blocks: many}}\n")
     assert main(["plan", *words.split()]) == 2
     error = capsys.readouterr().err.strip()
     assert message in error

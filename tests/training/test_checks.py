@@ -208,6 +208,19 @@ def test_a_callback_that_monitors_what_is_not_logged(
     assert "val/lddt_ca" in error
 
 
+def test_an_error_of_pytorch_is_no_mistake_of_the_user(
+    chains: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a GPU without memory, or a collective that failed, reported as a wrong setting: torchrun would not restart."""
+
+    def fails(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("evodsp.training.command._execute", fails)
+    with pytest.raises(torch.OutOfMemoryError):
+        main(list(words(chains, tmp_path / "run")))
+
+
 def test_a_callback_in_the_current_folder_is_found(
     chains: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
