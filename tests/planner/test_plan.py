@@ -8,6 +8,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
+import yaml
 
 from evodsp.cli import main
 from evodsp.config import LossConfig, ModelConfig
@@ -177,8 +178,10 @@ def test_a_prediction_is_planned_on_more_and_more_ranks(tmp_path: Path, capsys: 
 
 def test_a_chain_that_no_device_holds_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Catches a plan that names the fastest of what does not fit."""
-    words = "--predict true --gpus 1 --preset small --residues 22000 --msa 24 --extra_msa 32"
-    assert main(["plan", *words.split(), "--output", str(tmp_path / "plan.html")]) == 1
+    small = dataclasses.replace(load_device("h100"), memory_gib=1.6, reserved_gib=1.5, fragmentation=0.06)
+    (tmp_path / "small.yaml").write_text(yaml.safe_dump(dataclasses.asdict(small)))
+    words = "--predict true --gpus 1 --preset small --residues 90 --msa 24 --extra_msa 32"
+    assert main(["plan", *words.split(), f"--device={tmp_path}/small.yaml", f"--output={tmp_path}/plan.html"]) == 1
     assert "nothing fits: 1 rank needs" in capsys.readouterr().out
 
 
