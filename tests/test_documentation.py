@@ -185,15 +185,9 @@ class Reader:
 
     def plan(self, words: list[str]) -> None:
         """With a small model on two devices: following a large one takes several seconds."""
-        small = [
-            "--gpus=2",
-            "--sequence=1",
-            "--preset=small",
-            "--residues=16",
-            "--msa=8",
-            "--extra_msa=8",
-            "--global_batch=2",
-        ]
+        small = ["--gpus=2", "--sequence=1", "--preset=small", "--residues=16", "--msa=8", "--extra_msa=8"]
+        if "--predict" not in words:
+            small.append("--global_batch=2")
         output = option(words, "--output") or "plan.html"
         run([*words, *small, *(["--templates=0"] if "--config" in words else [])])
         assert "<svg" in Path(output).read_text()
