@@ -27,8 +27,9 @@ def run(settings: SearchConfig, words: list[str]) -> int:
     failed += [str(error) for error in search_missing(queries, settings.output, searcher, say).values()]
     for reason in failed:
         say(f"failed: {reason}")
+    found = len(queries) + len(broken) - len(failed)
     print(
-        f"{len(queries) + len(broken) - len(failed):,} records have alignments in {settings.output}, {len(failed):,} failed"
+        f"{found:,} {'record has' if found == 1 else 'records have'} alignments in {settings.output}, {len(failed):,} failed"
     )
     return 1 if failed else 0
 

@@ -4,7 +4,8 @@
 
 A model of full width with two blocks a stack, 4 templates, working memory of 256 MiB, one pass, through the code of
 `evodsp predict` (`run_passes`, `structure_of`). Measured: the highest resident memory of the process (VmHWM) less that after
-the imports and a pass of a small model. Times are CPU seconds: the machine may be shared.
+the imports and a pass of a small model. What the C library keeps of freed memory differs from process to process, so each size
+is measured in several, and the median counts. Times are CPU seconds: the machine may be shared.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import dataclasses
 import gc
 import json
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -87,6 +89,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Compare estimated and measured memory and time of predictions.")
     parser.add_argument("--residues", type=int, nargs="+", default=(128, 256, 512, 768))
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--rounds", type=int, default=3, help="fresh processes a size")
     parser.add_argument("--output", type=Path, help="CSV file")
     parser.add_argument("--alone", action="store_true", help="measure in this process and print JSON")
     given = parser.parse_args(arguments)
@@ -98,7 +101,12 @@ def main(arguments: list[str] | None = None) -> int:
     for residues in given.residues:
         command = [sys.executable, "-m", "scripts.benchmarks.estimate_check", "--alone", "--precision", given.precision]
         command += ["--residues", str(residues)]
-        found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
+        found = [
+            json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
+            for _ in range(given.rounds)
+        ]
+        peaks = [one["mib"] for one in found]
+        peak, took = statistics.median(peaks), statistics.median(one["seconds"] for one in found)
         what = Prediction(
             model_config(), sizes(residues), passes=1, half=given.precision == "bf16", on_gpu=False, memory=WORKING
         )
@@ -106,10 +114,10 @@ def main(arguments: list[str] | None = None) -> int:
         mib, seconds = memory.total / 2**20, prediction_times(what, device).total
         row = {
             "date": date.today(), "torch": torch.__version__, "threads": os.environ.get("OMP_NUM_THREADS", "all"),
-            "precision": given.precision, "residues": residues, "measured_mib": round(found["mib"]),
-            "estimated_mib": round(mib),
-            "memory_ratio": round(mib / found["mib"], 3), "at": memory.at, "measured_cpu_s": round(found["seconds"], 1),
-            "estimated_s": round(seconds, 1), "time_ratio": round(seconds / found["seconds"], 2),
+            "precision": given.precision, "residues": residues, "rounds": given.rounds, "measured_mib": round(peak),
+            "low_mib": round(min(peaks)), "high_mib": round(max(peaks)), "estimated_mib": round(mib),
+            "memory_ratio": round(mib / peak, 3), "at": memory.at, "measured_cpu_s": round(took, 1),
+            "estimated_s": round(seconds, 1), "time_ratio": round(seconds / took, 2),
         }  # fmt: skip
         print(row, flush=True)
         rows.append(row)
