@@ -2,25 +2,46 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import threading
+from typing import NoReturn
 
 from evodsp.cli import main
 
 
-def leave(code: int) -> None:
+def run() -> NoReturn:
+    """The command `evodsp`."""
+    leave(main())
+
+
+def leave(code: int) -> NoReturn:
     """End the process with `code`.
 
-    A rank that failed may still have a daemon thread inside a call to torch's store. Ending that thread with the interpreter
-    sometimes aborts the process (SIGABRT), which would change the exit code.
+    At once, if that is safe: Python would take apart all modules first, those of PyTorch's compiler for a second. Where
+    Lightning is loaded, loggers and callbacks of others may leave files for Python to close.
+
+    And at once, if it failed: a rank that failed may still have a daemon thread inside a call to torch's store. Ending that
+    thread with the interpreter sometimes aborts the process (SIGABRT), which would change the exit code.
     """
-    if code and any(thread.daemon for thread in threading.enumerate()):
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+    others = [thread for thread in threading.enumerate() if thread is not threading.main_thread()]
+    if code and any(thread.daemon for thread in others):
+        _end(code)
+    if not others and "lightning" not in sys.modules:
+        atexit._run_exitfuncs()
+        _end(code)
     sys.exit(code)
 
 
+def _end(code: int) -> NoReturn:
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):  # its reader has gone, or it is closed
+            code = code or 1
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    leave(main())
+    run()

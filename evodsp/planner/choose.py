@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import importlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
 
@@ -68,9 +69,10 @@ def compare(
     """
     groups = possible(training, devices, sequence)
     estimates: list[Estimate] = []
-    # PyTorch needs its compiler's module for shapes. Imported before the fork: each process would take a second for it.
-    importlib.import_module("torch._dynamo")
-    with ProcessPoolExecutor(2, mp_context=get_context("fork"), initializer=gc.freeze) as pool:
+    with _no_collection():
+        # PyTorch needs its compiler's module for shapes. Imported before the fork: each process would take a second for it.
+        importlib.import_module("torch._dynamo")
+    with ProcessPoolExecutor(2, mp_context=get_context("fork"), initializer=gc.disable) as pool:
         planned = Planned(training, device, links, auto, pool)
         of_one = planned.start(1)
         while groups and not _slower(estimates):
@@ -83,6 +85,18 @@ def compare(
         alone = planned.estimate(of_one.result(), 1, 1)
     best = min((one for one in estimates if one.fits), key=lambda one: (one.step_s, one.sequence), default=None)
     return Comparison(training, device, links, estimates, best, alone)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """No search for unreachable objects: an import makes half a million that stay, and the search takes a third of its time."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 def _slower(estimates: Sequence[Estimate]) -> bool:
@@ -135,8 +149,11 @@ class Planned:
             return memory(self._training, program, items, ranks, batches).total <= self._device.usable
 
         least, most = LEAST_KEPT, self._blocks - LEAST_RECOMPUTED
+        if fits(most):  # as a rule
+            return most
         if not fits(least):
             return None
+        most -= 1
         while least < most:  # memory grows with the number of blocks that are kept
             middle = (least + most + 1) // 2
             least, most = (middle, most) if fits(middle) else (least, middle - 1)

@@ -23,9 +23,9 @@ from evodsp.planner.walk import items_of
 
 SINGLE, HALF = 4, 2
 """Bytes of a number."""
-HEAP_KEPT = 1
+HEAP_KEPT = 2
 """Times the largest block so far. glibc gives the free end of its heap back when it is larger than twice that block (mallopt's
-M_TRIM_THRESHOLD); so it keeps between nothing and two blocks."""
+M_TRIM_THRESHOLD)."""
 WORKING_SHARE = 32
 """On a GPU a layer computes within this part of the device's memory, unless another amount is given."""
 SAMPLES = 2

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -112,10 +112,12 @@ class Program:
 def program(step: Step) -> Program:
     """Run `step` on tensors without numbers."""
     model_config, repeats = reduced(step.model if step.loss is not None else without_recomputation(step.model))
-    recorder, without_numbers = Recorder(), _without_numbers(step.on_gpu)
+    # Tensors of the meta device take the paths of a GPU in the model, which asks whether a tensor is on a CPU. For a CPU they
+    # must say that they are.
+    recorder, on_cpu = Recorder(), nullcontext() if step.on_gpu else FakeTensorMode(allow_non_fake_inputs=True)
     with torch.device("meta"):
         model = AlphaFold(model_config).to("meta")  # its buffers are made from arrays
-    with without_numbers:
+    with on_cpu, torch.device("meta" if step.on_gpu else "cpu"):
         _prepare(model, step)
         batch = sample_batch(step)
     ledger = Ledger()
@@ -126,7 +128,7 @@ def program(step: Step) -> Program:
     use_memory(model, step.memory, step.samples)
     _name_places(model, recorder)
     draws = [Draws.root(0)] if step.loss is not None else []
-    with without_numbers, recorder, torch.set_grad_enabled(step.loss is not None):
+    with on_cpu, recorder, torch.set_grad_enabled(step.loss is not None):
         output = model(batch, draws, ensembles=step.sets)
         if step.loss is None:
             with recorder.at(("confidence", 0)):
@@ -139,15 +141,16 @@ def program(step: Step) -> Program:
     with torch.device("meta"):  # a prediction's features stay in single precision
         whole = batch if step.loss is not None else sample_batch(dataclasses.replace(step, half=False))
     held = sum(x.numel() * x.element_size() for x in whole.values()) // step.sets
-    return Program(recorder.events, repeats, held, parameters(step.model), ledger.entries, recorder.heap_block)
+    return Program(recorder.events, repeats, held, parameters(step.model, model), ledger.entries, recorder.heap_block)
 
 
-def parameters(config: ModelConfig) -> int:
-    """How many numbers the model's parameters are."""
-    with torch.device("meta"):
-        model = AlphaFold(reduced(config)[0])
-    total = sum(p.numel() for p in model.parameters())
-    for stack, whole in ((model.extra_msa_stack, config.extra_msa), (model.evoformer, config.evoformer)):
+def parameters(config: ModelConfig, few: AlphaFold | None = None) -> int:
+    """How many numbers the model's parameters are. `few`: the model with few blocks, if it is there."""
+    if few is None:
+        with torch.device("meta"):
+            few = AlphaFold(reduced(config)[0])
+    total = sum(p.numel() for p in few.parameters())
+    for stack, whole in ((few.extra_msa_stack, config.extra_msa), (few.evoformer, config.evoformer)):
         if missing := whole.blocks - len(stack.blocks):
             total += missing * sum(p.numel() for p in stack.blocks[0].parameters())
     return total
@@ -190,15 +193,6 @@ def _confidence(model: AlphaFold, batch: dict[str, Tensor], output: ModelOutput)
         most = heads.pae_max_error
         model.exchange.gather(compute_pae(logits, most), "i", whole=mask.shape[1])
         compute_ptm(logits, mask, most, model.exchange)
-
-
-def _without_numbers(on_gpu: bool) -> AbstractContextManager[Any]:
-    """Tensors made in this context have shapes only.
-
-    Those of the meta device take the paths of a GPU in the model, which asks whether a tensor is on a CPU. For a CPU they must
-    say that they are.
-    """
-    return torch.device("meta") if on_gpu else FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def _prepare(model: AlphaFold, step: Step) -> None:
