@@ -11,6 +11,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from functools import lru_cache
 
+from evodsp.allocator import KEPT
 from evodsp.config import ModelConfig
 from evodsp.model.schedule import CommunicationPlan
 from evodsp.parallel.ledger import Kind
@@ -23,9 +24,6 @@ from evodsp.planner.walk import items_of
 
 SINGLE, HALF = 4, 2
 """Bytes of a number."""
-HEAP_KEPT = 2
-"""Times the largest block so far. glibc gives the free end of its heap back when it is larger than twice that block (mallopt's
-M_TRIM_THRESHOLD)."""
 WORKING_SHARE = 32
 """On a GPU a layer computes within this part of the device's memory, unless another amount is given."""
 SAMPLES = 2
@@ -68,7 +66,7 @@ class PredictionMemory:
     layers: int
     """What else the model holds: copies of representations, what a layer makes, logits."""
     heap: int
-    """On a CPU what the C library keeps of freed memory for the next tensors."""
+    """On a CPU what the C library keeps of freed memory for the next tensors: between nothing and `evodsp.allocator.KEPT`."""
     at: str
     """The part of the model in which that is."""
 
@@ -94,7 +92,7 @@ def prediction_memory(what: Prediction) -> PredictionMemory:
         pair=pair,
         msa=msa,
         layers=worst.live - pair - msa,
-        heap=0 if what.on_gpu else HEAP_KEPT * program.heap_block,
+        heap=0 if what.on_gpu else min(KEPT // 2, worst.live),
         at=_PARTS.get(place, place.replace("_", " ")),
     )
 

@@ -105,8 +105,6 @@ class Program:
     """Numbers, of the whole model."""
     sent: list[Entry]
     """The collectives of the reduced model, as the ledger of a real rank holds them."""
-    heap_block: int
-    """Bytes of the largest tensor that a C library takes from its heap."""
 
 
 def program(step: Step) -> Program:
@@ -141,7 +139,7 @@ def program(step: Step) -> Program:
     with torch.device("meta"):  # a prediction's features stay in single precision
         whole = batch if step.loss is not None else sample_batch(dataclasses.replace(step, half=False))
     held = sum(x.numel() * x.element_size() for x in whole.values()) // step.sets
-    return Program(recorder.events, repeats, held, parameters(step.model, model), ledger.entries, recorder.heap_block)
+    return Program(recorder.events, repeats, held, parameters(step.model, model), ledger.entries)
 
 
 def parameters(config: ModelConfig, few: AlphaFold | None = None) -> int:

@@ -71,10 +71,6 @@ class Await:
 Event = Work | Send | Await
 
 
-HEAP_BLOCKS = 32 << 20
-"""Bytes. glibc takes larger blocks from the system and gives them back at once, smaller ones from its heap."""
-
-
 class Recorder(TorchDispatchMode):
     """Writes down every operator and collective of what runs while it is entered."""
 
@@ -87,8 +83,6 @@ class Recorder(TorchDispatchMode):
         self._held: dict[int, weakref.ref[Any]] = {}
         """What is held, by address. A storage that goes takes itself out."""
         self._live = 0
-        self.heap_block = 0
-        """Bytes of the largest storage that a C library takes from its heap."""
         self._collectives = 0
         self._views: dict[Any, bool] = {}
         self._shapes = Shapes()
@@ -196,8 +190,6 @@ class Recorder(TorchDispatchMode):
 
         self._held[key] = weakref.ref(storage, gone)
         self._live += size
-        if size < HEAP_BLOCKS:
-            self.heap_block = max(self.heap_block, size)
 
     def _is_view(self, func: Any) -> bool:
         known = self._views.get(func)

@@ -25,6 +25,7 @@ from typing import Any, Literal
 
 import torch
 
+from evodsp.allocator import give_large_tensors_back
 from evodsp.config import ModelConfig
 from evodsp.data.records import ProteinSequence
 from evodsp.inference.config import PredictConfig
@@ -93,6 +94,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, help="CSV file")
     parser.add_argument("--alone", action="store_true", help="measure in this process and print JSON")
     given = parser.parse_args(arguments)
+    give_large_tensors_back()  # as the command does; processes that this one starts have its environment
     if given.alone:
         print(json.dumps(measured(given.residues[0], given.precision)))
         return 0

@@ -40,7 +40,7 @@ def test_meshes_divide_devices_and_batch() -> None:
 def test_memory_that_lasts_for_the_whole_step() -> None:
     """Catches a part that is left out, or sharded where it is whole. Bytes a parameter are the oracle's: 4 and 2 of the weights
     and their copies, 8 of a gradient and a sum of clipped ones, 8 of Adam, 4 of the average."""
-    program = Program([], [], batch_bytes=10, parameters=100, sent=[], heap_block=0)
+    program = Program([], [], batch_bytes=10, parameters=100, sent=[])
 
     def parts(**changes: object) -> Memory:
         worst = Span(("losses", 0), "forward", 1, 1, 0.0, 0, 0, 0, 7, 0)
@@ -80,7 +80,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, step_s: dict[int, float], needs: dict[
 
 def _nothing(training: Training, sequence: int, recomputed: bool | int) -> Program:
     """Stands in for a traced pass; a function of a module, because it goes to another process."""
-    return Program([], [], 0, 0, [], 0)
+    return Program([], [], 0, 0, [])
 
 
 def test_the_fastest_mesh_that_fits_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,7 +121,7 @@ def test_as_many_blocks_are_kept_as_fit(monkeypatch: pytest.MonkeyPatch) -> None
 
 def _mixed(training: Training, sequence: int, recomputed: bool | int) -> Program:
     """Stands in for a traced pass that recomputes four of 48 blocks."""
-    return Program([], [Repeat("evoformer", 2, 1), Repeat("evoformer", 5, 42)], 0, 0, [], 0)
+    return Program([], [Repeat("evoformer", 2, 1), Repeat("evoformer", 5, 42)], 0, 0, [])
 
 
 def test_the_command_prints_and_writes_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
