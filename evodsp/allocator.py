@@ -1,8 +1,8 @@
 """What becomes of a CPU's memory when tensors are freed.
 
 glibc keeps freed blocks of up to 32 MiB for the next ones. Where large tensors come and go between small ones that stay, as in
-a training step that recomputes blocks, it keeps twice what is in use. Giving large tensors back at once costs time, because the
-system clears each page that it hands out again; in huge pages (2 MiB in place of 4 KiB) that is hardly measurable.
+a training step that recomputes blocks, it keeps up to twice what is in use. Giving large tensors back at once costs time, as
+the system clears each page that it hands out again: half as much again, but a tenth in huge pages (2 MiB in place of 4 KiB).
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import re
 from pathlib import Path
 
 LARGE = 8 << 20
-"""Bytes. A tensor of this size has pages of its own, which the system gets back when it is freed. Measured
-(scripts/benchmarks/plan_memory.py): half the memory of recomputed training steps, in the same time; 4 MiB costs 5 %."""
+"""Bytes. A tensor of this size has pages of its own, which the system gets back when it is freed. Less of it
+saves little memory and costs more time (scripts/benchmarks/plan_memory.py)."""
 KEPT = 32 << 20
 """Bytes that the heap's free end may have before it is given back."""
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3

@@ -37,7 +37,7 @@ from .estimate_check import resident
 from .plan_check import Measured, cases
 from .tables import write_csv
 
-SIZES = {f"{n.clusters}x{n.residues}": n for n in (Sizes(96, 64, 96), Sizes(128, 64, 128), Sizes(192, 64, 128))}
+SIZES = {f"{n.clusters}x{n.residues}": n for n in (Sizes(96, 64, 96), Sizes(128, 64, 128))}
 ALLOCATORS = {"evodsp": {"THP_MEM_ALLOC_ENABLE": "1"}, "glibc": {}, "in_use": {"MALLOC_MMAP_THRESHOLD_": "65536"}}
 """Environments of the processes."""
 
