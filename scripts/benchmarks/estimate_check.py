@@ -88,7 +88,7 @@ def measured(residues: int, precision: Precision) -> dict[str, Any]:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Compare estimated and measured memory and time of predictions.")
-    parser.add_argument("--residues", type=int, nargs="+", default=(128, 256, 512, 768, 1024))
+    parser.add_argument("--residues", type=int, nargs="+", default=(128, 256, 512, 768))
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--rounds", type=int, default=3, help="fresh processes a size")
     parser.add_argument("--output", type=Path, help="CSV file")
