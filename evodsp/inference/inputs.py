@@ -104,7 +104,7 @@ def _files_of(path: Path) -> list[Path]:
             raise UserError(f"{path}: no such file or folder; give FASTA or A3M files, or '-' for standard input")
         return [path]
     try:
-        files = sorted(file for file in path.iterdir() if _kind(file, _FASTA + _A3M) and file.is_file())
+        files = sorted(file for file in path.iterdir() if _kind(file, _FASTA + _A3M) and _is_file_or_broken(file))
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); check its permissions") from error
     if not files:
@@ -114,6 +114,11 @@ def _files_of(path: Path) -> list[Path]:
             "give the one that holds them"
         )
     return files
+
+
+def _is_file_or_broken(path: Path) -> bool:
+    """Whether this is a file, or a link to nothing, which has to be named."""
+    return path.is_file() or (path.is_symlink() and not path.exists())
 
 
 def _kind(file: Path, suffixes: Sequence[str]) -> bool:

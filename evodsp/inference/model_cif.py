@@ -8,6 +8,7 @@ of the file, and AlphaFold DB keeps them in a JSON file of their own, as evodsp 
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 PAE_CATEGORY = "_ma_qa_metric_local_pairwise."
 """What the names of the columns of aligned errors begin with."""
+_NEVER_FIRST = re.compile(r"[#$\]]|(data|loop|save|stop|global)_", re.IGNORECASE)
+"""What no value of CIF may begin with, unless it is quoted; python-modelcif does not quote all of these."""
 _LOCATION = "https://pypi.org/project/evodsp"
 
 
@@ -76,6 +79,13 @@ class _PAE(modelcif.qa_metric.LocalPairwise, modelcif.qa_metric.PAE):
     name, software = "PAE", None
 
 
+class _Protein(modelcif.Entity):
+    """A chain is a polymer also if it has a single residue, which python-modelcif would take for a ligand."""
+
+    def is_polymeric(self) -> bool:
+        return True
+
+
 class _Model(modelcif.model.AbInitioModel):
     """The atoms of a structure, in the order of residues and of atom37."""
 
@@ -98,8 +108,10 @@ class _Model(modelcif.model.AbInitioModel):
 def model_cif_text(structure: PredictedStructure, origin: Origin, pae: bool = False) -> str:
     """The file. The same arguments always give the same bytes. `pae`: with the aligned errors, if the structure has them."""
     name = structure.ascii_name
+    if _NEVER_FIRST.match(name):
+        name = f"_{name}"
     system = modelcif.System(title=f"Prediction of {name}; B-factors are pLDDT", id=name)
-    target = modelcif.Entity(["UNK" if letter == "X" else letter for letter in structure.sequence], description=name)
+    target = _Protein(["UNK" if letter == "X" else letter for letter in structure.sequence], description=name)
     asym = modelcif.AsymUnit(target, details="predicted chain", strand_id=structure.chain_id)
     model = _Model(structure, asym, "model" if origin.seed is None else f"seed {origin.seed}")
     present = (structure.mask > 0.5).any(-1)

@@ -189,7 +189,7 @@ def _predict_job(
     group: Group | None,
 ) -> PredictionResult | Failure:
     """Predict one record, unless its results are kept, and report what became of it. `place`: among all records."""
-    report(f"{place} {job.target.query.name}: {len(job.target.query)} residues")
+    report(f"{place} {job.target.query.name}: {_count(len(job.target.query), 'residue')}")
     for note in job.target.notes:
         report(f"  {note}")
     if job.stored is not None and job.kept:

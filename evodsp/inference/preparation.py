@@ -14,9 +14,10 @@ import torch
 
 from evodsp.config import FeatureConfig
 from evodsp.errors import UserError
+from evodsp.inference.batch_page import BESIDE, INDEX
 from evodsp.inference.config import PredictConfig
 from evodsp.inference.devices import check_pair_fits
-from evodsp.inference.failures import Failure, none_usable
+from evodsp.inference.failures import FAILURES, Failure, none_usable
 from evodsp.inference.jobs import Inputs, Job, Work
 from evodsp.inference.memory_errors import memory_errors
 from evodsp.inference.models import NamedModel, find_models
@@ -30,7 +31,8 @@ from evodsp.inference.provenance import (
     with_template_row,
 )
 from evodsp.inference.relaxation import check_openmm
-from evodsp.inference.searched import with_searched
+from evodsp.inference.run_log import LOG
+from evodsp.inference.searched import SEARCHED, with_searched
 from evodsp.inference.stored import find_stored
 from evodsp.inference.target_templates import find_templates, takes_no_templates, template_source
 from evodsp.inference.targets import Target, find_targets
@@ -39,6 +41,9 @@ from evodsp.output import check_output_folder
 from evodsp.parallel.group import Group
 from evodsp.weights.by_name import PUBLISHED, fetch_weights
 from evodsp.weights.checkpoint import load_features, load_model
+
+_OURS = (INDEX, BESIDE, FAILURES, LOG, SEARCHED)
+"""What a run itself writes into its output."""
 
 
 def check_launch(config: PredictConfig) -> None:
@@ -80,8 +85,14 @@ def read_inputs_and_models(config: PredictConfig) -> Inputs:
     models = [(model, load_features(model.path, config.preset)) for model in find_models(_model_files(config))]
     for _, trained in models:
         feature_config(config, trained)  # checks the sizes
-    targets, unfound = with_searched(targets, config)
+    failures += [failure for target in targets for failure in _failure(target.query.name, partial(_check_name, target))]
+    targets, unfound = with_searched([target for target in targets if target.query.name not in _OURS], config)
     return Inputs(targets, [*failures, *unfound], models)
+
+
+def _check_name(target: Target) -> None:
+    if (name := target.query.name) in _OURS:
+        raise UserError(f"the name '{name}' is that of a file or folder of evodsp's own in --output; rename the record")
 
 
 def _model_files(config: PredictConfig) -> list[Path]:

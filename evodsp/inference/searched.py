@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from evodsp.data.chain_folder import has_files
-from evodsp.errors import UserError
 from evodsp.inference.config import PredictConfig
 from evodsp.inference.failures import Failure
 from evodsp.inference.search import say, search_missing
@@ -27,10 +26,6 @@ def with_searched(targets: Sequence[Target], config: PredictConfig) -> tuple[lis
     if config.msa_server is None:
         return list(targets), []
     folder, searcher = config.output / SEARCHED, MsaServer(config.msa_server)
-    if any(target.query.name == SEARCHED for target in targets):
-        raise UserError(
-            f"a record is called '{SEARCHED}', which is the folder of searched alignments; rename the record"
-        )
     missing = [target.query for target in targets if target.alignments is None]
     wanted = [query for query in missing if not has_files(folder / query.name)]
     with output_errors(config.output):

@@ -89,6 +89,17 @@ def test_a_broken_record_is_named_and_the_other_goes_on(workplace, break_record)
     assert {path.name for path in config.output.iterdir()} == {"alpha_A", "failures.json", "index.html"}
 
 
+@pytest.mark.parametrize("name", ["failures.json", "index.html", "index_evodsp.html", "predict.log", "_alignments"])
+def test_a_record_that_would_take_the_place_of_another_file_is_named(workplace, name):
+    """Catches a folder of results where the run writes its own file, so that the run ends with its last line missing."""
+    workplace.config.fasta.write_text(f">alpha_A\n{QUERY}\n>{name}\n{OTHER}\n")
+    found = predict_records(workplace.config, silent)
+    assert [result.name for result in found.results] == ["alpha_A"]
+    (failure,) = found.failures
+    assert failure.reason.startswith(f"the name '{name}' is that of a file or folder of evodsp's own")
+    assert not (workplace.config.output / name).is_dir()
+
+
 @pytest.mark.parametrize("page", ["write_target_page", "write_batch_page"])
 def test_a_page_that_cannot_be_written_costs_no_result(workplace, monkeypatch, page):
     """Catches a defect of the pages that ends the run, or that hides itself; the next run writes the page."""

@@ -160,6 +160,11 @@ def test_without_alignments_all_run_alone(workplace: Workplace) -> None:
         ("nothing.fasta", "", r"nothing\.fasta: the file is empty"),
         ("slash.fasta", f">a/b\n{OTHER}\n", r"slash\.fasta:1: the name 'a/b' has '/'"),
         ("up.fasta", f">../x\n{OTHER}\n", r"up\.fasta:1: the name '../x' begins with '\.'"),
+        (
+            "unseen.fasta",
+            f">a\u202eb\n{OTHER}\n",
+            r"unseen\.fasta:1: the name 'a\\u202eb' has letters that cannot be seen",
+        ),
         ("huge.fasta", f">{'x' * 5000}\n{OTHER}\n", r"huge\.fasta:1: a name of 5000 characters"),
     ],
     ids=lambda value: value if "." in value and len(value) < 15 else "",
@@ -172,6 +177,15 @@ def test_a_broken_file_is_named_and_the_others_go_on(tmp_path: Path, name: str, 
     assert [record.query.name for record in records] == ["good"]
     with pytest.raises(UserError, match=words):
         raise UserError(failure.reason)
+
+
+def test_a_link_to_nothing_in_a_folder_is_named(tmp_path: Path) -> None:
+    """Catches an input that is lost without a word, because its file has been moved."""
+    (tmp_path / "good.fasta").write_text(f">good\n{OTHER}\n")
+    (tmp_path / "moved.fasta").symlink_to("nowhere")
+    records, (failure,) = read_inputs([tmp_path])
+    assert [record.query.name for record in records] == ["good"]
+    assert "moved.fasta" in failure.reason
 
 
 def test_the_same_name_twice_names_both_places(workplace: Workplace) -> None:

@@ -175,11 +175,25 @@ def test_same_structure_same_bytes(file_format):
 
 
 @pytest.mark.parametrize("file_format", FORMATS)
-@pytest.mark.parametrize("name", ["sp|P00001|CYC_HUMAN", "it's", 'a"b', "data_x#1", "näme"])
+@pytest.mark.parametrize(
+    "name", ["sp|P00001|CYC_HUMAN", "it's", 'a"b', "data_x#1", "näme", "$(x", "#1", "]x", "LOOP_1"]
+)
 def test_odd_names(file_format, name):
-    """Catches names with quotes or bars that break the file's syntax."""
+    """Catches names that break the file's syntax: quotes, bars, and what no value of CIF may begin with."""
     text = structure_text(structure(name=name), file_format)
     assert len(gemmi_structure(text, file_format)[0]["A"]) == 23
+
+
+@pytest.mark.parametrize("file_format", FORMATS)
+def test_a_single_residue_is_a_chain(file_format, tmp_path):
+    """Catches a residue that is written as a ligand, which no reader of proteins finds."""
+    whole = structure()
+    one = replace(
+        whole, aatype=whole.aatype[:1], positions=whole.positions[:1], mask=whole.mask[:1], plddt=whole.plddt[:1]
+    )
+    path = tmp_path / f"one.{file_format}"
+    path.write_text(structure_text(one, file_format))
+    assert read_chain(path, "A").sequence == whole.sequence[0]
 
 
 @pytest.mark.parametrize("file_format", FORMATS)

@@ -24,7 +24,7 @@ _FASTA = byte_table({c: k for c, k in EITHER_CASE.items() if c.upper() not in "B
 SUBSTITUTES: dict[str, str] = {letter: RESTYPES_WITH_X[ALIGNMENT_CODES[letter]] for letter in "BJOUZ"}
 """What the letters that are no amino acid are read as in a query: as in alignments, so that both agree."""
 _STOP = b"*"
-_UNFIT_FOR_FILES = re.compile(r'[/\\:*?"<>\x00-\x1f\x7f]|^[.-]')
+_UNFIT_FOR_FILES = re.compile(r'[/\\:*?"<>]|^[.-]')
 _LONGEST_NAME = 200
 
 
@@ -187,8 +187,10 @@ def check_name(path: str | Path, name: str, line: int | None = None) -> None:
     """Raise FileFormatError unless the record's name can name a folder. `path`, `line`: where it stands."""
     if not name:
         raise FileFormatError(path, "a header without a name; write '>name'", line)
+    fix = "use letters, digits, '_', '-' and '.', and begin with a letter or a digit"
+    if not name.isprintable():
+        raise FileFormatError(path, f"the name {name!a} has letters that cannot be seen; {fix}", line)
     if found := _UNFIT_FOR_FILES.search(name):
-        fix = "use letters, digits, '_', '-' and '.', and begin with a letter or a digit"
         where = "begins with" if found.start() == 0 else "has"
         message = f"the name '{name}' {where} '{found.group()}', so it cannot name a folder; {fix}"
         raise FileFormatError(path, message, line)
