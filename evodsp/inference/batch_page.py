@@ -100,5 +100,5 @@ def _strip(plddt: np.ndarray) -> str:
     colours = [next(colour for lower, colour, _ in BANDS if piece.mean() >= lower) for piece in pieces]
     bars = "".join(f'<rect x="{n}" width="1.02" height="1" fill="{colour}"/>' for n, colour in enumerate(colours))
     label = f"pLDDT from {plddt.min():.0f} to {plddt.max():.0f}"
-    box = f'viewBox="0 0 {len(colours)} 1" preserveAspectRatio="none"'
+    box = f'viewBox="0 0 {len(colours)} 1" preserveAspectRatio="none" shape-rendering="crispEdges"'
     return f'<svg class="strip" {box} role="img" aria-label="{label}">{bars}</svg>'

@@ -232,8 +232,9 @@ def _relaxation_rows(relaxed: Mapping[str, Mapping[str, Any]]) -> Iterator[list[
 
 
 def _plain_rows(values: Mapping[str, Any]) -> list[list[str]]:
-    """Names and values for a table, without those that are None."""
-    return [[name.replace("_", " "), _plain(value)] for name, value in values.items() if value is not None]
+    """Names and values for a table, without those that are None or empty."""
+    named = {name.replace("_", " ").replace(" mib", ", MiB"): value for name, value in values.items()}
+    return [[name, _plain(value)] for name, value in named.items() if value not in (None, "")]
 
 
 def _plain(value: Any) -> str:

@@ -34,7 +34,9 @@ h1 { font-size: 24px; margin: 0 0 4px; } h2 { font-size: 17px; margin: 32px 0 8p
 .scroll { overflow-x: auto; } table { border-collapse: collapse; width: 100%; }
 th, td { text-align: left; padding: 5px 12px 5px 0; border-bottom: 1px solid var(--line); vertical-align: top; }
 th { color: var(--soft); font-weight: 600; } td.number, th.number { text-align: right; white-space: nowrap; }
-td { overflow-wrap: anywhere; } td:first-child { min-width: 8em; }
+.number + :not(.number) { padding-left: 14px; min-width: 8em; }
+td { overflow-wrap: anywhere; } td:first-child:not(.number) { min-width: 8em; }
+.wide { overflow-x: auto; } .wide svg { min-width: 640px; }
 """
 OURS = '<meta name="generator" content="evodsp">'
 """In the head of every page that evodsp writes."""

@@ -50,5 +50,8 @@ setTimeout(async () => {
   answer.other = readout();
   answer.shown = [...document.querySelectorAll(".plddt:not([hidden])")].map((line) => line.dataset.seed);
   answer.redrawn = dark();
+  // How far the text of a heading is from the right-aligned one before it.
+  const [text, number] = [document.querySelector("th.number + th:not(.number)"), document.querySelector("th.number")];
+  answer.gap = parseFloat(getComputedStyle(number).paddingRight) + parseFloat(getComputedStyle(text).paddingLeft);
   document.body.textContent = "ANSWER" + JSON.stringify(answer) + "END";
 }, 500);

@@ -166,3 +166,4 @@ def test_page_in_a_browser(output: Path, tmp_path: Path) -> None:
     assert (answer["marked"], answer["along"]) == (1, 2), "neither the matrix nor the charts show it"
     assert answer["other"] == "ALA 31: pLDDT 60.0 · 2 sequences"
     assert answer["shown"] == ["1"]
+    assert answer["gap"] > 20, "a right-aligned heading runs into the one after it"
