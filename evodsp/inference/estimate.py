@@ -19,7 +19,7 @@ from evodsp.inference.estimate_config import EstimateConfig
 from evodsp.inference.inputs import read_inputs
 from evodsp.inference.needs import There, changes, prediction_of, seconds, size, text, there, there_named
 from evodsp.inference.provenance import feature_config
-from evodsp.planner.prediction import WORKING_SHARE, Prediction, prediction_memory, prediction_times
+from evodsp.planner.prediction import WORKING_SHARE, Prediction, pair_share, prediction_memory, prediction_times
 from evodsp.ranges import memory_size
 from evodsp.weights.checkpoint import load_features, load_model
 from evodsp.weights.config import published_features
@@ -51,11 +51,14 @@ def run(settings: EstimateConfig, words: list[str]) -> int:
 
 def _estimate(what: Prediction, names: list[str], on: There) -> dict[str, Any]:
     """The numbers of a length, and the lines that say them."""
-    memory, ranks = prediction_memory(what), what.ranks
+    label = f"{what.sizes.residues:,} residues" + (f" ({_some(names)})" if names else "")
+    ranks = what.ranks
     free = on.free // ranks if on.shared else on.free
+    if not on.fits(pair_share(what), ranks):
+        return _hopeless(what, names, label, free)
+    memory = prediction_memory(what)
     fits, took = on.fits(memory.total, ranks), seconds(what, on)
     parts = {field.name: getattr(memory, field.name) for field in dataclasses.fields(memory) if field.name != "at"}
-    label = f"{what.sizes.residues:,} residues" + (f" ({_some(names)})" if names else "")
     lines = [
         text(label, what, memory, free, took),
         "  " + ", ".join(f"{name} {size(value)}" for name, value in parts.items() if value) + f"; most in: {memory.at}",
@@ -116,6 +119,25 @@ def _as_predicted(settings: EstimateConfig) -> PredictConfig:
     }
     here = Path()
     return PredictConfig(fasta=here, alignments=here, checkpoint=here, output=here, **shared)
+
+
+def _hopeless(what: Prediction, names: list[str], label: str, free: int) -> dict[str, Any]:
+    """`_estimate` of a chain whose pair representation alone does not fit. To follow its pass would take minutes."""
+    share = pair_share(what)
+    line = (
+        f"{label}: does not fit; the pair representation alone takes {size(share)} on each rank, and {size(free)} are free; "
+        "raise --parallel.sequence, take larger devices, or split the sequence into domains"
+    )
+    entry = {"residues": what.sizes.residues, "names": names, "ranks": what.ranks, "bytes": {"pair": share}}
+    entry |= {
+        "total_bytes": share,
+        "at": "pair",
+        "free_bytes": free,
+        "fits": False,
+        "seconds_a_seed": None,
+        "changes": [],
+    }
+    return {**entry, "lines": [line]}
 
 
 def _lengths(settings: EstimateConfig) -> dict[int, list[str]]:

@@ -82,7 +82,7 @@ def prediction_memory(what: Prediction) -> PredictionMemory:
     worst = max((event for event in program.events if isinstance(event, Work)), key=lambda event: event.live)
     channels, n, place = what.model.channels, what.sizes, worst.place[0]
     number, shard = HALF if what.half else SINGLE, -(-n.residues // what.ranks)
-    pair = min(n.residues * shard * channels.pair * number, worst.live)
+    pair = min(pair_share(what), worst.live)
     in_extra = place.startswith("extra_msa")
     rows, width = (n.extra, channels.extra_msa) if in_extra else (n.clusters + n.templates, channels.msa)
     msa = 0 if place in ("other", "template_embedder") else min(rows * shard * width * number, worst.live - pair)
@@ -95,6 +95,12 @@ def prediction_memory(what: Prediction) -> PredictionMemory:
         heap=0 if what.on_gpu else min(KEPT // 2, worst.live),
         at=_PARTS.get(place, place.replace("_", " ")),
     )
+
+
+def pair_share(what: Prediction) -> int:
+    """Bytes of a rank's shard of the pair representation: no pass needs less."""
+    n = what.sizes.residues
+    return n * -(-n // what.ranks) * what.model.channels.pair * (HALF if what.half else SINGLE)
 
 
 def prediction_times(what: Prediction, device: Device, links: Links | None = None) -> Times:

@@ -9,7 +9,7 @@ import pytest
 
 from evodsp.cli import main
 from evodsp.config import ModelConfig
-from evodsp.inference import needs
+from evodsp.inference import estimate, needs
 from evodsp.inference.predict import predict_records
 from evodsp.planner.prediction import Prediction
 from evodsp.planner.program import Sizes
@@ -125,6 +125,21 @@ def test_wrong_input_is_one_line(options: list[str], said: str, capsys: pytest.C
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert said in error
+
+
+def test_a_chain_whose_pair_representation_does_not_fit_is_told_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches a million residues whose pass is followed, which takes minutes."""
+    monkeypatch.setattr(estimate, "prediction_memory", None)
+    output = tmp_path / "numbers.json"
+    assert main([*SMALL, "--residues=1000000", "--device=h100", "--precision=bf16", f"--output={output}"]) == 1
+    line = capsys.readouterr().out.splitlines()[1]
+    assert line.startswith("1,000,000 residues: does not fit; the pair representation alone takes ")
+    assert "73.6 GiB are free; raise --parallel.sequence" in line
+    (one,) = json.loads(output.read_text())
+    channels = ModelConfig.preset("small").channels.pair
+    assert (one["fits"], one["bytes"]) == (False, {"pair": 10**12 * channels * 2})
 
 
 def test_records_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
