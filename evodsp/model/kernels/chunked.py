@@ -318,7 +318,9 @@ def _gated_operands_backward(
     result = torch.empty_like(projected)
     of_values, of_gates = result.chunk(2)
     opening = gates.sigmoid()
-    torch.mul(grad.movedim(-3, 1), mask, out=of_values.unflatten(0, (2, -1)))
+    # One operand after the other: the compiler cannot write into a view that splits an axis.
+    for of_operand, place in zip(grad.movedim(-3, 1).unbind(), of_values.chunk(2), strict=True):
+        torch.mul(of_operand, mask, out=place)
     of_values.mul_(opening)
     # sigmoid' = sigmoid (1 - sigmoid), and the gradient of the values holds the first factor.
     torch.mul(of_values, values, out=of_gates)
