@@ -379,7 +379,9 @@ class _OuterProduct(torch.autograd.Function):
     def forward(ctx: Any, left: Tensor, right: Tensor, weight: Tensor) -> Tensor:
         (b, _, i, c), j = left.shape, right.shape[2]
         out = left.new_empty(b, i, j, len(weight))
-        few = max(_KEEP, _KEEP_OPERANDS * (left.numel() + right.numel()))
+        # On a GPU memory is dearer than time.
+        of_operands = _KEEP_OPERANDS * (left.numel() + right.numel()) if left.device.type == "cpu" else 0
+        few = max(_KEEP, of_operands)
         keep = any(ctx.needs_input_grad) and b * i * j * c * c <= few
         kept = []
         for sample, rows in _product_chunks(left, right):
