@@ -38,7 +38,13 @@ def _end(code: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except (OSError, ValueError):  # its reader has gone, or it is closed
+        except (
+            BrokenPipeError,
+            ValueError,
+        ):  # its reader has read enough (`evodsp plan | head -1`), or `main` has closed it
+            continue
+        except OSError as error:
+            os.write(2, f"evodsp: error: {stream.name} cannot be written ({error.strerror})\n".encode())
             code = code or 1
     os._exit(code)
 

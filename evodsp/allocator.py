@@ -13,8 +13,8 @@ import re
 from pathlib import Path
 
 LARGE = 8 << 20
-"""Bytes. A tensor of this size has pages of its own, which the system gets back when it is freed. Less of it
-saves little memory and costs more time (scripts/benchmarks/plan_memory.py)."""
+"""Bytes. A block of this size has pages of its own, which the system gets back when it is freed. 4 MiB saved 5 % more
+memory in a prediction of 256 residues, and took a tenth more time."""
 KEPT = 32 << 20
 """Bytes that the heap's free end may have before it is given back."""
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
@@ -23,9 +23,10 @@ HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def give_large_tensors_back(setting: Path = HUGE_PAGES) -> bool:
-    """From now on. To be called before PyTorch makes its first tensor. Returns whether it was done.
+    """Have glibc give freed tensors from `LARGE` on back to the system. Call this before PyTorch makes its first tensor.
 
-    Not without huge pages, on a C library that is not glibc, or where the environment says how memory is kept.
+    Returns whether it was done. It is not done without huge pages, with another C library than glibc, or where environment
+    variables say how memory is kept. `setting`: the kernel's file that says whether there are huge pages.
     """
     if _chosen_by_the_user() or not _huge_pages(setting):
         return False

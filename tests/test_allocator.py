@@ -12,7 +12,7 @@ import pytest
 from evodsp.allocator import HUGE_PAGES, give_large_tensors_back
 
 PROGRAM = """
-import gc, os, sys
+import os, sys
 from pathlib import Path
 from evodsp.allocator import give_large_tensors_back
 if sys.argv[1] != "never":

@@ -58,6 +58,26 @@ def test_a_command_ends_at_once_after_what_is_registered_for_its_end() -> None:
     assert (failed.returncode, failed.stdout) == (3, "said\n")
 
 
+@pytest.mark.parametrize(
+    ("disk", "code", "said"),
+    [(True, 1, "evodsp: error: <stdout> cannot be written (No space left on device)\n"), (False, 0, "")],
+    ids=["full disk", "closed pipe"],
+)
+def test_what_cannot_be_printed_at_the_end(disk: bool, code: int, said: str) -> None:
+    """Catches a full disk that nobody is told of, and `evodsp plan | head -1` taken for a mistake."""
+    program = "from evodsp.__main__ import leave\nprint('x')\nleave(0)"
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open("/dev/full" if disk else writer, "w") as output:
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            stdout=output, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": ""},
+        )  # fmt: skip
+    if disk:
+        os.close(writer)
+    assert (done.returncode, done.stderr) == (code, said)
+
+
 def test_help_imports_neither_torch_nor_lightning() -> None:
     commands = [[], *(name.split() for name in COMMANDS)]
     program = (

@@ -72,6 +72,7 @@ def compare(
     with _no_collection():
         # PyTorch needs its compiler's module for shapes. Imported before the fork: each process would take a second for it.
         importlib.import_module("torch._dynamo")
+    # The processes live for seconds: what they could collect is little.
     with ProcessPoolExecutor(2, mp_context=get_context("fork"), initializer=gc.disable) as pool:
         planned = Planned(training, device, links, auto, pool)
         of_one = planned.start(1)

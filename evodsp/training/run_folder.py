@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import sys
-import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from evodsp.errors import UserError
 from evodsp.files import whole_file
 from evodsp.output import output_errors
 from evodsp.training.config import RunConfig
+from evodsp.weights.container import archive_damage, first_sentence
 from evodsp.weights.foreign import refuse_foreign
 
 
@@ -176,22 +176,11 @@ def damage(path: Path) -> str | None:
 
     Raises UserError if it is whole, but holds objects that are not read.
     """
-    try:
-        with zipfile.ZipFile(path) as archive:
-            if (entry := archive.testzip()) is not None:
-                return f"{entry} has another checksum"
-            # The archive's directory has no checksum. PyTorch would read nothing from an entry marked as a folder.
-            if marked := [entry.filename for entry in archive.infolist() if entry.external_attr]:
-                return f"{marked[0]} is no file"
-    except Exception as error:  # a damaged directory can raise any exception
-        return _first_sentence(error)
+    if (problem := archive_damage(path)) is not None:
+        return problem
     try:
         torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # of a directory that passes for whole, too
         refuse_foreign(path)
-        return _first_sentence(error)
+        return first_sentence(error)
     return None
-
-
-def _first_sentence(error: Exception) -> str:
-    return str(error).partition(". ")[0] or "cut short"

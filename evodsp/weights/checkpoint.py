@@ -28,7 +28,7 @@ from evodsp.files import whole_file
 from evodsp.model.alphafold import AlphaFold
 from evodsp.weights.by_name import NAMES, need_weights
 from evodsp.weights.config import preset_of, published_features
-from evodsp.weights.container import container
+from evodsp.weights.container import archive_damage, container
 from evodsp.weights.foreign import refuse_foreign
 from evodsp.weights.published import is_parameter_file, load_published
 from evodsp.weights.versions import FORMAT_VERSION, upgrade
@@ -94,6 +94,9 @@ def load_model(path: str | Path, raw: bool = False, preset: str | None = None) -
         model = load_published(path, preset, raw)[0]
         model.trained_features = load_features(path, preset)
         return model.eval()
+    # read_checkpoint reads what it needs of the file, without checksums.
+    if container(Path(path)) == "torch" and (problem := archive_damage(Path(path))) is not None:
+        raise UserError(f"{path}: damaged ({problem}); copy it again, or use another checkpoint")
     checkpoint = _own_checkpoint(path, preset)
     model = AlphaFold(_config(path, checkpoint))
     model.trained_features = _features(path, checkpoint)

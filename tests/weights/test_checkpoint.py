@@ -161,3 +161,17 @@ def test_only_sizes_that_matter_must_agree(model: AlphaFold, tmp_path: Path) -> 
     other = dataclasses.replace(config, evoformer=dataclasses.replace(config.evoformer, blocks=3))
     with pytest.raises(UserError, match=r"model\.evoformer\.blocks 2, but the config says 3"):
         check_same_model(path, checkpoint, other)
+
+
+def test_a_bit_that_is_lost_is_named(model: AlphaFold, tmp_path: Path) -> None:
+    """Catches predictions with wrong weights, and a traceback where the name of a parameter is damaged."""
+    save_model(tmp_path / "whole.ckpt", model)
+    content = (tmp_path / "whole.ckpt").read_bytes()
+    load_model(tmp_path / "whole.ckpt")
+    numbers = next(iter(model.parameters())).detach().numpy().tobytes()
+    for at in (content.index(numbers) + 3, content.index(b"structure_module") + 1):
+        broken = bytearray(content)
+        broken[at] ^= 4
+        (tmp_path / "broken.ckpt").write_bytes(broken)
+        with pytest.raises(UserError, match=r"broken\.ckpt: damaged \(.* has another checksum\); copy it again"):
+            load_model(tmp_path / "broken.ckpt")
