@@ -5,12 +5,14 @@ A user's mistake is one line on standard error and exit code 2; Ctrl-C is exit c
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -280,7 +282,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     give_large_tensors_back()
     end_with_launcher()
     try:
-        code = dispatch(words)
+        with _names_of_files():
+            code = dispatch(words)
         if code in (1, STOPPED):  # it would be the same after a restart
             end_agent()
         return code
@@ -302,6 +305,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `evodsp --help | head`
         sys.stderr.close()
         return 0
+
+
+@contextmanager
+def _names_of_files() -> Iterator[None]:
+    """A path with a part that is too long for the name of a file is a user's mistake."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        path = os.fsdecode(error.filename)
+        raise UserError(
+            f"{path[:40]}…: no file or folder can have a name as long as this one's; check the path"
+        ) from error
 
 
 def _rank() -> int:

@@ -134,6 +134,18 @@ def test_the_quick_help_lists_options_that_exist() -> None:
         (["weights", "fetch", "model_1_pmt"], "Did you mean 'model_1_ptm'?"),
         (["predict", "--fast", "x"], "Did you mean '--fasta'?"),
         (["predict", "--checkpoint=x", "--output=y"], "nothing to predict: give FASTA or A3M files"),
+        (
+            ["predict", "MKTAYIAKQR", "--checkpoint=x", "--output=y"],
+            "MKTAYIAKQR: no such file or folder; if it is a sequence,",
+        ),
+        (
+            ["predict", "MKTAYIAKQR" * 30, "--checkpoint=x", "--output=y"],
+            "MKTAYIAKQR: no such file or folder; if it is a seq",
+        ),
+        (
+            ["predict", "x", "--checkpoint=x", "--output", "y" * 300],
+            "no file or folder can have a name as long as this one's",
+        ),
         (["predict", "x", "--fasta=z", "--checkpoint=x", "--output=y"], "--fasta z is given beside x"),
         (["data", "doctor", "stray"], "unknown argument 'stray'"),
         (["weights", "imprt"], "no command 'weights imprt'. Did you mean 'import'?"),

@@ -64,5 +64,7 @@ def page_problem(page: str, make: Callable[[], object]) -> str | None:
     except Exception as error:
         code = traceback.extract_tb(error.__traceback__)[-1]
         what = f"{type(error).__name__} in {Path(code.filename).name}, line {code.lineno}: {error}"
+        if isinstance(error, OSError) and error.strerror:  # a full disk needs no place in the code
+            what = error.strerror
         return f"{page} could not be written ({what}); the results themselves are complete"
     return None

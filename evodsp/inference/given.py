@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from evodsp.errors import UserError, nearest
-from evodsp.inference.inputs import read_inputs
+from evodsp.inference.inputs import exists, is_sequence, read_inputs
 from evodsp.model.alphafold import AlphaFold
 from evodsp.weights.checkpoint import save_model
 
@@ -38,24 +38,9 @@ def as_given_files(inputs: Inputs, alignments: Alignments, checkpoint: Checkpoin
     return GivenFiles(paths, _alignment_folder(alignments, paths, folder), models)
 
 
-def is_sequence(given: object) -> bool:
-    """Whether a value is the letters of a sequence, and not a path: upper-case letters, blanks and '*', and no such file."""
-    if not isinstance(given, str):
-        return False
-    letters = "".join(given.split()).removesuffix("*")
-    return letters.isalpha() and letters.isascii() and letters.isupper() and not _exists(given)
-
-
 def _is_text(given: str | Path) -> bool:
     """Whether a value is the text of a FASTA or A3M file, and not a path."""
     return isinstance(given, str) and given.lstrip().startswith(">")
-
-
-def _exists(path: str) -> bool:
-    try:
-        return Path(path).exists()
-    except OSError:  # too long for a file's name: a sequence
-        return False
 
 
 def _input_files(inputs: Inputs, folder: Path) -> tuple[Path, ...]:
@@ -82,7 +67,7 @@ def _input_files(inputs: Inputs, folder: Path) -> tuple[Path, ...]:
             name = ALONE if len(given) == 1 else f"{ALONE}_{number}"
             paths.append(_fasta(folder, [(name, one)], f"{name}.fasta"))
         elif isinstance(one, str | Path):
-            if not _exists(str(one)) and str(one) != "-":
+            if not exists(str(one)) and str(one) != "-":
                 raise UserError(
                     f"evodsp.predict: {_short(one)} is no file or folder, and no sequence; "
                     "a sequence is in upper-case letters, such as 'MKTAYIAK'"
@@ -132,7 +117,7 @@ def _put_alignment(folder: Path, name: str, given: str | Path) -> None:
         (folder / f"{name}.a3m").write_text(str(given).lstrip(), encoding="utf-8")
         return
     path = Path(given)
-    if not _exists(str(given)):
+    if not exists(str(given)):
         raise UserError(
             f"evodsp.predict: alignments: {_short(given)} is no file or folder, and no A3M text, which begins with '>'"
         )

@@ -98,7 +98,28 @@ def _files(inputs: Sequence[Path]) -> list[Path]:
     return files
 
 
+def is_sequence(given: object) -> bool:
+    """Whether a value is the letters of a sequence, and not a path: upper-case letters, blanks and '*', and no such file."""
+    if not isinstance(given, str):
+        return False
+    letters = "".join(given.split()).removesuffix("*")
+    return letters.isalpha() and letters.isascii() and letters.isupper() and not exists(given)
+
+
+def exists(path: str) -> bool:
+    """Whether there is a file or folder of this name."""
+    try:
+        return Path(path).exists()
+    except OSError:  # too long for a file's name: a sequence
+        return False
+
+
 def _files_of(path: Path) -> list[Path]:
+    if is_sequence(str(path)):
+        raise UserError(
+            f"{str(path)[:40]}: no such file or folder; if it is a sequence, write it into a FASTA file: a line '>name', then "
+            "the sequence"
+        )
     if not path.is_dir():
         if not path.exists():
             raise UserError(f"{path}: no such file or folder; give FASTA or A3M files, or '-' for standard input")

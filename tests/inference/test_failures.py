@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch
 
 from evodsp.inference import command
 from evodsp.inference import predict as module
+from evodsp.inference.failures import page_problem
 from evodsp.inference.predict import predict, predict_records
 from evodsp.inference.targets import Target
 from tests.builders.prediction import read_json, silent
@@ -120,6 +123,16 @@ def test_a_page_that_cannot_be_written_costs_no_result(workplace, monkeypatch, p
     assert all((folder / "report.html").is_file() for folder in folders)
     assert (workplace.config.output / "index.html").is_file()
     assert not any("model, " in line for line in again), "predicted again for the sake of a page"
+
+
+def test_a_page_on_a_full_disk_is_a_plain_line():
+    """Catches names of our functions in the line that says that a disk is full."""
+
+    def make() -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    line = page_problem("x/report.html", make)
+    assert line == "x/report.html could not be written (No space left on device); the results themselves are complete"
 
 
 def test_a_users_own_index_page_stays(workplace):
