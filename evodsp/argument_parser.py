@@ -55,6 +55,7 @@ class OneLineErrors(ArgumentParser):
         for option in self.several:
             words = _as_list(f"--{option}", words)
         self._check_environment()
+        self._check_lists()
         config = super().parse_args(words, *rest, **kwargs)
         self._check_groups(config)
         return config
@@ -167,6 +168,24 @@ class OneLineErrors(ArgumentParser):
         given = [option for word in self.words if (option := word.partition("=")[0]) in single]
         if repeated := [option for option in given if given.count(option) > 1]:
             raise UserError(f"{repeated[0]} is given more than once; give it once")
+
+    def _check_lists(self) -> None:
+        """Raise UserError if a config file gives an argument without a name other than as a list of words: jsonargparse's
+        message names neither the file nor what is expected, and it fails on a mapping."""
+        unnamed = [action.dest for action in self._actions if not action.option_strings]
+        for file in self.config_files:
+            try:
+                content = yaml.safe_load(Path(file).read_text())
+            except (OSError, UnicodeDecodeError, yaml.YAMLError):
+                continue  # said when it is parsed
+            for key in unnamed:
+                value = content.get(key) if isinstance(content, dict) else None
+                if value is None or (isinstance(value, list) and all(isinstance(one, str) for one in value)):
+                    continue
+                fix = f"; write {key}: [{value}]" if isinstance(value, str) else ""
+                raise UserError(
+                    f"{file}:{line_of_key(Path(file), key)}: {key}: expected a list of words, found '{value}'{fix}"
+                )
 
     def _check_groups(self, config: Any) -> None:
         """Raise UserError if a group of options was given a single value (`evoformer: 3`), which jsonargparse lets pass."""

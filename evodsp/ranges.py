@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 from evodsp.errors import SettingError
@@ -50,7 +51,12 @@ def check_numbers(settings: Any, ranges: Mapping[str, Range], where: str) -> Non
     """
     for name, allowed in ranges.items():
         value = settings[name] if isinstance(settings, Mapping) else getattr(settings, name)
-        if value is not None and value not in allowed:
+        if value is None:
+            continue
+        is_number = isinstance(value, Real)
+        if not is_number:
+            raise SettingError(f"{where}{name}", repr(value), f"a number {allowed}")
+        if value not in allowed:
             raise SettingError(f"{where}{name}", value, "finite" if value == math.inf else str(allowed))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from evodsp.errors import UserError, nearest
 from evodsp.inference.inputs import exists, is_sequence, read_inputs
@@ -55,7 +56,11 @@ def _input_files(inputs: Inputs, folder: Path) -> tuple[Path, ...]:
             if not is_sequence(letters):
                 raise UserError(f"evodsp.predict: '{name}' is {_short(letters)}, but must be a sequence in upper case")
         return (_fasta(folder, inputs.items()),)
-    given = [inputs] if isinstance(inputs, str | Path) else list(inputs)
+    given = (
+        [inputs]
+        if isinstance(inputs, str | Path)
+        else _several(inputs, "no sequence and no path; give a string or a Path")
+    )
     if not given or any(one == "" for one in given):
         raise UserError("evodsp.predict: nothing to predict; give a sequence, {name: sequence}, or FASTA or A3M files")
     paths: list[Path] = []
@@ -98,6 +103,10 @@ def _alignment_folder(given: Alignments, inputs: Sequence[Path], folder: Path) -
         for name, one in given.items():
             _put_alignment(folder / "alignments", name, one)
         return folder / "alignments"
+    if not isinstance(given, str | Path):
+        raise UserError(
+            f"evodsp.predict: alignments: {_short(given)} is no path and no A3M text; give a string or a Path"
+        )
     if not _is_text(given) and not Path(given).is_file():
         return Path(given)
     records, failures = read_inputs(inputs)
@@ -125,7 +134,8 @@ def _put_alignment(folder: Path, name: str, given: str | Path) -> None:
 
 
 def _checkpoint_files(given: Checkpoints, folder: Path) -> Path | list[Path]:
-    models = [given] if isinstance(given, str | Path | AlphaFold) else list(given)
+    fix = "no model and no path; use evodsp.load_model(path)"
+    models = [given] if isinstance(given, str | Path | AlphaFold) else _several(given, fix)
     if not models:
         raise UserError("evodsp.predict: no checkpoint; give a model, or the path of a checkpoint")
     paths: list[Path] = []
@@ -136,8 +146,15 @@ def _checkpoint_files(given: Checkpoints, folder: Path) -> Path | list[Path]:
         elif isinstance(one, str | Path):
             paths.append(Path(one))
         else:
-            raise UserError(f"evodsp.predict: {_short(one)} is no model and no path; use evodsp.load_model(path)")
+            raise UserError(f"evodsp.predict: {_short(one)} is {fix}")
     return paths[0] if isinstance(given, str | Path | AlphaFold) else paths
+
+
+def _several(given: object, fix: str) -> list[Any]:
+    """The values of a list or the like. Raises UserError for a value that is none: it is `fix`."""
+    if not isinstance(given, Iterable):
+        raise UserError(f"evodsp.predict: {_short(given)} is {fix}")
+    return list(given)
 
 
 def _short(value: object) -> str:

@@ -257,3 +257,23 @@ def test_a_config_file_and_what_is_printed_as_one(
     file.write_text("sedes: 4\n")
     assert main(["predict", "--config", str(file)]) == 2
     assert f"{file}:1: unknown config key 'sedes'. Did you mean 'seeds'?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        ("a.fasta", "found 'a.fasta'; write inputs: [a.fasta]"),
+        ("7", "expected a list of words, found '7'"),
+        ("[7]", "found '[7]'"),
+        ("{a: b}", "found '{'a': 'b'}'"),
+    ],
+)
+def test_inputs_of_a_config_file_that_are_no_list(
+    written: str, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches jsonargparse's own words ('str' object does not support item assignment), and its traceback for a mapping."""
+    (file := tmp_path / "run.yaml").write_text(f"output: x\ncheckpoint: y\ninputs: {written}\n")
+    assert main(["predict", "--config", str(file)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"evodsp: error: {file}:3: inputs: ")
+    assert expected in error

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -139,6 +141,30 @@ def test_a_wrong_input_is_a_user_error(workplace: Workplace, inputs: Any, alignm
         evodsp.predict(inputs, alignments, workplace.config.checkpoint, report=silent, device="cpu")
     assert expected in str(caught.value)
     assert tempfile.gettempdir() + "/evodsp_" not in str(caught.value)
+
+
+_WRONG_TYPES = """
+import evodsp
+from evodsp.errors import UserError
+for words in ({"inputs": 3}, {"inputs": None}, {"alignments": 3}, {"checkpoint": 3}, {"seeds": "x"}):
+    try:
+        evodsp.predict(**{"inputs": "MK", "checkpoint": "x.ckpt", **words})
+    except UserError as error:
+        print(error)
+"""
+
+
+def test_a_value_of_another_type_is_a_user_error() -> None:
+    """Catches Python's own words for it, which name no argument. In a process of its own: here, types are checked before."""
+    done = subprocess.run([sys.executable, "-c", _WRONG_TYPES], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "evodsp.predict: 3 is no sequence and no path; give a string or a Path",
+        "evodsp.predict: None is no sequence and no path; give a string or a Path",
+        "evodsp.predict: alignments: 3 is no path and no A3M text; give a string or a Path",
+        "evodsp.predict: 3 is no model and no path; use evodsp.load_model(path)",
+        "--seeds is 'x', but must be a number at least 1",
+    ]
 
 
 def test_what_is_a_sequence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
