@@ -42,3 +42,9 @@ def packaged_data(path: str) -> str | None:
     if inside.parts[:1] != ("data",) or inside.exists():
         return None
     return str(packaged_folder("data") / inside.relative_to("data"))
+
+
+def where_packaged(path: Path) -> str:
+    """For a message about a missing data/…: where the one that comes with evodsp is. Empty if there is none."""
+    found = packaged_data(str(path))
+    return f"; the one that comes with evodsp is {found}" if found is not None and Path(found).exists() else ""

@@ -14,6 +14,7 @@ import pytest
 import evodsp
 from evodsp import packaged
 from evodsp.errors import UserError
+from evodsp.inference.targets import find_targets
 from evodsp.packaged import packaged_folder
 from evodsp.run_config_file import read_run_config, with_packaged_configs
 from tests.builders.pages import ROOT
@@ -56,6 +57,21 @@ def test_where_a_wheel_has_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(packaged, "__file__", str(tmp_path / "evodsp" / "packaged.py"))
     assert packaged_folder("configs") == tmp_path / "evodsp" / "packaged" / "configs"
     assert packaged_folder("data") == tmp_path / "data"
+
+
+@pytest.mark.parametrize("alignments", [None, "data/alignments/s005_A"])
+def test_the_documented_commands_say_where_the_proteins_are(
+    alignments: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches 'no such file' as the only answer to README's `evodsp predict data/fasta/…` with an installed evodsp."""
+    monkeypatch.chdir(tmp_path)
+    missing = "fasta/s005_A.fasta" if alignments is None else "alignments/s005_A"
+    with pytest.raises(
+        UserError, match=f"^data/{missing}: no such .*; the one that comes with evodsp is .*/data/{missing}$"
+    ):
+        find_targets([Path("data/fasta/s005_A.fasta")], alignments and Path(alignments))
+    with pytest.raises(UserError, match="no such file or folder; give FASTA or A3M files"):
+        find_targets([Path("data/fasta/mine.fasta")], None)
 
 
 @pytest.fixture(scope="module")

@@ -20,6 +20,7 @@ from evodsp.data.parsers.a3m import name_if_a3m, query_of_a3m
 from evodsp.data.records import ProteinSequence
 from evodsp.errors import UserError
 from evodsp.inference.failures import Failure
+from evodsp.packaged import where_packaged
 
 STANDARD_INPUT = Path("-")
 _FASTA = (".fasta", ".fa", ".faa", ".fas")
@@ -122,7 +123,8 @@ def _files_of(path: Path) -> list[Path]:
         )
     if not path.is_dir():
         if not path.exists():
-            raise UserError(f"{path}: no such file or folder; give FASTA or A3M files, or '-' for standard input")
+            fix = where_packaged(path) or "; give FASTA or A3M files, or '-' for standard input"
+            raise UserError(f"{path}: no such file or folder{fix}")
         return [path]
     try:
         files = sorted(file for file in path.iterdir() if _kind(file, _FASTA + _A3M) and _is_file_or_broken(file))

@@ -16,6 +16,7 @@ from evodsp.data.records import Alignment, ProteinSequence
 from evodsp.errors import UserError, nearest
 from evodsp.inference.failures import Failure
 from evodsp.inference.inputs import InputRecord, read_inputs
+from evodsp.packaged import where_packaged
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,8 @@ def find_targets(inputs: Sequence[Path], alignments: Path | None) -> tuple[list[
     if alignments is not None and alignments.is_file():
         raise UserError(f"{alignments}: is a file, but --alignments takes the folder of alignments; give the folder")
     if alignments is not None and not alignments.is_dir():
-        raise UserError(f"{alignments}: no such folder of alignments; check --alignments")
+        fix = where_packaged(alignments) or "; check --alignments"
+        raise UserError(f"{alignments}: no such folder of alignments{fix}")
     records, failures = read_inputs(inputs)
     targets: list[Target] = []
     alone = len(records) + len(failures) == 1
