@@ -47,7 +47,8 @@ def write_batch_page(output: Path, failures: Sequence[Failure]) -> Path:
 
 def batch_page(output: Path, failures: Sequence[Failure]) -> Page:
     """The page. Folders without a complete result are left out."""
-    rows, means = [], []
+    rows: list[dict[str, str]] = []
+    means = []
     for folder in sorted(path.parent for path in output.glob(f"*/{RANKING}")):
         try:
             result = read_result(folder)
@@ -67,8 +68,13 @@ def batch_page(output: Path, failures: Sequence[Failure]) -> Page:
             "failed": f"{len(failures):,}",
         }
     )
-    heads = "".join(f"<th{kind}>{name}</th>" for name, kind in _HEADINGS)
-    page.markup(f'<div class="scroll"><table class="targets"><tr>{heads}</tr>{"".join(rows)}</table></div>')
+    # Of models without a PAE head no target has a pTM.
+    shown = {name: kind for name, kind in _HEADINGS.items() if name != "pTM" or any(row["pTM"] for row in rows)}
+    heads = "".join(f"<th{kind}>{name}</th>" for name, kind in shown.items())
+    lines = "".join(
+        f"<tr>{''.join(f'<td{kind}>{row[name]}</td>' for name, kind in shown.items())}</tr>" for row in rows
+    )
+    page.markup(f'<div class="scroll"><table class="targets"><tr>{heads}</tr>{lines}</table></div>')
     if len(means) > 4:
         counts, _ = np.histogram(means, bins=20, range=(0, 100))
         page.charts({"Mean pLDDT": histogram([5.0 * n for n in range(21)], counts.tolist(), "mean pLDDT", "targets")})
@@ -78,20 +84,26 @@ def batch_page(output: Path, failures: Sequence[Failure]) -> Page:
     return page
 
 
-_NUMBER = ' class="number"'
-_HEADINGS = (
-    ("target", ""), ("residues", _NUMBER), ("mean pLDDT", _NUMBER), ("pTM", _NUMBER), ("predictions", _NUMBER),
-    ("pLDDT along the sequence", ""),
-)  # fmt: skip
+_NUMBER, _ALONG = ' class="number"', "pLDDT along the sequence"
+_HEADINGS = {
+    "target": "", "residues": _NUMBER, "mean pLDDT": _NUMBER, "pTM": _NUMBER, "predictions": _NUMBER, _ALONG: "",
+}  # fmt: skip
+"""Of the columns, and what their cells are."""
 
 
-def _row(folder: Path, name: str, plddt: np.ndarray, mean: float, ptm: float | None, seeds: int) -> str:
+def _row(folder: Path, name: str, plddt: np.ndarray, mean: float, ptm: float | None, seeds: int) -> dict[str, str]:
+    """The cells, by column."""
     link = escape(name)
     if (folder / REPORT).is_file():
         link = f'<a href="{quote(folder.name)}/{REPORT}">{link}</a>'
-    numbers = (f"{len(plddt):,}", f"{mean:.1f}", "" if ptm is None else f"{ptm:.2f}", f"{seeds}")
-    cells = "".join(f"<td{_NUMBER}>{number}</td>" for number in numbers)
-    return f"<tr><td>{link}</td>{cells}<td>{_strip(plddt)}</td></tr>"
+    return {
+        "target": link,
+        "residues": f"{len(plddt):,}",
+        "mean pLDDT": f"{mean:.1f}",
+        "pTM": "" if ptm is None else f"{ptm:.2f}",
+        "predictions": f"{seeds}",
+        _ALONG: _strip(plddt),
+    }
 
 
 def _strip(plddt: np.ndarray) -> str:

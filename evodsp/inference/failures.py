@@ -16,11 +16,13 @@ FAILURES = "failures.json"
 
 @dataclass(frozen=True)
 class Failure:
-    """A record without a result."""
+    """A record without a result, or without a part of it."""
 
     name: str
     reason: str
     """One line: where, what was found, and the fix."""
+    some_written: bool = False
+    """Whether some of its seeds are finished and written."""
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,11 @@ def _files(path: Path) -> list[Path]:
     """The checkpoints in a folder; or `path` itself, if it is a file or a folder that DeepSpeed wrote."""
     if not path.is_dir() or any(any(path.glob(pattern)) for pattern in _OF_DEEPSPEED):
         return [path]
-    return sorted(file for file in path.iterdir() if file.suffix in _SUFFIXES) or [path]
+    if found := sorted(file for file in path.iterdir() if file.suffix in _SUFFIXES):
+        return found
+    inside = path / _TELLS_NOTHING
+    instead = f"give {inside}" if inside.is_dir() else "give a file, or a folder of such files"
+    raise UserError(f"{path}: --checkpoint is a folder without a checkpoint ({', '.join(_SUFFIXES)}); {instead}")
 
 
 def _names(paths: Sequence[Path]) -> list[str]:

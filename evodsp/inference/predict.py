@@ -7,52 +7,35 @@ named, and the others go on (`evodsp.inference.failures`).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from evodsp.config import FeatureConfig
-from evodsp.data.dataset import collate, prediction_sample
-from evodsp.data.records import Alignment
-from evodsp.data.templates.features import TemplateFeatures
 from evodsp.errors import UserError
 from evodsp.files import whole_folder
 from evodsp.inference.batch_page import INDEX, write_batch_page
-from evodsp.inference.block_progress import block_progress
 from evodsp.inference.config import PredictConfig
-from evodsp.inference.devices import device_of, memory_entries, working_memory
-from evodsp.inference.failures import (
-    FAILURES,
-    Failure,
-    Outcome,
-    none_usable,
-    page_problem,
-    write_failures,
-)
+from evodsp.inference.devices import device_of, working_memory
+from evodsp.inference.failures import FAILURES, Failure, Outcome, none_usable, page_problem, write_failures
 from evodsp.inference.groups import Groups, share
 from evodsp.inference.jobs import Inputs, Job
 from evodsp.inference.memory_errors import LESS_MEMORY, memory_errors
 from evodsp.inference.models import NamedModel
-from evodsp.inference.needs import check_needs
-from evodsp.inference.passes import SeedRun, layer_dtype, run_passes, structure_of
+from evodsp.inference.passes import layer_dtype
 from evodsp.inference.plot_files import write_plots
 from evodsp.inference.preparation import prepare, read_inputs_and_models
-from evodsp.inference.provenance import (
-    sizes_line,
-)
+from evodsp.inference.provenance import sizes_line
 from evodsp.inference.relaxation import missing_relaxations, relax_prediction
 from evodsp.inference.results import REPORT, TIMINGS, PredictionResult, write_json, write_results
-from evodsp.inference.stored import copy_files
+from evodsp.inference.run_log import Report, counted
+from evodsp.inference.seeds import Finished, predict_seeds
+from evodsp.inference.stored import Stored, copy_files, find_stored
 from evodsp.inference.target_page import write_target_page
-from evodsp.inference.targets import Target
-from evodsp.inference.writers import PredictedStructure
-from evodsp.launch.consensus import all_of, check_same, from_first, long_from_first, on_first, tensors_from_first
+from evodsp.launch.consensus import all_of, check_same, from_first, long_from_first
 from evodsp.launch.last_words import note_work
 from evodsp.model.alphafold import AlphaFold
 from evodsp.model.in_place import use_memory
@@ -61,12 +44,13 @@ from evodsp.model.primitives import use_exchange, use_kernels
 from evodsp.parallel.exchange import ShardedExchange
 from evodsp.parallel.group import Group
 
-Report = Callable[[str], None]
-
 
 def predict(config: PredictConfig, report: Report = print, group: Group | None = None) -> list[PredictionResult]:
     """The results of `predict_records`. Raises UserError if there is none."""
-    return predict_records(config, report, group).results
+    outcome = predict_records(config, report, group)
+    if not outcome.results:
+        raise none_usable(outcome.failures)
+    return outcome.results
 
 
 def predict_records(
@@ -81,7 +65,7 @@ def predict_records(
     `report` gets one line per stage, one per record that fails, and a last one that counts them. The records that failed are
     listed in <output>/failures.json. Raises UserError if no record can be predicted: then nothing has been written. If that
     is known from the inputs, no model has run.
-    A target's folder appears only when it is complete.
+    A target's folder appears only when its files are complete. Of a long chain they are at first those of the first seeds.
 
     `group`: the ranks that share each structure. `groups`: several such groups, which share the records. All ranks call this
     function with the same `config`. Rank 0 of all checks the inputs; then the first rank of each group reads the alignments of
@@ -110,7 +94,7 @@ def predict_records(
             else:
                 failures.append(found if model.name is None else replace(found, reason=f"{model.name}: {found.reason}"))
     complete = [results[name] for target in inputs.targets if (name := target.query.name) in results]
-    if not complete:
+    if not complete and not any(failure.some_written for failure in failures):
         raise none_usable(failures)
     from_first(lambda: write_failures(config.output, failures), everyone)
     make = partial(_write_index, config.output, failures, report)
@@ -166,7 +150,7 @@ def _predict_with(
 
     if groups is None:
         return [*work.failures, *(run(number, report) for number in range(len(work.jobs)))]
-    report(f"{groups.count} groups of ranks take {_count(len(work.jobs), 'record')}, the longest first")
+    report(f"{groups.count} groups of ranks take {counted(len(work.jobs), 'record')}, the longest first")
     return [*work.failures, *share([len(job.target.query) for job in work.jobs], run, report, groups)]
 
 
@@ -189,7 +173,7 @@ def _predict_job(
     group: Group | None,
 ) -> PredictionResult | Failure:
     """Predict one record, unless its results are kept, and report what became of it. `place`: among all records."""
-    report(f"{place} {job.target.query.name}: {_count(len(job.target.query), 'residue')}")
+    report(f"{place} {job.target.query.name}: {counted(len(job.target.query), 'residue')}")
     for note in job.target.notes:
         report(f"  {note}")
     if job.stored is not None and job.kept:
@@ -218,94 +202,66 @@ def _predict_target(
 
     Raises UserError if the output cannot be written, and LeftAlone on a rank of several that has no memory left.
     """
-    structures: dict[int, PredictedStructure] = {}
-    timings: dict[str, Any] = {}
     if job.stored is not None:
-        earlier = job.stored.result
-        what = f"{_count(len(earlier.mean_plddt), 'seed')} of an earlier run"
-        report(
-            f"  {what if job.model is None else _count(len(earlier.mean_plddt), 'prediction') + ' already there'} kept"
-        )
-    try:
-        if job.seeds:
-            assert model is not None
-            structures, timings = _compute(job, model, config, features, report, group)
-    except UserError as error:
-        return Failure(job.target.query.name, str(error))
-    start = time.perf_counter()
-    result = from_first(lambda: _write(job, structures, timings, config), group)
-    if isinstance(result, PredictionResult):
+        earlier = len(job.stored.result.mean_plddt)
+        what = f"{counted(earlier, 'seed')} of an earlier run" if job.model is None else _already(earlier)
+        report(f"  {what} kept")
+    result: PredictionResult | None = None
+    failed = ""
+    for finished in _finished_seeds(job, model, config, features, report, group):
+        if isinstance(finished, UserError):
+            failed = str(finished)
+            break
+        if result is not None:  # the folder holds this run's first seeds, and the next ones are added
+            job = replace(job, stored=from_first(partial(_stored, job, config), group))
+        start = time.perf_counter()
+        written = from_first(partial(_write, job, finished, config), group)
+        if isinstance(written, Failure):
+            return written
+        result = written
         best = result.mean_plddt[result.best]
         seconds = time.perf_counter() - start
         report(f"  wrote {result.folder}, {seconds:.1f} s; best: {result.structure().name}, pLDDT {best:.1f}")
-        _relax(result, config, report, group)
-        _make_page(job, result, report, group)
-        _plot(job, result, config, report, group)
+    if result is None:
+        return Failure(job.target.query.name, failed)
+    _relax(result, config, report, group)
+    _make_page(job, result, report, group)
+    _plot(job, result, config, report, group)
+    if failed:
+        before = f"finished before: {counted(len(result.mean_plddt), 'prediction')}, in {result.folder}"
+        return Failure(job.target.query.name, f"{failed}; {before}", some_written=True)
     return result
 
 
-def _compute(
-    job: Job, model: AlphaFold, config: PredictConfig, features: FeatureConfig, report: Report, group: Group | None
-) -> tuple[dict[int, PredictedStructure], dict[str, Any]]:
-    """The structures by seed, and the entries of timings.json."""
-    target, device = job.target, next(model.parameters()).device
-    start = time.perf_counter()
-
-    def read() -> list[Alignment]:
-        with memory_errors(target.query.name, len(target.query), device):
-            return target.read()
-
-    alignments = on_first(read, group) or []
-    reading = time.perf_counter() - start
-    rows = sum(map(len, alignments))
-    report(f"  read {_count(rows, 'sequence')} in {_count(len(alignments), 'alignment')}, {reading:.1f} s")
-    if model.config.templates.enabled:
-        report(f"  {job.templates_line}")
-
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    structures: dict[int, PredictedStructure] = {}
-    runs: dict[int, SeedRun] = {}
-    for seed in job.seeds:
-        start = time.perf_counter()
-        make = partial(_features, target, alignments, features, seed, job.templates, config.ensembles)
-        with memory_errors(target.query.name, len(target.query), device, group):
-            batch = tensors_from_first(make, device, group)
-        seconds = time.perf_counter() - start
-        report(f"  seed {seed}: features, {seconds:.1f} s")
-        if seed == job.seeds[0]:
-            ask = partial(check_needs, target.query.name, len(target.query), batch, model, config)
-            if line := from_first(ask, group):
-                report(f"  {line}")
-        most = (features.recycles + 1) * config.ensembles
-        shown = block_progress(model, f"{target.query.name}, seed {seed}", most) if _is_rank_0() else nullcontext()
-        with shown:
-            structures[seed], passes, change = _predict_seed(target, batch, model, config, group)
-        runs[seed] = SeedRun(seconds, passes, change)
-        report(
-            f"  seed {seed}: model, {runs[seed].model_line(features.recycles + 1)}; {structures[seed].confidence_line}"
-        )
-
-    features_seconds = job.templates_seconds + reading + sum(run.features for run in runs.values())
-    timings = {
-        "name": target.query.name,
-        "residues": len(target.query),
-        "alignment_rows": rows,
-        "device": str(device),
-        "features_seconds": round(features_seconds, 3),
-        "model_seconds": round(sum(sum(run.passes) for run in runs.values()), 3),
-    }
-    named = {} if job.model is None else {"model": job.model}
-    each = {
-        "seeds": [{**named, "seed": seed, **run.timings} for seed, run in runs.items()],
-        **memory_entries(device, group),
-    }
-    return structures, {**timings, **each}
+def _already(number: int) -> str:
+    return f"{counted(number, 'prediction')} already there"
 
 
-def _write(
-    job: Job, structures: dict[int, PredictedStructure], timings: dict[str, Any], config: PredictConfig
-) -> PredictionResult | Failure:
+def _finished_seeds(
+    job: Job,
+    model: AlphaFold | None,
+    config: PredictConfig,
+    features: FeatureConfig,
+    report: Report,
+    group: Group | None,
+) -> Iterator[Finished | UserError]:
+    """What is to be written, piece by piece; at the end the error of a seed that failed."""
+    if not job.seeds:
+        yield Finished({}, {})  # a format is missing
+        return
+    assert model is not None
+    try:
+        yield from predict_seeds(job, model, config, features, report, group)
+    except UserError as error:
+        yield error
+
+
+def _stored(job: Job, config: PredictConfig) -> Stored | None:
+    """What the folder of a job's results holds now."""
+    return find_stored(config.output / job.target.query.name, job.settings, overwrite=False, model=job.model)
+
+
+def _write(job: Job, finished: Finished, config: PredictConfig) -> PredictionResult | Failure:
     """Write a target's folder. Raises UserError if that is impossible; a structure that no file can hold is a Failure."""
     query = job.target.query
     folder = config.output / query.name
@@ -318,7 +274,7 @@ def _write(
                 stored.write_format(new, config.format, config.pae_in_cif)
             result = write_results(
                 new,
-                structures,
+                finished.structures,
                 config.format,
                 job.settings,
                 query.name,
@@ -327,7 +283,7 @@ def _write(
                 stored.models if stored else {},
                 config.pae_in_cif,
             )
-            if timings:
+            if timings := finished.timings:
                 timings = timings if stored is None else stored.with_timings(timings)
                 write_json(new / TIMINGS, {**timings, "writing_seconds": round(time.perf_counter() - start, 3)})
     except UserError as error:
@@ -371,35 +327,3 @@ def _plot(job: Job, result: PredictionResult, config: PredictConfig, report: Rep
 
 def _write_index(output: Path, failures: list[Failure], report: Report) -> None:
     report(f"to look at: {write_batch_page(output, failures)}")
-
-
-def _is_rank_0() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
-def _features(
-    target: Target,
-    alignments: list[Alignment],
-    features: FeatureConfig,
-    seed: int,
-    templates: TemplateFeatures,
-    ensembles: int,
-) -> dict[str, torch.Tensor]:
-    with memory_errors(target.query.name, len(target.query), torch.device("cpu")):
-        return collate([prediction_sample(target.query, alignments, features, seed, templates, ensembles)])
-
-
-def _predict_seed(
-    target: Target, batch: dict[str, torch.Tensor], model: AlphaFold, config: PredictConfig, group: Group | None
-) -> tuple[PredictedStructure, tuple[float, ...], float | None]:
-    """The structure, the seconds of each pass, and the change of CA-CA distances in the last one (`SeedRun`)."""
-    device = next(model.parameters()).device
-    with memory_errors(target.query.name, len(target.query), device, group):
-        output, passes = run_passes(model, batch, config)
-        structure = structure_of(target, batch, output, model)
-    change = None if output.ca_change is None else float(output.ca_change[0])
-    return structure, passes, change

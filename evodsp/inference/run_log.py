@@ -12,7 +12,14 @@ from evodsp import __version__
 from evodsp.errors import UserError
 
 LOG = "predict.log"
+Report = Callable[[str], None]
+"""Takes one line of the log."""
 _TIME = "%Y-%m-%d %H:%M:%S"
+
+
+def counted(number: int, noun: str) -> str:
+    """For example '1 seed' or '1,200 residues'."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def missing(output: Path) -> list[Path]:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from evodsp.inference import command
-from evodsp.inference import predict as module
+from evodsp.inference import command, seeds
+from evodsp.inference import predict as predicting
 from evodsp.inference.failures import page_problem
 from evodsp.inference.predict import predict, predict_records
 from evodsp.inference.targets import Target
@@ -174,14 +174,14 @@ def test_failures_of_an_earlier_run_are_forgotten(workplace):
 )
 def test_the_end_of_memory_is_one_record(workplace, monkeypatch, error, words):
     """Catches a target that is too large for the memory and takes the targets behind it along."""
-    real = module.run_passes
+    real = seeds.run_passes
 
     def full(model: Any, batch: dict[str, torch.Tensor], config: Any) -> Any:
         if batch["aatype"].shape[-1] == len(QUERY):
             raise error
         return real(model, batch, config)
 
-    monkeypatch.setattr(module, "run_passes", full)
+    monkeypatch.setattr(seeds, "run_passes", full)
     found = predict_records(workplace.config, silent)
     assert [result.name for result in found.results] == ["beta_A"]
     assert re.search(rf"alpha_A: 22 residues do not fit into the {words}|{words}", found.failures[0].reason)
@@ -192,7 +192,7 @@ def test_the_end_of_memory_is_one_record(workplace, monkeypatch, error, words):
 def test_memory_that_ends_outside_of_the_passes_is_one_record(workplace, monkeypatch, where):
     """Catches confidences, which gather residues squared numbers, files that hold them as text, and deep alignments, that end
     the run where they do not fit."""
-    owner = Target if where == "read" else module
+    owner = {"structure_of": seeds, "write_results": predicting, "read": Target}[where]
     real = getattr(owner, where)
 
     def full(*given: Any) -> Any:
@@ -210,14 +210,14 @@ def test_memory_that_ends_outside_of_the_passes_is_one_record(workplace, monkeyp
 
 def test_an_error_of_the_program_is_not_a_record(workplace, monkeypatch):
     """Catches a bug that is reported as a mistake of the user."""
-    monkeypatch.setattr(module, "run_passes", lambda *_: (_ for _ in ()).throw(RuntimeError("sizes do not match")))
+    monkeypatch.setattr(seeds, "run_passes", lambda *_: (_ for _ in ()).throw(RuntimeError("sizes do not match")))
     with pytest.raises(RuntimeError, match="sizes do not match"):
         predict(workplace.config, silent)
 
 
 def test_numbers_that_are_not_finite_are_one_record(workplace, monkeypatch):
     """Catches a diverged target that ends the run, or that is written."""
-    real = module.structure_of
+    real = seeds.structure_of
 
     def diverged(target: Any, *rest: Any) -> Any:
         structure = real(target, *rest)
@@ -225,7 +225,7 @@ def test_numbers_that_are_not_finite_are_one_record(workplace, monkeypatch):
             structure.positions[3] = float("nan")
         return structure
 
-    monkeypatch.setattr(module, "structure_of", diverged)
+    monkeypatch.setattr(seeds, "structure_of", diverged)
     found = predict_records(workplace.config, silent)
     assert [result.name for result in found.results] == ["beta_A"]
     assert "residue 4" in found.failures[0].reason

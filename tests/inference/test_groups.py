@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from evodsp.errors import UserError
-from evodsp.inference import predict as module
+from evodsp.inference import seeds
 from evodsp.inference.config import PredictConfig
 from evodsp.inference.groups import Groups
 from evodsp.inference.predict import predict, predict_records
@@ -103,18 +103,18 @@ def test_groups_of_one_rank_share_the_records(workplace: Workplace, pool: RankPo
 
 def fail_with_long(handle: Any, config: PredictConfig) -> Any:
     """Predict in groups of one rank, on a machine that is too small for the longest record."""
-    real = module.run_passes
+    real = seeds.run_passes
 
     def full(model: Any, batch: dict[str, torch.Tensor], given: Any) -> Any:
         if batch["aatype"].shape[-1] == len(LONG):
             raise MemoryError
         return real(model, batch, given)
 
-    module.run_passes = full
+    seeds.run_passes = full
     try:
         return in_groups(handle, config, 1)
     finally:
-        module.run_passes = real
+        seeds.run_passes = real
 
 
 def test_memory_of_one_group_is_no_matter_of_the_others(workplace: Workplace, pool: RankPool) -> None:

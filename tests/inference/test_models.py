@@ -12,8 +12,7 @@ import torch
 from evodsp.cli import main
 from evodsp.config import ModelConfig
 from evodsp.errors import UserError
-from evodsp.inference import command
-from evodsp.inference import predict as module
+from evodsp.inference import command, seeds
 from evodsp.inference.config import PredictConfig
 from evodsp.inference.groups import Groups
 from evodsp.inference.models import find_models
@@ -43,8 +42,8 @@ def other_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def runs_of_the_model(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A list that grows by one in each run of a model."""
     runs: list[int] = []
-    real = module.run_passes
-    monkeypatch.setattr(module, "run_passes", lambda *given: runs.append(1) or real(*given))
+    real = seeds.run_passes
+    monkeypatch.setattr(seeds, "run_passes", lambda *given: runs.append(1) or real(*given))
     return runs
 
 
@@ -148,7 +147,7 @@ def test_a_record_that_fails_with_one_model_keeps_the_others(
     workplace: Workplace, other_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Catches a failure that takes the other model's prediction along, or that does not say which model failed."""
-    real, runs = module.run_passes, list[int]()
+    real, runs = seeds.run_passes, list[int]()
 
     def second_fails(*given: Any) -> Any:
         runs.append(1)
@@ -156,7 +155,7 @@ def test_a_record_that_fails_with_one_model_keeps_the_others(
             raise MemoryError
         return real(*given)
 
-    monkeypatch.setattr(module, "run_passes", second_fails)
+    monkeypatch.setattr(seeds, "run_passes", second_fails)
     both = [workplace.config.checkpoint, other_checkpoint]
     outcome = predict_records(workplace.change(checkpoint=both, seeds=1), silent)
     assert [result.name for result in outcome.results] == ["alpha_A", "beta_A"]
@@ -188,6 +187,11 @@ def test_names_tell_models_apart(workplace: Workplace, other_checkpoint: Path) -
     assert [model.name for model in find_models([places[0].parent])] == ["best", "step"]
     with pytest.raises(UserError, match="is given as --checkpoint more than once"):
         find_models([places[0], places[0].parent])
+    run = places[0].parent.parent
+    with pytest.raises(
+        UserError, match=rf"{run}: --checkpoint is a folder without a checkpoint .*; give {run}/checkpoints"
+    ):
+        find_models([run])
 
 
 def with_models(handle: Any, config: PredictConfig) -> list[list[Any]]:

@@ -20,7 +20,7 @@ import torch
 from evodsp.config import ModelConfig
 from evodsp.data.mmcif import read_chain
 from evodsp.errors import UserError
-from evodsp.inference import predict as module
+from evodsp.inference import seeds
 from evodsp.inference.command import run as start_ranks
 from evodsp.inference.config import PredictConfig
 from evodsp.inference.predict import predict, predict_records
@@ -118,7 +118,7 @@ def test_several_ranks_predict_what_one_does(
 def held_on_rank(handle: Any, config: PredictConfig) -> tuple[list[int], int]:
     """What one rank holds of a record's confidences, and what it communicates for them: numbers of each matrix that it keeps,
     and bytes."""
-    ledger, real, held, sent = Ledger(), module.structure_of, list[int](), 0
+    ledger, real, held, sent = Ledger(), seeds.structure_of, list[int](), 0
 
     def counted(*given: Any) -> PredictedStructure:
         nonlocal sent
@@ -129,11 +129,11 @@ def held_on_rank(handle: Any, config: PredictConfig) -> tuple[list[int], int]:
         held.extend(0 if one is None else one.size for one in (structure.contacts, errors and errors.pae))
         return structure
 
-    module.structure_of = counted
+    seeds.structure_of = counted
     try:
         predict(config, silent, Group(handle, ledger))
     finally:
-        module.structure_of = real
+        seeds.structure_of = real
     return held, sent
 
 
@@ -258,10 +258,10 @@ import signal
 import time
 if "RANK" in os.environ:
     import torch.distributed as dist
-    from evodsp.inference import predict as module
+    from evodsp.inference import seeds
 
     where = os.environ["PLANTED"]
-    real_passes, real_broadcast = module.run_passes, dist.broadcast
+    real_passes, real_broadcast = seeds.run_passes, dist.broadcast
 
     def passes(model, batch, config):
         if batch["aatype"].shape[-1] == 22:
@@ -281,7 +281,7 @@ if "RANK" in os.environ:
         return real_broadcast(tensor, **more)
 
     if where != "features":
-        module.run_passes = passes
+        seeds.run_passes = passes
     elif os.environ["RANK"] == "1":
         dist.broadcast = broadcast
 """

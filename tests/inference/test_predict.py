@@ -13,7 +13,7 @@ from evodsp.config import KernelsConfig, check_matmul
 from evodsp.data.mmcif import read_chain, read_structure
 from evodsp.errors import UserError
 from evodsp.inference import predict as module
-from evodsp.inference import preparation, results
+from evodsp.inference import preparation, results, seeds
 from evodsp.inference.config import PredictConfig
 from evodsp.inference.devices import device_of
 from evodsp.inference.predict import predict, predict_records
@@ -91,13 +91,13 @@ def test_sizes_are_those_of_training(workplace):
 
 def test_sizes_given_take_the_place_of_those_of_training(workplace, monkeypatch):
     """Catches a flag that changes other sizes too: masking and template rows stay as in training."""
-    seen, real = [], module.prediction_sample
+    seen, real = [], seeds.prediction_sample
 
     def spy(query, alignments, config, *rest):
         seen.append(config)
         return real(query, alignments, config, *rest)
 
-    monkeypatch.setattr(module, "prediction_sample", spy)
+    monkeypatch.setattr(seeds, "prediction_sample", spy)
     lines: list[str] = []
     found = predict(workplace.change(**{**dict.fromkeys(SIZES), "extra_msa": 4}, seeds=1), lines.append)[0]
     assert set(seen) == {replace(TRAINED, crop_size=None, uniform_recycling=False, extra_msa=4)}
@@ -278,7 +278,7 @@ def test_bad_input_is_one_line_and_leaves_nothing(workplace, monkeypatch, break_
     """Catches an error that is found only after the model ran on a target, and files that it leaves."""
     config, words = break_input(workplace)
     before = workplace.snapshot()
-    monkeypatch.setattr(module, "run_passes", lambda *_: pytest.fail("the model ran before the inputs were checked"))
+    monkeypatch.setattr(seeds, "run_passes", lambda *_: pytest.fail("the model ran before the inputs were checked"))
     with pytest.raises(UserError, match=words) as caught:
         predict(config, silent)
     assert "\n" not in str(caught.value)
@@ -317,14 +317,14 @@ def test_failure_while_writing_leaves_nothing_partial(workplace, monkeypatch, er
 
 def test_diverged_model_is_named(workplace, monkeypatch):
     """Catches NaN coordinates that are written, or reported without naming the checkpoint."""
-    before, real = workplace.snapshot(), module.structure_of
+    before, real = workplace.snapshot(), seeds.structure_of
 
     def diverged(*arguments):
         structure = real(*arguments)
         structure.positions[3] = np.nan
         return structure
 
-    monkeypatch.setattr(module, "structure_of", diverged)
+    monkeypatch.setattr(seeds, "structure_of", diverged)
     with pytest.raises(UserError, match=r"alpha_A: .* residue 4 .*checkpoint"):
         predict(workplace.config, silent)
     assert workplace.snapshot() == before

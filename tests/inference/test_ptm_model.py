@@ -18,7 +18,7 @@ from evodsp.data.dataset import Sample, collate, prediction_sample
 from evodsp.data.mmcif import read_chain
 from evodsp.data.records import ProteinSequence
 from evodsp.errors import UserError
-from evodsp.inference import predict as module
+from evodsp.inference import seeds
 from evodsp.inference.predict import predict
 from evodsp.inference.prediction import Prediction
 from evodsp.inference.results import read_plddt, read_result, write_results
@@ -219,7 +219,7 @@ def test_padding_is_not_judged(ptm_workplace):
     batches = collate([short]), {name: values[:1] for name, values in collate([short, long]).items()}
     assert batches[1]["aatype"].shape[-1] == len(QUERY)
     with torch.no_grad():
-        unpadded, padded = (module.structure_of(target, batch, model(batch), model).aligned_error for batch in batches)
+        unpadded, padded = (seeds.structure_of(target, batch, model(batch), model).aligned_error for batch in batches)
     assert unpadded is not None
     assert padded is not None
     assert padded.pae.shape == (len(OTHER), len(OTHER))
@@ -237,14 +237,14 @@ def test_lost_aligned_error_is_noticed(ptm_workplace):
 
 def test_diverged_head_is_named(ptm_workplace, monkeypatch):
     """Catches NaN in the PAE that ends in the JSON writer's traceback, or leaves files."""
-    before, real = ptm_workplace.snapshot(), module.structure_of
+    before, real = ptm_workplace.snapshot(), seeds.structure_of
 
     def diverged(*arguments):
         structure = real(*arguments)
         structure.aligned_error.pae[4, 2] = np.nan
         return structure
 
-    monkeypatch.setattr(module, "structure_of", diverged)
+    monkeypatch.setattr(seeds, "structure_of", diverged)
     with pytest.raises(UserError, match=r"alpha_A: .*residue 5 .*checkpoint"):
         predict(ptm_workplace.config, silent)
     assert ptm_workplace.snapshot() == before

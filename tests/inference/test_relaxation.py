@@ -145,7 +145,7 @@ def files(workplace: Workplace, name: str) -> set[str]:
 @pytest.fixture
 def folded(monkeypatch: pytest.MonkeyPatch) -> None:
     """The untrained model predicts this chain: its own structures are beyond repair."""
-    monkeypatch.setattr("evodsp.inference.predict.structure_of", _straight)
+    monkeypatch.setattr("evodsp.inference.seeds.structure_of", _straight)
 
 
 def _straight(target: Any, *_: Any) -> PredictedStructure:

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from evodsp.errors import UserError
-from evodsp.inference import command
-from evodsp.inference import predict as module
+from evodsp.inference import command, seeds
 from evodsp.inference.run_log import run_log
 
 from .conftest import Workplace
@@ -40,7 +39,7 @@ def test_everything_that_a_run_says_is_in_its_log(
 def test_a_run_without_any_result_leaves_no_log(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches an output folder that holds nothing but the log of a run that failed."""
     monkeypatch.setattr(command, "under_launcher", lambda: False)
-    monkeypatch.setattr(module, "run_passes", lambda *_: (_ for _ in ()).throw(MemoryError()))
+    monkeypatch.setattr(seeds, "run_passes", lambda *_: (_ for _ in ()).throw(MemoryError()))
     before = workplace.snapshot()
     with pytest.raises(UserError, match="None of the 2 records"):
         command.run(workplace.config, WORDS)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from evodsp.inference import predict as module
-from evodsp.inference import preparation
+from evodsp.errors import UserError
+from evodsp.inference import preparation, seeds
 from evodsp.inference.predict import predict, predict_records
 from tests.builders.prediction import read_json, silent
 
@@ -26,8 +26,8 @@ def test_seeds_are_added(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) 
     first = predict(workplace.change(seeds=1), silent)[0]
     before = (first.folder / "seed_0.cif").stat().st_mtime_ns
     runs: list[int] = []
-    real = module.run_passes
-    monkeypatch.setattr(module, "run_passes", lambda *given: runs.append(1) or real(*given))
+    real = seeds.run_passes
+    monkeypatch.setattr(seeds, "run_passes", lambda *given: runs.append(1) or real(*given))
     found = predict_records(workplace.change(seeds=3), silent)
     assert len(runs) == 2 * 2
     assert [result.kept for result in found.results] == [False, False]
@@ -74,5 +74,5 @@ def test_other_numerics_are_other_results(workplace: Workplace, monkeypatch: pyt
     """Catches seeds of two versions that compute different numbers in one ranking."""
     predict(workplace.change(seeds=1), silent)
     monkeypatch.setattr("evodsp.inference.provenance.NUMERICS", 2)
-    with pytest.raises(module.UserError, match="numerics: 1 there, 2 now"):
+    with pytest.raises(UserError, match="numerics: 1 there, 2 now"):
         predict(workplace.change(seeds=2), silent)

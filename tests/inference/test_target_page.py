@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from html import unescape
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import pytest
 from evodsp.data.records import Alignment
 from evodsp.geometry.alphabet import GAP
 from evodsp.geometry.residues import CA
-from evodsp.inference.batch_page import write_batch_page
+from evodsp.inference.batch_page import batch_page, write_batch_page
 from evodsp.inference.coverage import coverage
 from evodsp.inference.failures import Failure
 from evodsp.inference.results import TIMINGS, write_json, write_results
@@ -134,6 +135,22 @@ def test_index_links_to_the_pages(output: Path) -> None:
     assert links == ["x/report.html"]
     assert (output / links[0]).is_file()
     assert "no &lt;u&gt;letters" in page
+
+
+def test_index_has_a_column_of_ptm_only_where_there_is_one(output: Path, tmp_path: Path) -> None:
+    """Catches an empty column for models without a PAE head, and a target of such a model that takes the others' pTM away."""
+    shutil.copytree(output / "x", tmp_path / "x")
+    assert '<td class="number">0.80</td>' in batch_page(tmp_path, []).html()
+    folder = tmp_path / "y"
+    folder.mkdir()
+    write_results(folder, {0: replace(helix(0), aligned_error=None)}, "cif", {}, "y")
+    write_json(folder / TIMINGS, {"name": "y"})
+    both = batch_page(tmp_path, []).html()
+    assert ">pTM</th>" in both
+    assert '<td class="number">0.80</td>' in both
+    assert both.count("<td") == 2 * both.count("<th")
+    shutil.rmtree(tmp_path / "x")
+    assert ">pTM<" not in batch_page(tmp_path, []).html()
 
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium (Debian's package), to open the page")

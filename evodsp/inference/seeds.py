@@ -1,0 +1,175 @@
+"""The seeds of one target, one after another, and when to write what is finished.
+
+A seed of a long chain may take hours. So finished seeds are handed over to be written before the next one begins, as soon as
+they have taken `WRITE_EVERY_S` seconds: then neither Ctrl-C nor a later seed that fails costs more than that.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from evodsp.config import FeatureConfig
+from evodsp.data.dataset import collate, prediction_sample
+from evodsp.data.records import Alignment
+from evodsp.data.templates.features import TemplateFeatures
+from evodsp.errors import UserError
+from evodsp.inference.block_progress import block_progress
+from evodsp.inference.config import PredictConfig
+from evodsp.inference.devices import memory_entries
+from evodsp.inference.jobs import Job
+from evodsp.inference.memory_errors import memory_errors
+from evodsp.inference.needs import check_needs
+from evodsp.inference.passes import SeedRun, run_passes, structure_of
+from evodsp.inference.run_log import Report, counted
+from evodsp.inference.targets import Target
+from evodsp.inference.writers import PredictedStructure
+from evodsp.launch.consensus import from_first, on_first, tensors_from_first
+from evodsp.model.alphafold import AlphaFold
+from evodsp.parallel.group import Group
+
+WRITE_EVERY_S = 30.0
+"""Finished seeds are written at the latest when they have taken this long. Sooner, writing would cost short chains too much."""
+
+
+@dataclass(frozen=True)
+class Finished:
+    """Seeds that are predicted, but not written."""
+
+    structures: dict[int, PredictedStructure]
+    """By seed."""
+    timings: dict[str, Any]
+    """Entries of timings.json."""
+
+
+def predict_seeds(
+    job: Job, model: AlphaFold, config: PredictConfig, features: FeatureConfig, report: Report, group: Group | None
+) -> Iterator[Finished]:
+    """Predict the seeds of `job`. Each is in one of the results, which come as soon as they are to be written.
+
+    Raises UserError if a seed fails, after the finished ones have been handed over; LeftAlone on a rank of several that has no
+    memory left.
+    """
+    target, device = job.target, next(model.parameters()).device
+    start = time.perf_counter()
+
+    def read() -> list[Alignment]:
+        with memory_errors(target.query.name, len(target.query), device):
+            return target.read()
+
+    alignments = on_first(read, group) or []
+    seconds_before = job.templates_seconds + time.perf_counter() - start
+    rows = sum(map(len, alignments))
+    report(
+        f"  read {counted(rows, 'sequence')} in {counted(len(alignments), 'alignment')}, "
+        f"{time.perf_counter() - start:.1f} s"
+    )
+    if model.config.templates.enabled:
+        report(f"  {job.templates_line}")
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+    structures: dict[int, PredictedStructure] = {}
+    runs: dict[int, SeedRun] = {}
+
+    def finished() -> Finished:
+        """What has been predicted since the last call."""
+        nonlocal seconds_before
+        named = {} if job.model is None else {"model": job.model}
+        timings = {
+            "name": target.query.name,
+            "residues": len(target.query),
+            "alignment_rows": rows,
+            "device": str(device),
+            "features_seconds": round(seconds_before + sum(run.features for run in runs.values()), 3),
+            "model_seconds": round(sum(sum(run.passes) for run in runs.values()), 3),
+            "seeds": [{**named, "seed": seed, **run.timings} for seed, run in runs.items()],
+            **memory_entries(device, group),
+        }
+        found = Finished(dict(structures), timings)
+        seconds_before = 0.0
+        structures.clear()
+        runs.clear()
+        return found
+
+    since = time.perf_counter()
+    for seed in job.seeds:
+        try:
+            batch, seconds = _batch(job, alignments, features, seed, config, device, report, group)
+            if seed == job.seeds[0]:
+                ask = partial(check_needs, target.query.name, len(target.query), batch, model, config)
+                if line := from_first(ask, group):
+                    report(f"  {line}")
+            most = (features.recycles + 1) * config.ensembles
+            shown = block_progress(model, f"{target.query.name}, seed {seed}", most) if _is_rank_0() else nullcontext()
+            with shown:
+                structure, passes, change = _predict_seed(target, batch, model, config, group)
+        except UserError:
+            if structures:
+                yield finished()
+            raise
+        structures[seed], runs[seed] = structure, SeedRun(seconds, passes, change)
+        report(f"  seed {seed}: model, {runs[seed].model_line(features.recycles + 1)}; {structure.confidence_line}")
+        if seed == job.seeds[-1] or from_first(partial(_due, since), group):
+            yield finished()
+            since = time.perf_counter()
+
+
+def _due(since: float) -> bool:
+    return time.perf_counter() - since >= WRITE_EVERY_S
+
+
+def _is_rank_0() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def _batch(
+    job: Job,
+    alignments: list[Alignment],
+    features: FeatureConfig,
+    seed: int,
+    config: PredictConfig,
+    device: torch.device,
+    report: Report,
+    group: Group | None,
+) -> tuple[dict[str, torch.Tensor], float]:
+    """A seed's features, on every rank, and the seconds they took. `alignments`: on the first rank of `group`."""
+    target = job.target
+    start = time.perf_counter()
+    make = partial(_features, target, alignments, features, seed, job.templates, config.ensembles)
+    with memory_errors(target.query.name, len(target.query), device, group):
+        batch = tensors_from_first(make, device, group)
+    seconds = time.perf_counter() - start
+    report(f"  seed {seed}: features, {seconds:.1f} s")
+    return batch, seconds
+
+
+def _features(
+    target: Target,
+    alignments: list[Alignment],
+    features: FeatureConfig,
+    seed: int,
+    templates: TemplateFeatures,
+    ensembles: int,
+) -> dict[str, torch.Tensor]:
+    with memory_errors(target.query.name, len(target.query), torch.device("cpu")):
+        return collate([prediction_sample(target.query, alignments, features, seed, templates, ensembles)])
+
+
+def _predict_seed(
+    target: Target, batch: dict[str, torch.Tensor], model: AlphaFold, config: PredictConfig, group: Group | None
+) -> tuple[PredictedStructure, tuple[float, ...], float | None]:
+    """The structure, the seconds of each pass, and the change of CA-CA distances in the last one (`SeedRun`)."""
+    device = next(model.parameters()).device
+    with memory_errors(target.query.name, len(target.query), device, group):
+        output, passes = run_passes(model, batch, config)
+        structure = structure_of(target, batch, output, model)
+    change = None if output.ca_change is None else float(output.ca_change[0])
+    return structure, passes, change
