@@ -1,0 +1,81 @@
+"""What a group's methods bring, for sizes that gloo exchanges at once and for those it takes in rounds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from evodsp.parallel.group import _SMALL, Group
+from tests.ranks import RankPool
+
+SIZES = (0, 1, 7, _SMALL + 1)
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int32)
+
+
+def values(rank: int, size: int, dtype: torch.dtype) -> Tensor:
+    """What a rank holds. Sums of four are exact in every dtype."""
+    generator = torch.Generator().manual_seed(rank + 10 * size)
+    return torch.randint(-50, 50, (size,), generator=generator).to(dtype)
+
+
+def check(handle: Any, size: int, dtype: torch.dtype) -> None:
+    """Compare all methods with what the ranks' values make it."""
+    group = Group(handle)
+    everyone = torch.stack([values(rank, size, dtype) for rank in range(group.size)])
+    own = everyone[group.rank]
+
+    gathered = own.new_full((group.size * size,), 99)
+    group.all_gather(gathered, own).wait()
+    assert torch.equal(gathered, everyone.flatten())
+
+    sent = torch.stack([own + place for place in range(group.size)])  # another sum for each rank
+    received = own.new_full((size,), 99)
+    group.reduce_scatter(received, sent.view(-1)).wait()
+    assert torch.equal(received, (everyone + group.rank).sum(0).to(dtype))
+
+    for maximum, expected in ((False, everyone.sum(0).to(dtype)), (True, everyone.amax(0))):
+        total = own.clone().view(1, -1)
+        group.all_reduce(total, maximum).wait()
+        assert torch.equal(total, expected.view(1, -1))
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_every_method_brings_what_its_name_says(pool: RankPool, ranks: int) -> None:
+    """Catches parts in the wrong order, sums of another dtype, maxima that are sums, and sizes of which one path is wrong."""
+    for size in SIZES:
+        for dtype in DTYPES:
+            pool.run(ranks, check, size, dtype)
+
+
+def sums(handle: Any) -> tuple[bytes, bytes]:
+    group = Group(handle)
+    x = torch.randn(1000, generator=torch.Generator().manual_seed(group.rank)) * 10.0 ** (3 * group.rank)
+    total, received = x.clone(), x.new_empty(1000)
+    group.all_reduce(total).wait()
+    group.reduce_scatter(received, x.repeat(group.size)).wait()
+    return total.numpy().tobytes(), received.numpy().tobytes()
+
+
+def test_sums_have_the_same_bits_on_all_ranks(pool: RankPool) -> None:
+    """Catches terms that each rank adds in another order: replicated parts of a model would drift apart."""
+    found = pool.run(4, sums)
+    assert {bits for rank in found for bits in rank} == {found[0][0]}
+
+
+def early(handle: Any) -> None:
+    """Two sums under way, the later one awaited first."""
+    group = Group(handle)
+    one, two = torch.ones(5), torch.full((5,), 2.0)
+    first, second = group.all_reduce(one), group.all_reduce(two)
+    second.wait()
+    first.wait()
+    assert (one == group.size).all()
+    assert (two == 2 * group.size).all()
+
+
+def test_sums_under_way_do_not_mix(pool: RankPool) -> None:
+    """Catches results that depend on the order in which they are awaited."""
+    pool.run(3, early)
