@@ -45,21 +45,14 @@ class Group:
     def __init__(self, handle: dist.ProcessGroup, ledger: Ledger | None = None, waits: WaitTimes | None = None) -> None:
         """`ledger`: None enters them nowhere. `waits`: None measures nothing."""
         self.handle, self.ledger, self.waits = handle, ledger, waits
+        # PyTorch looks both up in dictionaries; a step of a small model asks hundreds of times.
+        self.rank, self.size = dist.get_rank(handle), dist.get_world_size(handle)
+        """This process's rank within the group, and the number of ranks."""
 
     @property
     def name(self) -> str:
         """The name under which operators of a compiled graph find the process group."""
         return self.handle.group_name
-
-    @property
-    def rank(self) -> int:
-        """This process's rank within the group."""
-        return dist.get_rank(self.handle)
-
-    @property
-    def size(self) -> int:
-        """Number of ranks in the group."""
-        return dist.get_world_size(self.handle)
 
     def all_to_all(self, received: Tensor, sent: Tensor, arriving: Sequence[int], leaving: Sequence[int]) -> Any:
         """`arriving`, `leaving`: how many numbers come from each rank, and go to each."""
@@ -70,7 +63,7 @@ class Group:
         """Whether gloo communicates, as on CPUs.
 
         It gathers and sums in rounds, each of which takes as long as an all-to-all, and its reduce-scatter sums everything on
-        every rank. One all-to-all and a sum of what it brings take 0.3 to 0.9 of the time (scripts/benchmarks/results/gloo.txt).
+        every rank. One all-to-all and a sum of what it brings take 0.3 to 0.9 of the time (scripts/benchmarks/gloo.py).
         Terms are added in the order of the ranks, so that a sum has the same bits on all of them.
         """
         return dist.get_backend(self.handle) == dist.Backend.GLOO
@@ -119,13 +112,4 @@ class Place(Group):
     """A rank's place in a group without processes, for what is counted or planned on shapes. It cannot communicate."""
 
     def __init__(self, rank: int, size: int, ledger: Ledger | None = None) -> None:
-        self.ledger, self.waits = ledger, None
-        self._rank, self._size = rank, size
-
-    @property
-    def rank(self) -> int:
-        return self._rank
-
-    @property
-    def size(self) -> int:
-        return self._size
+        self.rank, self.size, self.ledger, self.waits = rank, size, ledger, None
