@@ -1,15 +1,17 @@
 """Writing files and folders that are either complete or absent: write under a temporary name, then rename.
 
 The temporary name lies beside the target, because a rename replaces its target in one step only within one file system.
-A process that is killed leaves at most a hidden `.<name>.<pid>.partial`; the target is then as it was before.
+A process that is killed leaves at most a hidden `.<name>.<pid>.partial`; the target is then as it was before. The next run that
+writes there removes it (`remove_partial`).
 """
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
@@ -50,6 +52,25 @@ def whole_folder(path: str | Path) -> Iterator[Path]:
             if folder.is_dir() and not any(folder.iterdir()):
                 folder.rmdir()
         raise
+
+
+_PARTIAL = re.compile(r"\.(.+)\.\d+\.partial")
+
+
+def remove_partial(folder: Path, names: Collection[str]) -> None:
+    """Delete what killed processes have left of the folders and files `names` in `folder`. Another process must not be
+    writing one of them. What cannot be deleted stays."""
+    if not folder.is_dir():
+        return
+    for path in folder.iterdir():
+        found = _PARTIAL.fullmatch(path.name)
+        if found is None or found[1] not in names:
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            with suppress(OSError):
+                path.unlink()
 
 
 def _partial_name(path: Path) -> Path:

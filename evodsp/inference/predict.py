@@ -16,7 +16,7 @@ import torch
 
 from evodsp.config import FeatureConfig
 from evodsp.errors import UserError
-from evodsp.files import whole_folder
+from evodsp.files import remove_partial, whole_folder
 from evodsp.inference.batch_page import INDEX, write_batch_page
 from evodsp.inference.config import PredictConfig
 from evodsp.inference.devices import device_of, working_memory
@@ -80,6 +80,8 @@ def predict_records(
     if inputs.targets:
         for failure in failures:
             report(f"failed: {failure.reason}")
+    names = {target.query.name for target in inputs.targets}
+    from_first(partial(remove_partial, config.output, {*names, FAILURES, INDEX}), everyone)
     results: dict[str, PredictionResult] = {}
     # One model after the other: one is in memory, and each is loaded once. What is written is complete for the models so far.
     for number, (model, trained) in enumerate(inputs.models):

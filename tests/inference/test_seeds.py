@@ -118,3 +118,17 @@ def test_overwriting_replaces_all_seeds(workplace):
     assert {path.name for path in folder.glob("seed_*")} == {
         f"seed_{seed}{end}" for seed in (0, 1) for end in (".cif", "_scores.json", "_contacts.npz")
     }
+
+
+def test_what_a_killed_run_left_is_removed(workplace):
+    """Catches half-written folders that pile up in the output, and those of other records, which another run may be writing."""
+    output = workplace.config.output
+    for name in (".alpha_A.123.partial", ".alpha_A_2.123.partial", ".alpha_A.mine.partial"):
+        (output / name).mkdir(parents=True)
+        (output / name / "seed_0.cif").write_text("half")
+    (output / ".index.html.7.partial").write_text("half")
+    predict(workplace.config, silent)
+    assert {path.name for path in output.iterdir() if path.name.startswith(".")} == {
+        ".alpha_A_2.123.partial",
+        ".alpha_A.mine.partial",
+    }
