@@ -62,7 +62,7 @@
     if (atomType.length < 20000) {
       model.setHoverable({}, true, (atom) => highlight(atom.resi - 1, null), () => {});
     }
-    if (view) viewer.setView(view); else { viewer.zoomTo(); viewer.zoom(1.3); }
+    if (view) viewer.setView(view); else { viewer.zoomTo(); viewer.zoom(1.1); }
     viewer.render();
   }
 
