@@ -9,6 +9,7 @@ import errno
 import os
 import signal
 import sys
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -366,4 +367,23 @@ def overview(group: str) -> str:
 def _imported(name: str) -> Any:
     """The object called 'module:name'."""
     module, _, attribute = name.partition(":")
-    return getattr(import_module(module), attribute)
+    with _ctrl_c_ends():
+        return getattr(import_module(module), attribute)
+
+
+@contextmanager
+def _ctrl_c_ends() -> Iterator[None]:
+    """While modules are imported, Ctrl-C ends the process at once and without a word, as it ends programs that are not Python.
+
+    Python would raise KeyboardInterrupt in the middle of PyTorch's import, which aborts with a message of the C++ library.
+    """
+    if threading.current_thread() is not threading.main_thread() or (
+        signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+    ):
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -264,3 +264,25 @@ def test_arguments_without_a_name_are_checked_in_one_line(
     error = capsys.readouterr().err
     assert said in error
     assert len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize("slow", ["import", "run"])
+def test_ctrl_c_while_modules_are_imported(tmp_path: Path, slow: str) -> None:
+    """Catches a KeyboardInterrupt in the middle of an import, which PyTorch's C++ code answers with 'terminate called', and
+    Ctrl-C that does not work afterwards."""
+    wait = "print('here', flush=True); time.sleep(60)"
+    (tmp_path / "slow_module.py").write_text(
+        f"import time\nif {slow == 'import'}: {wait}\ndef run():\n    {wait}\n", encoding="utf-8"
+    )
+    program = (
+        "import signal; from evodsp.cli import _imported; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "try: _imported('slow_module:run')()\nexcept KeyboardInterrupt: raise SystemExit(7)"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "here\n"
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert (process.returncode, said) == ((-signal.SIGINT if slow == "import" else 7), "")

@@ -27,8 +27,17 @@ from evodsp.parallel.mesh import data_ranks, init_mesh, whole_group
 def run(config: PredictConfig, words: list[str]) -> int:
     """Predict and return the exit code: 1 if a record failed.
 
-    `words`: the command line, repeated for every rank that has to be started.
+    `words`: the command line, repeated for every rank that has to be started. Raises KeyboardInterrupt with a message that
+    says how to go on.
     """
+    try:
+        return _run(config, words)
+    except KeyboardInterrupt as interrupt:
+        again = "the same command without --overwrite" if config.overwrite else "the same command again"
+        raise KeyboardInterrupt(f"{again} keeps what is finished") from interrupt
+
+
+def _run(config: PredictConfig, words: list[str]) -> int:
     if not under_launcher():
         if config.parallel.sequence > 1:
             with as_files(config.sources, words) as (inputs, same_words):

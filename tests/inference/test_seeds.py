@@ -47,8 +47,9 @@ def test_ctrl_c_costs_one_seed(workplace, monkeypatch):
     config = workplace.change(seeds=4)
     with monkeypatch.context() as patch:
         _at_seed(patch, 2, KeyboardInterrupt())
-        with pytest.raises(KeyboardInterrupt):
-            predict(config, silent)
+        patch.setattr(command, "under_launcher", lambda: False)
+        with pytest.raises(KeyboardInterrupt, match="the same command again keeps what is finished"):
+            command.run(config, [])
     ranking = read_json(config.output / "alpha_A" / "ranking.json")["ranking"]
     assert sorted(entry["seed"] for entry in ranking) == [0, 1]
     ran = _at_seed(monkeypatch, 99, KeyboardInterrupt())
