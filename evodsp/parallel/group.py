@@ -19,8 +19,9 @@ _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
-_SMALL = 100_000
-"""Largest number of numbers that gloo gathers, or sums for all ranks, sooner in one exchange than in rounds."""
+_GATHERED, _SUMMED = 100_000, 1_000
+"""Most numbers of a rank that are gathered, or summed for all ranks, in one exchange: of more it takes as long as in rounds, and
+its copies take memory."""
 
 
 @dataclass
@@ -80,7 +81,7 @@ class Group:
 
     def all_gather(self, received: Tensor, sent: Tensor) -> Any:
         """What all ranks send, one rank's after another."""
-        if self._by_gloo and sent.numel() <= _SMALL:
+        if self._by_gloo and sent.numel() <= _GATHERED:
             counts = [sent.numel()] * self.size
             return self.all_to_all(received.view(-1), self._copies(sent).view(-1), counts, counts)
         return _all_gather(received, sent, group=self.handle, async_op=True)
@@ -94,7 +95,7 @@ class Group:
 
     def all_reduce(self, x: Tensor, maximum: bool = False) -> Any:
         """The sum over all ranks, or the elementwise maximum, in place."""
-        if self._by_gloo and x.numel() <= _SMALL:
+        if self._by_gloo and x.numel() <= _SUMMED:
             over = torch.amax if maximum else partial(torch.sum, dtype=x.dtype)
             return self._exchanged(self._copies(x), lambda parts: over(parts, 0, out=x.view(-1)))
         return dist.all_reduce(x, dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM, group=self.handle, async_op=True)

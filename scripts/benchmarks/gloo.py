@@ -21,7 +21,7 @@ import torch.multiprocessing as mp
 
 from evodsp.parallel.group import Group
 
-SIZES = (1_000, 20_000, 100_000, 1_000_000)
+SIZES = (800, 20_000, 100_000, 1_000_000)
 """Numbers of 4 bytes that a rank sends in an all-to-all or a reduction, or receives in a gather."""
 
 

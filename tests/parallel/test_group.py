@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from evodsp.parallel.group import _SMALL, Group
+from evodsp.parallel.group import _GATHERED, _SUMMED, Group
 from tests.ranks import RankPool
 
-SIZES = (0, 1, 7, _SMALL + 1)
+SIZES = (0, 1, 7, _SUMMED + 1, _GATHERED + 1)
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int32)
 
 
