@@ -20,8 +20,8 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_ten
 
 
 _GATHERED, _SUMMED = 100_000, 1_000
-"""Most numbers of a rank that are gathered, or summed for all ranks, in one exchange: of more it takes as long as in rounds, and
-its copies take memory."""
+"""Most numbers of a rank that are gathered, or summed for all ranks, in one exchange. More of them take as long as in rounds,
+or the copies take memory."""
 
 
 @dataclass
