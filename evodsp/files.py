@@ -1,8 +1,8 @@
 """Writing files and folders that are either complete or absent: write under a temporary name, then rename.
 
 The temporary name lies beside the target, because a rename replaces its target in one step only within one file system.
-A process that is killed leaves at most a hidden `.<name>.<pid>.partial`; the target is then as it was before. The next run that
-writes there removes it (`remove_partial`).
+A process that is killed leaves at most a hidden `.<name>.<pid>.partial`; the target is then as it was before. `remove_partial`
+removes what was left.
 """
 
 from __future__ import annotations

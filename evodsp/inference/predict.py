@@ -80,8 +80,8 @@ def predict_records(
     if inputs.targets:
         for failure in failures:
             report(f"failed: {failure.reason}")
-    names = {target.query.name for target in inputs.targets}
-    from_first(partial(remove_partial, config.output, {*names, FAILURES, INDEX}), everyone)
+    names = {target.query.name for target in inputs.targets}  # other runs may be writing other records here
+    from_first(partial(remove_partial, config.output, names), everyone)
     results: dict[str, PredictionResult] = {}
     # One model after the other: one is in memory, and each is loaded once. What is written is complete for the models so far.
     for number, (model, trained) in enumerate(inputs.models):

@@ -127,7 +127,6 @@ def test_what_a_killed_run_left_is_removed(workplace):
     for name in (".alpha_A.123.partial", ".alpha_A_2.123.partial", ".alpha_A.mine.partial"):
         (output / name).mkdir(parents=True)
         (output / name / "seed_0.cif").write_text("half")
-    (output / ".index.html.7.partial").write_text("half")
     predict(workplace.config, silent)
     assert {path.name for path in output.iterdir() if path.name.startswith(".")} == {
         ".alpha_A_2.123.partial",
