@@ -38,11 +38,8 @@ def _end(code: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except (
-            BrokenPipeError,
-            ValueError,
-        ):  # its reader has read enough (`evodsp plan | head -1`), or `main` has closed it
-            continue
+        except (BrokenPipeError, ValueError):
+            continue  # its reader has read enough (`evodsp plan | head -1`), or `main` has closed it
         except OSError as error:
             os.write(2, f"evodsp: error: {stream.name} cannot be written ({error.strerror})\n".encode())
             code = code or 1

@@ -57,14 +57,16 @@ def whole_folder(path: str | Path) -> Iterator[Path]:
 _PARTIAL = re.compile(r"\.(.+)\.\d+\.partial")
 
 
-def remove_partial(folder: Path, names: Collection[str]) -> None:
-    """Delete what killed processes have left of the folders and files `names` in `folder`. Another process must not be
-    writing one of them. What cannot be deleted stays."""
+def remove_partial(folder: Path, names: Collection[str] | None = None) -> None:
+    """Delete what killed processes have left in `folder` of the files and folders `names`; None: of all.
+
+    No other process may be writing one of them. What cannot be deleted stays.
+    """
     if not folder.is_dir():
         return
     for path in folder.iterdir():
         found = _PARTIAL.fullmatch(path.name)
-        if found is None or found[1] not in names:
+        if found is None or (names is not None and found[1] not in names):
             continue
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)

@@ -49,7 +49,7 @@ from evodsp.data.mmcif import Header, read_header
 from evodsp.data.parsers import parse_obsolete
 from evodsp.data.pool import in_processes, processes
 from evodsp.errors import UserError
-from evodsp.files import whole_file
+from evodsp.files import remove_partial, whole_file
 from evodsp.geometry.alphabet import decode
 from evodsp.progress import progress
 
@@ -108,10 +108,7 @@ def make_index(config: IndexConfig) -> int:
         _with_facts(task, found, facts, size)
         for (task, found), size in zip(_scanned(folder, chunks), sizes, strict=True)
     )
-    for partial in config.output.parent.glob(
-        f".{config.output.name}.*.partial"
-    ):  # of a scan that was killed while it wrote
-        shutil.rmtree(partial)
+    remove_partial(config.output.parent, {config.output.name})  # of a scan that was killed while it wrote
     write_index(config.output, assemble(scanned, duplicates), sources, obsolete)
     shutil.rmtree(folder)
     return len(tasks)

@@ -14,12 +14,12 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from evodsp.inference.run_log import Report
 from evodsp.launch.consensus import from_first
 from evodsp.parallel.group import Group
 
 _POLL_S = 0.2
 
-Report = Callable[[str], None]
 Result = TypeVar("Result")
 
 

@@ -7,7 +7,7 @@ named, and the others go on (`evodsp.inference.failures`).
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -208,16 +208,20 @@ def _predict_target(
         earlier = len(job.stored.result.mean_plddt)
         what = f"{counted(earlier, 'seed')} of an earlier run" if job.model is None else _already(earlier)
         report(f"  {what} kept")
+    pieces: Iterable[Finished | Failure] = [Finished({}, {})]  # without a seed to predict, a format is missing
+    if job.seeds:
+        assert model is not None
+        pieces = predict_seeds(job, model, config, features, report, group)
     result: PredictionResult | None = None
-    failed = ""
-    for finished in _finished_seeds(job, model, config, features, report, group):
-        if isinstance(finished, UserError):
-            failed = str(finished)
+    failure: Failure | None = None
+    for piece in pieces:
+        if isinstance(piece, Failure):
+            failure = piece
             break
         if result is not None:  # the folder holds this run's first seeds, and the next ones are added
             job = replace(job, stored=from_first(partial(_stored, job, config), group))
         start = time.perf_counter()
-        written = from_first(partial(_write, job, finished, config), group)
+        written = from_first(partial(_write, job, piece, config), group)
         if isinstance(written, Failure):
             return written
         result = written
@@ -225,37 +229,19 @@ def _predict_target(
         seconds = time.perf_counter() - start
         report(f"  wrote {result.folder}, {seconds:.1f} s; best: {result.structure().name}, pLDDT {best:.1f}")
     if result is None:
-        return Failure(job.target.query.name, failed)
+        assert failure is not None, "something is written, or a seed has failed"
+        return failure
     _relax(result, config, report, group)
     _make_page(job, result, report, group)
     _plot(job, result, config, report, group)
-    if failed:
-        before = f"finished before: {counted(len(result.mean_plddt), 'prediction')}, in {result.folder}"
-        return Failure(job.target.query.name, f"{failed}; {before}", some_written=True)
-    return result
+    if failure is None:
+        return result
+    before = f"finished before: {counted(len(result.mean_plddt), 'prediction')}, in {result.folder}"
+    return replace(failure, reason=f"{failure.reason}; {before}", some_written=True)
 
 
 def _already(number: int) -> str:
     return f"{counted(number, 'prediction')} already there"
-
-
-def _finished_seeds(
-    job: Job,
-    model: AlphaFold | None,
-    config: PredictConfig,
-    features: FeatureConfig,
-    report: Report,
-    group: Group | None,
-) -> Iterator[Finished | UserError]:
-    """What is to be written, piece by piece; at the end the error of a seed that failed."""
-    if not job.seeds:
-        yield Finished({}, {})  # a format is missing
-        return
-    assert model is not None
-    try:
-        yield from predict_seeds(job, model, config, features, report, group)
-    except UserError as error:
-        yield error
 
 
 def _stored(job: Job, config: PredictConfig) -> Stored | None:

@@ -1,7 +1,8 @@
 """The seeds of one target, one after another, and when to write what is finished.
 
 A seed of a long chain may take hours. So finished seeds are handed over to be written before the next one begins, as soon as
-they have taken `WRITE_EVERY_S` seconds: then neither Ctrl-C nor a later seed that fails costs more than that.
+they have taken `WRITE_EVERY_S` seconds. Ctrl-C costs no more than that and the seed that is running; a seed that fails ends its
+record and costs none of those before it.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from evodsp.errors import UserError
 from evodsp.inference.block_progress import block_progress
 from evodsp.inference.config import PredictConfig
 from evodsp.inference.devices import memory_entries
+from evodsp.inference.failures import Failure
 from evodsp.inference.jobs import Job
 from evodsp.inference.memory_errors import memory_errors
 from evodsp.inference.needs import check_needs
@@ -51,11 +53,11 @@ class Finished:
 
 def predict_seeds(
     job: Job, model: AlphaFold, config: PredictConfig, features: FeatureConfig, report: Report, group: Group | None
-) -> Iterator[Finished]:
-    """Predict the seeds of `job`. Each is in one of the results, which come as soon as they are to be written.
+) -> Iterator[Finished | Failure]:
+    """Predict the seeds of `job`. Those that are finished come as soon as they are to be written; last comes the failure of a
+    seed, after which no other is tried.
 
-    Raises UserError if a seed fails, after the finished ones have been handed over; LeftAlone on a rank of several that has no
-    memory left.
+    Raises LeftAlone on a rank of several that has no memory left.
     """
     target, device = job.target, next(model.parameters()).device
     start = time.perf_counter()
@@ -64,7 +66,11 @@ def predict_seeds(
         with memory_errors(target.query.name, len(target.query), device):
             return target.read()
 
-    alignments = on_first(read, group) or []
+    try:
+        alignments = on_first(read, group) or []
+    except UserError as error:
+        yield Failure(target.query.name, str(error))
+        return
     seconds_before = job.templates_seconds + time.perf_counter() - start
     rows = sum(map(len, alignments))
     report(
@@ -111,10 +117,11 @@ def predict_seeds(
             shown = block_progress(model, f"{target.query.name}, seed {seed}", most) if _is_rank_0() else nullcontext()
             with shown:
                 structure, passes, change = _predict_seed(target, batch, model, config, group)
-        except UserError:
+        except UserError as error:
             if structures:
                 yield finished()
-            raise
+            yield Failure(target.query.name, str(error))
+            return
         structures[seed], runs[seed] = structure, SeedRun(seconds, passes, change)
         report(f"  seed {seed}: model, {runs[seed].model_line(features.recycles + 1)}; {structure.confidence_line}")
         if seed == job.seeds[-1] or from_first(partial(_due, since), group):
@@ -123,6 +130,7 @@ def predict_seeds(
 
 
 def _due(since: float) -> bool:
+    """Whether seeds that began at `since` have taken so long that they are to be written."""
     return time.perf_counter() - since >= WRITE_EVERY_S
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from evodsp.errors import UserError
-from evodsp.files import whole_file
+from evodsp.files import remove_partial, whole_file
 from evodsp.output import output_errors
 from evodsp.training.config import RunConfig
 from evodsp.weights.container import archive_damage, first_sentence
@@ -162,8 +162,7 @@ class RunFolder:
     def remove_partial(self) -> None:
         """Delete the partial files of a run that was killed while writing."""
         for folder in (self.path, self.checkpoints):
-            for path in folder.glob(".*.partial"):
-                path.unlink(missing_ok=True)
+            remove_partial(folder)
 
 
 def numbered(first: Path, keep: int) -> list[Path]:
