@@ -20,8 +20,8 @@ from evodsp.launch.consensus import from_first, on_first
 from evodsp.launch.last_words import forget, said_if_ended
 from evodsp.launch.launcher import launch
 from evodsp.launch.parent import launched_by_evodsp
-from evodsp.launch.process_group import collective_timeout, guarded, place, start, stop, under_launcher
-from evodsp.parallel.mesh import data_ranks, init_mesh, whole_group
+from evodsp.launch.process_group import guarded, mesh_of, place, start, stop, under_launcher
+from evodsp.parallel.mesh import data_ranks, whole_group
 
 
 def run(config: PredictConfig, words: list[str]) -> int:
@@ -50,7 +50,7 @@ def _run(config: PredictConfig, words: list[str]) -> int:
     with guarded():
         backend = "gloo" if device_of(config.device).type == "cpu" else "nccl"
         start(backend, config.parallel.timeout, together=ranks > 1)
-        mesh = init_mesh(ranks, timeout=collective_timeout(config.parallel.timeout))
+        mesh = mesh_of(config.parallel)
         group = mesh.sequence_group() if ranks > 1 else None
         groups = Groups(whole_group(), group) if here.ranks > ranks else None
         with _log(config, words) if here.rank == 0 else nullcontext(_silent) as say:

@@ -28,6 +28,8 @@ import torch.distributed as dist
 from evodsp.errors import UserError
 from evodsp.launch.parent import GIVEN_UP
 from evodsp.launch.watch import Watch, watch_of_this_process
+from evodsp.parallel.config import SequenceConfig
+from evodsp.parallel.mesh import Mesh, init_mesh
 
 TIMEOUT_S = 600.0
 """How long a rank may stand still (NCCL's own default; gloo's is three times as long): longer than the others wait while one
@@ -162,6 +164,17 @@ def start(
         watch = Watch(dist.PrefixStore(part, watching), here.rank, here.ranks, timeout_s, together)
         dist.barrier()  # all ranks have written their first state
         watch.start()
+
+
+def mesh_of(config: SequenceConfig, device_type: str | None = None) -> Mesh:
+    """The mesh over all ranks, after `start`. All ranks call this together.
+
+    `device_type`: 'cpu' or 'cuda'; None: the default group's. Raises UserError if the ranks do not divide into groups.
+    """
+    mesh = init_mesh(config.sequence, device_type, collective_timeout(config.timeout), config.sockets)
+    if mesh.sockets is not None and (watch := watch_of_this_process()):
+        watch.also_count(mesh.sockets)
+    return mesh
 
 
 def _store(here: Place, timeout_s: float, hosts: bool) -> dist.TCPStore:

@@ -2,7 +2,8 @@
 
 A rank that waits in a collective cannot tell which rank it waits for. So a thread of every rank writes two numbers to the store
 through which the ranks met: a HEARTBEAT, which the thread increases regularly, and the number of COLLECTIVES that the rank has
-launched (torch counts them for each group). Rank 0 reads the numbers of all ranks; the others read rank 0's:
+launched (torch counts those of each process group, `Sockets` theirs). Rank 0 reads the numbers of all ranks; the others read
+rank 0's:
 
 - A heartbeat that stands still: the process is stopped (SIGSTOP, a debugger), starved, or its machine is gone or unreachable.
 - All hearts beat but no rank launches a collective: one rank hangs in its own code and the others wait for it. It is the rank
@@ -26,6 +27,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from evodsp.launch.parent import GIVEN_UP
+from evodsp.parallel.sockets import Sockets
 
 SILENCE_S = 60.0
 """A busy process delays its heartbeat by a second or two; this leaves room for a machine that swaps."""
@@ -109,9 +111,14 @@ class Watch(threading.Thread):
         self._detector = StallDetector(self._silent_s, timeout_s if rank == 0 and together else math.inf)
         self._watched = range(ranks) if rank == 0 else range(1)
         self._heartbeat = 0
+        self._sockets: Sockets | None = None
         self._stop_asked = threading.Event()
         store.set(f"who/{rank}", f"rank {rank} (pid {os.getpid()} on {socket.gethostname()})")
         self._write_state()
+
+    def also_count(self, sockets: Sockets) -> None:
+        """Count the exchanges by these sockets as collectives."""
+        self._sockets = sockets
 
     def run(self) -> None:
         """Look regularly until `stop` is called or the run has to end."""
@@ -156,7 +163,7 @@ class Watch(threading.Thread):
 
     def _write_state(self) -> None:
         self._heartbeat += 1
-        self._store.set(f"state/{self._rank}", str(State(self._heartbeat, _collectives())))
+        self._store.set(f"state/{self._rank}", str(State(self._heartbeat, _collectives(self._sockets))))
 
 
 def watch_of_this_process() -> Watch | None:
@@ -164,10 +171,11 @@ def watch_of_this_process() -> Watch | None:
     return next((thread for thread in threading.enumerate() if isinstance(thread, Watch)), None)
 
 
-def _collectives() -> int:
-    """Number of collectives that this rank has launched in all its groups."""
+def _collectives(sockets: Sockets | None = None) -> int:
+    """Number of collectives that this rank has launched in all its groups, and by `sockets`."""
     groups = list(dist.distributed_c10d._world.pg_map)
-    return sum(group._get_sequence_number_for_group() for group in groups)  # type: ignore[attr-defined]
+    by_groups = sum(group._get_sequence_number_for_group() for group in groups)  # type: ignore[attr-defined]
+    return by_groups + (0 if sockets is None else sockets.launched)
 
 
 def _end(message: str) -> None:

@@ -21,6 +21,9 @@ class SequenceConfig:
     of its clustered MSA; nothing needs to be divisible. evodsp starts them on this machine, unless torchrun or srun did."""
     timeout: float = 600.0
     """Seconds without progress after which a rank counts as hung; the run then ends and names the rank."""
+    sockets: bool = True
+    """CPU ranks of one machine exchange shards by Unix sockets, in a half to a fifth of gloo's time. false: by gloo, as between
+    machines. GPUs use NCCL in either case."""
 
     def __post_init__(self) -> None:
         if self.sequence < 1:

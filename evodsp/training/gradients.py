@@ -19,13 +19,14 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from evodsp.parallel.group import Group
 from evodsp.parallel.mesh import Mesh
 from evodsp.parallel.waits import WaitTimes
 from evodsp.training.dtensor import local
@@ -138,7 +139,7 @@ class FlatGradients(Gradients):
         for parameter, view in zip(self.parameters, self._views, strict=True):
             parameter.grad = view
 
-    def _wait(self, work: dist.Work) -> None:
+    def _wait(self, work: Any) -> None:
         if self._waits is None:
             work.wait()
         else:
@@ -171,7 +172,7 @@ class SampleGradients(FlatGradients):
         self._flat[-1] = loss
         if self.mesh is not None:
             group = self.mesh.sequence_group()
-            self._sum(self._flat, group.handle)
+            self._sum(self._flat, group)
             if group.size > 1:
                 self._flat.div_(group.size)
         rows = torch.linalg.vector_norm(self._flat[:-_ALIGNMENT].view(-1, _ALIGNMENT), dim=1)
@@ -189,7 +190,7 @@ class SampleGradients(FlatGradients):
     def finish(self) -> Reduced:
         counted = torch.stack(self._counted)
         if self.mesh is not None:
-            self._sum(self._total, self.mesh.data_group().handle)
+            self._sum(self._total, self.mesh.data_group())
         # Each sample was divided by all passes of a step on one data rank.
         torch.div(self._total, self._total[-1].clamp(min=1) / self._batches, out=self._flat)
         norms, number = torch.stack(self._norms), counted.sum().clamp(min=1)
@@ -201,10 +202,10 @@ class SampleGradients(FlatGradients):
         rows = [size // _ALIGNMENT for size in self._sizes]
         return [i for i, part in enumerate(self._blamed.split(rows)) if not part.isfinite().all()]
 
-    def _sum(self, x: Tensor, group: dist.ProcessGroup | None) -> None:
+    def _sum(self, x: Tensor, group: Group) -> None:
         """The sum over the group, in place, bitwise identical on all of its ranks."""
-        if dist.get_world_size(group) > 1:
-            self._wait(dist.all_reduce(x, group=group, async_op=True))
+        if group.size > 1:
+            self._wait(group.all_reduce(x))
 
 
 class BatchGradients(FlatGradients):
@@ -229,12 +230,13 @@ class BatchGradients(FlatGradients):
         """`batches`: backward passes of a step. `bucket_bytes`: size of a bucket at least, as in PyTorch's DDP."""
         super().__init__(parameters, mesh, waits)
         self.clip, self._batches = clip, batches
-        self._ranks = 1 if mesh is None else dist.get_world_size()
+        self._group = None if mesh is None else mesh.all_ranks()
+        self._ranks = 1 if self._group is None else self._group.size
         self._buckets = self._divided(bucket_bytes // self._flat.element_size())
         """Slices of the flat gradient, from its end to its start: backward passes meet the last layers first."""
         self._missing: list[int] = []
         """Parameters of each bucket that have no gradient of the last pass yet."""
-        self._sent: list[dist.Work] = []
+        self._sent: list[Any] = []
         self._norms: list[Tensor] = []
         """Of the buckets that were sent: this rank's own gradient."""
         self._hooks = [
@@ -302,10 +304,11 @@ class BatchGradients(FlatGradients):
 
     def _send(self, count: int) -> None:
         """Start the sums of the first `count` buckets, as far as they are not under way."""
+        assert self._group is not None
         for bucket in self._buckets[len(self._sent) : count]:
             gradient = self._flat[bucket]
             self._norms.append(gradient.norm())
-            self._sent.append(dist.all_reduce(gradient, async_op=True))
+            self._sent.append(self._group.all_reduce(gradient))
 
 
 def _coefficient(norm: Float[Tensor, ""], clip: float) -> Float[Tensor, ""]:

@@ -72,7 +72,7 @@ _TABLE: dict[Rule, dict[str, str]] = {
         "model.evoformer": "checkpoint",
         "model.templates": "checkpoint",
         "data": "batch_size",
-        "parallel": "sequence parameters overlap",
+        "parallel": "sequence parameters overlap sockets",
         "plan": "triangle_outgoing triangle_incoming outer_product_mean extra_msa_axis stream_bias keep_gathered",
         "kernels": (
             "backend attention biased_attention dropout_add gated_linear gated_output gated_projection global_attention "

@@ -22,7 +22,7 @@ from evodsp.launch import process_group
 from evodsp.launch.consensus import all_of, check_same
 from evodsp.parallel.config import ParallelConfig
 from evodsp.parallel.group import Group
-from evodsp.parallel.mesh import Mesh, init_mesh
+from evodsp.parallel.mesh import Mesh
 from evodsp.parallel.waits import WaitTimes
 from evodsp.training.batch_check import BatchCheck
 from evodsp.training.gradients import BatchGradients, Gradients, PlainGradients, SampleGradients
@@ -136,7 +136,7 @@ class MeshWorld(World):
         process_group.start("nccl" if self.on_gpu else "gloo", self.config.timeout)
         check_same("settings", settings, self.group)
         timeout = process_group.collective_timeout(self.config.timeout)
-        self._mesh = init_mesh(self.config.sequence, "cuda" if self.on_gpu else "cpu", timeout)
+        self._mesh = process_group.mesh_of(self.config, "cuda" if self.on_gpu else "cpu")
         self._batch_check, self._sharing = BatchCheck(self._mesh, timeout), BatchSharing.on(self._mesh, timeout)
 
     def check_batches(

@@ -1,17 +1,23 @@
-"""What a group's methods bring, for sizes that gloo exchanges at once and for those it takes in rounds."""
+"""What a group's methods bring: by gloo, at sizes that it exchanges at once and at those it takes in rounds, and by sockets."""
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from evodsp.parallel.group import _GATHERED, _SUMMED, Group
+from evodsp.parallel.group import _GATHERED, _SUMMED, _SUMMED_BY_SOCKETS, Group
+from evodsp.parallel.sockets import Sockets
 from tests.ranks import RankPool
 
-SIZES = (0, 1, 7, _SUMMED + 1, _GATHERED + 1)
+SIZES = {
+    "gloo": (0, 1, 7, _SUMMED + 1, _GATHERED + 1),
+    # A socket takes some hundred kilobytes at once.
+    "sockets": (0, 1, 7, 100_003, _SUMMED_BY_SOCKETS + 1),
+}
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int32)
 
 
@@ -21,11 +27,28 @@ def values(rank: int, size: int, dtype: torch.dtype) -> Tensor:
     return torch.randint(-50, 50, (size,), generator=generator).to(dtype)
 
 
-def check(handle: Any, size: int, dtype: torch.dtype) -> None:
+def group_by(carrier: str, handle: Any) -> Group:
+    """A group whose exchanges `carrier` carries."""
+    if carrier == "gloo":
+        return Group(handle)
+    sockets = Sockets.of(handle, 60.0)
+    assert sockets is not None
+    return Group(handle, sockets=sockets)
+
+
+def check(handle: Any, carrier: str, size: int, dtype: torch.dtype) -> None:
     """Compare all methods with what the ranks' values make it."""
-    group = Group(handle)
+    group = group_by(carrier, handle)
     everyone = torch.stack([values(rank, size, dtype) for rank in range(group.size)])
     own = everyone[group.rank]
+
+    # Rank r sends `size` + r + 1 numbers to each: the parts are not alike.
+    sent = torch.cat([own.new_full((size + group.rank + 1,), group.rank + place) for place in range(group.size)])
+    arriving, leaving = [size + rank + 1 for rank in range(group.size)], [size + group.rank + 1] * group.size
+    received = own.new_full((sum(arriving),), 99)
+    group.all_to_all(received, sent, arriving, leaving).wait()
+    expected = torch.cat([own.new_full((size + rank + 1,), rank + group.rank) for rank in range(group.size)])
+    assert torch.equal(received, expected)
 
     gathered = own.new_full((group.size * size,), 99)
     group.all_gather(gathered, own).wait()
@@ -42,16 +65,17 @@ def check(handle: Any, size: int, dtype: torch.dtype) -> None:
         assert torch.equal(total, expected.view(1, -1))
 
 
+@pytest.mark.parametrize("carrier", ["gloo", "sockets"])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_every_method_brings_what_its_name_says(pool: RankPool, ranks: int) -> None:
+def test_every_method_brings_what_its_name_says(pool: RankPool, ranks: int, carrier: str) -> None:
     """Catches parts in the wrong order, sums of another dtype, maxima that are sums, and sizes of which one path is wrong."""
-    for size in SIZES:
+    for size in SIZES[carrier]:
         for dtype in DTYPES:
-            pool.run(ranks, check, size, dtype)
+            pool.run(ranks, check, carrier, size, dtype)
 
 
-def sums(handle: Any) -> tuple[bytes, bytes]:
-    group = Group(handle)
+def sums(handle: Any, carrier: str) -> tuple[bytes, bytes]:
+    group = group_by(carrier, handle)
     x = torch.randn(1000, generator=torch.Generator().manual_seed(group.rank)) * 10.0 ** (3 * group.rank)
     total, received = x.clone(), x.new_empty(1000)
     group.all_reduce(total).wait()
@@ -59,23 +83,34 @@ def sums(handle: Any) -> tuple[bytes, bytes]:
     return total.numpy().tobytes(), received.numpy().tobytes()
 
 
-def test_sums_have_the_same_bits_on_all_ranks(pool: RankPool) -> None:
+@pytest.mark.parametrize("carrier", ["gloo", "sockets"])
+def test_sums_have_the_same_bits_on_all_ranks(pool: RankPool, carrier: str) -> None:
     """Catches terms that each rank adds in another order: replicated parts of a model would drift apart."""
-    found = pool.run(4, sums)
+    found = pool.run(4, sums, carrier)
     assert {bits for rank in found for bits in rank} == {found[0][0]}
 
 
-def early(handle: Any) -> None:
-    """Two sums under way, the later one awaited first."""
-    group = Group(handle)
+def early(handle: Any, carrier: str) -> None:
+    """Two sums and an exchange that no buffer holds under way, the later ones awaited first, while ranks are apart in time."""
+    group = group_by(carrier, handle)
+    time.sleep(0.05 * group.rank)
     one, two = torch.ones(5), torch.full((5,), 2.0)
-    first, second = group.all_reduce(one), group.all_reduce(two)
+    many, counts = torch.arange(1e6 * group.size), [1_000_000] * group.size
+    received = torch.empty_like(many)
+    first, large, second = (
+        group.all_reduce(one),
+        group.all_to_all(received, many, counts, counts),
+        group.all_reduce(two),
+    )
     second.wait()
     first.wait()
+    large.wait()
     assert (one == group.size).all()
     assert (two == 2 * group.size).all()
+    assert torch.equal(received, many.split(counts)[group.rank].repeat(group.size))
 
 
-def test_sums_under_way_do_not_mix(pool: RankPool) -> None:
-    """Catches results that depend on the order in which they are awaited."""
-    pool.run(3, early)
+@pytest.mark.parametrize("carrier", ["gloo", "sockets"])
+def test_sums_under_way_do_not_mix(pool: RankPool, carrier: str) -> None:
+    """Catches results that depend on the order in which they are awaited, and messages that are cut or mixed."""
+    pool.run(3, early, carrier)

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from evodsp.parallel.group import Group
 from scripts.frameworks import one_process
 from tests.builders.comparison import TOLERANCE
 from tests.builders.pages import ROOT, blocks
@@ -63,7 +64,7 @@ def trained(
     """What a program returns on this rank of the pool, and how many all-to-alls it ran."""
     rank, ranks = str(dist.get_rank()), str(dist.get_world_size())
     told_by_torchrun = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-    all_to_all = mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single)
+    all_to_all = mock.patch.object(Group, "all_to_all", autospec=True, side_effect=Group.all_to_all)
     with mock.patch.dict(os.environ, told_by_torchrun), all_to_all as switches:
         module = importlib.import_module(f"scripts.frameworks.{program}")
         if program == "deepspeed_zero":
