@@ -38,6 +38,7 @@ from evodsp.model.kernels import triton
 from evodsp.model.kernels.registry import Kernels
 from evodsp.model.primitives import use_kernels
 from evodsp.parallel.group import Group
+from evodsp.parallel.mesh import init_mesh
 from evodsp.parallel.ledger import Kind
 from evodsp.planner.device import Device
 from evodsp.planner.trace import Recorder, Work
@@ -206,8 +207,7 @@ def sweep(rank: int, ranks: int, store: str, on_gpu: bool, results: Any) -> None
         torch.cuda.set_device(rank)
     torch.set_num_threads(1)
     dist.init_process_group("nccl" if on_gpu else "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
-    assert dist.group.WORLD is not None
-    group, where = Group(dist.group.WORLD), "cuda" if on_gpu else "cpu"
+    group, where = init_mesh(ranks).sequence_group(), "cuda" if on_gpu else "cpu"
     factor = torch.randn(256, 256, device=where)
 
     def work() -> Tensor:

@@ -28,7 +28,7 @@ from evodsp.model.alphafold import AlphaFold
 from evodsp.model.in_place import use_memory
 from evodsp.model.primitives import use_exchange
 from evodsp.parallel.exchange import Exchange, LocalExchange, ShardedExchange
-from evodsp.parallel.group import Group
+from evodsp.parallel.mesh import init_mesh
 from evodsp.ranges import memory_size
 
 from .peak_memory import PeakMemory
@@ -85,9 +85,7 @@ def _rank(rank: int, ranks: int, folder: str, arguments: argparse.Namespace) -> 
     exchange: Exchange = LocalExchange()
     if ranks > 1:
         dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks)
-        handle = dist.group.WORLD
-        assert handle is not None  # created one line above
-        exchange = ShardedExchange(Group(handle))
+        exchange = ShardedExchange(init_mesh(ranks).sequence_group())
     result = measured(exchange, arguments.residues, arguments.backward, arguments.working_memory)
     torch.save(result, f"{folder}/{rank}.pt")
     if ranks > 1:

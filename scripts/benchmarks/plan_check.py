@@ -1,4 +1,4 @@
-"""Compares the planner's time of a training step with a measured one, on one process and on two gloo ranks of this machine.
+"""Compares the planner's time of a training step with a measured one, on one process and on two ranks of this machine.
 
     python scripts/measure_device.py --output runs/mine.yaml
     python -m scripts.benchmarks.plan_check --device runs/mine.yaml --output scripts/benchmarks/results/plan_check.csv
@@ -30,7 +30,7 @@ from evodsp.losses.total import total_loss
 from evodsp.model.alphafold import AlphaFold
 from evodsp.model.primitives import use_exchange
 from evodsp.parallel.exchange import Exchange, LocalExchange, ShardedExchange
-from evodsp.parallel.group import Group
+from evodsp.parallel.mesh import init_mesh
 from evodsp.planner.device import Device, Links, load_device, load_link
 from evodsp.planner.program import Sizes, Step, program, sample_batch
 from evodsp.planner.simulate import simulate
@@ -90,10 +90,10 @@ def measure(rank: int, store: str, rounds: int, results: Any) -> None:
     """The times of all cases, on one rank and on two, by turns."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    assert dist.group.WORLD is not None
+    group = init_mesh(2).sequence_group()
     found: dict[tuple[str, int], list[float]] = {}
     for name, step in cases().items():
-        alone, shared = Measured(step, LocalExchange()), Measured(step, ShardedExchange(Group(dist.group.WORLD)))
+        alone, shared = Measured(step, LocalExchange()), Measured(step, ShardedExchange(group))
         for turn in range(rounds + 1):
             dist.barrier()
             if rank == 0:

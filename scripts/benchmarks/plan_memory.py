@@ -29,7 +29,7 @@ import torch.distributed as dist
 from evodsp.allocator import give_large_tensors_back
 from evodsp.config import LossConfig, ModelConfig
 from evodsp.parallel.exchange import Exchange, LocalExchange, ShardedExchange
-from evodsp.parallel.group import Group
+from evodsp.parallel.mesh import init_mesh
 from evodsp.planner.program import Sizes, Step, program
 from evodsp.planner.walk import Span, items_of
 
@@ -64,8 +64,7 @@ def measured(step: Step, rank: int, ranks: int, store: str) -> tuple[float, floa
     exchange: Exchange = LocalExchange()
     if ranks > 1:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
-        assert dist.group.WORLD is not None
-        exchange = ShardedExchange(Group(dist.group.WORLD))
+        exchange = ShardedExchange(init_mesh(ranks).sequence_group())
     Measured(cases()["small"], exchange).seconds()
     of_step = Measured(step, exchange)
     gc.collect()
