@@ -38,8 +38,8 @@ from evodsp.model.kernels import triton
 from evodsp.model.kernels.registry import Kernels
 from evodsp.model.primitives import use_kernels
 from evodsp.parallel.group import Group
-from evodsp.parallel.mesh import init_mesh
 from evodsp.parallel.ledger import Kind
+from evodsp.parallel.mesh import init_mesh
 from evodsp.planner.device import Device
 from evodsp.planner.trace import Recorder, Work
 
