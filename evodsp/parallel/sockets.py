@@ -32,6 +32,9 @@ from torch import Tensor
 _LOOKS_S = 2e-3
 _yield = getattr(os, "sched_yield", lambda: time.sleep(0))
 
+_LONGEST_MS = (1 << 31) - 1
+"""What `poll` can wait."""
+
 _ENOUGH = 1 << 22
 """Bytes asked for as a socket's buffer; the system gives what it allows (200 to 400 kB on Linux)."""
 
@@ -162,7 +165,7 @@ class Sockets:
             events = (select.POLLIN if peer.arriving else 0) | (select.POLLOUT if peer.leaving else 0)
             if events:
                 ready.register(peer.connection, events)
-        if not ready.poll(1000 * self._timeout_s):
+        if not ready.poll(min(1000 * self._timeout_s, _LONGEST_MS)):
             waited_for = ", ".join(str(peer.rank) for peer in self._peers.values() if peer.arriving or peer.leaving)
             raise dist.DistNetworkError(f"rank {waited_for} has sent nothing for {self._timeout_s:g} s")
 
