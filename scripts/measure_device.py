@@ -4,7 +4,7 @@
     evodsp plan --gpus 2 --device mine.yaml
 
 It takes a minute. On a GPU it measures matrix products in each precision, copies, the host's time for an operator, and the
-collectives among all GPUs of this machine (NCCL); on a CPU the same of one thread, and of two processes (gloo). Then one
+collectives among all GPUs of this machine (NCCL); on a CPU the same of one thread, and of two processes. Then one
 Evoformer block of full width, and one of small widths, whose time is all overhead, correct what single operators cannot tell;
 and a block on all devices at once tells how much they slow each other down.
 """
@@ -317,7 +317,7 @@ def main(arguments: list[str] | None = None) -> int:
             results = mp.get_context("spawn").SimpleQueue()
             mp.spawn(sweep, (ranks, f"{folder}/store", on_gpu, results), ranks)
             found, content["crowding"] = results.get()
-            files[link_file] = link_of("NCCL" if on_gpu else "gloo", found)
+            files[link_file] = link_of("NCCL" if on_gpu else "processes of one machine", found)
     else:
         content |= {"inside": "pcie", "across": "pcie"}
     files[given.output] = {key: round(v, 4) if isinstance(v, float) else v for key, v in content.items()}

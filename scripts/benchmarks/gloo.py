@@ -94,7 +94,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=150)
     options = parser.parse_args()
     print(f"{options.ranks} ranks, torch {torch.__version__}, {platform.machine()}, medians in microseconds")
-    print(f"{'numbers':<9}{'':<15}{'gloo':>10}{'by gloo':>10}{'by sockets':>10}")
+    print(f"{'numbers':<9}{'':<15}{'gloo':>10}{'by gloo':>10}{'by sockets':>12}")
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(measure, (options.ranks, f"{folder}/store", options.rounds), options.ranks)
 
