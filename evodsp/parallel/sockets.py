@@ -36,7 +36,7 @@ _LONGEST_MS = (1 << 31) - 1
 """What `poll` can wait."""
 
 _ENOUGH = 1 << 22
-"""Bytes asked for as a socket's buffer; the system gives what it allows (200 to 400 kB on Linux)."""
+"""Bytes asked for as a socket's buffer. The system gives what it allows (Linux: `net.core.wmem_max`, often 200 kB)."""
 
 
 class Exchange:
@@ -121,6 +121,7 @@ class Sockets:
             if not all(all_connected) or listener is None:
                 _close(list(found.values()))
                 return None
+            listener.settimeout(timeout_s)
             for _ in range(rank + 1, ranks):  # they are waiting to be accepted
                 connection, _ = listener.accept()
                 found[int.from_bytes(connection.recv(_NAME, socket.MSG_WAITALL))] = connection

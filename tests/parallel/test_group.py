@@ -15,7 +15,6 @@ from tests.ranks import RankPool
 
 SIZES = {
     "gloo": (0, 1, 7, _SUMMED + 1, _GATHERED + 1),
-    # A socket takes some hundred kilobytes at once.
     "sockets": (0, 1, 7, 100_003, _SUMMED_BY_SOCKETS + 1),
 }
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int32)
@@ -95,7 +94,7 @@ def early(handle: Any, carrier: str) -> None:
     group = group_by(carrier, handle)
     time.sleep(0.05 * group.rank)
     one, two = torch.ones(5), torch.full((5,), 2.0)
-    many, counts = torch.arange(1e6 * group.size), [1_000_000] * group.size
+    many, counts = torch.arange(3e6 * group.size), [3_000_000] * group.size
     received = torch.empty_like(many)
     first, large, second = (
         group.all_reduce(one),
