@@ -70,6 +70,12 @@ def help_texts() -> dict[str, str]:
     return {name: run_quietly([*name.split(), "--help"]) for name in names}
 
 
+def options_of_scripts() -> set[str]:
+    """What the programs in scripts/ take."""
+    programs = (path.read_text() for path in (ROOT / "scripts").rglob("*.py"))
+    return {option for text in programs for option in re.findall(r'add_argument\(\s*"(--[\w-]+)"', text)}
+
+
 @pytest.mark.parametrize("page", [*PAGES, *INCLUDED])
 def test_names_in_the_prose_exist(page: str, help_texts: dict[str, str]) -> None:
     """Commands, options, settings, make targets and modules between backticks: a name that was changed or never was."""
@@ -82,8 +88,9 @@ def test_names_in_the_prose_exist(page: str, help_texts: dict[str, str]) -> None
         if words[0] == "evodsp" and len(words) > 1:
             name = " ".join(words[1:3]) if words[1] in ("data", "weights") else words[1]
             assert name in {*help_texts, "test"}, f"no command `{span}`"
+        known = options | options_of_scripts() if words[0] == "python" else options
         for word in re.findall(r"(?<![\w-])--[A-Za-z][\w.-]*", span):
-            assert word in options, f"`{span}`: no command has the option {word}"
+            assert word in known, f"`{span}`: no command has the option {word}"
         if setting := re.fullmatch(r"((?:model|data|parallel|plan|trainer)\.[a-z_]\w*(?:\.\w+)*)(?::.*)?", span):
             assert f"--{setting[1]}" in options, f"no setting `{span}`"
         if re.fullmatch(r"evodsp(\.\w+)+", span) and page not in ("docs/migration.md", "CHANGELOG.md"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from evodsp.parallel.group import Group
@@ -58,5 +57,5 @@ def _mean(x: Tensor, groups: list[Group]) -> None:
     """In place: the mean over the first group's ranks, then over the second's."""
     for group in groups:
         if group.size > 1:
-            dist.all_reduce(x, group=group.handle)
+            group.all_reduce(x).wait()
             x.div_(group.size)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from evodsp.parallel import average_gradients, gradients, init_mesh
+from evodsp.parallel.group import Group
 from tests.ranks import RankPool
 
 
@@ -40,19 +41,19 @@ def mixed(rank: int) -> dict[str, nn.Parameter]:
 
 def averaged(handle: Any, bucket: int | None) -> tuple[dict[str, Tensor | None], list[int]]:
     """The gradients after averaging, and the number of elements of each all-reduce."""
-    parameters, sizes, reduce, usual = mixed(dist.get_rank(handle)), [], dist.all_reduce, gradients.BUCKET
+    parameters, sizes, reduce, usual = mixed(dist.get_rank(handle)), [], Group.all_reduce, gradients.BUCKET
 
-    def counted(x: Tensor, *args: Any, **options: Any) -> Any:
+    def counted(group: Group, x: Tensor) -> Any:
         sizes.append(x.numel())
-        return reduce(x, *args, **options)
+        return reduce(group, x)
 
     gradients.BUCKET = bucket if bucket is not None else usual
-    dist.all_reduce = counted
+    Group.all_reduce = counted  # type: ignore[method-assign]
     try:
         average_gradients((p for p in parameters.values()), handle)
         average_gradients([parameters["frozen"]], handle)
     finally:
-        gradients.BUCKET, dist.all_reduce = usual, reduce
+        gradients.BUCKET, Group.all_reduce = usual, reduce
     return {name: p.grad for name, p in parameters.items()}, sizes
 
 
