@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -41,19 +42,16 @@ def mixed(rank: int) -> dict[str, nn.Parameter]:
 
 def averaged(handle: Any, bucket: int | None) -> tuple[dict[str, Tensor | None], list[int]]:
     """The gradients after averaging, and the number of elements of each all-reduce."""
-    parameters, sizes, reduce, usual = mixed(dist.get_rank(handle)), [], Group.all_reduce, gradients.BUCKET
+    parameters, sizes, reduce = mixed(dist.get_rank(handle)), [], Group.all_reduce
 
     def counted(group: Group, x: Tensor) -> Any:
         sizes.append(x.numel())
         return reduce(group, x)
 
-    gradients.BUCKET = bucket if bucket is not None else usual
-    Group.all_reduce = counted  # type: ignore[method-assign]
-    try:
+    bucketed = mock.patch.object(gradients, "BUCKET", bucket if bucket is not None else gradients.BUCKET)
+    with bucketed, mock.patch.object(Group, "all_reduce", counted):
         average_gradients((p for p in parameters.values()), handle)
         average_gradients([parameters["frozen"]], handle)
-    finally:
-        gradients.BUCKET, Group.all_reduce = usual, reduce
     return {name: p.grad for name, p in parameters.items()}, sizes
 
 

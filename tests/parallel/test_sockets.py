@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import os
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -33,7 +34,7 @@ def swap(sockets: Sockets, numbers: int = 3) -> Any:
 
 def folders(handle: Any) -> list[str]:
     """What connecting leaves in the folder of temporary files."""
-    folder = Path(os.environ["TMPDIR"])
+    folder = Path(tempfile.gettempdir())
     connected(handle)
     dist.barrier(handle)
     return sorted(path.name for path in folder.glob("evodsp-*"))
@@ -41,15 +42,8 @@ def folders(handle: Any) -> list[str]:
 
 def with_temporary_files(handle: Any, folder: str, function: Any) -> Any:
     """Call `function` with its temporary files in `folder`."""
-    import tempfile
-
-    os.environ["TMPDIR"], former = folder, tempfile.tempdir
-    tempfile.tempdir = folder
-    try:
+    with mock.patch.object(tempfile, "tempdir", folder):
         return function(handle)
-    finally:
-        tempfile.tempdir = former
-        del os.environ["TMPDIR"]
 
 
 def test_nothing_is_left_of_connecting(pool: RankPool, tmp_path: Path) -> None:
@@ -86,7 +80,7 @@ def test_a_path_too_long_for_a_socket_is_no_error(pool: RankPool, tmp_path: Path
 
 
 def carriers(handle: Any) -> list[bool]:
-    """Whether there are sockets: as ever, when switched off, in groups of one rank, among three ranks of four."""
+    """Whether there are sockets: as ever, when switched off, in groups of one rank, in one group of all four."""
     asked = (init_mesh(2), init_mesh(2, sockets=False), init_mesh(1), init_mesh(4))
     return [mesh.sockets is not None for mesh in asked] + [
         asked[0].sequence_group().sockets is asked[0].sockets,
