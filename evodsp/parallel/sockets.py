@@ -12,6 +12,7 @@ communicates between machines, and for large sums.
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import socket
@@ -26,6 +27,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+_log = logging.getLogger(__name__)
 
 # A rank that waits looks again and again for so long before it sleeps, because waking up takes longer than an exchange. Between
 # two looks it offers its core to others.
@@ -105,21 +108,28 @@ class Sockets:
 
     @classmethod
     def of(cls, handle: dist.ProcessGroup, timeout_s: float) -> Sockets | None:
-        """Connect the ranks of a group, which call this together; None if they are not all on one machine.
+        """Connect the ranks of a group, which call this together; None if they are not all on one machine, or if that machine
+        has no Unix sockets for them, which the first rank's log says.
 
         `timeout_s`: how long `wait` waits for a rank that sends nothing.
         """
         rank, ranks = dist.get_rank(handle), dist.get_world_size(handle)
         with ExitStack() as folder, ExitStack() as listening:
             listener, path = _listen(folder, listening, ranks)
-            paths: list[str | None] = [None] * ranks
-            dist.all_gather_object(paths, path, group=handle)
+            places: list[tuple[str, str | None]] = [("", None)] * ranks
+            dist.all_gather_object(places, (socket.gethostname(), path), group=handle)
+            machines, paths = zip(*places, strict=True)
             connected = {number: _connected(paths[number], rank) for number in range(rank)}
             all_connected: list[bool] = [False] * ranks
             dist.all_gather_object(all_connected, None not in [*connected.values(), *paths], group=handle)
             found = {number: connection for number, connection in connected.items() if connection is not None}
             if not all(all_connected) or listener is None:
                 _close(list(found.values()))
+                if rank == 0 and len(set(machines)) == 1:
+                    _log.warning(
+                        f"the {ranks} ranks of {machines[0]} that share a sample cannot connect by Unix sockets; they exchange "
+                        "shards by gloo, which takes longer. Set TMPDIR to a folder with a short path in which they can write"
+                    )
                 return None
             listener.settimeout(timeout_s)
             for _ in range(rank + 1, ranks):  # they are waiting to be accepted
@@ -174,17 +184,23 @@ class Sockets:
 _NAME = 4  # bytes of a rank's number, which it sends when it connects
 
 
+_SHORT = "/tmp"
+"""Where sockets go if the path of the folder of temporary files is too long for them: Linux takes 107 bytes."""
+
+
 def _listen(folder: ExitStack, listening: ExitStack, ranks: int) -> tuple[socket.socket | None, str | None]:
     """A socket that waits for the others, and its path; None where there are no Unix sockets."""
-    try:
-        # Only this user can enter the folder.
-        path = str(Path(folder.enter_context(tempfile.TemporaryDirectory(prefix="evodsp-"))) / "rank")
-        listener = listening.enter_context(socket.socket(socket.AF_UNIX))
-        listener.bind(path)
-        listener.listen(ranks)
-    except (OSError, AttributeError):
-        return None, None
-    return listener, path
+    for parent in (None, _SHORT):
+        try:
+            # Only this user can enter the folder.
+            own = folder.enter_context(tempfile.TemporaryDirectory(prefix="evodsp-", dir=parent))
+            listener = listening.enter_context(socket.socket(socket.AF_UNIX))
+            listener.bind(path := str(Path(own) / "rank"))
+            listener.listen(ranks)
+        except (OSError, AttributeError):
+            continue
+        return listener, path
+    return None, None
 
 
 def _connected(path: str | None, rank: int) -> socket.socket | None:

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from evodsp.parallel.group import _GATHERED, _SUMMED, _SUMMED_BY_SOCKETS, Group
-from evodsp.parallel.sockets import Sockets
+from evodsp.parallel.group import _GATHERED, _SUMMED, _SUMMED_BY_SOCKETS
+from tests.builders.carriers import Carrier, group_by
 from tests.ranks import RankPool
 
-SIZES = {
+SIZES: dict[Carrier, tuple[int, ...]] = {
     "gloo": (0, 1, 7, _SUMMED + 1, _GATHERED + 1),
     "sockets": (0, 1, 7, 100_003, _SUMMED_BY_SOCKETS + 1),
 }
@@ -26,16 +26,7 @@ def values(rank: int, size: int, dtype: torch.dtype) -> Tensor:
     return torch.randint(-50, 50, (size,), generator=generator).to(dtype)
 
 
-def group_by(carrier: str, handle: Any) -> Group:
-    """A group whose exchanges `carrier` carries."""
-    if carrier == "gloo":
-        return Group(handle)
-    sockets = Sockets.of(handle, 60.0)
-    assert sockets is not None
-    return Group(handle, sockets=sockets)
-
-
-def check(handle: Any, carrier: str, size: int, dtype: torch.dtype) -> None:
+def check(handle: Any, carrier: Carrier, size: int, dtype: torch.dtype) -> None:
     """Compare all methods with what the ranks' values make it."""
     group = group_by(carrier, handle)
     everyone = torch.stack([values(rank, size, dtype) for rank in range(group.size)])
@@ -66,14 +57,14 @@ def check(handle: Any, carrier: str, size: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("carrier", ["gloo", "sockets"])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_every_method_brings_what_its_name_says(pool: RankPool, ranks: int, carrier: str) -> None:
+def test_every_method_brings_what_its_name_says(pool: RankPool, ranks: int, carrier: Carrier) -> None:
     """Catches parts in the wrong order, sums of another dtype, maxima that are sums, and sizes of which one path is wrong."""
     for size in SIZES[carrier]:
         for dtype in DTYPES:
             pool.run(ranks, check, carrier, size, dtype)
 
 
-def sums(handle: Any, carrier: str) -> tuple[bytes, bytes]:
+def sums(handle: Any, carrier: Carrier) -> tuple[bytes, bytes]:
     group = group_by(carrier, handle)
     x = torch.randn(1000, generator=torch.Generator().manual_seed(group.rank)) * 10.0 ** (3 * group.rank)
     total, received = x.clone(), x.new_empty(1000)
@@ -83,13 +74,13 @@ def sums(handle: Any, carrier: str) -> tuple[bytes, bytes]:
 
 
 @pytest.mark.parametrize("carrier", ["gloo", "sockets"])
-def test_sums_have_the_same_bits_on_all_ranks(pool: RankPool, carrier: str) -> None:
+def test_sums_have_the_same_bits_on_all_ranks(pool: RankPool, carrier: Carrier) -> None:
     """Catches terms that each rank adds in another order: replicated parts of a model would drift apart."""
     found = pool.run(4, sums, carrier)
     assert {bits for rank in found for bits in rank} == {found[0][0]}
 
 
-def early(handle: Any, carrier: str) -> None:
+def early(handle: Any, carrier: Carrier) -> None:
     """Two sums and an exchange that no buffer holds under way, the later ones awaited first, while ranks are apart in time."""
     group = group_by(carrier, handle)
     time.sleep(0.05 * group.rank)
@@ -110,6 +101,6 @@ def early(handle: Any, carrier: str) -> None:
 
 
 @pytest.mark.parametrize("carrier", ["gloo", "sockets"])
-def test_sums_under_way_do_not_mix(pool: RankPool, carrier: str) -> None:
+def test_sums_under_way_do_not_mix(pool: RankPool, carrier: Carrier) -> None:
     """Catches results that depend on the order in which they are awaited, and messages that are cut or mixed."""
     pool.run(3, early, carrier)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import logging
+import socket
 import tempfile
 import time
 from pathlib import Path
@@ -40,10 +43,10 @@ def folders(handle: Any) -> list[str]:
     return sorted(path.name for path in folder.glob("evodsp-*"))
 
 
-def with_temporary_files(handle: Any, folder: str, function: Any) -> Any:
+def with_temporary_files(handle: Any, folder: str, function: Any, *arguments: Any) -> Any:
     """Call `function` with its temporary files in `folder`."""
     with mock.patch.object(tempfile, "tempdir", folder):
-        return function(handle)
+        return function(handle, *arguments)
 
 
 def test_nothing_is_left_of_connecting(pool: RankPool, tmp_path: Path) -> None:
@@ -68,15 +71,45 @@ def test_ranks_of_several_machines_use_their_process_group(pool: RankPool, alone
     assert pool.run(3, elsewhere, alone) == [True] * 3
 
 
-def without_unix_sockets(handle: Any) -> bool:
-    return Sockets.of(handle, 60.0) is None
+def swapped_elsewhere(handle: Any, short: str) -> None:
+    """Swap ones, with `short` as the folder for sockets whose paths would be too long."""
+    with mock.patch.object(module, "_SHORT", short):
+        swap(connected(handle)).wait()
 
 
 def test_a_path_too_long_for_a_socket_is_no_error(pool: RankPool, tmp_path: Path) -> None:
     """Unix sockets have names of about a hundred characters; folders of temporary files may be deeper."""
     deep = tmp_path / ("d" * 120)
     deep.mkdir()
-    assert pool.run(2, with_temporary_files, str(deep), without_unix_sockets) == [True, True]
+    with tempfile.TemporaryDirectory(dir=module._SHORT, prefix="s") as short:
+        pool.run(2, with_temporary_files, str(deep), swapped_elsewhere, short)
+        assert not any(Path(short).iterdir())
+    assert not any(deep.iterdir())
+
+
+def without_unix_sockets(handle: Any, hosts: list[str]) -> str:
+    """What is logged when no socket can be made."""
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    with (
+        mock.patch.object(socket.socket, "bind", side_effect=OSError),
+        mock.patch.object(socket, "gethostname", return_value=hosts[handle.rank()]),
+    ):
+        module._log.addHandler(handler)
+        try:
+            assert Sockets.of(handle, 60.0) is None
+        finally:
+            module._log.removeHandler(handler)
+    return stream.getvalue()
+
+
+def test_ranks_of_a_machine_without_sockets_say_that_gloo_is_slower(pool: RankPool) -> None:
+    """Catches a run that silently takes longer, and a warning where ranks of two machines communicate by gloo as they must."""
+    said, *others = pool.run(2, without_unix_sockets, ["a", "a"])
+    assert "the 2 ranks of a " in said
+    assert "TMPDIR" in said
+    assert others == [""]
+    assert pool.run(2, without_unix_sockets, ["a", "b"]) == ["", ""]
 
 
 def carriers(handle: Any) -> list[bool]:
