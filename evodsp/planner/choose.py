@@ -36,6 +36,10 @@ class Comparison:
         """Samples a second of a device, relative to one device alone."""
         return (one.samples_per_s / one.devices) / self.alone.samples_per_s
 
+    def hours(self, one: Estimate) -> float:
+        """Of the whole training."""
+        return self.training.samples / one.samples_per_s / 3600
+
 
 def possible(training: Training, devices: int, sequence: int | None = None) -> list[int]:
     """Sizes of sequence groups: divisors of `devices` whose data ranks divide the batch. Raises UserError if there is none."""

@@ -32,8 +32,7 @@ def _train(settings: PlanConfig, device: Device, links: Links) -> int:
             model=replace(training.model, evoformer=replace(training.model.evoformer, checkpoint=False)),
         )
     compared = compare(training, settings.gpus, device, links, settings.sequence, auto=settings.recomputation == "auto")
-    shown = compared, settings.gpus, settings.samples
-    _write(settings, text(*shown), page(*shown), as_json(compared, settings.samples))
+    _write(settings, text(compared, settings.gpus), page(compared, settings.gpus), as_json(compared))
     return 0 if compared.best is not None else 1
 
 

@@ -39,8 +39,8 @@ class PlanConfig:
     """Most recycling iterations after the first one, drawn uniformly; null: data.train.recycles, or 3."""
     global_batch: int | None = None
     """Samples of an optimizer step on all devices; null: that of the config, or 128."""
-    samples: int = 10_000_000
-    """Samples of the whole training, for days and GPU-hours (AF2: about 10 million, then 1.5 million of fine-tuning)."""
+    samples: int | None = None
+    """Samples of the whole training, for days and GPU-hours; null: max_samples of the config, or 10 million."""
     sequence: int | None = None
     """Ranks that share a sample; null compares all that are possible."""
     parameters: ParameterMode = "replicate"

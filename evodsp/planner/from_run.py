@@ -72,6 +72,7 @@ def _training_of(settings: PlanConfig) -> Training:
         recycles=features.recycles if settings.recycles is None else settings.recycles,
         uniform_recycling=features.uniform_recycling,
         global_batch=settings.global_batch or content.get("global_batch") or 128,
+        samples=settings.samples or content.get("max_samples") or Training.samples,
         clip=clip,
         ema=block.get("ema_decay", 0.999) is not None,
         half=settings.precision == "bf16-mixed",

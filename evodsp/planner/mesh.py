@@ -38,6 +38,8 @@ class Training:
     wire: WirePrecision = "same"
     parameters: ParameterMode = "replicate"
     plan: CommunicationPlan = field(default_factory=CommunicationPlan)
+    samples: int = 10_000_000
+    """Of the whole training."""
     graphs: bool = False
     """Whether CUDA graphs launch the operators, which costs the host nothing."""
     on_gpu: bool = True

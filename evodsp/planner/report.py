@@ -22,9 +22,9 @@ LAUNCH_BOUND = 0.9
 """A pass is launch-bound where launching takes at least this share of its time."""
 
 
-def text(compared: Comparison, gpus: int, samples: int) -> list[str]:
+def text(compared: Comparison, gpus: int) -> list[str]:
     """Lines for a terminal."""
-    rows = [_HEADINGS, *(_row(one, compared, samples) for one in compared.estimates)]
+    rows = [_HEADINGS, *(_row(one, compared) for one in compared.estimates)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADINGS))]
     lines_ = [
         f"{gpus} x {compared.device.name}, {_what(compared)}. Times are a model's, not measured.",
@@ -70,7 +70,7 @@ def advice(compared: Comparison) -> list[str]:
     return found
 
 
-def as_json(compared: Comparison, samples: int) -> dict[str, Any]:
+def as_json(compared: Comparison) -> dict[str, Any]:
     """Everything, in bytes and seconds."""
     return {
         "model": "times are calculated, not measured",
@@ -81,11 +81,11 @@ def as_json(compared: Comparison, samples: int) -> dict[str, Any]:
             "gpus_per_node": compared.links.per_node,
         },
         "best": None if compared.best is None else [compared.best.data, compared.best.sequence],
-        "meshes": [_numbers(one, compared, samples) for one in compared.estimates],
+        "meshes": [_numbers(one, compared) for one in compared.estimates],
     }
 
 
-def _numbers(one: Estimate, compared: Comparison, samples: int) -> dict[str, Any]:
+def _numbers(one: Estimate, compared: Comparison) -> dict[str, Any]:
     return {
         "data": one.data,
         "sequence": one.sequence,
@@ -98,8 +98,9 @@ def _numbers(one: Estimate, compared: Comparison, samples: int) -> dict[str, Any
         "step_seconds": one.step_s,
         "samples_per_second": one.samples_per_s,
         "efficiency": compared.efficiency(one),
-        "days": samples / one.samples_per_s / 86400,
-        "gpu_hours": samples / one.samples_per_s / 3600 * one.devices,
+        "samples": compared.training.samples,
+        "days": compared.hours(one) / 24,
+        "gpu_hours": compared.hours(one) * one.devices,
         "pass_with_gradients": {
             "seconds": one.one.total, "device_seconds": one.one.device, "launch_seconds": one.one.host,
             "launches": one.one.launches, "flops": one.one.flops, "collectives": one.one.calls,
@@ -113,7 +114,7 @@ def _numbers(one: Estimate, compared: Comparison, samples: int) -> dict[str, Any
     }  # fmt: skip
 
 
-def page(compared: Comparison, gpus: int, samples: int) -> Page:
+def page(compared: Comparison, gpus: int) -> Page:
     """The page."""
     made = Page(f"Plan for {gpus} x {compared.device.name}", f"{_what(compared)}. Times are a model's, not measured.")
     made.verdict(verdict(compared, gpus), compared.best is not None)
@@ -124,14 +125,14 @@ def page(compared: Comparison, gpus: int, samples: int) -> Page:
         {
             "seconds a step": f"{shown.step_s:.2f}",
             "samples a second": f"{shown.samples_per_s:.1f}",
-            f"days for {samples:,} samples": f"{samples / shown.samples_per_s / 86400:.1f}",
-            "GPU-hours": f"{samples / shown.samples_per_s / 3600 * shown.devices:,.0f}",
+            f"days for {compared.training.samples:,} samples": _days(shown, compared),
+            "GPU-hours": f"{compared.hours(shown) * shown.devices:,.0f}",
             "GiB a device": f"{shown.memory.total / GIB:.1f}",
             "of a pass is exposed communication": f"{shown.one.exposed / shown.one.total:.0%}",
         }
     )
     made.heading("Meshes")
-    made.table(_HEADINGS, [_row(one, compared, samples) for one in compared.estimates], _NUMBERS)
+    made.table(_HEADINGS, [_row(one, compared) for one in compared.estimates], _NUMBERS)
     meshes = [f"{one.data} x {one.sequence}" for one in compared.estimates]
     memory = {part: [getattr(one.memory, part) / GIB for one in compared.estimates] for part in PARTS}
     made.charts({"Memory of a device, GiB": stacked(meshes, memory, limit=shown.usable / GIB)})
@@ -163,7 +164,7 @@ def page(compared: Comparison, gpus: int, samples: int) -> Page:
     return made
 
 
-def _row(one: Estimate, compared: Comparison, samples: int) -> list[str]:
+def _row(one: Estimate, compared: Comparison) -> list[str]:
     return [
         f"{one.data} x {one.sequence}",
         f"{one.memory.total / GIB:.1f}",
@@ -174,9 +175,14 @@ def _row(one: Estimate, compared: Comparison, samples: int) -> list[str]:
         f"{compared.efficiency(one):.0%}",
         f"{one.one.exposed / one.one.total:.0%}",
         "yes" if _launch_bound(one) else "no",
-        f"{samples / one.samples_per_s / 86400:.1f}",
-        f"{samples / one.samples_per_s / 3600 * one.devices:,.0f}",
+        _days(one, compared),
+        f"{compared.hours(one) * one.devices:,.0f}",
     ]
+
+
+def _days(one: Estimate, compared: Comparison) -> str:
+    days = compared.hours(one) / 24
+    return f"{days:.2f}" if days < 1 else f"{days:.1f}"
 
 
 def _launch_bound(one: Estimate) -> bool:
@@ -193,4 +199,8 @@ def _checkpoint(one: Estimate, compared: Comparison) -> str:
 def _what(compared: Comparison) -> str:
     training, n = compared.training, compared.training.sizes
     rows = f"{n.clusters + n.templates} x {n.residues}, extra MSA {n.extra}, {n.templates} templates"
-    return f"{rows}, batch {training.global_batch}, {training.passes:g} passes a sample, {'bf16' if training.half else 'fp32'}"
+    precision = "bf16" if training.half else "fp32"
+    return (
+        f"{rows}, {training.samples:,} samples in batches of {training.global_batch}, {training.passes:g} passes a sample, "
+        f"{precision}"
+    )

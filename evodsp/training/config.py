@@ -128,7 +128,7 @@ class DistillationConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Training and validation chains, and how samples are made from them. Folders have OpenFold's layout (see the README)."""
+    """Training and validation chains, and how samples are made from them. Folders have OpenFold's layout (see docs/data.md)."""
 
     alignment_dir: str = "data/alignments"
     """Folder with one sub-folder of .a3m and .sto files per chain, named <pdbid>_<chain>, or with OpenFold3's .npz files."""

@@ -26,8 +26,8 @@ from evodsp.planner.from_run import training_of
 from evodsp.planner.mesh import Estimate, Training
 from evodsp.planner.program import Program
 
-STAGES = {"initial": ("configs/af2_initial.yaml", 10_000_000), "fine-tuning": ("configs/af2_finetune.yaml", 1_500_000)}
-"""The config of each stage, and its samples."""
+STAGES = {"initial": "configs/af2_initial.yaml", "fine-tuning": "configs/af2_finetune.yaml"}
+"""The config of each stage, which says how many samples it has."""
 DEVICES = ("h100", "h200", "b200")
 GPUS = (8, 16, 32, 64, 128, 256, 512)
 MOST_RANKS = 16
@@ -91,7 +91,7 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     rows: list[list[object]] = []
     with ProcessPoolExecutor(2, mp_context=get_context("fork")) as pool:
-        for stage, (config, samples) in STAGES.items():
+        for stage, config in STAGES.items():
             training = training_of(PlanConfig(gpus=1, config=Path(config)))
             groups = [group for group in (1, 2, 4, 8, 16) if group <= MOST_RANKS]
             first = load_device(DEVICES[0])
@@ -104,13 +104,13 @@ def main(arguments: list[str] | None = None) -> int:
                 planned = Planned(training, device, links, True, pool)
                 for gpus in GPUS:
                     found = best_of(planned, training, gpus, programs)
-                    rows.append(row("scaling", stage, device, gpus, found, samples))
+                    rows.append(row("scaling", stage, device, gpus, found, training.samples))
                     print(*rows[-1][1:], flush=True)
             for label, (links, changed) in variants(any_links, training).items():
                 planned = Planned(changed, first, links, True, pool)
                 for gpus in (128, 512):
                     found = best_of(planned, changed, gpus, programs)
-                    rows.append(row(label, stage, first, gpus, found, samples))
+                    rows.append(row(label, stage, first, gpus, found, training.samples))
                     print(*rows[-1][1:], flush=True)
     with whole_file(given.output) as partial, partial.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")

@@ -135,6 +135,9 @@ def test_the_command_prints_and_writes_the_plan(tmp_path: Path, capsys: pytest.C
     assert "not measured" in printed
     numbers = json.loads(output.with_suffix(".json").read_text())
     assert [(one["data"], one["sequence"]) for one in numbers["meshes"]] == [(2, 1), (1, 2)]
+    days, rate = numbers["meshes"][0]["days"], numbers["meshes"][0]["samples_per_second"]
+    assert 86400 * days * rate == pytest.approx(10_000_000)
+    assert "10,000,000 samples in batches of 4" in printed
     assert numbers["meshes"][0]["pass_with_gradients"]["collectives"] == 0
     assert numbers["meshes"][1]["pass_with_gradients"]["collectives"] > 20
     html = output.read_text()
@@ -230,12 +233,17 @@ def test_a_config_of_a_run_is_planned_as_it_is(tmp_path: Path) -> None:
 
     found = training_of(PlanConfig(gpus=8, config=Path("configs/af2_finetune_ptm.yaml")))
     assert found.sizes == Sizes(384, 508, 5120, 4)
+    assert found.samples == 1_500_000
     assert (found.global_batch, found.passes, found.clip, found.loss.violation) == (128, 2.5, "sample", 1.0)
     assert found.loss.pae > 0
     assert found.model.heads.predicted_aligned_error
     changed = training_of(
-        PlanConfig(gpus=8, config=Path("configs/af2_finetune_ptm.yaml"), residues=100, templates=0, recycles=0)
+        PlanConfig(
+            gpus=8, config=Path("configs/af2_finetune_ptm.yaml"), residues=100, templates=0, recycles=0, samples=7
+        )
     )
+    assert changed.samples == 7
+    assert training_of(PlanConfig(gpus=8)).samples == 10_000_000
     assert changed.sizes == Sizes(100, 512, 5120, 0)
     assert changed.passes == 1
     assert not changed.model.templates.enabled
