@@ -117,10 +117,14 @@ class OuterProductMean(ShardedModule):
         left, right = (operand * mask for operand in operands.chunk(2, -1))  # both sharded as m is, without gaps
         if axis == "res":
             rows = self.exchange.gather(left, "res", whole=msa_mask.shape[2])
-            update = self.kernels.outer_product(rows, right, self.output.weight)
-        else:
-            update = self._from_sequence_shards(left, right, sequences=msa_mask.shape[1])
-        return _Quotient.apply(update + self.output.bias.to(update.dtype), self.counts(msa_mask))
+            return self._mean(rows, right, msa_mask)
+        return self._from_sequence_shards(left, right, msa_mask)
+
+    def _mean(
+        self, rows: Float[Tensor, "B S I c"], columns: Float[Tensor, "B S j c"], msa_mask: Float[Tensor, "B S R"]
+    ) -> Float[Tensor, "B I j c_z"]:
+        """From operands that have all sequences."""
+        return self.kernels.outer_product(rows, columns, self.output.weight, self.output.bias, self.counts(msa_mask))
 
     def counts(self, msa_mask: Float[Tensor, "B S R"]) -> Float[Tensor, "B I j 1"]:
         """Number of sequences that have both residues, plus 0.001."""
@@ -128,15 +132,18 @@ class OuterProductMean(ShardedModule):
             return (msa_mask.transpose(1, 2) @ self.exchange.shard(msa_mask, "res")).unsqueeze(-1) + 1e-3
 
     def _from_sequence_shards(
-        self, left: Float[Tensor, "B s R c"], right: Float[Tensor, "B s R c"], sequences: int
+        self, left: Float[Tensor, "B s R c"], right: Float[Tensor, "B s R c"], msa_mask: Float[Tensor, "B S R"]
     ) -> Float[Tensor, "B I j c_z"]:
-        """The projected outer product summed over all sequences, from operands sharded along S."""
-        residues, c_z = right.shape[2], self.output.out_features
-        if self.plan.sums_outer_products(sequences, residues, self.channels, c_z, self.exchange.ranks):
-            return self.reduced(left, right, sequences)
+        """From operands sharded along S."""
+        sequences, residues = msa_mask.shape[1:]
+        if self.plan.sums_outer_products(
+            sequences, residues, self.channels, self.output.out_features, self.exchange.ranks
+        ):
+            update = self.reduced(left, right, sequences)
+            return _Quotient.apply(update + self.output.bias.to(update.dtype), self.counts(msa_mask))
         rows = self.exchange.start_gather(left, "seq", whole=sequences)
         columns = self.exchange.switch(right, "seq", "res", whole=sequences)
-        return self.kernels.outer_product(rows.wait(), columns, self.output.weight)
+        return self._mean(rows.wait(), columns, msa_mask)
 
     def reduced(
         self, left: Float[Tensor, "B s R c"], right: Float[Tensor, "B s R c"], sequences: int

@@ -26,9 +26,9 @@ def block(what: str, sequences: int, residues: int, ranks: int = 1) -> Counts:
 @pytest.mark.parametrize(
     ("size", "forward", "backward", "gigabytes", "kept"),
     [
-        (("evoformer", 128, 256), 88, 159, (3.5, 9.1), 0.58),
-        pytest.param(("evoformer", 512, 384), 91, 173, (11.2, 30), 2.2, marks=pytest.mark.verify),
-        pytest.param(("extra_msa", 5120, 384), 107, 232, (20.6, 56.9), 3.5, marks=pytest.mark.verify),
+        (("evoformer", 128, 256), 87, 159, (3.5, 9.1), 0.58),
+        pytest.param(("evoformer", 512, 384), 90, 173, (11.2, 30), 2.2, marks=pytest.mark.verify),
+        pytest.param(("extra_msa", 5120, 384), 106, 232, (20.6, 56.9), 3.5, marks=pytest.mark.verify),
     ],
 )
 def test_a_block_on_one_gpu(
@@ -48,7 +48,7 @@ def test_a_block_on_one_gpu(
 def test_a_block_on_one_of_eight_gpus() -> None:
     """Catches launches that grow with the number of ranks, such as a copy for each rank in every switch."""
     counts = block("evoformer", 128, 256, ranks=8)
-    assert counts.forward.launches <= 119
+    assert counts.forward.launches <= 118
     assert counts.backward.launches <= 201
     assert (counts.forward.host, counts.backward.host) == ({}, {})
 

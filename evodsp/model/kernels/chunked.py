@@ -11,7 +11,7 @@ sequences, I J residues, c channels of an operand, z channels of the result; n, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -85,12 +85,28 @@ def global_attention(
 
 
 def outer_product(
-    left: Float[Tensor, "B S I c"], right: Float[Tensor, "B S J c"], weight: Float[Tensor, "z cc"]
+    left: Float[Tensor, "B S I c"],
+    right: Float[Tensor, "B S J c"],
+    weight: Float[Tensor, "z cc"],
+    bias: Float[Tensor, " z"] | None = None,
+    counts: Float[Tensor, "B I J 1"] | None = None,
 ) -> Float[Tensor, "B I J z"]:
-    """The projected sum of outer products (algorithm 10). Differentiable once in all inputs."""
-    operands = _cast(left, right, weight)
+    """The projected sum of outer products (algorithm 10); with `bias` and `counts`, (that + bias) / counts. Differentiable once
+    in all inputs but `counts`.
+
+    Inputs are saved before the result is computed. A recomputation for the backward pass ends when everything has been saved
+    again; if it ends with this operator, the result is not computed a second time.
+    """
+    left, right, weight = _cast(left, right, weight)
+    bias = None if bias is None else bias.to(left.dtype)
     with without_autocast(left.device):
-        return _OuterProduct.apply(*operands)
+        if torch.compiler.is_compiling():  # which cannot follow what two nodes share
+            return _OuterProduct.apply(left, right, weight, bias, counts)
+        shared = _Shared()
+        token = _Operands.apply(shared, left, right, weight, bias, counts)
+        return _Product.apply(
+            token, shared, *(None if x is None else x.detach() for x in (left, right, weight, bias, counts))
+        )
 
 
 def _cast(x: Tensor, *others: Tensor) -> list[Tensor]:
@@ -374,41 +390,120 @@ def _products(left: Float[Tensor, "S i c"], right: Float[Tensor, "S J c"]) -> Fl
     return products.view(i, c, j, c).transpose(1, 2).reshape(i * j, c * c)
 
 
+def _kept_products(left: Tensor, right: Tensor, needed: bool) -> list[Tensor]:
+    """The products of all chunks, if they are few; otherwise none. `needed`: whether there will be a backward pass."""
+    b, _, i, c = left.shape
+    # On a GPU memory is dearer than time.
+    of_operands = _KEEP_OPERANDS * (left.numel() + right.numel()) if left.device.type == "cpu" else 0
+    few = max(_KEEP, of_operands)
+    if not needed or b * i * right.shape[2] * c * c > few:
+        return []
+    return [_products(left[sample, :, rows], right[sample]) for sample, rows in _product_chunks(left, right)]
+
+
+def _projected_products(
+    left: Tensor, right: Tensor, weight: Tensor, bias: Tensor | None, counts: Tensor | None, kept: Sequence[Tensor]
+) -> Float[Tensor, "B I J z"]:
+    out = left.new_empty(left.shape[0], left.shape[2], right.shape[2], len(weight))
+    for n, (sample, rows) in enumerate(_product_chunks(left, right)):
+        products = kept[n] if kept else _products(left[sample, :, rows], right[sample])
+        own = out[sample, rows].view(-1, len(weight))
+        if bias is None:
+            torch.mm(products, weight.T, out=own)
+        else:
+            torch.addmm(bias, products, weight.T, out=own)
+    return out if counts is None else out.div_(counts)
+
+
+def _outer_product_gradients(saved: Sequence[Any], grad: Tensor) -> tuple[Tensor | None, ...]:
+    """Of both operands, the weight and the bias; None for the counts. `saved`: these, and the products that were kept."""
+    left, right, weight, bias, counts, *kept = saved
+    (sequences, _, c), j = left.shape[1:], right.shape[2]
+    chunks = list(_product_chunks(left, right))
+    of_left = Whole(chunks, lambda: torch.empty_like(left, memory_format=torch.contiguous_format))
+    of_right = [Sums(chunks, sample.flatten(1)) for sample in right]
+    of_weight = Sums(chunks, weight)
+    if counts is not None:
+        grad = torch.div(grad, counts, out=torch.empty_like(grad, memory_format=torch.contiguous_format))
+    of_bias = None if bias is None else grad.sum((0, 1, 2))
+    for n, (sample, rows) in enumerate(chunks):
+        products = kept[n] if kept else _products(left[sample, :, rows], right[sample])
+        upstream = grad[sample, rows].flatten(0, 1)
+        of_weight.add_linear(0, upstream, products)
+        i = rows.stop - rows.start
+        slope = (upstream @ weight).view(i, j, c, c).transpose(1, 2).reshape(i * c, j * c)
+        of_left.put((sample, slice(None), rows), (right[sample].flatten(1) @ slope.T).view(sequences, i, c))
+        of_right[sample].add_linear(0, left[sample, :, rows].flatten(1).T, slope)
+    grad_right = [x for sums in of_right for x in sums.results()]
+    whole = grad_right[0] if len(chunks) == 1 else torch.stack(grad_right)
+    return of_left.x.view(left.shape), whole.view(right.shape), *of_weight.results(), of_bias, None
+
+
 class _OuterProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, left: Tensor, right: Tensor, weight: Tensor) -> Tensor:
-        (b, _, i, c), j = left.shape, right.shape[2]
-        out = left.new_empty(b, i, j, len(weight))
-        # On a GPU memory is dearer than time.
-        of_operands = _KEEP_OPERANDS * (left.numel() + right.numel()) if left.device.type == "cpu" else 0
-        few = max(_KEEP, of_operands)
-        keep = any(ctx.needs_input_grad) and b * i * j * c * c <= few
-        kept = []
-        for sample, rows in _product_chunks(left, right):
-            products = _products(left[sample, :, rows], right[sample])
-            torch.matmul(products, weight.T, out=out[sample, rows].view(-1, len(weight)))
-            if keep:
-                kept.append(products)
-        ctx.save_for_backward(left, right, weight, *kept)
-        return out
+    def forward(
+        ctx: Any, left: Tensor, right: Tensor, weight: Tensor, bias: Tensor | None, counts: Tensor | None
+    ) -> Tensor:
+        kept = _kept_products(left, right, any(ctx.needs_input_grad))
+        ctx.save_for_backward(left, right, weight, bias, counts, *kept)
+        return _projected_products(left, right, weight, bias, counts, kept)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
-        left, right, weight, *kept = ctx.saved_tensors
-        (sequences, _, c), j = left.shape[1:], right.shape[2]
-        chunks = list(_product_chunks(left, right))
-        of_left = Whole(chunks, lambda: torch.empty_like(left, memory_format=torch.contiguous_format))
-        of_right = [Sums(chunks, sample.flatten(1)) for sample in right]
-        of_weight = Sums(chunks, weight)
-        for n, (sample, rows) in enumerate(chunks):
-            products = kept[n] if kept else _products(left[sample, :, rows], right[sample])
-            upstream = grad[sample, rows].flatten(0, 1)
-            of_weight.add_linear(0, upstream, products)
-            i = rows.stop - rows.start
-            slope = (upstream @ weight).view(i, j, c, c).transpose(1, 2).reshape(i * c, j * c)
-            of_left.put((sample, slice(None), rows), (right[sample].flatten(1) @ slope.T).view(sequences, i, c))
-            of_right[sample].add_linear(0, left[sample, :, rows].flatten(1).T, slope)
-        grad_right = [x for sums in of_right for x in sums.results()]
-        whole = grad_right[0] if len(chunks) == 1 else torch.stack(grad_right)
-        return of_left.x.view(left.shape), whole.view(right.shape), *of_weight.results()
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _outer_product_gradients(ctx.saved_tensors, grad)
+
+
+class _Shared:
+    """What the two nodes of an outer product give each other."""
+
+    products: Sequence[Tensor] = ()
+    gradient: Tensor | None = None
+
+
+class _Operands(torch.autograd.Function):
+    """Saves what the backward pass needs, and computes the gradients when that of the product is there. Returns a token."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        shared: _Shared,
+        left: Tensor,
+        right: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        counts: Tensor | None,
+    ) -> Tensor:
+        ctx.shared, shared.products = shared, _kept_products(left, right, any(ctx.needs_input_grad))
+        ctx.save_for_backward(left, right, weight, bias, counts, *shared.products)
+        ctx.set_materialize_grads(False)
+        return left.new_empty(())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, token: None) -> tuple[Tensor | None, ...]:
+        grad, ctx.shared.gradient = ctx.shared.gradient, None
+        return None, *_outer_product_gradients(ctx.saved_tensors, grad)
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        token: Tensor,
+        shared: _Shared,
+        left: Tensor,
+        right: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        counts: Tensor | None,
+    ) -> Tensor:
+        kept, shared.products = shared.products, ()
+        ctx.shared = shared
+        return _projected_products(left, right, weight, bias, counts, kept)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.shared.gradient = grad
+        return (None,) * 7  # the token's, too: `_Operands` is called all the same

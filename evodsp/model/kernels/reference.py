@@ -220,14 +220,19 @@ def transition(
 
 
 def outer_product(
-    left: Float[Tensor, "B S I c"], right: Float[Tensor, "B S J c"], weight: Float[Tensor, "z cc"]
+    left: Float[Tensor, "B S I c"],
+    right: Float[Tensor, "B S J c"],
+    weight: Float[Tensor, "z cc"],
+    bias: Float[Tensor, " z"] | None = None,
+    counts: Float[Tensor, "B I J 1"] | None = None,
 ) -> Float[Tensor, "B I J z"]:
     """Sum over sequences of outer products, projected (algorithm 10, lines 3 and 4): weight vec(sum_s left_si right_sj^T).
 
-    `cc`: c x c; the left operand's channel varies slower.
+    `cc`: c x c; the left operand's channel varies slower. With `bias` and `counts`: (that + bias) / counts.
     """
     c = left.shape[-1]
-    return torch.einsum("bsic,bsjd,zcd->bijz", left, right, weight.unflatten(-1, (c, c)))
+    product = torch.einsum("bsic,bsjd,zcd->bijz", left, right, weight.unflatten(-1, (c, c)))
+    return product if bias is None or counts is None else ((product + bias) / counts).to(product.dtype)
 
 
 def layer_norm(

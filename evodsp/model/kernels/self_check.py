@@ -51,10 +51,11 @@ MASKS = {
     "dropout_add": 2,
     "gated_projection": 1,
     "global_attention": 2,
+    "outer_product": 4,
     "pooled_projections": 1,
     "triangle_product": 1,
 }
-"""Number of the argument that is a mask, or keys to draw it from, and gets no gradient."""
+"""Number of the argument that is a mask, keys to draw it from, or counts, and gets no gradient."""
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "biased_attention": {"first": 6},
@@ -115,7 +116,7 @@ def examples(operator: str, device: torch.device, dtype: torch.dtype) -> list[Te
     if operator == "transition":
         return [random(2, 5, 7, 9), *norm, random(20, 9), random(20), random(9, 20), random(9)]
     if operator == "outer_product":
-        return [random(2, 9, 5, 8), random(2, 9, 7, 8), random(6, 64)]
+        return [random(2, 9, 5, 8), random(2, 9, 7, 8), random(6, 64), random(6), random(2, 5, 7, 1).abs() + 1]
     rows, length, heads, width = 5, 37, 3, 16
     projected = random(2, length, rows, 4, heads, width).transpose(1, 2)  # as for columns
     keys = torch.rand(2, rows, length, generator=generator) > 0.2
