@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import shutil
 import sys
 import threading
 from typing import NoReturn
@@ -35,6 +36,10 @@ def leave(code: int) -> NoReturn:
 
 
 def _end(code: int) -> NoReturn:
+    if (
+        util := sys.modules.get("multiprocessing.util")
+    ) is not None:  # an exit that takes its time would remove it, too
+        shutil.rmtree(util.get_temp_dir(), ignore_errors=True)
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

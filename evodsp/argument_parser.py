@@ -52,11 +52,21 @@ class OneLineErrors(ArgumentParser):
         self.config_files = tuple(_values_of("--config", words) + _values_of("-c", words))
         self.words = tuple(words)
         self._refuse_repetition()
+        self._refuse_empty()
+        self._check_files()
         for option in self.several:
             words = _as_list(f"--{option}", words)
         self._check_environment()
         self._check_lists()
-        config = super().parse_args(words, *rest, **kwargs)
+        try:
+            config = super().parse_args(words, *rest, **kwargs)
+        except Exception as error:
+            if type(error).__module__.partition(".")[0] != "omegaconf":  # which is not imported here
+                raise
+            file = self.config_files[-1] if self.config_files else self.prog
+            raise UserError(
+                f"{file}: {(str(error).splitlines() or [''])[0]}; check what is between ${{ and }}"
+            ) from error
         self._check_groups(config)
         return config
 
@@ -169,6 +179,33 @@ class OneLineErrors(ArgumentParser):
         if repeated := [option for option in given if given.count(option) > 1]:
             raise UserError(f"{repeated[0]} is given more than once; give it once")
 
+    def _refuse_empty(self) -> None:
+        """Raise UserError for an option without text, such as that of a shell's variable that is not set. As a path it would be
+        the current folder."""
+        for word, after in itertools.pairwise([*self.words, "--"]):
+            option, equals, value = word.partition("=")
+            if option[2:] in self.known_keys() and not value and (equals or not after):
+                raise UserError(f"{option} is empty; give a value, or leave it out")
+
+    def _check_files(self) -> None:
+        """Raise UserError for a config file that is no text, that says the same twice (the first would be lost without a word),
+        that contains itself, or whose group of options is empty."""
+        groups = {key.partition(".")[0] for key in self.known_keys() if "." in key}
+        for file in self.config_files:
+            try:
+                top = yaml.compose(Path(file).read_bytes().decode())
+            except UnicodeDecodeError as error:
+                raise UserError(f"{file}: not a text in UTF-8 (byte {error.start + 1}); save it as UTF-8") from error
+            except (OSError, yaml.YAMLError):
+                continue  # said when it is parsed
+            _refuse_repeated_keys(file, top, ())
+            for name, value in top.value if isinstance(top, yaml.MappingNode) else []:
+                if name.value in groups and value.tag == "tag:yaml.org,2002:null":
+                    line = name.start_mark.line + 1
+                    raise UserError(
+                        f"{file}:{line}: '{name.value}' is empty; give some of its options, or remove the line"
+                    )
+
     def _check_lists(self) -> None:
         """Raise UserError if a config file gives an argument without a name other than as a list of words: jsonargparse's
         message names neither the file nor what is expected, and it fails on a mapping."""
@@ -259,6 +296,25 @@ def with_underscores(words: list[str]) -> list[str]:
         for word in words
         for name, equals, value in [word.partition("=")]
     ]
+
+
+def _refuse_repeated_keys(file: str, node: Any, above: tuple[Any, ...]) -> None:
+    """Raise UserError for the first mapping in a YAML `node` with two equal keys, and for a node that contains itself."""
+    if node in above:
+        raise UserError(f"{file}:{node.start_mark.line + 1}: what is marked with & contains itself; write it out")
+    if isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            _refuse_repeated_keys(file, item, (*above, node))
+    if isinstance(node, yaml.MappingNode):
+        lines: dict[Any, int] = {}
+        for name, value in node.value:
+            line = name.start_mark.line + 1
+            if isinstance(name, yaml.ScalarNode) and lines.setdefault(name.value, line) != line:
+                raise UserError(
+                    f"{file}:{line}: '{name.value}' is here and on line {lines[name.value]}; write it once, with all that "
+                    "belongs to it"
+                )
+            _refuse_repeated_keys(file, value, (*above, node))
 
 
 def line_of_key(path: Path, key: str, exactly: bool = False) -> int | None:

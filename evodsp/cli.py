@@ -24,6 +24,7 @@ from evodsp.allocator import give_large_tensors_back
 from evodsp.errors import UserError, nearest
 from evodsp.launch.agent import end_agent
 from evodsp.launch.parent import STOPPED, end_with_launcher, launched_by_evodsp
+from evodsp.output import stdout_fails
 
 RANK_0_FIRST_S = 5.0
 """How long the other ranks wait before they print a mistake. Rank 0 prints the same one, and its end makes torchrun (or srun
@@ -306,6 +307,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `evodsp --help | head`
         sys.stderr.close()
         return 0
+    except OSError as error:
+        if error.filename is not None or not stdout_fails():
+            raise
+        print(f"evodsp: error: standard output cannot be written ({error.strerror})", file=sys.stderr, flush=True)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python still writes when it ends
+        return 1
 
 
 @contextmanager

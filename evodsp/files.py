@@ -7,6 +7,7 @@ removes what was left.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -19,9 +20,12 @@ from pathlib import Path
 def whole_file(path: str | Path) -> Iterator[Path]:
     """Yield a temporary path to write to; rename it to `path` when the block succeeds.
 
-    If the block raises, the temporary file is removed and an existing `path` is kept. Missing parent folders are created.
+    If the block raises, the temporary file is removed and an existing `path` is kept. Missing parent folders are created. Of a
+    link, the file that it points to is replaced. Raises OSError if `path` is a device or a pipe, which a rename would remove.
     """
-    path = Path(path)
+    path = Path(os.path.realpath(path))
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "it is no file", str(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = _partial_name(path)
     try:

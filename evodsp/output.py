@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from evodsp.errors import UserError
 
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+_OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE)
+"""Errors of a file system that need not name the file."""
 
 
 def check_output(path: Path) -> None:
-    """Raise UserError if `path` cannot be created or written because of the folders above it. Creates nothing."""
+    """Raise UserError if `path` is a device or a pipe, or cannot be created or written because of the folders above it. Creates
+    nothing."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise UserError(f"--output {path}: is a device or a pipe, not a file; give another --output")
     existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
     if existing != path and not existing.is_dir():
         raise UserError(f"--output {path}: {existing} is a file, not a folder; give another --output")
@@ -40,7 +45,20 @@ def output_errors(path: Path) -> Iterator[None]:
             Path(os.path.realpath(os.fsdecode(error.filename))) if isinstance(error.filename, str | bytes) else None
         )
         related = failed is not None and (failed == target or failed in target.parents or target in failed.parents)
-        if not related and error.errno not in _NO_SPACE:
+        full = error.errno in _OF_THE_DISK
+        if (not related and not full) or (failed is None and stdout_fails()):
             raise
         where = "" if failed in (None, target) else f"{failed}: "
-        raise UserError(f"--output {path}: {where}{error.strerror}; give a writable --output") from error
+        fix = "make room there, or give another --output" if full else "give a writable --output"
+        raise UserError(f"--output {path}: {where}{error.strerror}; {fix}") from error
+
+
+def stdout_fails() -> bool:
+    """Whether nothing more can be printed: the disk behind a redirection is full. Called after an error. Prints an empty line,
+    because Python forgets what it could not write."""
+    try:
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+    except OSError:
+        return True
+    return False

@@ -62,7 +62,7 @@ def _read(config: Path) -> dict[str, Any]:
 
     try:
         content = OmegaConf.to_container(OmegaConf.load(config), resolve=True)
-    except (OSError, YAMLError, OmegaConfBaseException) as error:
+    except (OSError, UnicodeDecodeError, YAMLError, OmegaConfBaseException) as error:
         raise UserError(
             f"--config {config}: cannot be read ({' '.join(str(error).split())}); check the path"
         ) from error

@@ -75,6 +75,8 @@ GROUP = "expected a group of options (blocks, rate)"
         (["--inner.blocks"], "--inner.blocks needs a value. See 'evodsp try --help'"),
         (["--inner.blocks", "1", "--inner.blocks=2"], "--inner.blocks is given more than once; give it once"),
         (["--output", "y"], "--output is given more than once; give it once"),
+        (["--kind="], "--kind is empty; give a value, or leave it out"),
+        (["--kind", ""], "--kind is empty; give a value, or leave it out"),
         (["--inner.blocks", "-1"], "--inner.blocks is -1, but must be at least 0"),
     ],
 )  # fmt: skip
@@ -99,6 +101,11 @@ def test_a_missing_option() -> None:
         ("raw: true\ninner: 3", f"FILE:2: inner: {GROUP}, found '3'; SEE"),
         ("- a", "FILE: not a YAML mapping of options: - a"),
         ("", "FILE: not a YAML mapping of options: it is empty"),
+        ("inner: {rate: 1}\ninner: {blocks: 2}", "FILE:2: 'inner' is here and on line 1; write it once, with all that belongs to it"),
+        ("inner:\n  rate: 1\n  rate: 2", "FILE:3: 'rate' is here and on line 2; write it once, with all that belongs to it"),
+        ("inner: &a [*a]", "FILE:1: what is marked with & contains itself; write it out"),
+        ("raw: true\ninner:\n", "FILE:2: 'inner' is empty; give some of its options, or remove the line"),
+        ("kind: ${nope}", "FILE: Interpolation key 'nope' not found; check what is between ${ and }"),
     ],
 )  # fmt: skip
 def test_a_message_about_a_config_file(text: str, said: str, tmp_path: Path) -> None:
@@ -109,6 +116,11 @@ def test_a_message_about_a_config_file(text: str, said: str, tmp_path: Path) -> 
 
 def test_config_files_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "broken.yaml").write_text("a: [\n")
+    (tmp_path / "wide.yaml").write_text("raw: true", encoding="utf-16")
+    assert (
+        refused("--config", str(tmp_path / "wide.yaml"))
+        == f"{tmp_path}/wide.yaml: not a text in UTF-8 (byte 1); save it as UTF-8"
+    )
     assert refused("--config", str(tmp_path / "absent.yaml")) == f"{tmp_path}/absent.yaml: no such file; check --config"
     assert refused("--config", str(tmp_path)) == f"{tmp_path}: not a file; check --config"
     assert refused("--config", str(tmp_path / "broken.yaml")).startswith(f"{tmp_path}/broken.yaml: not a YAML mapping")

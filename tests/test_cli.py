@@ -78,6 +78,28 @@ def test_what_cannot_be_printed_at_the_end(disk: bool, code: int, said: str) -> 
     assert (done.returncode, done.stderr) == (code, said)
 
 
+@pytest.mark.parametrize("words", [["plan", "--gpus", "2"], ["fit", "--print_config"]], ids=" ".join)
+def test_a_full_disk_behind_standard_output(words: list[str], tmp_path: Path) -> None:
+    """Catches a traceback, and the blame on `--output`, which can be written."""
+    small = [
+        "--preset",
+        "small",
+        "--residues=32",
+        "--msa=16",
+        "--extra_msa=32",
+        "--global_batch=2",
+        "--output",
+        "plan.html",
+    ]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "evodsp", *words, *(small if words[0] == "plan" else [])],
+            stdout=full, stderr=subprocess.PIPE, text=True, cwd=tmp_path, timeout=300,
+        )  # fmt: skip
+    assert done.stderr == "evodsp: error: standard output cannot be written (No space left on device)\n"
+    assert done.returncode == 1
+
+
 def test_help_imports_neither_torch_nor_lightning() -> None:
     commands = [[], *(name.split() for name in COMMANDS)]
     program = (

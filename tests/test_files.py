@@ -23,6 +23,24 @@ def test_a_file_appears_only_when_its_block_ends(tmp_path: Path) -> None:
     assert os.listdir(target.parent) == ["file.txt"]
 
 
+def test_a_link_stays_a_link_to_the_new_file(tmp_path: Path) -> None:
+    """A rename onto a link would leave the file that it points to as it was."""
+    (tmp_path / "real.txt").write_text("old")
+    (tmp_path / "link.txt").symlink_to("real.txt")
+    with whole_file(tmp_path / "link.txt") as partial:
+        partial.write_text("new")
+    assert (tmp_path / "link.txt").is_symlink()
+    assert (tmp_path / "real.txt").read_text() == "new"
+
+
+def test_what_is_no_file_is_not_replaced(tmp_path: Path) -> None:
+    """`--output /dev/null` as root would remove the device for the whole machine."""
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="no file"), whole_file(tmp_path / "pipe"):
+        pytest.fail("the writer ran")
+    assert (tmp_path / "pipe").is_fifo()
+
+
 def test_a_failed_writer_keeps_the_old_file(tmp_path: Path) -> None:
     """A failure must not rename, and must not leave the temporary file behind."""
     target = tmp_path / "file.txt"

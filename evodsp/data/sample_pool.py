@@ -18,6 +18,7 @@ import time
 import traceback
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from multiprocessing import util
 from multiprocessing.connection import Connection, wait
 from typing import Any, Protocol, runtime_checkable
 
@@ -99,6 +100,8 @@ class SamplePool:
         self._context.set_forkserver_preload(
             [__name__]
         )  # torch is imported once, and a worker starts within milliseconds
+        # Workers end at once, without removing what they made. In this folder of ours it is removed with it, when we end.
+        util.get_temp_dir()
         self._lock = threading.Lock()
         self._tasks: list[tuple[int, int, _Task]] = []
         """A heap: the lowest sample is needed first, also if it was submitted again after its first chain failed."""

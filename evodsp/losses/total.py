@@ -182,6 +182,16 @@ def total_loss(
     return mean, {**breakdown, "total": mean.detach()}
 
 
+def check_heads(config: LossConfig, heads: HeadsConfig) -> None:
+    """Raise UserError for a term whose head the model is made without."""
+    for name, term in _TERMS.items():
+        if getattr(config, name) != 0 and term.head is not None and getattr(heads, term.head, None) is False:
+            raise UserError(
+                f"model.loss.{name} is {getattr(config, name)}, but the model has no head for it; set model.heads.{term.head} "
+                "to true, or the weight to 0"
+            )
+
+
 def _require(terms: dict[str, _Term], batch: dict[str, Tensor], output: ModelOutput) -> None:
     """Raise UserError naming a missing head, or the missing labels, and the terms that need them."""
     for name, term in terms.items():

@@ -18,6 +18,7 @@ from evodsp.data.quarantine import read_quarantine
 from evodsp.errors import SettingError, UserError
 from evodsp.launch import process_group
 from evodsp.launch.consensus import from_first, on_every
+from evodsp.losses.total import check_heads
 from evodsp.model.kernels.backends import check_names
 from evodsp.model.schedule import CommunicationPlan
 from evodsp.output import check_output_folder
@@ -141,6 +142,7 @@ def check_run(command: Command, settings: Settings, group: Group | None = None) 
     """
     model, data, parallel = settings.model, settings.data, settings.parallel
     check_templates(model, data)
+    check_heads(model.loss, model.heads)
     check_config(data.train, "data.train.")
     check_config(data.validation, "data.validation.")
     check_trainer(settings.trainer)
@@ -158,6 +160,7 @@ def check_run(command: Command, settings: Settings, group: Group | None = None) 
     start = from_first(lambda: folder.start(command, settings.run, process_group.was_restarted()), group)
     if command == "fit":
         check_output_folder(folder.path)
+        check_output_folder(folder.checkpoints)
     known = read_quarantine(folder.quarantine) if command == "fit" and start is not None else None
     chains = find_chains(data, {failure.chain for failure in known or ()}, group)
     if command != "fit":

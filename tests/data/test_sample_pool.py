@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -88,6 +91,29 @@ def test_a_closed_pool_leaves_no_process_and_no_waiting() -> None:
     assert waiting.exception(timeout=10) is not None
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+LEAVING = """
+from evodsp.__main__ import leave
+from evodsp.data.sample_pool import SamplePool
+from tests.data.test_sample_pool import Planted
+if __name__ == "__main__":
+    pool = SamplePool(Planted(), 2)
+    pool.submit(0, "good").result(timeout=120)
+    {end}
+"""
+
+
+@pytest.mark.parametrize("end", ["pool.close(); leave(0)", "leave(130)"], ids=["closed", "interrupted"])
+def test_nothing_is_left_in_the_folder_of_temporary_files(end: str, tmp_path: Path) -> None:
+    """Each training would leave a folder: workers end at once, without removing the sockets by which they hand tensors over."""
+    program = tmp_path / "program.py"
+    program.write_text(LEAVING.format(end=end))
+    temporary = tmp_path / "t"
+    temporary.mkdir()
+    environment = {**os.environ, "TMPDIR": str(temporary), "PYTHONPATH": os.getcwd()}
+    subprocess.run([sys.executable, str(program)], env=environment, timeout=300, check=end.startswith("pool"))
+    assert [path.name for path in temporary.glob("pymp-*")] == []
 
 
 def test_workers_that_cannot_start_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

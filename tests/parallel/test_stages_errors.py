@@ -76,6 +76,17 @@ def declaration(handle: Any, options: dict[str, Any]) -> str:
     return message(handle, made, **options)
 
 
+def twice(handle: Any) -> str:
+    """A cell of a notebook that is run again."""
+    model = made(handle)
+    return message(handle, lambda _: parallelize(model, handle, AXES, STAGES, region="blocks"))
+
+
+def test_a_model_that_is_parallelized_again(pool: RankPool) -> None:
+    """Catches the second call's hooks on what the first has sharded: a wrong result, or a message about something else."""
+    assert all("region 'blocks' is parallelized already" in said for said in pool.run(2, twice))
+
+
 DECLARATIONS: dict[str, tuple[dict[str, Any], str]] = {
     "an axis twice": (
         {"layout": "batch time time channel"},

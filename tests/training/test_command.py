@@ -184,6 +184,10 @@ def test_accumulated_batches_and_workers_run(chains: Path, tmp_path: Path) -> No
         (("--trainer.max_step", "3"), "Did you mean '--trainer.max_steps'?"),
         (("--model.evoformer.blocks", "many"), "--model.evoformer.blocks: expected int, found 'many'; see"),
         (("--model.evoformer", "3"), "model.evoformer: expected a group of options (blocks, "),
+        (
+            ("--model.loss.pae", "0.1"),
+            "model.loss.pae is 0.1, but the model has no head for it; set model.heads.predicted_aligned",
+        ),
         (("--model.evoformer.msa_heads", "0"), "model.evoformer.msa_heads is 0, but must be at least 1"),
         (
             ("--model.extra_msa.pair_dropout", "1.5"),

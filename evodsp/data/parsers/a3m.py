@@ -45,6 +45,12 @@ def parse_a3m(path: str | Path, data: bytes | None = None) -> Alignment:
         found = (
             f"sequence '{names[row]}' has {widths[row]} match columns, the first sequence '{names[0]}' has {widths[0]}"
         )
+        if row == 0:  # no upper-case letter and no gap
+            raise FileFormatError(
+                path,
+                f"the first sequence '{names[0]}' has no upper-case residue (lower case is insertions); write it in upper case",
+                records.header_lines[0],
+            )
         truncated = row == len(names) - 1 and widths[row] < max(widths[0], 1)
         fix = "the file looks truncated: write it again" if truncated else "correct the row or remove it"
         raise FileFormatError(path, f"{found}; {fix}", records.header_lines[row])
