@@ -101,7 +101,7 @@ def test_a_missing_option() -> None:
         ("raw: true\ninner: 3", f"FILE:2: inner: {GROUP}, found '3'; SEE"),
         ("- a", "FILE: not a YAML mapping of options: - a"),
         ("", "FILE: not a YAML mapping of options: it is empty"),
-        ("inner: {rate: 1}\ninner: {blocks: 2}", "FILE:2: 'inner' is here and on line 1; write it once, with all that belongs to it"),
+        ("inner: {rate: 1}\ninner: {}", "FILE:2: 'inner' is here and on line 1; write it once, with all that belongs to it"),
         ("inner:\n  rate: 1\n  rate: 2", "FILE:3: 'rate' is here and on line 2; write it once, with all that belongs to it"),
         ("inner: &a [*a]", "FILE:1: what is marked with & contains itself; write it out"),
         ("raw: true\ninner:\n", "FILE:2: 'inner' is empty; give some of its options, or remove the line"),

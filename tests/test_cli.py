@@ -94,7 +94,7 @@ def test_a_full_disk_behind_standard_output(words: list[str], tmp_path: Path) ->
     with open("/dev/full", "w") as full:
         done = subprocess.run(
             [sys.executable, "-m", "evodsp", *words, *(small if words[0] == "plan" else [])],
-            stdout=full, stderr=subprocess.PIPE, text=True, cwd=tmp_path, timeout=300,
+            stdout=full, stderr=subprocess.PIPE, text=True, timeout=300,
         )  # fmt: skip
     assert done.stderr == "evodsp: error: standard output cannot be written (No space left on device)\n"
     assert done.returncode == 1
