@@ -81,7 +81,19 @@ def test_what_cannot_be_printed_at_the_end(disk: bool, code: int, said: str) -> 
 @pytest.mark.parametrize("words", [["plan", "--gpus", "2"], ["fit", "--print_config"]], ids=" ".join)
 def test_a_full_disk_behind_standard_output(words: list[str], tmp_path: Path) -> None:
     """Catches a traceback, and the blame on `--output`, which can be written."""
-    small = "--preset small --residues 32 --msa 16 --extra_msa 32 --global_batch 2 --output".split()
+    small = [
+        "--preset",
+        "small",
+        "--residues",
+        "32",
+        "--msa",
+        "16",
+        "--extra_msa",
+        "32",
+        "--global_batch",
+        "2",
+        "--output",
+    ]
     options = [*small, str(tmp_path / "plan.html")] if words[0] == "plan" else []
     with open("/dev/full", "w") as full:
         done = subprocess.run(
