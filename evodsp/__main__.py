@@ -36,9 +36,8 @@ def leave(code: int) -> NoReturn:
 
 
 def _end(code: int) -> NoReturn:
-    if (
-        util := sys.modules.get("multiprocessing.util")
-    ) is not None:  # an exit that takes its time would remove it, too
+    util = sys.modules.get("multiprocessing.util")
+    if util is not None:  # Python removes this folder as well, where it ends by itself
         shutil.rmtree(util.get_temp_dir(), ignore_errors=True)
     for stream in (sys.stdout, sys.stderr):
         try:

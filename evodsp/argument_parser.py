@@ -180,16 +180,17 @@ class OneLineErrors(ArgumentParser):
             raise UserError(f"{repeated[0]} is given more than once; give it once")
 
     def _refuse_empty(self) -> None:
-        """Raise UserError for an option without text, such as that of a shell's variable that is not set. As a path it would be
-        the current folder."""
+        """Raise UserError for an option whose value has no text: a shell's variable that is not set, for instance. As a path it
+        would be the current folder."""
+        options = {f"--{key}" for key in self.known_keys()}
         for word, after in itertools.pairwise([*self.words, "--"]):
             option, equals, value = word.partition("=")
-            if option[2:] in self.known_keys() and not value and (equals or not after):
+            if option in options and not value and (equals or not after):
                 raise UserError(f"{option} is empty; give a value, or leave it out")
 
     def _check_files(self) -> None:
-        """Raise UserError for a config file that is no text, that says the same twice (the first would be lost without a word),
-        that contains itself, or whose group of options is empty."""
+        """Raise UserError for a config file that is no text, that sets something twice (the first would be lost without a
+        word), that contains itself, or in which a group of options is empty."""
         groups = {key.partition(".")[0] for key in self.known_keys() if "." in key}
         for file in self.config_files:
             try:

@@ -20,8 +20,9 @@ from pathlib import Path
 def whole_file(path: str | Path) -> Iterator[Path]:
     """Yield a temporary path to write to; rename it to `path` when the block succeeds.
 
-    If the block raises, the temporary file is removed and an existing `path` is kept. Missing parent folders are created. Of a
-    link, the file that it points to is replaced. Raises OSError if `path` is a device or a pipe, which a rename would remove.
+    If the block raises, the temporary file is removed and an existing `path` is kept. Missing parent folders are created. If
+    `path` is a link, the file that it points to is replaced. Raises OSError if `path` is a device or a pipe, which a rename
+    would remove.
     """
     path = Path(os.path.realpath(path))
     if path.exists() and not path.is_file():

@@ -100,7 +100,8 @@ class SamplePool:
         self._context.set_forkserver_preload(
             [__name__]
         )  # torch is imported once, and a worker starts within milliseconds
-        # Workers end at once, without removing what they made. In this folder of ours it is removed with it, when we end.
+        # Workers end at once, without removing the sockets that they made. If the process that starts them has a folder for
+        # such things, they use that one, which goes when that process ends.
         util.get_temp_dir()
         self._lock = threading.Lock()
         self._tasks: list[tuple[int, int, _Task]] = []
