@@ -70,8 +70,8 @@ def parallelize(
     A model is parallelized once for each tensor that has axes of its own, an MSA and a pair representation, for instance.
 
     Raises UserError for a path that names no module, an axis that is not in the layout, a module named twice, stages that
-    leave no axis to shard, a region that is parallelized already, and a module of torch that mixes positions (a
-    convolution, GroupNorm) outside of all stages.
+    leave no axis to shard, a region that is parallelized with the same stages already, and a module of torch that mixes
+    positions (a convolution, GroupNorm) outside of all stages.
     """
     names = axes_of(layout)
     found = find_stages(model, stages, names)
@@ -86,11 +86,11 @@ def parallelize(
     router = _Router(group_of(mesh), names, candidates, uses, shard, ", ".join(regions), argument, result)
     if any(
         isinstance(before := getattr(hook, "__self__", None), _Router)
-        and (before.layout, before.argument) == (names, argument)
+        and (before.layout, before.argument, before.uses) == (names, argument, uses)
         for hook in first._forward_pre_hooks.values()
     ):
         raise UserError(
-            f"region '{region}' is parallelized already, with this layout; make the model anew to parallelize it again"
+            f"region '{region}' is parallelized already, with these stages; make the model anew to parallelize it again"
         )
     if router.group.size > 1:
         # Hooks run in the order of registration: the region is entered before its first stage, and left after its last one.

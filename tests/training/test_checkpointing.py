@@ -137,7 +137,7 @@ def test_a_full_disk_is_one_line(
     assert main(words) == 2
     error = capsys.readouterr().err
     assert error.splitlines()[-1] == (
-        f"evodsp: error: --output {tmp_path}/run: No space left on device; give a writable --output"
+        f"evodsp: error: --output {tmp_path}/run: No space left on device; make room there, or give another --output"
     )
     assert "Traceback" not in error
     assert not list((tmp_path / "run").rglob("*.ckpt*"))
