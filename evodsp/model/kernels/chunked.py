@@ -102,11 +102,9 @@ def outer_product(
     with without_autocast(left.device):
         if torch.compiler.is_compiling():  # which cannot follow what two nodes share
             return _OuterProduct.apply(left, right, weight, bias, counts)
-        shared = _Shared()
-        token = _Operands.apply(shared, left, right, weight, bias, counts)
-        return _Product.apply(
-            token, shared, *(None if x is None else x.detach() for x in (left, right, weight, bias, counts))
-        )
+        inputs, shared = (left, right, weight, bias, counts), _Shared()
+        token = _Operands.apply(shared, *inputs)
+        return _Product.apply(token, shared, [None if x is None else x.detach() for x in inputs])
 
 
 def _cast(x: Tensor, *others: Tensor) -> list[Tensor]:
@@ -402,7 +400,7 @@ def _kept_products(left: Tensor, right: Tensor, needed: bool) -> list[Tensor]:
 
 
 def _projected_products(
-    left: Tensor, right: Tensor, weight: Tensor, bias: Tensor | None, counts: Tensor | None, kept: Sequence[Tensor]
+    left: Tensor, right: Tensor, weight: Tensor, bias: Tensor | None, counts: Tensor | None, *, kept: Sequence[Tensor]
 ) -> Float[Tensor, "B I J z"]:
     out = left.new_empty(left.shape[0], left.shape[2], right.shape[2], len(weight))
     for n, (sample, rows) in enumerate(_product_chunks(left, right)):
@@ -446,7 +444,7 @@ class _OuterProduct(torch.autograd.Function):
     ) -> Tensor:
         kept = _kept_products(left, right, any(ctx.needs_input_grad))
         ctx.save_for_backward(left, right, weight, bias, counts, *kept)
-        return _projected_products(left, right, weight, bias, counts, kept)
+        return _projected_products(left, right, weight, bias, counts, kept=kept)
 
     @staticmethod
     @once_differentiable
@@ -488,22 +486,13 @@ class _Operands(torch.autograd.Function):
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        token: Tensor,
-        shared: _Shared,
-        left: Tensor,
-        right: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        counts: Tensor | None,
-    ) -> Tensor:
+    def forward(ctx: Any, token: Tensor, shared: _Shared, inputs: Sequence[Any]) -> Tensor:
         kept, shared.products = shared.products, ()
         ctx.shared = shared
-        return _projected_products(left, right, weight, bias, counts, kept)
+        return _projected_products(*inputs, kept=kept)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
         ctx.shared.gradient = grad
-        return (None,) * 7  # the token's, too: `_Operands` is called all the same
+        return (None,) * 3  # the token's, too: `_Operands` is called all the same

@@ -68,7 +68,9 @@ def test_a_recomputation_that_ends_with_it_forms_no_result(keep: bool, monkeypat
         monkeypatch.setattr(chunked, "_KEEP_OPERANDS", 0)
     results: list[None] = []
     form = chunked._projected_products
-    monkeypatch.setattr(chunked, "_projected_products", lambda *xs: (results.append(None), form(*xs))[1])
+    monkeypatch.setattr(
+        chunked, "_projected_products", lambda *xs, kept: (results.append(None), form(*xs, kept=kept))[1]
+    )
     inputs = [torch.randn(*shape, requires_grad=True) for shape in ((1, 4, 5, 3), (1, 4, 7, 3), (6, 9), (6,))]
     counts = torch.full((1, 5, 7, 1), 4.0)
 
