@@ -15,6 +15,7 @@ import itertools
 import json
 import os
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -60,9 +61,7 @@ class OneLineErrors(ArgumentParser):
         self._check_lists()
         try:
             config = super().parse_args(words, *rest, **kwargs)
-        except Exception as error:
-            if type(error).__module__.partition(".")[0] != "omegaconf":  # which is not imported here
-                raise
+        except _omegaconf_errors() as error:
             file = self.config_files[-1] if self.config_files else self.prog
             raise UserError(
                 f"{file}: {(str(error).splitlines() or [''])[0]}; check what is between ${{ and }}"
@@ -297,6 +296,12 @@ def with_underscores(words: list[str]) -> list[str]:
         for word in words
         for name, equals, value in [word.partition("=")]
     ]
+
+
+def _omegaconf_errors() -> tuple[type[Exception], ...]:
+    """What OmegaConf raises; nothing if it is not loaded, which help would wait for."""
+    omegaconf = sys.modules.get("omegaconf")
+    return () if omegaconf is None else (omegaconf.errors.OmegaConfBaseException,)
 
 
 def _refuse_repeated_keys(file: str, node: Any, above: tuple[Any, ...]) -> None:

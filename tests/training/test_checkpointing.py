@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -124,20 +125,21 @@ def test_a_bit_lost_anywhere_is_found_or_harmless(tmp_path: Path) -> None:
     assert 0 < harmless < 8 * (len(whole) - directory) / 3
 
 
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EFBIG, errno.EIO], ids=["full", "limit of sizes", "broken"])
 def test_a_full_disk_is_one_line(
-    chains: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    code: int, chains: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A traceback, or half a checkpoint."""
 
     def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
+        raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr("evodsp.training.checkpoint_files.os.fsync", full)
     words = ["fit", f"--config={chains}/tiny.yaml", f"--output={tmp_path}/run", "--trainer.max_steps=1"]
     assert main(words) == 2
     error = capsys.readouterr().err
     assert error.splitlines()[-1] == (
-        f"evodsp: error: --output {tmp_path}/run: No space left on device; make room there, or give another --output"
+        f"evodsp: error: --output {tmp_path}/run: {os.strerror(code)}; make room there, or give another --output"
     )
     assert "Traceback" not in error
     assert not list((tmp_path / "run").rglob("*.ckpt*"))

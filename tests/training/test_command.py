@@ -255,6 +255,17 @@ def test_a_mistake_is_one_line_and_leaves_nothing(
     assert not (tmp_path / "run").exists()
 
 
+def test_a_folder_of_checkpoints_that_cannot_be_written(
+    chains: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Found at the first save, after hours. A file stands for a folder without permission, which root has everywhere."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").touch()
+    assert fit(chains, tmp_path / "run") == 2
+    assert "run/checkpoints: is a file" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["checkpoints"]
+
+
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
