@@ -58,7 +58,8 @@ def wide_product(a: Float[Tensor, "*batch n k"], b: Float[Tensor, "*batch k m"])
     autocast.
     """
     dtype = wide(b.dtype)
-    if b.dtype == dtype or b.device.type != "cuda" or not _HAS_WIDE_BMM:
+    # Tensors of the meta device, on which the planner follows a GPU's program, take its way.
+    if b.dtype == dtype or b.device.type not in ("cuda", "meta") or not _HAS_WIDE_BMM:
         return a.to(dtype) @ b.to(dtype)
     batch = a.shape[:-2]
     a, b = a.to(b.dtype).reshape(-1, *a.shape[-2:]), b.reshape(-1, *b.shape[-2:])

@@ -144,9 +144,8 @@ class Recorder(TorchDispatchMode):
             launches, moved = self._report(name, args)
         else:
             launches, moved = 1, sum(_bytes(x) for x in read if id(x) not in overwritten) + sum(map(_bytes, written))
-        half = bool(written) and written[0].element_size() == 2
         place, phase = self._where()
-        flops = _flops(name, args, written)
+        flops, half = _flops(name, args, written), _in_half(name, args)
         self.events.append(Work(place, phase, name, flops, moved, launches, half, self._live))
         return out
 
@@ -296,6 +295,13 @@ def _flops(name: str, args: Any, written: list[Tensor]) -> int:
         queries, keys = args[first], args[first + 1]  # [B, h, L, d], [B, h, K, d]
         return factor * queries.numel() * int(keys.shape[-2])
     return 0
+
+
+def _in_half(name: str, args: Any) -> bool:
+    """Whether the factors of a product are in half precision. Its result may be in float32 all the same."""
+    if name in _PRODUCTS:
+        return bool(args[_PRODUCTS[name]].element_size() == 2)
+    return (name in _ATTENTION or name in _FUSED) and bool(args[0].element_size() == 2)
 
 
 def _tensors(x: Any) -> list[Tensor]:

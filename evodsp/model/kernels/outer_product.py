@@ -1,0 +1,206 @@
+"""The operator of the outer product mean: outer products summed over sequences, and projected (algorithm 10).
+
+A residue pair has c x c products (1,024 in AlphaFold2), eight times as many numbers as the pair representation. So they are
+formed a few rows at a time, used and dropped, and formed again in the backward pass unless they are few. `chunked` and `triton`
+share this and differ in `Pieces`: how products are laid out and projected.
+
+Shape legend: B batch, S sequences, I J residues, c channels of an operand, z channels of the result; i: a chunk of I.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from evodsp.model.kernels.chunks import Sums, Whole
+from evodsp.model.precision import activation_dtype, without_autocast
+
+# Products per chunk on a CPU: about a core's cache.
+_CPU_PRODUCTS = 1 << 21
+# Up to so many products are kept for the backward pass: forming so few again would cost more time than the memory is worth.
+_KEEP = 1 << 22
+# Products of up to so many times the numbers of their operands are kept too. With more sequences the operands grow, and so does
+# the time to form the products again; the products do not.
+_KEEP_OPERANDS = 2
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """What is computed of a few rows. Not differentiable: each comes with its backward pass."""
+
+    form: Callable[[Tensor, Tensor], Tensor]
+    """(left [S i c], right [S J c]) -> products, summed over sequences, in any layout."""
+    project: Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
+    """(products, weight [z cc], bias [z], counts [i J 1]) -> [i J z]: (products @ weight.T + bias) / counts."""
+    project_backward: Callable[[Tensor, Tensor, Tensor, Tensor | None, Sums], Tensor]
+    """(gradient of that result, products, weight, counts, sums) -> gradient of the products as a matrix [ic Jc]. Adds the
+    gradients of weight and bias to `sums`, whose first two they are."""
+    gpu_products: int
+    """Products per chunk on a GPU: enough to fill it."""
+
+
+class OuterProducts:
+    """The operator, made of these pieces."""
+
+    def __init__(self, pieces: Pieces) -> None:
+        self._pieces = pieces
+
+    def outer_product(
+        self,
+        left: Float[Tensor, "B S I c"],
+        right: Float[Tensor, "B S J c"],
+        weight: Float[Tensor, "z cc"],
+        bias: Float[Tensor, " z"] | None = None,
+        counts: Float[Tensor, "B I J 1"] | None = None,
+    ) -> Float[Tensor, "B I J z"]:
+        """The projected sum of outer products (algorithm 10); with `bias` and `counts`, (that + bias) / counts. Differentiable
+        once in all inputs but `counts`.
+
+        Inputs are saved before the result is computed. A recomputation for the backward pass ends when everything has been
+        saved again; if it ends with this operator, the result is not computed a second time.
+        """
+        dtype = activation_dtype(left)  # autocast does not see the products inside of a Function
+        left, right, weight = left.to(dtype), right.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+        with without_autocast(left.device):
+            if torch.compiler.is_compiling():  # which cannot follow what two nodes share
+                return _OuterProduct.apply(self._pieces, left, right, weight, bias, counts)
+            inputs, shared = (left, right, weight, bias, counts), _Shared(self._pieces)
+            token = _Operands.apply(shared, *inputs)
+            return _Product.apply(token, shared, [None if x is None else x.detach() for x in inputs])
+
+
+def _chunks(pieces: Pieces, left: Tensor, right: Tensor) -> Iterator[tuple[int, slice]]:
+    """Yields (sample, rows) of each chunk."""
+    batch, _, rows, c = left.shape
+    budget = _CPU_PRODUCTS if left.device.type == "cpu" else pieces.gpu_products
+    step = max(1, budget // max(1, right.shape[2] * c * c))
+    for sample in range(batch):
+        for start in range(0, max(rows, 1), step):
+            yield sample, slice(start, min(start + step, rows))
+
+
+def _kept(pieces: Pieces, left: Tensor, right: Tensor, needed: bool) -> list[Tensor]:
+    """The products of all chunks, if they are few; otherwise none. `needed`: whether there will be a backward pass."""
+    b, _, i, c = left.shape
+    # On a GPU memory is dearer than time.
+    of_operands = _KEEP_OPERANDS * (left.numel() + right.numel()) if left.device.type == "cpu" else 0
+    few = max(_KEEP, of_operands)
+    if not needed or b * i * right.shape[2] * c * c > few:
+        return []
+    return [pieces.form(left[sample, :, rows], right[sample]) for sample, rows in _chunks(pieces, left, right)]
+
+
+def _result(
+    pieces: Pieces,
+    left: Tensor,
+    right: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    counts: Tensor | None,
+    *,
+    kept: Sequence[Tensor],
+) -> Float[Tensor, "B I J z"]:
+    shape = left.shape[0], left.shape[2], right.shape[2], len(weight)
+    chunks = list(_chunks(pieces, left, right))
+    out = Whole(chunks, lambda: left.new_empty(shape))
+    for n, (sample, rows) in enumerate(chunks):
+        products = kept[n] if kept else pieces.form(left[sample, :, rows], right[sample])
+        out.put((sample, rows), pieces.project(products, weight, bias, None if counts is None else counts[sample, rows]))
+    return out.x.view(shape)
+
+
+def _gradients(pieces: Pieces, saved: Sequence[Any], grad: Tensor) -> tuple[Tensor | None, ...]:
+    """Of both operands, the weight and the bias; None for the counts. `saved`: these, and the products that were kept."""
+    left, right, weight, bias, counts, *kept = saved
+    sequences, _, c = left.shape[1:]
+    chunks = list(_chunks(pieces, left, right))
+    of_left = Whole(chunks, lambda: torch.empty_like(left, memory_format=torch.contiguous_format))
+    of_right = [Sums(chunks, sample.flatten(1)) for sample in right]
+    of_parameters = Sums(chunks, weight, bias)
+    for n, (sample, rows) in enumerate(chunks):
+        own, others = left[sample, :, rows], right[sample].flatten(1)
+        products = kept[n] if kept else pieces.form(own, right[sample])
+        some = None if counts is None else counts[sample, rows]
+        slope = pieces.project_backward(grad[sample, rows], products, weight, some, of_parameters)
+        del products
+        of_left.put((sample, slice(None), rows), (others @ slope.T).view(sequences, -1, c))
+        of_right[sample].add_linear(0, own.flatten(1).T, slope)
+    grad_right = [x for sums in of_right for x in sums.results()]
+    whole = grad_right[0] if len(chunks) == 1 else torch.stack(grad_right)
+    return of_left.x.view(left.shape), whole.view(right.shape), *of_parameters.results(), None
+
+
+class _OuterProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        pieces: Pieces,
+        left: Tensor,
+        right: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        counts: Tensor | None,
+    ) -> Tensor:
+        ctx.pieces, kept = pieces, _kept(pieces, left, right, any(ctx.needs_input_grad))
+        ctx.save_for_backward(left, right, weight, bias, counts, *kept)
+        return _result(pieces, left, right, weight, bias, counts, kept=kept)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *_gradients(ctx.pieces, ctx.saved_tensors, grad)
+
+
+@dataclass
+class _Shared:
+    """What the two nodes of an outer product give each other."""
+
+    pieces: Pieces
+    products: Sequence[Tensor] = ()
+    gradient: Tensor | None = None
+
+
+class _Operands(torch.autograd.Function):
+    """Saves what the backward pass needs, and computes the gradients when that of the product is there. Returns a token."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        shared: _Shared,
+        left: Tensor,
+        right: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        counts: Tensor | None,
+    ) -> Tensor:
+        ctx.shared, shared.products = shared, _kept(shared.pieces, left, right, any(ctx.needs_input_grad))
+        ctx.save_for_backward(left, right, weight, bias, counts, *shared.products)
+        ctx.set_materialize_grads(False)
+        return left.new_empty(())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, token: None) -> tuple[Tensor | None, ...]:
+        grad, ctx.shared.gradient = ctx.shared.gradient, None
+        return None, *_gradients(ctx.shared.pieces, ctx.saved_tensors, grad)
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, shared: _Shared, inputs: Sequence[Any]) -> Tensor:
+        kept, shared.products = shared.products, ()
+        ctx.shared = shared
+        return _result(shared.pieces, *inputs, kept=kept)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
+        ctx.shared.gradient = grad
+        return (None,) * 3  # the token's, too: `_Operands` is called all the same
