@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from evodsp.config import EvoformerConfig, ModelConfig, TemplateConfig
 from evodsp.model.alphafold import AlphaFold
 from evodsp.model.evoformer import EvoformerStack
-from evodsp.model.kernels import chunked
+from evodsp.model.kernels import chunked, outer_product
 from evodsp.model.primitives import use_exchange
 from evodsp.model.schedule import DAP, CommunicationPlan
 from evodsp.parallel.exchange import Exchange, LocalExchange, ShardedExchange
@@ -128,7 +128,7 @@ def _gpu_chunks() -> Iterator[None]:
     """Use a GPU's chunk sizes although the fake tensors are on the CPU."""
     with (
         patch.object(chunked, "_CPU_LOGITS", chunked._GPU_LOGITS),
-        patch.object(chunked, "_CPU_PRODUCTS", chunked._GPU_PRODUCTS),
+        patch.object(outer_product, "_CPU_PRODUCTS", chunked.PRODUCTS.gpu_products),
     ):
         yield
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from evodsp.config import ModelConfig
 from evodsp.model.dropout import DropoutKeys
 from evodsp.model.evoformer import EvoformerStack
-from evodsp.model.kernels import chunked
+from evodsp.model.kernels import chunked, outer_product
 from evodsp.model.templates import TemplateEmbedder, Templates
 from evodsp.rng import Draws
 from tests.builders.fake_cuda import Case, Counts, measure
@@ -62,9 +62,9 @@ def test_sums_over_chunks_of_the_outer_product_are_not_rounded(chunk: int, monke
 
     The two roundings are those of the outer product, a factor of the next product, and of the result.
     """
-    monkeypatch.setattr(chunked, "_CPU_PRODUCTS", chunk)
-    monkeypatch.setattr(chunked, "_KEEP", 0)
-    monkeypatch.setattr(chunked, "_KEEP_OPERANDS", 0)
+    monkeypatch.setattr(outer_product, "_CPU_PRODUCTS", chunk)
+    monkeypatch.setattr(outer_product, "_KEEP", 0)
+    monkeypatch.setattr(outer_product, "_KEEP_OPERANDS", 0)
     generator = torch.Generator().manual_seed(0)
     left, right = (torch.randn(1, 64, 16, 16, generator=generator) for _ in range(2))
     weight, upstream = torch.randn(32, 256, generator=generator), torch.randn(1, 16, 16, 32, generator=generator)

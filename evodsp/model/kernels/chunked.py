@@ -1,9 +1,9 @@
 """Operators computed a few rows at a time, whose large intermediates are never whole: the default on every device but GPUs.
 
-The logits of attention are by far the largest array of an Evoformer block ([S, H, R, R] and [R, H, R, R]). The outer products
-before their projection are the second largest: a residue pair has c x c channels (1024 in AlphaFold2), eight times as many as
-the pair representation. Both are computed, used and dropped chunk by chunk, and computed again in the backward pass. On a CPU
-the working set stays in cache; on every device, memory is linear in the inputs and the bias.
+The logits of attention are by far the largest array of an Evoformer block ([S, H, R, R] and [R, H, R, R]). They are computed,
+used and dropped chunk by chunk, and computed again in the backward pass. On a CPU the working set stays in cache; on every
+device, memory is linear in the inputs and the bias. Outer products (`outer_product`) and wide layers (`layers`) are computed
+alike.
 
 Shape legend: B batch, N rows of the outer axis (each attends within itself), H heads, Q queries, K keys, D head width, S
 sequences, I J residues, c channels of an operand, z channels of the result; n, i: a chunk of N, of I.
@@ -11,7 +11,8 @@ sequences, I J residues, c channels of an operand, z channels of the result; n, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,9 +20,11 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from evodsp.model.kernels.chunks import Sums, Whole
+from evodsp.model.kernels.chunks import Sums
 from evodsp.model.kernels.dropout import dropout_add
 from evodsp.model.kernels.layers import Layers, Pieces
+from evodsp.model.kernels.outer_product import OuterProducts
+from evodsp.model.kernels.outer_product import Pieces as ProductPieces
 from evodsp.model.kernels.projected import empty_gradient, parts_of
 from evodsp.model.kernels.reference import LOG2_E, layer_norm, mask_bias
 from evodsp.model.precision import activation_dtype, wide, wide_product, without_autocast
@@ -42,19 +45,14 @@ __all__ = [
     "triangle_product",
 ]
 
-# Numbers per chunk, of logits and of outer products: about a core's cache, or enough to fill a GPU.
+# Logits per chunk: about a core's cache, or enough to fill a GPU.
 _CPU_LOGITS, _GPU_LOGITS = 1 << 18, 1 << 26
-_CPU_PRODUCTS, _GPU_PRODUCTS = 1 << 21, 1 << 27
 # A row of more logits than this many chunks is divided into queries: at 2,048 residues that takes half the time of whole rows.
 _LARGE_ROW = 4
 # A CPU multiplies up to so many columns faster as rows.
 _NARROW = 8
-# Up to this many logits or products are kept for the backward pass: recomputing so few would cost more time than the memory is
-# worth.
+# Up to this many logits are kept for the backward pass: recomputing so few would cost more time than the memory is worth.
 _KEEP = 1 << 22
-# Outer products of up to so many times the numbers of their operands are kept too. With more sequences the operands grow, and
-# so does the time to form the products again; the products do not.
-_KEEP_OPERANDS = 2
 
 
 def attention(projected: Float[Tensor, "B N L 4 H D"], keys: Float[Tensor, "B N L"]) -> Float[Tensor, "B N L H D"]:
@@ -82,29 +80,6 @@ def global_attention(
     q, key_value = _cast(q, key_value)
     with without_autocast(q.device):
         return _GlobalAttention.apply(q, key_value, keys)
-
-
-def outer_product(
-    left: Float[Tensor, "B S I c"],
-    right: Float[Tensor, "B S J c"],
-    weight: Float[Tensor, "z cc"],
-    bias: Float[Tensor, " z"] | None = None,
-    counts: Float[Tensor, "B I J 1"] | None = None,
-) -> Float[Tensor, "B I J z"]:
-    """The projected sum of outer products (algorithm 10); with `bias` and `counts`, (that + bias) / counts. Differentiable once
-    in all inputs but `counts`.
-
-    Inputs are saved before the result is computed. A recomputation for the backward pass ends when everything has been saved
-    again; if it ends with this operator, the result is not computed a second time.
-    """
-    left, right, weight = _cast(left, right, weight)
-    bias = None if bias is None else bias.to(left.dtype)
-    with without_autocast(left.device):
-        if torch.compiler.is_compiling():  # which cannot follow what two nodes share
-            return _OuterProduct.apply(left, right, weight, bias, counts)
-        inputs, shared = (left, right, weight, bias, counts), _Shared()
-        token = _Operands.apply(shared, *inputs)
-        return _Product.apply(token, shared, [None if x is None else x.detach() for x in inputs])
 
 
 def _cast(x: Tensor, *others: Tensor) -> list[Tensor]:
@@ -371,128 +346,35 @@ transition = _LAYERS.transition
 triangle_product = _LAYERS.triangle_product
 
 
-def _product_chunks(left: Tensor, right: Tensor) -> Iterator[tuple[int, slice]]:
-    """Yields (sample, rows) of each chunk."""
-    batch, _, rows, c = left.shape
-    budget = _CPU_PRODUCTS if left.device.type == "cpu" else _GPU_PRODUCTS
-    step = max(1, budget // max(1, right.shape[2] * c * c))
-    for sample in range(batch):
-        for start in range(0, max(rows, 1), step):
-            yield sample, slice(start, min(start + step, rows))
-
-
-def _products(left: Float[Tensor, "S i c"], right: Float[Tensor, "S J c"]) -> Float[Tensor, "ij cc"]:
+def _form(left: Float[Tensor, "S i c"], right: Float[Tensor, "S J c"]) -> Float[Tensor, "ij cc"]:
     """Outer products of a few rows with all columns, summed over sequences."""
     (_, i, c), j = left.shape, right.shape[1]
     products = left.flatten(1).T @ right.flatten(1)  # [i c, J c]: one matrix product over the sequences
     return products.view(i, c, j, c).transpose(1, 2).reshape(i * j, c * c)
 
 
-def _kept_products(left: Tensor, right: Tensor, needed: bool) -> list[Tensor]:
-    """The products of all chunks, if they are few; otherwise none. `needed`: whether there will be a backward pass."""
-    b, _, i, c = left.shape
-    # On a GPU memory is dearer than time.
-    of_operands = _KEEP_OPERANDS * (left.numel() + right.numel()) if left.device.type == "cpu" else 0
-    few = max(_KEEP, of_operands)
-    if not needed or b * i * right.shape[2] * c * c > few:
-        return []
-    return [_products(left[sample, :, rows], right[sample]) for sample, rows in _product_chunks(left, right)]
+def _project_products(
+    products: Float[Tensor, "ij cc"], weight: Tensor, bias: Tensor | None, counts: Float[Tensor, "i J 1"] | None
+) -> Float[Tensor, "_ z"]:
+    out = products @ weight.T if bias is None else torch.addmm(bias, products, weight.T)
+    return out if counts is None else out.div_(counts.view(-1, 1))
 
 
-def _projected_products(
-    left: Tensor, right: Tensor, weight: Tensor, bias: Tensor | None, counts: Tensor | None, *, kept: Sequence[Tensor]
-) -> Float[Tensor, "B I J z"]:
-    out = left.new_empty(left.shape[0], left.shape[2], right.shape[2], len(weight))
-    for n, (sample, rows) in enumerate(_product_chunks(left, right)):
-        products = kept[n] if kept else _products(left[sample, :, rows], right[sample])
-        own = out[sample, rows].view(-1, len(weight))
-        if bias is None:
-            torch.mm(products, weight.T, out=own)
-        else:
-            torch.addmm(bias, products, weight.T, out=own)
-    return out if counts is None else out.div_(counts)
-
-
-def _outer_product_gradients(saved: Sequence[Any], grad: Tensor) -> tuple[Tensor | None, ...]:
-    """Of both operands, the weight and the bias; None for the counts. `saved`: these, and the products that were kept."""
-    left, right, weight, bias, counts, *kept = saved
-    (sequences, _, c), j = left.shape[1:], right.shape[2]
-    chunks = list(_product_chunks(left, right))
-    of_left = Whole(chunks, lambda: torch.empty_like(left, memory_format=torch.contiguous_format))
-    of_right = [Sums(chunks, sample.flatten(1)) for sample in right]
-    of_weight = Sums(chunks, weight)
+def _project_products_backward(
+    grad: Float[Tensor, "i J z"],
+    products: Float[Tensor, "ij cc"],
+    weight: Float[Tensor, "z cc"],
+    counts: Float[Tensor, "i J 1"] | None,
+    sums: Sums,
+) -> Float[Tensor, "ic Jc"]:
+    i, j, z = grad.shape
     if counts is not None:
         grad = torch.div(grad, counts, out=torch.empty_like(grad, memory_format=torch.contiguous_format))
-    of_bias = None if bias is None else grad.sum((0, 1, 2))
-    for n, (sample, rows) in enumerate(chunks):
-        products = kept[n] if kept else _products(left[sample, :, rows], right[sample])
-        upstream = grad[sample, rows].flatten(0, 1)
-        of_weight.add_linear(0, upstream, products)
-        i = rows.stop - rows.start
-        slope = (upstream @ weight).view(i, j, c, c).transpose(1, 2).reshape(i * c, j * c)
-        of_left.put((sample, slice(None), rows), (right[sample].flatten(1) @ slope.T).view(sequences, i, c))
-        of_right[sample].add_linear(0, left[sample, :, rows].flatten(1).T, slope)
-    grad_right = [x for sums in of_right for x in sums.results()]
-    whole = grad_right[0] if len(chunks) == 1 else torch.stack(grad_right)
-    return of_left.x.view(left.shape), whole.view(right.shape), *of_weight.results(), of_bias, None
+    upstream = grad.reshape(-1, z)
+    sums.add_linear(0, upstream, products, bias=1)
+    c = math.isqrt(weight.shape[1])
+    return (upstream @ weight).view(i, j, c, c).transpose(1, 2).reshape(i * c, j * c)
 
 
-class _OuterProduct(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, left: Tensor, right: Tensor, weight: Tensor, bias: Tensor | None, counts: Tensor | None
-    ) -> Tensor:
-        kept = _kept_products(left, right, any(ctx.needs_input_grad))
-        ctx.save_for_backward(left, right, weight, bias, counts, *kept)
-        return _projected_products(left, right, weight, bias, counts, kept=kept)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _outer_product_gradients(ctx.saved_tensors, grad)
-
-
-class _Shared:
-    """What the two nodes of an outer product give each other."""
-
-    products: Sequence[Tensor] = ()
-    gradient: Tensor | None = None
-
-
-class _Operands(torch.autograd.Function):
-    """Saves what the backward pass needs, and computes the gradients when that of the product is there. Returns a token."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        shared: _Shared,
-        left: Tensor,
-        right: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        counts: Tensor | None,
-    ) -> Tensor:
-        ctx.shared, shared.products = shared, _kept_products(left, right, any(ctx.needs_input_grad))
-        ctx.save_for_backward(left, right, weight, bias, counts, *shared.products)
-        ctx.set_materialize_grads(False)
-        return left.new_empty(())
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, token: None) -> tuple[Tensor | None, ...]:
-        grad, ctx.shared.gradient = ctx.shared.gradient, None
-        return None, *_outer_product_gradients(ctx.saved_tensors, grad)
-
-
-class _Product(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, token: Tensor, shared: _Shared, inputs: Sequence[Any]) -> Tensor:
-        kept, shared.products = shared.products, ()
-        ctx.shared = shared
-        return _projected_products(*inputs, kept=kept)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
-        ctx.shared.gradient = grad
-        return (None,) * 3  # the token's, too: `_Operands` is called all the same
+PRODUCTS = ProductPieces(_form, _project_products, _project_products_backward, gpu_products=1 << 27)
+outer_product = OuterProducts(PRODUCTS).outer_product

@@ -95,9 +95,7 @@ class Sums:
             total.addmm_(gradient.T, x)
         else:
             self.add(weight, wide_product(gradient.T, x) if self._several else gradient.T @ x)
-        if bias is not None:
-            parameter = self._parameters[bias]
-            assert parameter is not None
+        if bias is not None and (parameter := self._parameters[bias]) is not None:
             self.add(bias, gradient[:, -len(parameter) :].sum(0, dtype=wide(x.dtype) if self._several else None))
 
     def results(self) -> list[Any]:

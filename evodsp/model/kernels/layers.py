@@ -282,7 +282,7 @@ class _Projections(torch.autograd.Function):
         mask, x, *parameters = ctx.saved_tensors
         norm_weight, norm_bias, *layers = parameters
         of_total, grads = (None, grads) if mask is None else (grads[0], grads[1:])
-        weights, biases = layers[::2], layers[1::2]
+        weights = layers[::2]
         chunks = chunks_of(x, sum(len(w) for w in weights))
         grad_x, sums = Whole(chunks, lambda: torch.empty_like(x)), Sums(chunks, *parameters)
         for at in chunks:
@@ -292,7 +292,7 @@ class _Projections(torch.autograd.Function):
                 if grad is None:
                     continue
                 own = grad[at].flatten(0, -2)
-                sums.add_linear(2 + 2 * n, own, y, bias=None if biases[n] is None else 3 + 2 * n)
+                sums.add_linear(2 + 2 * n, own, y, bias=3 + 2 * n)
                 upstream = own @ weights[n] if upstream is None else upstream.addmm_(own, weights[n])
             if of_total is not None:
                 upstream = torch.zeros_like(y) if upstream is None else upstream

@@ -112,7 +112,9 @@ def _result(
     out = Whole(chunks, lambda: left.new_empty(shape))
     for n, (sample, rows) in enumerate(chunks):
         products = kept[n] if kept else pieces.form(left[sample, :, rows], right[sample])
-        out.put((sample, rows), pieces.project(products, weight, bias, None if counts is None else counts[sample, rows]))
+        some = None if counts is None else counts[sample, rows]
+        piece = pieces.project(products, weight, bias, some)
+        out.put((sample, rows), piece.view(rows.stop - rows.start, *shape[2:]))
     return out.x.view(shape)
 
 
@@ -130,7 +132,7 @@ def _gradients(pieces: Pieces, saved: Sequence[Any], grad: Tensor) -> tuple[Tens
         some = None if counts is None else counts[sample, rows]
         slope = pieces.project_backward(grad[sample, rows], products, weight, some, of_parameters)
         del products
-        of_left.put((sample, slice(None), rows), (others @ slope.T).view(sequences, -1, c))
+        of_left.put((sample, slice(None), rows), (others @ slope.T).view(sequences, rows.stop - rows.start, c))
         of_right[sample].add_linear(0, own.flatten(1).T, slope)
     grad_right = [x for sums in of_right for x in sums.results()]
     whole = grad_right[0] if len(chunks) == 1 else torch.stack(grad_right)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from evodsp.model.kernels import chunked, reference
+from evodsp.model.kernels import chunked, outer_product, reference
 
 
 @pytest.mark.parametrize("mean", [True, False])
@@ -17,10 +19,10 @@ def test_equals_the_formula_in_values_and_gradients(
 ) -> None:
     """Catches wrong rows in a chunk, transposed channels, gradients of the last chunk only, and errors on empty shards."""
     i, j = residues
-    monkeypatch.setattr(chunked, "_CPU_PRODUCTS", 2 * max(1, j) * 9)  # two rows at a time
+    monkeypatch.setattr(outer_product, "_CPU_PRODUCTS", 2 * max(1, j) * 9)  # two rows at a time
     if not kept:
-        monkeypatch.setattr(chunked, "_KEEP", 0)
-        monkeypatch.setattr(chunked, "_KEEP_OPERANDS", 0)
+        monkeypatch.setattr(outer_product, "_KEEP", 0)
+        monkeypatch.setattr(outer_product, "_KEEP_OPERANDS", 0)
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:
@@ -46,14 +48,14 @@ def test_products_are_formed_once_where_sequences_are_many(
 ) -> None:
     """Catches a backward pass that forms the products of a deep alignment again: half of its forward pass's time. With few
     sequences they are the larger memory, and are formed again."""
-    monkeypatch.setattr(chunked, "_CPU_PRODUCTS", 2 * 5 * 9)  # two rows at a time
-    monkeypatch.setattr(chunked, "_KEEP", 0)
+    monkeypatch.setattr(outer_product, "_CPU_PRODUCTS", 2 * 5 * 9)  # two rows at a time
+    monkeypatch.setattr(outer_product, "_KEEP", 0)
     calls: list[None] = []
-    monkeypatch.setattr(chunked, "_products", lambda *xs, form=chunked._products: (calls.append(None), form(*xs))[1])
+    pieces = dataclasses.replace(chunked.PRODUCTS, form=lambda *xs: (calls.append(None), chunked.PRODUCTS.form(*xs))[1])
     left, right, weight = (
         torch.randn(*shape, requires_grad=True) for shape in ((1, sequences, 5, 3), (1, sequences, 5, 3), (6, 9))
     )
-    out = chunked.outer_product(left, right, weight)
+    out = outer_product.OuterProducts(pieces).outer_product(left, right, weight)
     calls.clear()
     out.sum().backward()
     assert len(calls) == formed_again
@@ -64,13 +66,11 @@ def test_a_recomputation_that_ends_with_it_forms_no_result(keep: bool, monkeypat
     """Catches an operator that computes before it saves what its backward pass needs: each recomputed block would form the
     result of its outer product mean, a sixth of its arithmetic, for nothing."""
     if not keep:
-        monkeypatch.setattr(chunked, "_KEEP", 0)
-        monkeypatch.setattr(chunked, "_KEEP_OPERANDS", 0)
+        monkeypatch.setattr(outer_product, "_KEEP", 0)
+        monkeypatch.setattr(outer_product, "_KEEP_OPERANDS", 0)
     results: list[None] = []
-    form = chunked._projected_products
-    monkeypatch.setattr(
-        chunked, "_projected_products", lambda *xs, kept: (results.append(None), form(*xs, kept=kept))[1]
-    )
+    form = outer_product._result
+    monkeypatch.setattr(outer_product, "_result", lambda *xs, kept: (results.append(None), form(*xs, kept=kept))[1])
     inputs = [torch.randn(*shape, requires_grad=True) for shape in ((1, 4, 5, 3), (1, 4, 7, 3), (6, 9), (6,))]
     counts = torch.full((1, 5, 7, 1), 4.0)
 
