@@ -276,6 +276,8 @@ _PRODUCTS = {"mm": 0, "bmm": 0, "mv": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1, 
 _ATTENTION = {"evodsp::attention": 4, "evodsp::attention_backward": 10}
 """FLOPs of attention in products of R x R x width: two products forward; in the backward pass the logits again and four
 gradients. Each multiplication counts twice."""
+_PROJECTIONS = {"evodsp::outer_projection": (0, 2), "evodsp::outer_projection_backward": (1, 4)}
+"""Of outer products: where they stand, with the weight after them, and FLOPs for each of them and each result."""
 _FUSED = {
     "_scaled_dot_product_flash_attention_for_cpu": (0, 4),
     "_scaled_dot_product_flash_attention_for_cpu_backward": (1, 10),
@@ -290,6 +292,9 @@ def _flops(name: str, args: Any, written: list[Tensor]) -> int:
         projected = args[0 if name == "evodsp::attention" else 1]  # [B, N, L, 4, H, D]
         batch, rows, length, _, heads, width = projected.shape
         return _ATTENTION[name] * batch * rows * length * length * heads * width
+    if name in _PROJECTIONS:
+        first, factor = _PROJECTIONS[name]
+        return factor * int(args[first].numel()) * len(args[first + 1])
     if name in _FUSED:
         first, factor = _FUSED[name]
         queries, keys = args[first], args[first + 1]  # [B, h, L, d], [B, h, K, d]
@@ -301,7 +306,7 @@ def _in_half(name: str, args: Any) -> bool:
     """Whether the factors of a product are in half precision. Its result may be in float32 all the same."""
     if name in _PRODUCTS:
         return bool(args[_PRODUCTS[name]].element_size() == 2)
-    return (name in _ATTENTION or name in _FUSED) and bool(args[0].element_size() == 2)
+    return (name in _ATTENTION or name in _PROJECTIONS or name in _FUSED) and bool(args[0].element_size() == 2)
 
 
 def _tensors(x: Any) -> list[Tensor]:

@@ -35,7 +35,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from evodsp.model.kernels.triton_kernels import attention, dropout, gate, gated_operands, global_attention, layer_norm
+from evodsp.model.kernels.triton_kernels import (
+    attention,
+    dropout,
+    gate,
+    gated_operands,
+    global_attention,
+    layer_norm,
+    outer_product,
+)
 from evodsp.model.kernels.triton_kernels.launch import Launch, Operator, moved, tiles
 
 ARCHITECTURES = (80, 90, 100)
@@ -129,6 +137,20 @@ def _global_work(launch: Launch, products: int, vector: float) -> Work:
     return Work(2 * products * logits * c["WIDTH"], logits, vector * logits)
 
 
+def _outer_work(launch: Launch, products: float, each: float) -> Work:
+    """Tiles are padded. Vector instructions: `products` for each outer product, and `each` for each element of the gradient or
+    result, once for each tile of products where these vary fastest."""
+    a, c = launch.arguments, launch.constants
+    channels = c["CHANNELS"]
+    columns, results, deep = (
+        tiles(size, c[tile]) * c[tile]
+        for size, tile in ((a["columns"], "TILE_J"), (a["results"], "TILE_Z"), (channels**2, "TILE_K"))
+    )
+    again = 1 if launch.kernel == "outer_product.project" else deep // c["TILE_K"]
+    vector = a["rows"] * columns * (products * deep + each * again * results)
+    return Work(products=2.0 * a["rows"] * columns * results * deep, vector=vector)
+
+
 # Vector instructions counted in the source: scale, bias (convert, add), mask, maximum, difference, sums, conversions to bf16.
 WORK: dict[str, Callable[[Launch], Work]] = {
     "attention.forward": _attention_work(2, 8.5),
@@ -144,6 +166,10 @@ WORK: dict[str, Callable[[Launch], Work]] = {
     "layer_norm.backward": lambda launch: Work(vector=15 * launch.arguments["x"].numel()),
     "global_attention.forward": lambda launch: _global_work(launch, 2, 6),
     "global_attention.backward": lambda launch: _global_work(launch, 5, 7),
+    # Offsets: three instructions for a run of eight.
+    "outer_product.project": lambda launch: _outer_work(launch, 0.4, 3),
+    "outer_product.slope": lambda launch: _outer_work(launch, 2.4, 0.4),
+    "outer_product.weight_gradient": lambda launch: _outer_work(launch, 0.4, 5),
     "gate.forward": lambda launch: Work(
         exponentials=2 * launch.arguments["x"].numel(), vector=5 * launch.arguments["x"].numel()
     ),
@@ -188,6 +214,7 @@ def passes() -> list[Pass]:
         found += elementwise_passes(f"m {size}", sequences, residues, channels=256)
         found += elementwise_passes(f"z {residues}", residues, residues, channels=128)
         found += gated_passes(f"z {residues}", residues, channels=128)
+        found += outer_passes(f"z {residues}", residues, channels=32, results=128)
     return found
 
 
@@ -242,6 +269,20 @@ def gated_passes(size: str, residues: int, channels: int) -> list[Pass]:
         _pass(gated_operands.OPERATORS[1], size, (grad, *inputs)),
         _pass(gate.OPERATORS[0], size, (x, x.clone())),
         _pass(gate.OPERATORS[1], size, (x, x.clone(), x.clone())),
+    ]
+
+
+def outer_passes(
+    size: str, residues: int, channels: int, results: int, dtype: torch.dtype = torch.bfloat16
+) -> list[Pass]:
+    """The projection of outer products."""
+    products = _meta(residues, channels, residues, channels, dtype=dtype)
+    weight, bias = _meta(results, channels**2, dtype=dtype), _meta(results, dtype=dtype)
+    counts, grad = _meta(residues, residues, 1, dtype=torch.float32), _meta(residues, residues, results, dtype=dtype)
+    one = 2.0 * products.numel() * results
+    return [
+        _pass(outer_product.OPERATORS[0], size, (products, weight, bias, counts), one),
+        _pass(outer_product.OPERATORS[1], size, (grad, products, weight, counts, dtype), 2 * one),
     ]
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -79,6 +80,12 @@ class Sums:
     def __init__(self, chunks: Sequence[Chunk], *parameters: Tensor | None) -> None:
         self._parameters, self._several = parameters, len(chunks) > 1
         self._totals: list[Tensor | None] = [None] * len(parameters)
+
+    def dtype(self, number: int) -> torch.dtype:
+        """Precision that pieces of one parameter's gradient need: a single one is rounded to the parameter's."""
+        parameter = self._parameters[number]
+        assert parameter is not None
+        return wide(parameter.dtype) if self._several else parameter.dtype
 
     def add(self, number: int, piece: Tensor) -> None:
         """Add to the gradient of one parameter."""

@@ -14,12 +14,15 @@ from jaxtyping import Float
 from torch import Tensor
 
 from evodsp.model.kernels.layers import Layers, Pieces, linear
+from evodsp.model.kernels.outer_product import OuterProducts
+from evodsp.model.kernels.outer_product import Pieces as ProductPieces
 from evodsp.model.kernels.triton_kernels import attention as _attention
 from evodsp.model.kernels.triton_kernels import dropout as _dropout
 from evodsp.model.kernels.triton_kernels import gate as _gate
 from evodsp.model.kernels.triton_kernels import gated_operands as _gated_operands
 from evodsp.model.kernels.triton_kernels import global_attention as _global_attention
 from evodsp.model.kernels.triton_kernels import layer_norm as _layer_norm
+from evodsp.model.kernels.triton_kernels import outer_product as _outer_product
 from evodsp.model.kernels.triton_kernels.dropout import dropout_add
 from evodsp.model.kernels.triton_kernels.global_attention import global_attention
 from evodsp.model.kernels.triton_kernels.layer_norm import layer_norm
@@ -34,6 +37,7 @@ __all__ = [
     "gated_projection",
     "global_attention",
     "layer_norm",
+    "outer_product",
     "pooled_projections",
     "projections",
     "transition",
@@ -42,7 +46,7 @@ __all__ = [
 
 REPORTS: dict[str, Callable[..., tuple[int, int]]] = {
     operator.name: operator.report
-    for module in (_attention, _dropout, _gate, _gated_operands, _global_attention, _layer_norm)
+    for module in (_attention, _dropout, _gate, _gated_operands, _global_attention, _layer_norm, _outer_product)
     for operator in module.OPERATORS
 }
 """`namespace::name` of an operator -> function of its positional arguments that returns (launches, bytes moved)."""
@@ -81,3 +85,7 @@ pooled_projections = _LAYERS.pooled_projections
 projections = _LAYERS.projections
 transition = _LAYERS.transition
 triangle_product = _LAYERS.triangle_product
+_PRODUCTS = ProductPieces(
+    _outer_product.form, _outer_product.project, _outer_product.project_backward, gpu_products=1 << 28
+)
+outer_product = OuterProducts(_PRODUCTS).outer_product

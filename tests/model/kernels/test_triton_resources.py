@@ -11,7 +11,7 @@ from evodsp.model.kernels.triton_kernels.launch import Launch
 from scripts.benchmarks import triton_resources as resources
 
 # Kernels that multiply matrices.
-PRODUCTS = ("attention.", "global_attention.")
+PRODUCTS = ("attention.", "global_attention.", "outer_product.")
 
 
 @pytest.fixture(autouse=True)
@@ -36,6 +36,24 @@ def test_attention_compiles_for_hopper() -> None:
     for one in resources.attention_passes("", rows=128, length=256, heads=8, width=32, biased=True):
         for launch in one.launches[:2]:
             _check(launch, 90)
+
+
+def test_outer_products_compile_for_hopper() -> None:
+    """Catches the same in the kernels of the outer product."""
+    for one in resources.outer_passes("", residues=256, channels=32, results=128):
+        for launch in one.launches[:2]:
+            _check(launch, 90)
+
+
+@pytest.mark.verify
+@pytest.mark.parametrize("architecture", resources.ARCHITECTURES)
+@pytest.mark.parametrize("channels", [8, 12, 64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def test_outer_products_fit_at_all_widths(architecture: int, channels: int, dtype: torch.dtype) -> None:
+    """Catches tiles that are too large for many channels or for fp32."""
+    for one in resources.outer_passes("", residues=40, channels=channels, results=48, dtype=dtype):
+        for launch in one.launches:
+            _check(launch, architecture)
 
 
 @pytest.mark.verify

@@ -1,0 +1,158 @@
+"""Projection of outer products in the layout in which one matrix product makes them (operator 7).
+
+The products of rows I with columns J are one matrix product over the sequences, [I c, S] x [S, J c]. To torch's products the
+projection after it is a matrix product only once the products are copied to [I J, c c]: a third of the operator's traffic, and
+again twice in the backward pass. These kernels read and write them where they are: [I, c, J, c], in which a pair's c x c
+numbers are c runs of c.
+
+Shape legend: I J residues, c channels of an operand, z channels of the result, k one of c x c products.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from evodsp.model.kernels.chunks import Sums
+from evodsp.model.kernels.triton_kernels.launch import Launch, Launcher, Operator, next_power_of_two, tiles
+from evodsp.model.kernels.triton_kernels.sums import sum_of_parts
+
+# Programs that sum the gradient of the weight at most: two a multiprocessor of an H100. Each leaves a partial sum.
+_PROGRAMS = 264
+
+
+def form(left: Float[Tensor, "S I c"], right: Float[Tensor, "S J c"]) -> Float[Tensor, "I c J c2"]:
+    """Outer products of all rows with all columns, summed over sequences."""
+    (_, i, c), j = left.shape, right.shape[1]
+    return (left.flatten(1).T @ right.flatten(1)).view(i, c, j, c)
+
+
+def project(
+    products: Float[Tensor, "I c J c2"],
+    weight: Float[Tensor, "z cc"],
+    bias: Float[Tensor, " z"] | None,
+    counts: Float[Tensor, "I J 1"] | None,
+) -> Float[Tensor, "I J z"]:
+    """(products weight + bias) / counts, summed and divided in fp32. Not differentiable: see `project_backward`."""
+    return _forward(products, weight, bias, counts)
+
+
+def project_backward(
+    grad: Float[Tensor, "I J z"],
+    products: Float[Tensor, "I c J c2"],
+    weight: Float[Tensor, "z cc"],
+    counts: Float[Tensor, "I J 1"] | None,
+    sums: Sums,
+) -> Float[Tensor, "Ic Jc"]:
+    """The gradient of the products. Adds the gradients of weight and bias to `sums`, whose first two they are."""
+    slope, both = _gradients(grad, products, weight, counts, sums.dtype(0))
+    sums.add(0, both[: weight.numel()].view(weight.shape))
+    sums.add(1, both[weight.numel() :])
+    return slope.flatten(2).flatten(0, 1)
+
+
+def _arguments(products: Tensor, weight: Tensor, counts: Tensor | None) -> dict[str, Any]:
+    return {
+        "products": products,
+        "weight": weight,
+        "weight_strides": weight.stride(),
+        "counts": counts,
+        "counts_strides": None if counts is None else counts.stride()[:2],
+        "rows": products.shape[0],
+        "columns": products.shape[2],
+        "results": len(weight),
+    }
+
+
+def _grid(products: Tensor, weight: Tensor, columns: int, deep: int, stages: int) -> dict[str, Any]:
+    """Sizes of tiles, warps and stages. `columns` and `deep`: of a tile in half precision. Matrix products need 16 at least.
+
+    Two groups of four warps of a Hopper GPU multiply 128 rows at a time. In single precision, tiles are half as long.
+    """
+    half = products.element_size() < 4
+
+    def tile(size: int, limit: int) -> int:
+        return max(16, min(limit if half else limit // 2, next_power_of_two(max(1, size))))
+
+    constants = {
+        "CHANNELS": products.shape[1],
+        "TILE_J": tile(products.shape[2], columns),
+        "TILE_Z": tile(len(weight), 128),
+        "TILE_K": tile(weight.shape[1], deep),
+        "PRECISION": "tf32" if torch.backends.cuda.matmul.allow_tf32 else "tf32x3",  # matters for fp32 only
+    }
+    return {"constants": constants, "warps": 8, "stages": stages if half else 1}
+
+
+def _tiles_of(products: Tensor, weight: Tensor, grid: dict[str, Any], *axes: str) -> int:
+    """How many tiles cover these axes."""
+    sizes = {"TILE_J": products.shape[2], "TILE_Z": len(weight), "TILE_K": weight.shape[1]}
+    return math.prod(tiles(sizes[axis], grid["constants"][axis]) for axis in axes)
+
+
+def _forward_body(
+    launch: Launcher, products: Tensor, weight: Tensor, bias: Tensor | None, counts: Tensor | None
+) -> Tensor:
+    rows, _, columns, _ = products.shape
+    out = products.new_empty(rows, columns, len(weight))
+    grid = _grid(products, weight, 128, 64, stages=3)
+    launch(
+        Launch(
+            "outer_product.project",
+            rows * _tiles_of(products, weight, grid, "TILE_J", "TILE_Z"),
+            {**_arguments(products, weight, counts), "bias": bias, "out": out},
+            writes=("out",),
+            **grid,
+        )
+    )
+    return out
+
+
+def _backward_body(
+    launch: Launcher, grad: Tensor, products: Tensor, weight: Tensor, counts: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Gradients of the products, and of weight and bias as one vector in `dtype`."""
+    rows = products.shape[0]
+    arguments = {**_arguments(products, weight, counts), "grad": grad, "grad_strides": grad.stride()}
+    slope = torch.empty_like(products)
+    grid = _grid(products, weight, 64, 128, stages=1)  # few results: one tile of them, as a rule
+    launch(
+        Launch(
+            "outer_product.slope",
+            rows * _tiles_of(products, weight, grid, "TILE_J", "TILE_K"),
+            {**arguments, "products": None, "slope": slope},
+            writes=("slope",),
+            **grid,
+        )
+    )
+    grid = _grid(products, weight, 64, 128, stages=2)
+    blocks = _tiles_of(products, weight, grid, "TILE_K", "TILE_Z")
+    parts = max(1, min(rows * _tiles_of(products, weight, grid, "TILE_J"), _PROGRAMS // blocks))
+    sums = products.new_empty(parts, weight.numel() + len(weight), dtype=torch.float32)
+    launch(
+        Launch(
+            "outer_product.weight_gradient",
+            parts * blocks,
+            {**arguments, "weight": None, "weight_strides": None, "sums": sums, "parts": parts},
+            writes=("sums",),
+            **grid,
+        )
+    )
+    return slope, sum_of_parts(launch, sums, dtype)
+
+
+_forward = Operator(
+    "outer_projection",
+    "(Tensor products, Tensor weight, Tensor? bias, Tensor? counts) -> Tensor",
+    _forward_body,
+)
+_gradients = Operator(
+    "outer_projection_backward",
+    "(Tensor grad, Tensor products, Tensor weight, Tensor? counts, ScalarType dtype) -> (Tensor, Tensor)",
+    _backward_body,
+)
+OPERATORS = (_forward, _gradients)

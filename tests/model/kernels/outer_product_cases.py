@@ -1,0 +1,76 @@
+"""What tests of the outer product do inside the interpreting process."""
+
+from __future__ import annotations
+
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from evodsp.model.kernels import outer_product as shared
+from evodsp.model.kernels.chunks import Sums
+from evodsp.model.kernels.triton import outer_product
+from evodsp.model.kernels.triton_kernels.outer_product import form, project, project_backward
+from tests.model.kernels.interpreter import check, far_apart, random
+
+Shape = tuple[int, int, int, int, int, int]
+"""B, S, I, J, c, z."""
+
+
+def formula(left: Tensor, right: Tensor, weight: Tensor, bias: Tensor | None, counts: Tensor | None) -> Tensor:
+    total = torch.einsum("bsix,bsjy->bijxy", left, right).flatten(-2) @ weight.T
+    if bias is not None:
+        total = total + bias
+    return total if counts is None else total / counts
+
+
+def agrees(shape: Shape, dtype: torch.dtype, mean: bool = True, rows: int = 0) -> None:
+    """The result and all gradients. `rows`: of a chunk, whose products are then formed again; 0: all in one, and kept."""
+    batch, sequences, i, j, c, z = shape
+    draw = random(sum(shape), dtype)
+    scale = max(1, sequences) ** -0.5  # the products are rounded, and fp16 ends at 65,504
+    tensors: dict[str, Tensor | None] = {
+        "left": draw(batch, sequences, i, c) * scale,
+        "right": draw(batch, sequences, j, c),
+        "weight": draw(z, c * c) / c,
+        "bias": draw(z) if mean else None,
+    }
+    counts = random(1, torch.float32)(batch, i, j, 1).abs() + 1 if mean else None
+    chunk = rows * j * c * c
+    with (
+        patch.object(shared, "_CPU_PRODUCTS", chunk or 1 << 40),
+        patch.object(shared, "_KEEP", 0 if rows else 1 << 40),
+        patch.object(shared, "_KEEP_OPERANDS", 0),
+    ):
+        check(outer_product, formula, tensors, {"counts": counts})
+
+
+def far_apart_agrees() -> None:
+    """Rows of the gradient and of the counts, and results of the weight, lie 2^31 elements apart; the pages between them are
+    never touched."""
+    draw, stride = random(3, torch.float16), (1 << 31) - 16
+    products, weight = form(draw(2, 3, 4), draw(2, 5, 4)), draw(3, 16)
+    grad, counts = draw(3, 5, 3), draw(3, 5, 1).abs() + 1
+    results = []
+    for far in (False, True):
+        some = [far_apart(x, 0, stride) if far else x for x in (grad, weight, counts)]
+        sums = Sums([(0, slice(None))], weight, draw(3))
+        slope = project_backward(some[0], products, some[1], some[2], sums)
+        results.append([project(products, some[1], None, some[2]), slope, *sums.results()])
+    for near, away in zip(*results, strict=True):
+        assert torch.equal(near, away)
+
+
+def operators_are_sound() -> None:
+    """torch's own checks of the operators."""
+    draw, ops = random(4, torch.float32), torch.ops.evodsp
+    products, weight, bias, counts = draw(3, 4, 5, 4), draw(6, 16), draw(6), draw(3, 5, 1).abs() + 1
+    for rest in ((bias, counts), (None, None)):
+        torch.library.opcheck(
+            ops.outer_projection.default, (products, weight, *rest), test_utils=("test_schema", "test_faketensor")
+        )
+        torch.library.opcheck(
+            ops.outer_projection_backward.default,
+            (draw(3, 5, 6), products, weight, rest[1], torch.float32),
+            test_utils=("test_schema", "test_faketensor"),
+        )
