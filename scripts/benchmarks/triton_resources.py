@@ -43,6 +43,7 @@ from evodsp.model.kernels.triton_kernels import (
     global_attention,
     layer_norm,
     outer_product,
+    relu,
 )
 from evodsp.model.kernels.triton_kernels.launch import Launch, Operator, moved, tiles
 
@@ -170,6 +171,7 @@ WORK: dict[str, Callable[[Launch], Work]] = {
     "outer_product.project": lambda launch: _outer_work(launch, 0.4, 3),
     "outer_product.slope": lambda launch: _outer_work(launch, 2.4, 0.4),
     "outer_product.weight_gradient": lambda launch: _outer_work(launch, 0.4, 5),
+    "relu.backward": lambda launch: Work(vector=4 * launch.arguments["grad"].numel()),
     "gate.forward": lambda launch: Work(
         exponentials=2 * launch.arguments["x"].numel(), vector=5 * launch.arguments["x"].numel()
     ),
@@ -180,7 +182,7 @@ WORK: dict[str, Callable[[Launch], Work]] = {
         exponentials=2 * launch.arguments["values"].numel(), vector=7 * launch.arguments["values"].numel()
     ),
     "gated_operands.backward": lambda launch: Work(
-        exponentials=2 * launch.arguments["values"].numel(), vector=11 * launch.arguments["values"].numel()
+        exponentials=2 * launch.arguments["values"].numel(), vector=13 * launch.arguments["values"].numel()
     ),
 }
 
@@ -235,11 +237,13 @@ def attention_passes(
 
 
 def elementwise_passes(size: str, n1: int, n2: int, channels: int) -> list[Pass]:
-    """Layer norm and dropout of a representation."""
+    """Layer norm and dropout of a representation, and the hidden layer of its transition."""
+    hidden = _meta(n1 * n2, 4 * channels)
     x, weight = _meta(1, n1, n2, channels), _meta(channels, dtype=torch.float32)
     mean, inverse = (_meta(1, n1, n2, dtype=torch.float32) for _ in range(2))
     numbers = (_meta(1, dtype=torch.int64), 0.15, 0, 0, n1, n2, 1)
     return [
+        _pass(relu.OPERATORS[0], size, (hidden, hidden.clone(), x.dtype)),
         _pass(layer_norm.OPERATORS[0], size, (x, weight, weight.clone(), 1e-5)),
         _pass(layer_norm.OPERATORS[1], size, (x, x.clone(), weight, mean, inverse)),
         _pass(dropout.OPERATORS[0], size, (x, x.clone(), *numbers)),
@@ -266,7 +270,7 @@ def gated_passes(size: str, residues: int, channels: int) -> list[Pass]:
     grad, x = _meta(2, 1, channels, residues, residues), _meta(1, residues, residues, channels)
     return [
         _pass(gated_operands.OPERATORS[0], size, inputs),
-        _pass(gated_operands.OPERATORS[1], size, (grad, *inputs)),
+        _pass(gated_operands.OPERATORS[1], size, (grad, *inputs, x.dtype)),
         _pass(gate.OPERATORS[0], size, (x, x.clone())),
         _pass(gate.OPERATORS[1], size, (x, x.clone(), x.clone())),
     ]

@@ -26,9 +26,9 @@ def block(what: str, sequences: int, residues: int, ranks: int = 1) -> Counts:
 @pytest.mark.parametrize(
     ("size", "forward", "backward", "gigabytes", "kept"),
     [
-        (("evoformer", 128, 256), 85, 156, (3.2, 8.6), 0.58),
-        pytest.param(("evoformer", 512, 384), 85, 156, (10.4, 28.2), 2.2, marks=pytest.mark.verify),
-        pytest.param(("extra_msa", 5120, 384), 101, 215, (19.8, 53.3), 3.5, marks=pytest.mark.verify),
+        (("evoformer", 128, 256), 85, 156, (3.2, 8.3), 0.58),
+        pytest.param(("evoformer", 512, 384), 85, 156, (10.4, 27.4), 2.2, marks=pytest.mark.verify),
+        pytest.param(("extra_msa", 5120, 384), 101, 215, (19.8, 51.8), 3.5, marks=pytest.mark.verify),
     ],
 )
 def test_a_block_on_one_gpu(
@@ -60,7 +60,7 @@ def test_an_extra_msa_block_on_one_of_eight_gpus() -> None:
     assert counts.forward.launches <= 138
     assert counts.backward.launches <= 233
     assert counts.forward.bytes <= 3.5 * GB
-    assert counts.backward.bytes <= 8.5 * GB
+    assert counts.backward.bytes <= 8.3 * GB
 
 
 @pytest.mark.verify

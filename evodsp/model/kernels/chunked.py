@@ -302,7 +302,8 @@ def _gated_operands_backward(
     grad: Float[Tensor, "2 *chunk c I J"],
     projected: Float[Tensor, "cccc *chunk I J"],
     mask: Float[Tensor, "*chunk I J"],
-) -> Float[Tensor, "positions cccc"]:
+    dtype: torch.dtype,
+) -> tuple[Float[Tensor, "positions cccc"], Float[Tensor, " cccc"]]:
     values, gates = projected.chunk(2)
     result = torch.empty_like(projected)
     of_values, of_gates = result.chunk(2)
@@ -314,12 +315,20 @@ def _gated_operands_backward(
     # sigmoid' = sigmoid (1 - sigmoid), and the gradient of the values holds the first factor.
     torch.mul(of_values, values, out=of_gates)
     of_gates.mul_(opening.neg_().add_(1.0))
-    return result.flatten(1).T
+    slope = result.flatten(1).T
+    return slope, slope.sum(0, dtype=dtype)
 
 
 def _channels_before_pairs(x: Float[Tensor, "cc *chunk I J"]) -> Float[Tensor, "2 *chunk c I J"]:
     """A view, with the channels of either operand before the pair axes."""
     return x.unflatten(0, (2, -1)).movedim(1, -3)
+
+
+def _relu_backward(
+    grad: Float[Tensor, "P h"], hidden: Float[Tensor, "P h"], dtype: torch.dtype
+) -> tuple[Float[Tensor, "P h"], Float[Tensor, " h"]]:
+    slope = torch.ops.aten.threshold_backward(grad, hidden, 0)
+    return slope, slope.sum(0, dtype=dtype)
 
 
 def _gate(x: Float[Tensor, "*chunk c"], logits: Float[Tensor, "*chunk c"]) -> Float[Tensor, "*chunk c"]:
@@ -335,7 +344,16 @@ def _gate_backward(
 
 
 _LAYERS = Layers(
-    Pieces(_norm, _norm_backward, _project, _gated_operands, _gated_operands_backward, _gate, _gate_backward)
+    Pieces(
+        norm=_norm,
+        norm_backward=_norm_backward,
+        project=_project,
+        gated_operands=_gated_operands,
+        gated_operands_backward=_gated_operands_backward,
+        relu_backward=_relu_backward,
+        gate=_gate,
+        gate_backward=_gate_backward,
+    )
 )
 gated_linear = _LAYERS.gated_linear
 gated_output = _LAYERS.gated_output

@@ -44,8 +44,11 @@ class Pieces:
     """(y [* I J z], weight [4c z], bias) -> projections of y in the layout that the next two want: [* I J 4c] or [4c * I J]."""
     gated_operands: Callable[[Tensor, Tensor], Tensor]
     """(projections, mask [* I J]) -> [2 * c I J]: mask x sigmoid(second half of the channels) x first half."""
-    gated_operands_backward: Callable[[Tensor, Tensor, Tensor], Tensor]
-    """(gradient [2 * c I J], projections, mask) -> gradient of the projections as a matrix [*IJ 4c], of any strides."""
+    gated_operands_backward: Callable[[Tensor, Tensor, Tensor, torch.dtype], tuple[Tensor, Tensor]]
+    """(gradient [2 * c I J], projections, mask, dtype) -> gradient of the projections as a matrix [*IJ 4c], of any strides; its
+    sum over positions in this dtype."""
+    relu_backward: Callable[[Tensor, Tensor, torch.dtype], tuple[Tensor, Tensor]]
+    """(gradient [P h], result of the ReLU, dtype) -> the gradient before the ReLU; its sum over positions in this dtype."""
     gate: Callable[[Tensor, Tensor], Tensor]
     """(x, logits) -> x sigmoid(logits)."""
     gate_backward: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -216,8 +219,9 @@ class _Transition(torch.autograd.Function):
             y, upstream = _matrix(normal), _matrix(grad[at])
             hidden = kept[n] if kept else torch._addmm_activation(widen_bias, y, widen.T)
             sums.add_linear(4, upstream, hidden, bias=5)
-            slope = torch.ops.aten.threshold_backward(upstream @ narrow, hidden, 0)
-            sums.add_linear(2, slope, y, bias=3)
+            slope, of_bias = pieces.relu_backward(upstream @ narrow, hidden, sums.dtype(3))
+            sums.add_linear(2, slope, y)
+            sums.add(3, of_bias)
             _norm_backward(pieces, sums, grad_x, at, slope @ widen, x, norm_weight, statistics)
         return None, grad_x.x, *sums.results()
 
@@ -345,8 +349,9 @@ class _GatedProjection(torch.autograd.Function):
         for at in chunks:
             y, *statistics = pieces.norm(x[at], norm_weight, norm_bias)
             projected = pieces.project(y, weight, bias)
-            slope = pieces.gated_operands_backward(grad[_operands_at(at)], projected, mask[at])
-            sums.add_linear(2, slope, _matrix(y), bias=3)
+            slope, of_bias = pieces.gated_operands_backward(grad[_operands_at(at)], projected, mask[at], sums.dtype(3))
+            sums.add_linear(2, slope, _matrix(y))
+            sums.add(3, of_bias)
             _norm_backward(pieces, sums, grad_x, at, slope @ weight, x, norm_weight, statistics)
         return None, grad_x.x, None, *sums.results()
 
@@ -411,8 +416,11 @@ class _TriangleProduct(torch.autograd.Function):
         grad_x, sums = Whole(chunks, lambda: torch.empty_like(x)), Sums(chunks, *parameters)
         for at in chunks:
             y, mean, inverse, projected = formed.pop(0)
-            slope = pieces.gated_operands_backward(grad_operands[_operands_at(at)], projected, mask[at])
-            sums.add_linear(2, slope, _matrix(y), bias=3)
+            slope, of_bias = pieces.gated_operands_backward(
+                grad_operands[_operands_at(at)], projected, mask[at], sums.dtype(3)
+            )
+            sums.add_linear(2, slope, _matrix(y))
+            sums.add(3, of_bias)
             own = _matrix(grad_gate[at])
             sums.add_linear(4, own, _matrix(y), bias=5)
             upstream = (slope @ weight).addmm_(own, gate_weight)

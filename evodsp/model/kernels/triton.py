@@ -23,6 +23,7 @@ from evodsp.model.kernels.triton_kernels import gated_operands as _gated_operand
 from evodsp.model.kernels.triton_kernels import global_attention as _global_attention
 from evodsp.model.kernels.triton_kernels import layer_norm as _layer_norm
 from evodsp.model.kernels.triton_kernels import outer_product as _outer_product
+from evodsp.model.kernels.triton_kernels import relu as _relu
 from evodsp.model.kernels.triton_kernels.dropout import dropout_add
 from evodsp.model.kernels.triton_kernels.global_attention import global_attention
 from evodsp.model.kernels.triton_kernels.layer_norm import layer_norm
@@ -46,7 +47,7 @@ __all__ = [
 
 REPORTS: dict[str, Callable[..., tuple[int, int]]] = {
     operator.name: operator.report
-    for module in (_attention, _dropout, _gate, _gated_operands, _global_attention, _layer_norm, _outer_product)
+    for module in (_attention, _dropout, _gate, _gated_operands, _global_attention, _layer_norm, _outer_product, _relu)
     for operator in module.OPERATORS
 }
 """`namespace::name` of an operator -> function of its positional arguments that returns (launches, bytes moved)."""
@@ -69,13 +70,14 @@ def biased_attention(
 
 _LAYERS = Layers(
     Pieces(
-        _layer_norm.norm,
-        _layer_norm.norm_gradients,
-        linear,
-        _gated_operands.operands_of_chunk,
-        _gated_operands.gradient_of_chunk,
-        _gate.gate,
-        _gate.gate_gradients,
+        norm=_layer_norm.norm,
+        norm_backward=_layer_norm.norm_gradients,
+        project=linear,
+        gated_operands=_gated_operands.operands_of_chunk,
+        gated_operands_backward=_gated_operands.gradient_of_chunk,
+        relu_backward=_relu.relu_gradients,
+        gate=_gate.gate,
+        gate_backward=_gate.gate_gradients,
     )
 )
 gated_linear = _LAYERS.gated_linear

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from evodsp.model.kernels.triton import dropout_add, layer_norm
 from evodsp.model.kernels.triton_kernels.gate import gate, gate_gradients
-from evodsp.model.kernels.triton_kernels.gated_operands import gated_operands
+from evodsp.model.kernels.triton_kernels.gated_operands import gated_operands, gradient_of_chunk
+from evodsp.model.kernels.triton_kernels.relu import relu_gradients
 from evodsp.rng import Draws
 from tests.model.kernels.interpreter import check, far_apart, random
 
@@ -134,6 +135,42 @@ def gated_agrees(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
     check(gated_operands, gated_formula, tensors, {"mask": transposed(mask > 0)}, lambda name, x: transposed(x))
 
 
+def gated_bias_agrees(shape: tuple[int, int, int, int]) -> None:
+    """The sum of the projections' gradient over all positions is that of what is returned beside it."""
+    draw = random(5, torch.float32)
+    projected, mask = draw(*shape[:3], 2 * shape[3]), (draw(*shape[:3]) > -0.5).float()
+    slope, of_bias = gradient_of_chunk(draw(2, shape[0], shape[3] // 2, *shape[1:3]), projected, mask, torch.float32)
+    torch.testing.assert_close(of_bias, slope.double().sum(0).float(), rtol=1e-5, atol=1e-4)
+
+
+# --- relu
+
+
+class Relu(torch.autograd.Function):
+    """A bias and a ReLU, with the operator as their backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor) -> Tensor:
+        hidden = (x + bias).relu()
+        ctx.save_for_backward(hidden)
+        return hidden
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return relu_gradients(grad, *ctx.saved_tensors, dtype=grad.dtype)
+
+
+def relu_agrees(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    draw = random(0, dtype)
+    scale = max(1, shape[0]) ** -0.5  # the gradient of the bias is a sum over positions
+    check(
+        lambda x, bias: Relu.apply(x, bias) * scale,
+        lambda x, bias: (x + bias).relu() * scale,
+        {"x": draw(*shape), "bias": draw(shape[1])},
+        {},
+    )
+
+
 # --- gate
 
 
@@ -195,6 +232,13 @@ def operators_are_sound() -> None:
     torch.library.opcheck(ops.layer_norm.default, (x, weight, bias, 1e-5), test_utils=checks)
     torch.library.opcheck(ops.gated_operands.default, (x, mask), test_utils=checks)
     torch.library.opcheck(ops.gate.default, (y.detach(), y.detach()), test_utils=checks)
+    torch.library.opcheck(
+        ops.relu_backward.default, (x[0, 0].detach(), y[0, 0].detach(), torch.float32), test_utils=checks
+    )
+    upstream, projected = draw(2, 2, 2, 3, 4), x.detach()
+    torch.library.opcheck(
+        ops.gated_operands_backward.default, (upstream, projected, mask, torch.float32), test_utils=checks
+    )
     torch.library.opcheck(ops.dropout_add.default, (x, y, keys, 0.25, 0, 0, 3, 4, 1), test_utils=checks)
 
     def step(x: Tensor, y: Tensor, keys: Tensor) -> Tensor:

@@ -66,6 +66,21 @@ def test_gated_operands_agree(interpreter: Interpreter, shape: tuple[int, int, i
     interpreter(cases.gated_agrees, shape, dtype)
 
 
+@pytest.mark.parametrize("shape", [(2, 3, 5, 8), (1, 2, 70, 130), (0, 2, 3, 8)], ids=str)
+def test_gated_operands_sum_the_gradient_of_the_bias(
+    interpreter: Interpreter, shape: tuple[int, int, int, int]
+) -> None:
+    """Catches sums of values and gates in each other's place, tiles that are left out, and sums that nothing fills."""
+    interpreter(cases.gated_bias_agrees, shape)
+
+
+@DTYPES
+@pytest.mark.parametrize("shape", [(70, 24), (3, 600), (1, 1)], ids=str)
+def test_relu_agrees(interpreter: Interpreter, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    """Catches a gradient where the result is zero, and channels or positions that the sum leaves out."""
+    interpreter(cases.relu_agrees, shape, dtype)
+
+
 @DTYPES
 def test_gate_agrees(interpreter: Interpreter, dtype: torch.dtype) -> None:
     """Catches the gradients of value and gate in each other's place, tails of tiles, and strides that are assumed."""
@@ -78,6 +93,7 @@ def test_empty_shards(interpreter: Interpreter, shape: tuple[int, int, int, int]
     interpreter(cases.norm_agrees, shape, torch.float32)
     interpreter(cases.gated_agrees, shape, torch.float32)
     interpreter(cases.gate_agrees, shape, torch.float32)
+    interpreter(cases.relu_agrees, (shape[0] * shape[1] * shape[2], shape[3]), torch.float32)
     interpreter(cases.dropout_agrees, shape, torch.float32, 1)
 
 
@@ -120,7 +136,13 @@ def test_reports_of_launches_and_bytes() -> None:
     projected = torch.empty(1, 128, 256, 512, dtype=torch.bfloat16, device="meta")
     assert REPORTS["evodsp::gated_operands"]((projected, mask)) == (1, 3 * unit + per_position // 2)
     grad = torch.empty(2, 1, 128, 128, 256, dtype=torch.bfloat16, device="meta")
-    assert REPORTS["evodsp::gated_operands_backward"]((grad, projected, mask)) == (1, 5 * unit + per_position // 2)
+    sums = 128 * 4 * 512 * 4  # of each tile of 64 columns, which are added afterwards
+    assert REPORTS["evodsp::gated_operands_backward"]((grad, projected, mask, torch.bfloat16)) == (
+        2,
+        5 * unit + per_position // 2 + 2 * sums + 2 * 512,
+    )
+    hidden = x.view(-1, 256)
+    assert REPORTS["evodsp::relu_backward"]((hidden, hidden, torch.bfloat16)) == (2, 3 * unit + 2 * 528 * 1024 + 512)
     assert REPORTS["evodsp::gate"]((x, x)) == (1, 3 * unit)
     assert REPORTS["evodsp::gate_backward"]((x, x, x)) == (1, 5 * unit)
 
@@ -136,3 +158,6 @@ def test_agree_at_many_shapes(interpreter: Interpreter, number: int) -> None:
     interpreter(cases.norm_agrees, _shape(number, [1, 3, 8, 24, 64, 130, 384]), dtype)
     interpreter(cases.gated_agrees, _shape(number, [2, 6, 16, 48, 130]), dtype)
     interpreter(cases.gate_agrees, _shape(number, [1, 3, 8, 24, 64]), dtype)
+    _, rows, columns, channels = _shape(number, [1, 3, 8, 24, 300])
+    interpreter(cases.relu_agrees, (rows * columns, channels), dtype)
+    interpreter(cases.gated_bias_agrees, _shape(number, [2, 6, 16, 48, 130]))

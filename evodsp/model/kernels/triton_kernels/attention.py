@@ -1,4 +1,4 @@
-"""Gated attention with a key mask and a pair bias (operator 1), whose logits are never in memory.
+"""Gated attention with a key mask and a pair bias, whose logits are never in memory.
 
 Forward: each program takes a tile of queries of one row and head, streams over the keys and keeps a running softmax. For the
 backward pass it stores, per query, the largest logit and the inverse of the sum of weights. (Their logarithm would be one

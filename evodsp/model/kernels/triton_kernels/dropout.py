@@ -1,4 +1,4 @@
-"""Dropout of an update, scaled and added to what it updates (operator 5), with evodsp's addressed random numbers.
+"""Dropout of an update, scaled and added to what it updates, with evodsp's addressed random numbers.
 
 The numbers are those of `evodsp.rng.Draws.uniform_at`, bit for bit: Philox4x32-10 of the position in the WHOLE mask, under a
 key per sample. Keys are a tensor, so that a captured graph draws anew when new keys are copied into it. A program draws the

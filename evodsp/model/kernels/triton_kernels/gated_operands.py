@@ -1,4 +1,4 @@
-"""Both operands of triangle multiplication, gated and masked, with channels first (operator 3).
+"""Both operands of triangle multiplication, gated and masked, with channels first.
 
 Matrix products over residues, and the all-to-all that sends each rank its channels, want the channels outermost, while the
 projections before them leave the channels innermost. A program transposes a tile on the way.
@@ -16,6 +16,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from evodsp.model.kernels.triton_kernels.launch import Launch, Launcher, Operator, tiles
+from evodsp.model.kernels.triton_kernels.sums import sum_of_parts
 
 # Tile of positions along J and of channels.
 _POSITIONS, _CHANNELS = 64, 64
@@ -61,12 +62,17 @@ def _forward_body(launch: Launcher, projected: Tensor, mask: Tensor) -> Tensor:
     return out
 
 
-def _backward_body(launch: Launcher, grad: Tensor, projected: Tensor, mask: Tensor) -> Tensor:
-    """The gradient of the projections, contiguous."""
+def _backward_body(
+    launch: Launcher, grad: Tensor, projected: Tensor, mask: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """The gradient of the projections, contiguous, and its sum over positions."""
     values, gates = projected.chunk(2, -1)
     grad_projected = torch.empty_like(projected, memory_format=torch.contiguous_format)
     grad_values, grad_gates = grad_projected.chunk(2, -1)
     programs, sizes = _sizes(values)
+    parts = max(1, programs // max(1, tiles(values.shape[-1], _CHANNELS)))
+    make = values.new_empty if programs else values.new_zeros  # an empty grid fills nothing
+    sums = make(parts, projected.shape[-1], dtype=torch.float32)
     launch(
         Launch(
             "gated_operands.backward",
@@ -77,17 +83,18 @@ def _backward_body(launch: Launcher, grad: Tensor, projected: Tensor, mask: Tens
                 **_inputs(values, gates, mask),
                 "grad_values": grad_values,
                 "grad_gates": grad_gates,
+                "sums": sums,
                 **sizes,
             },
             {"TILE_J": _POSITIONS, "TILE_C": _CHANNELS},
-            writes=("grad_values", "grad_gates"),
+            writes=("grad_values", "grad_gates", "sums"),
         )
     )
-    return grad_projected
+    return grad_projected, sum_of_parts(launch, sums, dtype)
 
 
 def _backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
-    return None if grad is None else _gradients(grad, *ctx.saved_tensors), None
+    return None if grad is None else _gradients(grad, *ctx.saved_tensors, torch.float32)[0], None
 
 
 def _keep(inputs: Sequence[Any], output: Any) -> tuple[Tensor | None, ...]:
@@ -96,7 +103,9 @@ def _keep(inputs: Sequence[Any], output: Any) -> tuple[Tensor | None, ...]:
 
 _forward = Operator("gated_operands", "(Tensor projected, Tensor mask) -> Tensor", _forward_body)
 _gradients = Operator(
-    "gated_operands_backward", "(Tensor grad, Tensor projected, Tensor mask) -> Tensor", _backward_body
+    "gated_operands_backward",
+    "(Tensor grad, Tensor projected, Tensor mask, ScalarType dtype) -> (Tensor, Tensor)",
+    _backward_body,
 )
 _forward.differentiate(_backward, _keep)
 OPERATORS = (_forward, _gradients)
@@ -113,10 +122,12 @@ def gradient_of_chunk(
     grad: Float[Tensor, "2 *chunk c I J"],
     projected: Float[Tensor, "*chunk I J cccc"],
     mask: Float[Tensor, "*chunk I J"],
-) -> Float[Tensor, "positions cccc"]:
-    """The gradient of `projected`, a position in each row."""
+    dtype: torch.dtype,
+) -> tuple[Float[Tensor, "positions cccc"], Float[Tensor, " cccc"]]:
+    """The gradient of `projected`, a position in each row, and its sum over positions in `dtype`."""
     one = grad if projected.ndim == 4 else grad.unsqueeze(1)
-    return _gradients(one, *_batched(projected, mask)).flatten(0, -2)
+    slope, of_bias = _gradients(one, *_batched(projected, mask), dtype)
+    return slope.flatten(0, -2), of_bias
 
 
 def _batched(projected: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Attention of one query per column and head over the sequences of a shard (the core of algorithm 19; operator 6).
+"""Attention of one query per column and head over the sequences of a shard (the core of algorithm 19).
 
 The softmax runs over all sequences, which several ranks may share. So a shard's result is a sum that is not yet divided, the
 sum of its weights, and the logit that both are relative to; the caller rescales and adds those of all ranks. Logits are never

@@ -1,4 +1,4 @@
-"""Layer normalisation over channels (operator 2). The backward pass keeps the input and two numbers a position.
+"""Layer normalisation over channels. The backward pass keeps the input and two numbers a position.
 
 Statistics and arithmetic are fp32. Gradients of weight and bias are summed by each program over its positions, then over
 programs in a fixed order.

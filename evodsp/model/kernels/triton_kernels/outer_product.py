@@ -1,4 +1,4 @@
-"""Projection of outer products in the layout in which one matrix product makes them (operator 7).
+"""Projection of outer products in the layout in which one matrix product makes them (algorithm 10).
 
 The products of rows I with columns J are one matrix product over the sequences, [I c, S] x [S, J c]. To torch's products the
 projection after it is a matrix product only once the products are copied to [I J, c c]: a third of the operator's traffic, and

@@ -58,9 +58,10 @@ def forward(
 @triton.jit
 def backward(
     grad, grad_strides, values, gates, mask, values_strides, gates_strides, mask_strides, grad_values, grad_gates,
-    batch, rows, columns, channels, TILE_J: tl.constexpr, TILE_C: tl.constexpr,
+    sums, batch, rows, columns, channels, TILE_J: tl.constexpr, TILE_C: tl.constexpr,
 ):  # fmt: skip
-    """A tile [columns, channels] of one row. `grad`: [2, B, c, I, J] with strides; results: halves of [B, I, J, 2 cc]."""
+    """A tile [columns, channels] of one row. `grad`: [2, B, c, I, J] with strides; results: halves of [B, I, J, 2 cc], and
+    `sums` [B I tiles, 2 cc], their sums over a tile's columns."""
     sample, row, column, channel = _place(rows, columns, channels, TILE_J, TILE_C)
     inside = (column < columns)[:, None] & (channel < channels)[None, :]
     value = tl.load(values + _tile(values_strides, sample, row, column, channel), mask=inside, other=0.0).to(tl.float32)
@@ -73,4 +74,9 @@ def backward(
     through = upstream * opened * _present(mask, mask_strides, sample, row, column, columns)
     to = ((sample * rows + row) * columns + column[:, None]) * (2 * channels) + channel[None, :]
     tl.store(grad_values + to, through.to(grad_values.dtype.element_ty), mask=inside)
-    tl.store(grad_gates + to, (through * value * (1.0 - opened)).to(grad_gates.dtype.element_ty), mask=inside)
+    of_gates = through * value * (1.0 - opened)
+    tl.store(grad_gates + to, of_gates.to(grad_gates.dtype.element_ty), mask=inside)
+    part = (tl.program_id(0) // tl.cdiv(channels, TILE_C)).to(tl.int64)
+    to_sums = sums + part * (2 * channels) + channel
+    tl.store(to_sums, tl.sum(through, 0), mask=channel < channels)
+    tl.store(to_sums + channels, tl.sum(of_gates, 0), mask=channel < channels)
