@@ -165,6 +165,7 @@ WORK: dict[str, Callable[[Launch], Work]] = {
     ),
     "layer_norm.forward": lambda launch: Work(vector=9 * launch.arguments["x"].numel()),
     "layer_norm.backward": lambda launch: Work(vector=15 * launch.arguments["x"].numel()),
+    "layer_norm.again": lambda launch: Work(vector=21 * launch.arguments["x"].numel()),
     "global_attention.forward": lambda launch: _global_work(launch, 2, 6),
     "global_attention.backward": lambda launch: _global_work(launch, 5, 7),
     # Offsets: three instructions for a run of eight.
@@ -246,6 +247,7 @@ def elementwise_passes(size: str, n1: int, n2: int, channels: int) -> list[Pass]
         _pass(relu.OPERATORS[0], size, (hidden, hidden.clone(), x.dtype)),
         _pass(layer_norm.OPERATORS[0], size, (x, weight, weight.clone(), 1e-5)),
         _pass(layer_norm.OPERATORS[1], size, (x, x.clone(), weight, mean, inverse)),
+        _pass(layer_norm.OPERATORS[2], size, (x, x.clone(), weight, weight.clone())),
         _pass(dropout.OPERATORS[0], size, (x, x.clone(), *numbers)),
         _pass(dropout.OPERATORS[1], size, (x, *numbers, x.dtype)),
     ]

@@ -40,6 +40,8 @@ class Pieces:
     parameters may be wider than x."""
     norm_backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
     """(gradient, x, weight, mean, inverse deviation) -> gradients of x, weight and bias."""
+    norm_again: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor, Tensor]]
+    """(gradient, x, weight, bias) -> layer norm of x, as `norm` returns it; gradients of x, weight and bias."""
     project: Callable[[Tensor, Tensor, Tensor], Tensor]
     """(y [* I J z], weight [4c z], bias) -> projections of y in the layout that the next two want: [* I J 4c] or [4c * I J]."""
     gated_operands: Callable[[Tensor, Tensor], Tensor]
@@ -237,7 +239,11 @@ def _norm_backward(
     statistics: Sequence[Tensor],
 ) -> None:
     """The gradients of x and of the norm's parameters, the first two of `sums`. `upstream`: that of the norm of x[at]."""
-    piece, of_weight, of_bias = pieces.norm_backward(upstream.view(x[at].shape), x[at], weight, *statistics)
+    _put_norm(sums, grad_x, at, *pieces.norm_backward(upstream.view(x[at].shape), x[at], weight, *statistics))
+
+
+def _put_norm(sums: Sums, grad_x: Whole, at: Chunk, piece: Tensor, of_weight: Tensor, of_bias: Tensor) -> None:
+    """Take in the gradients of x[at] and of the norm's parameters."""
     grad_x.put(at, piece)
     sums.add(0, of_weight)
     sums.add(1, of_bias)
@@ -289,20 +295,21 @@ class _Projections(torch.autograd.Function):
         weights = layers[::2]
         chunks = chunks_of(x, sum(len(w) for w in weights))
         grad_x, sums = Whole(chunks, lambda: torch.empty_like(x)), Sums(chunks, *parameters)
+        given = [(n, grad) for n, grad in enumerate(_channels_last(grads, ctx.planes)) if grad is not None]
         for at in chunks:
-            normal, *statistics = pieces.norm(x[at], norm_weight, norm_bias)
-            y, upstream = _matrix(normal), None
-            for n, grad in enumerate(_channels_last(grads, ctx.planes)):
-                if grad is None:
-                    continue
+            upstream = None
+            for n, grad in given:
                 own = grad[at].flatten(0, -2)
-                sums.add_linear(2 + 2 * n, own, y, bias=3 + 2 * n)
                 upstream = own @ weights[n] if upstream is None else upstream.addmm_(own, weights[n])
             if of_total is not None:
-                upstream = torch.zeros_like(y) if upstream is None else upstream
-                upstream.view_as(normal).addcmul_(of_total[at[0]].to(y.dtype).unsqueeze(-3), mask[at].unsqueeze(-1))
+                upstream = torch.zeros_like(_matrix(x[at])) if upstream is None else upstream
+                of_sum = of_total[at[0]].to(x.dtype).unsqueeze(-3)
+                upstream.view(x[at].shape).addcmul_(of_sum, mask[at].unsqueeze(-1))
             assert upstream is not None, "autograd calls no backward pass without a gradient"
-            _norm_backward(pieces, sums, grad_x, at, upstream, x, norm_weight, statistics)
+            normal, *found = pieces.norm_again(upstream.view(x[at].shape), x[at], norm_weight, norm_bias)
+            _put_norm(sums, grad_x, at, *found)
+            for n, grad in given:
+                sums.add_linear(2 + 2 * n, grad[at].flatten(0, -2), _matrix(normal), bias=3 + 2 * n)
         return None, None, None, grad_x.x, *sums.results()
 
 

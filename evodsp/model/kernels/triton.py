@@ -72,6 +72,7 @@ _LAYERS = Layers(
     Pieces(
         norm=_layer_norm.norm,
         norm_backward=_layer_norm.norm_gradients,
+        norm_again=_layer_norm.norm_again,
         project=linear,
         gated_operands=_gated_operands.operands_of_chunk,
         gated_operands_backward=_gated_operands.gradient_of_chunk,

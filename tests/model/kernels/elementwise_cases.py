@@ -10,9 +10,10 @@ from torch import Tensor
 from evodsp.model.kernels.triton import dropout_add, layer_norm
 from evodsp.model.kernels.triton_kernels.gate import gate, gate_gradients
 from evodsp.model.kernels.triton_kernels.gated_operands import gated_operands, gradient_of_chunk
+from evodsp.model.kernels.triton_kernels.layer_norm import norm_again
 from evodsp.model.kernels.triton_kernels.relu import relu_gradients
 from evodsp.rng import Draws
-from tests.model.kernels.interpreter import check, far_apart, random
+from tests.model.kernels.interpreter import TOLERANCE, check, far_apart, random
 
 
 def transposed(x: Tensor) -> Tensor:
@@ -110,7 +111,34 @@ def norm_agrees(shape: tuple[int, ...], dtype: torch.dtype, parameters: torch.dt
     draw, own = random(0, dtype), random(1, parameters or dtype)
     tensors = {"x": draw(*shape) + 3, "weight": own(shape[-1]), "bias": own(shape[-1])}
     check(layer_norm, norm_formula, tensors, {}, peer=_torch_norm)
+    check(lambda **inputs: NormAgain.apply(*inputs.values()), norm_formula, tensors, {}, peer=_torch_norm)
+    check(
+        lambda **inputs: NormAgain.apply(*inputs.values()),
+        norm_formula,
+        tensors,
+        {},
+        lambda name, x: transposed(x),
+        peer=_torch_norm,
+    )
     assert check(layer_norm, norm_formula, tensors, {}, lambda name, x: transposed(x), peer=_torch_norm).is_contiguous()
+
+
+class NormAgain(torch.autograd.Function):
+    """The norm, whose backward pass is the operator that also forms the result again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        out = layer_norm(x, weight, bias)
+        ctx.save_for_backward(x, weight, bias, out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        x, weight, bias, out = ctx.saved_tensors
+        result, *gradients = norm_again(grad, x, weight, bias)
+        # The interpreter adds up tiles of other sizes in another order.
+        torch.testing.assert_close(result, out, rtol=TOLERANCE[out.dtype], atol=TOLERANCE[out.dtype])
+        return tuple(gradients)
 
 
 def _torch_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

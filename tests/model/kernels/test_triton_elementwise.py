@@ -130,6 +130,7 @@ def test_reports_of_launches_and_bytes() -> None:
         2,
         3 * unit + 2 * per_position + 1024 + 2 * parts + 2048,  # parts, and their sum in the dtype of the weight
     )
+    assert REPORTS["evodsp::layer_norm_again"]((x, x, weight, weight)) == (2, 4 * unit + 2 * 1024 + 2 * parts + 2048)
     assert REPORTS["evodsp::dropout_add"]((x, x, keys, 0.15, 0, 0, 128, 256, 1)) == (1, 3 * unit + 8)
     assert REPORTS["evodsp::dropout_add_backward"]((x, keys, 0.15, 0, 0, 128, 256, 1, x.dtype)) == (1, 2 * unit + 8)
     mask = torch.empty(1, 128, 256, dtype=torch.bfloat16, device="meta")

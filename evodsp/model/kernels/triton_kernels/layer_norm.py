@@ -56,6 +56,17 @@ def norm_gradients(
     return grad_x.view(x.shape), both[0], both[1]
 
 
+def norm_again(
+    grad: Float[Tensor, "*batch c"],
+    x: Float[Tensor, "*batch c"],
+    weight: Float[Tensor, " c"],
+    bias: Float[Tensor, " c"],
+) -> tuple[Float[Tensor, "*batch c"], Float[Tensor, "*batch c"], Float[Tensor, " c"], Float[Tensor, " c"]]:
+    """The norm of x, contiguous, and its gradients as `norm_gradients` returns them. x is read once for both."""
+    result, grad_x, both = _again(_with_four_axes(grad), _with_four_axes(x), weight, bias)
+    return result.view(x.shape), grad_x.view(x.shape), both[0], both[1]
+
+
 def _with_four_axes(x: Float[Tensor, "*batch c"]) -> Float[Tensor, "_ _ _ c"]:
     """Up to three axes before the channels are read where they are, through their strides."""
     return x.reshape(-1, *x.shape[-3:]) if x.ndim > 4 else x.view(*(1,) * (4 - x.ndim), *x.shape)
@@ -136,6 +147,42 @@ def _backward_body(
     return grad_x, sum_of_parts(launch, sums, weight.dtype)
 
 
+def _again_body(
+    launch: Launcher, grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The result; gradients of x, and of weight and bias as one tensor [2, c] in the dtype of the weight."""
+    out, grad_x = torch.empty_like(x, memory_format=torch.contiguous_format), torch.empty_like(x)
+    sizes, tiling = _arguments(x), _tiling(x, _BACKWARD_TILE)
+    parts = max(1, min(_PARTS, tiles(sizes["positions"], tiling["TILE"])))
+    sums = x.new_empty((parts, 2, x.shape[-1]), dtype=torch.float32)
+    launch(
+        Launch(
+            "layer_norm.again",
+            parts,
+            {
+                "grad": grad,
+                "grad_strides": grad.stride(),
+                "x": x,
+                "x_strides": x.stride(),
+                "weight": weight,
+                "weight_stride": weight.stride(0),
+                "bias": bias,
+                "bias_stride": bias.stride(0),
+                "out": out,
+                "grad_x": grad_x,
+                "grad_x_strides": grad_x.stride(),
+                "sums": sums,
+                **sizes,
+                "parts": parts,
+                "eps": 1e-5,
+            },
+            tiling,
+            writes=("out", "grad_x", "sums"),
+        )
+    )
+    return out, grad_x, sum_of_parts(launch, sums, weight.dtype)
+
+
 def _backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     if grad is None:
         return (None,) * 4
@@ -161,5 +208,8 @@ _gradients = Operator(
     "(Tensor grad, Tensor x, Tensor weight, Tensor mean, Tensor inverse) -> (Tensor, Tensor)",
     _backward_body,
 )
+_again = Operator(
+    "layer_norm_again", "(Tensor grad, Tensor x, Tensor weight, Tensor bias) -> (Tensor, Tensor, Tensor)", _again_body
+)
 _forward.differentiate(_backward, _keep, _note)
-OPERATORS = (_forward, _gradients)
+OPERATORS = (_forward, _gradients, _again)
