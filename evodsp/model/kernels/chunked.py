@@ -286,13 +286,6 @@ def _norm_backward(
     )
 
 
-def _norm_again(
-    grad: Tensor, x: Float[Tensor, "*chunk c"], weight: Tensor, bias: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    normal, *statistics = _norm(x, weight, bias)
-    return normal, *_norm_backward(grad, x, weight, *statistics)
-
-
 def _project(y: Float[Tensor, "*chunk I J z"], weight: Tensor, bias: Tensor) -> Float[Tensor, "cccc *chunk I J"]:
     """Channels first, as triangle multiplication wants them: a transposition afterwards takes a third of the product's time."""
     return torch.addmm(bias.unsqueeze(1), weight, y.flatten(0, -2).T).view(len(weight), *y.shape[:-1])
@@ -354,7 +347,7 @@ _LAYERS = Layers(
     Pieces(
         norm=_norm,
         norm_backward=_norm_backward,
-        norm_again=_norm_again,
+        norm_again=None,
         project=_project,
         gated_operands=_gated_operands,
         gated_operands_backward=_gated_operands_backward,

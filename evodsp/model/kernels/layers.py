@@ -40,8 +40,9 @@ class Pieces:
     parameters may be wider than x."""
     norm_backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
     """(gradient, x, weight, mean, inverse deviation) -> gradients of x, weight and bias."""
-    norm_again: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor, Tensor]]
-    """(gradient, x, weight, bias) -> layer norm of x, as `norm` returns it; gradients of x, weight and bias."""
+    norm_again: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor, Tensor]] | None
+    """(gradient, x, weight, bias) -> layer norm of x, as `norm` returns it; gradients of x, weight and bias. None where one
+    pass over memory less does not pay: on a CPU, products after it find less in the caches."""
     project: Callable[[Tensor, Tensor, Tensor], Tensor]
     """(y [* I J z], weight [4c z], bias) -> projections of y in the layout that the next two want: [* I J 4c] or [4c * I J]."""
     gated_operands: Callable[[Tensor, Tensor], Tensor]
@@ -297,19 +298,25 @@ class _Projections(torch.autograd.Function):
         grad_x, sums = Whole(chunks, lambda: torch.empty_like(x)), Sums(chunks, *parameters)
         given = [(n, grad) for n, grad in enumerate(_channels_last(grads, ctx.planes)) if grad is not None]
         for at in chunks:
+            early = None if pieces.norm_again else pieces.norm(x[at], norm_weight, norm_bias)
             upstream = None
             for n, grad in given:
                 own = grad[at].flatten(0, -2)
+                if early is not None:
+                    sums.add_linear(2 + 2 * n, own, _matrix(early[0]), bias=3 + 2 * n)
                 upstream = own @ weights[n] if upstream is None else upstream.addmm_(own, weights[n])
             if of_total is not None:
                 upstream = torch.zeros_like(_matrix(x[at])) if upstream is None else upstream
                 of_sum = of_total[at[0]].to(x.dtype).unsqueeze(-3)
                 upstream.view(x[at].shape).addcmul_(of_sum, mask[at].unsqueeze(-1))
             assert upstream is not None, "autograd calls no backward pass without a gradient"
-            normal, *found = pieces.norm_again(upstream.view(x[at].shape), x[at], norm_weight, norm_bias)
-            _put_norm(sums, grad_x, at, *found)
-            for n, grad in given:
-                sums.add_linear(2 + 2 * n, grad[at].flatten(0, -2), _matrix(normal), bias=3 + 2 * n)
+            if early is not None:
+                _norm_backward(pieces, sums, grad_x, at, upstream, x, norm_weight, early[1:])
+            elif pieces.norm_again is not None:
+                normal, *found = pieces.norm_again(upstream.view(x[at].shape), x[at], norm_weight, norm_bias)
+                _put_norm(sums, grad_x, at, *found)
+                for n, grad in given:
+                    sums.add_linear(2 + 2 * n, grad[at].flatten(0, -2), _matrix(normal), bias=3 + 2 * n)
         return None, None, None, grad_x.x, *sums.results()
 
 
