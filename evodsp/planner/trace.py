@@ -271,7 +271,16 @@ _NO_KERNEL = {
     "promote_types",
 }
 _ONLY_MEMORY = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"}
-_PRODUCTS = {"mm": 0, "bmm": 0, "mv": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1, "_addmm_activation": 1}
+_PRODUCTS = {
+    "mm": 0,
+    "bmm": 0,
+    "mv": 0,
+    "addmm": 1,
+    "addmm_": 1,
+    "baddbmm": 1,
+    "_addmm_activation": 1,
+    "evodsp::hidden_backward": 0,
+}
 """Matrix products, and which argument is the left factor."""
 _ATTENTION = {"evodsp::attention": 4, "evodsp::attention_backward": 10}
 """FLOPs of attention in products of R x R x width: two products forward; in the backward pass the logits again and four

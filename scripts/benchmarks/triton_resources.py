@@ -41,9 +41,9 @@ from evodsp.model.kernels.triton_kernels import (
     gate,
     gated_operands,
     global_attention,
+    hidden,
     layer_norm,
     outer_product,
-    relu,
 )
 from evodsp.model.kernels.triton_kernels.launch import Launch, Operator, moved, tiles
 
@@ -172,7 +172,15 @@ WORK: dict[str, Callable[[Launch], Work]] = {
     "outer_product.project": lambda launch: _outer_work(launch, 0.4, 3),
     "outer_product.slope": lambda launch: _outer_work(launch, 2.4, 0.4),
     "outer_product.weight_gradient": lambda launch: _outer_work(launch, 0.4, 5),
-    "relu.backward": lambda launch: Work(vector=4 * launch.arguments["grad"].numel()),
+    "hidden.backward": lambda launch: Work(
+        products=2.0
+        * launch.programs
+        * launch.constants["TILE"]
+        * launch.constants["TILE_H"]
+        * tiles(launch.arguments["channels"], launch.constants["TILE_C"])
+        * launch.constants["TILE_C"],
+        vector=5 * launch.arguments["hidden"].numel(),
+    ),
     "gate.forward": lambda launch: Work(
         exponentials=2 * launch.arguments["x"].numel(), vector=5 * launch.arguments["x"].numel()
     ),
@@ -239,12 +247,11 @@ def attention_passes(
 
 def elementwise_passes(size: str, n1: int, n2: int, channels: int) -> list[Pass]:
     """Layer norm and dropout of a representation, and the hidden layer of its transition."""
-    hidden = _meta(n1 * n2, 4 * channels)
     x, weight = _meta(1, n1, n2, channels), _meta(channels, dtype=torch.float32)
     mean, inverse = (_meta(1, n1, n2, dtype=torch.float32) for _ in range(2))
     numbers = (_meta(1, dtype=torch.int64), 0.15, 0, 0, n1, n2, 1)
     return [
-        _pass(relu.OPERATORS[0], size, (hidden, hidden.clone(), x.dtype)),
+        *hidden_passes(size, n1 * n2, channels),
         _pass(layer_norm.OPERATORS[0], size, (x, weight, weight.clone(), 1e-5)),
         _pass(layer_norm.OPERATORS[1], size, (x, x.clone(), weight, mean, inverse)),
         _pass(layer_norm.OPERATORS[2], size, (x, x.clone(), weight, weight.clone())),
@@ -276,6 +283,13 @@ def gated_passes(size: str, residues: int, channels: int) -> list[Pass]:
         _pass(gate.OPERATORS[0], size, (x, x.clone())),
         _pass(gate.OPERATORS[1], size, (x, x.clone(), x.clone())),
     ]
+
+
+def hidden_passes(size: str, positions: int, channels: int, dtype: torch.dtype = torch.bfloat16) -> list[Pass]:
+    """The gradient of a transition's hidden layer, four times as wide as the representation."""
+    shapes = (positions, channels), (channels, 4 * channels), (positions, 4 * channels)
+    inputs = [_meta(*shape, dtype=dtype) for shape in shapes]
+    return [_pass(hidden.OPERATORS[0], size, (*inputs, dtype), 2.0 * positions * 4 * channels**2)]
 
 
 def outer_passes(

@@ -324,10 +324,10 @@ def _channels_before_pairs(x: Float[Tensor, "cc *chunk I J"]) -> Float[Tensor, "
     return x.unflatten(0, (2, -1)).movedim(1, -3)
 
 
-def _relu_backward(
-    grad: Float[Tensor, "P h"], hidden: Float[Tensor, "P h"], dtype: torch.dtype
+def _hidden_backward(
+    grad: Float[Tensor, "P c"], narrow: Float[Tensor, "c h"], hidden: Float[Tensor, "P h"], dtype: torch.dtype
 ) -> tuple[Float[Tensor, "P h"], Float[Tensor, " h"]]:
-    slope = torch.ops.aten.threshold_backward(grad, hidden, 0)
+    slope = torch.ops.aten.threshold_backward(grad @ narrow, hidden, 0)
     return slope, slope.sum(0, dtype=dtype)
 
 
@@ -351,7 +351,7 @@ _LAYERS = Layers(
         project=_project,
         gated_operands=_gated_operands,
         gated_operands_backward=_gated_operands_backward,
-        relu_backward=_relu_backward,
+        hidden_backward=_hidden_backward,
         gate=_gate,
         gate_backward=_gate_backward,
     )

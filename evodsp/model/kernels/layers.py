@@ -50,8 +50,9 @@ class Pieces:
     gated_operands_backward: Callable[[Tensor, Tensor, Tensor, torch.dtype], tuple[Tensor, Tensor]]
     """(gradient [2 * c I J], projections, mask, dtype) -> gradient of the projections as a matrix [*IJ 4c], of any strides; its
     sum over positions in this dtype."""
-    relu_backward: Callable[[Tensor, Tensor, torch.dtype], tuple[Tensor, Tensor]]
-    """(gradient [P h], result of the ReLU, dtype) -> the gradient before the ReLU; its sum over positions in this dtype."""
+    hidden_backward: Callable[[Tensor, Tensor, Tensor, torch.dtype], tuple[Tensor, Tensor]]
+    """(gradient [P c], weight [c h], hidden layer [P h], dtype) -> gradient of the hidden layer before its ReLU; its sum over
+    positions in this dtype."""
     gate: Callable[[Tensor, Tensor], Tensor]
     """(x, logits) -> x sigmoid(logits)."""
     gate_backward: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -222,7 +223,7 @@ class _Transition(torch.autograd.Function):
             y, upstream = _matrix(normal), _matrix(grad[at])
             hidden = kept[n] if kept else torch._addmm_activation(widen_bias, y, widen.T)
             sums.add_linear(4, upstream, hidden, bias=5)
-            slope, of_bias = pieces.relu_backward(upstream @ narrow, hidden, sums.dtype(3))
+            slope, of_bias = pieces.hidden_backward(upstream, narrow, hidden, sums.dtype(3))
             sums.add_linear(2, slope, y)
             sums.add(3, of_bias)
             _norm_backward(pieces, sums, grad_x, at, slope @ widen, x, norm_weight, statistics)

@@ -21,9 +21,9 @@ from evodsp.model.kernels.triton_kernels import dropout as _dropout
 from evodsp.model.kernels.triton_kernels import gate as _gate
 from evodsp.model.kernels.triton_kernels import gated_operands as _gated_operands
 from evodsp.model.kernels.triton_kernels import global_attention as _global_attention
+from evodsp.model.kernels.triton_kernels import hidden as _hidden
 from evodsp.model.kernels.triton_kernels import layer_norm as _layer_norm
 from evodsp.model.kernels.triton_kernels import outer_product as _outer_product
-from evodsp.model.kernels.triton_kernels import relu as _relu
 from evodsp.model.kernels.triton_kernels.dropout import dropout_add
 from evodsp.model.kernels.triton_kernels.global_attention import global_attention
 from evodsp.model.kernels.triton_kernels.layer_norm import layer_norm
@@ -47,7 +47,16 @@ __all__ = [
 
 REPORTS: dict[str, Callable[..., tuple[int, int]]] = {
     operator.name: operator.report
-    for module in (_attention, _dropout, _gate, _gated_operands, _global_attention, _layer_norm, _outer_product, _relu)
+    for module in (
+        _attention,
+        _dropout,
+        _gate,
+        _gated_operands,
+        _global_attention,
+        _hidden,
+        _layer_norm,
+        _outer_product,
+    )
     for operator in module.OPERATORS
 }
 """`namespace::name` of an operator -> function of its positional arguments that returns (launches, bytes moved)."""
@@ -76,7 +85,7 @@ _LAYERS = Layers(
         project=linear,
         gated_operands=_gated_operands.operands_of_chunk,
         gated_operands_backward=_gated_operands.gradient_of_chunk,
-        relu_backward=_relu.relu_gradients,
+        hidden_backward=_hidden.hidden_gradients,
         gate=_gate.gate,
         gate_backward=_gate.gate_gradients,
     )

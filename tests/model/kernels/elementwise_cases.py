@@ -10,8 +10,8 @@ from torch import Tensor
 from evodsp.model.kernels.triton import dropout_add, layer_norm
 from evodsp.model.kernels.triton_kernels.gate import gate, gate_gradients
 from evodsp.model.kernels.triton_kernels.gated_operands import gated_operands, gradient_of_chunk
+from evodsp.model.kernels.triton_kernels.hidden import hidden_gradients
 from evodsp.model.kernels.triton_kernels.layer_norm import norm_again
-from evodsp.model.kernels.triton_kernels.relu import relu_gradients
 from evodsp.rng import Draws
 from tests.model.kernels.interpreter import TOLERANCE, check, far_apart, random
 
@@ -171,32 +171,39 @@ def gated_bias_agrees(shape: tuple[int, int, int, int]) -> None:
     torch.testing.assert_close(of_bias, slope.double().sum(0).float(), rtol=1e-5, atol=1e-4)
 
 
-# --- relu
+# --- hidden layers
 
 
-class Relu(torch.autograd.Function):
-    """A bias and a ReLU, with the operator as their backward pass."""
+class Hidden(torch.autograd.Function):
+    """A bias, a ReLU and a product, with the operator in their backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, bias: Tensor, narrow: Tensor) -> Tensor:
         hidden = (x + bias).relu()
-        ctx.save_for_backward(hidden)
-        return hidden
+        ctx.save_for_backward(hidden, narrow)
+        return hidden @ narrow.T
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        return relu_gradients(grad, *ctx.saved_tensors, dtype=grad.dtype)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        hidden, narrow = ctx.saved_tensors
+        return *hidden_gradients(grad, narrow, hidden, dtype=grad.dtype), grad.T @ hidden
 
 
-def relu_agrees(shape: tuple[int, int], dtype: torch.dtype) -> None:
+def hidden_agrees(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    """Of (positions, hidden channels, channels): contiguous, and with the gradient and the weight transposed."""
+    positions, width, channels = shape
     draw = random(0, dtype)
-    scale = max(1, shape[0]) ** -0.5  # the gradient of the bias is a sum over positions
-    check(
-        lambda x, bias: Relu.apply(x, bias) * scale,
-        lambda x, bias: (x + bias).relu() * scale,
-        {"x": draw(*shape), "bias": draw(shape[1])},
-        {},
-    )
+    scale = max(1, positions) ** -0.5  # gradients of bias and weight are sums over positions
+    tensors = {"x": draw(positions, width), "bias": draw(width), "narrow": draw(channels, width) / width**0.5}
+
+    def formula(x: Tensor, bias: Tensor, narrow: Tensor) -> Tensor:
+        return (x + bias).relu() @ narrow.T * scale
+
+    def operator(x: Tensor, bias: Tensor, narrow: Tensor) -> Tensor:
+        return Hidden.apply(x, bias, narrow) * scale
+
+    check(operator, formula, tensors, {})
+    check(operator, formula, tensors, {}, lambda name, x: x.T.contiguous().T)
 
 
 # --- gate
@@ -238,7 +245,12 @@ def far_apart_agrees(operator: str) -> None:
     def layout(name: str, x: Tensor) -> Tensor:
         return far_apart(x, 1, stride) if x.ndim == 4 and name != "grad" else x
 
-    if operator == "layer_norm":
+    if operator == "hidden_backward":
+        grad, narrow, hidden = draw(4, 3), draw(3, 6), draw(4, 6)
+        near = hidden_gradients(grad, narrow, hidden, torch.float32)
+        away = hidden_gradients(*(far_apart(x, 0, stride) for x in (grad, narrow, hidden)), torch.float32)
+        assert all(map(torch.equal, near, away))
+    elif operator == "layer_norm":
         check(layer_norm, norm_formula, {"x": draw(1, 4, 3, 8), "weight": draw(8), "bias": draw(8)}, {}, layout)
     elif operator == "gated_operands":
         tensors = {"projected": draw(1, 4, 3, 8)}
@@ -260,9 +272,8 @@ def operators_are_sound() -> None:
     torch.library.opcheck(ops.layer_norm.default, (x, weight, bias, 1e-5), test_utils=checks)
     torch.library.opcheck(ops.gated_operands.default, (x, mask), test_utils=checks)
     torch.library.opcheck(ops.gate.default, (y.detach(), y.detach()), test_utils=checks)
-    torch.library.opcheck(
-        ops.relu_backward.default, (x[0, 0].detach(), y[0, 0].detach(), torch.float32), test_utils=checks
-    )
+    hidden = draw(3, 8), draw(8, 5), draw(3, 5), torch.float32
+    torch.library.opcheck(ops.hidden_backward.default, hidden, test_utils=checks)
     upstream, projected = draw(2, 2, 2, 3, 4), x.detach()
     torch.library.opcheck(
         ops.gated_operands_backward.default, (upstream, projected, mask, torch.float32), test_utils=checks

@@ -74,11 +74,11 @@ def test_gated_operands_sum_the_gradient_of_the_bias(
     interpreter(cases.gated_bias_agrees, shape)
 
 
-@DTYPES
-@pytest.mark.parametrize("shape", [(70, 24), (3, 600), (1, 1)], ids=str)
-def test_relu_agrees(interpreter: Interpreter, shape: tuple[int, int], dtype: torch.dtype) -> None:
-    """Catches a gradient where the result is zero, and channels or positions that the sum leaves out."""
-    interpreter(cases.relu_agrees, shape, dtype)
+@pytest.mark.parametrize("dtype", PRECISIONS[:2], ids=["fp32", "fp16"])
+@pytest.mark.parametrize("shape", [(70, 24, 6), (3, 300, 70), (140, 17, 1), (1, 1, 1)], ids=str)
+def test_hidden_gradients_agree(interpreter: Interpreter, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    """Catches a gradient where the result is zero, channels or positions that the sum leaves out, strides that are assumed."""
+    interpreter(cases.hidden_agrees, shape, dtype)
 
 
 @DTYPES
@@ -93,11 +93,11 @@ def test_empty_shards(interpreter: Interpreter, shape: tuple[int, int, int, int]
     interpreter(cases.norm_agrees, shape, torch.float32)
     interpreter(cases.gated_agrees, shape, torch.float32)
     interpreter(cases.gate_agrees, shape, torch.float32)
-    interpreter(cases.relu_agrees, (shape[0] * shape[1] * shape[2], shape[3]), torch.float32)
+    interpreter(cases.hidden_agrees, (shape[0] * shape[1] * shape[2], shape[3], 4), torch.float32)
     interpreter(cases.dropout_agrees, shape, torch.float32, 1)
 
 
-@pytest.mark.parametrize("operator", ["dropout_add", "layer_norm", "gated_operands"])
+@pytest.mark.parametrize("operator", ["dropout_add", "layer_norm", "gated_operands", "hidden_backward"])
 def test_offsets_beyond_32_bits(interpreter: Interpreter, operator: str) -> None:
     """Catches offsets that wrap at 2^31 elements (a crash, or another row's numbers)."""
     interpreter(cases.far_apart_agrees, operator)
@@ -142,8 +142,12 @@ def test_reports_of_launches_and_bytes() -> None:
         2,
         5 * unit + per_position // 2 + 2 * sums + 2 * 512,
     )
-    hidden = x.view(-1, 256)
-    assert REPORTS["evodsp::relu_backward"]((hidden, hidden, torch.bfloat16)) == (2, 3 * unit + 2 * 528 * 1024 + 512)
+    rows, narrow = x.view(-1, 256), torch.empty(256, 1024, dtype=torch.bfloat16, device="meta")
+    hidden = torch.empty(128 * 256, 1024, dtype=torch.bfloat16, device="meta")
+    assert REPORTS["evodsp::hidden_backward"]((rows, narrow, hidden, torch.bfloat16)) == (
+        2,
+        unit + 2 * 4 * unit + 2 * 256 * 1024 + 2 * (256 * 4 * 1024) + 2 * 1024,
+    )
     assert REPORTS["evodsp::gate"]((x, x)) == (1, 3 * unit)
     assert REPORTS["evodsp::gate_backward"]((x, x, x)) == (1, 5 * unit)
 
@@ -160,5 +164,6 @@ def test_agree_at_many_shapes(interpreter: Interpreter, number: int) -> None:
     interpreter(cases.gated_agrees, _shape(number, [2, 6, 16, 48, 130]), dtype)
     interpreter(cases.gate_agrees, _shape(number, [1, 3, 8, 24, 64]), dtype)
     _, rows, columns, channels = _shape(number, [1, 3, 8, 24, 300])
-    interpreter(cases.relu_agrees, (rows * columns, channels), dtype)
+    if dtype is not torch.bfloat16:
+        interpreter(cases.hidden_agrees, (rows * columns, channels, number + 1), dtype)
     interpreter(cases.gated_bias_agrees, _shape(number, [2, 6, 16, 48, 130]))

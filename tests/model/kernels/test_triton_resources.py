@@ -11,7 +11,7 @@ from evodsp.model.kernels.triton_kernels.launch import Launch
 from scripts.benchmarks import triton_resources as resources
 
 # Kernels that multiply matrices.
-PRODUCTS = ("attention.", "global_attention.", "outer_product.")
+PRODUCTS = ("attention.", "global_attention.", "hidden.", "outer_product.")
 
 
 @pytest.fixture(autouse=True)
@@ -49,9 +49,10 @@ def test_outer_products_compile_for_hopper() -> None:
 @pytest.mark.parametrize("architecture", resources.ARCHITECTURES)
 @pytest.mark.parametrize("channels", [8, 12, 64])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
-def test_outer_products_fit_at_all_widths(architecture: int, channels: int, dtype: torch.dtype) -> None:
-    """Catches tiles that are too large for many channels or for fp32."""
-    for one in resources.outer_passes("", residues=40, channels=channels, results=48, dtype=dtype):
+def test_products_fit_at_all_widths(architecture: int, channels: int, dtype: torch.dtype) -> None:
+    """Catches tiles that are too large for many channels or for fp32, in kernels of outer products and hidden layers."""
+    outer = resources.outer_passes("", residues=40, channels=channels, results=48, dtype=dtype)
+    for one in [*outer, *resources.hidden_passes("", positions=300, channels=4 * channels, dtype=dtype)]:
         for launch in one.launches:
             _check(launch, architecture)
 

@@ -26,7 +26,14 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from evodsp.model.kernels.projected import empty_gradient, parts_of
-from evodsp.model.kernels.triton_kernels.launch import Launch, Launcher, Operator, next_power_of_two, tiles
+from evodsp.model.kernels.triton_kernels.launch import (
+    Launch,
+    Launcher,
+    Operator,
+    next_power_of_two,
+    product_precision,
+    tiles,
+)
 from evodsp.model.kernels.triton_kernels.sums import sum_of_parts
 
 WIDEST = 64
@@ -228,7 +235,7 @@ def _constants(q: Tensor, bias: Tensor | None) -> dict[str, Any]:
         "BIASED": bias is not None,
         "WIDTH": width,
         "PADDED": max(16, next_power_of_two(width)),  # matrix products need 16 at least
-        "PRECISION": "tf32" if torch.backends.cuda.matmul.allow_tf32 else "tf32x3",  # matters for fp32 only
+        "PRECISION": product_precision(),
     }
 
 

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Bool, Float, Float32, Int
 from torch import Tensor
 
-from evodsp.model.kernels.triton_kernels.launch import Launch, Launcher, Operator, next_power_of_two
+from evodsp.model.kernels.triton_kernels.launch import Launch, Launcher, Operator, next_power_of_two, product_precision
 
 # Sequences that a program takes at a time.
 _TILE = 128
@@ -48,7 +48,7 @@ def _arguments(q: Tensor, key_value: Tensor, keys: Tensor) -> tuple[dict[str, An
         "TILE": _TILE,
         "HEADS": max(16, next_power_of_two(heads)),
         "WIDTH": max(16, next_power_of_two(width)),
-        "PRECISION": "tf32" if torch.backends.cuda.matmul.allow_tf32 else "tf32x3",  # matters for fp32 only
+        "PRECISION": product_precision(),
     }
     return {**tensors, **sizes}, constants
 

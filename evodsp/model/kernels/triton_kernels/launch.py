@@ -134,3 +134,14 @@ def next_power_of_two(n: int) -> int:
 def tiles(size: int, tile: int) -> int:
     """How many tiles cover `size` elements."""
     return -(-size // tile)
+
+
+def product_tile(size: int, limit: int, factor: Tensor) -> int:
+    """The edge of a tile that is multiplied: at most `limit`, in single precision half of it. Tensor cores need 16 at least."""
+    most = limit if factor.element_size() < 4 else limit // 2
+    return max(16, min(most, next_power_of_two(max(1, size))))
+
+
+def product_precision() -> str:
+    """How kernels multiply factors in float32: as torch does."""
+    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "tf32x3"

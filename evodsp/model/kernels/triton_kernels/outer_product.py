@@ -18,7 +18,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from evodsp.model.kernels.chunks import Sums
-from evodsp.model.kernels.triton_kernels.launch import Launch, Launcher, Operator, next_power_of_two, tiles
+from evodsp.model.kernels.triton_kernels.launch import (
+    Launch,
+    Launcher,
+    Operator,
+    product_precision,
+    product_tile,
+    tiles,
+)
 from evodsp.model.kernels.triton_kernels.sums import sum_of_parts
 
 # Programs that sum the gradient of the weight at most: two a multiprocessor of an H100. Each leaves a partial sum.
@@ -69,23 +76,18 @@ def _arguments(products: Tensor, weight: Tensor, counts: Tensor | None) -> dict[
 
 
 def _grid(products: Tensor, weight: Tensor, columns: int, deep: int, stages: int) -> dict[str, Any]:
-    """Sizes of tiles, warps and stages. `columns` and `deep`: of a tile in half precision. Matrix products need 16 at least.
+    """Sizes of tiles, warps and stages. `columns` and `deep`: of a tile in half precision.
 
-    Two groups of four warps of a Hopper GPU multiply 128 rows at a time. In single precision, tiles are half as long.
+    Two groups of four warps of a Hopper GPU multiply 128 rows at a time.
     """
-    half = products.element_size() < 4
-
-    def tile(size: int, limit: int) -> int:
-        return max(16, min(limit if half else limit // 2, next_power_of_two(max(1, size))))
-
     constants = {
         "CHANNELS": products.shape[1],
-        "TILE_J": tile(products.shape[2], columns),
-        "TILE_Z": tile(len(weight), 128),
-        "TILE_K": tile(weight.shape[1], deep),
-        "PRECISION": "tf32" if torch.backends.cuda.matmul.allow_tf32 else "tf32x3",  # matters for fp32 only
+        "TILE_J": product_tile(products.shape[2], columns, products),
+        "TILE_Z": product_tile(len(weight), 128, products),
+        "TILE_K": product_tile(weight.shape[1], deep, products),
+        "PRECISION": product_precision(),
     }
-    return {"constants": constants, "warps": 8, "stages": stages if half else 1}
+    return {"constants": constants, "warps": 8, "stages": stages if products.element_size() < 4 else 1}
 
 
 def _tiles_of(products: Tensor, weight: Tensor, grid: dict[str, Any], *axes: str) -> int:

@@ -1,0 +1,35 @@
+"""Device code of `hidden.py`. Strides: [P, c] of the gradient, [c, h] of the weight, [P, h] of the hidden layer. Offsets are
+64-bit."""
+
+from __future__ import annotations
+
+from typing import no_type_check
+
+import triton
+import triton.language as tl
+
+
+@no_type_check
+@triton.jit
+def backward(
+    grad, grad_strides, narrow, narrow_strides, hidden, hidden_strides, slope, sums, positions, channels, width,
+    TILE: tl.constexpr, TILE_H: tl.constexpr, TILE_C: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A tile [positions, hidden channels]. `slope`: [P, h], contiguous. `sums`: [tiles, h], over a tile's positions."""
+    program = tl.program_id(0)
+    across = tl.cdiv(width, TILE_H)
+    own, part = program % across * TILE_H + tl.arange(0, TILE_H), (program // across).to(tl.int64)
+    position = part * TILE + tl.arange(0, TILE)
+    inside = (position < positions)[:, None] & (own < width)[None, :]
+    total = tl.zeros([TILE, TILE_H], tl.float32)
+    for start in range(0, channels, TILE_C):
+        channel = start + tl.arange(0, TILE_C)
+        from_grad = grad + position[:, None] * grad_strides[0] + channel[None, :] * grad_strides[1]
+        upstream = tl.load(from_grad, mask=(position < positions)[:, None] & (channel < channels)[None, :], other=0.0)
+        from_narrow = narrow + channel[:, None] * narrow_strides[0] + own[None, :] * narrow_strides[1]
+        factor = tl.load(from_narrow, mask=(channel < channels)[:, None] & (own < width)[None, :], other=0.0)
+        total = tl.dot(upstream, factor, total, input_precision=PRECISION)
+    from_hidden = hidden + position[:, None] * hidden_strides[0] + own[None, :] * hidden_strides[1]
+    total = tl.where(tl.load(from_hidden, mask=inside, other=0.0) > 0, total, 0.0)
+    tl.store(slope + position[:, None] * width + own[None, :], total.to(slope.dtype.element_ty), mask=inside)
+    tl.store(sums + part * width + own, tl.sum(total, 0), mask=own < width)
