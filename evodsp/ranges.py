@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any
 
 from evodsp.errors import SettingError
@@ -53,11 +53,18 @@ def check_numbers(settings: Any, ranges: Mapping[str, Range], where: str) -> Non
         value = settings[name] if isinstance(settings, Mapping) else getattr(settings, name)
         if value is None:
             continue
-        is_number = isinstance(value, Real)
+        whole = _is_whole(settings, name)
+        is_number = isinstance(value, Integral if whole else Real)
         if not is_number:
-            raise SettingError(f"{where}{name}", repr(value), f"a number {allowed}")
+            raise SettingError(f"{where}{name}", repr(value), f"a {'whole ' if whole else ''}number {allowed}")
         if value not in allowed:
             raise SettingError(f"{where}{name}", value, "finite" if value == math.inf else str(allowed))
+
+
+def _is_whole(settings: Any, name: str) -> bool:
+    """Whether a dataclass declares this setting as an integer."""
+    fields = getattr(settings, "__dataclass_fields__", {})
+    return name in fields and str(fields[name].type).split(" | ")[0] == "int"
 
 
 _UNITS = {"MB": 10**6, "GB": 10**9, "MiB": 2**20, "GiB": 2**30}

@@ -17,7 +17,8 @@ from pathlib import Path
 
 from evodsp.launch.parent import launched_by_evodsp
 
-_STARTING_S = 15.0
+_STARTING_S, _NOTED_S = 15.0, 0.5
+"""How long torchrun may take to start its ranks, and to note one that runs."""
 _MARK = b"TORCHELASTIC_RUN_ID="
 """In the environment of everything that torchrun starts, but not in its own."""
 
@@ -47,8 +48,17 @@ def _restarts_left(environment: Mapping[str, str]) -> bool:
 def _wait_for_ranks(agent: int, ranks: int) -> None:
     """Wait until torchrun has started all of its ranks, `_STARTING_S` at most. It forgets one that it is just starting."""
     deadline = time.monotonic() + _STARTING_S
-    while len(_children(agent)) < ranks and time.monotonic() < deadline:
+    while sum(map(_is_rank, _children(agent))) < ranks and time.monotonic() < deadline:
         time.sleep(0.05)
+    time.sleep(_NOTED_S)
+
+
+def _is_rank(pid: int) -> bool:
+    """Whether a process runs a program with a rank's environment. A copy of torchrun that is to become a rank does not."""
+    try:
+        return _MARK in Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:  # it has just ended
+        return False
 
 
 def _children(pid: int) -> set[int]:

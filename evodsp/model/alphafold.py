@@ -46,6 +46,10 @@ class AlphaFold(Budgeted):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
+        if not isinstance(config, ModelConfig):
+            raise TypeError(
+                f"AlphaFold takes a ModelConfig, but got {config!r}; ModelConfig.preset('model_1_ptm') makes one"
+            )
         self.config = config
         self.trained_features: FeatureConfig | None = None
         """The feature sizes of the checkpoint that it was loaded from."""

@@ -146,11 +146,15 @@ def test_a_wrong_input_is_a_user_error(workplace: Workplace, inputs: Any, alignm
 _WRONG_TYPES = """
 import evodsp
 from evodsp.errors import UserError
-for words in ({"inputs": 3}, {"inputs": None}, {"alignments": 3}, {"checkpoint": 3}, {"seeds": "x"}):
+for words in ({"inputs": 3}, {"inputs": None}, {"alignments": 3}, {"checkpoint": 3}, {"seeds": "x"}, {"seeds": 1.5}):
     try:
         evodsp.predict(**{"inputs": "MK", "checkpoint": "x.ckpt", **words})
     except UserError as error:
         print(error)
+try:
+    evodsp.AlphaFold("small")
+except TypeError as error:
+    print(error)
 """
 
 
@@ -163,7 +167,9 @@ def test_a_value_of_another_type_is_a_user_error() -> None:
         "evodsp.predict: None is no sequence and no path; give a string or a Path",
         "evodsp.predict: alignments: 3 is no path and no A3M text; give a string or a Path",
         "evodsp.predict: 3 is no model and no path; use evodsp.load_model(path)",
-        "--seeds is 'x', but must be a number at least 1",
+        "--seeds is 'x', but must be a whole number at least 1",
+        "--seeds is 1.5, but must be a whole number at least 1",
+        "AlphaFold takes a ModelConfig, but got 'small'; ModelConfig.preset('model_1_ptm') makes one",
     ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 
 import pytest
@@ -40,6 +41,16 @@ def test_no_other_process_is_ended(monkeypatch: pytest.MonkeyPatch, run: str, us
         monkeypatch.setattr(agent, "_agent", lambda: 1)
     agent.end_agent(variables)
     assert not sent
+
+
+def test_a_process_that_is_not_yet_a_rank_does_not_count() -> None:
+    """Catches a signal to torchrun while it starts a rank: it would forget that one, which then prints the same line again."""
+    for environment, expected in (({}, False), ({"TORCHELASTIC_RUN_ID": "some"}, True)):
+        with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, env=environment) as child:
+            assert child.pid in agent._children(os.getpid())
+            assert agent._is_rank(child.pid) == expected
+            child.communicate(b"\n")
+    assert not agent._is_rank(child.pid)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,15 @@ def _offsets(strides, position, n1, n2, channel):
 
 @no_type_check
 @triton.jit
+def _centred(value, inside, channels, eps):
+    """x - mean of a tile, 0 where there is no element; mean and 1 / deviation of each position."""
+    middle = tl.sum(value, 1) / channels
+    centred = tl.where(inside, value - middle[:, None], 0.0)
+    return centred, middle, 1.0 / tl.sqrt(tl.sum(centred * centred, 1) / channels + eps)
+
+
+@no_type_check
+@triton.jit
 def _gradients(upstream, normal, slope, of_deviation, channels):
     """Of a tile [positions, channels] of x, and of weight and bias over its positions. `normal`: (x - mean) / deviation."""
     weighted = upstream * slope[None, :]
@@ -39,9 +48,7 @@ def forward(
     channel = tl.arange(0, WIDTH)
     inside = (position < positions)[:, None] & (channel < channels)[None, :]
     value = tl.load(x + _offsets(x_strides, position, n1, n2, channel), mask=inside, other=0.0).to(tl.float32)
-    middle = tl.sum(value, 1) / channels
-    centred = tl.where(inside, value - middle[:, None], 0.0)
-    of_deviation = 1.0 / tl.sqrt(tl.sum(centred * centred, 1) / channels + eps)
+    centred, middle, of_deviation = _centred(value, inside, channels, eps)
     slope = tl.load(weight + channel * weight_stride, mask=channel < channels, other=0.0).to(tl.float32)
     shift = tl.load(bias + channel * bias_stride, mask=channel < channels, other=0.0).to(tl.float32)
     result = centred * of_deviation[:, None] * slope[None, :] + shift[None, :]
@@ -103,9 +110,7 @@ def again(
         upstream = tl.load(grad + _offsets(grad_strides, position, n1, n2, channel), mask=inside, other=0.0).to(
             tl.float32
         )
-        middle = tl.sum(value, 1) / channels
-        centred = tl.where(inside, value - middle[:, None], 0.0)
-        of_deviation = 1.0 / tl.sqrt(tl.sum(centred * centred, 1) / channels + eps)
+        centred, _, of_deviation = _centred(value, inside, channels, eps)
         normal = centred * of_deviation[:, None]
         result = normal * slope[None, :] + shift[None, :]
         tl.store(out + position[:, None] * channels + channel[None, :], result.to(out.dtype.element_ty), mask=inside)
