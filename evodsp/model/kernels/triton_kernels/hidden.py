@@ -1,7 +1,7 @@
 """The gradient of a transition's hidden layer, before its ReLU: matrix product, ReLU and the gradient of the bias in one pass.
 
-The hidden layer is the widest array of a block's backward pass. As a product, a ReLU and a sum of their own its gradient is
-written twice and read twice before it is used; here it is written once.
+The hidden layer is the widest array of a transition. Three operators would write its gradient twice and read it twice before it
+is used. This kernel writes it once.
 
 Shape legend: P positions, c channels, h hidden channels.
 """
