@@ -22,11 +22,13 @@ from torch.autograd.function import once_differentiable
 
 from evodsp.model.kernels.chunks import Sums
 from evodsp.model.kernels.dropout import dropout_add
-from evodsp.model.kernels.layers import Layers, Pieces
+from evodsp.model.kernels.layers import Layers
 from evodsp.model.kernels.outer_product import OuterProducts
 from evodsp.model.kernels.outer_product import Pieces as ProductPieces
+from evodsp.model.kernels.pieces import Pieces
 from evodsp.model.kernels.projected import empty_gradient, parts_of
 from evodsp.model.kernels.reference import LOG2_E, layer_norm, mask_bias
+from evodsp.model.kernels.triangles import Triangles
 from evodsp.model.precision import activation_dtype, wide, wide_product, without_autocast
 
 __all__ = [
@@ -343,26 +345,25 @@ def _gate_backward(
     return of_x, (of_x * x).mul_(1.0 - opening)
 
 
-_LAYERS = Layers(
-    Pieces(
-        norm=_norm,
-        norm_backward=_norm_backward,
-        norm_again=None,
-        project=_project,
-        gated_operands=_gated_operands,
-        gated_operands_backward=_gated_operands_backward,
-        hidden_backward=_hidden_backward,
-        gate=_gate,
-        gate_backward=_gate_backward,
-    )
+_PIECES = Pieces(
+    norm=_norm,
+    norm_backward=_norm_backward,
+    norm_again=None,
+    project=_project,
+    gated_operands=_gated_operands,
+    gated_operands_backward=_gated_operands_backward,
+    hidden_backward=_hidden_backward,
+    gate=_gate,
+    gate_backward=_gate_backward,
 )
+_LAYERS, _TRIANGLES = Layers(_PIECES), Triangles(_PIECES)
 gated_linear = _LAYERS.gated_linear
-gated_output = _LAYERS.gated_output
-gated_projection = _LAYERS.gated_projection
+gated_output = _TRIANGLES.gated_output
+gated_projection = _TRIANGLES.gated_projection
 pooled_projections = _LAYERS.pooled_projections
 projections = _LAYERS.projections
 transition = _LAYERS.transition
-triangle_product = _LAYERS.triangle_product
+triangle_product = _TRIANGLES.triangle_product
 
 
 def _form(left: Float[Tensor, "S i c"], right: Float[Tensor, "S J c"]) -> Float[Tensor, "ij cc"]:

@@ -13,9 +13,11 @@ from collections.abc import Callable
 from jaxtyping import Float
 from torch import Tensor
 
-from evodsp.model.kernels.layers import Layers, Pieces, linear
+from evodsp.model.kernels.layers import Layers
 from evodsp.model.kernels.outer_product import OuterProducts
 from evodsp.model.kernels.outer_product import Pieces as ProductPieces
+from evodsp.model.kernels.pieces import Pieces, linear
+from evodsp.model.kernels.triangles import Triangles
 from evodsp.model.kernels.triton_kernels import attention as _attention
 from evodsp.model.kernels.triton_kernels import dropout as _dropout
 from evodsp.model.kernels.triton_kernels import gate as _gate
@@ -77,26 +79,25 @@ def biased_attention(
     return _attention.attention(projected, keys, pair_bias, first)
 
 
-_LAYERS = Layers(
-    Pieces(
-        norm=_layer_norm.norm,
-        norm_backward=_layer_norm.norm_gradients,
-        norm_again=_layer_norm.norm_again,
-        project=linear,
-        gated_operands=_gated_operands.operands_of_chunk,
-        gated_operands_backward=_gated_operands.gradient_of_chunk,
-        hidden_backward=_hidden.hidden_gradients,
-        gate=_gate.gate,
-        gate_backward=_gate.gate_gradients,
-    )
+_PIECES = Pieces(
+    norm=_layer_norm.norm,
+    norm_backward=_layer_norm.norm_gradients,
+    norm_again=_layer_norm.norm_again,
+    project=linear,
+    gated_operands=_gated_operands.operands_of_chunk,
+    gated_operands_backward=_gated_operands.gradient_of_chunk,
+    hidden_backward=_hidden.hidden_gradients,
+    gate=_gate.gate,
+    gate_backward=_gate.gate_gradients,
 )
+_LAYERS, _TRIANGLES = Layers(_PIECES), Triangles(_PIECES)
 gated_linear = _LAYERS.gated_linear
-gated_output = _LAYERS.gated_output
-gated_projection = _LAYERS.gated_projection
+gated_output = _TRIANGLES.gated_output
+gated_projection = _TRIANGLES.gated_projection
 pooled_projections = _LAYERS.pooled_projections
 projections = _LAYERS.projections
 transition = _LAYERS.transition
-triangle_product = _LAYERS.triangle_product
+triangle_product = _TRIANGLES.triangle_product
 _PRODUCTS = ProductPieces(
     _outer_product.form, _outer_product.project, _outer_product.project_backward, gpu_products=1 << 28
 )

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from evodsp.model.kernels import outer_product as shared
 from evodsp.model.kernels.chunks import Sums
-from evodsp.model.kernels.triton import outer_product
+from evodsp.model.kernels.triton import outer_product, transition
 from evodsp.model.kernels.triton_kernels.outer_product import form, project, project_backward
 from tests.model.kernels.interpreter import check, far_apart, random
 
@@ -74,3 +74,17 @@ def operators_are_sound() -> None:
             (draw(3, 5, 6), products, weight, rest[1], torch.float32),
             test_utils=("test_schema", "test_faketensor"),
         )
+
+
+def compiled_alike() -> None:
+    """One graph of torch.compile with the same gradients, of the outer product and of a transition."""
+    draw = random(6, torch.float32)
+    counts = draw(1, 5, 7, 1).abs() + 1
+    outer = [draw(1, 4, 5, 4), draw(1, 4, 7, 4), draw(6, 16), draw(6)]
+    perceptron = [draw(1, 4, 5, 8), draw(8), draw(8), draw(16, 8), draw(16), draw(8, 16), draw(8)]
+    for function, inputs in ((lambda *xs: outer_product(*xs, counts), outer), (transition, perceptron)):
+        leaves = [x.requires_grad_() for x in inputs]
+        compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+        results = [torch.autograd.grad(f(*leaves).square().sum(), leaves) for f in (function, compiled)]
+        for a, b in zip(*results, strict=True):
+            assert torch.equal(a, b)

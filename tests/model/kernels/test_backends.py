@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from evodsp.model.kernels import chunked, chunks, layers, reference, sdpa
+from evodsp.model.kernels import chunked, chunks, layers, reference, sdpa, triangles
 from evodsp.model.kernels.self_check import MASKS, call, examples
 
 ATTENTIONS = ["attention", "biased_attention"]
@@ -134,7 +134,7 @@ LAYERS = [
 def keep(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """So many numbers of an intermediate are kept for the backward pass."""
     monkeypatch.setattr(layers, "_CPU_HIDDEN", request.param)
-    monkeypatch.setattr(layers, "_CPU_PROJECTED", request.param)
+    monkeypatch.setattr(triangles, "_CPU_PROJECTED", request.param)
     return request.param
 
 

@@ -47,6 +47,11 @@ def test_operators_are_sound(interpreter: Interpreter) -> None:
     interpreter(cases.operators_are_sound)
 
 
+def test_one_graph(interpreter: Interpreter) -> None:
+    """Catches graph breaks, and two autograd nodes that torch.compile cannot follow."""
+    interpreter(cases.compiled_alike)
+
+
 def test_report_of_launches_and_bytes() -> None:
     """Catches launches that are not reported, and tensors that are moved but not counted. Needs no Triton."""
     r, c, z = 256, 32, 128

@@ -19,6 +19,7 @@ from torch import Tensor
 from evodsp.model.kernels.triton_kernels.launch import Launch, Launcher, Operator, next_power_of_two, tiles
 from evodsp.model.kernels.triton_kernels.sums import sum_of_parts
 
+_EPS = 1e-5
 # Elements of a tile [positions, channels] in the forward and in the backward pass.
 _TILE, _BACKWARD_TILE = 4096, 2048
 # Programs of the backward pass at most: each leaves one sum of the gradients of weight and bias.
@@ -26,7 +27,7 @@ _PARTS = 528
 
 
 def layer_norm(
-    x: Float[Tensor, "*batch c"], weight: Float[Tensor, " c"], bias: Float[Tensor, " c"], eps: float = 1e-5
+    x: Float[Tensor, "*batch c"], weight: Float[Tensor, " c"], bias: Float[Tensor, " c"], eps: float = _EPS
 ) -> Float[Tensor, "*batch c"]:
     """(x - mean) / sqrt(variance + eps) * weight + bias over the last axis, in the dtype of x, contiguous.
 
@@ -40,7 +41,7 @@ def norm(
     x: Float[Tensor, "*batch c"], weight: Float[Tensor, " c"], bias: Float[Tensor, " c"]
 ) -> tuple[Float[Tensor, "*batch c"], Float[Tensor, "_ _ _"], Float[Tensor, "_ _ _"]]:
     """The result, and mean and inverse standard deviation of each position, for `norm_gradients`."""
-    result, mean, inverse = _forward(_with_four_axes(x), weight, bias, 1e-5)
+    result, mean, inverse = _forward(_with_four_axes(x), weight, bias, _EPS)
     return result.view(x.shape), mean, inverse
 
 
@@ -113,17 +114,20 @@ def _forward_body(
     return out, mean, inverse
 
 
-def _backward_body(
-    launch: Launcher, grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor, inverse: Tensor
+def _with_gradients(
+    launch: Launcher, kernel: str, grad: Tensor, x: Tensor, weight: Tensor, more: dict[str, Any], *results: str
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of x, and of weight and bias as one tensor [2, c] in the dtype of the weight."""
+    """Launch a kernel of gradients: those of x, and of weight and bias as one tensor [2, c] in the dtype of the weight.
+
+    `more`: arguments of this kernel alone, of which it fills `results`.
+    """
     grad_x = torch.empty_like(x)
     sizes, tiling = _arguments(x), _tiling(x, _BACKWARD_TILE)
     parts = max(1, min(_PARTS, tiles(sizes["positions"], tiling["TILE"])))
     sums = x.new_empty((parts, 2, x.shape[-1]), dtype=torch.float32)
     launch(
         Launch(
-            "layer_norm.backward",
+            f"layer_norm.{kernel}",
             parts,
             {
                 "grad": grad,
@@ -132,55 +136,34 @@ def _backward_body(
                 "x_strides": x.stride(),
                 "weight": weight,
                 "weight_stride": weight.stride(0),
-                "mean": mean,
-                "inverse": inverse,
                 "grad_x": grad_x,
                 "grad_x_strides": grad_x.stride(),
                 "sums": sums,
                 **sizes,
                 "parts": parts,
+                **more,
             },
             tiling,
-            writes=("grad_x", "sums"),
+            writes=("grad_x", "sums", *results),
         )
     )
     return grad_x, sum_of_parts(launch, sums, weight.dtype)
+
+
+def _backward_body(
+    launch: Launcher, grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor, inverse: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients of x, and of weight and bias as one tensor [2, c] in the dtype of the weight."""
+    return _with_gradients(launch, "backward", grad, x, weight, {"mean": mean, "inverse": inverse})
 
 
 def _again_body(
     launch: Launcher, grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The result; gradients of x, and of weight and bias as one tensor [2, c] in the dtype of the weight."""
-    out, grad_x = torch.empty_like(x, memory_format=torch.contiguous_format), torch.empty_like(x)
-    sizes, tiling = _arguments(x), _tiling(x, _BACKWARD_TILE)
-    parts = max(1, min(_PARTS, tiles(sizes["positions"], tiling["TILE"])))
-    sums = x.new_empty((parts, 2, x.shape[-1]), dtype=torch.float32)
-    launch(
-        Launch(
-            "layer_norm.again",
-            parts,
-            {
-                "grad": grad,
-                "grad_strides": grad.stride(),
-                "x": x,
-                "x_strides": x.stride(),
-                "weight": weight,
-                "weight_stride": weight.stride(0),
-                "bias": bias,
-                "bias_stride": bias.stride(0),
-                "out": out,
-                "grad_x": grad_x,
-                "grad_x_strides": grad_x.stride(),
-                "sums": sums,
-                **sizes,
-                "parts": parts,
-                "eps": 1e-5,
-            },
-            tiling,
-            writes=("out", "grad_x", "sums"),
-        )
-    )
-    return out, grad_x, sum_of_parts(launch, sums, weight.dtype)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    more = {"bias": bias, "bias_stride": bias.stride(0), "out": out, "eps": _EPS}
+    return out, *_with_gradients(launch, "again", grad, x, weight, more, "out")
 
 
 def _backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:

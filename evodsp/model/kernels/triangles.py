@@ -1,0 +1,249 @@
+"""Triangle multiplication's operators, which begin with a layer norm as those of `layers` do.
+
+Shape legend: B batch, I J residues of a shard of the pair representation, n1 n2 its axes in any order, c channels of an operand
+(cc of both, cccc with their gates), z channels of the pair representation, o channels of results, * axes of a chunk.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from evodsp.model.kernels.chunks import Chunk, Sums, Whole, chunks_of, keeps
+from evodsp.model.kernels.pieces import Pieces, cast_all, linear, matrix, norm_backward
+from evodsp.model.precision import without_autocast
+
+# Up to this many numbers of the projections are kept for the backward pass on a CPU. The limit is lower than that of a hidden
+# layer, which takes longer to form for the same memory.
+_CPU_PROJECTED = 1 << 22
+
+
+class Triangles:
+    """The operators, made of these pieces. Each is differentiable once in all its inputs but masks."""
+
+    def __init__(self, pieces: Pieces) -> None:
+        self._pieces = pieces
+
+    def gated_projection(
+        self,
+        x: Float[Tensor, "B I J z"],
+        mask: Float[Tensor, "B I J"],
+        norm_weight: Float[Tensor, " z"],
+        norm_bias: Float[Tensor, " z"],
+        weight: Float[Tensor, "cc z"],
+        bias: Float[Tensor, " cc"],
+        gate_weight: Float[Tensor, "cc z"],
+        gate_bias: Float[Tensor, " cc"],
+    ) -> Float[Tensor, "2 B c I J"]:
+        """Both operands of triangle multiplication, channels first. Projections are computed again in the backward pass."""
+        x, mask = cast_all(x, mask)
+        both = _both(weight, gate_weight, x), _both(bias, gate_bias, x)
+        with without_autocast(x.device):
+            return _GatedProjection.apply(self._pieces, x, mask, norm_weight, norm_bias, *both)
+
+    def triangle_product(
+        self,
+        x: Float[Tensor, "B I J z"],
+        mask: Float[Tensor, "B I J"],
+        norm_weight: Float[Tensor, " z"],
+        norm_bias: Float[Tensor, " z"],
+        weight: Float[Tensor, "cc z"],
+        bias: Float[Tensor, " cc"],
+        gate_weight: Float[Tensor, "cc z"],
+        gate_bias: Float[Tensor, " cc"],
+        output_gate_weight: Float[Tensor, "o z"],
+        output_gate_bias: Float[Tensor, " o"],
+        outgoing: bool,
+    ) -> tuple[Float[Tensor, "B c I I"], Float[Tensor, "B I J o"]]:
+        """The product of both operands, and the logits of the output gate. Operands are formed again in the backward pass."""
+        x, mask, *output_gate = cast_all(x, mask, output_gate_weight, output_gate_bias)
+        both = _both(weight, gate_weight, x), _both(bias, gate_bias, x)
+        norm = norm_weight, norm_bias
+        with without_autocast(x.device):
+            return _TriangleProduct.apply(self._pieces, outgoing, x, mask, *norm, *both, *output_gate)
+
+    def gated_output(
+        self,
+        x: Float[Tensor, "B n1 n2 c"],
+        gate: Float[Tensor, "B n1 n2 o"],
+        norm_weight: Float[Tensor, " c"],
+        norm_bias: Float[Tensor, " c"],
+        weight: Float[Tensor, "o c"],
+        bias: Float[Tensor, " o"],
+    ) -> Float[Tensor, "B n1 n2 o"]:
+        """A linear layer of the norm of x, times the sigmoid of `gate`. Keeps its inputs only."""
+        x, gate, *linear = cast_all(x, gate, weight, bias)
+        with without_autocast(x.device):
+            return _GatedOutput.apply(self._pieces, x, gate, norm_weight, norm_bias, *linear)
+
+
+def _both(values: Tensor, gates: Tensor, like: Tensor) -> Tensor:
+    """The parameters of two layers as those of one, so that one matrix product serves both."""
+    return torch.cat([values, gates]).to(like.dtype)
+
+
+class _GatedProjection(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        pieces: Pieces,
+        x: Tensor,
+        mask: Tensor,
+        norm_weight: Tensor,
+        norm_bias: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+    ) -> Tensor:
+        ctx.pieces = pieces
+        ctx.save_for_backward(x, mask, norm_weight, norm_bias, weight, bias)
+        chunks = chunks_of(x, len(weight))
+        operands = Whole(chunks, lambda: _empty_operands(x, weight))
+        for at in chunks:
+            y = pieces.norm(x[at], norm_weight, norm_bias)[0]
+            operands.put(_operands_at(at), pieces.gated_operands(pieces.project(y, weight, bias), mask[at]))
+        return operands.x.contiguous()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        pieces: Pieces = ctx.pieces
+        x, mask, *parameters = ctx.saved_tensors
+        norm_weight, norm_bias, weight, bias = parameters
+        chunks = chunks_of(x, len(weight))
+        grad_x, sums = Whole(chunks, lambda: torch.empty_like(x)), Sums(chunks, *parameters)
+        for at in chunks:
+            y, *statistics = pieces.norm(x[at], norm_weight, norm_bias)
+            projected = pieces.project(y, weight, bias)
+            slope, of_bias = pieces.gated_operands_backward(grad[_operands_at(at)], projected, mask[at], sums.dtype(3))
+            sums.add_linear(2, slope, matrix(y))
+            sums.add(3, of_bias)
+            norm_backward(pieces, sums, grad_x, at, slope @ weight, x, norm_weight, statistics)
+        return None, grad_x.x, None, *sums.results()
+
+
+def _empty_operands(x: Float[Tensor, "B I J z"], weight: Float[Tensor, "cccc z"]) -> Float[Tensor, "2 B c I J"]:
+    batch, rows, columns, _ = x.shape
+    return x.new_empty(2, batch, len(weight) // 4, rows, columns)
+
+
+def _operands_at(at: Chunk) -> tuple[Any, ...]:
+    """Where a chunk's operands are."""
+    sample, rows = at
+    return slice(None), sample, slice(None), rows
+
+
+class _TriangleProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, pieces: Pieces, outgoing: bool, x: Tensor, mask: Tensor, *parameters: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        ctx.pieces, ctx.outgoing = pieces, outgoing
+        norm_weight, norm_bias, weight, bias, gate_weight, gate_bias = parameters
+        chunks = chunks_of(x, len(weight))
+        operands = Whole(chunks, lambda: _empty_operands(x, weight))
+        gate = x.new_empty(*x.shape[:3], len(gate_weight))
+        keep = any(ctx.needs_input_grad) and keeps(x, len(weight), _CPU_PROJECTED)
+        kept = []
+        for at in chunks:
+            y = pieces.norm(x[at], norm_weight, norm_bias)[0]
+            projected = pieces.project(y, weight, bias)
+            operands.put(_operands_at(at), pieces.gated_operands(projected, mask[at]))
+            torch.addmm(gate_bias, matrix(y), gate_weight.T, out=gate[at].view(-1, len(gate_weight)))
+            if keep:
+                kept.append(projected)
+        ctx.save_for_backward(x, mask, *parameters, *kept)
+        a, b = operands.x.contiguous()
+        return multiply_edges(a, b, outgoing), gate
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, grad_gate: Tensor) -> tuple[Tensor | None, ...]:
+        pieces: Pieces = ctx.pieces
+        x, mask, *saved = ctx.saved_tensors
+        parameters, kept = saved[:6], saved[6:]
+        norm_weight, norm_bias, weight, bias, gate_weight, _ = parameters
+        chunks = chunks_of(x, len(weight))
+        operands = Whole(chunks, lambda: _empty_operands(x, weight))
+        formed = []  # norms, their statistics and projections: few enough, for all chunks, to be kept for a moment
+        for n, at in enumerate(chunks):
+            normal = pieces.norm(x[at], norm_weight, norm_bias)
+            projected = kept[n] if kept else pieces.project(normal[0], weight, bias)
+            operands.put(_operands_at(at), pieces.gated_operands(projected, mask[at]))
+            formed.append((*normal, projected))
+        a, b = operands.x.contiguous()
+        grad_operands = _triangle_gradients(grad.contiguous(), a, b, ctx.outgoing)
+        del operands, a, b
+        grad_x, sums = Whole(chunks, lambda: torch.empty_like(x)), Sums(chunks, *parameters)
+        for at in chunks:
+            y, mean, inverse, projected = formed.pop(0)
+            slope, of_bias = pieces.gated_operands_backward(
+                grad_operands[_operands_at(at)], projected, mask[at], sums.dtype(3)
+            )
+            sums.add_linear(2, slope, matrix(y))
+            sums.add(3, of_bias)
+            own = matrix(grad_gate[at])
+            sums.add_linear(4, own, matrix(y), bias=5)
+            upstream = (slope @ weight).addmm_(own, gate_weight)
+            norm_backward(pieces, sums, grad_x, at, upstream, x, norm_weight, (mean, inverse))
+        return None, None, grad_x.x, None, *sums.results()
+
+
+def multiply_edges(
+    a: Float[Tensor, "B c _ _"], b: Float[Tensor, "B c _ _"], outgoing: bool
+) -> Float[Tensor, "B c _ _"]:
+    """Sum over the third residue k, separately in each channel: a_ik b_jk (outgoing) or a_kj b_ki (incoming)."""
+    return a @ b.mT if outgoing else b.mT @ a
+
+
+def _triangle_gradients(grad: Tensor, a: Tensor, b: Tensor, outgoing: bool) -> Float[Tensor, "2 B c I J"]:
+    """The gradients of both operands."""
+    both = a.new_empty(2, *a.shape)
+    of_a, of_b = (x.flatten(0, 1) for x in both)
+    grad, a, b = (x.flatten(0, 1) for x in (grad, a, b))
+    torch.bmm(grad if outgoing else b, b if outgoing else grad, out=of_a)
+    torch.bmm(grad.mT if outgoing else a, a if outgoing else grad.mT, out=of_b)
+    return both
+
+
+class _GatedOutput(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        pieces: Pieces,
+        x: Tensor,
+        gate: Tensor,
+        norm_weight: Tensor,
+        norm_bias: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+    ) -> Tensor:
+        ctx.pieces = pieces
+        ctx.save_for_backward(x, gate, norm_weight, norm_bias, weight, bias)
+        chunks = chunks_of(x, len(weight))
+        out = Whole(chunks, lambda: torch.empty_like(gate, memory_format=torch.contiguous_format))
+        for at in chunks:
+            y = pieces.norm(x[at], norm_weight, norm_bias)[0]
+            out.put(at, pieces.gate(linear(y, weight, bias), gate[at]))
+        return out.x
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        pieces: Pieces = ctx.pieces
+        x, gate, *parameters = ctx.saved_tensors
+        norm_weight, norm_bias, weight, bias = parameters
+        chunks = chunks_of(x, len(weight))
+        grad_x, grad_gate = (Whole(chunks, partial(torch.empty_like, like)) for like in (x, gate))
+        sums = Sums(chunks, *parameters)
+        for at in chunks:
+            y, *statistics = pieces.norm(x[at], norm_weight, norm_bias)
+            slope, of_gate = pieces.gate_backward(grad[at], linear(y, weight, bias), gate[at])
+            grad_gate.put(at, of_gate)
+            sums.add_linear(2, matrix(slope), matrix(y), bias=3)
+            norm_backward(pieces, sums, grad_x, at, matrix(slope) @ weight, x, norm_weight, statistics)
+        return None, grad_x.x, grad_gate.x, *sums.results()
