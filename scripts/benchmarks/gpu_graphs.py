@@ -2,9 +2,10 @@
 
     python -m scripts.benchmarks.gpu_graphs            # on a GPU; --cpu tries the script with a stand-in for graphs
 
-Each case makes three training steps with and without graphs, from the same weights: new dropout keys, inputs and weights in every
-step; it compares results, and gradients of all inputs and parameters. A step without graphs is also made twice, to see whether
-the GPU repeats itself. A line `result: CASE ok` or `FAILED` for each, then times. The exit code is 1 if any failed.
+Each case makes a few training steps with and without graphs, from the same weights: new dropout keys, inputs and weights in
+every step. It compares results, and gradients of all inputs and parameters. Steps without graphs are also made twice, to see
+whether the GPU repeats itself. Prints a line `result: CASE ok` or `FAILED` for each, with times. The exit code is 1 if any
+failed.
 """
 
 from __future__ import annotations
@@ -94,7 +95,8 @@ def model_case(inputs: Inputs, config: ModelConfig, device: torch.device) -> tup
     model = AlphaFold(dataclasses.replace(config, templates=templates, **parts))
     passes = random_features(inputs.sequences, inputs.extra, inputs.residues, inputs.templates, cycles=2)
     batch = {name: x.to(device) for name, x in (labelled(inputs) | passes).items()}
-    loss_config = dataclasses.replace(TERMS, experimentally_resolved=0.0)
+    pae = TERMS.pae if config.heads.predicted_aligned_error else 0.0
+    loss_config = dataclasses.replace(TERMS, experimentally_resolved=0.0, pae=pae)
 
     def step_of(one: nn.Module) -> Step:
         assert isinstance(one, AlphaFold)

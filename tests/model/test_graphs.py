@@ -186,9 +186,6 @@ def test_shapes_modes_and_settings_are_told_apart() -> None:
         for _ in range(3):
             run.forward()
     assert (len(graphs), graphs.replays) == (2, 4)
-    longer = [torch.randn(2, 8, 7, 16)[..., : run.leaves[0].shape[-1]], run.leaves[1]]
-    with pytest.raises(Exception, match="."):  # the mask has another number of rows
-        run.forward(longer)
     run.half = True
     for _ in range(3):
         run.forward([x.detach().bfloat16() for x in run.leaves])
@@ -202,8 +199,9 @@ def test_shapes_modes_and_settings_are_told_apart() -> None:
     for _ in range(2):
         run.stack(*one)
     assert len(graphs) == 4
-    with torch.no_grad(), pytest.warns(UserWarning, match="more than 4 shapes"):
-        for _ in range(2):
+    with torch.no_grad():
+        run.stack(*one)
+        with pytest.warns(UserWarning, match="more than 4 shapes"):
             run.stack(*one)
 
 
