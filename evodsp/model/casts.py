@@ -72,7 +72,7 @@ class _Cast(torch.autograd.Function):
     """Writes each parameter to its copy. The gradients of all copies are cast together, to the parameters' precision."""
 
     @staticmethod
-    def forward(ctx: Any, copies: Sequence[Tensor], *parameters: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, copies: list[Tensor], *parameters: Tensor) -> tuple[Tensor, ...]:
         ctx.dtype, ctx.sizes = parameters[0].dtype, [parameter.numel() for parameter in parameters]
         torch._foreach_copy_(copies, parameters)
         return tuple(copy.detach() for copy in copies)

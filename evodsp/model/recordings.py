@@ -131,18 +131,17 @@ class WithGradient(Recording):
         """That replay, if its backward pass has not been."""
         self._made: list[Tensor] = []
         """Results of the running recording, with what they were made of."""
-        leaves = [x.detach().requires_grad_(x.requires_grad) for x in parameters]
-        self._wanted = [x for x in (*self.inputs, *leaves) if x.requires_grad]
-        self._is_wanted = [x.requires_grad for x in (*self.inputs, *leaves)]
 
         def forward() -> list[Tensor]:
             self._made = self.computed(run, inputs)
             return self._made
 
-        with _in_place_of_parameters(places, leaves):  # until the backward pass has read them for a recomputation
-            for _ in range(warm_ups):
+        for _ in range(warm_ups):
+            with _in_place_of_parameters(places, self._fresh_leaves(parameters)):
                 self.recorder.warm_up(lambda: self._gradients(forward()))
             self._made = []
+        leaves = self._fresh_leaves(parameters)
+        with _in_place_of_parameters(places, leaves):  # until the backward pass has read them for a recomputation
             pool = self.recorder.pool()
             results, self._repeat = self.recorder.record(forward, pool)
             self.results = [x.detach() for x in results if x is not None]
@@ -185,6 +184,17 @@ class WithGradient(Recording):
         self._repeat_backward()
         self._use = None
         return self._parted([None if x is None else x.clone() for x in self.gradients])
+
+    def _fresh_leaves(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """New leaves of autograd's graph in the memory of the inputs and of the parameters; returns the latter.
+
+        Autograd remembers the stream on which a leaf was first used, and a recording must not wait for another one.
+        """
+        self.inputs = [x.detach().requires_grad_(x.requires_grad) for x in self.inputs]
+        leaves = [x.detach().requires_grad_(x.requires_grad) for x in parameters]
+        self._is_wanted = [x.requires_grad for x in (*self.inputs, *leaves)]
+        self._wanted = [x for x in (*self.inputs, *leaves) if x.requires_grad]
+        return leaves
 
     def _gradients(self, results: Sequence[Tensor], arriving: Sequence[Tensor] | None = None) -> list[Tensor | None]:
         """Of all that is wanted. Autocast is off, as in a backward pass that is called after it."""

@@ -26,7 +26,7 @@ from evodsp.config import ModelConfig
 from evodsp.losses.total import total_loss
 from evodsp.model.alphafold import AlphaFold
 from evodsp.model.casts import CastParameters
-from evodsp.model.dropout import DropoutKeys
+from evodsp.model.dropout import DropoutKeys, Streams
 from evodsp.model.evoformer import EvoformerStack
 from evodsp.model.graphs import Graphs, use_graphs
 from evodsp.model.kernels.registry import Kernels
@@ -66,12 +66,13 @@ def stack_case(
         casts = CastParameters(one)
         adam = torch.optim.Adam(one.parameters(), lr=1e-4, fused=True)
         samples = first if kind == "templates" else 1
+        streams_of: Callable[..., Streams] = one.dropout_streams  # type: ignore[assignment]
 
         def step(number: int) -> list[Tensor]:
             generator = torch.Generator(device).manual_seed(number)
             leaves = [torch.randn(s, generator=generator, device=device).bfloat16().requires_grad_() for s in shapes]
             ones = [(torch.rand(s, generator=generator, device=device) < 0.9).float() for s in masks]
-            keys = DropoutKeys.of(one.dropout_streams([Draws.root(number).at(n) for n in range(samples)]), device)
+            keys = DropoutKeys.of(streams_of([Draws.root(number).at(n) for n in range(samples)]), device)
             adam.zero_grad()
             with autocast(device, torch.bfloat16):
                 casts.make()

@@ -28,6 +28,8 @@ from tests.builders.parameters import dense
 from tests.builders.small_model import config, features, tensors
 from tests.builders.small_stack import small_stack, streams
 
+Stack = EvoformerStack | TemplatePairStack
+
 
 def recorded(model: nn.Module, **options: Any) -> Graphs:
     """Switches recording on, after one usual call of each kind."""
@@ -36,10 +38,15 @@ def recorded(model: nn.Module, **options: Any) -> Graphs:
     return graphs
 
 
+def grad_of(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
 class Run:
     """Steps of a stack under bf16 autocast with casts, dropout and an optimizer."""
 
-    def __init__(self, stack: nn.Module, inputs: tuple[Tensor, ...], representations: int, half: bool = True) -> None:
+    def __init__(self, stack: Stack, inputs: tuple[Tensor, ...], representations: int, half: bool = True) -> None:
         self.stack, self.half = stack, half
         dtype = torch.bfloat16 if half else torch.float32
         self.leaves = [x.to(dtype, copy=True).requires_grad_() for x in inputs[:representations]]
@@ -76,14 +83,14 @@ class Run:
         return [x.detach().clone() for x in (*results, *gradients)]
 
 
-def stack_of(kind: str, recompute: bool = False) -> tuple[nn.Module, tuple[Tensor, ...], int]:
+def stack_of(kind: str, recompute: bool = False) -> tuple[Stack, tuple[Tensor, ...], int]:
     """A stack of two blocks, its inputs, and how many of them are representations."""
     preset = ModelConfig.preset("test")
     if kind == "templates":
         settings = dataclasses.replace(preset.templates, blocks=2, pair_dropout=0.25, checkpoint=recompute)
-        stack: nn.Module = TemplatePairStack(settings)
+        stack: Stack = TemplatePairStack(settings)
         torch.manual_seed(0)
-        inputs = torch.randn(2, 6, 6, settings.channels), torch.ones(2, 6, 6)
+        inputs: tuple[Tensor, ...] = (torch.randn(2, 6, 6, settings.channels), torch.ones(2, 6, 6))
     else:
         _, inputs = small_stack(2)
         settings_ = dataclasses.replace(
@@ -120,7 +127,7 @@ def test_results_and_gradients_outlive_the_next_replay() -> None:
     run = Run(*stack_of("evoformer"), half=False)
     recorded(run.stack, calls_before=0)
     run.stack(*run.leaves, *run.masks, run.keys())[1].square().sum().backward()
-    first = [p.grad.clone() for p in run.stack.parameters()]
+    first = [grad_of(p).clone() for p in run.stack.parameters()]
     held = run.forward()
     before = [x.detach().clone() for x in held]
     held[1].sum().backward()
@@ -140,7 +147,7 @@ def test_results_and_gradients_outlive_the_next_replay() -> None:
     run.number = 0
     alone(*run.leaves, *run.masks, run.keys())[1].sum().backward()
     for parameter, one, other in zip(run.stack.parameters(), first, alone.parameters(), strict=True):
-        torch.testing.assert_close(parameter.grad, one + other.grad)
+        torch.testing.assert_close(parameter.grad, one + grad_of(other))
 
 
 def test_a_second_call_before_the_backward_pass_runs_as_usual() -> None:
@@ -227,7 +234,8 @@ def test_the_whole_model_with_recycling() -> None:
     """Catches a recycled pass that changes what a later pass reads, and copies or recordings that change the model: its names,
     its copies, a move, and weights that are loaded."""
     half = torch.autocast("cpu", torch.bfloat16, cache_enabled=False)
-    model = dense(AlphaFold(config())).float()
+    model = AlphaFold(config())
+    dense(model).float()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(0.5)
@@ -245,10 +253,10 @@ def test_the_whole_model_with_recycling() -> None:
             found = tensors(one(batch, [Draws.root(number)]))
         torch.stack([value.float().square().mean() for value in found.values()]).sum().backward()
         casts[id(one)].drop()
-        gradients = [p.grad.clone() for p in one.parameters()]
+        gradients = [grad_of(p).clone() for p in one.parameters()]
         with torch.no_grad():
             for parameter in one.parameters():
-                parameter.sub_(0.01 * parameter.grad.sign() * parameter.abs())
+                parameter.sub_(0.01 * grad_of(parameter).sign() * parameter.abs())
         return [*(x.detach() for x in found.values()), *gradients]
 
     for number in range(3):
@@ -257,7 +265,8 @@ def test_the_whole_model_with_recycling() -> None:
     assert graphs.replays > 2 * passes
     assert list(model.state_dict()) == names
     copied = copy.deepcopy(model)
-    assert len(copied.evoformer.graphs) == 0  # type: ignore[arg-type]
+    assert copied.evoformer.graphs is not None
+    assert len(copied.evoformer.graphs) == 0
     model.double().float()  # moves the parameters
     plain.double().float()
     plain.load_state_dict({name: 0.9 * x for name, x in plain.state_dict().items()})
