@@ -45,6 +45,32 @@ def test_a_block_on_one_gpu(
     assert counts.kept <= kept * GB
 
 
+@pytest.mark.parametrize("what", ["evoformer", "extra_msa"])
+def test_a_stack_can_be_recorded(what: Literal["evoformer", "extra_msa"]) -> None:
+    """Catches a copy from the host or a wait for it between blocks or in a recomputation: a CUDA graph could not capture it."""
+    counts = measure(
+        Case(
+            what=what, sequences=8, residues=16, blocks=2, dropout=True, recompute=True, cast_once=True, kernels="triton"
+        )
+    )  # fmt: skip
+    assert (counts.forward.host, counts.backward.host) == ({}, {})
+
+
+def test_the_model_reads_from_the_host_outside_of_stacks_only() -> None:
+    """Catches a copy or a wait in the template stack, which is recorded as a CUDA graph too. Tables of constants are copied
+    once."""
+    counts = measure(
+        Case(
+            what="model", sequences=8, residues=16, templates=2, dropout=True, recompute=True, cast_once=True, kernels="triton"
+        )
+    )  # fmt: skip
+    assert {name.rpartition(" ")[2].partition(":")[0] for name in counts.forward.host} == {
+        "model/dropout.py",
+        "geometry/constants.py",
+    }
+    assert counts.backward.host == {}
+
+
 def test_a_block_on_one_of_eight_gpus() -> None:
     """Catches launches that grow with the number of ranks, such as a copy for each rank in every switch."""
     counts = block("evoformer", 128, 256, ranks=8)

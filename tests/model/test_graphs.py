@@ -309,3 +309,28 @@ def test_streams_are_those_of_the_stack() -> None:
     path = ("block", 1, "row_attention")
     assert torch.equal(other.stack([path]), keys.stack([path]))
     assert other.places == keys.places
+
+
+def test_parameters_that_moved_are_recorded_again() -> None:
+    """Catches a recording that reads the memory where the parameters were before a move or a load with `assign`."""
+    run = Run(*stack_of("evoformer"), half=False)
+    graphs = recorded(run.stack, calls_before=0)
+    run.forward()
+    for parameter in run.stack.parameters():
+        parameter.data = 0.9 * parameter.data
+    found = run.forward()
+    assert (len(graphs), graphs.replays) == (1, 2)
+    graphs.enabled = False
+    assert all(torch.equal(*pair) for pair in zip(found, run.forward(), strict=True))
+
+
+@pytest.mark.parametrize("kind", ["evoformer", "templates"])
+def test_recomputation_leaves_the_states_of_generators_alone(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches torch's checkpoint that reads the GPU's generator, which ends the recording of a CUDA graph."""
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("the state of a generator was read")
+
+    run = Run(*stack_of(kind, recompute=True), half=False)
+    monkeypatch.setattr(torch, "get_rng_state", refuse)
+    run.step()
