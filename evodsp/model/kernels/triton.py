@@ -28,9 +28,11 @@ from evodsp.model.kernels.triton_kernels import layer_norm as _layer_norm
 from evodsp.model.kernels.triton_kernels import outer_product as _outer_product
 from evodsp.model.kernels.triton_kernels.dropout import dropout_add
 from evodsp.model.kernels.triton_kernels.global_attention import global_attention
+from evodsp.model.kernels.triton_kernels.launch import Operator
 from evodsp.model.kernels.triton_kernels.layer_norm import layer_norm
 
 __all__ = [
+    "OPERATORS",
     "REPORTS",
     "attention",
     "biased_attention",
@@ -47,8 +49,8 @@ __all__ = [
     "triangle_product",
 ]
 
-REPORTS: dict[str, Callable[..., tuple[int, int]]] = {
-    operator.name: operator.report
+OPERATORS: dict[str, Operator] = {
+    operator.name: operator
     for module in (
         _attention,
         _dropout,
@@ -61,6 +63,8 @@ REPORTS: dict[str, Callable[..., tuple[int, int]]] = {
     )
     for operator in module.OPERATORS
 }
+"""By `namespace::name`."""
+REPORTS: dict[str, Callable[..., tuple[int, int]]] = {name: operator.report for name, operator in OPERATORS.items()}
 """`namespace::name` of an operator -> function of its positional arguments that returns (launches, bytes moved)."""
 
 
