@@ -1,7 +1,9 @@
 """Device code of `attention.py`.
 
 Every tensor comes with its strides: [B, N, L, H, D] for q, k, v, gate, their gradients and the output, [B, N, K] for the key
-mask, [B, H, Q, K] for the bias. Statistics of queries are contiguous [B, N, H, Q]. Logits are in base 2. Offsets are 64-bit.
+mask, [B, H, Q, K] for the bias, whose rows go on to the next multiple of 16 keys, with zeros. Statistics of queries are
+contiguous [B, N, H, Q]. Logits are in base 2. Offsets are 64-bit. EIGHTS: all strides of [B, N, L, H, D] but the last one are
+multiples of 8.
 """
 
 from __future__ import annotations
@@ -31,9 +33,12 @@ def _place(rows, heads, positions, TILE: tl.constexpr, TOGETHER: tl.constexpr):
 
 @no_type_check
 @triton.jit
-def _offsets(strides, positions, PADDED: tl.constexpr):
+def _offsets(strides, positions, PADDED: tl.constexpr, EIGHTS: tl.constexpr):
     """Offsets of a tile [positions, D] within a row and head."""
-    return positions.to(tl.int64)[:, None] * strides[2] + tl.arange(0, PADDED)[None, :] * strides[4]
+    rows = positions.to(tl.int64)[:, None] * strides[2]
+    if EIGHTS:
+        rows = tl.multiple_of(rows, (1, 8))
+    return rows + tl.arange(0, PADDED)[None, :] * strides[4]
 
 
 @no_type_check
@@ -48,8 +53,17 @@ def _inside(positions, length, WIDTH: tl.constexpr, PADDED: tl.constexpr):
 
 @no_type_check
 @triton.jit
-def _start(strides, sample, row, head):
-    return sample * strides[0] + row * strides[1] + head * strides[3]
+def _start(strides, sample, row, head, EIGHTS: tl.constexpr):
+    """Offset of a row and head. Of strides that are multiples of 8 and not of 16, Triton knows nothing, unless it is told."""
+    start = sample * strides[0] + row * strides[1] + head * strides[3]
+    return tl.multiple_of(start, 8) if EIGHTS else start
+
+
+@no_type_check
+@triton.jit
+def _tile(strides, sample, row, head, positions, PADDED: tl.constexpr, EIGHTS: tl.constexpr):
+    """Offsets of a tile [positions, D]."""
+    return _start(strides, sample, row, head, EIGHTS) + _offsets(strides, positions, PADDED, EIGHTS)
 
 
 @no_type_check
@@ -62,11 +76,18 @@ def _mask_bias(keys, columns, stride, length):
 
 @no_type_check
 @triton.jit
+def _biased(columns, length):
+    """Which keys have a bias in memory: of 16 neighbours all or none, so that a thread reads several at once."""
+    return columns < tl.cdiv(length, 16) * 16
+
+
+@no_type_check
+@triton.jit
 def forward(
     q, q_strides, k, k_strides, v, v_strides, gate, gate_strides, out, out_strides, keys, keys_strides, bias, bias_strides,
     largest, inverse, rows, queries, length, heads, scale,
-    BIASED: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, TILE_Q: tl.constexpr, TILE_K: tl.constexpr,
-    PRECISION: tl.constexpr, TOGETHER: tl.constexpr,
+    BIASED: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, EIGHTS: tl.constexpr, TILE_Q: tl.constexpr,
+    TILE_K: tl.constexpr, PRECISION: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     """A tile of queries of one row and head, over all keys."""
     sample, row, head, tile = _place(rows, heads, queries, TILE_Q, TOGETHER)
@@ -74,11 +95,9 @@ def forward(
         return
     query = tile * TILE_Q + tl.arange(0, TILE_Q)
     inside = _inside(query, queries, WIDTH, PADDED)
-    own_q = tl.load(
-        q + _start(q_strides, sample, row, head) + _offsets(q_strides, query, PADDED), mask=inside, other=0.0
-    )
-    k += _start(k_strides, sample, row, head)
-    v += _start(v_strides, sample, row, head)
+    own_q = tl.load(q + _tile(q_strides, sample, row, head, query, PADDED, EIGHTS), mask=inside, other=0.0)
+    k += _start(k_strides, sample, row, head, EIGHTS)
+    v += _start(v_strides, sample, row, head, EIGHTS)
     keys += sample * keys_strides[0] + row * keys_strides[1]
     if BIASED:
         bias += sample * bias_strides[0] + head * bias_strides[1]
@@ -89,28 +108,28 @@ def forward(
     for start in range(0, length, TILE_K):
         key = start + tl.arange(0, TILE_K)
         there = _inside(key, length, WIDTH, PADDED)
-        some_k = tl.load(k + _offsets(k_strides, key, PADDED), mask=there, other=0.0)
-        logits = tl.dot(own_q, some_k.T, input_precision=PRECISION) * (scale * LOG2_E)
+        some_k = tl.load(k + _offsets(k_strides, key, PADDED, EIGHTS), mask=there, other=0.0)
+        masked = _mask_bias(keys, key, keys_strides[2], length)[None, :]
+        logits = tl.dot(own_q, some_k.T, input_precision=PRECISION) * (scale * LOG2_E) + masked
         if BIASED:
-            within = (query < queries)[:, None] & (key < length)[None, :]
+            within = (query < queries)[:, None] & _biased(key, length)[None, :]
             logits += (
                 tl.load(bias_rows + key[None, :] * bias_strides[3], mask=within, other=0.0).to(tl.float32) * LOG2_E
             )
-        logits += _mask_bias(keys, key, keys_strides[2], length)[None, :]
         new_top = tl.maximum(top, tl.max(logits, 1))
         fade = tl.exp2(top - new_top)
         weights = tl.exp2(logits - new_top[:, None])
         total = total * fade + tl.sum(weights, 1)
-        some_v = tl.load(v + _offsets(v_strides, key, PADDED), mask=there, other=0.0)
+        some_v = tl.load(v + _offsets(v_strides, key, PADDED, EIGHTS), mask=there, other=0.0)
         mean = tl.dot(weights.to(some_v.dtype), some_v, mean * fade[:, None], input_precision=PRECISION)
         top = new_top
     of_sum = tl.where(total > 0, 1.0 / total, 0.0)  # without keys the output is 0
-    logit = tl.load(
-        gate + _start(gate_strides, sample, row, head) + _offsets(gate_strides, query, PADDED), mask=inside, other=0.0
-    ).to(tl.float32)
+    logit = tl.load(gate + _tile(gate_strides, sample, row, head, query, PADDED, EIGHTS), mask=inside, other=0.0).to(
+        tl.float32
+    )
     result = mean * of_sum[:, None] * tl.sigmoid(logit)
     tl.store(
-        out + _start(out_strides, sample, row, head) + _offsets(out_strides, query, PADDED),
+        out + _tile(out_strides, sample, row, head, query, PADDED, EIGHTS),
         result.to(out.dtype.element_ty), mask=inside,
     )  # fmt: skip
     at = ((sample * rows + row) * heads + head) * queries + query
@@ -124,8 +143,8 @@ def backward_queries(
     q, q_strides, k, k_strides, v, v_strides, keys, keys_strides, bias, bias_strides, upstream, upstream_strides,
     grad, grad_strides, gate, gate_strides, out, out_strides, grad_q, grad_q_strides, grad_gate, grad_gate_strides,
     largest, inverse, centre, rows, queries, length, heads, scale,
-    BIASED: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, TILE_Q: tl.constexpr, TILE_K: tl.constexpr,
-    PRECISION: tl.constexpr, TOGETHER: tl.constexpr,
+    BIASED: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, EIGHTS: tl.constexpr, TILE_Q: tl.constexpr,
+    TILE_K: tl.constexpr, PRECISION: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     """Gradients of a tile of queries and of its gate, its `upstream` gradient before the gate, and its `centre`.
 
@@ -136,22 +155,22 @@ def backward_queries(
         return
     query = tile * TILE_Q + tl.arange(0, TILE_Q)
     inside = _inside(query, queries, WIDTH, PADDED)
-    own_grad = tl.load(
-        grad + _start(grad_strides, sample, row, head) + _offsets(grad_strides, query, PADDED), mask=inside, other=0.0
-    ).to(tl.float32)
-    own_out = tl.load(
-        out + _start(out_strides, sample, row, head) + _offsets(out_strides, query, PADDED), mask=inside, other=0.0
-    ).to(tl.float32)
+    own_grad = tl.load(grad + _tile(grad_strides, sample, row, head, query, PADDED, EIGHTS), mask=inside, other=0.0).to(
+        tl.float32
+    )
+    own_out = tl.load(out + _tile(out_strides, sample, row, head, query, PADDED, EIGHTS), mask=inside, other=0.0).to(
+        tl.float32
+    )
     opened = tl.sigmoid(
         tl.load(
-            gate + _start(gate_strides, sample, row, head) + _offsets(gate_strides, query, PADDED),
+            gate + _tile(gate_strides, sample, row, head, query, PADDED, EIGHTS),
             mask=inside,
             other=0.0,
         ).to(tl.float32)
     )
     guess = tl.sum(own_grad * own_out, 1)
     tl.store(
-        grad_gate + _start(grad_gate_strides, sample, row, head) + _offsets(grad_gate_strides, query, PADDED),
+        grad_gate + _tile(grad_gate_strides, sample, row, head, query, PADDED, EIGHTS),
         (own_grad * own_out * (1.0 - opened)).to(grad_gate.dtype.element_ty), mask=inside,
     )  # fmt: skip
     at = ((sample * rows + row) * heads + head) * queries + query
@@ -160,15 +179,13 @@ def backward_queries(
     guess *= of_sum
     above = (own_grad * opened * of_sum[:, None]).to(upstream.dtype.element_ty)
     tl.store(
-        upstream + _start(upstream_strides, sample, row, head) + _offsets(upstream_strides, query, PADDED),
+        upstream + _tile(upstream_strides, sample, row, head, query, PADDED, EIGHTS),
         above,
         mask=inside,
     )
-    own_q = tl.load(
-        q + _start(q_strides, sample, row, head) + _offsets(q_strides, query, PADDED), mask=inside, other=0.0
-    )
-    k += _start(k_strides, sample, row, head)
-    v += _start(v_strides, sample, row, head)
+    own_q = tl.load(q + _tile(q_strides, sample, row, head, query, PADDED, EIGHTS), mask=inside, other=0.0)
+    k += _start(k_strides, sample, row, head, EIGHTS)
+    v += _start(v_strides, sample, row, head, EIGHTS)
     keys += sample * keys_strides[0] + row * keys_strides[1]
     if BIASED:
         bias += sample * bias_strides[0] + head * bias_strides[1]
@@ -179,22 +196,22 @@ def backward_queries(
     for start in range(0, length, TILE_K):
         key = start + tl.arange(0, TILE_K)
         there = _inside(key, length, WIDTH, PADDED)
-        some_k = tl.load(k + _offsets(k_strides, key, PADDED), mask=there, other=0.0)
-        some_v = tl.load(v + _offsets(v_strides, key, PADDED), mask=there, other=0.0)
-        logits = tl.dot(own_q, some_k.T, input_precision=PRECISION) * (scale * LOG2_E)
+        some_k = tl.load(k + _offsets(k_strides, key, PADDED, EIGHTS), mask=there, other=0.0)
+        some_v = tl.load(v + _offsets(v_strides, key, PADDED, EIGHTS), mask=there, other=0.0)
+        masked = _mask_bias(keys, key, keys_strides[2], length)[None, :]
+        logits = tl.dot(own_q, some_k.T, input_precision=PRECISION) * (scale * LOG2_E) + masked
         if BIASED:
-            within = (query < queries)[:, None] & (key < length)[None, :]
+            within = (query < queries)[:, None] & _biased(key, length)[None, :]
             logits += (
                 tl.load(bias_rows + key[None, :] * bias_strides[3], mask=within, other=0.0).to(tl.float32) * LOG2_E
             )
-        logits += _mask_bias(keys, key, keys_strides[2], length)[None, :]
         weights = tl.exp2(logits - top[:, None])
         slope = weights * (tl.dot(above, some_v.T, input_precision=PRECISION) - guess[:, None])
         missed += tl.sum(slope, 1)
         slope_k = tl.dot(slope.to(some_k.dtype), some_k, slope_k, input_precision=PRECISION)
         mean_k = tl.dot(weights.to(some_k.dtype), some_k, mean_k, input_precision=PRECISION)
     tl.store(
-        grad_q + _start(grad_q_strides, sample, row, head) + _offsets(grad_q_strides, query, PADDED),
+        grad_q + _tile(grad_q_strides, sample, row, head, query, PADDED, EIGHTS),
         ((slope_k - (missed * of_sum)[:, None] * mean_k) * scale).to(grad_q.dtype.element_ty), mask=inside,
     )  # fmt: skip
     tl.store(centre + at, guess + missed * of_sum, mask=query < queries)
@@ -205,8 +222,8 @@ def backward_queries(
 def backward_keys(
     q, q_strides, k, k_strides, v, v_strides, keys, keys_strides, bias, bias_strides, upstream, upstream_strides,
     grad_k, grad_k_strides, grad_v, grad_v_strides, largest, centre, rows, queries, length, heads, scale,
-    BIASED: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, TILE_Q: tl.constexpr, TILE_K: tl.constexpr,
-    PRECISION: tl.constexpr, TOGETHER: tl.constexpr,
+    BIASED: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, EIGHTS: tl.constexpr, TILE_Q: tl.constexpr,
+    TILE_K: tl.constexpr, PRECISION: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     """Gradients of a tile of keys and of their values. Logits are transposed: keys x queries."""
     sample, row, head, tile = _place(rows, heads, length, TILE_K, TOGETHER)
@@ -214,11 +231,11 @@ def backward_keys(
         return
     key = tile * TILE_K + tl.arange(0, TILE_K)
     inside = _inside(key, length, WIDTH, PADDED)
-    own_k = tl.load(k + _start(k_strides, sample, row, head) + _offsets(k_strides, key, PADDED), mask=inside, other=0.0)
-    own_v = tl.load(v + _start(v_strides, sample, row, head) + _offsets(v_strides, key, PADDED), mask=inside, other=0.0)
+    own_k = tl.load(k + _tile(k_strides, sample, row, head, key, PADDED, EIGHTS), mask=inside, other=0.0)
+    own_v = tl.load(v + _tile(v_strides, sample, row, head, key, PADDED, EIGHTS), mask=inside, other=0.0)
     masked = _mask_bias(keys + sample * keys_strides[0] + row * keys_strides[1], key, keys_strides[2], length)
-    q += _start(q_strides, sample, row, head)
-    upstream += _start(upstream_strides, sample, row, head)
+    q += _start(q_strides, sample, row, head, EIGHTS)
+    upstream += _start(upstream_strides, sample, row, head, EIGHTS)
     if BIASED:
         bias += sample * bias_strides[0] + head * bias_strides[1]
         bias_columns = bias + key.to(tl.int64)[:, None] * bias_strides[3]
@@ -228,26 +245,25 @@ def backward_keys(
     for start in range(0, queries, TILE_Q):
         query = start + tl.arange(0, TILE_Q)
         there = _inside(query, queries, WIDTH, PADDED)
-        some_q = tl.load(q + _offsets(q_strides, query, PADDED), mask=there, other=0.0)
-        above = tl.load(upstream + _offsets(upstream_strides, query, PADDED), mask=there, other=0.0)
+        some_q = tl.load(q + _offsets(q_strides, query, PADDED, EIGHTS), mask=there, other=0.0)
+        above = tl.load(upstream + _offsets(upstream_strides, query, PADDED, EIGHTS), mask=there, other=0.0)
         top = tl.load(largest + first + query, mask=query < queries, other=float("inf"))
         middle = tl.load(centre + first + query, mask=query < queries, other=0.0)
-        logits = tl.dot(own_k, some_q.T, input_precision=PRECISION) * (scale * LOG2_E)
+        logits = tl.dot(own_k, some_q.T, input_precision=PRECISION) * (scale * LOG2_E) + masked[:, None]
         if BIASED:
-            within = (key < length)[:, None] & (query < queries)[None, :]
+            within = _biased(key, length)[:, None] & (query < queries)[None, :]
             columns = bias_columns + query.to(tl.int64)[None, :] * bias_strides[2]
             logits += tl.load(columns, mask=within, other=0.0).to(tl.float32) * LOG2_E
-        logits += masked[:, None]
         weights = tl.exp2(logits - top[None, :])
         sum_v = tl.dot(weights.to(above.dtype), above, sum_v, input_precision=PRECISION)
         slope = weights * (tl.dot(own_v, above.T, input_precision=PRECISION) - middle[None, :])
         slope_q = tl.dot(slope.to(some_q.dtype), some_q, slope_q, input_precision=PRECISION)
     tl.store(
-        grad_k + _start(grad_k_strides, sample, row, head) + _offsets(grad_k_strides, key, PADDED),
+        grad_k + _tile(grad_k_strides, sample, row, head, key, PADDED, EIGHTS),
         (slope_q * scale).to(grad_k.dtype.element_ty), mask=inside,
     )  # fmt: skip
     tl.store(
-        grad_v + _start(grad_v_strides, sample, row, head) + _offsets(grad_v_strides, key, PADDED),
+        grad_v + _tile(grad_v_strides, sample, row, head, key, PADDED, EIGHTS),
         sum_v.to(grad_v.dtype.element_ty), mask=inside,
     )  # fmt: skip
 
@@ -257,8 +273,8 @@ def backward_keys(
 def backward_bias(
     q, q_strides, k, k_strides, v, v_strides, keys, keys_strides, bias, bias_strides, upstream, upstream_strides,
     largest, centre, sums, rows, queries, length, heads, scale, parts,
-    BIASED: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, TILE_Q: tl.constexpr, TILE_K: tl.constexpr,
-    PRECISION: tl.constexpr,
+    BIASED: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, EIGHTS: tl.constexpr, TILE_Q: tl.constexpr,
+    TILE_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradient of a tile of the bias, summed over a part of the rows. `sums`: [parts, B, H, Q, K], contiguous."""
     program = tl.program_id(0)
@@ -272,11 +288,12 @@ def backward_bias(
     inside_q, inside_k = _inside(query, queries, WIDTH, PADDED), _inside(key, length, WIDTH, PADDED)
     bias += sample * bias_strides[0] + head * bias_strides[1]
     cells = query.to(tl.int64)[:, None] * bias_strides[2] + key.to(tl.int64)[None, :] * bias_strides[3]
-    own_bias = tl.load(bias + cells, mask=within, other=0.0)
-    q += sample * q_strides[0] + head * q_strides[3] + _offsets(q_strides, query, PADDED)
-    k += sample * k_strides[0] + head * k_strides[3] + _offsets(k_strides, key, PADDED)
-    v += sample * v_strides[0] + head * v_strides[3] + _offsets(v_strides, key, PADDED)
-    upstream += sample * upstream_strides[0] + head * upstream_strides[3] + _offsets(upstream_strides, query, PADDED)
+    biased = (query < queries)[:, None] & _biased(key, length)[None, :]
+    own_bias = tl.load(bias + cells, mask=biased, other=0.0)
+    q += _offsets(q_strides, query, PADDED, EIGHTS)
+    k += _offsets(k_strides, key, PADDED, EIGHTS)
+    v += _offsets(v_strides, key, PADDED, EIGHTS)
+    upstream += _offsets(upstream_strides, query, PADDED, EIGHTS)
     keys += sample * keys_strides[0]
     total = tl.zeros([TILE_Q, TILE_K], tl.float32)
     for row in range(part, rows, parts):
@@ -284,13 +301,13 @@ def backward_bias(
         at = ((sample * rows + wide) * heads + head) * queries + query
         top = tl.load(largest + at, mask=query < queries, other=float("inf"))
         middle = tl.load(centre + at, mask=query < queries, other=0.0)
-        some_q = tl.load(q + wide * q_strides[1], mask=inside_q, other=0.0)
-        some_k = tl.load(k + wide * k_strides[1], mask=inside_k, other=0.0)
-        some_v = tl.load(v + wide * v_strides[1], mask=inside_k, other=0.0)
-        above = tl.load(upstream + wide * upstream_strides[1], mask=inside_q, other=0.0)
-        logits = tl.dot(some_q, some_k.T, input_precision=PRECISION) * (scale * LOG2_E)
+        some_q = tl.load(q + _start(q_strides, sample, wide, head, EIGHTS), mask=inside_q, other=0.0)
+        some_k = tl.load(k + _start(k_strides, sample, wide, head, EIGHTS), mask=inside_k, other=0.0)
+        some_v = tl.load(v + _start(v_strides, sample, wide, head, EIGHTS), mask=inside_k, other=0.0)
+        above = tl.load(upstream + _start(upstream_strides, sample, wide, head, EIGHTS), mask=inside_q, other=0.0)
+        masked = _mask_bias(keys + wide * keys_strides[1], key, keys_strides[2], length)[None, :]
+        logits = tl.dot(some_q, some_k.T, input_precision=PRECISION) * (scale * LOG2_E) + masked
         logits += own_bias.to(tl.float32) * LOG2_E
-        logits += _mask_bias(keys + wide * keys_strides[1], key, keys_strides[2], length)[None, :]
         weights = tl.exp2(logits - top[:, None])
         total += weights * (tl.dot(above, some_v.T, input_precision=PRECISION) - middle[:, None])
     samples = tl.num_programs(0) // (tiles_k * tiles_q * heads * parts)
