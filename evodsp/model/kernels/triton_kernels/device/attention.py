@@ -71,7 +71,7 @@ def _tile(strides, sample, row, head, positions, PADDED: tl.constexpr, EIGHTS: t
 def _mask_bias(keys, columns, stride, length):
     """What the mask adds to the logits of some keys: 0 or -1e9, and -inf beyond the last key."""
     present = tl.load(keys + columns.to(tl.int64) * stride, mask=columns < length, other=0).to(tl.float32)
-    return tl.where(columns < length, (present - 1.0) * MASKED, float("-inf"))
+    return tl.where(columns < length, present * MASKED - MASKED, float("-inf"))
 
 
 @no_type_check
@@ -79,6 +79,57 @@ def _mask_bias(keys, columns, stride, length):
 def _biased(columns, length):
     """Which keys have a bias in memory: of 16 neighbours all or none, so that a thread reads several at once."""
     return columns < tl.cdiv(length, 16) * 16
+
+
+@no_type_check
+@triton.jit
+def _rows_of(x, positions, length, LAST: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr):
+    """A tile [positions, D]. LAST: some of the positions do not exist."""
+    if LAST:
+        tile = tl.load(x, mask=_inside(positions, length, WIDTH, PADDED), other=0.0)
+    elif WIDTH < PADDED:
+        tile = tl.load(x, mask=(tl.arange(0, PADDED) < WIDTH)[None, :], other=0.0)
+    else:
+        tile = tl.load(x)
+    return tile
+
+
+@no_type_check
+@triton.jit
+def _logits_of_keys(
+    own_q, some_k, keys, keys_stride, bias, key, length, scale, LAST: tl.constexpr, BIASED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Of a tile of queries and some keys, in base 2. `bias`: pointers to its tile. LAST: some of the keys do not exist."""
+    if LAST:
+        masked = _mask_bias(keys, key, keys_stride, length)
+    else:
+        masked = tl.load(keys + key.to(tl.int64) * keys_stride).to(tl.float32) * MASKED - MASKED
+    logits = tl.dot(own_q, some_k.T, input_precision=PRECISION) * (scale * LOG2_E) + masked[None, :]
+    if BIASED:
+        some = tl.load(bias, mask=_biased(key, length)[None, :], other=0.0) if LAST else tl.load(bias)
+        logits += some.to(tl.float32) * LOG2_E
+    return logits
+
+
+@no_type_check
+@triton.jit
+def _over_keys(
+    own_q, k, v, keys, keys_stride, bias, start, length, scale, top, total, mean,
+    LAST: tl.constexpr, BIASED: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, TILE_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The running softmax and mean of the forward pass after the keys from `start` on. LAST: some of them do not exist."""
+    key = start + tl.arange(0, TILE_K)
+    some_k = _rows_of(k, key, length, LAST, WIDTH, PADDED)
+    some_v = _rows_of(v, key, length, LAST, WIDTH, PADDED)
+    logits = _logits_of_keys(own_q, some_k, keys, keys_stride, bias, key, length, scale, LAST, BIASED, PRECISION)
+    new_top = tl.maximum(top, tl.max(logits, 1))
+    fade = tl.exp2(top - new_top)
+    weights = tl.exp2(logits - new_top[:, None])
+    total = total * fade + tl.sum(weights, 1)
+    mean = tl.dot(weights.to(some_v.dtype), some_v, mean * fade[:, None], input_precision=PRECISION)
+    return new_top, total, mean
 
 
 @no_type_check
@@ -96,33 +147,31 @@ def forward(
     query = tile * TILE_Q + tl.arange(0, TILE_Q)
     inside = _inside(query, queries, WIDTH, PADDED)
     own_q = tl.load(q + _tile(q_strides, sample, row, head, query, PADDED, EIGHTS), mask=inside, other=0.0)
-    k += _start(k_strides, sample, row, head, EIGHTS)
-    v += _start(v_strides, sample, row, head, EIGHTS)
+    key = tl.arange(0, TILE_K)
+    k += _tile(k_strides, sample, row, head, key, PADDED, EIGHTS)
+    v += _tile(v_strides, sample, row, head, key, PADDED, EIGHTS)
     keys += sample * keys_strides[0] + row * keys_strides[1]
-    if BIASED:
+    if BIASED:  # of queries that do not exist the last one's, which is in memory
         bias += sample * bias_strides[0] + head * bias_strides[1]
-        bias_rows = bias + query.to(tl.int64)[:, None] * bias_strides[2]
+        bias += tl.minimum(query, queries - 1).to(tl.int64)[:, None] * bias_strides[2] + key[None, :] * bias_strides[3]
     top = tl.full([TILE_Q], float("-inf"), tl.float32)
     total = tl.zeros([TILE_Q], tl.float32)
     mean = tl.zeros([TILE_Q, PADDED], tl.float32)
-    for start in range(0, length, TILE_K):
-        key = start + tl.arange(0, TILE_K)
-        there = _inside(key, length, WIDTH, PADDED)
-        some_k = tl.load(k + _offsets(k_strides, key, PADDED, EIGHTS), mask=there, other=0.0)
-        masked = _mask_bias(keys, key, keys_strides[2], length)[None, :]
-        logits = tl.dot(own_q, some_k.T, input_precision=PRECISION) * (scale * LOG2_E) + masked
+    whole = length // TILE_K * TILE_K
+    for start in range(0, whole, TILE_K):
+        top, total, mean = _over_keys(
+            own_q, k, v, keys, keys_strides[2], bias, start, length, scale, top, total, mean,
+            False, BIASED, WIDTH, PADDED, TILE_K, PRECISION,
+        )  # fmt: skip
+        k += TILE_K * k_strides[2]
+        v += TILE_K * v_strides[2]
         if BIASED:
-            within = (query < queries)[:, None] & _biased(key, length)[None, :]
-            logits += (
-                tl.load(bias_rows + key[None, :] * bias_strides[3], mask=within, other=0.0).to(tl.float32) * LOG2_E
-            )
-        new_top = tl.maximum(top, tl.max(logits, 1))
-        fade = tl.exp2(top - new_top)
-        weights = tl.exp2(logits - new_top[:, None])
-        total = total * fade + tl.sum(weights, 1)
-        some_v = tl.load(v + _offsets(v_strides, key, PADDED, EIGHTS), mask=there, other=0.0)
-        mean = tl.dot(weights.to(some_v.dtype), some_v, mean * fade[:, None], input_precision=PRECISION)
-        top = new_top
+            bias += TILE_K * bias_strides[3]
+    if whole < length:
+        top, total, mean = _over_keys(
+            own_q, k, v, keys, keys_strides[2], bias, whole, length, scale, top, total, mean,
+            True, BIASED, WIDTH, PADDED, TILE_K, PRECISION,
+        )  # fmt: skip
     of_sum = tl.where(total > 0, 1.0 / total, 0.0)  # without keys the output is 0
     logit = tl.load(gate + _tile(gate_strides, sample, row, head, query, PADDED, EIGHTS), mask=inside, other=0.0).to(
         tl.float32
@@ -135,6 +184,26 @@ def forward(
     at = ((sample * rows + row) * heads + head) * queries + query
     tl.store(largest + at, top, mask=query < queries)
     tl.store(inverse + at, of_sum, mask=query < queries)
+
+
+@no_type_check
+@triton.jit
+def _slopes_over_keys(
+    own_q, above, k, v, keys, keys_stride, bias, start, length, scale, top, guess, missed, slope_k, mean_k,
+    LAST: tl.constexpr, BIASED: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, TILE_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The sums of `backward_queries` after the keys from `start` on. LAST: some of them do not exist."""
+    key = start + tl.arange(0, TILE_K)
+    some_k = _rows_of(k, key, length, LAST, WIDTH, PADDED)
+    some_v = _rows_of(v, key, length, LAST, WIDTH, PADDED)
+    logits = _logits_of_keys(own_q, some_k, keys, keys_stride, bias, key, length, scale, LAST, BIASED, PRECISION)
+    weights = tl.exp2(logits - top[:, None])
+    slope = weights * (tl.dot(above, some_v.T, input_precision=PRECISION) - guess[:, None])
+    missed += tl.sum(slope, 1)
+    slope_k = tl.dot(slope.to(some_k.dtype), some_k, slope_k, input_precision=PRECISION)
+    mean_k = tl.dot(weights.to(some_k.dtype), some_k, mean_k, input_precision=PRECISION)
+    return missed, slope_k, mean_k
 
 
 @no_type_check
@@ -184,37 +253,63 @@ def backward_queries(
         mask=inside,
     )
     own_q = tl.load(q + _tile(q_strides, sample, row, head, query, PADDED, EIGHTS), mask=inside, other=0.0)
-    k += _start(k_strides, sample, row, head, EIGHTS)
-    v += _start(v_strides, sample, row, head, EIGHTS)
+    key = tl.arange(0, TILE_K)
+    k += _tile(k_strides, sample, row, head, key, PADDED, EIGHTS)
+    v += _tile(v_strides, sample, row, head, key, PADDED, EIGHTS)
     keys += sample * keys_strides[0] + row * keys_strides[1]
     if BIASED:
         bias += sample * bias_strides[0] + head * bias_strides[1]
-        bias_rows = bias + query.to(tl.int64)[:, None] * bias_strides[2]
+        bias += tl.minimum(query, queries - 1).to(tl.int64)[:, None] * bias_strides[2] + key[None, :] * bias_strides[3]
     missed = tl.zeros([TILE_Q], tl.float32)
     slope_k = tl.zeros([TILE_Q, PADDED], tl.float32)
     mean_k = tl.zeros([TILE_Q, PADDED], tl.float32)
-    for start in range(0, length, TILE_K):
-        key = start + tl.arange(0, TILE_K)
-        there = _inside(key, length, WIDTH, PADDED)
-        some_k = tl.load(k + _offsets(k_strides, key, PADDED, EIGHTS), mask=there, other=0.0)
-        some_v = tl.load(v + _offsets(v_strides, key, PADDED, EIGHTS), mask=there, other=0.0)
-        masked = _mask_bias(keys, key, keys_strides[2], length)[None, :]
-        logits = tl.dot(own_q, some_k.T, input_precision=PRECISION) * (scale * LOG2_E) + masked
+    whole = length // TILE_K * TILE_K
+    for start in range(0, whole, TILE_K):
+        missed, slope_k, mean_k = _slopes_over_keys(
+            own_q, above, k, v, keys, keys_strides[2], bias, start, length, scale, top, guess, missed, slope_k, mean_k,
+            False, BIASED, WIDTH, PADDED, TILE_K, PRECISION,
+        )  # fmt: skip
+        k += TILE_K * k_strides[2]
+        v += TILE_K * v_strides[2]
         if BIASED:
-            within = (query < queries)[:, None] & _biased(key, length)[None, :]
-            logits += (
-                tl.load(bias_rows + key[None, :] * bias_strides[3], mask=within, other=0.0).to(tl.float32) * LOG2_E
-            )
-        weights = tl.exp2(logits - top[:, None])
-        slope = weights * (tl.dot(above, some_v.T, input_precision=PRECISION) - guess[:, None])
-        missed += tl.sum(slope, 1)
-        slope_k = tl.dot(slope.to(some_k.dtype), some_k, slope_k, input_precision=PRECISION)
-        mean_k = tl.dot(weights.to(some_k.dtype), some_k, mean_k, input_precision=PRECISION)
+            bias += TILE_K * bias_strides[3]
+    if whole < length:
+        missed, slope_k, mean_k = _slopes_over_keys(
+            own_q, above, k, v, keys, keys_strides[2], bias, whole, length, scale, top, guess, missed, slope_k, mean_k,
+            True, BIASED, WIDTH, PADDED, TILE_K, PRECISION,
+        )  # fmt: skip
     tl.store(
         grad_q + _tile(grad_q_strides, sample, row, head, query, PADDED, EIGHTS),
         ((slope_k - (missed * of_sum)[:, None] * mean_k) * scale).to(grad_q.dtype.element_ty), mask=inside,
     )  # fmt: skip
     tl.store(centre + at, guess + missed * of_sum, mask=query < queries)
+
+
+@no_type_check
+@triton.jit
+def _slopes_over_queries(
+    own_k, own_v, masked, q, upstream, largest, centre, bias, biased, start, queries, scale, slope_q, sum_v,
+    LAST: tl.constexpr, BIASED: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, TILE_Q: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The sums of `backward_keys` after the queries from `start` on. LAST: some of them do not exist."""
+    query = start + tl.arange(0, TILE_Q)
+    some_q = _rows_of(q, query, queries, LAST, WIDTH, PADDED)
+    above = _rows_of(upstream, query, queries, LAST, WIDTH, PADDED)
+    if LAST:
+        top = tl.load(largest + query, mask=query < queries, other=float("inf"))
+        middle = tl.load(centre + query, mask=query < queries, other=0.0)
+    else:
+        top, middle = tl.load(largest + query), tl.load(centre + query)
+    logits = tl.dot(own_k, some_q.T, input_precision=PRECISION) * (scale * LOG2_E) + masked[:, None]
+    if BIASED:
+        within = biased & (query < queries)[None, :] if LAST else biased
+        logits += tl.load(bias, mask=within, other=0.0).to(tl.float32) * LOG2_E
+    weights = tl.exp2(logits - top[None, :])
+    sum_v = tl.dot(weights.to(above.dtype), above, sum_v, input_precision=PRECISION)
+    slope = weights * (tl.dot(own_v, above.T, input_precision=PRECISION) - middle[None, :])
+    slope_q = tl.dot(slope.to(some_q.dtype), some_q, slope_q, input_precision=PRECISION)
+    return slope_q, sum_v
 
 
 @no_type_check
@@ -234,30 +329,33 @@ def backward_keys(
     own_k = tl.load(k + _tile(k_strides, sample, row, head, key, PADDED, EIGHTS), mask=inside, other=0.0)
     own_v = tl.load(v + _tile(v_strides, sample, row, head, key, PADDED, EIGHTS), mask=inside, other=0.0)
     masked = _mask_bias(keys + sample * keys_strides[0] + row * keys_strides[1], key, keys_strides[2], length)
-    q += _start(q_strides, sample, row, head, EIGHTS)
-    upstream += _start(upstream_strides, sample, row, head, EIGHTS)
+    query = tl.arange(0, TILE_Q)
+    q += _tile(q_strides, sample, row, head, query, PADDED, EIGHTS)
+    upstream += _tile(upstream_strides, sample, row, head, query, PADDED, EIGHTS)
     if BIASED:
         bias += sample * bias_strides[0] + head * bias_strides[1]
-        bias_columns = bias + key.to(tl.int64)[:, None] * bias_strides[3]
+        bias += key[:, None] * bias_strides[3] + query.to(tl.int64)[None, :] * bias_strides[2]
+    biased = _biased(key, length)[:, None]
     first = ((sample * rows + row) * heads + head) * queries
+    largest += first
+    centre += first
     slope_q = tl.zeros([TILE_K, PADDED], tl.float32)
     sum_v = tl.zeros([TILE_K, PADDED], tl.float32)
-    for start in range(0, queries, TILE_Q):
-        query = start + tl.arange(0, TILE_Q)
-        there = _inside(query, queries, WIDTH, PADDED)
-        some_q = tl.load(q + _offsets(q_strides, query, PADDED, EIGHTS), mask=there, other=0.0)
-        above = tl.load(upstream + _offsets(upstream_strides, query, PADDED, EIGHTS), mask=there, other=0.0)
-        top = tl.load(largest + first + query, mask=query < queries, other=float("inf"))
-        middle = tl.load(centre + first + query, mask=query < queries, other=0.0)
-        logits = tl.dot(own_k, some_q.T, input_precision=PRECISION) * (scale * LOG2_E) + masked[:, None]
+    whole = queries // TILE_Q * TILE_Q
+    for start in range(0, whole, TILE_Q):
+        slope_q, sum_v = _slopes_over_queries(
+            own_k, own_v, masked, q, upstream, largest, centre, bias, biased, start, queries, scale, slope_q, sum_v,
+            False, BIASED, WIDTH, PADDED, TILE_Q, PRECISION,
+        )  # fmt: skip
+        q += TILE_Q * q_strides[2]
+        upstream += TILE_Q * upstream_strides[2]
         if BIASED:
-            within = _biased(key, length)[:, None] & (query < queries)[None, :]
-            columns = bias_columns + query.to(tl.int64)[None, :] * bias_strides[2]
-            logits += tl.load(columns, mask=within, other=0.0).to(tl.float32) * LOG2_E
-        weights = tl.exp2(logits - top[None, :])
-        sum_v = tl.dot(weights.to(above.dtype), above, sum_v, input_precision=PRECISION)
-        slope = weights * (tl.dot(own_v, above.T, input_precision=PRECISION) - middle[None, :])
-        slope_q = tl.dot(slope.to(some_q.dtype), some_q, slope_q, input_precision=PRECISION)
+            bias += TILE_Q * bias_strides[2]
+    if whole < queries:
+        slope_q, sum_v = _slopes_over_queries(
+            own_k, own_v, masked, q, upstream, largest, centre, bias, biased, whole, queries, scale, slope_q, sum_v,
+            True, BIASED, WIDTH, PADDED, TILE_Q, PRECISION,
+        )  # fmt: skip
     tl.store(
         grad_k + _tile(grad_k_strides, sample, row, head, key, PADDED, EIGHTS),
         (slope_q * scale).to(grad_k.dtype.element_ty), mask=inside,
