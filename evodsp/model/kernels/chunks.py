@@ -40,6 +40,16 @@ def keeps(x: Float[Tensor, "B n1 n2 c"], channels: int, limit: int) -> bool:
     return x.device.type == "cpu" and x[..., 0].numel() * channels <= limit
 
 
+def returned(x: Tensor) -> Tensor:
+    """x, as the forward pass of an autograd.Function returns it: compiled, it is a tensor object of its own.
+
+    torch.compile makes every intermediate tensor of such a forward pass a result. If one is the very object that is returned
+    (operations in place and `contiguous` with nothing to do give one object two names), torch 2.11 takes the gradient of that
+    result, which is zero, instead of the returned one's, and says nothing.
+    """
+    return x.view_as(x) if torch.compiler.is_compiling() else x
+
+
 class Whole:
     """A tensor that is computed chunk by chunk."""
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from evodsp.model.kernels.chunks import SampleSums, Sums, Whole, chunks_of, keeps
+from evodsp.model.kernels.chunks import SampleSums, Sums, Whole, chunks_of, keeps, returned
 from evodsp.model.kernels.pieces import Pieces, cast_all, linear, matrix, norm_backward, put_norm
 from evodsp.model.precision import wide, without_autocast
 
@@ -223,7 +223,7 @@ class _GatedLinear(torch.autograd.Function):
         out = Whole(chunks, lambda: gate.new_empty(*gate.shape[:3], len(weight)))
         for at in chunks:
             out.put(at, linear(pieces.gate(x[at[0]].expand_as(gate[at]), gate[at]), weight, bias))
-        return out.x
+        return returned(out.x)
 
     @staticmethod
     @once_differentiable

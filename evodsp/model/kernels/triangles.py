@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from evodsp.model.kernels.chunks import Chunk, Sums, Whole, chunks_of, keeps
+from evodsp.model.kernels.chunks import Chunk, Sums, Whole, chunks_of, keeps, returned
 from evodsp.model.kernels.pieces import Pieces, cast_all, linear, matrix, norm_backward
 from evodsp.model.precision import without_autocast
 
@@ -106,7 +106,7 @@ class _GatedProjection(torch.autograd.Function):
         for at in chunks:
             y = pieces.norm(x[at], norm_weight, norm_bias)[0]
             operands.put(_operands_at(at), pieces.gated_operands(pieces.project(y, weight, bias), mask[at]))
-        return operands.x.contiguous()
+        return returned(operands.x.contiguous())
 
     @staticmethod
     @once_differentiable
@@ -229,7 +229,7 @@ class _GatedOutput(torch.autograd.Function):
         for at in chunks:
             y = pieces.norm(x[at], norm_weight, norm_bias)[0]
             out.put(at, pieces.gate(linear(y, weight, bias), gate[at]))
-        return out.x
+        return returned(out.x)
 
     @staticmethod
     @once_differentiable
