@@ -79,7 +79,8 @@ class Operator:
 
     def __init__(self, name: str, schema: str, body: Callable[..., Any]) -> None:
         """`schema`: as torch writes it, without the name. `body`: called with `launch`, then the arguments of the schema."""
-        self.name, self._body = f"evodsp::{name}", body
+        self.name, self.body = f"evodsp::{name}", body
+        self.differentiable = False
         self._call = torch.library.custom_op(self.name, functools.partial(body, run), mutates_args=(), schema=schema)
         self._call.register_fake(functools.partial(body, _ignore))
 
@@ -104,12 +105,13 @@ class Operator:
             ctx.save_for_backward(*keep(inputs, output))
             note(ctx, inputs)
 
+        self.differentiable = True
         self._call.register_autograd(backward, setup_context=set_up)
 
     def launches(self, *arguments: Any) -> list[Launch]:
         """The grids that a call launches, without launching them. Of tensors only shapes, strides and dtypes are used."""
         grids: list[Launch] = []
-        self._body(grids.append, *(_on_meta(x) for x in arguments))
+        self.body(grids.append, *(_on_meta(x) for x in arguments))
         return [launch for launch in grids if launch.programs > 0]
 
     def report(self, arguments: Sequence[Any], *_: Any) -> tuple[int, int]:
