@@ -2,10 +2,10 @@
 
     python -m scripts.benchmarks.host_time [--output scripts/benchmarks/results/host_time.txt]
 
-Tensors are on the CPU and tiny: a block on 4 x 4 positions with the widths of the preset `test`, in bf16. Triton has a driver without a
-GPU: it compiles kernels for an H100 and launches nothing. So what is measured is Python, torch and Triton, without the driver's
-part of a launch (2 to 3 us on a GPU). One line an operator of a block, in microseconds of the processor, the fastest of several
-rounds:
+Tensors are on the CPU and tiny: a block on 4 x 4 positions with the widths of the preset `test`, in bf16. Triton has a driver
+without a GPU: it compiles kernels for an H100 and launches nothing. So what is measured is Python, torch and Triton, without the
+driver's part of a launch (2 to 3 us on a GPU). One line an operator of a block, in microseconds of the processor, the fastest
+of several rounds:
 
     grids      how many it launches
     call       as the model calls it, without gradients
