@@ -1,11 +1,12 @@
 """Time that the host needs to launch our own operators and a whole block, and where it goes. Needs no GPU.
 
     python -m scripts.benchmarks.host_time [--output scripts/benchmarks/results/host_time.txt]
+    python -m scripts.benchmarks.host_time --device cuda [--seconds 18]
 
-Tensors are on the CPU and tiny: a block on 4 x 4 positions with the widths of the preset `test`, in bf16. Triton has a driver
-without a GPU: it compiles kernels for an H100 and launches nothing. So what is measured is Python, torch and Triton, without the
-driver's part of a launch (2 to 3 us on a GPU). One line an operator of a block, in microseconds of the processor, the fastest
-of several rounds:
+Without a GPU tensors are on the CPU and tiny: a block on 4 x 4 positions with the widths of the preset `test`, in bf16. Triton
+has a driver without a GPU: it compiles kernels for an H100 and launches nothing. So what is measured is Python, torch and
+Triton, without the driver's part of a launch (2 to 3 us on a GPU). One line an operator of a block, in microseconds of the
+processor, the fastest of several rounds:
 
     grids      how many it launches
     call       as the model calls it, without gradients
@@ -16,6 +17,12 @@ of several rounds:
 
 Then the whole block, forward and backward. "own" is the sum of its calls of own operators, by the column `call`. The remainder
 is Python and torch's operators; on the CPU these compute too, so it is more than the host of a GPU needs.
+
+With `--device cuda` blocks of the preset's widths on 4 x 16 positions are really launched. Times are those until a call
+returns, while the GPU has less queued than it takes. Then each operator's results are compared, bit by bit, with those of its
+body and Triton's ordinary launches: on aligned tensors, on tensors that begin one element later, in both orders, at sizes that
+are multiples of 16 and at others. The exit code is 1 if any differs. What has not begun after `--seconds` is left out. And
+`--compile` compiles the same kernels without a GPU, into Triton's cache (TRITON_CACHE_DIR), which saves most of the time.
 """
 
 from __future__ import annotations
@@ -23,6 +30,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import platform
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -43,6 +51,8 @@ from .gpu_parts import operators_of
 
 BLOCKS = (("evoformer", 4, 4), ("extra", 4, 4))
 """Kind and two sizes."""
+ON_GPU = (("evoformer", 4, 16), ("extra", 4, 16))
+COMPARED = (*ON_GPU, ("evoformer", 5, 7), ("extra", 5, 7))
 CALLS, ROUNDS = 60, 7
 
 
@@ -196,14 +206,16 @@ def _with_graph(operator: launch.Operator, arguments: Sequence[Any], clock: Cloc
         return clock(lambda: operator(first, *arguments[1:]))
 
 
-def block_lines(kind: str, first: int, residues: int, device: torch.device) -> Iterator[str]:
+def block_of(sizes: gpu_cases.Sizes, kind: str, first: int, residues: int, device: torch.device) -> Step:
+    """A block with our own operators, in bf16."""
+    config, kernels = gpu_cases.config_of(sizes), Kernels(**operators_of("triton"))
+    return gpu_cases.block(config, kind, first, residues, device, torch.bfloat16, kernels)
+
+
+def block_lines(name: str, step: Step, clock: Clock) -> Iterator[str]:
     """Lines of a block's operators, then of the whole block."""
-    config = gpu_cases.config_of(gpu_cases.TINY)
-    kernels = Kernels(**operators_of("triton"))
-    step = gpu_cases.block(config, kind, first, residues, device, torch.bfloat16, kernels)
-    clock = Clock(device)
     sums = {"forward": [0.0, 0, 0], "backward": [0.0, 0, 0]}
-    yield f"\n{kind} block on {first} x {residues}"
+    yield f"\n{name}"
     yield f"{'':52} {'stage':8} {'calls':>6} {'grids':>6} " + " ".join(
         f"{x:>9}" for x in ("call", "library", "graph", "body", "launches")
     )
@@ -236,27 +248,114 @@ def _stages(step: Step, clock: Clock) -> dict[str, float]:
     return best
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the table and write it where asked."""
+def shifted(arguments: Sequence[Any], elements: int) -> list[Any]:
+    """Copies of all tensors that begin so many elements after an aligned address."""
+
+    def copy(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        reach = (
+            sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) + 1 if x.numel() else 0
+        )
+        return x.new_empty(elements + reach).as_strided(x.shape, x.stride(), elements).copy_(x)
+
+    return [copy(x) for x in arguments]
+
+
+def differing(call: Call) -> list[str]:
+    """The ways of calling an operator whose results are not those of its body and Triton's ordinary launches."""
+    operator, found = call.operator, []
+    for order in ((0, 1), (1, 0)):
+        operator.forget()
+        for elements in order:
+            arguments = shifted(call.arguments, elements)
+            expected = _bytes(operator.body(launch.run, *arguments))
+            for number in range(4):  # Triton's launch, the one that is written down, two that are repeated
+                if _bytes(operator(*arguments)) != expected:
+                    found.append(
+                        f"call {number} of tensors {elements} elements after an aligned address, order {order}"
+                    )
+    return found
+
+
+def _bytes(results: Tensor | Sequence[Tensor]) -> list[bytes]:
+    tensors = [results] if isinstance(results, Tensor) else results
+    return [x.contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes() for x in tensors]
+
+
+def comparison_lines(device: torch.device, end: float) -> Iterator[str]:
+    """Compare the operators of some blocks until the time `end`. The last line counts."""
+    failed = compared = left = 0
+    for kind, first, residues in COMPARED:
+        if time.monotonic() > end:
+            left += 1
+            continue
+        seen: set[Any] = set()
+        for call in calls_of(block_of(gpu_cases.FULL, kind, first, residues, device)):
+            if time.monotonic() > end:
+                left += 1
+                continue
+            given = (call.operator, *(type(x) for x in call.arguments))
+            if given in seen:
+                continue
+            seen.add(given)
+            for way in differing(call):
+                failed += 1
+                yield f"DIFFERS: {call.operator.name} of a {kind} block on {first} x {residues}: {way}"
+            compared += 1
+    refused = [name for name, operator in operators().items() if operator.refused]
+    if refused:
+        failed += 1
+        yield f"REFUSED: Triton is not as expected, so plans are not repeated: {', '.join(refused)}"
+    yield f"compared bit by bit: {compared} calls, {failed} failures; {left} blocks or calls left out for want of time"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the table and write it where asked. Returns the exit code."""
     parser = argparse.ArgumentParser(description="Where the host's time goes when our own operators are called.")
     parser.add_argument("--output", type=Path, help="write the table into this file too")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: launch really, and compare")
+    parser.add_argument("--seconds", type=float, default=18.0, help="of --device cuda: begin nothing after them")
+    parser.add_argument(
+        "--compile", action="store_true", help="only compile, without a GPU, what --device cuda launches"
+    )
     options = parser.parse_args(arguments)
+    end = time.monotonic() + options.seconds
     torch.set_num_threads(1)
-    device = torch.device("cpu")
-    from triton.runtime import driver
+    gpu = options.device == "cuda"
+    device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
+    if not gpu:
+        from triton.runtime import driver
 
-    driver.set_active(NoGpu())
-    lines = [
+        driver.set_active(NoGpu())
+    lines: list[str] = []
+
+    def say(line: str) -> None:
+        print(line, flush=True)
+        lines.append(line)
+
+    if options.compile:
+        for _ in comparison_lines(device, float("inf")):
+            pass  # without a GPU nothing fills the results
+        return 0
+    say(
         f"# python -m scripts.benchmarks.host_time (triton {importlib.metadata.version('triton')}, "
-        f"torch {torch.__version__}, Python {platform.python_version()}, {_processor()})"
-    ]
-    print(lines[0])
-    for kind, first, residues in BLOCKS:
-        for line in block_lines(kind, first, residues, device):
-            print(line, flush=True)
-            lines.append(line)
+        f"torch {torch.__version__}, Python {platform.python_version()}, "
+        f"{torch.cuda.get_device_name() + ', ' if gpu else ''}{_processor()})"
+    )
+    for kind, first, residues in ON_GPU if gpu else BLOCKS:
+        if time.monotonic() > end and gpu:
+            say(f"{kind} block on {first} x {residues} left out for want of time")
+            continue
+        step = block_of(gpu_cases.FULL if gpu else gpu_cases.TINY, kind, first, residues, device)
+        for line in block_lines(f"{kind} block on {first} x {residues}", step, Clock(device)):
+            say(line)
+    if gpu:
+        for line in comparison_lines(device, end):
+            say(line)
     if options.output:
         options.output.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return int(gpu and " 0 failures" not in lines[-1])
 
 
 def _processor() -> str:
@@ -267,4 +366,4 @@ def _processor() -> str:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -114,6 +114,11 @@ class Operator:
         """Whether `differentiate` was called."""
         return self._with_gradients is not None
 
+    @property
+    def refused(self) -> bool:
+        """Whether Triton was not as a plan expected, so that the body runs each time."""
+        return any(plan is not None and plan.refused for plan in self._plans.values())
+
     def forget(self) -> None:
         """Forget all plans, as before the first call."""
         self._plans = {}

@@ -7,10 +7,10 @@ does anything else, such as arithmetic on tensors, gets no plan and runs each ti
 
 Repeating a plan also passes Triton's part of a launch, which looks at each argument to choose a compiled kernel. With all else
 fixed, that choice depends only on which addresses are multiples of 16. For each such pattern the first call goes through
-Triton, which compiles. In the second one, what Triton hands to its low-level launcher is written down. From the third on it is handed
-over again, with other addresses and the current stream. If anything in it is not as expected, the plan is refused, and the body
-runs and launches in the ordinary way. While hooks are set that Triton calls at launches, plans launch in the ordinary way too.
-Triton's settings (`TRITON_...`) are those of the first two calls.
+Triton, which compiles. In the second one, what Triton hands to its low-level launcher is written down. From the third on it is
+handed over again, with other addresses and the current stream. If anything in it is not as expected, the plan is refused, and
+the body runs and launches in the ordinary way. While hooks are set that Triton calls at launches, plans launch in the ordinary
+way too. Triton's settings (`TRITON_...`) are those of the first two calls.
 """
 
 from __future__ import annotations
