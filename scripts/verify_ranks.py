@@ -1,8 +1,11 @@
 """The checks that `verify_gpus.sh` runs on one or several ranks, and the comparison of what runs of evodsp wrote.
 
-    torchrun --nproc-per-node 2 scripts/verify_ranks.py kernels|half|collectives|model|switch cuda|cpu
-    python scripts/verify_ranks.py curves TOLERANCE FILE FILE...
-    python scripts/verify_ranks.py predictions FOLDER FOLDER
+    torchrun --nproc-per-node 2 -m scripts.verify_ranks kernels|half|collectives|model|switch cuda|cpu
+    python -m scripts.verify_ranks shared cuda|cpu
+    python -m scripts.verify_ranks curves TOLERANCE FILE FILE...
+    python -m scripts.verify_ranks predictions FOLDER FOLDER
+
+`shared` starts its ranks itself, three on one device.
 
 Prints lines that begin with 'result:', or raises if a check fails.
 """
@@ -14,6 +17,7 @@ import dataclasses
 import importlib
 import itertools
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -23,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from evodsp.config import KernelsConfig, ModelConfig
-from evodsp.launch.process_group import guarded, stop
+from evodsp.launch.process_group import guarded, stop, under_launcher
 from evodsp.launch.process_group import start as start_ranks
 from evodsp.model.casts import CastParameters
 from evodsp.model.dropout import DropoutKeys
@@ -36,9 +40,10 @@ from evodsp.parallel.collectives import Collective, Gather, ScatterSum, Sum, Swi
 from evodsp.parallel.exchange import ShardedExchange
 from evodsp.parallel.group import Group
 from evodsp.parallel.layout import shard_sizes
-from evodsp.parallel.mesh import init_mesh
+from evodsp.parallel.mesh import init_mesh, whole_group
 from evodsp.parallel.pending import start
 from evodsp.rng import Draws
+from scripts.verify_shared import shared
 
 
 def kernels(group: Group, device: torch.device) -> str:
@@ -250,7 +255,9 @@ def predictions(first: Path, second: Path) -> str:
     return text
 
 
-CHECKS = {"kernels": kernels, "half": half, "collectives": collectives, "model": model, "switch": switch}
+CHECKS = {
+    "kernels": kernels, "half": half, "shared": shared, "collectives": collectives, "model": model, "switch": switch
+}  # fmt: skip
 
 
 def main(check: str, *arguments: str) -> None:
@@ -261,11 +268,15 @@ def main(check: str, *arguments: str) -> None:
     if check == "predictions":
         print("result:", predictions(*map(Path, arguments)))
         return
+    if check == "shared" and not under_launcher():
+        launch = ["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "3", "-m", __spec__.name]
+        os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *launch, check, *arguments])
     cuda = arguments[0] == "cuda"
     with guarded():
-        start_ranks("nccl" if cuda else "gloo", timeout_s=120)
+        # One rank compiles what the others wait for.
+        start_ranks("nccl" if cuda and check != "shared" else "gloo", timeout_s=300 if check == "shared" else 120)
         device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-        group = init_mesh(dist.get_world_size()).sequence_group()
+        group = whole_group() if check == "shared" else init_mesh(dist.get_world_size()).sequence_group()
         result = CHECKS[check](group, device)
         if group.rank == 0:
             print("result:", result)
