@@ -14,6 +14,7 @@ Shape legend: B batch, N rows (each attends within itself), L positions, H heads
 
 from __future__ import annotations
 
+import copy
 import importlib
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -269,17 +270,16 @@ def multiplication_contender(backend: str, residues: int, channels: int, device:
     z = torch.randn(1, residues, residues, channels, generator=generator, device=device).to(HALF).requires_grad_()
     mask = torch.ones(1, residues, residues, device=device)
     half_mask = mask.to(HALF)
+    truth = copy.deepcopy(layer)
+    use_kernels(truth, FORMULAS)
     casts = CastParameters(layer)
 
     def exact(z: Tensor, *parameters: Tensor) -> Tensor:
-        casts.drop()
-        use_kernels(layer, FORMULAS)
-        names = [name for name, _ in layer.named_parameters()]
-        found: Tensor = functional_call(layer, dict(zip(names, parameters, strict=True)), (z, mask))
+        names = [name for name, _ in truth.named_parameters()]
+        found: Tensor = functional_call(truth, dict(zip(names, parameters, strict=True)), (z, mask))
         return found
 
-    def own(operators: Kernels, z: Tensor, *_: Tensor) -> Tensor:
-        use_kernels(layer, operators)
+    def own(z: Tensor, *_: Tensor) -> Tensor:
         with autocast(device, HALF):
             casts.make()
             found: Tensor = layer(z, mask)
@@ -294,10 +294,11 @@ def multiplication_contender(backend: str, residues: int, channels: int, device:
     if backend.startswith("cuequivariance"):
         precision = "bfloat16" if backend.endswith("bfloat16") else None
         return Contender(backend, partial(theirs, precision), leaves, exact, checked)
-    return Contender(backend, partial(own, _operators(backend, device)), leaves, exact, checked)
+    use_kernels(layer, _operators(backend))
+    return Contender(backend, own, leaves, exact, checked)
 
 
-def _operators(backend: str, device: torch.device) -> Kernels:
+def _operators(backend: str) -> Kernels:
     """Every operator of a backend; those that it does not have are the usual ones."""
     if backend == "stock torch":
         return FORMULAS
