@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from scripts.benchmarks import gpu_anchors, gpu_cases, gpu_peers
 from scripts.benchmarks.gpu_anchors import Contender
-from scripts.benchmarks.gpu_parts import Case, Measured, Setup
+from scripts.benchmarks.gpu_rows import Case, Measured, Setup
 from scripts.parity.openfold_side import SOURCE
 
 CPU = torch.device("cpu")

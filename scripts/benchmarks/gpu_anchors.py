@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -37,10 +37,8 @@ from . import gpu_clock
 from .gpu_cases import autocast
 from .gpu_clock import Step
 from .gpu_peers import FORMULAS, cueq_absent, cueq_triangle_attention, cueq_triangle_multiplication, relative, sdpa
+from .gpu_rows import Case, Measured, Setup, operators_of
 from .random_inputs import randomise
-
-if TYPE_CHECKING:
-    from .gpu_parts import Case, Measured, Setup
 
 HALF = torch.bfloat16
 GIB = 2**30
@@ -148,7 +146,6 @@ def published_clock(contender: Contender, device: torch.device, backward: bool) 
 
 def measure(make: Callable[[], Contender], device: torch.device, seconds: float) -> Iterator[Measured]:
     """The error; time and memory as published; and time by `gpu_clock`. Nothing but the error of what is wrong."""
-    from .gpu_parts import Measured
 
     contender = make()
     if contender.checked:
@@ -302,7 +299,6 @@ def _operators(backend: str) -> Kernels:
     """Every operator of a backend; those that it does not have are the usual ones."""
     if backend == "stock torch":
         return FORMULAS
-    from .gpu_parts import operators_of
 
     return Kernels(**operators_of(backend))
 
@@ -314,7 +310,6 @@ _PEERS = ("cuequivariance", "sdpa", "stock torch")
 
 def cases(setup: Setup) -> Iterator[Case]:
     """Each operator at each size: evodsp's, and then the peers', as far as they are here."""
-    from .gpu_parts import Case, Measured
 
     device = setup.device
     cuda = device.type == "cuda"

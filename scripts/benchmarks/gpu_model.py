@@ -16,7 +16,9 @@ from evodsp.inference.config import PredictConfig
 from evodsp.inference.devices import working_memory
 from evodsp.inference.passes import run_passes
 from evodsp.model.flops import pass_flops, training_flops
+from evodsp.model.graphs import Graphs, use_graphs
 from evodsp.model.in_place import use_memory
+from evodsp.model.recorders import CudaRecorder
 
 from . import gpu_cases, gpu_clock
 from .gpu_cases import Inputs
@@ -32,32 +34,43 @@ def whole_model(setup: Setup) -> Iterator[Case]:
     backends = [backend for backend in setup.present if backend in ("triton", "chunked")][:1]
     for backend in backends:
         for inputs in sizes.training:
-            yield Case(
-                f"training step, {inputs}", backend, precision_name(HALF), partial(_step, setup, inputs, backend)
-            )
+            measure = partial(_step, setup, inputs, backend, graphs=True)
+            yield Case(f"training step, {inputs}, graphs", backend, precision_name(HALF), measure)
         for inputs in sizes.inference:
             yield Case(
                 f"prediction, {inputs}", backend, precision_name(HALF), partial(_prediction, setup, inputs, backend)
             )
+        measure = partial(_step, setup, sizes.training[0], backend, graphs=False)
+        yield Case(f"training step, {sizes.training[0]}", backend, precision_name(HALF), measure)
 
 
-def _step(setup: Setup, inputs: Inputs, backend: str) -> Iterator[Measured]:
+def _step(setup: Setup, inputs: Inputs, backend: str, graphs: bool) -> Iterator[Measured]:
     """Time of a step by stages, its memory, what the GPU is busy for, and the share of the peak that the model itself takes."""
-    kernels, others = chosen(backend, setup.device, HALF)
+    device, cuda = setup.device, setup.device.type == "cuda"
+    kernels, others = chosen(backend, device, HALF)
     yield from others
     config = gpu_cases.config_of(setup.sizes, inputs)
-    step = gpu_cases.training(gpu_cases.model(config, kernels, setup.device), inputs, setup.device, HALF)
-    gpu_clock.drain(step)  # compiles kernels; Adam makes its state
-    yield Measured(
-        "peak memory", gpu_clock.memory(step, setup.device).peak, "MiB", "beside parameters and Adam's state"
-    )
-    times = gpu_clock.timed(step, setup.device, 0.0, setup.sizes.runs)
+    model = gpu_cases.model(config, kernels, device)
+    if graphs and cuda:
+        use_graphs(model, Graphs(CudaRecorder()))
+    step = gpu_cases.training(model, inputs, device, HALF)
+    begin = time.perf_counter()
+    for _ in range(3):  # kernels are compiled, Adam makes its state; stacks are recorded in the second step
+        gpu_clock.drain(step)
+    if cuda:
+        torch.cuda.synchronize(device)
+        yield Measured(
+            "peak memory", torch.cuda.max_memory_allocated(device) / MIB, "MiB", "parameters and Adam included"
+        )
+        yield Measured("reserved memory", torch.cuda.max_memory_reserved(device) / MIB, "MiB", "of the allocator")
+    yield Measured("first three steps", time.perf_counter() - begin, "s", "kernels are compiled, stacks recorded")
+    times = gpu_clock.timed(step, device, 0.0, setup.sizes.runs)
     whole = [sum(stages) for stages in zip(*times.values(), strict=True)]
     for stage, seconds in times.items():
         yield Measured(stage, 1000 * median(seconds), "ms")
     spread = f"{1000 * min(whole):.4g} to {1000 * max(whole):.4g} in {len(whole)} runs"
     yield Measured("step", 1000 * median(whole), "ms", spread)
-    for stage, ran in gpu_clock.kernels(step, setup.device).items():
+    for stage, ran in gpu_clock.kernels(step, device).items():
         yield Measured(f"busy {stage}", 1000 * sum(kernel.seconds for kernel in ran), "ms", f"{len(ran)} launches")
     flops = training_flops(pass_flops(config, gpu_cases.labelled(inputs)), inputs.passes)
     yield Measured("model's products", flops / 1e12, "TFLOP")

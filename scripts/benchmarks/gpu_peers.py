@@ -21,7 +21,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -43,10 +43,8 @@ from scripts.parity.openfold_side import SOURCE, hide_deepspeed, replace_kernel
 
 from .gpu_cases import autocast, config_of
 from .gpu_clock import Step
+from .gpu_rows import Case, Measured, Setup, chosen, measured
 from .random_inputs import randomise
-
-if TYPE_CHECKING:
-    from .gpu_parts import Case, Measured, Setup
 
 FORMULAS = Kernels(**{field.name: getattr(reference, field.name) for field in dataclasses.fields(Kernels)})
 """Every operator by its formula."""
@@ -332,7 +330,6 @@ def cueq_triangle_multiplication(
 
 def cases(setup: Setup) -> Iterator[Case]:
     """Is OpenFold's block the same function? Then the blocks of `setup.sizes` by evodsp, OpenFold and the formulas."""
-    from .gpu_parts import Case, Measured
 
     if absent := openfold_absent():
         yield Case("all", "OpenFold", "", lambda: [Measured("absent", None, note=absent)])
@@ -352,12 +349,11 @@ def cases(setup: Setup) -> Iterator[Case]:
 
 def compiled_cases(setup: Setup) -> Iterator[Case]:
     """The first of the blocks by OpenFold and the formulas under torch.compile, which takes minutes: a part of its own."""
-    from .gpu_parts import Case
 
     kind, first, residues = next(block for block in setup.sizes.blocks if block[0] in _KINDS)
     inputs = torch.bfloat16
     for backend, make in _makers().items():
-        measure = partial(_timed, setup, partial(make, compiled=True), kind, first, residues, inputs)
+        measure = partial(_timed, setup, partial(make, compiled=True), kind, first, residues, inputs, compiled=True)
         yield Case(f"{kind} {first} x {residues}", f"{backend}, compiled", _INPUTS[inputs], measure)
 
 
@@ -372,13 +368,11 @@ def _makers() -> dict[str, MakeBlock]:
 
 
 def _chosen(setup: Setup) -> Kernels:
-    from .gpu_parts import chosen
 
     return chosen("triton", setup.device, torch.bfloat16)[0]
 
 
 def _compare(setup: Setup, kind: str, first: int, residues: int, dtype: torch.dtype) -> Iterator[Measured]:
-    from .gpu_parts import Measured
 
     config = config_of(setup.sizes)
     found = openfold_outputs_equal(config, kind, first, residues, setup.device, dtype, inputs_dtype=dtype)
@@ -386,11 +380,10 @@ def _compare(setup: Setup, kind: str, first: int, residues: int, dtype: torch.dt
 
 
 def _timed(
-    setup: Setup, make: MakeBlock, kind: str, first: int, residues: int, inputs: torch.dtype
+    setup: Setup, make: MakeBlock, kind: str, first: int, residues: int, inputs: torch.dtype, compiled: bool = False
 ) -> Iterator[Measured]:
-    from .gpu_parts import Measured, measured
 
     if kind == "extra" and make is openfold_block:
         yield Measured("stand-in", None, note=STAND_IN)
     step = make(config_of(setup.sizes), kind, first, residues, setup.device, torch.bfloat16, inputs_dtype=inputs)
-    yield from measured(setup, step)
+    yield from measured(setup, step, replay=not compiled)

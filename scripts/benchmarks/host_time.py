@@ -47,7 +47,7 @@ from evodsp.model.kernels.triton_kernels import launch
 
 from . import gpu_cases
 from .gpu_clock import Step
-from .gpu_parts import operators_of
+from .gpu_rows import operators_of
 
 BLOCKS = (("evoformer", 4, 4), ("extra", 4, 4))
 """Kind and two sizes."""
