@@ -135,7 +135,7 @@ def _global_work(launch: Launch, products: int, vector: float) -> Work:
     """Per logit, padding heads counted: one exponential, `vector` other instructions, `products` matrix products."""
     a, c = launch.arguments, launch.constants
     logits = launch.programs * tiles(a["sequences"], c["TILE"]) * c["TILE"] * c["HEADS"]
-    return Work(2 * products * logits * c["WIDTH"], logits, vector * logits)
+    return Work(2 * products * logits * c["PADDED"], logits, vector * logits)
 
 
 def _outer_work(launch: Launch, products: float, each: float) -> Work:
