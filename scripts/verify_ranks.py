@@ -1,6 +1,7 @@
 """The checks that `verify_gpus.sh` runs on one or several ranks, and the comparison of what runs of evodsp wrote.
 
-    torchrun --nproc-per-node 2 -m scripts.verify_ranks kernels|half|collectives|model|switch cuda|cpu
+    torchrun --nproc-per-node 2 -m scripts.verify_ranks half|collectives|model|switch cuda|cpu
+    torchrun --nproc-per-node 1 -m scripts.verify_ranks kernels cuda|cpu [PROCESSES]
     python -m scripts.verify_ranks shared cuda|cpu
     python -m scripts.verify_ranks curves TOLERANCE FILE FILE...
     python -m scripts.verify_ranks predictions FOLDER FOLDER
@@ -17,9 +18,11 @@ import dataclasses
 import importlib
 import itertools
 import json
+import multiprocessing
 import os
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import torch
@@ -46,9 +49,13 @@ from evodsp.rng import Draws
 from scripts.verify_shared import shared
 
 
-def kernels(group: Group, device: torch.device) -> str:
-    """Compare every operator of every backend with its formula, forward and backward, in float32 and bf16."""
-    lines, problems = [], []
+def kernels(group: Group, device: torch.device, processes: str = "1") -> str:
+    """Compare every operator of every backend with its formula, forward and backward, in float32 and bf16.
+
+    `processes`: how many compile and compare at once.
+    """
+    lines: list[str] = []
+    cases: list[tuple[str, str, torch.dtype, torch.device]] = []
     for name, backend in BACKENDS.items():
         if backend.devices and device.type not in backend.devices:
             lines.append(f"{name}: for {', '.join(backend.devices)} only")
@@ -61,13 +68,24 @@ def kernels(group: Group, device: torch.device) -> str:
         # flash-attn has no float32.
         dtypes = [torch.bfloat16] if name == "flash_attn" else [torch.float32, torch.bfloat16]
         operators = [field.name for field in dataclasses.fields(Kernels) if hasattr(module, field.name)]
-        for operator, dtype in itertools.product(operators, dtypes):
-            if problem := problem_of(operator, getattr(module, operator), device, dtype):
-                problems.append(f"{name}, {operator}, {str(dtype).removeprefix('torch.')}: {problem}")
+        cases += [(name, *case, device) for case in itertools.product(operators, dtypes)]
         lines.append(f"{name}: {', '.join(operators)}")
-    if problems:
-        raise AssertionError("\n".join(problems))
+    if int(processes) > 1:
+        with ProcessPoolExecutor(int(processes), multiprocessing.get_context("spawn")) as pool:
+            problems = list(pool.map(_problem, cases))
+    else:
+        problems = list(map(_problem, cases))
+    if any(problems):
+        raise AssertionError("\n".join(filter(None, problems)))
     return "\nresult: ".join(lines)
+
+
+def _problem(case: tuple[str, str, torch.dtype, torch.device]) -> str:
+    """What is wrong with an operator; '' if nothing is."""
+    name, operator, dtype, device = case
+    function = getattr(importlib.import_module(BACKENDS[name].module), operator)
+    problem = problem_of(operator, function, device, dtype)
+    return problem and f"{name}, {operator}, {str(dtype).removeprefix('torch.')}: {problem}"
 
 
 def half(group: Group, device: torch.device) -> str:
@@ -277,7 +295,7 @@ def main(check: str, *arguments: str) -> None:
         start_ranks("nccl" if cuda and check != "shared" else "gloo", timeout_s=300 if check == "shared" else 120)
         device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         group = whole_group() if check == "shared" else init_mesh(dist.get_world_size()).sequence_group()
-        result = CHECKS[check](group, device)
+        result = CHECKS[check](group, device, *arguments[1:])
         if group.rank == 0:
             print("result:", result)
         stop()
