@@ -19,6 +19,7 @@ from evodsp.model.kernels.outer_product import Pieces as ProductPieces
 from evodsp.model.kernels.pieces import Pieces, linear
 from evodsp.model.kernels.triangles import Triangles
 from evodsp.model.kernels.triton_kernels import attention as _attention
+from evodsp.model.kernels.triton_kernels import columns as _columns
 from evodsp.model.kernels.triton_kernels import dropout as _dropout
 from evodsp.model.kernels.triton_kernels import gate as _gate
 from evodsp.model.kernels.triton_kernels import gated_operands as _gated_operands
@@ -53,6 +54,7 @@ OPERATORS: dict[str, Operator] = {
     operator.name: operator
     for module in (
         _attention,
+        _columns,
         _dropout,
         _gate,
         _gated_operands,
@@ -93,6 +95,7 @@ _PIECES = Pieces(
     hidden_backward=_hidden.hidden_gradients,
     gate=_gate.gate,
     gate_backward=_gate.gate_gradients,
+    column_sums=_columns.column_sums,
 )
 _LAYERS, _TRIANGLES = Layers(_PIECES), Triangles(_PIECES)
 gated_linear = _LAYERS.gated_linear
