@@ -1,8 +1,12 @@
 """The checks that `verify_gpus.sh` runs on one or several ranks, and the comparison of what runs of evodsp wrote.
 
-    torchrun --nproc-per-node 2 scripts/verify_ranks.py kernels|half|collectives|model|switch cuda|cpu
-    python scripts/verify_ranks.py curves TOLERANCE FILE FILE...
-    python scripts/verify_ranks.py predictions FOLDER FOLDER
+    torchrun --nproc-per-node 2 -m scripts.verify_ranks half|collectives|model|switch cuda|cpu
+    torchrun --nproc-per-node 1 -m scripts.verify_ranks kernels cuda|cpu [PROCESSES]
+    python -m scripts.verify_ranks shared cuda|cpu
+    python -m scripts.verify_ranks curves TOLERANCE FILE FILE...
+    python -m scripts.verify_ranks predictions FOLDER FOLDER
+
+`shared` starts its ranks itself, three on one device.
 
 Prints lines that begin with 'result:', or raises if a check fails.
 """
@@ -14,8 +18,11 @@ import dataclasses
 import importlib
 import itertools
 import json
+import multiprocessing
+import os
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import torch
@@ -23,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from evodsp.config import KernelsConfig, ModelConfig
-from evodsp.launch.process_group import guarded, stop
+from evodsp.launch.process_group import guarded, stop, under_launcher
 from evodsp.launch.process_group import start as start_ranks
 from evodsp.model.casts import CastParameters
 from evodsp.model.dropout import DropoutKeys
@@ -36,14 +43,19 @@ from evodsp.parallel.collectives import Collective, Gather, ScatterSum, Sum, Swi
 from evodsp.parallel.exchange import ShardedExchange
 from evodsp.parallel.group import Group
 from evodsp.parallel.layout import shard_sizes
-from evodsp.parallel.mesh import init_mesh
+from evodsp.parallel.mesh import init_mesh, whole_group
 from evodsp.parallel.pending import start
 from evodsp.rng import Draws
+from scripts.verify_shared import shared
 
 
-def kernels(group: Group, device: torch.device) -> str:
-    """Compare every operator of every backend with its formula, forward and backward, in float32 and bf16."""
-    lines, problems = [], []
+def kernels(group: Group, device: torch.device, processes: str = "1") -> str:
+    """Compare every operator of every backend with its formula, forward and backward, in float32 and bf16.
+
+    `processes`: how many compile and compare at once.
+    """
+    lines: list[str] = []
+    cases: list[tuple[str, str, torch.dtype, torch.device]] = []
     for name, backend in BACKENDS.items():
         if backend.devices and device.type not in backend.devices:
             lines.append(f"{name}: for {', '.join(backend.devices)} only")
@@ -56,13 +68,24 @@ def kernels(group: Group, device: torch.device) -> str:
         # flash-attn has no float32.
         dtypes = [torch.bfloat16] if name == "flash_attn" else [torch.float32, torch.bfloat16]
         operators = [field.name for field in dataclasses.fields(Kernels) if hasattr(module, field.name)]
-        for operator, dtype in itertools.product(operators, dtypes):
-            if problem := problem_of(operator, getattr(module, operator), device, dtype):
-                problems.append(f"{name}, {operator}, {str(dtype).removeprefix('torch.')}: {problem}")
+        cases += [(name, *case, device) for case in itertools.product(operators, dtypes)]
         lines.append(f"{name}: {', '.join(operators)}")
-    if problems:
-        raise AssertionError("\n".join(problems))
+    if int(processes) > 1:
+        with ProcessPoolExecutor(int(processes), multiprocessing.get_context("spawn")) as pool:
+            problems = list(pool.map(_problem, cases))
+    else:
+        problems = list(map(_problem, cases))
+    if any(problems):
+        raise AssertionError("\n".join(filter(None, problems)))
     return "\nresult: ".join(lines)
+
+
+def _problem(case: tuple[str, str, torch.dtype, torch.device]) -> str:
+    """What is wrong with an operator; '' if nothing is."""
+    name, operator, dtype, device = case
+    function = getattr(importlib.import_module(BACKENDS[name].module), operator)
+    problem = problem_of(operator, function, device, dtype)
+    return problem and f"{name}, {operator}, {str(dtype).removeprefix('torch.')}: {problem}"
 
 
 def half(group: Group, device: torch.device) -> str:
@@ -250,7 +273,9 @@ def predictions(first: Path, second: Path) -> str:
     return text
 
 
-CHECKS = {"kernels": kernels, "half": half, "collectives": collectives, "model": model, "switch": switch}
+CHECKS = {
+    "kernels": kernels, "half": half, "shared": shared, "collectives": collectives, "model": model, "switch": switch
+}  # fmt: skip
 
 
 def main(check: str, *arguments: str) -> None:
@@ -261,12 +286,16 @@ def main(check: str, *arguments: str) -> None:
     if check == "predictions":
         print("result:", predictions(*map(Path, arguments)))
         return
+    if check == "shared" and not under_launcher():
+        launch = ["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "3", "-m", __spec__.name]
+        os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *launch, check, *arguments])
     cuda = arguments[0] == "cuda"
     with guarded():
-        start_ranks("nccl" if cuda else "gloo", timeout_s=120)
+        # One rank compiles what the others wait for.
+        start_ranks("nccl" if cuda and check != "shared" else "gloo", timeout_s=300 if check == "shared" else 120)
         device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-        group = init_mesh(dist.get_world_size()).sequence_group()
-        result = CHECKS[check](group, device)
+        group = whole_group() if check == "shared" else init_mesh(dist.get_world_size()).sequence_group()
+        result = CHECKS[check](group, device, *arguments[1:])
         if group.rank == 0:
             print("result:", result)
         stop()

@@ -19,7 +19,7 @@ from tests.builders.small_run import words, write_config
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "scripts" / "slurm" / "fit.sbatch"
 BUILD = SCRIPT.with_name("build.sbatch")
-SHELL = [SCRIPT, BUILD, SCRIPT.with_name("try_slurm.sh"), ROOT / "scripts" / "verify_gpus.sh"]
+SHELL = [SCRIPT, BUILD, *sorted((ROOT / "scripts").glob("**/*.sh"))]
 
 
 @pytest.mark.parametrize("path", SHELL, ids=lambda path: path.name)

@@ -16,6 +16,7 @@ from tests.ranks import RankPool
 SIZES: dict[Carrier, tuple[int, ...]] = {
     "gloo": (0, 1, 7, _SUMMED + 1, _GATHERED + 1),
     "sockets": (0, 1, 7, 100_003, _SUMMED_BY_SOCKETS + 1),
+    "host copies": (0, 7, _SUMMED + 1),
 }
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int32)
 
@@ -55,7 +56,7 @@ def check(handle: Any, carrier: Carrier, size: int, dtype: torch.dtype) -> None:
         assert torch.equal(total, expected.view(1, -1))
 
 
-@pytest.mark.parametrize("carrier", ["gloo", "sockets"])
+@pytest.mark.parametrize("carrier", SIZES)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_every_method_brings_what_its_name_says(pool: RankPool, ranks: int, carrier: Carrier) -> None:
     """Catches parts in the wrong order, sums of another dtype, maxima that are sums, and sizes of which one path is wrong."""
