@@ -36,7 +36,8 @@ from evodsp.model.primitives import use_kernels
 from . import gpu_clock
 from .gpu_cases import autocast
 from .gpu_clock import Step
-from .gpu_peers import FORMULAS, cueq_absent, cueq_triangle_attention, cueq_triangle_multiplication, relative, sdpa
+from .gpu_peer_operators import cueq_absent, cueq_triangle_attention, cueq_triangle_multiplication, relative, sdpa
+from .gpu_peers import FORMULAS
 from .random_inputs import randomise
 
 if TYPE_CHECKING:
