@@ -1,9 +1,10 @@
 """Operators of other programs that compute the same on a GPU: torch's fused attention, and NVIDIA's cuEquivariance.
 
-cuEquivariance is two packages, cuequivariance-torch and cuequivariance-ops-torch, which need platformdirs and nvidia-ml-py. What
-is not installed gives a reason, not an error.
+cuEquivariance is two packages, cuequivariance-torch and cuequivariance-ops-torch, which need platformdirs and nvidia-ml-py.
+What is not installed gives a reason, not an error.
 
-Shape legend: B batch, N rows (each attends within itself), L positions, Q of them as queries, H heads, D head width, R residues.
+Shape legend: B batch, N rows (each attends within itself), L positions, Q of them as queries, H heads, D head width, R
+residues.
 """
 
 from __future__ import annotations
