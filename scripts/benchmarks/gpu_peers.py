@@ -1,8 +1,8 @@
 """Blocks of other programs that compute the same on a GPU, in the same process, as steps for `gpu.py` to time.
 
 - OpenFold's blocks with evodsp's parameters, of the folder OPENFOLD_SOURCE or of the environment. Its `openfold` folder has to
-  be alone in there: a whole clone also has a `scripts` package, which could hide this one. OpenFold needs ml_collections and
-  dm-tree. Its CUDA extension, which only the extra-MSA block uses, is replaced by torch's softmax; DeepSpeed is hidden.
+  be alone in there: a whole clone also has a `scripts` package, which could hide this one. Blocks need scipy and nothing else.
+  Its CUDA extension, which only the extra-MSA block uses, is replaced by torch's softmax; DeepSpeed is hidden.
 - evodsp's blocks by the plain formulas, eager or compiled by torch.
 
 What is not installed gives a reason, not an error. Operators of others are in `gpu_peer_operators.py`.
