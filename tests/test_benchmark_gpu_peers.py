@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from scripts.benchmarks import gpu_anchors, gpu_cases, gpu_peers
+from scripts.benchmarks import gpu_anchors, gpu_cases, gpu_peer_operators, gpu_peers
 from scripts.benchmarks.gpu_anchors import Contender
 from scripts.benchmarks.gpu_rows import Case, Measured, Setup
 from scripts.parity.openfold_side import SOURCE
@@ -90,12 +90,12 @@ def test_sdpa_on_four_axes() -> None:
     q, k, v = (torch.randn(2, 3, 4, 5, 8, generator=generator) for _ in range(3))
     bias = torch.randn(2, 1, 4, 5, 5, generator=generator)
     for own in (bias, None):
-        torch.testing.assert_close(gpu_peers.sdpa(q, k, v, own), gpu_anchors.attention(q, k, v, own))
+        torch.testing.assert_close(gpu_peer_operators.sdpa(q, k, v, own), gpu_anchors.attention(q, k, v, own))
 
 
 def test_a_gpu_never_takes_the_unfused_path() -> None:
     """Catches a baseline that writes all logits to memory, which would make everything look fast beside it."""
-    assert torch.nn.attention.SDPBackend.MATH not in gpu_peers.fused("cuda")
+    assert torch.nn.attention.SDPBackend.MATH not in gpu_peer_operators.fused("cuda")
 
 
 def cuequivariance() -> ModuleType:

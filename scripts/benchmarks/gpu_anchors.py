@@ -36,7 +36,8 @@ from evodsp.model.primitives import use_kernels
 from . import gpu_clock
 from .gpu_cases import autocast
 from .gpu_clock import Step
-from .gpu_peers import FORMULAS, cueq_absent, cueq_triangle_attention, cueq_triangle_multiplication, relative, sdpa
+from .gpu_peer_operators import cueq_absent, cueq_triangle_attention, cueq_triangle_multiplication, relative, sdpa
+from .gpu_peers import FORMULAS
 from .gpu_rows import Case, Measured, Setup, operators_of
 from .random_inputs import randomise
 
@@ -146,7 +147,6 @@ def published_clock(contender: Contender, device: torch.device, backward: bool) 
 
 def measure(make: Callable[[], Contender], device: torch.device, seconds: float) -> Iterator[Measured]:
     """The error; time and memory as published; and time by `gpu_clock`. Nothing but the error of what is wrong."""
-
     contender = make()
     if contender.checked:
         error = contender.error()
@@ -299,7 +299,6 @@ def _operators(backend: str) -> Kernels:
     """Every operator of a backend; those that it does not have are the usual ones."""
     if backend == "stock torch":
         return FORMULAS
-
     return Kernels(**operators_of(backend))
 
 
@@ -310,7 +309,6 @@ _PEERS = ("cuequivariance", "sdpa", "stock torch")
 
 def cases(setup: Setup) -> Iterator[Case]:
     """Each operator at each size: evodsp's, and then the peers', as far as they are here."""
-
     device = setup.device
     cuda = device.type == "cuda"
     sizes = FULL if cuda else TINY

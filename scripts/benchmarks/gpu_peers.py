@@ -1,33 +1,31 @@
-"""Other programs that compute the same on a GPU, in the same process: steps and functions for `gpu.py` to time.
+"""Blocks of other programs that compute the same on a GPU, in the same process, as steps for `gpu.py` to time.
 
 - OpenFold's blocks with evodsp's parameters, of the folder OPENFOLD_SOURCE or of the environment. Its `openfold` folder has to
-  be alone in there: a whole clone also has a `scripts` package, which could hide this one. OpenFold needs ml_collections and
-  dm-tree. Its CUDA extension, which only the extra-MSA block uses, is replaced by torch's softmax; DeepSpeed is hidden.
+  be alone in there: a whole clone also has a `scripts` package, which could hide this one. Blocks need scipy and nothing else.
+  Its CUDA extension, which only the extra-MSA block uses, is replaced by torch's softmax; DeepSpeed is hidden.
 - evodsp's blocks by the plain formulas, eager or compiled by torch.
-- NVIDIA's cuEquivariance (cuequivariance-torch, cuequivariance-ops-torch), and torch's `scaled_dot_product_attention`.
 
-What is not installed gives a reason, not an error.
+What is not installed gives a reason, not an error. Operators of others are in `gpu_peer_operators.py`.
 
-Shape legend: S rows of the MSA, R residues, B batch, N rows (each attends within itself), L positions, H heads, D head width.
+Shape legend: S rows of the MSA, R residues, Q queries, K keys.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
+import importlib.machinery
 import importlib.util
 import inspect
 import os
 import sys
+import types
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from evodsp.config import EvoformerConfig, ModelConfig
 from evodsp.model.casts import CastParameters
@@ -35,20 +33,20 @@ from evodsp.model.dropout import NO_DROPOUT, DropoutKeys
 from evodsp.model.evoformer import EvoformerStack, MSAStack, PairStack
 from evodsp.model.kernels import reference
 from evodsp.model.kernels.registry import Kernels
-from evodsp.model.pair_ops import TriangleMultiplication
 from evodsp.model.primitives import use_kernels
 from evodsp.rng import Draws
 from evodsp.weights.names import evoformer_block
-from scripts.parity.openfold_side import SOURCE, hide_deepspeed, replace_kernel
+from scripts.parity.openfold_side import SOURCE, hide_deepspeed
 
 from .gpu_cases import autocast, config_of
 from .gpu_clock import Step
+from .gpu_peer_operators import relative
 from .gpu_rows import Case, Measured, Setup, chosen, measured
 from .random_inputs import randomise
 
 FORMULAS = Kernels(**{field.name: getattr(reference, field.name) for field in dataclasses.fields(Kernels)})
 """Every operator by its formula."""
-STAND_IN = "OpenFold's CUDA extension for the softmax of row attention is replaced by torch's softmax"
+STAND_IN = "OpenFold's CUDA extension for the softmax of row attention is replaced by torch's softmax, in place"
 """Note on times of OpenFold's extra-MSA block."""
 LIMITS = {torch.float32: 1e-3, torch.bfloat16: 0.2}
 """Differences between two programs' results, as norms, over the norm of the result, that rounding can make."""
@@ -146,6 +144,22 @@ def _prepare_compiler() -> None:
     torch._functorch.config.backward_pass_autocast = "off"
 
 
+def _replace_kernel() -> None:
+    """Stand in for OpenFold's CUDA extension as cheaply as torch can, in place: the softmax of attention, and its gradient."""
+
+    def forward(logits: Tensor, rows: int, columns: int) -> None:
+        torch.ops.aten._softmax.out(logits, -1, False, out=logits)
+
+    def backward(weights: Tensor, grad: Tensor, values: Tensor, *sizes: int) -> None:
+        """Replace the weights [*, Q, K] by the gradient of the logits, from the output's gradient and the values."""
+        torch.ops.aten._softmax_backward_data.out(grad @ values.mT, weights, -1, weights.dtype, grad_input=weights)
+
+    kernel = types.ModuleType("attn_core_inplace_cuda")
+    kernel.__spec__ = importlib.machinery.ModuleSpec(kernel.__name__, None)
+    kernel.__dict__.update(forward_=forward, backward_=backward)
+    sys.modules[kernel.__name__] = kernel
+
+
 def openfold_absent() -> str:
     """Why OpenFold's blocks cannot be built here; '' if they can. Puts the folder OPENFOLD_SOURCE on the path, once."""
     source = os.environ.get(SOURCE)
@@ -153,8 +167,8 @@ def openfold_absent() -> str:
         sys.path.append(source)  # last, because a whole clone has packages of the same names as ours
     if importlib.util.find_spec("openfold") is None:
         return f"there is no OpenFold in this environment, nor in the folder {SOURCE}"
-    if "attn_core_inplace_cuda" not in sys.modules:
-        replace_kernel()
+    if importlib.util.find_spec("attn_core_inplace_cuda") is None:
+        _replace_kernel()
     hide_deepspeed()
     try:
         importlib.import_module("openfold.model.evoformer")
@@ -260,77 +274,11 @@ def openfold_outputs_equal(
     return max(relative(x, y) for x, y in pairs)
 
 
-def relative(x: Tensor, exact: Tensor) -> float:
-    """The largest difference, over the largest number of `exact`."""
-    exact = exact.float()
-    return float((x.float() - exact).abs().max() / exact.abs().max().clamp(min=1e-30))
-
-
-# ---- Operators ----
-
-
-def fused(device: str) -> list[SDPBackend]:
-    """torch's fused ways of attention; without a GPU the plain one, too, because none of them has the bias's gradient there."""
-    plain = [] if device == "cuda" else [SDPBackend.MATH]
-    return [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, *plain]
-
-
-def sdpa(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Float[Tensor, "B N H Q D"]:
-    """torch's attention on a fused path. q [B, N, H, Q, D], k and v [B, N, H, L, D], bias [B, 1, H, Q, L], which rows share.
-
-    Its fused kernels want four axes. Raises RuntimeError if none of them can do it: a GPU never takes the unfused path here. A
-    CPU does, where the bias wants a gradient.
-    """
-    mask = None if bias is None else bias.expand(*q.shape[:2], *bias.shape[2:]).flatten(0, 1)
-    with sdpa_kernel(fused(q.device.type)):
-        return F.scaled_dot_product_attention(
-            q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), attn_mask=mask
-        ).unflatten(0, q.shape[:2])
-
-
-def cueq_absent(device: torch.device) -> str:
-    """Why cuEquivariance cannot run here; '' if it can."""
-    if device.type != "cuda":
-        return "cuEquivariance is for cuda"
-    try:
-        for package in ("cuequivariance_torch", "cuequivariance_ops_torch"):
-            importlib.import_module(package)
-    except Exception as error:  # a library that is not found, or a Triton that does not fit, can raise anything
-        return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-    return ""
-
-
-def cueq_triangle_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Float[Tensor, "B N H Q D"]:
-    """cuEquivariance's attention, without a mask. q, k, v [B, N, H, L, D], bias [B, 1, H, L, L], which it casts to float32."""
-    found: Tensor = importlib.import_module("cuequivariance_torch").triangle_attention(
-        q, k, v, bias, mask=None, scale=q.shape[-1] ** -0.5
-    )
-    return found
-
-
-def cueq_triangle_multiplication(
-    layer: TriangleMultiplication,
-    z: Float[Tensor, "B R R c"],
-    mask: Float[Tensor, "B R R"],
-    precision: str | None = None,
-) -> Float[Tensor, "B R R c"]:
-    """cuEquivariance's whole update with evodsp's parameters. `precision`: "bfloat16" rounds them; None: autocast does."""
-    update = importlib.import_module("cuequivariance_torch").triangle_multiplicative_update
-    places = {
-        "norm_in": layer.norm, "p_in": layer.projection, "g_in": layer.projection_gate,
-        "norm_out": layer.product_norm, "p_out": layer.output, "g_out": layer.output_gate,
-    }  # fmt: skip
-    weights = {f"{name}_{kind}": getattr(own, kind) for name, own in places.items() for kind in ("weight", "bias")}
-    found: Tensor = update(z, direction=layer.edges, mask=mask, precision=precision, **weights)
-    return found
-
-
 # ---- Cases ----
 
 
 def cases(setup: Setup) -> Iterator[Case]:
     """Is OpenFold's block the same function? Then the blocks of `setup.sizes` by evodsp, OpenFold and the formulas."""
-
     if absent := openfold_absent():
         yield Case("all", "OpenFold", "", lambda: [Measured("absent", None, note=absent)])
     for kind, first, residues in () if absent else setup.sizes.checks:
@@ -349,7 +297,6 @@ def cases(setup: Setup) -> Iterator[Case]:
 
 def compiled_cases(setup: Setup) -> Iterator[Case]:
     """The first of the blocks by OpenFold and the formulas under torch.compile, which takes minutes: a part of its own."""
-
     kind, first, residues = next(block for block in setup.sizes.blocks if block[0] in _KINDS)
     inputs = torch.bfloat16
     for backend, make in _makers().items():
@@ -368,12 +315,10 @@ def _makers() -> dict[str, MakeBlock]:
 
 
 def _chosen(setup: Setup) -> Kernels:
-
     return chosen("triton", setup.device, torch.bfloat16)[0]
 
 
 def _compare(setup: Setup, kind: str, first: int, residues: int, dtype: torch.dtype) -> Iterator[Measured]:
-
     config = config_of(setup.sizes)
     found = openfold_outputs_equal(config, kind, first, residues, setup.device, dtype, inputs_dtype=dtype)
     yield Measured("difference from evodsp's formulas", found, "", "outputs, and gradients of m and z; no dropout")
@@ -382,7 +327,6 @@ def _compare(setup: Setup, kind: str, first: int, residues: int, dtype: torch.dt
 def _timed(
     setup: Setup, make: MakeBlock, kind: str, first: int, residues: int, inputs: torch.dtype, compiled: bool = False
 ) -> Iterator[Measured]:
-
     if kind == "extra" and make is openfold_block:
         yield Measured("stand-in", None, note=STAND_IN)
     step = make(config_of(setup.sizes), kind, first, residues, setup.device, torch.bfloat16, inputs_dtype=inputs)
