@@ -22,8 +22,8 @@ from evodsp.model.kernels.triton_kernels.sums import sum_of_parts
 _EPS = 1e-5
 # Elements of a tile [positions, channels] in the forward pass.
 _TILE = 4096
-# In the backward pass a thread holds vectors, each of so many bytes, of so many positions at once: loads in flight.
-_VECTOR, _REPEAT = 16, 2
+# In the backward pass a thread holds so many vectors of a tensor at once, each of so many bytes: loads in flight.
+_VECTORS, _VECTOR = 2, 16
 # Its programs at most, each of which leaves one sum of the gradients of weight and bias, and their warps. All of them are
 # resident at once on 132 multiprocessors.
 _PARTS, _WARPS = 528, 4
@@ -142,8 +142,8 @@ def _with_gradients(
     """
     grad_x = torch.empty_like(x)
     arguments, constants = _arguments({"grad": grad, "x": x, "grad_x": grad_x})
-    tile = max(1, _WARPS * 32 * (_VECTOR // x.element_size()) // constants["WIDTH"])
-    parts = max(1, min(_PARTS, tiles(arguments["positions"], _REPEAT * tile)))
+    tile = max(1, _VECTORS * _WARPS * 32 * (_VECTOR // x.element_size()) // constants["WIDTH"])
+    parts = max(1, min(_PARTS, tiles(arguments["positions"], tile)))
     sums = x.new_empty((parts, 2, x.shape[-1]), dtype=torch.float32)
     launch(
         Launch(
@@ -157,7 +157,7 @@ def _with_gradients(
                 "parts": parts,
                 **more,
             },
-            {**constants, "REPEAT": _REPEAT, "TILE": tile},
+            {**constants, "TILE": tile},
             writes=("grad_x", "sums", *results),
             warps=_WARPS,
         )

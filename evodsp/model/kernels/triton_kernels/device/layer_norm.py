@@ -3,10 +3,8 @@
 Positions are numbered over at most three axes, [n0, n1, n2], of which AXES are told apart: a tensor's `strides` are those of
 these three axes and of channels. Numbers of positions are 32-bit, offsets 64-bit.
 
-The kernels of gradients work on tiles [TILE, REPEAT, WIDTH] of positions and channels. TILE positions are what the threads of a
-program hold when each has one vector of channels; so a position's channels lie in one warp, if it has not too many, and REPEAT
-positions in one thread. (The compiler gives threads to the first of equal axes.) Sums over REPEAT need no other thread; those
-over TILE are left to the end of a program.
+In the kernels of gradients the channels of a position lie in one warp, if they are not too many. Sums over the positions of a
+tile are left to the end of a program: until then each thread adds up what it holds.
 """
 
 from __future__ import annotations
@@ -34,22 +32,22 @@ def _rows(strides, position, n1, n2, AXES: tl.constexpr):
 @no_type_check
 @triton.jit
 def _centred(value, channel, CHANNELS: tl.constexpr, WIDTH: tl.constexpr, eps):
-    """x - mean over the last axis; mean and 1 / deviation of each position. `value` is 0 where there is no element."""
-    middle = tl.sum(value, -1) / CHANNELS
-    centred = value - tl.expand_dims(middle, -1)
+    """x - mean over channels; mean and 1 / deviation of each position. `value` is 0 where there is no element."""
+    middle = tl.sum(value, 1) / CHANNELS
+    centred = value - middle[:, None]
     if CHANNELS != WIDTH:
-        centred = tl.where(channel < CHANNELS, centred, 0.0)
-    return centred, middle, 1.0 / tl.sqrt(tl.sum(centred * centred, -1) / CHANNELS + eps)
+        centred = tl.where((channel < CHANNELS)[None, :], centred, 0.0)
+    return centred, middle, 1.0 / tl.sqrt(tl.sum(centred * centred, 1) / CHANNELS + eps)
 
 
 @no_type_check
 @triton.jit
 def _of_x(upstream, normal, slope, of_deviation, CHANNELS: tl.constexpr):
-    """The gradient of x. `normal`: (x - mean) / deviation. All are [TILE, REPEAT, WIDTH], or broadcast to it."""
+    """The gradient of x. `normal`: (x - mean) / deviation. All are [TILE, WIDTH], or broadcast to it."""
     weighted = upstream * slope
-    along = tl.sum(weighted * normal, 2) / CHANNELS
-    average = tl.sum(weighted, 2) / CHANNELS
-    return (weighted - average[:, :, None] - normal * along[:, :, None]) * of_deviation
+    along = tl.sum(weighted * normal, 1) / CHANNELS
+    average = tl.sum(weighted, 1) / CHANNELS
+    return (weighted - average[:, None] - normal * along[:, None]) * of_deviation
 
 
 @no_type_check
@@ -90,32 +88,32 @@ def forward(
 def backward(
     grad, grad_strides, x, x_strides, weight, weight_stride, mean, inverse, grad_x, grad_x_strides, sums,
     positions, n1, n2, parts, AXES: tl.constexpr, CHANNELS: tl.constexpr,
-    REPEAT: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr,
+    TILE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Every `parts`-th tile of positions. `sums`: [parts, 2, CHANNELS], gradients of weight and bias over these positions."""
     part = tl.program_id(0)
     channel = tl.arange(0, WIDTH)
-    slope = tl.load(weight + channel * weight_stride, mask=channel < CHANNELS, other=0.0).to(tl.float32)[None, None, :]
-    along = channel.to(tl.int64)[None, None, :]
-    own = tl.arange(0, TILE)[:, None] + tl.arange(0, REPEAT)[None, :] * TILE
+    slope = tl.load(weight + channel * weight_stride, mask=channel < CHANNELS, other=0.0).to(tl.float32)[None, :]
+    along = channel.to(tl.int64)[None, :]
+    own = tl.arange(0, TILE)
     of_weight = tl.zeros([TILE, WIDTH], tl.float32)
     of_bias = tl.zeros([TILE, WIDTH], tl.float32)
-    for tile in range(part, tl.cdiv(positions, REPEAT * TILE), parts):
-        position = tile * (REPEAT * TILE) + own
+    for tile in range(part, tl.cdiv(positions, TILE), parts):
+        position = tile * TILE + own
         there = position < positions
-        inside = there[:, :, None] & (channel < CHANNELS)[None, None, :]
-        at = _rows(x_strides, position, n1, n2, AXES)[:, :, None] + along * x_strides[3]
+        inside = there[:, None] & (channel < CHANNELS)[None, :]
+        at = _rows(x_strides, position, n1, n2, AXES)[:, None] + along * x_strides[3]
         value = tl.load(x + at, mask=inside, other=0.0)
-        at = _rows(grad_strides, position, n1, n2, AXES)[:, :, None] + along * grad_strides[3]
+        at = _rows(grad_strides, position, n1, n2, AXES)[:, None] + along * grad_strides[3]
         upstream = tl.load(grad + at, mask=inside, other=0.0)
-        middle = tl.load(mean + position, mask=there, other=0.0)[:, :, None]
-        of_deviation = tl.load(inverse + position, mask=there, other=0.0)[:, :, None]
+        middle = tl.load(mean + position, mask=there, other=0.0)[:, None]
+        of_deviation = tl.load(inverse + position, mask=there, other=0.0)[:, None]
         value, upstream = value.to(tl.float32), upstream.to(tl.float32)
         normal = (value - middle) * of_deviation  # of padding too, where `upstream` is 0
         found = _of_x(upstream, normal, slope, of_deviation, CHANNELS)
-        of_weight += tl.sum(upstream * normal, 1)
-        of_bias += tl.sum(upstream, 1)
-        at = _rows(grad_x_strides, position, n1, n2, AXES)[:, :, None] + along * grad_x_strides[3]
+        of_weight += upstream * normal
+        of_bias += upstream
+        at = _rows(grad_x_strides, position, n1, n2, AXES)[:, None] + along * grad_x_strides[3]
         tl.store(grad_x + at, found.to(grad_x.dtype.element_ty), mask=inside)
     _store_sums(sums, part, channel, of_weight, of_bias, CHANNELS)
 
@@ -125,32 +123,32 @@ def backward(
 def again(
     grad, grad_strides, x, x_strides, weight, weight_stride, bias, bias_stride, out, grad_x, grad_x_strides, sums,
     positions, n1, n2, parts, eps, AXES: tl.constexpr, CHANNELS: tl.constexpr,
-    REPEAT: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr,
+    TILE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """`forward` and `backward` of every `parts`-th tile of positions, which is read once for both."""
     part = tl.program_id(0)
     channel = tl.arange(0, WIDTH)
-    slope = tl.load(weight + channel * weight_stride, mask=channel < CHANNELS, other=0.0).to(tl.float32)[None, None, :]
-    shift = tl.load(bias + channel * bias_stride, mask=channel < CHANNELS, other=0.0).to(tl.float32)[None, None, :]
-    along = channel.to(tl.int64)[None, None, :]
-    own = tl.arange(0, TILE)[:, None] + tl.arange(0, REPEAT)[None, :] * TILE
+    slope = tl.load(weight + channel * weight_stride, mask=channel < CHANNELS, other=0.0).to(tl.float32)[None, :]
+    shift = tl.load(bias + channel * bias_stride, mask=channel < CHANNELS, other=0.0).to(tl.float32)[None, :]
+    along = channel.to(tl.int64)[None, :]
+    own = tl.arange(0, TILE)
     of_weight = tl.zeros([TILE, WIDTH], tl.float32)
     of_bias = tl.zeros([TILE, WIDTH], tl.float32)
-    for tile in range(part, tl.cdiv(positions, REPEAT * TILE), parts):
-        position = tile * (REPEAT * TILE) + own
-        inside = (position < positions)[:, :, None] & (channel < CHANNELS)[None, None, :]
-        at = _rows(x_strides, position, n1, n2, AXES)[:, :, None] + along * x_strides[3]
+    for tile in range(part, tl.cdiv(positions, TILE), parts):
+        position = tile * TILE + own
+        inside = (position < positions)[:, None] & (channel < CHANNELS)[None, :]
+        at = _rows(x_strides, position, n1, n2, AXES)[:, None] + along * x_strides[3]
         value = tl.load(x + at, mask=inside, other=0.0)
-        at = _rows(grad_strides, position, n1, n2, AXES)[:, :, None] + along * grad_strides[3]
+        at = _rows(grad_strides, position, n1, n2, AXES)[:, None] + along * grad_strides[3]
         upstream = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
         centred, _, of_deviation = _centred(value.to(tl.float32), channel, CHANNELS, WIDTH, eps)
-        of_deviation = of_deviation[:, :, None]
+        of_deviation = of_deviation[:, None]
         normal = centred * of_deviation
-        at = position.to(tl.int64)[:, :, None] * CHANNELS + along
+        at = position.to(tl.int64)[:, None] * CHANNELS + along
         tl.store(out + at, (normal * slope + shift).to(out.dtype.element_ty), mask=inside)
         found = _of_x(upstream, normal, slope, of_deviation, CHANNELS)
-        of_weight += tl.sum(upstream * normal, 1)
-        of_bias += tl.sum(upstream, 1)
-        at = _rows(grad_x_strides, position, n1, n2, AXES)[:, :, None] + along * grad_x_strides[3]
+        of_weight += upstream * normal
+        of_bias += upstream
+        at = _rows(grad_x_strides, position, n1, n2, AXES)[:, None] + along * grad_x_strides[3]
         tl.store(grad_x + at, found.to(grad_x.dtype.element_ty), mask=inside)
     _store_sums(sums, part, channel, of_weight, of_bias, CHANNELS)
