@@ -20,10 +20,13 @@ from evodsp.model.kernels.triton_kernels.launch import Launch, Launcher, Operato
 from evodsp.model.kernels.triton_kernels.sums import sum_of_parts
 
 _EPS = 1e-5
-# Elements of a tile [positions, channels] in the forward and in the backward pass.
-_TILE, _BACKWARD_TILE = 4096, 2048
-# Programs of the backward pass at most: each leaves one sum of the gradients of weight and bias.
-_PARTS = 528
+# Elements of a tile [positions, channels] in the forward pass.
+_TILE = 4096
+# In the backward pass a thread holds so many vectors of a tensor at once, each of so many bytes: loads in flight.
+_VECTORS, _VECTOR = 2, 16
+# Its programs at most, each of which leaves one sum of the gradients of weight and bias, and their warps. All of them are
+# resident at once on 132 multiprocessors.
+_PARTS, _WARPS = 528, 4
 
 
 def layer_norm(
@@ -73,14 +76,31 @@ def _with_four_axes(x: Float[Tensor, "*batch c"]) -> Float[Tensor, "_ _ _ c"]:
     return x.reshape(-1, *x.shape[-3:]) if x.ndim > 4 else x.view(*(1,) * (4 - x.ndim), *x.shape)
 
 
-def _arguments(x: Tensor) -> dict[str, Any]:
-    """Positions are numbered as in a contiguous tensor of the shape of x, [n0, n1, n2, c]."""
-    return {"positions": math.prod(x.shape[:-1]), "n1": x.shape[1], "n2": x.shape[2], "channels": x.shape[3]}
+def _arguments(tensors: dict[str, Tensor]) -> tuple[dict[str, Any], dict[str, int]]:
+    """Arguments and constants of a launch: the tensors, all of one shape [n0, n1, n2, c], and how their positions lie.
 
-
-def _tiling(x: Tensor, elements: int) -> dict[str, int]:
-    width = next_power_of_two(max(1, x.shape[-1]))
-    return {"TILE": max(1, elements // width), "WIDTH": width}
+    Positions are numbered as in a contiguous tensor of this shape. Neighbouring axes that every tensor lays out like one are
+    one: each that is left costs a division.
+    """
+    some, *_ = tensors.values()
+    *sizes, channels = some.shape
+    strides = [x.stride() for x in tensors.values()]
+    axes: list[tuple[int, tuple[int, ...]]] = []
+    for axis in reversed(range(3)):
+        of_axis = tuple(stride[axis] for stride in strides)
+        if sizes[axis] == 1:
+            continue
+        if axes and of_axis == tuple(axes[0][0] * stride for stride in axes[0][1]):
+            axes[0] = axes[0][0] * sizes[axis], axes[0][1]
+        else:
+            axes.insert(0, (sizes[axis], of_axis))
+    axes = [(1, (0,) * len(strides))] * (3 - len(axes)) + axes
+    arguments: dict[str, Any] = dict(tensors)
+    for n, (name, x) in enumerate(tensors.items()):
+        arguments[f"{name}_strides"] = *(of_axis[n] for _, of_axis in axes), x.stride(3)
+    arguments |= {"positions": math.prod(sizes), "n1": axes[1][0], "n2": axes[2][0]}
+    told_apart = next((3 - n for n, (size, _) in enumerate(axes) if size != 1), 1)
+    return arguments, {"AXES": told_apart, "CHANNELS": channels, "WIDTH": next_power_of_two(max(1, channels))}
 
 
 def _forward_body(
@@ -89,14 +109,14 @@ def _forward_body(
     """The result, and mean and inverse standard deviation of each position."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     mean, inverse = (x.new_empty(x.shape[:-1], dtype=torch.float32) for _ in range(2))
-    sizes, tiling = _arguments(x), _tiling(x, _TILE)
+    arguments, constants = _arguments({"x": x})
+    tile = max(1, _TILE // constants["WIDTH"])
     launch(
         Launch(
             "layer_norm.forward",
-            tiles(sizes["positions"], tiling["TILE"]),
+            tiles(arguments["positions"], tile),
             {
-                "x": x,
-                "x_strides": x.stride(),
+                **arguments,
                 "weight": weight,
                 "weight_stride": weight.stride(0),
                 "bias": bias,
@@ -104,10 +124,9 @@ def _forward_body(
                 "out": out,
                 "mean": mean,
                 "inverse": inverse,
-                **sizes,
                 "eps": eps,
             },
-            tiling,
+            {**constants, "TILE": tile},
             writes=("out", "mean", "inverse"),
         )
     )
@@ -122,29 +141,25 @@ def _with_gradients(
     `more`: arguments of this kernel alone, of which it fills `results`.
     """
     grad_x = torch.empty_like(x)
-    sizes, tiling = _arguments(x), _tiling(x, _BACKWARD_TILE)
-    parts = max(1, min(_PARTS, tiles(sizes["positions"], tiling["TILE"])))
+    arguments, constants = _arguments({"grad": grad, "x": x, "grad_x": grad_x})
+    tile = max(1, _VECTORS * _WARPS * 32 * (_VECTOR // x.element_size()) // constants["WIDTH"])
+    parts = max(1, min(_PARTS, tiles(arguments["positions"], tile)))
     sums = x.new_empty((parts, 2, x.shape[-1]), dtype=torch.float32)
     launch(
         Launch(
             f"layer_norm.{kernel}",
             parts,
             {
-                "grad": grad,
-                "grad_strides": grad.stride(),
-                "x": x,
-                "x_strides": x.stride(),
+                **arguments,
                 "weight": weight,
                 "weight_stride": weight.stride(0),
-                "grad_x": grad_x,
-                "grad_x_strides": grad_x.stride(),
                 "sums": sums,
-                **sizes,
                 "parts": parts,
                 **more,
             },
-            tiling,
+            {**constants, "TILE": tile},
             writes=("grad_x", "sums", *results),
+            warps=_WARPS,
         )
     )
     return grad_x, sum_of_parts(launch, sums, weight.dtype)

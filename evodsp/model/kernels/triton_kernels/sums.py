@@ -7,17 +7,18 @@ from torch import Tensor
 
 from evodsp.model.kernels.triton_kernels.launch import Launch, Launcher, next_power_of_two, tiles
 
-# Elements of a tile [parts, results], and its parts at most.
-_TILE, _PARTS = 2048, 64
+# Elements of a tile [parts, results], its parts at most, and its results at least: a sector of memory. As many parts as
+# possible are loaded at once: what a step of the loop costs is the latency of memory.
+_TILE, _PARTS, _RESULTS = 4096, 1024, 8
 
 
 def sum_of_parts(launch: Launcher, parts: Tensor, dtype: torch.dtype) -> Tensor:
     """The sum over the first axis of `parts`, fp32 and contiguous, rounded to `dtype` once."""
     if len(parts) == 1:
-        return parts[0]
+        return parts[0].to(dtype)
     total = parts.new_empty(parts.shape[1:], dtype=dtype)
     at_once = min(_PARTS, next_power_of_two(len(parts)))
-    width = _TILE // at_once
+    width = max(_RESULTS, _TILE // at_once)
     launch(
         Launch(
             "sums.sum_of_parts",
@@ -25,6 +26,7 @@ def sum_of_parts(launch: Launcher, parts: Tensor, dtype: torch.dtype) -> Tensor:
             {"parts": parts, "total": total, "count": len(parts), "size": total.numel()},
             {"TILE_P": at_once, "TILE": width},
             writes=("total",),
+            warps=8,
         )
     )
     return total

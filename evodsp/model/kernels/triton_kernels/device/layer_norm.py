@@ -1,4 +1,11 @@
-"""Device code of `layer_norm.py`. Strides are those of three axes of positions and of channels. Offsets are 64-bit."""
+"""Device code of `layer_norm.py`.
+
+Positions are numbered over at most three axes, [n0, n1, n2], of which AXES are told apart: a tensor's `strides` are those of
+these three axes and of channels. Numbers of positions are 32-bit, offsets 64-bit.
+
+In the kernels of gradients the channels of a position lie in one warp, if they are not too many. Sums over the positions of a
+tile are left to the end of a program: until then each thread adds up what it holds.
+"""
 
 from __future__ import annotations
 
@@ -10,49 +17,68 @@ import triton.language as tl
 
 @no_type_check
 @triton.jit
-def _offsets(strides, position, n1, n2, channel):
-    """Offsets of a tile [position, channel]; positions are numbered over three axes."""
+def _rows(strides, position, n1, n2, AXES: tl.constexpr):
+    """Offset of each position."""
+    if AXES == 1:
+        return position.to(tl.int64) * strides[2]
     outer = position // n2
-    rows = outer // n1 * strides[0] + outer % n1 * strides[1] + position % n2 * strides[2]
-    return rows[:, None] + channel.to(tl.int64)[None, :] * strides[3]
+    inner = (position - outer * n2).to(tl.int64) * strides[2]
+    if AXES == 2:
+        return inner + outer.to(tl.int64) * strides[1]
+    outermost = outer // n1
+    return inner + (outer - outermost * n1).to(tl.int64) * strides[1] + outermost.to(tl.int64) * strides[0]
 
 
 @no_type_check
 @triton.jit
-def _centred(value, inside, channels, eps):
-    """x - mean of a tile, 0 where there is no element; mean and 1 / deviation of each position."""
-    middle = tl.sum(value, 1) / channels
-    centred = tl.where(inside, value - middle[:, None], 0.0)
-    return centred, middle, 1.0 / tl.sqrt(tl.sum(centred * centred, 1) / channels + eps)
+def _centred(value, channel, CHANNELS: tl.constexpr, WIDTH: tl.constexpr, eps):
+    """x - mean over channels; mean and 1 / deviation of each position. `value` is 0 where there is no element."""
+    middle = tl.sum(value, 1) / CHANNELS
+    centred = value - middle[:, None]
+    if CHANNELS != WIDTH:
+        centred = tl.where((channel < CHANNELS)[None, :], centred, 0.0)
+    return centred, middle, 1.0 / tl.sqrt(tl.sum(centred * centred, 1) / CHANNELS + eps)
 
 
 @no_type_check
 @triton.jit
-def _gradients(upstream, normal, slope, of_deviation, channels):
-    """Of a tile [positions, channels] of x, and of weight and bias over its positions. `normal`: (x - mean) / deviation."""
-    weighted = upstream * slope[None, :]
-    along = tl.sum(weighted * normal, 1) / channels
-    average = tl.sum(weighted, 1) / channels
-    of_x = (weighted - average[:, None] - normal * along[:, None]) * of_deviation[:, None]
-    return of_x, tl.sum(upstream * normal, 0), tl.sum(upstream, 0)
+def _of_x(upstream, normal, slope, of_deviation, CHANNELS: tl.constexpr):
+    """The gradient of x. `normal`: (x - mean) / deviation. All are [TILE, WIDTH], or broadcast to it."""
+    weighted = upstream * slope
+    along = tl.sum(weighted * normal, 1) / CHANNELS
+    average = tl.sum(weighted, 1) / CHANNELS
+    return (weighted - average[:, None] - normal * along[:, None]) * of_deviation
+
+
+@no_type_check
+@triton.jit
+def _store_sums(sums, part, channel, of_weight, of_bias, CHANNELS: tl.constexpr):
+    """Sums over the positions of a program: tiles [TILE, WIDTH] become rows of `sums`, [parts, 2, CHANNELS]."""
+    sums += part.to(tl.int64) * 2 * CHANNELS + channel
+    tl.store(sums, tl.sum(of_weight, 0), mask=channel < CHANNELS)
+    tl.store(sums + CHANNELS, tl.sum(of_bias, 0), mask=channel < CHANNELS)
 
 
 @no_type_check
 @triton.jit
 def forward(
-    x, x_strides, weight, weight_stride, bias, bias_stride, out, mean, inverse, positions, n1, n2, channels, eps,
-    TILE: tl.constexpr, WIDTH: tl.constexpr,
+    x, x_strides, weight, weight_stride, bias, bias_stride, out, mean, inverse, positions, n1, n2, eps,
+    AXES: tl.constexpr, CHANNELS: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """A tile of positions. `out` is contiguous."""
-    position = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    position = tl.program_id(0) * TILE + tl.arange(0, TILE)
     channel = tl.arange(0, WIDTH)
-    inside = (position < positions)[:, None] & (channel < channels)[None, :]
-    value = tl.load(x + _offsets(x_strides, position, n1, n2, channel), mask=inside, other=0.0).to(tl.float32)
-    centred, middle, of_deviation = _centred(value, inside, channels, eps)
-    slope = tl.load(weight + channel * weight_stride, mask=channel < channels, other=0.0).to(tl.float32)
-    shift = tl.load(bias + channel * bias_stride, mask=channel < channels, other=0.0).to(tl.float32)
+    inside = (position < positions)[:, None] & (channel < CHANNELS)[None, :]
+    along = channel.to(tl.int64)[None, :] * x_strides[3]
+    value = tl.load(x + _rows(x_strides, position, n1, n2, AXES)[:, None] + along, mask=inside, other=0.0).to(
+        tl.float32
+    )
+    centred, middle, of_deviation = _centred(value, channel, CHANNELS, WIDTH, eps)
+    slope = tl.load(weight + channel * weight_stride, mask=channel < CHANNELS, other=0.0).to(tl.float32)
+    shift = tl.load(bias + channel * bias_stride, mask=channel < CHANNELS, other=0.0).to(tl.float32)
     result = centred * of_deviation[:, None] * slope[None, :] + shift[None, :]
-    tl.store(out + position[:, None] * channels + channel[None, :], result.to(out.dtype.element_ty), mask=inside)
+    at = position.to(tl.int64)[:, None] * CHANNELS + channel[None, :]
+    tl.store(out + at, result.to(out.dtype.element_ty), mask=inside)
     tl.store(mean + position, middle, mask=position < positions)
     tl.store(inverse + position, of_deviation, mask=position < positions)
 
@@ -61,65 +87,68 @@ def forward(
 @triton.jit
 def backward(
     grad, grad_strides, x, x_strides, weight, weight_stride, mean, inverse, grad_x, grad_x_strides, sums,
-    positions, n1, n2, channels, parts, TILE: tl.constexpr, WIDTH: tl.constexpr,
+    positions, n1, n2, parts, AXES: tl.constexpr, CHANNELS: tl.constexpr,
+    TILE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Every `parts`-th tile of positions. `sums`: [parts, 2, channels], gradients of weight and bias over these positions."""
+    """Every `parts`-th tile of positions. `sums`: [parts, 2, CHANNELS], gradients of weight and bias over these positions."""
     part = tl.program_id(0)
     channel = tl.arange(0, WIDTH)
-    slope = tl.load(weight + channel * weight_stride, mask=channel < channels, other=0.0).to(tl.float32)
-    of_weight = tl.zeros([WIDTH], tl.float32)
-    of_bias = tl.zeros([WIDTH], tl.float32)
+    slope = tl.load(weight + channel * weight_stride, mask=channel < CHANNELS, other=0.0).to(tl.float32)[None, :]
+    along = channel.to(tl.int64)[None, :]
+    own = tl.arange(0, TILE)
+    of_weight = tl.zeros([TILE, WIDTH], tl.float32)
+    of_bias = tl.zeros([TILE, WIDTH], tl.float32)
     for tile in range(part, tl.cdiv(positions, TILE), parts):
-        position = tl.cast(tile, tl.int64) * TILE + tl.arange(0, TILE)
-        inside = (position < positions)[:, None] & (channel < channels)[None, :]
-        upstream = tl.load(grad + _offsets(grad_strides, position, n1, n2, channel), mask=inside, other=0.0).to(
-            tl.float32
-        )
-        value = tl.load(x + _offsets(x_strides, position, n1, n2, channel), mask=inside, other=0.0).to(tl.float32)
-        middle = tl.load(mean + position, mask=position < positions, other=0.0)
-        of_deviation = tl.load(inverse + position, mask=position < positions, other=0.0)
-        normal = tl.where(inside, (value - middle[:, None]) * of_deviation[:, None], 0.0)
-        result, tile_of_weight, tile_of_bias = _gradients(upstream, normal, slope, of_deviation, channels)
-        of_weight += tile_of_weight
-        of_bias += tile_of_bias
-        tl.store(
-            grad_x + _offsets(grad_x_strides, position, n1, n2, channel), result.to(grad_x.dtype.element_ty), mask=inside
-        )  # fmt: skip
-    sums += part.to(tl.int64) * 2 * channels + channel
-    tl.store(sums, of_weight, mask=channel < channels)
-    tl.store(sums + channels, of_bias, mask=channel < channels)
+        position = tile * TILE + own
+        there = position < positions
+        inside = there[:, None] & (channel < CHANNELS)[None, :]
+        at = _rows(x_strides, position, n1, n2, AXES)[:, None] + along * x_strides[3]
+        value = tl.load(x + at, mask=inside, other=0.0)
+        at = _rows(grad_strides, position, n1, n2, AXES)[:, None] + along * grad_strides[3]
+        upstream = tl.load(grad + at, mask=inside, other=0.0)
+        middle = tl.load(mean + position, mask=there, other=0.0)[:, None]
+        of_deviation = tl.load(inverse + position, mask=there, other=0.0)[:, None]
+        value, upstream = value.to(tl.float32), upstream.to(tl.float32)
+        normal = (value - middle) * of_deviation  # of padding too, where `upstream` is 0
+        found = _of_x(upstream, normal, slope, of_deviation, CHANNELS)
+        of_weight += upstream * normal
+        of_bias += upstream
+        at = _rows(grad_x_strides, position, n1, n2, AXES)[:, None] + along * grad_x_strides[3]
+        tl.store(grad_x + at, found.to(grad_x.dtype.element_ty), mask=inside)
+    _store_sums(sums, part, channel, of_weight, of_bias, CHANNELS)
 
 
 @no_type_check
 @triton.jit
 def again(
     grad, grad_strides, x, x_strides, weight, weight_stride, bias, bias_stride, out, grad_x, grad_x_strides, sums,
-    positions, n1, n2, channels, parts, eps, TILE: tl.constexpr, WIDTH: tl.constexpr,
+    positions, n1, n2, parts, eps, AXES: tl.constexpr, CHANNELS: tl.constexpr,
+    TILE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """`forward` and `backward` of every `parts`-th tile of positions, which is read once for both."""
     part = tl.program_id(0)
     channel = tl.arange(0, WIDTH)
-    slope = tl.load(weight + channel * weight_stride, mask=channel < channels, other=0.0).to(tl.float32)
-    shift = tl.load(bias + channel * bias_stride, mask=channel < channels, other=0.0).to(tl.float32)
-    of_weight = tl.zeros([WIDTH], tl.float32)
-    of_bias = tl.zeros([WIDTH], tl.float32)
+    slope = tl.load(weight + channel * weight_stride, mask=channel < CHANNELS, other=0.0).to(tl.float32)[None, :]
+    shift = tl.load(bias + channel * bias_stride, mask=channel < CHANNELS, other=0.0).to(tl.float32)[None, :]
+    along = channel.to(tl.int64)[None, :]
+    own = tl.arange(0, TILE)
+    of_weight = tl.zeros([TILE, WIDTH], tl.float32)
+    of_bias = tl.zeros([TILE, WIDTH], tl.float32)
     for tile in range(part, tl.cdiv(positions, TILE), parts):
-        position = tl.cast(tile, tl.int64) * TILE + tl.arange(0, TILE)
-        inside = (position < positions)[:, None] & (channel < channels)[None, :]
-        value = tl.load(x + _offsets(x_strides, position, n1, n2, channel), mask=inside, other=0.0).to(tl.float32)
-        upstream = tl.load(grad + _offsets(grad_strides, position, n1, n2, channel), mask=inside, other=0.0).to(
-            tl.float32
-        )
-        centred, _, of_deviation = _centred(value, inside, channels, eps)
-        normal = centred * of_deviation[:, None]
-        result = normal * slope[None, :] + shift[None, :]
-        tl.store(out + position[:, None] * channels + channel[None, :], result.to(out.dtype.element_ty), mask=inside)
-        found, tile_of_weight, tile_of_bias = _gradients(upstream, normal, slope, of_deviation, channels)
-        of_weight += tile_of_weight
-        of_bias += tile_of_bias
-        tl.store(
-            grad_x + _offsets(grad_x_strides, position, n1, n2, channel), found.to(grad_x.dtype.element_ty), mask=inside
-        )
-    sums += part.to(tl.int64) * 2 * channels + channel
-    tl.store(sums, of_weight, mask=channel < channels)
-    tl.store(sums + channels, of_bias, mask=channel < channels)
+        position = tile * TILE + own
+        inside = (position < positions)[:, None] & (channel < CHANNELS)[None, :]
+        at = _rows(x_strides, position, n1, n2, AXES)[:, None] + along * x_strides[3]
+        value = tl.load(x + at, mask=inside, other=0.0)
+        at = _rows(grad_strides, position, n1, n2, AXES)[:, None] + along * grad_strides[3]
+        upstream = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
+        centred, _, of_deviation = _centred(value.to(tl.float32), channel, CHANNELS, WIDTH, eps)
+        of_deviation = of_deviation[:, None]
+        normal = centred * of_deviation
+        at = position.to(tl.int64)[:, None] * CHANNELS + along
+        tl.store(out + at, (normal * slope + shift).to(out.dtype.element_ty), mask=inside)
+        found = _of_x(upstream, normal, slope, of_deviation, CHANNELS)
+        of_weight += upstream * normal
+        of_bias += upstream
+        at = _rows(grad_x_strides, position, n1, n2, AXES)[:, None] + along * grad_x_strides[3]
+        tl.store(grad_x + at, found.to(grad_x.dtype.element_ty), mask=inside)
+    _store_sums(sums, part, channel, of_weight, of_bias, CHANNELS)
