@@ -11,18 +11,21 @@ import importlib.util
 import os
 import shutil
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning.pytorch import Callback, LightningModule
 from torch import nn
 
 from evodsp.errors import UserError
+from evodsp.launch.consensus import on_every
 from evodsp.model.evoformer import MSAStack, PairStack
 from evodsp.model.schedule import CommunicationPlan
 from evodsp.model.templates import TemplatePairBlock
 from evodsp.parallel.config import ParallelConfig
+from evodsp.training.compiled_check import problem_of_compiling
 from evodsp.training.config import DataConfig, RunConfig
+from evodsp.training.module import TrainingModule
 
 _GRAPHS = 64
 """Graphs that torch may make: of Evoformer, extra-MSA and template blocks, with and without gradients. torch's own limit is 8
@@ -80,11 +83,22 @@ class CompiledBlocks(Callback):
         self.backend = backend
 
     def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Raises UserError, on every rank, if a small compiled block does not compute what it does uncompiled."""
         torch._dynamo.config.recompile_limit = max(_GRAPHS, torch._dynamo.config.recompile_limit)
         # As uncompiled: autocast acts on the forward pass only. Backward passes of our operators choose each precision.
         torch._functorch.config.backward_pass_autocast = "off"
+        on_every(lambda: self._check(trainer, pl_module), cast(TrainingModule, pl_module).world.group)
         for region in regions(pl_module):
             region.compile(fullgraph=True, dynamic=False, backend=self.backend)
+
+    def _check(self, trainer: Any, pl_module: LightningModule) -> None:
+        model = cast(TrainingModule, pl_module).model
+        precision = trainer.precision_plugin.forward_context
+        if problem := problem_of_compiling(model, pl_module.device, precision, self.backend):
+            raise UserError(
+                f"compile is blocks, but torch {torch.__version__} does not compile the blocks right here ({problem}); set "
+                "compile to none, or install another version of torch"
+            )
 
     def on_validation_start(self, trainer: Any, pl_module: LightningModule) -> None:
         torch.compiler.set_stance("force_eager")
