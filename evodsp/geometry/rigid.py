@@ -130,6 +130,9 @@ class Rigid:
         return cls(rotations, torch.cat([m.translation for m in motions], _axis(dim, 1)))
 
 
+torch.export.register_dataclass(Rigid)  # a tree of tensors: FSDP2 looks for tensors in trees only
+
+
 def _axis(dim: int, trailing: int) -> int:
     """Batch axis `dim` as an axis of a tensor that has `trailing` axes after the batch axes."""
     return dim if dim >= 0 else dim - trailing

@@ -61,6 +61,15 @@ class DropoutKeys:
         length = len(path)
         return DropoutKeys(self.flat, {p[length:]: place for p, place in self._places.items() if p[:length] == path})
 
+    @property
+    def places(self) -> tuple[tuple[Path, int, int], ...]:
+        """Where the keys of each layer are: equal for keys that differ in numbers only."""
+        return tuple((path, place.start, place.stop) for path, place in self._places.items())
+
+    def moved(self, flat: Int64[Tensor, " n"]) -> DropoutKeys:
+        """With the numbers in another tensor."""
+        return DropoutKeys(flat, self._places)
+
     def stack(self, paths: Sequence[Path]) -> Int64[Tensor, "L B"]:
         """The keys of the layers at `paths`. Raises KeyError if there is no such layer."""
         assert self.flat is not None, "without dropout there are no keys"

@@ -24,7 +24,7 @@ one rank among N, with Mm = S R c_m and Mz = R R c_z:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 from jaxtyping import Float
@@ -33,6 +33,7 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from evodsp.config import EvoformerConfig
 from evodsp.model.dropout import NO_DROPOUT, Dropout, DropoutKeys, Masks, Streams, block_streams, draw_blocks
+from evodsp.model.graphs import Recorded
 from evodsp.model.in_place import Budgeted
 from evodsp.model.msa_ops import MSAColumnAttention, MSAColumnGlobalAttention, MSARowAttention, OuterProductMean
 from evodsp.model.pair_ops import TriangleAttention, TriangleMultiplication
@@ -167,7 +168,7 @@ class EvoformerBlock(nn.Module):
         return m, self.pair_stack(z, pair_mask, masks)
 
 
-class EvoformerStack(ShardedModule):
+class EvoformerStack(Recorded, ShardedModule):
     """Blocks one after another. As many as `config.checkpoint` says are recomputed in the backward pass.
 
     A recomputed segment is the pair stack of one block and the MSA stack of the next. Between the MSA stack and the pair stack
@@ -179,6 +180,11 @@ class EvoformerStack(ShardedModule):
         self.recomputation = Recomputation(config.checkpoint, config.blocks)
         blocks = [EvoformerBlock(c_m, c_z, config, extra) for _ in range(config.blocks)]
         self.blocks: Sequence[EvoformerBlock] = nn.ModuleList(blocks)  # type: ignore[assignment]
+
+    def settings(self) -> Hashable | None:
+        chosen = self.recomputation.settled
+        budgets = [block.msa_stack.memory for block in self.blocks[:1]]
+        return None if chosen is None else (super().settings(), chosen, *budgets)
 
     def dropout_streams(self, draws: Sequence[Draws]) -> Streams:
         """The streams of dropout. `draws`: this stack's stream for each sample."""
@@ -200,7 +206,10 @@ class EvoformerStack(ShardedModule):
             arguments = (number, arriving, z, msa_mask, pair_mask, masks, recompute)
             if recompute:
                 contexts = self.exchange.keeping if self.plan.keep_gathered else noop_context_fn
-                m, z = checkpoint(self._segment, *arguments, use_reentrant=False, context_fn=contexts)
+                # Nothing here draws from torch's generators, and a CUDA graph could not save their states.
+                m, z = checkpoint(
+                    self._segment, *arguments, use_reentrant=False, context_fn=contexts, preserve_rng_state=False
+                )
             else:
                 with self.recomputation.counting(number, self):
                     m, z = self._segment(*arguments)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -65,3 +66,9 @@ class ModelOutput:
     """Only of the heads that the model has."""
     ca_change: Float[Tensor, " B"] | None = None
     """How far CA-CA distances moved since the previous pass (root mean square, Å), if a stop tolerance was given."""
+
+
+# FSDP2 makes parameters whole before the backward pass reaches them, if it finds the tensors that a model returned. Before
+# torch 2.13 it looks for them in trees only.
+for _record in (StructureOutput, ModelOutput):
+    torch.export.register_dataclass(_record)

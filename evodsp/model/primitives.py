@@ -145,7 +145,17 @@ class PairBias:
         if not self.stream:
             return kernels.biased_attention(projected, keys, bias.permute(0, 3, 1, 2))
         rows = [
-            checkpoint(self._rows, kernels, root, projected, keys, bias, queries.start, use_reentrant=False)
+            checkpoint(
+                self._rows,
+                kernels,
+                root,
+                projected,
+                keys,
+                bias,
+                queries.start,
+                use_reentrant=False,
+                preserve_rng_state=False,
+            )
             for root, queries in enumerate(self.exchange.shards(self.whole))
         ]
         return torch.cat(rows, 2)

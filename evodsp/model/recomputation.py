@@ -41,6 +41,13 @@ class Recomputation:
         """Keep what the last so many blocks need."""
         self.number, self.auto = self.blocks - min(max(blocks, 0), self.blocks), False
 
+    @property
+    def settled(self) -> int | None:
+        """The number, if it does not change any more; without gradients, when nothing is recomputed, 0."""
+        if not torch.is_grad_enabled():
+            return 0
+        return None if self.auto else self.number
+
     def covers(self, segment: int) -> bool:
         """Whether a segment is computed again. Segment k is block k; or the latter part of block k - 1 and the former part of
         block k, and then there is one segment more than there are blocks.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,11 +25,12 @@ from evodsp.geometry.residues import CA, C, N
 from evodsp.geometry.rigid import Rigid
 from evodsp.model.dropout import NO_DROPOUT, Dropout, DropoutKeys, Masks, Streams, block_streams, draw_blocks
 from evodsp.model.embedders import distance_one_hot, squared_edges
+from evodsp.model.graphs import Recorded
 from evodsp.model.in_place import Budget, Budgeted, add_in_place, collected
 from evodsp.model.kernels.reference import mask_bias
 from evodsp.model.pair_ops import TriangleAttention, TriangleMultiplication
 from evodsp.model.precision import wide
-from evodsp.model.primitives import Computed, LayerNorm, Linear, Transition
+from evodsp.model.primitives import LayerNorm, Linear, Transition
 from evodsp.model.recomputation import Recomputation
 from evodsp.model.sharded import Sharded
 from evodsp.parallel.layout import Axis
@@ -117,7 +118,7 @@ class TemplatePairBlock(Budgeted):
         return pair.x
 
 
-class TemplatePairStack(Computed):
+class TemplatePairStack(Recorded):
     """Template pair stack (algorithm 16), without its last layer norm; templates do not see each other. t on I in, on J out."""
 
     def __init__(self, config: TemplateConfig) -> None:
@@ -126,6 +127,11 @@ class TemplatePairStack(Computed):
         last = config.blocks - 1
         blocks = [TemplatePairBlock(config, number == last) for number in range(config.blocks)]
         self.blocks: Sequence[TemplatePairBlock] = nn.ModuleList(blocks)  # type: ignore[assignment]
+
+    def settings(self) -> Hashable | None:
+        chosen = self.recomputation.settled
+        budgets = [block.memory for block in self.blocks[:1]]
+        return None if chosen is None else (super().settings(), chosen, *budgets)
 
     def dropout_streams(self, draws: Sequence[Draws]) -> Streams:
         """The streams of dropout. `draws`: this stack's stream for each template."""
@@ -138,7 +144,7 @@ class TemplatePairStack(Computed):
         masks = draw_blocks(self.blocks, keys, residues=pair_mask.shape[1], kernels=self.kernels)
         for number, (block, own) in enumerate(zip(self.blocks, masks, strict=True)):
             if self.recomputation.covers(number) and t.requires_grad:
-                t = checkpoint(block, t, pair_mask, own, use_reentrant=False)
+                t = checkpoint(block, t, pair_mask, own, use_reentrant=False, preserve_rng_state=False)
             else:
                 with self.recomputation.counting(number, self):
                     t = block(t, pair_mask, own)

@@ -28,6 +28,7 @@ from evodsp.parallel.mesh import data_ranks
 from evodsp.training.chains import Chains, find_chains
 from evodsp.training.compilation import check_compilation
 from evodsp.training.config import DataConfig, RunConfig, TrainingConfig, check_templates
+from evodsp.training.graphs import check_graphs
 from evodsp.training.options import Command
 from evodsp.training.resumed import began_with, changes, recorded
 from evodsp.training.run_folder import RunFolder
@@ -156,6 +157,7 @@ def check_run(command: Command, settings: Settings, group: Group | None = None) 
     check_training_sizes(parallel, data)
     if command == "fit":
         check_compilation(settings.run, parallel, settings.plan, data, on_gpu(settings.trainer))
+        check_graphs(settings.run, parallel, data, on_gpu(settings.trainer))
     folder = RunFolder(Path(settings.run.output), settings.run.keep_last, settings.run.keep_best)
     start = from_first(lambda: folder.start(command, settings.run, process_group.was_restarted()), group)
     if command == "fit":

@@ -40,6 +40,7 @@ from evodsp.training.config import RunConfig
 from evodsp.training.csv_logger import CurveLogger
 from evodsp.training.datamodule import ChainDataModule
 from evodsp.training.ema import ExponentialMovingAverage
+from evodsp.training.graphs import RecordedStacks
 from evodsp.training.loggers import log_settings, training_loggers
 from evodsp.training.module import TrainingModule
 from evodsp.training.options import SUMMARY, Command, PresetParser, TrainerOptions, add_arguments
@@ -228,7 +229,9 @@ def _callbacks(run: CheckedRun, last: LastCheckpoint) -> list[Callback]:
     if run.command == "fit":
         callbacks.append(AutomaticRecomputation())
     if run.command == "fit" and settings.run.compile == "blocks":
-        callbacks.append(CompiledBlocks(settings.run.cuda_graphs))
+        callbacks.append(CompiledBlocks())
+    if run.command == "fit" and settings.run.cuda_graphs:
+        callbacks.append(RecordedStacks())
     if run.command == "fit" and settings.model.ema_decay is not None:
         callbacks.append(ExponentialMovingAverage(settings.model.ema_decay))
     if run.command == "fit" and settings.trainer["enable_checkpointing"] is not False:

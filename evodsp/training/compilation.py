@@ -1,4 +1,4 @@
-"""`compile: blocks` and `cuda_graphs`: each half of a block becomes one compiled graph, for all blocks of a stack.
+"""`compile: blocks`: each half of a block becomes one compiled graph, for all blocks of a stack.
 
 Blocks are compiled and not the whole model, because one graph then serves all 48 of them: the parameters, and the masks of
 dropout or the keys that they are drawn from, are inputs of the graph. Collectives are operators inside of the graph.
@@ -32,15 +32,7 @@ for all modules together."""
 def check_compilation(
     run: RunConfig, parallel: ParallelConfig, plan: CommunicationPlan, data: DataConfig, on_gpu: bool
 ) -> None:
-    """Raise UserError if the run cannot be compiled as `run.compile` and `run.cuda_graphs` ask."""
-    if run.cuda_graphs and run.compile == "none":
-        raise UserError(
-            "cuda_graphs is true, but compile is none, and compiled blocks are captured; set compile to blocks"
-        )
-    if run.cuda_graphs and not on_gpu:
-        raise UserError(
-            "cuda_graphs is true, but this run is on a CPU; set cuda_graphs to false, or trainer.accelerator to gpu"
-        )
+    """Raise UserError if the run cannot be compiled as `run.compile` asks."""
     if run.compile == "none":
         return
     instead = "or compile to none"
@@ -83,21 +75,16 @@ class CompiledBlocks(Callback):
     The modules stay the same objects, so checkpoints and the moving average see the same names.
     """
 
-    def __init__(self, cuda_graphs: bool = False, backend: str = "inductor") -> None:
-        """`cuda_graphs`: capture each graph on the GPU and replay it. `backend`: of torch.compile."""
-        self.cuda_graphs, self.backend = cuda_graphs, backend
+    def __init__(self, backend: str = "inductor") -> None:
+        """`backend`: of torch.compile."""
+        self.backend = backend
 
     def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
         torch._dynamo.config.recompile_limit = max(_GRAPHS, torch._dynamo.config.recompile_limit)
         # As uncompiled: autocast acts on the forward pass only. Backward passes of our operators choose each precision.
         torch._functorch.config.backward_pass_autocast = "off"
-        mode = {"mode": "reduce-overhead"} if self.cuda_graphs else {}
         for region in regions(pl_module):
-            region.compile(fullgraph=True, dynamic=False, backend=self.backend, **mode)
-
-    def on_train_batch_start(self, trainer: Any, pl_module: LightningModule, *_: object) -> None:
-        if self.cuda_graphs:  # memory of the last step's graphs may be used again
-            torch.compiler.cudagraph_mark_step_begin()
+            region.compile(fullgraph=True, dynamic=False, backend=self.backend)
 
     def on_validation_start(self, trainer: Any, pl_module: LightningModule) -> None:
         torch.compiler.set_stance("force_eager")

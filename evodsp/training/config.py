@@ -236,7 +236,8 @@ class RunConfig:
     """Compile the blocks of all stacks with torch.compile: `none` or `blocks`. Needs a C++ compiler on a CPU, Triton on a GPU.
     The first step takes minutes. Gathered biases are communicated again where activations are recomputed."""
     cuda_graphs: bool = False
-    """Capture the compiled blocks as CUDA graphs, which a GPU replays without launches by the CPU. Needs compile: blocks."""
+    """Record the stacks of blocks as CUDA graphs in the second step, and replay them, so that the CPU launches none of their
+    kernels. Needs compile: none, and samples that are whole on each GPU (parallel.sequence: 1)."""
     output: str = "runs/evodsp"
     """Folder of the run's files: checkpoints/, curve.csv, tensorboard/ and config.yaml."""
     overwrite: bool = False

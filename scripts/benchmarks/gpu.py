@@ -16,6 +16,7 @@ import csv
 import dataclasses
 import datetime
 import importlib.metadata
+import itertools
 import json
 import multiprocessing
 import os
@@ -25,6 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +38,9 @@ from evodsp.model.kernels.backends import BACKENDS
 from evodsp.output import check_output_folder, output_errors
 
 from .gpu_cases import FULL, TINY
-from .gpu_parts import PARTS, Part, Row, Setup, cleaned, out_of_memory
+from .gpu_parts import PARTS
+from .gpu_report import report
+from .gpu_rows import Part, Row, Setup, cleaned, out_of_memory
 
 HERE = Path(__file__).resolve().parent
 FAILED, LEFT_OUT, OUT_OF_MEMORY = "failed", "left out", "out of memory"
@@ -45,8 +49,11 @@ GRACE = 5.0
 """Seconds after its deadline at which a part is ended: its last case may be nearly done."""
 
 
-def run_part(part: Part, setup: Setup, file: Path, begin: float) -> None:
-    """In a process of its own: measure all cases of a part, and append each result to `file` when it is there."""
+def run_part(part: Part, setup: Setup, file: Path, begin: float, share: int = 0, of: int = 1) -> None:
+    """In a process of its own: measure the cases of a part, and append each result to `file` when it is there.
+
+    `share`, `of`: of `of` processes this one takes every case whose number leaves the remainder `share`.
+    """
     if setup.device.type == "cpu":
         torch.set_num_threads(1)  # the threads of the process that was forked are not here
     with file.open("a", encoding="utf-8") as stream:
@@ -55,7 +62,7 @@ def run_part(part: Part, setup: Setup, file: Path, begin: float) -> None:
             stream.write(json.dumps(dataclasses.asdict(row)) + "\n")
             stream.flush()
 
-        for case in part.cases(setup):
+        for case in itertools.islice(part.cases(setup), share, None, of):
             found: dict[str, Any] = {
                 "part": part.name,
                 "case": case.name,
@@ -63,7 +70,8 @@ def run_part(part: Part, setup: Setup, file: Path, begin: float) -> None:
                 "precision": case.precision,
             }
             label = " ".join(word for word in (case.name, case.backend, case.precision) if word)
-            print(f"  {time.monotonic() - begin:5.0f} s, {setup.left:4.0f} s left  {label}", flush=True)
+            if of == 1:  # many processes would say too much
+                print(f"  {time.monotonic() - begin:5.0f} s, {setup.left:4.0f} s left  {label}", flush=True)
             if setup.left <= 0:
                 note(Row(LEFT_OUT, None, note="no time", **found))
                 continue
@@ -73,7 +81,7 @@ def run_part(part: Part, setup: Setup, file: Path, begin: float) -> None:
             except Exception as error:
                 what = OUT_OF_MEMORY if out_of_memory(error) else FAILED
                 reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}"
-                print(f"        {what}: {reason}", flush=True)
+                print(f"        {what}: {label}: {reason}", flush=True)
                 note(Row(what, None, note=reason, **found))
             cleaned(setup.device)
 
@@ -91,23 +99,25 @@ def run(parts: Sequence[Part], options: argparse.Namespace, output: Path, words:
         allowed = left * part.seconds / wanted
         print(f"{number + 1}/{len(parts)} {part.name}: {part.title}; {allowed:.0f} of {left:.0f} s", flush=True)
         with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / "rows"
-            file.touch()
             setup = Setup(device, sizes, time.monotonic() + allowed, tuple(options.backends), tuple(rows))
-            process = processes.Process(target=run_part, args=(part, setup, file, begin))
-            process.start()
-            process.join(allowed + GRACE)
-            why = "" if process.exitcode == 0 else f"its process ended with code {process.exitcode}"
-            if process.exitcode is None:
-                process.kill()
-                process.join()
-                why = f"was not over {GRACE:.0f} s after its time, and was ended"
-            rows += [Row(**json.loads(line)) for line in file.read_text(encoding="utf-8").splitlines()]
-        if why:
+            of = min(part.processes, os.cpu_count() or 1)
+            files = [Path(folder) / str(share) for share in range(of)]
+            started = []
+            for share, file in enumerate(files):
+                file.touch()
+                process = processes.Process(target=run_part, args=(part, setup, file, begin, share, of))
+                process.start()
+                started.append(process)
+            problems = [_ended(process, setup.left + GRACE) for process in started]
+            for file in files:
+                rows += [Row(**json.loads(line)) for line in file.read_text(encoding="utf-8").splitlines()]
+        for why in filter(None, problems):
             print(f"        {FAILED}: {why}", flush=True)
             rows.append(Row(FAILED, None, note=why, part=part.name))
         with output_errors(output):
             write(output, rows, parts, words)
+    # Last: the end of the output is what a caller far away sees.
+    print((output / "gpu.md").read_text(encoding="utf-8"))
     print(f"{output / 'gpu.md'} and gpu.csv, after {time.monotonic() - begin:.0f} s")
     bad = [row for row in rows if row.quantity in (FAILED, LEFT_OUT)]
     for row in bad:
@@ -115,12 +125,19 @@ def run(parts: Sequence[Part], options: argparse.Namespace, output: Path, words:
     return 1 if bad or not rows else 0
 
 
+def _ended(process: BaseProcess, seconds: float) -> str:
+    """Wait for a process, at most so long, and end it then. What went wrong; '' if nothing did."""
+    process.join(max(0.0, seconds))
+    if process.exitcode is None:
+        process.kill()
+        process.join()
+        return f"was not over {GRACE:.0f} s after its time, and was ended"
+    return "" if process.exitcode == 0 else f"its process ended with code {process.exitcode}"
+
+
 def about(rows: Sequence[Row], words: Sequence[str]) -> dict[str, str]:
     """Machine, versions and command."""
     device = next((row.note for row in rows if row.quantity == "device"), "unknown")
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True, check=False
-    )
     try:
         triton = importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:
@@ -131,16 +148,29 @@ def about(rows: Sequence[Row], words: Sequence[str]) -> dict[str, str]:
         "torch": torch.__version__,
         "cuda": str(torch.version.cuda),
         "triton": triton,
-        "commit": commit.stdout.strip() or "unknown",
+        "commit": _commit(),
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
         "command": " ".join(["scripts/benchmarks/gpu.sh", *words]),
     }
 
 
+def _commit() -> str:
+    """The checkout's commit, or what EVODSP_COMMIT says: a machine without git, or a copy without its history, cannot tell."""
+    if named := os.environ.get("EVODSP_COMMIT"):
+        return named
+    try:
+        asked = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True, check=False
+        )
+    except OSError:
+        return "unknown"
+    return asked.stdout.strip() or "unknown"
+
+
 def write(output: Path, rows: Sequence[Row], parts: Sequence[Part], words: Sequence[str]) -> None:
     """gpu.csv and gpu.md, of what was measured so far."""
     facts = about(rows, words)
-    columns = ["part", "case", "backend", "precision", "quantity", "value", "unit", "note", *facts]
+    columns = ["part", "case", "backend", "precision", "of", "quantity", "value", "unit", "note", *facts]
     with (
         whole_file(output / "gpu.csv") as partial,
         partial.open("w", newline="", encoding="utf-8") as file,
@@ -152,26 +182,6 @@ def write(output: Path, rows: Sequence[Row], parts: Sequence[Part], words: Seque
             writer.writerow(dataclasses.asdict(row) | {"value": value} | facts)
     with whole_file(output / "gpu.md") as partial:
         partial.write_text("\n".join(report(rows, parts, facts)) + "\n", encoding="utf-8")
-
-
-def report(rows: Sequence[Row], parts: Sequence[Part], facts: dict[str, str]) -> list[str]:
-    """The lines of gpu.md: a table a part, a line a case; single kernels are in gpu.csv only."""
-    lines = ["# Measured on one GPU", "", *(f"- {name}: {value}" for name, value in facts.items())]
-    for part in parts:
-        own = [row for row in rows if row.part == part.name and not row.quantity.startswith("kernel ")]
-        if not own:
-            continue
-        quantities = list(dict.fromkeys(f"{row.quantity}, {row.unit}" if row.unit else row.quantity for row in own))
-        heads = ["case", "backend", "precision", *quantities]
-        lines += ["", f"## {part.title}", "", "| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
-        cases: dict[tuple[str, str, str], dict[str, str]] = {}
-        for row in own:
-            cells = cases.setdefault((row.case, row.backend, row.precision), {})
-            text = row.note or "yes" if row.value is None else f"{row.value:.4g}"
-            cells[f"{row.quantity}, {row.unit}" if row.unit else row.quantity] = text.replace("|", "/")
-        for key, cells in cases.items():
-            lines.append("| " + " | ".join([*key, *(cells.get(quantity, "") for quantity in quantities)]) + " |")
-    return lines
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -38,9 +38,20 @@ class Inputs:
     extra: int
     residues: int
     templates: int
+    """Their rows of the MSA come on top of `sequences`."""
+    passes: int = 1
+    """Recycling iterations and one."""
+    recomputed: int | bool = True
+    """Of the Evoformer's blocks, in training. Others are not computed again, unless all of these are."""
+    preset: str = ""
+    """Of the model; '' takes that of the sizes."""
 
     def __str__(self) -> str:
-        return f"{self.sequences} + {self.extra} x {self.residues}, {self.templates} templates"
+        again = "" if self.recomputed is True else f", {int(self.recomputed)} blocks recomputed"
+        return (
+            f"{self.sequences} + {self.extra} x {self.residues}, {self.templates} templates, {self.passes} "
+            f"pass{'es' * (self.passes > 1)}{again}"
+        )
 
 
 @dataclass(frozen=True)
@@ -53,10 +64,12 @@ class Sizes:
     """A block's kind ("evoformer", "extra" or "templates"), and its two sizes: S R, E R, or T R."""
     operators: tuple[tuple[str, int, int], ...]
     """Blocks whose operators are timed by themselves."""
+    profiled: tuple[tuple[str, int, int], ...]
+    """Blocks whose time is told apart by kernel."""
     checks: tuple[tuple[str, int, int], ...]
-    """Blocks whose operators are compared with the formulas: small, with the preset's widths."""
-    training: Inputs
-    inference: Inputs
+    """Blocks whose operators are compared with the formulas, with the preset's widths: of odd sizes, and of training's."""
+    training: tuple[Inputs, ...]
+    inference: tuple[Inputs, ...]
     step: int
     """The largest R is found to a multiple of this."""
     most: int
@@ -75,9 +88,22 @@ FULL = Sizes(
     model="model_1_ptm",
     blocks=(("evoformer", 128, 256), ("evoformer", 512, 384), ("extra", 5120, 384), ("templates", 4, 256)),
     operators=(("evoformer", 128, 256), ("extra", 1024, 256)),
-    checks=(("evoformer", 37, 50), ("extra", 70, 50), ("templates", 2, 50)),
-    training=Inputs(128, 1024, 256, 4),
-    inference=Inputs(512, 5120, 384, 4),
+    profiled=(("evoformer", 128, 256), ("evoformer", 512, 384), ("extra", 5120, 384), ("evoformer", 512, 381)),
+    checks=(
+        ("evoformer", 37, 50),
+        ("evoformer", 128, 256),
+        ("extra", 70, 53),
+        ("templates", 2, 50),
+        ("extra", 256, 128),
+        ("evoformer", 65, 131),
+    ),
+    training=(
+        Inputs(124, 1024, 256, 4, 1, 0, "model_1"),
+        Inputs(124, 1024, 256, 4, 4, 0, "model_1"),
+        Inputs(508, 5120, 384, 4, 1, 26, "model_1"),
+        Inputs(508, 5120, 384, 4, 4, 26, "model_1"),
+    ),
+    inference=tuple(Inputs(508, 5120, residues, 4, 4) for residues in (98, 304, 562, 914)),
     step=128,
     most=8192,
     copied=1 << 30,
@@ -89,9 +115,10 @@ TINY = Sizes(
     model="test",
     blocks=(("evoformer", 5, 7), ("extra", 6, 7), ("templates", 2, 7)),
     operators=(("evoformer", 5, 7),),
+    profiled=(("evoformer", 5, 7),),
     checks=(("evoformer", 5, 7), ("extra", 6, 7)),
-    training=Inputs(5, 4, 8, 1),
-    inference=Inputs(5, 4, 8, 1),
+    training=(Inputs(5, 4, 8, 1, 2, 0),),
+    inference=(Inputs(5, 4, 8, 1, 2),),
     step=4,
     most=8,
     copied=1 << 16,
@@ -101,10 +128,18 @@ TINY = Sizes(
 )
 
 
-def config_of(sizes: Sizes) -> ModelConfig:
-    """The preset, with templates."""
-    config = ModelConfig.preset(sizes.model)
-    return dataclasses.replace(config, templates=dataclasses.replace(config.templates, enabled=True))
+def config_of(sizes: Sizes, inputs: Inputs | None = None) -> ModelConfig:
+    """The preset, with templates; for these inputs, if they are given."""
+    config = ModelConfig.preset((inputs.preset if inputs else "") or sizes.model)
+    config = dataclasses.replace(config, templates=dataclasses.replace(config.templates, enabled=True))
+    if inputs is None or inputs.recomputed is True:
+        return config
+    return dataclasses.replace(
+        config,
+        evoformer=dataclasses.replace(config.evoformer, checkpoint=int(inputs.recomputed)),
+        extra_msa=dataclasses.replace(config.extra_msa, checkpoint=False),
+        templates=dataclasses.replace(config.templates, checkpoint=False),
+    )
 
 
 def autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager[object]:
@@ -162,17 +197,18 @@ def block(
 
 
 def model(config: ModelConfig, kernels: Kernels, device: torch.device) -> AlphaFold:
-    """The whole model with random parameters, on the device."""
-    whole = AlphaFold(config)
+    """The whole model with random parameters, made on the device, which takes a fraction of the time."""
+    with device:
+        whole = AlphaFold(config)
     randomise(whole)
     use_kernels(whole, kernels)
     return whole.to(device)
 
 
 def inference(whole: AlphaFold, inputs: Inputs, device: torch.device, dtype: torch.dtype) -> Step:
-    """One pass without gradients."""
+    """The passes without gradients."""
     whole.eval()
-    batch = _on(device, random_features(inputs.sequences, inputs.extra, inputs.residues, inputs.templates))
+    batch = _on(device, features_of(inputs))
     casts = CastParameters(whole)
 
     def step() -> Iterator[str]:
@@ -181,6 +217,11 @@ def inference(whole: AlphaFold, inputs: Inputs, device: torch.device, dtype: tor
         yield "inference"
 
     return step
+
+
+def features_of(inputs: Inputs) -> dict[str, Tensor]:
+    """Random features of one sample."""
+    return random_features(inputs.sequences, inputs.extra, inputs.residues, inputs.templates, inputs.passes)
 
 
 TERMS = LossConfig(experimentally_resolved=0.01, violation=1.0, pae=0.1)
@@ -219,7 +260,7 @@ def training(whole: AlphaFold, inputs: Inputs, device: torch.device, dtype: torc
 
 def labelled(inputs: Inputs) -> dict[str, Tensor]:
     """Features of one sample and labels for every term of the loss: atoms anywhere within 20 Å or so."""
-    batch = random_features(inputs.sequences, inputs.extra, inputs.residues, inputs.templates)
+    batch = features_of(inputs)
     generator = torch.Generator().manual_seed(1)
     aatype = batch["aatype"][0, 0].long()
     exists = torch.from_numpy(RESTYPE_ATOM37_MASK).float()[aatype]
@@ -234,7 +275,7 @@ def labelled(inputs: Inputs) -> dict[str, Tensor]:
     return {
         **labels,
         **batch,
-        **{name: value[None, None] for name, value in features.items()},
+        **{name: value.expand(1, inputs.passes, *value.shape) for name, value in features.items()},
         "resolution": torch.tensor([2.0]),
     }
 

@@ -6,6 +6,7 @@ same program is timed, weighed and counted.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import time
 from collections.abc import Callable, Iterator
@@ -23,24 +24,32 @@ WARM_UP = 1
 """Runs before the first one that counts: kernels are compiled, memory is taken from the driver."""
 _FLUSHED = 256 * MIB
 """Bytes that are written before each run, so that nothing is left in the GPU's cache: five times an H100's."""
+_MOST_LEAD = 0.1
+"""Seconds. A step that takes the host longer fills the GPU's queue, and then a lead is of no use."""
+_CYCLES = 2.0e9
+"""Cycles a second of a GPU, about: only the length of a lead depends on it."""
 
 
 def timed(step: Step, device: torch.device, seconds: float, most: int = 20) -> dict[str, list[float]]:
     """Seconds of each stage in up to `most` runs, after one that does not count: three at least, then until `seconds` are over.
 
-    On a GPU it is the GPU's time (events), which waits for the host where the host is slower.
+    On a GPU it is the GPU's time (events). Before each run the GPU sleeps for as long as the host takes to launch the step, so
+    that it does not wait for the host; a step that takes the host more than 0.1 s is timed as it is.
     """
     cuda = device.type == "cuda"
     flushed = torch.empty(_FLUSHED if cuda else 0, dtype=torch.uint8, device=device)
     for _ in range(WARM_UP):
-        for _stage in step():
-            pass
+        drain(step)
+    host = host_seconds(step, device) if cuda else 0.0
+    lead = int(1.2 * host * _CYCLES) if host < _MOST_LEAD else 0
     found: dict[str, list[float]] = {}
     start = time.perf_counter()
     for number in range(most):
         if number >= min(3, most) and time.perf_counter() - start > seconds:
             break
-        flushed.zero_()  # while it is written, the host launches the first operators
+        flushed.zero_()
+        if lead:
+            torch.cuda._sleep(lead)
         marks = [("", _mark(cuda))]
         marks += [(stage, _mark(cuda)) for stage in step()]
         if cuda:
@@ -48,6 +57,53 @@ def timed(step: Step, device: torch.device, seconds: float, most: int = 20) -> d
         for (_, before), (stage, after) in itertools.pairwise(marks):
             found.setdefault(stage, []).append(_between(before, after))
     return found
+
+
+def drain(step: Step) -> None:
+    """Run a step to its end."""
+    for _stage in step():
+        pass
+
+
+def host_seconds(step: Step, device: torch.device) -> float:
+    """Seconds that the host takes to launch a step, if the GPU's queue is not full."""
+    torch.cuda.synchronize(device)
+    begin = time.perf_counter()
+    drain(step)
+    took = time.perf_counter() - begin
+    torch.cuda.synchronize(device)
+    return took
+
+
+class Replayed:
+    """The stages of a step as CUDA graphs, which the host launches as one: what the GPU alone takes.
+
+    The step must read and write the same memory in every run, and must not wait for the GPU. Its results stay those of the
+    tensors that it read when it was captured.
+    """
+
+    def __init__(self, step: Step, device: torch.device) -> None:
+        """Captures; `step` has run before, so that kernels are compiled."""
+        stream, pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            drain(step)  # libraries take their workspaces of a stream in the first run
+        torch.cuda.synchronize(device)
+        gc.collect()
+        self.graphs: dict[str, torch.cuda.CUDAGraph] = {}
+        run = step()
+        while True:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool, stream=stream):
+                stage = next(run, None)
+            if stage is None:
+                return
+            self.graphs[stage] = graph
+
+    def __call__(self) -> Iterator[str]:
+        for stage, graph in self.graphs.items():
+            graph.replay()
+            yield stage
 
 
 def _mark(cuda: bool) -> float | torch.cuda.Event:
@@ -125,5 +181,5 @@ def kernels(step: Step, device: torch.device) -> dict[str, list[Kernel]]:
         found[stage] = [
             Kernel(event.name, event.time_range.elapsed_us() / 1e6)
             for event in events
-            if event.device_type == DeviceType.CUDA
+            if event.device_type == DeviceType.CUDA and not getattr(event, "is_user_annotation", False)
         ]

@@ -7,6 +7,7 @@ formula, counted on shapes. So a new operator or backend is measured without a c
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -20,8 +21,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from evodsp.model.kernels import reference
 from evodsp.model.kernels.registry import Kernels, Operator
-from evodsp.model.kernels.triton import REPORTS
-from evodsp.model.kernels.triton_kernels.launch import moved
+from evodsp.model.kernels.triton import OPERATORS
+from evodsp.model.kernels.triton_kernels.launch import Launch, moved
 
 from .gpu_clock import Step
 
@@ -101,25 +102,46 @@ def run_of(call: Call, function: Operator) -> Step:
     return step
 
 
-def error(call: Call, function: Operator) -> float:
-    """The largest difference from the formula in float32, of the result and all gradients, each over its largest number."""
-    exact = dataclasses.replace(call.changed(lambda x: x.float() if x.is_floating_point() else x), autocast=None)
+@dataclass(frozen=True)
+class Error:
+    """The largest error of an operator's results and gradients, each over its largest number, and which one has it."""
+
+    largest: float
+    of: str
+
+    def __str__(self) -> str:
+        return f"{self.of} {self.largest:.1e}"
+
+
+def error(call: Call, function: Operator) -> Error:
+    """The error against the formula in float64."""
+    exact = dataclasses.replace(call.changed(lambda x: x.double() if x.is_floating_point() else x), autocast=None)
     expected = _results(exact, getattr(reference, call.operator))
-    largest = 0.0
-    for x, y in zip(_results(call, function), expected, strict=True):
-        largest = max(largest, float((x.float() - y).abs().max() / y.abs().max().clamp(min=1e-30)))
-    return largest
+    errors = []
+    for (name, x), (_, y) in zip(_results(call, function), expected, strict=True):
+        largest = float((x.double() - y).abs().max() / y.abs().max().clamp(min=1e-30)) if y.numel() else 0.0
+        errors.append(Error(largest, name))
+    return max(errors, key=lambda found: math.inf if math.isnan(found.largest) else found.largest)
 
 
-def _results(call: Call, function: Operator) -> list[Tensor]:
-    """The results, and the gradients of the tensors that want one."""
+def same_twice(call: Call, function: Operator) -> bool:
+    """Whether a second run gives the same bits."""
+    runs = zip(_results(call, function), _results(call, function), strict=True)
+    return all(torch.equal(x, y) for (_, x), (_, y) in runs)
+
+
+def _results(call: Call, function: Operator) -> list[tuple[str, Tensor]]:
+    """The results, and the gradients of the tensors that want one, with names."""
     results = results_of(call, function)
-    wanted = [x for x in call.tensors if x.requires_grad]
-    # Random, for a smooth gradient would vanish where a norm subtracts the mean, and only rounding would be left.
-    generator = torch.Generator().manual_seed(0)
-    weights = [torch.randn(x.shape, generator=generator).to(x) for x in results]
-    gradients = torch.autograd.grad(results, wanted, weights) if wanted else ()
-    return [*(x.detach() for x in results), *gradients]
+    wanted = [(number, x) for number, x in enumerate(call.tensors) if x.requires_grad]
+    # Random, for a smooth gradient would vanish where a norm subtracts the mean, and only rounding would be left. In few
+    # digits, so that it is the same number in every precision.
+    generator = torch.Generator(results[0].device).manual_seed(0)
+    weights = [torch.randn(x.shape, generator=generator, device=x.device).bfloat16().to(x.dtype) for x in results]
+    gradients = torch.autograd.grad(results, [x for _, x in wanted], weights) if wanted else ()
+    names = [f"result {number}" for number in range(len(results))]
+    names += [f"gradient of tensor {number}" for number, _ in wanted]
+    return list(zip(names, [*(x.detach() for x in results), *gradients], strict=True))
 
 
 @dataclass(frozen=True)
@@ -161,28 +183,33 @@ def work(call: Call) -> dict[str, Work]:
     return found
 
 
-class ReportedBytes(TorchDispatchMode):
-    """Adds up the bytes that our own kernels report while it is entered."""
+class Grids(TorchDispatchMode):
+    """Notes the grids that our own kernels launch while it is entered."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.bytes = 0
+        self.launches: list[Launch] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if report := REPORTS.get(f"{func.namespace}::{func.overloadpacket.__name__}"):
-            self.bytes += report(args, kwargs or {}, result)[1]
+        if operator := OPERATORS.get(f"{func.namespace}::{func.overloadpacket.__name__}"):
+            self.launches += operator.launches(*args)
         return result
+
+
+def grids(step: Step) -> dict[str, list[Launch]]:
+    """The grids of our own kernels in each stage of a step, in order."""
+    found: dict[str, list[Launch]] = {}
+    run = step()
+    while True:
+        with Grids() as seen:
+            stage = next(run, None)
+        if stage is None:
+            return found
+        found[stage] = seen.launches
 
 
 def reported(call: Call, function: Operator) -> dict[str, int]:
     """Bytes that our own kernels move in each stage of the call, as they report them; stages without any are left out."""
-    found: dict[str, int] = {}
-    run = run_of(call, function)()
-    while True:
-        with ReportedBytes() as count:
-            stage = next(run, None)
-        if stage is None:
-            return found
-        if count.bytes:
-            found[stage] = count.bytes
+    found = {stage: sum(launch.bytes_moved for launch in own) for stage, own in grids(run_of(call, function)).items()}
+    return {stage: moved for stage, moved in found.items() if moved}

@@ -54,7 +54,7 @@ def randomise(model: nn.Module, seed: int = 0) -> None:
 
     AF2's own initialisation sets the last projection of each residual branch to zero, which would hide most of the model.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
     for name, parameter in model.named_parameters():
         parameter.normal_(generator=generator)
         parameter.mul_(parameter.shape[1] ** -0.5 if parameter.ndim > 1 else 0.1)

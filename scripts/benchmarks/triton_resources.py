@@ -37,6 +37,7 @@ from torch import Tensor
 
 from evodsp.model.kernels.triton_kernels import (
     attention,
+    columns,
     dropout,
     gate,
     gated_operands,
@@ -135,7 +136,7 @@ def _global_work(launch: Launch, products: int, vector: float) -> Work:
     """Per logit, padding heads counted: one exponential, `vector` other instructions, `products` matrix products."""
     a, c = launch.arguments, launch.constants
     logits = launch.programs * tiles(a["sequences"], c["TILE"]) * c["TILE"] * c["HEADS"]
-    return Work(2 * products * logits * c["WIDTH"], logits, vector * logits)
+    return Work(2 * products * logits * c["PADDED"], logits, vector * logits)
 
 
 def _outer_work(launch: Launch, products: float, each: float) -> Work:
@@ -181,6 +182,7 @@ WORK: dict[str, Callable[[Launch], Work]] = {
         * launch.constants["TILE_C"],
         vector=5 * launch.arguments["hidden"].numel(),
     ),
+    "columns.sums": lambda launch: Work(vector=2 * launch.arguments["x"].numel()),
     "gate.forward": lambda launch: Work(
         exponentials=2 * launch.arguments["x"].numel(), vector=5 * launch.arguments["x"].numel()
     ),
@@ -252,6 +254,7 @@ def elementwise_passes(size: str, n1: int, n2: int, channels: int) -> list[Pass]
     numbers = (_meta(1, dtype=torch.int64), 0.15, 0, 0, n1, n2, 1)
     return [
         *hidden_passes(size, n1 * n2, channels),
+        _pass(columns.OPERATORS[0], size, (x.view(-1, channels), x.dtype)),
         _pass(layer_norm.OPERATORS[0], size, (x, weight, weight.clone(), 1e-5)),
         _pass(layer_norm.OPERATORS[1], size, (x, x.clone(), weight, mean, inverse)),
         _pass(layer_norm.OPERATORS[2], size, (x, x.clone(), weight, weight.clone())),

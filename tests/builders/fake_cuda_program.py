@@ -87,7 +87,7 @@ class Counter(TorchDispatchMode):
         elif name.startswith("_foreach"):
             launches = max(len(a) for a in args if isinstance(a, (list, tuple)))
         if self._casts_parameter(name, read, written):
-            self.casts += launches
+            self.casts += 1
         else:
             self.launches += launches
         self.operators[name] += launches
@@ -96,6 +96,8 @@ class Counter(TorchDispatchMode):
 
     def _casts_parameter(self, name: str, read: list[Tensor], written: list[Tensor]) -> bool:
         """Whether this casts a parameter, or a gradient to its parameter's precision, or concatenates many for one cast."""
+        if name == "_foreach_copy_":
+            return True
         if name not in ("_to_copy", "cat"):
             return False
         x, y = read[0], written[0]

@@ -221,6 +221,16 @@ def test_ca_change_is_of_distances():
     assert ca_change(moved, points, torch.zeros(1, 60)).item() == 0
 
 
+def test_an_output_is_a_tree_of_tensors(model):
+    """Catches a record that FSDP2 of torch before 2.13 does not look into: it never gathered the heads' parameters again."""
+    with torch.no_grad():
+        output = model(make_batch(1))
+    leaves, structure = torch.utils._pytree.tree_flatten(output)
+    inside = [output.structure.backbone.rotation, output.structure.frames.translation, *tensors(output).values()]
+    assert {id(x) for x in inside} <= {id(leaf) for leaf in leaves}
+    check_same_bits(torch.utils._pytree.tree_unflatten(leaves, structure), output)
+
+
 def test_nothing_large_outlives_its_use(model):
     """Catches logits kept during the next pass and an extra MSA kept during the Evoformer: gigabytes for 1,000 residues."""
     large: list[weakref.ref[Tensor]] = []

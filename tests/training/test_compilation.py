@@ -1,4 +1,4 @@
-"""`compile: blocks` and `cuda_graphs`: what a run refuses, and a run compared with the same one uncompiled."""
+"""`compile: blocks`: what a run refuses, and a run compared with the same one uncompiled."""
 
 from __future__ import annotations
 
@@ -12,10 +12,6 @@ import pytest
 import torch
 
 from evodsp.cli import main
-from evodsp.model.schedule import CommunicationPlan
-from evodsp.parallel.config import ParallelConfig
-from evodsp.training.compilation import check_compilation
-from evodsp.training.config import DataConfig, RunConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -23,8 +19,6 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--cuda_graphs", "true"), "set compile to blocks"),
-        (("--compile", "blocks", "--cuda_graphs", "true"), "this run is on a CPU"),
         (("--compile", "model"), "compile"),
         (("--compile", "blocks", "--plan.stream_bias", "true"), "set plan.stream_bias to false"),
         (("--compile", "blocks", "--data.train.crop_size", "null"), "set data.train.crop_size"),
@@ -54,13 +48,6 @@ def test_a_missing_compiler_is_one_line(
     words = ["fit", "--config", str(chains / "tiny.yaml"), "--output", str(tmp_path / "run"), "--compile", "blocks"]
     assert main(words) == 2
     assert "no-such-compiler is not found; install g++" in capsys.readouterr().err
-
-
-def test_cuda_graphs_are_accepted_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a check meant for CPUs that refuses a GPU."""
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    run = RunConfig(compile="blocks", cuda_graphs=True)
-    check_compilation(run, ParallelConfig(), CommunicationPlan(), DataConfig(), on_gpu=True)
 
 
 @pytest.mark.parametrize(

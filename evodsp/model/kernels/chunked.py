@@ -20,7 +20,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from evodsp.model.kernels.chunks import Sums
+from evodsp.model.kernels.chunks import Sums, column_sums
 from evodsp.model.kernels.dropout import dropout_add
 from evodsp.model.kernels.layers import Layers
 from evodsp.model.kernels.outer_product import OuterProducts
@@ -355,6 +355,7 @@ _PIECES = Pieces(
     hidden_backward=_hidden_backward,
     gate=_gate,
     gate_backward=_gate_backward,
+    column_sums=column_sums,
 )
 _LAYERS, _TRIANGLES = Layers(_PIECES), Triangles(_PIECES)
 gated_linear = _LAYERS.gated_linear

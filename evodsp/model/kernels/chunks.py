@@ -40,6 +40,16 @@ def keeps(x: Float[Tensor, "B n1 n2 c"], channels: int, limit: int) -> bool:
     return x.device.type == "cpu" and x[..., 0].numel() * channels <= limit
 
 
+def returned(x: Tensor) -> Tensor:
+    """x, as the forward pass of an autograd.Function returns it: compiled, it is a tensor object of its own.
+
+    torch.compile makes every intermediate tensor of such a forward pass a result. If one is the very object that is returned
+    (operations in place and `contiguous` with nothing to do give one object two names), torch 2.11 takes the gradient of that
+    result, which is zero, instead of the returned one's, and says nothing.
+    """
+    return x.view_as(x) if torch.compiler.is_compiling() else x
+
+
 class Whole:
     """A tensor that is computed chunk by chunk."""
 
@@ -74,11 +84,24 @@ class SampleSums:
             self.x[at[0]] += piece
 
 
+ColumnSums = Callable[[Tensor, torch.dtype], Tensor]
+"""(matrix [P c], whose rows may be apart in memory; dtype) -> sum of all rows in this dtype."""
+
+
+def column_sums(x: Float[Tensor, "P c"], dtype: torch.dtype) -> Float[Tensor, " c"]:
+    """The sum of all rows, as torch computes it."""
+    return x.sum(0, dtype=dtype)
+
+
 class Sums:
     """Gradients of parameters, summed over chunks in float32 at least. A single chunk's are rounded by its product."""
 
-    def __init__(self, chunks: Sequence[Chunk], *parameters: Tensor | None) -> None:
+    def __init__(
+        self, chunks: Sequence[Chunk], *parameters: Tensor | None, column_sums: ColumnSums = column_sums
+    ) -> None:
+        """`column_sums`: what sums the gradients of biases."""
         self._parameters, self._several = parameters, len(chunks) > 1
+        self._column_sums = column_sums
         self._totals: list[Tensor | None] = [None] * len(parameters)
 
     def dtype(self, number: int) -> torch.dtype:
@@ -103,7 +126,8 @@ class Sums:
         else:
             self.add(weight, wide_product(gradient.T, x) if self._several else gradient.T @ x)
         if bias is not None and (parameter := self._parameters[bias]) is not None:
-            self.add(bias, gradient[:, -len(parameter) :].sum(0, dtype=wide(x.dtype) if self._several else None))
+            own = gradient[:, -len(parameter) :]
+            self.add(bias, self._column_sums(own, wide(own.dtype) if self._several else own.dtype))
 
     def results(self) -> list[Any]:
         """The gradients; None of what is no parameter, or got none."""

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from evodsp.model.kernels.chunks import SampleSums, Sums, Whole, chunks_of, keeps
+from evodsp.model.kernels.chunks import SampleSums, Whole, chunks_of, keeps, returned
 from evodsp.model.kernels.pieces import Pieces, cast_all, linear, matrix, norm_backward, put_norm
 from evodsp.model.precision import wide, without_autocast
 
@@ -120,7 +120,7 @@ class _Transition(torch.autograd.Function):
         parameters, kept = saved[:6], saved[6:]
         norm_weight, norm_bias, widen, widen_bias, narrow, _ = parameters
         chunks = chunks_of(x, len(widen))
-        grad_x, sums = Whole(chunks, lambda: torch.empty_like(x)), Sums(chunks, *parameters)
+        grad_x, sums = Whole(chunks, lambda: torch.empty_like(x)), pieces.sums(chunks, *parameters)
         for n, at in enumerate(chunks):
             normal, *statistics = pieces.norm(x[at], norm_weight, norm_bias)
             y, upstream = matrix(normal), matrix(grad[at])
@@ -178,7 +178,7 @@ class _Projections(torch.autograd.Function):
         of_total, grads = (None, grads) if mask is None else (grads[0], grads[1:])
         weights = layers[::2]
         chunks = chunks_of(x, sum(len(w) for w in weights))
-        grad_x, sums = Whole(chunks, lambda: torch.empty_like(x)), Sums(chunks, *parameters)
+        grad_x, sums = Whole(chunks, lambda: torch.empty_like(x)), pieces.sums(chunks, *parameters)
         given = [(n, grad) for n, grad in enumerate(_channels_last(grads, ctx.planes)) if grad is not None]
         for at in chunks:
             early = None if pieces.norm_again else pieces.norm(x[at], norm_weight, norm_bias)
@@ -223,7 +223,7 @@ class _GatedLinear(torch.autograd.Function):
         out = Whole(chunks, lambda: gate.new_empty(*gate.shape[:3], len(weight)))
         for at in chunks:
             out.put(at, linear(pieces.gate(x[at[0]].expand_as(gate[at]), gate[at]), weight, bias))
-        return out.x
+        return returned(out.x)
 
     @staticmethod
     @once_differentiable
@@ -231,7 +231,7 @@ class _GatedLinear(torch.autograd.Function):
         pieces: Pieces = ctx.pieces
         x, gate, weight, bias = ctx.saved_tensors
         chunks = chunks_of(gate, len(weight))
-        grad_gate, sums = Whole(chunks, lambda: torch.empty_like(gate)), Sums(chunks, weight, bias)
+        grad_gate, sums = Whole(chunks, lambda: torch.empty_like(gate)), pieces.sums(chunks, weight, bias)
         grad_x = SampleSums(chunks, lambda: torch.zeros_like(x, dtype=wide(x.dtype)))
         for at in chunks:
             wide_x = x[at[0]].expand_as(gate[at])

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from evodsp.model.kernels.chunks import Chunk, Sums, Whole
+from evodsp.model.kernels.chunks import Chunk, ColumnSums, Sums, Whole
 from evodsp.model.precision import activation_dtype
 
 
@@ -44,6 +44,12 @@ class Pieces:
     """(x, logits) -> x sigmoid(logits)."""
     gate_backward: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
     """(gradient, x, logits) -> gradients of x and of the logits."""
+    column_sums: ColumnSums
+    """Sums the gradients of biases."""
+
+    def sums(self, chunks: Sequence[Chunk], *parameters: Tensor | None) -> Sums:
+        """Sums over chunks of the gradients of these parameters."""
+        return Sums(chunks, *parameters, column_sums=self.column_sums)
 
 
 def cast_all(x: Tensor, *others: Any) -> list[Any]:

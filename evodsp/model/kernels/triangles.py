@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from evodsp.model.kernels.chunks import Chunk, Sums, Whole, chunks_of, keeps
+from evodsp.model.kernels.chunks import Chunk, Whole, chunks_of, keeps, returned
 from evodsp.model.kernels.pieces import Pieces, cast_all, linear, matrix, norm_backward
 from evodsp.model.precision import without_autocast
 
@@ -106,7 +106,7 @@ class _GatedProjection(torch.autograd.Function):
         for at in chunks:
             y = pieces.norm(x[at], norm_weight, norm_bias)[0]
             operands.put(_operands_at(at), pieces.gated_operands(pieces.project(y, weight, bias), mask[at]))
-        return operands.x.contiguous()
+        return returned(operands.x.contiguous())
 
     @staticmethod
     @once_differentiable
@@ -115,7 +115,7 @@ class _GatedProjection(torch.autograd.Function):
         x, mask, *parameters = ctx.saved_tensors
         norm_weight, norm_bias, weight, bias = parameters
         chunks = chunks_of(x, len(weight))
-        grad_x, sums = Whole(chunks, lambda: torch.empty_like(x)), Sums(chunks, *parameters)
+        grad_x, sums = Whole(chunks, lambda: torch.empty_like(x)), pieces.sums(chunks, *parameters)
         for at in chunks:
             y, *statistics = pieces.norm(x[at], norm_weight, norm_bias)
             projected = pieces.project(y, weight, bias)
@@ -178,7 +178,7 @@ class _TriangleProduct(torch.autograd.Function):
         a, b = operands.x.contiguous()
         grad_operands = _triangle_gradients(grad.contiguous(), a, b, ctx.outgoing)
         del operands, a, b
-        grad_x, sums = Whole(chunks, lambda: torch.empty_like(x)), Sums(chunks, *parameters)
+        grad_x, sums = Whole(chunks, lambda: torch.empty_like(x)), pieces.sums(chunks, *parameters)
         for at in chunks:
             y, mean, inverse, projected = formed.pop(0)
             slope, of_bias = pieces.gated_operands_backward(
@@ -229,7 +229,7 @@ class _GatedOutput(torch.autograd.Function):
         for at in chunks:
             y = pieces.norm(x[at], norm_weight, norm_bias)[0]
             out.put(at, pieces.gate(linear(y, weight, bias), gate[at]))
-        return out.x
+        return returned(out.x)
 
     @staticmethod
     @once_differentiable
@@ -239,7 +239,7 @@ class _GatedOutput(torch.autograd.Function):
         norm_weight, norm_bias, weight, bias = parameters
         chunks = chunks_of(x, len(weight))
         grad_x, grad_gate = (Whole(chunks, partial(torch.empty_like, like)) for like in (x, gate))
-        sums = Sums(chunks, *parameters)
+        sums = pieces.sums(chunks, *parameters)
         for at in chunks:
             y, *statistics = pieces.norm(x[at], norm_weight, norm_bias)
             slope, of_gate = pieces.gate_backward(grad[at], linear(y, weight, bias), gate[at])

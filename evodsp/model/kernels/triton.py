@@ -19,6 +19,7 @@ from evodsp.model.kernels.outer_product import Pieces as ProductPieces
 from evodsp.model.kernels.pieces import Pieces, linear
 from evodsp.model.kernels.triangles import Triangles
 from evodsp.model.kernels.triton_kernels import attention as _attention
+from evodsp.model.kernels.triton_kernels import columns as _columns
 from evodsp.model.kernels.triton_kernels import dropout as _dropout
 from evodsp.model.kernels.triton_kernels import gate as _gate
 from evodsp.model.kernels.triton_kernels import gated_operands as _gated_operands
@@ -28,9 +29,11 @@ from evodsp.model.kernels.triton_kernels import layer_norm as _layer_norm
 from evodsp.model.kernels.triton_kernels import outer_product as _outer_product
 from evodsp.model.kernels.triton_kernels.dropout import dropout_add
 from evodsp.model.kernels.triton_kernels.global_attention import global_attention
+from evodsp.model.kernels.triton_kernels.launch import Operator
 from evodsp.model.kernels.triton_kernels.layer_norm import layer_norm
 
 __all__ = [
+    "OPERATORS",
     "REPORTS",
     "attention",
     "biased_attention",
@@ -47,10 +50,11 @@ __all__ = [
     "triangle_product",
 ]
 
-REPORTS: dict[str, Callable[..., tuple[int, int]]] = {
-    operator.name: operator.report
+OPERATORS: dict[str, Operator] = {
+    operator.name: operator
     for module in (
         _attention,
+        _columns,
         _dropout,
         _gate,
         _gated_operands,
@@ -61,6 +65,8 @@ REPORTS: dict[str, Callable[..., tuple[int, int]]] = {
     )
     for operator in module.OPERATORS
 }
+"""By `namespace::name`."""
+REPORTS: dict[str, Callable[..., tuple[int, int]]] = {name: operator.report for name, operator in OPERATORS.items()}
 """`namespace::name` of an operator -> function of its positional arguments that returns (launches, bytes moved)."""
 
 
@@ -89,6 +95,7 @@ _PIECES = Pieces(
     hidden_backward=_hidden.hidden_gradients,
     gate=_gate.gate,
     gate_backward=_gate.gate_gradients,
+    column_sums=_columns.column_sums,
 )
 _LAYERS, _TRIANGLES = Layers(_PIECES), Triangles(_PIECES)
 gated_linear = _LAYERS.gated_linear

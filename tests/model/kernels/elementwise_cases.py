@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from evodsp.model.kernels.triton import dropout_add, layer_norm
+from evodsp.model.kernels.triton_kernels.columns import column_sums
 from evodsp.model.kernels.triton_kernels.gate import gate, gate_gradients
 from evodsp.model.kernels.triton_kernels.gated_operands import gated_operands, gradient_of_chunk
 from evodsp.model.kernels.triton_kernels.hidden import hidden_gradients
@@ -206,6 +207,27 @@ def hidden_agrees(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     check(operator, formula, tensors, {}, lambda name, x: x.T.contiguous().T)
 
 
+# --- column sums
+
+
+def column_sums_agree(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    """Of a matrix, the last columns of a wider one, and a transposed one; rounded to the matrix's precision, and not."""
+    x = random(0, dtype)(*shape)
+    wide = torch.nn.functional.pad(x, (16, 0), value=7.0)[:, 16:]
+    for own in (x, wide, x.T.contiguous().T):
+        for result in (dtype, torch.float32):
+            found, expected = column_sums(own, result), x.double().sum(0)
+            assert (found.dtype, found.shape) == (result, expected.shape)
+            assert torch.allclose(found.double(), expected, rtol=TOLERANCE[result], atol=TOLERANCE[result] * 10)
+    assert torch.equal(column_sums(x, torch.float32), column_sums(wide, torch.float32))
+
+
+def column_sums_of_many_rows_agree() -> None:
+    """Programs take two tiles of rows each, the last one a single one."""
+    x = random(1, torch.float32)(9000, 130)
+    torch.testing.assert_close(column_sums(x, x.dtype), x.double().sum(0).float(), rtol=1e-5, atol=1e-4)
+
+
 # --- gate
 
 
@@ -250,6 +272,9 @@ def far_apart_agrees(operator: str) -> None:
         near = hidden_gradients(grad, narrow, hidden, torch.float32)
         away = hidden_gradients(*(far_apart(x, 0, stride) for x in (grad, narrow, hidden)), torch.float32)
         assert all(map(torch.equal, near, away))
+    elif operator == "column_sums":
+        x = draw(4, 9)
+        assert torch.equal(column_sums(x, x.dtype), column_sums(far_apart(x, 0, stride), x.dtype))
     elif operator == "layer_norm":
         check(layer_norm, norm_formula, {"x": draw(1, 4, 3, 8), "weight": draw(8), "bias": draw(8)}, {}, layout)
     elif operator == "gated_operands":
@@ -274,6 +299,7 @@ def operators_are_sound() -> None:
     torch.library.opcheck(ops.gate.default, (y.detach(), y.detach()), test_utils=checks)
     hidden = draw(3, 8), draw(8, 5), draw(3, 5), torch.float32
     torch.library.opcheck(ops.hidden_backward.default, hidden, test_utils=checks)
+    torch.library.opcheck(ops.column_sums.default, (draw(70, 5), torch.float16), test_utils=checks)
     upstream, projected = draw(2, 2, 2, 3, 4), x.detach()
     torch.library.opcheck(
         ops.gated_operands_backward.default, (upstream, projected, mask, torch.float32), test_utils=checks

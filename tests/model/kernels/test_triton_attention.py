@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from evodsp.model.kernels.triton import REPORTS, attention
+from evodsp.model.kernels.triton_kernels.attention import OPERATORS
 from tests.model.kernels import attention_cases as cases
 
 
@@ -26,7 +27,9 @@ def _shapes(count: int) -> list[cases.Shape]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
-@pytest.mark.parametrize("shape", [(2, 2, 5, 7, 2, 8), (1, 3, 65, 67, 1, 24), (1, 17, 2, 3, 1, 64)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(2, 2, 5, 7, 2, 8), (1, 3, 65, 67, 1, 24), (1, 17, 2, 3, 1, 64), (1, 1, 5, 253, 1, 8)], ids=str
+)
 def test_agrees_with_the_formula(interpreter: Callable[..., Any], shape: cases.Shape, dtype: torch.dtype) -> None:
     """Catches wrong arithmetic, tails of tiles that leak in, all keys masked not being uniform, samples or rows mixed up,
     gradients of k and v in each other's place, and gradients that are left uninitialised where a position does not attend."""
@@ -109,6 +112,29 @@ def test_report_of_launches_and_bytes() -> None:
     kernels = (9 * unit, 6 * unit, 4 * unit)
     assert launches == 4
     assert moved == sum(kernels) + 3 * (mask + pairs) + (3 + 2 + 2) * per_query + 2 * (2 * pairs * parts) + pairs
+
+
+@pytest.mark.parametrize(("width", "first", "eights"), [(8, 0, True), (12, 0, False), (8, 4, False)])
+def test_kernels_are_told_the_truth_of_strides(width: int, first: int, eights: bool) -> None:
+    """Catches a promise of aligned strides that does not hold, on which a GPU would trap and which the interpreter ignores.
+    Needs no Triton."""
+    memory = torch.empty(1, 3, 5, 4, 2, width + first, dtype=torch.bfloat16, device="meta")
+    inputs = memory[..., first:], memory[..., 0, 0, 0], None, 0
+    out = torch.empty(1, 3, 5, 2, width, dtype=torch.bfloat16, device="meta")
+    statistics = torch.empty(1, 3, 2, 5, device="meta")
+    forward, backward = OPERATORS
+    launches = forward.launches(*inputs) + backward.launches(out, *inputs, out, statistics, statistics, False)
+    assert [launch.constants["EIGHTS"] for launch in launches] == [eights] * 3
+
+
+@pytest.mark.parametrize("length", [16, 17])
+def test_rows_of_the_bias_are_whole(length: int) -> None:
+    """Catches rows of the bias that end within 16 elements, which kernels read to their end, and copies without need. Needs
+    no Triton."""
+    projected = torch.empty(1, 3, length, 4, 2, 8, dtype=torch.bfloat16, device="meta")
+    bias = torch.empty(1, 2, length, length, dtype=torch.bfloat16, device="meta")
+    (launch,) = OPERATORS[0].launches(projected, projected[..., 0, 0, 0], bias, 0)
+    assert launch.arguments["bias_strides"] == ((2 * 17 * 32, 17 * 32, 32, 1) if length == 17 else bias.stride())
 
 
 def test_refuses_wide_heads() -> None:

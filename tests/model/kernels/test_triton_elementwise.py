@@ -82,6 +82,18 @@ def test_hidden_gradients_agree(interpreter: Interpreter, shape: tuple[int, int,
 
 
 @DTYPES
+@pytest.mark.parametrize("shape", [(70, 24), (3, 300), (0, 5), (5, 0), (1, 1)], ids=str)
+def test_column_sums_agree(interpreter: Interpreter, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    """Catches rows or columns that the sum leaves out, strides that are assumed, and a sum that is rounded on the way."""
+    interpreter(cases.column_sums_agree, shape, dtype)
+
+
+def test_column_sums_of_many_rows_agree(interpreter: Interpreter) -> None:
+    """Catches tiles that no program takes where there are more of them than programs."""
+    interpreter(cases.column_sums_of_many_rows_agree)
+
+
+@DTYPES
 def test_gate_agrees(interpreter: Interpreter, dtype: torch.dtype) -> None:
     """Catches the gradients of value and gate in each other's place, tails of tiles, and strides that are assumed."""
     interpreter(cases.gate_agrees, (2, 5, 30, 9), dtype)
@@ -97,7 +109,7 @@ def test_empty_shards(interpreter: Interpreter, shape: tuple[int, int, int, int]
     interpreter(cases.dropout_agrees, shape, torch.float32, 1)
 
 
-@pytest.mark.parametrize("operator", ["dropout_add", "layer_norm", "gated_operands", "hidden_backward"])
+@pytest.mark.parametrize("operator", ["dropout_add", "layer_norm", "gated_operands", "hidden_backward", "column_sums"])
 def test_offsets_beyond_32_bits(interpreter: Interpreter, operator: str) -> None:
     """Catches offsets that wrap at 2^31 elements (a crash, or another row's numbers)."""
     interpreter(cases.far_apart_agrees, operator)
@@ -148,6 +160,8 @@ def test_reports_of_launches_and_bytes() -> None:
         2,
         unit + 2 * 4 * unit + 2 * 256 * 1024 + 2 * (256 * 4 * 1024) + 2 * 1024,
     )
+    parts = 256 * 4 * 256  # bytes; two tiles of 64 rows each
+    assert REPORTS["evodsp::column_sums"]((hidden[:, -256:], torch.bfloat16)) == (2, unit + 2 * parts + 2 * 256)
     assert REPORTS["evodsp::gate"]((x, x)) == (1, 3 * unit)
     assert REPORTS["evodsp::gate_backward"]((x, x, x)) == (1, 5 * unit)
 

@@ -70,6 +70,19 @@ def _keys_fastest(pair_bias: Tensor | None) -> Tensor | None:
     return pair_bias if pair_bias is None or pair_bias.stride(-1) == 1 else pair_bias.contiguous()
 
 
+def _in_whole_rows(bias: Tensor | None) -> Tensor | None:
+    """A view of as many keys, whose rows are multiples of 16 elements long and end with zeros.
+
+    So at every length a thread reads several numbers at once. One by one, their addresses alone fill a thread's registers.
+    """
+    if bias is None or all(size % 16 == 0 for size in (bias.shape[3], *bias.stride()[:3])):
+        return bias
+    keys = bias.shape[3]
+    rows = bias.new_zeros(*bias.shape[:3], tiles(keys, 16) * 16)
+    rows[..., :keys].copy_(bias)
+    return rows[..., :keys]
+
+
 def _queries(projected: Tensor, bias: Tensor | None) -> int:
     return projected.shape[2] if bias is None else bias.shape[2]
 
@@ -81,14 +94,14 @@ def _forward_body(
     q, k, v, gate = parts_of(projected, first, _queries(projected, bias))
     out = torch.empty_like(gate)
     largest, inverse = (q.new_empty(_per_query(q), dtype=torch.float32) for _ in range(2))
-    tensors = _strided(q=q, k=k, v=v, gate=gate, out=out, keys=keys, bias=bias)
+    tensors = _strided(q=q, k=k, v=v, gate=gate, out=out, keys=keys, bias=_in_whole_rows(bias))
     launch(
         Launch(
             "attention.forward",
             _programs(q, q.shape[2]),
             {**tensors, "largest": largest, "inverse": inverse, **_sizes(q, k)},
             {
-                **_constants(q, bias),
+                **_constants(q, out, bias),
                 "TILE_Q": _tile(q),
                 "TILE_K": _other_tile(q, backward=False),
                 "TOGETHER": _ROWS_TOGETHER,
@@ -120,8 +133,8 @@ def _backward_body(
     # Gradient of the output before the gate, divided by the sum of weights.
     upstream = torch.empty_like(gate)
     centre = torch.empty_like(largest)
-    sizes, constants, other = _sizes(q, k), _constants(q, bias), _other_tile(q)
-    shared = _strided(q=q, k=k, v=v, keys=keys, bias=bias, upstream=upstream)
+    sizes, constants, other = _sizes(q, k), _constants(q, grad, bias), _other_tile(q)
+    shared = _strided(q=q, k=k, v=v, keys=keys, bias=_in_whole_rows(bias), upstream=upstream)
     statistics = {"largest": largest, "centre": centre}
     launch(
         Launch(
@@ -229,12 +242,14 @@ def _sizes(q: Tensor, k: Tensor) -> dict[str, Any]:
     }
 
 
-def _constants(q: Tensor, bias: Tensor | None) -> dict[str, Any]:
+def _constants(q: Tensor, other: Tensor, bias: Tensor | None) -> dict[str, Any]:
+    """`other`: a tensor whose strides may differ from those of the projection and of what is made like it."""
     width = q.shape[-1]
     return {
         "BIASED": bias is not None,
         "WIDTH": width,
         "PADDED": max(16, next_power_of_two(width)),  # matrix products need 16 at least
+        "EIGHTS": all(stride % 8 == 0 for x in (q, other) for stride in (width, *x.stride()[:4])),
         "PRECISION": product_precision(),
     }
 

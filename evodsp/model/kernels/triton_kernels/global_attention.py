@@ -18,9 +18,6 @@ from torch import Tensor
 
 from evodsp.model.kernels.triton_kernels.launch import Launch, Launcher, Operator, next_power_of_two, product_precision
 
-# Sequences that a program takes at a time.
-_TILE = 128
-
 
 def global_attention(
     q: Float[Tensor, "B r H D"],
@@ -36,18 +33,29 @@ def global_attention(
     return _forward(q, key_value, keys)
 
 
-def _arguments(q: Tensor, key_value: Tensor, keys: Tensor) -> tuple[dict[str, Any], dict[str, Any]]:
+def _schedule(q: Tensor, backward: bool) -> tuple[int, int]:
+    """Sequences that a program takes at a time, and its warps: what the registers hold.
+
+    Each step of the forward pass ends with a sum over all warps, so the more it takes, the better.
+    """
+    if q.element_size() == 4:
+        return 64, 4
+    return (256, 8) if q.shape[-1] <= 16 and not backward else (128, 4)
+
+
+def _arguments(q: Tensor, key_value: Tensor, keys: Tensor, tile: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """What both kernels take, and their constants. Matrix products need 16 heads and channels at least."""
     _, columns, heads, width = q.shape
     tensors: dict[str, Any] = {}
     k, v = key_value.unbind(-2)
     for name, x in {"q": q, "k": k, "v": v, "keys": keys}.items():
         tensors |= {name: x, f"{name}_strides": x.stride()}
-    sizes = {"sequences": k.shape[1], "columns": columns, "heads": heads, "width": width, "scale": width**-0.5}
+    sizes = {"sequences": k.shape[1], "columns": columns, "heads": heads, "scale": width**-0.5}
     constants = {
-        "TILE": _TILE,
+        "TILE": tile,
         "HEADS": max(16, next_power_of_two(heads)),
-        "WIDTH": max(16, next_power_of_two(width)),
+        "WIDTH": width,
+        "PADDED": max(16, next_power_of_two(width)),
         "PRECISION": product_precision(),
     }
     return {**tensors, **sizes}, constants
@@ -55,9 +63,18 @@ def _arguments(q: Tensor, key_value: Tensor, keys: Tensor) -> tuple[dict[str, An
 
 def _forward_body(launch: Launcher, q: Tensor, key_value: Tensor, keys: Tensor) -> Tensor:
     sums = q.new_empty(*q.shape[:3], q.shape[3] + 2, dtype=torch.float32)
-    arguments, constants = _arguments(q, key_value, keys)
-    programs = q.shape[0] * q.shape[1]
-    launch(Launch("global_attention.forward", programs, {**arguments, "sums": sums}, constants, writes=("sums",)))
+    tile, warps = _schedule(q, backward=False)
+    arguments, constants = _arguments(q, key_value, keys, tile)
+    launch(
+        Launch(
+            "global_attention.forward",
+            q.shape[0] * q.shape[1],
+            {**arguments, "sums": sums},
+            constants,
+            writes=("sums",),
+            warps=warps,
+        )
+    )
     return sums
 
 
@@ -66,7 +83,8 @@ def _backward_body(
 ) -> tuple[Tensor, Tensor]:
     """Gradients of q and key_value."""
     grad_q, grad_key_value = torch.empty_like(q), torch.empty_like(key_value)
-    arguments, constants = _arguments(q, key_value, keys)
+    tile, warps = _schedule(q, backward=True)
+    arguments, constants = _arguments(q, key_value, keys, tile)
     grad_k, grad_v = grad_key_value.unbind(-2)
     results = {"grad_q": grad_q, "grad_k": grad_k, "grad_v": grad_v}
     tensors = {"grad_sums": grad_sums, **results}
@@ -78,6 +96,7 @@ def _backward_body(
             {**arguments, **tensors, **strides, "sums": sums},
             constants,
             writes=tuple(results),
+            warps=warps,
         )
     )
     return grad_q, grad_key_value

@@ -7,7 +7,7 @@ An operator is written once, as a *body*: a function that allocates its results 
 - its fake implementation, for FakeTensorMode and torch.compile: `launch` does nothing, and the results have no numbers;
 - its report: `launch` writes the grid down, with the bytes that it moves (`Operator.launches`).
 
-So what is counted and compiled ahead of time is what runs.
+So what is counted and compiled ahead of time is what runs. A body runs once for its plan (`plan.py`), which is then repeated.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
+
+from evodsp.model.kernels.triton_kernels.plan import Plan, on_meta, plan_of
 
 
 @dataclass(frozen=True)
@@ -60,31 +63,89 @@ def moved(x: Tensor) -> int:
     return numel * x.element_size()
 
 
-Launcher = Callable[[Launch], object]
+Launcher = Callable[[Launch], Any]
+# Plans that an operator remembers: proteins of many lengths make many.
+_PLANS = 1024
+_UNKNOWN: Any = object()
+_PLAIN = frozenset({Tensor, Parameter, type(None), bool, int, float, torch.dtype})
 
 
-def run(launch: Launch) -> None:
-    """Launch the grid on the device of its tensors (or in Triton's interpreter, where TRITON_INTERPRET=1 is set)."""
+def run(launch: Launch) -> Any:
+    """Launch the grid on the device of its tensors (or in Triton's interpreter, where TRITON_INTERPRET=1 is set).
+
+    Returns the compiled kernel, or None of an empty grid and of the interpreter.
+    """
     if launch.programs == 0:
-        return
+        return None
     device = next(x.device for x in launch.arguments.values() if isinstance(x, Tensor))
     with torch.get_device_module(device).device(device) if device.type != "cpu" else torch.no_grad():
-        launch.function[(launch.programs,)](
+        return launch.function[(launch.programs,)](
             **launch.arguments, **launch.constants, num_warps=launch.warps, num_stages=launch.stages
         )
 
 
 class Operator:
-    """A body as an operator of torch, `evodsp::<name>`. Its tensors are not modified and do not alias its results."""
+    """A body as an operator of torch, `evodsp::<name>`. Its tensors are not modified and do not alias its results.
+
+    A plain call repeats the body's plan (`plan.py`) at once: torch's dispatcher costs more than a short kernel takes. It goes
+    through the dispatcher where something has to see the operator: modes such as FakeTensorMode, torch.compile, functorch,
+    tracing, a profiler, subclasses of tensors.
+    """
 
     def __init__(self, name: str, schema: str, body: Callable[..., Any]) -> None:
         """`schema`: as torch writes it, without the name. `body`: called with `launch`, then the arguments of the schema."""
-        self.name, self._body = f"evodsp::{name}", body
-        self._call = torch.library.custom_op(self.name, functools.partial(body, run), mutates_args=(), schema=schema)
+        self.name, self.body = f"evodsp::{name}", body
+        self._plans: dict[tuple[Any, ...], Plan | None] = {}
+        self._with_gradients: Any = None
+        self._call = torch.library.custom_op(self.name, self._repeat, mutates_args=(), schema=schema)
         self._call.register_fake(functools.partial(body, _ignore))
 
     def __call__(self, *arguments: Any) -> Any:
-        return self._call(*arguments)
+        if torch.compiler.is_compiling() or _seen() or not _PLAIN.issuperset(map(type, arguments)):
+            return self._call(*arguments)
+        if torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments):
+            function = self._with_gradients
+            return self._call(*arguments) if function is None else function.apply(*arguments)
+        plan, tensors = self._look_up(arguments)
+        return self._call(*arguments) if plan is None else plan(tensors)
+
+    @property
+    def differentiable(self) -> bool:
+        """Whether `differentiate` was called."""
+        return self._with_gradients is not None
+
+    @property
+    def refused(self) -> bool:
+        """Whether Triton was not as a plan expected, so that the body runs each time."""
+        return any(plan is not None and plan.refused for plan in self._plans.values())
+
+    def forget(self) -> None:
+        """Forget all plans, as before the first call."""
+        self._plans = {}
+
+    def _repeat(self, *arguments: Any) -> Any:
+        """What the operator does on a device."""
+        plan, tensors = self._look_up(arguments)
+        return self.body(run, *arguments) if plan is None else plan(tensors)
+
+    def _look_up(self, arguments: Sequence[Any]) -> tuple[Plan | None, list[Tensor]]:
+        """The plan of such arguments, if they have one, and the tensors among them."""
+        # What `product_precision` depends on, then all that a body may depend on.
+        key: list[Any] = [torch._C._get_cublas_allow_tf32()]
+        tensors = []
+        for x in arguments:
+            if isinstance(x, Tensor):
+                tensors.append(x)
+                key += (x.shape, x.stride(), x.dtype, x.device)
+            else:
+                key.append(x)
+        complete = tuple(key)
+        plan = self._plans.get(complete, _UNKNOWN)
+        if plan is _UNKNOWN:
+            if len(self._plans) >= _PLANS:
+                self._plans = {}
+            plan = self._plans[complete] = plan_of(self.body, arguments, run)
+        return (None if plan is None or plan.refused else plan), tensors
 
     def differentiate(
         self,
@@ -104,12 +165,19 @@ class Operator:
             ctx.save_for_backward(*keep(inputs, output))
             note(ctx, inputs)
 
+        def forward(ctx: Any, *inputs: Any) -> Any:
+            output = self._repeat(*inputs)
+            set_up(ctx, inputs, output)
+            return output
+
         self._call.register_autograd(backward, setup_context=set_up)
+        methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+        self._with_gradients = type(self.name, (torch.autograd.Function,), methods)
 
     def launches(self, *arguments: Any) -> list[Launch]:
         """The grids that a call launches, without launching them. Of tensors only shapes, strides and dtypes are used."""
         grids: list[Launch] = []
-        self._body(grids.append, *(_on_meta(x) for x in arguments))
+        self.body(grids.append, *(on_meta(x) for x in arguments))
         return [launch for launch in grids if launch.programs > 0]
 
     def report(self, arguments: Sequence[Any], *_: Any) -> tuple[int, int]:
@@ -122,8 +190,14 @@ def _ignore(launch: Launch) -> None:
     pass
 
 
-def _on_meta(x: Any) -> Any:
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") if isinstance(x, Tensor) else x
+def _seen() -> bool:
+    """Whether something has to see which operators of torch are called."""
+    return bool(
+        torch._C._len_torch_dispatch_stack()
+        or torch.autograd._profiler_enabled()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._get_tracing_state()
+    )
 
 
 def next_power_of_two(n: int) -> int:
@@ -144,4 +218,4 @@ def product_tile(size: int, limit: int, factor: Tensor) -> int:
 
 def product_precision() -> str:
     """How kernels multiply factors in float32: as torch does."""
-    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "tf32x3"
+    return "tf32" if torch._C._get_cublas_allow_tf32() else "tf32x3"

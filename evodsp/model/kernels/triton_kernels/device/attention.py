@@ -1,7 +1,9 @@
 """Device code of `attention.py`.
 
 Every tensor comes with its strides: [B, N, L, H, D] for q, k, v, gate, their gradients and the output, [B, N, K] for the key
-mask, [B, H, Q, K] for the bias. Statistics of queries are contiguous [B, N, H, Q]. Logits are in base 2. Offsets are 64-bit.
+mask, [B, H, Q, K] for the bias, whose rows go on to the next multiple of 16 keys, with zeros. Statistics of queries are
+contiguous [B, N, H, Q]. Logits are in base 2. Offsets are 64-bit. EIGHTS: all strides of [B, N, L, H, D] but the last one are
+multiples of 8.
 """
 
 from __future__ import annotations
@@ -31,9 +33,12 @@ def _place(rows, heads, positions, TILE: tl.constexpr, TOGETHER: tl.constexpr):
 
 @no_type_check
 @triton.jit
-def _offsets(strides, positions, PADDED: tl.constexpr):
+def _offsets(strides, positions, PADDED: tl.constexpr, EIGHTS: tl.constexpr):
     """Offsets of a tile [positions, D] within a row and head."""
-    return positions.to(tl.int64)[:, None] * strides[2] + tl.arange(0, PADDED)[None, :] * strides[4]
+    rows = positions.to(tl.int64)[:, None] * strides[2]
+    if EIGHTS:
+        rows = tl.multiple_of(rows, (1, 8))
+    return rows + tl.arange(0, PADDED)[None, :] * strides[4]
 
 
 @no_type_check
@@ -48,8 +53,17 @@ def _inside(positions, length, WIDTH: tl.constexpr, PADDED: tl.constexpr):
 
 @no_type_check
 @triton.jit
-def _start(strides, sample, row, head):
-    return sample * strides[0] + row * strides[1] + head * strides[3]
+def _start(strides, sample, row, head, EIGHTS: tl.constexpr):
+    """Offset of a row and head. Of strides that are multiples of 8 and not of 16, Triton knows nothing, unless it is told."""
+    start = sample * strides[0] + row * strides[1] + head * strides[3]
+    return tl.multiple_of(start, 8) if EIGHTS else start
+
+
+@no_type_check
+@triton.jit
+def _tile(strides, sample, row, head, positions, PADDED: tl.constexpr, EIGHTS: tl.constexpr):
+    """Offsets of a tile [positions, D]."""
+    return _start(strides, sample, row, head, EIGHTS) + _offsets(strides, positions, PADDED, EIGHTS)
 
 
 @no_type_check
@@ -57,7 +71,65 @@ def _start(strides, sample, row, head):
 def _mask_bias(keys, columns, stride, length):
     """What the mask adds to the logits of some keys: 0 or -1e9, and -inf beyond the last key."""
     present = tl.load(keys + columns.to(tl.int64) * stride, mask=columns < length, other=0).to(tl.float32)
-    return tl.where(columns < length, (present - 1.0) * MASKED, float("-inf"))
+    return tl.where(columns < length, present * MASKED - MASKED, float("-inf"))
+
+
+@no_type_check
+@triton.jit
+def _biased(columns, length):
+    """Which keys have a bias in memory: of 16 neighbours all or none, so that a thread reads several at once."""
+    return columns < tl.cdiv(length, 16) * 16
+
+
+@no_type_check
+@triton.jit
+def _rows_of(x, positions, length, LAST: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr):
+    """A tile [positions, D]. LAST: some of the positions do not exist."""
+    if LAST:
+        tile = tl.load(x, mask=_inside(positions, length, WIDTH, PADDED), other=0.0)
+    elif WIDTH < PADDED:
+        tile = tl.load(x, mask=(tl.arange(0, PADDED) < WIDTH)[None, :], other=0.0)
+    else:
+        tile = tl.load(x)
+    return tile
+
+
+@no_type_check
+@triton.jit
+def _logits_of_keys(
+    own_q, some_k, keys, keys_stride, bias, key, length, scale, LAST: tl.constexpr, BIASED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Of a tile of queries and some keys, in base 2. `bias`: pointers to its tile. LAST: some of the keys do not exist."""
+    if LAST:
+        masked = _mask_bias(keys, key, keys_stride, length)
+    else:
+        masked = tl.load(keys + key.to(tl.int64) * keys_stride).to(tl.float32) * MASKED - MASKED
+    logits = tl.dot(own_q, some_k.T, input_precision=PRECISION) * (scale * LOG2_E) + masked[None, :]
+    if BIASED:
+        some = tl.load(bias, mask=_biased(key, length)[None, :], other=0.0) if LAST else tl.load(bias)
+        logits += some.to(tl.float32) * LOG2_E
+    return logits
+
+
+@no_type_check
+@triton.jit
+def _over_keys(
+    own_q, k, v, keys, keys_stride, bias, start, length, scale, top, total, mean,
+    LAST: tl.constexpr, BIASED: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, TILE_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The running softmax and mean of the forward pass after the keys from `start` on. LAST: some of them do not exist."""
+    key = start + tl.arange(0, TILE_K)
+    some_k = _rows_of(k, key, length, LAST, WIDTH, PADDED)
+    some_v = _rows_of(v, key, length, LAST, WIDTH, PADDED)
+    logits = _logits_of_keys(own_q, some_k, keys, keys_stride, bias, key, length, scale, LAST, BIASED, PRECISION)
+    new_top = tl.maximum(top, tl.max(logits, 1))
+    fade = tl.exp2(top - new_top)
+    weights = tl.exp2(logits - new_top[:, None])
+    total = total * fade + tl.sum(weights, 1)
+    mean = tl.dot(weights.to(some_v.dtype), some_v, mean * fade[:, None], input_precision=PRECISION)
+    return new_top, total, mean
 
 
 @no_type_check
@@ -65,8 +137,8 @@ def _mask_bias(keys, columns, stride, length):
 def forward(
     q, q_strides, k, k_strides, v, v_strides, gate, gate_strides, out, out_strides, keys, keys_strides, bias, bias_strides,
     largest, inverse, rows, queries, length, heads, scale,
-    BIASED: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, TILE_Q: tl.constexpr, TILE_K: tl.constexpr,
-    PRECISION: tl.constexpr, TOGETHER: tl.constexpr,
+    BIASED: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, EIGHTS: tl.constexpr, TILE_Q: tl.constexpr,
+    TILE_K: tl.constexpr, PRECISION: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     """A tile of queries of one row and head, over all keys."""
     sample, row, head, tile = _place(rows, heads, queries, TILE_Q, TOGETHER)
@@ -74,43 +146,39 @@ def forward(
         return
     query = tile * TILE_Q + tl.arange(0, TILE_Q)
     inside = _inside(query, queries, WIDTH, PADDED)
-    own_q = tl.load(
-        q + _start(q_strides, sample, row, head) + _offsets(q_strides, query, PADDED), mask=inside, other=0.0
-    )
-    k += _start(k_strides, sample, row, head)
-    v += _start(v_strides, sample, row, head)
+    own_q = tl.load(q + _tile(q_strides, sample, row, head, query, PADDED, EIGHTS), mask=inside, other=0.0)
+    key = tl.arange(0, TILE_K)
+    k += _tile(k_strides, sample, row, head, key, PADDED, EIGHTS)
+    v += _tile(v_strides, sample, row, head, key, PADDED, EIGHTS)
     keys += sample * keys_strides[0] + row * keys_strides[1]
-    if BIASED:
+    if BIASED:  # of queries that do not exist the last one's, which is in memory
         bias += sample * bias_strides[0] + head * bias_strides[1]
-        bias_rows = bias + query.to(tl.int64)[:, None] * bias_strides[2]
+        bias += tl.minimum(query, queries - 1).to(tl.int64)[:, None] * bias_strides[2] + key[None, :] * bias_strides[3]
     top = tl.full([TILE_Q], float("-inf"), tl.float32)
     total = tl.zeros([TILE_Q], tl.float32)
     mean = tl.zeros([TILE_Q, PADDED], tl.float32)
-    for start in range(0, length, TILE_K):
-        key = start + tl.arange(0, TILE_K)
-        there = _inside(key, length, WIDTH, PADDED)
-        some_k = tl.load(k + _offsets(k_strides, key, PADDED), mask=there, other=0.0)
-        logits = tl.dot(own_q, some_k.T, input_precision=PRECISION) * (scale * LOG2_E)
+    whole = length // TILE_K * TILE_K
+    for start in range(0, whole, TILE_K):
+        top, total, mean = _over_keys(
+            own_q, k, v, keys, keys_strides[2], bias, start, length, scale, top, total, mean,
+            False, BIASED, WIDTH, PADDED, TILE_K, PRECISION,
+        )  # fmt: skip
+        k += TILE_K * k_strides[2]
+        v += TILE_K * v_strides[2]
         if BIASED:
-            within = (query < queries)[:, None] & (key < length)[None, :]
-            logits += (
-                tl.load(bias_rows + key[None, :] * bias_strides[3], mask=within, other=0.0).to(tl.float32) * LOG2_E
-            )
-        logits += _mask_bias(keys, key, keys_strides[2], length)[None, :]
-        new_top = tl.maximum(top, tl.max(logits, 1))
-        fade = tl.exp2(top - new_top)
-        weights = tl.exp2(logits - new_top[:, None])
-        total = total * fade + tl.sum(weights, 1)
-        some_v = tl.load(v + _offsets(v_strides, key, PADDED), mask=there, other=0.0)
-        mean = tl.dot(weights.to(some_v.dtype), some_v, mean * fade[:, None], input_precision=PRECISION)
-        top = new_top
+            bias += TILE_K * bias_strides[3]
+    if whole < length:
+        top, total, mean = _over_keys(
+            own_q, k, v, keys, keys_strides[2], bias, whole, length, scale, top, total, mean,
+            True, BIASED, WIDTH, PADDED, TILE_K, PRECISION,
+        )  # fmt: skip
     of_sum = tl.where(total > 0, 1.0 / total, 0.0)  # without keys the output is 0
-    logit = tl.load(
-        gate + _start(gate_strides, sample, row, head) + _offsets(gate_strides, query, PADDED), mask=inside, other=0.0
-    ).to(tl.float32)
+    logit = tl.load(gate + _tile(gate_strides, sample, row, head, query, PADDED, EIGHTS), mask=inside, other=0.0).to(
+        tl.float32
+    )
     result = mean * of_sum[:, None] * tl.sigmoid(logit)
     tl.store(
-        out + _start(out_strides, sample, row, head) + _offsets(out_strides, query, PADDED),
+        out + _tile(out_strides, sample, row, head, query, PADDED, EIGHTS),
         result.to(out.dtype.element_ty), mask=inside,
     )  # fmt: skip
     at = ((sample * rows + row) * heads + head) * queries + query
@@ -120,12 +188,32 @@ def forward(
 
 @no_type_check
 @triton.jit
+def _slopes_over_keys(
+    own_q, above, k, v, keys, keys_stride, bias, start, length, scale, top, guess, missed, slope_k, mean_k,
+    LAST: tl.constexpr, BIASED: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, TILE_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The sums of `backward_queries` after the keys from `start` on. LAST: some of them do not exist."""
+    key = start + tl.arange(0, TILE_K)
+    some_k = _rows_of(k, key, length, LAST, WIDTH, PADDED)
+    some_v = _rows_of(v, key, length, LAST, WIDTH, PADDED)
+    logits = _logits_of_keys(own_q, some_k, keys, keys_stride, bias, key, length, scale, LAST, BIASED, PRECISION)
+    weights = tl.exp2(logits - top[:, None])
+    slope = weights * (tl.dot(above, some_v.T, input_precision=PRECISION) - guess[:, None])
+    missed += tl.sum(slope, 1)
+    slope_k = tl.dot(slope.to(some_k.dtype), some_k, slope_k, input_precision=PRECISION)
+    mean_k = tl.dot(weights.to(some_k.dtype), some_k, mean_k, input_precision=PRECISION)
+    return missed, slope_k, mean_k
+
+
+@no_type_check
+@triton.jit
 def backward_queries(
     q, q_strides, k, k_strides, v, v_strides, keys, keys_strides, bias, bias_strides, upstream, upstream_strides,
     grad, grad_strides, gate, gate_strides, out, out_strides, grad_q, grad_q_strides, grad_gate, grad_gate_strides,
     largest, inverse, centre, rows, queries, length, heads, scale,
-    BIASED: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, TILE_Q: tl.constexpr, TILE_K: tl.constexpr,
-    PRECISION: tl.constexpr, TOGETHER: tl.constexpr,
+    BIASED: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, EIGHTS: tl.constexpr, TILE_Q: tl.constexpr,
+    TILE_K: tl.constexpr, PRECISION: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     """Gradients of a tile of queries and of its gate, its `upstream` gradient before the gate, and its `centre`.
 
@@ -136,22 +224,22 @@ def backward_queries(
         return
     query = tile * TILE_Q + tl.arange(0, TILE_Q)
     inside = _inside(query, queries, WIDTH, PADDED)
-    own_grad = tl.load(
-        grad + _start(grad_strides, sample, row, head) + _offsets(grad_strides, query, PADDED), mask=inside, other=0.0
-    ).to(tl.float32)
-    own_out = tl.load(
-        out + _start(out_strides, sample, row, head) + _offsets(out_strides, query, PADDED), mask=inside, other=0.0
-    ).to(tl.float32)
+    own_grad = tl.load(grad + _tile(grad_strides, sample, row, head, query, PADDED, EIGHTS), mask=inside, other=0.0).to(
+        tl.float32
+    )
+    own_out = tl.load(out + _tile(out_strides, sample, row, head, query, PADDED, EIGHTS), mask=inside, other=0.0).to(
+        tl.float32
+    )
     opened = tl.sigmoid(
         tl.load(
-            gate + _start(gate_strides, sample, row, head) + _offsets(gate_strides, query, PADDED),
+            gate + _tile(gate_strides, sample, row, head, query, PADDED, EIGHTS),
             mask=inside,
             other=0.0,
         ).to(tl.float32)
     )
     guess = tl.sum(own_grad * own_out, 1)
     tl.store(
-        grad_gate + _start(grad_gate_strides, sample, row, head) + _offsets(grad_gate_strides, query, PADDED),
+        grad_gate + _tile(grad_gate_strides, sample, row, head, query, PADDED, EIGHTS),
         (own_grad * own_out * (1.0 - opened)).to(grad_gate.dtype.element_ty), mask=inside,
     )  # fmt: skip
     at = ((sample * rows + row) * heads + head) * queries + query
@@ -160,41 +248,38 @@ def backward_queries(
     guess *= of_sum
     above = (own_grad * opened * of_sum[:, None]).to(upstream.dtype.element_ty)
     tl.store(
-        upstream + _start(upstream_strides, sample, row, head) + _offsets(upstream_strides, query, PADDED),
+        upstream + _tile(upstream_strides, sample, row, head, query, PADDED, EIGHTS),
         above,
         mask=inside,
     )
-    own_q = tl.load(
-        q + _start(q_strides, sample, row, head) + _offsets(q_strides, query, PADDED), mask=inside, other=0.0
-    )
-    k += _start(k_strides, sample, row, head)
-    v += _start(v_strides, sample, row, head)
+    own_q = tl.load(q + _tile(q_strides, sample, row, head, query, PADDED, EIGHTS), mask=inside, other=0.0)
+    key = tl.arange(0, TILE_K)
+    k += _tile(k_strides, sample, row, head, key, PADDED, EIGHTS)
+    v += _tile(v_strides, sample, row, head, key, PADDED, EIGHTS)
     keys += sample * keys_strides[0] + row * keys_strides[1]
     if BIASED:
         bias += sample * bias_strides[0] + head * bias_strides[1]
-        bias_rows = bias + query.to(tl.int64)[:, None] * bias_strides[2]
+        bias += tl.minimum(query, queries - 1).to(tl.int64)[:, None] * bias_strides[2] + key[None, :] * bias_strides[3]
     missed = tl.zeros([TILE_Q], tl.float32)
     slope_k = tl.zeros([TILE_Q, PADDED], tl.float32)
     mean_k = tl.zeros([TILE_Q, PADDED], tl.float32)
-    for start in range(0, length, TILE_K):
-        key = start + tl.arange(0, TILE_K)
-        there = _inside(key, length, WIDTH, PADDED)
-        some_k = tl.load(k + _offsets(k_strides, key, PADDED), mask=there, other=0.0)
-        some_v = tl.load(v + _offsets(v_strides, key, PADDED), mask=there, other=0.0)
-        logits = tl.dot(own_q, some_k.T, input_precision=PRECISION) * (scale * LOG2_E)
+    whole = length // TILE_K * TILE_K
+    for start in range(0, whole, TILE_K):
+        missed, slope_k, mean_k = _slopes_over_keys(
+            own_q, above, k, v, keys, keys_strides[2], bias, start, length, scale, top, guess, missed, slope_k, mean_k,
+            False, BIASED, WIDTH, PADDED, TILE_K, PRECISION,
+        )  # fmt: skip
+        k += TILE_K * k_strides[2]
+        v += TILE_K * v_strides[2]
         if BIASED:
-            within = (query < queries)[:, None] & (key < length)[None, :]
-            logits += (
-                tl.load(bias_rows + key[None, :] * bias_strides[3], mask=within, other=0.0).to(tl.float32) * LOG2_E
-            )
-        logits += _mask_bias(keys, key, keys_strides[2], length)[None, :]
-        weights = tl.exp2(logits - top[:, None])
-        slope = weights * (tl.dot(above, some_v.T, input_precision=PRECISION) - guess[:, None])
-        missed += tl.sum(slope, 1)
-        slope_k = tl.dot(slope.to(some_k.dtype), some_k, slope_k, input_precision=PRECISION)
-        mean_k = tl.dot(weights.to(some_k.dtype), some_k, mean_k, input_precision=PRECISION)
+            bias += TILE_K * bias_strides[3]
+    if whole < length:
+        missed, slope_k, mean_k = _slopes_over_keys(
+            own_q, above, k, v, keys, keys_strides[2], bias, whole, length, scale, top, guess, missed, slope_k, mean_k,
+            True, BIASED, WIDTH, PADDED, TILE_K, PRECISION,
+        )  # fmt: skip
     tl.store(
-        grad_q + _start(grad_q_strides, sample, row, head) + _offsets(grad_q_strides, query, PADDED),
+        grad_q + _tile(grad_q_strides, sample, row, head, query, PADDED, EIGHTS),
         ((slope_k - (missed * of_sum)[:, None] * mean_k) * scale).to(grad_q.dtype.element_ty), mask=inside,
     )  # fmt: skip
     tl.store(centre + at, guess + missed * of_sum, mask=query < queries)
@@ -202,11 +287,38 @@ def backward_queries(
 
 @no_type_check
 @triton.jit
+def _slopes_over_queries(
+    own_k, own_v, masked, q, upstream, largest, centre, bias, biased, start, queries, scale, slope_q, sum_v,
+    LAST: tl.constexpr, BIASED: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, TILE_Q: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The sums of `backward_keys` after the queries from `start` on. LAST: some of them do not exist."""
+    query = start + tl.arange(0, TILE_Q)
+    some_q = _rows_of(q, query, queries, LAST, WIDTH, PADDED)
+    above = _rows_of(upstream, query, queries, LAST, WIDTH, PADDED)
+    if LAST:
+        top = tl.load(largest + query, mask=query < queries, other=float("inf"))
+        middle = tl.load(centre + query, mask=query < queries, other=0.0)
+    else:
+        top, middle = tl.load(largest + query), tl.load(centre + query)
+    logits = tl.dot(own_k, some_q.T, input_precision=PRECISION) * (scale * LOG2_E) + masked[:, None]
+    if BIASED:
+        within = biased & (query < queries)[None, :] if LAST else biased
+        logits += tl.load(bias, mask=within, other=0.0).to(tl.float32) * LOG2_E
+    weights = tl.exp2(logits - top[None, :])
+    sum_v = tl.dot(weights.to(above.dtype), above, sum_v, input_precision=PRECISION)
+    slope = weights * (tl.dot(own_v, above.T, input_precision=PRECISION) - middle[None, :])
+    slope_q = tl.dot(slope.to(some_q.dtype), some_q, slope_q, input_precision=PRECISION)
+    return slope_q, sum_v
+
+
+@no_type_check
+@triton.jit
 def backward_keys(
     q, q_strides, k, k_strides, v, v_strides, keys, keys_strides, bias, bias_strides, upstream, upstream_strides,
     grad_k, grad_k_strides, grad_v, grad_v_strides, largest, centre, rows, queries, length, heads, scale,
-    BIASED: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, TILE_Q: tl.constexpr, TILE_K: tl.constexpr,
-    PRECISION: tl.constexpr, TOGETHER: tl.constexpr,
+    BIASED: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, EIGHTS: tl.constexpr, TILE_Q: tl.constexpr,
+    TILE_K: tl.constexpr, PRECISION: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     """Gradients of a tile of keys and of their values. Logits are transposed: keys x queries."""
     sample, row, head, tile = _place(rows, heads, length, TILE_K, TOGETHER)
@@ -214,40 +326,42 @@ def backward_keys(
         return
     key = tile * TILE_K + tl.arange(0, TILE_K)
     inside = _inside(key, length, WIDTH, PADDED)
-    own_k = tl.load(k + _start(k_strides, sample, row, head) + _offsets(k_strides, key, PADDED), mask=inside, other=0.0)
-    own_v = tl.load(v + _start(v_strides, sample, row, head) + _offsets(v_strides, key, PADDED), mask=inside, other=0.0)
+    own_k = tl.load(k + _tile(k_strides, sample, row, head, key, PADDED, EIGHTS), mask=inside, other=0.0)
+    own_v = tl.load(v + _tile(v_strides, sample, row, head, key, PADDED, EIGHTS), mask=inside, other=0.0)
     masked = _mask_bias(keys + sample * keys_strides[0] + row * keys_strides[1], key, keys_strides[2], length)
-    q += _start(q_strides, sample, row, head)
-    upstream += _start(upstream_strides, sample, row, head)
+    query = tl.arange(0, TILE_Q)
+    q += _tile(q_strides, sample, row, head, query, PADDED, EIGHTS)
+    upstream += _tile(upstream_strides, sample, row, head, query, PADDED, EIGHTS)
     if BIASED:
         bias += sample * bias_strides[0] + head * bias_strides[1]
-        bias_columns = bias + key.to(tl.int64)[:, None] * bias_strides[3]
+        bias += key[:, None] * bias_strides[3] + query.to(tl.int64)[None, :] * bias_strides[2]
+    biased = _biased(key, length)[:, None]
     first = ((sample * rows + row) * heads + head) * queries
+    largest += first
+    centre += first
     slope_q = tl.zeros([TILE_K, PADDED], tl.float32)
     sum_v = tl.zeros([TILE_K, PADDED], tl.float32)
-    for start in range(0, queries, TILE_Q):
-        query = start + tl.arange(0, TILE_Q)
-        there = _inside(query, queries, WIDTH, PADDED)
-        some_q = tl.load(q + _offsets(q_strides, query, PADDED), mask=there, other=0.0)
-        above = tl.load(upstream + _offsets(upstream_strides, query, PADDED), mask=there, other=0.0)
-        top = tl.load(largest + first + query, mask=query < queries, other=float("inf"))
-        middle = tl.load(centre + first + query, mask=query < queries, other=0.0)
-        logits = tl.dot(own_k, some_q.T, input_precision=PRECISION) * (scale * LOG2_E)
+    whole = queries // TILE_Q * TILE_Q
+    for start in range(0, whole, TILE_Q):
+        slope_q, sum_v = _slopes_over_queries(
+            own_k, own_v, masked, q, upstream, largest, centre, bias, biased, start, queries, scale, slope_q, sum_v,
+            False, BIASED, WIDTH, PADDED, TILE_Q, PRECISION,
+        )  # fmt: skip
+        q += TILE_Q * q_strides[2]
+        upstream += TILE_Q * upstream_strides[2]
         if BIASED:
-            within = (key < length)[:, None] & (query < queries)[None, :]
-            columns = bias_columns + query.to(tl.int64)[None, :] * bias_strides[2]
-            logits += tl.load(columns, mask=within, other=0.0).to(tl.float32) * LOG2_E
-        logits += masked[:, None]
-        weights = tl.exp2(logits - top[None, :])
-        sum_v = tl.dot(weights.to(above.dtype), above, sum_v, input_precision=PRECISION)
-        slope = weights * (tl.dot(own_v, above.T, input_precision=PRECISION) - middle[None, :])
-        slope_q = tl.dot(slope.to(some_q.dtype), some_q, slope_q, input_precision=PRECISION)
+            bias += TILE_Q * bias_strides[2]
+    if whole < queries:
+        slope_q, sum_v = _slopes_over_queries(
+            own_k, own_v, masked, q, upstream, largest, centre, bias, biased, whole, queries, scale, slope_q, sum_v,
+            True, BIASED, WIDTH, PADDED, TILE_Q, PRECISION,
+        )  # fmt: skip
     tl.store(
-        grad_k + _start(grad_k_strides, sample, row, head) + _offsets(grad_k_strides, key, PADDED),
+        grad_k + _tile(grad_k_strides, sample, row, head, key, PADDED, EIGHTS),
         (slope_q * scale).to(grad_k.dtype.element_ty), mask=inside,
     )  # fmt: skip
     tl.store(
-        grad_v + _start(grad_v_strides, sample, row, head) + _offsets(grad_v_strides, key, PADDED),
+        grad_v + _tile(grad_v_strides, sample, row, head, key, PADDED, EIGHTS),
         sum_v.to(grad_v.dtype.element_ty), mask=inside,
     )  # fmt: skip
 
@@ -257,8 +371,8 @@ def backward_keys(
 def backward_bias(
     q, q_strides, k, k_strides, v, v_strides, keys, keys_strides, bias, bias_strides, upstream, upstream_strides,
     largest, centre, sums, rows, queries, length, heads, scale, parts,
-    BIASED: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, TILE_Q: tl.constexpr, TILE_K: tl.constexpr,
-    PRECISION: tl.constexpr,
+    BIASED: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, EIGHTS: tl.constexpr, TILE_Q: tl.constexpr,
+    TILE_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradient of a tile of the bias, summed over a part of the rows. `sums`: [parts, B, H, Q, K], contiguous."""
     program = tl.program_id(0)
@@ -272,11 +386,12 @@ def backward_bias(
     inside_q, inside_k = _inside(query, queries, WIDTH, PADDED), _inside(key, length, WIDTH, PADDED)
     bias += sample * bias_strides[0] + head * bias_strides[1]
     cells = query.to(tl.int64)[:, None] * bias_strides[2] + key.to(tl.int64)[None, :] * bias_strides[3]
-    own_bias = tl.load(bias + cells, mask=within, other=0.0)
-    q += sample * q_strides[0] + head * q_strides[3] + _offsets(q_strides, query, PADDED)
-    k += sample * k_strides[0] + head * k_strides[3] + _offsets(k_strides, key, PADDED)
-    v += sample * v_strides[0] + head * v_strides[3] + _offsets(v_strides, key, PADDED)
-    upstream += sample * upstream_strides[0] + head * upstream_strides[3] + _offsets(upstream_strides, query, PADDED)
+    biased = (query < queries)[:, None] & _biased(key, length)[None, :]
+    own_bias = tl.load(bias + cells, mask=biased, other=0.0)
+    q += _offsets(q_strides, query, PADDED, EIGHTS)
+    k += _offsets(k_strides, key, PADDED, EIGHTS)
+    v += _offsets(v_strides, key, PADDED, EIGHTS)
+    upstream += _offsets(upstream_strides, query, PADDED, EIGHTS)
     keys += sample * keys_strides[0]
     total = tl.zeros([TILE_Q, TILE_K], tl.float32)
     for row in range(part, rows, parts):
@@ -284,13 +399,13 @@ def backward_bias(
         at = ((sample * rows + wide) * heads + head) * queries + query
         top = tl.load(largest + at, mask=query < queries, other=float("inf"))
         middle = tl.load(centre + at, mask=query < queries, other=0.0)
-        some_q = tl.load(q + wide * q_strides[1], mask=inside_q, other=0.0)
-        some_k = tl.load(k + wide * k_strides[1], mask=inside_k, other=0.0)
-        some_v = tl.load(v + wide * v_strides[1], mask=inside_k, other=0.0)
-        above = tl.load(upstream + wide * upstream_strides[1], mask=inside_q, other=0.0)
-        logits = tl.dot(some_q, some_k.T, input_precision=PRECISION) * (scale * LOG2_E)
+        some_q = tl.load(q + _start(q_strides, sample, wide, head, EIGHTS), mask=inside_q, other=0.0)
+        some_k = tl.load(k + _start(k_strides, sample, wide, head, EIGHTS), mask=inside_k, other=0.0)
+        some_v = tl.load(v + _start(v_strides, sample, wide, head, EIGHTS), mask=inside_k, other=0.0)
+        above = tl.load(upstream + _start(upstream_strides, sample, wide, head, EIGHTS), mask=inside_q, other=0.0)
+        masked = _mask_bias(keys + wide * keys_strides[1], key, keys_strides[2], length)[None, :]
+        logits = tl.dot(some_q, some_k.T, input_precision=PRECISION) * (scale * LOG2_E) + masked
         logits += own_bias.to(tl.float32) * LOG2_E
-        logits += _mask_bias(keys + wide * keys_strides[1], key, keys_strides[2], length)[None, :]
         weights = tl.exp2(logits - top[:, None])
         total += weights * (tl.dot(above, some_v.T, input_precision=PRECISION) - middle[:, None])
     samples = tl.num_programs(0) // (tiles_k * tiles_q * heads * parts)

@@ -1,0 +1,162 @@
+"""Stacks of blocks as CUDA graphs: recorded once, then replayed without a launch by the host.
+
+A block launches 85 kernels forward and 149 backward, each of which costs the host more time than the GPU takes for small
+inputs. `use_graphs(model, Graphs(CudaRecorder()))` has the stacks of a model recorded: Evoformer, extra-MSA and template
+stack. The first call of a stack with inputs of some shape runs as usual. The second one is recorded, with its backward pass if
+gradients are asked for, and from then on it is replayed. What lies between the stacks is launched as before.
+
+What a recording reads is at fixed addresses:
+
+    inputs                    are copied to tensors of the recording; keys of dropout are inputs, so each replay draws anew
+    parameters                are read where they are; copies in half precision stay in one buffer (`evodsp.model.casts`)
+    activations               are in memory of the recording, which nothing else uses until the backward pass has been replayed
+    results, gradients        are copied from there, so that the next replay does not change them
+
+A call runs as usual if it cannot be replayed: its recording waits for a backward pass, there are `most` recordings already, or
+`enabled` is false. A call that cannot be recorded is a UserError: whoever asks for graphs should not wait for a run without.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from evodsp.errors import UserError
+from evodsp.model.primitives import Computed, ShardedModule
+from evodsp.model.recorders import Recorder
+from evodsp.model.recordings import Forward, Inputs, Place, Recording, WithGradient, addresses_of
+from evodsp.parallel.dtensor import is_dtensor
+
+
+class Graphs:
+    """The recordings of a model's stacks."""
+
+    def __init__(self, recorder: Recorder, most: int = 16, calls_before: int = 1, warm_ups: int = 2) -> None:
+        """`most`: recordings at most, in all stacks. `calls_before`: calls with inputs of a shape that run as usual before one
+        is recorded, so that a shape that is seen once costs nothing. `warm_ups`: runs before each recording.
+        """
+        self.recorder, self.most, self.calls_before, self.warm_ups = recorder, most, calls_before, warm_ups
+        self.enabled = True
+        """False: every call runs as usual."""
+        self._recordings: dict[Hashable, Recording] = {}
+        self._seen: Counter[Hashable] = Counter()
+        self._places: dict[nn.Module, list[Place]] = {}
+        self._pool: Any = None
+        self.replays = 0
+        """Calls that were replayed."""
+
+    def __len__(self) -> int:
+        return len(self._recordings)
+
+    def __deepcopy__(self, memo: object) -> Graphs:
+        """Without recordings: they would read the parameters of the model that was copied."""
+        return Graphs(self.recorder, self.most, self.calls_before, self.warm_ups)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Graphs, (self.recorder, self.most, self.calls_before, self.warm_ups)
+
+    def call(self, stack: Recorded, run: Callable[..., Any], arguments: Sequence[Any]) -> Any:
+        """What `run(*arguments)`, the usual call of `stack`, returns."""
+        settings = stack.settings()
+        inputs = Inputs.of(arguments)
+        if not self.enabled or settings is None or inputs is None or inputs.device != self.recorder.device:
+            return run(*arguments)
+        key = (stack, settings, inputs.kind, _modes(inputs.device))
+        parameters = [getattr(*place) for place in self._places_of(stack)]
+        recording = self._recordings.get(key)
+        if recording is not None and recording.addresses != addresses_of(parameters):
+            del self._recordings[key]  # the model was moved; its memory is freed before another is recorded
+            recording = None
+        if recording is None:
+            self._seen[key] += 1
+            if self._seen[key] <= self.calls_before or not self._has_room():
+                return run(*arguments)
+            recording = self._recorded(stack, run, inputs, parameters)
+            self._recordings[key] = recording
+        if recording.waits:
+            return run(*arguments)
+        self.replays += 1
+        return recording(inputs.tensors, parameters)
+
+    def _has_room(self) -> bool:
+        if len(self._recordings) == self.most:
+            warnings.warn(
+                f"inputs have more than {self.most} shapes; further ones run without CUDA graphs", stacklevel=2
+            )
+        return len(self._recordings) < self.most
+
+    def _places_of(self, stack: nn.Module) -> list[Place]:
+        """Where the parameters of `stack` are, listed once."""
+        if stack not in self._places:
+            self._places[stack] = [
+                (module, name)
+                for module in stack.modules()
+                for name, parameter in module._parameters.items()
+                if parameter is not None
+            ]
+        return self._places[stack]
+
+    def _recorded(
+        self, stack: nn.Module, run: Callable[..., Any], inputs: Inputs, parameters: Sequence[Tensor]
+    ) -> Recording:
+        try:
+            if torch.is_grad_enabled() and any(x.requires_grad for x in (*inputs.tensors, *parameters)):
+                return WithGradient(self.recorder, self.warm_ups, run, inputs, self._places_of(stack), parameters)
+            if self._pool is None:  # passes without gradients return copies, so one may use the memory of another
+                self._pool = self.recorder.pool()
+            return Forward(self.recorder, self.warm_ups, run, inputs, parameters, self._pool)
+        except Exception as error:
+            first = error.__context__ or error  # the end of a recording reports that it failed, and not why
+            line = (str(first).strip().splitlines() or [""])[0]
+            raise UserError(
+                f"{type(stack).__name__} cannot be recorded as a CUDA graph: {type(first).__name__}: {line}; switch CUDA "
+                "graphs off (cuda_graphs)"
+            ) from error
+
+
+class Recorded(Computed):
+    """A module whose calls may be replayed. Its inputs are tensors and keys of dropout, by position; its results tensors."""
+
+    graphs: Graphs | None = None
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        if self.graphs is None or named:
+            return super().__call__(*arguments, **named)
+        return self.graphs.call(self, super().__call__, arguments)
+
+    def settings(self) -> Hashable | None:
+        """What decides what a call does, besides its inputs and torch's modes; None: calls must not be recorded yet."""
+        return self.training, self.kernels
+
+
+def use_graphs(model: nn.Module, graphs: Graphs | None) -> None:
+    """Have calls of the stacks of `model` recorded and replayed; None: no longer.
+
+    Raises UserError if its samples or its parameters are sharded: collectives are not recorded.
+    """
+    if graphs is not None:
+        if any(isinstance(module, ShardedModule) and module.exchange.ranks > 1 for module in model.modules()):
+            raise UserError("CUDA graphs hold no collectives, but samples are sharded; set parallel.sequence to 1")
+        if any(is_dtensor(parameter) for parameter in model.parameters()):
+            raise UserError(
+                "CUDA graphs hold no collectives, but parameters are sharded; set parallel.parameters to zero1"
+            )
+    for module in model.modules():
+        if isinstance(module, Recorded):
+            module.graphs = graphs
+
+
+def _modes(device: str) -> Hashable:
+    """torch's modes that decide what a call launches."""
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled(device),
+        torch.get_autocast_dtype(device),
+        torch.get_float32_matmul_precision(),
+    )

@@ -1,0 +1,27 @@
+"""Device code of `columns.py`. Offsets are 64-bit."""
+
+from __future__ import annotations
+
+from typing import no_type_check
+
+import triton
+import triton.language as tl
+
+
+@no_type_check
+@triton.jit
+def sums(x, strides, total, rows, columns, parts, TILE: tl.constexpr, WIDTH: tl.constexpr):
+    """A tile of columns, of every `parts`-th tile of rows. `total`: [parts, columns].
+
+    Each row of a tile has a sum of its own; these are added at the end only. Until then no thread needs another one's numbers.
+    """
+    program = tl.program_id(0)
+    across = tl.cdiv(columns, WIDTH)
+    column, part = (program % across * WIDTH + tl.arange(0, WIDTH)).to(tl.int64), program // across
+    own = tl.zeros([TILE, WIDTH], tl.float32)
+    for tile in range(part, tl.cdiv(rows, TILE), parts):
+        row = tl.cast(tile, tl.int64) * TILE + tl.arange(0, TILE)
+        at = row[:, None] * strides[0] + column[None, :] * strides[1]
+        own += tl.load(x + at, mask=(row < rows)[:, None] & (column < columns)[None, :], other=0.0).to(tl.float32)
+    to = total + part.to(tl.int64) * columns + column
+    tl.store(to, tl.sum(own, 0).to(total.dtype.element_ty), mask=column < columns)

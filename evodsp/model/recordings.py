@@ -1,0 +1,297 @@
+"""One recorded call of a stack: its inputs, what is replayed, and its results (`evodsp.model.graphs` says when and why).
+
+With gradients a call is two recordings, as `torch.cuda.make_graphed_callables` makes them: the forward pass, and the backward
+pass from gradients of the results to those of inputs and parameters. Autograd sees one node. While the two are recorded,
+leaves that share the memory of the parameters stand in their places, so that no other part of autograd's graph takes part.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from evodsp.model.dropout import DropoutKeys
+from evodsp.model.recorders import Recorder
+
+Place = tuple[nn.Module, str]
+"""A module and the name of one of its parameters."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The tensors of a call, and what else it was given."""
+
+    tensors: list[Tensor]
+    keys: tuple[DropoutKeys | None, ...]
+    """For each argument, if that is what it is."""
+    kind: Hashable
+    """Equal for calls that one recording serves."""
+
+    @classmethod
+    def of(cls, arguments: Sequence[Any]) -> Inputs | None:
+        """None: there is something else among the arguments."""
+        if not all(isinstance(x, Tensor | DropoutKeys) for x in arguments):
+            return None
+        keys = tuple(x if isinstance(x, DropoutKeys) else None for x in arguments)
+        tensors = [x.flat if isinstance(x, DropoutKeys) else x for x in arguments]
+        kinds = (
+            None if x is None else (x.shape, x.dtype, x.device, x.requires_grad and torch.is_grad_enabled())
+            for x in tensors
+        )
+        places = (None if x is None else x.places for x in keys)
+        return cls([x for x in tensors if x is not None], keys, (*kinds, *places))
+
+    @property
+    def device(self) -> str:
+        return self.tensors[0].device.type if self.tensors else ""
+
+    def arguments(self, tensors: Sequence[Tensor]) -> list[Any]:
+        """The arguments of the call with other tensors."""
+        left = iter(tensors)
+        return [next(left) if key is None else key if key.flat is None else key.moved(next(left)) for key in self.keys]
+
+
+class Recording:
+    """A recorded call."""
+
+    waits = False
+    """Whether a backward pass still needs what the last replay made."""
+
+    def __init__(self, recorder: Recorder, inputs: Inputs, parameters: Sequence[Tensor]) -> None:
+        self.recorder, self.addresses = recorder, addresses_of(parameters)
+        gradients = torch.is_grad_enabled()
+        self.inputs = [x.detach().clone().requires_grad_(x.requires_grad and gradients) for x in inputs.tensors]
+        self.alone = False
+        """Whether the call returns one tensor, and no tuple."""
+
+    def __call__(self, tensors: Sequence[Tensor], parameters: Sequence[Tensor]) -> Any:
+        raise NotImplementedError
+
+    def computed(self, run: Callable[..., Any], inputs: Inputs) -> list[Tensor]:
+        """What the call makes of the recording's own inputs."""
+        with _uncached_autocast(inputs.device):
+            results = run(*inputs.arguments(self.inputs))
+        self.alone = isinstance(results, Tensor)
+        return [results] if self.alone else list(results)
+
+    def take(self, tensors: Sequence[Tensor]) -> None:
+        with torch.no_grad():
+            torch._foreach_copy_(self.inputs, list(tensors))
+
+    def given(self, results: Sequence[Tensor]) -> Any:
+        return results[0] if self.alone else tuple(results)
+
+
+class Forward(Recording):
+    """A call without gradients."""
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        warm_ups: int,
+        run: Callable[..., Any],
+        inputs: Inputs,
+        parameters: Sequence[Tensor],
+        pool: Any,
+    ) -> None:
+        super().__init__(recorder, inputs, parameters)
+        for _ in range(warm_ups):
+            recorder.warm_up(lambda: self.computed(run, inputs))
+        self.results, self._repeat = recorder.record(lambda: self.computed(run, inputs), pool)
+
+    def __call__(self, tensors: Sequence[Tensor], parameters: Sequence[Tensor]) -> Any:
+        self.take(tensors)
+        self._repeat()
+        return self.given([x.clone() for x in self.results if x is not None])
+
+
+class WithGradient(Recording):
+    """A call and its backward pass, in memory of their own: other recordings are replayed between the two."""
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        warm_ups: int,
+        run: Callable[..., Any],
+        inputs: Inputs,
+        places: Sequence[Place],
+        parameters: Sequence[Tensor],
+    ) -> None:
+        super().__init__(recorder, inputs, parameters)
+        self._number = 0
+        """Of the last replay."""
+        self._use: weakref.ref[_Use] | None = None
+        """That replay, if its backward pass has not been."""
+        self._made: list[Tensor] = []
+        """Results of the running recording, with what they were made of."""
+
+        def forward() -> list[Tensor]:
+            self._made = self.computed(run, inputs)
+            return self._made
+
+        for _ in range(warm_ups):
+            with _in_place_of_parameters(places, self._fresh_leaves(parameters)):
+                self.recorder.warm_up(lambda: self._gradients(forward()))
+            self._made = []
+        leaves = self._fresh_leaves(parameters)
+        with _in_place_of_parameters(places, leaves):  # until the backward pass has read them for a recomputation
+            pool = self.recorder.pool()
+            results, self._repeat = self.recorder.record(forward, pool)
+            self.results = [x.detach() for x in results if x is not None]
+            self.differentiable = [x.requires_grad for x in self._made]
+            self.arriving = [torch.zeros_like(x) for x in self.results]
+            self._found: list[torch.dtype | None] = []
+            self.gradients, self._repeat_backward = self.recorder.record(self._backward, pool)
+        if self.recorder.device == "cuda":
+            self._made = []  # the graphs need no other memory than their pool
+        else:
+            self._repeat, self._repeat_backward = (
+                _with_leaves(repeat, places, leaves) for repeat in (self._repeat, self._repeat_backward)
+            )
+
+    @property
+    def waits(self) -> bool:  # type: ignore[override]
+        return self._use is not None and self._use() is not None
+
+    def __call__(self, tensors: Sequence[Tensor], parameters: Sequence[Tensor]) -> Any:
+        return self.given(_Replay.apply(self, len(tensors), *tensors, *parameters))
+
+    def forward(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], _Use]:
+        """The results, and what to hold until the backward pass."""
+        self.take(tensors)
+        self._repeat()
+        self._number += 1
+        use = _Use(self._number)
+        self._use = weakref.ref(use)
+        return [x.clone() for x in self.results], use
+
+    def backward(self, use: _Use, arriving: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The gradients of inputs and parameters, from those of the results."""
+        if use.number != self._number:
+            raise RuntimeError("what this backward pass needs has been overwritten by a later call of the stack")
+        for own, new in zip(self.arriving, arriving, strict=True):
+            if new is None:
+                own.zero_()
+            else:
+                own.copy_(new)
+        self._repeat_backward()
+        self._use = None
+        return self._parted([None if x is None else x.clone() for x in self.gradients])
+
+    def _fresh_leaves(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """New leaves of autograd's graph in the memory of the inputs and of the parameters; returns the latter.
+
+        Autograd remembers the stream on which a leaf was first used, and a recording must not wait for another one.
+        """
+        self.inputs = [x.detach().requires_grad_(x.requires_grad) for x in self.inputs]
+        leaves = [x.detach().requires_grad_(x.requires_grad) for x in parameters]
+        self._is_wanted = [x.requires_grad for x in (*self.inputs, *leaves)]
+        self._wanted = [x for x in (*self.inputs, *leaves) if x.requires_grad]
+        return leaves
+
+    def _gradients(self, results: Sequence[Tensor], arriving: Sequence[Tensor] | None = None) -> list[Tensor | None]:
+        """Of all that is wanted. Autocast is off, as in a backward pass that is called after it."""
+        arriving = [torch.zeros_like(x) for x in results] if arriving is None else arriving
+        pairs = [(x, gradient) for x, gradient in zip(results, arriving, strict=True) if x.requires_grad]
+        with torch.autocast(self.recorder.device, enabled=False):
+            return list(
+                torch.autograd.grad([x for x, _ in pairs], self._wanted, [g for _, g in pairs], allow_unused=True)
+            )
+
+    def _backward(self) -> list[Tensor | None]:
+        """Gradients of the inputs, then those of all parameters of one precision in one tensor."""
+        gradients = self._gradients(self._made, self.arriving)
+        inputs = sum(self._is_wanted[: len(self.inputs)])
+        of_parameters = gradients[inputs:]
+        self._shapes = [None if x is None else x.shape for x in of_parameters]
+        self._found = [None if x is None else x.dtype for x in of_parameters]
+        flat = [
+            torch.cat([x.reshape(-1) for x in of_parameters if x is not None and x.dtype == dtype])
+            for dtype in self._dtypes
+        ]
+        return [*gradients[:inputs], *flat]
+
+    @property
+    def _dtypes(self) -> list[torch.dtype]:
+        return list(dict.fromkeys(dtype for dtype in self._found if dtype is not None))
+
+    def _parted(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """One gradient for each input and parameter, from what `_backward` returns."""
+        inputs = sum(self._is_wanted[: len(self.inputs)])
+        parts: dict[torch.dtype, Iterator[Tensor]] = {}
+        for dtype, flat in zip(self._dtypes, gradients[inputs:], strict=True):
+            assert flat is not None
+            shapes = [s for s, found in zip(self._shapes, self._found, strict=True) if s is not None and found == dtype]
+            pieces = flat.split([shape.numel() for shape in shapes])
+            parts[dtype] = (piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True))
+        found = [*gradients[:inputs], *(None if dtype is None else next(parts[dtype]) for dtype in self._found)]
+        left = iter(found)
+        return [next(left) if wanted else None for wanted in self._is_wanted]
+
+
+class _Use:
+    """A replay. Lives as long as a backward pass may come."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+class _Replay(torch.autograd.Function):
+    """A replayed call as a node of autograd's graph."""
+
+    @staticmethod
+    def forward(ctx: Any, recording: WithGradient, number: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.recording = recording
+        results, ctx.use = recording.forward(tensors[:number])
+        ctx.mark_non_differentiable(
+            *(x for x, differentiable in zip(results, recording.differentiable, strict=True) if not differentiable)
+        )
+        return tuple(results)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *arriving: Tensor | None) -> tuple[Tensor | None, ...]:
+        return None, None, *ctx.recording.backward(ctx.use, arriving)
+
+
+def addresses_of(parameters: Sequence[Tensor]) -> list[int]:
+    return [x.data_ptr() for x in parameters]
+
+
+def _uncached_autocast(device: str) -> torch.autocast:
+    """Autocast as it is, without its cache: a cast that is not recorded would be of old parameters."""
+    return torch.autocast(
+        device, torch.get_autocast_dtype(device), enabled=torch.is_autocast_enabled(device), cache_enabled=False
+    )
+
+
+@contextmanager
+def _in_place_of_parameters(places: Sequence[Place], leaves: Sequence[Tensor]) -> Iterator[None]:
+    """Modules find `leaves` where their parameters, or copies of them (`evodsp.model.casts`), are."""
+    before = [module.__dict__.get(name) for module, name in places]
+    for (module, name), leaf in zip(places, leaves, strict=True):
+        module.__dict__[name] = leaf
+    try:
+        yield
+    finally:
+        for (module, name), hidden in zip(places, before, strict=True):
+            if hidden is None:
+                del module.__dict__[name]
+            else:
+                module.__dict__[name] = hidden
+
+
+def _with_leaves(repeat: Callable[[], None], places: Sequence[Place], leaves: Sequence[Tensor]) -> Callable[[], None]:
+    def repeated() -> None:
+        with _in_place_of_parameters(places, leaves), torch.enable_grad():
+            repeat()
+
+    return repeated
