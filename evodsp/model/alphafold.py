@@ -103,9 +103,6 @@ class AlphaFold(Budgeted):
             ]
             if recycled is None:
                 recycled = self._first(members[0])
-            # Before torch 2.11, autocast keeps weights that it cast in a pass without gradients; the last pass would use these
-            # copies, and the weights would get no gradient.
-            torch.clear_autocast_cache()
             with torch.set_grad_enabled(torch.is_grad_enabled() and cycle == last):
                 output = self.one_pass(members, recycled, self._dropout_keys(members, draws, cycle))
             if stop_tolerance > 0 and cycle > 0:

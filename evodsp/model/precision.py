@@ -31,9 +31,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-# Half-precision factors with a float32 result, on GPUs; since torch 2.8.
-_HAS_WIDE_BMM = "dtype" in torch.ops.aten.bmm.overloads()
-
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     """A context in which autocast is off."""
@@ -59,7 +56,7 @@ def wide_product(a: Float[Tensor, "*batch n k"], b: Float[Tensor, "*batch k m"])
     """
     dtype = wide(b.dtype)
     # Tensors of the meta device, on which the planner follows a GPU's program, take its way.
-    if b.dtype == dtype or b.device.type not in ("cuda", "meta") or not _HAS_WIDE_BMM:
+    if b.dtype == dtype or b.device.type not in ("cuda", "meta"):
         return a.to(dtype) @ b.to(dtype)
     batch = a.shape[:-2]
     a, b = a.to(b.dtype).reshape(-1, *a.shape[-2:]), b.reshape(-1, *b.shape[-2:])

@@ -80,7 +80,7 @@ def _cases(
         with precision():
             activations = activation_dtype(next(block.parameters()))
         msa, pair = random(1, sequences, residues, c_m), random(1, residues, residues, channels.pair)
-        m, z = (exchange.shard(x, axis).to(activations) for x, axis in ((msa, "seq"), (pair, "j")))
+        m, z = exchange.shard(msa, "seq").to(activations), exchange.shard(pair, "j").to(activations)
         msa_mask, pair_mask = ((random(1, n, residues) > -1).to(dtype) for n in (sequences, residues))
         name = "a block's MSA stack" if not extra else "an extra block's MSA stack"
         yield name, block.msa_stack, [m, z], (msa_mask, pair_mask, dropout)

@@ -79,4 +79,4 @@ def test_a_compiled_run_is_the_run(chains: Path, tmp_path: Path, options: tuple[
     tolerance = 1e-2 if "bf16-mixed" in options else 1e-4
     torch.testing.assert_close(compiled["loss"], plain["loss"], rtol=tolerance, atol=0)
     assert compiled["names"] == plain["names"]
-    assert found["graphs"] <= 8
+    assert found["graphs"] <= 8 + 3  # those of the check at the start
