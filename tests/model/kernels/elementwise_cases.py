@@ -12,7 +12,7 @@ from evodsp.model.kernels.triton_kernels.columns import column_sums
 from evodsp.model.kernels.triton_kernels.gate import gate, gate_gradients
 from evodsp.model.kernels.triton_kernels.gated_operands import gated_operands, gradient_of_chunk
 from evodsp.model.kernels.triton_kernels.hidden import hidden_gradients
-from evodsp.model.kernels.triton_kernels.layer_norm import norm_again
+from evodsp.model.kernels.triton_kernels.layer_norm import norm, norm_again, norm_gradients
 from evodsp.rng import Draws
 from tests.model.kernels.interpreter import TOLERANCE, check, far_apart, random
 
@@ -122,6 +122,16 @@ def norm_agrees(shape: tuple[int, ...], dtype: torch.dtype, parameters: torch.dt
         peer=_torch_norm,
     )
     assert check(layer_norm, norm_formula, tensors, {}, lambda name, x: transposed(x), peer=_torch_norm).is_contiguous()
+
+
+def norm_gradients_have_the_dtype_of_the_weight() -> None:
+    """For one program and for many."""
+    draw = random(0, torch.float32)
+    for positions in (3, 3000):
+        x, weight = draw(positions, 8), draw(8).half()
+        _, *statistics = norm(x, weight, weight)
+        gradients = *norm_again(x, x, weight, weight)[2:], *norm_gradients(x, x, weight, *statistics)[1:]
+        assert {gradient.dtype for gradient in gradients} == {torch.float16}
 
 
 class NormAgain(torch.autograd.Function):

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from evodsp.model.kernels.triton import REPORTS, dropout_add
+from evodsp.model.kernels.triton_kernels.layer_norm import OPERATORS as NORMS
 from tests.model.kernels import elementwise_cases as cases
 
 PRECISIONS = [torch.float32, torch.float16, torch.bfloat16]
@@ -47,11 +48,36 @@ def test_dropout_refuses_rates() -> None:
         dropout_add(x, x, torch.zeros(1, dtype=torch.int64), 1.0, (0, 0), (1, 1), 1)
 
 
+_X = torch.empty(2, 3, 5, 16, device="meta")
+AXES = [
+    (1, _X),
+    (1, _X[:1]),
+    (1, _X.transpose(0, 1)[:, :1]),  # no axis counts whose size is 1
+    (2, _X[:1].transpose(1, 2)),
+    (2, _X[:, :2]),
+    (3, _X.transpose(1, 2)),
+]
+
+
 @DTYPES
 @pytest.mark.parametrize("shape", [(2, 5, 7, 24), (33, 64), (2, 2, 1, 3, 8)], ids=str)
 def test_layer_norm_agrees(interpreter: Interpreter, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """Catches a variance that includes padding channels, statistics of other positions, and parts that are left out."""
     interpreter(cases.norm_agrees, shape, dtype)
+
+
+@pytest.mark.parametrize(("axes", "x"), AXES, ids=[str(n) for n in range(len(AXES))])
+def test_axes_that_layer_norm_tells_apart(axes: int, x: torch.Tensor) -> None:
+    """Catches divisions for positions that lie in one row in every tensor. Needs no Triton."""
+    weight = torch.empty(x.shape[-1], device="meta")
+    grad = torch.empty(x.shape, device="meta")
+    for operator, arguments in ((1, (grad, x, weight, x[..., 0], x[..., 0])), (2, (grad, x, weight, weight))):
+        assert NORMS[operator].launches(*arguments)[0].constants["AXES"] == axes
+
+
+def test_the_sum_of_one_part_is_rounded(interpreter: Interpreter) -> None:
+    """Catches gradients of parameters in fp32 where all positions fit one program, and in their dtype elsewhere."""
+    interpreter(cases.norm_gradients_have_the_dtype_of_the_weight)
 
 
 def test_layer_norm_of_half_with_parameters_in_fp32(interpreter: Interpreter) -> None:
