@@ -40,6 +40,8 @@ WIDEST = 64
 """The largest head width."""
 # Neighbouring programs take the same tile of the bias in this many rows, so that it is read from the cache.
 _ROWS_TOGETHER = 16
+# Rows and columns of a tile of the bias that is copied.
+_COPIED = 64
 # Programs that the kernel of the bias's gradient should have at least: eight for each of an H100's processors.
 _ENOUGH_PROGRAMS = 1056
 
@@ -70,17 +72,36 @@ def _keys_fastest(pair_bias: Tensor | None) -> Tensor | None:
     return pair_bias if pair_bias is None or pair_bias.stride(-1) == 1 else pair_bias.contiguous()
 
 
-def _in_whole_rows(bias: Tensor | None) -> Tensor | None:
+def _in_whole_rows(launch: Launcher, bias: Tensor | None) -> Tensor | None:
     """A view of as many keys, whose rows are multiples of 16 elements long and end with zeros.
 
     So at every length a thread reads several numbers at once. One by one, their addresses alone fill a thread's registers.
     """
     if bias is None or all(size % 16 == 0 for size in (bias.shape[3], *bias.stride()[:3])):
         return bias
-    keys = bias.shape[3]
-    rows = bias.new_zeros(*bias.shape[:3], tiles(keys, 16) * 16)
-    rows[..., :keys].copy_(bias)
-    return rows[..., :keys]
+    return _laid_out(launch, bias)
+
+
+def _queries_fastest(launch: Launcher, bias: Tensor | None) -> Tensor | None:
+    """The same numbers for programs that take keys by queries: a transposed tile would wait for memory shared by threads."""
+    return None if bias is None else _laid_out(launch, bias.transpose(2, 3)).transpose(2, 3)
+
+
+def _laid_out(launch: Launcher, x: Float[Tensor, "B H M N"]) -> Float[Tensor, "B H M N"]:
+    """A copy in rows of whole 16 elements."""
+    batch, heads, rows, columns = x.shape
+    padded = tiles(columns, 16) * 16
+    copy = x.new_empty(batch, heads, rows, padded)
+    launch(
+        Launch(
+            "attention.lay_out",
+            batch * heads * tiles(rows, _COPIED) * tiles(padded, _COPIED),
+            {**_strided(source=x), "target": copy, "heads": heads, "rows": rows, "columns": columns, "padded": padded},
+            {"TILE": _COPIED},
+            writes=("target",),
+        )
+    )
+    return copy[..., :columns]
 
 
 def _queries(projected: Tensor, bias: Tensor | None) -> int:
@@ -94,7 +115,7 @@ def _forward_body(
     q, k, v, gate = parts_of(projected, first, _queries(projected, bias))
     out = torch.empty_like(gate)
     largest, inverse = (q.new_empty(_per_query(q), dtype=torch.float32) for _ in range(2))
-    tensors = _strided(q=q, k=k, v=v, gate=gate, out=out, keys=keys, bias=_in_whole_rows(bias))
+    tensors = _strided(q=q, k=k, v=v, gate=gate, out=out, keys=keys, bias=_in_whole_rows(launch, bias))
     launch(
         Launch(
             "attention.forward",
@@ -103,7 +124,7 @@ def _forward_body(
             {
                 **_constants(q, out, bias),
                 "TILE_Q": _tile(q),
-                "TILE_K": _other_tile(q, backward=False),
+                "TILE_K": _other_tile(q),
                 "TOGETHER": _ROWS_TOGETHER,
             },
             writes=("out", "largest", "inverse"),
@@ -134,7 +155,8 @@ def _backward_body(
     upstream = torch.empty_like(gate)
     centre = torch.empty_like(largest)
     sizes, constants, other = _sizes(q, k), _constants(q, grad, bias), _other_tile(q)
-    shared = _strided(q=q, k=k, v=v, keys=keys, bias=_in_whole_rows(bias), upstream=upstream)
+    shared = _strided(q=q, k=k, v=v, keys=keys, bias=_in_whole_rows(launch, bias), upstream=upstream)
+    by_keys = shared | _strided(bias=_queries_fastest(launch, bias))
     statistics = {"largest": largest, "centre": centre}
     launch(
         Launch(
@@ -156,7 +178,7 @@ def _backward_body(
         Launch(
             "attention.backward_keys",
             _programs(q, k.shape[2]),
-            {**shared, **_strided(grad_k=grad_k, grad_v=grad_v), **statistics, **sizes},
+            {**by_keys, **_strided(grad_k=grad_k, grad_v=grad_v), **statistics, **sizes},
             {**constants, "TILE_K": _tile(q), "TILE_Q": other, "TOGETHER": _ROWS_TOGETHER},
             writes=("grad_k", "grad_v"),
             **_schedule(q),
@@ -259,13 +281,15 @@ def _tile(q: Tensor) -> int:
     return 32 if q.element_size() == 4 else 64
 
 
-def _other_tile(q: Tensor, backward: bool = True) -> int:
+def _other_tile(q: Tensor) -> int:
     """Keys that are taken at a time against a tile of queries, or queries against keys: what fits every GPU's registers."""
-    if q.element_size() == 4:
-        return 16
-    return 32 if backward else 64
+    return 16 if q.element_size() == 4 else 32
 
 
 def _schedule(q: Tensor) -> dict[str, int]:
-    """Warps, and depth of the pipeline of loads; operands in fp32 take twice the registers."""
-    return {"warps": 8, "stages": 1} if q.element_size() == 4 else {"warps": 4, "stages": 2}
+    """Warps, and depth of the pipeline of loads; operands in fp32 take twice the registers.
+
+    On an H200 three tiles under way took 0.69 to 0.95 of two's time, and tiles of 32 were faster than 64 and 128 in every kernel
+    (`scripts/benchmarks/attention_tiles.py`).
+    """
+    return {"warps": 8, "stages": 1} if q.element_size() == 4 else {"warps": 4, "stages": 3}

@@ -1,8 +1,8 @@
 """Device code of `attention.py`.
 
 Every tensor comes with its strides: [B, N, L, H, D] for q, k, v, gate, their gradients and the output, [B, N, K] for the key
-mask, [B, H, Q, K] for the bias, whose rows go on to the next multiple of 16 keys, with zeros. Statistics of queries are
-contiguous [B, N, H, Q]. Logits are in base 2. Offsets are 64-bit. EIGHTS: all strides of [B, N, L, H, D] but the last one are
+mask, [B, H, Q, K] for the bias, whose rows go on to the next multiple of 16 keys (for gradients of keys: its columns to that of
+queries), with zeros. Statistics of queries are contiguous [B, N, H, Q]. Logits are in base 2. Offsets are 64-bit. EIGHTS: all strides of [B, N, L, H, D] but the last one are
 multiples of 8.
 """
 
@@ -77,8 +77,25 @@ def _mask_bias(keys, columns, stride, length):
 @no_type_check
 @triton.jit
 def _biased(columns, length):
-    """Which keys have a bias in memory: of 16 neighbours all or none, so that a thread reads several at once."""
+    """Which positions have a bias in memory: of 16 neighbours all or none, so that a thread reads several at once."""
     return columns < tl.cdiv(length, 16) * 16
+
+
+@no_type_check
+@triton.jit
+def lay_out(source, source_strides, target, heads, rows, columns, padded, TILE: tl.constexpr):
+    """Copies [B, H, rows, columns] into rows of `padded` elements, contiguous; zeros fill them up."""
+    program = tl.program_id(0)
+    tiles_c, tiles_r = tl.cdiv(padded, TILE), tl.cdiv(rows, TILE)
+    column = program % tiles_c * TILE + tl.arange(0, TILE)
+    row = program // tiles_c % tiles_r * TILE + tl.arange(0, TILE)
+    plane = (program // (tiles_c * tiles_r)).to(tl.int64)
+    source += plane // heads * source_strides[0] + plane % heads * source_strides[1]
+    source += row.to(tl.int64)[:, None] * source_strides[2] + column.to(tl.int64)[None, :] * source_strides[3]
+    there = (row < rows)[:, None]
+    x = tl.load(source, mask=there & (column < columns)[None, :], other=0.0)
+    target += (plane * rows + row)[:, None] * padded + column[None, :]
+    tl.store(target, x, mask=there & (column < padded)[None, :])
 
 
 @no_type_check
@@ -288,7 +305,7 @@ def backward_queries(
 @no_type_check
 @triton.jit
 def _slopes_over_queries(
-    own_k, own_v, masked, q, upstream, largest, centre, bias, biased, start, queries, scale, slope_q, sum_v,
+    own_k, own_v, masked, q, upstream, largest, centre, bias, start, queries, scale, slope_q, sum_v,
     LAST: tl.constexpr, BIASED: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, TILE_Q: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -303,8 +320,8 @@ def _slopes_over_queries(
         top, middle = tl.load(largest + query), tl.load(centre + query)
     logits = tl.dot(own_k, some_q.T, input_precision=PRECISION) * (scale * LOG2_E) + masked[:, None]
     if BIASED:
-        within = biased & (query < queries)[None, :] if LAST else biased
-        logits += tl.load(bias, mask=within, other=0.0).to(tl.float32) * LOG2_E
+        some = tl.load(bias, mask=_biased(query, queries)[None, :], other=0.0) if LAST else tl.load(bias)
+        logits += some.to(tl.float32) * LOG2_E
     weights = tl.exp2(logits - top[None, :])
     sum_v = tl.dot(weights.to(above.dtype), above, sum_v, input_precision=PRECISION)
     slope = weights * (tl.dot(own_v, above.T, input_precision=PRECISION) - middle[None, :])
@@ -332,10 +349,9 @@ def backward_keys(
     query = tl.arange(0, TILE_Q)
     q += _tile(q_strides, sample, row, head, query, PADDED, EIGHTS)
     upstream += _tile(upstream_strides, sample, row, head, query, PADDED, EIGHTS)
-    if BIASED:
+    if BIASED:  # of keys that do not exist the last one's, which is in memory
         bias += sample * bias_strides[0] + head * bias_strides[1]
-        bias += key[:, None] * bias_strides[3] + query.to(tl.int64)[None, :] * bias_strides[2]
-    biased = _biased(key, length)[:, None]
+        bias += tl.minimum(key, length - 1).to(tl.int64)[:, None] * bias_strides[3] + query[None, :] * bias_strides[2]
     first = ((sample * rows + row) * heads + head) * queries
     largest += first
     centre += first
@@ -344,7 +360,7 @@ def backward_keys(
     whole = queries // TILE_Q * TILE_Q
     for start in range(0, whole, TILE_Q):
         slope_q, sum_v = _slopes_over_queries(
-            own_k, own_v, masked, q, upstream, largest, centre, bias, biased, start, queries, scale, slope_q, sum_v,
+            own_k, own_v, masked, q, upstream, largest, centre, bias, start, queries, scale, slope_q, sum_v,
             False, BIASED, WIDTH, PADDED, TILE_Q, PRECISION,
         )  # fmt: skip
         q += TILE_Q * q_strides[2]
@@ -353,7 +369,7 @@ def backward_keys(
             bias += TILE_Q * bias_strides[2]
     if whole < queries:
         slope_q, sum_v = _slopes_over_queries(
-            own_k, own_v, masked, q, upstream, largest, centre, bias, biased, whole, queries, scale, slope_q, sum_v,
+            own_k, own_v, masked, q, upstream, largest, centre, bias, whole, queries, scale, slope_q, sum_v,
             True, BIASED, WIDTH, PADDED, TILE_Q, PRECISION,
         )  # fmt: skip
     tl.store(
