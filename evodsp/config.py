@@ -399,6 +399,8 @@ class KernelsConfig:
     """Implementation of attention with one query per column (extra MSA); null: kernels.backend."""
     layer_norm: str | None = None
     """Implementation of layer norms; null: kernels.backend."""
+    linear: str | None = None
+    """Implementation of the last linear layer of attention; null: kernels.backend."""
     outer_product: str | None = None
     """Implementation of the outer product mean; null: kernels.backend."""
     pooled_projections: str | None = None

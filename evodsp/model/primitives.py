@@ -199,7 +199,7 @@ class GatedAttention(Computed):
         o = attention(projected, mask)
         if self.along == 1:
             o = o.transpose(1, 2)
-        return self.output(o.flatten(-2))
+        return self.kernels.linear(o.flatten(-2), self.output.weight, self.output.bias)
 
 
 class Transition(Computed):

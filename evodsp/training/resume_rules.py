@@ -76,7 +76,7 @@ _TABLE: dict[Rule, dict[str, str]] = {
         "plan": "triangle_outgoing triangle_incoming outer_product_mean extra_msa_axis stream_bias keep_gathered",
         "kernels": (
             "backend attention biased_attention dropout_add gated_linear gated_output gated_projection global_attention "
-            "layer_norm outer_product pooled_projections projections transition triangle_product"
+            "layer_norm linear outer_product pooled_projections projections transition triangle_product"
         ),
         "trainer": "accelerator accumulate_grad_batches deterministic benchmark",
     },

@@ -141,15 +141,14 @@ def _global_work(launch: Launch, products: int, vector: float) -> Work:
 
 def _outer_work(launch: Launch, products: float, each: float) -> Work:
     """Tiles are padded. Vector instructions: `products` for each outer product, and `each` for each element of the gradient or
-    result, once for each tile of products where these vary fastest."""
+    result."""
     a, c = launch.arguments, launch.constants
     channels = c["CHANNELS"]
     columns, results, deep = (
         tiles(size, c[tile]) * c[tile]
         for size, tile in ((a["columns"], "TILE_J"), (a["results"], "TILE_Z"), (channels**2, "TILE_K"))
     )
-    again = 1 if launch.kernel == "outer_product.project" else deep // c["TILE_K"]
-    vector = a["rows"] * columns * (products * deep + each * again * results)
+    vector = a["rows"] * columns * (products * deep + each * results)
     return Work(products=2.0 * a["rows"] * columns * results * deep, vector=vector)
 
 
@@ -172,7 +171,8 @@ WORK: dict[str, Callable[[Launch], Work]] = {
     # Offsets: three instructions for a run of eight.
     "outer_product.project": lambda launch: _outer_work(launch, 0.4, 3),
     "outer_product.slope": lambda launch: _outer_work(launch, 2.4, 0.4),
-    "outer_product.weight_gradient": lambda launch: _outer_work(launch, 0.4, 5),
+    "outer_product.weight_gradient": lambda launch: _outer_work(launch, 0.4, 0.4),
+    "outer_product.scale": lambda launch: Work(vector=6 * launch.arguments["grad"].numel()),
     "hidden.backward": lambda launch: Work(
         products=2.0
         * launch.programs

@@ -25,11 +25,11 @@ from evodsp.model.kernels.dropout import dropout_add
 from evodsp.model.kernels.layers import Layers
 from evodsp.model.kernels.outer_product import OuterProducts
 from evodsp.model.kernels.outer_product import Pieces as ProductPieces
-from evodsp.model.kernels.pieces import Pieces
+from evodsp.model.kernels.pieces import Pieces, cast_all
 from evodsp.model.kernels.projected import empty_gradient, parts_of
-from evodsp.model.kernels.reference import LOG2_E, layer_norm, mask_bias
+from evodsp.model.kernels.reference import LOG2_E, layer_norm, linear, mask_bias
 from evodsp.model.kernels.triangles import Triangles
-from evodsp.model.precision import activation_dtype, wide, wide_product, without_autocast
+from evodsp.model.precision import wide, wide_product, without_autocast
 
 __all__ = [
     "attention",
@@ -40,6 +40,7 @@ __all__ = [
     "gated_projection",
     "global_attention",
     "layer_norm",
+    "linear",
     "outer_product",
     "pooled_projections",
     "projections",
@@ -79,15 +80,9 @@ def global_attention(
 ) -> Float[Tensor, "B r H D2"]:
     """Attention of one query per column and head over the sequences of a shard, not yet divided. Differentiable once in `q` and
     `key_value`."""
-    q, key_value = _cast(q, key_value)
+    q, key_value = cast_all(q, key_value)
     with without_autocast(q.device):
         return _GlobalAttention.apply(q, key_value, keys)
-
-
-def _cast(x: Tensor, *others: Tensor) -> list[Tensor]:
-    """The operands in the precision of activations. Autocast does not see the products inside of a Function."""
-    dtype = activation_dtype(x)
-    return [operand.to(dtype) for operand in (x, *others)]
 
 
 def _heads_first(x: Float[Tensor, "n L H D"]) -> Float[Tensor, "n H L D"]:

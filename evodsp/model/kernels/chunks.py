@@ -21,6 +21,7 @@ _CPU_NUMBERS, _GPU_NUMBERS = 1 << 20, 1 << 28
 
 Chunk = tuple[int | slice, slice]
 """What indexes the first two axes of a representation: (sample, rows), or everything."""
+EVERYTHING: Chunk = (slice(None), slice(None))
 
 
 def chunks_of(x: Float[Tensor, "B n1 n2 c"], channels: int) -> list[Chunk]:
@@ -28,7 +29,7 @@ def chunks_of(x: Float[Tensor, "B n1 n2 c"], channels: int) -> list[Chunk]:
     batch, rows, columns, _ = x.shape
     budget = _CPU_NUMBERS if x.device.type == "cpu" else _GPU_NUMBERS
     if batch * rows * columns * channels <= budget:
-        return [(slice(None), slice(None))]
+        return [EVERYTHING]
     step = max(1, budget // max(1, columns * channels))
     return [
         (sample, slice(start, min(start + step, rows))) for sample in range(batch) for start in range(0, rows, step)

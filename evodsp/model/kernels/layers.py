@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from evodsp.model.kernels.chunks import SampleSums, Whole, chunks_of, keeps, returned
+from evodsp.model.kernels.chunks import EVERYTHING, SampleSums, Whole, chunks_of, keeps, returned
 from evodsp.model.kernels.pieces import Pieces, cast_all, linear, matrix, norm_backward, put_norm
 from evodsp.model.precision import wide, without_autocast
 
@@ -81,6 +81,14 @@ class Layers:
         x, mask, *layers = cast_all(x, mask, *(y for pair in zip(weights, biases, strict=True) for y in pair))
         with without_autocast(x.device):
             return _Projections.apply(self._pieces, 0, mask, x, norm_weight, norm_bias, *layers)
+
+    def linear(
+        self, x: Float[Tensor, "B n1 n2 c"], weight: Float[Tensor, "o c"], bias: Float[Tensor, " o"]
+    ) -> Float[Tensor, "B n1 n2 o"]:
+        """A linear layer. Keeps its inputs only."""
+        x, *parameters = cast_all(x, weight, bias)
+        with without_autocast(x.device):
+            return _Linear.apply(self._pieces, x, *parameters)
 
     def gated_linear(
         self,
@@ -212,6 +220,22 @@ def _channels_last(results: Sequence[Any], planes: int) -> list[Any]:
     """Views with channels last of all results, also of the last ones, which have channels first."""
     last = len(results) - planes
     return [*results[:last], *(None if x is None else x.permute(0, 2, 3, 1) for x in results[last:])]
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, pieces: Pieces, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        ctx.pieces = pieces
+        ctx.save_for_backward(x, weight, bias)
+        return linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias = ctx.saved_tensors
+        upstream, sums = matrix(grad), ctx.pieces.sums([EVERYTHING], weight, bias)
+        sums.add_linear(0, upstream, matrix(x), bias=1)
+        return None, (upstream @ weight).view(x.shape), *sums.results()
 
 
 class _GatedLinear(torch.autograd.Function):

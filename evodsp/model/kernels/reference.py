@@ -152,6 +152,13 @@ def gated_linear(
     return F.linear(gate.sigmoid() * x, weight, bias)
 
 
+def linear(
+    x: Float[Tensor, "B n1 n2 c"], weight: Float[Tensor, "o c"], bias: Float[Tensor, " o"]
+) -> Float[Tensor, "B n1 n2 o"]:
+    """A linear layer (the last one of attention; algorithms 7, 8, 13 and 14)."""
+    return F.linear(x, weight, bias)
+
+
 def gated_projection(
     x: Float[Tensor, "B I J c_z"],
     mask: Float[Tensor, "B I J"],

@@ -37,6 +37,7 @@ class Kernels:
     gated_projection: Operator = chunked.gated_projection
     global_attention: Operator = chunked.global_attention
     layer_norm: Operator = chunked.layer_norm
+    linear: Operator = chunked.linear
     outer_product: Operator = chunked.outer_product
     pooled_projections: Operator = chunked.pooled_projections
     projections: Operator = chunked.projections

@@ -113,6 +113,8 @@ def examples(operator: str, device: torch.device, dtype: torch.dtype) -> list[Te
         return [random(2, 7, 5, 8), random(2, 37, 7, 2, 8), mask]
     if operator == "gated_linear":
         return [random(2, 1, 7, 9), random(2, 5, 7, 9), random(6, 9), random(6)]
+    if operator == "linear":
+        return [random(2, 5, 7, 9), random(6, 9), random(6)]
     if operator == "transition":
         return [random(2, 5, 7, 9), *norm, random(20, 9), random(20), random(9, 20), random(9)]
     if operator == "outer_product":

@@ -16,7 +16,8 @@ from torch import Tensor
 from evodsp.model.kernels.layers import Layers
 from evodsp.model.kernels.outer_product import OuterProducts
 from evodsp.model.kernels.outer_product import Pieces as ProductPieces
-from evodsp.model.kernels.pieces import Pieces, linear
+from evodsp.model.kernels.pieces import Pieces
+from evodsp.model.kernels.pieces import linear as project
 from evodsp.model.kernels.triangles import Triangles
 from evodsp.model.kernels.triton_kernels import attention as _attention
 from evodsp.model.kernels.triton_kernels import columns as _columns
@@ -43,6 +44,7 @@ __all__ = [
     "gated_projection",
     "global_attention",
     "layer_norm",
+    "linear",
     "outer_product",
     "pooled_projections",
     "projections",
@@ -89,7 +91,7 @@ _PIECES = Pieces(
     norm=_layer_norm.norm,
     norm_backward=_layer_norm.norm_gradients,
     norm_again=_layer_norm.norm_again,
-    project=linear,
+    project=project,
     gated_operands=_gated_operands.operands_of_chunk,
     gated_operands_backward=_gated_operands.gradient_of_chunk,
     hidden_backward=_hidden.hidden_gradients,
@@ -101,6 +103,7 @@ _LAYERS, _TRIANGLES = Layers(_PIECES), Triangles(_PIECES)
 gated_linear = _LAYERS.gated_linear
 gated_output = _TRIANGLES.gated_output
 gated_projection = _TRIANGLES.gated_projection
+linear = _LAYERS.linear
 pooled_projections = _LAYERS.pooled_projections
 projections = _LAYERS.projections
 transition = _LAYERS.transition

@@ -178,6 +178,12 @@ def test_layers(operator: str, sizes: tuple[int, int], chunk: int, monkeypatch: 
     agree(operator, getattr(chunked, operator), getattr(reference, operator), inputs)
 
 
+def test_the_linear_layer() -> None:
+    """Catches a wrong backward pass of the linear layer that is an operator because of its bias's gradient."""
+    inputs = examples("linear", torch.device("cpu"), torch.float64)
+    agree("linear", layers.Layers(chunked._PIECES).linear, reference.linear, inputs)
+
+
 def test_the_incoming_product() -> None:
     """Catches the gradients of outgoing edges for incoming ones."""
     inputs = examples("triangle_product", torch.device("cpu"), torch.float64)

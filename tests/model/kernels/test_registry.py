@@ -49,6 +49,7 @@ def test_backends_by_name() -> None:
         "gated_projection": "reference",
         "global_attention": "reference",
         "layer_norm": "reference",
+        "linear": "reference",
         "outer_product": "chunked",
         "pooled_projections": "reference",
         "projections": "reference",
@@ -163,5 +164,6 @@ def test_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lines[1].startswith("warning: kernels: flash_attn: ")
     assert lines[1].endswith(
         "; chunked is used instead for attention, biased_attention, dropout_add, gated_linear, gated_output, "
-        "gated_projection, global_attention, layer_norm, outer_product, pooled_projections, projections, triangle_product"
+        "gated_projection, global_attention, layer_norm, linear, outer_product, pooled_projections, projections, "
+        "triangle_product"
     )

@@ -65,9 +65,10 @@ def test_report_of_launches_and_bytes() -> None:
         1,
         large + small + 2 * z + numbers + result,
     )
-    parts = 33 * (z * c * c + z) * 4
     backward = REPORTS["evodsp::outer_projection_backward"]((grad, products, weight, counts, torch.float32))
-    assert backward == (3, 2 * (large + result + numbers) + small + 2 * parts + 4 * (z * c * c + z))
+    scale = 2 * result + numbers + 256 * 2 * 4 * z + 4 * z  # parts of the bias's gradient, written and read
+    of_weight = large + result + 33 * 2 * 4 * z * c * c + 4 * z * c * c
+    assert backward == (5, scale + large + result + small + of_weight)
 
 
 @pytest.mark.verify

@@ -28,7 +28,8 @@ def _check(launch: Launch, architecture: int) -> None:
     assert needs.stack == 0, f"{where} spills {needs.stack} bytes"
     assert needs.shared <= resources.SHARED_LIMIT[architecture], where
     assert needs.warps_resident >= 8, f"{where}: {needs.warps_resident} warps"
-    assert bool(needs.tensor_cores) == launch.kernel.startswith(PRODUCTS), f"{where}: {needs.tensor_cores}"
+    multiplies = launch.kernel.startswith(PRODUCTS) and launch.kernel != "outer_product.scale"
+    assert bool(needs.tensor_cores) == multiplies, f"{where}: {needs.tensor_cores}"
 
 
 def test_attention_compiles_for_hopper() -> None:
@@ -49,7 +50,7 @@ def test_attention_fits_at_a_length_that_16_does_not_divide() -> None:
 def test_outer_products_compile_for_hopper() -> None:
     """Catches the same in the kernels of the outer product."""
     for one in resources.outer_passes("", residues=256, channels=32, results=128):
-        for launch in one.launches[:2]:
+        for launch in one.launches:
             _check(launch, 90)
 
 

@@ -22,14 +22,17 @@ from evodsp.model.kernels.triton_kernels.launch import (
     Launch,
     Launcher,
     Operator,
+    next_power_of_two,
     product_precision,
     product_tile,
     tiles,
 )
 from evodsp.model.kernels.triton_kernels.sums import sum_of_parts
 
-# Programs that sum the gradient of the weight at most: two a multiprocessor of an H100. Each leaves a partial sum.
-_PROGRAMS = 264
+# Programs that sum the gradient of the weight at most: one a multiprocessor of an H100. Each leaves a partial sum.
+_PROCESSORS = 132
+# Programs that scale the gradient at most, numbers of their tiles, and results.
+_PROGRAMS, _NUMBERS, _RESULTS = 264, 1 << 13, 256
 
 
 def form(left: Float[Tensor, "S I c"], right: Float[Tensor, "S J c"]) -> Float[Tensor, "I c J c2"]:
@@ -56,9 +59,9 @@ def project_backward(
     sums: Sums,
 ) -> Float[Tensor, "Ic Jc"]:
     """The gradient of the products. Adds the gradients of weight and bias to `sums`, whose first two they are."""
-    slope, both = _gradients(grad, products, weight, counts, sums.dtype(0))
-    sums.add(0, both[: weight.numel()].view(weight.shape))
-    sums.add(1, both[weight.numel() :])
+    slope, of_weight, of_bias = _gradients(grad, products, weight, counts, sums.dtype(0))
+    sums.add(0, of_weight)
+    sums.add(1, of_bias)
     return slope.flatten(2).flatten(0, 1)
 
 
@@ -69,21 +72,23 @@ def _arguments(products: Tensor, weight: Tensor, counts: Tensor | None) -> dict[
         "weight_strides": weight.stride(),
         "counts": counts,
         "counts_strides": None if counts is None else counts.stride()[:2],
-        "rows": products.shape[0],
-        "columns": products.shape[2],
-        "results": len(weight),
+        **_sizes(products, weight),
     }
 
 
-def _grid(products: Tensor, weight: Tensor, columns: int, deep: int, stages: int) -> dict[str, Any]:
-    """Sizes of tiles, warps and stages. `columns` and `deep`: of a tile in half precision.
+def _sizes(products: Tensor, weight: Tensor) -> dict[str, int]:
+    return {"rows": products.shape[0], "columns": products.shape[2], "results": len(weight)}
+
+
+def _grid(products: Tensor, weight: Tensor, columns: int, results: int, deep: int, stages: int) -> dict[str, Any]:
+    """Sizes of tiles, warps and stages. `columns`, `results` and `deep`: of a tile in half precision.
 
     Two groups of four warps of a Hopper GPU multiply 128 rows at a time.
     """
     constants = {
         "CHANNELS": products.shape[1],
         "TILE_J": product_tile(products.shape[2], columns, products),
-        "TILE_Z": product_tile(len(weight), 128, products),
+        "TILE_Z": product_tile(len(weight), results, products),
         "TILE_K": product_tile(weight.shape[1], deep, products),
         "PRECISION": product_precision(),
     }
@@ -101,7 +106,7 @@ def _forward_body(
 ) -> Tensor:
     rows, _, columns, _ = products.shape
     out = products.new_empty(rows, columns, len(weight))
-    grid = _grid(products, weight, 128, 64, stages=3)
+    grid = _grid(products, weight, columns=128, results=128, deep=64, stages=3)
     launch(
         Launch(
             "outer_product.project",
@@ -114,37 +119,92 @@ def _forward_body(
     return out
 
 
-def _backward_body(
-    launch: Launcher, grad: Tensor, products: Tensor, weight: Tensor, counts: Tensor | None, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Gradients of the products, and of weight and bias as one vector in `dtype`."""
-    rows = products.shape[0]
-    arguments = {**_arguments(products, weight, counts), "grad": grad, "grad_strides": grad.stride()}
+def _scale(
+    launch: Launcher, grad: Tensor, counts: Tensor | None, dtype: torch.dtype
+) -> tuple[Float[Tensor, "I J z"], Float[Tensor, " z"]]:
+    """gradient / counts, contiguous, and its sum over all positions."""
+    rows, columns, results = grad.shape
+    scaled = torch.empty_like(grad, memory_format=torch.contiguous_format)
+    width = min(_RESULTS, next_power_of_two(results))
+    tile = _NUMBERS // width
+    along, across = tiles(rows * columns, tile), tiles(results, width)
+    parts = tiles(along, tiles(along * across, _PROGRAMS)) if along else 1
+    make = grad.new_empty if along else grad.new_zeros  # an empty grid fills nothing
+    sums = make(parts, results, dtype=torch.float32)
+    launch(
+        Launch(
+            "outer_product.scale",
+            parts * across if along else 0,
+            {
+                "grad": grad,
+                "grad_strides": grad.stride(),
+                "counts": counts,
+                "counts_strides": None if counts is None else counts.stride()[:2],
+                "scaled": scaled,
+                "sums": sums,
+                "positions": rows * columns,
+                "columns": columns,
+                "results": results,
+                "parts": parts,
+            },
+            {"TILE": tile, "TILE_Z": width},
+            writes=("scaled", "sums"),
+            warps=8,
+        )
+    )
+    return scaled, sum_of_parts(launch, sums, dtype)
+
+
+def _slope(launch: Launcher, scaled: Tensor, products: Tensor, weight: Tensor) -> Float[Tensor, "I c J c2"]:
+    """The gradient of the products."""
     slope = torch.empty_like(products)
-    grid = _grid(products, weight, 64, 128, stages=1)  # few results: one tile of them, as a rule
+    grid = _grid(products, weight, columns=128, results=128, deep=64, stages=2)
+    grid["constants"]["ONE"] = len(weight) <= grid["constants"]["TILE_Z"]
     launch(
         Launch(
             "outer_product.slope",
-            rows * _tiles_of(products, weight, grid, "TILE_J", "TILE_K"),
-            {**arguments, "products": None, "slope": slope},
+            len(products) * _tiles_of(products, weight, grid, "TILE_J"),
+            {
+                "scaled": scaled,
+                "weight": weight,
+                "weight_strides": weight.stride(),
+                "slope": slope,
+                **_sizes(products, weight),
+            },
             writes=("slope",),
             **grid,
         )
     )
-    grid = _grid(products, weight, 64, 128, stages=2)
+    return slope
+
+
+def _weight_gradient(
+    launch: Launcher, scaled: Tensor, products: Tensor, weight: Tensor, dtype: torch.dtype
+) -> Float[Tensor, "z cc"]:
+    grid = _grid(products, weight, columns=64, results=128, deep=256, stages=3)
     blocks = _tiles_of(products, weight, grid, "TILE_K", "TILE_Z")
-    parts = max(1, min(rows * _tiles_of(products, weight, grid, "TILE_J"), _PROGRAMS // blocks))
-    sums = products.new_empty(parts, weight.numel() + len(weight), dtype=torch.float32)
+    pieces = len(products) * _tiles_of(products, weight, grid, "TILE_J")
+    parts = max(1, min(pieces, _PROCESSORS // blocks))
+    sums = products.new_empty(parts, *weight.shape, dtype=torch.float32)
     launch(
         Launch(
             "outer_product.weight_gradient",
             parts * blocks,
-            {**arguments, "weight": None, "weight_strides": None, "sums": sums, "parts": parts},
+            {"scaled": scaled, "products": products, "sums": sums, **_sizes(products, weight), "parts": parts},
             writes=("sums",),
             **grid,
         )
     )
-    return slope, sum_of_parts(launch, sums, dtype)
+    return sum_of_parts(launch, sums, dtype)
+
+
+def _backward_body(
+    launch: Launcher, grad: Tensor, products: Tensor, weight: Tensor, counts: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of the products, and of weight and bias in `dtype`."""
+    scaled, of_bias = _scale(launch, grad, counts, dtype)
+    slope = _slope(launch, scaled, products, weight)
+    return slope, _weight_gradient(launch, scaled, products, weight, dtype), of_bias
 
 
 _forward = Operator(
@@ -154,7 +214,7 @@ _forward = Operator(
 )
 _gradients = Operator(
     "outer_projection_backward",
-    "(Tensor grad, Tensor products, Tensor weight, Tensor? counts, ScalarType dtype) -> (Tensor, Tensor)",
+    "(Tensor grad, Tensor products, Tensor weight, Tensor? counts, ScalarType dtype) -> (Tensor, Tensor, Tensor)",
     _backward_body,
 )
 OPERATORS = (_forward, _gradients)

@@ -20,7 +20,6 @@ def backward(
     across = tl.cdiv(width, TILE_H)
     own, part = program % across * TILE_H + tl.arange(0, TILE_H), (program // across).to(tl.int64)
     position = part * TILE + tl.arange(0, TILE)
-    inside = (position < positions)[:, None] & (own < width)[None, :]
     total = tl.zeros([TILE, TILE_H], tl.float32)
     for start in range(0, channels, TILE_C):
         channel = start + tl.arange(0, TILE_C)
@@ -30,6 +29,10 @@ def backward(
         factor = tl.load(from_narrow, mask=(channel < channels)[:, None] & (own < width)[None, :], other=0.0)
         total = tl.dot(upstream, factor, total, input_precision=PRECISION)
     from_hidden = hidden + position[:, None] * hidden_strides[0] + own[None, :] * hidden_strides[1]
-    total = tl.where(tl.load(from_hidden, mask=inside, other=0.0) > 0, total, 0.0)
-    tl.store(slope + position[:, None] * width + own[None, :], total.to(slope.dtype.element_ty), mask=inside)
-    tl.store(sums + part * width + own, tl.sum(total, 0), mask=own < width)
+    inside = (position < positions)[:, None] & (own < width)[None, :]
+    opened = tl.load(from_hidden, mask=inside, other=0.0) > 0
+    # Rounded before anything else: what then changes places between threads is half as much, and two programs fit a
+    # multiprocessor, so that one multiplies while the other one reads and writes.
+    result = tl.where(opened, total.to(slope.dtype.element_ty), 0.0)
+    tl.store(slope + position[:, None] * width + own[None, :], result, mask=inside)
+    tl.store(sums + part * width + own, tl.sum(result.to(tl.float32), 0), mask=own < width)
