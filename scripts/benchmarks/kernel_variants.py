@@ -70,7 +70,7 @@ def launches_of(operator: Operator, *arguments: Any) -> dict[str, Launch]:
         found.setdefault(launch.kernel, launch)
         run(launch)
 
-    operator._body(note, *arguments)
+    operator.body(note, *arguments)
     return found
 
 

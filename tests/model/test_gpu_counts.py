@@ -28,9 +28,9 @@ def block(what: str, sequences: int, residues: int, ranks: int = 1) -> Counts:
 @pytest.mark.parametrize(
     ("size", "forward", "backward", "gigabytes", "kept"),
     [
-        (("evoformer", 128, 256), 85, 166, (3.2, 7.9), 0.58),
-        pytest.param(("evoformer", 512, 384), 85, 166, (10.4, 25.9), 2.2, marks=pytest.mark.verify),
-        pytest.param(("extra_msa", 5120, 384), 101, 225, (19.8, 48.6), 3.5, marks=pytest.mark.verify),
+        (("evoformer", 128, 256), 85, 169, (3.2, 7.9), 0.58),
+        pytest.param(("evoformer", 512, 384), 85, 169, (10.4, 25.9), 2.2, marks=pytest.mark.verify),
+        pytest.param(("extra_msa", 5120, 384), 101, 228, (19.8, 48.6), 3.5, marks=pytest.mark.verify),
     ],
 )
 def test_a_block_on_one_gpu(
@@ -77,7 +77,7 @@ def test_a_block_on_one_of_eight_gpus() -> None:
     """Catches launches that grow with the number of ranks, such as a copy for each rank in every switch."""
     counts = block("evoformer", 128, 256, ranks=8)
     assert counts.forward.launches <= 116
-    assert counts.backward.launches <= 207
+    assert counts.backward.launches <= 210
     assert (counts.forward.host, counts.backward.host) == ({}, {})
 
 
@@ -86,7 +86,7 @@ def test_an_extra_msa_block_on_one_of_eight_gpus() -> None:
     """Catches a collective, a sum and a slice for each rank where partial sums are reduced."""
     counts = block("extra_msa", 5120, 384, ranks=8)
     assert counts.forward.launches <= 138
-    assert counts.backward.launches <= 244
+    assert counts.backward.launches <= 247
     assert counts.forward.bytes <= 3.5 * GB
     assert counts.backward.bytes <= 7.9 * GB
 

@@ -289,7 +289,7 @@ def _other_tile(q: Tensor) -> int:
 def _schedule(q: Tensor) -> dict[str, int]:
     """Warps, and depth of the pipeline of loads; operands in fp32 take twice the registers.
 
-    On an H200 three tiles under way took 0.69 to 0.95 of two's time, and tiles of 32 were faster than 64 and 128 in every kernel
+    On an H200 three tiles under way took 0.69 to 0.95 of two's time, and tiles of 32 were faster than those of 64 and 128
     (`scripts/benchmarks/attention_tiles.py`).
     """
     return {"warps": 8, "stages": 1} if q.element_size() == 4 else {"warps": 4, "stages": 3}

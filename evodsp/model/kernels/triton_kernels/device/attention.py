@@ -1,9 +1,9 @@
 """Device code of `attention.py`.
 
 Every tensor comes with its strides: [B, N, L, H, D] for q, k, v, gate, their gradients and the output, [B, N, K] for the key
-mask, [B, H, Q, K] for the bias, whose rows go on to the next multiple of 16 keys (for gradients of keys: its columns to that of
-queries), with zeros. Statistics of queries are contiguous [B, N, H, Q]. Logits are in base 2. Offsets are 64-bit. EIGHTS: all strides of [B, N, L, H, D] but the last one are
-multiples of 8.
+mask, [B, H, Q, K] for the bias, whose rows go on to the next multiple of 16 keys, with zeros; for gradients of keys its columns
+go on to the next multiple of 16 queries. Statistics of queries are contiguous [B, N, H, Q]. Logits are in base 2. Offsets are
+64-bit. EIGHTS: all strides of [B, N, L, H, D] but the last one are multiples of 8.
 """
 
 from __future__ import annotations
