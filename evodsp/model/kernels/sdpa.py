@@ -21,6 +21,5 @@ def attention(projected: Float[Tensor, "B N L 4 H D"], keys: Float[Tensor, "B N 
     """
     q, k, v, gate = projected.transpose(2, 4).unbind(3)  # heads before positions
     bias = mask_bias(keys).to(projected.dtype).contiguous()[:, :, None, None, :].flatten(0, 1)
-    q, k, v = (x.flatten(0, 1) for x in (q, k, v))
-    o = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+    o = F.scaled_dot_product_attention(*(x.flatten(0, 1) for x in (q, k, v)), attn_mask=bias)
     return (gate.sigmoid() * o.unflatten(0, gate.shape[:2])).transpose(2, 3)
