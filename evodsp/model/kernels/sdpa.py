@@ -15,11 +15,7 @@ from evodsp.model.kernels.reference import mask_bias
 
 
 def attention(projected: Float[Tensor, "B N L 4 H D"], keys: Float[Tensor, "B N L"]) -> Float[Tensor, "B N L H D"]:
-    """Gated attention within each row (algorithm 8).
-
-    torch's fused kernels take four axes: samples and rows are one. Of the mask they want neighbouring keys.
-    """
+    """Gated attention within each row (algorithm 8)."""
+    bias = mask_bias(keys).to(projected.dtype)[:, :, None, None, :]
     q, k, v, gate = projected.transpose(2, 4).unbind(3)  # heads before positions
-    bias = mask_bias(keys).to(projected.dtype).contiguous()[:, :, None, None, :].flatten(0, 1)
-    o = F.scaled_dot_product_attention(*(x.flatten(0, 1) for x in (q, k, v)), attn_mask=bias)
-    return (gate.sigmoid() * o.unflatten(0, gate.shape[:2])).transpose(2, 3)
+    return (gate.sigmoid() * F.scaled_dot_product_attention(q, k, v, attn_mask=bias)).transpose(2, 3)

@@ -95,25 +95,6 @@ def test_sdpa() -> None:
     agree("attention", sdpa.attention, reference.attention, some_keys("attention"))
 
 
-def test_sdpa_takes_a_fused_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches tensors of five axes, for which torch writes all logits to memory, and on a GPU a mask of a transposed MSA."""
-    chosen = []
-
-    def noted(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor) -> Tensor:
-        chosen.append(torch._fused_sdp_choice(q, k, v, attn_mask))
-        assert {x.stride(-1) for x in (q, k, v, attn_mask)} == {1}
-        return unchanged(q, k, v, attn_mask=attn_mask)
-
-    unchanged = F.scaled_dot_product_attention
-    monkeypatch.setattr(F, "scaled_dot_product_attention", noted)
-    projected, keys = examples("attention", torch.device("cpu"), torch.float32)
-    for dtype in (torch.float32, torch.bfloat16):
-        sdpa.attention(projected.to(dtype), keys.to(dtype))
-        sdpa.attention(projected.to(dtype).transpose(1, 2), keys.to(dtype).transpose(1, 2))
-    assert 0 not in chosen, "0 is the formula, written out"
-    assert len(chosen) == 4
-
-
 def some_sequences(sequences: int) -> list[Tensor]:
     """Inputs of global attention in which every column has a sequence."""
     q, key_value, keys = examples("global_attention", torch.device("cpu"), torch.float64)
