@@ -158,6 +158,7 @@ WORK: dict[str, Callable[[Launch], Work]] = {
     "attention.backward_queries": _attention_work(4, 9),
     "attention.backward_keys": _attention_work(4, 8),
     "attention.backward_bias": _attention_work(2, 5),
+    "attention.lay_out": lambda launch: Work(vector=4 * launch.arguments["target"].numel()),
     "sums.sum_of_parts": lambda launch: Work(vector=2 * launch.arguments["parts"].numel()),
     # Ten rounds of Philox, about 12 instructions each, once for the entries of the shared axis that a program takes together.
     "dropout.dropout_add": lambda launch: Work(

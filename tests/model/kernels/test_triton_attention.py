@@ -133,7 +133,8 @@ def test_rows_of_the_bias_are_whole(length: int) -> None:
     no Triton."""
     projected = torch.empty(1, 3, length, 4, 2, 8, dtype=torch.bfloat16, device="meta")
     bias = torch.empty(1, 2, length, length, dtype=torch.bfloat16, device="meta")
-    (launch,) = OPERATORS[0].launches(projected, projected[..., 0, 0, 0], bias, 0)
+    *copies, launch = OPERATORS[0].launches(projected, projected[..., 0, 0, 0], bias, 0)
+    assert [copy.kernel for copy in copies] == ["attention.lay_out"] * (length == 17)
     assert launch.arguments["bias_strides"] == ((2 * 17 * 32, 17 * 32, 32, 1) if length == 17 else bias.stride())
 
 

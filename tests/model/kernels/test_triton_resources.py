@@ -28,7 +28,7 @@ def _check(launch: Launch, architecture: int) -> None:
     assert needs.stack == 0, f"{where} spills {needs.stack} bytes"
     assert needs.shared <= resources.SHARED_LIMIT[architecture], where
     assert needs.warps_resident >= 8, f"{where}: {needs.warps_resident} warps"
-    multiplies = launch.kernel.startswith(PRODUCTS) and launch.kernel != "outer_product.scale"
+    multiplies = launch.kernel.startswith(PRODUCTS) and launch.kernel not in ("outer_product.scale", "attention.lay_out")
     assert bool(needs.tensor_cores) == multiplies, f"{where}: {needs.tensor_cores}"
 
 
@@ -43,8 +43,9 @@ def test_attention_fits_at_a_length_that_16_does_not_divide() -> None:
     """Catches loads of single numbers of the bias, whose addresses fill a thread's registers, as proteins of most lengths
     made them: so many that the forward pass spilled."""
     for one in resources.attention_passes("", rows=250, length=250, heads=4, width=32, biased=True):
-        for launch in one.launches[:3]:
-            _check(launch, 90)
+        for launch in one.launches:
+            if launch.kernel.startswith("attention."):
+                _check(launch, 90)
 
 
 def test_outer_products_compile_for_hopper() -> None:
