@@ -28,7 +28,10 @@ def _check(launch: Launch, architecture: int) -> None:
     assert needs.stack == 0, f"{where} spills {needs.stack} bytes"
     assert needs.shared <= resources.SHARED_LIMIT[architecture], where
     assert needs.warps_resident >= 8, f"{where}: {needs.warps_resident} warps"
-    multiplies = launch.kernel.startswith(PRODUCTS) and launch.kernel not in ("outer_product.scale", "attention.lay_out")
+    multiplies = launch.kernel.startswith(PRODUCTS) and launch.kernel not in (
+        "outer_product.scale",
+        "attention.lay_out",
+    )
     assert bool(needs.tensor_cores) == multiplies, f"{where}: {needs.tensor_cores}"
 
 
