@@ -1,7 +1,7 @@
 """Measure everything about evodsp on one GPU, in less than ten minutes and without a network: `gpu.sh` starts this.
 
     python -m scripts.benchmarks.gpu [--output DIR] [--minutes 9] [--only PART ...]
-        [--backends triton ...] [--cpu] [--dry-run]
+        [--backends triton ...] [--memory-gib 79] [--cpu] [--dry-run]
 
 Each part (`gpu_parts.py`) runs in a process of its own, which is ended when the part's time is over: a kernel that hangs or
 that spoils the GPU's context costs its part only, and what was measured before it is kept. A part that needs less time leaves
@@ -56,6 +56,9 @@ def run_part(part: Part, setup: Setup, file: Path, begin: float, share: int = 0,
     """
     if setup.device.type == "cpu":
         torch.set_num_threads(1)  # the threads of the process that was forked are not here
+    elif setup.memory_gib is not None:
+        whole = torch.cuda.get_device_properties(setup.device).total_memory / 2**30
+        torch.cuda.set_per_process_memory_fraction(min(1.0, setup.memory_gib / whole), setup.device)
     with file.open("a", encoding="utf-8") as stream:
 
         def note(row: Row) -> None:
@@ -99,7 +102,9 @@ def run(parts: Sequence[Part], options: argparse.Namespace, output: Path, words:
         allowed = left * part.seconds / wanted
         print(f"{number + 1}/{len(parts)} {part.name}: {part.title}; {allowed:.0f} of {left:.0f} s", flush=True)
         with tempfile.TemporaryDirectory() as folder:
-            setup = Setup(device, sizes, time.monotonic() + allowed, tuple(options.backends), tuple(rows))
+            setup = Setup(
+                device, sizes, time.monotonic() + allowed, tuple(options.backends), tuple(rows), options.memory_gib
+            )
             of = min(part.processes, os.cpu_count() or 1)
             files = [Path(folder) / str(share) for share in range(of)]
             started = []
@@ -195,6 +200,9 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", default=names, choices=names, metavar="PART", help=", ".join(names))
     parser.add_argument(
         "--backends", nargs="+", default=list(BACKENDS), choices=BACKENDS, metavar="BACKEND", help=", ".join(BACKENDS)
+    )
+    parser.add_argument(
+        "--memory-gib", type=float, help="use no more of the GPU's memory, as if it had less (default: all)"
     )
     parser.add_argument("--cpu", action="store_true", help="tiny sizes on the CPU, to try the program")
     parser.add_argument("--dry-run", action="store_true", help="list the parts and end")
