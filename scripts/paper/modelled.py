@@ -119,7 +119,7 @@ def timed(found: Followed, ranks: int, device: Device, links: Links) -> Times:
     """The program on the device, with its collectives on the links."""
 
     def seconds(work: Work) -> float:
-        return device.seconds(work.name, work.flops, work.bytes, work.launches, work.half)
+        return device.seconds(work.name, work.flops, work.bytes, work.launches, work.half, logits=work.logits)
 
     return simulate(spans(found.events, seconds), 1e-6 * device.launch_us, link_of(links, ranks), device.overlaps)
 
