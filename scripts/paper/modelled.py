@@ -1,8 +1,8 @@
 """Part `modelled`: section 5 of the paper as evodsp's planner calculates it, since no GPUs are at hand.
 
 Each bar of figures 5 to 8 is one rank's program, followed operator by operator (`planned_rank.py`), with the times of a device
-(`h100.yaml`, of data sheets) and of its links from the planner's data files (NVLink 4, InfiniBand NDR). And each method's collectives of one layer,
-alone, for a sequence of 8M tokens (table 9). Nothing is fitted to the paper.
+of data sheets (`h100.yaml`), and of its links from the planner's data files (NVLink 4, InfiniBand NDR). And each method's
+collectives of one layer, alone, for a sequence of 8M tokens (table 9). Nothing is fitted to the paper.
 
 What is calculated beside the program, from the number of parameters: Adam reads and writes 28 bytes of each that it updates;
 ZeRO-2 reduces gradients in fp32 and gathers weights in bf16, tensor parallel methods add up fp32 gradients over data ranks.
