@@ -162,7 +162,7 @@ def corrected(device: Device) -> Device:
         trial = dataclasses.replace(
             device, products_efficiency=share, memory_efficiency=share, attention_efficiency=share
         )
-        return sum(trial.seconds(w.name, w.flops, w.bytes, w.launches, w.half) for w in full)
+        return sum(trial.seconds(w.name, w.flops, w.bytes, w.launches, w.half, logits=w.logits) for w in full)
 
     low, high = 0.02, 2.0
     for _ in range(30):  # the time falls with the share

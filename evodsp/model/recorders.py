@@ -42,6 +42,7 @@ class CudaRecorder(Recorder):
 
     def warm_up(self, run: Callable[[], object]) -> None:
         torch.cuda.synchronize()
+        torch.cuda.empty_cache()  # what the allocator keeps for one stream, another cannot use
         with torch.cuda.stream(torch.cuda.Stream()):
             run()
         torch.cuda.synchronize()

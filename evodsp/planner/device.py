@@ -51,6 +51,9 @@ class Device:
     """Whether communication hides behind computation."""
     on_gpu: bool = True
     """Whether it is a GPU: the model takes other paths on a CPU."""
+    attention_tlogits: float = 0.0
+    """Logits of the GPU kernels' attention a second, in 10^12, forward: their time hardly depends on the width of a head. 0:
+    `attention_efficiency` tells, as for every other product."""
     crowding: float = 1.0
     """How many times longer an operator takes when all devices of the node work: processes share cores, caches and memory,
     GPUs share power."""
@@ -61,13 +64,19 @@ class Device:
             return 1.0
         return 1.0 + (self.crowding - 1.0) * (min(busy, self.gpus_per_node) - 1) / (self.gpus_per_node - 1)
 
-    def seconds(self, name: str, flops: int, moved: int, launches: int, half: bool, tf32: bool = False) -> float:
-        """Time of an operator on the device: the longer of its products and its memory traffic, or the shortest possible."""
+    def seconds(
+        self, name: str, flops: int, moved: int, launches: int, half: bool, tf32: bool = False, logits: float = 0.0
+    ) -> float:
+        """Time of an operator on the device: the longest of its products, its logits and its memory traffic, or the shortest
+        possible.
+        """
         if launches == 0:
             return 0.0
         peak = self.tflops_half if half else self.tflops_tf32 if tf32 else self.tflops_single
         share = self.attention_efficiency if "attention" in name else self.products_efficiency
         computing = flops / (peak * share * 1e12)
+        if logits and half and self.attention_tlogits:
+            computing = logits / (self.attention_tlogits * 1e12)
         moving = moved / (self.memory_gbps * self.memory_efficiency * 1e9)
         return max(computing, moving, launches * self.kernel_us * 1e-6)
 

@@ -150,7 +150,9 @@ class Pass:
         crowded = device.crowded(devices)
 
         def seconds(work: Work) -> float:
-            alone = device.seconds(work.name, work.flops, work.bytes, work.launches, work.half, training.tf32)
+            alone = device.seconds(
+                work.name, work.flops, work.bytes, work.launches, work.half, training.tf32, work.logits
+            )
             return alone * crowded
 
         return cls(program, spans(program.events, seconds))

@@ -108,7 +108,9 @@ def prediction_times(what: Prediction, device: Device, links: Links | None = Non
     crowded = device.crowded(what.ranks)
 
     def seconds(work: Work) -> float:
-        return crowded * device.seconds(work.name, work.flops, work.bytes, work.launches, work.half, what.tf32)
+        return crowded * device.seconds(
+            work.name, work.flops, work.bytes, work.launches, work.half, what.tf32, work.logits
+        )
 
     def link(kind: Kind, counted: int) -> float:
         return links.seconds(kind, counted, what.ranks) if links is not None else 0.0

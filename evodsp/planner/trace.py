@@ -45,6 +45,8 @@ class Work:
     """Whether the factors of products are in half precision."""
     live: int
     """Bytes that the program has made and still holds while this runs. Parameters and inputs are not among them."""
+    logits: float = 0.0
+    """Of attention by own kernels, those of a backward pass as so many of a forward one as take as long."""
 
 
 @dataclass(slots=True)
@@ -146,7 +148,7 @@ class Recorder(TorchDispatchMode):
             launches, moved = 1, sum(_bytes(x) for x in read if id(x) not in overwritten) + sum(map(_bytes, written))
         place, phase = self._where()
         flops, half = _flops(name, args, written), _in_half(name, args)
-        self.events.append(Work(place, phase, name, flops, moved, launches, half, self._live))
+        self.events.append(Work(place, phase, name, flops, moved, launches, half, self._live, _logits(name, args)))
         return out
 
     @property
@@ -285,6 +287,9 @@ _PRODUCTS = {
 _ATTENTION = {"evodsp::attention": 4, "evodsp::attention_backward": 10}
 """FLOPs of attention in products of R x R x width: two products forward; in the backward pass the logits again and four
 gradients. Each multiplication counts twice."""
+_BACKWARD = 3.4
+"""Time of the backward pass of attention's kernels over the forward pass, measured on an H200
+(scripts/benchmarks/results/gpu_h200.csv): 3.2 to 4.0 in blocks of training."""
 _PROJECTIONS = {"evodsp::outer_projection": (0, 2), "evodsp::outer_projection_backward": (1, 4)}
 """Of outer products: where they stand, with the weight after them, and FLOPs for each of them and each result."""
 _FUSED = {
@@ -309,6 +314,14 @@ def _flops(name: str, args: Any, written: list[Tensor]) -> int:
         queries, keys = args[first], args[first + 1]  # [B, h, L, d], [B, h, K, d]
         return factor * queries.numel() * int(keys.shape[-2])
     return 0
+
+
+def _logits(name: str, args: Any) -> float:
+    if name not in _ATTENTION:
+        return 0.0
+    projected = args[0 if name == "evodsp::attention" else 1]  # [B, N, L, 4, H, D]
+    batch, rows, length, _, heads, _ = projected.shape
+    return (1.0 if name == "evodsp::attention" else _BACKWARD) * batch * rows * heads * length**2
 
 
 def _in_half(name: str, args: Any) -> bool:

@@ -1,12 +1,12 @@
 """Measure everything about evodsp on one GPU, in less than ten minutes and without a network: `gpu.sh` starts this.
 
     python -m scripts.benchmarks.gpu [--output DIR] [--minutes 9] [--only PART ...]
-        [--backends triton ...] [--cpu] [--dry-run]
+        [--backends triton ...] [--memory-gib 79] [--cpu] [--dry-run]
 
 Each part (`gpu_parts.py`) runs in a process of its own, which is ended when the part's time is over: a kernel that hangs or
 that spoils the GPU's context costs its part only, and what was measured before it is kept. A part that needs less time leaves
-the rest to those after it. DIR gets gpu.csv, a line a number, and gpu.md, the same as tables; both are written anew after each
-part.
+the rest to those after it. DIR gets gpu.csv, a line a number, and gpu.md, the same as tables; both are written anew every five
+seconds.
 """
 
 from __future__ import annotations
@@ -45,6 +45,8 @@ from .gpu_rows import Part, Row, Setup, cleaned, out_of_memory
 HERE = Path(__file__).resolve().parent
 FAILED, LEFT_OUT, OUT_OF_MEMORY = "failed", "left out", "out of memory"
 """Quantities of rows without a number: what became of the case. The reason is in the note."""
+WRITTEN_EVERY = 5.0
+"""Seconds after which the report is written again while a part runs."""
 GRACE = 5.0
 """Seconds after its deadline at which a part is ended: its last case may be nearly done."""
 
@@ -56,6 +58,9 @@ def run_part(part: Part, setup: Setup, file: Path, begin: float, share: int = 0,
     """
     if setup.device.type == "cpu":
         torch.set_num_threads(1)  # the threads of the process that was forked are not here
+    elif setup.memory_gib is not None:
+        whole = torch.cuda.get_device_properties(setup.device).total_memory / 2**30
+        torch.cuda.set_per_process_memory_fraction(min(1.0, setup.memory_gib / whole), setup.device)
     with file.open("a", encoding="utf-8") as stream:
 
         def note(row: Row) -> None:
@@ -99,7 +104,9 @@ def run(parts: Sequence[Part], options: argparse.Namespace, output: Path, words:
         allowed = left * part.seconds / wanted
         print(f"{number + 1}/{len(parts)} {part.name}: {part.title}; {allowed:.0f} of {left:.0f} s", flush=True)
         with tempfile.TemporaryDirectory() as folder:
-            setup = Setup(device, sizes, time.monotonic() + allowed, tuple(options.backends), tuple(rows))
+            setup = Setup(
+                device, sizes, time.monotonic() + allowed, tuple(options.backends), tuple(rows), options.memory_gib
+            )
             of = min(part.processes, os.cpu_count() or 1)
             files = [Path(folder) / str(share) for share in range(of)]
             started = []
@@ -108,9 +115,12 @@ def run(parts: Sequence[Part], options: argparse.Namespace, output: Path, words:
                 process = processes.Process(target=run_part, args=(part, setup, file, begin, share, of))
                 process.start()
                 started.append(process)
-            problems = [_ended(process, setup.left + GRACE) for process in started]
-            for file in files:
-                rows += [Row(**json.loads(line)) for line in file.read_text(encoding="utf-8").splitlines()]
+            while (at_work := [process for process in started if process.is_alive()]) and setup.left + GRACE > 0:
+                at_work[0].join(min(WRITTEN_EVERY, setup.left + GRACE))
+                with output_errors(output):  # whoever ends this program loses nothing that was measured
+                    write(output, [*rows, *_rows_of(files)], parts, words)
+            problems = [_ended(process) for process in started]
+            rows += _rows_of(files)
         for why in filter(None, problems):
             print(f"        {FAILED}: {why}", flush=True)
             rows.append(Row(FAILED, None, note=why, part=part.name))
@@ -125,9 +135,14 @@ def run(parts: Sequence[Part], options: argparse.Namespace, output: Path, words:
     return 1 if bad or not rows else 0
 
 
-def _ended(process: BaseProcess, seconds: float) -> str:
-    """Wait for a process, at most so long, and end it then. What went wrong; '' if nothing did."""
-    process.join(max(0.0, seconds))
+def _rows_of(files: Sequence[Path]) -> list[Row]:
+    """What processes have measured so far. A line that is being written has no end yet."""
+    lines = [line for file in files for line in file.read_text(encoding="utf-8").splitlines(keepends=True)]
+    return [Row(**json.loads(line)) for line in lines if line.endswith("\n")]
+
+
+def _ended(process: BaseProcess) -> str:
+    """End a process that still runs. What went wrong; '' if nothing did."""
     if process.exitcode is None:
         process.kill()
         process.join()
@@ -195,6 +210,9 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", default=names, choices=names, metavar="PART", help=", ".join(names))
     parser.add_argument(
         "--backends", nargs="+", default=list(BACKENDS), choices=BACKENDS, metavar="BACKEND", help=", ".join(BACKENDS)
+    )
+    parser.add_argument(
+        "--memory-gib", type=float, help="use no more of the GPU's memory, as if it had less (default: all)"
     )
     parser.add_argument("--cpu", action="store_true", help="tiny sizes on the CPU, to try the program")
     parser.add_argument("--dry-run", action="store_true", help="list the parts and end")

@@ -5,7 +5,7 @@
 #   scripts/benchmarks/gpu.sh --cpu                                                the same with tiny sizes, to try the program
 #   scripts/benchmarks/gpu.sh --dry-run                                            list the parts
 #
-# Writes DIR/gpu.csv and DIR/gpu.md (default: scripts/benchmarks/results; with --cpu runs/benchmark_cpu), anew after each part.
+# Writes DIR/gpu.csv and DIR/gpu.md (default: scripts/benchmarks/results; with --cpu runs/benchmark_cpu), anew every five seconds.
 # The exit code is 0 if all was measured, 1 if something failed or was left out for lack of time, which the report lists, and 2 if
 # nothing can be measured here. Set EVODSP_PYTHON to choose the interpreter.
 set -euo pipefail

@@ -34,49 +34,55 @@ def whole_model(setup: Setup) -> Iterator[Case]:
     backends = [backend for backend in setup.present if backend in ("triton", "chunked")][:1]
     for backend in backends:
         for inputs in sizes.training:
-            measure = partial(_step, setup, inputs, backend, graphs=True)
-            yield Case(f"training step, {inputs}, graphs", backend, precision_name(HALF), measure)
+            name = f"training step, {inputs}, CUDA graphs"
+            yield Case(name, backend, precision_name(HALF), partial(_step, setup, inputs, backend))
         for inputs in sizes.inference:
             yield Case(
                 f"prediction, {inputs}", backend, precision_name(HALF), partial(_prediction, setup, inputs, backend)
             )
-        measure = partial(_step, setup, sizes.training[0], backend, graphs=False)
-        yield Case(f"training step, {sizes.training[0]}", backend, precision_name(HALF), measure)
 
 
-def _step(setup: Setup, inputs: Inputs, backend: str, graphs: bool) -> Iterator[Measured]:
-    """Time of a step by stages, its memory, what the GPU is busy for, and the share of the peak that the model itself takes."""
+def _step(setup: Setup, inputs: Inputs, backend: str) -> Iterator[Measured]:
+    """A step of one pass and one of all passes: time, memory, what the GPU is busy for, and the share of the peak that the
+    model's own products reach. Training draws the number of passes evenly, so its mean step is their mean.
+    """
     device, cuda = setup.device, setup.device.type == "cuda"
     kernels, others = chosen(backend, device, HALF)
     yield from others
     config = gpu_cases.config_of(setup.sizes, inputs)
     model = gpu_cases.model(config, kernels, device)
-    if graphs and cuda:
+    if cuda:
         use_graphs(model, Graphs(CudaRecorder()))
-    step = gpu_cases.training(model, inputs, device, HALF)
+    steps = [
+        gpu_cases.training(model, dataclasses.replace(inputs, passes=passes), device, HALF)
+        for passes in sorted({inputs.passes, 1}, reverse=True)
+    ]
     begin = time.perf_counter()
     for _ in range(3):  # kernels are compiled, Adam makes its state; stacks are recorded in the second step
-        gpu_clock.drain(step)
+        gpu_clock.drain(steps[0])
     if cuda:
         torch.cuda.synchronize(device)
-        yield Measured(
-            "peak memory", torch.cuda.max_memory_allocated(device) / MIB, "MiB", "parameters and Adam included"
-        )
-        yield Measured("reserved memory", torch.cuda.max_memory_reserved(device) / MIB, "MiB", "of the allocator")
+        most = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+        yield Measured("peak memory", most[0] / MIB, "MiB", "parameters and Adam included")
+        yield Measured("reserved memory", most[1] / MIB, "MiB", "of the allocator")
     yield Measured("first three steps", time.perf_counter() - begin, "s", "kernels are compiled, stacks recorded")
-    times = gpu_clock.timed(step, device, 0.0, setup.sizes.runs)
-    whole = [sum(stages) for stages in zip(*times.values(), strict=True)]
-    for stage, seconds in times.items():
-        yield Measured(stage, 1000 * median(seconds), "ms")
-    spread = f"{1000 * min(whole):.4g} to {1000 * max(whole):.4g} in {len(whole)} runs"
-    yield Measured("step", 1000 * median(whole), "ms", spread)
-    for stage, ran in gpu_clock.kernels(step, device).items():
-        yield Measured(f"busy {stage}", 1000 * sum(kernel.seconds for kernel in ran), "ms", f"{len(ran)} launches")
-    flops = training_flops(pass_flops(config, gpu_cases.labelled(inputs)), inputs.passes)
-    yield Measured("model's products", flops / 1e12, "TFLOP")
-    if peak := setup.found("products bf16"):
-        share = flops / median(whole) / 1e12 / peak
-        yield Measured("share of the peak", share, "", "of the measured speed of bf16 products")
+    flops = pass_flops(config, gpu_cases.labelled(inputs))
+    means = []
+    for step, passes in zip(steps, sorted({inputs.passes, 1}, reverse=True), strict=True):
+        of = f"{passes} pass{'es' * (passes > 1)}"
+        times = gpu_clock.timed(step, device, 0.0, min(3, setup.sizes.runs))
+        whole = [sum(stages) for stages in zip(*times.values(), strict=True)]
+        for stage, seconds in times.items():
+            yield Measured(stage, 1000 * median(seconds), "ms", of=of)
+        spread = f"{1000 * min(whole):.4g} to {1000 * max(whole):.4g} in {len(whole)} runs"
+        yield Measured("step", 1000 * median(whole), "ms", spread, of)
+        for stage, ran in gpu_clock.kernels(step, device).items():
+            yield Measured(f"busy {stage}", 1000 * sum(k.seconds for k in ran), "ms", f"{len(ran)} launches", of)
+        if peak := setup.found("products bf16"):
+            share = training_flops(flops, passes) / median(whole) / 1e12 / peak
+            yield Measured("share of the peak", share, "", "of the measured speed of bf16 products", of)
+        means.append(median(whole))
+    yield Measured("mean step", 500 * (means[0] + means[-1]), "ms", f"over 1 to {inputs.passes} passes")
 
 
 def _prediction(setup: Setup, inputs: Inputs, backend: str) -> Iterator[Measured]:

@@ -68,6 +68,8 @@ class Setup:
     """Backends that are wanted; those that cannot run here are left out."""
     rows: tuple[Row, ...] = ()
     """What earlier parts found."""
+    memory_gib: float | None = None
+    """Of the device, no more than this may be used: what a smaller one would do."""
 
     @property
     def left(self) -> float:

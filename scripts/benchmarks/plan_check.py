@@ -58,7 +58,9 @@ def predicted(step: Step, ranks: int, device: Device, links: Links) -> float:
     crowded = device.crowded(ranks)
     items = items_of(
         program(dataclasses.replace(step, ranks=ranks)),
-        lambda work: crowded * device.seconds(work.name, work.flops, work.bytes, work.launches, work.half),
+        lambda work: (
+            crowded * device.seconds(work.name, work.flops, work.bytes, work.launches, work.half, logits=work.logits)
+        ),
     )
     link = links.seconds
     return simulate(items, 0.0, lambda kind, counted: link(kind, counted, ranks), device.overlaps).total

@@ -1,7 +1,7 @@
 """Part `modelled`: section 5 of the paper as evodsp's planner calculates it, since no GPUs are at hand.
 
 Each bar of figures 5 to 8 is one rank's program, followed operator by operator (`planned_rank.py`), with the times of a device
-and of its links from the planner's data files (H100, NVLink 4, InfiniBand NDR). And each method's collectives of one layer,
+(`h100.yaml`, of data sheets) and of its links from the planner's data files (NVLink 4, InfiniBand NDR). And each method's collectives of one layer,
 alone, for a sequence of 8M tokens (table 9). Nothing is fitted to the paper.
 
 What is calculated beside the program, from the number of parameters: Adam reads and writes 28 bytes of each that it updates;
@@ -12,6 +12,7 @@ That communication hides where the link is idle.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from evodsp.errors import UserError
@@ -37,6 +38,7 @@ ADAM = 28
 GRADIENT, WEIGHT = 4, 2
 """Bytes per parameter in the reduction of gradients, and in the gathering of weights."""
 TABLE_9_TOKENS = 2**23
+HERE = Path(__file__).resolve().parent
 PLANNER = (
     "imagined.py",
     "trace.py",
@@ -51,7 +53,7 @@ PLANNER = (
 
 def part(settings: Mapping[str, Any]) -> Part:
     """`settings`: the section `modelled` of `experiments/cpu.yaml`."""
-    device = load_device(settings["device"])
+    device = load_device(str(HERE / f"{settings['device']}.yaml"))
     links = Links(load_link(device.inside), load_link(device.across), device.gpus_per_node)
     bars = [case for table in settings["tables"] for case in cases(table)]
     if models := settings.get("only"):
@@ -76,7 +78,8 @@ def part(settings: Mapping[str, Any]) -> Part:
         (
             *("modelled.py", "planned_rank.py", "one_rank.py"),
             *(f"experiments/{table}.yaml" for table in settings["tables"]),
-            *(f"../../evodsp/planner/{name}" for name in (*PLANNER, f"devices/{settings['device']}.yaml")),
+            *(f"../../evodsp/planner/{name}" for name in PLANNER),
+            f"{settings['device']}.yaml",
         ),
         measure,
         report,
@@ -119,7 +122,7 @@ def timed(found: Followed, ranks: int, device: Device, links: Links) -> Times:
     """The program on the device, with its collectives on the links."""
 
     def seconds(work: Work) -> float:
-        return device.seconds(work.name, work.flops, work.bytes, work.launches, work.half)
+        return device.seconds(work.name, work.flops, work.bytes, work.launches, work.half, logits=work.logits)
 
     return simulate(spans(found.events, seconds), 1e-6 * device.launch_us, link_of(links, ranks), device.overlaps)
 

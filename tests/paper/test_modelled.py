@@ -17,7 +17,7 @@ from scripts.paper.planned_rank import follow
 from scripts.paper.workload import Workload
 
 SMALL = Workload("tiny", time=8, rows=16, columns=16, checkpoint=True)
-H100 = load_device("h100")
+H100 = load_device(str(modelled.HERE / "h100.yaml"))
 LINKS = Links(load_link("nvlink4"), load_link("infiniband"), 8)
 
 
