@@ -21,13 +21,18 @@ DATA ?= data
 COMPARE_DATA = OPENFOLD_SOURCE=$(OPENFOLD) $(BIN)/python -m scripts.parity.data --openfold $(OPENFOLD_VENV)/bin/python \
   --data $(DATA) --seed $(SEED)
 
+# An environment like a GPU machine's, for a rehearsal without a GPU; only `make rehearse` makes it: 5 GB, for Linux on x86-64.
+REHEARSAL        := .venv-rehearsal
+REHEARSAL_READY  := $(REHEARSAL)/.ready
+REHEARSAL_PYTHON ?= python3.12
+
 # The documentation's packages, and the frameworks that only tests of compatibility use, are added to .venv when they are first
 # needed, so that `make demo` does not fetch them. So is Triton, which tests of kernels use.
 DOCS_READY   := $(VENV)/.ready-docs
 COMPAT_READY := $(VENV)/.ready-compat
 TRITON_READY := $(VENV)/.ready-triton
 
-.PHONY: help venv demo test verify parity parity-data bench docs docs-serve wheel lint format clean
+.PHONY: help venv demo test verify parity parity-data bench rehearse docs docs-serve wheel lint format clean
 
 help:
 	@echo "make demo    train a small model on the bundled families, predict held-out members, show the result"
@@ -37,6 +42,8 @@ help:
 	@echo "make parity-data OPENFOLD=DIR  readers and features beside OpenFold's alone (DATA=data: a folder of structures and alignments)"
 	@echo "make bench   time and memory of the stacks against the formulas written out, and against DeepMind's JAX code and OpenFold"
 	@echo "             where they are (40 minutes; wants an idle machine; ROUNDS=5 takes a quarter; OPENFOLD=DIR: a clone)"
+	@echo "make rehearse  what a GPU machine will run, without a GPU but with its versions: GPU programs with --cpu, kernels compiled for an"
+	@echo "             H100, tests of kernels, the quickstart (5 GB, Python 3.12; STEPS='graphs ahead' takes some of its steps)"
 	@echo "make docs    build the documentation into site/ (make docs-serve shows it while you write)"
 	@echo "make wheel   build dist/evodsp-<version>-py3-none-any.whl"
 	@echo "make lint    ruff and mypy"
@@ -101,6 +108,17 @@ bench: $(READY) $(if $(OPENFOLD),$(OPENFOLD_READY))
 	  $(if $(OPENFOLD),--openfold $(OPENFOLD_VENV)/bin/python --openfold-source $(OPENFOLD)) \
 	  --output scripts/benchmarks/results/bench.csv
 
+# NumPy 2.4 and later cannot run Triton 3.6's interpreter, which only tests of kernels use.
+$(REHEARSAL_READY): scripts/benchmarks/rehearsal_requirements.txt
+	$(REHEARSAL_PYTHON) -m venv --clear $(REHEARSAL)
+	$(REHEARSAL)/bin/python -m pip install --quiet --no-deps --requirement scripts/benchmarks/rehearsal_requirements.txt
+	$(REHEARSAL)/bin/python -m pip install --quiet --no-deps --target $(REHEARSAL)/numpy numpy==2.3.5
+	@touch $(REHEARSAL_READY)
+
+STEPS ?=
+rehearse: $(REHEARSAL_READY)
+	scripts/benchmarks/rehearse.sh $(STEPS)
+
 $(DOCS_READY): $(READY) pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
 	@touch $(DOCS_READY)
@@ -136,4 +154,4 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(PARITY) $(OPENFOLD_VENV) $(RUNS) build dist site *.egg-info
+	rm -rf $(VENV) $(PARITY) $(OPENFOLD_VENV) $(REHEARSAL) $(RUNS) build dist site *.egg-info

@@ -58,6 +58,8 @@ NOT_RUN = {
     "scripts/paper/gpu.sh": "needs GPUs; its options are checked, and tests/paper/test_gpu.py runs it",
     "scripts/benchmarks/gpu.sh": "needs a GPU; its options are checked, and tests/test_benchmark_gpu.py runs it",
     "scripts/verify_gpus.sh": "needs GPUs; tests/test_verify_gpus.py runs it",
+    "scripts/benchmarks/kit.sh": "asks a package index; its options are checked, and tests/test_benchmark_kit.py runs it",
+    "../kit/run.sh": "runs a command on a machine with a GPU; the command is checked, and tests/test_benchmark_kit.py runs it",
     "torchrun": "runs in the verify tier; otherwise its options of evodsp are checked",
 }
 """Commands that are not executed here, by how they begin, and why."""
@@ -260,6 +262,28 @@ def check_benchmark_script(words: list[str]) -> None:
         assert benchmark_gpu.main([*words, "--dry-run"]) == 0
 
 
+def check_kit(words: list[str]) -> None:
+    """An option that the script does not know."""
+    known = set(re.findall(r"^    (--[\w-]+)\)", text_of("scripts/benchmarks/kit.sh"), re.MULTILINE))
+    assert known
+    assert {word for word in words if word.startswith("--")} <= known
+
+
+def check_in_kit(words: list[str]) -> None:
+    """The command that a kit is to find packages for, if it has a wrong option or is no program of this repository."""
+    if words[:3] == ["python3", "-m", "scripts.benchmarks.gpu"]:
+        check_benchmark_script(words[3:])
+    else:
+        CHECKS[words[0]](words[1:])
+
+
+def check_verify_gpus(words: list[str]) -> None:
+    """An option that the script does not know."""
+    known = set(re.findall(r'"(--\w+)"', text_of("scripts/verify_gpus.py")))
+    assert known
+    assert {word for word in words if word.startswith("--")} <= known
+
+
 CHECKS: dict[str, Callable[[list[str]], None]] = {
     "make": check_make,
     "pip": check_pip,
@@ -268,7 +292,9 @@ CHECKS: dict[str, Callable[[list[str]], None]] = {
     "source": check_words(".venv/bin/activate"),
     "scripts/paper/gpu.sh": check_gpu_script,
     "scripts/benchmarks/gpu.sh": check_benchmark_script,
-    "scripts/verify_gpus.sh": check_words(""),
+    "scripts/verify_gpus.sh": check_verify_gpus,
+    "scripts/benchmarks/kit.sh": check_kit,
+    "../kit/run.sh": check_in_kit,
 }
 
 

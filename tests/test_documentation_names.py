@@ -30,6 +30,8 @@ OPTIONS_OF_OTHERS = {
     "--cpu",
     "--base",
     "--dry-run",
+    "--jobs",
+    "--limit",
     "--only",
     "--backends",
     "--minutes",

@@ -41,7 +41,7 @@ from .random_inputs import random_features, randomise
 STEPS = 4
 """The first one of a replayed stack runs as usual, the second is recorded."""
 LIMIT_S = 240
-"""A script that hangs shows where, and ends."""
+"""A case that hangs shows where, and ends the script."""
 Step = Callable[[int], list[Tensor]]
 
 
@@ -177,7 +177,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cpu", action="store_true", help="try the script without a GPU, on small sizes")
     cpu = parser.parse_args().cpu
-    faulthandler.dump_traceback_later(LIMIT_S, exit=True)
     device = torch.device("cpu" if cpu else "cuda")
     config = ModelConfig.preset("test" if cpu else "model_1_ptm")
     rows, extra, residues, templates = (5, 6, 7, 2) if cpu else (32, 64, 64, 2)
@@ -189,12 +188,14 @@ def main() -> int:
     }
     failed = 0
     for name, make in cases.items():
+        faulthandler.dump_traceback_later(LIMIT_S, exit=True)
         try:
             said = compared(*make(), Rerun() if cpu else CudaRecorder(), device)
         except Exception as error:
             traceback.print_exc()
             said = f"FAILED {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         failed += said.startswith("FAILED")
+        faulthandler.cancel_dump_traceback_later()
         print(f"result: {name} {said}", flush=True)
     return 1 if failed else 0
 

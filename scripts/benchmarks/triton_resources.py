@@ -23,12 +23,8 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import re
-import subprocess
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -48,34 +44,14 @@ from evodsp.model.kernels.triton_kernels import (
 )
 from evodsp.model.kernels.triton_kernels.launch import Launch, Operator, moved, tiles
 
+from .triton_ahead import compile_for
+
 ARCHITECTURES = (80, 90, 100)
-SHARED_LIMIT = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
-"""Bytes of shared memory that one program may use."""
-SHARED_TOTAL = {80: 164 << 10, 90: 228 << 10, 100: 228 << 10}
-TENSOR_CORE = re.compile(r"\b(HMMA|HGMMA|UTC\w*MMA)\.?")
 RESULT = Path(__file__).parent / "results" / "triton_resources.txt"
 
 # H100 SXM: bytes per second, bf16 products per second, multiprocessors, clock under load.
 BANDWIDTH, PEAK, PROCESSORS, CLOCK = 3.35e12, 989e12, 132, 1.7e9
 MEMORY_REACHED, UNITS_REACHED = 0.9, 0.8
-
-_TYPES = {
-    torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16",
-    torch.int64: "i64", torch.int32: "i32", torch.bool: "i1",
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Resources:
-    """What one kernel needs on one architecture."""
-
-    registers: int
-    stack: int
-    """Bytes of local memory per thread: registers that were spilled."""
-    shared: int
-    tensor_cores: tuple[str, ...]
-    """Tensor-core instructions in the machine code."""
-    warps_resident: int
 
 
 @dataclass(frozen=True)
@@ -316,70 +292,6 @@ def _pass(operator: Operator, size: str, arguments: Sequence[Any], products: flo
 
 def _meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
-
-
-def compile_for(launch: Launch, architecture: int) -> Resources:
-    """Compile the launch's kernel, specialised as Triton specialises it for these arguments, and read what it needs."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    function = launch.function
-    signature: dict[str, Any] = {}
-    constants: dict[tuple[int, ...], Any] = {}
-    attributes: dict[tuple[int, ...], Any] = {}
-    for position, name in enumerate(function.arg_names):
-        if name in launch.constants:
-            signature[name], constants[(position,)] = "constexpr", launch.constants[name]
-        else:
-            signature[name] = _specialised(launch.arguments[name], (position,), constants, attributes)
-    compiled = triton.compile(
-        ASTSource(function, signature, constants, attributes),
-        target=GPUTarget("cuda", architecture, 32),
-        options={"num_warps": launch.warps, "num_stages": launch.stages, "enable_fp_fusion": True},
-    )
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        usage = _tool("cuobjdump", "--dump-resource-usage", file.name)
-        code = _tool("nvdisasm", file.name)
-    found = dict(re.findall(r"\b(REG|STACK):(\d+)", usage))
-    registers, shared = int(found["REG"]), compiled.metadata.shared
-    by_registers = 65536 // (tiles(registers, 8) * 8 * 32 * launch.warps)
-    programs = min(by_registers, SHARED_TOTAL[architecture] // (shared + 1024), 64 // launch.warps, 32)
-    return Resources(
-        registers, int(found["STACK"]), shared, tuple(sorted(set(TENSOR_CORE.findall(code)))), programs * launch.warps
-    )
-
-
-def _specialised(
-    value: Any, path: tuple[int, ...], constants: dict[tuple[int, ...], Any], attributes: dict[Any, Any]
-) -> Any:
-    """Triton's type of an argument. 1 and None become constants; addresses and multiples of 16 are marked as such."""
-    if isinstance(value, Tensor):
-        attributes[path] = [["tt.divisibility", 16]]
-        return f"*{_TYPES[value.dtype]}"
-    if isinstance(value, tuple):
-        return tuple(_specialised(item, (*path, i), constants, attributes) for i, item in enumerate(value))
-    if value is None or (isinstance(value, int) and value == 1):
-        constants[path] = value
-        return "constexpr"
-    if isinstance(value, float):
-        return "fp32"
-    if value % 16 == 0:
-        attributes[path] = [["tt.divisibility", 16]]
-    return "i32" if -(1 << 31) <= value < 1 << 31 else "i64"
-
-
-def _tool(name: str, *words: str) -> str:
-    return subprocess.run([str(_tools() / name), *words], capture_output=True, text=True, check=True).stdout
-
-
-@cache
-def _tools() -> Path:
-    import triton
-
-    return Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
 def table() -> list[str]:

@@ -9,6 +9,7 @@ import torch
 
 from evodsp.model.kernels.triton_kernels.launch import Launch
 from scripts.benchmarks import triton_resources as resources
+from scripts.benchmarks.triton_ahead import SHARED_LIMIT
 
 # Kernels that multiply matrices.
 PRODUCTS = ("attention.", "global_attention.", "hidden.", "outer_product.")
@@ -26,7 +27,7 @@ def _check(launch: Launch, architecture: int) -> None:
     needs = resources.compile_for(launch, architecture)
     where = f"{launch.kernel} on sm_{architecture}"
     assert needs.stack == 0, f"{where} spills {needs.stack} bytes"
-    assert needs.shared <= resources.SHARED_LIMIT[architecture], where
+    assert needs.shared <= SHARED_LIMIT[architecture], where
     assert needs.warps_resident >= 8, f"{where}: {needs.warps_resident} warps"
     multiplies = launch.kernel.startswith(PRODUCTS) and launch.kernel not in (
         "outer_product.scale",
