@@ -150,7 +150,7 @@ def test_every_part_of_the_model_keeps_half_precision() -> None:
     The embedders of input and recycling show in the stacks: with m or z in float32, so would be the stack's results.
     """
     found = dict(measure(WHOLE_MODEL).dtypes)
-    assert found.pop("structure_module") == ["float32"] * 6
+    assert found.pop("structure_module") == ["float32"] * 10
     rows, mask = found.pop("template_torsion_embedder")  # rows of the MSA, and their mask
     assert (rows, mask) == ("bfloat16", "float32")
     assert len(found) == 14

@@ -168,7 +168,7 @@ USED_BY_PARENTS = (
     "attention.norm", "attention_starting.norm", "attention_ending.norm", "outgoing.norm", "incoming.norm",
     "column_attention.key_value", "column_attention.gate", "column_attention.output",
     "outer_product_mean.norm", "transition.norm", "transition.widen", "transition.narrow", "structure_module.attention.query",
-    "structure_module.attention.key_value", "attention.query_points", "attention.key_value_points",
+    "structure_module.attention.key_value", "attention.query_points", "attention.key_value_points", "attention.output",
 )  # fmt: skip
 
 

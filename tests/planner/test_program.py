@@ -176,7 +176,9 @@ def test_a_block_launches_and_moves_what_it_does_on_a_gpu() -> None:
         for item in segment(spans(found.events, seconds), ("evoformer", 1), forward=False)
         if isinstance(item, Span)
     ]
-    assert sum(item.launches for item in block) == pytest.approx(counted.forward.launches, rel=0.03)
+    # In the count are also what the planner has outside of blocks: the cast of parameters into new memory, and dropout's keys.
+    outside = 1 + counted.forward.operators["zeros"] + counted.forward.operators["stack"]
+    assert sum(item.launches for item in block) == pytest.approx(counted.forward.launches - outside, rel=0.03)
     assert sum(item.bytes for item in block) == pytest.approx(counted.forward.bytes, rel=0.03)
     assert sum(item.launches for item in back) == pytest.approx(counted.backward.launches, rel=0.05)
     assert sum(item.bytes for item in back) == pytest.approx(counted.backward.bytes, rel=0.05)

@@ -33,9 +33,10 @@ def test_copies_last_until_the_backward_pass_has_ended() -> None:
     module = TrainingModule(TrainingConfig(**vars(config())))
     module.trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
     module._gradients = PlainGradients(module.model.parameters(), None)
-    layer = module.model.evoformer.blocks[0].pair_stack.attention_starting.attention.output
+    attention = module.model.evoformer.blocks[0].pair_stack.attention_starting.attention
+    layer = attention.output  # whose parameters an operator takes: it is never called
     used: list[torch.dtype] = []
-    layer.register_forward_hook(lambda layer, *_: used.append(layer.weight.dtype))
+    attention.register_forward_hook(lambda *_: used.append(layer.weight.dtype))
     batch = labelled_sample()
     with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
         loss = module.training_step(batch, 0)
