@@ -100,7 +100,7 @@ def block(config: ModelConfig, kind: str, first: int, residues: int, dtype: torc
             settings = dataclasses.replace(config.extra_msa if extra else config.evoformer, blocks=1, checkpoint=False)
             c_m = channels.extra_msa if extra else channels.msa
             stack, shapes = EvoformerStack(c_m, channels.pair, settings, extra), [(1, first, residues, c_m), pair]
-        streams_of: Callable[..., Any] = stack.dropout_streams  # type: ignore[assignment]
+        streams_of: Callable[..., Any] = stack.dropout_streams
         keys = DropoutKeys.of(streams_of(draws * samples), META)
         leaves = [torch.empty(shape, dtype=dtype).requires_grad_() for shape in shapes]
         masks = [torch.empty(shape[:-1]) for shape in shapes]

@@ -13,7 +13,14 @@ cd "$(dirname "$0")/../.."
 python=${EVODSP_PYTHON:-.venv-rehearsal/bin/python}
 numpy=${NUMPY_FOR_TRITON:-.venv-rehearsal/numpy}
 work=$(mktemp -d)
-trap 'rm -rf "$work"' EXIT
+job=''
+stop() { # what runs, with its children; each step is a process group of its own
+  [[ -z $job ]] || kill -- "-$job" 2>/dev/null
+  rm -rf "$work"
+}
+trap stop EXIT
+trap 'exit 130' INT TERM
+set -m
 export PYTHONUNBUFFERED=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 # Kernels are compiled anew: a cache of another day must not hide that one no longer compiles.
@@ -67,7 +74,11 @@ for step in "${@:-${steps[@]}}"; do
     exit 1
   }
   begun=$SECONDS
-  if "$step" >"$work/output" 2>&1; then
+  "$step" >"$work/output" 2>&1 &
+  job=$!
+  wait "$job"
+  code=$? job=''
+  if ((code == 0)); then
     echo "ok      $step: ${does[$step]}, $((SECONDS - begun)) s"
   else
     echo "FAILED  $step: ${does[$step]}, $((SECONDS - begun)) s"
