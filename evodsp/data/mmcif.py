@@ -11,12 +11,14 @@ residues have the letter of their parent (MSE: M, SEP: S) by Biopython's table, 
 from __future__ import annotations
 
 import contextlib
+import logging
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import date
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 
-import gemmi
 import numpy as np
 from Bio.Data.PDBData import protein_letters_3to1_extended
 from gemmi import cif
@@ -26,6 +28,7 @@ from evodsp.data.layout import entry_of
 from evodsp.data.records import Chain, Structure
 from evodsp.data.structure_block import block_without_atoms, is_pdb, read_block, rows_of, unquoted, values_of
 from evodsp.data.text_files import read_bytes
+from evodsp.data.unlisted_chains import is_amino_acid
 from evodsp.errors import FileFormatError, UserError, nearest
 from evodsp.geometry.residues import ATOM_ORDER, ATOM_TYPES
 
@@ -54,7 +57,7 @@ def read_chain(path: str | Path, chain_id: str) -> Chain:
     if not chain_id and len(entry.asym_of_chain) == 1:
         (chain_id,) = entry.asym_of_chain
     if chain_id not in entry.asym_of_chain:
-        names = sorted(entry.asym_of_chain)
+        names = sorted(name or "''" for name in entry.asym_of_chain)
         raise UserError(
             f"{path}: no protein chain '{chain_id}'.{nearest(chain_id, names)} Chains: {', '.join(names)}; give one of these"
         )
@@ -74,7 +77,7 @@ def read_confidence(path: str | Path, chain_id: str) -> Float32[np.ndarray, " L"
 
 def read_release_date(path: str | Path) -> date | None:
     """When the entry was first released, None if the file has no date. Raises FileFormatError as `read_structure` does."""
-    return _release_date(read_block(path))
+    return _release_date(read_block(path).block)
 
 
 @dataclass(frozen=True)
@@ -128,10 +131,12 @@ class _Entry:
     ]  # label_asym_id -> sequence number -> monomers (several: microheterogeneity)
     asym_of_chain: dict[str, str]  # author chain id -> label_asym_id
     rows_of_asym: dict[str, Int64[np.ndarray, " n"]]  # rows of _atom_site, first model only
+    notes: dict[str, tuple[str, ...]]  # author chain id -> what a user should know of its residues
 
     @classmethod
     def read(cls, path: str | Path) -> _Entry:
-        block = read_block(path)
+        completed = read_block(path)
+        block = completed.block
         seqres = _protein_sequences(path, block)
         asym_of_chain, rows_of_asym = _chain_rows(block, seqres)
         if not asym_of_chain:
@@ -146,6 +151,7 @@ class _Entry:
             seqres=seqres,
             asym_of_chain=asym_of_chain,
             rows_of_asym=rows_of_asym,
+            notes=_notes(path, completed.notes, asym_of_chain),
         )
 
     def column(self, tag: str, rows: Int64[np.ndarray, " n"], missing: str) -> np.ndarray:
@@ -203,13 +209,9 @@ class _Entry:
         monomers = self.seqres[self.asym_of_chain[chain_id]]
         names = self.column("label_comp_id", rows, "")
         occupancy = self.numbers("occupancy", rows, "1")
-        residue_names = np.array([monomers[number][0] for number in numbers], dtype="U8")
-        if any(len(choice) > 1 for choice in monomers.values()):
-            # Microheterogeneity: the residue is the monomer of highest occupancy; atoms of the others are ignored.
-            _, best = _first_of_each(residue, occupancy)
-            residue_names[residue[best]] = names[best]
-            same = names == residue_names[residue]
-            rows, residue, names, occupancy = rows[same], residue[same], names[same], occupancy[same]
+        listed = [monomers[number] for number in numbers.tolist()]
+        residue_names, kept = _one_monomer_each(residue, names, occupancy, listed)
+        rows, residue, names, occupancy = rows[kept], residue[kept], names[kept], occupancy[kept]
 
         length = len(numbers)
         positions, mask = self._atom37(rows, residue, names, occupancy, length)
@@ -237,6 +239,7 @@ class _Entry:
                 for index, number in enumerate(numbers.tolist())
                 if len(monomers[number]) > 1
             ),
+            notes=self.notes[chain_id],
         )
 
     def _atom37(
@@ -258,6 +261,50 @@ class _Entry:
         positions[slots] = np.stack([self.numbers(f"Cartn_{axis}", chosen) for axis in "xyz"], axis=-1)
         mask[slots] = 1.0
         return positions.reshape(length, 37, 3), mask.reshape(length, 37)
+
+
+def _notes(path: str | Path, notes: Iterable[tuple[str, str]], chains: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """The notes of each chain, which are logged. Those of a chain that is no protein are of all chains."""
+    found: dict[str, tuple[str, ...]] = dict.fromkeys(chains, ())
+    for name, note in notes:
+        _say(f"{path}: {note}")
+        for chain in [name] if name in found else found:
+            found[chain] += (note,)
+    return found
+
+
+@lru_cache(maxsize=1024)
+def _say(note: str) -> None:
+    """Warn, once in a process."""
+    logging.getLogger(__name__).warning(note)
+
+
+def _one_monomer_each(
+    residue: Int64[np.ndarray, " n"],
+    names: np.ndarray,
+    occupancy: Float64[np.ndarray, " n"],
+    listed: list[list[str]],
+) -> tuple[np.ndarray, Bool[np.ndarray, " n"]]:
+    """The name of each of the L residues, and which rows are its: of several monomers the one of highest occupancy.
+
+    `residue`, `names`, `occupancy`: of the rows; `listed`: the monomers of SEQRES. Rows may have several where SEQRES lists
+    one, as in PDB files; then that one is meant if it was seen, and the name is that of SEQRES in any case.
+    """
+    unique, codes = np.unique(names, return_inverse=True)
+    seen = np.unique(residue * len(unique) + codes) // max(1, len(unique))
+    several = np.array([len(monomers) > 1 for monomers in listed])
+    mixed = several | (np.bincount(seen, minlength=len(listed)) > 1)
+    residue_names = np.array([monomers[0] for monomers in listed], dtype="U8")
+    if not mixed.any():
+        return residue_names, np.ones(len(residue), bool)
+    at = np.flatnonzero(mixed[residue])
+    is_listed = np.array([n in listed[k] for k, n in zip(residue[at].tolist(), names[at].tolist(), strict=True)], bool)
+    # A listed monomer goes before any other: occupancies are far below the bonus.
+    _, best = _first_of_each(residue[at], np.clip(occupancy[at], -_LARGEST, _LARGEST) + 4 * _LARGEST * is_listed)
+    chosen = residue_names.copy()
+    chosen[residue[at[best]]] = names[at[best]]
+    residue_names[several] = chosen[several]
+    return residue_names, ~mixed[residue] | (names == chosen[residue])
 
 
 def _first_of_each(
@@ -299,15 +346,8 @@ def _monomers(path: str | Path, block: cif.Block) -> dict[str, dict[int, list[st
             raise FileFormatError(path, f"_entity_poly_seq.num is '{number}' but must be a number; correct the file")
         of_entity.setdefault(entity, {}).setdefault(int(number), []).append(monomer)
     if not types:
-        of_entity = {
-            e: s for e, s in of_entity.items() if any(_is_amino_acid(m) for names in s.values() for m in names)
-        }
+        of_entity = {e: s for e, s in of_entity.items() if any(is_amino_acid(m) for names in s.values() for m in names)}
     return of_entity
-
-
-def _is_amino_acid(name: str) -> bool:
-    residue = gemmi.find_tabulated_residue(name)
-    return residue is not None and residue.is_amino_acid()
 
 
 def _letters(monomers: list[str]) -> str:

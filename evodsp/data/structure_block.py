@@ -7,13 +7,14 @@ gemmi completes PDB files, and mmCIF files without polymer sequences, to full mm
 from __future__ import annotations
 
 import re
-from itertools import product
+from dataclasses import dataclass
 from pathlib import Path
 
 import gemmi
 from gemmi import cif
 
 from evodsp.data.text_files import read_bytes
+from evodsp.data.unlisted_chains import FoundChain, Site, find_chain
 from evodsp.errors import FileFormatError
 
 _NEEDED = (
@@ -28,21 +29,33 @@ _OPTIONAL = tuple(
 )
 _ATOM_COLUMNS = tuple(tag for tag in (*_NEEDED, *_OPTIONAL) if tag.startswith("_atom_site."))
 _PARSE_ERROR = re.compile(r"[^:]*:(\d+)(?::\d+\(\d+\))?:? ?(.*)", re.DOTALL)
+_NAMED = 5
+"""Residues that a message names."""
 
 
-def read_block(path: str | Path) -> cif.Block:
+@dataclass(frozen=True)
+class Completed:
+    """The mmCIF block with the atoms of a file. `notes`: (author chain id, what a user should know of it)."""
+
+    block: cif.Block
+    notes: tuple[tuple[str, str], ...] = ()
+
+
+def read_block(path: str | Path) -> Completed:
     """The mmCIF block with the atoms of a file, whatever its format."""
     data = read_bytes(path)
     try:
         if is_pdb(path):
             text = data.decode().encode("ascii", "replace")  # gemmi counts columns in bytes
-            block = _completed(gemmi.read_pdb_string(text))
+            completed = _completed(gemmi.read_pdb_string(text))
         else:
             block = next((b for b in cif.read_string(data) if _holds(b, "_atom_site.Cartn_x")), cif.Block(""))
+            completed = Completed(block)
             if _holds(block, "_atom_site.Cartn_x") and not _holds(block, *_NEEDED):
-                block = _completed(gemmi.make_structure_from_block(block))
+                completed = _completed(gemmi.make_structure_from_block(block))
     except (ValueError, RuntimeError, IndexError) as error:
         raise _not_valid(path, error) from error
+    block = completed.block
     if not _holds(block, "_atom_site.Cartn_x"):
         raise FileFormatError(path, "no atoms (no _atom_site records); download the entry again or use another one")
     lengths = {len(block.find_values(tag)) for tag in _ATOM_COLUMNS} - {0}
@@ -50,7 +63,7 @@ def read_block(path: str | Path) -> cif.Block:
         raise FileFormatError(
             path, f"columns of _atom_site differ in length {sorted(lengths)}; download the entry again"
         )
-    return block
+    return completed
 
 
 def block_without_atoms(path: str | Path, data: bytes) -> cif.Block | None:
@@ -78,19 +91,74 @@ def _not_valid(path: str | Path, error: Exception) -> FileFormatError:
     return FileFormatError(path, message, line)
 
 
-def _completed(structure: gemmi.Structure) -> cif.Block:
-    """The structure as mmCIF with entities, and with SEQRES taken from the atoms if the file has none."""
+def _completed(structure: gemmi.Structure) -> Completed:
+    """The first model as mmCIF with entities. A protein chain without a listed sequence has that of its residues."""
+    while len(structure) > 1:
+        del structure[-1]
+    for chain in structure[0]:
+        chain.name = chain.name.strip()
+    chains = [(chain.name, chain, find_chain(chain)) for chain in structure[0]]
+    for _, chain, found in chains:
+        _declare(chain, found)
     structure.setup_entities()
-    for entity in structure.entities:
-        if entity.entity_type == gemmi.EntityType.Polymer and not entity.full_sequence and entity.subchains:
-            entity.full_sequence = [
-                residue.name for residue in structure[0].get_subchain(entity.subchains[0]).first_conformer()
-            ]
-            for model, subchain in product(structure, entity.subchains):
-                for residue in model.get_subchain(subchain):
-                    residue.label_seq = None  # it numbers a sequence that the file does not list
+    listed = {
+        subchain
+        for entity in structure.entities
+        if entity.entity_type == gemmi.EntityType.Polymer and entity.full_sequence
+        for subchain in entity.subchains
+    }
     structure.assign_label_seq_id(force=True)
-    return structure.make_mmcif_document().sole_block()
+    notes = []
+    for number, (name, chain, found) in enumerate(chains):
+        if found.left_out:
+            notes.append((name, _left_out(name, found)))
+        if not listed.isdisjoint(residue.subchain for residue in chain) or not found.sites:
+            continue
+        _number(structure, chain, found, f"{number}?")
+        if found.breaks:
+            notes.append((name, _broken(name, found)))
+    return Completed(structure.make_mmcif_document().sole_block(), tuple(notes))
+
+
+def _declare(chain: gemmi.Chain, found: FoundChain) -> None:
+    """Say which residues are the polymer's if the file does not: gemmi would end a chain without TER at its first HETATM."""
+    if found.sites and all(residue.entity_type == gemmi.EntityType.Unknown for residue in chain):
+        for residue in chain:
+            residue.entity_type = gemmi.EntityType.Water if residue.is_water() else gemmi.EntityType.NonPolymer
+        for site in found.sites:
+            for residue in site.residues:
+                residue.entity_type = gemmi.EntityType.Polymer
+
+
+def _number(structure: gemmi.Structure, chain: gemmi.Chain, found: FoundChain, name: str) -> None:
+    """Make a chain's sites an entity called `name`, and number them."""
+    for entity in structure.entities:
+        entity.subchains = [s for s in entity.subchains if s not in {residue.subchain for residue in chain}]
+    for residue in chain:
+        residue.label_seq, residue.subchain = None, f"{name}x"
+    for number, site in enumerate(found.sites, 1):
+        for residue in site.residues:
+            residue.label_seq, residue.subchain, residue.entity_id = number, name, name
+    entity = gemmi.Entity(name)
+    entity.entity_type, entity.polymer_type = gemmi.EntityType.Polymer, gemmi.PolymerType.PeptideL
+    entity.subchains = [name]
+    entity.full_sequence = [",".join(dict.fromkeys(r.name for r in site.residues)) for site in found.sites]
+    structure.entities.append(entity)
+
+
+def _left_out(name: str, found: FoundChain) -> str:
+    what = f"residues with N, CA and C that no peptide bond joins to chain '{name}' are left out"
+    return f"{what}: {_some(found.left_out)}"
+
+
+def _broken(name: str, found: FoundChain) -> str:
+    what = f"the file lists no sequence of chain '{name}', which breaks behind {_some(found.breaks)}"
+    return f"{what}; residues that are missing there are not in its sequence"
+
+
+def _some(sites: list[Site]) -> str:
+    more = f" and {len(sites) - _NAMED:,} more" if len(sites) > _NAMED else ""
+    return ", ".join(site.label for site in sites[:_NAMED]) + more
 
 
 def unquoted(text: str) -> str:
