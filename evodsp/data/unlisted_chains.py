@@ -147,7 +147,10 @@ def _within(first: Float64[np.ndarray, "n 3"], second: Float64[np.ndarray, "m 3"
 def _same_place(first: gemmi.Residue, second: gemmi.Residue) -> bool:
     """Whether two residues of one number are monomers at one place. Where insertion codes were dropped, they are neighbours."""
     places = _atoms(first, "CA"), _atoms(second, "CA")
-    return not (places[0].size and places[1].size) or _within(*places, _SAME_PLACE)
+    if not (places[0].size and places[1].size) or _within(*places, _SAME_PLACE):
+        return True
+    # gemmi splits a residue whose segment names differ.
+    return first.name == second.name and not all(_atoms(r, name).size for r in (first, second) for name in _BACKBONE)
 
 
 def _bonded(first: Site, second: Site) -> bool:

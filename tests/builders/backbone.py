@@ -60,7 +60,7 @@ def mmcif_text(residues: Iterable[Residue]) -> str:
     """mmCIF text with nothing but atoms."""
     rows = [
         atom(
-            *(name, residue.name, ".", round(3.8 * residue.at + x, 3)),
+            *(name, residue.name, residue.number, round(3.8 * residue.at + x, 3)),
             group_PDB="HETATM" if residue.het else "ATOM",
             label_asym_id=residue.label or residue.chain,
             auth_asym_id=residue.chain,
