@@ -115,6 +115,7 @@ class Diagnosis:
             "read": len(self.examined),
             "read, alignments of another sequence": states["mismatching"],
             "read, unreadable": states["unreadable"],
+            "read, whose structure needs a look": sum(bool(chain.notes) for chain in self.examined),
             "unreadable header or first alignment (index)": len(self.unreadable_headers),
         }
 

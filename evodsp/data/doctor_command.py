@@ -88,7 +88,8 @@ def _duration(seconds: float) -> str:
 
 
 def _bad_rows(found: Diagnosis) -> list[tuple[str, str, str]]:
-    """(chain, what, reason) of everything that is wrong with a single chain; validation first."""
+    """(chain, what, reason) of everything that is wrong with a single chain, validation first; then what needs a look."""
+    notes = ((chain.key, note) for chain in (*found.validated, *found.examined) for note in chain.notes)
     return [
         *((key, "validation chain missing", f"no {lacking}") for key, lacking in found.missing_validation.items()),
         *(
@@ -98,6 +99,7 @@ def _bad_rows(found: Diagnosis) -> list[tuple[str, str, str]]:
         ),
         *((chain.key, chain.state, chain.reason) for chain in found.bad),
         *((key, "missing", f"no {lacking}") for key, lacking in found.missing.items()),
+        *((key, "good, structure needs a look", note) for key, note in dict.fromkeys(notes)),
     ]
 
 

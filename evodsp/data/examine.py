@@ -34,6 +34,8 @@ class Examined:
     """Size in a store: rows and coordinates, packed by zlib."""
     seconds: float = 0.0
     """Time to read and merge."""
+    notes: tuple[str, ...] = ()
+    """What a user should know of how its structure was read."""
 
 
 def examine(source: ChainSource, key: str) -> Examined:
@@ -56,4 +58,5 @@ def examine(source: ChainSource, key: str) -> Examined:
         depth=msa.num_alignments,
         packed_bytes=len(zlib.compress(rows, 1)) + len(zlib.compress(chain.positions.tobytes(), 1)),
         seconds=seconds,
+        notes=chain.notes,
     )

@@ -1,8 +1,7 @@
 """Parsing of structure files (mmCIF, PDB; gzipped or not) into protein chains with atom37 coordinates.
 
 gemmi.cif reads the tokens and NumPy assembles the arrays: about ten times as fast as Biopython's MMCIFParser on the same files
-(scripts/benchmarks/parsing.py). gemmi first completes PDB files, and mmCIF files without polymer sequences, to full mmCIF, so
-that the same code assembles all of them.
+(scripts/benchmarks/parsing.py). `evodsp.data.structure_block` makes full mmCIF of PDB files and of files without sequences.
 
 Conventions are AF2's (supplement 1.2.1): residues in SEQRES order; the first model; for each atom the alternative location of
 highest occupancy (the first among equals); SE of selenomethionine as SD; arginine's NH1 is the one nearer to CD. Modified
@@ -12,13 +11,14 @@ residues have the letter of their parent (MSE: M, SEP: S) by Biopython's table, 
 from __future__ import annotations
 
 import contextlib
-import re
+import logging
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import date
-from itertools import islice, product
+from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 
-import gemmi
 import numpy as np
 from Bio.Data.PDBData import protein_letters_3to1_extended
 from gemmi import cif
@@ -26,7 +26,9 @@ from jaxtyping import Bool, Float32, Float64, Int64
 
 from evodsp.data.layout import entry_of
 from evodsp.data.records import Chain, Structure
+from evodsp.data.structure_block import block_without_atoms, is_pdb, read_block, rows_of, unquoted, values_of
 from evodsp.data.text_files import read_bytes
+from evodsp.data.unlisted_chains import is_amino_acid
 from evodsp.errors import FileFormatError, UserError, nearest
 from evodsp.geometry.residues import ATOM_ORDER, ATOM_TYPES
 
@@ -34,18 +36,6 @@ _ATOM_NAMES, _ATOM_INDICES = np.array(sorted(ATOM_TYPES)), np.argsort(ATOM_TYPES
 _CD, _NH1, _NH2 = (ATOM_ORDER[name] for name in ("CD", "NH1", "NH2"))
 _RESOLUTIONS = ("_refine.ls_d_res_high", "_em_3d_reconstruction.resolution", "_reflns.d_resolution_high")
 _LARGEST = 1e9
-_NEEDED = (
-    *(f"_atom_site.{tag}" for tag in ("label_atom_id", "label_comp_id", "label_asym_id", "label_seq_id")),
-    *(f"_atom_site.Cartn_{axis}" for axis in "xyz"),
-    *("_entity_poly_seq.entity_id", "_entity_poly_seq.num", "_entity_poly_seq.mon_id"),
-    *("_struct_asym.id", "_struct_asym.entity_id"),
-)
-_OPTIONAL = tuple(
-    f"_atom_site.{tag}"
-    for tag in ("auth_asym_id", "auth_seq_id", "pdbx_PDB_ins_code", "pdbx_PDB_model_num", "occupancy")
-)
-_ATOM_COLUMNS = tuple(tag for tag in (*_NEEDED, *_OPTIONAL) if tag.startswith("_atom_site."))
-_PARSE_ERROR = re.compile(r"[^:]*:(\d+)(?::\d+\(\d+\))?:? ?(.*)", re.DOTALL)
 
 
 def read_structure(path: str | Path) -> Structure:
@@ -67,7 +57,7 @@ def read_chain(path: str | Path, chain_id: str) -> Chain:
     if not chain_id and len(entry.asym_of_chain) == 1:
         (chain_id,) = entry.asym_of_chain
     if chain_id not in entry.asym_of_chain:
-        names = sorted(entry.asym_of_chain)
+        names = sorted(name or "''" for name in entry.asym_of_chain)
         raise UserError(
             f"{path}: no protein chain '{chain_id}'.{nearest(chain_id, names)} Chains: {', '.join(names)}; give one of these"
         )
@@ -87,7 +77,7 @@ def read_confidence(path: str | Path, chain_id: str) -> Float32[np.ndarray, " L"
 
 def read_release_date(path: str | Path) -> date | None:
     """When the entry was first released, None if the file has no date. Raises FileFormatError as `read_structure` does."""
-    return _release_date(_read_block(path))
+    return _release_date(read_block(path).block)
 
 
 @dataclass(frozen=True)
@@ -107,7 +97,7 @@ def read_header(path: str | Path) -> Header:
 
     Truncated tables of atoms and chains without coordinates are not noticed. Raises FileFormatError as `read_structure` does.
     """
-    block = None if _is_pdb(path) else _block_without_atoms(path, read_bytes(path))
+    block = None if is_pdb(path) else block_without_atoms(path, read_bytes(path))
     if block is None:
         whole = read_structure(path)
         sequences = {name: chain.sequence for name, chain in whole.chains.items()}
@@ -118,7 +108,7 @@ def read_header(path: str | Path) -> Header:
     }
     found: dict[str, str] = {}
     entities: dict[str, str] = {}
-    for entity, names in _rows(block, "_entity_poly.entity_id", "_entity_poly.pdbx_strand_id"):
+    for entity, names in rows_of(block, "_entity_poly.entity_id", "_entity_poly.pdbx_strand_id"):
         for name in filter(None, map(str.strip, names.split(","))):
             # One author id on two polymers (rare): the longer one is meant.
             if entity in monomers and len(monomers[entity]) > len(found.get(name, "")):
@@ -141,10 +131,12 @@ class _Entry:
     ]  # label_asym_id -> sequence number -> monomers (several: microheterogeneity)
     asym_of_chain: dict[str, str]  # author chain id -> label_asym_id
     rows_of_asym: dict[str, Int64[np.ndarray, " n"]]  # rows of _atom_site, first model only
+    notes: dict[str, tuple[str, ...]]  # author chain id -> what a user should know of its residues
 
     @classmethod
     def read(cls, path: str | Path) -> _Entry:
-        block = _read_block(path)
+        completed = read_block(path)
+        block = completed.block
         seqres = _protein_sequences(path, block)
         asym_of_chain, rows_of_asym = _chain_rows(block, seqres)
         if not asym_of_chain:
@@ -153,12 +145,13 @@ class _Entry:
             path=path,
             block=block,
             pdb_id=entry_of(Path(path)),
-            method=", ".join(_values(block, "_exptl.method")).lower(),
+            method=", ".join(values_of(block, "_exptl.method")).lower(),
             resolution=_resolution(block),
             release_date=_release_date(block),
             seqres=seqres,
             asym_of_chain=asym_of_chain,
             rows_of_asym=rows_of_asym,
+            notes=_notes(path, completed.notes, asym_of_chain),
         )
 
     def column(self, tag: str, rows: Int64[np.ndarray, " n"], missing: str) -> np.ndarray:
@@ -169,7 +162,7 @@ class _Entry:
         first = int(rows.min())
         raw = np.array(list(islice(found, first, int(rows.max()) + 1)))[rows - first]
         unique, inverse = np.unique(raw, return_inverse=True)
-        return np.array([missing if cif.is_null(text) else _unquoted(text) for text in unique])[inverse]
+        return np.array([missing if cif.is_null(text) else unquoted(text) for text in unique])[inverse]
 
     def numbers(self, tag: str, rows: Int64[np.ndarray, " n"], missing: str = "") -> Float64[np.ndarray, " n"]:
         """Finite numbers [n] of an _atom_site column, without standard deviations in parentheses."""
@@ -216,13 +209,9 @@ class _Entry:
         monomers = self.seqres[self.asym_of_chain[chain_id]]
         names = self.column("label_comp_id", rows, "")
         occupancy = self.numbers("occupancy", rows, "1")
-        residue_names = np.array([monomers[number][0] for number in numbers], dtype="U8")
-        if any(len(choice) > 1 for choice in monomers.values()):
-            # Microheterogeneity: the residue is the monomer of highest occupancy; atoms of the others are ignored.
-            _, best = _first_of_each(residue, occupancy)
-            residue_names[residue[best]] = names[best]
-            same = names == residue_names[residue]
-            rows, residue, names, occupancy = rows[same], residue[same], names[same], occupancy[same]
+        listed = [monomers[number] for number in numbers.tolist()]
+        residue_names, kept = _one_monomer_each(residue, names, occupancy, listed)
+        rows, residue, names, occupancy = rows[kept], residue[kept], names[kept], occupancy[kept]
 
         length = len(numbers)
         positions, mask = self._atom37(rows, residue, names, occupancy, length)
@@ -250,6 +239,7 @@ class _Entry:
                 for index, number in enumerate(numbers.tolist())
                 if len(monomers[number]) > 1
             ),
+            notes=self.notes[chain_id],
         )
 
     def _atom37(
@@ -273,6 +263,50 @@ class _Entry:
         return positions.reshape(length, 37, 3), mask.reshape(length, 37)
 
 
+def _notes(path: str | Path, notes: Iterable[tuple[str, str]], chains: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """The notes of each chain, which are logged. Those of a chain that is no protein are of all chains."""
+    found: dict[str, tuple[str, ...]] = dict.fromkeys(chains, ())
+    for name, note in notes:
+        _say(f"{path}: {note}")
+        for chain in [name] if name in found else found:
+            found[chain] += (note,)
+    return found
+
+
+@lru_cache(maxsize=1024)
+def _say(note: str) -> None:
+    """Warn, once in a process."""
+    logging.getLogger(__name__).warning(note)
+
+
+def _one_monomer_each(
+    residue: Int64[np.ndarray, " n"],
+    names: np.ndarray,
+    occupancy: Float64[np.ndarray, " n"],
+    listed: list[list[str]],
+) -> tuple[np.ndarray, Bool[np.ndarray, " n"]]:
+    """The name of each of the L residues, and which rows are its: of several monomers the one of highest occupancy.
+
+    `residue`, `names`, `occupancy`: of the rows; `listed`: the monomers of SEQRES. Rows may have several where SEQRES lists
+    one, as in PDB files; then that one is meant if it was seen, and the name is that of SEQRES in any case.
+    """
+    unique, codes = np.unique(names, return_inverse=True)
+    seen = np.unique(residue * len(unique) + codes) // max(1, len(unique))
+    several = np.array([len(monomers) > 1 for monomers in listed])
+    mixed = several | (np.bincount(seen, minlength=len(listed)) > 1)
+    residue_names = np.array([monomers[0] for monomers in listed], dtype="U8")
+    if not mixed.any():
+        return residue_names, np.ones(len(residue), bool)
+    at = np.flatnonzero(mixed[residue])
+    is_listed = np.array([n in listed[k] for k, n in zip(residue[at].tolist(), names[at].tolist(), strict=True)], bool)
+    # A listed monomer goes before any other: occupancies are far below the bonus.
+    _, best = _first_of_each(residue[at], np.clip(occupancy[at], -_LARGEST, _LARGEST) + 4 * _LARGEST * is_listed)
+    chosen = residue_names.copy()
+    chosen[residue[at[best]]] = names[at[best]]
+    residue_names[several] = chosen[several]
+    return residue_names, ~mixed[residue] | (names == chosen[residue])
+
+
 def _first_of_each(
     keys: Int64[np.ndarray, " n"], occupancy: Float64[np.ndarray, " n"]
 ) -> tuple[Int64[np.ndarray, " m"], Int64[np.ndarray, " m"]]:
@@ -292,81 +326,18 @@ def _name_arginine_nitrogens(
     positions[swapped, _NH1], positions[swapped, _NH2] = positions[swapped, _NH2], positions[swapped, _NH1]
 
 
-def _read_block(path: str | Path) -> cif.Block:
-    """The mmCIF block with the atoms of a file, whatever its format."""
-    data = read_bytes(path)
-    try:
-        if _is_pdb(path):
-            text = data.decode().encode("ascii", "replace")  # gemmi counts columns in bytes
-            block = _completed(gemmi.read_pdb_string(text))
-        else:
-            block = next((b for b in cif.read_string(data) if _holds(b, "_atom_site.Cartn_x")), cif.Block(""))
-            if _holds(block, "_atom_site.Cartn_x") and not _holds(block, *_NEEDED):
-                block = _completed(gemmi.make_structure_from_block(block))
-    except (ValueError, RuntimeError, IndexError) as error:
-        raise _not_valid(path, error) from error
-    if not _holds(block, "_atom_site.Cartn_x"):
-        raise FileFormatError(path, "no atoms (no _atom_site records); download the entry again or use another one")
-    lengths = {len(block.find_values(tag)) for tag in _ATOM_COLUMNS} - {0}
-    if len(lengths) > 1:
-        raise FileFormatError(
-            path, f"columns of _atom_site differ in length {sorted(lengths)}; download the entry again"
-        )
-    return block
-
-
-def _block_without_atoms(path: str | Path, data: bytes) -> cif.Block | None:
-    """The mmCIF block with the sequences, parsed without the tables of atoms; None if it lacks what `read_header` needs."""
-    for table in (b"\nloop_\n_atom_site.", b"\nloop_\n_atom_site_anisotrop."):
-        if (start := data.find(table)) >= 0 and (end := data.find(b"\n#", start)) >= 0:
-            data = data[:start] + data[end:]
-    try:
-        blocks = cif.read_string(data)
-    except (ValueError, RuntimeError) as error:
-        raise _not_valid(path, error) from error
-    needed = ("_entity_poly.pdbx_strand_id", "_entity_poly_seq.mon_id")
-    return next((block for block in blocks if _holds(block, *needed)), None)
-
-
-def _is_pdb(path: str | Path) -> bool:
-    return str(path).lower().removesuffix(".gz").endswith((".pdb", ".ent"))
-
-
-def _not_valid(path: str | Path, error: Exception) -> FileFormatError:
-    """gemmi's error as one line."""
-    found = _PARSE_ERROR.match(str(error))
-    line, reason = (int(found.group(1)), found.group(2)) if found else (None, str(error))
-    message = f"not a valid structure file, or truncated ({' '.join(reason.split())}); download it again"
-    return FileFormatError(path, message, line)
-
-
-def _completed(structure: gemmi.Structure) -> cif.Block:
-    """The structure as mmCIF with entities, and with SEQRES taken from the atoms if the file has none."""
-    structure.setup_entities()
-    for entity in structure.entities:
-        if entity.entity_type == gemmi.EntityType.Polymer and not entity.full_sequence and entity.subchains:
-            entity.full_sequence = [
-                residue.name for residue in structure[0].get_subchain(entity.subchains[0]).first_conformer()
-            ]
-            for model, subchain in product(structure, entity.subchains):
-                for residue in model.get_subchain(subchain):
-                    residue.label_seq = None  # it numbers a sequence that the file does not list
-    structure.assign_label_seq_id(force=True)
-    return structure.make_mmcif_document().sole_block()
-
-
 def _protein_sequences(path: str | Path, block: cif.Block) -> dict[str, dict[int, list[str]]]:
     """SEQRES of every protein polymer: label_asym_id -> sequence number -> monomers (several: microheterogeneity)."""
     of_entity = _monomers(path, block)
-    asyms = _rows(block, "_struct_asym.id", "_struct_asym.entity_id")
+    asyms = rows_of(block, "_struct_asym.id", "_struct_asym.entity_id")
     return {asym: of_entity[entity] for asym, entity in asyms if entity in of_entity}
 
 
 def _monomers(path: str | Path, block: cif.Block) -> dict[str, dict[int, list[str]]]:
     """The same by entity."""
-    types = {entity: kind.lower() for entity, kind in _rows(block, "_entity_poly.entity_id", "_entity_poly.type")}
+    types = {entity: kind.lower() for entity, kind in rows_of(block, "_entity_poly.entity_id", "_entity_poly.type")}
     of_entity: dict[str, dict[int, list[str]]] = {}
-    for entity, number, monomer in _rows(
+    for entity, number, monomer in rows_of(
         block, "_entity_poly_seq.entity_id", "_entity_poly_seq.num", "_entity_poly_seq.mon_id"
     ):
         if "polypeptide" not in types.get(entity, "polypeptide"):
@@ -375,9 +346,7 @@ def _monomers(path: str | Path, block: cif.Block) -> dict[str, dict[int, list[st
             raise FileFormatError(path, f"_entity_poly_seq.num is '{number}' but must be a number; correct the file")
         of_entity.setdefault(entity, {}).setdefault(int(number), []).append(monomer)
     if not types:
-        of_entity = {
-            e: s for e, s in of_entity.items() if any(_is_amino_acid(m) for names in s.values() for m in names)
-        }
+        of_entity = {e: s for e, s in of_entity.items() if any(is_amino_acid(m) for names in s.values() for m in names)}
     return of_entity
 
 
@@ -399,50 +368,25 @@ def _chain_rows(
     asym_of_chain: dict[str, str] = {}
     rows_of_asym: dict[str, np.ndarray] = {}
     names, codes = np.unique(asym, return_inverse=True)
-    for code, name in enumerate(map(_unquoted, names.tolist())):
+    for code, name in enumerate(map(unquoted, names.tolist())):
         if name in seqres and (rows := np.flatnonzero(used & (codes == code))).size:
-            author = _unquoted(authors[int(rows[0])])
+            author = unquoted(authors[int(rows[0])])
             # One author id on two polymers (rare): the longer one is meant.
             if author not in asym_of_chain or len(seqres[name]) > len(seqres[asym_of_chain[author]]):
                 asym_of_chain[author], rows_of_asym[name] = name, rows
     return asym_of_chain, rows_of_asym
 
 
-def _unquoted(text: str) -> str:
-    """The value of a CIF token. A single quote character, which gemmi writes for odd insertion codes of PDB files, is kept."""
-    return cif.as_string(text) if len(text) > 1 else text
-
-
-def _holds(block: cif.Block, *tags: str) -> bool:
-    """Whether every tag has at least one value."""
-    return all(len(block.find_values(tag)) > 0 for tag in tags)
-
-
-def _is_amino_acid(name: str) -> bool:
-    residue = gemmi.find_tabulated_residue(name)
-    return residue is not None and residue.is_amino_acid()
-
-
-def _rows(block: cif.Block, *tags: str) -> list[tuple[str, ...]]:
-    """Unquoted values of the given columns of one category."""
-    return [tuple(_unquoted(text) for text in row) for row in block.find(list(tags))]
-
-
-def _values(block: cif.Block, tag: str) -> list[str]:
-    """Unquoted values of a tag that are neither '?' nor '.'."""
-    return [_unquoted(text) for text in block.find_values(tag) if not cif.is_null(text)]
-
-
 def _resolution(block: cif.Block) -> float | None:
     """Resolution in Å (X-ray or electron microscopy), None if there is none (NMR)."""
-    values = (cif.as_number(text) for tag in _RESOLUTIONS for text in _values(block, tag))
+    values = (cif.as_number(text) for tag in _RESOLUTIONS for text in values_of(block, tag))
     return next((value for value in values if 0 < value < _LARGEST), None)
 
 
 def _release_date(block: cif.Block) -> date | None:
     """Date of the first revision."""
     dates = []
-    for text in _values(block, "_pdbx_audit_revision_history.revision_date"):
+    for text in values_of(block, "_pdbx_audit_revision_history.revision_date"):
         with contextlib.suppress(ValueError):
             dates.append(date.fromisoformat(text))
     return min(dates, default=None)

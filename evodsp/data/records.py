@@ -79,7 +79,8 @@ class Chain:
 
     `positions` in Å. `residue_number` and `insertion_code` are the author's (pdbx_PDB_ins_code, '' if there is none);
     they are 0 and '' for residues without coordinates. `alternatives`: index and letters of each residue for which SEQRES lists
-    several monomers (microheterogeneity), in its order; `sequence` has one of them.
+    several monomers (microheterogeneity), in its order; `sequence` has one of them. `notes`: what a user should know of how the
+    file was read, such as residues that were left out; feature stores do not keep them.
     """
 
     pdb_id: str
@@ -94,6 +95,7 @@ class Chain:
     method: str = ""
     release_date: date | None = None
     alternatives: tuple[tuple[int, str], ...] = ()
+    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         sizes = {

@@ -1,0 +1,177 @@
+"""Chains of structure files that list no sequence (no SEQRES, no _entity_poly_seq): which of the residues are theirs.
+
+A chain's residues are its amino acids in the order of the file. They are not sorted: numbers may run backwards (IMGT's 112A is
+before 112) or jump (Kabat's). A residue that the file calls HETATM, or lists behind the chain's end, belongs to the chain only
+if a peptide bond joins it: ligands such as a free glycine do not. Nothing stands for residues that are missing at a break.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+import gemmi
+import numpy as np
+from Bio.Data.PDBData import protein_letters_3to1_extended
+from jaxtyping import Float64
+
+_PEPTIDE_BOND = 2.0
+"""Å between C and the next N, 1.33 in a good model. Where it is longer, residues are missing."""
+_CA_TO_CA = 4.2
+"""Å between neighbours' CA, 3.8 in a good model: for models that have no other atoms."""
+_SAME_PLACE = 2.0
+"""Å between the CA of two monomers at one place."""
+_BACKBONE = ("N", "CA", "C")
+_BEHIND_THE_END = (gemmi.EntityType.NonPolymer, gemmi.EntityType.Branched, gemmi.EntityType.Water)
+
+
+@dataclass(frozen=True)
+class Site:
+    """One place of a chain: a residue, or several monomers that were seen there (microheterogeneity)."""
+
+    residues: tuple[gemmi.Residue, ...]
+    is_atom: bool
+    """An amino acid that the file does not call HETATM."""
+    is_certain: bool
+    """The same, and not behind the chain's end: it needs no peptide bond to belong to the chain."""
+    nitrogen: Float64[np.ndarray, "n 3"]
+    alpha: Float64[np.ndarray, "a 3"]
+    carbon: Float64[np.ndarray, "c 3"]
+
+    @property
+    def label(self) -> str:
+        """Such as GLY 201, for messages."""
+        return f"{self.residues[0].name} {self.residues[0].seqid}"
+
+
+@dataclass(frozen=True)
+class FoundChain:
+    """The sites of a chain, in its order, and its amino acids (all of N, CA and C) that do not belong to it."""
+
+    sites: list[Site]
+    left_out: list[Site]
+
+    @property
+    def breaks(self) -> list[Site]:
+        """The sites behind which the chain breaks."""
+        return [a for a, b in pairwise(self.sites) if len(a.carbon) and len(b.nitrogen) and not _bonded(a, b)]
+
+
+def is_amino_acid(name: str) -> bool:
+    """Whether a monomer is an amino acid, by gemmi's table."""
+    residue = gemmi.find_tabulated_residue(name)
+    return residue is not None and residue.is_amino_acid()
+
+
+def find_chain(chain: gemmi.Chain) -> FoundChain:
+    """The residues of one author chain that are its polymer's; none if it holds no protein."""
+    sites = list(_sites(chain))
+    pieces: list[list[Site]] = []
+    for site in sites:
+        if pieces and _bonded(pieces[-1][-1], site):
+            pieces[-1].append(site)
+        else:
+            pieces.append([site])
+    own = [any(s.is_certain for s in piece) or (len(piece) > 1 and any(s.is_atom for s in piece)) for piece in pieces]
+    if not any(own):  # some programs call all residues HETATM
+        own = [len(piece) > 1 for piece in pieces]
+    found = [site for piece, is_own in zip(pieces, own, strict=True) if is_own for site in piece]
+    others = [piece for piece, is_own in zip(pieces, own, strict=True) if not is_own]
+    # Some programs list modified residues behind all others.
+    waiting = True
+    while waiting:
+        waiting, remaining = False, []
+        for piece in others:
+            if (at := _place(found, piece)) is None:
+                remaining.append(piece)
+            else:
+                found[at:at], waiting = piece, True
+        others = remaining
+    return FoundChain(
+        found, [s for piece in others for s in piece if len(s.nitrogen) and len(s.alpha) and len(s.carbon)]
+    )
+
+
+def _sites(chain: gemmi.Chain) -> Iterator[Site]:
+    """The places of the amino acids of a chain, and of residues that may be modified ones."""
+    group: list[gemmi.Residue] = []
+    for residue in chain:
+        if not (
+            _is_known(residue.name) or (_atoms(residue, "CA").size and _ends(residue)[0].size + _ends(residue)[1].size)
+        ):
+            continue
+        if group and (residue.seqid != group[0].seqid or not _same_place(group[0], residue)):
+            yield _site(group)
+            group = []
+        group.append(residue)
+    if group:
+        yield _site(group)
+
+
+def _site(residues: list[gemmi.Residue]) -> Site:
+    nitrogen, carbon = (np.concatenate(ends) for ends in zip(*map(_ends, residues), strict=True))
+    atoms = [residue for residue in residues if residue.het_flag != "H" and _is_known(residue.name)]
+    certain = any(residue.entity_type not in _BEHIND_THE_END for residue in atoms)
+    alpha = np.concatenate([_atoms(residue, "CA") for residue in residues])
+    return Site(tuple(residues), bool(atoms), certain, nitrogen, alpha, carbon)
+
+
+def _is_known(name: str) -> bool:
+    return is_amino_acid(name) or name in protein_letters_3to1_extended
+
+
+def _atoms(residue: gemmi.Residue, name: str) -> Float64[np.ndarray, "n 3"]:
+    """Positions of an atom, in all its alternative locations."""
+    return np.array([atom.pos.tolist() for atom in residue if atom.name == name]).reshape(-1, 3)
+
+
+def _ends(residue: gemmi.Residue) -> tuple[Float64[np.ndarray, "n 3"], Float64[np.ndarray, "m 3"]]:
+    """The atoms by which peptide bonds join a residue to the one before it and to the one behind it."""
+    nitrogen, carbon = _atoms(residue, "N"), _atoms(residue, "C")
+    if not nitrogen.size and not carbon.size and is_amino_acid(residue.name):
+        # Atoms of chromophores, which were made of several residues, have names such as N1 and C3.
+        nitrogen, carbon = (
+            np.array([atom.pos.tolist() for atom in residue if atom.element.name == element]).reshape(-1, 3)
+            for element in ("N", "C")
+        )
+        if len(carbon) == len(_atoms(residue, "CA")):  # a trace
+            carbon = carbon[:0]
+    return nitrogen, carbon
+
+
+def _within(first: Float64[np.ndarray, "n 3"], second: Float64[np.ndarray, "m 3"], limit: float) -> bool:
+    return bool((np.linalg.norm(first[:, None] - second, axis=-1) <= limit).any())
+
+
+def _same_place(first: gemmi.Residue, second: gemmi.Residue) -> bool:
+    """Whether two residues of one number are monomers at one place. Where insertion codes were dropped, they are neighbours."""
+    places = _atoms(first, "CA"), _atoms(second, "CA")
+    if not (places[0].size and places[1].size) or _within(*places, _SAME_PLACE):
+        return True
+    # gemmi splits a residue whose segment names differ.
+    return first.name == second.name and not all(_atoms(r, name).size for r in (first, second) for name in _BACKBONE)
+
+
+def _bonded(first: Site, second: Site) -> bool:
+    """Whether a peptide bond leads from the first to the second."""
+    if len(first.carbon) and len(second.nitrogen):
+        return _within(first.carbon, second.nitrogen, _PEPTIDE_BOND)
+    return _within(first.alpha, second.alpha, _CA_TO_CA)
+
+
+def _place(found: list[Site], piece: list[Site]) -> int | None:
+    """Where in a chain a piece belongs by its peptide bonds, None if it has none to an end of the chain."""
+    before = _touching([site.carbon for site in found], piece[0].nitrogen)
+    behind = _touching([site.nitrogen for site in found], piece[-1].carbon)
+    places = sorted([*(index + 1 for index in before), *behind])
+    return next((at for at in places if at in (0, len(found)) or not _bonded(found[at - 1], found[at])), None)
+
+
+def _touching(ends: list[Float64[np.ndarray, "_ 3"]], atoms: Float64[np.ndarray, "n 3"]) -> list[int]:
+    """Which of `ends` are a peptide bond away from one of `atoms`."""
+    if not ends or not len(atoms):
+        return []
+    owner = np.repeat(np.arange(len(ends)), [len(end) for end in ends])
+    distance = np.linalg.norm(np.concatenate(ends)[:, None] - atoms, axis=-1)
+    return np.unique(owner[(distance <= _PEPTIDE_BOND).any(axis=1)]).tolist()
