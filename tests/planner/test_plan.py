@@ -213,6 +213,7 @@ def test_a_chain_that_no_device_holds_is_said(tmp_path: Path, capsys: pytest.Cap
         ("--gpus 8 --across carrier_pigeon", "no link 'carrier_pigeon'"),
         ("--gpus 8 --config nowhere.yaml", "cannot be read"),
         ("--gpus 8 --config wrong.yaml", "wrong.yaml: a value has the wrong type"),
+        ("--gpus 8 --device latin.yaml", "latin.yaml: not a text file"),
         ("--gpus 8 --preset model_9", "--preset is 'model_9'"),
         ("--gpus 8 --preset model_3 --templates 2", "--templates is 2"),
         ("--gpus 8 --msa 4", "--msa is 4"),
@@ -225,6 +226,7 @@ def test_a_wrong_command_is_one_line(
 ) -> None:
     """Catches a traceback, and work that begins before the options are checked."""
     monkeypatch.chdir(tmp_path)
+    Path("latin.yaml").write_bytes("name: zappé\n".encode("latin-1"))
     Path("wrong.yaml").write_text("data: {train: {msa_clusters: many}}\n")
     Path("model.yaml").write_text("model: {evoformer: {blocks: many}}\n")
     assert main(["plan", *words.split()]) == 2
