@@ -23,7 +23,7 @@ def parse_hmmsearch(
     `query`: the query's one-letter codes. The profile must have been built with one match state per residue of the query
     (hmmbuild --hand): the alignment's match columns (upper case and '-') are then the query's positions. `listed`: the query
     with all monomers of residues that have several; hits of a profile of that length are those of this query. Chains described
-    as nucleic acids ('mol:na') are skipped, but counted in `index`; so are, with a warning, hits that are named as no PDB chain.
+    as nucleic acids ('mol:na') are skipped, but counted in `index`; so are, with a warning, hits named as no PDB chain.
     `data`: as in `parse_hhr`.
 
     Raises FileFormatError (file and line) for a file that is not Stockholm, truncated or empty, and for a hit whose number of
