@@ -25,22 +25,24 @@ _ARCHIVE = ".npz"
 BESIDE = _ARCHIVE
 """The name, relative to a chain's folder, of the archive beside it: what follows the chain's key."""
 _SUBFOLDERS = ("a3m", "sto", "hhr")
-_HMMSEARCH = "hmm_output.sto"
+_HMMSEARCH = ("hmm_output", "hmmsearch_output", "pdb_hits")
+"""Names of hmmsearch's results: OpenFold's, OpenFold3's, AlphaFold-Multimer's."""
 _LARGEST_EMPTY = 4096
 """Bytes that a file without text may have: blank lines, the header of a gzip archive."""
-_NOT_FOR_THE_MSA = ("uniprot_hits", "hmm_output")  # for pairing chains of a complex; for templates
+_NOT_FOR_THE_MSA = ("uniprot_hits", *_HMMSEARCH)  # for pairing chains of a complex; for templates
 
 
 def is_alignment(name: str) -> bool:
-    """Whether a file of that name is an alignment for the chain's MSA: .a3m, .sto and .npz, but not hmm_output.sto."""
+    """Whether a file of that name is an alignment for the chain's MSA: .a3m, .sto and .npz, but not hmmsearch's."""
     known = _format(name) in (*_PARSERS, _ARCHIVE)
     return name == BESIDE or (known and not name.startswith((".", *_NOT_FOR_THE_MSA)))
 
 
 def is_search_result(name: str) -> bool:
-    """Whether a file of that name holds template hits: any .hhr (HHsearch), and hmm_output.sto (hmmsearch)."""
+    """Whether a file of that name holds template hits: any .hhr (HHsearch), and hmm_output.sto,
+    hmmsearch_output.sto and pdb_hits.sto (hmmsearch)."""
     name = name.removesuffix(".gz")
-    return not name.startswith(".") and (name.endswith(".hhr") or name == _HMMSEARCH)
+    return not name.startswith(".") and (name.endswith(".hhr") or name.removesuffix(".sto") in _HMMSEARCH)
 
 
 def chain_folders(alignment_dir: Path) -> list[str]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
+from evodsp.data.text_files import lines_of
 from evodsp.errors import UserError
 
 
 def chain_list(chains: str | list[str]) -> list[str]:
     """The names in a list of chains: the list itself, or a text file with one name per line ('#' begins a comment).
 
-    Raises UserError if the file is missing or empty, or if a name is listed twice.
+    Raises UserError if the file is missing, empty or no UTF-8 text, or if a name is listed twice.
     """
     source, names = "the list of chains", chains
     if isinstance(chains, str):
@@ -25,7 +26,7 @@ def chain_list(chains: str | list[str]) -> list[str]:
             raise UserError(
                 f"{chains}: no such file of chain names; write one name per line, or give a list [102m_A, ...]"
             )
-        names = [name for line in path.read_text().splitlines() if (name := line.partition("#")[0].strip())]
+        names = [name for line in lines_of(path) if (name := line.partition("#")[0].strip())]
     if not names:
         raise UserError(f"{source}: no chain names in it; write one per line")
     if twice := [name for name, count in Counter(names).items() if count > 1]:

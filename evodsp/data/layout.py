@@ -6,7 +6,7 @@ as a UniClust30 cluster of OpenProteinSet, is an entry with a single chain.
 In a folder of structures an entry's file has one of these names, gzipped or not, in the folder itself or in the divided layout
 of the PDB's mirrors, where entry 1abc lies in `ab/`:
 
-    1abc.cif  1abc.mmcif  1abc.pdb  pdb1abc.ent
+    1abc.cif  1abc.mmcif  1abc.pdb  pdb1abc.ent  pdb_00001abc.cif
 
 Letters may be in either case. In a folder of chain folders, a chain's structure may lie in `<key>/pdb/` or `<key>/cif/`.
 """
@@ -23,6 +23,8 @@ from evodsp.errors import UserError
 _SUFFIXES = (".cif", ".cif.gz", ".mmcif", ".mmcif.gz", ".pdb", ".pdb.gz")
 _LEGACY_SUFFIXES = (".ent", ".ent.gz")
 _ALL_SUFFIXES = (*_SUFFIXES, *_LEGACY_SUFFIXES)
+_ID = 4
+"""Letters of a PDB id. Extended ones are pdb_0000 and these."""
 _DIVIDED_NAME = 2
 """Letters in the name of a folder of a divided mirror."""
 
@@ -145,6 +147,8 @@ def _names(entry: str) -> Iterator[str]:
     legacy = (f"pdb{entry.lower()}", f"PDB{entry.upper()}")
     yield from (stem + suffix for stem in stems for suffix in _SUFFIXES)
     yield from (stem + suffix for stem in legacy for suffix in _LEGACY_SUFFIXES)
+    if len(entry) == _ID:
+        yield from (f"pdb_0000{entry.lower()}{suffix}" for suffix in _SUFFIXES)
     yield from (stem + suffix for stem in stems for suffix in _in_upper_case(_SUFFIXES))
     yield from (stem + suffix for stem in legacy for suffix in _in_upper_case(_LEGACY_SUFFIXES))
 

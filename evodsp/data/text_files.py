@@ -12,6 +12,7 @@ from typing import Any
 from evodsp.errors import FileFormatError, UserError
 
 _GZIP_MAGIC = b"\x1f\x8b"
+_UTF16 = (b"\xff\xfe", b"\xfe\xff")
 # A gzipped file may unpack to this many bytes. The largest public alignments have some hundred million; an archive made to fill
 # the memory (a decompression bomb) has no such limit.
 LARGEST_UNPACKED = 1 << 32
@@ -77,6 +78,8 @@ def check_text(source: str | Path, data: bytes) -> bytes:
     data = data.removeprefix(b"\xef\xbb\xbf").removesuffix(b"\0")
     if not data.strip():
         raise FileFormatError(source, "the file is empty; write it again or remove it")
+    if data.startswith(_UTF16):
+        raise FileFormatError(source, "the text is UTF-16, as some editors call 'Unicode'; save it as UTF-8", 1)
     if not data.isascii() or b"\0" in data:
         try:
             data.decode()

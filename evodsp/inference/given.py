@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from evodsp.errors import UserError, nearest
-from evodsp.inference.inputs import exists, is_sequence, read_inputs
+from evodsp.inference.inputs import check_single_chain, exists, is_sequence, read_inputs
 from evodsp.model.alphafold import AlphaFold
 from evodsp.weights.checkpoint import save_model
 
@@ -53,6 +53,7 @@ def _input_files(inputs: Inputs, folder: Path) -> tuple[Path, ...]:
                 raise UserError(
                     f"evodsp.predict: the name {name!r} is empty or has blanks; use letters, digits, '_', '-'"
                 )
+            check_single_chain(letters)
             if not is_sequence(letters):
                 raise UserError(f"evodsp.predict: '{name}' is {_short(letters)}, but must be a sequence in upper case")
         return (_fasta(folder, inputs.items()),)
@@ -72,6 +73,7 @@ def _input_files(inputs: Inputs, folder: Path) -> tuple[Path, ...]:
             name = ALONE if len(given) == 1 else f"{ALONE}_{number}"
             paths.append(_fasta(folder, [(name, one)], f"{name}.fasta"))
         elif isinstance(one, str | Path):
+            check_single_chain(one)
             if not exists(str(one)) and str(one) != "-":
                 raise UserError(
                     f"evodsp.predict: {_short(one)} is no file or folder, and no sequence; "

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from evodsp.data.parsers import SUBSTITUTES, check_name, read_fasta
 from evodsp.data.parsers.a3m import name_if_a3m, query_of_a3m
+from evodsp.data.parsers.fasta import SINGLE_CHAINS
 from evodsp.data.records import ProteinSequence
 from evodsp.errors import UserError
 from evodsp.inference.failures import Failure
@@ -25,6 +26,8 @@ from evodsp.packaged import where_packaged
 STANDARD_INPUT = Path("-")
 _FASTA = (".fasta", ".fa", ".faa", ".fas")
 _A3M = (".a3m",)
+_SHORTEST_OF_BASES = 16
+"""Shorter sequences of these letters may well be peptides."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,15 @@ def is_sequence(given: object) -> bool:
     return letters.isalpha() and letters.isascii() and letters.isupper() and not exists(given)
 
 
+def check_single_chain(given: object) -> None:
+    """Raise UserError for the chains of a complex, sequences with ':' between them, as other programs take them."""
+    if isinstance(given, str) and ":" in given and is_sequence(given.replace(":", "")) and not exists(given):
+        raise UserError(
+            f"{given[:40]}: no such file; if ':' separates the chains of a complex: {SINGLE_CHAINS}, so give each of them as a "
+            "sequence of its own"
+        )
+
+
 def exists(path: str) -> bool:
     """Whether there is a file or folder of this name."""
     try:
@@ -116,6 +128,7 @@ def exists(path: str) -> bool:
 
 
 def _files_of(path: Path) -> list[Path]:
+    check_single_chain(str(path))
     if is_sequence(str(path)):
         raise UserError(
             f"{str(path)[:40]}: no such file or folder; if it is a sequence, write it into a FASTA file: a line '>name', then "
@@ -159,7 +172,7 @@ def _records(path: Path) -> Iterator[tuple[str, str, InputRecord | UserError]]:
         name = path.name.removesuffix(".gz")[: -len(".a3m")]
         check_name(path, name)
         letters, alternatives = query_of_a3m(path, piped)
-        notes = _substitutions() if alternatives else ()
+        notes = (*(_substitutions() if alternatives else ()), *_maybe_nucleotides(name, letters))
         if piped is not None:
             notes = (*notes, f"standard input is A3M: '{name}' and its alignment")
         yield name, str(path), InputRecord(ProteinSequence(name, letters), path, notes, piped)
@@ -171,9 +184,21 @@ def _records(path: Path) -> Iterator[tuple[str, str, InputRecord | UserError]]:
             yield record.name, place, record.sequence
         else:
             notes = _substitutions() if record.substituted else ()
+            notes = (*notes, *_maybe_nucleotides(record.name, record.sequence.letters))
             if piped is not None and record is read[0]:
                 notes = (*notes, *_maybe_an_alignment([other.sequence for other in read]))
             yield record.name, place, InputRecord(record.sequence, None, notes)
+
+
+def _maybe_nucleotides(name: str, letters: str) -> tuple[str, ...]:
+    """What to say of a sequence of bases. U has become C by now; some repeats of real proteins have two of the letters."""
+    found = set(letters)
+    if len(letters) < _SHORTEST_OF_BASES or not found <= set("ACGTNX") or len(found & set("ACGT")) < 3:
+        return ()
+    return (
+        f"'{name}' looks like DNA or RNA: all of its {len(letters)} letters stand for bases (A, C, G, T, U, N). It is "
+        "predicted as a protein; if it is a gene, translate it first",
+    )
 
 
 def _maybe_an_alignment(sequences: Sequence[ProteinSequence | UserError]) -> tuple[str, ...]:

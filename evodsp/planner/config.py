@@ -43,16 +43,19 @@ class PlanConfig:
     """Samples of the whole training, for days and GPU-hours; null: max_samples of the config, or 10 million."""
     sequence: int | None = None
     """Ranks that share a sample; null compares all that are possible."""
-    parameters: ParameterMode = "replicate"
-    """Where parameters live, as parallel.parameters of a run: replicate, zero1 or fsdp2."""
-    precision: Literal["bf16-mixed", "32-true"] = "bf16-mixed"
-    """As trainer.precision of a run."""
-    wire: Literal["same", "bf16"] = "same"
-    """Precision in which ranks communicate, as parallel.wire of a run."""
+    parameters: ParameterMode | None = None
+    """Where parameters live, as parallel.parameters of a run: replicate, zero1 or fsdp2; null: that of the config, or
+    replicate."""
+    precision: Literal["bf16-mixed", "32-true"] | None = None
+    """As trainer.precision of a run; null: that of the config, which is 32-true where it says nothing. Without a config, and
+    for a prediction, bf16-mixed."""
+    wire: Literal["same", "bf16"] | None = None
+    """Precision in which ranks communicate, as parallel.wire of a run; null: that of the config, or same."""
     recomputation: Literal["auto", "all", "none"] = "auto"
     """Evoformer blocks that are computed again in the backward pass: all, none, or only as many as the memory demands."""
-    cuda_graphs: bool = False
-    """Plan for a run whose operators are launched by CUDA graphs, which takes no time of the host."""
+    cuda_graphs: bool | None = None
+    """Plan for a run whose operators are launched by CUDA graphs, which takes no time of the host; null: as cuda_graphs of the
+    config, or not."""
     inside: str | None = None
     """Link between the devices of a node: nvlink3, nvlink4, nvlink5, nvl72, pcie, or the path of your own file; null: the
     device's usual one."""

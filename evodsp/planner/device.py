@@ -190,9 +190,11 @@ def _load(cls: type[Any], kind: str, name: str) -> Any:
         )
     path = Path(name) if own else _folder(kind) / f"{name}.yaml"
     try:
-        content = yaml.safe_load(path.read_text())
+        content = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise UserError(f"{kind} {name}: {error.strerror}; check the path") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{kind} {name}: not a text file (bytes that are not UTF-8); save it as plain text") from error
     except yaml.YAMLError as error:
         raise UserError(f"{kind} {name}: not YAML ({' '.join(str(error).split())})") from error
     return _checked(cls, kind, name, content)

@@ -5,14 +5,19 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal, get_args
 
 from evodsp.config import PRESETS, FeatureConfig, LossConfig, ModelConfig, field_names, from_dict
 from evodsp.errors import UserError
+from evodsp.model.schedule import CommunicationPlan
+from evodsp.parallel.config import ParallelConfig
 from evodsp.planner.config import PlanConfig
 from evodsp.planner.mesh import Training
 from evodsp.planner.program import Sizes
 from evodsp.run_config_file import read_run_config
+
+Precision = Literal["bf16-mixed", "32-true"]
+_FEATURES = ("crop_size", "msa_clusters", "extra_msa", "max_templates", "recycles")
 
 
 def training_of(settings: PlanConfig) -> Training:
@@ -65,8 +70,9 @@ def _training_of(settings: PlanConfig) -> Training:
     if residues is None:
         raise UserError("data.train.crop_size of the config is null; give --residues, the longest chain")
     clip = optimizer.get("clip", "sample") if _group(content, "trainer").get("gradient_clip_val", 0.1) else "none"
-    return Training(
-        model=model,
+    parallel = _parallel(settings, content)
+    training = Training(
+        model=_without_auto(model),
         loss=_losses(block, model),
         sizes=Sizes(residues, rows - templates, settings.extra_msa or features.extra_msa, templates),
         recycles=features.recycles if settings.recycles is None else settings.recycles,
@@ -75,11 +81,92 @@ def _training_of(settings: PlanConfig) -> Training:
         samples=settings.samples or content.get("max_samples") or Training.samples,
         clip=clip,
         ema=block.get("ema_decay", 0.999) is not None,
-        half=settings.precision == "bf16-mixed",
-        wire=settings.wire,
-        parameters=settings.parameters,
-        graphs=settings.cuda_graphs,
+        half=_precision(settings, content) == "bf16-mixed",
+        tf32=content.get("matmul_precision") == "high",
+        wire=parallel.wire,
+        parameters=parallel.parameters,
+        plan=from_dict(CommunicationPlan, _group(content, "plan"), "plan"),
+        graphs=bool(content.get("cuda_graphs")) if settings.cuda_graphs is None else settings.cuda_graphs,
     )
+    return dataclasses.replace(training, options=_options(training, settings.preset, content))
+
+
+def _parallel(settings: PlanConfig, content: dict[str, Any]) -> ParallelConfig:
+    """Where parameters live and what ranks send: as given, else as the config says."""
+    block = from_dict(ParallelConfig, _group(content, "parallel"), "parallel")
+    return dataclasses.replace(
+        block, parameters=settings.parameters or block.parameters, wire=settings.wire or block.wire
+    )
+
+
+def _precision(settings: PlanConfig, content: dict[str, Any]) -> str:
+    """`bf16-mixed` or `32-true`. Raises UserError for a precision of the config that cannot be trained or planned."""
+    if settings.precision is not None:
+        return settings.precision
+    if not content:
+        return "bf16-mixed"
+    written = _group(content, "trainer").get("precision")
+    found = {"None": "32-true", "32": "32-true", "bf16": "bf16-mixed"}.get(str(written), str(written))
+    if found not in get_args(Precision):
+        raise UserError(
+            f"--config: trainer.precision is {written}, which is not planned; give --precision bf16-mixed or 32-true"
+        )
+    return found
+
+
+def _without_auto(model: ModelConfig) -> ModelConfig:
+    """The model with numbers of recomputed blocks: all where a run would measure how many (of the Evoformer's, a plan finds
+    them)."""
+    extra, templates = model.extra_msa, model.templates
+    return dataclasses.replace(
+        model,
+        extra_msa=dataclasses.replace(extra, checkpoint=True) if extra.checkpoint == "auto" else extra,
+        templates=dataclasses.replace(templates, checkpoint=True) if templates.checkpoint == "auto" else templates,
+    )
+
+
+def _options(training: Training, preset: str | None, content: dict[str, Any]) -> dict[str, str]:
+    """`Training.options`."""
+    n = training.sizes
+    planned = {
+        "cuda_graphs": training.graphs,
+        "global_batch": training.global_batch,
+        "max_samples": training.samples,
+        "model.preset": preset,
+        "model.templates.enabled": training.model.templates.enabled,
+        "parallel.parameters": training.parameters,
+        "parallel.wire": training.wire,
+        "data.train.crop_size": n.residues,
+        "data.train.msa_clusters": n.clusters + n.templates,
+        "data.train.extra_msa": n.extra,
+        "data.train.max_templates": n.templates,
+        "data.train.recycles": training.recycles,
+    }
+    model = _model(preset or _group(content, "model").get("preset"), _group(content, "model"))
+    features = FeatureConfig()
+    defaults = {
+        "cuda_graphs": False,
+        "max_samples": Training.samples,
+        "model.preset": preset and "model_1",
+        "model.templates.enabled": model.templates.enabled,
+        "parallel.parameters": "replicate",
+        "parallel.wire": "same",
+        **{f"data.train.{name}": getattr(features, name) for name in _FEATURES},
+    }
+    differing = {
+        name: str(value).lower()
+        for name, value in planned.items()
+        if value is not None and value != _written(content, name, defaults.get(name))
+    }
+    return {"trainer.precision": "bf16-mixed" if training.half else "32-true", **differing}
+
+
+def _written(content: dict[str, Any], name: str, default: object) -> object:
+    """The value that a config gives the option `a.b.c`."""
+    *groups, last = name.split(".")
+    for group in groups:
+        content = _group(content, group)
+    return content.get(last, default)
 
 
 def _model(preset: str | None, block: dict[str, Any]) -> ModelConfig:

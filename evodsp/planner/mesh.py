@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from evodsp.config import LossConfig, ModelConfig
@@ -43,6 +44,9 @@ class Training:
     graphs: bool = False
     """Whether CUDA graphs launch the operators, which costs the host nothing."""
     on_gpu: bool = True
+    options: Mapping[str, str] = field(default_factory=dict)
+    """Options of `evodsp fit` that make it this run: those that its config, or a default, gives another value, and the
+    precision."""
 
     @property
     def passes(self) -> float:

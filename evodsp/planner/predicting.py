@@ -108,7 +108,7 @@ def prediction_of(settings: PlanConfig, device: Device) -> Prediction:
         model,
         Sizes(settings.residues, rows - templates, settings.extra_msa or EXTRA_ROWS, templates),
         passes=1 + (RECYCLES if settings.recycles is None else settings.recycles),
-        half=settings.precision == "bf16-mixed",
+        half=settings.precision != "32-true",
         on_gpu=device.on_gpu,
         memory=int(device.memory_gib * GIB) // WORKING_SHARE,
     )
@@ -155,8 +155,10 @@ def verdict(found: Predicted) -> str:
             f"nothing fits: {least.ranks} {need} {least.memory.total / GIB:.1f} GiB each, "
             f"{(least.memory.total - least.usable) / GIB:.1f} more than there are. Take more or larger devices, or fewer rows"
         )
+    precision = "bf16" if found.what.half else "fp32"
     soonest = f"one structure soonest: --parallel.sequence {fastest.ranks}, {fastest.seconds:.3g} s"
     return (
+        f"with --precision {precision} of evodsp predict, "
         f"{soonest}; many structures: --parallel.sequence {most.ranks}, {most.hourly(found.devices):,.0f} an hour on "
         f"{found.devices} devices"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from evodsp.planner.choose import Comparison
@@ -39,9 +40,8 @@ def verdict(compared: Comparison, gpus: int) -> str:
     best = compared.best
     if best is not None:
         return (
-            f"take --parallel.sequence {best.sequence} ({best.data} x {best.sequence})"
-            f"{_checkpoint(best, compared)}: {best.step_s:.2f} s a step, {best.memory.total / GIB:.1f} of "
-            f"{best.usable / GIB:.1f} GiB"
+            f"take {_written(options(best, compared))} ({best.data} x {best.sequence}): {best.step_s:.2f} s a step, "
+            f"{best.memory.total / GIB:.1f} of {best.usable / GIB:.1f} GiB"
         )
     least = min(compared.estimates, key=lambda one: one.memory.total)
     missing = (least.memory.total - least.usable) / GIB
@@ -62,6 +62,12 @@ def advice(compared: Comparison) -> list[str]:
             f"launching the operators takes {best.one.host:.2f} of {best.one.total:.2f} s of a pass: the host is the limit, "
             "not the GPU (plan with --cuda_graphs to see what is left without it)"
         )
+    if compared.training.graphs and best.sequence > 1:
+        found.append("evodsp fit has CUDA graphs for --parallel.sequence 1 only: this plan says what they would bring")
+    if compared.training.on_gpu and not compared.training.half:
+        found.append(
+            "products are in 32-true: --precision bf16-mixed plans the same run with --trainer.precision bf16-mixed"
+        )
     alone = next((one for one in compared.estimates if one.sequence == 1), None)
     if alone is not None and alone.fits and best.sequence == 1:
         found.append(
@@ -81,6 +87,7 @@ def as_json(compared: Comparison) -> dict[str, Any]:
             "gpus_per_node": compared.links.per_node,
         },
         "best": None if compared.best is None else [compared.best.data, compared.best.sequence],
+        "options": None if compared.best is None else options(compared.best, compared),
         "meshes": [_numbers(one, compared) for one in compared.estimates],
     }
 
@@ -189,17 +196,25 @@ def _launch_bound(one: Estimate) -> bool:
     return one.one.host >= LAUNCH_BOUND * one.one.total
 
 
-def _checkpoint(one: Estimate, compared: Comparison) -> str:
+def options(one: Estimate, compared: Comparison) -> dict[str, str]:
+    """Options of `evodsp fit` with which a run of the config is the one that was planned."""
     blocks = compared.training.model.evoformer.blocks
-    if one.kept_blocks in (0, blocks):
-        return ""
-    return f" --model.evoformer.checkpoint {blocks - one.kept_blocks}"
+    recomputed = {0: "true", blocks: "false"}.get(one.kept_blocks, str(blocks - one.kept_blocks))
+    return {
+        "parallel.sequence": str(one.sequence),
+        **compared.training.options,
+        "model.evoformer.checkpoint": recomputed,
+    }
+
+
+def _written(of_fit: Mapping[str, str]) -> str:
+    return " ".join(f"--{name} {value}" for name, value in of_fit.items())
 
 
 def _what(compared: Comparison) -> str:
     training, n = compared.training, compared.training.sizes
     rows = f"{n.clusters + n.templates} x {n.residues}, extra MSA {n.extra}, {n.templates} templates"
-    precision = "bf16" if training.half else "fp32"
+    precision = "bf16-mixed" if training.half else "32-true, TF32 products" if training.tf32 else "32-true"
     return (
         f"{rows}, {training.samples:,} samples in batches of {training.global_batch}, {training.passes:g} passes a sample, "
         f"{precision}"

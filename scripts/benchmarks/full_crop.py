@@ -57,7 +57,8 @@ def main() -> int:
         prepare(options.data.resolve(), folder / "alignments")
         (folder / "run.yaml").write_text(config_text(options.config, options.data.resolve(), folder))
         command = [sys.executable, "-m", "evodsp", "fit", f"--config={folder}/run.yaml", f"--output={folder}/run",
-                   "--global_batch=1", "--trainer.max_steps=1", "--trainer.accelerator=cpu", "--trainer.log_every_n_steps=1",
+                   "--global_batch=1", "--trainer.max_steps=1", "--trainer.accelerator=cpu", "--trainer.precision=32-true",
+                   "--trainer.log_every_n_steps=1",
                    f"--model.evoformer.blocks={options.blocks}", f"--model.extra_msa.blocks={options.blocks}",
                    f"--data.train.recycles={options.recycles}", "--data.train.uniform_recycling=false"]  # fmt: skip
         begun = time.monotonic()

@@ -54,12 +54,23 @@ def test_unknown_residue_matches_any_letter(tmp_path: Path):
 def test_files_of_both_searches_and_layouts(tmp_path: Path) -> None:
     """Catches OpenProteinSet's nested hhr/, hmmsearch's result or a gzipped file missed, and MSAs read as searches."""
     folder = tmp_path / "1xyz_A"
-    for name in ("hhr/pdb70_hits.hhr.gz", "hmm_output.sto", "uniref90_hits.sto", "b.a3m", ".hidden.hhr", "a.hhr"):
+    for name in (
+        "hhr/pdb70_hits.hhr.gz",
+        "hmm_output.sto",
+        "pdb_hits.sto",
+        "sto/hmmsearch_output.sto.gz",
+        "uniref90_hits.sto",
+        "b.a3m",
+        ".hidden.hhr",
+        "a.hhr",
+    ):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(HMMSEARCH)
-    assert [path.name for path in search_result_files(folder)] == ["a.hhr", "hmm_output.sto", "pdb70_hits.hhr.gz"]
+    assert [path.name for path in search_result_files(folder)] == [
+        "a.hhr", "hmm_output.sto", "hmmsearch_output.sto.gz", "pdb70_hits.hhr.gz", "pdb_hits.sto",
+    ]  # fmt: skip
     for path in search_result_files(folder):
-        if ".hhr" in path.name:
+        if path.name != "hmm_output.sto":
             path.unlink()
     (hit,) = read_template_hits(folder, QUERY)
     assert (hit.key, hit.sum_probs) == ("3abc_A", None)

@@ -10,6 +10,7 @@ import pytest
 
 from evodsp.data import text_files
 from evodsp.data.parsers import parse_a3m, parse_fasta, parse_stockholm
+from evodsp.data.parsers.a3m import query_of_a3m
 from evodsp.errors import FileFormatError
 from evodsp.geometry.alphabet import GAP, decode, encode
 from tests.conftest import load
@@ -150,6 +151,30 @@ def test_what_hh_suite_adds_to_an_alignment(tmp_path: Path):
     alignment = parse_a3m(path)
     assert alignment.names == ("q", "h")
     assert alignment.residues.shape == (2, 4)
+
+
+@pytest.mark.parametrize("first", ["#12,10\t1,1", "#6\t2", "#3,3 2,1", "#6 12"])
+def test_an_alignment_of_a_complex_is_refused(first: str, tmp_path: Path):
+    """Catches ColabFold's alignment of several chains that is read as one chain, their residues joined."""
+    path = write(tmp_path / "a.a3m", f"{first}\n>101\t102\nACDEFG\n>x\nACDaEFG\n")
+    for read in (parse_a3m, query_of_a3m, parse_fasta):
+        with pytest.raises(FileFormatError, match=r"a\.a3m:1: ColabFold's alignment of a complex") as error:
+            read(path)
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("first", ["#6\t1", "# a comment", "#A3M#", "#12,10 of them"])
+def test_an_alignment_of_one_chain_may_begin_with_a_comment(first: str, tmp_path: Path):
+    """Catches ColabFold's monomers refused."""
+    assert parse_a3m(write(tmp_path / "a.a3m", f"{first}\n>101\nACDEFG\n>x\nACDaEFG\n")).names == ("101", "x")
+
+
+def test_a_colon_separates_chains(tmp_path: Path):
+    """Catches a message that tells to replace the colon by an amino acid."""
+    path = write(tmp_path / "a.fasta", ">dimer\nACD\nEF:GH\n")
+    for read in (parse_fasta, parse_a3m):
+        with pytest.raises(FileFormatError, match=r"a\.fasta:3: sequence 'dimer' has ':', which separates the chains"):
+            read(path)
 
 
 def test_a_decompression_bomb_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from evodsp.data.layout import structure_file
 from evodsp.data.parsers import parse_fasta, parse_hhr, parse_hmmsearch, parse_obsolete
 from evodsp.data.templates.filters import HitLimits, Rejection, reject_alignment, reject_date, select_hits
 from evodsp.data.templates.hits import TemplateHit
@@ -159,7 +160,6 @@ def test_hhr_without_hits_and_from_bytes():
         ("Aligned_cols=6", "Aligned_cols=7", "a.hhr:10: hit '1ABC_B' has 6 aligned columns, Aligned_cols says 7"),
         (" Sum_probs=5.5", "", "a.hhr:10: expected 'Probab="),
         ("Sum_probs=5.5", "Sum_probs=5e", "a.hhr:10: Sum_probs=5e is not a number"),
-        (">1ABC_B", ">PF00017", "a.hhr:9: 'PF00017 a protein; with words' does not start with a PDB chain"),
         ("Q query             2 CD-EF", "Q query             2 C.-EF", "holds '.' or '~'"),
     ],
 )
@@ -170,6 +170,34 @@ def test_bad_hhr_is_one_line(tmp_path: Path, old: str, new: str, message: str):
         parse_hhr(write(tmp_path / "a.hhr", HHR.replace(old, new, 1)))
     assert "\n" not in str(error.value)
     assert "; " in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["PF00017", "AF-P00750-F1-model_v4_A", "P53_HUMAN", "pdb_12345678_A"])
+def test_a_hit_that_is_no_pdb_chain_is_left_out_alone(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """Catches a search that is refused whole for one hit, hits numbered anew, and other names taken for PDB chains."""
+    (only,) = parse_hhr(write(tmp_path / "a.hhr", HHR.replace(">1ABC_B", f">{name}", 1)))
+    assert (only.index, only.key) == (2, "2xyz_AA")
+    text = HMMSEARCH.replace("3xyz_Cc/1-5", f"{name}/1-5")
+    (first,) = parse_hmmsearch(write(tmp_path / "hmm.sto", text), query=QUERY)
+    assert (first.index, first.key) == (1, "1abc_B")
+    warnings = [record.message for record in caplog.records]
+    assert len(warnings) == 2
+    assert all("a hit is left out" in line and f"'{name}" in line for line in warnings)
+
+
+@pytest.mark.parametrize("prefix", ["pdb_0000", "PDB_0000"])
+def test_an_extended_id_is_that_of_its_entry(prefix: str, tmp_path: Path):
+    """Catches pdb_00001abc_B refused, or taken for an entry of which no structure and no date is known."""
+    first, _ = parse_hhr(write(tmp_path / "a.hhr", HHR.replace(">1ABC_B", f">{prefix}1ABC_B", 1)))
+    assert first.key == "1abc_B"
+    first, _ = parse_hmmsearch(
+        write(tmp_path / "hmm.sto", HMMSEARCH.replace("1abc_B/", f"{prefix}1abc_B/")), query=QUERY
+    )
+    assert first.key == "1abc_B"
+    (tmp_path / "pdb_00001abc.cif.gz").write_text("")
+    assert structure_file(tmp_path, "1abc") == tmp_path / "pdb_00001abc.cif.gz"
+    (tmp_path / "1abc.cif").write_text("")
+    assert structure_file(tmp_path, "1abc") == tmp_path / "1abc.cif"
 
 
 def test_truncated_hhr_never_gives_other_hits(real_data: Path):
@@ -217,11 +245,10 @@ def test_hmmsearch_example(tmp_path: Path):
         ("--Dk\n", "--D*\n", r"hmm.sto:9: illegal character '\*' in hit '1abc_B/5-11'"),
         ("--Dk\n", "--Dkk\n", "hmm.sto:9: hit '1abc_B/5-11' has 8 residues, its range says 7"),
         ("--Dk\n", "--DK\n", "hmm.sto:9: hit '1abc_B/5-11' has 7 match columns, the query 6 residues; build"),
-        ("3xyz_Cc/1-5         ACD.\n", "P53_HUMAN/1-5 ACD.\n", "hmm.sto:12: 'P53_HUMAN/1-5' is not a PDB chain"),
     ],
 )
 def test_bad_hmmsearch_is_one_line(tmp_path: Path, old: str, new: str, message: str):
-    """Catches hits of another profile, truncation, and names of other databases taken for PDB chains."""
+    """Catches hits of another profile, and truncation."""
     assert old in HMMSEARCH
     with pytest.raises(FileFormatError, match=message) as error:
         parse_hmmsearch(write(tmp_path / "hmm.sto", HMMSEARCH.replace(old, new, 1)), query=QUERY)

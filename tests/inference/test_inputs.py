@@ -15,6 +15,7 @@ from evodsp.cli import main
 from evodsp.errors import UserError
 from evodsp.inference import command
 from evodsp.inference.config import PredictConfig
+from evodsp.inference.given import as_given_files
 from evodsp.inference.inputs import as_files, read_inputs
 from evodsp.inference.predict import predict, predict_records
 from tests.builders.prediction import silent
@@ -177,6 +178,41 @@ def test_a_broken_file_is_named_and_the_others_go_on(tmp_path: Path, name: str, 
     assert [record.query.name for record in records] == ["good"]
     with pytest.raises(UserError, match=words):
         raise UserError(failure.reason)
+
+
+@pytest.mark.parametrize(
+    ("letters", "warned"),
+    [
+        ("ATGAAAGTTCTGGCTGGTGGTTGG", True),
+        ("augaaaguucuggcugguggu", True),
+        ("ACGTNNNNACGTNNNNACGT", True),
+        ("GAGAGAGAGAGAGAGAGAGAGAGA", False),
+        ("GATTACAGATTACA", False),
+        ("ATGAAAGTTCTGGCTGGTGGTTGGK", False),
+    ],
+)
+@pytest.mark.parametrize("suffix", [".fasta", ".a3m"])
+def test_bases_are_told_from_residues(suffix: str, letters: str, warned: bool, tmp_path: Path) -> None:
+    """Catches a gene that is predicted as a protein of A, C, G and T without a word."""
+    letters = letters.upper() if suffix == ".a3m" else letters
+    (tmp_path / f"x{suffix}").write_text(f">x\n{letters}\n")
+    ((record,), failures) = read_inputs([tmp_path / f"x{suffix}"])
+    assert not failures
+    assert any("'x' looks like DNA or RNA" in note for note in record.notes) == warned
+
+
+def test_chains_of_a_complex_are_told_so(tmp_path: Path) -> None:
+    """Catches chains that are fused to one, and a message about a missing file."""
+    (tmp_path / "x.a3m").write_text("#3,3\t1,1\n>101\nACDEFG\n")
+    (tmp_path / "y.fasta").write_text(">y\nACD:EFG\n>z\nACD\n")
+    records, failures = read_inputs([tmp_path / "x.a3m", tmp_path / "y.fasta"])
+    assert [record.query.name for record in records] == ["z"]
+    assert ["complex" in failure.reason for failure in failures] == [True, True]
+    for given in ("ACD:EFG", {"x": "ACD:EFG"}, ["ACD", "ACD:EFG"]):
+        with pytest.raises(UserError, match="ACD:EFG: no such file; if ':' separates the chains of a complex"):
+            as_given_files(given, None, None, tmp_path)
+    with pytest.raises(UserError, match="ACD:EFG: no such file; if ':' separates the chains of a complex"):
+        read_inputs([Path("ACD:EFG")])
 
 
 def test_a_link_to_nothing_in_a_folder_is_named(tmp_path: Path) -> None:

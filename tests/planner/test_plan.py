@@ -6,6 +6,7 @@ import dataclasses
 import json
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -15,7 +16,9 @@ from evodsp.config import LossConfig, ModelConfig
 from evodsp.errors import UserError
 from evodsp.planner import choose
 from evodsp.planner.choose import compare, possible
+from evodsp.planner.config import PlanConfig
 from evodsp.planner.device import Device, Links, load_device, load_link
+from evodsp.planner.from_run import training_of
 from evodsp.planner.mesh import Estimate, Memory, Pass, Training, _reductions, memory
 from evodsp.planner.predicting import predicted
 from evodsp.planner.prediction import Prediction, prediction_memory, prediction_times
@@ -131,7 +134,11 @@ def test_the_command_prints_and_writes_the_plan(tmp_path: Path, capsys: pytest.C
     words = [f"--{name}={value}" for name, value in sizes.items()]
     assert main(["plan", *words, "--output", str(output)]) == 0
     printed = capsys.readouterr().out
-    assert "take --parallel.sequence 1 (2 x 1)" in printed
+    assert (
+        "take --parallel.sequence 1 --trainer.precision bf16-mixed --global_batch 4 --model.preset small "
+        "--data.train.crop_size 32 --data.train.msa_clusters 16 --data.train.extra_msa 32 "
+        "--model.evoformer.checkpoint true (2 x 1)"
+    ) in printed
     assert "not measured" in printed
     numbers = json.loads(output.with_suffix(".json").read_text())
     assert [(one["data"], one["sequence"]) for one in numbers["meshes"]] == [(2, 1), (1, 2)]
@@ -174,7 +181,7 @@ def test_a_prediction_is_planned_on_more_and_more_ranks(tmp_path: Path, capsys: 
         assert share["structures_per_hour"] == pytest.approx(3600 / share["structure_seconds"] * (3 // share["ranks"]))
         assert share["memory"]["total"] == prediction_memory(dataclasses.replace(what, ranks=share["ranks"])).total
     assert numbers["shares"][1]["pass"]["collectives"] > 20
-    assert "one structure soonest: --parallel.sequence" in printed
+    assert "with --precision bf16 of evodsp predict, one structure soonest: --parallel.sequence" in printed
     html = output.read_text()
     assert all(text in html for text in ("not measured", "<svg", "Memory of a device", "Structures an hour"))
 
@@ -206,6 +213,7 @@ def test_a_chain_that_no_device_holds_is_said(tmp_path: Path, capsys: pytest.Cap
         ("--gpus 8 --across carrier_pigeon", "no link 'carrier_pigeon'"),
         ("--gpus 8 --config nowhere.yaml", "cannot be read"),
         ("--gpus 8 --config wrong.yaml", "wrong.yaml: a value has the wrong type"),
+        ("--gpus 8 --device latin.yaml", "latin.yaml: not a text file"),
         ("--gpus 8 --preset model_9", "--preset is 'model_9'"),
         ("--gpus 8 --preset model_3 --templates 2", "--templates is 2"),
         ("--gpus 8 --msa 4", "--msa is 4"),
@@ -218,6 +226,7 @@ def test_a_wrong_command_is_one_line(
 ) -> None:
     """Catches a traceback, and work that begins before the options are checked."""
     monkeypatch.chdir(tmp_path)
+    Path("latin.yaml").write_bytes("name: zappé\n".encode("latin-1"))
     Path("wrong.yaml").write_text("data: {train: {msa_clusters: many}}\n")
     Path("model.yaml").write_text("model: {evoformer: {blocks: many}}\n")
     assert main(["plan", *words.split()]) == 2
@@ -228,9 +237,6 @@ def test_a_wrong_command_is_one_line(
 
 def test_a_config_of_a_run_is_planned_as_it_is(tmp_path: Path) -> None:
     """Catches sizes, losses or a batch that the plan takes from elsewhere."""
-    from evodsp.planner.config import PlanConfig
-    from evodsp.planner.from_run import training_of
-
     found = training_of(PlanConfig(gpus=8, config=Path("configs/af2_finetune_ptm.yaml")))
     assert found.sizes == Sizes(384, 508, 5120, 4)
     assert found.samples == 1_500_000
@@ -247,3 +253,68 @@ def test_a_config_of_a_run_is_planned_as_it_is(tmp_path: Path) -> None:
     assert changed.sizes == Sizes(100, 512, 5120, 0)
     assert changed.passes == 1
     assert not changed.model.templates.enabled
+
+
+def planned(tmp_path: Path, text: str, **options: Any) -> Training:
+    """The training that a config and options of the plan make."""
+    (tmp_path / "run.yaml").write_text(text)
+    return training_of(PlanConfig(gpus=8, config=tmp_path / "run.yaml", **options))
+
+
+@pytest.mark.parametrize(
+    ("trainer", "half"),
+    [
+        ("{}", False),
+        ("{precision: null}", False),
+        ("{precision: 32}", False),
+        ("{precision: 32-true}", False),
+        ("{precision: bf16-mixed}", True),
+        ("{precision: bf16}", True),
+    ],
+)
+def test_the_precision_is_that_of_the_config(trainer: str, half: bool, tmp_path: Path) -> None:
+    """Catches a run in 32-true, which is the default of a run, that is planned in bf16-mixed: a quarter of its time."""
+    found = planned(tmp_path, f"trainer: {trainer}")
+    assert found.half == half
+    assert found.options["trainer.precision"] == ("bf16-mixed" if half else "32-true")
+    assert planned(tmp_path, f"trainer: {trainer}", precision="bf16-mixed").half
+    assert not planned(tmp_path, f"trainer: {trainer}", precision="32-true").half
+
+
+def test_a_precision_that_is_not_planned_is_an_error(tmp_path: Path) -> None:
+    """Catches double precision that is planned as another."""
+    with pytest.raises(UserError, match=r"trainer\.precision is 64-true, which is not planned"):
+        planned(tmp_path, "trainer: {precision: 64-true}")
+
+
+def test_what_ranks_send_and_hold_is_that_of_the_config(tmp_path: Path) -> None:
+    """Catches settings of a run that a plan leaves out, and options of the plan that it does not name."""
+    found = planned(
+        tmp_path,
+        "parallel: {parameters: zero1, wire: bf16, sequence: 2}\ncuda_graphs: true\nmatmul_precision: high\n"
+        "plan: {triangle_outgoing: gather}\nglobal_batch: 16\n"
+        "model: {extra_msa: {checkpoint: auto}, evoformer: {checkpoint: auto}}",
+    )
+    assert (found.parameters, found.wire, found.graphs, found.tf32) == ("zero1", "bf16", True, True)
+    assert found.plan.triangle_outgoing == "gather"
+    assert found.model.extra_msa.checkpoint is True
+    assert found.options == {"trainer.precision": "32-true", "data.train.max_templates": "4"}
+    changed = planned(
+        tmp_path,
+        "parallel: {parameters: zero1, wire: bf16}\ncuda_graphs: true\nglobal_batch: 16\ndata: {train: {max_templates: 4}}",
+        parameters="replicate", wire="same", cuda_graphs=False, global_batch=32, residues=100, preset="model_3",
+    )  # fmt: skip
+    assert (changed.parameters, changed.wire, changed.graphs) == ("replicate", "same", False)
+    assert changed.options == {
+        "trainer.precision": "32-true", "cuda_graphs": "false", "global_batch": "32", "model.preset": "model_3",
+        "parallel.parameters": "replicate", "parallel.wire": "same", "data.train.crop_size": "100",
+        "data.train.max_templates": "0",
+    }  # fmt: skip
+
+
+def test_the_recipes_are_trained_in_half_precision() -> None:
+    """Catches a recipe without a precision: a run of it would take four times as long."""
+    for name in ("af2_initial", "af2_finetune", "af2_finetune_ptm"):
+        found = training_of(PlanConfig(gpus=8, config=Path(f"configs/{name}.yaml")))
+        assert found.half
+        assert found.options == {"trainer.precision": "bf16-mixed"}

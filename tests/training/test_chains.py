@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 from dataclasses import replace
@@ -158,6 +159,38 @@ def test_a_list_of_many_chains_is_read_in_time(tmp_path: Path) -> None:
     assert chain_list(names) == names
     with pytest.raises(UserError, match="'000017_A' is listed more than once"):
         chain_list([*names, "000017_A"])
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\xef\xbb\xbfs002_A\r\ns003_A\r\n",
+        b"s002_A\rs003_A # comment\r",
+        gzip.compress(b"s002_A\n# comment\n\ns003_A"),
+        "s002_A # Größe\ns003_A".encode(),
+    ],
+)
+def test_a_list_of_chains_is_read_as_all_text_is(content: bytes, tmp_path: Path) -> None:
+    """Catches a byte-order mark that becomes a part of the first name, whose chain is then left out."""
+    (tmp_path / "chains.txt").write_bytes(content)
+    assert chain_list(str(tmp_path / "chains.txt")) == ["s002_A", "s003_A"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("s002_A\r\ns003_A\r\n".encode("utf-16"), "chains.txt:1: the text is UTF-16.*save it as UTF-8"),
+        ("s002_A\n".encode("utf-16-be"), "chains.txt:1: not a text file"),
+        ("s002_A\nzappé_A\n".encode("latin-1"), "chains.txt:2: not a text file .bytes that are not UTF-8"),
+        (b"", "chains.txt: the file is empty"),
+        (b"# nothing\n", "chains.txt: no chain names in it"),
+    ],
+)
+def test_a_list_of_chains_that_is_no_text_is_one_line(content: bytes, message: str, tmp_path: Path) -> None:
+    """Catches a traceback of the decoder, and names of letters that look right."""
+    (tmp_path / "chains.txt").write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        chain_list(str(tmp_path / "chains.txt"))
 
 
 def test_no_file_of_a_chain_is_touched_before_it_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

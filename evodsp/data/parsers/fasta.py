@@ -24,6 +24,10 @@ _FASTA = byte_table({c: k for c, k in EITHER_CASE.items() if c.upper() not in "B
 SUBSTITUTES: dict[str, str] = {letter: RESTYPES_WITH_X[ALIGNMENT_CODES[letter]] for letter in "BJOUZ"}
 """What the letters that are no amino acid are read as in a query: as in alignments, so that both agree."""
 _STOP = b"*"
+_COPIES = re.compile(rb"#((?:\d{1,9},)*\d{1,9})[ \t]+((?:\d{1,9},)*\d{1,9})\s*$")
+"""ColabFold's first line of an alignment: lengths of the chains, and how many copies there are of each."""
+_BETWEEN_CHAINS = ":"
+SINGLE_CHAINS = "evodsp predicts and trains on single chains"
 _UNFIT_FOR_FILES = re.compile(r'[/\\:*?"<>]|^[.-]')
 _LONGEST_NAME = 200
 
@@ -147,11 +151,14 @@ class Records:
 def split_records(path: str | Path, data: bytes, kind: str) -> Records:
     """The records of `data`. `kind` ('a FASTA') names the format in messages. Lines before the first header may be comments.
 
-    Raises FileFormatError for text before the first header and for a file without headers.
+    Raises FileFormatError for text before the first header, for a file without headers, and for ColabFold's alignment of a
+    complex, which begins with a line '#lengths copies'.
     """
     lines = data.splitlines()
     starts = [k for k, line in enumerate(lines) if line[:1] == b">"]
     for number, line in enumerate(islice(lines, starts[0] if starts else None), 1):
+        if number == 1 and (sizes := _COPIES.match(line)):
+            _refuse_complex(path, *(field.decode().split(",") for field in sizes.groups()))
         if line.strip() and not line.startswith(b"#"):
             raise FileFormatError(path, f"not {kind} file: expected a header that starts with '>'; add '>name'", number)
     if not starts:
@@ -162,6 +169,22 @@ def split_records(path: str | Path, data: bytes, kind: str) -> Records:
     return Records(path, headers, [start + 1 for start in starts], bodies, rows)
 
 
+def _refuse_complex(path: str | Path, lengths: list[str], copies: list[str]) -> None:
+    """Raise FileFormatError unless ColabFold's first line is that of one chain, once."""
+    if len(lengths) == len(copies) == 1 and int(copies[0]) == 1:
+        return
+    if len(lengths) == 1:
+        what, fix = f"{int(copies[0])} copies of a chain", "remove the line to have one copy"
+    else:
+        what, fix = f"{len(lengths)} chains in one row", "give the alignment of each chain"
+    raise FileFormatError(
+        path,
+        f"ColabFold's alignment of a complex: its first line says {what} (lengths {', '.join(lengths[:5])}; copies "
+        f"{', '.join(copies[:5])}); {SINGLE_CHAINS}: {fix}",
+        1,
+    )
+
+
 def translate(records: Records, table: bytes, fix: str) -> UInt8[np.ndarray, " n"]:
     """Codes of all rows, joined. Raises FileFormatError at the first illegal byte; `fix` says what to do about it."""
     joined = b"".join(records.rows).translate(table)
@@ -170,6 +193,13 @@ def translate(records: Records, table: bytes, fix: str) -> UInt8[np.ndarray, " n
         index, offset = _locate(records.bodies[row], offset)
         letter = records.bodies[row][index][offset:].decode(errors="replace")[0]
         line = records.header_lines[row] + 1 + index
+        if letter == _BETWEEN_CHAINS:
+            raise FileFormatError(
+                records.path,
+                f"sequence '{records.names()[row]}' has '{letter}', which separates the chains of a complex; {SINGLE_CHAINS}: "
+                "give each chain as a sequence of its own",
+                line,
+            )
         raise FileFormatError(
             records.path, f"illegal letter {letter!r} in sequence '{records.names()[row]}'; {fix}", line
         )

@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Int32
 
-from evodsp.data.templates.hits import TemplateHit, column_indices
+from evodsp.data.templates.hits import CHAIN, TemplateHit, column_indices, say_left_out
 from evodsp.data.text_files import lines_of
 from evodsp.errors import FileFormatError
 
-_CHAIN = re.compile(r"([A-Za-z0-9]{4})_([A-Za-z0-9.]+)")
+_CHAIN = re.compile(CHAIN, re.IGNORECASE)
 _HIT = re.compile(r"No +(\d{1,9})\s*$")
 _TABLE_ROW = re.compile(r" *(\d+) +\S")
 _SCORES = re.compile(r"Probab=.*\bAligned_cols=(\d{1,9})\b.*\bSum_probs=([-+.0-9eE]+)")
@@ -25,7 +25,8 @@ _SEARCH_AGAIN = "the file looks truncated: run the search again"
 def parse_hhr(path: str | Path, data: bytes | None = None) -> list[TemplateHit]:
     """The hits of an HHsearch result (.hhr), in the file's order; empty if the search found nothing.
 
-    `data`: the file's bytes, if they were read already; `path` then names them in messages.
+    `data`: the file's bytes, if they were read already; `path` then names them in messages. Hits that are named as no
+    PDB chain, such as AlphaFold's AF-P00750-F1-model_v4_A, are left out with a warning, but counted in `index`.
     Raises FileFormatError (file and line) for a file that is not .hhr or is truncated, and for a hit whose blocks
     contradict each other, the numbering or `Aligned_cols`.
     """
@@ -42,21 +43,20 @@ def parse_hhr(path: str | Path, data: bytes | None = None) -> list[TemplateHit]:
         raise FileFormatError(
             path, f"the table lists {listed} hits, {len(starts)} alignments follow; {_SEARCH_AGAIN}", len(lines)
         )
-    return [_hit(path, lines, start, end) for start, end in pairwise([*starts, len(lines)])]
+    found = [_hit(path, lines, start, end) for start, end in pairwise([*starts, len(lines)])]
+    if others := tuple(hit for hit in found if isinstance(hit, str)):
+        say_left_out(str(path), others)
+    return [hit for hit in found if not isinstance(hit, str)]
 
 
-def _hit(path: str | Path, lines: list[str], start: int, end: int) -> TemplateHit:
-    """The hit in lines[start:end]; the first line is 'No <rank>'."""
+def _hit(path: str | Path, lines: list[str], start: int, end: int) -> TemplateHit | str:
+    """The hit in lines[start:end]; the first line is 'No <rank>'. The name alone of one that is no PDB chain."""
     if end - start < 3 or not lines[start + 1].startswith(">"):
         raise FileFormatError(path, f"no '>name' after '{lines[start].strip()}'; {_SEARCH_AGAIN}", min(start + 2, end))
     name = lines[start + 1][1:].rstrip()
     chain = _CHAIN.match(name)
     if chain is None:
-        raise FileFormatError(
-            path,
-            f"'{name[:30]}' does not start with a PDB chain such as 1ABC_A; search a database of PDB chains (pdb70)",
-            start + 2,
-        )
+        return name
     scores = _SCORES.match(lines[start + 2])
     if scores is None:
         raise FileFormatError(path, f"expected 'Probab=… Aligned_cols=… Sum_probs=…'; {_SEARCH_AGAIN}", start + 3)

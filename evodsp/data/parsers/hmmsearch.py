@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 
 from evodsp.data.parsers.stockholm import alignment_end
-from evodsp.data.templates.hits import TemplateHit, column_indices
+from evodsp.data.templates.hits import CHAIN, TemplateHit, column_indices, say_left_out
 from evodsp.data.text_files import text_of
 from evodsp.errors import FileFormatError
 
-_NAME = re.compile(r"([A-Za-z0-9]{4})_([A-Za-z0-9.]+)/(\d{1,9})-(\d{1,9})$")
+_NAME = re.compile(rf"{CHAIN}/(\d{{1,9}})-(\d{{1,9}})$", re.IGNORECASE)
 
 
 def parse_hmmsearch(
@@ -23,10 +23,11 @@ def parse_hmmsearch(
     `query`: the query's one-letter codes. The profile must have been built with one match state per residue of the query
     (hmmbuild --hand): the alignment's match columns (upper case and '-') are then the query's positions. `listed`: the query
     with all monomers of residues that have several; hits of a profile of that length are those of this query. Chains described
-    as nucleic acids ('mol:na') are skipped, but counted in `index`. `data`: as in `parse_hhr`.
+    as nucleic acids ('mol:na') are skipped, but counted in `index`; so are, with a warning, hits named as no PDB chain.
+    `data`: as in `parse_hhr`.
 
     Raises FileFormatError (file and line) for a file that is not Stockholm, truncated or empty, and for a hit whose number of
-    match columns is not the query's length, whose name is not 'chain/first-last', or whose residues are not first..last.
+    match columns is not the query's length, or whose residues are not first..last.
     """
     raw_lines = text_of(path, data).splitlines()
     lines = [line.decode() for line in raw_lines[: alignment_end(path, raw_lines, "run hmmsearch again")]]
@@ -45,18 +46,23 @@ def parse_hmmsearch(
                 )
             chunks.setdefault(words[0], []).append(words[1])
             line_of_hit.setdefault(words[0], number)
-    return [
+    found = [
         _hit(path, line_of_hit[name], rank, name, "".join(parts), (query, listed or query))
         for rank, (name, parts) in enumerate(chunks.items(), 1)
         if not re.search(r"\bmol:(?!protein\b)", descriptions.get(name, ""))
     ]
+    if others := tuple(hit for hit in found if isinstance(hit, str)):
+        say_left_out(str(path), others)
+    return [hit for hit in found if not isinstance(hit, str)]
 
 
-def _hit(path: str | Path, line: int, rank: int, name: str, letters: str, queries: tuple[str, str]) -> TemplateHit:
+def _hit(
+    path: str | Path, line: int, rank: int, name: str, letters: str, queries: tuple[str, str]
+) -> TemplateHit | str:
+    """A hit; the name alone of one that is no PDB chain."""
     found = _NAME.match(name)
     if found is None:
-        message = f"'{name}' is not a PDB chain with a range such as 1abc_A/1-99; search pdb_seqres with hmmsearch -A"
-        raise FileFormatError(path, message, line)
+        return name
     pdb_id, chain_id, first, last = found.groups()
     codes = np.frombuffer(letters.encode("ascii", "replace"), np.uint8)
     upper, lower = (codes >= ord("A")) & (codes <= ord("Z")), (codes >= ord("a")) & (codes <= ord("z"))
