@@ -20,7 +20,6 @@ from pathlib import Path
 
 import gemmi
 import numpy as np
-from Bio.Data.PDBData import protein_letters_3to1_extended
 from gemmi import cif
 from jaxtyping import Bool, Float32, Float64, Int64
 
@@ -28,6 +27,7 @@ from evodsp.data.layout import entry_of
 from evodsp.data.records import Chain, Structure
 from evodsp.data.text_files import read_bytes
 from evodsp.errors import FileFormatError, UserError, nearest
+from evodsp.geometry.monomers import monomer_letter
 from evodsp.geometry.residues import ATOM_ORDER, ATOM_TYPES
 
 _ATOM_NAMES, _ATOM_INDICES = np.array(sorted(ATOM_TYPES)), np.argsort(ATOM_TYPES)
@@ -246,7 +246,7 @@ class _Entry:
             method=self.method,
             release_date=self.release_date,
             alternatives=tuple(
-                (index, "".join(protein_letters_3to1_extended.get(name, "X") for name in monomers[number]))
+                (index, "".join(monomer_letter(name) for name in monomers[number]))
                 for index, number in enumerate(numbers.tolist())
                 if len(monomers[number]) > 1
             ),
@@ -382,7 +382,7 @@ def _monomers(path: str | Path, block: cif.Block) -> dict[str, dict[int, list[st
 
 
 def _letters(monomers: list[str]) -> str:
-    return "".join(protein_letters_3to1_extended.get(name, "X") for name in monomers)
+    return "".join(monomer_letter(name) for name in monomers)
 
 
 def _chain_rows(
