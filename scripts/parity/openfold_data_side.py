@@ -5,8 +5,8 @@
 Verified with the source in OpenFold's PyPI release 0.0.1 (2022), which is used as it is, except that
 
 - Biopython no longer has `SCOPData`, the table of one-letter codes of modified residues. evodsp's copy of it,
-  `evodsp/geometry/tables/monomer_letters.csv`, takes its place, which has the names of later dictionaries too. Likewise NumPy no
-  longer has `np.object`, another name of `object`;
+  `evodsp/geometry/tables/monomer_letters.csv`, takes its place, which has the names of later dictionaries too. Likewise
+  NumPy no longer has `np.object`, another name of `object`;
 - NH1 and NH2 of an arginine exchange names where NH2 is nearer to CD (supplement 1.2.1), which OpenFold leaves out;
 - a resolution is that of the refined model. OpenFold takes the last one that the file has, which may be that of the data;
 - the random numbers of sampling and masking are those of the subject: the order of the rows, the uniform numbers that choose
