@@ -20,7 +20,6 @@ from itertools import islice
 from pathlib import Path
 
 import numpy as np
-from Bio.Data.PDBData import protein_letters_3to1_extended
 from gemmi import cif
 from jaxtyping import Bool, Float32, Float64, Int64
 
@@ -30,6 +29,7 @@ from evodsp.data.structure_block import block_without_atoms, is_pdb, read_block,
 from evodsp.data.text_files import read_bytes
 from evodsp.data.unlisted_chains import is_amino_acid
 from evodsp.errors import FileFormatError, UserError, nearest
+from evodsp.geometry.monomers import monomer_letter
 from evodsp.geometry.residues import ATOM_ORDER, ATOM_TYPES
 
 _ATOM_NAMES, _ATOM_INDICES = np.array(sorted(ATOM_TYPES)), np.argsort(ATOM_TYPES)
@@ -235,7 +235,7 @@ class _Entry:
             method=self.method,
             release_date=self.release_date,
             alternatives=tuple(
-                (index, "".join(protein_letters_3to1_extended.get(name, "X") for name in monomers[number]))
+                (index, "".join(monomer_letter(name) for name in monomers[number]))
                 for index, number in enumerate(numbers.tolist())
                 if len(monomers[number]) > 1
             ),
@@ -351,7 +351,7 @@ def _monomers(path: str | Path, block: cif.Block) -> dict[str, dict[int, list[st
 
 
 def _letters(monomers: list[str]) -> str:
-    return "".join(protein_letters_3to1_extended.get(name, "X") for name in monomers)
+    return "".join(monomer_letter(name) for name in monomers)
 
 
 def _chain_rows(

@@ -4,9 +4,9 @@
 
 Verified with the source in OpenFold's PyPI release 0.0.1 (2022), which is used as it is, except that
 
-- Biopython no longer has `SCOPData`, the table of one-letter codes of modified residues. The same table under its present name,
-  `PDBData.protein_letters_3to1_extended`, takes its place; DeepMind's and OpenFold's later versions use it too. Likewise NumPy
-  no longer has `np.object`, another name of `object`;
+- Biopython no longer has `SCOPData`, the table of one-letter codes of modified residues. evodsp's copy of it,
+  `evodsp/geometry/tables/monomer_letters.csv`, takes its place, which has the names of later dictionaries too. Likewise
+  NumPy no longer has `np.object`, another name of `object`;
 - NH1 and NH2 of an arginine exchange names where NH2 is nearer to CD (supplement 1.2.1), which OpenFold leaves out;
 - a resolution is that of the refined model. OpenFold takes the last one that the file has, which may be that of the data;
 - the random numbers of sampling and masking are those of the subject: the order of the rows, the uniform numbers that choose
@@ -23,6 +23,7 @@ Results are named `quantity|file`. Strings are arrays of one string.
 from __future__ import annotations
 
 import contextlib
+import csv
 import json
 import os
 import sys
@@ -51,10 +52,12 @@ Results = dict[str, np.ndarray]
 def supply_removed_names() -> None:
     """Let `from Bio.Data import SCOPData` and `np.object` succeed."""
     import Bio.Data
-    from Bio.Data import PDBData
 
+    path = Path(__file__).parents[2] / "evodsp" / "geometry" / "tables" / "monomer_letters.csv"
+    rows = csv.DictReader(line for line in path.read_text(encoding="utf-8").splitlines() if not line.startswith("#"))
     table = types.ModuleType("Bio.Data.SCOPData")
-    table.protein_letters_3to1 = PDBData.protein_letters_3to1_extended  # type: ignore[attr-defined]
+    letters = {name: row["letter"] for row in rows for name in row["names"].split()}
+    table.protein_letters_3to1 = letters  # type: ignore[attr-defined]
     sys.modules["Bio.Data.SCOPData"] = table
     for module, name, value in ((Bio.Data, "SCOPData", table), (np, "object", object)):
         setattr(module, name, value)

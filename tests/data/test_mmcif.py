@@ -99,6 +99,14 @@ def test_modified_residues(tmp_path: Path):
     assert chain.is_missing.tolist() == [False] * 4
 
 
+def test_letters_of_published_alignments(tmp_path: Path):
+    """Catches Biopython's letters (QXXU): the alignments of OpenProteinSet have AlphaFold2's, and did not fit such a chain."""
+    names = ("PCA", "DLE", "DVA", "SEC")
+    atoms = [atom("CA", name, number, number, group_PDB="HETATM") for number, name in enumerate(names, 1)]
+    listed = " ".join(f"{number}:{name}" for number, name in enumerate(names, 1))
+    assert read_chain(save(tmp_path, entry({"A": listed}, atoms)), "A").sequence == "ELVA"
+
+
 @pytest.mark.parametrize("swapped", [False, True])
 def test_arginine_nitrogens_are_named_by_their_distance_to_cd(tmp_path: Path, swapped: bool):
     """Catches NH1 and NH2 left swapped, as in some entries, or swapped where they are correct."""
