@@ -7,9 +7,10 @@ if a peptide bond joins it: ligands such as a free glycine do not. Nothing stand
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
+from math import dist, floor
 
 import gemmi
 import numpy as np
@@ -78,16 +79,7 @@ def find_chain(chain: gemmi.Chain) -> FoundChain:
         own = [len(piece) > 1 for piece in pieces]
     found = [site for piece, is_own in zip(pieces, own, strict=True) if is_own for site in piece]
     others = [piece for piece, is_own in zip(pieces, own, strict=True) if not is_own]
-    # Some programs list modified residues behind all others.
-    waiting = True
-    while waiting:
-        waiting, remaining = False, []
-        for piece in others:
-            if (at := _place(found, piece)) is None:
-                remaining.append(piece)
-            else:
-                found[at:at], waiting = piece, True
-        others = remaining
+    found, others = _joined(found, others)
     return FoundChain(
         found, [s for piece in others for s in piece if len(s.nitrogen) and len(s.alpha) and len(s.carbon)]
     )
@@ -123,7 +115,8 @@ def _is_known(name: str) -> bool:
 
 def _atoms(residue: gemmi.Residue, name: str) -> Float64[np.ndarray, "n 3"]:
     """Positions of an atom, in all its alternative locations."""
-    return np.array([atom.pos.tolist() for atom in residue if atom.name == name]).reshape(-1, 3)
+    found = np.array([atom.pos.tolist() for atom in residue if atom.name == name], float).reshape(-1, 3)
+    return found[np.isfinite(found).all(axis=1)]
 
 
 def _ends(residue: gemmi.Residue) -> tuple[Float64[np.ndarray, "n 3"], Float64[np.ndarray, "m 3"]]:
@@ -160,18 +153,72 @@ def _bonded(first: Site, second: Site) -> bool:
     return _within(first.alpha, second.alpha, _CA_TO_CA)
 
 
-def _place(found: list[Site], piece: list[Site]) -> int | None:
-    """Where in a chain a piece belongs by its peptide bonds, None if it has none to an end of the chain."""
-    before = _touching([site.carbon for site in found], piece[0].nitrogen)
-    behind = _touching([site.nitrogen for site in found], piece[-1].carbon)
-    places = sorted([*(index + 1 for index in before), *behind])
-    return next((at for at in places if at in (0, len(found)) or not _bonded(found[at - 1], found[at])), None)
+def _joined(found: list[Site], others: list[list[Site]]) -> tuple[list[Site], list[list[Site]]]:
+    """The chain with those of the other pieces that peptide bonds join to it, in their places, and the rest of the pieces.
+
+    Some programs list modified residues behind all others.
+    """
+    if not found or not others:
+        return found, others
+    sites = [*found, *(site for piece in others for site in piece)]
+    carbons, nitrogens = _Cells([site.carbon for site in sites]), _Cells([site.nitrogen for site in sites])
+    before = [carbons.near(piece[0].nitrogen) for piece in others]
+    behind = [nitrogens.near(piece[-1].carbon) for piece in others]
+    first_of, last_of, total = [], [], len(found)
+    for piece in others:
+        first_of.append(total)
+        total += len(piece)
+        last_of.append(total - 1)
+    waiting: dict[int, list[int]] = {}  # site -> the pieces that it may join to the chain
+    for number, partners in enumerate(zip(before, behind, strict=True)):
+        for site in (*partners[0], *partners[1]):
+            waiting.setdefault(site, []).append(number)
+    following = {index: index + 1 for index in range(-1, len(found) - 1)} | {len(found) - 1: -1}
+    preceding = {after: index for index, after in following.items()}
+    queue = [number for number in range(len(others)) if any(s < len(found) for s in (*before[number], *behind[number]))]
+    placed: set[int] = set()
+    for number in queue:  # it grows
+        slots = [s for s in before[number] if s in preceding] + [preceding[s] for s in behind[number] if s in preceding]
+        free = (s for s in slots if s < 0 or following[s] < 0 or not _bonded(sites[s], sites[following[s]]))
+        if number in placed or (slot := next(free, None)) is None:
+            continue
+        placed.add(number)
+        run, after = list(range(first_of[number], last_of[number] + 1)), following[slot]
+        for left, right in pairwise([slot, *run, after]):
+            following[left], preceding[right] = right, left
+        queue.extend(n for end in {run[0], run[-1]} for n in waiting.get(end, []) if n not in placed)
+    order, at = [], following[-1]
+    while at >= 0:
+        order.append(sites[at])
+        at = following[at]
+    return order, [piece for number, piece in enumerate(others) if number not in placed]
 
 
-def _touching(ends: list[Float64[np.ndarray, "_ 3"]], atoms: Float64[np.ndarray, "n 3"]) -> list[int]:
-    """Which of `ends` are a peptide bond away from one of `atoms`."""
-    if not ends or not len(atoms):
-        return []
-    owner = np.repeat(np.arange(len(ends)), [len(end) for end in ends])
-    distance = np.linalg.norm(np.concatenate(ends)[:, None] - atoms, axis=-1)
-    return np.unique(owner[(distance <= _PEPTIDE_BOND).any(axis=1)]).tolist()
+class _Cells:
+    """Which sites have an atom a peptide bond away from a place, by cells of space: the time does not grow with the chain."""
+
+    _MOST = 8
+    """Sites of a cell that are looked at. More are no molecule."""
+
+    def __init__(self, atoms: list[Float64[np.ndarray, "_ 3"]]) -> None:
+        self._cells: dict[tuple[int, ...], list[tuple[int, tuple[float, ...]]]] = {}
+        for site, places in enumerate(atoms):
+            for place in places.tolist():
+                cell = self._cells.setdefault(_cell(place), [])
+                if len(cell) < self._MOST:
+                    cell.append((site, tuple(place)))
+
+    def near(self, places: Float64[np.ndarray, "n 3"]) -> list[int]:
+        """The sites, in their order."""
+        found = set()
+        for place in places[: self._MOST].tolist():
+            x, y, z = _cell(place)
+            for dx, dy, dz in product((-1, 0, 1), repeat=3):
+                for site, other in self._cells.get((x + dx, y + dy, z + dz), ()):
+                    if dist(place, other) <= _PEPTIDE_BOND:
+                        found.add(site)
+        return sorted(found)
+
+
+def _cell(place: Sequence[float]) -> tuple[int, ...]:
+    return tuple(floor(x / _PEPTIDE_BOND) for x in place)

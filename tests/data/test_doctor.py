@@ -13,6 +13,7 @@ import yaml
 from evodsp.cli import main
 from evodsp.data import doctor_data
 from evodsp.training.config import DataConfig, DistillationConfig
+from tests.builders.backbone import chain, ligand, pdb_text
 from tests.builders.distillation_run import write_sets
 from tests.builders.training_chains import SEQUENCES, TINY, write_chain
 
@@ -287,3 +288,16 @@ def test_defaults_are_those_of_a_run() -> None:
     run, of_set = DataConfig, DistillationConfig()
     assert run.samples_per_epoch == doctor_data._EPOCH
     assert (of_set.fraction, of_set.min_plddt) == (doctor_data._FRACTION, doctor_data._MIN_PLDDT)
+
+
+def test_notes_of_structures(folder: Path) -> None:
+    """Catches residues that were left out of a chain, or a chain that breaks, of which the report says nothing."""
+    residues = chain(("GLY", "SER", "TRP"), chain=KEY[-1])
+    text = pdb_text([*residues, ligand("GLY", 99, chain=KEY[-1])])
+    (folder / "mmcif_files" / f"{KEY[:4]}.cif").unlink()
+    (folder / "mmcif_files" / f"{KEY[:4]}.pdb").write_text(text)
+    (folder / "alignments" / KEY / "uniref90_hits.a3m").write_text(">q\nGSW\n")
+    code, report = doctor(folder, "--config", str(folder / "tiny.yaml"))
+    reason = f"residues with N, CA and C that no peptide bond joins to chain '{KEY[-1]}' are left out: GLY 99"
+    assert (code, report["chains"]) == (0, [{"chain": KEY, "state": "good, structure needs a look", "reason": reason}])
+    assert report["counts"]["read, whose structure needs a look"] == 1
