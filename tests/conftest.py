@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
+
+# Started in the background of a script, this process ignores Ctrl-C, and so would every program that a test starts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
