@@ -174,21 +174,32 @@ def forward(
     top = tl.full([TILE_Q], float("-inf"), tl.float32)
     total = tl.zeros([TILE_Q], tl.float32)
     mean = tl.zeros([TILE_Q, PADDED], tl.float32)
-    whole = length // TILE_K * TILE_K
-    for start in range(0, whole, TILE_K):
-        top, total, mean = _over_keys(
-            own_q, k, v, keys, keys_strides[2], bias, start, length, scale, top, total, mean,
-            False, BIASED, WIDTH, PADDED, TILE_K, PRECISION,
-        )  # fmt: skip
-        k += TILE_K * k_strides[2]
-        v += TILE_K * v_strides[2]
-        if BIASED:
-            bias += TILE_K * bias_strides[3]
-    if whole < length:
-        top, total, mean = _over_keys(
-            own_q, k, v, keys, keys_strides[2], bias, whole, length, scale, top, total, mean,
-            True, BIASED, WIDTH, PADDED, TILE_K, PRECISION,
-        )  # fmt: skip
+    if own_q.dtype == tl.float32:  # one loop: two would not fit into the registers
+        for start in range(0, length, TILE_K):
+            top, total, mean = _over_keys(
+                own_q, k, v, keys, keys_strides[2], bias, start, length, scale, top, total, mean,
+                True, BIASED, WIDTH, PADDED, TILE_K, PRECISION,
+            )  # fmt: skip
+            k += TILE_K * k_strides[2]
+            v += TILE_K * v_strides[2]
+            if BIASED:
+                bias += TILE_K * bias_strides[3]
+    else:
+        whole = length // TILE_K * TILE_K
+        for start in range(0, whole, TILE_K):
+            top, total, mean = _over_keys(
+                own_q, k, v, keys, keys_strides[2], bias, start, length, scale, top, total, mean,
+                False, BIASED, WIDTH, PADDED, TILE_K, PRECISION,
+            )  # fmt: skip
+            k += TILE_K * k_strides[2]
+            v += TILE_K * v_strides[2]
+            if BIASED:
+                bias += TILE_K * bias_strides[3]
+        if whole < length:
+            top, total, mean = _over_keys(
+                own_q, k, v, keys, keys_strides[2], bias, whole, length, scale, top, total, mean,
+                True, BIASED, WIDTH, PADDED, TILE_K, PRECISION,
+            )  # fmt: skip
     of_sum = tl.where(total > 0, 1.0 / total, 0.0)  # without keys the output is 0
     logit = tl.load(gate + _tile(gate_strides, sample, row, head, query, PADDED, EIGHTS), mask=inside, other=0.0).to(
         tl.float32
@@ -280,21 +291,32 @@ def backward_queries(
     missed = tl.zeros([TILE_Q], tl.float32)
     slope_k = tl.zeros([TILE_Q, PADDED], tl.float32)
     mean_k = tl.zeros([TILE_Q, PADDED], tl.float32)
-    whole = length // TILE_K * TILE_K
-    for start in range(0, whole, TILE_K):
-        missed, slope_k, mean_k = _slopes_over_keys(
-            own_q, above, k, v, keys, keys_strides[2], bias, start, length, scale, top, guess, missed, slope_k, mean_k,
-            False, BIASED, WIDTH, PADDED, TILE_K, PRECISION,
-        )  # fmt: skip
-        k += TILE_K * k_strides[2]
-        v += TILE_K * v_strides[2]
-        if BIASED:
-            bias += TILE_K * bias_strides[3]
-    if whole < length:
-        missed, slope_k, mean_k = _slopes_over_keys(
-            own_q, above, k, v, keys, keys_strides[2], bias, whole, length, scale, top, guess, missed, slope_k, mean_k,
-            True, BIASED, WIDTH, PADDED, TILE_K, PRECISION,
-        )  # fmt: skip
+    if own_q.dtype == tl.float32:  # one loop: two would not fit into the registers
+        for start in range(0, length, TILE_K):
+            missed, slope_k, mean_k = _slopes_over_keys(
+                own_q, above, k, v, keys, keys_strides[2], bias, start, length, scale, top, guess, missed, slope_k, mean_k,
+                True, BIASED, WIDTH, PADDED, TILE_K, PRECISION,
+            )  # fmt: skip
+            k += TILE_K * k_strides[2]
+            v += TILE_K * v_strides[2]
+            if BIASED:
+                bias += TILE_K * bias_strides[3]
+    else:
+        whole = length // TILE_K * TILE_K
+        for start in range(0, whole, TILE_K):
+            missed, slope_k, mean_k = _slopes_over_keys(
+                own_q, above, k, v, keys, keys_strides[2], bias, start, length, scale, top, guess, missed, slope_k, mean_k,
+                False, BIASED, WIDTH, PADDED, TILE_K, PRECISION,
+            )  # fmt: skip
+            k += TILE_K * k_strides[2]
+            v += TILE_K * v_strides[2]
+            if BIASED:
+                bias += TILE_K * bias_strides[3]
+        if whole < length:
+            missed, slope_k, mean_k = _slopes_over_keys(
+                own_q, above, k, v, keys, keys_strides[2], bias, whole, length, scale, top, guess, missed, slope_k, mean_k,
+                True, BIASED, WIDTH, PADDED, TILE_K, PRECISION,
+            )  # fmt: skip
     tl.store(
         grad_q + _tile(grad_q_strides, sample, row, head, query, PADDED, EIGHTS),
         ((slope_k - (missed * of_sum)[:, None] * mean_k) * scale).to(grad_q.dtype.element_ty), mask=inside,
@@ -357,21 +379,32 @@ def backward_keys(
     centre += first
     slope_q = tl.zeros([TILE_K, PADDED], tl.float32)
     sum_v = tl.zeros([TILE_K, PADDED], tl.float32)
-    whole = queries // TILE_Q * TILE_Q
-    for start in range(0, whole, TILE_Q):
-        slope_q, sum_v = _slopes_over_queries(
-            own_k, own_v, masked, q, upstream, largest, centre, bias, start, queries, scale, slope_q, sum_v,
-            False, BIASED, WIDTH, PADDED, TILE_Q, PRECISION,
-        )  # fmt: skip
-        q += TILE_Q * q_strides[2]
-        upstream += TILE_Q * upstream_strides[2]
-        if BIASED:
-            bias += TILE_Q * bias_strides[2]
-    if whole < queries:
-        slope_q, sum_v = _slopes_over_queries(
-            own_k, own_v, masked, q, upstream, largest, centre, bias, whole, queries, scale, slope_q, sum_v,
-            True, BIASED, WIDTH, PADDED, TILE_Q, PRECISION,
-        )  # fmt: skip
+    if own_k.dtype == tl.float32:
+        for start in range(0, queries, TILE_Q):
+            slope_q, sum_v = _slopes_over_queries(
+                own_k, own_v, masked, q, upstream, largest, centre, bias, start, queries, scale, slope_q, sum_v,
+                True, BIASED, WIDTH, PADDED, TILE_Q, PRECISION,
+            )  # fmt: skip
+            q += TILE_Q * q_strides[2]
+            upstream += TILE_Q * upstream_strides[2]
+            if BIASED:
+                bias += TILE_Q * bias_strides[2]
+    else:
+        whole = queries // TILE_Q * TILE_Q
+        for start in range(0, whole, TILE_Q):
+            slope_q, sum_v = _slopes_over_queries(
+                own_k, own_v, masked, q, upstream, largest, centre, bias, start, queries, scale, slope_q, sum_v,
+                False, BIASED, WIDTH, PADDED, TILE_Q, PRECISION,
+            )  # fmt: skip
+            q += TILE_Q * q_strides[2]
+            upstream += TILE_Q * upstream_strides[2]
+            if BIASED:
+                bias += TILE_Q * bias_strides[2]
+        if whole < queries:
+            slope_q, sum_v = _slopes_over_queries(
+                own_k, own_v, masked, q, upstream, largest, centre, bias, whole, queries, scale, slope_q, sum_v,
+                True, BIASED, WIDTH, PADDED, TILE_Q, PRECISION,
+            )  # fmt: skip
     tl.store(
         grad_k + _tile(grad_k_strides, sample, row, head, key, PADDED, EIGHTS),
         (slope_q * scale).to(grad_k.dtype.element_ty), mask=inside,
