@@ -174,7 +174,7 @@ def forward(
     top = tl.full([TILE_Q], float("-inf"), tl.float32)
     total = tl.zeros([TILE_Q], tl.float32)
     mean = tl.zeros([TILE_Q, PADDED], tl.float32)
-    if own_q.dtype == tl.float32:  # one loop: two would not fit into the registers
+    if own_q.dtype == tl.float32 and PADDED > 16:  # one loop: two would not fit into the registers
         for start in range(0, length, TILE_K):
             top, total, mean = _over_keys(
                 own_q, k, v, keys, keys_strides[2], bias, start, length, scale, top, total, mean,
@@ -291,7 +291,7 @@ def backward_queries(
     missed = tl.zeros([TILE_Q], tl.float32)
     slope_k = tl.zeros([TILE_Q, PADDED], tl.float32)
     mean_k = tl.zeros([TILE_Q, PADDED], tl.float32)
-    if own_q.dtype == tl.float32:  # one loop: two would not fit into the registers
+    if own_q.dtype == tl.float32 and PADDED > 16:  # one loop: two would not fit into the registers
         for start in range(0, length, TILE_K):
             missed, slope_k, mean_k = _slopes_over_keys(
                 own_q, above, k, v, keys, keys_strides[2], bias, start, length, scale, top, guess, missed, slope_k, mean_k,
