@@ -146,6 +146,29 @@ def test_without_time_a_case_is_left_out(tmp_path: Path) -> None:
     assert "42" not in file.read_text()
 
 
+def test_a_part_of_the_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches --memory-gib being ignored: the largest protein would be that of the whole GPU."""
+    fractions = [1.0]
+
+    def part(setup: Setup) -> Iterator[Case]:
+        yield Case("fraction", "", "", lambda: [Measured("fraction", fractions[-1])])
+
+    monkeypatch.setattr(gpu, "PARTS", (Part("part", "part", 1.0, part),))
+    monkeypatch.setattr(gpu, "_has_gpu", lambda: True)
+    monkeypatch.setattr(gpu, "cleaned", lambda device: None)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 * 2**30, name="H")
+    )
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda part, device: fractions.append(part))
+    for given, expected in (([], "1"), (["--memory-gib", "20"], "0.25"), (["--memory-gib", "90"], "1")):
+        assert gpu.main(["--output", str(tmp_path), *given]) == 0
+        assert [row["value"] for row in read(tmp_path)] == [expected]
+    assert gpu.main(["--output", str(tmp_path), "--memory-gib", "-1"]) == 2
+    assert capsys.readouterr().err == "gpu: error: --memory-gib -1.0: must be more than 0\n"
+
+
 def test_memory_that_is_full_is_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a backend that needs more memory than there is being reported as a failure of the run."""
     assert run(tmp_path, monkeypatch, 1, full) == (0, [("full", "full", "out of memory", "")])

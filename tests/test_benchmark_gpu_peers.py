@@ -156,8 +156,8 @@ def test_a_block_by_the_formulas_in_both_precisions(kind: str) -> None:
     """Catches inputs that are cast on the way: the residual stream has the precision that was asked for."""
     config = gpu_cases.config_of(gpu_cases.TINY)
     for inputs in (torch.float32, torch.bfloat16):
-        leaves, masks = gpu_peers.inputs_of(config, kind, 5, 7, CPU, inputs)
+        leaves, masks = gpu_cases.inputs_of(config, kind, 5, 7, CPU, inputs)
         assert {x.dtype for x in leaves} == {inputs}
         assert [x.shape[:3] for x in leaves] == [x.shape for x in masks]
-        step = gpu_peers.formula_block(config, kind, 5, 7, CPU, torch.bfloat16, inputs_dtype=inputs)
+        step = gpu_cases.block(config, kind, 5, 7, CPU, torch.bfloat16, gpu_peers.FORMULAS, inputs_dtype=inputs)
         assert list(step()) == ["forward", "backward"]

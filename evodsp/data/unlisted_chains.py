@@ -14,9 +14,8 @@ from math import dist, floor
 
 import gemmi
 import numpy as np
+from Bio.Data.PDBData import protein_letters_3to1_extended
 from jaxtyping import Float64
-
-from evodsp.geometry.monomers import MONOMER_LETTERS
 
 _PEPTIDE_BOND = 2.0
 """Å between C and the next N, 1.33 in a good model. Where it is longer, residues are missing."""
@@ -111,7 +110,8 @@ def _site(residues: list[gemmi.Residue]) -> Site:
 
 
 def _is_known(name: str) -> bool:
-    return is_amino_acid(name) or name in MONOMER_LETTERS
+    """Whether a monomer is an amino acid or was one. AlphaFold2's table of letters cannot tell: it has bases too."""
+    return is_amino_acid(name) or name in protein_letters_3to1_extended
 
 
 def _atoms(residue: gemmi.Residue, name: str) -> Float64[np.ndarray, "n 3"]:

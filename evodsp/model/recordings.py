@@ -8,6 +8,7 @@ leaves that share the memory of the parameters stand in their places, so that no
 from __future__ import annotations
 
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -58,11 +59,8 @@ class Inputs:
         return [next(left) if key is None else key if key.flat is None else key.moved(next(left)) for key in self.keys]
 
 
-class Recording:
+class Recording(ABC):
     """A recorded call."""
-
-    waits = False
-    """Whether a backward pass still needs what the last replay made."""
 
     def __init__(self, recorder: Recorder, inputs: Inputs, parameters: Sequence[Tensor]) -> None:
         self.recorder, self.addresses = recorder, addresses_of(parameters)
@@ -71,8 +69,14 @@ class Recording:
         self.alone = False
         """Whether the call returns one tensor, and no tuple."""
 
+    @property
+    def waits(self) -> bool:
+        """Whether a backward pass still needs what the last replay made."""
+        return False
+
+    @abstractmethod
     def __call__(self, tensors: Sequence[Tensor], parameters: Sequence[Tensor]) -> Any:
-        raise NotImplementedError
+        """What the call returns for these inputs. `parameters`: those that it was recorded with."""
 
     def computed(self, run: Callable[..., Any], inputs: Inputs) -> list[Tensor]:
         """What the call makes of the recording's own inputs."""
@@ -157,7 +161,7 @@ class WithGradient(Recording):
             )
 
     @property
-    def waits(self) -> bool:  # type: ignore[override]
+    def waits(self) -> bool:
         return self._use is not None and self._use() is not None
 
     def __call__(self, tensors: Sequence[Tensor], parameters: Sequence[Tensor]) -> Any:

@@ -227,6 +227,8 @@ def main(words: Sequence[str] | None = None) -> int:
     try:
         if options.minutes <= 0:
             raise UserError(f"--minutes {options.minutes}: must be more than 0")
+        if options.memory_gib is not None and not options.memory_gib > 0:
+            raise UserError(f"--memory-gib {options.memory_gib}: must be more than 0")
         if not options.cpu and not _has_gpu():
             raise UserError(
                 "this machine has no GPU that torch can use; use one that has, or try the program with --cpu"

@@ -36,6 +36,7 @@ from evodsp.model.evoformer import EvoformerStack
 from evodsp.model.kernels import self_check
 from evodsp.model.kernels import triton as own
 from evodsp.model.kernels.registry import Kernels
+from evodsp.model.kernels.triton import OPERATORS
 from evodsp.model.kernels.triton_kernels.launch import Launch, Operator
 from evodsp.model.pair_ops import TriangleMultiplication
 from evodsp.model.primitives import use_kernels
@@ -64,7 +65,7 @@ class Launches(TorchDispatchMode):
         """`shift`: elements after an aligned address at which all tensors begin."""
         super().__init__()
         self.found: dict[str, Specialised] = {}
-        self.calls, self._shift, self._operators = 0, shift, host_time.operators()
+        self.calls, self._shift, self._operators = 0, shift, OPERATORS
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func.namespace == "evodsp" and (operator := self._operators.get(func.name())):

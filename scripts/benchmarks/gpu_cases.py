@@ -6,9 +6,10 @@ Shape legend: S rows of the MSA, E rows of the extra MSA, R residues, T template
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from evodsp.losses.total import total_loss
 from evodsp.model.alphafold import AlphaFold
 from evodsp.model.casts import CastParameters
 from evodsp.model.dropout import DropoutKeys
-from evodsp.model.evoformer import EvoformerStack
+from evodsp.model.evoformer import EvoformerStack, MSAStack, PairStack
 from evodsp.model.kernels.registry import Kernels
 from evodsp.model.primitives import use_kernels
 from evodsp.model.templates import TemplatePairStack
@@ -144,6 +145,61 @@ def autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager
     return torch.autocast(device.type, dtype, cache_enabled=False)
 
 
+def stack_of(config: ModelConfig, kind: str) -> EvoformerStack | TemplatePairStack:
+    """One block, or the template pair stack, with random parameters: always the same ones. Nothing is recomputed."""
+    channels = config.channels
+    stack: EvoformerStack | TemplatePairStack
+    if kind == "templates":
+        stack = TemplatePairStack(dataclasses.replace(config.templates, checkpoint=False))
+    else:
+        extra = kind == "extra"
+        settings = dataclasses.replace(config.extra_msa if extra else config.evoformer, blocks=1, checkpoint=False)
+        stack = EvoformerStack(channels.extra_msa if extra else channels.msa, channels.pair, settings, extra)
+    randomise(stack)
+    return stack
+
+
+def inputs_of(
+    config: ModelConfig, kind: str, first: int, residues: int, device: torch.device, dtype: torch.dtype
+) -> tuple[list[Tensor], list[Tensor]]:
+    """m [1, S, R, c_m] and z [1, R, R, c_z], or a pair of each template [T, R, R, c_t]; and their masks, all ones. The inputs
+    require gradients.
+    """
+    channels = config.channels
+    if kind == "templates":
+        shapes = [(first, residues, residues, config.templates.channels)]
+    else:
+        c_m = channels.extra_msa if kind == "extra" else channels.msa
+        shapes = [(1, first, residues, c_m), (1, residues, residues, channels.pair)]
+    generator = torch.Generator(device).manual_seed(0)
+    leaves = [torch.randn(shape, generator=generator, device=device).to(dtype).requires_grad_() for shape in shapes]
+    return leaves, [torch.ones(shape[:-1], device=device) for shape in shapes]
+
+
+def step_of(
+    run: Callable[[], Tensor | Sequence[Tensor]],
+    wanted: Sequence[Tensor],
+    device: torch.device,
+    dtype: torch.dtype,
+    casts: CastParameters | None = None,
+) -> Step:
+    """`run` under autocast, and the gradients of what is wanted. `casts`: of the parameters, once a step."""
+
+    def step() -> Iterator[str]:
+        with autocast(device, dtype):
+            if casts:
+                casts.make()
+            results = run()
+        results = [results] if isinstance(results, Tensor) else list(results)
+        yield "forward"
+        torch.autograd.grad(results, wanted, [x.detach() for x in results])
+        if casts:
+            casts.drop()
+        yield "backward"
+
+    return step
+
+
 def block(
     config: ModelConfig,
     kind: str,
@@ -152,43 +208,32 @@ def block(
     device: torch.device,
     dtype: torch.dtype,
     kernels: Kernels,
+    *,
+    inputs_dtype: torch.dtype | None = None,
+    compiled: bool = False,
 ) -> Step:
-    """One block with dropout, or the template pair stack, forward and backward as in training; nothing is recomputed."""
-    channels = config.channels
-    draws = [Draws.root(0)]
-    pair = (1, residues, residues, channels.pair)
-    stack: nn.Module
-    if kind == "templates":
-        stack = TemplatePairStack(dataclasses.replace(config.templates, checkpoint=False))
-        shapes, masks = [(first, residues, residues, config.templates.channels)], [(first, residues, residues)]
-        streams = stack.dropout_streams(draws * first)
-    else:
-        extra = kind == "extra"
-        settings = dataclasses.replace(config.extra_msa if extra else config.evoformer, blocks=1, checkpoint=False)
-        c_m = channels.extra_msa if extra else channels.msa
-        stack = EvoformerStack(c_m, channels.pair, settings, extra)
-        shapes, masks = [(1, first, residues, c_m), pair], [(1, first, residues), (1, residues, residues)]
-        streams = stack.dropout_streams(draws)
-    randomise(stack)
-    stack.to(device)
+    """One block with dropout, or the template pair stack, forward and backward as in training.
+
+    `dtype`: of autocast; float32: none. `inputs_dtype`: of m and z; None: the same. `compiled`: each half by torch.compile, as
+    with `compile: blocks`; autocast then casts the parameters, which the compiler puts into the kernels that need them.
+    """
+    stack = stack_of(config, kind).to(device)
     use_kernels(stack, kernels)
-    keys = DropoutKeys.of(streams, device)
-    generator = torch.Generator(device).manual_seed(0)
-    leaves = [torch.randn(shape, generator=generator, device=device).to(dtype).requires_grad_() for shape in shapes]
-    ones = [torch.ones(shape, device=device) for shape in masks]
-    casts = CastParameters(stack)
+    samples = first if kind == "templates" else 1
+    keys = DropoutKeys.of(stack.dropout_streams([Draws.root(0)] * samples), device)
+    leaves, masks = inputs_of(config, kind, first, residues, device, inputs_dtype or dtype)
+    if compiled:
+        for half in compiled_afresh(stack):
+            half.compile(dynamic=False)
+    casts = None if compiled else CastParameters(stack)
+    return step_of(partial(stack, *leaves, *masks, keys), [*leaves, *stack.parameters()], device, dtype, casts)
 
-    def step() -> Iterator[str]:
-        with autocast(device, dtype):
-            casts.make()
-            results = stack(*leaves, *ones, keys)
-        results = [results] if isinstance(results, Tensor) else list(results)
-        yield "forward"
-        torch.autograd.grad(results, [*leaves, *stack.parameters()], [x.detach() for x in results])
-        casts.drop()
-        yield "backward"
 
-    return step
+def compiled_afresh(stack: nn.Module) -> list[nn.Module]:
+    """The parts that training compiles. Forgets earlier graphs; as in training, autocast acts on the forward pass only."""
+    torch._dynamo.reset()
+    torch._functorch.config.backward_pass_autocast = "off"
+    return [module for module in stack.modules() if isinstance(module, MSAStack | PairStack)]
 
 
 def model(config: ModelConfig, kernels: Kernels, device: torch.device) -> AlphaFold:

@@ -27,22 +27,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from evodsp.config import EvoformerConfig, ModelConfig
-from evodsp.model.casts import CastParameters
-from evodsp.model.dropout import NO_DROPOUT, DropoutKeys
-from evodsp.model.evoformer import EvoformerStack, MSAStack, PairStack
+from evodsp.config import ModelConfig
+from evodsp.model.dropout import NO_DROPOUT
 from evodsp.model.kernels import reference
 from evodsp.model.kernels.registry import Kernels
 from evodsp.model.primitives import use_kernels
-from evodsp.rng import Draws
 from evodsp.weights.names import evoformer_block
 from scripts.parity.openfold_side import SOURCE, hide_deepspeed
 
-from .gpu_cases import autocast, config_of
+from .gpu_cases import autocast, block, compiled_afresh, config_of, inputs_of, stack_of, step_of
 from .gpu_clock import Step
 from .gpu_peer_operators import relative
 from .gpu_rows import Case, Measured, Setup, chosen, measured
-from .random_inputs import randomise
 
 FORMULAS = Kernels(**{field.name: getattr(reference, field.name) for field in dataclasses.fields(Kernels)})
 """Every operator by its formula."""
@@ -53,95 +49,6 @@ LIMITS = {torch.float32: 1e-3, torch.bfloat16: 0.2}
 
 
 # ---- Blocks ----
-
-
-def _settings(config: ModelConfig, kind: str) -> tuple[int, EvoformerConfig]:
-    """Channels of m, and the settings of one block of that kind, "evoformer" or "extra", without recomputation."""
-    extra = kind == "extra"
-    settings = dataclasses.replace(config.extra_msa if extra else config.evoformer, blocks=1, checkpoint=False)
-    return (config.channels.extra_msa if extra else config.channels.msa), settings
-
-
-def _stack(config: ModelConfig, kind: str) -> EvoformerStack:
-    """evodsp's stack of one block, with random parameters: always the same ones."""
-    c_m, settings = _settings(config, kind)
-    stack = EvoformerStack(c_m, config.channels.pair, settings, kind == "extra")
-    randomise(stack)
-    return stack
-
-
-def inputs_of(
-    config: ModelConfig, kind: str, first: int, residues: int, device: torch.device, dtype: torch.dtype
-) -> tuple[list[Tensor], list[Tensor]]:
-    """m [1, S, R, c_m] and z [1, R, R, c_z], which require gradients; and their masks, all ones."""
-    c_m, _ = _settings(config, kind)
-    shapes = [(1, first, residues, c_m), (1, residues, residues, config.channels.pair)]
-    generator = torch.Generator(device).manual_seed(0)
-    leaves = [torch.randn(shape, generator=generator, device=device).to(dtype).requires_grad_() for shape in shapes]
-    return leaves, [torch.ones(shape[:-1], device=device) for shape in shapes]
-
-
-def evodsp_block(
-    config: ModelConfig,
-    kind: str,
-    first: int,
-    residues: int,
-    device: torch.device,
-    dtype: torch.dtype,
-    *,
-    inputs_dtype: torch.dtype,
-    kernels: Kernels = FORMULAS,
-    compiled: bool = False,
-) -> Step:
-    """evodsp's block with dropout, forward and backward to m, z and all parameters, by any kernels: by default the formulas.
-
-    `dtype`: of autocast; float32: none. `inputs_dtype`: of m and z. `compiled`: each half by torch.compile, as with
-    `compile: blocks`; autocast then casts the parameters, which the compiler puts into the kernels that need them.
-    """
-    stack = _stack(config, kind).to(device)
-    use_kernels(stack, kernels)
-    keys = DropoutKeys.of(stack.dropout_streams([Draws.root(0)]), device)
-    leaves, masks = inputs_of(config, kind, first, residues, device, inputs_dtype)
-    casts = None if compiled else CastParameters(stack)
-    if compiled:
-        _prepare_compiler()
-        for half in stack.modules():
-            if isinstance(half, MSAStack | PairStack):
-                half.compile(dynamic=False)
-
-    def step() -> Iterator[str]:
-        with autocast(device, dtype):
-            if casts:
-                casts.make()
-            results = stack(*leaves, *masks, keys)
-        yield "forward"
-        torch.autograd.grad(results, [*leaves, *stack.parameters()], [x.detach() for x in results])
-        if casts:
-            casts.drop()
-        yield "backward"
-
-    return step
-
-
-def formula_block(
-    config: ModelConfig,
-    kind: str,
-    first: int,
-    residues: int,
-    device: torch.device,
-    dtype: torch.dtype,
-    *,
-    inputs_dtype: torch.dtype,
-    compiled: bool = False,
-) -> Step:
-    """evodsp's block by the plain formulas: what torch alone makes of it, eager or compiled. As `evodsp_block`."""
-    return evodsp_block(config, kind, first, residues, device, dtype, inputs_dtype=inputs_dtype, compiled=compiled)
-
-
-def _prepare_compiler() -> None:
-    """As in training: autocast acts on the forward pass only."""
-    torch._dynamo.reset()
-    torch._functorch.config.backward_pass_autocast = "off"
 
 
 def _replace_kernel() -> None:
@@ -177,13 +84,15 @@ def openfold_absent() -> str:
     return ""
 
 
-def _openfold_module(config: ModelConfig, kind: str, stack: EvoformerStack) -> nn.Module:
+def _openfold_module(config: ModelConfig, kind: str, stack: nn.Module) -> nn.Module:
     """OpenFold's block with the settings and the parameters of evodsp's."""
     if absent := openfold_absent():
         raise ImportError(f"OpenFold: {absent}")
     evoformer = importlib.import_module("openfold.model.evoformer")
     made = evoformer.ExtraMSABlock if kind == "extra" else evoformer.EvoformerBlock
-    c_m, settings = _settings(config, kind)
+    extra = kind == "extra"
+    settings = config.extra_msa if extra else config.evoformer
+    c_m = config.channels.extra_msa if extra else config.channels.msa
     arguments: dict[str, Any] = {
         "c_m": c_m, "c_z": config.channels.pair, "c_hidden_msa_att": settings.msa_head_width,
         "c_hidden_opm": settings.outer_product_channels, "c_hidden_mul": settings.triangle_channels,
@@ -196,7 +105,7 @@ def _openfold_module(config: ModelConfig, kind: str, stack: EvoformerStack) -> n
     module: nn.Module = made(**{name: value for name, value in arguments.items() if name in known})
     ours = dict(stack.named_parameters())
     theirs: dict[str, Tensor] = {}
-    for name in evoformer_block("blocks.0", "", kind == "extra", settings, openfold="block"):
+    for name in evoformer_block("blocks.0", "", extra, settings, openfold="block"):
         parts = ours[name.ours].detach().chunk(len(name.openfold))
         theirs |= {key.removeprefix("block."): x.clone() for key, x in zip(name.openfold, parts, strict=True)}
     module.load_state_dict(theirs)
@@ -223,20 +132,12 @@ def openfold_block(
     `kind`: "evoformer" or "extra". `dtype`: of autocast; float32: none. `inputs_dtype`: of m and z; under Lightning they are in
     float32. `compiled`: by torch.compile as a whole, where it breaks into several graphs. Raises ImportError without OpenFold.
     """
-    module = _openfold_module(config, kind, _stack(config, kind)).to(device).train()
+    module = _openfold_module(config, kind, stack_of(config, kind)).to(device).train()
     leaves, masks = inputs_of(config, kind, first, residues, device, inputs_dtype)
     if compiled:
-        _prepare_compiler()
+        compiled_afresh(module)
         module.compile(dynamic=False)
-
-    def step() -> Iterator[str]:
-        with autocast(device, dtype):
-            results = module(*leaves, *masks, **_OPTIONS)
-        yield "forward"
-        torch.autograd.grad(results, [*leaves, *module.parameters()], [x.detach() for x in results])
-        yield "backward"
-
-    return step
+    return step_of(partial(module, *leaves, *masks, **_OPTIONS), [*leaves, *module.parameters()], device, dtype)
 
 
 def openfold_outputs_equal(
@@ -252,7 +153,7 @@ def openfold_outputs_equal(
     """The largest difference between OpenFold's block and evodsp's by the formulas, without dropout, over the largest number of
     each: of both outputs, and of the gradients of m and z. Raises ValueError where rounding cannot explain it.
     """
-    stack = _stack(config, kind)
+    stack = stack_of(config, kind)
     module = _openfold_module(config, kind, stack).to(device).eval()
     use_kernels(stack.to(device), FORMULAS)
     leaves, masks = inputs_of(config, kind, first, residues, device, inputs_dtype)
@@ -289,7 +190,7 @@ def cases(setup: Setup) -> Iterator[Case]:
             )
     for kind, first, residues in setup.sizes.blocks:
         for inputs, name in _INPUTS.items() if kind in _KINDS else ():
-            own = {"triton": partial(evodsp_block, kernels=_chosen(setup))} if "triton" in setup.present else {}
+            own = {"triton": partial(block, kernels=_chosen(setup))} if "triton" in setup.present else {}
             for backend, make in (own | _makers()).items():
                 measure = partial(_timed, setup, make, kind, first, residues, inputs)
                 yield Case(f"{kind} {first} x {residues}", backend, name, measure)
@@ -311,7 +212,7 @@ _INPUTS = {torch.bfloat16: "bf16-mixed, bf16 m and z", torch.float32: "bf16-mixe
 
 def _makers() -> dict[str, MakeBlock]:
     """The peers that are here."""
-    return ({} if openfold_absent() else {"OpenFold": openfold_block}) | {"reference": formula_block}
+    return ({} if openfold_absent() else {"OpenFold": openfold_block}) | {"reference": partial(block, kernels=FORMULAS)}
 
 
 def _chosen(setup: Setup) -> Kernels:

@@ -129,14 +129,9 @@ class _Catch(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def operators() -> dict[str, launch.Operator]:
-    """Own operators by their names."""
-    return {report.__self__.name: report.__self__ for report in own.REPORTS.values()}  # type: ignore[attr-defined]
-
-
 def calls_of(step: Step) -> list[Call]:
     """The different calls of own operators in a step, in order."""
-    by_name = operators()
+    by_name = own.OPERATORS
     with _Catch() as catch:
         for catch.stage in _named(step):
             pass
@@ -303,7 +298,7 @@ def comparison_lines(device: torch.device, end: float) -> Iterator[str]:
                 failed += 1
                 yield f"DIFFERS: {call.operator.name} of a {kind} block on {first} x {residues}: {way}"
             compared += 1
-    refused = [name for name, operator in operators().items() if operator.refused]
+    refused = [name for name, operator in own.OPERATORS.items() if operator.refused]
     if refused:
         failed += 1
         yield f"REFUSED: Triton is not as expected, so plans are not repeated: {', '.join(refused)}"

@@ -1,14 +1,13 @@
 #!/usr/bin/env bash
 # Pack what a GPU machine without network lacks into one folder, so that a run there is one command.
 #
-#   scripts/benchmarks/kit.sh FOLDER [--openfold CLONE] [--cuequivariance WHEELS] [--wheels WHEELS]
+#   scripts/benchmarks/kit.sh FOLDER [--openfold CLONE] [--cuequivariance WHEELS]
 #   FOLDER/run.sh python3 -m scripts.benchmarks.gpu --output RESULTS      there, from the root of the source
 #
 # That machine has Python 3.12, PyTorch, Triton and Lightning. FOLDER gets evodsp's other packages and, of peers that are at hand:
 #
 #   --openfold CLONE         a clone of OpenFold, of which only the folder openfold/ is taken
 #   --cuequivariance WHEELS  a folder with the four wheels of cuEquivariance for CUDA 13
-#   --wheels WHEELS          a folder with wheels of all packages, in place of the index that pip asks
 #
 # FOLDER must not exist, and has at most 50 MiB when all is well; it is for that machine, and never for a repository. Needs a Python
 # 3.12 with pip, which PYTHON names (default: python3.12), and xz. Compressing cuEquivariance takes two minutes.
@@ -24,14 +23,11 @@ packages=(
   beartype==0.23.1 biopython==1.88 docstring_parser==0.18.0 gemmi==0.7.5 ihm==2.12 jsonargparse==4.53.0 modelcif==1.8
   omegaconf==2.4.0 ruamel.yaml==0.19.1 typeshed_client==2.14.0 zstandard==0.25.0
 )
-# The index has wheels of all but one, which pip builds.
-from=(--no-binary ihm)
 folder='' openfold='' cuequivariance=''
 while (($#)); do
   case $1 in
     --openfold) openfold=${2:?} packages+=(dm-tree==0.1.10 ml_collections==1.1.0) && shift 2 ;;
     --cuequivariance) cuequivariance=${2:?} packages+=(platformdirs==4.14.8) && shift 2 ;;
-    --wheels) from=(--no-index --find-links "${2:?}") && shift 2 ;;
     -*) fail "$1 is not an option; the first lines of $0 list them" ;;
     *) folder=$1 && shift ;;
   esac
@@ -53,7 +49,8 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 mkdir "$work"/{packages,openfold,cuequivariance.{torch,others}}
 
-"$python" -m pip install --quiet --disable-pip-version-check --no-deps --no-compile --only-binary :all: "${from[@]}" \
+# All but one have wheels; pip builds that one.
+"$python" -m pip install --quiet --disable-pip-version-check --no-deps --no-compile --prefer-binary \
   --target "$work/packages" "${packages[@]}"
 archives=(packages)
 if [[ -n $openfold ]]; then

@@ -79,6 +79,15 @@ def test_waters_and_ligands_are_no_residues(tmp_path: Path, form: str) -> None:
 
 
 @forms
+def test_modified_bases_are_no_residues(tmp_path: Path, form: str) -> None:
+    """Catches an RNA chain read as a protein: AlphaFold2's table of letters, of which G and U are some, has bases too."""
+    bases = [
+        replace(r, atoms=(("P", 0, 0), ("N1", 1, 1), ("C4", 2, 0))) for r in chain(("PSU", "2MG"), chain="R", row=1)
+    ]
+    assert sequences(read(tmp_path, form, chain(NAMES) + bases)) == {"A": "GSMKWA"}
+
+
+@forms
 def test_imgt_numbers_run_backwards(tmp_path: Path, form: str) -> None:
     """Catches residues sorted by their numbers: IMGT's CDR3 is 110, 111, 111A, 112B, 112A, 112, 113."""
     numbers = [(110, ""), (111, ""), (111, "A"), (112, "B"), (112, "A"), (112, ""), (113, "")]

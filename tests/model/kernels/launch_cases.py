@@ -14,8 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from evodsp.model.kernels.triton import OPERATORS
 from evodsp.model.kernels.triton_kernels import device, launch
-from scripts.benchmarks.host_time import NoGpu, operators, shifted
+from scripts.benchmarks.host_time import NoGpu, shifted
 
 Launched = list[tuple[Any, ...]]
 
@@ -79,7 +80,7 @@ def written_down(patch: pytest.MonkeyPatch) -> Iterator[tuple[Launched, Driver]]
 
 def forget() -> None:
     """Forget the plans of all operators."""
-    for operator in operators().values():
+    for operator in OPERATORS.values():
         operator.forget()
 
 
@@ -114,7 +115,7 @@ def repeated(launched: Launched) -> bool:
 
 def calls(size: int, width: int, dtype: torch.dtype) -> Iterator[tuple[launch.Operator, list[Any]]]:
     """A call of each operator, on tensors with this many positions and channels."""
-    own = {name.removeprefix("evodsp::"): operator for name, operator in operators().items()}
+    own = {name.removeprefix("evodsp::"): operator for name, operator in OPERATORS.items()}
 
     def draw(*shape: int, of: torch.dtype = dtype) -> Tensor:
         return torch.ones(shape, dtype=of)
