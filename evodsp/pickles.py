@@ -12,6 +12,8 @@ import pickletools
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
+from evodsp.errors import shortened
+
 _LONGEST_KEY = 1000
 """Letters. Names of parameters have 100."""
 _MOST_IN_KEY = 8
@@ -21,6 +23,10 @@ _KEY_BITS = 63
 _DEEPEST = 200
 _MOST = 1 << 21
 """Instructions, and parts of an object when it is written out. A checkpoint of AlphaFold2 in training has a million."""
+
+
+class PickleRefused(ValueError):
+    """A pickle that would harm whoever reads it, and why."""
 
 
 class _Made:
@@ -41,19 +47,31 @@ _INTS = frozenset(("BININT", "BININT1", "BININT2", "LONG1"))
 _TEXTS = frozenset(("SHORT_BINUNICODE", "BINUNICODE", "SHORT_BINSTRING", "SHORT_BINBYTES", "BINBYTES", "BINBYTES8"))
 _SHORT_TUPLES = {"EMPTY_TUPLE": 0, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 _EMPTY = {"EMPTY_LIST": "list", "EMPTY_DICT": "dictionary", "EMPTY_SET": "set"}
-_OPERANDS = {"APPEND": 1, "BUILD": 1, "BINPERSID": 1, "SETITEM": 2, "REDUCE": 2, "NEWOBJ": 2, "STACK_GLOBAL": 2, **_SHORT_TUPLES}
+_OPERANDS = {
+    "APPEND": 1,
+    "BUILD": 1,
+    "BINPERSID": 1,
+    "SETITEM": 2,
+    "REDUCE": 2,
+    "NEWOBJ": 2,
+    "STACK_GLOBAL": 2,
+    **_SHORT_TUPLES,
+}
 _TO_MARK = frozenset(("TUPLE", "APPENDS", "SETITEMS"))
 
 
 def check_pickle(data: bytes, opcodes: Collection[str]) -> None:
-    """Raise ValueError, with the reason, unless unpickling `data` builds a modest object by some of `opcodes`.
+    """Raise PickleRefused, with the reason, unless unpickling `data` builds a modest object by some of `opcodes`.
+    Raise ValueError if `data` is damaged.
 
     Nothing is built, imported or called. What remains to the unpickler is to refuse the names that it does not know.
     """
     try:
         made = _followed(data, opcodes)
-    except (IndexError, KeyError, AttributeError, TypeError, OverflowError, MemoryError) as error:
-        raise ValueError("it is damaged") from error
+    except PickleRefused:
+        raise
+    except Exception as error:  # of instructions that do not fit together
+        raise ValueError(f"it is damaged: {shortened(error)}") from error
     _check_sizes(made)
 
 
@@ -68,13 +86,13 @@ def _followed(data: bytes, opcodes: Collection[str]) -> list[_Made]:
         name: str = opcode.name
         number: Any = argument
         if name not in opcodes:
-            raise ValueError(f"it uses the pickle instruction {name}")
+            raise PickleRefused(f"it uses the pickle instruction {name}")
         if count >= _MOST:
-            raise ValueError(f"it has more than {_MOST} pickle instructions")
+            raise PickleRefused(f"it has more than {_MOST} pickle instructions")
         if name in ("BINPUT", "LONG_BINPUT"):
             # The unpickler makes room for as many remembered objects as the largest number of one.
             if number > count:
-                raise ValueError("it numbers an object that it does not have")
+                raise PickleRefused("it numbers an object that it does not have")
             memo[number] = stack[-1]
         elif name == "MEMOIZE":
             memo[len(memo)] = stack[-1]
@@ -114,29 +132,31 @@ def _followed(data: bytes, opcodes: Collection[str]) -> list[_Made]:
             made.append(_Made(kind, parts if is_object else tuple(parts)))
             stack.append(made[-1])
         elif name not in ("PROTO", "FRAME", "STOP"):
-            raise ValueError(f"it uses the pickle instruction {name}")
+            raise PickleRefused(f"it uses the pickle instruction {name}")
     return made
 
 
 def _check_key(key: _Made) -> None:
-    """Raise ValueError unless a key is a short text, a number, None, a class, or a short tuple of such."""
+    """Raise PickleRefused unless a key is a short text, a number, None, a class, or a short tuple of such."""
     kind = key.kind
     if kind == "tuple" and len(key.parts) <= _MOST_IN_KEY:
         kind = next((part.kind for part in key.parts if part.kind not in ("plain", "int", "class")), "plain")
         kind = kind if kind == "plain" else f"tuple with a {kind}"
     if kind not in ("plain", "int", "class"):
-        raise ValueError(f"it has a dictionary with a {kind} as a key")
+        raise PickleRefused(f"it has a dictionary with a {kind} as a key")
 
 
 def _check_call(called: str, arguments: _Made) -> None:
-    """Raise ValueError for a call that would reserve as much memory as the file says."""
-    takes_size = called.endswith(".bytearray") or (called.startswith("torch.") and called.endswith(("Tensor", "Storage")))
+    """Raise PickleRefused for a call that would reserve as much memory as the file says."""
+    takes_size = called.endswith(".bytearray") or (
+        called.startswith("torch.") and called.endswith(("Tensor", "Storage"))
+    )
     if takes_size and any(part.kind not in ("plain", "object") for part in arguments.parts):
-        raise ValueError(f"it calls '{called}' with a size")
+        raise PickleRefused(f"it calls '{called}' with a size")
 
 
 def _check_sizes(made: Iterable[_Made]) -> None:
-    """Raise ValueError if an object contains itself, is nested too deeply, or is too large when it is written out."""
+    """Raise PickleRefused if an object contains itself, is nested too deeply, or is too large when it is written out."""
     for first in made:
         waiting = [first] if first.depth == _UNKNOWN else []
         while waiting:
@@ -145,7 +165,7 @@ def _check_sizes(made: Iterable[_Made]) -> None:
             if one.depth == _UNKNOWN:
                 one.depth = _UNDER_WAY
                 if any(part.depth == _UNDER_WAY for part in inner):
-                    raise ValueError("it has an object that contains itself")
+                    raise PickleRefused("it has an object that contains itself")
                 waiting += (new := [part for part in inner if part.depth == _UNKNOWN])
                 if new:
                     continue
@@ -154,6 +174,6 @@ def _check_sizes(made: Iterable[_Made]) -> None:
                 one.depth = 1 + max((part.depth for part in inner), default=0)
                 one.size = 1 + len(one.parts) + sum(part.size for part in inner)
             if one.depth > _DEEPEST:
-                raise ValueError(f"it is nested more than {_DEEPEST} deep")
+                raise PickleRefused(f"it is nested more than {_DEEPEST} deep")
             if one.size > _MOST:
-                raise ValueError(f"it has an object of more than {_MOST} parts")
+                raise PickleRefused(f"it has an object of more than {_MOST} parts")

@@ -2,8 +2,8 @@
 
 A pickle names functions and calls them, and even NumPy's own `ndarray.__setstate__` trusts the file: a made-up dtype turns
 bytes into pointers. So nothing of NumPy takes part here. The standard library's unpickler runs a list of harmless opcodes, once
-`evodsp.pickles` has found that they build a modest object; stand-ins record what NumPy's constructors were to be called with; an
-array is formed from its recorded shape, type and bytes, once these fit together.
+`evodsp.pickles` has found what they build; stand-ins record what NumPy's constructors were to be called with; an array is
+formed from its recorded shape, type and bytes, once these fit together.
 
 `pickle` alone has no such mode, `numpy.load` either runs everything or refuses everything, and fickling, picklescan and skops
 judge or refuse files instead of reading them.
