@@ -94,7 +94,7 @@ def test_what_is_given_wrongly_is_one_line(tmp_path: Path, capsys: pytest.Captur
         ([str(tmp_path / "nowhere")], "no such folder"),
         ([str(run / "curve.csv")], "a file; give the --output folder"),
         ([str(run), f"{run}/."], "given twice"),
-        ([str(run)], "config.yaml: not YAML"),
+        ([str(run)], "config.yaml:1: not YAML"),
     ):
         assert main(["report", *words]) == 2
         assert said in capsys.readouterr().err
