@@ -74,6 +74,10 @@ class StopRequest(Callback):
         if self._agreed and not finished:
             raise RunStopped(self.reason)
 
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Forget the batch that was begun before a resume: later checkpoints would still ask for it, though it was repeated."""
+        trainer.fit_loop.epoch_loop.val_loop.batch_progress.total.reset_on_restart()
+
     def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """A validation may take longer than the batch system waits. The ranks agree after each of its batches."""
         if trainer.sanity_checking:
