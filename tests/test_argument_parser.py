@@ -123,7 +123,9 @@ def test_config_files_that_cannot_be_read(tmp_path: Path) -> None:
     )
     assert refused("--config", str(tmp_path / "absent.yaml")) == f"{tmp_path}/absent.yaml: no such file; check --config"
     assert refused("--config", str(tmp_path)) == f"{tmp_path}: not a file; check --config"
-    assert refused("--config", str(tmp_path / "broken.yaml")).startswith(f"{tmp_path}/broken.yaml: not a YAML mapping")
+    assert refused("--config", str(tmp_path / "broken.yaml")).startswith(
+        f"{tmp_path}/broken.yaml:2: not YAML that evodsp reads"
+    )
 
 
 def test_config_files_may_be_repeated_and_the_last_wins(tmp_path: Path) -> None:

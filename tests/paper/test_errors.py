@@ -85,7 +85,7 @@ def test_wrong_settings(tmp_path: Path, changes: dict[str, Any], words: str) -> 
     [
         ("layers: 1\nwidth: 12\n", "lacks the setting 'heads'; add it"),
         ("- 1\n", "has no settings; give key: value lines"),
-        ("layers: [1\n", "is not YAML"),
+        ("layers: [1\n", "not YAML"),
         (None, "cannot be read"),
     ],
 )
