@@ -83,9 +83,7 @@ def changes(node: ast.AST) -> Iterator[tuple[str, ast.expr, ast.expr]]:
             for keyword in keywords:
                 if keyword.arg is not None:
                     yield "no keyword", node, ast.Call(function, arguments, [k for k in keywords if k is not keyword])
-        case ast.Return(value=ast.Call(args=[first, *_]) as call) if not isinstance(
-            first, ast.Starred | ast.GeneratorExp
-        ):
+        case ast.Return(value=ast.Call(args=[first, *_]) as call) if not isinstance(first, ast.Starred):
             yield "first argument", call, first
 
 
@@ -128,41 +126,37 @@ def drawn(seed: int, only: str = "") -> list[Break]:
     return [breaks[turn] for turn in turns for breaks in by_kind.values() if turn < len(breaks)]
 
 
-def _imports(path: Path) -> set[str]:
-    """The files of the repository that a file names in its imports."""
-    names = set()
-    for node in ast.walk(ast.parse(path.read_bytes())):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            folder = path.relative_to(ROOT).parts[: -node.level] if node.level else ()
-            module = ".".join([*folder, *([node.module] if node.module else [])])
-            names |= {module, *(f"{module}.{alias.name}" for alias in node.names)}
-    found = (f"{name.replace('.', '/')}{end}" for name in names for end in (".py", "/__init__.py"))
-    return {file for file in found if (ROOT / file).is_file()}
+class Importers:
+    """Which files of a repository import which."""
 
+    def __init__(self, root: Path = ROOT) -> None:
+        self._of: dict[str, set[str]] = {}
+        for path in (path for folder in ("evodsp", "tests") for path in (root / folder).rglob("*.py")):
+            file = path.relative_to(root)
+            for name in self._named(file, ast.parse(path.read_bytes())):
+                for end in (".py", "/__init__.py"):
+                    self._of.setdefault(name.replace(".", "/") + end, set()).add(file.as_posix())
 
-class TestFiles:
-    """Which test files reach a module, by imports."""
+    @staticmethod
+    def _named(file: Path, tree: ast.Module) -> Iterator[str]:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                yield from (alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                folder = file.parts[: -node.level] if node.level else ()
+                module = ".".join([*folder, *([node.module] if node.module else [])])
+                yield from (module, *(f"{module}.{alias.name}" for alias in node.names))
 
-    def __init__(self) -> None:
-        paths = [path for folder in ("evodsp", "tests") for path in sorted((ROOT / folder).rglob("*.py"))]
-        self._imports = {path.relative_to(ROOT).as_posix(): _imports(path) for path in paths}
-
-    def of(self, file: str) -> list[str]:
-        """The nearest first; of equally near ones those of the module's folder, then those that import little else."""
-        keys = {}
-        for test in self._imports:
-            if Path(test).name.startswith("test_"):
-                steps, waiting = {test: 0}, deque([test])
-                while waiting:
-                    at = waiting.popleft()
-                    for other in sorted(self._imports.get(at, set()) - set(steps)):
-                        steps[other] = steps[at] + 1
-                        waiting.append(other)
-                if file in steps:
-                    keys[test] = (steps[file], file.split("/")[1] not in test, len(steps), test)
-        return sorted(keys, key=keys.__getitem__)[:FILES]
+    def tests(self, file: str) -> list[str]:
+        """Test files that reach a module by imports: the nearest first, of equally near ones those of its folder."""
+        steps, waiting = {file: 0}, deque([file])
+        while waiting:
+            at = waiting.popleft()
+            for other in self._of.get(at, set()) - set(steps):
+                steps[other] = steps[at] + 1
+                waiting.append(other)
+        found = [name for name in steps if Path(name).name.startswith("test_")]
+        return sorted(found, key=lambda name: (steps[name], f"/{file.split('/')[1]}/" not in name, name))[:FILES]
 
 
 class Reached(Record):
@@ -199,12 +193,12 @@ def try_break(found: Break, files: Sequence[str], folder: Path, seconds: float) 
     notes.unlink(missing_ok=True)
     try:
         path.write_text(found.applied(source, f"__import__('pathlib').Path({str(mark)!r}).touch() or ({found.text})"))
-        run_tests(folder, [*files, "-m", "not verify"], Reached(mark, notes, seconds), 4 * seconds)
+        run_tests(folder, [*files, "-m", "not verify"], Reached(mark, notes, seconds), 60 + 4 * seconds)
         reached = json.loads(notes.read_text()) if notes.is_file() else []
         if not reached:
             return "NOT REACHED", 0, ""
         path.write_text(found.applied(source, found.broken))
-        outcomes = run_tests(folder, [*reached, "-x"], Record(), 4 * seconds)
+        outcomes = run_tests(folder, [*reached, "-x"], Record(), 60 + 4 * seconds)
     finally:
         path.write_bytes(source)
     failed = next((test for test, outcome in outcomes.items() if outcome.startswith("failed")), "")
@@ -215,9 +209,7 @@ def try_break(found: Break, files: Sequence[str], folder: Path, seconds: float) 
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.draw_mutants", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0, help="number of the first break in the order of this seed")
     parser.add_argument("--number", type=int, default=40, help="how many breaks")
@@ -232,20 +224,17 @@ def main(words: Sequence[str] | None = None) -> int:
             print(f"{number:5} {found.file}:{found.line}  {found.kind}: {found.text!r} -> {found.broken!r}")
         return 0
     commit = subprocess.check_output(["git", "describe", "--always", "--dirty"], cwd=ROOT, text=True).strip()
-    tests = TestFiles()
+    importers = Importers()
     with copied() as folder:
         for number, found in chosen:
             begin = time.monotonic()
-            result, tried, test = try_break(found, tests.of(found.file), folder, options.seconds)
+            result, tried, test = try_break(found, importers.tests(found.file), folder, options.seconds)
             seconds = round(time.monotonic() - begin)
             row = [commit, options.seed, number, found.file, found.line, found.kind, found.text, found.broken]
             header = [] if options.output.is_file() else [COLUMNS]
             with options.output.open("a", newline="") as file:
                 csv.writer(file, lineterminator="\n").writerows([*header, [*row, result, tried, test, seconds]])
-            print(
-                f"{result:11} {seconds:4} s  {found.file}:{found.line} {found.text!r} -> {found.broken!r} {test}",
-                flush=True,
-            )
+            print(f"{result:11} {found.file}:{found.line} {found.text!r} -> {found.broken!r} {test}", flush=True)
     return 0
 
 
