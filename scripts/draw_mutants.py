@@ -6,9 +6,9 @@
 A comparison is flipped, a number is one more, + is -, `and` is `or`, a `not` or a keyword argument is gone, a call's first
 argument is returned in its place. Kinds take turns.
 
-The tests that may find a break are those of the test files that import its module, the nearest first. They run once on the
-package with a mark in place of the break, which tells which of them execute it, until `SEEN` have or the time is over. These
-run again on the broken package, up to the first that fails. Results go into a CSV file, with the commit:
+Tests are sought in the files that `mutants.toml` names for the broken module, and in those that import it, the nearest first.
+They run once on the package with a mark in place of the break, which tells which of them execute it, until `SEEN` have or the
+time is over. These run again on the broken package, up to the first that fails. Results go into a CSV file, with the commit:
 
     caught       a test failed that passes on the unbroken package, or the package can no longer be imported
     hangs        a test does not end
@@ -28,13 +28,14 @@ import random
 import subprocess
 import sys
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from scripts.mutants import ROOT, Record, copied, run_tests
+from scripts.mutants import ROOT, Record, copied, read_table, run_tests
 
 RESULTS = ROOT / "scripts" / "drawn_mutants.csv"
 COLUMNS = ("commit", "seed", "number", "file", "line", "kind", "text", "broken", "result", "tests", "test", "seconds")
@@ -80,9 +81,8 @@ def changes(node: ast.AST) -> Iterator[tuple[str, ast.expr, ast.expr]]:
         case ast.UnaryOp(op=ast.Not(), operand=operand):
             yield "no not", node, operand
         case ast.Call(func=function, args=arguments, keywords=keywords):
-            for keyword in keywords:
-                if keyword.arg is not None:
-                    yield "no keyword", node, ast.Call(function, arguments, [k for k in keywords if k is not keyword])
+            for keyword in (keyword for keyword in keywords if keyword.arg is not None):
+                yield "no keyword", node, ast.Call(function, arguments, [k for k in keywords if k is not keyword])
         case ast.Return(value=ast.Call(args=[first, *_]) as call) if not isinstance(first, ast.Starred):
             yield "first argument", call, first
 
@@ -113,17 +113,15 @@ def breaks_of(file: str, source: bytes) -> Iterator[Break]:
 
 def drawn(seed: int, only: str = "") -> list[Break]:
     """All breaks in random order, one kind after another. Code that runs on a GPU only is left out."""
-    by_kind: dict[str, list[Break]] = {}
-    for path in sorted((ROOT / "evodsp").rglob("*.py")):
-        file = path.relative_to(ROOT).as_posix()
-        if "/device/" not in file and only in file:
-            for found in breaks_of(file, path.read_bytes()):
-                by_kind.setdefault(found.kind, []).append(found)
+    by_kind = defaultdict[str, list[Break]](list)
+    files = [path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "evodsp").rglob("*.py"))]
+    for file in (file for file in files if "/device/" not in file and only in file):
+        for found in breaks_of(file, (ROOT / file).read_bytes()):
+            by_kind[found.kind].append(found)
     order = random.Random(seed)
     for breaks in by_kind.values():
         order.shuffle(breaks)
-    turns = range(max(map(len, by_kind.values()), default=0))
-    return [breaks[turn] for turn in turns for breaks in by_kind.values() if turn < len(breaks)]
+    return [found for turn in zip_longest(*by_kind.values()) for found in turn if found is not None]
 
 
 class Importers:
@@ -147,8 +145,8 @@ class Importers:
                 module = ".".join([*folder, *([node.module] if node.module else [])])
                 yield from (module, *(f"{module}.{alias.name}" for alias in node.names))
 
-    def tests(self, file: str) -> list[str]:
-        """Test files that reach a module by imports: the nearest first, of equally near ones those of its folder."""
+    def tests(self, file: str, known: Sequence[str] = ()) -> list[str]:
+        """`known` test files, and those that reach a module by imports: the nearest first, then those of its folder."""
         steps, waiting = {file: 0}, deque([file])
         while waiting:
             at = waiting.popleft()
@@ -156,7 +154,8 @@ class Importers:
                 steps[other] = steps[at] + 1
                 waiting.append(other)
         found = [name for name in steps if Path(name).name.startswith("test_")]
-        return sorted(found, key=lambda name: (steps[name], f"/{file.split('/')[1]}/" not in name, name))[:FILES]
+        found.sort(key=lambda name: (steps[name], f"/{file.split('/')[1]}/" not in name, name))
+        return list(dict.fromkeys([*known, *found]))[:FILES]
 
 
 class Reached(Record):
@@ -190,12 +189,11 @@ def try_break(found: Break, files: Sequence[str], folder: Path, seconds: float) 
     path, mark, notes = folder / found.file, folder.parent / "mark", folder.parent / "reached.json"
     source = path.read_bytes()
     mark.unlink(missing_ok=True)
-    notes.unlink(missing_ok=True)
+    notes.write_text("[]")
     try:
         path.write_text(found.applied(source, f"__import__('pathlib').Path({str(mark)!r}).touch() or ({found.text})"))
         run_tests(folder, [*files, "-m", "not verify"], Reached(mark, notes, seconds), 60 + 4 * seconds)
-        reached = json.loads(notes.read_text()) if notes.is_file() else []
-        if not reached:
+        if not (reached := json.loads(notes.read_text())):
             return "NOT REACHED", 0, ""
         path.write_text(found.applied(source, found.broken))
         outcomes = run_tests(folder, [*reached, "-x"], Record(), 60 + 4 * seconds)
@@ -211,7 +209,7 @@ def try_break(found: Break, files: Sequence[str], folder: Path, seconds: float) 
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--first", type=int, default=0, help="number of the first break in the order of this seed")
+    parser.add_argument("--first", type=int, default=0, help="the first break, in the order of this seed")
     parser.add_argument("--number", type=int, default=40, help="how many breaks")
     parser.add_argument("--only", default="", metavar="TEXT", help="draw from files whose path contains TEXT")
     parser.add_argument("--seconds", type=float, default=60.0, help="to look for tests that execute a break")
@@ -224,16 +222,19 @@ def main(words: Sequence[str] | None = None) -> int:
             print(f"{number:5} {found.file}:{found.line}  {found.kind}: {found.text!r} -> {found.broken!r}")
         return 0
     commit = subprocess.check_output(["git", "describe", "--always", "--dirty"], cwd=ROOT, text=True).strip()
-    importers = Importers()
+    importers, known = Importers(), defaultdict[str, list[str]](list)
+    for mutant in read_table():
+        known[mutant.file].append(mutant.test.split("::")[0])
     with copied() as folder:
         for number, found in chosen:
             begin = time.monotonic()
-            result, tried, test = try_break(found, importers.tests(found.file), folder, options.seconds)
-            seconds = round(time.monotonic() - begin)
-            row = [commit, options.seed, number, found.file, found.line, found.kind, found.text, found.broken]
+            files = importers.tests(found.file, known[found.file])
+            result, tried, test = try_break(found, files, folder, options.seconds)
+            tail = [result, tried, test, round(time.monotonic() - begin)]
+            row = [commit, options.seed, number, found.file, found.line, found.kind, found.text, found.broken, *tail]
             header = [] if options.output.is_file() else [COLUMNS]
             with options.output.open("a", newline="") as file:
-                csv.writer(file, lineterminator="\n").writerows([*header, [*row, result, tried, test, seconds]])
+                csv.writer(file, lineterminator="\n").writerows([*header, row])
             print(f"{result:11} {found.file}:{found.line} {found.text!r} -> {found.broken!r} {test}", flush=True)
     return 0
 
