@@ -62,6 +62,17 @@ def test_first_of_equal_rows_stays_with_its_deletions() -> None:
     np.testing.assert_array_equal(merged.deletions, [[0, 0, 0], [7, 0, 0], [0, 0, 1], [0, 2, 0]])
 
 
+def test_the_profile_counts_a_sequence_once() -> None:
+    """Catches a profile of all files' rows: a sequence that two databases hold would count twice."""
+    first = alignment([[9, 1], [5, 21], [5, 21]])
+    second = alignment([[9, 1], [5, 21], [3, 1]])
+    profile = merge_alignments([first, second]).profile
+    expected = np.zeros((2, 22), np.float32)
+    expected[0, [9, 5, 3]] = 1 / 3
+    expected[1, [1, 21]] = 2 / 3, 1 / 3
+    np.testing.assert_array_equal(profile, expected)
+
+
 def test_deduplication_agrees_with_a_dictionary() -> None:
     rows = np.random.default_rng(0).integers(0, 3, (500, 5)).astype(np.int8)
     seen: dict[bytes, int] = {}

@@ -177,6 +177,15 @@ def test_realignment_limit():
     assert index.tolist() == [-1] * 10 + list(range(15)) + [-1] * 5
 
 
+def test_x_is_no_identical_residue():
+    """Catches unknown residues that count as equal ones: two sequences of X would be one protein."""
+    letters = LETTERS[:30]
+    assert realign("XXX" + letters[3:], "XXX" + letters[3:]) is not None
+    assert realign("XXXX" + letters[4:], "XXXX" + letters[4:]) is None
+    assert realign("XXXX" + letters[4:], letters) is None
+    assert realign(letters, "XXXX" + letters[4:]) is None
+
+
 def test_x_matches_anything_when_looking_for_the_hit():
     """Catches a modified residue (X on one side) that prevents the match or shifts it."""
     for piece, sequence, start in (("AXD", "ACDAXD", 3), ("AXD", "GACD", 1), ("ACD", "GAXD", 1)):
