@@ -8,12 +8,24 @@ and exits with code 2; a traceback means a bug in evodsp.
 from __future__ import annotations
 
 import difflib
+import reprlib
 from collections.abc import Iterable
 from pathlib import Path
 
+_LONGEST_MESSAGE = 2000
+"""Letters. The longest that we write lists all options of a group."""
+
 
 class UserError(Exception):
-    """A mistake in the user's input: one line, no traceback, exit code 2."""
+    """A mistake in the user's input: one line, no traceback, exit code 2.
+
+    Messages quote files, and a file may hold anything: the middle of a very long message is left out.
+    """
+
+    def __init__(self, message: str = "") -> None:
+        if len(message) > _LONGEST_MESSAGE:
+            message = f"{message[: _LONGEST_MESSAGE // 2]} […] {message[-_LONGEST_MESSAGE // 4 :]}"
+        super().__init__(message)
 
 
 class SettingError(UserError):
@@ -31,6 +43,25 @@ class FileFormatError(UserError):
         where = f"{path}:{line}" if line is not None else f"{path}"
         super().__init__(f"{where}: {message}")
         self.path, self.line = str(path), line
+
+
+_LONGEST_SHOWN = 200
+"""Letters of what a file or a library says."""
+
+
+def shown(value: object) -> str:
+    """A value from a file as a message quotes it: `repr`, without its inner parts and its middle where it is long."""
+    return _short_repr.repr(value)
+
+
+def shortened(text: object) -> str:
+    """What a file or a library's error says, as one line of modest length. An error without text is its name."""
+    words = " ".join(str(text)[: 4 * _LONGEST_SHOWN].split()) or type(text).__name__
+    return words if len(words) <= _LONGEST_SHOWN else f"{words[:_LONGEST_SHOWN]}…"
+
+
+_short_repr = reprlib.Repr()
+_short_repr.maxlevel, _short_repr.maxstring, _short_repr.maxlong, _short_repr.maxother = 3, 60, 60, 60
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:

@@ -25,7 +25,8 @@ from evodsp.model.kernels.registry import choose
 from evodsp.model.outputs import ModelOutput
 from evodsp.model.primitives import use_kernels
 from evodsp.rng import Draws
-from evodsp.weights.checkpoint import PREFIX, checkpoint_entries, load_weights, read_checkpoint
+from evodsp.weights.checkpoint import checkpoint_entries, load_weights, own_weights, read_checkpoint
+from evodsp.weights.sizes import check_weights
 
 if TYPE_CHECKING:
     from evodsp.training.module import TrainingModule
@@ -86,8 +87,9 @@ def replay(path: str | Path, device: torch.device) -> tuple[list[str], bool]:
     entry = checkpoint.get("replay")
     if not isinstance(entry, dict):
         raise UserError(f"{path}: a checkpoint, but not of a sample; give a file of <output>/replays")
-    weights = {name.removeprefix(PREFIX): value for name, value in checkpoint["state_dict"].items()}
-    model = AlphaFold(ModelConfig.from_dict(checkpoint["model_config"])).to(next(iter(weights.values())).dtype)
+    weights, config = own_weights(path, checkpoint, raw=True), ModelConfig.from_dict(checkpoint["model_config"])
+    check_weights(config, weights, str(path))
+    model = AlphaFold(config).to(next(iter(weights.values())).dtype)
     load_weights(model, weights, str(path))
     model.to(device).train()
     half, loss_config = entry["half"], from_dict(LossConfig, entry["loss"], "loss")

@@ -8,14 +8,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from evodsp.errors import UserError
 from evodsp.files import remove_partial, whole_file
 from evodsp.output import output_errors
+from evodsp.pickles import PickleRefused
 from evodsp.training.config import RunConfig
 from evodsp.weights.container import archive_damage, first_sentence
 from evodsp.weights.foreign import refuse_foreign
+from evodsp.weights.untrusted import load_checked, refused
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,10 @@ def damage(path: Path) -> str | None:
     if (problem := archive_damage(path)) is not None:
         return problem
     try:
-        torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        load_checked(path)
+    except PickleRefused as error:
+        refuse_foreign(path)
+        raise refused(path, error) from error
     except Exception as error:  # of a directory that passes for whole, too
         refuse_foreign(path)
         return first_sentence(error)

@@ -11,7 +11,9 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from evodsp.errors import UserError
+from evodsp.pickles import PickleRefused
 from evodsp.weights.foreign import foreign
+from evodsp.weights.untrusted import load_checked
 
 _OURS = ("state_dict", "ema_state_dict", "optimizer_states")
 """Entries with many tensors, which no user writes."""
@@ -42,7 +44,9 @@ def _problem(value: Any) -> str | None:
     except Exception as error:  # any object may refuse in its own way
         return f"cannot be written ({' '.join(str(error).split())})"
     try:
-        torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+        load_checked(file.getvalue())
+    except PickleRefused as error:
+        return f"would not be read again: {error}"
     except Exception as error:
         names = foreign(io.BytesIO(file.getvalue())) or [type(error).__name__]
         return f"holds {', '.join(names)}, which is not read from a file"

@@ -23,17 +23,21 @@ import torch
 from torch import Tensor
 
 from evodsp.config import FeatureConfig, ModelConfig, from_dict
-from evodsp.errors import UserError
+from evodsp.errors import UserError, shortened, shown
 from evodsp.files import whole_file
 from evodsp.model.alphafold import AlphaFold
+from evodsp.pickles import PickleRefused
 from evodsp.weights.by_name import NAMES, need_weights
 from evodsp.weights.config import preset_of, published_features
 from evodsp.weights.container import archive_damage, container
 from evodsp.weights.foreign import refuse_foreign
 from evodsp.weights.published import is_parameter_file, load_published
+from evodsp.weights.sizes import check_bytes, check_weights, compare, is_array
+from evodsp.weights.untrusted import load_checked, refused
 from evodsp.weights.versions import FORMAT_VERSION, upgrade
 
 PREFIX = "model."
+_WEIGHTS = ("state_dict", "ema_state_dict")
 
 
 def checkpoint_entries(config: ModelConfig, features: FeatureConfig | None) -> dict[str, Any]:
@@ -57,7 +61,10 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
     if kind == "npz":
         raise UserError(f"{path}: NumPy's .npz, not a checkpoint; give a .ckpt file written by `evodsp fit`")
     try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        checkpoint = load_checked(path)
+    except PickleRefused as error:
+        refuse_foreign(path)
+        raise refused(path, error) from error
     except Exception as error:  # a damaged pickle can raise any exception
         refuse_foreign(path)
         raise UserError(
@@ -68,10 +75,16 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
         raise UserError(
             f"{path}: not an evodsp checkpoint, it lacks {', '.join(lacking)}; give one written by `evodsp fit`"
         )
+    for key in _WEIGHTS:
+        weights = checkpoint.get(key, {})
+        if not isinstance(weights, dict) or not all(isinstance(name, str) for name in weights):
+            raise UserError(
+                f"{path}: its {key} is not a dictionary of arrays by name; give one written by `evodsp fit`"
+            )
     upgrade(checkpoint)
     if checkpoint["format_version"] != FORMAT_VERSION:
         raise UserError(
-            f"{path}: format version {checkpoint['format_version']}, but this evodsp reads {FORMAT_VERSION}; "
+            f"{path}: format version {shown(checkpoint['format_version'])}, but this evodsp reads {FORMAT_VERSION}; "
             "use the evodsp that wrote it"
         )
     return checkpoint
@@ -98,12 +111,24 @@ def load_model(path: str | Path, raw: bool = False, preset: str | None = None) -
     if container(Path(path)) == "torch" and (problem := archive_damage(Path(path))) is not None:
         raise UserError(f"{path}: damaged ({problem}); copy it again, or use another checkpoint")
     checkpoint = _own_checkpoint(path, preset)
-    model = AlphaFold(_config(path, checkpoint))
+    config, weights = _config(path, checkpoint), own_weights(path, checkpoint, raw)
+    check_weights(config, weights, str(path))
+    model = AlphaFold(config)
     model.trained_features = _features(path, checkpoint)
-    averaged = checkpoint.get("ema_state_dict")
-    weights = checkpoint["state_dict"] if raw or averaged is None else averaged
-    load_weights(model, {name.removeprefix(PREFIX): value for name, value in weights.items()}, str(path))
+    load_weights(model, weights, str(path))
     return model.eval()
+
+
+def own_weights(path: str | Path, checkpoint: Mapping[str, Any], raw: bool) -> dict[str, Tensor]:
+    """The weights in a checkpoint's dictionary, by the model's names: their moving average, if it has one and `raw` is not set.
+
+    Raises UserError if one is no array, or if they claim to be larger than the file.
+    """
+    chosen = checkpoint["state_dict"] if raw else checkpoint.get("ema_state_dict") or checkpoint["state_dict"]
+    if strange := [name for name, value in chosen.items() if not is_array(value)]:
+        raise UserError(f"{path}: '{strange[0]}' is not an array of floats; give a checkpoint written by `evodsp fit`")
+    check_bytes(chosen, path)
+    return {name.removeprefix(PREFIX): value for name, value in chosen.items()}
 
 
 def load_features(path: str | Path, preset: str | None = None) -> FeatureConfig:
@@ -125,25 +150,14 @@ def _features(path: str | Path, checkpoint: Mapping[str, Any]) -> FeatureConfig:
         raise UserError(f"{path}: unreadable feature sizes: 'features' is a {type(values).__name__}, not a dictionary")
     try:
         features: FeatureConfig = from_dict(FeatureConfig, values, "features")
-    except UserError as error:
-        raise UserError(f"{path}: unreadable feature sizes: {error}") from error
+    except Exception as error:  # of names and sizes of any type
+        raise UserError(f"{path}: unreadable feature sizes: {shortened(error)}") from error
     return features
 
 
 def load_weights(model: AlphaFold, weights: Mapping[str, Tensor], source: str) -> None:
     """Copy `weights` into `model`. Raises UserError that names the first one which is missing, unknown or of another shape."""
-    expected = model.state_dict()
-    lacking, unknown = expected.keys() - weights.keys(), weights.keys() - expected.keys()
-    for what, names in (("lacks", lacking), ("has the unknown", unknown)):
-        if names:
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            raise UserError(f"{source}: {what} parameter '{min(names)}'{more}; it belongs to another model")
-    for name, value in expected.items():
-        if value.shape != weights[name].shape:
-            raise UserError(
-                f"{source}: parameter '{name}' has the shape {tuple(weights[name].shape)}, "
-                f"the model {tuple(value.shape)}; it belongs to another model"
-            )
+    compare(model.state_dict(), weights, source)
     model.load_state_dict(dict(weights))
 
 
@@ -198,8 +212,8 @@ def _own_checkpoint(path: str | Path, preset: str | None) -> dict[str, Any]:
 def _config(path: str | Path, checkpoint: Mapping[str, Any]) -> ModelConfig:
     try:
         return ModelConfig.from_dict(checkpoint["model_config"])
-    except (UserError, TypeError, AttributeError) as error:
-        raise UserError(f"{path}: unreadable model sizes: {error}") from error
+    except Exception as error:  # of sizes of any type
+        raise UserError(f"{path}: unreadable model sizes: {shortened(error)}") from error
 
 
 def sizes_by_name(config: ModelConfig) -> dict[str, Any]:

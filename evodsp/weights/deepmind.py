@@ -71,9 +71,14 @@ def set_parameters(model: AlphaFold, arrays: Mapping[str, np.ndarray], source: s
     `source`: the file, for error messages. Raises UserError that names the first array which is missing, unknown or of another
     shape; the model is then unchanged.
     """
+    load_arrays(model, check_fit(model, arrays, source), arrays)
+
+
+def check_fit(model: AlphaFold, arrays: Mapping[str, np.ndarray], source: str) -> list[Name]:
+    """The names of the parameters of `model`, which may be on the meta device. Raises UserError as `set_parameters` does."""
     names = parameter_names(model.config, fused=is_fused(arrays))
     check_arrays(arrays, expected_shapes(model, names), source)
-    load_arrays(model, names, arrays)
+    return names
 
 
 def export_deepmind(model: AlphaFold, fused: bool = False) -> dict[str, np.ndarray]:

@@ -21,11 +21,12 @@ from evodsp.config import ModelConfig
 from evodsp.errors import UserError
 from evodsp.model.alphafold import AlphaFold
 from evodsp.weights import deepmind, openfold
-from evodsp.weights.checkpoint import PREFIX, model_config, read_checkpoint, sizes_by_name
+from evodsp.weights.checkpoint import model_config, own_weights, read_checkpoint, sizes_by_name
 from evodsp.weights.container import container
 from evodsp.weights.deepspeed import parameter_file
 from evodsp.weights.names import parameter_names
 from evodsp.weights.published import is_parameter_file
+from evodsp.weights.sizes import on_meta
 
 _BLOCK = re.compile(r"\bblocks\.\d+\.")
 _PARTS = {
@@ -119,9 +120,7 @@ Found = tuple[dict[str, Tensor], list[str]]
 
 def _own(model: AlphaFold, path: str | Path, raw: bool) -> Found:
     checkpoint = read_checkpoint(path)
-    weights: Mapping[str, Tensor] = checkpoint["state_dict"] if raw else checkpoint.get("ema_state_dict", {})
-    weights = weights or checkpoint["state_dict"]
-    arrays = {name.removeprefix(PREFIX): value for name, value in weights.items()}
+    arrays = own_weights(path, checkpoint, raw)
     _check_shapes(path, {key: value.shape for key, value in arrays.items()}, _our_shapes, model.config)
     known = {name for name, _ in model.named_parameters()}
     return {name: arrays[name] for name in arrays if name in known}, [name for name in arrays if name not in known]
@@ -134,7 +133,7 @@ def _deepmind(model: AlphaFold, path: str | Path, raw: bool) -> Found:
     _check_blocks(path, model.config, deepmind.with_blocks_of(model.config, arrays))
 
     def shapes(config: ModelConfig) -> Shapes:
-        return deepmind.expected_shapes(_on_meta(config), parameter_names(config, fused))
+        return deepmind.expected_shapes(on_meta(config, "--init_from"), parameter_names(config, fused))
 
     _check_shapes(path, {key: value.shape for key, value in arrays.items()}, shapes, model.config)
     found = {name.ours: deepmind.our_array(name, arrays) for name in names if _has(path, arrays, name.keys)}
@@ -223,14 +222,8 @@ def _with(config: ModelConfig, sizes: Mapping[str, int]) -> ModelConfig:
     return config
 
 
-def _on_meta(config: ModelConfig) -> AlphaFold:
-    """The model without storage: its parameters' names and shapes."""
-    with torch.device("meta"):
-        return AlphaFold(config)
-
-
 def _our_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(value.shape) for name, value in _on_meta(config).named_parameters()}
+    return {name: tuple(value.shape) for name, value in on_meta(config, "--init_from").named_parameters()}
 
 
 def _grouped(names: Iterable[str]) -> str:

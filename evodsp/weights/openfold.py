@@ -30,6 +30,7 @@ from evodsp.weights.accounting import check_arrays, multimer_error
 from evodsp.weights.container import container
 from evodsp.weights.deepspeed import parameter_file
 from evodsp.weights.names import Name, older, parameter_names
+from evodsp.weights.sizes import check_bytes, is_array
 from evodsp.weights.untrusted import load_untrusted
 
 FUSED_MARK = ".linear_ab_p.weight"  # only newer models with fused projections have this array
@@ -55,7 +56,9 @@ def read_openfold(path: str | Path, raw: bool = False) -> dict[str, Tensor]:
         raise UserError(f"{file}: no such parameter file; give OpenFold's .pt checkpoint")
     if container(file) is None:
         raise UserError(f"{file}: not a PyTorch .pt file (or cut short); give OpenFold's checkpoint")
-    return openfold_arrays(load_untrusted(file), str(file), raw)
+    arrays = openfold_arrays(load_untrusted(file), str(file), raw)
+    check_bytes(arrays, file)
+    return arrays
 
 
 def openfold_arrays(content: Any, source: str, raw: bool = False) -> dict[str, Tensor]:
@@ -67,7 +70,7 @@ def openfold_arrays(content: Any, source: str, raw: bool = False) -> dict[str, T
     if MULTIMER_MARK in arrays:
         raise multimer_error(source)
     for key, value in arrays.items():
-        if not (isinstance(value, Tensor) and value.is_floating_point()):
+        if not is_array(value):
             raise UserError(
                 f"{source}: '{key}' is not an array of floats; give OpenFold's checkpoint of a monomer model"
             )
@@ -101,15 +104,24 @@ def set_parameters(model: AlphaFold, arrays: Mapping[str, Tensor], source: str =
     `source`: the file, for error messages. Raises UserError that names the first array which is missing, unknown or of another
     shape; the model is then unchanged.
     """
-    names = parameter_names(model.config, fused=is_fused(arrays))
+    names, known_arrays = fitting(model, arrays, source)
     parameters = dict(model.named_parameters())
-    shapes = expected_shapes(names, {name: tuple(value.shape) for name, value in parameters.items()})
+    for name in names:
+        parameters[name.ours].copy_(our_array(name, known_arrays))
+
+
+def fitting(model: AlphaFold, arrays: Mapping[str, Tensor], source: str) -> tuple[list[Name], dict[str, Tensor]]:
+    """The names of the parameters of `model`, which may be on the meta device, and the arrays by their present names.
+
+    Raises UserError as `set_parameters` does.
+    """
+    names = parameter_names(model.config, fused=is_fused(arrays))
+    shapes = expected_shapes(names, {name: tuple(value.shape) for name, value in model.named_parameters()})
     renamed = present_names(arrays, shapes, source)
     is_older = any(known != key for known, key in renamed.items())
     known_arrays = {known: arrays[key] for known, key in renamed.items()}
     check_arrays(known_arrays, shapes, source, shown=lambda key: renamed.get(key, older(key) if is_older else key))
-    for name in names:
-        parameters[name.ours].copy_(our_array(name, known_arrays))
+    return names, known_arrays
 
 
 def present_names(arrays: Iterable[str], known: Collection[str], source: str) -> dict[str, str]:

@@ -15,6 +15,7 @@ from evodsp.weights import deepmind, openfold
 from evodsp.weights.config import preset_of
 from evodsp.weights.container import container
 from evodsp.weights.deepspeed import parameter_file
+from evodsp.weights.sizes import on_meta
 from evodsp.weights.untrusted import load_untrusted
 
 
@@ -58,10 +59,14 @@ def load_parameters(
         raise UserError(f"{path}: neither DeepMind's .npz nor OpenFold's .pt (or cut short); give one of these")
     if kind == "npz":
         arrays = deepmind.read_npz(path)
-        model = AlphaFold(deepmind.with_blocks_of(config, arrays) if any_depth else config)
+        config = deepmind.with_blocks_of(config, arrays) if any_depth else config
+        deepmind.check_fit(on_meta(config, str(path)), arrays, str(path))
+        model = AlphaFold(config)
         deepmind.set_parameters(model, arrays, str(path))
         return model, len(arrays)
     tensors = openfold.read_openfold(path, raw)
-    model = AlphaFold(openfold.with_blocks_of(config, tensors) if any_depth else config)
+    config = openfold.with_blocks_of(config, tensors) if any_depth else config
+    openfold.fitting(on_meta(config, str(path)), tensors, str(path))
+    model = AlphaFold(config)
     openfold.set_parameters(model, tensors, str(path))
     return model, len(tensors)

@@ -1,9 +1,9 @@
 """The arrays of a pickle, without unpickling a NumPy object and without calling anything that the file names.
 
 A pickle names functions and calls them, and even NumPy's own `ndarray.__setstate__` trusts the file: a made-up dtype turns
-bytes into pointers. So nothing of NumPy takes part here. The standard library's unpickler runs a list of harmless opcodes;
-stand-ins record what NumPy's constructors were to be called with; an array is formed from its recorded shape, type and bytes,
-once these fit together.
+bytes into pointers. So nothing of NumPy takes part here. The standard library's unpickler runs a list of harmless opcodes, once
+`evodsp.pickles` has found what they build; stand-ins record what NumPy's constructors were to be called with; an array is
+formed from its recorded shape, type and bytes, once these fit together.
 
 `pickle` alone has no such mode, `numpy.load` either runs everything or refuses everything, and fickling, picklescan and skops
 judge or refuse files instead of reading them.
@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import io
 import pickle
-import pickletools
 from typing import Any
 
 import numpy as np
+
+from evodsp.errors import shortened, shown
+from evodsp.pickles import check_pickle
 
 _OPCODES = {
     *(
@@ -40,10 +42,10 @@ _OPCODES = {
     *("GLOBAL", "STACK_GLOBAL", "REDUCE", "BUILD"),
 }
 """What `numpy.save` writes for a dictionary of arrays, in protocols 3 and 4."""
-_LONGEST_NUMBER = 8
-"""Bytes of an integer."""
-_MOST_OPCODES = 1 << 22
-"""A file has some hundred, and two more for each name of a sequence in some versions."""
+_LONGEST_CODE = 8
+"""Letters of a type."""
+_MOST_AXES = 32
+"""NumPy's limit."""
 
 
 class RecordedArray:
@@ -73,8 +75,8 @@ class RecordedArray:
                 dtype = kind.dtype(kinds)
             case _:
                 raise ValueError("no plain array")
-        if not all(type(size) is int and 0 <= size < 1 << 62 for size in shape):
-            raise ValueError(f"an array of shape {shape}")
+        if len(shape) > _MOST_AXES or not all(type(size) is int and 0 <= size < 1 << 62 for size in shape):
+            raise ValueError(f"an array of shape {shown(shape)}")
         # A shape that does not fit the bytes is a ValueError of reshape; the bytes are those of the file, so they are bounded.
         return np.frombuffer(data, dtype).reshape(shape, order="F" if is_fortran else "C")
 
@@ -92,9 +94,9 @@ class RecordedType:
         """The type of that name. Raises ValueError if its kind is not one of `kinds`."""
         order = self._state[1] if isinstance(self._state, tuple) and len(self._state) > 1 else "="
         code = self._code
-        plain = isinstance(code, str) and code[:1].isalpha() and code[1:].isdecimal() and len(code) < _LONGEST_NUMBER
+        plain = isinstance(code, str) and code[:1].isalpha() and code[1:].isdecimal() and len(code) < _LONGEST_CODE
         if not plain or order not in ("<", ">", "=", "|"):
-            raise ValueError(f"an array of type {str(code)[:20]!r}")
+            raise ValueError(f"an array of type {shown(code)}")
         try:
             dtype = np.dtype(f"{order}{code}")
         except TypeError as error:
@@ -125,17 +127,8 @@ def recorded(data: bytes) -> object:
 
     Raises ValueError, with the reason, for any other content and for a damaged pickle. Nothing that the pickle names is called.
     """
+    check_pickle(data, _OPCODES)
     try:
-        for count, (opcode, argument, _) in enumerate(pickletools.genops(data)):
-            if opcode.name not in _OPCODES:
-                raise ValueError(f"it uses the pickle instruction {opcode.name}")
-            if count >= _MOST_OPCODES:
-                raise ValueError(f"it has more than {_MOST_OPCODES} pickle instructions")
-            # The unpickler makes room for as many remembered objects as the largest number of one.
-            if opcode.name in ("BINPUT", "LONG_BINPUT") and (argument or 0) > count:
-                raise ValueError("it numbers an object that it does not have")
-            if opcode.name == "LONG1" and abs(argument or 0) >= 1 << 8 * _LONGEST_NUMBER:
-                raise ValueError("it holds a number of too many digits")
         return _Unpickler(io.BytesIO(data)).load()
-    except (pickle.UnpicklingError, TypeError, LookupError, AttributeError, EOFError, OverflowError) as error:
-        raise ValueError(str(error) or type(error).__name__) from error
+    except Exception as error:  # a damaged pickle can raise any exception
+        raise ValueError(shortened(error)) from error

@@ -1,0 +1,75 @@
+"""Whether a file's arrays are those of a model, found out before the model takes any memory: files may claim any size."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from evodsp.config import ModelConfig
+from evodsp.errors import UserError, shortened, shown
+from evodsp.model.alphafold import AlphaFold
+
+_MOST_REPEATS = 512
+"""Of one kind of block. AlphaFold2 has 48."""
+
+
+def on_meta(config: ModelConfig, source: str) -> AlphaFold:
+    """The model without storage: its parameters' names and shapes. `source`: whose sizes they are, for messages.
+
+    Raises UserError for sizes that no model can have.
+    """
+    structure = config.structure_module
+    repeats = {
+        "evoformer.blocks": config.evoformer.blocks,
+        "extra_msa.blocks": config.extra_msa.blocks,
+        "templates.blocks": config.templates.blocks,
+        "structure_module.angle_blocks": structure.angle_blocks,
+        "structure_module.transition_layers": structure.transition_layers,
+        "structure_module.iterations": structure.iterations,
+    }
+    for name, count in repeats.items():
+        if count > _MOST_REPEATS:
+            raise UserError(f"{source}: {name} is {shown(count)}, but no model has more than {_MOST_REPEATS}")
+    try:
+        with torch.device("meta"):
+            return AlphaFold(config)
+    except Exception as error:  # torch's own, of sizes beyond its numbers
+        raise UserError(f"{source}: unreadable model sizes: {shortened(error)}") from error
+
+
+def check_weights(config: ModelConfig, weights: Mapping[str, Tensor], source: str) -> None:
+    """Raise UserError unless `weights` are the parameters of a model of these sizes, by name and shape."""
+    compare(on_meta(config, source).state_dict(), weights, source)
+
+
+def compare(expected: Mapping[str, Tensor], weights: Mapping[str, Tensor], source: str) -> None:
+    """Raise UserError that names the first of `weights` which is missing, unknown or of another shape."""
+    lacking, unknown = expected.keys() - weights.keys(), weights.keys() - expected.keys()
+    for what, names in (("lacks", lacking), ("has the unknown", unknown)):
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise UserError(f"{source}: {what} parameter '{min(names)}'{more}; it belongs to another model")
+    for name, value in expected.items():
+        if value.shape != weights[name].shape:
+            raise UserError(
+                f"{source}: parameter '{name}' has the shape {tuple(weights[name].shape)}, "
+                f"the model {tuple(value.shape)}; it belongs to another model"
+            )
+
+
+def is_array(value: Any) -> bool:
+    """Whether a value of a file is a plain array of floats with numbers of its own."""
+    plain = isinstance(value, Tensor) and value.layout == torch.strided and value.device.type == "cpu"
+    return plain and value.is_floating_point()
+
+
+def check_bytes(arrays: Mapping[str, Tensor], path: str | Path) -> None:
+    """Raise UserError if the arrays of a file of `torch.save` are larger than the file: some repeat the same few numbers."""
+    if sum(value.numel() * value.element_size() for value in arrays.values()) > Path(path).stat().st_size:
+        raise UserError(
+            f"{path}: not a readable checkpoint: its arrays claim to be larger than the file; do not trust it"
+        )
