@@ -10,10 +10,12 @@ import threading
 from typing import NoReturn
 
 from evodsp.cli import main
+from evodsp.printing import escape_others
 
 
 def run() -> NoReturn:
     """The command `evodsp`."""
+    escape_others()
     leave(main())
 
 

@@ -11,7 +11,6 @@ residues have the letter of their parent (MSE: M, SEP: S) by Biopython's table, 
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import date
@@ -31,6 +30,7 @@ from evodsp.data.unlisted_chains import is_amino_acid
 from evodsp.errors import FileFormatError, UserError, nearest
 from evodsp.geometry.monomers import monomer_letter
 from evodsp.geometry.residues import ATOM_ORDER, ATOM_TYPES
+from evodsp.printing import logger
 
 _ATOM_NAMES, _ATOM_INDICES = np.array(sorted(ATOM_TYPES)), np.argsort(ATOM_TYPES)
 _CD, _NH1, _NH2 = (ATOM_ORDER[name] for name in ("CD", "NH1", "NH2"))
@@ -276,7 +276,7 @@ def _notes(path: str | Path, notes: Iterable[tuple[str, str]], chains: Iterable[
 @lru_cache(maxsize=1024)
 def _say(note: str) -> None:
     """Warn, once in a process."""
-    logging.getLogger(__name__).warning(note)
+    logger(__name__).warning(note)
 
 
 def _one_monomer_each(

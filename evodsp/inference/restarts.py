@@ -19,6 +19,7 @@ from evodsp.launch.agent import starts_again
 from evodsp.launch.last_words import keep_silent
 from evodsp.launch.parent import AGAIN
 from evodsp.launch.process_group import lasting_store
+from evodsp.printing import tell
 
 _COUNT, _ENTRY = "left_out", "left_out/{}"
 _MISSING = "missing"
@@ -47,7 +48,7 @@ def give_up(failure: Failure) -> NoReturn:
         if starts_again()
         else "the run ends; the same command without this record keeps what is finished"
     )
-    print(f"evodsp: {failure.reason}. The other ranks wait for this one, so {then}", file=sys.stderr)
+    tell(f"evodsp: {failure.reason}. The other ranks wait for this one, so {then}")
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(AGAIN)

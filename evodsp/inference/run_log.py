@@ -6,10 +6,12 @@ import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 from evodsp import __version__
 from evodsp.errors import UserError
+from evodsp.printing import write_line
 
 LOG = "predict.log"
 Report = Callable[[str], None]
@@ -45,7 +47,7 @@ def run_log(
             if not lines:
                 output.mkdir(parents=True, exist_ok=True)
                 file = stack.enter_context(path.open("a", encoding="utf-8", buffering=1))
-                lines.append(lambda text: print(text, file=file))
+                lines.append(partial(write_line, file.write))
                 lines[0](f"# {time.strftime(_TIME)} evodsp {__version__}: evodsp {shlex.join(words)}")
             lines[0](f"{time.strftime(_TIME)} {line}")
 

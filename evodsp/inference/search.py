@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,6 +9,7 @@ from evodsp.data.records import ProteinSequence
 from evodsp.errors import UserError
 from evodsp.inference.inputs import read_inputs
 from evodsp.inference.search_config import SearchConfig
+from evodsp.printing import show, tell
 from evodsp.progress import progress
 from evodsp.search.programs import LocalProgram
 from evodsp.search.searcher import Say, Searcher, search
@@ -28,7 +28,7 @@ def run(settings: SearchConfig, words: list[str]) -> int:
     for reason in failed:
         say(f"failed: {reason}")
     found = len(queries) + len(broken) - len(failed)
-    print(
+    show(
         f"{found:,} {'record has' if found == 1 else 'records have'} alignments in {settings.output}, {len(failed):,} failed"
     )
     return 1 if failed else 0
@@ -56,4 +56,4 @@ def _searcher(settings: SearchConfig) -> Searcher:
 
 
 def say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    tell(line)

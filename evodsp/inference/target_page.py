@@ -11,7 +11,6 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -39,6 +38,7 @@ from evodsp.inference.residue_charts import (
     plddt_chart,
 )
 from evodsp.inference.results import RANKING, REPORT, TIMINGS, key_of, read_pae, read_plddt, stem
+from evodsp.printing import escape_html
 from evodsp.report.page import Page
 
 _MOST_CELLS = 2_500_000
@@ -175,14 +175,14 @@ def _seed_buttons(entries: Sequence[Mapping[str, Any]], seeds: Sequence[_Seed]) 
 
 def _called(entry: Mapping[str, Any]) -> str:
     """A prediction's name for a reader, as HTML."""
-    return escape(f"{entry['model']}, seed {entry['seed']}" if "model" in entry else f"seed {entry['seed']}")
+    return escape_html(f"{entry['model']}, seed {entry['seed']}" if "model" in entry else f"seed {entry['seed']}")
 
 
 def _views(best: _Seed) -> str:
     """The structure and the matrix side by side."""
     edges = [f"> {lower}" if lower else f"< {BANDS[-2][0]}" for lower, _, _ in BANDS]
     bands = "".join(
-        f'<span><i style="background:{colour}"></i>{name} ({escape(edge)})</span>'
+        f'<span><i style="background:{colour}"></i>{name} ({escape_html(edge)})</span>'
         for (_, colour, name), edge in zip(BANDS, edges, strict=True)
     )
     if best.pae is None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from contextlib import contextmanager
 import torch.distributed as dist
 
 from evodsp.launch.process_group import lasting_store
+from evodsp.printing import tell
 
 _GROUPS, _WORK, _ADVICE, _SAID = "groups", "work/{}", "advice", "said"
 
@@ -84,6 +84,6 @@ def _say() -> None:
     try:
         store = lasting_store()
         if store.add(_SAID, 1) == 1 and (words := noted(store)):
-            print(f"evodsp: the ranks are ended (SIGTERM). {words}", file=sys.stderr, flush=True)
+            tell(f"evodsp: the ranks are ended (SIGTERM). {words}")
     except RuntimeError:  # the store's: its host is gone
         pass

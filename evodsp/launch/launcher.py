@@ -24,6 +24,7 @@ import torch.distributed as dist
 from evodsp.launch.last_words import noted
 from evodsp.launch.parent import AGAIN, GIVEN_UP, LAUNCHER, OWN_RUN, STOPPED
 from evodsp.launch.process_group import part_of
+from evodsp.printing import tell
 
 POLL_S = 0.05
 GRACE_S = 300.0
@@ -193,12 +194,12 @@ def _report_failure(rank: _Rank, rank_0: _Rank, store: dist.TCPStore) -> int:
     if code == 2 and rank_0.process.returncode == 2:  # rank 0 has printed the same mistake
         return 2
     if output := rank.last_output():
-        print(output, file=sys.stderr)
+        tell(output)
     if code in (2, 130, STOPPED, AGAIN):  # its output says why
         return code
     if code == GIVEN_UP:
         return 1
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
     words = noted(part_of(store)) if code == -signal.SIGKILL else ""
-    print(f"evodsp: error: {rank} {how}; the other ranks were ended{words and '. '}{words}", file=sys.stderr)
+    tell(f"evodsp: error: {rank} {how}; the other ranks were ended{words and '. '}{words}")
     return 1

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 import time
 import uuid
 from collections.abc import Iterator, Mapping
@@ -30,6 +29,7 @@ from evodsp.launch.parent import GIVEN_UP
 from evodsp.launch.watch import Watch, watch_of_this_process
 from evodsp.parallel.config import SequenceConfig
 from evodsp.parallel.mesh import Mesh, init_mesh
+from evodsp.printing import one_line, tell
 
 TIMEOUT_S = 600.0
 """How long a rank may stand still (NCCL's own default; gloo's is three times as long): longer than the others wait while one
@@ -280,9 +280,8 @@ def guarded() -> Iterator[None]:
         if not (dist.is_initialized() and lost_contact(error)):
             raise
         time.sleep(_GRACE_S)
-        why = " ".join(str(error).split())
-        print(
-            f"evodsp: rank {dist.get_rank()} lost contact with another rank, which failed first: {why}", file=sys.stderr
+        tell(
+            f"evodsp: rank {dist.get_rank()} lost contact with another rank, which failed first: {one_line(str(error))}"
         )
         raise SystemExit(GIVEN_UP) from None
 

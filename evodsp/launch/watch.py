@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 from evodsp.launch.parent import GIVEN_UP
 from evodsp.parallel.sockets import Sockets
+from evodsp.printing import tell
 
 SILENCE_S = 60.0
 """A busy process delays its heartbeat by a second or two; this leaves room for a machine that swaps."""
@@ -181,7 +182,7 @@ def _collectives(sockets: Sockets | None = None) -> int:
 def _end(message: str) -> None:
     """End this process from the watching thread: nothing else gets a main thread out of a collective."""
     if message:
-        print(f"evodsp: error: {message}; the run is ended", file=sys.stderr)
+        tell(f"evodsp: error: {message}; the run is ended")
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(GIVEN_UP)

@@ -31,6 +31,7 @@ from evodsp.launch.parent import STOPPED, tell_stopped
 from evodsp.launch.process_group import gpu_number, guarded, place, stop, under_launcher
 from evodsp.model.matmul import float32_matmul
 from evodsp.output import output_errors
+from evodsp.printing import show, tell
 from evodsp.training.bad_samples import BadSamples
 from evodsp.training.checkpoint_files import use_checkpoint_io
 from evodsp.training.checkpointing import BestCheckpoint, Interruption, LastCheckpoint
@@ -334,7 +335,7 @@ def _execute(run: CheckedRun, built: Built, config_text: str) -> None:
             names = {name for name, _ in module.model.named_parameters()} - set(done.new)
             built.average.begin_trained(f"{PREFIX}{name}" for name in names)
         for line in done.lines(source) if trainer.is_global_zero else ():
-            print(f"evodsp: {line}", file=sys.stderr)
+            tell(f"evodsp: {line}")
     if trainer.is_global_zero:
         for line in run.changed:
             report(f"evodsp: {line}")
@@ -343,7 +344,7 @@ def _execute(run: CheckedRun, built: Built, config_text: str) -> None:
         on_first(lambda: run.folder.prepare(config_text, replace, resumes, missing), group)
         if trainer.is_global_zero:
             for note in run.chains.notes(run.folder.missing):
-                print(f"evodsp: warning: {note}", file=sys.stderr)
+                tell(f"evodsp: warning: {note}")
             log_settings(trainer.loggers, config_text, resumes)
         _open_quarantine(run, built)
         if trainer.is_global_zero and run.settings.run.global_batch is not None:
@@ -369,14 +370,14 @@ def _open_quarantine(run: CheckedRun, built: Built) -> None:
 def _report(run: CheckedRun, built: Built) -> None:
     """Print the scores of the last validation or test, and the files that `fit` has written."""
     if built.module.scores:
-        print(score_table(built.module.scores))
+        show(score_table(built.module.scores))
     if run.command == "fit":
         written: dict[str, Path] = {}
         if built.last.saved_step is not None:
             written["checkpoint"] = run.folder.last
         if any(isinstance(logger, CurveLogger) for logger in built.trainer.loggers) and run.folder.curve.is_file():
             written["curve"] = run.folder.curve
-        print("   ".join(f"{name}: {path}" for name, path in (written or {"config": run.folder.config}).items()))
+        show("   ".join(f"{name}: {path}" for name, path in (written or {"config": run.folder.config}).items()))
 
 
 def _resume_hint(last: LastCheckpoint) -> str:

@@ -23,6 +23,7 @@ from evodsp.model.confidence import compute_plddt
 from evodsp.model.kernels.registry import choose, summary
 from evodsp.model.outputs import ModelOutput
 from evodsp.model.primitives import use_kernels
+from evodsp.printing import show
 from evodsp.rng import Draws
 from evodsp.training import resumed
 from evodsp.training.bad_samples import BadSamples, NotFiniteWeightsError, Suspect, all_finite, merged
@@ -126,7 +127,7 @@ class TrainingModule(LightningModule):
         kernels, choices = choose(self._kernels, device, dtype, on_all_ranks=self.world.gather)
         use_kernels(self.model, kernels)
         if self.trainer.is_global_zero:
-            print("\n".join(summary(choices, device)))
+            show("\n".join(summary(choices, device)))
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         draws = [self._dropout.at(index) for index in batch["sample_index"].tolist()]

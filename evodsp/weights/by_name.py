@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import sys
 import tarfile
 import zipfile
 import zlib
@@ -24,6 +23,7 @@ from urllib.error import HTTPError
 
 from evodsp.download import PASSING, fetch_file, free_bytes, opened, size_at
 from evodsp.errors import UserError, nearest
+from evodsp.printing import tell
 from evodsp.progress import progress
 
 NAMES = tuple(f"model_{number}{head}" for head in ("", "_ptm") for number in range(1, 6))
@@ -88,7 +88,7 @@ def fetch_weights(
     where, before it begins; None: standard error. A fetch that was interrupted is continued. Processes that want the same file
     wait for one another. Raises UserError if a file cannot be had; then nothing is left in its place.
     """
-    folder, say = folder or weights_folder(), say or partial(print, file=sys.stderr)
+    folder, say = folder or weights_folder(), say or tell
     return [find_weights(name, folder) or _fetch(name, folder, address.rstrip("/"), say) for name in names]
 
 
