@@ -4,8 +4,8 @@
     .venv/bin/python -m scripts.fuzz --case 1234        one case alone, and what it finds
 
 A case is a function of the seed and its number. What is found is printed and makes the exit code 1: another exception, a crash,
-5 seconds of computing, a gigabyte of memory, a message of several lines, with control characters or longer than anybody reads,
-or a file that the reader leaves behind.
+5 seconds of computing, a gigabyte of memory, a message of several lines or longer than anybody reads, or a file that the reader
+leaves behind. (What acts on a terminal is escaped where messages are printed: `evodsp.printing`.)
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from random import Random
+from typing import Any
 
 from evodsp.errors import UserError
 from scripts.fuzz.mutations import mutated
@@ -34,7 +35,7 @@ from scripts.fuzz.subjects import Subject, subjects, write
 SECONDS, WALL_SECONDS = 5.0, 120.0
 """Of computing, and of waiting: other programs may use the machine."""
 MEMORY = 1 << 30
-LONGEST_MESSAGE = 4000
+LONGEST_MESSAGE = 2500
 
 
 def try_case(found: Sequence[Subject], seed: int, number: int, folder: Path) -> tuple[str, str | None]:
@@ -65,7 +66,7 @@ def try_case(found: Sequence[Subject], seed: int, number: int, folder: Path) -> 
         tempfile.tempdir = None
         logging.getLogger().removeHandler(handler)
     for message in messages:
-        if not message.isprintable() or len(message) > LONGEST_MESSAGE:
+        if "\n" in message or len(message) > LONGEST_MESSAGE:
             return subject.name, f"message {message[:300]!r}"
     left = set(folder.rglob("*")) - before
     return subject.name, f"left behind: {sorted(map(str, left))}" if left else None
@@ -83,7 +84,7 @@ def _raised(error: BaseException) -> str:
     return f"{type(error).__name__} at {where}: {str(error)[:200]!r}"
 
 
-def _work(found: Sequence[Subject], seed: int, numbers: Sequence[int], at: Connection, now: "multiprocessing.Array") -> None:  # type: ignore[valid-type]
+def _work(found: Sequence[Subject], seed: int, numbers: Sequence[int], at: Connection, now: Any) -> None:
     """Try cases, in a process of its own."""
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
@@ -137,7 +138,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--count", type=int, default=1000)
     parser.add_argument("--case", type=int)
-    parser.add_argument("--keep", type=Path, help="folder for the files of cases with faults")
+    parser.add_argument("--keep", type=Path, help="run --case in this process, and leave its files in this folder")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no case after so many seconds")
     parser.add_argument("--only", nargs="+", default=[], help="cases of these subjects")
     given = parser.parse_args(words)
@@ -149,8 +150,14 @@ def main(words: Sequence[str] | None = None) -> int:
             parser.error(f"--only {' '.join(wrong)}: no such subject; there are {', '.join(s.name for s in found)}")
         first, count = (given.first, given.count) if given.case is None else (given.case, 1)
         numbers = [
-            n for n in range(first, first + count) if not given.only or _draws(given.seed, n).choice(found).name in given.only
+            n
+            for n in range(first, first + count)
+            if not given.only or _draws(given.seed, n).choice(found).name in given.only
         ]
+        if given.keep is not None and given.case is not None:
+            given.keep.mkdir(parents=True)
+            print(*try_case(found, given.seed, given.case, given.keep), sep=": ")
+            return 0
         counts: Counter[str] = Counter()
         faults: dict[tuple[str, str], list[int]] = {}
         begun = said = time.monotonic()
@@ -164,7 +171,10 @@ def main(words: Sequence[str] | None = None) -> int:
             now = time.monotonic()
             if now - said > 60:
                 said = now
-                print(f"{counts.total():,} cases, {counts.total() / (now - begun):.0f}/s, {len(faults)} faults", flush=True)
+                print(
+                    f"{counts.total():,} cases, {counts.total() / (now - begun):.0f}/s, {len(faults)} faults",
+                    flush=True,
+                )
             if now - begun > given.seconds:
                 break
     for (name, fault), cases in faults.items():

@@ -1,4 +1,4 @@
-"""Changes of a file's bytes, as damage, other programs and ill will make them. All randomness comes from the generator given."""
+"""Changes of a file's bytes, as damage, other programs and ill will make them, drawn from a generator."""
 
 from __future__ import annotations
 
@@ -17,7 +17,21 @@ NUMBERS = [
 WORDS = [
     *b"> // # #=GF #=GC - . ~ * ' \" ; _ loop_ data_ save_ [ ] { } , : \\ / .. %n &a *a << ${oc.env:HOME} ${ !!binary".split(),
     *b"HETATM ATOM TER MODEL ENDMDL SEQRES MSE HOH UNK Query Q T No ../../etc/passwd <script>".split(),
-    *(b"\0", b"\n", b"\r", b"\r\n", b"\t", b" ", b"\x0b", b"\x0c", b"\x1c", b"\x1b[31m", b"\xff", b"\x85", b"\xed\xa0\x80"),
+    *(
+        b"\0",
+        b"\n",
+        b"\r",
+        b"\r\n",
+        b"\t",
+        b" ",
+        b"\x0b",
+        b"\x0c",
+        b"\x1c",
+        b"\x1b[31m",
+        b"\xff",
+        b"\x85",
+        b"\xed\xa0\x80",
+    ),
     *(text.encode() for text in ("\x85", "\u2028", "\u202e", "\ufeff", "\u200b", "é", "😀")),
 ]
 OPENING = [b"[", b"{", b"(", b'{"a":', b"{a: ", b"- ", b"]", b")\x85", b"(t", b"\x85", b"\x86", b"a:\n ", b"${"]
@@ -25,7 +39,19 @@ OPENING = [b"[", b"{", b"(", b'{"a":', b"{a: ", b"- ", b"]", b")\x85", b"(t", b"
 WORDS_OF_BYTES = [b"\xff" * 8, b"\0" * 8, b"\xff" * 7 + b"\x7f", b"\0" * 7 + b"\x80", b"\x01" + b"\0" * 7]
 VALUES: list[Any] = [
     *(None, True, False, -1, 0, 1, 1.5, 2**31, 2**63, 2**64, -(2**70), 10**400, 1e308, math.nan, math.inf),
-    *("", "x", "\x1b[31m", "../../x", "\ud800", "\u202e", "line\nbreak", "a" * 3000, "2020-01-01", "9999-99-99", "<script>"),
+    *(
+        "",
+        "x",
+        "\x1b[31m",
+        "../../x",
+        "\ud800",
+        "\u202e",
+        "line\nbreak",
+        "a" * 3000,
+        "2020-01-01",
+        "9999-99-99",
+        "<script>",
+    ),
     *([], {}, [[]], {"a": 1}, [1, 2, 3], [None], {"": {}}),
 ]
 _LARGEST = 400_000

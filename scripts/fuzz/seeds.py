@@ -52,7 +52,14 @@ HMM = b"""# STOCKHOLM 1.0
 #=GC RF            xxx.x
 //
 """
-_SMALL = {"blocks": 1, "msa_heads": 1, "msa_head_width": 2, "pair_heads": 1, "pair_head_width": 2, "triangle_channels": 2}
+_SMALL = {
+    "blocks": 1,
+    "msa_heads": 1,
+    "msa_head_width": 2,
+    "pair_heads": 1,
+    "pair_head_width": 2,
+    "triangle_channels": 2,
+}
 _SMALL |= {"outer_product_channels": 2, "transition_factor": 1}
 _MODEL = {
     "channels": {"msa": 4, "pair": 4, "extra_msa": 4, "single": 4},
@@ -138,14 +145,12 @@ def data_set(work: Path) -> tuple[Path, Path]:
     """An index and a feature store of two chains."""
     chains = work / "chains.txt"
     chains.write_text("s001_A\ns007_A\n")
-    folders = {"alignment_dir": work / "alignments", "structure_dir": DATA / "mmcif_files"}
+    alignments, structures = work / "alignments", DATA / "mmcif_files"
     for name in ("s001_A", "s007_A"):
-        (work / "alignments" / name).mkdir(parents=True)
-        (work / "alignments" / name / "a.a3m").write_bytes(
-            beginning(DATA / "alignments" / name / "bfd_uniclust_hits.a3m")
-        )
-    make_index(IndexConfig(**folders, output=work / "index", workers=0))
-    build(BuildConfig(**folders, output=work / "store", chains=chains, workers=1, template_structure_dir=None))
+        (alignments / name).mkdir(parents=True)
+        (alignments / name / "a.a3m").write_bytes(beginning(DATA / "alignments" / name / "bfd_uniclust_hits.a3m"))
+    make_index(IndexConfig(alignments, structures, work / "index", workers=0))
+    build(BuildConfig(alignments, structures, work / "store", chains, workers=1))
     return work / "index", work / "store"
 
 

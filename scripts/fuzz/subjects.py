@@ -74,8 +74,16 @@ def subjects(work: Path) -> list[Subject]:
     fasta = b">s1 d\nMKTAYI\nAKQR\n>s2|x\nmkt *\n"
     obsolete = b"OBSLTE    31-JUL-94 116L     216L\nOBSLTE    29-JAN-96 125D     1AW6\n"
     quarantine = b'{"chain": "a", "sample": 3, "reason": "x", "time": "t"}\n'
-    configs: list[Files] = [{"c.yaml": (ROOT / "configs/quickstart.yaml").read_bytes()}, {"c.yaml": run["run/config.yaml"]}]
-    atoms = (each(read_structure), each(read_header), each(lambda p: read_confidence(p, "A")), each(lambda p: read_chain(p, "")))
+    configs: list[Files] = [
+        {"c.yaml": (ROOT / "configs/quickstart.yaml").read_bytes()},
+        {"c.yaml": run["run/config.yaml"]},
+    ]
+    atoms = (
+        each(read_structure),
+        each(read_header),
+        each(lambda p: read_confidence(p, "A")),
+        each(lambda p: read_chain(p, "")),
+    )
     alignments = [{"a.a3m": a3m}, {"a.sto": sto}, {"a.a3m": small_a3m}, seeds.preparsed(), seeds.preparsed()]
     return [
         Subject("alignment", alignments, (each(parse_alignment_file),)),
@@ -99,7 +107,7 @@ def subjects(work: Path) -> list[Subject]:
         Subject("link", [_files(ROOT / "evodsp/planner/links", "pcie.yaml")], (each(lambda p: load_link(str(p))),)),
         Subject("run", [run], (lambda f: page(read_runs([f / "run"])).html(),)),
         Subject("result", [_files(seeds.prediction(work))], (lambda f: batch_page(f, []).html(), _prediction)),
-        Subject("checkpoint", [_members(checkpoint)], tuple(map(each, (load_model, load_features, damage, _replay)))),
+        Subject("checkpoint", [_members(checkpoint)], (each(load_model), each(load_features), each(damage), each(_replay))),
         Subject("OpenFold's weights", [_members(openfold)], (each(read_openfold),)),
         Subject("DeepMind's weights", [seeds.weights()], (each(read_npz),)),
         Subject("server", [seeds.answers()], (lambda f: _Server(f).search(["MKT", "MK"], lambda _: None),)),
@@ -127,7 +135,9 @@ def write(rng: Random, change: Callable[[str, bytes], bytes], files: Files, fold
 
 def _zip(rng: Random, members: Files) -> bytes:
     file = io.BytesIO()
-    with zipfile.ZipFile(file, "w", rng.choice((zipfile.ZIP_STORED, zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED))) as archive:
+    with zipfile.ZipFile(
+        file, "w", rng.choice((zipfile.ZIP_STORED, zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED))
+    ) as archive:
         for name, data in members.items():
             archive.writestr(zipfile.ZipInfo(name), data)
     return file.getvalue()
@@ -164,7 +174,7 @@ def _files(folder: Path, pattern: str = "*") -> Files:
 
 def _members(path: Path) -> Files:
     with zipfile.ZipFile(path) as archive:
-        return {f"{path.name}/{name}": archive.read(name) for name in archive.namelist()}
+        return {f"{path.name}/archive/{name.partition('/')[2]}": archive.read(name) for name in archive.namelist()}
 
 
 def _records(store: Path) -> list[Files]:
