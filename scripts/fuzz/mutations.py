@@ -117,7 +117,7 @@ def _lines(rng: Random, data: bytes, others: list[bytes]) -> bytes:
         case 2:
             lines[a], lines[b] = lines[b], lines[a]
         case 3:
-            lines[a] = lines[a] * rng.choice((2, 100, 3000))
+            lines[a] = lines[a][: _LARGEST // 1000] * rng.choice((2, 100, 3000))
         case 4:
             del lines[min(a, b) : max(a, b)]
         case 5:
