@@ -15,7 +15,7 @@ from gemmi import cif
 
 from evodsp.data.text_files import read_bytes
 from evodsp.data.unlisted_chains import FoundChain, Site, find_chain
-from evodsp.errors import FileFormatError
+from evodsp.errors import FileFormatError, shortened
 
 _NEEDED = (
     *(f"_atom_site.{tag}" for tag in ("label_atom_id", "label_comp_id", "label_asym_id", "label_seq_id")),
@@ -29,6 +29,10 @@ _OPTIONAL = tuple(
 )
 _ATOM_COLUMNS = tuple(tag for tag in (*_NEEDED, *_OPTIONAL) if tag.startswith("_atom_site."))
 _PARSE_ERROR = re.compile(r"[^:]*:(\d+)(?::\d+\(\d+\))?:? ?(.*)", re.DOTALL)
+_NUMBERED = re.compile(rb"^(?:ATOM  |HETATM)[^\n]{70}[ \d]{3}\d[ \r]*$", re.MULTILINE)
+"""Atoms of PDB files before 1996, whose lines end with the entry's name and their number: later files have elements there."""
+_NUMBERED_COLUMNS = 72
+"""Columns before them."""
 _NAMED = 5
 """Residues that a message names."""
 
@@ -47,7 +51,8 @@ def read_block(path: str | Path) -> Completed:
     try:
         if is_pdb(path):
             text = data.decode().encode("ascii", "replace")  # gemmi counts columns in bytes
-            completed = _completed(gemmi.read_pdb_string(text))
+            longest = _NUMBERED_COLUMNS if _NUMBERED.search(text) else 0
+            completed = _completed(gemmi.read_pdb_string(text, max_line_length=longest))
         else:
             block = next((b for b in cif.read_string(data) if _holds(b, "_atom_site.Cartn_x")), cif.Block(""))
             completed = Completed(block)
@@ -87,7 +92,7 @@ def _not_valid(path: str | Path, error: Exception) -> FileFormatError:
     """gemmi's error as one line."""
     found = _PARSE_ERROR.match(str(error))
     line, reason = (int(found.group(1)), found.group(2)) if found else (None, str(error))
-    message = f"not a valid structure file, or truncated ({' '.join(reason.split())}); download it again"
+    message = f"not a valid structure file, or truncated ({shortened(reason)}); download it again"
     return FileFormatError(path, message, line)
 
 
