@@ -24,6 +24,7 @@ import torch.distributed as dist
 from evodsp.launch.last_words import noted
 from evodsp.launch.parent import AGAIN, GIVEN_UP, LAUNCHER, OWN_RUN, STOPPED
 from evodsp.launch.process_group import part_of
+from evodsp.launch.store import local_store
 
 POLL_S = 0.05
 GRACE_S = 300.0
@@ -69,7 +70,7 @@ def launch(ranks: int, words: list[str]) -> int:
     A rank that ends with exit code AGAIN has all ranks started again. The store through which they meet keeps what they wrote.
     """
     # Created here, so that it outlives every rank and uses a port that is certainly free.
-    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    store = local_store()
     return next(code for attempt in count() if (code := _run(ranks, words, store, attempt)) != AGAIN)
 
 
