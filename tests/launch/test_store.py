@@ -41,7 +41,7 @@ def test_the_store_of_a_local_launch_listens_on_loopback_only(monkeypatch: pytes
     """Catches a store that every machine of the network reaches, as torch opens it whatever host it is given."""
     found = []
 
-    def note(ranks: int, words: list[str], store: dist.TCPStore, attempt: int) -> int:
+    def note(ranks: int, words: list[str], store: dist.TCPStore, *_: object) -> int:
         found.append(listening(store.port))
         return 0
 
