@@ -259,9 +259,8 @@ def _work(pipe: Connection, lifeline: Connection, samples: ChainDataset) -> None
         while True:
             index, key = pipe.recv()
             pipe.send(_outcome(samples, index, key))
-    os._exit(
-        0
-    )  # Python would remove this process's sockets first, in a folder that the training process has removed by now
+    # Python would remove this process's sockets first, in a folder that the training process may have removed by now.
+    os._exit(0)
 
 
 def _outcome(samples: ChainDataset, index: int, key: str) -> tuple[str, Any]:
