@@ -118,7 +118,7 @@ def main() -> None:
     for ranks in arguments.ranks:
         with tempfile.TemporaryDirectory() as folder:
             torch.multiprocessing.spawn(_rank, (ranks, folder, arguments), nprocs=ranks)
-            results = [torch.load(Path(folder) / f"{rank}.pt") for rank in range(ranks)]
+            results = [torch.load(Path(folder) / f"{rank}.pt", weights_only=True) for rank in range(ranks)]
         largest = {name: max(result[name] for result in results) for name in results[0]}
         first = first or largest["tensors"]
         print(
