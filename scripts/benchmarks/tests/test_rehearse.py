@@ -7,7 +7,7 @@ import re
 import subprocess
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[3]
 SCRIPT = ROOT / "scripts" / "benchmarks" / "rehearse.sh"
 STAND_IN = """#!/usr/bin/env bash
 echo "$*" >>{log}

@@ -1,39 +1,22 @@
-"""Shared fixtures. Every test checks the shapes in signatures at run time (jaxtyping and beartype)."""
+"""Shared fixtures, and the options with which CI runs a part of the verify tests."""
 
 from __future__ import annotations
 
-import os
-import signal
+from collections.abc import Iterator
 from pathlib import Path
 
-# Started in the background of a script, this process ignores Ctrl-C, and so would every program that a test starts.
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+import pytest
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-
-from jaxtyping import install_import_hook
-
-install_import_hook(["evodsp", "scripts.paper.transformer", "scripts.paper.methods"], "beartype.beartype")
-
-import numpy as np  # noqa: E402  (the hook must be installed before evodsp is imported)
-import pytest  # noqa: E402
-import torch  # noqa: E402
-
-torch.set_num_threads(1)
-
-from collections.abc import Iterator  # noqa: E402
-
-from tests.ranks import RankPool  # noqa: E402
-from tests.selection import (  # noqa: E402, F401  (hooks of pytest)
+import tests.process  # noqa: F401  (before evodsp)
+from tests.ranks import RankPool
+from tests.selection import (  # noqa: F401  (hooks of pytest)
     pytest_addoption,
     pytest_collection_modifyitems,
     pytest_runtest_call,
     pytest_runtest_setup,
     pytest_terminal_summary,
 )
-
-SHARED = Path(__file__).resolve().parents[2] / "shared"
+from tests.shared import SHARED
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -66,9 +49,3 @@ def pool() -> Iterator[RankPool]:
     ranks = RankPool()
     yield ranks
     ranks.stop()
-
-
-def load(path: Path) -> dict[str, np.ndarray]:
-    """All arrays of an .npz file."""
-    with np.load(path) as file:
-        return {key: file[key] for key in file.files}

@@ -16,7 +16,7 @@ from scripts.parity import data
 from scripts.parity import openfold_data_side as side
 from scripts.parity.data import Results
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[3]
 BUNDLED = ROOT / "data"
 CHAIN = "s001_A"
 

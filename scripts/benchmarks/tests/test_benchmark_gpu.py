@@ -28,7 +28,7 @@ from scripts.benchmarks import (
 )
 from scripts.benchmarks.gpu_rows import Case, Measured, Part, Setup
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[3]
 CPU = torch.device("cpu")
 NOT_IN_A_BLOCK = {"gated_projection", "layer_norm"}
 """Of one rank: one is for several ranks, and every other operator of a block begins with its own norm."""

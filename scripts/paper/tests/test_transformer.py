@@ -13,7 +13,7 @@ from evodsp.rng import Draws
 from scripts.paper.config import AXES, TransformerConfig
 from scripts.paper.transformer import Block, Transformer, positions_of
 
-CONFIGS = Path(__file__).parents[2] / "scripts" / "paper" / "configs"
+CONFIGS = Path(__file__).parents[3] / "scripts" / "paper" / "configs"
 SMALL = TransformerConfig(layers=1, width=8, heads=2)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[3]
 SCRIPT = ROOT / "scripts" / "benchmarks" / "kit.sh"
 STAND_IN = """#!/usr/bin/env bash
 case "$*" in

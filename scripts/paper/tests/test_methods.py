@@ -11,7 +11,7 @@ import torch
 
 from scripts.paper.config import AXES, TransformerConfig
 from scripts.paper.methods import METHODS
-from tests.paper.runs import Case, Result, run_method, traffic_of_formulas
+from scripts.paper.tests.runs import Case, Result, run_method, traffic_of_formulas
 from tests.ranks import RankPool
 
 Runner = Callable[[Case], Result]

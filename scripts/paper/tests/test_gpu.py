@@ -19,7 +19,7 @@ from scripts.paper.experiments import TABLES, Case, cases
 from scripts.paper.workload import Workload
 from tests.ranks import RankPool
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SCRIPT = ROOT / "scripts" / "paper" / "gpu.sh"
 TINY = Workload("tiny", time=4, rows=4, columns=4, checkpoint=True)
 

@@ -17,7 +17,7 @@ from evodsp.model.kernels import chunked
 from scripts import verify_gpus, verify_ranks, verify_shared
 from scripts.verify_gpus import Check, Outcome
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "verify_gpus.sh"
 EXPECTED = ROOT / "scripts" / "verify_gpus.expected.txt"
 

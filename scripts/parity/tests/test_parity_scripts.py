@@ -20,7 +20,7 @@ from scripts.parity import compare, table
 from scripts.parity import openfold_side as side
 from scripts.parity.subject import Sizes, Subject, shallow
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[3]
 SIZES = Sizes(residues=24, padded_residues=3, clusters=6, extra=7)
 CONFIG = shallow(ModelConfig.preset("model_1_ptm"), evoformer=2, extra_msa=1, template=1, structure_iterations=1)
 SMALL = dataclasses.replace(CONFIG, templates=dataclasses.replace(CONFIG.templates, enabled=False))

@@ -9,7 +9,7 @@ import pytest
 
 from scripts.paper.config import TransformerConfig
 from scripts.paper.methods import METHODS
-from tests.paper.runs import Case, run_on_fake_ranks, traffic_of_formulas
+from scripts.paper.tests.runs import Case, run_on_fake_ranks, traffic_of_formulas
 
 RANKS = 8
 CASE = Case(TransformerConfig(layers=2, width=16, heads=8), (1, 4, 8, 4, 16))
