@@ -18,7 +18,7 @@ from evodsp.model.primitives import use_exchange
 from evodsp.model.schedule import DAP
 from evodsp.parallel.exchange import Exchange, LocalExchange, ShardedExchange
 from evodsp.parallel.group import Group
-from scripts.benchmarks import communication, long_protein, memory, trace
+from scripts.benchmarks import communication, memory
 from scripts.benchmarks.peak_memory import PeakMemory
 from tests.builders.comparison import close
 from tests.builders.parameters import dense
@@ -147,58 +147,3 @@ def test_what_is_counted_as_held_is_what_pytorch_allocates() -> None:
     sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
     assert memory_of_program.peak == pytest.approx(max(itertools.accumulate(sizes)), rel=1e-3)
     assert memory_of_program.peak > 4 * 4 * 300 * 400
-
-
-def traced(handle: Any) -> list[trace.Interval]:
-    """The trace of a small stack's run on one rank."""
-    return trace.intervals(trace.run(Group(handle), sequences=8, residues=8, blocks=2))
-
-
-def test_collectives_launched_early_lie_over_compute_in_both_passes(pool: RankPool) -> None:
-    """Catches a switch awaited right after its launch, and a transpose launched only when its result is needed."""
-    for found in pool.run(2, traced):
-        for direction in ("forward", "backward"):
-            collectives = {x.name: x for x in found if (x.what, x.direction) == ("collective", direction)}
-            assert len(collectives) == 12 + 11
-            layers = {
-                name: {
-                    layer.name
-                    for layer in found
-                    if (layer.what, layer.direction) == ("compute", direction)
-                    and x.start < layer.start < layer.end < x.awaited
-                }
-                for name, x in collectives.items()
-            }
-            pair_half = {f"{name} 0" for name in ("triangle_outgoing", "triangle_incoming", "transition")}
-            assert pair_half < layers["4 switch m back 0"], (
-                "the switch back of the MSA must overlap with the whole pair stack"
-            )
-            assert "triangle_incoming 1" in layers["7 switch z 1"], (
-                "the switch of the pair representation must overlap with triangle multiplication"
-            )
-            for bias in ("1 row_attention 0", "10 attention_starting 0", "12 attention_ending 1"):
-                assert collectives[bias].hidden > 0
-
-
-def test_compute_is_what_lies_between_waits() -> None:
-    """Catches waiting that is drawn as compute, which would make a collective look hidden."""
-    pieces = [("a", 0, 10), ("b", 10, 20)]
-    found = list(trace._without(pieces, [(2, 4), (8, 12), (20, 30)]))
-    assert found == [("a", 0, 2), ("a", 4, 8), ("b", 12, 20)]
-
-
-@pytest.mark.parametrize(
-    ("residues", "working_memory"), [(40, None), pytest.param(128, 1 << 18, marks=pytest.mark.verify)]
-)
-def test_a_long_protein_gives_the_same_numbers_for_less_memory(
-    pool: RankPool, residues: int, working_memory: int | None
-) -> None:
-    """Catches ranks that need less memory only because they compute something else."""
-    one = long_protein.measured(LocalExchange(), residues, working_memory is None, working_memory)
-    for found in pool.run(2, long_protein_on_rank, residues, working_memory):
-        assert found["plddt logits"] == pytest.approx(one["plddt logits"], rel=1e-5)
-        assert found["tensors"] < 0.8 * one["tensors"]
-
-
-def long_protein_on_rank(handle: Any, residues: int, working_memory: int | None) -> dict[str, Any]:
-    return long_protein.measured(ShardedExchange(Group(handle)), residues, working_memory is None, working_memory)
