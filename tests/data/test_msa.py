@@ -10,7 +10,7 @@ import pytest
 from evodsp.data.msa import MsaFeatures, first_occurrences, letter_profile, merge_alignments, query_only
 from evodsp.data.records import Alignment
 from evodsp.errors import UserError
-from tests.conftest import load
+from tests.shared import load
 
 # The golden alignments are strings; this is AF2's table for them, independent of evodsp's.
 CODES = np.full(256, 20, np.int8)

@@ -28,7 +28,7 @@ from tests.builders.templates import (
     from_raw,
     make_hit,
 )
-from tests.conftest import load
+from tests.shared import load
 
 
 def test_features_golden(golden: Path, real_data: Path):
