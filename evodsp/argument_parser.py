@@ -78,13 +78,9 @@ class OneLineErrors(ArgumentParser):
             try:
                 return self.instantiate(config)
             except ValueError as error:  # of a class that a setting names jsonargparse reports all types that it tried
-                made = re.search(r"Given value: Namespace\(class_path='([^']*)'", str(error))
-                if made is None or error.__cause__ is None:
+                if (line := _not_made(str(error))) is None:
                     raise
-                reason = " ".join(str(error.__cause__).split()).removeprefix(
-                    f"Problem with given class_path '{made[1]}': "
-                )
-                raise UserError(f"{made[1]}: {reason}; check its init_args and what it needs") from error
+                raise UserError(line) from error
 
     @contextmanager
     def located(self) -> Iterator[None]:
@@ -297,6 +293,19 @@ class HelpFormatter(DefaultHelpFormatter):
     def add_argument(self, action: argparse.Action) -> None:
         if action.metavar != "CONFIG" or action.dest == "config":
             super().add_argument(action)
+
+
+def _not_made(message: str) -> str | None:
+    """One line of why an object that a setting names, alone or in a list, could not be made, from jsonargparse's message; None
+    if the message is of something else."""
+    found = re.search(r"Problem with given class_path '([^']*)':(.*?)(?=\n\s*- |\nGiven value|$)", message, re.DOTALL)
+    if found is None:
+        return None
+    name, reason = found[1], " ".join(found[2].split())
+    if package := re.search(r"Requirement '(([\w.-]+)[^']*)' not met|Module not found: '(([\w.-]+))'", reason):
+        needed, alone = (group for group in package.groups() if group)
+        return f"{name} needs {needed}, which is not installed; pip install {alone} --upgrade, or leave it out"
+    return f"{name}: {reason}; check its init_args and what it needs"
 
 
 def with_underscores(words: list[str]) -> list[str]:

@@ -13,7 +13,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -25,6 +25,7 @@ from evodsp.errors import UserError, nearest
 from evodsp.launch.agent import end_agent
 from evodsp.launch.parent import STOPPED, end_with_launcher, launched_by_evodsp
 from evodsp.output import stdout_fails
+from evodsp.printing import one_line, show, tell
 
 RANK_0_FIRST_S = 5.0
 """How long the other ranks wait before they print a mistake. Rank 0 prints the same one, and its end makes torchrun (or srun
@@ -276,7 +277,27 @@ COMMANDS: dict[str, Command] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command line (default: this process's) and return its exit code."""
+    """Run one command line and return its exit code. Without `arguments` it is this process's, which ends with that code: a run
+    that was asked to stop leaves its handlers, so that a signal at the last moment changes nothing.
+    """
+    with nullcontext() if arguments is None else _same_handlers():
+        return _main(arguments)
+
+
+@contextmanager
+def _same_handlers() -> Iterator[None]:
+    """For a program that goes on: signals are handled as before."""
+    former = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in former.items():
+                if handler is not None and signal.getsignal(number) is not handler:
+                    signal.signal(number, handler)
+
+
+def _main(arguments: Sequence[str] | None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     # Read when torch is first imported: waiting threads sleep instead of spinning. On a busy machine, spinning threads take
     # time from the threads that work.
@@ -294,7 +315,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             # Ignored under scripts/slurm/fit.sbatch until a run can save.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(RANK_0_FIRST_S)
-        print(f"evodsp: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        tell(f"evodsp: error: {one_line(str(error))}")
         end_agent()
         return 2
     except SystemExit as done:  # jsonargparse after --help and --print_config
@@ -302,7 +323,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         return done.code or 0
     except KeyboardInterrupt as interrupt:
-        print(f"evodsp: interrupted{f'; {interrupt}' if str(interrupt) else ''}", file=sys.stderr)
+        tell(f"evodsp: interrupted{f'; {interrupt}' if str(interrupt) else ''}")
         return 130
     except BrokenPipeError:  # `evodsp --help | head`
         sys.stderr.close()
@@ -310,7 +331,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.filename is not None or not stdout_fails():
             raise
-        print(f"evodsp: error: standard output cannot be written ({error.strerror})", file=sys.stderr, flush=True)
+        tell(f"evodsp: error: standard output cannot be written ({error.strerror})")
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python still writes when it ends
         return 1
 
@@ -340,10 +361,10 @@ def _rank() -> int:
 def dispatch(words: list[str]) -> int:
     """Find the command that `words` begin with and run it with the rest."""
     if not words or words[0] in ("-h", "--help", "help"):
-        print(overview(""))
+        show(overview(""))
         return 0 if words else 2
     if words[0] == "--version":
-        print(f"evodsp {__version__}")
+        show(f"evodsp {__version__}")
         return 0
     for length in (2, 1):
         name = " ".join(words[:length])
@@ -351,7 +372,7 @@ def dispatch(words: list[str]) -> int:
             return COMMANDS[name](words[length:])
     if subcommands := {name.split()[1] for name in COMMANDS if name.startswith(f"{words[0]} ")}:
         if len(words) == 1 or words[1] in ("-h", "--help"):
-            print(overview(words[0]))
+            show(overview(words[0]))
             return 0 if len(words) > 1 else 2
         raise UserError(
             f"no command '{words[0]} {words[1]}'.{nearest(words[1], subcommands)} See 'evodsp {words[0]} --help'"

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from evodsp.printing import printable, tell
+
 SECONDS_BETWEEN_LINES = 20.0
 
 
@@ -31,11 +33,11 @@ def progress(what: str, total: int, done: int = 0) -> Iterator[Callable[[int], N
         )
 
         columns = (
-            TextColumn(what), MofNCompleteColumn(), BarColumn(), TimeElapsedColumn(), TextColumn("left"),
-            TimeRemainingColumn(elapsed_when_finished=True),
+            TextColumn("{task.description}", markup=False), MofNCompleteColumn(), BarColumn(), TimeElapsedColumn(),
+            TextColumn("left"), TimeRemainingColumn(elapsed_when_finished=True),
         )  # fmt: skip
         with Progress(*columns, console=Console(stderr=True)) as bar:
-            task = bar.add_task(what, total=total, completed=done)
+            task = bar.add_task(printable(what), total=total, completed=done)
             yield lambda more: bar.advance(task, more)
         return
     begun = last = time.monotonic()
@@ -48,6 +50,6 @@ def progress(what: str, total: int, done: int = 0) -> Iterator[Callable[[int], N
         if now - last > SECONDS_BETWEEN_LINES:
             last = now
             left = (now - begun) / max(1, finished - done) * (total - finished)
-            print(f"{what}: {finished:,} of {total:,}, {duration(left)} left", file=sys.stderr, flush=True)
+            tell(f"{what}: {finished:,} of {total:,}, {duration(left)} left")
 
     yield advance

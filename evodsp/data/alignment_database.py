@@ -5,6 +5,7 @@ An index is JSON: `{chain: {"db": file, "files": [[name, offset, length], …]}}
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import combinations
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 
 from evodsp.data.chain_folder import is_alignment, is_search_result
 from evodsp.data.text_files import read_json
-from evodsp.errors import FileFormatError, UserError
+from evodsp.errors import FileFormatError, UserError, shown
 
 UNIFIED_INDEX_NAME = "super.index"
 """OpenFold's index of all databases of a folder."""
@@ -46,8 +47,10 @@ class AlignmentDatabase:
             files = [StoredFile(str(name), int(offset), int(length)) for name, offset, length in entry["files"]]
             if any(not 0 <= number < _LARGEST_FILE for _, *numbers in files for number in numbers):
                 raise ValueError("an offset or a length outside of any file")
+            if not all(text.isprintable() for text in (key, database, *(file.name for file in files))):
+                raise ValueError("no name")
         except (KeyError, TypeError, ValueError, OverflowError) as error:
-            message = f'the entry of chain \'{key}\' is not {{"db": file, "files": [[name, offset, length], …]}}; make it again'
+            message = f'the entry of chain {shown(key)} is not {{"db": file, "files": [[name, offset, length], …]}}; make it again'
             raise FileFormatError(self.index, message) from error
         return database, sorted(file for file in files if is_alignment(file.name) or is_search_result(file.name))
 
@@ -61,7 +64,7 @@ def read_databases(folder: Path) -> list[AlignmentDatabase]:
     databases = [AlignmentDatabase(path, _read_entries(path)) for path in paths]
     for first, second in combinations(databases, 2):
         if twice := first.entries.keys() & second.entries.keys():
-            message = f"chain '{min(twice)}' is in {first.index.name} too; remove it from one of the two"
+            message = f"chain {shown(min(twice))} is in {first.index.name} too; remove it from one of the two"
             raise FileFormatError(second.index, message)
     return databases
 
@@ -70,11 +73,12 @@ def read_parts(database: Path, key: str, files: list[StoredFile], index: str) ->
     """(source for messages, name, content) of files of a database. `index`: the name of what lists them, for messages."""
     try:
         with database.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
             for name, offset, length in files:
+                if offset + length > size:
+                    raise FileFormatError(database, f"ends before '{name}' of chain '{key}' does; copy it again")
                 file.seek(offset)
                 data = file.read(length)
-                if len(data) < length:
-                    raise FileFormatError(database, f"ends before '{name}' of chain '{key}' does; copy it again")
                 yield f"{database}:{key}/{name}", name, data
     except OSError as error:
         raise UserError(f"{database}: cannot be read ({error.strerror}); {index} names it for '{key}'") from error

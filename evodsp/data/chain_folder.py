@@ -7,7 +7,6 @@ OpenFold3's archive of all alignments of a chain lies beside the folder, as `<ke
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Iterable
 from functools import cache
@@ -19,6 +18,7 @@ from evodsp.data.records import Alignment, ProteinSequence
 from evodsp.data.templates.hits import TemplateHit
 from evodsp.data.text_files import unpack
 from evodsp.errors import UserError
+from evodsp.printing import logger
 
 _PARSERS = {".a3m": parse_a3m, ".sto": parse_stockholm}
 _ARCHIVE = ".npz"
@@ -27,6 +27,8 @@ BESIDE = _ARCHIVE
 _SUBFOLDERS = ("a3m", "sto", "hhr")
 _HMMSEARCH = ("hmm_output", "hmmsearch_output", "pdb_hits")
 """Names of hmmsearch's results: OpenFold's, OpenFold3's, AlphaFold-Multimer's."""
+SEARCH_RESULTS = f".hhr, {', '.join(f'{name}.sto' for name in _HMMSEARCH[:-1])} or {_HMMSEARCH[-1]}.sto"
+"""The names of template searches, for messages."""
 _LARGEST_EMPTY = 4096
 """Bytes that a file without text may have: blank lines, the header of a gzip archive."""
 _NOT_FOR_THE_MSA = ("uniprot_hits", *_HMMSEARCH)  # for pairing chains of a complex; for templates
@@ -157,7 +159,7 @@ def _is_empty(path: str | Path, data: bytes | None) -> bool:
 @cache
 def say_query_only(where: str, why: str) -> None:
     """Warn, once in a process, that a chain has no alignment."""
-    logging.getLogger(__name__).warning(f"{where}: {why}; the MSA of the chain is its sequence alone")
+    logger(__name__).warning(f"{where}: {why}; the MSA of the chain is its sequence alone")
 
 
 def _files(directory: Path) -> list[Path]:

@@ -9,7 +9,6 @@ Everything random about sample i is a function of (seed, i), whatever the worker
 
 from __future__ import annotations
 
-import logging
 from collections import OrderedDict
 from collections.abc import Container, Sequence
 from copy import copy
@@ -37,6 +36,7 @@ from evodsp.data.templates.source import FoundTemplates, TemplateSource
 from evodsp.errors import UserError
 from evodsp.geometry.alphabet import encode_sequence
 from evodsp.geometry.frames import structure_labels
+from evodsp.printing import logger
 from evodsp.rng import Draws
 
 Sample = dict[str, Tensor]
@@ -84,7 +84,7 @@ def load_record(source: ChainSource, key: str, templates: TemplateSource | None 
     if templates is not None:
         query = ProteinSequence(key, chain.sequence)
         found = templates.find(list(parsed.hits), query, chain.release_date, chain.pdb_id)
-        logging.getLogger(__name__).info("templates of %s", found.log_line)
+        logger(__name__).info("templates of %s", found.log_line)
     aatype = encode_sequence(chain.sequence)
     return ChainRecord(aatype, parsed.msa, chain_labels(chain, aatype), found)
 

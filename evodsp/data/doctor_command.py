@@ -18,6 +18,7 @@ from evodsp.data.feature_store import BuiltStore
 from evodsp.data.store import FeatureStore
 from evodsp.files import whole_file
 from evodsp.output import check_output_folder
+from evodsp.printing import printable
 from evodsp.report.charts import histogram
 from evodsp.report.page import Page
 
@@ -184,12 +185,14 @@ def _print(found: Diagnosis, page: Path) -> None:
     for part in _sets(found):
         _print_set(console, part)
     verdict = "training can start" if not found.obstacles else f"training cannot start: {'; '.join(found.obstacles)}"
-    console.print(f"{verdict}; report: {page}", markup=False, highlight=False, soft_wrap=True)
+    console.print(printable(f"{verdict}; report: {page}"), markup=False, highlight=False, soft_wrap=True)
 
 
 def _print_set(console: Console, found: Diagnosis) -> None:
     if found.data.kind == "distillation":
-        console.print(f"self-distillation set: {found.data.place}", markup=False, highlight=False, soft_wrap=True)
+        console.print(
+            printable(f"self-distillation set: {found.data.place}"), markup=False, highlight=False, soft_wrap=True
+        )
     figures = Table(box=None, show_header=False)
     for name, value in _summary(found).items():
         figures.add_row(name, value)
@@ -201,6 +204,6 @@ def _print_set(console: Console, found: Diagnosis) -> None:
             figures.add_row(reason, f"{count:,} of {len(found.table):,} chains")
     console.print(figures)
     for key, state, reason in _bad_rows(found)[:5]:
-        console.print(f"{key}: {state}: {reason}", markup=False, highlight=False, soft_wrap=True)
+        console.print(printable(f"{key}: {state}: {reason}"), markup=False, highlight=False, soft_wrap=True)
     for source in found.stale:
-        console.print(f"the index is older than {source}", markup=False, highlight=False, soft_wrap=True)
+        console.print(printable(f"the index is older than {source}"), markup=False, highlight=False, soft_wrap=True)

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import sys
-
 import numpy as np
 
 from evodsp.data.index import ChainIndex
 from evodsp.data.index_config import IndexConfig, check_index_config
 from evodsp.data.scan import make_index
+from evodsp.printing import tell
 
 
 def run(settings: IndexConfig, words: list[str]) -> int:
     """Write the index and report what it lists; the exit code. `words`: the command line (not needed here)."""
     check_index_config(settings)
     make_index(settings)
-    print(summary(ChainIndex(settings.output)), file=sys.stderr)
+    tell(summary(ChainIndex(settings.output)))
     return 0
 
 

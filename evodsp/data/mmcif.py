@@ -1,7 +1,8 @@
 """Parsing of structure files (mmCIF, PDB; gzipped or not) into protein chains with atom37 coordinates.
 
 gemmi.cif reads the tokens and NumPy assembles the arrays: about ten times as fast as Biopython's MMCIFParser on the same files
-(scripts/benchmarks/parsing.py). `evodsp.data.structure_block` makes full mmCIF of PDB files and of files without sequences.
+(scripts/benchmarks/results/parsing.txt). `evodsp.data.structure_block` makes full mmCIF of PDB files and of files without
+sequences.
 
 Conventions are AF2's (supplement 1.2.1): residues in SEQRES order; the first model; for each atom the alternative location of
 highest occupancy (the first among equals); SE of selenomethionine as SD; arginine's NH1 is the one nearer to CD. Modified
@@ -11,7 +12,7 @@ residues have the letter of their parent (MSE: M, SEP: S) by Biopython's table, 
 from __future__ import annotations
 
 import contextlib
-import logging
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import date
@@ -28,14 +29,16 @@ from evodsp.data.records import Chain, Structure
 from evodsp.data.structure_block import block_without_atoms, is_pdb, read_block, rows_of, unquoted, values_of
 from evodsp.data.text_files import read_bytes
 from evodsp.data.unlisted_chains import is_amino_acid
-from evodsp.errors import FileFormatError, UserError, nearest
+from evodsp.errors import FileFormatError, UserError, nearest, shortened, shown
 from evodsp.geometry.monomers import monomer_letter
 from evodsp.geometry.residues import ATOM_ORDER, ATOM_TYPES
+from evodsp.printing import logger
 
 _ATOM_NAMES, _ATOM_INDICES = np.array(sorted(ATOM_TYPES)), np.argsort(ATOM_TYPES)
 _CD, _NH1, _NH2 = (ATOM_ORDER[name] for name in ("CD", "NH1", "NH2"))
 _RESOLUTIONS = ("_refine.ls_d_res_high", "_em_3d_reconstruction.resolution", "_reflns.d_resolution_high")
 _LARGEST = 1e9
+_MOST_DIGITS = 9
 
 
 def read_structure(path: str | Path) -> Structure:
@@ -54,14 +57,7 @@ def read_chain(path: str | Path, chain_id: str) -> Chain:
     Raises UserError, listing the protein chains, if this one is not among them; FileFormatError as `read_structure` does.
     """
     entry = _Entry.read(path)
-    if not chain_id and len(entry.asym_of_chain) == 1:
-        (chain_id,) = entry.asym_of_chain
-    if chain_id not in entry.asym_of_chain:
-        names = sorted(name or "''" for name in entry.asym_of_chain)
-        raise UserError(
-            f"{path}: no protein chain '{chain_id}'.{nearest(chain_id, names)} Chains: {', '.join(names)}; give one of these"
-        )
-    return entry.chain(chain_id)
+    return entry.chain(entry.name_of(chain_id))
 
 
 def read_confidence(path: str | Path, chain_id: str) -> Float32[np.ndarray, " L"]:
@@ -70,9 +66,7 @@ def read_confidence(path: str | Path, chain_id: str) -> Float32[np.ndarray, " L"
     Raises FileFormatError if there are no B-factors, or none above 1, and as `read_chain` does.
     """
     entry = _Entry.read(path)
-    if not chain_id and len(entry.asym_of_chain) == 1:
-        (chain_id,) = entry.asym_of_chain
-    return entry.confidence(chain_id)
+    return entry.confidence(entry.name_of(chain_id))
 
 
 def read_release_date(path: str | Path) -> date | None:
@@ -154,6 +148,16 @@ class _Entry:
             notes=_notes(path, completed.notes, asym_of_chain),
         )
 
+    def name_of(self, chain_id: str) -> str:
+        """The author id of a protein chain; of the only one for ''. Raises UserError, listing the chains, for another id."""
+        if not chain_id and len(self.asym_of_chain) == 1:
+            (chain_id,) = self.asym_of_chain
+        if chain_id not in self.asym_of_chain:
+            names = sorted(name or "''" for name in self.asym_of_chain)
+            hint = f"{nearest(chain_id, names)} Chains: {shortened(', '.join(names))}; give one of these"
+            raise UserError(f"{self.path}: no protein chain '{chain_id}'.{hint}")
+        return chain_id
+
     def column(self, tag: str, rows: Int64[np.ndarray, " n"], missing: str) -> np.ndarray:
         """Unquoted strings [n] of an _atom_site column; `missing` replaces '?', '.' and an absent column."""
         found = self.block.find_values(f"_atom_site.{tag}")
@@ -173,7 +177,7 @@ class _Entry:
             values = np.array([cif.as_number(text) for text in texts.tolist()])
         if (bad := np.flatnonzero(~(np.abs(values) < _LARGEST))).size:
             at, text = rows[bad[0]] + 1, str(texts[bad[0]])
-            found = f"_atom_site.{tag} of atom row {at} is {text!r}, not a number"
+            found = f"_atom_site.{tag} of atom row {at} is {shown(text)}, not a number"
             raise FileFormatError(self.path, f"{found}; correct the file")
         return values
 
@@ -276,7 +280,7 @@ def _notes(path: str | Path, notes: Iterable[tuple[str, str]], chains: Iterable[
 @lru_cache(maxsize=1024)
 def _say(note: str) -> None:
     """Warn, once in a process."""
-    logging.getLogger(__name__).warning(note)
+    logger(__name__).warning(note)
 
 
 def _one_monomer_each(
@@ -342,8 +346,10 @@ def _monomers(path: str | Path, block: cif.Block) -> dict[str, dict[int, list[st
     ):
         if "polypeptide" not in types.get(entity, "polypeptide"):
             continue
-        if not number.lstrip("-").isdecimal():
-            raise FileFormatError(path, f"_entity_poly_seq.num is '{number}' but must be a number; correct the file")
+        if len(number) > _MOST_DIGITS or not re.fullmatch(r"-?\d+", number):
+            raise FileFormatError(
+                path, f"_entity_poly_seq.num is {shown(number)} but must be a number; correct the file"
+            )
         of_entity.setdefault(entity, {}).setdefault(int(number), []).append(monomer)
     if not types:
         of_entity = {e: s for e, s in of_entity.items() if any(is_amino_acid(m) for names in s.values() for m in names)}

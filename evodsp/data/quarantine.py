@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -21,8 +20,9 @@ from typing import Any
 from evodsp.data.text_files import check_text
 from evodsp.errors import FileFormatError, UserError
 from evodsp.files import whole_file
+from evodsp.printing import logger
 
-_log = logging.getLogger(__name__)
+_log = logger(__name__)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ Any tool opens the archives. A record is read by one request for a range of byte
 knows, and its checksum is compared each time; so any number of processes can read at once. A local index is memory-mapped:
 all processes of a machine share it.
 
-LMDB, Parquet and Zarr were tried as well (scripts/benchmarks/feature_store.py).
+LMDB, Parquet and Zarr were tried as well (scripts/benchmarks/results/feature_store.txt).
 """
 
 from __future__ import annotations

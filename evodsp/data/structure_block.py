@@ -15,7 +15,7 @@ from gemmi import cif
 
 from evodsp.data.text_files import read_bytes
 from evodsp.data.unlisted_chains import FoundChain, Site, find_chain
-from evodsp.errors import FileFormatError
+from evodsp.errors import FileFormatError, shortened
 
 _NEEDED = (
     *(f"_atom_site.{tag}" for tag in ("label_atom_id", "label_comp_id", "label_asym_id", "label_seq_id")),
@@ -29,6 +29,10 @@ _OPTIONAL = tuple(
 )
 _ATOM_COLUMNS = tuple(tag for tag in (*_NEEDED, *_OPTIONAL) if tag.startswith("_atom_site."))
 _PARSE_ERROR = re.compile(r"[^:]*:(\d+)(?::\d+\(\d+\))?:? ?(.*)", re.DOTALL)
+_NUMBERED = re.compile(rb"^(?:ATOM  |HETATM)[^\n]{70}[ \d]{3}\d[ \r]*$", re.MULTILINE)
+"""Atoms of PDB files before 1996, whose lines end with the entry's name and their number: later files have elements there."""
+_NUMBERED_COLUMNS = 72
+"""Columns before them."""
 _NAMED = 5
 """Residues that a message names."""
 
@@ -47,13 +51,14 @@ def read_block(path: str | Path) -> Completed:
     try:
         if is_pdb(path):
             text = data.decode().encode("ascii", "replace")  # gemmi counts columns in bytes
-            completed = _completed(gemmi.read_pdb_string(text))
+            longest = _NUMBERED_COLUMNS if _NUMBERED.search(text) else 0
+            completed = _completed(gemmi.read_pdb_string(text, max_line_length=longest))
         else:
             block = next((b for b in cif.read_string(data) if _holds(b, "_atom_site.Cartn_x")), cif.Block(""))
             completed = Completed(block)
             if _holds(block, "_atom_site.Cartn_x") and not _holds(block, *_NEEDED):
                 completed = _completed(gemmi.make_structure_from_block(block))
-    except (ValueError, RuntimeError, IndexError) as error:
+    except Exception as error:  # gemmi raises any exception at all
         raise _not_valid(path, error) from error
     block = completed.block
     if not _holds(block, "_atom_site.Cartn_x"):
@@ -73,7 +78,7 @@ def block_without_atoms(path: str | Path, data: bytes) -> cif.Block | None:
             data = data[:start] + data[end:]
     try:
         blocks = cif.read_string(data)
-    except (ValueError, RuntimeError) as error:
+    except Exception as error:
         raise _not_valid(path, error) from error
     needed = ("_entity_poly.pdbx_strand_id", "_entity_poly_seq.mon_id")
     return next((block for block in blocks if _holds(block, *needed)), None)
@@ -87,7 +92,7 @@ def _not_valid(path: str | Path, error: Exception) -> FileFormatError:
     """gemmi's error as one line."""
     found = _PARSE_ERROR.match(str(error))
     line, reason = (int(found.group(1)), found.group(2)) if found else (None, str(error))
-    message = f"not a valid structure file, or truncated ({' '.join(reason.split())}); download it again"
+    message = f"not a valid structure file, or truncated ({shortened(reason)}); download it again"
     return FileFormatError(path, message, line)
 
 

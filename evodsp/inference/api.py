@@ -13,6 +13,7 @@ from evodsp.inference.config import PredictConfig
 from evodsp.inference.given import Alignments, Checkpoints, Inputs, as_given_files, is_sequence
 from evodsp.inference.predict import predict as predict_targets
 from evodsp.inference.prediction import Prediction
+from evodsp.printing import show
 
 _PATHS = ("templates", "obsolete", "weights_folder")
 _OWN = ("inputs", "fasta", "alignments", "checkpoint", "output")
@@ -24,7 +25,7 @@ def predict(
     alignments: Alignments = None,
     checkpoint: Checkpoints | None = None,
     output: str | Path | None = None,
-    report: Callable[[str], None] = print,
+    report: Callable[[str], None] = show,
     **options: Any,
 ) -> dict[str, Prediction]: ...
 
@@ -35,7 +36,7 @@ def predict(
     alignments: Alignments = None,
     checkpoint: Checkpoints | None = None,
     output: str | Path | None = None,
-    report: Callable[[str], None] = print,
+    report: Callable[[str], None] = show,
     fasta: str | Path | Sequence[str | Path] = (),
     **options: Any,
 ) -> Any: ...
@@ -46,7 +47,7 @@ def predict(
     alignments: Alignments = None,
     checkpoint: Checkpoints | None = None,
     output: str | Path | None = None,
-    report: Callable[[str], None] = print,
+    report: Callable[[str], None] = show,
     fasta: str | Path | Sequence[str | Path] = (),
     **options: Any,
 ) -> Prediction | dict[str, Prediction] | list[Prediction]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from html import escape
 from pathlib import Path
 from urllib.parse import quote
 
@@ -14,6 +13,7 @@ from evodsp.files import whole_file
 from evodsp.inference.failures import Failure
 from evodsp.inference.residue_charts import BANDS
 from evodsp.inference.results import RANKING, REPORT, read_plddt, read_with_ranking
+from evodsp.printing import escape_html
 from evodsp.report.charts import histogram
 from evodsp.report.page import OURS, Page
 
@@ -91,7 +91,7 @@ _HEADINGS = {
 
 def _row(folder: Path, name: str, plddt: np.ndarray, mean: float, ptm: float | None, seeds: int) -> dict[str, str]:
     """The cells, by column."""
-    link = escape(name)
+    link = escape_html(name)
     if (folder / REPORT).is_file():
         link = f'<a href="{quote(folder.name)}/{REPORT}">{link}</a>'
     return {

@@ -22,6 +22,7 @@ from evodsp.launch.launcher import launch
 from evodsp.launch.parent import launched_by_evodsp
 from evodsp.launch.process_group import guarded, mesh_of, place, start, stop, under_launcher
 from evodsp.parallel.mesh import data_ranks, whole_group
+from evodsp.printing import show
 
 
 def run(config: PredictConfig, words: list[str]) -> int:
@@ -74,7 +75,7 @@ def _log(config: PredictConfig, words: list[str]) -> AbstractContextManager[Call
 
 def _say(line: str) -> None:
     """Print at once: a log file that the output is redirected to shows how far the run is."""
-    print(line, flush=True)
+    show(line, flush=True)
 
 
 def _silent(line: str) -> None:

@@ -20,6 +20,7 @@ from evodsp.inference.inputs import read_inputs
 from evodsp.inference.needs import There, changes, prediction_of, seconds, size, text, there, there_named
 from evodsp.inference.provenance import feature_config
 from evodsp.planner.prediction import WORKING_SHARE, Prediction, pair_share, prediction_memory, prediction_times
+from evodsp.printing import show
 from evodsp.ranges import memory_size
 from evodsp.weights.checkpoint import load_features, load_model
 from evodsp.weights.config import published_features
@@ -36,12 +37,12 @@ def run(settings: EstimateConfig, words: list[str]) -> int:
         what = prediction_of(config, model, features, residues, memory, on)
         _check_ranks(what)
         found.append(_estimate(what, of, on))
-    print(
+    show(
         f"{on.name}, {settings.precision}, {features.recycles + 1} passes a seed, {features.msa_clusters} MSA rows, "
         f"{features.extra_msa} extra ones, {what.sizes.templates} templates. Times are a model's, not measured."
     )
     for one in found:
-        print("\n".join(one["lines"]))
+        show("\n".join(one["lines"]))
     if settings.output is not None:
         with whole_file(settings.output) as partial:
             rows = [{key: value for key, value in one.items() if key != "lines"} for one in found]
@@ -146,7 +147,7 @@ def _lengths(settings: EstimateConfig) -> dict[int, list[str]]:
         return {settings.residues: []}
     records, failures = read_inputs(settings.sources)
     for failure in failures:
-        print(f"left out: {failure.reason}")
+        show(f"left out: {failure.reason}")
     if not records:
         raise UserError("no record of the inputs can be predicted; see the lines above")
     found = defaultdict(list)

@@ -43,9 +43,10 @@ from evodsp.model.kernels.registry import choose, summary
 from evodsp.model.primitives import use_exchange, use_kernels
 from evodsp.parallel.exchange import ShardedExchange
 from evodsp.parallel.group import Group
+from evodsp.printing import show
 
 
-def predict(config: PredictConfig, report: Report = print, group: Group | None = None) -> list[PredictionResult]:
+def predict(config: PredictConfig, report: Report = show, group: Group | None = None) -> list[PredictionResult]:
     """The results of `predict_records`. Raises UserError if there is none."""
     outcome = predict_records(config, report, group)
     if not outcome.results:
@@ -55,7 +56,7 @@ def predict(config: PredictConfig, report: Report = print, group: Group | None =
 
 def predict_records(
     config: PredictConfig,
-    report: Report = print,
+    report: Report = show,
     group: Group | None = None,
     groups: Groups | None = None,
     left_out: Sequence[Failure] = (),

@@ -35,6 +35,7 @@ from evodsp.inference.results import (
 )
 from evodsp.inference.trace import trace_svg
 from evodsp.inference.writers import AlignedError, PredictedStructure, structure_text
+from evodsp.printing import escape_html
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -248,7 +249,7 @@ class Prediction(PredictionResult):
         best = self.ranked[0]
         figures = [f"{len(best.plddt):,} residues", *self._figures()]
         rows = "".join(
-            f"<tr><td>{rank}</td><td>{escape(_called(one))}</td><td>{one.mean_plddt:.1f}</td>"
+            f"<tr><td>{rank}</td><td>{escape_html(_called(one))}</td><td>{one.mean_plddt:.1f}</td>"
             f"<td>{'' if one.ptm is None else f'{one.ptm:.2f}'}</td></tr>"
             for rank, one in enumerate(self.ranked[:_MOST_ROWS], start=1)
         )
@@ -264,7 +265,7 @@ class Prediction(PredictionResult):
                 f'height="150" style="image-rendering:pixelated" src="{pae_uri(pae[::step, ::step], highest)}">'
             )
         return (
-            f"<div><b>{escape(self.name)}</b>: {', '.join(figures)}{_strip(best.plddt)}"
+            f"<div><b>{escape_html(self.name)}</b>: {', '.join(figures)}{_strip(best.plddt)}"
             f'<div style="display:flex;gap:1.5em;align-items:flex-start">{table}{picture}</div></div>'
         )
 

@@ -22,6 +22,7 @@ from evodsp.geometry.residues import CA
 from evodsp.inference.calibration import Calibration
 from evodsp.inference.plots import calibration_figure, distance_figure
 from evodsp.inference.results import plddt_of, read_result
+from evodsp.printing import printable, show
 
 _PREDICTED_CHAIN = "A"
 
@@ -97,7 +98,7 @@ def write_report(
     structures: Path,
     splits: Mapping[str, Sequence[str]],
     output: Path,
-    report: Callable[[str], None] = print,
+    report: Callable[[str], None] = show,
 ) -> list[ChainScores]:
     """Score all chains as `compare_all`, report the table and how far pLDDT can be trusted, and write <output>/scores.csv,
     <output>/calibration.png and <output>/distances_<chain>.png.
@@ -164,7 +165,7 @@ def write_scores(scores: Sequence[ChainScores], path: Path) -> None:
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, [field.name for field in dataclasses.fields(ChainScores)], lineterminator="\n")
         writer.writeheader()
-        writer.writerows(rows)
+        writer.writerows({**row, "chain": printable(row["chain"]), "split": printable(row["split"])} for row in rows)
 
 
 def draw(predictions: Path, structures: Path, splits: Mapping[str, Sequence[str]], output: Path) -> list[Path]:

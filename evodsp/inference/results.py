@@ -131,7 +131,7 @@ def plddt_of(scores: Path) -> Float32[np.ndarray, " R"]:
     data = read_bytes(scores)
     start = data.find(b"[", data.find(b'"plddt"'))
     end = data.find(b"]", start) + 1
-    if b'"plddt"' not in data or not start < end:
+    if b'"plddt"' not in data or not 0 <= start < end:
         raise FileFormatError(scores, f"not written by evodsp predict (it has no list plddt); {FIX}")
     return numbers(scores, "plddt", json_of(scores, data[start:end], FIX), 1, 0.0, 100.0)
 

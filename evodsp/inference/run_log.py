@@ -6,10 +6,12 @@ import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 from evodsp import __version__
 from evodsp.errors import UserError
+from evodsp.printing import write_line
 
 LOG = "predict.log"
 Report = Callable[[str], None]
@@ -22,9 +24,14 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
+def may_be_made(output: Path) -> list[Path]:
+    """What a run with this output may have to make for its log: the file, the folder, and those above it."""
+    return [output / LOG, output, *output.parents]
+
+
 def missing(output: Path) -> list[Path]:
-    """What a run with this output has to make for its log: the file, the folder, and those above it."""
-    return [place for place in (output / LOG, output, *output.parents) if not place.exists()]
+    """Those of `may_be_made` that there are not."""
+    return [place for place in may_be_made(output) if not place.exists()]
 
 
 @contextmanager
@@ -45,7 +52,7 @@ def run_log(
             if not lines:
                 output.mkdir(parents=True, exist_ok=True)
                 file = stack.enter_context(path.open("a", encoding="utf-8", buffering=1))
-                lines.append(lambda text: print(text, file=file))
+                lines.append(partial(write_line, file.write))
                 lines[0](f"# {time.strftime(_TIME)} evodsp {__version__}: evodsp {shlex.join(words)}")
             lines[0](f"{time.strftime(_TIME)} {line}")
 

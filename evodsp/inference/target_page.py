@@ -10,7 +10,6 @@ import base64
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -40,6 +39,7 @@ from evodsp.inference.residue_charts import (
 )
 from evodsp.inference.result_checks import FIX
 from evodsp.inference.results import REPORT, key_of, read_pae, read_plddt, read_timings, read_with_ranking, stem
+from evodsp.printing import escape_html
 from evodsp.report.page import Page
 
 _MOST_CELLS = 2_500_000
@@ -180,14 +180,14 @@ def _seed_buttons(entries: Sequence[Mapping[str, Any]], seeds: Sequence[_Seed]) 
 
 def _called(entry: Mapping[str, Any]) -> str:
     """A prediction's name for a reader, as HTML."""
-    return escape(f"{entry['model']}, seed {entry['seed']}" if "model" in entry else f"seed {entry['seed']}")
+    return escape_html(f"{entry['model']}, seed {entry['seed']}" if "model" in entry else f"seed {entry['seed']}")
 
 
 def _views(best: _Seed) -> str:
     """The structure and the matrix side by side."""
     edges = [f"> {lower}" if lower else f"< {BANDS[-2][0]}" for lower, _, _ in BANDS]
     bands = "".join(
-        f'<span><i style="background:{colour}"></i>{name} ({escape(edge)})</span>'
+        f'<span><i style="background:{colour}"></i>{name} ({escape_html(edge)})</span>'
         for (_, colour, name), edge in zip(BANDS, edges, strict=True)
     )
     if best.pae is None:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
+
+from evodsp.printing import tell
 
 OWN_RUN = "evodsp"
 """What the launcher of `evodsp` calls its runs, where torchrun gives them a number."""
@@ -58,5 +59,5 @@ def _wait_for_end_of(parent: int) -> None:
     """Poll until this process has another parent: a process whose parent has died is adopted."""
     while os.getppid() == parent:
         time.sleep(_POLL_S)
-    print(f"evodsp: error: the launcher (pid {parent}) is gone; this rank is ended", file=sys.stderr, flush=True)
+    tell(f"evodsp: error: the launcher (pid {parent}) is gone; this rank is ended")
     os._exit(GIVEN_UP)

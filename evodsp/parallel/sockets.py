@@ -12,7 +12,6 @@ communicates between machines, and for large sums.
 
 from __future__ import annotations
 
-import logging
 import os
 import select
 import socket
@@ -28,7 +27,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_log = logging.getLogger(__name__)
+from evodsp.printing import logger
+
+_log = logger(__name__)
 
 # A rank that waits looks again and again for so long before it sleeps, because waking up takes longer than an exchange. Between
 # two looks it offers its core to others.

@@ -13,6 +13,7 @@ from evodsp.planner.config import PlanConfig
 from evodsp.planner.device import Device, Links, load_device, load_link
 from evodsp.planner.from_run import training_of
 from evodsp.planner.report import as_json, page, text
+from evodsp.printing import show
 from evodsp.report.page import Page
 
 
@@ -44,9 +45,9 @@ def _predict(settings: PlanConfig, device: Device, links: Links) -> int:
 
 
 def _write(settings: PlanConfig, printed: list[str], made: Page, numbers: dict[str, Any]) -> None:
-    print("\n".join(printed))
+    show("\n".join(printed))
     with whole_file(settings.output) as partial:
         partial.write_text(made.html(), encoding="utf-8")
     with whole_file(settings.output.with_suffix(".json")) as partial:
         partial.write_text(json.dumps(numbers, indent=1) + "\n")
-    print(f"page: {settings.output}, numbers: {settings.output.with_suffix('.json')}")
+    show(f"page: {settings.output}, numbers: {settings.output.with_suffix('.json')}")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from html import escape
 
 from evodsp.planner.simulate import Interval
+from evodsp.printing import escape_html
 
 _WIDTH, _HEIGHT, _LEFT, _RIGHT = 920, 120, 60, 10
 _LANES = {"device": 14, "link": 56}
@@ -25,7 +25,7 @@ def timeline(intervals: Sequence[Interval]) -> str:
         tip = f"{one.what}: {(one.end - one.begin) * 1e6:.0f} us"
         bars.append(
             f'<rect class="dot s{colour}" x="{x:.1f}" y="{_LANES[lane]}" width="{width:.1f}" height="{_BAR}">'
-            f"<title>{escape(tip)}</title></rect>"
+            f"<title>{escape_html(tip)}</title></rect>"
         )
     labels = "".join(
         f'<text x="{_LEFT - 8}" y="{y + _BAR / 2 + 4}" text-anchor="end">{lane}</text>' for lane, y in _LANES.items()

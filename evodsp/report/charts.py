@@ -6,7 +6,8 @@ matplotlib would write SVG too, with fixed colours, a few hundred kilobytes a pa
 from __future__ import annotations
 
 from collections.abc import Sequence
-from html import escape
+
+from evodsp.printing import escape_html
 
 _WIDTH, _HEIGHT = 460, 200
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 26, 12, 40
@@ -35,12 +36,12 @@ def histogram(edges: Sequence[float], counts: Sequence[int], x_label: str, y_lab
     base, half = _TOP + plot_height, _TOP + plot_height / 2
     middle = f"{_LEFT + (_WIDTH - _LEFT - _RIGHT) / 2:.0f}"
     return (
-        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(y_label)} by {escape(x_label)}">'
+        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape_html(y_label)} by {escape_html(x_label)}">'
         f'<line class="axis" x1="{_LEFT}" y1="{base}" x2="{_WIDTH - _RIGHT}" y2="{base}"/>'
         f'<text x="{_LEFT - 6}" y="{_TOP + 5}" text-anchor="end">{most:,}</text>'
         f'<text x="{_LEFT - 6}" y="{base}" text-anchor="end">0</text>'
-        f'{"".join(bars)}{ticks}<text x="{middle}" y="{_HEIGHT - 6}" text-anchor="middle">{escape(x_label)}</text>'
-        f'<text transform="translate(12 {half:.0f}) rotate(-90)" text-anchor="middle">{escape(y_label)}</text>'
+        f'{"".join(bars)}{ticks}<text x="{middle}" y="{_HEIGHT - 6}" text-anchor="middle">{escape_html(x_label)}</text>'
+        f'<text transform="translate(12 {half:.0f}) rotate(-90)" text-anchor="middle">{escape_html(y_label)}</text>'
         "</svg>"
     )
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
+
+from evodsp.printing import escape_html
 
 COLOURS = 8
 """Series that have a colour of their own; the page (`evodsp.report.page`) says which. Further ones repeat them."""
@@ -62,8 +63,8 @@ def lines(series: Sequence[Series], x_label: str, y_label: str, scale: str = "au
     middle = (_LEFT + _WIDTH - _RIGHT) / 2
     name = f"{y_label} by {x_label}"
     return (
-        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(name)}">{"".join(parts)}'
-        f'<text x="{middle:.0f}" y="{_HEIGHT - 6}" text-anchor="middle">{escape(x_label)}</text></svg>'
+        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape_html(name)}">{"".join(parts)}'
+        f'<text x="{middle:.0f}" y="{_HEIGHT - 6}" text-anchor="middle">{escape_html(x_label)}</text></svg>'
     )
 
 
@@ -150,7 +151,7 @@ def _line(series: Series, points: Sequence[_Point], across: _Axis, up: _Axis) ->
     path = " ".join(f"{across(point.x):.1f},{up(point.mean):.1f}" for point in points)
     dots = "".join(
         f'<circle class="{"dot" if len(points) < 16 else "spot"} {kind}" cx="{across(point.x):.1f}" cy="{up(point.mean):.1f}" '
-        f'r="3"><title>{escape(series.name)}: {_number(point.mean)} at {_number(point.x)}</title></circle>'
+        f'r="3"><title>{escape_html(series.name)}: {_number(point.mean)} at {_number(point.x)}</title></circle>'
         for point in points
     )
     dashed = ' stroke-dasharray="5 4"' if series.dashed else ""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from html import escape
 
 from evodsp import __version__
+from evodsp.printing import escape_html
 from evodsp.report.lines import COLOURS
 
 _STYLE = """
@@ -51,26 +51,31 @@ class Page:
     """Collects the parts of a page in their order. Every text is escaped."""
 
     def __init__(self, title: str, subtitle: str = "") -> None:
-        self._title, self._parts = title, [f"<h1>{escape(title)}</h1>", f'<p class="soft">{escape(subtitle)}</p>']
+        self._title, self._parts = (
+            title,
+            [f"<h1>{escape_html(title)}</h1>", f'<p class="soft">{escape_html(subtitle)}</p>'],
+        )
         self._styles: list[str] = []
 
     def verdict(self, text: str, good: bool) -> None:
         """The result in one sentence."""
-        self._parts.append(f'<p class="verdict {"good" if good else "bad"}">{"✓" if good else "✗"} {escape(text)}</p>')
+        self._parts.append(
+            f'<p class="verdict {"good" if good else "bad"}">{"✓" if good else "✗"} {escape_html(text)}</p>'
+        )
 
     def figures(self, figures: Mapping[str, str]) -> None:
         """Key figures: what each is, and its value."""
         tiles = (
-            f'<div class="figure"><b>{escape(value)}</b><span class="soft">{escape(name)}</span></div>'
+            f'<div class="figure"><b>{escape_html(value)}</b><span class="soft">{escape_html(name)}</span></div>'
             for name, value in figures.items()
         )
         self._parts.append(f'<div class="figures">{"".join(tiles)}</div>')
 
     def heading(self, text: str) -> None:
-        self._parts.append(f"<h2>{escape(text)}</h2>")
+        self._parts.append(f"<h2>{escape_html(text)}</h2>")
 
     def note(self, text: str) -> None:
-        self._parts.append(f'<p class="soft">{escape(text)}</p>')
+        self._parts.append(f'<p class="soft">{escape_html(text)}</p>')
 
     def table(
         self, headings: Sequence[str], rows: Iterable[Sequence[str | int]], numbers: Collection[str] = ()
@@ -84,7 +89,7 @@ class Page:
         ]
 
         def line(tag: str, cells: Sequence[str | int]) -> str:
-            texts = (escape(f"{cell:,}" if isinstance(cell, int) else cell) for cell in cells)
+            texts = (escape_html(f"{cell:,}" if isinstance(cell, int) else cell) for cell in cells)
             kinds = (' class="number"' if is_number else "" for is_number in numeric)
             marked = (f"<{tag}{kind}>{text}</{tag}>" for kind, text in zip(kinds, texts, strict=True))
             return f"<tr>{''.join(marked)}</tr>"
@@ -94,17 +99,17 @@ class Page:
 
     def charts(self, charts: Mapping[str, str]) -> None:
         """Charts (`evodsp.report.charts`) side by side, by their titles."""
-        drawn = (f"<div><h3>{escape(title)}</h3>{svg}</div>" for title, svg in charts.items())
+        drawn = (f"<div><h3>{escape_html(title)}</h3>{svg}</div>" for title, svg in charts.items())
         self._parts.append(f'<div class="charts">{"".join(drawn)}</div>')
 
     def wide_chart(self, title: str, svg: str) -> None:
         """A chart as wide as the page."""
-        self._parts.append(f'<div class="wide"><h3>{escape(title)}</h3>{svg}</div>')
+        self._parts.append(f'<div class="wide"><h3>{escape_html(title)}</h3>{svg}</div>')
 
     def legend(self, names: Sequence[str]) -> None:
         """What the colours of the line charts (`evodsp.report.lines`) mean, in the order of their numbers."""
         keys = (
-            f'<span class="run"><span class="key s{place % COLOURS}"></span>{escape(name)}</span>'
+            f'<span class="run"><span class="key s{place % COLOURS}"></span>{escape_html(name)}</span>'
             for place, name in enumerate(names)
         )
         self._parts.append(f'<p class="legend">{"".join(keys)}</p>')
@@ -120,7 +125,7 @@ class Page:
     def data(self, name: str, value: object) -> None:
         """JSON for scripts, in an element with the id `name`. No text in it can end the element."""
         text = json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-        self._parts.append(f'<script type="application/json" id="{escape(name)}">{text}</script>')
+        self._parts.append(f'<script type="application/json" id="{escape_html(name)}">{text}</script>')
 
     def script(self, javascript: str) -> None:
         """A script of ours, or of a third party. Raises ValueError if its text would end its element."""
@@ -130,8 +135,8 @@ class Page:
 
     def html(self) -> str:
         """The whole page."""
-        foot = f'<p class="soft">evodsp {escape(__version__)}</p>'
+        foot = f'<p class="soft">evodsp {escape_html(__version__)}</p>'
         head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width">{OURS}'
         body = "\n".join([*self._parts, foot])
-        head += f"<title>{escape(self._title)}</title><style>{_STYLE}{_COLOURS}{''.join(self._styles)}</style>"
+        head += f"<title>{escape_html(self._title)}</title><style>{_STYLE}{_COLOURS}{''.join(self._styles)}</style>"
         return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n{body}\n</body></html>\n'

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 from evodsp.files import whole_file
+from evodsp.printing import show
 from evodsp.progress import duration
 from evodsp.report.lines import Series, lines
 from evodsp.report.page import Page
@@ -47,8 +48,8 @@ def run(config: ReportConfig, words: list[str]) -> int:
     with whole_file(config.output) as partial:
         partial.write_text(page(runs).html(), encoding="utf-8")
     for one in runs:
-        print("   ".join(f"{name} {value}" for name, value in zip(_HEADINGS, _summary(one), strict=True)))
-    print(f"report: {config.output}")
+        show("   ".join(f"{name} {value}" for name, value in zip(_HEADINGS, _summary(one), strict=True)))
+    show(f"report: {config.output}")
     return 0
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from html import escape
+
+from evodsp.printing import escape_html
 
 _WIDTH, _HEIGHT = 460, 230
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 14, 12, 40
@@ -29,10 +30,10 @@ def stacked(labels: Sequence[str], parts: Mapping[str, Sequence[float]], limit: 
             height += own
             bars.append(
                 f'<rect class="dot s{colour}" x="{_LEFT + n * step + step * 0.15:.1f}" y="{base - height:.1f}" '
-                f'width="{step * 0.7:.1f}" height="{own:.1f}"><title>{escape(part)}: {values[n]:.2f}</title></rect>'
+                f'width="{step * 0.7:.1f}" height="{own:.1f}"><title>{escape_html(part)}: {values[n]:.2f}</title></rect>'
             )
         bars.append(
-            f'<text x="{_LEFT + (n + 0.5) * step:.1f}" y="{base + 15}" text-anchor="middle">{escape(label)}</text>'
+            f'<text x="{_LEFT + (n + 0.5) * step:.1f}" y="{base + 15}" text-anchor="middle">{escape_html(label)}</text>'
         )
     line = ""
     if limit is not None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 
 from evodsp.errors import UserError
+from evodsp.printing import tell
 from evodsp.synthetic.config import SynthesisConfig, check_new_folder
 
 
@@ -37,5 +37,5 @@ def synthesize(config: SynthesisConfig, report: Callable[[str], None] | None = N
 
 def run(settings: SynthesisConfig, words: list[str]) -> int:
     """Write the families and return the exit code. `words`: the command line (not needed here)."""
-    synthesize(settings, lambda line: print(line, file=sys.stderr))
+    synthesize(settings, tell)
     return 0

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -21,6 +20,7 @@ from torch import nn
 
 from evodsp.errors import UserError
 from evodsp.files import whole_file
+from evodsp.printing import logger
 from evodsp.training.dtensor import gather_tree, local
 from evodsp.training.loader import TrainingLoader
 from evodsp.training.replay import write_replay
@@ -29,7 +29,7 @@ from evodsp.training.run_folder import RunFolder
 if TYPE_CHECKING:
     from evodsp.training.module import TrainingModule
 
-_log = logging.getLogger(__name__)
+_log = logger(__name__)
 
 _DERIVED = ("loss", "total", "lddt_ca")
 """Logged numbers that are no term of the loss; they are named only if all terms are finite."""

@@ -7,12 +7,8 @@ build module, data and trainer (`build`), and run: rank 0 prepares the output fo
 from __future__ import annotations
 
 import dataclasses
-import io
-import logging
-import os
 import sys
 import time
-import warnings
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +27,7 @@ from evodsp.launch.parent import STOPPED, tell_stopped
 from evodsp.launch.process_group import gpu_number, guarded, place, stop, under_launcher
 from evodsp.model.matmul import float32_matmul
 from evodsp.output import output_errors
+from evodsp.printing import show, tell
 from evodsp.training.bad_samples import BadSamples
 from evodsp.training.checkpoint_files import use_checkpoint_io
 from evodsp.training.checkpointing import BestCheckpoint, Interruption, LastCheckpoint
@@ -41,6 +38,8 @@ from evodsp.training.csv_logger import CurveLogger
 from evodsp.training.datamodule import ChainDataModule
 from evodsp.training.ema import ExponentialMovingAverage
 from evodsp.training.graphs import RecordedStacks
+from evodsp.training.hush import hush
+from evodsp.training.last_validation import LastValidation
 from evodsp.training.loggers import log_settings, training_loggers
 from evodsp.training.module import TrainingModule
 from evodsp.training.options import SUMMARY, Command, PresetParser, TrainerOptions, add_arguments
@@ -55,23 +54,6 @@ from evodsp.training.utilisation import Utilisation
 from evodsp.training.world import MeshWorld, World
 from evodsp.weights.checkpoint import PREFIX, load_model
 from evodsp.weights.initial import initialise
-
-# Warnings of Lightning and PyTorch that appear in every run and that no user can act on.
-_HUSHED = (
-    ".*does not have many workers.*",
-    ".*is smaller than the logging interval.*",
-    ".*Checkpoint directory .* exists and is not empty.*",
-    ".*isinstance\\(treespec, LeafSpec\\).*",
-    ".*You are trying to `self.log.*",
-    ".*FSDP2-wrapped module .* returned a view tensor.*",  # it is never modified in place
-    ".*It is recommended to use `self.log.*sync_dist=True.*",  # logged values are equal on all ranks already
-    ".*No `val_dataloader`.*|.*You defined a `validation_step` but have no `val_dataloader`.*",
-    ".*Total length of .* across ranks is zero.*",  # no validation chains
-    ".*The `lightning.pytorch.loops.*",
-    ".*GPU available but not used.*",
-    ".*could not find the monitored key.*",
-    ".*The dirpath has changed from.*",
-)
 
 
 class TrainingParser(PresetParser, LightningArgumentParser):
@@ -224,6 +206,8 @@ def _as_list(value: Any) -> list[Any]:
 def _callbacks(run: CheckedRun, last: LastCheckpoint) -> list[Callback]:
     settings = run.settings
     callbacks: list[Callback] = []
+    if run.command == "fit" and run.chains.validation:
+        callbacks.append(LastValidation())
     if settings.trainer["enable_progress_bar"]:
         callbacks.append(TrainingProgress())
     if run.command == "fit":
@@ -258,7 +242,7 @@ def run(command: Command, words: list[str]) -> int:
 
     Raises UserError, or KeyboardInterrupt with a message that says how to resume.
     """
-    _hush()
+    hush()
     begun = time.time()
     # Callbacks and loggers in the current folder. `python -m evodsp`, and so our launcher, finds them anyway.
     if "" not in sys.path:
@@ -334,7 +318,7 @@ def _execute(run: CheckedRun, built: Built, config_text: str) -> None:
             names = {name for name, _ in module.model.named_parameters()} - set(done.new)
             built.average.begin_trained(f"{PREFIX}{name}" for name in names)
         for line in done.lines(source) if trainer.is_global_zero else ():
-            print(f"evodsp: {line}", file=sys.stderr)
+            tell(f"evodsp: {line}")
     if trainer.is_global_zero:
         for line in run.changed:
             report(f"evodsp: {line}")
@@ -343,7 +327,7 @@ def _execute(run: CheckedRun, built: Built, config_text: str) -> None:
         on_first(lambda: run.folder.prepare(config_text, replace, resumes, missing), group)
         if trainer.is_global_zero:
             for note in run.chains.notes(run.folder.missing):
-                print(f"evodsp: warning: {note}", file=sys.stderr)
+                tell(f"evodsp: warning: {note}")
             log_settings(trainer.loggers, config_text, resumes)
         _open_quarantine(run, built)
         if trainer.is_global_zero and run.settings.run.global_batch is not None:
@@ -369,14 +353,16 @@ def _open_quarantine(run: CheckedRun, built: Built) -> None:
 def _report(run: CheckedRun, built: Built) -> None:
     """Print the scores of the last validation or test, and the files that `fit` has written."""
     if built.module.scores:
-        print(score_table(built.module.scores))
+        if run.command == "fit":
+            show(f"scores after step {built.module.scored_step}:")
+        show(score_table(built.module.scores))
     if run.command == "fit":
         written: dict[str, Path] = {}
         if built.last.saved_step is not None:
             written["checkpoint"] = run.folder.last
         if any(isinstance(logger, CurveLogger) for logger in built.trainer.loggers) and run.folder.curve.is_file():
             written["curve"] = run.folder.curve
-        print("   ".join(f"{name}: {path}" for name, path in (written or {"config": run.folder.config}).items()))
+        show("   ".join(f"{name}: {path}" for name, path in (written or {"config": run.folder.config}).items()))
 
 
 def _resume_hint(last: LastCheckpoint) -> str:
@@ -384,14 +370,3 @@ def _resume_hint(last: LastCheckpoint) -> str:
         return "no checkpoint has been written yet"
     step = f" of step {last.saved_step}" if last.saved_step is not None else ""
     return f"the last checkpoint{step} is {last.path}; resume with --ckpt_path last"
-
-
-def _hush() -> None:
-    """Silence the messages of Lightning and PyTorch that do not help the user."""
-    for message in _HUSHED:
-        warnings.filterwarnings("ignore", message=message)
-    os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a notebook's stdout is not
-        sys.stdout.reconfigure(line_buffering=True)

@@ -12,7 +12,6 @@ elsewhere take another.
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -30,8 +29,9 @@ from evodsp.data.quarantine import Failure, Quarantine
 from evodsp.data.sample_pool import SampleMaker
 from evodsp.errors import UserError
 from evodsp.features.batch import with_features
+from evodsp.printing import logger
 
-_log = logging.getLogger(__name__)
+_log = logger(__name__)
 
 Batch = dict[str, Tensor]
 Check = Callable[[Sequence[Batch] | UserError, Sequence[Failure]], list[Failure]]

@@ -23,6 +23,7 @@ from evodsp.model.confidence import compute_plddt
 from evodsp.model.kernels.registry import choose, summary
 from evodsp.model.outputs import ModelOutput
 from evodsp.model.primitives import use_kernels
+from evodsp.printing import show
 from evodsp.rng import Draws
 from evodsp.training import resumed
 from evodsp.training.bad_samples import BadSamples, NotFiniteWeightsError, Suspect, all_finite, merged
@@ -101,6 +102,8 @@ class TrainingModule(LightningModule):
         """Names of the validation ("val") and test chains by sample index, where known."""
         self.scores: dict[str, dict[str, float]] = {}
         """Metrics of the last validation or test, by chain."""
+        self.scored_step = 0
+        """The number of steps that the weights of that validation had been trained for."""
         self.seed, self.kernels = seed, self._kernels
         self.bad_samples, self._requests = bad_samples or BadSamples(), requests
         self.samples_per_step = samples_per_step
@@ -126,7 +129,7 @@ class TrainingModule(LightningModule):
         kernels, choices = choose(self._kernels, device, dtype, on_all_ranks=self.world.gather)
         use_kernels(self.model, kernels)
         if self.trainer.is_global_zero:
-            print("\n".join(summary(choices, device)))
+            show("\n".join(summary(choices, device)))
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         draws = [self._dropout.at(index) for index in batch["sample_index"].tolist()]
@@ -344,6 +347,7 @@ class TrainingModule(LightningModule):
             self.log(f"{stage}/{name}", mean, prog_bar=name == "lddt_ca")
         if len(scores) <= MOST_CHAINS_LOGGED:
             self.log_dict({f"{stage}/lddt_ca/{chain}": values["lddt_ca"] for chain, values in scores.items()})
+        self.scored_step = self.trainer.global_step
         self.scores = {
             chain: {name: value for name, value in values.items() if name != "loss"} for chain, values in scores.items()
         }

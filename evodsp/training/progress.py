@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from typing import Any
 
@@ -12,6 +11,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from evodsp.printing import printable, tell
 from evodsp.progress import duration
 
 SECONDS_BETWEEN_LINES = 20.0
@@ -40,7 +40,7 @@ class TrainingProgress(ProgressBar):
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         if self._enabled:
-            self.console.print(*args, highlight=False, markup=False, soft_wrap=True)
+            self.console.print(*(printable(str(one)) for one in args), highlight=False, markup=False, soft_wrap=True)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._begun = self._last_line = time.monotonic()
@@ -116,4 +116,4 @@ def score_table(scores: dict[str, dict[str, float]]) -> str:
 @rank_zero_only
 def report(line: str) -> None:
     """Say a line on standard error, on the first rank only."""
-    print(line, file=sys.stderr)
+    tell(line)

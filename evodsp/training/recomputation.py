@@ -14,6 +14,7 @@ from lightning.pytorch import Callback, LightningModule
 from evodsp.model.evoformer import EvoformerStack
 from evodsp.model.recomputation import Recomputation
 from evodsp.model.templates import TemplatePairStack
+from evodsp.printing import show
 
 _SHARE = 0.9
 """Of the memory that a rank can have; the rest is for fragments, and for batches that need a little more."""
@@ -77,7 +78,7 @@ class AutomaticRecomputation(Callback):
             stack.keep(number)
         if trainer.is_global_zero:
             numbers = ", ".join(f"{number} of {stack.blocks}" for stack, number in zip(stacks, kept, strict=True))
-            print(f"checkpoint auto: blocks that keep their activations: {numbers}")
+            show(f"checkpoint auto: blocks that keep their activations: {numbers}")
 
     @staticmethod
     def _stacks(module: LightningModule) -> list[Recomputation]:

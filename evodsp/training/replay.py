@@ -24,6 +24,7 @@ from evodsp.model.casts import CastParameters
 from evodsp.model.kernels.registry import choose
 from evodsp.model.outputs import ModelOutput
 from evodsp.model.primitives import use_kernels
+from evodsp.printing import show
 from evodsp.rng import Draws
 from evodsp.weights.checkpoint import checkpoint_entries, load_weights, own_weights, read_checkpoint
 from evodsp.weights.sizes import check_weights
@@ -134,5 +135,5 @@ def run(path: str, device: str) -> int:
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     lines, finite = replay(path, torch.device(device))
-    print("\n".join(lines))
+    show("\n".join(lines))
     return 0 if finite else 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from evodsp.errors import UserError
 from evodsp.files import remove_partial, whole_file
 from evodsp.output import output_errors
 from evodsp.pickles import PickleRefused
+from evodsp.printing import printable, tell
 from evodsp.training.config import RunConfig
 from evodsp.weights.container import archive_damage, first_sentence
 from evodsp.weights.foreign import refuse_foreign
@@ -62,7 +62,7 @@ class RunFolder:
             problem = damage(path)
             if problem is None:
                 if damaged:
-                    print(f"evodsp: warning: {damaged}; going on from {path}", file=sys.stderr)
+                    tell(f"evodsp: warning: {damaged}; going on from {path}")
                 return path
             damaged = f"{path} is damaged ({problem})"
         if damaged:
@@ -157,7 +157,7 @@ class RunFolder:
             self.missing.unlink(missing_ok=True)
             if missing:
                 with whole_file(self.missing) as partial:
-                    partial.write_text("".join(f"{key}\tno {lacking}\n" for key, lacking in missing.items()))
+                    partial.write_text("".join(f"{printable(key)}\tno {lacking}\n" for key, lacking in missing.items()))
 
     def remove_partial(self) -> None:
         """Delete the partial files of a run that was killed while writing."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from typing import Any
 
 from evodsp.errors import UserError
 from evodsp.output import output_errors
+from evodsp.printing import tell
 
 BEAT_S = 60.0
 """Seconds between two signs of life."""
@@ -59,9 +59,8 @@ def _take(path: Path) -> None:
                     f"--output {path.parent}: process {holder.get('pid')} on {holder.get('host')} trains there; end it first, "
                     f"or give another --output (or delete {path}, if that run is gone)"
                 ) from None
-            print(
-                f"evodsp: warning: {path}: process {holder.get('pid')} on {holder.get('host')} is gone; its lock is taken over",
-                file=sys.stderr,
+            tell(
+                f"evodsp: warning: {path}: process {holder.get('pid')} on {holder.get('host')} is gone; its lock is taken over"
             )
             path.unlink(missing_ok=True)
     raise UserError(f"--output {path.parent}: another run began there at the same moment; give another --output")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from evodsp.errors import UserError
 from evodsp.model.alphafold import AlphaFold
+from evodsp.printing import show, tell
 from evodsp.weights.by_name import PUBLISHED, check_name, fetch_weights
 from evodsp.weights.checkpoint import load_features, load_model, model_config, read_checkpoint, save_model
 from evodsp.weights.config import ExportConfig, FetchConfig, ImportConfig, check_new_file, preset_of, published_features
@@ -18,13 +18,13 @@ from evodsp.weights.published import is_parameter_file, load_parameters, load_pu
 
 def run_import(settings: ImportConfig, words: list[str]) -> int:
     """`evodsp weights import`: the exit code. `words`: the command line (not needed here)."""
-    print(import_weights(settings), file=sys.stderr)
+    tell(import_weights(settings))
     return 0
 
 
 def run_export(settings: ExportConfig, words: list[str]) -> int:
     """`evodsp weights export`: the exit code. `words`: the command line (not needed here)."""
-    print(export_weights(settings), file=sys.stderr)
+    tell(export_weights(settings))
     return 0
 
 
@@ -32,8 +32,8 @@ def run_fetch(settings: FetchConfig, words: list[str]) -> int:
     """`evodsp weights fetch`: the exit code. `words`: the command line (not needed here)."""
     for name in settings.names:
         check_name(name)
-    for path in fetch_weights(settings.names, settings.output, settings.url or PUBLISHED):
-        print(path)
+    for path in fetch_weights(settings.names, settings.output, settings.url or PUBLISHED, hours=settings.hours):
+        show(str(path))
     return 0
 
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from evodsp.data.mmcif import read_chain, read_structure
+from evodsp.data.mmcif import read_chain, read_confidence, read_structure
 from evodsp.errors import UserError
 from evodsp.geometry.alphabet import encode
 from evodsp.geometry.residues import ATOM_ORDER
 from tests.builders.mmcif import COLUMNS, atom, entry
-from tests.conftest import load
+from tests.shared import load
 
 
 def save(tmp_path: Path, text: str, name: str = "test.cif") -> Path:
@@ -207,6 +207,35 @@ def test_pdb_without_seqres_keeps_chains_apart(tmp_path: Path):
     ]
     structure = read_structure(save(tmp_path, "\n".join(lines) + "\nEND\n", "a.pdb"))
     assert {name: chain.sequence for name, chain in structure.chains.items()} == {"A": "GSK", "B": "WS"}
+
+
+@pytest.mark.parametrize("first", [1, 9, 100, 9998])
+def test_numbered_lines_of_old_pdb_files(tmp_path: Path, first: int):
+    """Catches entries of before 1996 refused as damaged: elements and charges were an entry's name and a line's number."""
+    atoms = [
+        PDB_ATOM.format(serial=k, name=name, residue="GLY", chain="A", number=1, code=" ", x=k)
+        for k, name in enumerate(("N", "CA"), 1)
+    ]
+    old = "\n".join(f"{line[:66]:72}1ABC{number:4}" for number, line in enumerate(atoms, first))
+    chain = read_chain(save(tmp_path, old + "\nEND\n", "a.pdb"), "A")
+    assert (chain.sequence, x_of(chain, 0, "CA")) == ("G", 2)
+
+
+def test_confidence_of_a_chain_that_is_not_there(tmp_path: Path):
+    """Catches a KeyError in place of the list of chains."""
+    path = tmp_path / "a.cif"
+    path.write_text(entry({"A": "1:GLY"}, [atom("CA", "GLY", 1, 1)]))
+    with pytest.raises(UserError, match=r"no protein chain 'Q'\. Chains: A; give one of these"):
+        read_confidence(path, "Q")
+
+
+def test_messages_quote_little_of_a_file(tmp_path: Path):
+    """Catches a message as long as the broken value that it names."""
+    path = tmp_path / "a.cif"
+    path.write_text(entry({"A": "1:GLY"}, [atom("CA", "GLY", 1, "1" + 5000 * "x")]))
+    with pytest.raises(UserError, match=r"Cartn_x of atom row 1 is '1xxx.*, not a number") as caught:
+        read_chain(path, "A")
+    assert len(str(caught.value)) < 300
 
 
 def test_gzipped_file_and_its_name(tmp_path: Path):

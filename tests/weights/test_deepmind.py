@@ -26,7 +26,7 @@ from evodsp.weights.deepmind import (
 from evodsp.weights.names import parameter_names
 from tests.builders.golden_model import CONFIG as GOLDEN
 from tests.builders.weights import SMALL, random_model, same
-from tests.conftest import load
+from tests.shared import load
 
 Arrays = dict[str, np.ndarray]
 SCALE = "alphafold/alphafold_iteration/evoformer/evoformer_iteration/pair_transition/input_layer_norm//scale"

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,6 +26,7 @@ from evodsp.data.structures import StructureFolder
 from evodsp.errors import FileFormatError, UserError
 from evodsp.files import whole_file
 from evodsp.output import check_output_folder
+from evodsp.printing import tell
 from evodsp.progress import progress
 
 FAILED = "failed.jsonl"
@@ -92,7 +92,7 @@ def build(config: BuildConfig) -> None:
     plan, folder = Plan.of(config), config.output
     if (folder / DESCRIPTION).is_file():
         _check_same(plan, folder / DESCRIPTION, "holds a store")
-        print(f"{folder}: is complete already", file=sys.stderr)
+        tell(f"{folder}: is complete already")
         return
     _begin(plan, folder)
     chains = plan.parts(folder, CHAINS, plan.keys)
@@ -151,10 +151,9 @@ def _built(config: BuildConfig, what: str, parts: list[Part]) -> bool:
                 advance(more)
     unbuilt = sum(not part.account.is_file() for part in parts)
     if unbuilt:
-        print(
+        tell(
             f"{what}: {unbuilt} of {len(parts)} shards are left to other tasks; when they are done, run the command again "
-            "without --share",
-            file=sys.stderr,
+            "without --share"
         )
     return not unbuilt
 
@@ -197,13 +196,12 @@ def _complete(plan: Plan, folder: Path, chains: list[Account], templates: list[A
 
 def _report(folder: Path, records: list[Any], failed: list[dict[str, str]]) -> None:
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    print(f"{folder}: {len(records):,} chains, {size / 1e6:,.1f} MB", file=sys.stderr)
+    tell(f"{folder}: {len(records):,} chains, {size / 1e6:,.1f} MB")
     for entry in failed[:_MOST_SHOWN]:
-        print(f"left out: {entry['kind']} {entry['name']}: {entry['reason']}", file=sys.stderr)
+        tell(f"left out: {entry['kind']} {entry['name']}: {entry['reason']}")
     if failed:
         bad = sum(entry["kind"] == "chain" for entry in failed)
-        print(
+        tell(
             f"warning: {bad:,} chains and {len(failed) - bad:,} template structures were left out; {folder / FAILED} lists "
-            "them with reasons",
-            file=sys.stderr,
+            "them with reasons"
         )

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
-import re
 from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
 from jaxtyping import Int32
+
+from evodsp.printing import logger, quoted
 
 CHAIN = r"(?:pdb_0000)?([A-Za-z0-9]{4})_([A-Za-z0-9.]+)"
 """The name of a PDB chain: 1abc_A, or pdb_00001abc_A of the same entry. Groups: its entry of four letters, its chain."""
@@ -18,9 +18,8 @@ CHAIN = r"(?:pdb_0000)?([A-Za-z0-9]{4})_([A-Za-z0-9.]+)"
 def say_left_out(path: str, names: tuple[str, ...]) -> None:
     """Warn, once in a process, of hits whose names are those of no PDB chains."""
     hits = "a hit is" if len(names) == 1 else f"{len(names)} hits are"
-    shown = re.sub(r"[^ -~]", "?", names[0][:30])
-    logging.getLogger(__name__).warning(
-        f"{path}: {hits} left out as templates: '{shown}' is no name of a PDB chain such as 1abc_A"
+    logger(__name__).warning(
+        f"{path}: {hits} left out as templates: '{quoted(names[0], 30)}' is no name of a PDB chain such as 1abc_A"
     )
 
 
