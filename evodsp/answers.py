@@ -190,11 +190,11 @@ def _opener(deadline: float, seconds: float, most: int) -> OpenerDirector:
 
     class Plain(HTTPHandler):
         def http_open(self, req: Request) -> HTTPResponse:
-            return self.do_open(partial(connection, HTTPConnection), req)  # type: ignore[arg-type]
+            return self.do_open(partial(connection, HTTPConnection), req)
 
     class Secure(HTTPSHandler):
         def https_open(self, req: Request) -> HTTPResponse:
-            return self.do_open(partial(connection, HTTPSConnection), req)  # type: ignore[arg-type]
+            return self.do_open(partial(connection, HTTPSConnection), req)
 
     return build_opener(Plain, Secure, _NotFollowed)
 
@@ -205,7 +205,7 @@ class _NotFollowed(HTTPRedirectHandler):
     def http_error_302(self, *_: Any) -> None:
         return None
 
-    http_error_301 = http_error_303 = http_error_307 = http_error_308 = http_error_302
+    http_error_301 = http_error_303 = http_error_307 = http_error_308 = http_error_302  # type: ignore[assignment]
 
 
 class _Answer(HTTPResponse):
@@ -235,7 +235,7 @@ class _Limited(io.RawIOBase):
             raise _too_large(self._most)
         self._socket.settimeout(min(SILENT_S, left))
         try:
-            count: int | None = self._bytes.readinto(buffer)  # type: ignore[attr-defined]
+            count: int | None = self._bytes.readinto(buffer)
         except TimeoutError:
             if time.monotonic() >= self._deadline:
                 raise _too_slow(self._seconds) from None
