@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 OWN_RUN = "evodsp"
@@ -45,6 +47,19 @@ def tell_stopped(environment: Mapping[str, str] = os.environ) -> None:
     if name := environment.get(STOPPED_FILE):
         with contextlib.suppress(OSError):
             Path(name).touch()
+
+
+@contextmanager
+def same_handlers() -> Iterator[None]:
+    """For a program that goes on: signals are handled as before."""
+    former = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in former.items():
+                if handler is not None and signal.getsignal(number) is not handler:
+                    signal.signal(number, handler)
 
 
 def end_with_launcher() -> None:
