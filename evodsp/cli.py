@@ -276,8 +276,7 @@ COMMANDS: dict[str, Command] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command line and return its exit code. Without `arguments` it is this process's, which ends with that code: after a
-    request to stop it keeps its handlers, so that one more changes nothing."""
+    """Run one command line and return its exit code. Without `arguments` it is this process's, which ends with that code."""
     with nullcontext() if arguments is None else same_handlers():
         return _main(list(sys.argv[1:] if arguments is None else arguments))
 

@@ -51,7 +51,8 @@ def tell_stopped(environment: Mapping[str, str] = os.environ) -> None:
 
 @contextmanager
 def same_handlers() -> Iterator[None]:
-    """For a program that goes on: signals are handled as before."""
+    """For a program that goes on after a command: signals are handled as before. Otherwise a run that was asked to stop keeps
+    its handlers, so that one more signal, before the process has ended, does not change the exit code."""
     former = {number: signal.getsignal(number) for number in signal.valid_signals()}
     try:
         yield
