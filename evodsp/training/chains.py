@@ -140,7 +140,7 @@ def _look_up(
         distilled, absent = _look_up_distilled(config.distillation, predicted)
         missing |= {DISTILLED + key: what for key, what in absent.items()}
     names = [DISTILLED + key for key in distilled.keys]
-    resolutions = _resolutions(train.keys, store, rules, read)
+    resolutions = _resolutions([key for key in train.keys if key not in quarantined], store, rules, read)
     return _Found(train.keys, validation, test, train.weights, names, distilled.weights, missing, resolutions)
 
 
@@ -159,7 +159,7 @@ def _resolutions(
         rows = np.array([row for key in keys if (row := row_of.get(key)) is not None], np.int64)
         found = table.resolutions[rows].astype(np.float64)
         return found[~np.isnan(found)]
-    for key in keys[:: math.ceil(len(keys) / CHAINS_FOR_RESOLUTION)]:
+    for key in keys[:: max(1, math.ceil(len(keys) / CHAINS_FOR_RESOLUTION))]:
         with suppress(UserError):  # said when a sample is made of it
             chain = store.parsed(key, with_hits=False).chain if isinstance(store, BuiltStore) else store.chain(key)
             read[key] = chain.resolution or 0.0
