@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from evodsp.cli import main
-from evodsp.config import LossConfig
+from evodsp.config import FeatureConfig, LossConfig
 from evodsp.data.dataset import ChainDataset
 from evodsp.data.distillation import DistillationSet, PredictedStore
 from evodsp.data.mmcif_writer import write_mmcif
@@ -29,9 +29,9 @@ from tests.builders.chains import MemoryStore, make_chain
 from tests.builders.labelled_batch import WEIGHTS, batch_of
 from tests.builders.small_model import config, features
 from tests.builders.training_chains import SEQUENCES, TINY, write_chain
-from tests.data.test_dataset import CONFIG
 
 KEY, OTHER = SEQUENCES
+CONFIG = FeatureConfig(crop_size=6, msa_clusters=4, extra_msa=3, recycles=0)
 
 
 @pytest.fixture
