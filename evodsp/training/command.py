@@ -326,7 +326,7 @@ def _execute(run: CheckedRun, built: Built, config_text: str) -> None:
         on_first(lambda: held.enter_context(run_lock(run.folder.path)), group)
         on_first(lambda: run.folder.prepare(config_text, replace, resumes, missing), group)
         if trainer.is_global_zero:
-            for note in run.chains.notes(run.folder.missing):
+            for note in run.notes:
                 tell(f"evodsp: warning: {note}")
             log_settings(trainer.loggers, config_text, resumes)
         _open_quarantine(run, built)
