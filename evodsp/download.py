@@ -9,39 +9,44 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable
-from http.client import HTTPException
+from http.client import HTTPResponse, IncompleteRead
 from io import BufferedIOBase
 from pathlib import Path
-from ssl import SSLError
-from urllib.error import HTTPError, URLError
-from urllib.request import Request, urlopen
+from urllib.error import HTTPError
 
-from evodsp import __version__
+from evodsp.answers import PASSING, BadAnswerError, SlowAnswerError, ask, usable
+from evodsp.printing import quoted
 
 ATTEMPTS = 4
-TIMEOUT_S = 60.0
 BLOCK = 1 << 20
-PASSING = (URLError, HTTPException, TimeoutError, ConnectionError, SSLError)
-"""Errors of a connection that another attempt may mend."""
+FILE_S = 6 * 3600.0
+"""Seconds that a file may take, where the caller says nothing else."""
+LARGEST = 1 << 36
+"""Bytes of a file whose size is not known: 64 GiB."""
+_HEAD_S = 120.0
+_DIGITS = 15
+"""Of a size in bytes that can be true."""
 
 
 def size_at(address: str) -> int | None:
-    """The size in bytes of what is at an http address, if the server says it. Raises HTTPError and `PASSING`."""
-    request = Request(address, headers={"User-Agent": f"evodsp/{__version__}"}, method="HEAD")
-    with urlopen(request, timeout=TIMEOUT_S) as answer:
-        length = answer.headers.get("Content-Length")
-    return int(length) if length else None
+    """The size in bytes of what is at an http address, if the server says it. Raises as `evodsp.answers.ask` does."""
+    with ask(address, _HEAD_S, 0, method="HEAD") as answer:
+        length = answer.headers.get("Content-Length", "")
+    return int(length) if length.isascii() and length.isdecimal() and len(length) <= _DIGITS else None
 
 
-def opened(address: str, start: int = 0, end: int | None = None) -> tuple[BufferedIOBase, int]:
+def opened(
+    address: str, start: int = 0, end: int | None = None, seconds: float = FILE_S, most: int = LARGEST
+) -> tuple[HTTPResponse, int]:
     """What is at an http address from byte `start` on (to `end`, exclusive), and where the answer begins.
 
-    That is `start`, or 0 if the server sends whole files only. Raises HTTPError and `PASSING`.
+    That is `start`, or 0 if the server sends whole files only. `seconds`: in which all of it has to arrive. `most`: its
+    bytes. Raises as `evodsp.answers.ask` does, also when it is read.
     """
-    headers = {"User-Agent": f"evodsp/{__version__}"}
+    headers = {}
     if start or end is not None:
         headers["Range"] = f"bytes={start}-{'' if end is None else end - 1}"
-    answer = urlopen(Request(address, headers=headers), timeout=TIMEOUT_S)
+    answer = ask(address, seconds, most, headers)
     return answer, start if answer.status == 206 else 0
 
 
@@ -69,15 +74,20 @@ def fetch_file(
         try:
             _append(open_at, partial, size, advance)
         except (HTTPError, FileNotFoundError) as error:
-            reason = str(error)
+            reason = quoted(str(error))
             if not isinstance(error, HTTPError) or error.code in (401, 403, 404, 410):
                 return reason
             if error.code == 416:  # the partial file is longer than the whole one
-                partial.unlink()
-                advance(-before)
+                _forget(partial, advance)
             continue
+        except SlowAnswerError as error:
+            return str(error)
+        except BadAnswerError as error:
+            if _size(partial) != before:  # the next fetch would go on behind it
+                _forget(partial, advance)
+            return str(error)
         except PASSING as error:
-            reason = str(error)
+            reason = quoted(str(getattr(error, "reason", error)))
             continue
         if size is not None and _size(partial) < size:  # the connection ended early
             reason = f"only {_size(partial):,} of {size:,} bytes arrived"
@@ -87,9 +97,13 @@ def fetch_file(
             partial.replace(target)
             return None
         reason = wrong
-        advance(-_size(partial))
-        partial.unlink()
+        _forget(partial, advance)
     return reason
+
+
+def _forget(partial: Path, advance: Callable[[int], object]) -> None:
+    advance(-_size(partial))
+    partial.unlink(missing_ok=True)
 
 
 def _append(
@@ -105,9 +119,16 @@ def _append(
     advance(begin - start)
     with source, partial.open("r+b" if begin else "wb") as file:
         file.seek(begin)
-        while block := source.read(BLOCK):
+        while block := _read(source):
             file.write(block)
             advance(len(block))
+    if size is None and (missing := getattr(source, "length", None)):
+        raise IncompleteRead(b"", missing)
+
+
+def _read(source: BufferedIOBase) -> bytes:
+    with usable("it"):
+        return source.read(BLOCK)
 
 
 def _wrong_size(path: Path, size: int | None) -> str | None:

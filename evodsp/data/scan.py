@@ -164,10 +164,10 @@ def _fingerprint(tasks: list[ChainTask], sources: list[Source]) -> str:
 def _keep_parts(folder: Path, fingerprint: str) -> None:
     """Make the folder of parts ready: parts of a scan of other inputs are deleted, those of this one are kept."""
     plan = folder / "plan"
-    if not plan.is_file() or plan.read_text() != fingerprint:
+    if not plan.is_file() or plan.read_bytes() != fingerprint.encode():
         shutil.rmtree(folder, ignore_errors=True)
         with whole_file(plan) as partial:
-            partial.write_text(fingerprint)
+            partial.write_bytes(fingerprint.encode())
 
 
 def _part(folder: Path, number: int) -> Path:

@@ -50,8 +50,12 @@ def lines_of(path: str | Path, data: bytes | None = None) -> list[str]:
     return [line.decode() for line in text_of(path, data).splitlines()]
 
 
-def unpack(source: str | Path, data: bytes) -> bytes:
-    """`data`, or its content if it is gzipped."""
+def unpack(source: str | Path, data: bytes, most: int | None = None) -> bytes:
+    """`data`, or its content if it is gzipped. `most`: bytes that it may unpack to; None: `LARGEST_UNPACKED`.
+
+    Raises FileFormatError if it is a broken gzip archive, or too large.
+    """
+    most = LARGEST_UNPACKED if most is None else most
     if not data.startswith(_GZIP_MAGIC):
         return data
     blocks, size = [], 0
@@ -59,8 +63,8 @@ def unpack(source: str | Path, data: bytes) -> bytes:
         with GzipFile(fileobj=io.BytesIO(data)) as archive:
             while block := archive.read(_UNPACKED_AT_ONCE):
                 size += len(block)
-                if size > LARGEST_UNPACKED:
-                    limit = f"{LARGEST_UNPACKED / 2**30:.3g} GiB"
+                if size > most:
+                    limit = f"{most / 2**30:.3g} GiB"
                     raise FileFormatError(
                         source, f"unpacks to more than {limit}: this is no alignment or structure; remove it"
                     )

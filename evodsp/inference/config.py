@@ -8,13 +8,15 @@ from datetime import date
 from pathlib import Path
 from typing import Literal
 
+from evodsp.answers import check_address
 from evodsp.config import KernelsConfig, MatmulPrecision, check_matmul, check_preset
 from evodsp.data.templates.dates import parse_latest_date
 from evodsp.errors import UserError
 from evodsp.model.kernels.backends import check_names
 from evodsp.model.schedule import CommunicationPlan
 from evodsp.parallel.config import SequenceConfig
-from evodsp.ranges import COUNT, SIZE, check_numbers, memory_size
+from evodsp.ranges import COUNT, POSITIVE, SIZE, check_numbers, memory_size
+from evodsp.search.limits import PUBLIC, ServerLimits
 from evodsp.weights.by_name import check_name
 
 
@@ -44,7 +46,10 @@ class PredictConfig:
     record may also lie directly in the folder. A record without alignments is predicted from its sequence alone."""
     msa_server: str | None = None
     """Address of a server with ColabFold's protocol, which searches alignments for records that have none. Their sequences are
-    sent there. The alignments are kept in <output>/_alignments."""
+    sent there. The alignments are kept in <output>/_alignments. A name and a password may stand before the host
+    (https://name:password@host); they are shown nowhere."""
+    msa_server_limits: ServerLimits = field(default_factory=ServerLimits)
+    """What the server may cost."""
     checkpoint: Path | list[Path] | None = None
     """Checkpoint written by `evodsp fit`, or another program's parameters: DeepMind's params_model_<n>[_ptm].npz, OpenFold's
     .pt or .ckpt, or the folder that DeepSpeed wrote for OpenFold. Several of them (the option once more for each, or a folder)
@@ -57,6 +62,8 @@ class PredictConfig:
     """Folder of params_<name>.npz. null: $EVODSP_WEIGHTS, or evodsp/weights in the user's folder of caches (~/.cache)."""
     weights_url: str | None = None
     """Address that parameters are fetched from, of an archive (.tar) or a folder; null: DeepMind's archive."""
+    weights_hours: float = 6.0
+    """Hours that fetching one model may take, whatever the server sends. The same command continues it."""
     output: Path
     """Folder for the results, created if it does not exist: <output>/<name>/seed_<k>.cif and the files beside it."""
     templates: Path | None = None
@@ -124,9 +131,12 @@ class PredictConfig:
             "stop_tolerance": COUNT,
             "ensembles": SIZE,
             "msa_clusters": SIZE,
+            "weights_hours": POSITIVE,
             "extra_msa": SIZE,
         }
         check_numbers(self, ranges, "--")
+        if self.msa_server is not None:
+            check_address("--msa_server", self.msa_server, PUBLIC)
         if not self.sources:
             raise UserError("nothing to predict: give FASTA or A3M files, folders of them, or '-' for standard input")
         if self.checkpoint is None and not self.weights:

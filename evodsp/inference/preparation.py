@@ -98,7 +98,8 @@ def _check_name(target: Target) -> None:
 def _model_files(config: PredictConfig) -> list[Path]:
     """The files of the models. Parameters given by name are fetched first."""
     address = config.weights_url or PUBLISHED
-    return config.checkpoints + fetch_weights(config.weights_names, config.weights_folder, address)
+    fetched = fetch_weights(config.weights_names, config.weights_folder, address, hours=config.weights_hours)
+    return config.checkpoints + fetched
 
 
 def prepare(

@@ -165,7 +165,9 @@ def write_scores(scores: Sequence[ChainScores], path: Path) -> None:
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, [field.name for field in dataclasses.fields(ChainScores)], lineterminator="\n")
         writer.writeheader()
-        writer.writerows({**row, "chain": printable(row["chain"]), "split": printable(row["split"])} for row in rows)
+        writer.writerows(
+            {**row, "chain": printable(str(row["chain"])), "split": printable(str(row["split"]))} for row in rows
+        )
 
 
 def draw(predictions: Path, structures: Path, splits: Mapping[str, Sequence[str]], output: Path) -> list[Path]:

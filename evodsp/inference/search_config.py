@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from evodsp.answers import check_address
 from evodsp.errors import UserError
 from evodsp.ranges import SIZE, check_numbers
+from evodsp.search.limits import PUBLIC, ServerLimits
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,10 @@ class SearchConfig:
     """Folder for the alignments, one sub-folder per record: what `evodsp predict --alignments` takes. Records that it holds
     already are not searched again."""
     msa_server: str | None = None
-    """Address of a server with ColabFold's protocol. The sequences are sent there. null: search with a local program."""
+    """Address of a server with ColabFold's protocol. The sequences are sent there. A name and a password may stand before the
+    host (https://name:password@host); they are shown nowhere. null: search with a local program."""
+    msa_server_limits: ServerLimits = field(default_factory=ServerLimits)
+    """What the server may cost."""
     program: Literal["jackhmmer", "hhblits", "mmseqs"] | None = None
     """Program of this machine to search with, in place of a server."""
     database: Path | None = None
@@ -32,6 +37,8 @@ class SearchConfig:
 
     def __post_init__(self) -> None:
         check_numbers(self, {"threads": SIZE}, "--")
+        if self.msa_server is not None:
+            check_address("--msa_server", self.msa_server, PUBLIC)
         if (self.msa_server is None) == (self.program is None):
             given = "neither is given" if self.program is None else "both are given"
             raise UserError(

@@ -25,7 +25,7 @@ def with_searched(targets: Sequence[Target], config: PredictConfig) -> tuple[lis
     """
     if config.msa_server is None:
         return list(targets), []
-    folder, searcher = config.output / SEARCHED, MsaServer(config.msa_server)
+    folder, searcher = config.output / SEARCHED, MsaServer(config.msa_server, config.msa_server_limits)
     missing = [target.query for target in targets if target.alignments is None]
     wanted = [query for query in missing if not has_files(folder / query.name)]
     with output_errors(config.output):

@@ -17,7 +17,7 @@ def read_curve(path: Path) -> dict[int, dict[str, str]]:
     if not path.is_file():
         return {}
     rows: dict[int, dict[str, str]] = {}
-    with path.open(newline="", encoding="utf-8") as file:
+    with path.open(newline="", encoding="utf-8-sig") as file:
         try:
             reader = csv.DictReader(line for line in file if line.endswith("\n"))
             for row in reader:
@@ -27,6 +27,6 @@ def read_curve(path: Path) -> dict[int, dict[str, str]]:
                         path, f"step is {step!r}, expected a number: no learning curve", reader.line_num
                     )
                 rows[int(step)] = {name: cell for name, cell in row.items() if name is not None and cell}
-        except (csv.Error, UnicodeDecodeError) as error:
+        except (csv.Error, ValueError) as error:
             raise FileFormatError(path, f"no learning curve ({error})") from error
     return rows

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from evodsp import __version__
+from evodsp.answers import BadAnswerError
 from evodsp.data.chain_folder import has_files, parse_alignments
 from evodsp.data.query_check import check_alignments
 from evodsp.data.records import ProteinSequence
@@ -17,6 +18,8 @@ from evodsp.errors import UserError
 from evodsp.files import whole_folder
 
 ORIGIN = "search.json"
+_MOST_BAD = 5
+"""Sequences one after another of which the answer cannot be used, before nobody is asked any more."""
 
 Say = Callable[[str], None]
 
@@ -62,7 +65,8 @@ def search(
     """Search alignments for the records that have none in `folder`; yields each one's name, and why it has none now.
 
     Records of one sequence are searched once. A record's folder appears when it is complete, so a search that was stopped is
-    continued by another call. Raises NoAnswerError if nobody answers.
+    continued by another call. An answer that cannot be used costs the record that it is for. Raises NoAnswerError if nobody
+    answers, or all answers cannot be used.
     """
     same: dict[str, list[str]] = {}
     for record in records:
@@ -72,15 +76,18 @@ def search(
             same.setdefault(record.letters, []).append(record.name)
     if same:
         say(searcher.announcement(len(same)))
-    sequences = list(same)
+    sequences, bad = list(same), 0
     for start in range(0, len(sequences), searcher.most):
         for letters, found in _search(sequences[start : start + searcher.most], searcher, say):
+            bad = bad + 1 if isinstance(found, BadAnswerError) else 0
             for name in same[letters]:
                 if isinstance(found, UserError):
                     yield name, UserError(f"{name}: {found}")
                     continue
                 _keep(folder / name, found, searcher.origin)
                 yield name, None
+            if bad == _MOST_BAD:
+                raise NoAnswerError(f"{found}. So it was {bad} times in a row; nothing more is asked")
 
 
 def _search(sequences: Sequence[str], searcher: Searcher, say: Say) -> Iterator[tuple[str, Found | UserError]]:

@@ -9,21 +9,25 @@ file's sum as well.
 from __future__ import annotations
 
 import hashlib
+import lzma
 import os
+import struct
 import tarfile
+import time
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from io import BufferedIOBase
+from http.client import HTTPResponse
 from pathlib import Path
 from urllib.error import HTTPError
 
-from evodsp.download import PASSING, fetch_file, free_bytes, opened, size_at
+from evodsp.answers import PASSING, BadAnswerError, check_address, content_of, usable, without_login
+from evodsp.download import LARGEST, fetch_file, free_bytes, opened, size_at
 from evodsp.errors import UserError, nearest
-from evodsp.printing import tell
+from evodsp.printing import quoted, tell
 from evodsp.progress import progress
 
 NAMES = tuple(f"model_{number}{head}" for head in ("", "_ptm") for number in range(1, 6))
@@ -35,6 +39,8 @@ _HEADER = 512
 _MIB = 1 << 20
 _MOST_MEMBERS = 1000
 """Of an archive; one that has more, or no end, is not DeepMind's."""
+_NO_ZIP = (zipfile.BadZipFile, zlib.error, lzma.LZMAError, NotImplementedError, RuntimeError, ValueError, struct.error)
+"""What the standard library raises for zip archives that are none: also a password, an unknown method, a wrong number."""
 
 
 def weights_folder() -> Path:
@@ -81,15 +87,20 @@ def fetch_weights(
     folder: Path | None = None,
     address: str = PUBLISHED,
     say: Callable[[str], None] | None = None,
+    hours: float = 6.0,
 ) -> list[Path]:
     """The files of models; those that are missing are fetched into `folder` (None: `weights_folder()`) first.
 
     `address`: of an archive (.tar), or of a folder that holds the files. `say`: is told what is fetched, how much and from
-    where, before it begins; None: standard error. A fetch that was interrupted is continued. Processes that want the same file
-    wait for one another. Raises UserError if a file cannot be had; then nothing is left in its place.
+    where, before it begins; None: standard error. `hours`: that one model may take. A fetch that was interrupted is continued.
+    Processes that want the same file wait for one another. Raises UserError if a file cannot be had; its place stays empty.
     """
     folder, say = folder or weights_folder(), say or tell
-    return [find_weights(name, folder) or _fetch(name, folder, address.rstrip("/"), say) for name in names]
+    if missing := [name for name in names if find_weights(name, folder) is None]:
+        check_address("the address of parameters", address, PUBLISHED)
+        for name in missing:
+            _fetch(name, folder, address.rstrip("/"), say, 3600 * hours)
+    return need_weights(names, folder)
 
 
 @dataclass(frozen=True)
@@ -97,31 +108,37 @@ class _Source:
     """Where a file is: at an address, or from byte `first` of an archive there."""
 
     address: str
+    deadline: float
+    """On `time.monotonic`."""
     size: int | None
     first: int | None = None
     sha256: str | None = None
 
-    def open_at(self, start: int) -> tuple[BufferedIOBase, int]:
+    @property
+    def _left(self) -> float:
+        return self.deadline - time.monotonic()
+
+    def open_at(self, start: int) -> tuple[HTTPResponse, int]:
         if self.first is None or self.size is None:
-            return opened(self.address, start)
-        answer, begin = opened(self.address, self.first + start, self.first + self.size)
+            return opened(self.address, start, seconds=self._left, most=LARGEST if self.size is None else self.size)
+        answer, begin = opened(self.address, self.first + start, self.first + self.size, self._left, self.size)
         if begin != self.first + start:
-            raise _no_parts(self.address)
+            raise _no_parts(without_login(self.address))
         return answer, start
 
 
-def _fetch(name: str, folder: Path, address: str, say: Callable[[str], None]) -> Path:
+def _fetch(name: str, folder: Path, address: str, say: Callable[[str], None], seconds: float) -> None:
     from filelock import FileLock
 
-    target = folder / _file(name)
+    target, shown = folder / _file(name), without_login(address)
     with _folder_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(folder / f".{target.name}.lock"):
             if target.is_file():  # another process has fetched it meanwhile
-                return target
-            source = _find(name, address)
+                return
+            source = _find(name, address, time.monotonic() + seconds)
             size = "" if source.size is None else f"{source.size / _MIB:,.0f} MiB "
-            say(f"{name}: {size}from {address} to {target}. Parameters of AlphaFold2: DeepMind, licence CC BY 4.0")
+            say(f"{name}: {size}from {shown} to {target}. Parameters of AlphaFold2: DeepMind, licence CC BY 4.0")
             if source.size is not None and (free := free_bytes(folder)) < source.size:
                 raise UserError(
                     f"{folder}: {source.size / _MIB:,.0f} MiB are needed and {free / _MIB:,.0f} MiB are free; "
@@ -136,10 +153,9 @@ def _fetch(name: str, folder: Path, address: str, say: Callable[[str], None]) ->
                     _in_mib(advance),
                 )
     if reason is not None:
-        raise _unreachable(address, name, reason)
+        raise _unreachable(shown, name, reason)
     checked = f"CRC-32 of its arrays{'' if source.sha256 is None else ' and its SHA-256'}"
     say(f"{name}: {target}; checked: {checked}")
-    return target
 
 
 @contextmanager
@@ -154,51 +170,48 @@ def _folder_errors(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def _find(name: str, address: str) -> _Source:
+def _find(name: str, address: str, deadline: float) -> _Source:
     """Where the server has a model's file. Raises UserError if it does not."""
-    if not address.startswith(("http://", "https://")):
-        raise UserError(
-            f"'{address}' is no address; give one that begins with https://, of a folder or of a .tar archive"
-        )
     try:
         if address.endswith(".tar"):
-            return _in_archive(address, _file(name))
+            return _in_archive(address, _file(name), deadline)
         file = f"{address}/{_file(name)}"
-        return _Source(file, size_at(file), sha256=_sum(address, _file(name)))
-    except (*PASSING, HTTPError) as error:
-        raise _unreachable(address, name, str(getattr(error, "reason", error))) from error
+        return _Source(file, deadline, size_at(file), sha256=_sum(address, _file(name), deadline))
+    except (BadAnswerError, *PASSING) as error:  # an HTTPError is one of these
+        raise _unreachable(without_login(address), name, quoted(str(getattr(error, "reason", error)), 300)) from error
 
 
-def _in_archive(address: str, file: str) -> _Source:
+def _in_archive(address: str, file: str, deadline: float) -> _Source:
     """The part of an uncompressed archive that is a file. Reads the headers only."""
-    place = 0
+    place, shown = 0, without_login(address)
     for _ in range(_MOST_MEMBERS):
-        answer, begin = opened(address, place, place + _HEADER)
-        with answer:
+        answer, begin = opened(address, place, place + _HEADER, deadline - time.monotonic(), _HEADER)
+        with usable(address), answer:
             if begin != place:
-                raise _no_parts(address)
+                raise _no_parts(shown)
             header = answer.read(_HEADER)
         if not header.strip(b"\0"):
-            raise UserError(f"{address}: the archive has no {file}; give another address")
+            raise UserError(f"{shown}: the archive has no {file}; give another address")
         try:
             member = tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape")
         except tarfile.HeaderError as error:
-            raise UserError(f"{address}: not an uncompressed tar archive ({error}); give another address") from error
+            raise UserError(f"{shown}: not an uncompressed tar archive ({error}); give another address") from error
+        if member.size < 0:
+            raise UserError(
+                f"{shown}: not an uncompressed tar archive (a file of {member.size} bytes); give another address"
+            )
         place += _HEADER
         if member.isfile() and Path(member.name).name == file:
-            return _Source(address, member.size, place)
+            return _Source(address, deadline, member.size, place)
         place += -(-member.size // _HEADER) * _HEADER
-    raise UserError(
-        f"{address}: no {file} among the first {_MOST_MEMBERS:,} files of the archive; give another address"
-    )
+    raise UserError(f"{shown}: no {file} among the first {_MOST_MEMBERS:,} files of the archive; give another address")
 
 
-def _sum(address: str, file: str) -> str | None:
+def _sum(address: str, file: str, deadline: float) -> str | None:
     """The SHA-256 of a file in the server's list; None if it has no list, or none of this file."""
     try:
-        answer, _ = opened(f"{address}/{SUMS}")
-        with answer:
-            lines = answer.read(_MIB).decode("utf-8", "replace").splitlines()
+        answer, _ = opened(f"{address}/{SUMS}", seconds=deadline - time.monotonic(), most=_MIB)
+        lines = content_of(address, answer, _MIB).decode("utf-8", "replace").splitlines()
     except HTTPError as error:
         if error.code in (403, 404):
             return None
@@ -216,10 +229,12 @@ def _damage(path: Path, sha256: str | None) -> str | None:
             return f"its SHA-256 is {found[:12]}…, but {SUMS} says {sha256[:12]}…"
     try:
         with zipfile.ZipFile(path) as archive:
+            if sum(member.file_size for member in archive.infolist()) > LARGEST:
+                return "its arrays unpack to more than any model has"
             broken = archive.testzip()
-    except (zipfile.BadZipFile, zlib.error, OSError, EOFError) as error:
-        return f"it is no .npz file ({error})"
-    return None if broken is None else f"its array {broken} is damaged (CRC-32)"
+    except (*_NO_ZIP, OSError, EOFError) as error:
+        return f"it is no .npz file ({quoted(str(error))})"
+    return None if broken is None else f"its array {quoted(broken)} is damaged (CRC-32)"
 
 
 def _in_mib(advance: Callable[[int], None]) -> Callable[[int], None]:

@@ -32,7 +32,7 @@ def run_fetch(settings: FetchConfig, words: list[str]) -> int:
     """`evodsp weights fetch`: the exit code. `words`: the command line (not needed here)."""
     for name in settings.names:
         check_name(name)
-    for path in fetch_weights(settings.names, settings.output, settings.url or PUBLISHED):
+    for path in fetch_weights(settings.names, settings.output, settings.url or PUBLISHED, hours=settings.hours):
         show(str(path))
     return 0
 

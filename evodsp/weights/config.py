@@ -10,6 +10,7 @@ from typing import Literal, get_args
 
 from evodsp.config import PRESETS, FeatureConfig, check_preset
 from evodsp.errors import UserError
+from evodsp.ranges import POSITIVE, check_numbers
 
 _PUBLISHED = re.compile(r"model_([1-5])(_ptm)?$")
 _OPENFOLD = re.compile(r"(?:initial_training|finetuning(_no_templ)?(_ptm)?_\d+)$")
@@ -52,7 +53,12 @@ class FetchConfig:
     """Folder to keep them in. null: $EVODSP_WEIGHTS, or evodsp/weights in the user's folder of caches (~/.cache)."""
     url: str | None = None
     """Address of a mirror: an uncompressed .tar archive, or a folder with params_<name>.npz and, where there are SHA-256 sums,
-    SHA256SUMS. null: DeepMind's archive."""
+    SHA256SUMS. A name and a password may stand before the host (https://name:password@host). null: DeepMind's archive."""
+    hours: float = 6.0
+    """Hours that fetching one model may take, whatever the server sends. The same command continues it."""
+
+    def __post_init__(self) -> None:
+        check_numbers(self, {"hours": POSITIVE}, "--")
 
 
 @dataclass(frozen=True)

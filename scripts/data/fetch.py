@@ -25,13 +25,13 @@ from functools import partial
 from io import BufferedIOBase
 from pathlib import Path
 from urllib.parse import quote, urlencode
-from urllib.request import urlopen
 from xml.etree import ElementTree
 
 from evodsp import download
+from evodsp.answers import PASSING, BadAnswerError, ask, content_of
 from evodsp.data.chain_list import chain_list
 from evodsp.data.layout import split_key
-from evodsp.download import BLOCK, PASSING, TIMEOUT_S, fetch_file
+from evodsp.download import BLOCK, fetch_file
 from evodsp.errors import UserError
 from evodsp.output import output_errors
 from evodsp.progress import progress
@@ -43,6 +43,8 @@ LISTS = {
     "clusters-by-entity-40.txt": "https://cdn.rcsb.org/resources/sequence/clusters",
     "obsolete.dat": "https://files.wwpdb.org/pub/pdb/data/status",
 }
+_LISTING_S, _LISTING_BYTES = 300.0, 1 << 26
+"""What a page of a listing, of 1,000 files, may take."""
 _S3 = "{http://s3.amazonaws.com/doc/2006-03-01/}"
 
 
@@ -83,8 +85,8 @@ def listed(base: str, folder: str, output: Path) -> list[Wanted]:
     token = ""
     while True:
         query = {"list-type": "2", "prefix": f"{folder}/", **({"continuation-token": token} if token else {})}
-        with urlopen(f"{base}/?{urlencode(query)}", timeout=TIMEOUT_S) as answer:
-            page = ElementTree.fromstring(answer.read())
+        address = f"{base}/?{urlencode(query)}"
+        page = ElementTree.fromstring(content_of(base, ask(address, _LISTING_S, _LISTING_BYTES), _LISTING_BYTES))
         for entry in page.iter(f"{_S3}Contents"):
             name, tag = entry.findtext(f"{_S3}Key", ""), entry.findtext(f"{_S3}ETag", "").strip('"')
             relative = Path(name).relative_to(folder)
@@ -128,7 +130,7 @@ def alignments(base: str, chains: Sequence[str], output: Path) -> Iterable[list[
                 listed(base, f"{folder}/{key}", output / "alignments" / key)
                 or f"{key}: no alignments in {base}/{folder}"
             )
-        except (*PASSING, ElementTree.ParseError) as error:
+        except (*PASSING, BadAnswerError, ElementTree.ParseError) as error:
             yield f"{key}: {base} does not list it ({error})"
 
 

@@ -6,6 +6,7 @@ import hashlib
 import re
 import tarfile
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -17,9 +18,11 @@ import pytest
 from evodsp import download
 from evodsp.config import ModelConfig
 from evodsp.errors import UserError
+from evodsp.weights import by_name
 from evodsp.weights.by_name import fetch_weights, find_weights, need_weights, weights_folder
 from evodsp.weights.checkpoint import load_model
 from scripts.random_parameters import main as random_parameters
+from tests.builders.raw_server import Answer, Send, answer, raw_server
 
 FILES = ("params_model_1.npz", "params_model_2_ptm.npz", "LICENSE")
 
@@ -229,3 +232,102 @@ def test_a_full_disk_is_known_before(
     with pytest.raises(UserError, match=r"MiB are needed and 0 MiB are free"):
         fetch_weights(["model_1"], tmp_path / "kept", f"{server[1]}/all.tar", lambda line: None)
     assert not list((tmp_path / "kept").glob("*.partial"))
+
+
+def fetch_from(answers: Answer, folder: Path, place: str = "", hours: float = 1.0) -> str:
+    """Why a model cannot be fetched from a server, in one line without passwords."""
+    with raw_server(answers) as address:
+        login = address.replace("http://", "http://me:secret@")
+        said: list[str] = []
+        with pytest.raises(UserError) as raised:
+            fetch_weights(["model_1"], folder, login + place, said.append, hours)
+    assert not any("secret" in line for line in (*said, str(raised.value)))
+    assert str(raised.value).isprintable()
+    assert len(str(raised.value)) < 700
+    assert not list(folder.glob("*.npz"))
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("sent", "words"),
+    [
+        (answer(b"", "302 Found", Location="file:///etc/passwd"), "no address to follow"),
+        (answer(b"", "403 \x1b[31mred"), r"\\x1b\[31mred"),
+        (answer(b"x" * 100), "not an uncompressed tar archive"),
+        (
+            answer(
+                tarfile.TarInfo("x").tobuf()[:124] + b"\xff" + b"\xff" * 10 + b"\0" + tarfile.TarInfo("x").tobuf()[136:]
+            ),
+            "tar",
+        ),
+        (b"FOO BAR\r\n\r\n", "FOO BAR"),
+    ],
+    ids=["redirection", "forbidden", "short", "negative", "no_http"],
+)
+def test_an_archive_of_a_hostile_server(sent: bytes, words: str, tmp_path: Path) -> None:
+    """Catches tracebacks, and words of a server that act on the terminal."""
+    assert re.search(words, fetch_from(lambda first, rest, send: send(sent), tmp_path, "/all.tar"))
+
+
+@pytest.mark.parametrize("length", ["9" * 400, "-5", "abc", "²"])
+def test_a_size_that_is_none(length: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches tracebacks of a size that is no number, or that no number can hold."""
+    monkeypatch.setattr(download.time, "sleep", lambda seconds: None)
+
+    def serve(first: str, rest: str, send: Send) -> None:
+        if first.startswith("HEAD"):
+            send(f"HTTP/1.1 200 OK\r\nContent-Length: {length}\r\n\r\n".encode("latin-1"))
+        else:
+            send(answer(b"", "404 Not Found") if "SHA256" in first else answer(b"nothing"))
+
+    assert "no .npz file" in fetch_from(serve, tmp_path)
+
+
+def test_more_than_the_size_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a server that fills the disk, and a rest that the next fetch would go on behind."""
+    monkeypatch.setattr("evodsp.answers._HEAD", 1000)
+    monkeypatch.setattr(download, "BLOCK", 1000)
+
+    def serve(first: str, rest: str, send: Send) -> None:
+        if first.startswith("HEAD"):
+            send(b"HTTP/1.1 200 OK\r\nContent-Length: 3000\r\n\r\n")
+        elif "SHA256" in first:
+            send(answer(b"", "404 Not Found"))
+        else:
+            send(b"HTTP/1.1 200 OK\r\n\r\n")
+            for _ in range(500):
+                send(bytes(100_000))
+
+    assert "answers more than" in fetch_from(serve, tmp_path)
+    assert not list(tmp_path.glob("*.partial"))
+
+
+@pytest.mark.parametrize("place", ["/all.tar", ""])
+def test_a_fetch_ends_in_its_time(place: str, tmp_path: Path) -> None:
+    """Catches a server that sends a byte now and then, for days."""
+
+    def slowly(first: str, rest: str, send: Send) -> None:
+        send(b"HTTP/1.1 200 OK\r\n\r\n")
+        for _ in range(300):
+            send(b"x")
+            time.sleep(0.01)
+
+    begun = time.monotonic()
+    assert "has not sent its whole answer" in fetch_from(slowly, tmp_path, place, hours=0.2 / 3600)
+    assert time.monotonic() - begun < 2.5
+
+
+def test_damage_is_a_line_whatever_the_archive_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches what the standard library raises for archives with a password, of an unknown method or of terabytes."""
+    np.savez(tmp_path / "a.npz", x=np.arange(10.0))
+    content = (tmp_path / "a.npz").read_bytes()
+    local, central = content.index(b"PK\3\4"), content.index(b"PK\1\2")
+    for name, places, value in (("password", (6, 8), b"\1\0"), ("method", (8, 10), b"\x63\0")):
+        changed = bytearray(content)
+        for begin, place in zip((local, central), places, strict=True):
+            changed[begin + place : begin + place + 2] = value
+        (tmp_path / f"{name}.npz").write_bytes(changed)
+        assert "no .npz file" in str(by_name._damage(tmp_path / f"{name}.npz", None)), name
+    assert by_name._damage(tmp_path / "a.npz", None) is None
+    monkeypatch.setattr(by_name, "LARGEST", 100)
+    assert "more than any model" in str(by_name._damage(tmp_path / "a.npz", None))

@@ -123,7 +123,7 @@ def _serve(connection: Connection, build: Build) -> None:
 
 def _killed_by(part: Part, deadly: dict[str, str]) -> dict[str, str]:
     """The name that a dead worker was reading, with the reason why it is left out from now on."""
-    name = part.current.read_text() if part.current.is_file() else ""
+    name = part.current.read_bytes().decode("utf-8", "surrogateescape") if part.current.is_file() else ""
     if not name or name in deadly:
         raise UserError(
             f"{part.shard}: the worker process that makes it was ended (out of memory?); use fewer --workers and run again"

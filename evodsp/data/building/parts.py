@@ -94,7 +94,7 @@ def build_part(part: Part, deadly: Mapping[str, str] = MappingProxyType({})) -> 
 
     def records() -> Iterator[_Record]:
         for name in part.names:
-            part.current.write_text(name)
+            part.current.write_bytes(name.encode("utf-8", "surrogateescape"))  # of a folder, which may be any bytes
             if name in deadly:
                 failed[name] = deadly[name]
                 continue

@@ -1,0 +1,248 @@
+"""Answers of servers by http, which end in a given time and at a given size whatever a server sends.
+
+The standard library's limit of time is one for each receiving from the network: a server that sends a byte a minute is never
+too slow for it. It reads what comes with a redirection to its end, however much that is, follows it to any place, and takes a
+user name in an address for a port. All of this is mended here. Errors that are not those of a connection are one line.
+"""
+
+from __future__ import annotations
+
+import io
+import ssl
+import string
+import time
+from base64 import b64encode
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection, IncompleteRead, InvalidURL
+from socket import socket
+from typing import Any
+from urllib.error import HTTPError, URLError
+from urllib.parse import quote, unquote, urljoin, urlsplit, urlunsplit
+from urllib.request import HTTPHandler, HTTPRedirectHandler, HTTPSHandler, OpenerDirector, Request, build_opener
+
+from evodsp import __version__
+from evodsp.errors import UserError
+from evodsp.printing import quoted
+
+SILENT_S = 60.0
+"""Longest time in which nothing arrives. A further attempt may mend it."""
+PASSING = (URLError, HTTPException, TimeoutError, ConnectionError, ssl.SSLError)
+"""Errors of a connection that another attempt may mend."""
+MOST_REDIRECTIONS = 5
+_REDIRECTED = (301, 302, 303, 307, 308)
+_BLOCK = 1 << 20
+_HEAD = 1 << 17
+"""Bytes of an answer before its content: http.client takes at most 101 lines, but any number of answers '100 Continue'."""
+_SCHEMES = ("http", "https")
+
+
+class BadAnswerError(UserError):
+    """An answer that is of no use, and would not be if it were asked for again."""
+
+
+class SlowAnswerError(BadAnswerError):
+    """An answer that has not ended in its time."""
+
+
+def check_address(option: str, address: str, such_as: str) -> None:
+    """Raise UserError unless `address` is that of a server or a folder of one, which a path can be added to. A user name and a
+    password in it are not shown."""
+    shown = address.rpartition("@")[2]
+    try:
+        parts = urlsplit(address)
+        host, _ = parts.hostname, parts.port
+    except ValueError:
+        host = None
+    if (
+        host is None
+        or parts.scheme not in _SCHEMES
+        or not address.isascii()
+        or not address.isprintable()
+        or " " in address
+    ):
+        raise UserError(
+            f"{option} '{quoted(shown)}' is no address; give one that begins with https://, such as {such_as}"
+        )
+    if parts.query or parts.fragment:
+        shown = urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
+        raise UserError(
+            f"{option} '{quoted(shown)}' has something behind a '?' or '#', but paths are added to it; leave that "
+            "out (a name and a password go before the host: https://name:password@host)"
+        )
+
+
+def without_login(address: str) -> str:
+    """The address without a user name and password."""
+    parts = urlsplit(address)
+    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
+
+
+def ask(
+    address: str,
+    seconds: float,
+    most: int,
+    headers: Mapping[str, str] | None = None,
+    form: bytes | None = None,
+    method: str | None = None,
+) -> HTTPResponse:
+    """What a server answers, opened. Redirections are followed to other http addresses, and from https to https only.
+
+    `seconds`: in which the answer has to arrive, to its last byte. `most`: bytes of its content. Reading raises BadAnswerError
+    beyond them (use `content_of`, or `usable` around it). A user name and password in the address are sent to its server only.
+    Raises HTTPError, `PASSING` and BadAnswerError.
+    """
+    deadline = time.monotonic() + seconds
+    opener = _opener(deadline, seconds, most + _HEAD)
+    given = {"User-Agent": f"evodsp/{__version__}", **(headers or {})}
+    with usable(address):
+        request = Request(without_login(address), data=form, headers=given, method=method)
+        if login := _login(address):
+            request.add_unredirected_header("Authorization", login)
+        for redirected in range(MOST_REDIRECTIONS + 1):
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise _too_slow(seconds)
+            try:
+                answer: HTTPResponse = opener.open(request, timeout=min(SILENT_S, left))
+                return answer
+            except HTTPError as error:
+                error.close()
+                place = error.headers.get("Location")
+                posted_again = form is not None and error.code in (307, 308)
+                if error.code not in _REDIRECTED or place is None or posted_again:
+                    raise
+                request = _redirected(request, place)
+            except URLError as error:
+                if not redirected:
+                    raise
+                raise HTTPException(
+                    f"leads to {quoted(request.host)}, where nobody answers ({error.reason})"
+                ) from error
+        raise BadAnswerError("leads from one address to the next without an end")
+
+
+def content_of(address: str, answer: HTTPResponse, most: int) -> bytes:
+    """The content of the answer of an address, of at most `most` bytes. Raises as `ask` does."""
+    with usable(address), answer:
+        blocks, size = [], 0
+        while block := answer.read(_BLOCK):
+            blocks.append(block)
+            size += len(block)
+            if size > most:
+                raise _too_large(most)
+        if answer.length:  # http.client tells only who reads without a size
+            raise IncompleteRead(b"", answer.length)
+        return b"".join(blocks)
+
+
+@contextmanager
+def usable(address: str) -> Iterator[None]:
+    """Around the reading of an answer: turn whatever the standard library raises for a wrong one into BadAnswerError."""
+    where = without_login(address)
+    try:
+        yield
+    except BadAnswerError as error:
+        raise type(error)(f"{where} {error}") from error
+    except (InvalidURL, ValueError, OverflowError, MemoryError) as error:
+        raise BadAnswerError(f"{where} answers something that is not http ({quoted(str(error))})") from error
+
+
+def _too_slow(seconds: float) -> SlowAnswerError:
+    return SlowAnswerError(f"has not sent its whole answer in {seconds:.3g} s")
+
+
+def _too_large(most: int) -> BadAnswerError:
+    return BadAnswerError(f"answers more than {most / 2**20:.3g} MiB")
+
+
+def _login(address: str) -> str:
+    login, at, _ = urlsplit(address).netloc.rpartition("@")
+    name, _, password = login.partition(":")
+    return f"Basic {b64encode(f'{unquote(name)}:{unquote(password)}'.encode()).decode()}" if at else ""
+
+
+def _redirected(request: Request, place: str) -> Request:
+    """The request for another address. Like a browser's, it is a GET where a form was sent."""
+    try:
+        address = urljoin(request.full_url, quote(place, safe=string.punctuation))
+        scheme, host, _ = urlsplit(address).scheme, urlsplit(address).hostname, urlsplit(address).port
+    except ValueError:
+        scheme, host = "", None
+    secure = scheme == "https" or urlsplit(request.full_url).scheme != "https"
+    if scheme not in _SCHEMES or not host or not secure:
+        raise BadAnswerError(f"leads to '{quoted(place)}', which is no address to follow")
+    kept = {
+        name: value for name, value in request.headers.items() if name.lower() not in ("content-length", "content-type")
+    }
+    method = "HEAD" if request.get_method() == "HEAD" else "GET"
+    return Request(without_login(address), headers=kept, method=method)
+
+
+def _opener(deadline: float, seconds: float, most: int) -> OpenerDirector:
+    """What opens requests. Proxies of the environment are used as everywhere in Python."""
+
+    def connection(kind: type[HTTPConnection], *given: Any, **named: Any) -> HTTPConnection:
+        made = kind(*given, **named)
+        made.response_class = partial(_Answer, deadline=deadline, seconds=seconds, most=most)  # type: ignore[assignment]
+        return made
+
+    class Plain(HTTPHandler):
+        def http_open(self, req: Request) -> HTTPResponse:
+            return self.do_open(partial(connection, HTTPConnection), req)
+
+    class Secure(HTTPSHandler):
+        def https_open(self, req: Request) -> HTTPResponse:
+            return self.do_open(partial(connection, HTTPSConnection), req)
+
+    return build_opener(Plain, Secure, _NotFollowed)
+
+
+class _NotFollowed(HTTPRedirectHandler):
+    """Makes an HTTPError of a redirection, as of any other answer without content."""
+
+    def http_error_302(self, *_: Any) -> None:
+        return None
+
+    http_error_301 = http_error_303 = http_error_307 = http_error_308 = http_error_302  # type: ignore[assignment]
+
+
+class _Answer(HTTPResponse):
+    """An answer whose bytes are counted, and which ends at a moment."""
+
+    def __init__(self, sock: socket, *given: Any, deadline: float, seconds: float, most: int, **named: Any) -> None:
+        super().__init__(sock, *given, **named)
+        self.fp.close()
+        self.fp = io.BufferedReader(_Limited(sock, deadline, seconds, most))
+
+
+class _Limited(io.RawIOBase):
+    """What arrives from the network, until a moment and up to a number of bytes."""
+
+    def __init__(self, sock: socket, deadline: float, seconds: float, most: int) -> None:
+        self._socket, self._bytes = sock, sock.makefile("rb", buffering=0)
+        self._deadline, self._seconds, self._most, self._left = deadline, seconds, most - _HEAD, most
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int | None:
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise _too_slow(self._seconds)
+        if self._left <= 0:
+            raise _too_large(self._most)
+        self._socket.settimeout(min(SILENT_S, left))
+        try:
+            count: int | None = self._bytes.readinto(buffer)
+        except TimeoutError:
+            if time.monotonic() >= self._deadline:
+                raise _too_slow(self._seconds) from None
+            raise
+        self._left -= count or 0
+        return count
+
+    def close(self) -> None:
+        self._bytes.close()
+        super().close()

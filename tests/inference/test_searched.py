@@ -1,0 +1,71 @@
+"""Records whose alignments a server does not find."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from evodsp.cli import main
+from evodsp.data.records import ProteinSequence
+from evodsp.inference import searched
+from evodsp.inference.config import PredictConfig
+from evodsp.inference.searched import with_searched
+from evodsp.inference.targets import Target
+from evodsp.search.searcher import Found, NoAnswerError
+from evodsp.search.server import MsaServer
+
+
+class Dying(MsaServer):
+    """Finds alignments of one sequence, and is gone."""
+
+    most = 1
+
+    def search(self, sequences: Sequence[str], say: object) -> list[Found]:  # type: ignore[override]
+        if sequences != ["GST"]:
+            raise NoAnswerError("http://host: gone")
+        return [Found({"x.a3m": b">q\nGST\n"})]
+
+
+def test_a_server_that_is_gone_costs_only_what_it_would_have_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches records that have alignments, and those found before, which are not predicted because a server is down."""
+    monkeypatch.setattr(searched, "MsaServer", Dying)
+    (tmp_path / "own.a3m").write_text(">q\nMKT\n")
+    records = {"own": "MKT", "found": "GST", "lost": "AAA", "lost_too": "CCC"}
+    targets = [
+        Target(ProteinSequence(name, letters), tmp_path / "own.a3m" if name == "own" else None, ("none",))
+        for name, letters in records.items()
+    ]
+    config = PredictConfig(inputs=[tmp_path], checkpoint=tmp_path, output=tmp_path, msa_server="http://host")
+    usable, failures = with_searched(targets, config)
+    assert [target.query.name for target in usable] == ["own", "found"]
+    assert usable[1].alignments == tmp_path / "_alignments" / "found"
+    assert [(failure.name, failure.reason) for failure in failures] == [
+        ("lost", "http://host: gone"), ("lost_too", "http://host: gone"),
+    ]  # fmt: skip
+
+
+def test_the_command_of_a_search_says_that_the_server_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches an exit code that looks like a few records without alignments, and the same line for each of thousands."""
+    monkeypatch.setattr("evodsp.inference.search.MsaServer", Dying)
+    (tmp_path / "in.fasta").write_text(">a\nGST\n" + "".join(f">b{number}\nMKT{'A' * number}\n" for number in range(5)))
+    words = [
+        "search",
+        str(tmp_path / "in.fasta"),
+        "--output",
+        str(tmp_path / "out"),
+        "--msa_server",
+        "http://me:secret@host",
+    ]
+    assert main([*words, "--msa_server_limits.answer_s", "5"]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.count("gone") == 1
+    assert "secret" not in captured.err + captured.out
+    assert (tmp_path / "out" / "a" / "x.a3m").is_file()
+    assert main([*words, "--msa_server_limits.answer_s", "0"]) == 2
+    assert "--msa_server_limits.answer_s is 0" in capsys.readouterr().err
