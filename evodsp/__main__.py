@@ -5,11 +5,13 @@ from __future__ import annotations
 import atexit
 import os
 import shutil
+import signal
 import sys
 import threading
 from typing import NoReturn
 
 from evodsp.cli import main
+from evodsp.launch.parent import STOPPED
 from evodsp.printing import escape_others
 
 
@@ -28,6 +30,9 @@ def leave(code: int) -> NoReturn:
     And at once, if it failed: a rank that failed may still have a daemon thread inside a call to torch's store. Ending that
     thread with the interpreter sometimes aborts the process (SIGABRT), which would change the exit code.
     """
+    if code == STOPPED:  # Python lets go of its handlers first: another request to stop would change the exit code
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_IGN)
     others = [thread for thread in threading.enumerate() if thread is not threading.main_thread()]
     if code and any(thread.daemon for thread in others):
         _end(code)

@@ -26,6 +26,7 @@ import yaml  # type: ignore[import-untyped]
 from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace, set_parsing_settings
 
 from evodsp.errors import SettingError, UserError, nearest
+from evodsp.yaml_files import compose_yaml, read_yaml
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
@@ -77,13 +78,9 @@ class OneLineErrors(ArgumentParser):
             try:
                 return self.instantiate(config)
             except ValueError as error:  # of a class that a setting names jsonargparse reports all types that it tried
-                made = re.search(r"Given value: Namespace\(class_path='([^']*)'", str(error))
-                if made is None or error.__cause__ is None:
+                if (line := _not_made(str(error))) is None:
                     raise
-                reason = " ".join(str(error.__cause__).split()).removeprefix(
-                    f"Problem with given class_path '{made[1]}': "
-                )
-                raise UserError(f"{made[1]}: {reason}; check its init_args and what it needs") from error
+                raise UserError(line) from error
 
     @contextmanager
     def located(self) -> Iterator[None]:
@@ -192,13 +189,11 @@ class OneLineErrors(ArgumentParser):
         word), that contains itself, or in which a group of options is empty."""
         groups = {key.partition(".")[0] for key in self.known_keys() if "." in key}
         for file in self.config_files:
-            try:
-                top = yaml.compose(Path(file).read_bytes().decode())
-            except UnicodeDecodeError as error:
-                raise UserError(f"{file}: not a text in UTF-8 (byte {error.start + 1}); save it as UTF-8") from error
-            except (OSError, yaml.YAMLError):
+            if not Path(file).is_file():
                 continue  # said when it is parsed
-            _refuse_repeated_keys(file, top, ())
+            top = compose_yaml(Path(file))
+            _refuse_repeated_keys(file, top)
+            self._refuse_other_names(file, top, "")
             for name, value in top.value if isinstance(top, yaml.MappingNode) else []:
                 if name.value in groups and value.tag == "tag:yaml.org,2002:null":
                     line = name.start_mark.line + 1
@@ -206,15 +201,26 @@ class OneLineErrors(ArgumentParser):
                         f"{file}:{line}: '{name.value}' is empty; give some of its options, or remove the line"
                     )
 
+    def _refuse_other_names(self, file: str, node: Any, prefix: str) -> None:
+        """Raise UserError for a name of an option that is no text, such as `1: 2`. `prefix`: of the options in `node`."""
+        for name, value in node.value if isinstance(node, yaml.MappingNode) else []:
+            if name.tag not in ("tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"):
+                line = name.start_mark.line + 1
+                raise UserError(
+                    f"{file}:{line}: the name of an option is a text; write it in quotes, or remove the line"
+                )
+            group = f"{prefix}{name.value}."
+            if any(key.startswith(group) for key in self.known_keys()):
+                self._refuse_other_names(file, value, group)
+
     def _check_lists(self) -> None:
         """Raise UserError if a config file gives an argument without a name other than as a list of words: jsonargparse's
         message names neither the file nor what is expected, and it fails on a mapping."""
         unnamed = [action.dest for action in self._actions if not action.option_strings]
         for file in self.config_files:
-            try:
-                content = yaml.safe_load(Path(file).read_text())
-            except (OSError, UnicodeDecodeError, yaml.YAMLError):
+            if not Path(file).is_file():
                 continue  # said when it is parsed
+            content = read_yaml(Path(file))
             for key in unnamed:
                 value = content.get(key) if isinstance(content, dict) else None
                 if value is None or (isinstance(value, list) and all(isinstance(one, str) for one in value)):
@@ -289,6 +295,19 @@ class HelpFormatter(DefaultHelpFormatter):
             super().add_argument(action)
 
 
+def _not_made(message: str) -> str | None:
+    """One line of why an object that a setting names, alone or in a list, could not be made, from jsonargparse's message; None
+    if the message is of something else."""
+    found = re.search(r"Problem with given class_path '([^']*)':(.*?)(?=\n\s*- |\nGiven value|$)", message, re.DOTALL)
+    if found is None:
+        return None
+    name, reason = found[1], " ".join(found[2].split())
+    if package := re.search(r"Requirement '(([\w.-]+)[^']*)' not met|Module not found: '(([\w.-]+))'", reason):
+        needed, alone = (group for group in package.groups() if group)
+        return f"{name} needs {needed}, which is not installed; pip install {alone} --upgrade, or leave it out"
+    return f"{name}: {reason}; check its init_args and what it needs"
+
+
 def with_underscores(words: list[str]) -> list[str]:
     """`--extra-msa` and `--extra_msa` are the same option."""
     return [
@@ -304,13 +323,11 @@ def _omegaconf_errors() -> tuple[type[Exception], ...]:
     return () if omegaconf is None else (omegaconf.errors.OmegaConfBaseException,)
 
 
-def _refuse_repeated_keys(file: str, node: Any, above: tuple[Any, ...]) -> None:
-    """Raise UserError for the first mapping in a YAML `node` with two equal keys, and for a node that contains itself."""
-    if node in above:
-        raise UserError(f"{file}:{node.start_mark.line + 1}: what is marked with & contains itself; write it out")
+def _refuse_repeated_keys(file: str, node: Any) -> None:
+    """Raise UserError for the first mapping in a YAML `node` with two equal keys."""
     if isinstance(node, yaml.SequenceNode):
         for item in node.value:
-            _refuse_repeated_keys(file, item, (*above, node))
+            _refuse_repeated_keys(file, item)
     if isinstance(node, yaml.MappingNode):
         lines: dict[Any, int] = {}
         for name, value in node.value:
@@ -320,15 +337,15 @@ def _refuse_repeated_keys(file: str, node: Any, above: tuple[Any, ...]) -> None:
                     f"{file}:{line}: '{name.value}' is here and on line {lines[name.value]}; write it once, with all that "
                     "belongs to it"
                 )
-            _refuse_repeated_keys(file, value, (*above, node))
+            _refuse_repeated_keys(file, value)
 
 
 def line_of_key(path: Path, key: str, exactly: bool = False) -> int | None:
     """The line of a YAML file (from 1) that sets the dotted `key`, or, unless `exactly`, the innermost group of it that is
     there; None if there is none, or if the file cannot be read."""
     try:
-        node = yaml.compose(path.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        node = compose_yaml(path)
+    except UserError:
         return None
     line = None
     for part in key.split("."):

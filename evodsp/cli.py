@@ -13,7 +13,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -277,7 +277,27 @@ COMMANDS: dict[str, Command] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command line (default: this process's) and return its exit code."""
+    """Run one command line and return its exit code. Without `arguments` it is this process's, which ends with that code: a run
+    that was asked to stop leaves its handlers, so that a signal at the last moment changes nothing.
+    """
+    with nullcontext() if arguments is None else _same_handlers():
+        return _main(arguments)
+
+
+@contextmanager
+def _same_handlers() -> Iterator[None]:
+    """For a program that goes on: signals are handled as before."""
+    former = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in former.items():
+                if handler is not None and signal.getsignal(number) is not handler:
+                    signal.signal(number, handler)
+
+
+def _main(arguments: Sequence[str] | None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     # Read when torch is first imported: waiting threads sleep instead of spinning. On a busy machine, spinning threads take
     # time from the threads that work.

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from evodsp.errors import UserError
+from evodsp.errors import UserError, shortened
 from evodsp.packaged import packaged_config, packaged_data
+from evodsp.yaml_files import check_yaml
 
 _OPTIONS = ("--config", "-c")
 
@@ -57,14 +58,13 @@ def _config_words(option: str, value: str) -> list[str]:
 def _read(config: Path) -> dict[str, Any]:
     # Here, so that the help of the commands does not wait for it.
     from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-    from yaml import YAMLError  # type: ignore[import-untyped]
 
+    check_yaml(config)
     try:
         content = OmegaConf.to_container(OmegaConf.load(config), resolve=True)
-    except (OSError, UnicodeDecodeError, YAMLError, OmegaConfBaseException) as error:
+    except Exception as error:  # of what is between ${ and }
         raise UserError(
-            f"--config {config}: cannot be read ({' '.join(str(error).split())}); check the path"
+            f"--config {config}: cannot be read ({shortened(error)}); check what is between ${{ and }}"
         ) from error
     if not isinstance(content, dict):
         raise UserError(f"--config {config}: not a YAML mapping of options; give a config of 'evodsp fit'")

@@ -80,9 +80,9 @@ def share_of(mutants: Sequence[Mutant], share: str) -> list[Mutant]:
 def try_mutants(mutants: Sequence[Mutant], say: Callable[[str], None] = print) -> list[Outcome]:
     """Run every mutant's test, unbroken and broken, and print a line for each. Takes about 5 s a mutant."""
     texts = {mutant: broken_text(mutant) for mutant in mutants}
-    with _copy() as copy:
+    with copied() as copy:
         tests = list(dict.fromkeys(mutant.test for mutant in mutants))
-        passed = _run_tests(copy, tests)
+        passed = run_tests(copy, tests, Record(), 4 * TIMEOUT)
         outcomes = []
         for mutant in mutants:
             begin = time.monotonic()
@@ -93,7 +93,7 @@ def try_mutants(mutants: Sequence[Mutant], say: Callable[[str], None] = print) -
                 path = copy / mutant.file
                 source = path.read_text()
                 path.write_text(texts[mutant])
-                found = _of(_run_tests(copy, [mutant.test]), mutant.test)
+                found = _of(run_tests(copy, [mutant.test], Record(), TIMEOUT), mutant.test)
                 path.write_text(source)
                 result = (
                     "caught"
@@ -108,20 +108,20 @@ def try_mutants(mutants: Sequence[Mutant], say: Callable[[str], None] = print) -
 
 
 @contextmanager
-def _copy() -> Iterator[Path]:
+def copied() -> Iterator[Path]:
     """A copy of what tests need, in a temporary folder; golden numbers beside it, where there are any."""
     with tempfile.TemporaryDirectory(prefix="mutants_") as folder:
         copy = Path(folder) / "checkout"
         for name in ("evodsp", "tests", "scripts"):
             shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
-        for name in ("pyproject.toml", "README.md", "configs", "data"):
+        for name in ("pyproject.toml", "README.md", "conftest.py", "configs", "data"):
             (copy / name).symlink_to(ROOT / name)
         if (ROOT.parent / "shared").is_dir():
             (Path(folder) / "shared").symlink_to(ROOT.parent / "shared")
         yield copy
 
 
-class _Record:
+class Record:
     """A pytest plugin that keeps the outcome of every test's call."""
 
     def __init__(self) -> None:
@@ -139,15 +139,19 @@ def _of(outcomes: dict[str, str], test: str) -> list[str]:
     return [outcome for name, outcome in outcomes.items() if name == test or name.startswith(f"{test}[")]
 
 
-def _run_tests(copy: Path, tests: Sequence[str]) -> dict[str, str]:
-    """Outcome by test id, of tests run in `copy` by a forked process: torch is imported once, evodsp anew each time."""
+def run_tests(copy: Path, words: Sequence[str], record: Record, seconds: float) -> dict[str, str]:
+    """Outcome by test id, of tests run in `copy` by a forked process: torch is imported once, evodsp anew each time.
+
+    `words`: for pytest. `record`: a plugin for that process. None have an outcome if they take longer than `seconds`; then
+    there is no file `outcomes.json` beside the copy.
+    """
     result = copy.parent / "outcomes.json"
     result.unlink(missing_ok=True)
     sys.stdout.flush()
     child = os.fork()
     if child == 0:
-        _child(copy, tests, result)
-    deadline = time.monotonic() + TIMEOUT * (1 if len(tests) == 1 else 4)
+        _child(copy, words, record, result)
+    deadline = time.monotonic() + seconds
     while os.waitpid(child, os.WNOHANG) == (0, 0):
         if time.monotonic() > deadline:
             os.killpg(child, signal.SIGKILL)
@@ -157,7 +161,7 @@ def _run_tests(copy: Path, tests: Sequence[str]) -> dict[str, str]:
     return json.loads(result.read_text()) if result.is_file() else {}
 
 
-def _child(copy: Path, tests: Sequence[str], result: Path) -> None:
+def _child(copy: Path, words: Sequence[str], record: Record, result: Path) -> None:
     """Run pytest in `copy`, write the outcomes, and end this process."""
     os.setsid()
     os.chdir(copy)
@@ -170,8 +174,7 @@ def _child(copy: Path, tests: Sequence[str], result: Path) -> None:
         del sys.modules[name]
     import pytest
 
-    record = _Record()
-    pytest.main([*tests, "-q", "-p", "no:cacheprovider", "--tb=short", f"--rootdir={copy}"], plugins=[record])
+    pytest.main([*words, "-q", "-p", "no:cacheprovider", "--tb=short", f"--rootdir={copy}"], plugins=[record])
     evodsp = sys.modules.get("evodsp")
     assert evodsp is None or Path(str(evodsp.__file__)).is_relative_to(copy), "not the copy was tested"
     result.write_text(json.dumps(record.outcomes))

@@ -108,7 +108,7 @@ class UncheckedPool(RankPool):
 
 def _serve(rank: int, ranks: int, path: str, pipe: Connection) -> None:
     """Run the functions that arrive through `pipe`, until it is closed."""
-    import tests.conftest  # noqa: F401  (installs the shape checks)
+    import tests.process  # noqa: F401  (installs the shape checks)
 
     _serve_unchecked(rank, ranks, path, pipe)
 

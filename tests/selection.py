@@ -1,5 +1,7 @@
 """pytest options with which CI runs a part of the verify tests: some related to the change, some in rotation.
 
+Tests of the programs under scripts/ are verify tests too. They concern the files that they and their programs import.
+
 `make verify` runs all of them, which takes longer than CI has. `--changed-since` and `--rotate` reorder the tests.
 `--budget-minutes` stops starting verify tests after that time, and ends a test that is still running a quarter of it (`GRACE`)
 later. Tests not started or not finished are reported as skipped and listed.
@@ -7,13 +9,15 @@ later. Tests not started or not finished are reported as skipped and listed.
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import re
 import signal
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Iterator
+from functools import cache
 from itertools import chain, zip_longest
 from pathlib import Path
 from typing import NoReturn
@@ -54,9 +58,36 @@ def words(path: str) -> set[str]:
 
 
 def concerns(test: str, changed: Iterable[str]) -> bool:
-    """Whether a test's id shares a folder or file name with a changed file, also within its parameters."""
+    """Whether a test's id shares a folder or file name with a changed file, also within its parameters. Of a test under
+    scripts/: or whether a changed file is one of those that it or its program imports.
+    """
+    changed = list(changed)
     about = words(re.sub(r"[\[\]]", "/", test))
-    return any(about & words(path) for path in changed)
+    return any(about & words(path) for path in changed) or not imported(test.split("::")[0]).isdisjoint(changed)
+
+
+@cache
+def imported(test: str) -> frozenset[str]:
+    """Files that a test file under scripts/ imports: all of scripts/, and of evodsp what these name themselves."""
+    found: set[str] = set()
+    left = {test} if test.startswith("scripts/") else set()
+    while left:
+        found |= left
+        named = {name for file in left if file.startswith("scripts/") for name in _imports(file)}
+        left = {file for file in named if (ROOT / file).is_file()} - found
+    return frozenset(found - {test})
+
+
+def _imports(file: str) -> Iterator[str]:
+    """Paths of the modules that a file may import: of `from a import b` both a.py and a/b.py."""
+    for node in ast.walk(ast.parse((ROOT / file).read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        else:
+            continue
+        yield from (name.replace(".", "/") + ".py" for name in names)
 
 
 def changed_files(revision: str) -> list[str]:

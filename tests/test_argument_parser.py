@@ -123,7 +123,9 @@ def test_config_files_that_cannot_be_read(tmp_path: Path) -> None:
     )
     assert refused("--config", str(tmp_path / "absent.yaml")) == f"{tmp_path}/absent.yaml: no such file; check --config"
     assert refused("--config", str(tmp_path)) == f"{tmp_path}: not a file; check --config"
-    assert refused("--config", str(tmp_path / "broken.yaml")).startswith(f"{tmp_path}/broken.yaml: not a YAML mapping")
+    assert refused("--config", str(tmp_path / "broken.yaml")).startswith(
+        f"{tmp_path}/broken.yaml:2: not YAML that evodsp reads"
+    )
 
 
 def test_config_files_may_be_repeated_and_the_last_wins(tmp_path: Path) -> None:
@@ -152,3 +154,25 @@ def test_the_line_of_a_key(tmp_path: Path) -> None:
     found = [line_of_key(tmp_path / "a.yaml", key) for key in ("a", "model.evoformer.blocks", "model.loss.plddt", "b")]
     assert found == [1, 3, 5, None]
     assert line_of_key(tmp_path / "missing.yaml", "a") is None
+
+
+class Recorder:
+    """What a setting may name by its class."""
+
+    def __init__(self, needs: str) -> None:
+        raise ModuleNotFoundError(
+            f"Requirement '{needs}>=3.4.1' not met. HINT: Try running `pip install -U '{needs}>=3.4.1'`"
+        )
+
+
+@pytest.mark.parametrize("form", ["{}", "[{}]"])
+def test_a_package_that_is_not_installed(form: str) -> None:
+    """Catches a traceback of the parser's types, whose last lines name the package that a logger in a list needs."""
+    made = OneLineErrors(prog="evodsp try")
+    made.add_argument("--logger", type=Recorder | list[Recorder] | bool | None)
+    name = f"{__name__}.Recorder"
+    words = ["--logger", form.format(f"{{class_path: {name}, init_args: {{needs: comet-ml}}}}")]
+    with pytest.raises(UserError) as caught:
+        made.instantiate_settings(made.parse_args(words))
+    line = f"{name} needs comet-ml>=3.4.1, which is not installed; pip install comet-ml --upgrade, or leave it out"
+    assert str(caught.value) == line

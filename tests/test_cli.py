@@ -11,7 +11,9 @@ import pytest
 import yaml
 
 from evodsp import __version__
+from evodsp.__main__ import leave
 from evodsp.cli import COMMANDS, main
+from evodsp.launch.parent import STOPPED
 from evodsp.training.options import TrainerOptions
 
 
@@ -312,3 +314,17 @@ def test_ctrl_c_while_modules_are_imported(tmp_path: Path, slow: str) -> None:
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=60)
     assert (process.returncode, said) == ((-signal.SIGINT if slow == "import" else 7), "")
+
+
+def test_a_run_that_has_saved_ends_with_its_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a further SIGTERM that ends the process while Python takes apart its modules: it lets go of handlers first."""
+    former = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)}
+    monkeypatch.setattr("evodsp.__main__._end", sys.exit)
+    monkeypatch.setattr("atexit._run_exitfuncs", lambda: None)
+    try:
+        with pytest.raises(SystemExit, match="75"):
+            leave(STOPPED)
+        assert {signal.getsignal(number) for number in former} == {signal.SIG_IGN}
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)

@@ -43,7 +43,7 @@ from tests.builders.pages import (
     run_quietly,
     text_of,
 )
-from tests.conftest import SHARED
+from tests.shared import SHARED
 
 NOT_RUN = {
     "make demo": "10 to 15 minutes; tests/test_demo.py runs its steps in the verify tier",
@@ -55,11 +55,11 @@ NOT_RUN = {
     ".venv/bin/pip install": "installs from a package index; the extras and files it names are checked",
     "pip install": "likewise",
     "evodsp data synthesize": "takes ten seconds a family; tests/synthetic writes families, here the options are checked",
-    "scripts/paper/gpu.sh": "needs GPUs; its options are checked, and tests/paper/test_gpu.py runs it",
-    "scripts/benchmarks/gpu.sh": "needs a GPU; its options are checked, and tests/test_benchmark_gpu.py runs it",
-    "scripts/verify_gpus.sh": "needs GPUs; tests/test_verify_gpus.py runs it",
-    "scripts/benchmarks/kit.sh": "asks a package index; its options are checked, and tests/test_benchmark_kit.py runs it",
-    "../kit/run.sh": "runs a command on a machine with a GPU; the command is checked, and tests/test_benchmark_kit.py runs it",
+    "scripts/paper/gpu.sh": "needs GPUs; its options are checked, and a test beside it runs it",
+    "scripts/benchmarks/gpu.sh": "needs a GPU; its options are checked, and a test beside it runs it",
+    "scripts/verify_gpus.sh": "needs GPUs; a test beside it runs it",
+    "scripts/benchmarks/kit.sh": "asks a package index; its options are checked, and a test beside it runs it",
+    "../kit/run.sh": "runs a command on a machine with a GPU; the command is checked, and a test beside it runs it",
     "torchrun": "runs in the verify tier; otherwise its options of evodsp are checked",
 }
 """Commands that are not executed here, by how they begin, and why."""
@@ -217,7 +217,7 @@ class Reader:
     def torchrun(self, words: list[str]) -> None:
         """Of one rank: only the options of evodsp behind `-m evodsp`."""
         if words[words.index("-m") + 1].startswith("scripts.frameworks."):
-            return  # tests/parallel/compatibility runs it and checks what it prints
+            return  # scripts/frameworks/tests runs it and checks what it prints
         at = words.index("evodsp")
         assert words[at - 1] == "-m"
         assert run_quietly([*words[at + 1 :], "--print_config"])

@@ -23,7 +23,7 @@ from evodsp.weights.deepmind import load_arrays
 from evodsp.weights.names import parameter_names
 from tests.builders.golden import close
 from tests.builders.golden_model import CONFIG
-from tests.conftest import load
+from tests.shared import load
 
 REAL = 64  # residues, followed by 8 of padding
 WEIGHTS = LossConfig(plddt=0.01, pae=0.1, experimentally_resolved=0.01, violation=1.0, scale_by_length=False)

@@ -11,7 +11,7 @@ from torch import Tensor
 from evodsp import metrics
 from evodsp.geometry.rigid import Rigid
 from evodsp.metrics import gdt_ts, lddt, lddt_ca, rmsd, superpose, tm_d0, tm_score
-from tests.conftest import load
+from tests.shared import load
 
 GLOBAL = [lddt_ca, gdt_ts, tm_score]
 ERRORS = [rmsd]

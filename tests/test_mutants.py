@@ -6,6 +6,7 @@ import ast
 import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -52,10 +53,13 @@ def test_every_break_applies_and_its_test_exists() -> None:
     for mutant in MUTANTS:
         ast.parse(broken_text(mutant))
         file, test = mutant.test.split("[")[0].split("::")
-        functions = [
-            node.name for node in ast.walk(ast.parse((ROOT / file).read_text())) if isinstance(node, ast.FunctionDef)
-        ]
-        assert test in functions, mutant.test
+        assert test in functions_of(file), mutant.test
+
+
+@cache
+def functions_of(file: str) -> set[str]:
+    """Names of the functions of a file of tests, which many mutants share."""
+    return {node.name for node in ast.walk(ast.parse((ROOT / file).read_text())) if isinstance(node, ast.FunctionDef)}
 
 
 @pytest.mark.verify

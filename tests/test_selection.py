@@ -38,6 +38,9 @@ def test_quick():
         ("tests/training/test_mesh.py::test_it", "evodsp/parallel/mesh.py", True),
         ("tests/model/test_sharded.py::test_it", "evodsp/losses/fape.py", False),
         ("tests/test_demo.py::test_it", "scripts/slurm/train.sh", False),
+        ("scripts/paper/tests/test_memory.py::test_it", "scripts/paper/plots.py", True),
+        ("scripts/benchmarks/tests/test_bench.py::test_it", "evodsp/model/evoformer.py", True),
+        ("scripts/benchmarks/tests/test_bench.py::test_it", "evodsp/inference/relaxation.py", False),
     ],
 )
 def test_what_concerns_a_change_is_known_by_its_path(test: str, changed: str, expected: bool) -> None:

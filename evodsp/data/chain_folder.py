@@ -27,6 +27,8 @@ BESIDE = _ARCHIVE
 _SUBFOLDERS = ("a3m", "sto", "hhr")
 _HMMSEARCH = ("hmm_output", "hmmsearch_output", "pdb_hits")
 """Names of hmmsearch's results: OpenFold's, OpenFold3's, AlphaFold-Multimer's."""
+SEARCH_RESULTS = f".hhr, {', '.join(f'{name}.sto' for name in _HMMSEARCH[:-1])} or {_HMMSEARCH[-1]}.sto"
+"""The names of template searches, for messages."""
 _LARGEST_EMPTY = 4096
 """Bytes that a file without text may have: blank lines, the header of a gzip archive."""
 _NOT_FOR_THE_MSA = ("uniprot_hits", *_HMMSEARCH)  # for pairing chains of a complex; for templates

@@ -1,9 +1,10 @@
 """The index of a data set: what is known of each chain and where its files are, found once and shared by all processes.
 
 `evodsp data index` makes it (`evodsp.data.scan`). It is a folder of NumPy arrays, one .npy file a column, and `index.json`
-with the format's version, the size and CRC-32 of each array, the sources and their state when they were scanned. Opening it
-maps the arrays into memory: nothing is parsed, and the workers and ranks of a machine share one copy. A chain is found by
-bisection over the sorted keys. The folder is renamed into place when it is complete (`evodsp.files`). Paths are relative to
+with the format's version, the size and CRC-32 of each array and of itself, the sources and their state when they were scanned.
+Opening it maps the arrays into memory: nothing is parsed, and the workers and ranks of a machine share one copy. The checksums
+are compared then, a second for a gigabyte; copies that travel to workers are mapped only. A chain is found by bisection over
+the sorted keys. The folder is renamed into place when it is complete (`evodsp.files`). Paths are relative to
 the alignment and structure folders, so that the data may move.
 
 Formats compared: .npy files are written, checked and mapped by NumPy alone, and any program reads them. An .npz archive
@@ -17,7 +18,7 @@ from __future__ import annotations
 import json
 import shlex
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,12 +26,13 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Int32, Int64
 
+from evodsp.array_files import map_array
 from evodsp.data.alignment_database import StoredFile
 from evodsp.data.chain_folder import is_alignment
 from evodsp.data.chain_table import ChainTable
 from evodsp.data.packed_texts import PackedTexts
 from evodsp.data.text_files import read_json
-from evodsp.errors import FileFormatError, UserError, nearest
+from evodsp.errors import FileFormatError, UserError, nearest, shortened, shown
 from evodsp.files import whole_folder
 
 FORMAT, VERSION = "evodsp index of chains", 1
@@ -41,6 +43,10 @@ _COLUMNS = (
     "lengths", "resolutions", "release_days", "cluster_sizes", "largest_fractions", "unknown_fractions", "representatives",
 )  # fmt: skip
 _ARRAYS = ("chain_databases", "first_files", "file_name_rows", "file_offsets", "file_lengths")
+_FILES = (*_COLUMNS, *_ARRAYS, *(f"{name}.{part}" for name in _TEXTS for part in ("starts", "letters")))
+_REAL = ("resolutions", "largest_fractions", "unknown_fractions")
+_OWN = "crc32"
+"""Entry of the header: the checksum of its other entries."""
 _NEAREST_AMONG = 100_000
 """A misspelt key is compared with at most this many keys."""
 FOLDER_OF_ITS_OWN = -1
@@ -58,6 +64,10 @@ class Source:
     path: str
     mtime_ns: int
     bytes: int
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.option, str) or not isinstance(self.path, str):
+            raise TypeError("a source without a path")
 
     @classmethod
     def of(cls, option: str, path: Path) -> Source:
@@ -97,21 +107,38 @@ class ChainIndex:
     """An open index. Pickling transfers only its path."""
 
     def __init__(self, path: str | Path) -> None:
-        """Map the index into memory. Raises UserError if it is missing, truncated, or of another format or version."""
-        self.path = Path(path)
-        self._header = _read_header(self.path)
-        arrays = {name: self._array(name) for name in self._header["arrays"]}
+        """Map the index into memory. Raises UserError if it is missing, damaged, or of another format or version."""
+        self._map(Path(path))
+        self.check()
+
+    @classmethod
+    def _copy(cls, path: Path) -> ChainIndex:
+        """An index that another process has checked."""
+        made = cls.__new__(cls)
+        made._map(path)
+        return made
+
+    def _map(self, path: Path) -> None:
+        self.path = path
+        self._header = _read_header(path)
+        arrays = {name: self._array(name) for name in _FILES}
         try:
+            self.sources = [Source(**source) for source in self._header["sources"]]
+            """What was scanned."""
+            self.obsolete: Mapping[str, str | None] = dict(self._header["obsolete"])
+            """Withdrawn entry -> the entry that replaces it, or None; in lower case."""
+            if not all(isinstance(entry, str | None) for entry in self.obsolete.values()):
+                raise TypeError("an obsolete entry that is no text")
             texts = {name: PackedTexts(arrays[f"{name}.starts"], arrays[f"{name}.letters"]) for name in _TEXTS}
             self.keys = texts.pop("keys")
             table = ChainTable(self.keys, **{name: arrays[name] for name in _COLUMNS})
             columns: dict[str, Any] = {**texts, **{name: arrays[name] for name in _ARRAYS}}
             self.content = IndexContent(table, **columns)
-        except (KeyError, ValueError) as error:
-            raise FileFormatError(self.path, f"its arrays do not fit together ({error}); {_FIX}") from error
+        except (KeyError, ValueError, TypeError) as error:
+            raise FileFormatError(self.path, f"its parts do not fit together ({shortened(error)}); {_FIX}") from error
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.path,)
+        return type(self)._copy, (self.path,)
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -119,16 +146,6 @@ class ChainIndex:
     @property
     def table(self) -> ChainTable:
         return self.content.table
-
-    @property
-    def sources(self) -> list[Source]:
-        """What was scanned."""
-        return [Source(**source) for source in self._header["sources"]]
-
-    @property
-    def obsolete(self) -> Mapping[str, str | None]:
-        """Withdrawn entry -> the entry that replaces it, or None; in lower case."""
-        return dict(self._header["obsolete"])
 
     @property
     def command(self) -> str:
@@ -203,24 +220,52 @@ class ChainIndex:
         return stale
 
     def check(self) -> None:
-        """Read every array and raise FileFormatError unless its checksum is the one it was written with."""
-        for name, expected in self._header["arrays"].items():
-            if _checksum(self.path / f"{name}.npy") != expected["crc32"]:
-                raise FileFormatError(
-                    self.path / f"{name}.npy", f"damaged: its checksum is not the one in {HEADER}; {_FIX}"
-                )
+        """Read every array and raise FileFormatError unless its checksum is the one it was written with, and its rows fit to
+        those of the others."""
+        for name in _FILES:
+            path = self.path / f"{name}.npy"
+            if _checksum(path) != self._header["arrays"][name].get("crc32"):
+                raise FileFormatError(path, f"damaged: its checksum is not the one in {HEADER}; {_FIX}")
+        for name, fits in _fitting(self.content):
+            if not fits:
+                raise FileFormatError(self.path, f"its {name} do not fit to its other columns; {_FIX}")
 
     def _array(self, name: str) -> np.ndarray:
-        path, expected = self.path / f"{name}.npy", self._header["arrays"][name]
-        try:
-            if path.stat().st_size != expected["bytes"]:
-                raise ValueError(f"{path.stat().st_size} bytes instead of {expected['bytes']}")
-            array: np.ndarray = np.load(path, allow_pickle=False, mmap_mode="r")
-        except (OSError, ValueError, TypeError, KeyError, EOFError) as error:
-            raise FileFormatError(path, f"missing, truncated or of another index ({error}); {_FIX}") from error
-        if array.ndim != 1:
-            raise FileFormatError(path, f"an array of shape {array.shape}, not of one axis; {_FIX}")
-        return array.view(np.ndarray)  # still mapped; a memmap object is slow to slice
+        path, expected = self.path / f"{name}.npy", self._header["arrays"].get(name)
+        size = path.stat().st_size if path.is_file() else None
+        if not isinstance(expected, dict) or size is None or size != expected.get("bytes"):
+            raise FileFormatError(path, f"missing, truncated or of another index than {HEADER}; {_FIX}")
+        array = map_array(path, _FIX)
+        if array.ndim != 1 or array.dtype.kind not in ("f" if name in _REAL else "iu"):
+            raise FileFormatError(path, f"an array of shape {array.shape} and type {array.dtype}; {_FIX}")
+        return array
+
+
+def _fitting(content: IndexContent) -> Iterator[tuple[str, bool]]:
+    """Each part of an index, and whether its rows are those of the others."""
+    table, chains, files = content.table, len(content.table.keys), len(content.file_name_rows)
+    for name in _COLUMNS:
+        yield name, len(getattr(table, name)) == chains
+    for name in ("sequences", "structures", "problems"):
+        yield name, len(getattr(content, name)) == chains
+    for name in ("keys", *(name for name in _TEXTS if name != "keys")):
+        texts = table.keys if name == "keys" else getattr(content, name)
+        yield name, not isinstance(texts, PackedTexts) or bool((texts.lengths() >= 0).all())
+    yield "representatives", _within(table.representatives, 0, chains)
+    yield "chain_databases", len(content.chain_databases) == chains
+    yield "chain_databases", _within(content.chain_databases, EMPTY_FOLDER, len(content.databases))
+    first = content.first_files
+    yield (
+        "first_files",
+        len(first) == chains + 1 and first[0] == 0 and first[-1] == files and bool((np.diff(first) >= 0).all()),
+    )
+    yield "file_name_rows", _within(content.file_name_rows, 0, len(content.file_names))
+    for name in ("file_offsets", "file_lengths"):
+        yield name, len(getattr(content, name)) == files and _within(getattr(content, name), 0, np.iinfo(np.int64).max)
+
+
+def _within(numbers: np.ndarray, lowest: int, end: int) -> bool:
+    return not numbers.size or bool(numbers.min() >= lowest and numbers.max() < end)
 
 
 def own_alignments(content: IndexContent) -> Bool[np.ndarray, " n"]:
@@ -252,6 +297,7 @@ def write_index(path: Path, content: IndexContent, sources: list[Source], obsole
             "arrays": written,
             "obsolete": dict(sorted(obsolete.items())),
         }
+        header = {**header, _OWN: _header_checksum(header)}
         (folder / HEADER).write_text(json.dumps(header, indent=1) + "\n", encoding="utf-8")
 
 
@@ -270,9 +316,17 @@ def _read_header(path: Path) -> dict[str, Any]:
     if header.get("version") != VERSION:
         found = header.get("version")
         raise FileFormatError(
-            path / HEADER, f"version {found} of the format, but this evodsp reads version {VERSION}; {_FIX}"
+            path / HEADER, f"version {shown(found)} of the format, but this evodsp reads version {VERSION}; {_FIX}"
         )
+    if _OWN in header and header[_OWN] != _header_checksum(header):  # earlier versions wrote none
+        raise FileFormatError(path / HEADER, f"damaged: its checksum is not the one it was written with; {_FIX}")
     return header
+
+
+def _header_checksum(header: Mapping[str, Any]) -> int:
+    """Of all other entries."""
+    others = {name: value for name, value in header.items() if name != _OWN}
+    return zlib.crc32(json.dumps(others, sort_keys=True).encode())
 
 
 def _checksum(path: Path) -> int:

@@ -1,7 +1,8 @@
 """Parsing of structure files (mmCIF, PDB; gzipped or not) into protein chains with atom37 coordinates.
 
 gemmi.cif reads the tokens and NumPy assembles the arrays: about ten times as fast as Biopython's MMCIFParser on the same files
-(scripts/benchmarks/parsing.py). `evodsp.data.structure_block` makes full mmCIF of PDB files and of files without sequences.
+(scripts/benchmarks/results/parsing.txt). `evodsp.data.structure_block` makes full mmCIF of PDB files and of files without
+sequences.
 
 Conventions are AF2's (supplement 1.2.1): residues in SEQRES order; the first model; for each atom the alternative location of
 highest occupancy (the first among equals); SE of selenomethionine as SD; arginine's NH1 is the one nearer to CD. Modified

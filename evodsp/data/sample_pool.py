@@ -254,11 +254,13 @@ def _work(pipe: Connection, lifeline: Connection, samples: ChainDataset) -> None
         signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)
     threading.Thread(target=_end_with, args=[lifeline], daemon=True).start()
-    with contextlib.suppress(EOFError, BrokenPipeError):
+    with contextlib.suppress(EOFError, ConnectionError):
         pipe.send("ready")
         while True:
             index, key = pipe.recv()
             pipe.send(_outcome(samples, index, key))
+    # Python would remove this process's sockets first, in a folder that the training process may have removed by now.
+    os._exit(0)
 
 
 def _outcome(samples: ChainDataset, index: int, key: str) -> tuple[str, Any]:

@@ -7,7 +7,7 @@ Any tool opens the archives. A record is read by one request for a range of byte
 knows, and its checksum is compared each time; so any number of processes can read at once. A local index is memory-mapped:
 all processes of a machine share it.
 
-LMDB, Parquet and Zarr were tried as well (scripts/benchmarks/feature_store.py).
+LMDB, Parquet and Zarr were tried as well (scripts/benchmarks/results/feature_store.txt).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 from fsspec.implementations.local import LocalFileSystem
 
+from evodsp.array_files import array_of, map_array
 from evodsp.data.chain_table import UNKNOWN_DAY
 from evodsp.data.layout import split_key
 from evodsp.errors import FileFormatError, UserError
@@ -33,6 +34,7 @@ from evodsp.files import whole_file
 LONGEST_KEY = 100
 """Bytes of a chain key: what the name of a tar member can hold."""
 INDEX = "index.npy"
+_FIX = "copy the feature store again"
 _EPOCH = date(1970, 1, 1)
 
 
@@ -148,19 +150,17 @@ class Table:
         return row if row < len(self) and self._keys[row] == encoded else None
 
     def _read_index(self, digest: str) -> np.ndarray:
-        path = f"{self._folder}/{INDEX}"
+        path, is_local = f"{self._folder}/{INDEX}", isinstance(self._system, LocalFileSystem)
         try:
-            if isinstance(self._system, LocalFileSystem):
-                index = np.load(path, mmap_mode="r")
-                data = Path(path).read_bytes()
-            else:
-                data = self._system.cat_file(path)
-                index = np.load(io.BytesIO(data))
-        except (OSError, ValueError, EOFError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise UserError(f"{path}: cannot be read ({reason}); copy the feature store again") from error
+            data = Path(path).read_bytes() if is_local else self._system.cat_file(path)
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read ({error.strerror or error}); {_FIX}") from error
         if digest_of(data) != digest:
-            raise FileFormatError(path, "the index is damaged (its checksum differs); copy the feature store again")
+            raise FileFormatError(path, f"the index is damaged (its checksum differs); {_FIX}")
+        index = map_array(path, _FIX) if is_local else array_of(data, path, _FIX)
+        names = _index_type(1).names
+        if index.ndim != 1 or index.dtype.names != names or index.dtype != _index_type(index.dtype["key"].itemsize):
+            raise FileFormatError(path, f"not the index of a feature store; {_FIX}")
         return index
 
 

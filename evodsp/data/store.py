@@ -134,7 +134,7 @@ class FeatureStore:
         return self._read_alignments(key, query)
 
     def template_hits(self, key: str, query: ProteinSequence) -> list[TemplateHit]:
-        """Hits of the chain's template searches (.hhr, hmm_output.sto), in the order of the files; empty if there are none.
+        """Hits of the chain's template searches (`SEARCH_RESULTS`), in the order of the files; empty if there are none.
 
         `query`: the chain's sequence. Raises UserError if the chain is unknown, FileFormatError for a broken file.
         """

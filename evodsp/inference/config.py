@@ -67,8 +67,8 @@ class PredictConfig:
     output: Path
     """Folder for the results, created if it does not exist: <output>/<name>/seed_<k>.cif and the files beside it."""
     templates: Path | None = None
-    """Folder of template structures, <pdbid>.cif[.gz]. The template hits are read from the .hhr files and hmm_output.sto beside
-    the alignments. null: no templates."""
+    """Folder of template structures, <pdbid>.cif[.gz]. The template hits are read from the .hhr files and from
+    hmm_output.sto, hmmsearch_output.sto or pdb_hits.sto beside the alignments. null: no templates."""
     max_template_date: str | None = None
     """Latest release date of a template, such as 2020-05-14; null: no limit."""
     obsolete: Path | None = None

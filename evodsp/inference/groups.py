@@ -1,21 +1,22 @@
 """Several groups of ranks that empty one list of records: a group that is done with one takes the next.
 
 Groups meet in the store of the run, not in collectives: a group may work for hours on a record, and a collective in which the
-others waited for it would time out. Within a group the ranks compute together, as ever.
+others waited for it would time out. Within a group the ranks compute together, as ever. The store holds counts and the lines of
+reports only, because others may write into it (`evodsp.launch.store`); results are gathered when all records are done.
 """
 
 from __future__ import annotations
 
-import pickle
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 import torch.distributed as dist
 
 from evodsp.inference.run_log import Report
-from evodsp.launch.consensus import from_first
+from evodsp.launch.consensus import all_of, from_first
+from evodsp.launch.store import foreign, set_texts, texts
 from evodsp.parallel.group import Group
 
 _POLL_S = 0.2
@@ -33,8 +34,9 @@ class Groups:
         self.number, self.count = everyone.rank // size, everyone.size // size
         """This group's number, and how many groups there are."""
         run = from_first(lambda: uuid.uuid4().hex, everyone)
+        self._leads = own is None or own.rank == 0
         self._store = dist.PrefixStore(run, dist.distributed_c10d._get_default_store())
-        self._read = 0
+        self._read = [0] * self.count
 
     def again(self) -> Groups:
         """The same groups, for another list."""
@@ -42,28 +44,44 @@ class Groups:
 
     def places(self, total: int) -> Iterator[int]:
         """Those of the places 0 … `total` - 1 that this group takes, one after another. All ranks of the group get the same."""
-        while (place := from_first(lambda: self._store.add("taken", 1) - 1, self.own)) < total:
+        while (place := from_first(self._take, self.own)) < total:
             yield place
 
-    def finish(self, place: int, value: Any) -> None:
-        """Hand in what became of a place. Called by every rank of the group."""
-        if self.own is None or self.own.rank == 0:
-            key = f"value/{self._store.add('handed_in', 1) - 1}"
-            self._store.set(key, pickle.dumps((place, value)))  # type: ignore[arg-type]  # torch takes bytes as well
+    def _take(self) -> int:
+        place = self._store.add("taken", 1) - 1
+        if place < 0:
+            raise foreign(self._store, "taken", str(place + 1), "a number above 0")
+        return place
+
+    def finish(self, lines: Sequence[str]) -> None:
+        """Say that a place is done, and what was reported of it. Called by every rank of the group."""
+        if self._leads:
+            set_texts(self._store, f"said/{self.number}/{self._store.add(f'said/{self.number}', 0)}", lines)
+            self._store.add(f"said/{self.number}", 1)
             self._store.add("finished", 1)
 
-    def news(self) -> Iterator[tuple[int, Any]]:
-        """What has been handed in since the last call, by any group."""
-        for number in range(self._read, self._store.add("finished", 0)):
-            self._read = number + 1
-            yield pickle.loads(self._store.get(f"value/{number}"))  # of this run's own ranks
+    def news(self) -> Iterator[tuple[int, list[str]]]:
+        """The lines of each place that is done since the last call, and the number of its group. Raises UserError for others'
+        values in the store."""
+        for group in range(self.count):
+            for number in range(self._read[group], self._store.add(f"said/{group}", 0)):
+                self._read[group] = number + 1
+                yield group, texts(self._store, f"said/{group}/{number}")
 
     def finished(self, total: int) -> bool:
-        """Whether all `total` places have been handed in; waits a moment if not."""
+        """Whether all `total` places are done; waits a moment if not."""
         if self._store.add("finished", 0) >= total:
             return True
         time.sleep(_POLL_S)
         return False
+
+    def gathered(self, found: Mapping[int, Result], total: int) -> dict[int, Result]:
+        """What all groups have `found` for `total` records, by number. Called by all ranks, when all records are done."""
+        parts = all_of(found if self._leads else {}, self.everyone)
+        results = {number: result for part in parts for number, result in part.items()}
+        if lost := total - len(results):
+            raise foreign(self._store, "taken", f"{lost:,} more than groups have taken", "what groups have taken")
+        return results
 
 
 def share(costs: Sequence[int], work: Callable[[int, Report], Result], report: Report, groups: Groups) -> list[Result]:
@@ -76,16 +94,15 @@ def share(costs: Sequence[int], work: Callable[[int, Report], Result], report: R
     is_first, found = groups.everyone.rank == 0, dict[int, Result]()
 
     def listen() -> None:
-        for place, (number, lines, result) in groups.news():
-            if number != groups.number:
+        for number, lines in groups.news():
+            if number != groups.number and lines:
                 for line in (f"(group {number}) {lines[0]}", *lines[1:]):
                     report(line)
-            found[dearest_first[place]] = result
 
     for place in groups.places(len(costs)):
         lines: list[str] = []
-        result = work(dearest_first[place], report if is_first else lines.append)
-        groups.finish(place, (groups.number, lines, result))
+        found[dearest_first[place]] = work(dearest_first[place], report if is_first else lines.append)
+        groups.finish(lines)
         if is_first:
             listen()
     while not groups.finished(len(costs)):
@@ -93,4 +110,5 @@ def share(costs: Sequence[int], work: Callable[[int, Report], Result], report: R
             listen()
     if is_first:
         listen()
-    return from_first(lambda: [found[item] for item in range(len(costs))], groups.everyone)
+    results = groups.gathered(found, len(costs))
+    return [results[item] for item in range(len(costs))]

@@ -28,7 +28,8 @@ TINY = 1e12
 """Multiplications of a target that is so quick that nobody needs to be told."""
 _SURE = 0.75
 """Share of the calculated memory that is needed for certain: it has been a fifth too high and a fifth too low
-(scripts/benchmarks/estimate_check.py). A target that needs more than is free even so is refused; one that may fit is tried."""
+(scripts/benchmarks/results/estimate_check.csv). A target that needs more than is free even so is refused; one that may fit is
+tried."""
 _GRID = 1.04
 """Ratio of sizes that are calculated: targets in between share the larger one's result."""
 _SMALL_WORKING = 64 << 20

@@ -7,18 +7,20 @@ launcher then starts all ranks again; so does torchrun, if it may (--max-restart
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
 from typing import NoReturn
 
+import torch.distributed as dist
+
 from evodsp.inference.failures import Failure
-from evodsp.inference.run_log import missing
+from evodsp.inference.run_log import may_be_made, missing
 from evodsp.launch.agent import starts_again
 from evodsp.launch.last_words import keep_silent
 from evodsp.launch.parent import AGAIN
 from evodsp.launch.process_group import lasting_store
+from evodsp.launch.store import foreign, number, set_texts, shown, texts
 from evodsp.printing import tell
 
 _COUNT, _ENTRY = "left_out", "left_out/{}"
@@ -28,20 +30,29 @@ _MISSING = "missing"
 def left_out() -> list[Failure]:
     """The records that earlier attempts of this run gave up."""
     store = lasting_store()
-    return [Failure(*json.loads(store.get(_ENTRY.format(number)))) for number in range(store.add(_COUNT, 0))]
+    return [_failure(store, _ENTRY.format(entry)) for entry in range(store.add(_COUNT, 0))]
+
+
+def _failure(store: dist.Store, key: str) -> Failure:
+    match texts(store, key):
+        case [name, reason]:
+            return Failure(name, reason)
+        case other:
+            raise foreign(store, key, shown(str(other).encode()), "a name and a reason")
 
 
 def missing_at_first(output: Path) -> list[Path]:
     """What the first attempt of this run had to make for its log (`evodsp.inference.run_log`)."""
-    now = json.dumps([str(place) for place in missing(output)])
-    return [Path(name) for name in json.loads(lasting_store().compare_set(_MISSING, "", now))]
+    store = lasting_store()
+    store.compare_set(_MISSING, "", str(len(missing(output))))
+    return may_be_made(output)[: number(store, _MISSING)]  # what is missing begins with the file
 
 
 def give_up(failure: Failure) -> NoReturn:
     """Note that the run is to go on without this record, say so, and end this process: the others cannot go on with it."""
     keep_silent()
     store = lasting_store()
-    store.set(_ENTRY.format(store.add(_COUNT, 0)), json.dumps([failure.name, failure.reason]))
+    set_texts(store, _ENTRY.format(store.add(_COUNT, 0)), [failure.name, failure.reason])
     store.add(_COUNT, 1)
     then = (
         "all ranks are started again without this record"

@@ -24,9 +24,14 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
+def may_be_made(output: Path) -> list[Path]:
+    """What a run with this output may have to make for its log: the file, the folder, and those above it."""
+    return [output / LOG, output, *output.parents]
+
+
 def missing(output: Path) -> list[Path]:
-    """What a run with this output has to make for its log: the file, the folder, and those above it."""
-    return [place for place in (output / LOG, output, *output.parents) if not place.exists()]
+    """Those of `may_be_made` that there are not."""
+    return [place for place in may_be_made(output) if not place.exists()]
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import hashlib
 from pathlib import Path
 
 from evodsp.config import FeatureConfig
-from evodsp.data.chain_folder import search_result_files
+from evodsp.data.chain_folder import SEARCH_RESULTS, search_result_files
 from evodsp.data.templates.features import TemplateFeatures
 from evodsp.data.templates.source import FoundTemplates, TemplateSource
 from evodsp.errors import UserError
@@ -63,7 +63,7 @@ def find_templates(source: TemplateSource | None, target: Target, most: int) -> 
 
 def _line(found: FoundTemplates, used: TemplateFeatures, folder: Path) -> str:
     if not search_result_files(folder):
-        return f"templates: none; no search result (.hhr or hmm_output.sto) in {folder}"
+        return f"templates: none; no search result ({SEARCH_RESULTS}) in {folder}"
     taken = f"the best {len(used)} are used: {', '.join(used.names)}" if len(used) else "none is used"
     return f"templates: {found.log_line.removeprefix(f'{found.name}: ')}; {taken}"
 

@@ -14,7 +14,9 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
+from evodsp.errors import UserError
 from evodsp.launch.process_group import lasting_store
+from evodsp.launch.store import number, text
 from evodsp.printing import tell
 
 _GROUPS, _WORK, _ADVICE, _SAID = "groups", "work/{}", "advice", "said"
@@ -30,15 +32,24 @@ def note_work(group: int, groups: int, work: str, advice: str) -> None:
 
 def noted(store: dist.Store) -> str:
     """What the ranks have noted, as sentences; empty if they have noted nothing. `store`: their `lasting_store`."""
+    try:
+        return _noted(store)
+    except UserError as error:  # another error is reported; this is added to it
+        return f"What they worked on is not known: {error}"
+
+
+def _noted(store: dist.Store) -> str:
     if not store.check([_GROUPS]):
         return ""
-    count = int(store.get(_GROUPS))
-    known = [number for number in range(count) if store.check([_WORK.format(number)])]
-    works = [(number, work) for number in known if (work := store.get(_WORK.format(number)).decode())]
+    count = number(store, _GROUPS)
+    known = [group for group in range(count) if store.check([_WORK.format(group)])]
+    works = [(group, work) for group in known if (work := text(store, _WORK.format(group)))]
     if not works:
         return ""
-    listed = ", ".join(work if count == 1 else f"{work} (group {number})" for number, work in works)
-    return f"At work on {listed}. Memory may have ended, for want of which Linux kills processes: {store.get(_ADVICE).decode()}"
+    listed = ", ".join(work if count == 1 else f"{work} (group {group})" for group, work in works)
+    return (
+        f"At work on {listed}. Memory may have ended, for want of which Linux kills processes: {text(store, _ADVICE)}"
+    )
 
 
 def forget() -> None:

@@ -17,13 +17,14 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import count
-from typing import IO, Any
+from typing import IO
 
 import torch.distributed as dist
 
 from evodsp.launch.last_words import noted
 from evodsp.launch.parent import AGAIN, GIVEN_UP, LAUNCHER, OWN_RUN, STOPPED
 from evodsp.launch.process_group import part_of
+from evodsp.launch.store import local_store
 from evodsp.printing import tell
 
 POLL_S = 0.05
@@ -70,17 +71,17 @@ def launch(ranks: int, words: list[str]) -> int:
     A rank that ends with exit code AGAIN has all ranks started again. The store through which they meet keeps what they wrote.
     """
     # Created here, so that it outlives every rank and uses a port that is certainly free.
-    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    return next(code for attempt in count() if (code := _run(ranks, words, store, attempt)) != AGAIN)
+    store = local_store()
+    with _signals_noted() as asked:
+        return next(code for attempt in count() if (code := _run(ranks, words, store, attempt, asked)) != AGAIN)
 
 
-def _run(ranks: int, words: list[str], store: dist.TCPStore, attempt: int) -> int:
-    """Start all ranks, wait for their end, and return the exit code of the run, or AGAIN."""
+def _run(ranks: int, words: list[str], store: dist.TCPStore, attempt: int, asked: list[int]) -> int:
+    """Start all ranks, wait for their end, and return the exit code of the run, or AGAIN. `asked`: signals to end them."""
     with ExitStack() as stack:
         started = [_start(number, ranks, store.port, attempt, words, stack) for number in range(ranks)]
         try:
-            with _signals_raised():
-                first = _first_failure(started)
+            first = _first_failure(started, asked)
         except KeyboardInterrupt:
             # The ranks are in their own sessions, so the terminal's Ctrl-C reached only this process.
             _end(started, signal.SIGINT)
@@ -136,23 +137,30 @@ def _cores() -> int:
 
 
 @contextmanager
-def _signals_raised() -> Iterator[None]:
-    """Make SIGTERM, SIGHUP and SIGUSR1 raise an exception, so that no rank is left running."""
+def _signals_noted() -> Iterator[list[int]]:
+    """Note SIGTERM, SIGHUP and SIGUSR1 instead of ending, so that no rank is left running.
 
-    def raise_terminated(number: int, frame: Any) -> None:
-        raise _Terminated
-
-    former = {number: signal.signal(number, raise_terminated) for number in _SIGNALS}
+    They may come several times, from a batch system or whoever is impatient, while the ranks save. Once there was one they
+    are noted until the process ends: it is about to, with an exit code that says whether the run has saved.
+    """
+    noted: list[int] = []
+    former = {number: signal.signal(number, lambda number, _: noted.append(number)) for number in _SIGNALS}
     try:
-        yield
+        yield noted
     finally:
-        for number, handler in former.items():
-            signal.signal(number, handler)
+        if not noted:
+            for number, handler in former.items():
+                signal.signal(number, handler)
 
 
-def _first_failure(started: list[_Rank]) -> _Rank | None:
-    """Wait until all ranks have succeeded (None) or one has failed; of several failures, return the most likely cause."""
+def _first_failure(started: list[_Rank], asked: list[int]) -> _Rank | None:
+    """Wait until all ranks have succeeded (None) or one has failed; of several failures, return the most likely cause.
+
+    Raises _Terminated if a signal was noted in `asked`.
+    """
     while True:
+        if asked:
+            raise _Terminated
         codes = {rank.number: rank.process.poll() for rank in started}
         failed = [rank for rank in started if codes[rank.number]]
         if failed:

@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from evodsp.errors import UserError
 from evodsp.launch.parent import GIVEN_UP
+from evodsp.launch.store import foreign, open_store, shown, text
 from evodsp.launch.watch import Watch, watch_of_this_process
 from evodsp.parallel.config import SequenceConfig
 from evodsp.parallel.mesh import Mesh, init_mesh
@@ -101,7 +102,7 @@ def _place(environment: Mapping[str, str]) -> Place | None:
                 rank,
                 int(environment["SLURM_STEP_NUM_TASKS"]),
                 int(environment.get("SLURM_LOCALID", 0)),
-                environment.get("MASTER_ADDR") or first_host(environment.get("SLURM_STEP_NODELIST", "localhost")),
+                environment.get("MASTER_ADDR") or _first_of_step(environment),
                 # All ranks must derive the same port, and two steps on one node should get different ones.
                 int(port) if port is not None else 15000 + step % 15000,
                 hosts_store=rank == 0,
@@ -111,6 +112,13 @@ def _place(environment: Mapping[str, str]) -> Place | None:
             f"an environment variable of the launcher is not a number ({error}); start the ranks with torchrun or srun"
         ) from error
     return None
+
+
+def _first_of_step(environment: Mapping[str, str]) -> str:
+    """Where the ranks of an `srun` step meet: on its first host. If it has no other, nobody outside has to reach it."""
+    if environment.get("SLURM_STEP_NUM_NODES") == "1":
+        return "localhost"
+    return first_host(environment.get("SLURM_STEP_NODELIST", "localhost"))
 
 
 def first_host(nodes: str) -> str:
@@ -143,7 +151,7 @@ def start(
     try:
         # Two clients, because the watch reads the store while the main thread waits on it. Both use a part of the store that no
         # earlier attempt has used.
-        main, watching = (_store(here, meeting_s, hosts) for hosts in (here.hosts_store, False))
+        main, watching = (open_store(here.host, here.port, meeting_s, hosts) for hosts in (here.hosts_store, False))
         part = _fresh_part(main, here, meeting_s)
     except dist.DistError as error:
         raise UserError(
@@ -177,11 +185,6 @@ def mesh_of(config: SequenceConfig, device_type: str | None = None) -> Mesh:
     return mesh
 
 
-def _store(here: Place, timeout_s: float, hosts: bool) -> dist.TCPStore:
-    timeout = timedelta(seconds=timeout_s)
-    return dist.TCPStore(here.host, here.port, None, hosts, timeout=timeout, wait_for_workers=False)
-
-
 def _fresh_part(store: dist.Store, here: Place, timeout_s: float) -> str:
     """The name of a part of the store that no earlier attempt has written to, the same on every rank of this attempt.
 
@@ -192,16 +195,17 @@ def _fresh_part(store: dist.Store, here: Place, timeout_s: float) -> str:
     store, mine = part_of(store), uuid.uuid4().hex
     if here.rank > 0:
         store.set(f"asks/{here.rank}", mine)
-        name = store.get(f"answer/{mine}").decode()
+        store.wait([f"answer/{mine}"])
+        name = _drawn(store, f"answer/{mine}")
         store.add(f"arrived/{name}", 1)
         return name
-    answered = dict[int, bytes]()
+    answered = dict[int, str]()
     deadline = time.monotonic() + timeout_s
     while store.add(f"arrived/{mine}", 0) < here.ranks - 1:
         # The request may be left over from an earlier attempt, so each rank is answered again when its request changes.
         for rank in range(1, here.ranks):
-            if store.check([f"asks/{rank}"]) and (asked := store.get(f"asks/{rank}")) != answered.get(rank):
-                store.set(f"answer/{asked.decode()}", mine)
+            if store.check([f"asks/{rank}"]) and (asked := _drawn(store, f"asks/{rank}")) != answered.get(rank):
+                store.set(f"answer/{asked}", mine)
                 answered[rank] = asked
         if time.monotonic() > deadline:
             missing = ", ".join(str(rank) for rank in range(1, here.ranks) if rank not in answered)
@@ -211,6 +215,14 @@ def _fresh_part(store: dist.Store, here: Place, timeout_s: float) -> str:
             )
         time.sleep(_POLL_S)
     return mine
+
+
+def _drawn(store: dist.Store, key: str) -> str:
+    """The random name under a key of the store."""
+    name = text(store, key)
+    if re.fullmatch("[0-9a-f]{32}", name) is None:
+        raise foreign(store, key, shown(name.encode()), "a name of 32 hexadecimal digits")
+    return name
 
 
 def gpu_number(here: Place) -> int:

@@ -26,7 +26,9 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from evodsp.errors import UserError
 from evodsp.launch.parent import GIVEN_UP
+from evodsp.launch.store import as_text, foreign, shown, text
 from evodsp.parallel.sockets import Sockets
 from evodsp.printing import tell
 
@@ -45,8 +47,10 @@ class State:
     collectives: int
 
     @classmethod
-    def parse(cls, text: bytes) -> State:
-        return cls(*map(int, text.split()))
+    def parse(cls, text: str) -> State:
+        """What `str` has written. Raises ValueError for anything else."""
+        heartbeat, collectives = map(int, text.split())
+        return cls(heartbeat, collectives)
 
     def __str__(self) -> str:
         return f"{self.heartbeat} {self.collectives}"
@@ -123,7 +127,13 @@ class Watch(threading.Thread):
 
     def run(self) -> None:
         """Look regularly until `stop` is called or the run has to end."""
-        store = f"the ranks' store, hosted by {self._store.get('who/0').decode()} or its launcher,"
+        try:
+            self._watch()
+        except UserError as error:  # the main thread would not hear of it
+            _end(str(error))
+
+    def _watch(self) -> None:
+        store = f"the ranks' store, hosted by {text(self._store, 'who/0')} or its launcher,"
         silent = f"{store} gave no answer for {self._silent_s:g} s (stopped, or the machine is gone)"
         while not self._stop_asked.wait(self._interval):
             # The connection to a stopped store stays open, and a request waits without limit.
@@ -151,16 +161,22 @@ class Watch(threading.Thread):
         self._write_state()
         if self._store.check(["verdict"]):
             return ""  # the rank that found the problem has printed it
-        texts = self._store.multi_get([f"state/{rank}" for rank in self._watched])
-        found = self._detector.find(
-            {rank: State.parse(text) for rank, text in zip(self._watched, texts, strict=True)}, time.monotonic()
-        )
+        values = self._store.multi_get([f"state/{rank}" for rank in self._watched])
+        states = {rank: self._state(rank, value) for rank, value in zip(self._watched, values, strict=True)}
+        found = self._detector.find(states, time.monotonic())
         if found is None:
             return None
         ranks, what = found
-        message = f"{', '.join(self._store.get(f'who/{rank}').decode() for rank in ranks)} {what}".strip()
+        message = f"{', '.join(text(self._store, f'who/{rank}') for rank in ranks)} {what}".strip()
         self._store.set("verdict", message)
         return message
+
+    def _state(self, rank: int, value: bytes) -> State:
+        key = f"state/{rank}"
+        try:
+            return State.parse(as_text(self._store, key, value))
+        except ValueError:
+            raise foreign(self._store, key, shown(value), "two numbers") from None
 
     def _write_state(self) -> None:
         self._heartbeat += 1

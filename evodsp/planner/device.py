@@ -12,10 +12,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, get_args
 
-import yaml  # type: ignore[import-untyped]
-
-from evodsp.errors import UserError, nearest
+from evodsp.errors import UserError, nearest, shortened
 from evodsp.parallel.ledger import Kind
+from evodsp.yaml_files import read_yaml
 
 
 @dataclass(frozen=True)
@@ -189,15 +188,13 @@ def _load(cls: type[Any], kind: str, name: str) -> Any:
             "DEVICE.yaml, which scripts/measure_device.py writes"
         )
     path = Path(name) if own else _folder(kind) / f"{name}.yaml"
+    content = read_yaml(path)
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
-    except OSError as error:
-        raise UserError(f"{kind} {name}: {error.strerror}; check the path") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"{kind} {name}: not a text file (bytes that are not UTF-8); save it as plain text") from error
-    except yaml.YAMLError as error:
-        raise UserError(f"{kind} {name}: not YAML ({' '.join(str(error).split())})") from error
-    return _checked(cls, kind, name, content)
+        return _checked(cls, kind, name, content)
+    except (TypeError, ValueError, LookupError, AttributeError) as error:
+        raise UserError(
+            f"{kind} {name}: a value of another type ({shortened(error)}); see the files of evodsp"
+        ) from error
 
 
 def _checked(cls: type[Any], kind: str, name: str, content: Any) -> Any:

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml  # type: ignore[import-untyped]
-
 from evodsp.errors import FileFormatError, UserError
 from evodsp.report.curve import read_curve
+from evodsp.yaml_files import read_yaml
 
 _OF_ONE_START = ("output", "overwrite", "ckpt_path")
 """Settings that say where a run's files are and how it was started, not what it computes."""
@@ -105,10 +104,7 @@ def _names(paths: Sequence[Path]) -> list[str]:
 def _settings(path: Path) -> dict[str, str]:
     if not path.is_file():
         return {}
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise FileFormatError(path, f"not YAML ({' '.join(str(error).split())})") from error
+    content = read_yaml(path)
     if not isinstance(content, Mapping):
         raise FileFormatError(path, "not a mapping of settings")
     return {name: value for name, value in _flat("", content).items() if name not in _OF_ONE_START}

@@ -7,12 +7,8 @@ build module, data and trainer (`build`), and run: rank 0 prepares the output fo
 from __future__ import annotations
 
 import dataclasses
-import io
-import logging
-import os
 import sys
 import time
-import warnings
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +38,8 @@ from evodsp.training.csv_logger import CurveLogger
 from evodsp.training.datamodule import ChainDataModule
 from evodsp.training.ema import ExponentialMovingAverage
 from evodsp.training.graphs import RecordedStacks
+from evodsp.training.hush import hush
+from evodsp.training.last_validation import LastValidation
 from evodsp.training.loggers import log_settings, training_loggers
 from evodsp.training.module import TrainingModule
 from evodsp.training.options import SUMMARY, Command, PresetParser, TrainerOptions, add_arguments
@@ -56,23 +54,6 @@ from evodsp.training.utilisation import Utilisation
 from evodsp.training.world import MeshWorld, World
 from evodsp.weights.checkpoint import PREFIX, load_model
 from evodsp.weights.initial import initialise
-
-# Warnings of Lightning and PyTorch that appear in every run and that no user can act on.
-_HUSHED = (
-    ".*does not have many workers.*",
-    ".*is smaller than the logging interval.*",
-    ".*Checkpoint directory .* exists and is not empty.*",
-    ".*isinstance\\(treespec, LeafSpec\\).*",
-    ".*You are trying to `self.log.*",
-    ".*FSDP2-wrapped module .* returned a view tensor.*",  # it is never modified in place
-    ".*It is recommended to use `self.log.*sync_dist=True.*",  # logged values are equal on all ranks already
-    ".*No `val_dataloader`.*|.*You defined a `validation_step` but have no `val_dataloader`.*",
-    ".*Total length of .* across ranks is zero.*",  # no validation chains
-    ".*The `lightning.pytorch.loops.*",
-    ".*GPU available but not used.*",
-    ".*could not find the monitored key.*",
-    ".*The dirpath has changed from.*",
-)
 
 
 class TrainingParser(PresetParser, LightningArgumentParser):
@@ -225,6 +206,8 @@ def _as_list(value: Any) -> list[Any]:
 def _callbacks(run: CheckedRun, last: LastCheckpoint) -> list[Callback]:
     settings = run.settings
     callbacks: list[Callback] = []
+    if run.command == "fit" and run.chains.validation:
+        callbacks.append(LastValidation())
     if settings.trainer["enable_progress_bar"]:
         callbacks.append(TrainingProgress())
     if run.command == "fit":
@@ -259,7 +242,7 @@ def run(command: Command, words: list[str]) -> int:
 
     Raises UserError, or KeyboardInterrupt with a message that says how to resume.
     """
-    _hush()
+    hush()
     begun = time.time()
     # Callbacks and loggers in the current folder. `python -m evodsp`, and so our launcher, finds them anyway.
     if "" not in sys.path:
@@ -370,6 +353,8 @@ def _open_quarantine(run: CheckedRun, built: Built) -> None:
 def _report(run: CheckedRun, built: Built) -> None:
     """Print the scores of the last validation or test, and the files that `fit` has written."""
     if built.module.scores:
+        if run.command == "fit":
+            show(f"scores after step {built.module.scored_step}:")
         show(score_table(built.module.scores))
     if run.command == "fit":
         written: dict[str, Path] = {}
@@ -385,14 +370,3 @@ def _resume_hint(last: LastCheckpoint) -> str:
         return "no checkpoint has been written yet"
     step = f" of step {last.saved_step}" if last.saved_step is not None else ""
     return f"the last checkpoint{step} is {last.path}; resume with --ckpt_path last"
-
-
-def _hush() -> None:
-    """Silence the messages of Lightning and PyTorch that do not help the user."""
-    for message in _HUSHED:
-        warnings.filterwarnings("ignore", message=message)
-    os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a notebook's stdout is not
-        sys.stdout.reconfigure(line_buffering=True)

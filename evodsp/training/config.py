@@ -158,8 +158,8 @@ class DataConfig:
     distillation: DistillationConfig = field(default_factory=DistillationConfig)
     """Predicted structures that are trained on too."""
     template_structure_dir: str | None = None
-    """Folder of template structures, <pdbid>.cif or <pdbid>.cif.gz. Template hits are read from the .hhr and hmm_output.sto
-    files in the chains' alignment folders. null reads no templates."""
+    """Folder of template structures, <pdbid>.cif or <pdbid>.cif.gz. Template hits are read from the .hhr files and
+    from hmm_output.sto, hmmsearch_output.sto or pdb_hits.sto in the chains' alignment folders. null reads no templates."""
     max_template_date: str | None = None
     """Latest release date of a template, such as 2018-04-30. In any case, templates are 60 days older than their chain."""
     obsolete: str | None = None

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml  # type: ignore[import-untyped]
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 
 from evodsp.training.csv_logger import CurveLogger
 from evodsp.training.progress import report
+from evodsp.yaml_files import parse_yaml
 
 
 def training_loggers(folder: Path, option: Any) -> list[Logger]:
@@ -32,7 +32,7 @@ def log_settings(loggers: Sequence[Logger], config_text: str, resumes: bool = Fa
     Where a run `resumes`, a logger may refuse settings that have changed, as MLflow does under a fixed `run_id`. Then it keeps
     the former ones, with a warning. Each package has its own class of errors for that.
     """
-    settings = yaml.safe_load(config_text)
+    settings = parse_yaml(config_text, "config.yaml")
     for logger in loggers:
         if isinstance(
             logger, TensorBoardLogger

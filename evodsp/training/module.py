@@ -102,6 +102,8 @@ class TrainingModule(LightningModule):
         """Names of the validation ("val") and test chains by sample index, where known."""
         self.scores: dict[str, dict[str, float]] = {}
         """Metrics of the last validation or test, by chain."""
+        self.scored_step = 0
+        """The number of steps that the weights of that validation had been trained for."""
         self.seed, self.kernels = seed, self._kernels
         self.bad_samples, self._requests = bad_samples or BadSamples(), requests
         self.samples_per_step = samples_per_step
@@ -345,6 +347,7 @@ class TrainingModule(LightningModule):
             self.log(f"{stage}/{name}", mean, prog_bar=name == "lddt_ca")
         if len(scores) <= MOST_CHAINS_LOGGED:
             self.log_dict({f"{stage}/lddt_ca/{chain}": values["lddt_ca"] for chain, values in scores.items()})
+        self.scored_step = self.trainer.global_step
         self.scores = {
             chain: {name: value for name, value in values.items() if name != "loss"} for chain, values in scores.items()
         }

@@ -49,7 +49,7 @@ class StopRequest(Callback):
         """Why this rank wants to stop, or has stopped."""
         self.interrupted = False
         """Whether it was Ctrl-C."""
-        self._agreed = self._in_validation = False
+        self._agreed = self._in_validation = self._training = False
         self._former: dict[int, Any] = {}
 
     @property
@@ -64,15 +64,28 @@ class StopRequest(Callback):
         self.reason = self.reason or "another rank's request"
         self._agreed = True
 
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Lightning installs handlers after this, and takes them back at its end: then these hold again, until the process has
+        ended with the code that says that the run has saved. A signal that came later would else end it with another one."""
+        if threading.current_thread() is threading.main_thread():
+            self._former = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGUSR1)}
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Lightning's handlers, installed by now, communicate; that hangs if ranks get a signal at different places."""
         if threading.current_thread() is threading.main_thread():
-            self._former = {number: signal.signal(number, self._note) for number in SIGNALS}
+            self._training = True
+            self._former.setdefault(signal.SIGINT, signal.getsignal(signal.SIGINT))
+            for number in SIGNALS:
+                signal.signal(number, self._note)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         finished = 0 <= trainer.max_steps <= trainer.global_step
         if self._agreed and not finished:
             raise RunStopped(self.reason)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Forget the batch that was begun before a resume: later checkpoints would still ask for it, though it was repeated."""
+        trainer.fit_loop.epoch_loop.val_loop.batch_progress.total.reset_on_restart()
 
     def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """A validation may take longer than the batch system waits. The ranks agree after each of its batches."""
@@ -97,11 +110,15 @@ class StopRequest(Callback):
 
     def _note(self, number: int, frame: Any) -> None:
         """A second Ctrl-C ends the process at once. SIGTERM may come several times: from a batch system, and from torchrun."""
+        if not self._training:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
         self.reason, self.interrupted = signal.Signals(number).name, number == signal.SIGINT
         if number == signal.SIGINT:
             signal.signal(number, signal.default_int_handler)
 
     def _restore(self) -> None:
+        self._training = False
         for number, handler in self._former.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._former = {}

@@ -7,8 +7,6 @@ dtype of the published files, is bitwise identical; other floats are converted t
 from __future__ import annotations
 
 import dataclasses
-import zipfile
-import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -17,8 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from evodsp.array_files import read_archive
 from evodsp.config import ModelConfig
-from evodsp.errors import UserError, nearest
+from evodsp.errors import UserError, nearest, shortened
 from evodsp.files import whole_file
 from evodsp.model.alphafold import AlphaFold
 from evodsp.weights.accounting import check_arrays, multimer_error
@@ -36,16 +35,12 @@ def read_npz(path: str | Path) -> dict[str, np.ndarray]:
         raise UserError(f"{path}: no such parameter file; give DeepMind's params_model_<n>.npz")
     if container(path) is None:
         raise UserError(f"{path}: not an .npz file (or cut short); give DeepMind's params_model_<n>.npz")
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            arrays = {key: file[key] for key in file.files}
-    except (ValueError, OSError, EOFError, zipfile.BadZipFile, zlib.error, NotImplementedError) as error:
-        raise UserError(
-            f"{path}: unreadable .npz file, it is damaged or another program's; download it again"
-        ) from error
+    arrays = read_archive(path, "download it again")
     for key, array in arrays.items():
-        if not (isinstance(array, np.ndarray) and array.dtype.kind == "f"):
-            raise UserError(f"{path}: '{key}' is not an array of floats; give DeepMind's params_model_<n>.npz")
+        if array.dtype.kind != "f":
+            raise UserError(
+                f"{path}: '{shortened(key)}' is not an array of floats; give DeepMind's params_model_<n>.npz"
+            )
     if any(MULTIMER_MARK in key for key in arrays):
         raise multimer_error(str(path))
     return arrays

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml  # type: ignore[import-untyped]
-
 from evodsp.config import from_dict
 from evodsp.errors import FileFormatError, SettingError, UserError
 from evodsp.ranges import BELOW_ONE, SIZE, Range, check_numbers
+from evodsp.yaml_files import read_yaml
 
 AXES = (("time", "space"), ("time", "height", "width"))
 """The axes that a model may have."""
@@ -71,12 +70,7 @@ class TransformerConfig:
     @classmethod
     def load(cls, path: str | Path) -> TransformerConfig:
         """Read a YAML file. Raises UserError if it cannot be read, and for unknown, missing or wrong settings."""
-        try:
-            values: Any = yaml.safe_load(Path(path).read_text())
-        except OSError as error:
-            raise UserError(f"{path}: cannot be read ({error.strerror}); give one of scripts/paper/configs") from None
-        except yaml.YAMLError as error:
-            raise FileFormatError(path, f"is not YAML ({str(error).splitlines()[0]}); give key: value lines") from None
+        values: Any = read_yaml(Path(path))
         if not isinstance(values, dict):
             raise FileFormatError(path, "has no settings; give key: value lines such as 'layers: 2'")
         missing = [name for name in ("layers", "width", "heads") if name not in values]

@@ -124,7 +124,10 @@ def build(settings: dict[str, Any]) -> tuple[torch.nn.Module, Any]:
 def load(model: torch.nn.Module, folder: Path) -> None:
     """Set all parameters from the checkpoint that evodsp exported in this OpenFold's naming; strict."""
     expected = set(model.state_dict())
-    checkpoints = [torch.load(folder / name, map_location="cpu") for name in ("openfold.pt", "openfold_legacy.pt")]
+    checkpoints = [
+        torch.load(folder / name, map_location="cpu", weights_only=True)
+        for name in ("openfold.pt", "openfold_legacy.pt")
+    ]
     closest = min(checkpoints, key=lambda arrays: len(expected ^ set(arrays)))
     model.load_state_dict(closest)
 

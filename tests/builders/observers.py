@@ -98,3 +98,10 @@ class Remembers(Callback):
 
     def _look(self, trainer: Trainer) -> None:
         self.found = trainer.global_step >= self.step and self.only_rank in (None, trainer.global_rank)
+
+
+class Validations(Callback):
+    """Prints the step of each validation."""
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        print(f"validation after step {trainer.global_step}")

@@ -106,6 +106,25 @@ def test_fraction_of_clamped_samples() -> None:
     assert 0.83 < flags.mean() < 0.97
 
 
+def test_the_crop_is_that_of_its_fape() -> None:
+    """Catches a crop that is drawn as if FAPE were clamped where it is not, or the other way round."""
+    chain = make_chain("0abc", (AMINO_ACIDS * 4)[:70])
+
+    def starts(fraction: float) -> tuple[list[int], list[bool]]:
+        data = dataset(replace(CONFIG, clamp_fape_fraction=fraction, recycles=0), chains=[chain])
+        samples = [data[index] for index in range(24)]
+        return [int(s["residue_index"].flatten()[0]) for s in samples], [bool(s["use_clamped_fape"]) for s in samples]
+
+    (unclamped, none), (clamped, every), (found, flags) = starts(0.0), starts(1.0), starts(0.5)
+    assert not any(none)
+    assert all(every)
+    assert 4 < sum(flags) < 20
+    assert found == [c if flag else u for c, u, flag in zip(clamped, unclamped, flags, strict=True)]
+    # The same draws, of which one moves the end of what is drawn from towards the beginning.
+    assert all(u <= c for u, c in zip(unclamped, clamped, strict=True))
+    assert sum(u < c for u, c in zip(unclamped, clamped, strict=True)) > 12
+
+
 def test_validation_is_the_same_in_every_epoch() -> None:
     """Validation gives the keys in order, all recycling iterations, the middle of the chain, unclamped; and iteration ends."""
     data = dataset(training=False)

@@ -24,6 +24,7 @@ from evodsp.data.parsed_chain import ChainSource, ParsedChain
 from evodsp.data.parsers import parse_fasta
 from evodsp.data.record_codec import decode_chain, decode_parsed, encode_chain, encode_parsed
 from evodsp.data.records import ProteinSequence
+from evodsp.data.shards import digest_of
 from evodsp.data.store import FeatureStore
 from evodsp.data.structures import TemplateStructures
 from evodsp.data.templates.source import TemplateSource
@@ -221,6 +222,15 @@ def flip(path: Path, at: int) -> None:
     path.write_bytes(data)
 
 
+def made(store: Path, array: np.ndarray, old: bytes = b"", new: bytes = b"") -> None:
+    """Put another index into the store, whose checksum is right; `old` in its header becomes `new`."""
+    path = store / "chains" / "index.npy"
+    np.save(path, array, allow_pickle=True)
+    if old:
+        path.write_bytes(path.read_bytes().replace(old, new, 1))
+    change(store, tables={"chains": digest_of(path.read_bytes())})
+
+
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
@@ -228,8 +238,13 @@ def flip(path: Path, at: int) -> None:
         (lambda store: (store / "chains" / "00000.tar").write_bytes(b"x" * 700), "the record of '1abc_A' is damaged"),
         (lambda store: (store / "chains" / "00000.tar").unlink(), r"00000\.tar: cannot be read"),
         (lambda store: flip(store / "chains" / "index.npy", -1), "the index is damaged"),
-        (lambda store: (store / "chains" / "index.npy").write_bytes(b""), r"index\.npy: cannot be read"),
-        (lambda store: np.save(store / "chains" / "index.npy", np.array([{}]), allow_pickle=True), "cannot be read"),
+        (lambda store: (store / "chains" / "index.npy").write_bytes(b""), "the index is damaged"),
+        (lambda store: (store / "chains" / "index.npy").unlink(), r"index\.npy: cannot be read"),
+        (lambda store: made(store, np.array([{}])), r"index\.npy: not a readable NumPy file"),
+        (lambda store: made(store, np.zeros(3)), r"index\.npy: not the index of a feature store"),
+        (lambda store: made(store, np.zeros(3, [("key", "S4"), ("shard", "O")])), r"index\.npy: not "),
+        (lambda store: made(store, np.zeros(3), b"'descr': '<f8'", b"'descr': '<(8'"), r"not a readable NumPy file"),
+        (lambda store: made(store, np.zeros(3), b"(3,)", b"(((("), r"index\.npy: not a readable NumPy file"),
         (lambda store: (store / "store.json").unlink(), "no feature store there"),
         (lambda store: (store / "store.json").write_text("[" * 100_000), "not the description of a feature store"),
         (lambda store: (store / "store.json").write_text("[1]"), "'format_version' is missing"),

@@ -31,7 +31,7 @@ from evodsp.errors import UserError
 from evodsp.geometry.alphabet import encode_sequence
 from evodsp.rng import Draws
 from tests.builders.templates import from_raw
-from tests.conftest import load
+from tests.shared import load
 
 CONFIG = FeatureConfig(msa_clusters=32, extra_msa=64, max_templates=4, crop_size=72, recycles=1)
 """The configuration of the golden features: 28 clusters beside 4 template rows."""

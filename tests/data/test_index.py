@@ -13,6 +13,8 @@ import signal
 import subprocess
 import sys
 import time
+import zlib
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -280,7 +282,7 @@ def test_a_changed_source_is_stale(folder: Path) -> None:
         ("index.json", lambda data: b"{}", "not the header of an index"),
         ("index.json", lambda data: data[:40], "not JSON"),
         ("index.json", lambda data: b"[" * 100_000, "nested too deeply"),
-        ("index.json", lambda data: data.replace(b'"lengths"', b'"length"'), "missing, truncated"),
+        ("index.json", lambda data: data.replace(b'"lengths"', b'"length"'), "damaged: its checksum"),
         ("index.json", None, "not an index of chains"),
     ],
 )
@@ -294,16 +296,105 @@ def test_a_damaged_index_is_one_line(folder: Path, name: str, damage: Any, messa
     assert "evodsp data index" in str(caught.value)
 
 
-def test_checksums(folder: Path) -> None:
-    """Catches a flipped bit that opening cannot see."""
+def test_a_flipped_bit_anywhere_is_noticed_when_it_is_opened(folder: Path) -> None:
+    """Catches an index that hands out another sequence, file or date, or ends in a traceback, because of one bit."""
+    index, noticed = index_of(folder, "--obsolete", str(obsolete_of(folder))), 0
+    expected = rows_of(index)
+    generator = np.random.default_rng(0)
+    for path in sorted(index.path.iterdir()):
+        data = path.read_bytes()
+        for at in {len(data) - 1, *generator.integers(0, len(data), 4 if path.name.endswith(".npy") else 100).tolist()}:
+            path.write_bytes(data[:at] + bytes([data[at] ^ 1 << int(generator.integers(8))]) + data[at + 1 :])
+            try:
+                assert rows_of(ChainIndex(index.path)) == expected, (path.name, at)
+            except UserError:
+                noticed += 1
+        path.write_bytes(data)
+    assert noticed > 150
+    assert rows_of(ChainIndex(index.path)) == expected
+
+
+def obsolete_of(folder: Path) -> Path:
+    path = folder / "obsolete.dat"
+    path.write_text("OBSLTE    31-JUL-94 116L     216L\nOBSLTE    29-JAN-96 125D\n")
+    return path
+
+
+def rows_of(index: ChainIndex) -> list[Any]:
+    """All that an index says."""
+    table, rows = index.table, range(len(index))
+    columns = [getattr(table, item.name).tobytes() for item in fields(table)[1:]]
+    per_chain = [
+        [index.sequence(n), index.structure(n), index.alignment_files(n), index.has_empty_folder(n)] for n in rows
+    ]
+    return [index.keys[:], columns, per_chain, index.content.problems[:], index.sources, index.obsolete]
+
+
+def test_workers_do_not_compare_checksums_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches hundreds of workers that each read the whole index when they start."""
     index = index_of(folder)
-    index.check()
-    path = index.path / "sequences.letters.npy"
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(bytes(data))
-    with pytest.raises(UserError, match=r"sequences\.letters\.npy: damaged"):
-        ChainIndex(index.path).check()
+
+    def fail(self: ChainIndex) -> None:
+        raise AssertionError("checked again")
+
+    monkeypatch.setattr(ChainIndex, "check", fail)
+    assert rows_of(pickle.loads(pickle.dumps(index))) == rows_of(index)
+
+
+@pytest.mark.parametrize(
+    ("name", "array"),
+    [
+        ("representatives", np.array([0, 9], np.int32)),
+        ("representatives", np.array([-1, 0], np.int32)),
+        ("representatives", np.array([0], np.int32)),
+        ("resolutions", np.array([0, 1], np.int32)),
+        ("lengths", np.array([[1, 2]], np.int32)),
+        ("lengths", np.array(["a", "b"])),
+        ("chain_databases", np.array([0, 0], np.int32)),
+        ("chain_databases", np.array([-1], np.int32)),
+        ("first_files", np.array([0, 5, 1])),
+        ("first_files", np.array([0, 1])),
+        ("first_files", np.array([1, 1, 2])),
+        ("file_name_rows", np.array([7, 7], np.int32)),
+        ("file_offsets", np.array([0])),
+        ("file_lengths", np.array([-1, 0])),
+        ("sequences.starts", np.array([0, 30, 26])),
+        ("keys.starts", np.array([0, 99, 12])),
+        ("problems.starts", np.array([0, 0])),
+    ],
+)
+def test_columns_that_do_not_fit_to_each_other(folder: Path, name: str, array: np.ndarray) -> None:
+    """Catches the IndexError of an index that another program made, whose checksums are right."""
+    path = index_of(folder).path
+    np.save(path / f"{name}.npy", array)
+    header = json.loads((path / "index.json").read_text())
+    data = (path / f"{name}.npy").read_bytes()
+    header["arrays"][name] = {"bytes": len(data), "crc32": zlib.crc32(data)}
+    (path / "index.json").write_text(json.dumps({key: value for key, value in header.items() if key != "crc32"}))
+    with pytest.raises(UserError, match=r"make it again with 'evodsp data index'"):
+        ChainIndex(path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"sources": [{"option": 1, "path": 2, "mtime_ns": 3, "bytes": 4}]},
+        {"sources": [{"path": "x"}]},
+        {"sources": 1},
+        {"obsolete": {"1abc": 3}},
+        {"obsolete": [1]},
+        {"arrays": {}},
+    ],
+)
+def test_a_header_of_other_types(folder: Path, change: dict[str, Any]) -> None:
+    """Catches the KeyError and the TypeError of an edited header. One without a checksum is of an earlier evodsp."""
+    path = index_of(folder).path / "index.json"
+    header = {key: value for key, value in json.loads(path.read_text()).items() if key != "crc32"}
+    path.write_text(json.dumps(header))
+    assert len(ChainIndex(path.parent)) == 2
+    path.write_text(json.dumps({**header, **change}))
+    with pytest.raises(UserError, match=r"make it again with 'evodsp data index'"):
+        ChainIndex(path.parent)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from evodsp.errors import UserError
 from evodsp.geometry.alphabet import encode
 from evodsp.geometry.residues import ATOM_ORDER
 from tests.builders.mmcif import COLUMNS, atom, entry
-from tests.conftest import load
+from tests.shared import load
 
 
 def save(tmp_path: Path, text: str, name: str = "test.cif") -> Path:

@@ -10,7 +10,7 @@ import pytest
 from evodsp.data.msa import MsaFeatures, first_occurrences, letter_profile, merge_alignments, query_only
 from evodsp.data.records import Alignment
 from evodsp.errors import UserError
-from tests.conftest import load
+from tests.shared import load
 
 # The golden alignments are strings; this is AF2's table for them, independent of evodsp's.
 CODES = np.full(256, 20, np.int8)
@@ -60,6 +60,17 @@ def test_first_of_equal_rows_stays_with_its_deletions() -> None:
     merged = merge_alignments([first, second])
     np.testing.assert_array_equal(merged.msa, [[9, 1, 2], [5, 5, 5], [0, 0, 0], [1, 1, 1]])
     np.testing.assert_array_equal(merged.deletions, [[0, 0, 0], [7, 0, 0], [0, 0, 1], [0, 2, 0]])
+
+
+def test_the_profile_counts_a_sequence_once() -> None:
+    """Catches a profile of all files' rows: a sequence that two databases hold would count twice."""
+    first = alignment([[9, 1], [5, 21], [5, 21]])
+    second = alignment([[9, 1], [5, 21], [3, 1]])
+    profile = merge_alignments([first, second]).profile
+    expected = np.zeros((2, 22), np.float32)
+    expected[0, [9, 5, 3]] = 1 / 3
+    expected[1, [1, 21]] = 2 / 3, 1 / 3
+    np.testing.assert_array_equal(profile, expected)
 
 
 def test_deduplication_agrees_with_a_dictionary() -> None:

@@ -13,7 +13,7 @@ from evodsp.data.parsers import parse_a3m, parse_fasta, parse_stockholm
 from evodsp.data.parsers.a3m import query_of_a3m
 from evodsp.errors import FileFormatError
 from evodsp.geometry.alphabet import GAP, decode, encode
-from tests.conftest import load
+from tests.shared import load
 
 
 def write(path: Path, text: str | bytes) -> Path:

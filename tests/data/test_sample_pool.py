@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from multiprocessing import util
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -16,7 +19,7 @@ import torch
 from evodsp.config import FeatureConfig
 from evodsp.data.dataset import ChainDataset
 from evodsp.data.packing import layout_of, pack, packed_bytes, unpack
-from evodsp.data.sample_pool import SamplePool
+from evodsp.data.sample_pool import SamplePool, _work
 from evodsp.errors import FileFormatError, UserError
 from tests.builders.chains import MemoryStore
 
@@ -37,6 +40,8 @@ class Planted(ChainDataset):
                 os.kill(os.getpid(), number)
         if key == "sleeper":
             time.sleep(1000)
+        if key == "tidy":
+            util.Finalize(None, Path(os.environ["TIDIED"]).mkdir, exitpriority=0)
         if key == "greedy":
             raise MemoryError
         if key == "bug":
@@ -115,6 +120,29 @@ def test_nothing_is_left_in_the_folder_of_temporary_files(end: str, tmp_path: Pa
     done = subprocess.run([sys.executable, str(program)], env=environment, timeout=300)
     assert f"leave({done.returncode})" in end
     assert [path.name for path in temporary.glob("pymp-*")] == []
+
+
+def test_a_worker_ends_without_tidying_up(tmp_path: Path) -> None:
+    """Catches a traceback after the message of a run: a worker that finds its pipe closed removes its socket, whose folder the
+    training process has removed already."""
+    context = multiprocessing.get_context("forkserver")
+    (ours, theirs), (lifeline, held) = context.Pipe(), context.Pipe(duplex=False)
+    worker = context.Process(target=_tidied, args=(theirs, lifeline, tmp_path / "tidied"))
+    worker.start()
+    theirs.close()
+    assert ours.recv() == "ready"
+    ours.send((0, "tidy"))
+    assert ours.recv()[0] == "sample"
+    ours.close()
+    worker.join(120)
+    held.close()
+    assert worker.exitcode == 0
+    assert not (tmp_path / "tidied").exists()
+
+
+def _tidied(pipe: Connection, lifeline: Connection, trace: Path) -> None:
+    os.environ["TIDIED"] = str(trace)
+    _work(pipe, lifeline, Planted())
 
 
 def test_workers_that_cannot_start_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ from evodsp.rng import Draws
 from tests.builders.alignments import make_alignment
 from tests.builders.chains import AMINO_ACIDS, MemoryStore, make_chain, straight_chain
 from tests.builders.templates import QUERY73_TEMPLATES, MemoryStructures, from_raw, make_hit, random_templates
-from tests.conftest import load
+from tests.shared import load
 
 CONFIG = FeatureConfig(crop_size=12, msa_clusters=6, extra_msa=7, recycles=3)
 WITH = replace(CONFIG, max_templates=4, recycles=1)

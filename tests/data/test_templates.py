@@ -28,7 +28,7 @@ from tests.builders.templates import (
     from_raw,
     make_hit,
 )
-from tests.conftest import load
+from tests.shared import load
 
 
 def test_features_golden(golden: Path, real_data: Path):
@@ -175,6 +175,15 @@ def test_realignment_limit():
     index = realign(letters, letters[10:25])
     assert index is not None
     assert index.tolist() == [-1] * 10 + list(range(15)) + [-1] * 5
+
+
+def test_x_is_no_identical_residue():
+    """Catches unknown residues that count as equal ones: two sequences of X would be one protein."""
+    letters = LETTERS[:30]
+    assert realign("XXX" + letters[3:], "XXX" + letters[3:]) is not None
+    assert realign("XXXX" + letters[4:], "XXXX" + letters[4:]) is None
+    assert realign("XXXX" + letters[4:], letters) is None
+    assert realign(letters, "XXXX" + letters[4:]) is None
 
 
 def test_x_matches_anything_when_looking_for_the_hit():

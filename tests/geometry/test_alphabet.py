@@ -11,7 +11,7 @@ import pytest
 from evodsp.errors import UserError
 from evodsp.geometry import alphabet
 from evodsp.geometry.alphabet import decode, encode, encode_sequence, residue_name
-from tests.conftest import load
+from tests.shared import load
 
 
 def test_order_equals_alphafold(golden: Path) -> None:

@@ -22,7 +22,7 @@ from evodsp.geometry.frames import (
     torsion_angles_to_frames,
 )
 from evodsp.geometry.rigid import Rigid
-from tests.conftest import load
+from tests.shared import load
 
 CHAINS = ["1psm_A", "4i6p_A", "4zey_A", "5kc1_A"]
 ATOM14_NAMES = {  # golden name -> ours

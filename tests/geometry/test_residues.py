@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from evodsp.geometry import alphabet, residues
-from tests.conftest import load
+from tests.shared import load
 
 EXACT = [
     "restype_atom14_to_rigid_group", "restype_atom14_mask", "restype_atom14_rigid_group_positions",

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import pickle
 import re
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from evodsp.inference.predict import predict, predict_records
 from evodsp.parallel.config import SequenceConfig
 from evodsp.parallel.group import Group
 from evodsp.parallel.mesh import own_group
+from tests.builders.attacks import Attack
 from tests.builders.prediction import read_json, silent
 from tests.ranks import RankPool
 
@@ -45,10 +48,12 @@ def take_slowly(handle: Any, total: int) -> list[int]:
         if groups.number == 0 and len(taken) == 1:
             while not groups.finished(total - 1):
                 pass
-        groups.finish(place, place)
+        groups.finish([f"{place}"])
     while not groups.finished(total):
         pass
-    assert sorted(groups.news()) == [(place, place) for place in range(total)]
+    assert sorted(int(line) for _, (line,) in groups.news()) == list(range(total))
+    assert not list(groups.news()), "all have been read"
+    assert groups.gathered({place: -place for place in taken}, total) == {place: -place for place in range(total)}
     return taken
 
 
@@ -59,6 +64,51 @@ def test_a_fast_group_takes_what_a_slow_one_leaves(pool: RankPool) -> None:
     assert sorted(slow + fast) == list(range(7))
     slow, fast = pool.run(2, take_slowly, 5)
     assert sorted(slow + fast) == list(range(5)), "a second run begins anew"
+
+
+def said_by(call: Callable[[], object]) -> str:
+    """The one line of a UserError. Empty if there is none: a rank that fails would leave the other one waiting."""
+    try:
+        call()
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def disturbed(handle: Any, trace: Path) -> list[str]:
+    """Write into the store of two groups what no rank writes, in place of the second one's lines and of counts; return what
+    the first one says of each."""
+    said = []
+    for key, value in (("said/1/0", pickle.dumps(Attack(trace))), ("said/1/0", b'"a line"'), ("taken", b"-9")):
+        groups = Groups(Group(handle), None)
+        if handle.rank() == 1:
+            groups.finish(["a line"])
+            groups._store.set(key, value)  # type: ignore[arg-type]  # torch takes bytes as well
+        handle.barrier().wait()
+        if handle.rank() == 0:
+            said.append(said_by(lambda groups=groups: (list(groups.news()), list(groups.places(2)))))
+    groups = Groups(Group(handle), None)
+    return [*said, said_by(lambda: groups.gathered({handle.rank(): None}, 3))]
+
+
+def test_the_store_of_groups_runs_no_code(pool: RankPool, tmp_path: Path) -> None:
+    """Catches code of whoever reaches the port of the ranks' store in a rank; and records that are lost, or a rank that waits
+    or dies without a word, because somebody has changed the counts."""
+    first, second = pool.run(2, disturbed, tmp_path / "attacked")
+    for line, said in zip(
+        first,
+        (
+            "key said/1/0: found '",
+            "key said/1/0: found '\"a line\"', expected a list",
+            "key taken: found -8, expected a number above 0",
+            "1 more than groups have taken",
+        ),
+        strict=True,
+    ):
+        assert said in line
+        assert "another program writes into it" in line
+    assert second == first[-1:]
+    assert not (tmp_path / "attacked").exists()
 
 
 def in_groups(handle: Any, config: PredictConfig, size: int) -> tuple[list[str], list[str], list[str]] | str:

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 import torch
 
+from evodsp.config import HeadsConfig, ModelConfig
 from evodsp.data.chain_folder import read_alignment_dir
 from evodsp.data.dataset import collate, prediction_sample
 from evodsp.data.mmcif import read_chain
 from evodsp.data.records import ProteinSequence
 from evodsp.errors import UserError
+from evodsp.inference.passes import structure_of
 from evodsp.inference.predict import predict
-from evodsp.model.outputs import ModelOutput
+from evodsp.inference.targets import Target
+from evodsp.inference.writers import PredictedStructure
+from evodsp.model.alphafold import AlphaFold
+from evodsp.model.outputs import ModelOutput, StructureOutput
 from evodsp.model.recycling import settled
+from evodsp.parallel.exchange import LocalExchange
 from evodsp.weights.checkpoint import load_model
 from tests.builders.prediction import read_json, silent
 
@@ -104,3 +111,38 @@ def test_recycling_goes_on_until_every_sample_has_settled(workplace):
     for changes, expected in (([0.1, 5.0], False), ([5.0, 0.1], False), ([0.1, 1.0], True)):
         assert settled(replace(output, ca_change=torch.tensor(changes)), 1.0) == expected
     assert not settled(replace(output, ca_change=None), 1.0), "after the first pass there is no change yet"
+
+
+def structure_from(
+    heads: HeadsConfig, residues: int = 30, padding: int = 5, **logits: torch.Tensor
+) -> PredictedStructure:
+    """The record of a chain, from logits [bins] that all pairs of residues have."""
+    rows = residues + padding
+    model = MagicMock(spec=AlphaFold, exchange=LocalExchange(), config=replace(ModelConfig.preset("test"), heads=heads))
+    structure = MagicMock(spec=StructureOutput)
+    structure.positions, structure.mask = torch.zeros(1, rows, 37, 3), torch.ones(1, rows, 37)
+    pairs = {name: x.expand(1, rows, rows, -1) for name, x in logits.items()}
+    output = ModelOutput({}, structure, {**pairs, "plddt": torch.zeros(1, rows, 5)})
+    mask = torch.zeros(1, 1, rows)
+    mask[..., :residues] = 1
+    target = Target(ProteinSequence("a", "A" * residues), None)
+    batch = {"aatype": torch.zeros(1, 1, rows, dtype=torch.int32), "seq_mask": mask}
+    return structure_of(target, batch, output, model)
+
+
+def test_the_heads_ranges_are_the_models():
+    """Catches a range of AlphaFold2's heads, or padding, in the confidence of a model whose heads have another one."""
+    heads = HeadsConfig(
+        predicted_aligned_error=True, pae_max_error=20.0, pae_bins=12, distogram_min_distance=4.0,
+        distogram_max_distance=12.0, distogram_bins=10,
+    )  # fmt: skip
+    certain = torch.full((12,), -1e4)
+    certain[0] = 0.0  # the bin's centre is 1 Å
+    found = structure_from(heads, distogram=torch.zeros(10), predicted_aligned_error=certain)
+    assert found.aligned_error is not None
+    np.testing.assert_allclose(found.aligned_error.pae, np.ones((30, 30)))
+    assert found.aligned_error.highest == pytest.approx(23.0)
+    d0 = 1.24 * (30 - 15) ** (1 / 3) - 1.8
+    assert found.aligned_error.ptm == pytest.approx(1 / (1 + 1 / d0**2), rel=1e-5)
+    # Edges at 4, 5, ..., 12 Å: of ten bins, five end by 8 Å.
+    np.testing.assert_allclose(found.contacts, np.full((30, 30), 0.5), rtol=1e-6)

@@ -141,7 +141,10 @@ def test_a_target_without_a_search_result(words, real_data, tmp_path, capsys):
     for path in folder.glob("*.hhr"):
         path.unlink()
     assert main(last_options([*words, "--alignments", str(folder), "--templates", str(real_data / "mmcif_files")])) == 0
-    assert f"templates: none; no search result (.hhr or hmm_output.sto) in {folder}" in capsys.readouterr().out
+    assert (
+        f"templates: none; no search result (.hhr, hmm_output.sto, hmmsearch_output.sto or pdb_hits.sto) in {folder}"
+        in capsys.readouterr().out
+    )
 
 
 def test_a_broken_search_result_is_found_before_the_model_runs(words, real_data, tmp_path, capsys):

@@ -140,6 +140,24 @@ def test_sigterm_to_the_launcher_ends_its_ranks() -> None:
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
+def test_further_sigterms_do_not_lose_a_checkpoint() -> None:
+    """Catches a launcher that a second SIGTERM ends: its ranks then end as well, in the middle of saving, and the batch system
+    takes the run for one that failed."""
+    process = begin([sys.executable, "-c", LAUNCH.replace("import time; time.sleep(100)", SAVES)])
+    assert process.stdout is not None
+    process.stdout.readline()
+    for _ in range(3):
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.1)
+    assert process.wait(timeout=60) == 75
+
+
+SAVES = (
+    "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: (time.sleep(3), sys.exit(75))); time.sleep(100)"
+)
+"""A rank that takes longer to save than it takes to notice that its launcher is gone."""
+
+
 def test_sigkill_to_the_launcher_ends_its_ranks() -> None:
     """Orphans that keep the cores or GPUs after the launcher was killed, perhaps for want of memory."""
     process = begin([sys.executable, "-c", LAUNCH])

@@ -8,7 +8,7 @@ import torch
 
 from evodsp.config import HeadsConfig
 from evodsp.losses.auxiliary import cross_entropy, distance_bins, distogram_loss, masked_msa_loss
-from tests.conftest import load
+from tests.shared import load
 
 _EDGES = HeadsConfig().distogram_min_distance, HeadsConfig().distogram_max_distance
 

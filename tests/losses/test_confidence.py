@@ -11,7 +11,7 @@ from torch import Tensor
 
 from evodsp.geometry.rigid import Rigid
 from evodsp.losses.confidence import aligned_error_bins, pae_loss, plddt_loss
-from tests.conftest import load
+from tests.shared import load
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from torch import Tensor
 from evodsp.geometry.rigid import Rigid
 from evodsp.losses import pairs
 from evodsp.losses.fape import backbone_fape, frame_aligned_point_error, sidechain_fape
-from tests.conftest import load
+from tests.shared import load
 
 
 @pytest.fixture(scope="module")

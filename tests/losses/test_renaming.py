@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from evodsp.losses.renaming import alternative_naming_is_better, compute_renamed_ground_truth
-from tests.conftest import load
+from tests.shared import load
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from evodsp.losses.resolved import experimentally_resolved_loss
-from tests.conftest import load
+from tests.shared import load
 
 
 def _inputs(golden: Path, logits: Tensor) -> list[Tensor]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from evodsp.losses.torsion import angle_norm_loss, torsion_loss
-from tests.conftest import load
+from tests.shared import load
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from evodsp.errors import UserError
 from evodsp.geometry.rigid import Rigid
 from evodsp.losses.total import total_loss
 from evodsp.model.outputs import ModelOutput, StructureOutput
-from tests.conftest import load
+from tests.shared import load
 
 _NAMES = {
     "sidechain_fape": "structure_module/sidechain_fape",

@@ -16,7 +16,7 @@ from evodsp.geometry.residues import RESTYPE_ATOM14_MASK, RESTYPE_ATOM14_RADIUS
 from evodsp.losses import pairs
 from evodsp.losses.violation import find_violations, violating_residues, violation_loss
 from tests.builders.pages import ROOT
-from tests.conftest import load
+from tests.shared import load
 
 BETWEEN, WITHIN = "between_residues", "within_residues"
 NAMES = {

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from evodsp.model.confidence import compute_pae, compute_plddt, compute_ptm, highest_pae
-from tests.conftest import load
+from tests.shared import load
 
 
 def test_plddt_is_alphafolds(golden: Path) -> None:

@@ -22,7 +22,7 @@ from evodsp.weights import names
 from evodsp.weights.deepmind import load_arrays
 from evodsp.weights.names import Name
 from tests.builders.golden import Holder, close
-from tests.conftest import load
+from tests.shared import load
 
 BLOCK = "evoformer/evoformer_iteration"
 EXTRA = "evoformer/extra_msa_stack"

@@ -16,7 +16,7 @@ from evodsp.model.structure_module import InvariantPointAttention, PairRows, Str
 from evodsp.weights import names
 from evodsp.weights.deepmind import load_arrays
 from tests.builders.golden import Holder, close
-from tests.conftest import load
+from tests.shared import load
 
 LAYER = "structure_module/fold_iteration"
 

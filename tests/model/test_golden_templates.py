@@ -29,7 +29,7 @@ from evodsp.weights import names
 from evodsp.weights.deepmind import load_arrays
 from evodsp.weights.names import Name
 from tests.builders.golden import Holder, close
-from tests.conftest import load
+from tests.shared import load
 
 SCOPE = "evoformer/template_embedding"
 SIZES = TemplateConfig(blocks=1, checkpoint=False)

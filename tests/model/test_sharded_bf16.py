@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from typing import Any, Literal
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from evodsp.config import ModelConfig
 from evodsp.model.evoformer import EvoformerStack
 from evodsp.model.primitives import use_exchange
 from evodsp.parallel.exchange import Exchange, LocalExchange, ShardedExchange
-from evodsp.parallel.group import Group
+from evodsp.parallel.group import Group, Place
 from tests.ranks import RankPool
 
 BATCH, SEQUENCES, RESIDUES = 2, 13, 22
@@ -82,3 +83,27 @@ def test_half_precision_is_as_exact_as_on_one_device(pool: RankPool, ranks: int,
         pairs = zip(errors(parallel, reference), errors(one_device, reference), ("p99", "max"), strict=True)
         for error, allowed, which in pairs:
             assert error <= SLACK * allowed, f"{name}, {which}: {error:.3g}, on one device {allowed:.3g}"
+
+
+class Wire(Place):
+    """One rank of two in a single process: what the ranks gather, in the precision in which this one sends."""
+
+    def __init__(self, rank: int, by_rank: list[Tensor]) -> None:
+        super().__init__(rank, len(by_rank))
+        self.by_rank = by_rank
+
+    def all_gather(self, received: Tensor, sent: Tensor) -> Any:
+        torch.testing.assert_close(sent.view(-1), self.by_rank[self.rank].to(sent.dtype).view(-1), rtol=0, atol=0)
+        received.view(self.size, -1).copy_(torch.stack(self.by_rank).view(self.size, -1))
+        return MagicMock()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_sums_of_a_softmax_are_exact_on_a_wire_of_bf16(rank: int) -> None:
+    """Catches shifts that are rounded on the way: 20.3 becomes 20.25, and all that was summed is scaled by a power of the
+    difference; and sums that are not brought to the shift of the largest logit."""
+    sums = [torch.tensor([[1.0 + 2**-12, 0.7, 20.0]]), torch.tensor([[0.3, 1.0 - 2**-12, 20.3]])]
+    found = ShardedExchange(Wire(rank, sums), dtype=torch.bfloat16).softmax_sums(sums[rank])
+    own, other = (x[:, :-1].double() for x in sums)
+    scale = 2 ** (sums[0][0, -1].double() - sums[1][0, -1].double())
+    torch.testing.assert_close(found.double(), own * scale + other, rtol=3e-7, atol=0)

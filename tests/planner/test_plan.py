@@ -213,7 +213,7 @@ def test_a_chain_that_no_device_holds_is_said(tmp_path: Path, capsys: pytest.Cap
         ("--gpus 8 --across carrier_pigeon", "no link 'carrier_pigeon'"),
         ("--gpus 8 --config nowhere.yaml", "cannot be read"),
         ("--gpus 8 --config wrong.yaml", "wrong.yaml: a value has the wrong type"),
-        ("--gpus 8 --device latin.yaml", "latin.yaml: not a text file"),
+        ("--gpus 8 --device latin.yaml", "latin.yaml: not a text in UTF-8"),
         ("--gpus 8 --preset model_9", "--preset is 'model_9'"),
         ("--gpus 8 --preset model_3 --templates 2", "--templates is 2"),
         ("--gpus 8 --msa 4", "--msa is 4"),

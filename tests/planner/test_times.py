@@ -179,3 +179,13 @@ def test_an_unknown_device_names_the_nearest() -> None:
     """Catches a message that does not help."""
     with pytest.raises(UserError, match=r"no device 'h10': evodsp has a100, b200, h100, h200.*mean 'h100'"):
         load_device("h10")
+
+
+def test_the_host_launches_collectives_too() -> None:
+    """Catches collectives that cost the host nothing: many small ones take as long as their launches."""
+    items: list[Item] = [item for number in range(30) for item in (send(number), wait(number))]
+    assert simulate(items, 0.1, lambda kind, counted: 0.0).total == pytest.approx(3.0)
+    times = simulate([send(1), span(1.0), wait(1)], 0.25, three_seconds)
+    assert (times.total, times.exposed, times.calls) == (3.25, 1.75, 1), (
+        "launched at 0.25, the operator runs from 0.5 on"
+    )

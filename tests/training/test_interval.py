@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
+import torch
+from lightning.pytorch import Trainer
 
 from evodsp.cli import main
+from evodsp.config import ModelConfig
 from evodsp.report.curve import read_curve
+from evodsp.training.config import TrainingConfig
+from evodsp.training.gradients import Gradients, Reduced
 from evodsp.training.interval import IntervalMeans
+from evodsp.training.module import TrainingModule
 from evodsp.training.throughput import MEASURED
 
 STEPS, EVERY, STOPPED = 6, 3, 4
@@ -72,3 +80,27 @@ def test_a_number_that_some_steps_lack() -> None:
     resumed.end_row()
     assert resumed.row == {"a": 1.5, "b": 3.0}
     assert resumed.means() == {}
+
+
+def test_the_numbers_of_a_step_are_means_over_the_passes_that_count() -> None:
+    """Catches a norm or a share of clipped gradients that is divided by the passes of the step, or not weighted by those that
+    count, and numbers of a pass that is left out."""
+    module = TrainingModule(TrainingConfig(**vars(ModelConfig.preset("test"))))
+    trainer = MagicMock(spec=Trainer)
+    trainer.log_every_n_steps, trainer.global_step = 10, 0
+    trainer.strategy = SimpleNamespace(reduce=lambda x, reduce_op: x)
+    module.trainer, module.log = trainer, MagicMock()  # type: ignore[method-assign]
+    norm, counted, clipped = torch.tensor(6.0), torch.tensor([True, False, True]), torch.tensor(0.5)
+    module._gradients = MagicMock(spec=Gradients, drops_samples=True)
+    module._gradients.finish.return_value = Reduced(norm, counted, clipped)
+    module._gradients.not_finite.return_value = []
+    module._step = [{"loss": torch.tensor(loss), "fape": torch.tensor(fape)} for loss, fape in LOSSES]
+    module._step_samples, module._recycles = [[0], [1], [2]], [0, 1, 5]
+    module.on_before_optimizer_step(MagicMock(spec=torch.optim.Optimizer))
+    assert module.interval.means() == {
+        "loss": 3.0, "fape": 1.0, "gradient_norm": 6.0, "clipped_fraction": 0.5, "recycles": 2.0
+    }  # fmt: skip
+
+
+LOSSES = ((1.0, 0.5), (float("nan"), 100.0), (5.0, 1.5))
+"""Of three passes, of which the second one is left out."""

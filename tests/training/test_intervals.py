@@ -130,6 +130,22 @@ def test_a_request_is_met_at_the_end_of_the_step(tmp_path: Path, monkeypatch: py
     assert not last.asked
 
 
+@pytest.mark.parametrize(
+    ("intervals", "expected"), [((500, 3), [3, 6, 9]), ((4, 6), [4, 6, 8]), ((500,), []), ((), [])], ids=str
+)
+def test_intervals_in_steps(tmp_path: Path, intervals: tuple[int, ...], expected: list[int]) -> None:
+    """Catches a second interval that is ignored, or a step that has to be a multiple of both."""
+    folder = RunFolder(tmp_path)
+    trainer = fake_trainer(folder)
+    trainer.accumulate_grad_batches = 1
+    last, written = LastCheckpoint(folder.last, intervals), []
+    for batch in range(10):
+        trainer.global_step, before = batch + 1, last.saved_step
+        last.on_train_batch_end(trainer, MagicMock(spec=LightningModule), None, None, batch)
+        written += [last.saved_step] if last.saved_step != before else []
+    assert written == expected
+
+
 def test_the_best_are_kept_by_their_score(tmp_path: Path) -> None:
     """Files shifted by age, a place that is off by one, nan taken for a best, or scores that no longer belong to the files."""
     folder = RunFolder(tmp_path, keep_best=3)

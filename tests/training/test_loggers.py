@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from lightning.pytorch.profilers import SimpleProfiler
 
 from evodsp.cli import main
 from evodsp.report.curve import read_curve
+from evodsp.training.hush import hush
 
 RECORDING = "tests.builders.recording_logger.RecordingLogger"
 FIXED = "tests.builders.recording_logger.FixedRunLogger"
@@ -70,10 +73,29 @@ def test_a_logger_that_refuses_changed_settings(
 
 
 def test_a_logger_that_cannot_be_made(chains: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A traceback of the parser's types where a package is not installed."""
-    option = f"--trainer.logger={{class_path: {RECORDING}, init_args: {{file: ''}}}}"
-    assert main(words(chains, tmp_path / "run", option)) == 2
-    assert f"error: {RECORDING}: no module named 'records'; check its init_args" in capsys.readouterr().err
+    """A traceback of the parser's types where a logger cannot be made, alone or in a list."""
+    made = f"{{class_path: {RECORDING}, init_args: {{file: ''}}}}"
+    for option in (f"--trainer.logger={made}", f"--trainer.logger=[{made}]"):
+        assert main(words(chains, tmp_path / "run", option)) == 2
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1
+        assert f"error: {RECORDING}: no module named 'records'; check its init_args" in said
+
+
+def test_the_table_of_a_profiler_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    """Catches `trainer.profiler: simple` that measures a whole run and shows nothing: Lightning is silenced."""
+    hush()
+    logger = logging.getLogger(SimpleProfiler.__mro__[1].__module__)
+    logger.addHandler(caplog.handler)
+    try:
+        profiler = SimpleProfiler()
+        with profiler.profile("a step"):
+            pass
+        profiler.describe()
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert "Profiler Report" in caplog.text
+    assert "a step" in caplog.text
 
 
 def test_weights_and_biases_offline(chains: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

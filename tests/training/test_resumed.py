@@ -6,19 +6,23 @@ import dataclasses
 import json
 from pathlib import Path
 from typing import Any, get_args
+from unittest.mock import MagicMock
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from evodsp.cli import main
+from evodsp.data.store import FeatureStore
 from evodsp.geometry.alphabet import RESTYPES
 from evodsp.report.curve import read_curve
+from evodsp.training.chains import Chains
 from evodsp.training.checks import Settings
 from evodsp.training.command import TrainingCLI
 from evodsp.training.config import TrainingConfig
 from evodsp.training.resume_rules import RULES, Rule
-from evodsp.training.resumed import changes
+from evodsp.training.resumed import changes, recorded
 from evodsp.weights.checkpoint import read_checkpoint, sizes_by_name
 from tests.builders.one_step import largest_difference, next_weights
 from tests.builders.training_chains import SEQUENCES
@@ -219,3 +223,23 @@ def test_what_cannot_change_is_refused(
     name, _, value = setting.partition("=")
     assert f"{name} was {former} and is {value} now" in line
     assert not (tmp_path / "run").exists()
+
+
+def training_set(**changed: Any) -> str:
+    """What a checkpoint keeps of a set of four chains."""
+    chains = {"train": ["a", "b"], "distilled": ["c", "d"], "weights": np.array([1.0, 2.0]), "distilled_weights": None}
+    of_run = Chains(MagicMock(spec=FeatureStore), None, validation=[], test=[], **{**chains, **changed})
+    return str(recorded({"init_from": None}, 1, of_run)["training set"])
+
+
+def test_what_is_drawn_how_often_is_recorded() -> None:
+    """Catches a resume that says nothing of chains that are drawn more often than before, or that are now taken from the
+    other set."""
+    changed: list[dict[str, Any]] = [
+        {}, {"weights": np.array([1.0, 3.0])}, {"weights": None}, {"distilled_weights": np.array([1.0, 2.0])},
+        {"distilled_weights": np.array([2.0, 1.0])}, {"train": ["b", "a"]}, {"train": ["a", "b", "c"], "distilled": ["d"]},
+    ]  # fmt: skip
+    found = [training_set(**change) for change in changed]
+    assert len(set(found)) == len(changed)
+    assert all(text.startswith("4 chains (checksum ") for text in found)
+    assert training_set() == found[0]

@@ -11,6 +11,7 @@ import torch
 
 from evodsp.cli import main
 from evodsp.report.curve import read_curve
+from evodsp.training import command
 from evodsp.training.stopping import StopRequest, deadline
 from evodsp.training.throughput import MEASURED
 from evodsp.weights.checkpoint import read_checkpoint
@@ -43,14 +44,26 @@ def assert_same_end(one: Path, other: Path) -> None:
     ],
 )
 def test_a_signal_stops_the_run_with_a_checkpoint(
-    chains: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, code: int, said: str
+    chains: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    code: int,
+    said: str,
 ) -> None:
-    """A pre-empted job that looks complete (exit code 0), steps that are lost or repeated, a handler that stays."""
+    """A pre-empted job that looks complete (exit code 0), steps that are lost or repeated, a handler that stays; and a further
+    signal that ends the process when it has saved, before its exit code says so."""
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    late: list[int] = []
+    monkeypatch.setattr(command, "tell_stopped", lambda: signal.raise_signal(signal.SIGTERM))
+    former = signal.signal(signal.SIGTERM, lambda number, _: late.append(number))
     handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)]
     assert main(words(chains, stopped, sends(name))) == code
+    assert late == []
     assert f"{said} {STEP + 1} is {stopped}" in capsys.readouterr().err
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)] == handlers
+    signal.signal(signal.SIGTERM, former)
     assert read_checkpoint(stopped / "checkpoints/last.ckpt")["global_step"] == STEP + 1
     assert not (stopped / "run.lock").exists()
     assert main(words(chains, stopped, "--ckpt_path=auto")) == 0

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
 
 from evodsp.cli import main
 from evodsp.model.flops import pass_flops
 from evodsp.parallel.waits import WaitTimes
 from evodsp.report.curve import read_curve
 from evodsp.training.command import TrainingCLI
-from evodsp.training.throughput import MEASURED
-from evodsp.training.utilisation import peak_flops
+from evodsp.training.datamodule import ChainDataModule
+from evodsp.training.module import TrainingModule
+from evodsp.training.throughput import MEASURED, Throughput
+from evodsp.training.utilisation import Utilisation, peak_flops
 from evodsp.training.world import World
 from tests.builders import small_model
 from tests.builders.training import CommandPool
@@ -98,6 +103,68 @@ def test_an_unknown_peak_is_no_utilisation(chains: Path, tmp_path: Path, capsys:
     given = [word for word in words(chains, tmp_path / "run") if "peak_tflops" not in word]
     assert main([*given, "--peak_tflops=0"]) == 2
     assert "peak_tflops is 0.0" in capsys.readouterr().err
+
+
+class Clock:
+    """Stands for time.perf_counter in what is measured."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        monkeypatch.setattr("evodsp.training.throughput.time.perf_counter", lambda: self.now)
+
+
+def measured(utilisation: Utilisation | None, ranks: int, data_ranks: int) -> tuple[Throughput, Any, Any]:
+    """The callback, its trainer with a row after two steps of two batches, and the mock that is given the row."""
+    module, data, trainer = MagicMock(spec=TrainingModule), MagicMock(spec=ChainDataModule), MagicMock(spec=Trainer)
+    module.interval, module.device = SimpleNamespace(row={}), torch.device("cpu")
+    module.world = MagicMock(spec=World, data_ranks=data_ranks, gather=lambda value: [value])
+    data.waited_s = 0.0
+    trainer.accumulate_grad_batches, trainer.log_every_n_steps, trainer.world_size = 2, 2, ranks
+    return Throughput(module, data, None, utilisation), trainer, module
+
+
+def test_what_time_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches the time of a validation, or that of counting FLOPs, in the time of a step; samples of one rank only, and batches
+    taken for steps."""
+    clock = Clock(monkeypatch)
+
+    class Slow(Utilisation):
+        def prepare(self, batch: Any) -> None:
+            clock.now += 500.0
+
+    callback, trainer, module = measured(Slow(small_model.config(), "32-true", "highest", None), ranks=6, data_ranks=3)
+    callback.on_train_start(trainer, module)
+    batch = {"sample_index": torch.arange(2), "aatype": torch.zeros(2, 3, 7)}
+    for number in range(4):
+        trainer.global_step = (number + 1) // 2
+        callback.on_train_batch_start(trainer, module, batch, number)
+        clock.now += 2.5
+        callback.on_train_batch_end(trainer, module, None, batch, number)
+        if number == 1:
+            callback.on_validation_start(trainer, module)
+            clock.now += 3000.0
+            callback.on_validation_end(trainer, module)
+    (row,) = (call.args[0] for call in module.log_row.call_args_list)
+    assert row["train/step_seconds"] == pytest.approx(5.0)
+    assert row["train/samples_per_second"] == pytest.approx(4 * 2 * 3 / 10.0)
+    assert "train/mfu_percent" not in row
+
+
+def test_utilisation_is_that_of_the_devices_that_share_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a batch's FLOPs that are divided among all devices, although each pair of them has a batch of its own."""
+    clock = Clock(monkeypatch)
+    monkeypatch.setattr("evodsp.training.utilisation.pass_flops", lambda config, batch: 10**9)
+    utilisation = Utilisation(small_model.config(), "32-true", "highest", PEAK_TFLOPS)
+    callback, trainer, module = measured(utilisation, ranks=4, data_ranks=2)
+    batch = {"sample_index": torch.arange(1), "aatype": torch.zeros(1, 3, 7)}
+    callback.on_train_start(trainer, module)
+    for number in range(4):
+        trainer.global_step = (number + 1) // 2
+        callback.on_train_batch_start(trainer, module, batch, number)
+        clock.now += 2.5
+        callback.on_train_batch_end(trainer, module, None, batch, number)
+    (row,) = (call.args[0] for call in module.log_row.call_args_list)
+    assert row["train/mfu_percent"] == pytest.approx(100 * 4 * (3 + 2) * 1e9 / (10.0 * 2 * PEAK_TFLOPS * 1e12))
 
 
 class _Work:

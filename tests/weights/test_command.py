@@ -15,7 +15,7 @@ from evodsp.model.alphafold import AlphaFold
 from evodsp.weights.checkpoint import load_features, load_model, save_model
 from evodsp.weights.config import preset_of, published_features
 from evodsp.weights.deepmind import export_deepmind, read_npz, write_npz
-from tests.conftest import load
+from tests.shared import load
 
 
 def weights(*words: str | Path) -> int:

@@ -26,7 +26,7 @@ from evodsp.weights.deepmind import (
 from evodsp.weights.names import parameter_names
 from tests.builders.golden_model import CONFIG as GOLDEN
 from tests.builders.weights import SMALL, random_model, same
-from tests.conftest import load
+from tests.shared import load
 
 Arrays = dict[str, np.ndarray]
 SCALE = "alphafold/alphafold_iteration/evoformer/evoformer_iteration/pair_transition/input_layer_norm//scale"
@@ -166,9 +166,9 @@ def member(path: Path) -> None:
         (lambda path: path.write_bytes(b""), "not an .npz file"),
         (lambda path: path.write_text(">query\nMKT\n"), "not an .npz file"),
         (lambda path: np.save(path.open("wb"), np.zeros(3)), "not an .npz file"),
-        (lambda path: torch.save({"weight": torch.zeros(1)}, path), "is not an array of floats"),
-        (member, "is not an array of floats"),
-        (lambda path: np.savez(path, a=np.array([{}], dtype=object)), "unreadable .npz file"),
+        (lambda path: torch.save({"weight": torch.zeros(1)}, path), "'x/data.pkl' is not an array"),
+        (member, "'archive/data.pkl' is not an array"),
+        (lambda path: np.savez(path, a=np.array([{}], dtype=object)), "not a readable NumPy file"),
         (lambda path: np.savez(path, a=np.arange(3)), "'a' is not an array of floats"),
     ],
 )
@@ -188,7 +188,7 @@ def test_a_damaged_file_is_one_line(arrays: Arrays, tmp_path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 255
     path.write_bytes(content)
-    with pytest.raises(UserError, match="unreadable"):
+    with pytest.raises(UserError, match="not a readable NumPy file"):
         read_npz(path)
     path.write_bytes(content[:-100])
     with pytest.raises(UserError, match="cut short"):

@@ -23,8 +23,8 @@ class BuildConfig:
     chains: Path | None = None
     """Text file with one chain per line; null takes all chains with alignments."""
     template_structure_dir: Path | None = None
-    """Folder of template structures. Template hits are read from the .hhr and hmm_output.sto files in the chains' alignment
-    folders. null builds a store without templates."""
+    """Folder of template structures. Template hits are read from the .hhr files and from hmm_output.sto,
+    hmmsearch_output.sto or pdb_hits.sto in the chains' alignment folders. null builds a store without templates."""
     obsolete: Path | None = None
     """The PDB's obsolete.dat, which names the entries that replace withdrawn templates."""
     min_plddt: float | None = None

@@ -74,6 +74,20 @@ def test_chunked_attention(operator: str, chunk: int, keep: int, narrow: int, mo
     agree(operator, getattr(chunked, operator), getattr(reference, operator), some_keys(operator))
 
 
+@pytest.mark.parametrize("biased", [False, True])
+def test_weights_of_half_precision_factors(biased: bool) -> None:
+    """A GPU's way, which no product of a CPU takes: logits in float32 of factors in half precision. Catches logits that are not
+    scaled, a scale that the bias gets too, and queries that are rounded once more."""
+    generator = torch.Generator().manual_seed(0)
+    q, k = (2 * torch.randn(2, 3, 4, 24, generator=generator) for _ in range(2))
+    bias, masked = torch.randn(3, 4, 4, generator=generator), torch.zeros(2, 1, 1, 4)
+    masked[1, ..., 2] = -1e9
+    q, k = q.bfloat16(), k.bfloat16()
+    logits = q.double() @ k.double().mT / 24**0.5 + masked + (bias.double() if biased else 0)
+    found = chunked._weights(q, k, masked, bias if biased else None)
+    torch.testing.assert_close(found.double(), logits.softmax(-1), rtol=1e-5, atol=1e-7)
+
+
 def test_the_result_is_laid_out_as_the_projection() -> None:
     """Catches a copy: attention along columns returns to rows by a transposition, which must be free."""
     inputs = examples("attention", torch.device("cpu"), torch.float32)

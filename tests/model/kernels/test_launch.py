@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from evodsp.model.kernels.triton_kernels import layer_norm
-from evodsp.model.kernels.triton_kernels.launch import Launch, Operator, run
+from evodsp.model.kernels.triton_kernels.launch import Launch, Operator, moved, run
 from evodsp.model.kernels.triton_kernels.plan import plan_of
 from tests.model.kernels import launch_cases as cases
 
@@ -275,3 +275,21 @@ def test_bodies_without_a_plan(body: Any) -> None:
 def test_several_devices_have_no_plan() -> None:
     """Catches an address of the host that is given to a GPU. Needs no Triton."""
     assert plan_of(_parts, [torch.ones(2, 3), torch.ones(1, device="meta")], _fill) is None
+
+
+@pytest.mark.parametrize(
+    ("x", "expected"),
+    [
+        (torch.zeros(4, 8), 128),
+        (torch.zeros(4, 1).expand(4, 8), 16),
+        (torch.zeros(1).expand(3, 5), 4),
+        (torch.zeros(4, 8)[:, ::2], 64),
+        (torch.zeros(1, 4).expand(0, 4), 0),
+        (torch.zeros(4, 8, dtype=torch.bfloat16).mT, 64),
+    ],
+)
+def test_bytes_that_a_kernel_moves(x: Tensor, expected: int) -> None:
+    """Catches an expanded axis that counts in full, although its elements are one, and an empty one that counts as one."""
+    assert moved(x) == expected
+    arguments = {"x": x, "out": torch.zeros(2), "size": 3}
+    assert Launch("sums.add", 1, arguments, {}, ("out",)).bytes_moved == expected + 8

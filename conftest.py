@@ -1,0 +1,51 @@
+"""Shared fixtures, and the options with which CI runs a part of the verify tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import tests.process  # noqa: F401  (before evodsp)
+from tests.ranks import RankPool
+from tests.selection import (  # noqa: F401  (hooks of pytest)
+    pytest_addoption,
+    pytest_collection_modifyitems,
+    pytest_runtest_call,
+    pytest_runtest_setup,
+    pytest_terminal_summary,
+)
+from tests.shared import SHARED
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Refuse to run with an incomplete set of reference files. Without any of them, the tests that need them are skipped."""
+    if SHARED.is_dir():
+        missing = [name for name in ("golden/INDEX.txt", "data/README.md") if not (SHARED / name).is_file()]
+        if missing:
+            raise pytest.UsageError(f"{SHARED} is there but {', '.join(missing)} is not: parity cannot be tested")
+
+
+@pytest.fixture(scope="session")
+def golden() -> Path:
+    """Folder of reference arrays computed by DeepMind's AlphaFold2."""
+    if not SHARED.is_dir():
+        pytest.skip("no ../shared/golden beside this checkout")
+    return SHARED / "golden"
+
+
+@pytest.fixture(scope="session")
+def real_data() -> Path:
+    """Folder of real structures and alignments in OpenFold's layout."""
+    if not SHARED.is_dir():
+        pytest.skip("no ../shared/data beside this checkout")
+    return SHARED / "data"
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[RankPool]:
+    """Ranks that communicate through gloo, started once per session."""
+    ranks = RankPool()
+    yield ranks
+    ranks.stop()

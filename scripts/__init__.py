@@ -1,0 +1,1 @@
+"""Programs that are not part of the package."""

@@ -1,0 +1,173 @@
+"""The ranks' store, into which whoever reaches its port may write: who reaches it, and that nothing in it is run."""
+
+from __future__ import annotations
+
+import pickle
+import socket
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from evodsp.errors import UserError
+from evodsp.inference import restarts
+from evodsp.launch import last_words, launcher, process_group, watch
+from evodsp.launch.process_group import Place
+from evodsp.launch.store import LONGEST, local_store, loopback, number, open_store, texts
+from evodsp.launch.watch import Watch
+from tests.builders.attacks import Attack
+from tests.builders.processes import free_port
+
+LOOPBACK = {"0100007F", "00000000000000000000000001000000"}
+"""127.0.0.1 and ::1 in /proc/net."""
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    """What an attack makes, if it succeeds."""
+    pickle.loads(pickle.dumps(Attack(tmp_path / "it works")))
+    assert (tmp_path / "it works").is_dir()
+    return tmp_path / "attacked"
+
+
+def listening(port: int) -> set[str]:
+    """The addresses at which somebody listens on this port, as the kernel writes them."""
+    lines = [line.split() for name in ("tcp", "tcp6") for line in Path("/proc/net", name).read_text().splitlines()[1:]]
+    addresses = [local.split(":") for _, local, _, state, *_ in lines if state == "0A"]
+    return {address for address, at in addresses if int(at, 16) == port}
+
+
+def test_the_store_of_a_local_launch_listens_on_loopback_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a store that every machine of the network reaches, as torch opens it whatever host it is given."""
+    found = []
+
+    def note(ranks: int, words: list[str], store: dist.TCPStore, *_: object) -> int:
+        found.append(listening(store.port))
+        return 0
+
+    monkeypatch.setattr(launcher, "_run", note)
+    launcher.launch(2, [])
+    assert found == [{"0100007F"}]
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
+def test_ranks_that_meet_on_loopback_listen_there_only(host: str) -> None:
+    """Catches a store of rank 0 (srun, or ranks started by hand) that is open to other machines, though all ranks are here; and
+    a rank that does not reach it."""
+    if host == "::1" and "lo" not in Path("/proc/net/if_inet6").read_text():
+        host = "127.0.0.1"  # a machine without IPv6
+    port = free_port()
+    store = open_store(host, port, 5.0, hosts=True)
+    assert listening(port) <= LOOPBACK
+    open_store(host, port, 5.0, hosts=False).set("key", "value")
+    assert store.get("key") == b"value"
+
+
+def test_other_hosts_are_no_loopback() -> None:
+    """Catches a run on several machines whose store the other machines cannot reach."""
+    assert [loopback(host) for host in ("gpu003", "10.0.0.1", "localhost.example.org", "0.0.0.0")] == [None] * 4
+
+
+def test_a_port_that_is_taken_is_one_line() -> None:
+    """Catches a traceback where another run listens on the port."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as other,
+        pytest.raises(dist.DistNetworkError, match="cannot listen at 127"),
+    ):
+        open_store("127.0.0.1", other.getsockname()[1], 5.0, hosts=True)
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (None, "found nothing"),
+        (b"\x80\x04\x95", r"found '\\ufffd.*expected UTF-8"),
+        (b'["a"', "a list of texts in JSON"),
+        (b'{"a": 1}', "a list of texts in JSON"),
+        (b'["a", 1]', "a list of texts in JSON"),
+        (b'["\\ud800"]', "a list of texts in JSON"),
+        (b"[" * 100_000, r"found '\[{40}'…"),
+        (b"9" * 5000, "a list of texts in JSON"),
+        (b"x" * (LONGEST + 1), r"found 4,194,305 bytes"),
+        (b"[\x1b[2J]", r"\\x1b"),
+    ],
+)  # fmt: skip
+def test_wrong_texts_are_one_line(value: bytes | None, said: str) -> None:
+    """Catches a traceback, a recursion without end, or a wrong value that is printed as it is."""
+    store = dist.HashStore()
+    if value is not None:
+        store.set("key", value)  # type: ignore[arg-type]  # torch takes bytes as well
+    with pytest.raises(UserError, match=rf"the ranks' store, key key: .*{said}.*Close its port") as error:
+        texts(store, "key")
+    assert str(error.value).isprintable()
+    assert len(str(error.value)) < 400
+
+
+@pytest.mark.parametrize("value", ["-1", "1.0", "", "1e3", "1000001", "9" * 5000, "٣"])
+def test_wrong_counts_are_one_line(value: str) -> None:
+    """Catches a loop over as many groups as somebody has written."""
+    store = dist.HashStore()
+    store.set("key", value)
+    with pytest.raises(UserError, match="expected a number up to 1,000,000"):
+        number(store, "key")
+
+
+def test_the_largest_message_that_torch_takes_is_refused() -> None:
+    """Catches a value of any size that a rank keeps: the messages are limited, but values may be appended to."""
+    store = local_store()
+    for _ in range(3):
+        store.append("key", " " * (2 << 20))  # type: ignore[attr-defined]
+    with pytest.raises(UserError, match="found 6,291,456 bytes, expected 4,194,304 at most"):
+        texts(store, "key")
+
+
+def attacked(store: dist.TCPStore, trace: Path) -> None:
+    """Overwrite every value of the store by a pickle that makes `trace`."""
+    keys = store.list_keys()
+    assert keys
+    for key in keys:
+        store.set(key, pickle.dumps(Attack(trace)))  # type: ignore[arg-type]  # torch takes bytes as well
+
+
+def test_no_pickle_in_the_store_is_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, trace: Path) -> None:
+    """Catches code of whoever reaches the port in a rank, or in the launcher: all that they read is an attack."""
+    ours = local_store()
+    for module in (last_words, restarts):
+        monkeypatch.setattr(module, "lasting_store", lambda: ours)
+    ended: list[str] = []
+    monkeypatch.setattr(watch, "_end", ended.append)
+    last_words.note_work(0, 1, "'a'", "lower --x")
+    assert restarts.missing_at_first(tmp_path) == [tmp_path / "predict.log"]
+    ours.set("left_out/0", '["a", "too long"]')
+    watching = Watch(ours, 0, 1, timeout_s=5.0)
+    monkeypatch.setattr(watching, "_write_state", lambda: None)
+    attacked(ours, trace)
+    assert "key groups: found '" in last_words.noted(ours)
+    ours.delete_key("left_out")
+    ours.add("left_out", 1)
+    for read in (restarts.left_out, lambda: restarts.missing_at_first(tmp_path), watching._look):
+        with pytest.raises(UserError, match="another program writes into it"):
+            read()
+    watching.run()
+    assert [("key who/0" in message) for message in ended] == [True]
+    assert not trace.exists()
+
+
+def test_a_meeting_that_is_disturbed_is_one_line(trace: Path) -> None:
+    """Catches code, or a traceback, from the requests and answers by which ranks agree on a part of the store."""
+    store, one = local_store(), Place(0, 2, 0, "127.0.0.1", 1, hosts_store=True)
+    process_group.part_of(store).set("asks/1", pickle.dumps(Attack(trace)))  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="key asks/1: found"):
+        process_group._fresh_part(store, one, 5.0)
+    assert not trace.exists()
+
+
+def test_paths_from_the_store_are_this_run_s(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Catches a file of somebody else that is removed because its name was in the store: a run that fails removes its log."""
+    store = dist.HashStore()
+    monkeypatch.setattr(restarts, "lasting_store", lambda: store)
+    store.set("missing", '["/home/other/predict.log"]')
+    with pytest.raises(UserError, match="expected a number"):
+        restarts.missing_at_first(tmp_path)
+    store.set("missing", "2")
+    assert restarts.missing_at_first(tmp_path) == [tmp_path / "predict.log", tmp_path]

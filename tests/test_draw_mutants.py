@@ -1,0 +1,58 @@
+"""Breaks that are drawn from syntax trees: `scripts/draw_mutants.py`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from scripts.draw_mutants import Importers, breaks_of, drawn
+
+SOURCE = '''"""A module of 7 lines."""
+@decorated(frozen=True)
+def f(ä: Size[3], x: int) -> Size[4]:
+    if not ä < 2 and f"{x + 1}":
+        return g(ä + x, key=True)
+    raise ValueError(1 + 1)
+'''
+
+
+def test_every_break_is_one_change_of_the_source() -> None:
+    """Catches breaks at the wrong place (columns are bytes), and those of annotations, decorators and messages, which no test
+    can find."""
+    source = SOURCE.encode()
+    found = {(change.kind, change.line): change for change in breaks_of("m.py", source)}
+    assert {key: (change.text, change.broken) for key, change in found.items()} == {
+        ("and, or", 4): ('not ä < 2 and f"{x + 1}"', "not ä < 2 or f'{x + 1}'"),
+        ("no not", 4): ("not ä < 2", "ä < 2"),
+        ("comparison", 4): ("ä < 2", "ä <= 2"),
+        ("one more", 4): ("2", "3"),
+        ("first argument", 5): ("g(ä + x, key=True)", "ä + x"),
+        ("no keyword", 5): ("g(ä + x, key=True)", "g(ä + x)"),
+        ("minus", 5): ("ä + x", "ä - x"),
+    }
+    for change in found.values():
+        assert change.applied(source, change.broken) == SOURCE.replace(change.text, f"({change.broken})")
+
+
+def test_a_seed_is_an_order() -> None:
+    """Catches draws that cannot be repeated or continued, and one kind that takes most of them: numbers are many."""
+    order = drawn(0, "evodsp/data/crop.py")
+    assert order == drawn(0, "evodsp/data/crop.py") != drawn(1, "evodsp/data/crop.py")
+    assert len(set(order)) == len(order)
+    assert len({change.kind for change in order[:5]}) == 5
+
+
+def test_the_nearest_tests_come_first(tmp_path: Path) -> None:
+    """Catches a search that tries the tests of other modules until its time is over, or misses imports that are relative, of a
+    module's name, or through another module."""
+    files = {
+        "evodsp/data/crop.py": "", "evodsp/data/other.py": "from .crop import Crop",
+        "tests/builders.py": "import evodsp.data.crop", "tests/data/test_through.py": "from tests.builders import y",
+        "tests/test_far.py": "from evodsp.data.other import x",
+        "tests/data/test_crop.py": "from evodsp.data import crop", "tests/data/test_else.py": "import evodsp.data",
+        "tests/test_a.py": "from evodsp.data.crop import Crop",
+    }  # fmt: skip
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    found = Importers(tmp_path).tests("evodsp/data/crop.py")
+    assert found == ["tests/data/test_crop.py", "tests/test_a.py", "tests/data/test_through.py", "tests/test_far.py"]

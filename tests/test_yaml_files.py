@@ -1,0 +1,144 @@
+"""YAML: whatever a file makes PyYAML raise is one line with its place, and no few lines take all memory."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evodsp.argument_parser import OneLineErrors
+from evodsp.config import ModelConfig
+from evodsp.errors import UserError
+from evodsp.planner.device import load_device
+from evodsp.report.runs import read_runs
+from evodsp.run_config_file import read_run_config
+from evodsp.yaml_files import compose_yaml, parse_yaml, read_yaml
+
+BOMB = "a0: &a0 [" + "x," * 10 + "]\n" + "".join(f"a{n + 1}: &a{n + 1} [{f'*a{n},' * 10}]\n" for n in range(9))
+LAUGHS = "a0: &a0 {k: v}\n" + "".join(f"a{n + 1}: &a{n + 1} {{<<: [{f'*a{n},' * 10}]}}\n" for n in range(9))
+CHAIN = "- &a0 [1]\n" + "".join(f"- &a{n + 1} [*a{n}]\n" for n in range(1000))
+HOSTILE = {
+    "a bomb": (BOMB, r":6: .*more than 200,000 values when aliases are written out"),
+    "a bomb of merged keys": (LAUGHS, r":6: .*more than 200,000 values when aliases are written out"),
+    "deep lists": ("a: " + "[" * 20_000, r":1: .*nested more than 100 deep"),
+    "deep mappings": ("".join(f"{' ' * n}a:\n" for n in range(300)), "nested more than 100 deep"),
+    "deep aliases": (CHAIN, "nested more than 100 deep"),
+    "what contains itself": ("a: 1\nb: &b [*b]", r":2: what is marked with & contains itself"),
+    "a long number": ("a: 1\nb: " + "9" * 5000, r":2: .*4300 digits"),
+    "a long number in base 16": ("a: 0x" + "f" * 5000, r":1: .*a number of too many digits"),
+    "a long number in base 60": ("a: " + ":".join(["1"] * 3000), r":1: .*a number of too many digits"),
+    "a list as a key": ("? [a, b]\n: c", r":1: .*unhashable key"),
+    "an empty number": ("a: !!int ''", r":1: .*string index out of range"),
+    "no number": ("a: !!float abc", r":1: .*could not convert string to float"),
+    "no base 64": ("a: !!binary x", r":1: .*base64"),
+    "no date": ("a: !!timestamp x", r":1: "),
+    "a command": ("a: !!python/object/apply:os.system [ls]", r":1: .*could not determine a constructor"),
+    "an unknown alias": ("a: *b", r":1: .*undefined alias 'b'"),
+    "two documents": ("--- 1\n--- 2\n", r":2: .*another document"),
+    "a control character": ("a: \x07", "special characters are not allowed"),
+    "broken": ("a: [", "not YAML that evodsp reads"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_files_are_one_line(name: str, tmp_path: Path) -> None:
+    """Catches a RecursionError, a ValueError of a number, an AttributeError of PyYAML, and memory without end."""
+    text, message = HOSTILE[name]
+    (path := tmp_path / "x.yaml").write_text(text)
+    start = time.process_time()
+    for read in (read_yaml, read_run_config):
+        with pytest.raises(
+            UserError, match=rf"x\.yaml{message}" if message[0] == ":" else rf"x\.yaml.*{message}"
+        ) as error:
+            read(path)
+        assert "\n" not in str(error.value)
+    assert time.process_time() - start < 10
+
+
+def test_the_number_of_values_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a file of gigabytes that is parsed to its end."""
+    monkeypatch.setattr("evodsp.yaml_files._MOST_NODES", 50)
+    (path := tmp_path / "x.yaml").write_text("[" + "1," * 49 + "]")
+    assert len(read_yaml(path)) == 49
+    path.write_text("[" + "1," * 50 + "[")  # the end is never reached
+    with pytest.raises(UserError, match=r"x\.yaml:1: .*more than 50 values\)"):
+        read_yaml(path)
+
+
+def parser() -> OneLineErrors:
+    made = OneLineErrors(prog="x")
+    made.add_argument("--config", action="config")
+    made.add_argument("--model", type=ModelConfig, default=ModelConfig())
+    return made
+
+
+def test_every_reader_uses_it(tmp_path: Path) -> None:
+    """Catches a reader of YAML of its own: a run's page, a device, and the options of any command."""
+    (path := tmp_path / "config.yaml").write_text(BOMB)
+    (tmp_path / "curve.csv").write_text("step,epoch,seconds,train/loss\n1,0,1,1\n")
+
+    def device(path: Path) -> Any:
+        return load_device(str(path))
+
+    def options(path: Path) -> Any:
+        return parser().parse_args(["--config", str(path)])
+
+    def run(path: Path) -> Any:
+        return read_runs([path.parent])
+
+    for read in (run, device, options, compose_yaml):
+        with pytest.raises(UserError, match=r"config\.yaml:6: .*more than 200,000 values"):
+            read(path)
+
+
+def test_good_files(tmp_path: Path) -> None:
+    """Catches a byte-order mark, aliases, merged keys, or a date that is no longer a text, refused or read wrong."""
+    (path := tmp_path / "x.yaml").write_text(
+        "a: &a {b: 1e3, c: 2020-02-31}\nd: {<<: *a, e: 0x10}\n", encoding="utf-8-sig"
+    )
+    assert read_yaml(path) == {"a": {"b": "1e3", "c": "2020-02-31"}, "d": {"b": "1e3", "c": "2020-02-31", "e": 16}}
+    assert parse_yaml("", "x") is None
+    top = compose_yaml(path)
+    assert top is not None
+    assert top.value[1][0].start_mark.line == 1
+    path.write_text("")
+    assert compose_yaml(path) is None
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, r"x\.yaml: cannot be read \(No such file or directory\)"),
+        (b"a: \xff", r"x\.yaml: not a text in UTF-8 \(byte 4\); save it as UTF-8"),
+    ],
+)
+def test_files_that_are_no_text(content: bytes | None, message: str, tmp_path: Path) -> None:
+    """Catches an OSError or a UnicodeDecodeError that reaches the user."""
+    if content is not None:
+        (tmp_path / "x.yaml").write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        read_yaml(tmp_path / "x.yaml")
+
+
+@pytest.mark.parametrize("text", ["1: 2", "? 3.5\n: c", "model: {null: 2}", "model:\n  channels: {1: 2}", "true: 2"])
+def test_names_of_options_are_texts(text: str, tmp_path: Path) -> None:
+    """Catches the AttributeError of jsonargparse for a number as the name of an option, at the top or in a group."""
+    (path := tmp_path / "x.yaml").write_text(text)
+    with pytest.raises(UserError, match=r"x\.yaml:\d: the name of an option is a text"):
+        parser().parse_args(["--config", str(path)])
+
+
+def test_options_may_be_merged(tmp_path: Path) -> None:
+    """Catches `<<` refused as the name of an option."""
+    (path := tmp_path / "x.yaml").write_text("model:\n  channels: &c {msa: 7}\n  templates:\n    <<: {blocks: 9}\n")
+    assert parser().parse_args(["--config", str(path)]).model.templates.blocks == 9
+
+
+@pytest.mark.parametrize("text", ["name: 1", "[1]", "1", "1: 2"])
+def test_a_device_of_other_types(text: str, tmp_path: Path) -> None:
+    """Catches the TypeError of an edited device file."""
+    (path := tmp_path / "x.yaml").write_text(text)
+    with pytest.raises(UserError, match=r"device .*x\.yaml: (missing or unknown keys|a value of another type)"):
+        load_device(str(path))
