@@ -168,7 +168,7 @@ def differences(side: str, theirs: list[Residue], own: list[Residue]) -> Iterato
 
 
 def _kind_of_lost(residue: Residue) -> str:
-    if residue.name in _CAPS or (residue.letter == "X" and not residue.atoms.keys() & {"CA"}):
+    if residue.name in _CAPS or (not residue.name and residue.letter == "X"):  # evodsp's own residues have no names
         return "only theirs: cap"
     return f"only theirs: {'HETATM' if residue.is_het else 'ATOM'}"
 
@@ -300,12 +300,16 @@ def report(accounts: Accounts, files: int, examples: int) -> list[str]:
         "",
     ]
     for (form, side), account in sorted(accounts.items()):
-        counts = f"{account.equal:,} of {account.chains:,} chains equal, {account.but_arginine:,} but for arginine's nitrogens"
-        lines.append(f"{form}; {side}: {counts}; {account.residues:,} residues")
+        if account.chains:
+            counts = f"{account.equal:,} of {account.chains:,} chains equal"
+            counts += f", {account.but_arginine:,} but for arginine's nitrogens"
+            lines.append(f"{form}; {side}: {counts}; {account.residues:,} residues")
         for kind, places in sorted(account.kinds.items()):
-            lines.append(f"    {kind}: {len(places):,} ({'; '.join(places[:examples])})")
+            by_file = {place.split()[0]: place for place in reversed(places)}
+            named = "; ".join(list(reversed(by_file.values()))[:examples])
+            lines.append(f"    {kind}: {len(places):,} in {len(by_file):,} files ({named})")
         for reason, names in sorted(account.refused.items()):
-            lines.append(f"    refused by {side}: {reason}: {len(names):,} ({', '.join(names[:examples])})")
+            lines.append(f"    {side} refuses {len(names):,}: {reason} ({', '.join(names[:examples])})")
     return [*lines, "", "Kinds:", *(f"    {kind}: {why}" for kind, why in KINDS.items())]
 
 

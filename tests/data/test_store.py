@@ -56,7 +56,10 @@ def test_several_databases(tmp_path: Path):
         ('{"1abc_A": {"db": "alignment_db_0.db", "files": [["bfd.a3m", 0, 1e999]]}}', "the entry of chain"),
         ('{"1abc_A": {"db": "alignment_db_0.db", "files": [["bfd.a3m", 0, 1099511627776]]}}', "ends before 'bfd.a3m'"),
         (r'{"1abc_A": {"db": "a\nb.db", "files": []}}', "the entry of chain '1abc_A' is not"),
-        (r'{"1abc_A": {"db": "alignment_db_0.db", "files": [["b\u2028.a3m", 0, 1]]}}', "the entry of chain '1abc_A' is not"),
+        (
+            r'{"1abc_A": {"db": "alignment_db_0.db", "files": [["b\u2028.a3m", 0, 1]]}}',
+            "the entry of chain '1abc_A' is not",
+        ),
         ('{"1abc_A": ' + "9" * 5000 + "}", "a number that is too long"),
         ("[" * 100_000, "nested too deeply"),
     ],
