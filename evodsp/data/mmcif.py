@@ -12,6 +12,7 @@ residues have the letter of their parent (MSE: M, SEP: S) by Biopython's table, 
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import date
@@ -37,6 +38,7 @@ _ATOM_NAMES, _ATOM_INDICES = np.array(sorted(ATOM_TYPES)), np.argsort(ATOM_TYPES
 _CD, _NH1, _NH2 = (ATOM_ORDER[name] for name in ("CD", "NH1", "NH2"))
 _RESOLUTIONS = ("_refine.ls_d_res_high", "_em_3d_reconstruction.resolution", "_reflns.d_resolution_high")
 _LARGEST = 1e9
+_MOST_DIGITS = 9
 
 
 def read_structure(path: str | Path) -> Structure:
@@ -344,7 +346,7 @@ def _monomers(path: str | Path, block: cif.Block) -> dict[str, dict[int, list[st
     ):
         if "polypeptide" not in types.get(entity, "polypeptide"):
             continue
-        if not number.lstrip("-").isdecimal():
+        if len(number) > _MOST_DIGITS or not re.fullmatch(r"-?\d+", number):
             raise FileFormatError(
                 path, f"_entity_poly_seq.num is {shown(number)} but must be a number; correct the file"
             )

@@ -58,7 +58,7 @@ def read_block(path: str | Path) -> Completed:
             completed = Completed(block)
             if _holds(block, "_atom_site.Cartn_x") and not _holds(block, *_NEEDED):
                 completed = _completed(gemmi.make_structure_from_block(block))
-    except (ValueError, RuntimeError, IndexError) as error:
+    except Exception as error:  # gemmi raises any exception at all
         raise _not_valid(path, error) from error
     block = completed.block
     if not _holds(block, "_atom_site.Cartn_x"):
@@ -78,7 +78,7 @@ def block_without_atoms(path: str | Path, data: bytes) -> cif.Block | None:
             data = data[:start] + data[end:]
     try:
         blocks = cif.read_string(data)
-    except (ValueError, RuntimeError) as error:
+    except Exception as error:
         raise _not_valid(path, error) from error
     needed = ("_entity_poly.pdbx_strand_id", "_entity_poly_seq.mon_id")
     return next((block for block in blocks if _holds(block, *needed)), None)

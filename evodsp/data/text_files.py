@@ -100,8 +100,18 @@ def check_text(source: str | Path, data: bytes) -> bytes:
 
 def read_json(path: str | Path, fix: str) -> Any:
     """The content of a JSON file. `fix` ends the message of the FileFormatError that a broken or hostile file raises."""
+    return json_of(path, read_bytes(path), fix)
+
+
+def json_of(path: str | Path, data: bytes, fix: str) -> Any:
+    """The content of JSON that was read already. `path` names it in messages, `fix` ends them."""
     try:
-        return json.loads(read_bytes(path))
+        content = json.loads(data)
+        if b"\\u" in data:  # halves of a character may be written so, and no file could hold them again
+            json.dumps(content, ensure_ascii=False).encode()
+        return content
+    except UnicodeError as error:
+        raise FileFormatError(path, f"JSON with text that is not UTF-8; {fix}") from error
     except json.JSONDecodeError as error:
         raise FileFormatError(path, f"not JSON ({error.msg}); {fix}", error.lineno) from error
     except RecursionError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import quote
@@ -13,7 +12,7 @@ from evodsp.errors import UserError
 from evodsp.files import whole_file
 from evodsp.inference.failures import Failure
 from evodsp.inference.residue_charts import BANDS
-from evodsp.inference.results import RANKING, REPORT, read_plddt, read_result
+from evodsp.inference.results import RANKING, REPORT, read_plddt, read_with_ranking
 from evodsp.printing import escape_html
 from evodsp.report.charts import histogram
 from evodsp.report.page import OURS, Page
@@ -51,10 +50,9 @@ def batch_page(output: Path, failures: Sequence[Failure]) -> Page:
     means = []
     for folder in sorted(path.parent for path in output.glob(f"*/{RANKING}")):
         try:
-            result = read_result(folder)
-            ranking = json.loads((folder / RANKING).read_text(encoding="utf-8"))
+            result, ranking = read_with_ranking(folder)
             plddt = read_plddt(folder, result.best)
-        except (UserError, ValueError, KeyError):
+        except UserError:
             continue  # not a result of ours, or one that predict would refuse to keep
         means.append(result.mean_plddt[result.best])
         ptm = ranking["ranking"][0].get("ptm")

@@ -31,6 +31,7 @@ from evodsp.geometry.alphabet import RESTYPE_1TO3
 from evodsp.geometry.frames import atom37_to_atom14
 from evodsp.geometry.residues import ATOM_ORDER, ATOM_TYPES, CA
 from evodsp.inference.model_cif import Origin
+from evodsp.inference.result_checks import check_relaxation, read_object
 from evodsp.inference.results import Format, Key, PredictionResult, read_structure, stem
 from evodsp.inference.writers import PredictedStructure, structure_text
 from evodsp.losses.violation import violating_residues
@@ -122,7 +123,11 @@ def _write(path: Path, text: str) -> None:
 def read_relaxation(folder: Path, key: Key) -> dict[str, Any] | None:
     """What <stem>_relaxed.json says; None if the prediction has not been relaxed."""
     path = folder / f"{stem(key)}_relaxed.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    if not path.is_file():
+        return None
+    content = read_object(path)
+    check_relaxation(path, content)
+    return content
 
 
 def relax(structure: PredictedStructure, device: torch.device) -> Relaxed:

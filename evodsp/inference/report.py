@@ -21,7 +21,7 @@ from evodsp.errors import UserError
 from evodsp.geometry.residues import CA
 from evodsp.inference.calibration import Calibration
 from evodsp.inference.plots import calibration_figure, distance_figure
-from evodsp.inference.results import read_result
+from evodsp.inference.results import plddt_of, read_result
 from evodsp.printing import printable, show
 
 _PREDICTED_CHAIN = "A"
@@ -239,7 +239,7 @@ def _read_pair(prediction: Path, truth: Path, chain_id: str) -> _Pair:
     scores = prediction.with_name(f"{prediction.stem}_scores.json")
     if not scores.is_file():
         raise UserError(f"{scores}: missing beside {prediction.name}; predict again with --overwrite")
-    plddt = np.array(json.loads(scores.read_text(encoding="utf-8"))["plddt"], dtype=np.float32)
+    plddt = plddt_of(scores)
     if len(plddt) != len(predicted):
         raise UserError(
             f"{scores}: {len(plddt)} values of pLDDT for {len(predicted)} residues; predict again with --overwrite"

@@ -16,22 +16,23 @@ from __future__ import annotations
 
 import json
 import re
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
-from zipfile import BadZipFile
 
 import numpy as np
 from jaxtyping import Float32
 
 from evodsp import __version__
+from evodsp.array_files import read_archive
 from evodsp.data.mmcif import read_chain
-from evodsp.errors import UserError
+from evodsp.data.text_files import json_of, read_bytes, read_json
+from evodsp.errors import FileFormatError, UserError
 from evodsp.geometry.alphabet import RESTYPES_WITH_X
 from evodsp.inference.model_cif import PAE_CATEGORY, Origin
+from evodsp.inference.result_checks import FIX, check_ranking, check_timings, is_number, numbers, read_object, wrong
 from evodsp.inference.writers import AlignedError, PredictedStructure, structure_text
 
 RANKING, TIMINGS, REPORT = "ranking.json", "timings.json", "report.html"
@@ -41,6 +42,8 @@ OURS = re.compile(
 )
 """Names of the files that predict writes into a target's folder. All others are the user's."""
 _CONTACT_STEPS = 255
+_LARGEST_ERROR = 10_000.0
+"""Å."""
 
 Format = Literal["cif", "pdb"]
 Key = int | str
@@ -89,22 +92,26 @@ def read_with_ranking(folder: Path) -> tuple[PredictionResult, Mapping[str, Any]
     path = folder / RANKING
     if not path.is_file():
         raise UserError(f"{folder}: no {RANKING}, so there is no finished prediction; run evodsp predict --overwrite")
-    try:
-        ranking = json.loads(path.read_text(encoding="utf-8"))
-        _ = ranking["models"] if "models" in ranking else ranking["settings"]
-        mean_plddt = {key_of(entry): float(entry["mean_plddt"]) for entry in ranking["ranking"]}
-        file_format = Path(ranking["ranking"][0]["structure"]).suffix[1:]
-        result = PredictionResult(ranking["name"], folder, file_format, mean_plddt, kept=True)  # type: ignore[arg-type]
-        expected = [
-            TIMINGS,
-            *(name for key in mean_plddt for name in (result.structure(key).name, scores_name(key))),
-        ]
-        expected += [pae_name(key_of(entry)) for entry in ranking["ranking"] if "ptm" in entry]
-    except (ValueError, KeyError, TypeError, IndexError) as error:
-        raise UserError(f"{path}: not written by evodsp predict ({error!r}); predict again with --overwrite") from error
+    ranking = read_object(path)
+    check_ranking(path, ranking)
+    mean_plddt = {key_of(entry): float(entry["mean_plddt"]) for entry in ranking["ranking"]}
+    file_format = Path(ranking["ranking"][0]["structure"]).suffix[1:]
+    result = PredictionResult(ranking["name"], folder, file_format, mean_plddt, kept=True)  # type: ignore[arg-type]
+    expected = [
+        TIMINGS,
+        *(name for key in mean_plddt for name in (result.structure(key).name, scores_name(key))),
+    ]
+    expected += [pae_name(key_of(entry)) for entry in ranking["ranking"] if "ptm" in entry]
     if lost := [name for name in expected if not (folder / name).is_file()]:
         raise UserError(f"{folder}: '{lost[0]}' is missing from a finished run; predict again with --overwrite")
     return result, ranking
+
+
+def read_timings(folder: Path) -> Mapping[str, Any]:
+    """The content of timings.json. Raises UserError for a file that predict has not written."""
+    content = read_object(folder / TIMINGS)
+    check_timings(folder / TIMINGS, content)
+    return content
 
 
 def scores_name(key: Key) -> str:
@@ -112,13 +119,21 @@ def scores_name(key: Key) -> str:
 
 
 def read_plddt(folder: Path, key: Key) -> Float32[np.ndarray, " R"]:
-    """pLDDT, 0..100, of a prediction in a target's folder. Raises ValueError unless predict has written its scores.
+    """pLDDT, 0..100, of a prediction in a target's folder. Raises UserError unless predict has written its scores."""
+    return plddt_of(folder / scores_name(key))
+
+
+def plddt_of(scores: Path) -> Float32[np.ndarray, " R"]:
+    """pLDDT, 0..100, in the file of a prediction's scores. Raises UserError unless predict has written it.
 
     The aligned errors behind it in the file are not parsed: of thousands of long targets that would take minutes.
     """
-    text = (folder / scores_name(key)).read_text(encoding="utf-8")
-    values, _ = json.JSONDecoder().raw_decode(text, text.index("[", text.index('"plddt"')))
-    return np.array(values, np.float32)
+    data = read_bytes(scores)
+    start = data.find(b"[", data.find(b'"plddt"'))
+    end = data.find(b"]", start) + 1
+    if b'"plddt"' not in data or not 0 <= start < end:
+        raise FileFormatError(scores, f"not written by evodsp predict (it has no list plddt); {FIX}")
+    return numbers(scores, "plddt", json_of(scores, data[start:end], FIX), 1, 0.0, 100.0)
 
 
 def read_structure(result: PredictionResult, key: Key, path: Path | None = None) -> PredictedStructure:
@@ -148,11 +163,10 @@ def read_contacts(folder: Path, key: Key) -> Float32[np.ndarray, "R R"] | None:
     file = folder / contacts_name(key)
     if not file.is_file():
         return None
-    try:
-        with np.load(file, allow_pickle=False) as content:
-            return content["probability"].astype(np.float32) / _CONTACT_STEPS
-    except (OSError, ValueError, KeyError, EOFError, BadZipFile, zlib.error) as error:
-        raise UserError(f"{file}: cannot be read ({error}); predict again with --overwrite true") from error
+    steps = read_archive(file, FIX).get("probability")
+    if steps is None or steps.dtype != np.uint8:
+        raise FileFormatError(file, f"not written by evodsp predict (it has no array probability of bytes); {FIX}")
+    return numbers(file, "probability", steps, 2, 0.0, 255.0) / np.float32(_CONTACT_STEPS)
 
 
 def _write_contacts(file: Path, contacts: Float32[np.ndarray, "R R"]) -> None:
@@ -166,9 +180,20 @@ def pae_name(key: Key) -> str:
 
 
 def read_pae(folder: Path, key: Key) -> tuple[Float32[np.ndarray, "R R"], float]:
-    """The aligned errors of a prediction in a target's folder, and the largest that the head can predict. Å."""
-    error = json.loads((folder / pae_name(key)).read_text(encoding="utf-8"))[0]
-    return np.array(error["predicted_aligned_error"], np.float32), float(error["max_predicted_aligned_error"])
+    """The aligned errors of a prediction in a target's folder, and the largest that the head can predict. Å.
+
+    Raises UserError for a file that predict has not written.
+    """
+    path = folder / pae_name(key)
+    content = read_json(path, FIX)
+    if not isinstance(content, list) or len(content) != 1 or not isinstance(content[0], dict):
+        raise wrong(path, "its content", content, "a list of one object")
+    (error,) = content
+    highest = error.get("max_predicted_aligned_error")
+    if not is_number(highest, 0.01, _LARGEST_ERROR):
+        raise wrong(path, "max_predicted_aligned_error", highest, "a number of Å")
+    matrix = numbers(path, "predicted_aligned_error", error.get("predicted_aligned_error"), 2, 0.0, _LARGEST_ERROR)
+    return matrix, float(highest)
 
 
 def read_aligned_error(folder: Path, key: Key, ptm: float) -> AlignedError:

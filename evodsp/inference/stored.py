@@ -6,7 +6,6 @@ and holds the same numbers as if it had been written at once.
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -17,17 +16,18 @@ from typing import Any
 
 from evodsp.errors import UserError
 from evodsp.inference.model_cif import Origin
+from evodsp.inference.result_checks import read_object
 from evodsp.inference.results import (
     OURS,
     RANKING,
     REPORT,
-    TIMINGS,
     Format,
     Key,
     PredictionResult,
     holds_pae,
     read_aligned_error,
     read_structure,
+    read_timings,
     read_with_ranking,
     stem,
 )
@@ -139,10 +139,7 @@ def find_stored(
             f"{folder}: holds results of another run ({key}: {made_with.get(key)} there, {settings[key]} now); "
             "choose another --output, or replace them with --overwrite"
         )
-    try:
-        timings = json.loads((folder / TIMINGS).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{folder / TIMINGS}: not JSON ({error}); predict again with --overwrite") from error
+    timings = read_timings(folder)
     named = {} if renamed is None else {"model": renamed}
     ranking = [{**entry, **named} for entry in content["ranking"]]
     timings = {**timings, "seeds": [{**named, **entry} for entry in timings.get("seeds", [])]}
@@ -178,7 +175,6 @@ def copy_files(folder: Path, into: Path, stored: Stored | None) -> None:
 def _ours(folder: Path) -> Callable[[str], bool]:
     """Whether predict has written the file of this name into `folder`; all others are the user's."""
     models: list[str] = []
-    with suppress(OSError, ValueError):
-        content = json.loads((folder / RANKING).read_text(encoding="utf-8"))
-        models = list(content.get("models", ())) if isinstance(content, dict) else []
+    with suppress(UserError):
+        models = list(read_object(folder / RANKING).get("models", {}))
     return lambda name: any(OURS.fullmatch(name.removeprefix(before)) for before in ("", *(f"{m}_" for m in models)))

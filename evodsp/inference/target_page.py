@@ -7,7 +7,6 @@ so seeds of earlier runs are on it. Tables and charts need no script. Shapes: R 
 from __future__ import annotations
 
 import base64
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from jaxtyping import Float
 
 from evodsp.data.mmcif import read_chain
 from evodsp.data.records import Alignment, Chain
+from evodsp.errors import UserError
 from evodsp.files import whole_file
 from evodsp.geometry.alphabet import RESTYPE_1TO3
 from evodsp.geometry.residues import ATOM_TYPES, CA
@@ -37,7 +37,8 @@ from evodsp.inference.residue_charts import (
     palette,
     plddt_chart,
 )
-from evodsp.inference.results import RANKING, REPORT, TIMINGS, key_of, read_pae, read_plddt, stem
+from evodsp.inference.result_checks import FIX
+from evodsp.inference.results import REPORT, key_of, read_pae, read_plddt, read_timings, read_with_ranking, stem
 from evodsp.printing import escape_html
 from evodsp.report.page import Page
 
@@ -66,8 +67,8 @@ class _Seed:
 
 def write_target_page(folder: Path, alignments: Sequence[Alignment]) -> None:
     """Write the page of the finished result in `folder`. `alignments`: those that it was predicted from."""
-    ranking = json.loads((folder / RANKING).read_text(encoding="utf-8"))
-    timings = json.loads((folder / TIMINGS).read_text(encoding="utf-8"))
+    _, ranking = read_with_ranking(folder)
+    timings = read_timings(folder)
     seeds = [
         _read_seed(folder, entry, number) for number, entry in zip(_numbers(ranking), ranking["ranking"], strict=True)
     ]
@@ -134,7 +135,7 @@ def target_page(
     # Of several models: the settings of each, under its name.
     every = ranking.get("models") or {"": ranking["settings"]}
     settings = {f"{model} {name}".strip(): value for model, own in every.items() for name, value in own.items()}
-    page.table(["setting", "value"], _plain_rows({"evodsp_version": ranking["evodsp_version"], **settings}))
+    page.table(["setting", "value"], _plain_rows({"evodsp_version": ranking.get("evodsp_version"), **settings}))
     page.note(
         "3D view: 3Dmol.js (Rego and Koes, 2015), BSD licence. Colours of pLDDT and aligned error as in the AlphaFold database."
     )
@@ -159,7 +160,11 @@ def _read_seed(folder: Path, entry: Mapping[str, Any], number: int) -> _Seed:
     pae, highest = None, _FARTHEST
     if "ptm" in entry:
         pae, highest = read_pae(folder, key)
-    return _Seed(number, read_chain(folder / entry["structure"], "A"), read_plddt(folder, key), pae, highest)
+    file = folder / entry["structure"]
+    chain, plddt = read_chain(file, "A"), read_plddt(folder, key)
+    if len(plddt) != len(chain) or (pae is not None and len(pae) != len(chain)):
+        raise UserError(f"{file}: has another number of residues than its scores; {FIX}")
+    return _Seed(number, chain, plddt, pae, highest)
 
 
 def _seed_buttons(entries: Sequence[Mapping[str, Any]], seeds: Sequence[_Seed]) -> str:

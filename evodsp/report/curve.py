@@ -5,7 +5,9 @@ from __future__ import annotations
 import csv
 from pathlib import Path
 
-from evodsp.errors import FileFormatError
+from evodsp.errors import FileFormatError, shown
+
+_MOST_DIGITS = 15
 
 
 def read_curve(path: Path) -> dict[int, dict[str, str]]:
@@ -22,9 +24,9 @@ def read_curve(path: Path) -> dict[int, dict[str, str]]:
             reader = csv.DictReader(line for line in file if line.endswith("\n"))
             for row in reader:
                 step = row.get("step")
-                if step is None or not step.isdecimal():
+                if step is None or not step.isdecimal() or len(step) > _MOST_DIGITS:
                     raise FileFormatError(
-                        path, f"step is {step!r}, expected a number: no learning curve", reader.line_num
+                        path, f"step is {shown(step)}, expected a number: no learning curve", reader.line_num
                     )
                 rows[int(step)] = {name: cell for name, cell in row.items() if name is not None and cell}
         except (csv.Error, ValueError) as error:

@@ -128,6 +128,14 @@ STRUCTURE_CASES = {
         ["_atom_site.Cartn_x of atom row 5 is 'x'", "correct the file"],
     ),
     "beyond.cif": (entry({"A": "1:GLY"}, [atom("N", "SER", 2, 1)]), ["label_seq_id 2", "SEQRES (1..1)"]),
+    "digits.cif": (
+        CIF.replace("2 SER", "9" * 5000 + " SER", 1),
+        ["_entity_poly_seq.num is '9999", "...9999", "but must be a number"],
+    ),
+    "large.cif": (
+        CIF.replace("2 SER", "9223372036854775808 SER", 1),
+        ["_entity_poly_seq.num is '9223372036854775808'"],
+    ),
     "number.cif": (CIF.replace("2 SER", "two SER", 1).replace("1 two", "1 two"), ["_entity_poly_seq.num is 'two'"]),
     "binary.cif": (b"\0\1\2\3", ["not a text file"]),
     "empty.pdb": ("HEADER    NOTHING\nEND\n", ["no atoms"]),

@@ -62,7 +62,7 @@ def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = root / "x"
     folder.mkdir()
     write_results(folder, {0: helix(0), 1: helix(1)}, "cif", {"templates": ["<i>1abc"]}, NAME)
-    write_json(folder / TIMINGS, {"name": NAME, "model_seconds": 3.25})
+    write_json(folder / TIMINGS, {"name": NAME, "features_seconds": 1.0, "model_seconds": 3.25})
     write_target_page(folder, [alignment()])
     write_batch_page(root, [Failure("<u>bad", "no <u>letters")])
     return root

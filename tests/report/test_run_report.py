@@ -68,6 +68,7 @@ def test_settings_of_another_version_are_compared_where_they_exist(tmp_path: Pat
         (None, "its curve.csv is not there"),
         ("step,seconds\n", "its curve.csv has no rows yet"),
         ("step,seconds\n1,2\nx,3\n", "curve.csv:3: step is 'x', expected a number"),
+        ("step,seconds\n" + "9" * 5000 + ",3\n", "expected a number: no learning curve"),
         ("a,b\n1,2\n", "curve.csv:2: step is None"),
         ("step,train/loss\n1,high\n", "train/loss of step 1 is 'high'"),
         ("step,train/loss\n1,\x00\n", "curve.csv"),
@@ -94,7 +95,7 @@ def test_what_is_given_wrongly_is_one_line(tmp_path: Path, capsys: pytest.Captur
         ([str(tmp_path / "nowhere")], "no such folder"),
         ([str(run / "curve.csv")], "a file; give the --output folder"),
         ([str(run), f"{run}/."], "given twice"),
-        ([str(run)], "config.yaml: not YAML"),
+        ([str(run)], "config.yaml:1: not YAML"),
     ):
         assert main(["report", *words]) == 2
         assert said in capsys.readouterr().err
