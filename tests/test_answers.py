@@ -48,6 +48,20 @@ def test_a_server_that_sends_a_byte_at_a_time(begin: bytes) -> None:
     assert time.monotonic() - begun < 1.5
 
 
+@pytest.mark.parametrize("begin", [b"", b"HTTP/1.1 200 OK\r\n\r\nabc"], ids=["nothing", "some"])
+def test_a_server_that_falls_silent(begin: bytes) -> None:
+    """Catches a limit that is looked at only when something arrives."""
+
+    def stop(first: str, rest: str, send: Send) -> None:
+        send(begin)
+        time.sleep(1.0)
+
+    begun = time.monotonic()
+    with raw_server(stop) as address, pytest.raises((SlowAnswerError, TimeoutError)):
+        read(address, seconds=0.15)
+    assert time.monotonic() - begun < 0.9
+
+
 def test_the_time_counts_over_redirections() -> None:
     """Catches a server that leads on and on, each time within the limit."""
 
@@ -77,6 +91,10 @@ def test_more_bytes_than_expected(head: bytes) -> None:
         pytest.raises(BadAnswerError, match=f"{address} answers more than 0.000954 MiB"),
     ):
         read(address)
+    with raw_server(lambda first, rest, send: send(answer(bytes(1001)))) as address:
+        assert read(address, most=1001) == bytes(1001)
+        with pytest.raises(BadAnswerError, match="answers more than"):
+            read(address, most=1000)
 
 
 def test_what_comes_beside_the_content_counts(monkeypatch: pytest.MonkeyPatch) -> None:
