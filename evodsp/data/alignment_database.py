@@ -50,7 +50,8 @@ class AlignmentDatabase:
             if not all(text.isprintable() for text in (key, database, *(file.name for file in files))):
                 raise ValueError("no name")
         except (KeyError, TypeError, ValueError, OverflowError) as error:
-            message = f'the entry of chain {shown(key)} is not {{"db": file, "files": [[name, offset, length], …]}}; make it again'
+            expected = '{"db": file, "files": [[name, offset, length], …]}'
+            message = f"the entry of chain {shown(key)} is not {expected}; make it again"
             raise FileFormatError(self.index, message) from error
         return database, sorted(file for file in files if is_alignment(file.name) or is_search_result(file.name))
 

@@ -12,9 +12,11 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, get_args
 
-from evodsp.errors import UserError, nearest, shortened
+from evodsp.errors import UserError, nearest, shortened, shown
 from evodsp.parallel.ledger import Kind
 from evodsp.yaml_files import read_yaml
+
+_CALLED = {"str": "text", "int": "a whole number", "bool": "true or false"}
 
 
 @dataclass(frozen=True)
@@ -207,7 +209,10 @@ def _checked(cls: type[Any], kind: str, name: str, content: Any) -> Any:
         raise UserError(
             f"{kind} {name}: missing or unknown keys {', '.join(wrong)}; it needs {', '.join(sorted(needed))}"
         )
+    types = {f.name: f.type for f in fields(cls)}
     for key, value in content.items():
+        if types[key] in ("str", "int", "bool") and type(value).__name__ != types[key]:
+            raise UserError(f"{kind} {name}: {key} is {shown(value)}, but must be {_CALLED[types[key]]}")
         if isinstance(value, int | float) and not isinstance(value, bool) and (value < 0 or not math.isfinite(value)):
             raise UserError(f"{kind} {name}: {key} is {value}, but must be at least 0")
     if cls is Link:
@@ -220,5 +225,4 @@ def _checked(cls: type[Any], kind: str, name: str, content: Any) -> Any:
             )
         content["start_us"] = {kind: float(value) for kind, value in content["start_us"].items()}
         content["bandwidth"] = [[float(value) for value in pair] for pair in content["bandwidth"]]
-    decimals = {f.name for f in fields(cls) if f.type == "float"}
-    return cls(**{key: float(value) if key in decimals else value for key, value in content.items()})
+    return cls(**{key: float(value) if types[key] == "float" else value for key, value in content.items()})

@@ -158,6 +158,7 @@ def main(words: Sequence[str] | None = None) -> int:
             given.keep.mkdir(parents=True)
             print(*try_case(found, given.seed, given.case, given.keep), sep=": ")
             return 0
+        print(f"a fault again: python -m scripts.fuzz --seed {given.seed} --case N")
         counts: Counter[str] = Counter()
         faults: dict[tuple[str, str], list[int]] = {}
         begun = said = time.monotonic()
@@ -179,7 +180,7 @@ def main(words: Sequence[str] | None = None) -> int:
                 break
     for (name, fault), cases in faults.items():
         print(f"{len(cases):6} {name}: {fault}, cases {' '.join(map(str, cases[:5]))}")
-    print(f"{counts.total():,} cases in {time.monotonic() - begun:.0f} s: {json.dumps(counts)}")
+    print(f"seed {given.seed}: {counts.total():,} cases in {time.monotonic() - begun:.0f} s: {json.dumps(counts)}")
     return int(bool(faults))
 
 

@@ -9,6 +9,8 @@ import re
 from random import Random
 from typing import Any
 
+import yaml  # type: ignore[import-untyped]
+
 NUMBERS = [
     *b"0 -1 1 0.5 127 128 255 65536 2147483647 2147483648 9223372036854775808 99999999999999999999999".split(),
     *b"1e308 1e400 nan inf -inf null true [] {} . ? 0x10 1_000 1e999999999 2020-01-01 9999-99-99".split(),
@@ -172,8 +174,6 @@ _CHANGES += [_numbers, _numbers, _words, _nested, _encoded]
 
 def _json(rng: Random, data: bytes) -> bytes | None:
     """A JSON or YAML text with another value somewhere in it; None if it is neither."""
-    import yaml  # type: ignore[import-untyped]
-
     try:
         value = json.loads(data)
     except ValueError:

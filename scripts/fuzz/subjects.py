@@ -35,6 +35,7 @@ from evodsp.planner.device import load_device, load_link
 from evodsp.report.run_command import page
 from evodsp.report.runs import read_runs
 from evodsp.run_config_file import read_run_config
+from evodsp.search.limits import ServerLimits
 from evodsp.search.server import MsaServer
 from evodsp.training.replay import replay
 from evodsp.training.run_folder import damage
@@ -234,7 +235,8 @@ class _Server(MsaServer):
     """A server whose answers are the files of a folder."""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__("https://x", patience=1.0, sleep=lambda _: None, clock=iter(range(10**6)).__next__)
+        limits = ServerLimits(search_s=1000.0, answer_mib=64)
+        super().__init__("https://x", limits, sleep=lambda _: None, clock=iter(range(10**6)).__next__)
         self._folder = folder
 
     def _ask(self, path: str, *_: object) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -173,6 +174,22 @@ def test_a_wrong_number_of_a_device_file_is_named(tmp_path: Path) -> None:
     path.write_text((folder / "links" / "pcie.yaml").read_text().replace("1.0e+6, 15", "9.0e+6, 15"))
     with pytest.raises(UserError, match="rising bytes"):
         load_link(str(path))
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("inside: {a: 1}", "inside is {'a': 1}, but must be text"),
+        ("gpus_per_node: 2.5", "2.5, but must be a whole number"),
+    ],
+)
+def test_a_value_of_another_type_is_named(tmp_path: Path, line: str, message: str) -> None:
+    """Catches an AttributeError for a link that is no text, and half a GPU in a node."""
+    text = (Path(__file__).parents[2] / "evodsp" / "planner" / "devices" / "h100.yaml").read_text()
+    path = tmp_path / "own.yaml"
+    path.write_text(re.sub(f"^{line.partition(':')[0]}:.*", line, text, flags=re.MULTILINE))
+    with pytest.raises(UserError, match=re.escape(message)):
+        load_device(str(path))
 
 
 def test_an_unknown_device_names_the_nearest() -> None:
