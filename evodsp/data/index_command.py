@@ -9,12 +9,15 @@ import numpy as np
 from evodsp.data.index import ChainIndex
 from evodsp.data.index_config import IndexConfig, check_index_config
 from evodsp.data.scan import make_index
+from evodsp.lock import lock
 
 
 def run(settings: IndexConfig, words: list[str]) -> int:
     """Write the index and report what it lists; the exit code. `words`: the command line (not needed here)."""
     check_index_config(settings)
-    make_index(settings)
+    output = settings.output
+    with lock(output.with_name(f".{output.name}.lock"), output, "makes an index there"):
+        make_index(settings)
     print(summary(ChainIndex(settings.output)), file=sys.stderr)
     return 0
 

@@ -24,6 +24,7 @@ from urllib.error import HTTPError
 
 from evodsp.download import PASSING, fetch_file, free_bytes, opened, size_at
 from evodsp.errors import UserError, nearest
+from evodsp.lock import waited_lock
 from evodsp.progress import progress
 
 NAMES = tuple(f"model_{number}{head}" for head in ("", "_ptm") for number in range(1, 6))
@@ -111,12 +112,10 @@ class _Source:
 
 
 def _fetch(name: str, folder: Path, address: str, say: Callable[[str], None]) -> Path:
-    from filelock import FileLock
-
     target = folder / _file(name)
     with _folder_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder / f".{target.name}.lock"):
+        with waited_lock(folder / f".{target.name}.lock"):
             if target.is_file():  # another process has fetched it meanwhile
                 return target
             source = _find(name, address)
