@@ -2,14 +2,14 @@
 
 The file is locked with flock for as long as the work takes. The kernel gives the lock to one process, also where several want
 what a killed one has left, and takes it back when the process ends in any way, also in another container of the machine. lockf
-was not taken: a process loses it when any of its parts closes the file, such as a logger that copies the folder. The weakness of
-flock is that a forked child keeps it, which the message then says. filelock waits, but does not say for whom.
+was not taken: a process loses it when any of its parts closes the file, such as a logger that copies the folder. The weakness
+of flock is that a forked child keeps it, which the message then says. filelock waits, but does not say for whom.
 
-Of machines that share a folder, NFS and most parallel file systems give the lock to one process of all of them; other file
-systems give one to each machine. Therefore the file names its holder too (host, process, SLURM job) and is touched every minute.
-While it is, other machines leave it alone, even if their kernel would give them the lock. Where a file system knows no flock
-(Lustre that is mounted without it) the file alone decides, and of those that write it at one moment the last goes on. A file
-that is empty or torn, as a full disk leaves it, names nobody.
+Of machines that share a folder, NFS and most parallel file systems give the lock to one process of all of them; others give one
+to each machine. Therefore the file names its holder too (host, process, SLURM job) and is touched every minute. While it is,
+other machines leave it alone, even if their kernel would give them the lock. Where a file system knows no flock (Lustre that is
+mounted without it) the file alone decides, and of those that write it at one moment the last goes on. A file that is empty or
+torn, as a full disk leaves it, names nobody.
 """
 
 from __future__ import annotations

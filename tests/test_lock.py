@@ -22,6 +22,7 @@ import pytest
 from evodsp import lock as module
 from evodsp.errors import UserError
 from evodsp.lock import holder, lock, waited_lock
+from tests.builders.processes import ROOT
 from tests.builders.races import race
 
 NOBODY = 4_194_304
@@ -203,6 +204,15 @@ def test_a_file_system_without_locks(path: Path, no_flock: None, monkeypatch: py
         with refused(path, f"process {os.getppid()} on {socket.gethostname()}"), held(path):
             pass
     assert path.exists()
+
+
+@pytest.mark.verify
+def test_races_of_processes(request: pytest.FixtureRequest) -> None:
+    """Moments at which two processes hold a lock, or a killed one's blocks the next; two scans that make one index."""
+    rounds = request.config.getoption("--rounds")
+    command = [sys.executable, "-m", "tests.builders.lock_races", str(rounds)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert f"{rounds} rounds of each race: one winner" in done.stdout, done.stderr
 
 
 def test_who_waits_gets_it(path: Path) -> None:
