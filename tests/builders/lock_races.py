@@ -49,9 +49,12 @@ def stale_lock(folder: Path, draw: random.Random) -> None:
         time.sleep(max(0.0, at - time.monotonic()))
         try:
             with lock(path, folder, "trains there"):
-                time.sleep(0.1)
+                end = time.monotonic() + 10
+                while len(list(folder.glob("refused*"))) < 3 and time.monotonic() < end:
+                    time.sleep(0.001)  # not gone before the last one has tried
                 return 0
         except UserError:
+            (folder / f"refused{os.getpid()}").touch()
             return 2
 
     codes = ended([forked(take) for _ in range(4)])
