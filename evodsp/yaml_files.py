@@ -6,6 +6,7 @@ text, as for OmegaConf and jsonargparse, which read the same files after `check_
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +19,9 @@ from evodsp.errors import FileFormatError, UserError, shortened
 _MOST_NODES = 200_000
 """Values of a file, aliases written out. A run's config has some hundred."""
 _DEEPEST = 100
+_LONGEST_TEXT = 100_000
+_REFERENCE = re.compile(r"\$\{[^{}]*?([^.{}\[\]]+)\]?\}")
+"""A reference to another value, and the last part of its name."""
 _LARGEST_NUMBER = 1 << 1024
 """Python neither prints nor reads whole numbers of some thousand digits."""
 
@@ -73,15 +77,53 @@ def parse_yaml(text: str, source: Path | Any) -> Any:
 
 
 def compose_yaml(path: Path) -> yaml.Node | None:
-    """The nodes of a YAML file, with their lines; None if it is empty. Raises as `read_yaml` does for the same reasons."""
+    """The nodes of a YAML file, with their lines; None if it is empty. Raises as `read_yaml` does for the same reasons, and
+    FileFormatError for references (${name}) that OmegaConf would write out to a long text.
+    """
     text = _text(path)
     with _one_line(path):
-        return _checked(_Loader(text).get_single_node(), path)
+        node = _checked(_Loader(text).get_single_node(), path)
+        if node is not None:
+            _check_references(node, path)
+        return node
 
 
 def check_yaml(path: Path) -> None:
-    """Raise as `read_yaml` does. For files that another library reads afterwards."""
+    """Raise as `read_yaml` and `compose_yaml` do. For files that another library reads afterwards."""
     read_yaml(path)
+    compose_yaml(path)
+
+
+def _check_references(node: yaml.Node, source: Path) -> None:
+    """Raise FileFormatError if a value is long once the values that it refers to, as ${model.size}, stand in their places.
+
+    A reference counts as the longest value of its last name, wherever that stands.
+    """
+    named: dict[str, list[yaml.Node]] = {}
+    waiting = [node]
+    while waiting:
+        one = waiting.pop()
+        waiting += _parts(one)
+        for key, value in one.value if isinstance(one, yaml.MappingNode) else ():
+            named.setdefault(str(key.value), []).append(value)
+    known: dict[str, int] = {}
+
+    def length(one: yaml.Node) -> int:
+        if not isinstance(one, yaml.ScalarNode):
+            return 1 + sum(length(part) for part in _parts(one))
+        found = len(one.value) + sum(length_of(name) for name in _REFERENCE.findall(one.value))
+        if found > _LONGEST_TEXT:
+            message = f"more than {_LONGEST_TEXT:,} characters when references are written out"
+            raise FileFormatError(source, message, one.start_mark.line + 1)
+        return found
+
+    def length_of(name: str) -> int:
+        if name not in known:
+            known[name] = 0  # of a circle, which OmegaConf names
+            known[name] = max(map(length, named.get(name, [])), default=0)
+        return known[name]
+
+    length(node)
 
 
 def _text(path: Path | Any) -> str:

@@ -57,6 +57,25 @@ def test_hostile_files_are_one_line(name: str, tmp_path: Path) -> None:
     assert time.process_time() - start < 10
 
 
+@pytest.mark.parametrize("name", ["a{}", "b.a{}", ".a{}"])
+def test_references_that_write_out_to_a_long_text_are_refused(tmp_path: Path, name: str) -> None:
+    """Catches a few lines of `${...}` that OmegaConf writes out for minutes, until memory ends."""
+    lines = ["a0: 0123456789", *(f"a{n + 1}: '{('${' + name.format(n) + '}') * 10}'" for n in range(9))]
+    text = "\n".join(["b:", *(f"  {line}" for line in lines)] if "b." in name else lines)
+    (path := tmp_path / "x.yaml").write_text(text)
+    with pytest.raises(UserError, match=r"x\.yaml:\d+: more than 100,000 characters when references are written out"):
+        read_run_config(path)
+
+
+def test_references_may_be_used(tmp_path: Path) -> None:
+    """Catches a limit that refuses usual configs, environment variables and circles included, which OmegaConf names itself."""
+    (path := tmp_path / "x.yaml").write_text("base: /data\nsets: {train: '${base}/train', all: '${.train}:${base}'}\n")
+    assert read_run_config(path)["sets"] == {"train": "/data/train", "all": "/data/train:/data"}
+    path.write_text("a: ${b}\nb: ${a}\n")
+    with pytest.raises(UserError, match=r"check what is between \$\{ and \}"):
+        read_run_config(path)
+
+
 def test_the_number_of_values_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a file of gigabytes that is parsed to its end."""
     monkeypatch.setattr("evodsp.yaml_files._MOST_NODES", 50)
