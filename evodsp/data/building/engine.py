@@ -76,7 +76,7 @@ def on_cluster(parts: Sequence[Part], address: str, workers: int) -> Iterator[in
     with contextlib.ExitStack() as stack:
         try:
             if address == LOCAL:  # port 0: a dashboard beside those of other clusters
-                cluster = LocalCluster(n_workers=workers, threads_per_worker=1, dashboard_address=":0")
+                cluster = LocalCluster(n_workers=workers, threads_per_worker=1, dashboard_address="127.0.0.1:0")
                 address = stack.enter_context(cluster).scheduler_address
             client = stack.enter_context(Client(address))
         except (OSError, ValueError) as error:
