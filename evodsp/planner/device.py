@@ -209,7 +209,7 @@ def _checked(cls: type[Any], kind: str, name: str, content: Any) -> Any:
         raise UserError(
             f"{kind} {name}: missing or unknown keys {', '.join(wrong)}; it needs {', '.join(sorted(needed))}"
         )
-    types = {f.name: f.type for f in fields(cls)}
+    types = {f.name: str(f.type) for f in fields(cls)}
     for key, value in content.items():
         if types[key] in ("str", "int", "bool") and type(value).__name__ != types[key]:
             raise UserError(f"{kind} {name}: {key} is {shown(value)}, but must be {_CALLED[types[key]]}")
