@@ -23,7 +23,7 @@ from evodsp import __version__
 from evodsp.allocator import give_large_tensors_back
 from evodsp.errors import UserError, nearest
 from evodsp.launch.agent import end_agent
-from evodsp.launch.parent import STOPPED, end_with_launcher, launched_by_evodsp
+from evodsp.launch.parent import STOPPED, end_with_launcher, launched_by_evodsp, same_handlers
 from evodsp.output import stdout_fails
 from evodsp.printing import one_line, show, tell
 
@@ -277,28 +277,12 @@ COMMANDS: dict[str, Command] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command line and return its exit code. Without `arguments` it is this process's, which ends with that code: a run
-    that was asked to stop leaves its handlers, so that a signal at the last moment changes nothing.
-    """
-    with nullcontext() if arguments is None else _same_handlers():
-        return _main(arguments)
+    """Run one command line and return its exit code. Without `arguments` it is this process's, which ends with that code."""
+    with nullcontext() if arguments is None else same_handlers():
+        return _main(list(sys.argv[1:] if arguments is None else arguments))
 
 
-@contextmanager
-def _same_handlers() -> Iterator[None]:
-    """For a program that goes on: signals are handled as before."""
-    former = {number: signal.getsignal(number) for number in signal.valid_signals()}
-    try:
-        yield
-    finally:
-        if threading.current_thread() is threading.main_thread():
-            for number, handler in former.items():
-                if handler is not None and signal.getsignal(number) is not handler:
-                    signal.signal(number, handler)
-
-
-def _main(arguments: Sequence[str] | None) -> int:
-    words = list(sys.argv[1:] if arguments is None else arguments)
+def _main(words: list[str]) -> int:
     # Read when torch is first imported: waiting threads sleep instead of spinning. On a busy machine, spinning threads take
     # time from the threads that work.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

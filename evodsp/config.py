@@ -355,11 +355,17 @@ class LossConfig:
     pae: float = 0.0
     """Cross-entropy of the binned aligned error (AF2: 0.1 for ptm models; needs heads.predicted_aligned_error)."""
     confidence_min_resolution: float = 0.1
-    """The pLDDT, PAE and resolved losses count only structures whose resolution is at least this, in Å."""
+    """The pLDDT, PAE and resolved losses count only structures whose resolution is at least this, in Å. Structures without one
+    (NMR, predictions) are not counted, unless data.assumed_resolution gives them one."""
     confidence_max_resolution: float = 3.0
     """The pLDDT, PAE and resolved losses count only structures whose resolution is at most this, in Å."""
     scale_by_length: bool = True
     """Multiply each sample's loss by the square root of its number of residues."""
+
+    @property
+    def by_resolution(self) -> list[str]:
+        """The terms with a weight that count only structures of such a resolution."""
+        return [name for name in ("plddt", "experimentally_resolved", "pae") if getattr(self, name) != 0]
 
     def __post_init__(self) -> None:
         weights = [name for name in field_names(self) if name != "scale_by_length"]

@@ -1,7 +1,7 @@
 """Fetches files: what was begun is continued, what is damaged is fetched again, and a file appears only when it is whole.
 
 The standard library downloads. fsspec's http, which evodsp has anyway, needs aiohttp and continues nothing; pooch does not
-continue either. filelock, which torch brings, keeps processes apart that fetch the same file.
+continue either. `evodsp.lock` keeps processes apart that fetch the same file.
 """
 
 from __future__ import annotations

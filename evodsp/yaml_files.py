@@ -22,7 +22,7 @@ _LARGEST_NUMBER = 1 << 1024
 """Python neither prints nor reads whole numbers of some thousand digits."""
 
 
-class _Loader(yaml.SafeLoader):  # type: ignore[misc]
+class _Loader(yaml.SafeLoader):
     """PyYAML's safe loader, whose errors are its own and name their line."""
 
     yaml_implicit_resolvers: ClassVar = {

@@ -2,22 +2,31 @@
 
 `pool.run(n, function, *arguments)` calls a module-level function on ranks 0 … n-1, with a gloo process group of these
 ranks as its first argument. The results are returned in rank order. Every rank uses one thread.
+
+Ranks are forks of one process that has imported what they need: with the checks of shapes an import takes many seconds.
 """
 
 from __future__ import annotations
 
 import multiprocessing as mp
 import os
+import signal
 import tempfile
 import threading
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
+from functools import cache
+from importlib import import_module
+from multiprocessing.connection import Client, Connection, Listener, wait
 from typing import Any
 
 MAX_RANKS = 4
 TIMEOUT = 300.0
+IMPORTED = ("evodsp.training.command", "evodsp.inference.command")
+
+Target = Callable[[int, int, str, Connection], None]
+"""What a process of a pool runs: of its rank, the number of ranks, the path of their rendezvous, and the pipe to the tests."""
 
 
 @dataclass
@@ -35,7 +44,7 @@ class RankPool:
 
     def __init__(self, ranks: int = MAX_RANKS) -> None:
         self.ranks = ranks
-        self._processes: list[Any] = []
+        self._processes: list[int] = []
         self._pipes: list[Connection] = []
 
     def run(self, ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
@@ -64,27 +73,70 @@ class RankPool:
 
     def stop(self) -> None:
         """Kill the processes."""
-        for process in self._processes:
-            process.kill()
-            process.join()
+        for pipe, process in zip(self._pipes, self._processes, strict=True):
+            os.kill(process, signal.SIGKILL)
+            pipe.close()
         self._processes, self._pipes = [], []
 
-    def _target(self) -> Callable[[int, int, str, Connection], None]:
+    def _target(self) -> Target:
         """The main function of the processes. A subclass may return another one, for other messages from `run`."""
         return _serve
 
+    checked = True
+    """Whether the processes check the shapes in signatures."""
+
     def _start(self) -> None:
+        self._processes, self._pipes = _parent(self.checked).forks(self.ranks, self._target())
+
+
+class _Parent:
+    """A process that has imported what ranks need. Every process of the tests that starts ranks has one for all its pools."""
+
+    def __init__(self, checked: bool) -> None:
         context = mp.get_context("spawn")
+        self._pipe, remote_end = context.Pipe()
+        context.Process(target=_bear, args=(remote_end, checked)).start()
+        remote_end.close()
+
+    def forks(self, ranks: int, target: Target) -> tuple[list[int], list[Connection]]:
+        """Process ids of new ranks that run `target`, and pipes to them."""
         handle, path = tempfile.mkstemp(prefix="ranks_")
         os.close(handle)
         os.unlink(path)
-        for rank in range(self.ranks):
-            local_end, remote_end = context.Pipe()
-            process = context.Process(target=self._target(), args=(rank, self.ranks, path, remote_end), daemon=True)
-            process.start()
-            remote_end.close()
-            self._processes.append(process)
-            self._pipes.append(local_end)
+        with Listener(family="AF_UNIX") as listener:
+            self._pipe.send((ranks, target, path, listener.address))
+            pipes = [listener.accept() for _ in range(ranks)]
+        by_rank = sorted((*pipe.recv(), pipe) for pipe in pipes)
+        return [process for _, process, _ in by_rank], [pipe for _, _, pipe in by_rank]
+
+
+@cache
+def _parent(checked: bool) -> _Parent:
+    return _Parent(checked)
+
+
+def _bear(pipe: Connection, checked: bool) -> None:
+    """Fork ranks as messages from `pipe` say, until it is closed; they end with this process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests, which then close the pipe
+    if checked:
+        import tests.process  # noqa: F401
+    for name in IMPORTED:
+        import_module(name)
+    context = mp.get_context("fork")
+    while True:
+        try:
+            ranks, target, path, address = pipe.recv()
+        except EOFError:
+            os._exit(0)  # an orderly end would wait for ranks that wait for this process to end
+        for rank in range(ranks):
+            context.Process(target=_born, args=(rank, ranks, target, path, address), daemon=True).start()
+
+
+def _born(rank: int, ranks: int, target: Target, path: str, address: str) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    pipe = Client(address, family="AF_UNIX")
+    pipe.send((rank, os.getpid()))
+    target(rank, ranks, path, pipe)
 
 
 def end_with_parent() -> None:
@@ -102,18 +154,11 @@ def end_with_parent() -> None:
 class UncheckedPool(RankPool):
     """Ranks without the checks of shapes, which torch.compile cannot trace."""
 
-    def _target(self) -> Callable[[int, int, str, Connection], None]:
-        return _serve_unchecked
+    checked = False
 
 
 def _serve(rank: int, ranks: int, path: str, pipe: Connection) -> None:
     """Run the functions that arrive through `pipe`, until it is closed."""
-    import tests.process  # noqa: F401  (installs the shape checks)
-
-    _serve_unchecked(rank, ranks, path, pipe)
-
-
-def _serve_unchecked(rank: int, ranks: int, path: str, pipe: Connection) -> None:
     end_with_parent()
     import torch.distributed as dist
 

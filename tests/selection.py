@@ -49,6 +49,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="MINUTES",
         help="start no verify test after this many minutes; list tests that were not run",
     )
+    group.addoption("--rounds", type=int, default=20, metavar="N", help="how often verify tests repeat each race")
 
 
 def words(path: str) -> set[str]:

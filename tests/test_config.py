@@ -51,6 +51,16 @@ def test_a_number_out_of_range(part: str, name: str, value: float, said: str) ->
     assert said in str(caught.value)
 
 
+def test_blocks_that_are_recomputed() -> None:
+    """Catches a number of blocks below 0, and a setting that is one but is refused."""
+    for allowed in (True, False, "auto", 0, 7):
+        assert ModelConfig(evoformer=EvoformerConfig(checkpoint=allowed)).evoformer.checkpoint == allowed
+    with pytest.raises(UserError) as caught:
+        ModelConfig(evoformer=EvoformerConfig(checkpoint=-1))
+    said = "model.evoformer.checkpoint is -1, but must be true, false, auto, or a number of blocks"
+    assert said in str(caught.value)
+
+
 @pytest.mark.parametrize(
     "settings", [LossConfig, OptimizerConfig, TrainingConfig, DataConfig, DistillationConfig, RunConfig]
 )

@@ -26,7 +26,11 @@ from tests.builders.pages import INCLUDED, PAGES, ROOT, check_make, extras, pros
 OPTIONS_OF_OTHERS = {
     "--trainer.help",
     "--help",
+    "--master-port",
     "--max-restarts",
+    "--net",
+    "--rdzv-backend",
+    "--rdzv-endpoint",
     "--cpu",
     "--base",
     "--dry-run",

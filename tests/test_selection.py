@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -94,3 +95,8 @@ def run_with_budget(root: Path, folder: Path, minutes: float) -> subprocess.Comp
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *words],
         cwd=root, capture_output=True, text=True, timeout=40, check=False,
     )  # fmt: skip
+
+
+def test_ctrl_c_reaches_what_tests_start() -> None:
+    """Catches tests that fail in the background of a script, where every process is started with Ctrl-C ignored."""
+    assert signal.getsignal(signal.SIGINT) is not signal.SIG_IGN

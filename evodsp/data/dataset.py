@@ -60,11 +60,16 @@ class ChainRecord:
         return self.msa.nbytes + sum(label.nbytes for label in self.labels.values()) + templates
 
 
-def chain_labels(chain: Chain, aatype: Int32[np.ndarray, " L"]) -> dict[str, Tensor]:
-    """Labels of a whole chain under AF2's names, float32 (Å) and int32. The resolution is 0 if there is none (NMR)."""
+def chain_labels(
+    chain: Chain, aatype: Int32[np.ndarray, " L"], assumed_resolution: float | None = None
+) -> dict[str, Tensor]:
+    """Labels of a whole chain under AF2's names, float32 (Å) and int32.
+
+    A chain without a resolution has the assumed one, or 0.
+    """
     positions, mask = torch.from_numpy(chain.positions), torch.from_numpy(chain.mask)
     labels = structure_labels(torch.from_numpy(aatype), positions, mask)
-    resolution = torch.tensor(chain.resolution or 0.0)
+    resolution = torch.tensor(chain.resolution or assumed_resolution or 0.0)
     labels |= {"all_atom_positions": positions, "all_atom_mask": mask, "resolution": resolution}
     # `atom14_atom_exists` is a feature too; the label would overwrite it.
     return {name: _narrow(label) for name, label in labels.items() if name not in FEATURE_AXES}
@@ -74,9 +79,12 @@ def _narrow(values: Tensor) -> Tensor:
     return values.to(torch.float32 if values.is_floating_point() else torch.int32)
 
 
-def load_record(source: ChainSource, key: str, templates: TemplateSource | None = None) -> ChainRecord:
+def load_record(
+    source: ChainSource, key: str, templates: TemplateSource | None = None, assumed_resolution: float | None = None
+) -> ChainRecord:
     """The chain `key`, and its templates if their source is given. No template is of its own entry or released after it.
 
+    `assumed_resolution`: in Å, of a structure that has none; None for 0, which the losses of the confidence heads do not count.
     Raises UserError if its structure, its alignments and its template searches have different sequences.
     """
     parsed = source.parsed(key, with_hits=templates is not None)
@@ -86,7 +94,7 @@ def load_record(source: ChainSource, key: str, templates: TemplateSource | None 
         found = templates.find(list(parsed.hits), query, chain.release_date, chain.pdb_id)
         logger(__name__).info("templates of %s", found.log_line)
     aatype = encode_sequence(chain.sequence)
-    return ChainRecord(aatype, parsed.msa, chain_labels(chain, aatype), found)
+    return ChainRecord(aatype, parsed.msa, chain_labels(chain, aatype, assumed_resolution), found)
 
 
 def draw_templates(templates: TemplateFeatures, most: int, draws: Draws) -> TemplateFeatures:
@@ -109,7 +117,7 @@ class ChainDataset(Dataset[Sample]):
     off.
 
     If `max_templates` is above 0, samples have template features: a random number of random templates in training, otherwise
-    the best. `templates` finds them; without it they are all masked.
+    the best. `templates` finds them; without it they are all masked. `assumed_resolution`: see `load_record`.
 
     A sample holds its MSA as it is before sampling (`raw_features`); `evodsp.features` makes the features of a batch. Its other
     entries are padded with zeros to `crop_size` residues; without one they have the sizes of the data. Parsed chains are
@@ -128,6 +136,7 @@ class ChainDataset(Dataset[Sample]):
         templates: TemplateSource | None = None,
         choice: ChainChoice | None = None,
         distillation: DistillationSet | None = None,
+        assumed_resolution: float | None = None,
     ) -> None:
         check_config(config)
         if not keys:
@@ -137,7 +146,7 @@ class ChainDataset(Dataset[Sample]):
         self.source, self.keys, self.config = source, tuple(keys), config
         self.training, self.batch_group, self.cache_bytes = training, batch_group, cache_bytes
         self.templates = templates if config.max_templates else None
-        self.distillation = distillation
+        self.distillation, self.assumed_resolution = distillation, assumed_resolution
         self._draws = Draws.root(seed).at("data")
         self._cache: OrderedDict[str, ChainRecord] = OrderedDict()
         self._cached_bytes = 0
@@ -205,10 +214,11 @@ class ChainDataset(Dataset[Sample]):
             self._cache.move_to_end(key)
             return self._cache[key]
         if self.distillation is not None and key.startswith(DISTILLED):
-            templates = self.distillation.templates if self.config.max_templates else None
-            record = load_record(self.distillation.source, key.removeprefix(DISTILLED), templates)
+            others = self.distillation
+            templates = others.templates if self.config.max_templates else None
+            record = load_record(others.source, key.removeprefix(DISTILLED), templates, others.assumed_resolution)
         else:
-            record = load_record(self.source, key, self.templates)
+            record = load_record(self.source, key, self.templates, self.assumed_resolution)
         self._cache[key] = record
         self._cached_bytes += record.nbytes
         while self._cached_bytes > self.cache_bytes and len(self._cache) > 1:

@@ -1,8 +1,8 @@
 """Self-distillation sets: predicted structures as training targets (supplement 1.3).
 
 The prediction's confidence stands in the B-factors. Atoms of residues below a pLDDT are masked, so that nothing is learned from
-what the prediction was unsure of. A predicted structure has no resolution, so losses that need an experiment's do not count it,
-and no release date, so its templates need `data.max_template_date`.
+what the prediction was unsure of. A predicted structure has no resolution, so losses that need an experiment's do not count it
+(unless one is assumed), and no release date, so its templates need `data.max_template_date`.
 """
 
 from __future__ import annotations
@@ -111,6 +111,8 @@ class DistillationSet:
     """At most this many rows of an MSA are used, a random sample."""
     templates: TemplateSource | None = None
     """Where the templates of its chains come from; None if samples have none."""
+    assumed_resolution: float | None = None
+    """In Å, of its chains, which have none; None: the losses of the confidence heads do not count them."""
 
     @property
     def store(self) -> FeatureStore | BuiltStore:

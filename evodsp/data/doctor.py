@@ -1,14 +1,17 @@
 """Whether training can start on a data set, found before any GPU is booked.
 
 All chains are looked up; what the index knows of them is counted; a sample of them is read completely, as training reads them.
+Training, validation and test chains are compared with each other.
 """
 
 from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import date
+from itertools import combinations
 from typing import Literal
 
 import numpy as np
@@ -17,11 +20,14 @@ from evodsp.data.chain_table import UNKNOWN_CLUSTER, UNKNOWN_DAY, ChainTable
 from evodsp.data.distillation import PredictedStore, chains_of
 from evodsp.data.examine import Examined, examine
 from evodsp.data.feature_store import BuiltStore
+from evodsp.data.leaks import Overlap, overlap
 from evodsp.data.metadata import ChainFacts, day_of, table_of
 from evodsp.data.pool import in_processes, processes
 from evodsp.data.presence import Lacking, Presence
+from evodsp.data.resolutions import CountedStructures
 from evodsp.data.sampling import left_out_by_filters
 from evodsp.data.selection import Selected, Selection, select
+from evodsp.data.sequences import sequences
 from evodsp.data.store import FeatureStore
 from evodsp.progress import progress
 
@@ -37,6 +43,8 @@ class DataSet:
     """Which of them are drawn."""
     samples: float
     """Training samples of an epoch that are drawn from it."""
+    counted: CountedStructures
+    """Which of its structures the losses of the confidence heads count."""
     kind: Literal["training", "distillation"] = "training"
     """What its chains are called."""
 
@@ -51,6 +59,18 @@ class DataSet:
 
 
 @dataclass(frozen=True)
+class Scored:
+    """What was found of the chains that a run scores and does not train on."""
+
+    kind: str
+    """validation or test."""
+    missing: dict[str, Lacking]
+    """Those that lack alignments or structure."""
+    examined: list[Examined]
+    """Those that were read: all others."""
+
+
+@dataclass(frozen=True)
 class Diagnosis:
     """What was found of a set."""
 
@@ -61,11 +81,10 @@ class Diagnosis:
     """Those of them that the filters of the run leave."""
     missing: dict[str, Lacking]
     """Training chains that lack one of them."""
-    missing_validation: dict[str, Lacking]
+    scored: list[Scored]
+    """Validation chains, and test chains if they are others."""
     examined: list[Examined]
     """Training chains that were read."""
-    validated: list[Examined]
-    """Validation chains that were read."""
     table: ChainTable
     """What is known of the training chains: of all that the cache of the run or the index lists, otherwise of those read."""
     known_from: str
@@ -78,8 +97,18 @@ class Diagnosis:
     """What the index says it could not read."""
     unaligned: list[str] = field(default_factory=list)
     """Entries with a structure file, of which no chain has alignments."""
+    overlaps: list[Overlap] = field(default_factory=list)
+    """What each two of its training, validation and test chains have in common."""
     distillation: Diagnosis | None = None
     """The self-distillation set of the run."""
+
+    @property
+    def uncounted(self) -> str | None:
+        """How many structures the losses of the confidence heads do not count; None if they count all."""
+        resolutions = self.table.resolutions
+        if self.data.kind == "distillation":
+            resolutions = np.zeros_like(resolutions)  # whatever their files say
+        return self.data.counted.line(resolutions, len(self.training), self.data.kind)
 
     @property
     def bad(self) -> list[Examined]:
@@ -97,10 +126,11 @@ class Diagnosis:
             found.append(
                 f"{len(self.bad):,} of {len(self.examined):,} {kind} chains read are bad (more than {self.max_bad:.0%})"
             )
-        if self.missing_validation:
-            found.append(f"{len(self.missing_validation):,} validation chains are missing")
-        if bad := sum(chain.state != "good" for chain in self.validated):
-            found.append(f"{bad:,} validation chains are bad")
+        for scored in self.scored:
+            if scored.missing:
+                found.append(f"{len(scored.missing):,} {scored.kind} chains are missing")
+            if bad := sum(chain.state != "good" for chain in scored.examined):
+                found.append(f"{bad:,} {scored.kind} chains are bad")
         return found if self.distillation is None else found + self.distillation.obstacles
 
     def counts(self) -> dict[str, int]:
@@ -132,14 +162,15 @@ class Diagnosis:
 
 def diagnose(
     data: DataSet,
-    validation: list[str],
+    scored: Mapping[str, list[str]],
     sample: int,
     seed: int,
     workers: int | None,
     max_bad: float,
     distillation: Diagnosis | None = None,
 ) -> Diagnosis:
-    """Examine the chains of a run. `sample`: how many of its training chains are read, 0 for all.
+    """Examine the chains of a run. `sample`: how many of its training chains are read, 0 for all. `scored`: its validation and
+    test chains, by what they are called.
 
     `distillation`: what was found of its self-distillation set.
     """
@@ -152,9 +183,8 @@ def diagnose(
     drawn = selected.keys
     if sample and sample < len(drawn):
         drawn = random.Random(seed).sample(drawn, sample)
-    missing_validation = {key: lacking for key in validation if (lacking := presence.lacks(key)) is not None}
-    scored = [key for key in validation if key not in missing_validation]
-    wanted = list(dict.fromkeys([*drawn, *scored]))
+    lacking_of = {key: presence.lacks(key) for keys in scored.values() for key in keys}
+    wanted = list(dict.fromkeys([*drawn, *(key for key, lacking in lacking_of.items() if lacking is None)]))
     found: dict[str, Examined] = {}
     number = processes(workers, len(wanted))
     with progress(f"read {data.kind} chains", len(wanted)) as advance:
@@ -168,9 +198,15 @@ def diagnose(
         usable,
         selected,
         missing,
-        missing_validation,
+        [
+            Scored(
+                kind,
+                {key: lacking for key in keys if (lacking := lacking_of[key]) is not None},
+                [found[key] for key in keys if lacking_of[key] is None],
+            )
+            for kind, keys in scored.items()
+        ],
         examined,
-        [found[key] for key in scored],
         table,
         known_from,
         _stale(store, wanted),
@@ -178,8 +214,24 @@ def diagnose(
         max(1, number),
         _unreadable_headers(store, listed),
         _unaligned(store, presence),
+        _overlaps(data, {data.kind: selected.keys, **scored}, found, number),
         distillation,
     )
+
+
+def _overlaps(
+    data: DataSet, sets: Mapping[str, list[str]], found: Mapping[str, Examined], workers: int
+) -> list[Overlap]:
+    """Compare each two of the sets of chains, of which the first is the largest."""
+    sets = {name: keys for name, keys in sets.items() if keys}
+    if len(sets) < 2:
+        return []
+    known = {key: chain.sequence for key, chain in found.items()}
+    keys = dict.fromkeys(key for keys in sets.values() for key in keys)
+    of_chain = sequences(data.source, keys, known, data.selection.chain_data_cache, workers)
+    return [
+        overlap(pair, *({key: of_chain[key] for key in sets[name]} for name in pair)) for pair in combinations(sets, 2)
+    ]
 
 
 def _known(

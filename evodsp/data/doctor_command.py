@@ -15,6 +15,7 @@ from evodsp.data.doctor import DataSet, Diagnosis, diagnose, filter_reasons
 from evodsp.data.doctor_config import DoctorConfig
 from evodsp.data.doctor_data import data_of_run
 from evodsp.data.feature_store import BuiltStore
+from evodsp.data.leaks import DEFINITION, Overlap
 from evodsp.data.store import FeatureStore
 from evodsp.files import whole_file
 from evodsp.output import check_output_folder
@@ -30,8 +31,8 @@ def run(settings: DoctorConfig, words: list[str]) -> int:
     """Examine and report; 0 if training can start, 1 if not."""
     check_output_folder(settings.output)
     data = data_of_run(settings)
-    predictions = None if data.distillation is None else _examined(data.distillation, [], settings)
-    found = _examined(data.training, data.validation, settings, predictions)
+    predictions = None if data.distillation is None else _examined(data.distillation, {}, settings)
+    found = _examined(data.training, data.scored, settings, predictions)
     with whole_file(settings.output / "doctor.json") as partial:
         partial.write_text(json.dumps(_as_json(found), indent=1) + "\n", encoding="utf-8")
     with whole_file(settings.output / "doctor.html") as partial:
@@ -41,13 +42,13 @@ def run(settings: DoctorConfig, words: list[str]) -> int:
 
 
 def _examined(
-    data: DataSet, validation: list[str], settings: DoctorConfig, distillation: Diagnosis | None = None
+    data: DataSet, scored: dict[str, list[str]], settings: DoctorConfig, distillation: Diagnosis | None = None
 ) -> Diagnosis:
     store = chains_of(data.source)
     if isinstance(store, FeatureStore) and store.index is not None:
         store.index.check()
     how = settings.sample, settings.seed, settings.workers, settings.max_bad
-    return diagnose(data, validation, *how, distillation)
+    return diagnose(data, scored, *how, distillation)
 
 
 def _sets(found: Diagnosis) -> list[Diagnosis]:
@@ -89,14 +90,21 @@ def _duration(seconds: float) -> str:
 
 
 def _bad_rows(found: Diagnosis) -> list[tuple[str, str, str]]:
-    """(chain, what, reason) of everything that is wrong with a single chain, validation first; then what needs a look."""
-    notes = ((chain.key, note) for chain in (*found.validated, *found.examined) for note in chain.notes)
+    """(chain, what, reason) of everything that is wrong with a single chain, scored ones first; then what needs a look."""
+    scored = (chain for part in found.scored for chain in part.examined)
+    notes = ((chain.key, note) for chain in (*scored, *found.examined) for note in chain.notes)
     return [
-        *((key, "validation chain missing", f"no {lacking}") for key, lacking in found.missing_validation.items()),
         *(
-            (chain.key, f"validation chain {chain.state}", chain.reason)
-            for chain in found.validated
-            if chain.state != "good"
+            row
+            for part in found.scored
+            for row in (
+                *((key, f"{part.kind} chain missing", f"no {lacking}") for key, lacking in part.missing.items()),
+                *(
+                    (chain.key, f"{part.kind} chain {chain.state}", chain.reason)
+                    for chain in part.examined
+                    if chain.state != "good"
+                ),
+            )
         ),
         *((chain.key, chain.state, chain.reason) for chain in found.bad),
         *((key, "missing", f"no {lacking}") for key, lacking in found.missing.items()),
@@ -120,6 +128,12 @@ def _set_as_json(found: Diagnosis) -> dict[str, Any]:
         "chains": [{"chain": key, "state": state, "reason": reason} for key, state, reason in _bad_rows(found)],
         "unreadable_headers": found.unreadable_headers,
         "structures_without_alignments": found.unaligned,
+        "not_counted": found.uncounted,
+        "overlaps": [
+            {"sets": part.sets, **vars(part), "highest": part.highest, "nearest": [vars(near) for near in part.nearest]}
+            for part in found.overlaps
+        ],
+        "identity": DEFINITION,
     }
 
 
@@ -141,6 +155,10 @@ def _add_set(page: Page, found: Diagnosis) -> None:
     page.figures(_summary(found))
     for source in found.stale:
         page.note(f"The index is older than {source}: make it again with evodsp data index.")
+    if found.uncounted is not None:
+        page.note(f"{found.uncounted}.")
+    if found.overlaps:
+        _add_overlaps(page, found.overlaps)
     page.heading("Chains")
     page.table(["what", "chains"], found.counts().items())
     page.heading("Filters")
@@ -162,6 +180,59 @@ def _add_set(page: Page, found: Diagnosis) -> None:
         page.heading("Structures without alignments")
         more = f", and {len(found.unaligned) - _SHOWN:,} more in doctor.json" if len(found.unaligned) > _SHOWN else ""
         page.note(f"{', '.join(found.unaligned[:_SHOWN])}{more}")
+
+
+def _add_overlaps(page: Page, overlaps: list[Overlap]) -> None:
+    page.heading("Training, validation and test")
+    page.note(DEFINITION)
+    titles = [
+        "sets",
+        "chains in both",
+        "others with equal sequences",
+        "highest identity",
+        "pairs aligned",
+        "unknown sequences",
+    ]
+    rows = [
+        (
+            " and ".join(part.sets), f"{len(part.chains):,}", f"{len(part.same_sequence):,}", _percent(part.highest),
+            f"{part.alignments:,}", f"{part.unknown:,}",
+        )
+        for part in overlaps
+    ]  # fmt: skip
+    page.table(titles, rows)
+    pairs = [(part, *pair) for part in overlaps for pair in _alike(part)]
+    if len(pairs) > _SHOWN:
+        page.note(f"The first {_SHOWN} of {len(pairs):,} pairs; doctor.json lists all.")
+    if pairs:
+        named = [(" and ".join(part.sets), *names, _percent(share)) for part, *names, share in pairs[:_SHOWN]]
+        page.table(["sets", "chain of the first", "chain of the second", "identity"], named)
+
+
+def _alike(part: Overlap) -> list[tuple[str, str, float]]:
+    """Chains of two sets with their identity, the most alike first."""
+    return [
+        *((key, key, 1.0) for key in part.chains),
+        *((first, second, 1.0) for first, second in part.same_sequence),
+        *((near.first, near.second, near.identity) for near in part.nearest),
+    ]
+
+
+def _percent(share: float | None) -> str:
+    return "none found" if share is None else f"{share:.1%}"
+
+
+def _overlap_line(part: Overlap) -> str:
+    """What two sets have in common, with the most alike pair."""
+    said = [
+        f"{len(part.chains):,} chains in both",
+        f"{len(part.same_sequence):,} others with equal sequences",
+        f"highest identity {_percent(part.highest)}",
+    ]
+    pairs = _alike(part)
+    such = f" ({pairs[0][0]}" + (f" and {pairs[0][1]})" if pairs[0][0] != pairs[0][1] else ")") if pairs else ""
+    unknown = f"; {part.unknown:,} sequences unknown" if part.unknown else ""
+    return f"{' and '.join(part.sets)}: {', '.join(said)}{such}; {part.alignments:,} pairs aligned{unknown}"
 
 
 def _charts(found: Diagnosis) -> dict[str, str]:
@@ -205,5 +276,8 @@ def _print_set(console: Console, found: Diagnosis) -> None:
     console.print(figures)
     for key, state, reason in _bad_rows(found)[:5]:
         console.print(printable(f"{key}: {state}: {reason}"), markup=False, highlight=False, soft_wrap=True)
-    for source in found.stale:
-        console.print(printable(f"the index is older than {source}"), markup=False, highlight=False, soft_wrap=True)
+    lines = [f"the index is older than {source}" for source in found.stale]
+    lines += [] if found.uncounted is None else [found.uncounted]
+    lines += [*map(_overlap_line, found.overlaps), DEFINITION] if found.overlaps else []
+    for line in lines:
+        console.print(printable(line), markup=False, highlight=False, soft_wrap=True)

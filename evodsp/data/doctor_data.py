@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, cast
 
-from evodsp.config import FILTERS_OF_PREDICTIONS, FilterConfig, Sampling, check_selection
+from evodsp.config import FILTERS_OF_PREDICTIONS, FilterConfig, LossConfig, Sampling, check_selection
 from evodsp.data.chain_list import chain_list
 from evodsp.data.distillation import open_predictions
 from evodsp.data.doctor import DataSet
 from evodsp.data.doctor_config import DoctorConfig
 from evodsp.data.feature_store import BuiltStore
 from evodsp.data.index import ChainIndex
+from evodsp.data.resolutions import CountedStructures
 from evodsp.data.selection import Selection
 from evodsp.data.store import FeatureStore
 from evodsp.errors import UserError
@@ -27,13 +28,14 @@ class RunData:
     """The chains of a run."""
 
     training: DataSet
-    validation: list[str]
+    scored: dict[str, list[str]]
+    """Validation chains, and test chains if they are named, by what they are called."""
     distillation: DataSet | None
 
 
 def data_of_run(settings: DoctorConfig) -> RunData:
     """What a run with these settings would read. Raises UserError that names a wrong setting."""
-    block = _block(settings.config)
+    block, loss = _block(settings.config), _loss(settings.config)
     of_set = _mapping(block, "distillation", "data")
     alignment_dir, structure_dir = of_set.get("alignment_dir"), of_set.get("structure_dir")
     min_plddt, fraction = float(of_set.get("min_plddt", _MIN_PLDDT)), float(of_set.get("fraction", _FRACTION))
@@ -43,15 +45,25 @@ def data_of_run(settings: DoctorConfig) -> RunData:
     if predictions is not None:
         selection = _selection(of_set, FILTERS_OF_PREDICTIONS, "data.distillation")
         distillation = DataSet(
-            predictions, _chains(of_set.get("chains")), selection, samples * fraction, kind="distillation"
+            predictions,
+            _chains(of_set.get("chains")),
+            selection,
+            samples * fraction,
+            CountedStructures(loss, _number(of_set, "assumed_resolution"), "data.distillation.assumed_resolution"),
+            kind="distillation",
         )
         samples *= 1 - fraction
     index = settings.index or block.get("index")
     selection = _selection({**block, "index": index}, FilterConfig(), "data")
     training = DataSet(
-        _source(settings, block, index), _chains(settings.chains or block.get("train_chains")), selection, samples
+        _source(settings, block, index),
+        _chains(settings.chains or block.get("train_chains")),
+        selection,
+        samples,
+        CountedStructures(loss, _number(block, "assumed_resolution")),
     )
-    return RunData(training, _chains(block.get("validation_chains")) or [], distillation)
+    scored = {kind: _chains(block.get(f"{kind}_chains")) or [] for kind in ("validation", "test")}
+    return RunData(training, {kind: chains for kind, chains in scored.items() if chains}, distillation)
 
 
 def _source(settings: DoctorConfig, block: dict[str, Any], index: str | None) -> FeatureStore | BuiltStore:
@@ -72,6 +84,20 @@ def _block(config: Path | None) -> dict[str, Any]:
     if not isinstance(block, dict) or (config is not None and not block):
         raise UserError(f"--config {config}: has no block 'data'; give a config of 'evodsp fit'")
     return block
+
+
+def _loss(config: Path | None) -> LossConfig:
+    """The weights and bounds of the run's losses: the numbers of the config file, otherwise the defaults of `evodsp fit`."""
+    block = _mapping(_mapping(read_run_config(config), "model", "config"), "loss", "model")
+    names = {item.name for item in fields(LossConfig)} - {"scale_by_length"}
+    given: dict[str, Any] = {name: value for name in names if (value := _number(block, name)) is not None}
+    return replace(LossConfig(), **given)
+
+
+def _number(block: dict[str, Any], name: str) -> float | None:
+    """A number above or at 0 of a block; None if there is none."""
+    value = block.get(name)
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) and value >= 0 else None
 
 
 def _mapping(block: dict[str, Any], name: str, where: str) -> dict[str, Any]:

@@ -7,14 +7,17 @@ import numpy as np
 from evodsp.data.index import ChainIndex
 from evodsp.data.index_config import IndexConfig, check_index_config
 from evodsp.data.scan import make_index
+from evodsp.lock import lock
 from evodsp.printing import tell
 
 
 def run(settings: IndexConfig, words: list[str]) -> int:
     """Write the index and report what it lists; the exit code. `words`: the command line (not needed here)."""
     check_index_config(settings)
-    make_index(settings)
-    tell(summary(ChainIndex(settings.output)))
+    output = settings.output
+    with lock(output.with_name(f".{output.name}.lock"), output, "makes an index there"):
+        make_index(settings)
+    tell(summary(ChainIndex(output)))
     return 0
 
 

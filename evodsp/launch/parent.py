@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from evodsp.printing import tell
@@ -46,6 +48,20 @@ def tell_stopped(environment: Mapping[str, str] = os.environ) -> None:
     if name := environment.get(STOPPED_FILE):
         with contextlib.suppress(OSError):
             Path(name).touch()
+
+
+@contextmanager
+def same_handlers() -> Iterator[None]:
+    """For a program that goes on after a command: signals are handled as before. Otherwise a run that was asked to stop keeps
+    its handlers, so that one more signal, before the process has ended, does not change the exit code."""
+    former = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in former.items():
+                if handler is not None and signal.getsignal(number) is not handler:
+                    signal.signal(number, handler)
 
 
 def end_with_launcher() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Container
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,6 +30,8 @@ from evodsp.training.sources import open_distillation, open_source
 
 MOST_CHAINS_READ = 64
 """Up to this many chains are read completely before training starts; of more, only the files' presence is checked."""
+CHAINS_FOR_RESOLUTION = 16
+"""Of more, without an index, this many structures are read, to say how many have no resolution."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,8 @@ class Chains:
     """How often each of them is drawn, as `weights`."""
     missing: dict[str, Lacking] = field(default_factory=dict)
     """Training chains that are left out, those of the self-distillation set too, and what they lack."""
+    resolutions: Float64[np.ndarray, " k"] = field(default_factory=lambda: np.zeros(0))
+    """Of the training chains, or of those of which it is known before the first step: in Å, 0 if the structure has none."""
 
     def notes(self, listed_in: Path) -> list[str]:
         """What the user should know before training starts, a line each. `listed_in`: the file that lists `missing`."""
@@ -80,6 +86,7 @@ class _Found:
     distilled: list[str]
     distilled_weights: Float64[np.ndarray, " m"] | None
     missing: dict[str, Lacking]
+    resolutions: Float64[np.ndarray, " k"]
 
 
 def find_chains(config: DataConfig, quarantined: Container[str] = frozenset(), group: Group | None = None) -> Chains:
@@ -92,7 +99,7 @@ def find_chains(config: DataConfig, quarantined: Container[str] = frozenset(), g
     store, templates, predicted = on_every(lambda: _open(config), group)
     found = from_first(lambda: _look_up(config, quarantined, store, templates, predicted), group)
     names, distilled = (found.train, found.validation, found.test), (found.distilled, found.distilled_weights)
-    return Chains(store, templates, *names, found.weights, predicted, *distilled, found.missing)
+    return Chains(store, templates, *names, found.weights, predicted, *distilled, found.missing, found.resolutions)
 
 
 def _open(config: DataConfig) -> tuple[FeatureStore | BuiltStore, TemplateSource | None, DistillationSet | None]:
@@ -118,11 +125,14 @@ def _look_up(
     for name, keys in (("train", [] if present else listed), ("validation", validation), ("test", test)):
         for key in keys:
             _check_chain(key, presence, store, f"data.{name}_chains")
-    train = _selected(present, config, "data", "training")
+    rules = _rules(config, "data")
+    train = _selected(present, rules, "training")
     distinct = dict.fromkeys([*train.keys, *validation, *test])
+    read: dict[str, float] = {}
     if len(distinct) <= MOST_CHAINS_READ:
         for key in (key for key in distinct if key not in quarantined):
             record = load_record(store, key, templates)
+            read[key] = float(record.labels["resolution"])
             if record.templates is not None:
                 report(f"templates of {record.templates.log_line}")
     distilled = Selected([], None, {})
@@ -130,7 +140,30 @@ def _look_up(
         distilled, absent = _look_up_distilled(config.distillation, predicted)
         missing |= {DISTILLED + key: what for key, what in absent.items()}
     names = [DISTILLED + key for key in distilled.keys]
-    return _Found(train.keys, validation, test, train.weights, names, distilled.weights, missing)
+    resolutions = _resolutions([key for key in train.keys if key not in quarantined], store, rules, read)
+    return _Found(train.keys, validation, test, train.weights, names, distilled.weights, missing, resolutions)
+
+
+def _resolutions(
+    keys: list[str], store: FeatureStore | BuiltStore, rules: Selection, read: dict[str, float]
+) -> Float64[np.ndarray, " k"]:
+    """The resolutions of the chains of which a cache, the index or a `read` structure says it; if none does, of a few that are
+    read now. In Å, 0 for none."""
+    if read:
+        return np.array([read[key] for key in keys if key in read])
+    table = rules.known[0] if rules.known is not None else None
+    if table is None and isinstance(store, FeatureStore) and store.index is not None:
+        table = store.index.table
+    if table is not None:
+        row_of = dict(zip(table.keys[:], range(len(table)), strict=True))
+        rows = np.array([row for key in keys if (row := row_of.get(key)) is not None], np.int64)
+        found = table.resolutions[rows].astype(np.float64)
+        return found[~np.isnan(found)]
+    for key in keys[:: max(1, math.ceil(len(keys) / CHAINS_FOR_RESOLUTION))]:
+        with suppress(UserError):  # said when a sample is made of it
+            chain = store.parsed(key, with_hits=False).chain if isinstance(store, BuiltStore) else store.chain(key)
+            read[key] = chain.resolution or 0.0
+    return np.array(list(read.values()))
 
 
 def _look_up_distilled(config: DistillationConfig, predicted: DistillationSet) -> tuple[Selected, dict[str, Lacking]]:
@@ -142,16 +175,19 @@ def _look_up_distilled(config: DistillationConfig, predicted: DistillationSet) -
         where = config.store or f"{config.alignment_dir} and {config.structure_dir}"
         raise UserError(f"data.distillation: none of {len(listed)} chains has alignments and a structure in {where}")
     present = [key for key in listed if key not in missing]
-    return _selected(present, config, "data.distillation", "distillation"), missing
+    return _selected(present, _rules(config, "data.distillation"), "distillation"), missing
 
 
-def _selected(keys: list[str], config: DataConfig | DistillationConfig, where: str, kind: str) -> Selected:
+def _rules(config: DataConfig | DistillationConfig, where: str) -> Selection:
+    return Selection(where, config.chain_data_cache, config.index, config.filters, config.sampling)
+
+
+def _selected(keys: list[str], rules: Selection, kind: str) -> Selected:
     """The chains that pass the filters. Prints how many are left out, and why. Raises UserError if none is left."""
-    rules = Selection(where, config.chain_data_cache, config.index, config.filters, config.sampling)
     found = select(keys, rules)
     line = found.line(kind)
     if not found.keys:
-        raise UserError(f"{where}.filters: {line}; change the filters or the chains")
+        raise UserError(f"{rules.where}.filters: {line}; change the filters or the chains")
     if line:
         report(line)
     return found

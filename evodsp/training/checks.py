@@ -15,6 +15,7 @@ from evodsp.argument_parser import leaves
 from evodsp.config import KernelsConfig, ModelConfig
 from evodsp.data.features import check_config
 from evodsp.data.quarantine import read_quarantine
+from evodsp.data.resolutions import CountedStructures
 from evodsp.errors import SettingError, UserError
 from evodsp.launch import process_group
 from evodsp.launch.consensus import from_first, on_every
@@ -109,6 +110,13 @@ class CheckedRun:
     def recorded(self) -> dict[str, Any]:
         """What a checkpoint keeps, for a run that resumes."""
         return recorded(self.settings.by_name, self.ranks, self.chains)
+
+    @property
+    def notes(self) -> list[str]:
+        """What the user should know before training starts, a line each."""
+        rule = CountedStructures(self.settings.model.loss, self.settings.data.assumed_resolution)
+        line = rule.line(self.chains.resolutions, len(self.chains.train), "training")
+        return [*self.chains.notes(self.folder.missing), *([] if line is None else [line])]
 
     @property
     def last_step(self) -> int:

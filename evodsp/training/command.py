@@ -25,6 +25,7 @@ from evodsp.launch.consensus import from_first, on_first
 from evodsp.launch.launcher import launch
 from evodsp.launch.parent import STOPPED, tell_stopped
 from evodsp.launch.process_group import gpu_number, guarded, place, stop, under_launcher
+from evodsp.lock import lock
 from evodsp.model.matmul import float32_matmul
 from evodsp.output import output_errors
 from evodsp.printing import show, tell
@@ -45,7 +46,6 @@ from evodsp.training.module import TrainingModule
 from evodsp.training.options import SUMMARY, Command, PresetParser, TrainerOptions, add_arguments
 from evodsp.training.progress import TrainingProgress, report, score_table
 from evodsp.training.recomputation import AutomaticRecomputation
-from evodsp.training.run_lock import run_lock
 from evodsp.training.stopping import RunStopped, StopRequest, deadline
 from evodsp.training.strategy import DSPStrategy
 from evodsp.training.throughput import Throughput
@@ -323,10 +323,11 @@ def _execute(run: CheckedRun, built: Built, config_text: str) -> None:
         for line in run.changed:
             report(f"evodsp: {line}")
     with ExitStack() as held:
-        on_first(lambda: held.enter_context(run_lock(run.folder.path)), group)
+        folder = run.folder.path
+        on_first(lambda: held.enter_context(lock(folder / "run.lock", folder, "trains there")), group)
         on_first(lambda: run.folder.prepare(config_text, replace, resumes, missing), group)
         if trainer.is_global_zero:
-            for note in run.chains.notes(run.folder.missing):
+            for note in run.notes:
                 tell(f"evodsp: warning: {note}")
             log_settings(trainer.loggers, config_text, resumes)
         _open_quarantine(run, built)

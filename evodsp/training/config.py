@@ -114,9 +114,13 @@ class DistillationConfig:
     """Atoms of residues below this pLDDT are masked (AF2: 50)."""
     max_msa_rows: int = 1000
     """At most this many rows of an MSA are used, a new random sample of them each time (AF2: 1000)."""
+    assumed_resolution: float | None = None
+    """Resolution of the set's structures in Å, as data.assumed_resolution: predictions have none. null (AF2): the pLDDT, PAE
+    and resolved losses do not count them."""
 
     def __post_init__(self) -> None:
         ranges = {"fraction": FRACTION, "min_plddt": Range(0, most=100), "max_msa_rows": SIZE}
+        ranges |= {"assumed_resolution": POSITIVE}
         check_numbers(self, ranges, "data.distillation.")
         check_selection(self.filters, self.sampling, "data.distillation")
         if (self.alignment_dir is None) != (self.structure_dir is None):
@@ -157,6 +161,10 @@ class DataConfig:
     their length and the size of their sequence cluster (supplement 1.2.5), which needs chain_data_cache or index."""
     distillation: DistillationConfig = field(default_factory=DistillationConfig)
     """Predicted structures that are trained on too."""
+    assumed_resolution: float | None = None
+    """Resolution, in Å, that chains of structure_dir or store are taken to have whose structure states none: NMR, predictions,
+    often a file of your own. Within the bounds of model.loss (0.1 to 3 Å) the pLDDT, PAE and resolved losses then count them.
+    null (AF2): these losses are 0 for them."""
     template_structure_dir: str | None = None
     """Folder of template structures, <pdbid>.cif or <pdbid>.cif.gz. Template hits are read from the .hhr files and
     from hmm_output.sto, hmmsearch_output.sto or pdb_hits.sto in the chains' alignment folders. null reads no templates."""
@@ -194,6 +202,7 @@ class DataConfig:
             "batch_size": SIZE,
             "samples_per_epoch": SIZE,
             "num_workers": COUNT,
+            "assumed_resolution": POSITIVE,
             "time_limit": POSITIVE,
             "max_quarantined": COUNT,
         }

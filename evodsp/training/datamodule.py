@@ -131,6 +131,7 @@ class ChainDataModule(LightningDataModule):
             templates=chains.templates,
             choice=choice,
             distillation=chains.distillation,
+            assumed_resolution=self.config.assumed_resolution,
         )
 
     def _whole_chains(self, keys: list[str]) -> Iterable[Any]:

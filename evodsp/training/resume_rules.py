@@ -54,11 +54,12 @@ _TABLE: dict[Rule, dict[str, str]] = {
         ),
         "data": (
             "alignment_dir structure_dir store index train_chains validation_chains chain_data_cache sampling "
-            "template_structure_dir max_template_date obsolete time_limit skip_samples max_quarantined"
+            "assumed_resolution template_structure_dir max_template_date obsolete time_limit skip_samples max_quarantined"
         ),
         "data.filters": "max_resolution max_residue_share max_release_date",
         "data.distillation": (
-            "alignment_dir structure_dir store index chains chain_data_cache sampling fraction min_plddt max_msa_rows"
+            "alignment_dir structure_dir store index chains chain_data_cache sampling fraction min_plddt max_msa_rows "
+            "assumed_resolution"
         ),
         "data.distillation.filters": "max_resolution max_residue_share max_release_date",
         "data.train": _FEATURES,

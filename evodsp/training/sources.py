@@ -105,10 +105,10 @@ def open_distillation(data: DataConfig, templates: TemplateSource | None) -> Dis
                 f"data.distillation.store is {config.store}, which was built without templates; build it with "
                 "--template_structure_dir, or set data.train.max_templates and data.validation.max_templates to 0"
             )
-        return DistillationSet(source, config.max_msa_rows, own)
+        return DistillationSet(source, config.max_msa_rows, own, config.assumed_resolution)
     if data.store is not None and templates is not None:
         raise UserError(
             f"data.distillation.alignment_dir is {config.alignment_dir}, but the templates of data.store are those of its own "
             "chains; build a store of the set too (evodsp data build --min_plddt), and give it as data.distillation.store"
         )
-    return DistillationSet(source, config.max_msa_rows, templates)
+    return DistillationSet(source, config.max_msa_rows, templates, config.assumed_resolution)

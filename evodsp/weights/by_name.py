@@ -27,6 +27,7 @@ from urllib.error import HTTPError
 from evodsp.answers import PASSING, BadAnswerError, check_address, content_of, usable, without_login
 from evodsp.download import LARGEST, fetch_file, free_bytes, opened, size_at
 from evodsp.errors import UserError, nearest
+from evodsp.lock import waited_lock
 from evodsp.printing import quoted, tell
 from evodsp.progress import progress
 
@@ -128,12 +129,10 @@ class _Source:
 
 
 def _fetch(name: str, folder: Path, address: str, say: Callable[[str], None], seconds: float) -> None:
-    from filelock import FileLock
-
     target, shown = folder / _file(name), without_login(address)
     with _folder_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder / f".{target.name}.lock"):
+        with waited_lock(folder / f".{target.name}.lock"):
             if target.is_file():  # another process has fetched it meanwhile
                 return
             source = _find(name, address, time.monotonic() + seconds)

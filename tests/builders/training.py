@@ -50,8 +50,6 @@ class CommandPool(RankPool):
 
 def _serve(rank: int, ranks: int, path: str, pipe: Connection) -> None:
     end_with_parent()
-    import tests.process  # noqa: F401  (shapes are checked here as well)
-
     torch.set_num_threads(1)
     while True:
         try:

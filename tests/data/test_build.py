@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import random
+import socket
 import sys
 import threading
 import time
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from evodsp.cli import main
+from evodsp.data.building import command
 from evodsp.data.building.command import Plan, build
 from evodsp.data.building.engine import on_cluster, on_this_machine
 from evodsp.data.building.parts import Account
 from evodsp.data.feature_store import CHAINS, BuiltStore
 from evodsp.errors import UserError
+from evodsp.lock import lock
 from tests.builders.builds import build_with_deadly_chains, config, content, die_at_once, letters_of, write_chain
 from tests.builders.processes import begin, free_port
 
@@ -69,6 +75,7 @@ def test_all_chains_bad_is_no_store(tmp_path: Path) -> None:
     for _ in range(2):
         with pytest.raises(UserError, match=r"failed\.jsonl: all 1 chains failed, the first with: .*hits\.a3m"):
             build(config(tmp_path, tmp_path / "store"))
+    (tmp_path / "store/build.lock").touch()  # it was killed while it gave up
     write_chain(tmp_path, "1abc_A", "ACDEF")
     build(config(tmp_path, tmp_path / "store"))
     assert "1abc_A" in BuiltStore(str(tmp_path / "store"))
@@ -161,6 +168,52 @@ def test_tasks_build_one_store_together(folder: Path, undisturbed: Path, tmp_pat
         build(config(folder, output, share=share))
         assert (output / "store.json").is_file() == (share == "1/2")
     assert content(output) == content(undisturbed)
+
+
+@pytest.mark.parametrize(
+    ("held", "wanted", "message"),
+    [
+        ("0-of-1", None, "builds a store there; end it first"),
+        ("1-of-2", "1/2", "builds a store there; end it first"),
+        ("1-of-2", None, "builds share 1/2 there; wait until it has ended"),
+        ("1-of-2", "1/3", "builds share 1/2 there; wait until it has ended"),
+        ("0-of-1", "1/3", "builds share 0/1 there; wait until it has ended"),
+    ],
+)
+def test_two_builds_into_one_folder(folder: Path, tmp_path: Path, held: str, wanted: str | None, message: str) -> None:
+    """Catches two processes that make the same shards, and one that completes the store while others build it."""
+    output = tmp_path / "store"
+    with lock(output / "building" / f"{held}.lock", output, "builds a store there"):
+        by = f"process {os.getpid()} on {socket.gethostname()}"
+        with pytest.raises(UserError, match=f"--output {output}: {by} {message}"):
+            build(config(folder, output, share=wanted))
+        assert not list(output.rglob("*.json")), "it has begun all the same"
+
+
+@pytest.mark.parametrize("stage", ["chains", "template structures"])
+@pytest.mark.parametrize("bad", [False, True])
+def test_tasks_that_end_at_the_same_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str, bad: bool
+) -> None:
+    """Catches a store that two tasks complete: the second finds no accounts any more, or removes what the first wrote."""
+    output, real = tmp_path / "store", command._built
+    for key in KEYS[:2]:
+        write_chain(tmp_path, key, "ACDEF", second="WCDEF" if bad else None)
+    build(config(tmp_path, output, share="0/2", chains_per_shard=1))
+
+    def built(given: Any, what: str, parts: Any) -> bool:
+        done = real(given, what, parts)
+        if what == stage:
+            monkeypatch.setattr(command, "_built", real)
+            with pytest.raises(UserError, match="all 2 chains failed") if bad else contextlib.nullcontext():
+                build(config(tmp_path, output, share="0/2", chains_per_shard=1))  # the other task ends first
+        return done
+
+    monkeypatch.setattr(command, "_built", built)
+    build(config(tmp_path, output, share="1/2", chains_per_shard=1))
+    assert (output / "store.json").is_file() != bad
+    assert not (output / "building").exists()
+    assert not (output / "build.lock").exists()
 
 
 def test_a_complete_or_foreign_folder_is_not_overwritten(folder: Path, undisturbed: Path, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pickle
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -28,6 +29,7 @@ from evodsp.data.index import ChainIndex
 from evodsp.data.records import ProteinSequence
 from evodsp.data.store import FeatureStore
 from evodsp.errors import UserError
+from evodsp.lock import lock
 from tests.builders.alignments import database
 from tests.builders.training_chains import SEQUENCES, write_chain
 
@@ -426,6 +428,19 @@ def test_outputs_that_are_refused(folder: Path, capsys: pytest.CaptureFixture[st
     assert main(words(folder)) == 2
     assert "replace it with --overwrite" in capsys.readouterr().err
     assert main(words(folder, "--overwrite")) == 0
+
+
+def test_two_scans_into_one_folder(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches two scans that delete and rename each other's files, the second with a traceback."""
+    other = f"error: --output {folder / 'index'}: process {os.getpid()} on {socket.gethostname()} makes an index there"
+    with lock(folder / ".index.lock", folder / "index", "makes an index there"):
+        assert main(words(folder)) == 2
+        said = capsys.readouterr().err
+        assert other in said
+        assert said.count("\n") == 1
+        assert not (folder / "index").exists()
+    index_of(folder)
+    assert sorted(path.name for path in folder.iterdir()) == ["alignments", "index", "mmcif_files"]
 
 
 def test_the_bundled_caches_say_what_the_structures_say(tmp_path: Path) -> None:

@@ -134,6 +134,18 @@ def test_mmcif_confidence_items():
     assert float(block.find_value("_ma_qa_metric_global.metric_value")) == pytest.approx(s.mean_plddt, abs=6e-3)
 
 
+def test_mmcif_lists_residues_without_atoms():
+    """Catches neighbours of a residue without atoms that the file says are missing too, and X that it says is there."""
+    s = structure()
+    block = gemmi.cif.read_string(structure_text(s, "cif")).sole_block()
+    rows = block.find("_pdbx_poly_seq_scheme.", ["seq_id", "auth_seq_num", "auth_mon_id"])
+    missing = [int(row[0]) for row in rows if row[1] == "?" and row[2] == "?"]
+    assert missing == [number + 1 for number in range(25) if not s.mask[number].any()] == [5, 21]
+    assert [row[1] for row in rows if int(row[0]) not in missing] == [
+        row[0] for row in rows if int(row[0]) not in missing
+    ]
+
+
 ORIGIN = Origin(
     seed=3,
     ptm=0.71,

@@ -17,7 +17,8 @@ from evodsp.launch.watch import StallDetector, State, Watch
 
 VARIABLES = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE", "SLURM_PROCID",
-    "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST", "SLURM_JOB_ID", "SLURM_STEP_ID",
+    "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_NODES", "SLURM_JOB_ID",
+    "SLURM_STEP_ID",
 )  # fmt: skip
 
 
@@ -64,6 +65,16 @@ def test_srun(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 15000 <= one.port < 30000
     given(monkeypatch, SLURM_STEP_ID=1)
     assert place().port != one.port
+
+
+def test_a_step_on_one_node_meets_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches ranks of one machine whose store every machine of the network reaches, and nodes that do not meet."""
+    given(monkeypatch, **STEP, SLURM_STEP_NUM_NODES=1)
+    assert place().host == "localhost"
+    given(monkeypatch, SLURM_STEP_NUM_NODES=2)
+    assert place().host == "gpu003"
+    given(monkeypatch, SLURM_STEP_NUM_NODES=1, MASTER_ADDR="10.0.0.1")
+    assert place().host == "10.0.0.1", "the user's word counts"
 
 
 def test_torchrun_within_a_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,8 @@ from torch import Tensor
 from evodsp.config import HeadsConfig, LossConfig
 from evodsp.errors import UserError
 from evodsp.geometry.rigid import Rigid
+from evodsp.losses.auxiliary import distogram_loss
+from evodsp.losses.confidence import pae_loss
 from evodsp.losses.total import total_loss
 from evodsp.model.outputs import ModelOutput, StructureOutput
 from tests.shared import load
@@ -108,6 +110,27 @@ def test_every_term_is_alphafolds_end_to_end(output, batch, losses) -> None:
     structure = dataclasses.replace(output.structure, backbone=output.structure.backbone[-1:])
     _, of_last = total_loss(dataclasses.replace(output, structure=structure), batch, _only("backbone_fape"), _HEADS)
     torch.testing.assert_close(of_last["backbone_fape"], losses["structure_module/fape"], rtol=1e-5, atol=0)
+
+
+def test_ranges_of_bins_are_those_of_the_heads(output, batch) -> None:
+    """Catches AlphaFold2's range of distances, or of aligned errors, in the losses of a model that has another one."""
+    logits = torch.randn(1, 72, 72, 12, generator=torch.Generator().manual_seed(0))
+    given = dataclasses.replace(output, logits={**output.logits, "predicted_aligned_error": logits})
+    heads = HeadsConfig(
+        predicted_aligned_error=True,
+        pae_bins=12,
+        pae_max_error=9.0,
+        distogram_min_distance=4.0,
+        distogram_max_distance=12.0,
+    )
+    of_pae = {"confidence_min_resolution": 0.0, "confidence_max_resolution": 100.0}
+    _, found = total_loss(given, batch, dataclasses.replace(_only("distogram", **of_pae), pae=1.0), heads)
+    labels, backbone = [batch[name] for name in ("pseudo_beta", "pseudo_beta_mask")], output.structure.backbone[-1]
+    truth, mask = Rigid.from_flat12(batch["rigidgroups_gt_frames"][:, :, 0]), batch["backbone_affine_mask"]
+    distogram = distogram_loss(output.logits["distogram"], *labels, 4.0, 12.0)
+    pae = pae_loss(logits, backbone, truth, mask, batch["resolution"], 0.0, 100.0, 9.0)
+    torch.testing.assert_close(found["distogram"], distogram.mean())
+    torch.testing.assert_close(found["pae"], pae.mean())
 
 
 def test_total_is_the_weighted_sum_times_root_of_residues(output, batch) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from evodsp.model.embedders import distance_one_hot, squared_edges
+from evodsp.config import ChannelsConfig, EmbedderConfig, TemplateConfig
+from evodsp.model.embedders import RecyclingEmbedder, distance_one_hot, squared_edges
+from evodsp.model.templates import TemplateEmbedder
 
 
 @pytest.mark.parametrize(
@@ -24,3 +26,14 @@ def test_the_bin_of_a_distance(distance: float, expected: int | None) -> None:
     )
     assert found.shape == (1, 1, 15)
     assert found[0, 0].nonzero().flatten().tolist() == ([] if expected is None else [expected])
+
+
+def test_the_range_of_distances_is_the_configs() -> None:
+    """Catches AlphaFold2's range of bins in a model that has another one."""
+    recycling = EmbedderConfig(recycle_bins=5, recycle_min_distance=2.0, recycle_max_distance=10.0)
+    templates = TemplateConfig(
+        channels=4, blocks=1, distogram_bins=5, distogram_min_distance=2.0, distogram_max_distance=10.0
+    )
+    edges = torch.tensor([4.0, 16.0, 36.0, 64.0, 100.0])
+    torch.testing.assert_close(RecyclingEmbedder(ChannelsConfig(msa=4, pair=4, single=4), recycling).lower, edges)
+    torch.testing.assert_close(TemplateEmbedder(4, templates).lower, edges)

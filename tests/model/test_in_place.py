@@ -242,6 +242,20 @@ def test_every_rank_makes_the_same_pieces(whole: int, ranks: int) -> None:
             assert [at for piece in pieces for at in range(size)[piece]] == list(range(size))
 
 
+@pytest.mark.parametrize(
+    ("needed", "most", "ends"),
+    [
+        (0, 6, [6]), (100, 6, [6]), (101, 6, [3, 6]), (250, 6, [2, 4, 6]), (10**6, 6, [1, 2, 3, 4, 5, 6]), (10**6, 2, [3, 6]),
+        (300, 1, [6]),
+    ],
+)  # fmt: skip
+def test_no_more_pieces_than_the_memory_asks_for(needed: int, most: int, ends: list[int]) -> None:
+    """Catches what fits cut in two, a piece that does not fit, and more pieces than all ranks have entries."""
+    pieces = Budget(memory=100, ranks=1).equal(6, needed, most)
+    assert pieces == [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+    assert Budget(memory=100, ranks=1, samples=2).equal(6, needed, most) == pieces[:2]
+
+
 @pytest.mark.parametrize("extra", [False, True])
 def test_peak_memory(extra: bool) -> None:
     """Catches an intermediate of a full-width block that is made whole, and a representation that is copied.

@@ -194,7 +194,8 @@ def test_a_list_of_chains_that_is_no_text_is_one_line(content: bytes, message: s
 
 
 def test_no_file_of_a_chain_is_touched_before_it_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a start that asks the file system for every chain: on a network it takes a millisecond each."""
+    """Catches a start that asks the file system for every chain, which takes a millisecond each on a network, and not only for
+    the few whose resolution is looked at."""
     for number in range(100):
         (folder / "alignments" / f"4abc_{number}").mkdir()
     (folder / "mmcif_files" / "4abc.cif").touch()
@@ -202,6 +203,6 @@ def test_no_file_of_a_chain_is_touched_before_it_is_read(folder: Path, monkeypat
     original = Path.is_file
     monkeypatch.setattr(Path, "is_file", lambda path: asked.append(path) or original(path))
     assert len(find_chains(config(folder, False)).train) == 102
-    assert [path for path in asked if path.suffix == ".cif"] == []
+    assert len([path for path in asked if path.suffix == ".cif"]) <= chains_module.CHAINS_FOR_RESOLUTION
     index = ChainIndex(folder / "index")
     assert len(index) == 3

@@ -8,15 +8,18 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 
 from evodsp.cli import main
 from evodsp.config import FeatureConfig
+from evodsp.errors import UserError
+from evodsp.lock import holder, lock
 from evodsp.report.curve import read_curve
-from evodsp.training.checks import check_run
-from evodsp.training.command import TrainingCLI
+from evodsp.training.checks import CheckedRun, check_run
+from evodsp.training.command import Built, TrainingCLI, _execute
 from evodsp.weights.checkpoint import load_features, load_model, read_checkpoint
 
 
@@ -160,6 +163,28 @@ def test_nothing_is_deleted_before_everything_is_checked(
 def test_an_earlier_run_is_not_overwritten(chains: Path, finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert fit(chains, finished) == 2
     assert "--ckpt_path last" in capsys.readouterr().err
+
+
+def test_a_folder_in_which_another_run_trains(tmp_path: Path) -> None:
+    """Catches two runs that write the same checkpoints: the lock is not taken, or only after the folder was prepared."""
+    run, built = MagicMock(spec=CheckedRun), MagicMock(spec=Built)
+    run.command, run.start, run.changed, run.folder, run.chains = "fit", None, (), MagicMock(path=tmp_path), MagicMock()
+    run.settings = MagicMock(run=MagicMock(init_from=None))
+    built.module, built.data, built.trainer, built.world = MagicMock(), MagicMock(), MagicMock(), MagicMock(group=None)
+    with (
+        lock(tmp_path / "run.lock", tmp_path, "trains there"),
+        pytest.raises(UserError, match=f"process {os.getpid()} on .* trains there; end it first"),
+    ):
+        _execute(run, built, "")
+    assert not run.folder.prepare.called
+
+    def prepare(*_: object) -> None:
+        assert holder(tmp_path / "run.lock") is not None
+        raise KeyboardInterrupt
+
+    run.folder.prepare.side_effect = prepare
+    with pytest.raises(KeyboardInterrupt):
+        _execute(run, built, "")
 
 
 def test_overwrite_starts_anew_and_its_config_does_not_repeat_that(chains: Path, tmp_path: Path) -> None:

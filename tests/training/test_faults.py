@@ -6,6 +6,8 @@ import os
 import random
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -173,6 +175,19 @@ def test_a_run_that_is_asked_to_end_does(config: Path, tmp_path: Path, number: s
     assert "resume with --ckpt_path last" in error
     assert seconds < 30
     assert max(losses(output)) == read_checkpoint(output / "checkpoints/last.ckpt")["global_step"] - 1
+
+
+@pytest.mark.verify
+@pytest.mark.parametrize("kind", ["rank", "launcher"])
+def test_a_hundred_volleys_of_signals(kind: str, tmp_path: Path) -> None:
+    """Catches a further SIGTERM that comes at the one moment at which it ends the run without its checkpoint or its code."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.builders.repeated_signals", kind, "100", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.stdout.endswith("100 runs, 0 wrong\n"), done.stdout + done.stderr
 
 
 @pytest.mark.verify

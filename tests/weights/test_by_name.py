@@ -103,7 +103,7 @@ def test_a_model_is_fetched_once(server: tuple[type[Server], str], tmp_path: Pat
     (path,) = fetch_weights(["model_2_ptm"], tmp_path / "kept", address + place, said.append)
     assert path == tmp_path / "kept" / FILES[1]
     assert path.read_bytes() == published(tmp_path, FILES[1])
-    assert [file.name for file in path.parent.iterdir() if not file.name.endswith(".lock")] == [FILES[1]]
+    assert [file.name for file in path.parent.iterdir()] == [FILES[1]]
     assert f"{address}{place}" in said[0]
     assert "CC BY 4.0" in said[0]
     assert ("SHA-256" in said[-1]) == (place == "/files")

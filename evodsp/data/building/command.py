@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,11 +26,14 @@ from evodsp.data.store import FeatureStore
 from evodsp.data.structures import StructureFolder
 from evodsp.errors import FileFormatError, UserError
 from evodsp.files import whole_file
+from evodsp.lock import holder, lock, waited_lock
 from evodsp.output import check_output_folder
 from evodsp.printing import tell
 from evodsp.progress import progress
 
 FAILED = "failed.jsonl"
+LOCK = "build.lock"
+"""Held by the task that reads all accounts, or completes the store."""
 _ENTRIES_PER_SHARD = 512
 """Entries of template structures in one shard. They are smaller than chains with alignments."""
 _MOST_SHOWN = 5
@@ -94,28 +98,71 @@ def build(config: BuildConfig) -> None:
         _check_same(plan, folder / DESCRIPTION, "holds a store")
         tell(f"{folder}: is complete already")
         return
-    _begin(plan, folder)
+    path = folder / BUILDING / "plan.json"
+    _check_begun(plan, path)
+    with _share_lock(config):
+        _begin(plan, path)
+        _build_parts(config, plan)
+
+
+def _build_parts(config: BuildConfig, plan: Plan) -> None:
+    """Build this task's share, and complete the store if it was the last one."""
+    folder = config.output
     chains = plan.parts(folder, CHAINS, plan.keys)
     if not _built(config, "chains", chains):
         return
-    accounts = [Account.read(part.account) for part in chains]
+    with waited_lock(folder / LOCK):
+        if _is_ended(folder):
+            return
+        accounts = [Account.read(part.account) for part in chains]
     entries = sorted({entry for account in accounts for entry in account.entries})
     templates = plan.parts(folder, TEMPLATES, entries)
-    if _built(config, "template structures", templates):
-        _complete(plan, folder, accounts, [Account.read(part.account) for part in templates])
+    if not _built(config, "template structures", templates):
+        return
+    with waited_lock(folder / LOCK):
+        if not _is_ended(folder):
+            _complete(plan, folder, accounts, [Account.read(part.account) for part in templates])
 
 
-def _begin(plan: Plan, folder: Path) -> None:
-    """Write the plan, or check that the folder was begun with the same one."""
-    path = folder / BUILDING / "plan.json"
+def _is_ended(folder: Path) -> bool:
+    """Whether another task, ready at the same moment, has completed the store, or given it up because all chains failed."""
+    return (folder / DESCRIPTION).is_file() or not (folder / BUILDING).is_dir()
+
+
+@contextmanager
+def _share_lock(config: BuildConfig) -> Iterator[None]:
+    """Keep away others with the same share of the output, and those that divide the work among another number of tasks.
+
+    Raises UserError if there is one.
+    """
+    folder, (task, tasks) = config.output, config.share_of_tasks
+    with lock(folder / BUILDING / _lock_name(task, tasks), folder, "builds a store there"):
+        for path in (folder / BUILDING).glob(_lock_name("*", "*")):
+            if not path.match(_lock_name("*", tasks)) and (other := holder(path)) is not None:
+                share = path.stem.replace("-of-", "/")
+                raise UserError(f"--output {folder}: {other} builds share {share} there; wait until it has ended")
+        yield
+
+
+def _lock_name(task: int | str, tasks: int | str) -> str:
+    return f"{task}-of-{tasks}.lock"
+
+
+def _check_begun(plan: Plan, path: Path) -> None:
+    """Raise UserError if the folder was begun with another plan than in the file `path`, or holds something else."""
+    folder = path.parents[1]
     if path.is_file():
         _check_same(plan, path, "was begun")
-    elif folder.exists() and any(item.name not in (BUILDING, FAILED) for item in folder.iterdir()):
+    elif folder.exists() and any(item.name not in (BUILDING, FAILED, LOCK) for item in folder.iterdir()):
         raise UserError(f"--output {folder}: is not an empty folder, nor a store that was begun; name a new one")
-    for name in (BUILDING, CHAINS, TEMPLATES):
-        (folder / name).mkdir(parents=True, exist_ok=True)
+
+
+def _begin(plan: Plan, path: Path) -> None:
+    """Write the plan first: a task that comes at the same moment takes the other folders without it for another's."""
     with whole_file(path) as partial:
         partial.write_text(json.dumps({"format_version": FORMAT_VERSION, "plan": plan.description()}))
+    for name in (CHAINS, TEMPLATES):
+        (path.parents[1] / name).mkdir(exist_ok=True)
 
 
 def _check_same(plan: Plan, path: Path, what: str) -> None:

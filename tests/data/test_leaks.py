@@ -1,0 +1,130 @@
+"""What the training, validation and test chains of a run have in common."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from evodsp.cli import main
+from evodsp.data.leaks import SHORTEST, identity, overlap
+from evodsp.geometry.alphabet import RESTYPES
+from tests.builders.training_chains import TINY, write_chain
+
+SETS = ("training", "validation")
+
+
+def random_sequences(number: int, length: int) -> list[str]:
+    codes = np.random.default_rng(number).integers(len(RESTYPES), size=(number, length))
+    return ["".join(RESTYPES[code] for code in row) for row in codes]
+
+
+def changed(sequence: str, every: int) -> str:
+    """Each `every`-th residue is another one."""
+    after = dict(zip(RESTYPES, (*RESTYPES[1:], RESTYPES[0]), strict=True))
+    return "".join(after[letter] if at % every == 0 else letter for at, letter in enumerate(sequence))
+
+
+def test_identity_is_that_of_the_shorter_sequence() -> None:
+    """Catches a share of the longer one, X that counts as identical, gaps at the ends that cost, and gaps never made."""
+    (letters,) = random_sequences(1, 100)
+    assert identity(letters, letters) == 1
+    assert identity(letters, letters[20:70]) == identity(letters[20:70], letters) == 1
+    assert identity("WW" + letters, letters + "GG") == 100 / 102
+    assert identity(letters, letters[:50] + "WWW" + letters[50:]) == 1
+    assert identity(letters, changed(letters, 5)) == pytest.approx(0.8, abs=0.01)
+    assert identity(letters[:40], f"{letters[:30]}XXXXX{letters[35:40]}") == 35 / 40
+    assert identity("AAXX", "AAXX") == 0.5
+
+
+def test_what_two_sets_have_in_common() -> None:
+    """Catches a chain, a copy under another name or a relative that is not found among others, a copy of a chain that is in
+    both sets, and peptides that are called alike."""
+    first = {f"t{number}": sequence for number, sequence in enumerate(random_sequences(300, 60))}
+    peptide = first["t0"][: SHORTEST - 1]
+    second = {
+        "near": changed(first["t123"], 5),
+        "t7": first["t7"],
+        "copy": first["t299"],
+        "copy of both": first["t7"],
+        "far": "".join(reversed(first["t9"])),
+        "part": first["t50"][10:40],
+        "lower": "x" * 30,
+        "peptide": peptide,
+        "nameless": "",
+    }
+    found = overlap(SETS, {**first, "peptide 2": peptide, "short": peptide[:-1]}, second)
+    assert (found.sets, found.chains, found.unknown, found.highest) == (SETS, ["t7"], 1, 1.0)
+    assert sorted(found.same_sequence) == [("peptide 2", "peptide"), ("t299", "copy"), ("t7", "copy of both")]
+    best = [(near.first, near.second, round(near.identity, 2)) for near in found.nearest[:2]]
+    assert best == [("t50", "part", 1.0), ("t123", "near", 0.8)]
+    assert {near.second for near in found.nearest} <= {"part", "near", "far"}
+    assert 0 < found.alignments <= 9
+    alone = overlap(SETS, first, {"near": second["near"]})
+    assert (alone.chains, alone.same_sequence, alone.highest) == ([], [], pytest.approx(0.8, abs=0.01))
+    assert overlap(SETS, first, {"lower": "x" * 30}).highest is None
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Five chains of two sequences and their relatives, and a config whose three sets overlap."""
+    one, two = random_sequences(2, 40)
+    chains = {"1abc_A": one, "2abc_A": two, "3abc_A": changed(one, 8), "4abc_A": two, "5abc_A": changed(two, 4)}
+    for key, letters in chains.items():
+        write_chain(tmp_path, key, letters)
+    content = yaml.safe_load(TINY)
+    content["data"] |= {
+        "alignment_dir": f"{tmp_path}/alignments", "structure_dir": f"{tmp_path}/mmcif_files",
+        "train_chains": ["1abc_A", "2abc_A"], "validation_chains": ["3abc_A", "1abc_A"], "test_chains": ["4abc_A", "3abc_A"],
+    }  # fmt: skip
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(content))
+    return tmp_path
+
+
+@pytest.mark.parametrize("indexed", [False, True])
+def test_the_doctor_reports_leaks(folder: Path, capsys: pytest.CaptureFixture[str], indexed: bool) -> None:
+    """Catches `data.test_chains` that nobody reads, chains of training that are not compared because they are not read, and
+    a report that says so in one place only."""
+    options = ["--config", str(folder / "config.yaml"), "--output", str(folder / "doctor"), "--workers=0", "--sample=1"]
+    if indexed:
+        roots = ["--alignment_dir", str(folder / "alignments"), "--structure_dir", str(folder / "mmcif_files")]
+        assert main(["data", "index", *roots, "--output", str(folder / "index"), "--workers=0"]) == 0
+        options += ["--index", str(folder / "index")]
+    assert main(["data", "doctor", *options]) == 0
+    out = capsys.readouterr().out
+    report = json.loads((folder / "doctor" / "doctor.json").read_text())
+    found = {tuple(part["sets"]): part for part in report["overlaps"]}
+    first, second = found["training", "validation"], found["training", "test"]
+    assert (first["chains"], first["same_sequence"]) == (["1abc_A"], [])
+    (near,) = first["nearest"]
+    assert (near["first"], near["second"], near["identity"]) == ("1abc_A", "3abc_A", pytest.approx(0.875, abs=0.026))
+    assert (second["chains"], second["same_sequence"], second["highest"]) == ([], [["2abc_A", "4abc_A"]], 1.0)
+    assert found["validation", "test"]["chains"] == ["3abc_A"]
+    assert (
+        "training and validation: 1 chains in both, 0 others with equal sequences, highest identity 100.0% (1abc_A);"
+        in out
+    )
+    assert "1 others with equal sequences, highest identity 100.0% (2abc_A and 4abc_A);" in out
+    page = (folder / "doctor" / "doctor.html").read_text()
+    assert "Training, validation and test" in page
+    for text in (out, page):
+        assert "as a share of the shorter sequence" in text
+
+
+def test_test_chains_are_read_as_validation_chains_are(folder: Path) -> None:
+    """Catches test chains without files, which `evodsp test` finds after the training."""
+    content = yaml.safe_load((folder / "config.yaml").read_text())
+    content["data"]["test_chains"] = ["4abc_A", "9abc_A", "5abc_A"]
+    (folder / "config.yaml").write_text(yaml.safe_dump(content))
+    (folder / "alignments" / "5abc_A" / "uniref90_hits.a3m").write_text(">q\nWWW\n")
+    options = ["--config", str(folder / "config.yaml"), "--output", str(folder / "doctor"), "--workers=0"]
+    assert main(["data", "doctor", *options]) == 1
+    report = json.loads((folder / "doctor" / "doctor.json").read_text())
+    assert report["obstacles"] == ["1 test chains are missing", "1 test chains are bad"]
+    states = {row["chain"]: row["state"] for row in report["chains"]}
+    assert states == {"9abc_A": "test chain missing", "5abc_A": "test chain mismatching"}
+    (part,) = [part for part in report["overlaps"] if part["sets"] == ["training", "test"]]
+    assert part["unknown"] == 1, "the chain that is missing"
