@@ -19,10 +19,12 @@ _LONGEST_MESSAGE = 2000
 class UserError(Exception):
     """A mistake in the user's input: one line, no traceback, exit code 2.
 
-    Messages quote files, and a file may hold anything: the middle of a very long message is left out.
+    Messages quote files, and a file may hold anything: ends of lines become blanks, and the middle of a
+    very long message is left out.
     """
 
     def __init__(self, message: str = "") -> None:
+        message = " ".join(message.splitlines())
         if len(message) > _LONGEST_MESSAGE:
             message = f"{message[: _LONGEST_MESSAGE // 2]} […] {message[-_LONGEST_MESSAGE // 4 :]}"
         super().__init__(message)
