@@ -114,6 +114,8 @@ class SamplePool:
         self._workers = [self._start() for _ in range(workers)]
         self._thread = threading.Thread(target=self._serve, name="evodsp samples", daemon=True)
         self._thread.start()
+        # Python would end the workers of a pool that nobody has closed by SIGTERM, which they ignore, and wait for ever.
+        self._at_exit = util.Finalize(None, self.close, exitpriority=0)
 
     def submit(self, index: int, key: str) -> Future[Sample]:
         """See `SampleMaker.submit`. A future that is cancelled before its sample is begun costs nothing."""
@@ -133,6 +135,7 @@ class SamplePool:
             if self._closed:
                 return
             self._closed = True
+        self._at_exit.cancel()
         self._wake.send(None)
         self._thread.join()
 
