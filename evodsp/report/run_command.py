@@ -107,8 +107,8 @@ def _summary(one: Run) -> list[str]:
         one.name,
         f"{max(one.rows) + 1:,}",
         "" if math.isnan(seconds) else duration(seconds),
-        f"{one.last('train/loss'):.4g}",
-        "" if best is None else f"{best[1]:.3f} at step {best[0] + 1:,}",
+        f"{one.last('train/loss'):.4g}" if one.points("train/loss")[1] else "none",
+        "none" if best is None else f"{best[1]:.3f} at step {best[0] + 1:,}",
         f"{bad:,}",
     ]
 

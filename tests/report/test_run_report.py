@@ -24,6 +24,14 @@ def make_run(folder: Path, curve: str = CURVE, **settings: object) -> Path:
     return folder
 
 
+def test_a_run_that_logged_no_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches "last loss nan" of a run that was too short to log one: it reads like a run that diverged."""
+    (run := tmp_path / "run").mkdir()
+    (run / "curve.csv").write_text("step,epoch,seconds,val/lddt_ca\n7,0,7.7,0.25\n")
+    assert main(["report", str(run), "--output", str(tmp_path / "page.html")]) == 0
+    assert "last loss none   best lDDT-CA (validation) 0.250 at step 8" in capsys.readouterr().out
+
+
 def test_runs_are_compared_on_one_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Catches a run that is drawn as another, settings that differ but are not shown, and NaN that is not mentioned."""
     runs = [make_run(tmp_path / "a" / "run", seed=1, note="<i>"), make_run(tmp_path / "b" / "run", seed=2, note="<i>")]
