@@ -64,10 +64,15 @@ def _listening(address: str, port: int, timeout: timedelta) -> dist.TCPStore:
 
 
 def text(store: dist.Store, key: str) -> str:
-    """The text under a key that has been set. Raises UserError if there is none, or no text, or too long a one."""
-    if not store.check([key]):
-        raise foreign(store, key, "nothing", "a text")
-    return as_text(store, key, store.get(key))
+    """The text under a key that has been set, or is about to be: ranks come to a place one after another.
+
+    Raises UserError if the store's time limit passes without one, if it is no text, or too long a one.
+    """
+    try:
+        value = store.get(key)
+    except dist.DistStoreError:  # nothing but the time limit; a lost connection is a DistNetworkError
+        raise foreign(store, key, "nothing", "a text") from None
+    return as_text(store, key, value)
 
 
 def as_text(store: dist.Store, key: str, value: bytes) -> str:
@@ -81,7 +86,7 @@ def as_text(store: dist.Store, key: str, value: bytes) -> str:
 
 
 def number(store: dist.Store, key: str) -> int:
-    """The count under a key that has been set. Raises UserError if it is none."""
+    """The count under a key, which is awaited as by `text`. Raises UserError if it is none."""
     found = text(store, key)
     if not (found.isascii() and found.isdecimal() and len(found) <= len(str(_MOST)) and int(found) <= _MOST):
         raise foreign(store, key, shown(found.encode()), f"a number up to {_MOST:,}")

@@ -264,7 +264,7 @@ def test_a_sample_is_read(folder: Path) -> None:
     ("options", "message"),
     [
         ([], "no alignment_dir; give --alignment_dir"),
-        (["--config=nowhere.yaml"], "--config nowhere.yaml: cannot be read"),
+        (["--config=nowhere.yaml"], "nowhere.yaml: cannot be read (No such file or directory); check the path"),
         (["--max_bad=2"], "--max_bad is 2"),
         (["--alignment_dir=nowhere", "--structure_dir=."], "nowhere: no such alignment directory"),
     ],

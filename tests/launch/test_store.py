@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pickle
 import socket
+import threading
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ from evodsp.errors import UserError
 from evodsp.inference import restarts
 from evodsp.launch import last_words, launcher, process_group, watch
 from evodsp.launch.process_group import Place
-from evodsp.launch.store import LONGEST, local_store, loopback, number, open_store, texts
+from evodsp.launch.store import LONGEST, local_store, loopback, number, open_store, text, texts
 from evodsp.launch.watch import Watch
 from tests.builders.attacks import Attack
 from tests.builders.processes import free_port
@@ -77,6 +79,15 @@ def test_a_port_that_is_taken_is_one_line() -> None:
         open_store("127.0.0.1", other.getsockname()[1], 5.0, hosts=True)
 
 
+def test_a_text_that_another_rank_is_about_to_write_is_awaited() -> None:
+    """Catches a run that ends because one rank looks for the name of another one that is slower."""
+    store = local_store()
+    later = threading.Timer(0.1, store.clone().set, ["key", "rank 1"])
+    later.start()
+    assert text(store, "key") == "rank 1"
+    later.join()
+
+
 @pytest.mark.parametrize(
     ("value", "said"),
     [
@@ -95,6 +106,7 @@ def test_a_port_that_is_taken_is_one_line() -> None:
 def test_wrong_texts_are_one_line(value: bytes | None, said: str) -> None:
     """Catches a traceback, a recursion without end, or a wrong value that is printed as it is."""
     store = dist.HashStore()
+    store.set_timeout(timedelta(milliseconds=50))
     if value is not None:
         store.set("key", value)  # type: ignore[arg-type]  # torch takes bytes as well
     with pytest.raises(UserError, match=rf"the ranks' store, key key: .*{said}.*Close its port") as error:
