@@ -104,7 +104,7 @@ def test_contacts_in_the_files(workplace: Workplace) -> None:
     whole = file.read_bytes()
     for damaged in (whole[: len(whole) // 2], whole.replace(b"probability", b"improbable."), b""):
         file.write_bytes(damaged)
-        with pytest.raises(UserError, match=r"seed_0_contacts\.npz: not (a readable NumPy file|written by evodsp) .* --overwrite"):
+        with pytest.raises(UserError, match=r"seed_0_contacts\.npz: not .* --overwrite"):
             read_contacts(result.folder, 0)
     for path in result.folder.glob("*_contacts.npz"):
         path.unlink()
