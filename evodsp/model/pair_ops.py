@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from evodsp.model.kernels.triangles import multiply_edges
+from evodsp.model.kernels.triangle_products import multiply_edges
 from evodsp.model.primitives import GatedAttention, LayerNorm, Linear, PairBias, ShardedModule, project
 from evodsp.parallel.layout import Axis
 from evodsp.parallel.pending import Pending, Ready

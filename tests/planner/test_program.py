@@ -15,7 +15,7 @@ import torch
 from evodsp.config import HeadsConfig, LossConfig, ModelConfig
 from evodsp.losses.total import total_loss
 from evodsp.model.alphafold import AlphaFold
-from evodsp.model.kernels import chunks
+from evodsp.model.kernels import by_chunks
 from evodsp.model.primitives import use_exchange
 from evodsp.parallel.exchange import ShardedExchange
 from evodsp.parallel.group import Group
@@ -91,7 +91,7 @@ FINE_TUNING = LossConfig(violation=1.0, experimentally_resolved=0.01, pae=0.1)
 def test_products_of_blocks_are_planned_in_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches sums over chunks that are planned as products in float32, fifteen times slower than a GPU multiplies them, and
     products that are taken for such because their results are in float32."""
-    monkeypatch.setattr(chunks, "_GPU_NUMBERS", 1 << 16)  # several chunks, as in fine-tuning
+    monkeypatch.setattr(by_chunks, "_GPU_NUMBERS", 1 << 16)  # several chunks, as in fine-tuning
     step = Step(model_with(1, False), Sizes(64, 32, 48), FINE_TUNING)
     works = [e for e in program(step).events if isinstance(e, Work) and e.flops and e.place[0] == "evoformer"]
     assert {work.name for work in works if work.phase == "backward"} > {"mm", "bmm"}

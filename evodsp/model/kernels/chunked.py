@@ -2,8 +2,8 @@
 
 The logits of attention are by far the largest array of an Evoformer block ([S, H, R, R] and [R, H, R, R]). They are computed,
 used and dropped chunk by chunk, and computed again in the backward pass. On a CPU the working set stays in cache; on every
-device, memory is linear in the inputs and the bias. Outer products (`outer_product`) and wide layers (`layers`) are computed
-alike.
+device, memory is linear in the inputs and the bias. Outer products (`outer_product`) and wide layers (`norm_layers`) are
+computed alike.
 
 Shape legend: B batch, N rows of the outer axis (each attends within itself), H heads, Q queries, K keys, D head width, S
 sequences, I J residues, c channels of an operand, z channels of the result; n, i: a chunk of N, of I.
@@ -20,15 +20,12 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from evodsp.model.kernels.chunks import Sums, column_sums
+from evodsp.model.kernels.by_chunks import Steps, Sums, cast_all, column_sums
 from evodsp.model.kernels.dropout import dropout_add
-from evodsp.model.kernels.layers import Layers
-from evodsp.model.kernels.outer_product import OuterProducts
-from evodsp.model.kernels.outer_product import Pieces as ProductPieces
-from evodsp.model.kernels.pieces import Pieces, cast_all
-from evodsp.model.kernels.projected import empty_gradient, parts_of
-from evodsp.model.kernels.reference import LOG2_E, layer_norm, linear, mask_bias
-from evodsp.model.kernels.triangles import Triangles
+from evodsp.model.kernels.norm_layers import Layers
+from evodsp.model.kernels.outer_product import OuterProducts, ProductSteps
+from evodsp.model.kernels.reference import LOG2_E, empty_gradient, layer_norm, linear, mask_bias, parts_of
+from evodsp.model.kernels.triangle_products import Triangles
 from evodsp.model.precision import wide, wide_product, without_autocast
 
 __all__ = [
@@ -340,7 +337,7 @@ def _gate_backward(
     return of_x, (of_x * x).mul_(1.0 - opening)
 
 
-_PIECES = Pieces(
+_STEPS = Steps(
     norm=_norm,
     norm_backward=_norm_backward,
     norm_again=None,
@@ -352,7 +349,7 @@ _PIECES = Pieces(
     gate_backward=_gate_backward,
     column_sums=column_sums,
 )
-_LAYERS, _TRIANGLES = Layers(_PIECES), Triangles(_PIECES)
+_LAYERS, _TRIANGLES = Layers(_STEPS), Triangles(_STEPS)
 gated_linear = _LAYERS.gated_linear
 gated_output = _TRIANGLES.gated_output
 gated_projection = _TRIANGLES.gated_projection
@@ -392,5 +389,5 @@ def _project_products_backward(
     return (upstream @ weight).view(i, j, c, c).transpose(1, 2).reshape(i * c, j * c)
 
 
-PRODUCTS = ProductPieces(_form, _project_products, _project_products_backward, gpu_products=1 << 27)
+PRODUCTS = ProductSteps(_form, _project_products, _project_products_backward, gpu_products=1 << 27)
 outer_product = OuterProducts(PRODUCTS).outer_product

@@ -2,7 +2,7 @@
 
 A residue pair has c x c products (1,024 in AlphaFold2), eight times as many numbers as the pair representation. So they are
 formed a few rows at a time, used and dropped, and formed again in the backward pass unless they are few. `chunked` and `triton`
-share this and differ in `Pieces`: how products are laid out and projected.
+share this and differ in `ProductSteps`: how products are laid out and projected.
 
 Shape legend: B batch, S sequences, I J residues, c channels of an operand, z channels of the result; i: a chunk of I.
 """
@@ -18,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from evodsp.model.kernels.chunks import Sums, Whole
+from evodsp.model.kernels.by_chunks import Sums, Whole
 from evodsp.model.precision import activation_dtype, without_autocast
 
 # Products per chunk on a CPU: about a core's cache.
@@ -31,7 +31,7 @@ _KEEP_OPERANDS = 2
 
 
 @dataclass(frozen=True)
-class Pieces:
+class ProductSteps:
     """What is computed of a few rows. Not differentiable: each comes with its backward pass."""
 
     form: Callable[[Tensor, Tensor], Tensor]
@@ -46,10 +46,10 @@ class Pieces:
 
 
 class OuterProducts:
-    """The operator, made of these pieces."""
+    """The operator, made of these steps."""
 
-    def __init__(self, pieces: Pieces) -> None:
-        self._pieces = pieces
+    def __init__(self, steps: ProductSteps) -> None:
+        self._steps = steps
 
     def outer_product(
         self,
@@ -70,23 +70,23 @@ class OuterProducts:
         bias = None if bias is None else bias.to(dtype)
         with without_autocast(left.device):
             if torch.compiler.is_compiling():  # which cannot follow what two nodes share
-                return _OuterProduct.apply(self._pieces, left, right, weight, bias, counts)
-            inputs, shared = (left, right, weight, bias, counts), _Shared(self._pieces)
+                return _OuterProduct.apply(self._steps, left, right, weight, bias, counts)
+            inputs, shared = (left, right, weight, bias, counts), _Shared(self._steps)
             token = _Operands.apply(shared, *inputs)
             return _Product.apply(token, shared, [None if x is None else x.detach() for x in inputs])
 
 
-def _chunks(pieces: Pieces, left: Tensor, right: Tensor) -> Iterator[tuple[int, slice]]:
+def _chunks(steps: ProductSteps, left: Tensor, right: Tensor) -> Iterator[tuple[int, slice]]:
     """Yields (sample, rows) of each chunk."""
     batch, _, rows, c = left.shape
-    budget = _CPU_PRODUCTS if left.device.type == "cpu" else pieces.gpu_products
+    budget = _CPU_PRODUCTS if left.device.type == "cpu" else steps.gpu_products
     step = max(1, budget // max(1, right.shape[2] * c * c))
     for sample in range(batch):
         for start in range(0, max(rows, 1), step):
             yield sample, slice(start, min(start + step, rows))
 
 
-def _kept(pieces: Pieces, left: Tensor, right: Tensor, needed: bool) -> list[Tensor]:
+def _kept(steps: ProductSteps, left: Tensor, right: Tensor, needed: bool) -> list[Tensor]:
     """The products of all chunks, if they are few; otherwise none. `needed`: whether there will be a backward pass."""
     b, _, i, c = left.shape
     # On a GPU memory is dearer than time.
@@ -94,11 +94,11 @@ def _kept(pieces: Pieces, left: Tensor, right: Tensor, needed: bool) -> list[Ten
     few = max(_KEEP, of_operands)
     if not needed or b * i * right.shape[2] * c * c > few:
         return []
-    return [pieces.form(left[sample, :, rows], right[sample]) for sample, rows in _chunks(pieces, left, right)]
+    return [steps.form(left[sample, :, rows], right[sample]) for sample, rows in _chunks(steps, left, right)]
 
 
 def _result(
-    pieces: Pieces,
+    steps: ProductSteps,
     left: Tensor,
     right: Tensor,
     weight: Tensor,
@@ -108,29 +108,29 @@ def _result(
     kept: Sequence[Tensor],
 ) -> Float[Tensor, "B I J z"]:
     shape = left.shape[0], left.shape[2], right.shape[2], len(weight)
-    chunks = list(_chunks(pieces, left, right))
+    chunks = list(_chunks(steps, left, right))
     out = Whole(chunks, lambda: left.new_empty(shape))
     for n, (sample, rows) in enumerate(chunks):
-        products = kept[n] if kept else pieces.form(left[sample, :, rows], right[sample])
+        products = kept[n] if kept else steps.form(left[sample, :, rows], right[sample])
         some = None if counts is None else counts[sample, rows]
-        piece = pieces.project(products, weight, bias, some)
+        piece = steps.project(products, weight, bias, some)
         out.put((sample, rows), piece.view(rows.stop - rows.start, *shape[2:]))
     return out.x.view(shape)
 
 
-def _gradients(pieces: Pieces, saved: Sequence[Any], grad: Tensor) -> tuple[Tensor | None, ...]:
+def _gradients(steps: ProductSteps, saved: Sequence[Any], grad: Tensor) -> tuple[Tensor | None, ...]:
     """Of both operands, the weight and the bias; None for the counts. `saved`: these, and the products that were kept."""
     left, right, weight, bias, counts, *kept = saved
     sequences, _, c = left.shape[1:]
-    chunks = list(_chunks(pieces, left, right))
+    chunks = list(_chunks(steps, left, right))
     of_left = Whole(chunks, lambda: torch.empty_like(left, memory_format=torch.contiguous_format))
     of_right = [Sums(chunks, sample.flatten(1)) for sample in right]
     of_parameters = Sums(chunks, weight, bias)
     for n, (sample, rows) in enumerate(chunks):
         own, others = left[sample, :, rows], right[sample].flatten(1)
-        products = kept[n] if kept else pieces.form(own, right[sample])
+        products = kept[n] if kept else steps.form(own, right[sample])
         some = None if counts is None else counts[sample, rows]
-        slope = pieces.project_backward(grad[sample, rows], products, weight, some, of_parameters)
+        slope = steps.project_backward(grad[sample, rows], products, weight, some, of_parameters)
         del products
         of_left.put((sample, slice(None), rows), (others @ slope.T).view(sequences, rows.stop - rows.start, c))
         of_right[sample].add_linear(0, own.flatten(1).T, slope)
@@ -143,28 +143,28 @@ class _OuterProduct(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        pieces: Pieces,
+        steps: ProductSteps,
         left: Tensor,
         right: Tensor,
         weight: Tensor,
         bias: Tensor | None,
         counts: Tensor | None,
     ) -> Tensor:
-        ctx.pieces, kept = pieces, _kept(pieces, left, right, any(ctx.needs_input_grad))
+        ctx.steps, kept = steps, _kept(steps, left, right, any(ctx.needs_input_grad))
         ctx.save_for_backward(left, right, weight, bias, counts, *kept)
-        return _result(pieces, left, right, weight, bias, counts, kept=kept)
+        return _result(steps, left, right, weight, bias, counts, kept=kept)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *_gradients(ctx.pieces, ctx.saved_tensors, grad)
+        return None, *_gradients(ctx.steps, ctx.saved_tensors, grad)
 
 
 @dataclass
 class _Shared:
     """What the two nodes of an outer product give each other."""
 
-    pieces: Pieces
+    steps: ProductSteps
     products: Sequence[Tensor] = ()
     gradient: Tensor | None = None
 
@@ -182,7 +182,7 @@ class _Operands(torch.autograd.Function):
         bias: Tensor | None,
         counts: Tensor | None,
     ) -> Tensor:
-        ctx.shared, shared.products = shared, _kept(shared.pieces, left, right, any(ctx.needs_input_grad))
+        ctx.shared, shared.products = shared, _kept(shared.steps, left, right, any(ctx.needs_input_grad))
         ctx.save_for_backward(left, right, weight, bias, counts, *shared.products)
         ctx.set_materialize_grads(False)
         return left.new_empty(())
@@ -191,7 +191,7 @@ class _Operands(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, token: None) -> tuple[Tensor | None, ...]:
         grad, ctx.shared.gradient = ctx.shared.gradient, None
-        return None, *_gradients(ctx.shared.pieces, ctx.saved_tensors, grad)
+        return None, *_gradients(ctx.shared.steps, ctx.saved_tensors, grad)
 
 
 class _Product(torch.autograd.Function):
@@ -199,7 +199,7 @@ class _Product(torch.autograd.Function):
     def forward(ctx: Any, token: Tensor, shared: _Shared, inputs: Sequence[Any]) -> Tensor:
         kept, shared.products = shared.products, ()
         ctx.shared = shared
-        return _result(shared.pieces, *inputs, kept=kept)
+        return _result(shared.steps, *inputs, kept=kept)
 
     @staticmethod
     @once_differentiable

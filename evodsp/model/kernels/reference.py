@@ -28,6 +28,22 @@ def mask_bias(mask: Float[Tensor, "*batch L"]) -> Float[Tensor, "*batch L"]:
     return (1.0 - mask) * MASKED
 
 
+def parts_of(
+    projected: Float[Tensor, "B N L 4 H D"], first: int, queries: int
+) -> tuple[
+    Float[Tensor, "B N Q H D"], Float[Tensor, "B N L H D"], Float[Tensor, "B N L H D"], Float[Tensor, "B N Q H D"]
+]:
+    """Views: so many queries, from number `first` on; all keys; all values; the gates of these queries."""
+    q, k, v, gate = projected.unbind(3)
+    attending = slice(first, first + queries)
+    return q[:, :, attending], k, v, gate[:, :, attending]
+
+
+def empty_gradient(projected: Float[Tensor, "B N L 4 H D"], queries: int) -> Float[Tensor, "B N L 4 H D"]:
+    """Memory for the gradient of the projection. Where only some positions attend, the others' queries and gates get zero."""
+    return torch.empty_like(projected) if queries == projected.shape[2] else torch.zeros_like(projected)
+
+
 def attention(projected: Float[Tensor, "B N L 4 H D"], keys: Float[Tensor, "B N L"]) -> Float[Tensor, "B N L H D"]:
     """Gated attention within each row (algorithm 8). `projected`: queries, keys, values and logits of the gate.
 

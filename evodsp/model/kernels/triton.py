@@ -13,12 +13,11 @@ from collections.abc import Callable
 from jaxtyping import Float
 from torch import Tensor
 
-from evodsp.model.kernels.layers import Layers
-from evodsp.model.kernels.outer_product import OuterProducts
-from evodsp.model.kernels.outer_product import Pieces as ProductPieces
-from evodsp.model.kernels.pieces import Pieces
-from evodsp.model.kernels.pieces import linear as project
-from evodsp.model.kernels.triangles import Triangles
+from evodsp.model.kernels.by_chunks import Steps
+from evodsp.model.kernels.by_chunks import linear as project
+from evodsp.model.kernels.norm_layers import Layers
+from evodsp.model.kernels.outer_product import OuterProducts, ProductSteps
+from evodsp.model.kernels.triangle_products import Triangles
 from evodsp.model.kernels.triton_kernels import attention as _attention
 from evodsp.model.kernels.triton_kernels import columns as _columns
 from evodsp.model.kernels.triton_kernels import dropout as _dropout
@@ -87,7 +86,7 @@ def biased_attention(
     return _attention.attention(projected, keys, pair_bias, first)
 
 
-_PIECES = Pieces(
+_STEPS = Steps(
     norm=_layer_norm.norm,
     norm_backward=_layer_norm.norm_gradients,
     norm_again=_layer_norm.norm_again,
@@ -99,7 +98,7 @@ _PIECES = Pieces(
     gate_backward=_gate.gate_gradients,
     column_sums=_columns.column_sums,
 )
-_LAYERS, _TRIANGLES = Layers(_PIECES), Triangles(_PIECES)
+_LAYERS, _TRIANGLES = Layers(_STEPS), Triangles(_STEPS)
 gated_linear = _LAYERS.gated_linear
 gated_output = _TRIANGLES.gated_output
 gated_projection = _TRIANGLES.gated_projection
@@ -108,7 +107,7 @@ pooled_projections = _LAYERS.pooled_projections
 projections = _LAYERS.projections
 transition = _LAYERS.transition
 triangle_product = _TRIANGLES.triangle_product
-_PRODUCTS = ProductPieces(
+_PRODUCTS = ProductSteps(
     _outer_product.form, _outer_product.project, _outer_product.project_backward, gpu_products=1 << 28
 )
 outer_product = OuterProducts(_PRODUCTS).outer_product

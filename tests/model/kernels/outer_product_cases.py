@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from evodsp.model.kernels import outer_product as shared
-from evodsp.model.kernels.chunks import Sums
+from evodsp.model.kernels.by_chunks import Sums
 from evodsp.model.kernels.triton import outer_product, transition
 from evodsp.model.kernels.triton_kernels.outer_product import form, project, project_backward
 from tests.model.kernels.interpreter import check, far_apart, random

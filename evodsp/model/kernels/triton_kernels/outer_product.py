@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from evodsp.model.kernels.chunks import Sums
+from evodsp.model.kernels.by_chunks import Sums
 from evodsp.model.kernels.triton_kernels.launch import (
     Launch,
     Launcher,

@@ -1,4 +1,4 @@
-"""Triangle multiplication's operators, which begin with a layer norm as those of `layers` do.
+"""Triangle multiplication's operators, which begin with a layer norm as those of `norm_layers` do.
 
 Shape legend: B batch, I J residues of a shard of the pair representation, n1 n2 its axes in any order, c channels of an operand
 (cc of both, cccc with their gates), z channels of the pair representation, o channels of results, * axes of a chunk.
@@ -14,8 +14,18 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from evodsp.model.kernels.chunks import Chunk, Whole, chunks_of, keeps, returned
-from evodsp.model.kernels.pieces import Pieces, cast_all, linear, matrix, norm_backward
+from evodsp.model.kernels.by_chunks import (
+    Chunk,
+    Steps,
+    Whole,
+    cast_all,
+    chunks_of,
+    keeps,
+    linear,
+    matrix,
+    norm_backward,
+    returned,
+)
 from evodsp.model.precision import without_autocast
 
 # Up to this many numbers of the projections are kept for the backward pass on a CPU. The limit is lower than that of a hidden
@@ -24,10 +34,10 @@ _CPU_PROJECTED = 1 << 22
 
 
 class Triangles:
-    """The operators, made of these pieces. Each is differentiable once in all its inputs but masks."""
+    """The operators, made of these steps. Each is differentiable once in all its inputs but masks."""
 
-    def __init__(self, pieces: Pieces) -> None:
-        self._pieces = pieces
+    def __init__(self, steps: Steps) -> None:
+        self._steps = steps
 
     def gated_projection(
         self,
@@ -44,7 +54,7 @@ class Triangles:
         x, mask = cast_all(x, mask)
         both = _both(weight, gate_weight, x), _both(bias, gate_bias, x)
         with without_autocast(x.device):
-            return _GatedProjection.apply(self._pieces, x, mask, norm_weight, norm_bias, *both)
+            return _GatedProjection.apply(self._steps, x, mask, norm_weight, norm_bias, *both)
 
     def triangle_product(
         self,
@@ -65,7 +75,7 @@ class Triangles:
         both = _both(weight, gate_weight, x), _both(bias, gate_bias, x)
         norm = norm_weight, norm_bias
         with without_autocast(x.device):
-            return _TriangleProduct.apply(self._pieces, outgoing, x, mask, *norm, *both, *output_gate)
+            return _TriangleProduct.apply(self._steps, outgoing, x, mask, *norm, *both, *output_gate)
 
     def gated_output(
         self,
@@ -79,7 +89,7 @@ class Triangles:
         """A linear layer of the norm of x, times the sigmoid of `gate`. Keeps its inputs only."""
         x, gate, *linear = cast_all(x, gate, weight, bias)
         with without_autocast(x.device):
-            return _GatedOutput.apply(self._pieces, x, gate, norm_weight, norm_bias, *linear)
+            return _GatedOutput.apply(self._steps, x, gate, norm_weight, norm_bias, *linear)
 
 
 def _both(values: Tensor, gates: Tensor, like: Tensor) -> Tensor:
@@ -91,7 +101,7 @@ class _GatedProjection(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        pieces: Pieces,
+        steps: Steps,
         x: Tensor,
         mask: Tensor,
         norm_weight: Tensor,
@@ -99,30 +109,30 @@ class _GatedProjection(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor,
     ) -> Tensor:
-        ctx.pieces = pieces
+        ctx.steps = steps
         ctx.save_for_backward(x, mask, norm_weight, norm_bias, weight, bias)
         chunks = chunks_of(x, len(weight))
         operands = Whole(chunks, lambda: _empty_operands(x, weight))
         for at in chunks:
-            y = pieces.norm(x[at], norm_weight, norm_bias)[0]
-            operands.put(_operands_at(at), pieces.gated_operands(pieces.project(y, weight, bias), mask[at]))
+            y = steps.norm(x[at], norm_weight, norm_bias)[0]
+            operands.put(_operands_at(at), steps.gated_operands(steps.project(y, weight, bias), mask[at]))
         return returned(operands.x.contiguous())
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        pieces: Pieces = ctx.pieces
+        steps: Steps = ctx.steps
         x, mask, *parameters = ctx.saved_tensors
         norm_weight, norm_bias, weight, bias = parameters
         chunks = chunks_of(x, len(weight))
-        grad_x, sums = Whole(chunks, lambda: torch.empty_like(x)), pieces.sums(chunks, *parameters)
+        grad_x, sums = Whole(chunks, lambda: torch.empty_like(x)), steps.sums(chunks, *parameters)
         for at in chunks:
-            y, *statistics = pieces.norm(x[at], norm_weight, norm_bias)
-            projected = pieces.project(y, weight, bias)
-            slope, of_bias = pieces.gated_operands_backward(grad[_operands_at(at)], projected, mask[at], sums.dtype(3))
+            y, *statistics = steps.norm(x[at], norm_weight, norm_bias)
+            projected = steps.project(y, weight, bias)
+            slope, of_bias = steps.gated_operands_backward(grad[_operands_at(at)], projected, mask[at], sums.dtype(3))
             sums.add_linear(2, slope, matrix(y))
             sums.add(3, of_bias)
-            norm_backward(pieces, sums, grad_x, at, slope @ weight, x, norm_weight, statistics)
+            norm_backward(steps, sums, grad_x, at, slope @ weight, x, norm_weight, statistics)
         return None, grad_x.x, None, *sums.results()
 
 
@@ -140,9 +150,9 @@ def _operands_at(at: Chunk) -> tuple[Any, ...]:
 class _TriangleProduct(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, pieces: Pieces, outgoing: bool, x: Tensor, mask: Tensor, *parameters: Tensor
+        ctx: Any, steps: Steps, outgoing: bool, x: Tensor, mask: Tensor, *parameters: Tensor
     ) -> tuple[Tensor, Tensor]:
-        ctx.pieces, ctx.outgoing = pieces, outgoing
+        ctx.steps, ctx.outgoing = steps, outgoing
         norm_weight, norm_bias, weight, bias, gate_weight, gate_bias = parameters
         chunks = chunks_of(x, len(weight))
         operands = Whole(chunks, lambda: _empty_operands(x, weight))
@@ -150,9 +160,9 @@ class _TriangleProduct(torch.autograd.Function):
         keep = any(ctx.needs_input_grad) and keeps(x, len(weight), _CPU_PROJECTED)
         kept = []
         for at in chunks:
-            y = pieces.norm(x[at], norm_weight, norm_bias)[0]
-            projected = pieces.project(y, weight, bias)
-            operands.put(_operands_at(at), pieces.gated_operands(projected, mask[at]))
+            y = steps.norm(x[at], norm_weight, norm_bias)[0]
+            projected = steps.project(y, weight, bias)
+            operands.put(_operands_at(at), steps.gated_operands(projected, mask[at]))
             torch.addmm(gate_bias, matrix(y), gate_weight.T, out=gate[at].view(-1, len(gate_weight)))
             if keep:
                 kept.append(projected)
@@ -163,7 +173,7 @@ class _TriangleProduct(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, grad_gate: Tensor) -> tuple[Tensor | None, ...]:
-        pieces: Pieces = ctx.pieces
+        steps: Steps = ctx.steps
         x, mask, *saved = ctx.saved_tensors
         parameters, kept = saved[:6], saved[6:]
         norm_weight, norm_bias, weight, bias, gate_weight, _ = parameters
@@ -171,17 +181,17 @@ class _TriangleProduct(torch.autograd.Function):
         operands = Whole(chunks, lambda: _empty_operands(x, weight))
         formed = []  # norms, their statistics and projections: few enough, for all chunks, to be kept for a moment
         for n, at in enumerate(chunks):
-            normal = pieces.norm(x[at], norm_weight, norm_bias)
-            projected = kept[n] if kept else pieces.project(normal[0], weight, bias)
-            operands.put(_operands_at(at), pieces.gated_operands(projected, mask[at]))
+            normal = steps.norm(x[at], norm_weight, norm_bias)
+            projected = kept[n] if kept else steps.project(normal[0], weight, bias)
+            operands.put(_operands_at(at), steps.gated_operands(projected, mask[at]))
             formed.append((*normal, projected))
         a, b = operands.x.contiguous()
         grad_operands = _triangle_gradients(grad.contiguous(), a, b, ctx.outgoing)
         del operands, a, b
-        grad_x, sums = Whole(chunks, lambda: torch.empty_like(x)), pieces.sums(chunks, *parameters)
+        grad_x, sums = Whole(chunks, lambda: torch.empty_like(x)), steps.sums(chunks, *parameters)
         for at in chunks:
             y, mean, inverse, projected = formed.pop(0)
-            slope, of_bias = pieces.gated_operands_backward(
+            slope, of_bias = steps.gated_operands_backward(
                 grad_operands[_operands_at(at)], projected, mask[at], sums.dtype(3)
             )
             sums.add_linear(2, slope, matrix(y))
@@ -189,7 +199,7 @@ class _TriangleProduct(torch.autograd.Function):
             own = matrix(grad_gate[at])
             sums.add_linear(4, own, matrix(y), bias=5)
             upstream = (slope @ weight).addmm_(own, gate_weight)
-            norm_backward(pieces, sums, grad_x, at, upstream, x, norm_weight, (mean, inverse))
+            norm_backward(steps, sums, grad_x, at, upstream, x, norm_weight, (mean, inverse))
         return None, None, grad_x.x, None, *sums.results()
 
 
@@ -214,7 +224,7 @@ class _GatedOutput(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        pieces: Pieces,
+        steps: Steps,
         x: Tensor,
         gate: Tensor,
         norm_weight: Tensor,
@@ -222,28 +232,28 @@ class _GatedOutput(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor,
     ) -> Tensor:
-        ctx.pieces = pieces
+        ctx.steps = steps
         ctx.save_for_backward(x, gate, norm_weight, norm_bias, weight, bias)
         chunks = chunks_of(x, len(weight))
         out = Whole(chunks, lambda: torch.empty_like(gate, memory_format=torch.contiguous_format))
         for at in chunks:
-            y = pieces.norm(x[at], norm_weight, norm_bias)[0]
-            out.put(at, pieces.gate(linear(y, weight, bias), gate[at]))
+            y = steps.norm(x[at], norm_weight, norm_bias)[0]
+            out.put(at, steps.gate(linear(y, weight, bias), gate[at]))
         return returned(out.x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        pieces: Pieces = ctx.pieces
+        steps: Steps = ctx.steps
         x, gate, *parameters = ctx.saved_tensors
         norm_weight, norm_bias, weight, bias = parameters
         chunks = chunks_of(x, len(weight))
         grad_x, grad_gate = (Whole(chunks, partial(torch.empty_like, like)) for like in (x, gate))
-        sums = pieces.sums(chunks, *parameters)
+        sums = steps.sums(chunks, *parameters)
         for at in chunks:
-            y, *statistics = pieces.norm(x[at], norm_weight, norm_bias)
-            slope, of_gate = pieces.gate_backward(grad[at], linear(y, weight, bias), gate[at])
+            y, *statistics = steps.norm(x[at], norm_weight, norm_bias)
+            slope, of_gate = steps.gate_backward(grad[at], linear(y, weight, bias), gate[at])
             grad_gate.put(at, of_gate)
             sums.add_linear(2, matrix(slope), matrix(y), bias=3)
-            norm_backward(pieces, sums, grad_x, at, matrix(slope) @ weight, x, norm_weight, statistics)
+            norm_backward(steps, sums, grad_x, at, matrix(slope) @ weight, x, norm_weight, statistics)
         return None, grad_x.x, grad_gate.x, *sums.results()
