@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -24,15 +23,17 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("command", ["", "data", "weights", *COMMANDS])
 def test_help_answers_at_once(command: str) -> None:
-    """An import of torch or Lightning on the way to the help: seconds. (About 0.2 s here; the limit is for busy machines.)"""
-    started = time.perf_counter()
+    """An import of torch or Lightning on the way to the help: seconds. (About 0.2 s here, and not much more on a busy machine:
+    the time of the processor counts.)"""
+    started = os.times()
     done = run(*command.split(), "--help")
-    seconds = time.perf_counter() - started
+    ended = os.times()
+    seconds = ended.children_user - started.children_user + ended.children_system - started.children_system
     print(f"evodsp {command} --help: {seconds:.2f} s")
     assert done.returncode == 0, done.stderr
     assert "--help" in done.stdout
     assert done.stderr == ""
-    assert seconds < 3
+    assert seconds < 1.5
 
 
 def test_a_command_ends_at_once_after_what_is_registered_for_its_end() -> None:
