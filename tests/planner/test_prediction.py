@@ -117,7 +117,7 @@ def test_a_rank_of_several_holds_its_shard_of_the_pair_once(ranks: int, most: fl
 
     A second one is the product of a triangle multiplication. What is on its way between ranks comes on top.
     """
-    what = Prediction(one_of_each(), Sizes(6000, 64, 64, 0), passes=1, ranks=ranks, half=True)
+    what = Prediction(ModelConfig.preset("model_1_ptm"), Sizes(6000, 64, 64, 0), passes=1, ranks=ranks, half=True)
     found = prediction_memory(dataclasses.replace(what, memory=1 << 28))
     assert found.pair + found.layers < most * found.pair
 
