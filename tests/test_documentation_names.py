@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -98,6 +99,7 @@ def help_texts() -> dict[str, str]:
     return {name: run_quietly([*name.split(), "--help"]) for name in names}
 
 
+@cache
 def options_of_scripts() -> set[str]:
     """What the programs in scripts/ take."""
     programs = (path.read_text() for path in (ROOT / "scripts").rglob("*.py"))
