@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +14,9 @@ SECONDS_BETWEEN_LINES = 20.0
 
 
 def duration(seconds: float) -> str:
-    """A time in the largest unit of which it has at least two: '95 s', '12 min', '3.4 h'."""
+    """A time in the largest unit of which it has at least two: '95 s', '12 min', '3.4 h'; 'inf s' if a file says so."""
+    if not math.isfinite(seconds):
+        return f"{seconds} s"
     minutes = round(seconds / 60)
     return f"{seconds:.0f} s" if seconds < 120 else f"{minutes} min" if minutes < 120 else f"{minutes / 60:.1f} h"
 

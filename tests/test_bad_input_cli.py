@@ -1,7 +1,9 @@
 """Bad input through the whole command: a mistake with `predict` or `fit` ends with exit code 2 and one line on standard error
 that names the file, the line and the fix. There is no traceback, and the disk holds the same files as before.
 
-`tests/data/test_bad_input.py` tries the readers with many more broken files; this is what users of the program see.
+`tests/data/test_bad_input.py` tries the readers with many more broken files; this is what users of the program see. Starting
+`fit` takes a second, so it gets one broken file of a kind; of the others, the check that it makes of its chains or its
+checkpoint says the same.
 """
 
 from __future__ import annotations
@@ -24,8 +26,11 @@ import torch
 
 from evodsp.cli import main
 from evodsp.config import FeatureConfig, ModelConfig
+from evodsp.errors import UserError
 from evodsp.model.alphafold import AlphaFold
-from evodsp.weights.checkpoint import save_model
+from evodsp.training.chains import Chains, find_chains
+from evodsp.training.config import DataConfig
+from evodsp.weights.checkpoint import read_checkpoint, save_model
 from scripts.random_parameters import main as random_parameters
 from tests.builders.command_lines import last_options
 from tests.builders.training_chains import SEQUENCES, TINY, write_chain
@@ -105,6 +110,18 @@ def check_refused(words: list[str], here: Path, capsys: pytest.CaptureFixture[st
     assert snapshot(here) == before
 
 
+def check_said(check: Callable[[], object], *parts: str) -> None:
+    """A check that a command makes raises the line that the command would print."""
+    with pytest.raises(UserError) as error:
+        check()
+    check_message(f"evodsp: error: {error.value}\n", *parts)
+
+
+def chains_of_fit() -> Chains:
+    """What `fit` looks up and reads before it begins, with the chains of the config."""
+    return find_chains(DataConfig("alignments", "mmcif_files", validation_chains=[KEY]))
+
+
 Content = str | bytes
 # Of each case: the file that is broken, what it holds then (None: it is gone), and what the line must say.
 FASTA_CASES: Mapping[str, tuple[Content, list[str]]] = {
@@ -153,15 +170,18 @@ def test_predict_refuses_a_broken_fasta(case: str, inputs: Path, capsys: pytest.
     check_refused(predict(), inputs, capsys, *said)
 
 
-@pytest.mark.parametrize("command", [predict, fit])
+FIT_CASES = ("A3M cut within a row", "A3M gzip cut short", "A3M of another query", "Stockholm uneven rows")
+
+
 @pytest.mark.parametrize("case", ALIGNMENT_CASES)
-def test_broken_alignments_are_refused(
-    case: str, command: Callable[[], list[str]], inputs: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_broken_alignments_are_refused(case: str, inputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The first chain's alignment is broken and the config's other chain is in order: nothing of either may be written."""
     path, content, said = ALIGNMENT_CASES[case]
     (inputs / path).write_bytes(content if isinstance(content, bytes) else content.encode())
-    check_refused(command(), inputs, capsys, *said)
+    check_refused(predict(), inputs, capsys, *said)
+    check_said(chains_of_fit, *said)
+    if case in FIT_CASES:
+        check_refused(fit(), inputs, capsys, *said)
 
 
 CUT = f"alignments/{OTHER_KEY}/uniref90_hits.a3m"
@@ -264,7 +284,9 @@ def test_fit_refuses_a_broken_structure(case: str, inputs: Path, capsys: pytest.
     change, said = STRUCTURE_CASES[case]
     (inputs / STO).unlink()
     (inputs / CIF).write_text(change((inputs / CIF).read_text()))
-    check_refused(fit(), inputs, capsys, *said)
+    check_said(chains_of_fit, *said)
+    if case in ("cut within a row", "without the chain"):
+        check_refused(fit(), inputs, capsys, *said)
 
 
 def test_a_chain_that_is_not_there(inputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -309,9 +331,12 @@ CHECKPOINTS: Mapping[str, Callable[[bytes], bytes]] = {
 def test_a_file_that_is_no_checkpoint(case: str, inputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = inputs / CHECKPOINT
     path.write_bytes(CHECKPOINTS[case](path.read_bytes()))
-    validate = ["validate", "--config", CONFIG, "--output", str(OUTPUT), "--ckpt_path", CHECKPOINT]
-    for command in (predict(), fit("--ckpt_path", CHECKPOINT), validate):
-        check_refused(command, inputs, capsys, CHECKPOINT, "checkpoint")
+    check_refused(predict(), inputs, capsys, CHECKPOINT, "checkpoint")
+    check_said(lambda: read_checkpoint(CHECKPOINT), CHECKPOINT, "checkpoint")
+    if case in ("cut in half", "weights of another program"):
+        validate = ["validate", "--config", CONFIG, "--output", str(OUTPUT), "--ckpt_path", CHECKPOINT]
+        for command in (fit("--ckpt_path", CHECKPOINT), validate):
+            check_refused(command, inputs, capsys, CHECKPOINT, "checkpoint")
 
 
 @pytest.mark.parametrize(

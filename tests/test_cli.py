@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -24,15 +23,17 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("command", ["", "data", "weights", *COMMANDS])
 def test_help_answers_at_once(command: str) -> None:
-    """An import of torch or Lightning on the way to the help: seconds. (About 0.2 s here; the limit is for busy machines.)"""
-    started = time.perf_counter()
+    """An import of torch or Lightning on the way to the help: seconds. (About 0.2 s here, and not much more on a busy machine:
+    the time of the processor counts.)"""
+    started = os.times()
     done = run(*command.split(), "--help")
-    seconds = time.perf_counter() - started
+    ended = os.times()
+    seconds = ended.children_user - started.children_user + ended.children_system - started.children_system
     print(f"evodsp {command} --help: {seconds:.2f} s")
     assert done.returncode == 0, done.stderr
     assert "--help" in done.stdout
     assert done.stderr == ""
-    assert seconds < 3
+    assert seconds < 1.5
 
 
 def test_a_command_ends_at_once_after_what_is_registered_for_its_end() -> None:
@@ -80,30 +81,23 @@ def test_what_cannot_be_printed_at_the_end(disk: bool, code: int, said: str) -> 
     assert (done.returncode, done.stderr) == (code, said)
 
 
-@pytest.mark.parametrize("words", [["plan", "--gpus", "2"], ["fit", "--print_config"]], ids=" ".join)
-def test_a_full_disk_behind_standard_output(words: list[str], tmp_path: Path) -> None:
-    """Catches a traceback, and the blame on `--output`, which can be written."""
-    small = [
-        "--preset",
-        "small",
-        "--residues",
-        "32",
-        "--msa",
-        "16",
-        "--extra_msa",
-        "32",
-        "--global_batch",
-        "2",
-        "--output",
-    ]
-    options = [*small, str(tmp_path / "plan.html")] if words[0] == "plan" else []
+def test_a_full_disk_behind_standard_output(tmp_path: Path) -> None:
+    """Catches a traceback, and the blame on `--output`, which can be written. The commands are forks of one process that has
+    imported what they need."""
+    sizes = "--gpus=2 --preset=small --residues=32 --msa=16 --extra_msa=32 --global_batch=2"
+    commands = [["plan", *sizes.split(), f"--output={tmp_path / 'plan.html'}"], ["fit", "--print_config"]]
+    program = (
+        "import os, sys\nimport evodsp.training.command\nfrom evodsp.__main__ import run\n"
+        f"for words in {commands!r}:\n"
+        "    if not (child := os.fork()):\n        sys.argv[1:] = words\n        run()\n"
+        "    print('exit code', os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), file=sys.stderr, flush=True)"
+    )
     with open("/dev/full", "w") as full:
         done = subprocess.run(
-            [sys.executable, "-m", "evodsp", *words, *options],
-            stdout=full, stderr=subprocess.PIPE, text=True, timeout=300,
-        )  # fmt: skip
-    assert done.stderr == "evodsp: error: standard output cannot be written (No space left on device)\n"
-    assert done.returncode == 1
+            [sys.executable, "-c", program], stdout=full, stderr=subprocess.PIPE, text=True, timeout=300
+        )
+    said = "evodsp: error: standard output cannot be written (No space left on device)\nexit code 1\n"
+    assert done.stderr == said * len(commands)
 
 
 def test_help_imports_neither_torch_nor_lightning() -> None:

@@ -5,14 +5,13 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import pkgutil
 import re
 import subprocess
 import sys
-import textwrap
 import tomllib
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -20,7 +19,8 @@ import pytest
 import yaml
 
 import evodsp
-from evodsp.model.evoformer import MSAStack, PairStack
+from evodsp.config import EvoformerConfig
+from evodsp.model.traffic import Sizes, inner_block
 from tests.builders.pages import INCLUDED, PAGES, ROOT, check_make, extras, prose, run_quietly, spans, text_of
 
 OPTIONS_OF_OTHERS = {
@@ -99,6 +99,7 @@ def help_texts() -> dict[str, str]:
     return {name: run_quietly([*name.split(), "--help"]) for name in names}
 
 
+@cache
 def options_of_scripts() -> set[str]:
     """What the programs in scripts/ take."""
     programs = (path.read_text() for path in (ROOT / "scripts").rglob("*.py"))
@@ -256,8 +257,13 @@ def test_the_site_builds_without_warnings_and_asks_no_network(tmp_path: Path) ->
         assert not fetched, f"{page}: {fetched}"
 
 
-@pytest.mark.parametrize("stack", [MSAStack, PairStack])
-def test_the_lines_of_a_block_are_the_programs(stack: type) -> None:
-    """A page that shows another order of sub-layers or other axes than the program has."""
-    body = inspect.getsource(stack.forward).split('"""')[2]
-    assert textwrap.dedent(body.lstrip("\n")).strip() in text_of("docs/dsp.md")
+def test_the_table_of_a_block_is_what_it_communicates() -> None:
+    """Catches a page that says other collectives or bytes than those of the schedule."""
+    page = text_of("docs/dsp.md")
+    table = page.partition("| sub-layer | needs |")[2].partition("\n\n")[0]
+    written = [float(x) for row in table.splitlines()[2:] for x in re.findall(r"[\d.]+", row.split("|")[-2])]
+    calls = inner_block(Sizes(4, 0, 1, 128, 256, 256, 128, EvoformerConfig()))
+    moved = [2 * call.elements / 2**20 for call in calls]  # in bf16
+    assert sorted(written) == sorted(moved)
+    assert f"Twelve collectives and {sum(moved):.0f} MiB" in page
+    assert len(moved) == 12

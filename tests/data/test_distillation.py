@@ -82,9 +82,9 @@ def test_a_quarter_of_the_samples_is_from_the_experiments(tmp_path: Path) -> Non
     experiments = ChainDraws(draws, ["a_A", "b_A"])
     distilled = ChainDraws(draws.at("distillation"), [DISTILLED + "p1_A", DISTILLED + "p2_A"])
     mixed = MixedDraws(draws, experiments, distilled, 0.75)
-    drawn = [mixed.choose(i, ()) for i in range(20_000)]
+    drawn = [mixed.choose(i, ()) for i in range(2000)]
     share = sum(key.startswith(DISTILLED) for key in drawn) / len(drawn)
-    assert abs(share - 0.75) < 4 * np.sqrt(0.75 * 0.25 / 20_000)
+    assert abs(share - 0.75) < 4 * np.sqrt(0.75 * 0.25 / 2000)
     replaced = [mixed.choose(i, {DISTILLED + "p2_A", "a_A"}) for i in range(1000)]
     for before, after in zip(drawn, replaced, strict=False):
         assert before.startswith(DISTILLED) == after.startswith(DISTILLED)

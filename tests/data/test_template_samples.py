@@ -238,13 +238,13 @@ def test_templates_are_a_function_of_seed_and_index() -> None:
 def test_draws_are_the_supplements() -> None:
     """min(k, 4) templates with k uniform in 0..n, whatever their score: catches a preference for the best ones, a number
     that is never drawn, and repeated templates."""
-    templates, samples = random_templates(7, 5), 4000
+    templates, samples = random_templates(7, 5), 1000
     drawn = [draw_templates(templates, 4, Draws.root(3).at(index)).names for index in range(samples)]
     numbers = np.bincount([len(names) for names in drawn]) / samples
-    np.testing.assert_allclose(numbers, [1 / 8, 1 / 8, 1 / 8, 1 / 8, 4 / 8], atol=0.03)
+    np.testing.assert_allclose(numbers, [1 / 8, 1 / 8, 1 / 8, 1 / 8, 4 / 8], atol=0.05)
     assert all(len(set(names)) == len(names) for names in drawn)
     each = Counter(name for names in drawn for name in names)
     mean = numbers @ np.arange(5) / 7
-    np.testing.assert_allclose([each[name] / samples for name in templates.names], mean, atol=0.03)
+    np.testing.assert_allclose([each[name] / samples for name in templates.names], mean, atol=0.05)
     assert draw_templates(random_templates(0, 5), 4, Draws.root(0)).names == ()
     assert len(draw_templates(templates, 2, Draws.root(1)).names) <= 2

@@ -29,9 +29,15 @@ SIZES = Sizes(residues=530, clusters=519, extra=1030, templates=4)
 
 
 def model_of(blocks: int, recomputed: bool | int) -> ModelConfig:
-    """The preset's widths with fewer blocks: the planner follows four, or seven, and repeats them."""
-    evoformer = dataclasses.replace(PRESET.evoformer, blocks=blocks, checkpoint=recomputed)
-    return dataclasses.replace(PRESET, evoformer=evoformer)
+    """The preset's widths with fewer blocks: the planner follows four, or seven, and repeats them. Of other parts, which it
+    follows one by one, there is one."""
+    return dataclasses.replace(
+        PRESET,
+        evoformer=dataclasses.replace(PRESET.evoformer, blocks=blocks, checkpoint=recomputed),
+        extra_msa=dataclasses.replace(PRESET.extra_msa, blocks=1),
+        templates=dataclasses.replace(PRESET.templates, blocks=1),
+        structure_module=dataclasses.replace(PRESET.structure_module, iterations=1),
+    )
 
 
 def on_fake_ranks(step: Step) -> Counter[tuple[bool, str, int]]:

@@ -155,7 +155,7 @@ def test_the_command_prints_and_writes_the_plan(tmp_path: Path, capsys: pytest.C
 
 def test_one_number_of_ranks_on_a_crowded_node() -> None:
     """Catches a prediction that pays nothing for its neighbours, and efficiency measured against itself."""
-    what = Prediction(ModelConfig.preset("small"), Sizes(40, 24, 32), half=True)
+    what = Prediction(ModelConfig.preset("test"), Sizes(40, 24, 32), half=True)
     h100 = load_device("h100")
     alike, crowded = (predicted(what, 2, dataclasses.replace(h100, crowding=c), LINKS, sequence=2) for c in (1.0, 3.0))
     assert [share.ranks for share in crowded.shares] == [2]
@@ -175,11 +175,12 @@ def test_a_prediction_is_planned_on_more_and_more_ranks(tmp_path: Path, capsys: 
     assert [share["ranks"] for share in numbers["shares"]] == [1, 2]
     what = Prediction(ModelConfig.preset("small"), Sizes(40, 24, 32), passes=2, half=True, memory=80 * 2**30 // 32)
     for share in numbers["shares"]:
-        one = prediction_times(dataclasses.replace(what, ranks=share["ranks"]), load_device("h100"), LINKS)
-        # Not exact: tables that the first pass of a process makes are not made again.
-        assert share["structure_seconds"] == pytest.approx(2 * one.total, rel=5e-3)
         assert share["structures_per_hour"] == pytest.approx(3600 / share["structure_seconds"] * (3 // share["ranks"]))
-        assert share["memory"]["total"] == prediction_memory(dataclasses.replace(what, ranks=share["ranks"])).total
+    what, share = dataclasses.replace(what, ranks=2), numbers["shares"][1]
+    # Not exact: tables that the first pass of a process makes are not made again.
+    one = prediction_times(what, load_device("h100"), LINKS).total
+    assert share["structure_seconds"] == pytest.approx(2 * one, rel=5e-3)
+    assert share["memory"]["total"] == prediction_memory(what).total
     assert numbers["shares"][1]["pass"]["collectives"] > 20
     assert "with --precision bf16 of evodsp predict, one structure soonest: --parallel.sequence" in printed
     html = output.read_text()

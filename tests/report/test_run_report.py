@@ -107,3 +107,11 @@ def test_what_is_given_wrongly_is_one_line(tmp_path: Path, capsys: pytest.Captur
     ):
         assert main(["report", *words]) == 2
         assert said in capsys.readouterr().err
+
+
+def test_a_time_without_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches an OverflowError for a curve whose seconds are infinite, as an edited file may say."""
+    (run := tmp_path / "run").mkdir()
+    (run / "curve.csv").write_text("step,epoch,seconds,train/loss\n7,0,inf,2\n")
+    assert main(["report", str(run), "--output", str(tmp_path / "page.html")]) == 0
+    assert "time inf s" in capsys.readouterr().out
