@@ -45,7 +45,7 @@ def searched(chains: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_with_templates(searched: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Catches a template branch that gets no features, no gradient, or templates that the user cannot see in the log."""
     output = tmp_path / "run"
-    options = ["--output", str(output), "--trainer.max_steps", "8", "--trainer.limit_val_batches=0"]
+    options = ["--output", str(output), "--trainer.max_steps", "16"]
     assert main(["fit", "--config", str(searched / "tiny.yaml"), *options]) == 0
     log = capfd.readouterr().err
     expected = (
@@ -53,7 +53,7 @@ def test_a_run_with_templates(searched: Path, tmp_path: Path, capfd: pytest.Capt
     )
     assert expected in log
     assert "templates of 2abc_B: 0 templates of 0 hits" in log
-    assert len(read_curve(output / "curve.csv")) == 8
+    assert len(read_curve(output / "curve.csv")) == 16
     checkpoint = read_checkpoint(output / "checkpoints" / "last.ckpt")
     raw, average = checkpoint["state_dict"], checkpoint["ema_state_dict"]
     first = "model.template_embedder.embedding.weight"  # the first layer: what moves it has come through all others
