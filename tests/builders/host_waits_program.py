@@ -1,7 +1,8 @@
 """A program that trains a small model on the meta device, as one process or as rank 0 of two, and prints where the host waits.
 
-`python -m tests.builders.host_waits_program RANKS CHAINS OUTPUT`: one line for each step between the first and the last, a JSON
-list. The meta device has shapes and no numbers, so it runs everything that a GPU would, and nothing that reads a value.
+`python -m tests.builders.host_waits_program CHAINS OUTPUT`: for 1 rank and then for 2, one line for each step between the first
+and the last: the number of ranks and a JSON list. The meta device has shapes and no numbers, so it runs everything that a GPU
+would, and nothing that reads a value.
 """
 
 from __future__ import annotations
@@ -121,7 +122,7 @@ def main(ranks: int, chains: Path, output: Path) -> None:
             trainer.fit(module, datamodule=data)
     # The first batch copies constants to the device; after the last one the run ends.
     for first, last in zip(boundaries.before[1:], boundaries.before[2:], strict=False):
-        print("WAITS " + json.dumps([wait for wait in seen.waits[first:last] if not _moves_the_batch(wait)]))
+        print(f"WAITS {ranks} " + json.dumps([wait for wait in seen.waits[first:last] if not _moves_the_batch(wait)]))
 
 
 def _moves_the_batch(wait: str) -> bool:
@@ -130,7 +131,7 @@ def _moves_the_batch(wait: str) -> bool:
 
 
 if __name__ == "__main__":
-    count, where, target = int(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3])
-    if count > 1:
-        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(count), MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
-    main(count, where, target)
+    where, target = Path(sys.argv[1]), Path(sys.argv[2])
+    main(1, where, target / "1")
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+    main(2, where, target / "2")

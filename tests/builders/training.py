@@ -14,6 +14,7 @@ from unittest import mock
 
 import torch
 
+from tests.builders.kept_parsers import kept_parsers
 from tests.builders.processes import free_port
 from tests.ranks import RankPool, end_with_parent
 
@@ -57,7 +58,7 @@ def _serve(rank: int, ranks: int, path: str, pipe: Connection) -> None:
         except EOFError:
             return
         try:
-            with around():
+            with kept_parsers(), around():
                 outcome = _run(rank, ranks, [*words, *own.get(rank, ())], port)
             pipe.send((True, outcome))
         except BaseException as error:

@@ -7,8 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.builders.kept_parsers import kept_parsers
 from tests.builders.training import CommandPool
 from tests.builders.training_chains import SEQUENCES, TINY, write_chain
+
+
+@pytest.fixture(scope="module", autouse=True)
+def parsers() -> Iterator[None]:
+    """Command lines in this process have one parser."""
+    with kept_parsers():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -24,6 +24,14 @@ def words(chains: Path, output: Path, *options: str) -> tuple[str, ...]:
     return ("fit", "--config", str(chains / "tiny.yaml"), "--output", str(output), *options)
 
 
+@pytest.fixture(scope="module")
+def one_step(chains: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Output of a run of one step."""
+    output = tmp_path_factory.mktemp("one") / "run"
+    assert main(list(words(chains, output, "--trainer.max_steps=1", "--trainer.limit_val_batches=0"))) == 0
+    return output
+
+
 def callback(name: str, arguments: str = "") -> tuple[str, str]:
     """The option for a callback of Lightning."""
     return "--trainer.callbacks", f"{{class_path: lightning.pytorch.callbacks.{name}, init_args: {{{arguments}}}}}"
@@ -132,13 +140,10 @@ def test_gpus_that_are_not_there(
 
 @pytest.mark.parametrize(("command", "limit"), [("validate", "limit_val_batches"), ("test", "limit_test_batches")])
 def test_a_limit_that_leaves_nothing_to_score(
-    chains: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, limit: str
+    chains: Path, one_step: Path, capsys: pytest.CaptureFixture[str], command: str, limit: str
 ) -> None:
     """A command that scores nothing and succeeds; a traceback of Lightning's."""
-    output = tmp_path / "run"
-    assert main(list(words(chains, output, "--trainer.max_steps", "1"))) == 0
-    capsys.readouterr()
-    score = [command, *words(chains, output)[1:], "--ckpt_path", "last", f"--trainer.{limit}"]
+    score = [command, *words(chains, one_step)[1:], "--ckpt_path", "last", f"--trainer.{limit}"]
     for value, said in (("0", "0, but must be above 0: nothing would be scored"), ("0.5", "share of 1 batches")):
         assert main([*score, value]) == 2
         (line,) = capsys.readouterr().err.splitlines()
@@ -158,7 +163,7 @@ def test_validations_that_are_far_apart(chains: Path, tmp_path: Path, options: t
     """Refused, although they can be; a checkpoint that is not written because a validation might follow."""
     output = tmp_path / "run"
     given = [f"--trainer.{option}" for option in options]
-    every = ("--checkpoint_every", "4", "--keep_last", "3")
+    every = ("--checkpoint_every=2", "--keep_last=3", "--data.samples_per_epoch=2", "--trainer.max_steps=3")
     assert main(list(words(chains, output, *given, *every))) == 0
     assert (output / "checkpoints/last-1.ckpt").is_file()
 
@@ -202,7 +207,8 @@ def test_a_callback_that_monitors_what_is_not_logged(
 ) -> None:
     """A traceback for a misspelt score, with exit code 1, which a batch system may take for a failure of the machine."""
     own = f", dirpath: {tmp_path}/own" if name == "ModelCheckpoint" else ""
-    assert main(list(words(chains, tmp_path / "run", *callback(name, f"monitor: val/lddt{own}")))) == 2
+    options = (*callback(name, f"monitor: val/lddt{own}"), "--data.samples_per_epoch=1")
+    assert main(list(words(chains, tmp_path / "run", *options))) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith(f"evodsp: error: trainer: {said}")
     assert "val/lddt_ca" in error
@@ -243,6 +249,7 @@ def test_half_precision_trains_over_ranks(commands: CommandPool, chains: Path, t
     for ranks, parameters in ((1, "replicate"), (2, "zero1"), (2, "fsdp2")):
         output = tmp_path / parameters
         options = ["--trainer.precision", "bf16-mixed", "--trainer.max_steps", "3", "--model.optimizer.clip", "batch"]
+        options += ["--trainer.limit_val_batches=0"]
         options += ["--parallel.sequence", str(ranks), "--parallel.parameters", parameters]
         outcomes = commands.evodsp(ranks, *words(chains, output, *options))
         assert {outcome.code for outcome in outcomes} == {0}, outcomes
@@ -251,10 +258,9 @@ def test_half_precision_trains_over_ranks(commands: CommandPool, chains: Path, t
         assert losses == pytest.approx(runs["replicate"], rel=1e-2), parameters
 
 
-def test_validation_scores_each_chain_once(commands: CommandPool, chains: Path, tmp_path: Path) -> None:
+def test_validation_scores_each_chain_once(commands: CommandPool, chains: Path, one_step: Path) -> None:
     """Fewer chains than data ranks (a rank without batches would hang the others); a sequence group counted N times."""
-    assert main(list(words(chains, tmp_path / "run", "--trainer.max_steps", "1"))) == 0
-    score = ("--config", str(chains / "tiny.yaml"), "--output", str(tmp_path / "run"), "--ckpt_path", "last")
+    score = ("--config", str(chains / "tiny.yaml"), "--output", str(one_step), "--ckpt_path", "last")
     tables = []
     for ranks, options in ((1, ()), (2, ()), (4, ("--parallel.sequence", "2"))):
         all_chains = ("--data.test_chains", "[1abc_A]" if ranks == 2 else "[1abc_A, 2abc_B]")

@@ -54,7 +54,7 @@ PROGRAM = """
 import sys
 from evodsp.cli import main
 config, output = sys.argv[1:]
-assert main(["fit", f"--config={config}", f"--output={output}"]) == 0
+assert main(["fit", f"--config={config}", f"--output={output}", "--trainer.max_steps=1"]) == 0
 assert main(["validate", f"--config={config}", f"--output={output}", "--ckpt_path=last"]) == 0
 """
 

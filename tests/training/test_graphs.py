@@ -68,7 +68,7 @@ def test_a_recorded_run_is_the_run(chains: Path, tmp_path: Path, monkeypatch: py
         ]
         words += [
             "--trainer.max_steps",
-            "3",
+            "2",
             "--trainer.precision",
             "bf16-mixed",
             "--trainer.enable_progress_bar",

@@ -77,18 +77,18 @@ def test_one_validation_after_the_last_step(
 def test_a_signal_in_the_last_validation(chains: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Catches a run that was stopped in its last validation and never repeats it, because no step is left."""
     stopped, whole = tmp_path / "stopped", tmp_path / "whole"
-    options = ("--trainer.max_steps=3", "--data.validation_chains=[1abc_A,2abc_B]")
+    options = ("--trainer.max_steps=2", "--data.validation_chains=[1abc_A,2abc_B]")
     sends = "--trainer.callbacks=tests.builders.signal_to_itself.TerminateInValidation"
     assert fit(chains, stopped, *options, sends) == 75
     assert validated(stopped) == []
     capsys.readouterr()
     assert fit(chains, stopped, *options, "--ckpt_path=auto") == 0
     found = table(capsys.readouterr().out)
-    assert found[0] == "scores after step 3:"
+    assert found[0] == "scores after step 2:"
     assert fit(chains, whole, *options) == 0
     assert table(capsys.readouterr().out) == found
-    assert validated(stopped) == validated(whole) == [3]
-    assert read_checkpoint(stopped / "checkpoints/last.ckpt")["global_step"] == 3
+    assert validated(stopped) == validated(whole) == [2]
+    assert read_checkpoint(stopped / "checkpoints/last.ckpt")["global_step"] == 2
     assert (stopped / "checkpoints/best.ckpt").is_file()
     assert fit(chains, stopped, *options, "--ckpt_path=auto") == 0
     assert "scores after" not in capsys.readouterr().out, "validated again, although nothing was left to do"

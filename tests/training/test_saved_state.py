@@ -103,7 +103,7 @@ def test_all_ranks_stop(chains: Path, tmp_path: Path, commands: CommandPool) -> 
 
 def test_a_run_without_checkpoints_may_hold_anything(chains: Path, tmp_path: Path) -> None:
     """A run stopped for a state that it never saves."""
-    options = ("--trainer.max_steps=1", "--trainer.enable_checkpointing=false")
+    options = ("--trainer.max_steps=1", "--trainer.enable_checkpointing=false", "--trainer.limit_val_batches=0")
     assert main(fit(chains, tmp_path / "run", *options, remembers())) == 0
 
 

@@ -98,6 +98,7 @@ def test_adam_is_fused_in_mixed_precision_and_gradients_are_clipped(
     words = ["fit", "--config", str(chains / "tiny.yaml"), "--output", str(tmp_path / "run"), "--trainer.max_steps=1"]
     words += ["--trainer.callbacks=tests.builders.observers.ReportSetup", "--trainer.precision=bf16-mixed"]
     words += [f"--trainer.gradient_clip_algorithm={algorithm}", "--model.optimizer.clip=batch"]
+    words += ["--trainer.limit_val_batches=0"]
     assert main(words) == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("SETUP ")]
     assert json.loads(line.removeprefix("SETUP "))["fused"] is True
