@@ -106,9 +106,9 @@ def _fork(
             signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        for number, file in ((1, stdout), (2, stderr)):
+        for descriptor, file in ((1, stdout), (2, stderr)):
             if file is not None:
-                os.dup2(file.fileno(), number)
+                os.dup2(file.fileno(), descriptor)
         os.environ.clear()
         os.environ.update(environment)
         if "RANK" in environment:
