@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import shutil
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 
 from evodsp.config import FeatureConfig, ModelConfig
 from evodsp.inference.config import PredictConfig
+from evodsp.inference.predict import predict
+from evodsp.inference.results import PredictionResult, read_result
 from evodsp.model.alphafold import AlphaFold
 from evodsp.weights.checkpoint import save_model
 
@@ -31,6 +34,11 @@ class Workplace:
         """The configuration with other values."""
         return replace(self.config, **values)
 
+    def only(self, name: str) -> None:
+        """Leave out the other target: where one shows as much as two."""
+        letters = {"alpha_A": QUERY, "beta_A": OTHER}[name]
+        self.config.fasta.write_text(f">{name}\n{letters}\n")
+
     def snapshot(self) -> set[str]:
         """All paths below the folder. A failed run must not change them."""
         return {str(path.relative_to(self.root)) for path in self.root.rglob("*")}
@@ -40,7 +48,8 @@ class Workplace:
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model with random weights. With the initial zeros, all seeds would give the same structure."""
     torch.manual_seed(0)
-    model = AlphaFold(ModelConfig.preset("test"))
+    config = ModelConfig.preset("test")
+    model = AlphaFold(replace(config, evoformer=replace(config.evoformer, blocks=1)))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
@@ -63,21 +72,58 @@ def write_alignment(folder: Path, query: str, rows: int = 12) -> None:
     (folder / "uniref90_hits.a3m").write_text("\n".join(lines) + "\n")
 
 
-@pytest.fixture
-def workplace(tmp_path: Path, checkpoint: Path) -> Workplace:
-    """Two targets, alpha_A and beta_A, to be predicted into <root>/deep/out."""
-    (tmp_path / "targets.fasta").write_text(f">alpha_A first\n{QUERY}\n>beta_A\n{OTHER}\n")
-    write_alignment(tmp_path / "alignments" / "alpha_A", QUERY)
-    write_alignment(tmp_path / "alignments" / "beta_A", OTHER)
+def make_workplace(root: Path, checkpoint: Path) -> Workplace:
+    """Two targets, alpha_A and beta_A, to be predicted into <root>/deep/out, each with two seeds in one pass."""
+    (root / "targets.fasta").write_text(f">alpha_A first\n{QUERY}\n>beta_A\n{OTHER}\n")
+    write_alignment(root / "alignments" / "alpha_A", QUERY)
+    write_alignment(root / "alignments" / "beta_A", OTHER)
     config = PredictConfig(
-        fasta=tmp_path / "targets.fasta",
-        alignments=tmp_path / "alignments",
+        fasta=root / "targets.fasta",
+        alignments=root / "alignments",
         checkpoint=checkpoint,
-        output=tmp_path / "deep" / "out",
+        output=root / "deep" / "out",
         seeds=2,
-        recycles=1,
+        recycles=0,
         device="cpu",
         msa_clusters=5,
         extra_msa=4,
     )
-    return Workplace(tmp_path, config)
+    return Workplace(root, config)
+
+
+@pytest.fixture
+def workplace(tmp_path: Path, checkpoint: Path) -> Workplace:
+    """A workplace where nothing is predicted yet."""
+    return make_workplace(tmp_path, checkpoint)
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A run of prediction that has ended."""
+
+    results: list[PredictionResult]
+    lines: list[str] = field(default_factory=list)
+    """What it reported."""
+
+    @classmethod
+    def run(cls, config: PredictConfig) -> Finished:
+        """Predict."""
+        lines: list[str] = []
+        return cls(predict(config, lines.append), lines)
+
+    def copied(self, output: Path) -> Finished:
+        """The same run with its files in another folder, where a test may change them."""
+        shutil.copytree(self.results[0].folder.parent, output)
+        return Finished([read_result(output / result.name) for result in self.results], self.lines)
+
+
+@pytest.fixture(scope="session")
+def predicted(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Finished:
+    """A run with the workplace's configuration, once for all tests of a process, which must not change its files."""
+    return Finished.run(make_workplace(tmp_path_factory.mktemp("predicted"), checkpoint).config)
+
+
+@pytest.fixture
+def finished(workplace: Workplace, predicted: Finished) -> Finished:
+    """As if the workplace's configuration had just been predicted there."""
+    return predicted.copied(workplace.config.output)

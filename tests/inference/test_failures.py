@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import shutil
 from typing import Any
 
 import pytest
@@ -17,7 +18,13 @@ from evodsp.inference.predict import predict, predict_records
 from evodsp.inference.targets import Target
 from tests.builders.prediction import read_json, silent
 
-from .conftest import OTHER, QUERY
+from .conftest import OTHER, QUERY, Finished, Workplace
+
+
+@pytest.fixture
+def workplace(workplace: Workplace) -> Workplace:
+    """One seed shows what fails."""
+    return Workplace(workplace.root, workplace.change(seeds=1))
 
 
 def _two_equal_names(workplace):
@@ -148,11 +155,13 @@ def test_a_users_own_index_page_stays(workplace):
     assert f"to look at: {ours}" in lines
 
 
-def test_failures_of_an_earlier_run_are_forgotten(workplace):
+def test_failures_of_an_earlier_run_are_forgotten(workplace, finished: Finished):
     """Catches a list of failures that stays when the record has been mended."""
     whole = workplace.config.fasta.read_text()
     config, _ = _empty(workplace)
+    shutil.rmtree(config.output / "beta_A")
     predict(config, silent)
+    assert (config.output / "failures.json").exists()
     workplace.config.fasta.write_text(whole)
     found = predict_records(config, silent)
     assert [result.kept for result in found.results] == [True, False]
@@ -232,7 +241,7 @@ def test_numbers_that_are_not_finite_are_one_record(workplace, monkeypatch):
     assert {path.name for path in workplace.config.output.iterdir()} == {"beta_A", "failures.json", "index.html"}
 
 
-def test_the_exit_code_says_that_a_record_failed(workplace, monkeypatch):
+def test_the_exit_code_says_that_a_record_failed(workplace, finished: Finished, monkeypatch):
     """Catches success reported to a script although a record has no result."""
     monkeypatch.setattr(command, "under_launcher", lambda: False)
     assert command.run(workplace.config, []) == 0

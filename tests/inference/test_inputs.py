@@ -20,7 +20,7 @@ from evodsp.inference.inputs import as_files, read_inputs
 from evodsp.inference.predict import predict, predict_records
 from tests.builders.prediction import silent
 
-from .conftest import OTHER, QUERY, Workplace
+from .conftest import OTHER, QUERY, Finished, Workplace
 
 
 def standard_input(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
@@ -50,9 +50,9 @@ def test_files_folders_and_standard_input(tmp_path: Path, monkeypatch: pytest.Mo
     assert names(tmp_path / "no_suffix", folder, Path("-")) == ["single", "a1", "b1", "b2", "c", "piped"]
 
 
-def test_an_a3m_file_is_query_and_alignment(workplace: Workplace) -> None:
+def test_an_a3m_file_is_query_and_alignment(workplace: Workplace, predicted: Finished) -> None:
     """Catches an A3M file whose other rows are predicted, or not read; and another result than that of FASTA and alignment."""
-    expected = predict(workplace.config, silent)[0]
+    expected = predicted.results[0]
     alignment = workplace.root / "alpha_A.a3m"
     (workplace.config.alignments / "alpha_A" / "uniref90_hits.a3m").rename(alignment)
     config = workplace.change(inputs=(alignment,), fasta=None, alignments=None, output=workplace.root / "again")
@@ -71,7 +71,7 @@ def test_an_a3m_file_through_standard_input(workplace: Workplace, monkeypatch: p
     text = alignment.read_text().replace(">query", ">alpha_A first", 1)
     file = workplace.root / "alpha_A.a3m"
     file.write_text(text)
-    config = workplace.change(inputs=(file,), fasta=None, alignments=None)
+    config = workplace.change(inputs=(file,), fasta=None, alignments=None, seeds=1)
     (expected,) = predict(config, silent)
     standard_input(monkeypatch, text)
     piped, lines = replace(config, inputs=(Path("-"),), output=workplace.root / "piped"), list[str]()
@@ -228,7 +228,7 @@ def test_the_same_name_twice_names_both_places(workplace: Workplace) -> None:
     """Catches a record that overwrites the result of another one."""
     other = workplace.root / "more.fasta"
     other.write_text(f">gamma\n{OTHER}\n>beta_A\n{OTHER}\n")
-    found = predict_records(workplace.change(inputs=(workplace.config.sources[0], other), fasta=None), silent)
+    found = predict_records(workplace.change(inputs=(workplace.config.sources[0], other), fasta=None, seeds=1), silent)
     assert [result.name for result in found.results] == ["alpha_A", "beta_A", "gamma"]
     (failure,) = found.failures
     assert failure.reason.startswith(f"{other}:3: the name 'beta_A' is that of the record at {workplace.root}")

@@ -23,7 +23,7 @@ from evodsp.weights.checkpoint import save_model
 from tests.builders.prediction import read_json, silent
 from tests.ranks import RankPool
 
-from .conftest import QUERY, TRAINED, Workplace
+from .conftest import TRAINED, Finished, Workplace
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,9 @@ def names_in(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-def test_models_and_seeds_are_ranked_together(workplace: Workplace, other_checkpoint: Path) -> None:
+def test_models_and_seeds_are_ranked_together(
+    workplace: Workplace, other_checkpoint: Path, predicted: Finished
+) -> None:
     """Catches files that overwrite those of the other model, a ranking of one model only, and a structure unlike that of its
     model alone."""
     both = [workplace.config.checkpoint, other_checkpoint]
@@ -78,19 +80,21 @@ def test_models_and_seeds_are_ranked_together(workplace: Workplace, other_checkp
     assert results[0].best == f"{ranking['ranking'][0]['model']}_seed_{ranking['ranking'][0]['seed']}"
     timed = [(entry["model"], entry["seed"]) for entry in read_json(folder / "timings.json")["seeds"]]
     assert timed == [("tiny", 0), ("tiny", 1), ("second", 0), ("second", 1)]
-    for path, model in zip(both, ("tiny", "second"), strict=True):
-        alone = predict(workplace.change(checkpoint=path, output=workplace.root / model), silent)[0]
+    workplace.only("alpha_A")
+    (second,) = predict(workplace.change(checkpoint=other_checkpoint, output=workplace.root / "second"), silent)
+    for alone, model in ((predicted.results[0], "tiny"), (second, "second")):
         for seed in (0, 1):
             expected = (alone.folder / f"seed_{seed}.cif").read_bytes()
             assert (folder / f"{model}_seed_{seed}.cif").read_bytes() == expected
     assert any(line.startswith("model second, 2 of 2: ") for line in lines)
 
 
-def test_a_model_is_added_later(workplace: Workplace, other_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_is_added_later(
+    workplace: Workplace, other_checkpoint: Path, finished: Finished, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Catches a model that is computed again when another one joins it, and results that differ from both at once."""
-    workplace.config.fasta.write_text(f">alpha_A\n{QUERY}\n")
-    first = workplace.config.checkpoint
-    alone = predict(workplace.config, silent)[0]
+    workplace.only("alpha_A")
+    first, alone = workplace.config.checkpoint, finished.results[0]
     (alone.folder / "notes.txt").write_text("mine")
     (alone.folder / "my_seed_0.cif").write_text("mine too")
     runs = runs_of_the_model(monkeypatch)
@@ -116,15 +120,17 @@ def test_a_model_is_added_later(workplace: Workplace, other_checkpoint: Path, mo
 
 def test_formats_are_added_for_all_models(workplace: Workplace, other_checkpoint: Path) -> None:
     """Catches a format that only the files of one model get."""
+    workplace.only("beta_A")
     both = workplace.change(checkpoint=[workplace.config.checkpoint, other_checkpoint], seeds=1)
     folder = predict(both, silent)[0].folder
     predict(workplace.change(checkpoint=both.checkpoint, seeds=1, format="pdb"), silent)
     assert {"tiny_seed_0.pdb", "second_seed_0.pdb", "tiny_seed_0.cif"} <= names_in(folder)
 
 
-def test_results_of_a_model_that_is_not_given_stay_what_they_are(workplace: Workplace, other_checkpoint: Path) -> None:
+def test_results_of_a_model_that_is_not_given_stay_what_they_are(
+    workplace: Workplace, other_checkpoint: Path, finished: Finished
+) -> None:
     """Catches two models' results that are mixed because a checkpoint has changed."""
-    predict(workplace.config, silent)
     before = workplace.snapshot()
     with pytest.raises(UserError, match=r"checkpoint: .* there, .* now.*--overwrite"):
         predict(workplace.change(checkpoint=other_checkpoint), silent)

@@ -15,7 +15,16 @@ from evodsp.planner.prediction import Prediction
 from evodsp.planner.program import Sizes
 from tests.builders.prediction import silent
 
+from .conftest import Workplace
+
 SMALL = ["estimate", "--preset=small", "--msa_clusters=16", "--extra_msa=16"]
+
+
+@pytest.fixture
+def workplace(workplace: Workplace) -> Workplace:
+    """A target and a seed are as good as several."""
+    workplace.only("alpha_A")
+    return Workplace(workplace.root, workplace.change(seeds=1))
 
 
 @pytest.fixture

@@ -31,11 +31,12 @@ from evodsp.parallel.config import SequenceConfig
 from evodsp.parallel.group import Group
 from evodsp.parallel.ledger import Ledger
 from evodsp.weights.checkpoint import save_model
+from tests.builders.forked_command import ForkedCommand, number_of, run_forked
 from tests.builders.prediction import silent
 from tests.builders.processes import free_port
 from tests.ranks import RankPool
 
-from .conftest import OTHER, QUERY, TRAINED, Workplace
+from .conftest import OTHER, QUERY, TRAINED, Finished, Workplace
 
 
 @pytest.fixture(scope="module")
@@ -86,13 +87,16 @@ def same_prediction(one: Path, other: Path) -> None:
             assert len(np.unique(a)) > 2
 
 
+STOPS = {"ensembles": 2, "recycles": 3, "stop_tolerance": 1.5, "seeds": 1}
+
+
 @pytest.mark.parametrize(
     ("change", "ranks"),
     [
-        pytest.param({}, 3, id="plain-3"),
-        pytest.param({}, 2, id="plain-2", marks=pytest.mark.verify),
-        pytest.param({"ensembles": 2, "recycles": 3, "stop_tolerance": 1.5}, 2, id="stops-2"),
-        pytest.param({"ensembles": 2, "recycles": 3, "stop_tolerance": 1.5}, 3, id="stops-3", marks=pytest.mark.verify),
+        pytest.param({"recycles": 1}, 3, id="plain-3"),
+        pytest.param({"recycles": 1}, 2, id="plain-2", marks=pytest.mark.verify),
+        pytest.param(STOPS, 2, id="stops-2"),
+        pytest.param(STOPS, 3, id="stops-3", marks=pytest.mark.verify),
     ],
 )
 def test_several_ranks_predict_what_one_does(
@@ -159,6 +163,7 @@ def collectives_on_rank(handle: Any, config: PredictConfig) -> list[str]:
 
 def test_ranks_communicate_by_the_plan_that_is_given(workplace: Workplace, pool: RankPool) -> None:
     """Catches an ignored --plan. Every plan gives the same results, so only the communication shows it."""
+    workplace.only("beta_A")
     folders = (workplace.root / name for name in ("usual", "gather"))
     usual, gather = (
         pool.run(
@@ -225,18 +230,19 @@ def command(config: PredictConfig, ranks: int, *more: str) -> list[str]:
     """`evodsp predict` with this configuration, as a command line."""
     names = ("fasta", "alignments", "checkpoint", "output", "seeds", "recycles", "device", "msa_clusters", "extra_msa")
     words = [f"--{name}={getattr(config, name)}" for name in names]
-    return [sys.executable, "-m", "evodsp", "predict", *words, f"--parallel.sequence={ranks}", *more]
+    return ["predict", *words, f"--parallel.sequence={ranks}", *more]
 
 
-def run(words: list[str], **more: Any) -> subprocess.CompletedProcess[str]:
-    """Run a command line with one thread and return its output."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(words, capture_output=True, text=True, timeout=120, env=environment, **more)
+def run(program: list[str], timeout: float, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """Run a module of Python with one thread and return its output."""
+    words = [sys.executable, "-m", *program]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    return subprocess.run(words, capture_output=True, text=True, timeout=timeout, env=environment)
 
 
 def test_the_command_starts_its_ranks(workplace: Workplace) -> None:
-    """Catches ranks that are not started, and progress printed by every rank."""
-    done = run(command(workplace.config, 2))
+    """Catches ranks that are not started, and progress printed by every rank. These ranks are no forks."""
+    done = run(["evodsp", *command(workplace.change(seeds=1), 2)], 120, {})
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.count("alpha_A: 22 residues") == 1
     timings = json.loads((workplace.config.output / "beta_A" / "timings.json").read_text())
@@ -247,7 +253,7 @@ def test_a_failed_record_is_no_failed_rank(workplace: Workplace) -> None:
     """Catches ranks whose exit code 1, for a record that failed, is taken for a rank that died."""
     path = workplace.config.alignments / "alpha_A" / "uniref90_hits.a3m"
     path.write_text(path.read_text()[:-5])
-    done = run(command(workplace.config, 2))
+    done = run_forked(command(workplace.change(seeds=1), 2))
     assert (done.returncode, done.stderr) == (1, "")
     assert "1 done, 0 kept, 1 failed" in done.stdout
 
@@ -285,25 +291,27 @@ if "RANK" in os.environ:
     elif os.environ["RANK"] == "1":
         dist.broadcast = broadcast
 """
-"""Ranks have too little memory for 22 residues. Python runs a file sitecustomize.py when it starts."""
+"""Ranks have too little memory for 22 residues. PLANTED in the environment says where it ends: in the 'passes', or while
+'features' arrive, or the 'kernel' kills who has too little of it."""
 
 
-def with_little_memory(workplace: Workplace, where: str = "passes") -> dict[str, str]:
-    """The environment of such a run, with a long record between two short ones.
-
-    `where`: memory ends in the 'passes', or while 'features' arrive, or the 'kernel' kills who has too little of it.
-    """
+def with_long(workplace: Workplace, ranks: int = 2) -> list[str]:
+    """The command line of such a run, with a long record between two short ones."""
     text = "".join(f">{name}\n{letters}\n" for name, letters in (("a", OTHER), ("long", QUERY), ("b", OTHER)))
     workplace.config.fasta.write_text(text)
+    return command(workplace.change(alignments=workplace.root, seeds=1), ranks)
+
+
+def under_torchrun(
+    workplace: Workplace, where: str, launch: list[str], words: list[str]
+) -> subprocess.CompletedProcess[str]:
+    """Run two such ranks of torchrun. Python runs a file sitecustomize.py when it starts."""
     folder = workplace.root / "planted"
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(PLANTED)
-    return {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PLANTED": where,
-        "PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]),
-    }
+    environment = {"PLANTED": where, "PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])}
+    program = ["torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}", *launch, "-m", "evodsp"]
+    return run([*program, *words], 300, environment)
 
 
 def check_without_long(workplace: Workplace, done: subprocess.CompletedProcess[str]) -> None:
@@ -322,9 +330,7 @@ def check_without_long(workplace: Workplace, done: subprocess.CompletedProcess[s
 @pytest.mark.parametrize("where", ["passes", "features"])
 def test_memory_of_one_rank_costs_one_record(workplace: Workplace, where: str) -> None:
     """Catches a rank without memory that ends the run: the records behind it, and with --overwrite those before it, lost."""
-    environment = with_little_memory(workplace, where)
-    words = command(workplace.change(alignments=workplace.root, seeds=1), 2, "--overwrite=true")
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120, env=environment)
+    done = run_forked([*with_long(workplace), "--overwrite=true"], PLANTED, PLANTED=where)
     check_without_long(workplace, done)
     assert "Traceback" not in done.stderr
 
@@ -332,11 +338,10 @@ def test_memory_of_one_rank_costs_one_record(workplace: Workplace, where: str) -
 def test_memory_of_one_rank_where_there_is_one_record(workplace: Workplace) -> None:
     """Catches ranks that are started again and again, an error that is not the one of a single process, and the log of a first
     attempt that stays although nothing was predicted."""
-    environment = with_little_memory(workplace)
+    words = with_long(workplace)
     before = workplace.snapshot()
     workplace.config.fasta.write_text(f">long\n{QUERY}\n")
-    words = command(workplace.change(alignments=workplace.root, seeds=1), 2)
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120, env=environment)
+    done = run_forked(words, PLANTED, PLANTED="passes")
     assert done.returncode == 2, done.stderr
     assert done.stderr.splitlines()[-1].startswith("evodsp: error: long: 22 residues do not fit into the memory")
     assert "Traceback" not in done.stderr
@@ -346,12 +351,7 @@ def test_memory_of_one_rank_where_there_is_one_record(workplace: Workplace) -> N
 @pytest.mark.verify
 def test_memory_of_one_rank_under_torchrun(workplace: Workplace) -> None:
     """Catches a store that forgets the record when torchrun starts the ranks again, and a restart for a failed record."""
-    environment = with_little_memory(workplace)
-    _, _, *words = command(workplace.change(alignments=workplace.root, seeds=1), 2)
-    launch = ["torch.distributed.run", "--nproc-per-node=2", "--max-restarts=3", f"--master-port={free_port()}", "-m"]
-    done = subprocess.run(
-        [sys.executable, "-m", *launch, *words], capture_output=True, text=True, timeout=300, env=environment
-    )
+    done = under_torchrun(workplace, "passes", ["--max-restarts=3"], with_long(workplace))
     check_without_long(workplace, done)
     assert done.stdout.count("/2] b:") == 1, "a run with a failed record is not started again"
 
@@ -364,13 +364,12 @@ KILLED = (
 
 def test_a_rank_that_the_kernel_kills(workplace: Workplace) -> None:
     """Catches a run that ends without a word about which record it was, and one that begins again with the first record."""
-    environment = with_little_memory(workplace, "kernel")
-    words = command(workplace.change(alignments=workplace.root, seeds=1), 2)
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120, env=environment)
+    words = with_long(workplace)
+    done = run_forked(words, PLANTED, PLANTED="kernel")
     assert done.returncode == 1
     said = r"evodsp: error: rank \d \(pid \d+ on .*\) was killed by SIGKILL; the other ranks were ended\. "
     assert re.fullmatch(said + re.escape("At work on 'long' (22 residues). " + KILLED), done.stderr), done.stderr
-    done = run(words)
+    done = run_forked(words)
     assert (done.returncode, done.stderr) == (0, "")
     assert "2 done, 1 kept, 0 failed" in done.stdout
 
@@ -378,12 +377,7 @@ def test_a_rank_that_the_kernel_kills(workplace: Workplace) -> None:
 @pytest.mark.verify
 def test_a_rank_of_torchrun_that_the_kernel_kills(workplace: Workplace) -> None:
     """Catches torchrun's ranks that are ended without a word about the records of the groups, or with one from each."""
-    environment = with_little_memory(workplace, "kernel, other group busy")
-    _, _, *words = command(workplace.change(alignments=workplace.root, seeds=1), 1)
-    launch = ["torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}", "-m"]
-    done = subprocess.run(
-        [sys.executable, "-m", *launch, *words], capture_output=True, text=True, timeout=300, env=environment
-    )
+    done = under_torchrun(workplace, "kernel, other group busy", [], with_long(workplace, ranks=1))
     assert done.returncode == 1
     (line,) = [line for line in done.stderr.splitlines(keepends=True) if line.startswith("evodsp: ")]
     assert line.startswith("evodsp: the ranks are ended (SIGTERM). At work on ")
@@ -394,14 +388,14 @@ def test_a_rank_of_torchrun_that_the_kernel_kills(workplace: Workplace) -> None:
 
 def test_a_mistake_is_one_line_in_all(workplace: Workplace) -> None:
     """Catches an error printed by every rank, and a launcher's traceback."""
-    done = run(command(workplace.change(msa_clusters=2), 2))
+    done = run_forked(command(workplace.change(msa_clusters=2), 2))
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert "evodsp: error: alpha_A: --parallel.sequence is 2, but with" in done.stderr
     assert not workplace.config.output.exists()
 
 
-def test_a_mistake_starts_no_ranks(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mistake_starts_no_ranks(workplace: Workplace, predicted: Finished, monkeypatch: pytest.MonkeyPatch) -> None:
     """99 processes that each load the model to find out that the protein is too short."""
     started: list[int] = []
     monkeypatch.setattr("evodsp.inference.command.launch", lambda ranks, words: started.append(ranks) or 0)
@@ -413,26 +407,28 @@ def test_a_mistake_starts_no_ranks(workplace: Workplace, monkeypatch: pytest.Mon
         with pytest.raises(UserError, match=said):
             start_ranks(workplace.change(**change), [])
     assert started == []
-    assert predict(workplace.config, silent)
+    predicted.copied(workplace.config.output)
     assert start_ranks(workplace.change(parallel=SequenceConfig(20)), []) == 0, "results that are kept need no ranks"
     assert started == [20]
+
+
+def in_a_pass(words: list[str]) -> tuple[ForkedCommand, list[int]]:
+    """A command whose ranks are at work, and their process ids."""
+    process = ForkedCommand(words)
+    while "seed 0: model" not in process.said():
+        assert process.running(), process.finish()
+        time.sleep(0.05)
+    return process, children(process.pid)
 
 
 def test_ctrl_c_ends_all_ranks(workplace: Workplace) -> None:
     """Catches ranks that keep running after Ctrl-C ended the command that started them."""
     words = command(workplace.change(seeds=5000), 2)
-    process = subprocess.Popen(
-        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
-    assert process.stdout is not None
-    while "seed 0: model" not in process.stdout.readline():
-        assert process.poll() is None
-    ranks = children(process.pid)
+    process, ranks = in_a_pass(words)
     assert len(ranks) == 2
-    process.send_signal(signal.SIGINT)
+    os.kill(process.pid, signal.SIGINT)
     start = time.monotonic()
-    process.communicate(timeout=120)
-    assert process.returncode == 130
+    assert process.finish().returncode == 130
     assert time.monotonic() - start < 15
     assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
     assert not list(workplace.root.glob("deep/**/*.cif"))
@@ -479,19 +475,13 @@ def test_a_lost_rank_ends_the_run_and_is_named(
 ) -> None:
     """Catches ranks that wait forever for a dead or stopped one, and an error that does not name the rank."""
     words = command(workplace.change(seeds=5000), 2, "--parallel.timeout=4")
-    process = subprocess.Popen(
-        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
-    assert process.stdout is not None
-    while "seed 0: model" not in process.stdout.readline():
-        assert process.poll() is None
-    ranks = children(process.pid)
-    pid = next(pid for pid in ranks if b"\0RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes())
+    process, ranks = in_a_pass(words)
+    (pid,) = (pid for pid in ranks if number_of(pid) == 1)
     os.kill(pid, sent)
     start = time.monotonic()
-    _, error = process.communicate(timeout=60)
+    done = process.finish()
     assert time.monotonic() - start < seconds
-    assert process.returncode == 1
-    assert re.fullmatch(r"evodsp: error: " + expected.format(pid=pid) + "\n", error), error
+    assert done.returncode == 1
+    assert re.fullmatch(r"evodsp: error: " + expected.format(pid=pid) + "\n", done.stderr), done.stderr
     assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
     assert not list(workplace.root.glob("deep/**/*.cif"))

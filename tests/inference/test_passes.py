@@ -26,7 +26,7 @@ from evodsp.parallel.exchange import LocalExchange
 from evodsp.weights.checkpoint import load_model
 from tests.builders.prediction import read_json, silent
 
-from .conftest import QUERY, TRAINED, Workplace
+from .conftest import QUERY, TRAINED, Finished, Workplace
 
 
 def by_hand(workplace: Workplace, recycles: int, ensembles: int, samples: int = 1, **options: float) -> ModelOutput:
@@ -57,15 +57,16 @@ def test_ensembling_draws_and_averages(workplace):
     Two passes of three sets are six draws, but two passes in the timings.
     """
     lines: list[str] = []
-    result = predict(workplace.change(ensembles=3, seeds=1), lines.append)[0]
+    workplace.only("alpha_A")
+    result = predict(workplace.change(ensembles=3, seeds=1, recycles=1), lines.append)[0]
     check_written(result, by_hand(workplace, 1, 3))
     assert len(read_json(result.folder / "timings.json")["seeds"][0]["pass_seconds"]) == 2
     assert read_json(result.folder / "ranking.json")["settings"]["ensembles"] == 3
     assert any(line.startswith("sizes: ") and line.endswith(", ensembles 3") for line in lines)
-    single = predict(workplace.change(seeds=1, output=workplace.root / "single"), silent)[0]
+    single = predict(workplace.change(seeds=1, recycles=1, output=workplace.root / "single"), silent)[0]
     assert single.structure().read_bytes() != result.structure().read_bytes()
     with pytest.raises(UserError, match="ensembles: 3 there, 1 now"):
-        predict(workplace.change(seeds=1), silent)
+        predict(workplace.change(seeds=1, recycles=1), silent)
 
 
 def test_recycling_stops_and_says_so(workplace):
@@ -85,9 +86,9 @@ def test_recycling_stops_and_says_so(workplace):
     assert read_json(result.folder / "ranking.json")["settings"]["stop_tolerance"] == 1e3
 
 
-def test_a_tolerance_of_zero_is_none(workplace):
+def test_a_tolerance_of_zero_is_none(workplace, finished: Finished):
     """Catches a tolerance of 0 that makes earlier results count as another run's."""
-    first = predict(workplace.change(seeds=1), silent)[0]
+    first = finished.results[0]
     again = predict(workplace.change(seeds=1, stop_tolerance=0.0), silent)[0]
     assert again.kept
     assert "ca_change" not in read_json(first.folder / "timings.json")["seeds"][0]

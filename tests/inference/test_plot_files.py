@@ -17,7 +17,7 @@ from evodsp.inference.results import read_contacts
 from evodsp.model.confidence import compute_contacts
 from tests.builders.prediction import silent
 
-from .conftest import Workplace
+from .conftest import Finished, Workplace
 
 PICTURES = {"alignment_coverage.png", "seed_0_confidence.png", "seed_1_confidence.png"}
 
@@ -26,14 +26,14 @@ def pictures(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.glob("*.png")}
 
 
-def test_pictures_of_a_prediction(workplace: Workplace) -> None:
+def test_pictures_of_a_prediction(workplace: Workplace, finished: Finished) -> None:
     """Catches pictures without the option, none for kept results, those of an earlier prediction, and empty ones."""
     from matplotlib.image import imread
 
-    predict(workplace.config, silent)
+    workplace.only("alpha_A")
     folder = workplace.config.output / "alpha_A"
     assert pictures(folder) == {}
-    (kept, _) = predict(workplace.change(plots=True), silent)
+    (kept,) = predict(workplace.change(plots=True), silent)
     assert kept.kept
     drawn = pictures(folder)
     assert set(drawn) == PICTURES
@@ -41,13 +41,14 @@ def test_pictures_of_a_prediction(workplace: Workplace) -> None:
         picture = imread(folder / name)
         assert picture.shape[1] > 900
         assert len(np.unique(picture[..., :3].reshape(-1, 3), axis=0)) > 30, name
-    predict(workplace.change(plots=True, overwrite=True, recycles=0), silent)
+    predict(workplace.change(plots=True, overwrite=True, recycles=1), silent)
     again = pictures(folder)
     assert set(again) == PICTURES
     assert again["seed_0_confidence.png"] != drawn["seed_0_confidence.png"]
 
 
 def test_a_sequence_alone_has_no_coverage(workplace: Workplace) -> None:
+    workplace.only("alpha_A")
     predict(workplace.change(plots=True, alignments=None, seeds=1), silent)
     assert set(pictures(workplace.config.output / "alpha_A")) == {"seed_0_confidence.png"}
 
@@ -60,7 +61,7 @@ def test_a_picture_that_cannot_be_drawn_costs_no_result(workplace: Workplace, mo
 
     lines: list[str] = []
     monkeypatch.setattr("evodsp.inference.confidence_figure.draw_plddt", fail)
-    results = predict(workplace.change(plots=True), lines.append)
+    results = predict(workplace.change(plots=True, seeds=1), lines.append)
     assert [result.name for result in results] == ["alpha_A", "beta_A"]
     assert [line for line in lines if "alpha_A: pictures could not be written (ValueError" in line]
 
@@ -88,9 +89,9 @@ def test_contacts_are_the_bins_below_eight(bins: int) -> None:
         assert (tops <= 8).sum() == 19
 
 
-def test_contacts_in_the_files(workplace: Workplace) -> None:
+def test_contacts_in_the_files(finished: Finished) -> None:
     """Catches numbers that are lost or mixed up between seeds, and folders without them that cannot be read."""
-    (result, _) = predict(workplace.config, silent)
+    (result, _) = finished.results
     read = Prediction.of(result)
     one, other = read.ranked[0], read.ranked[1]
     length = len(one.sequence)

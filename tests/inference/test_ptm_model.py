@@ -30,7 +30,7 @@ from evodsp.model.outputs import ModelOutput
 from evodsp.weights.checkpoint import load_model, save_model
 from tests.builders.prediction import read_json, silent
 
-from .conftest import OTHER, QUERY, TRAINED, Workplace
+from .conftest import OTHER, QUERY, TRAINED, Finished, Workplace, make_workplace
 
 TINY = ModelConfig.preset("test")
 PTM = replace(
@@ -59,7 +59,24 @@ def ptm_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def ptm_workplace(workplace: Workplace, ptm_checkpoint: Path) -> Workplace:
     """The two targets with this model. The sizes are those of training, but with one recycling iteration less."""
-    return Workplace(workplace.root, workplace.change(checkpoint=ptm_checkpoint, msa_clusters=None, extra_msa=None))
+    return with_ptm(workplace, ptm_checkpoint)
+
+
+def with_ptm(workplace: Workplace, ptm_checkpoint: Path) -> Workplace:
+    change = {"checkpoint": ptm_checkpoint, "msa_clusters": None, "extra_msa": None, "recycles": 1}
+    return Workplace(workplace.root, workplace.change(**change))
+
+
+@pytest.fixture(scope="module")
+def ptm_predicted(tmp_path_factory: pytest.TempPathFactory, ptm_checkpoint: Path) -> Finished:
+    """A run in such a workplace, whose files no test changes."""
+    return Finished.run(with_ptm(make_workplace(tmp_path_factory.mktemp("run"), ptm_checkpoint), ptm_checkpoint).config)
+
+
+@pytest.fixture
+def ptm_finished(ptm_workplace: Workplace, ptm_predicted: Finished) -> Finished:
+    """As if the two targets had just been predicted in this workplace."""
+    return ptm_predicted.copied(ptm_workplace.config.output)
 
 
 def sample_of(workplace: Workplace, name: str, letters: str, seed: int = 0) -> Sample:
@@ -86,9 +103,9 @@ def run_by_hand(model: AlphaFold, *samples: Sample) -> ModelOutput:
         return model(collate(list(samples)))
 
 
-def test_prediction_equals_the_model_run_by_hand(ptm_workplace):
+def test_prediction_equals_the_model_run_by_hand(ptm_workplace, ptm_predicted: Finished):
     """Catches template features with wrong axes, and a PAE that is transposed, scaled wrongly or of another seed."""
-    found = predict(ptm_workplace.config, silent)
+    found = ptm_predicted.results
     model = load_model(ptm_workplace.config.checkpoint)
     for result, letters in zip(found, (QUERY, OTHER), strict=True):
         for seed in (0, 1):
@@ -112,9 +129,9 @@ def test_prediction_equals_the_model_run_by_hand(ptm_workplace):
             assert 0 < ptm < 1
 
 
-def test_files_of_a_model_with_the_head(ptm_workplace):
+def test_files_of_a_model_with_the_head(ptm_workplace, ptm_finished: Finished):
     """Catches missing or superfluous files, and a ranking without each seed's pTM."""
-    result = predict(ptm_workplace.config, silent)[0]
+    result = ptm_finished.results[0]
     assert sorted(p.name for p in result.folder.iterdir()) == [
         "ranking.json", "report.html", "seed_0.cif", "seed_0_contacts.npz", "seed_0_pae.json", "seed_0_scores.json",
         "seed_1.cif", "seed_1_contacts.npz", "seed_1_pae.json", "seed_1_scores.json", "timings.json",
@@ -141,9 +158,9 @@ def errors_in(path):
     return {(metric.residue1.seq_id, metric.residue2.seq_id): metric.value for metric in metrics}
 
 
-def test_aligned_errors_in_model_cif(ptm_workplace, monkeypatch):
+def test_aligned_errors_in_model_cif(ptm_workplace, ptm_finished: Finished, monkeypatch):
     """Catches errors that are transposed, missing, written though nobody asked, or not added to a finished prediction."""
-    result = predict(ptm_workplace.config, silent)[0]
+    result = ptm_finished.results[0]
     assert errors_in(result.structure(0)) == {}
     without = result.structure().read_text()
     monkeypatch.setattr("evodsp.inference.preparation.load_model", lambda *_: pytest.fail("the model was loaded"))
@@ -202,10 +219,9 @@ def test_no_template_is_no_update(ptm_workplace):
 
 
 @pytest.mark.parametrize("with_templates", [True, False])
-def test_progress_says_that_there_are_no_templates(ptm_workplace, workplace, with_templates):
+def test_progress_says_that_there_are_no_templates(ptm_predicted: Finished, predicted: Finished, with_templates):
     """Catches a log that hides that no templates were used, or mentions templates for a model without them."""
-    lines: list[str] = []
-    predict((ptm_workplace if with_templates else workplace).config, lines.append)
+    lines = (ptm_predicted if with_templates else predicted).lines
     assert lines.count("  templates: none") == 2 * with_templates
     assert any("pTM 0." in line for line in lines) == with_templates
 
@@ -227,9 +243,9 @@ def test_padding_is_not_judged(ptm_workplace):
     assert padded.ptm == pytest.approx(unpadded.ptm, abs=1e-5)
 
 
-def test_lost_aligned_error_is_noticed(ptm_workplace):
+def test_lost_aligned_error_is_noticed(ptm_finished: Finished):
     """Catches a folder without its PAE file that counts as a finished run."""
-    result = predict(ptm_workplace.change(seeds=1), silent)[0]
+    result = ptm_finished.results[0]
     (result.folder / "seed_0_pae.json").unlink()
     with pytest.raises(UserError, match=r"'seed_0_pae\.json' is missing"):
         read_result(result.folder)

@@ -27,6 +27,15 @@ from scripts.random_parameters import main as random_parameters
 from scripts.random_parameters import randomise
 from tests.builders.prediction import silent
 
+from .conftest import Workplace
+
+
+@pytest.fixture
+def workplace(workplace: Workplace) -> Workplace:
+    """A target and a seed are as good as several."""
+    workplace.only("alpha_A")
+    return Workplace(workplace.root, workplace.change(seeds=1))
+
 
 @pytest.fixture
 def parameters(tmp_path: Path) -> Path:
@@ -46,7 +55,7 @@ def test_a_parameter_file_predicts_as_its_checkpoint(workplace, parameters, tmp_
         one, other = ((result.folder / "seed_0.cif").read_text().splitlines() for result in (a, b))
         differing = [line for line, same in zip(one, other, strict=True) if line != same]
         assert [line.split()[3] for line in differing] == ["checkpoint"], "the fingerprint of the file"
-        assert (a.folder / "seed_1_scores.json").read_bytes() == (b.folder / "seed_1_scores.json").read_bytes()
+        assert (a.folder / "seed_0_scores.json").read_bytes() == (b.folder / "seed_0_scores.json").read_bytes()
 
 
 def test_parameters_by_name_are_fetched_and_kept(workplace, parameters, tmp_path, capfd):

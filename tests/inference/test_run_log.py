@@ -27,7 +27,7 @@ def test_everything_that_a_run_says_is_in_its_log(
     monkeypatch.setattr(command, "under_launcher", lambda: False)
     said = []
     for _ in range(2):
-        assert command.run(workplace.config, WORDS) == 0
+        assert command.run(workplace.change(seeds=1), WORDS) == 0
         said.append(capsys.readouterr().out.splitlines())
     lines = without_times(workplace.config.output / "predict.log")
     heads = [number for number, line in enumerate(lines) if line.startswith("# ")]

@@ -29,7 +29,7 @@ def test_a_prediction_searches_what_is_missing_once(workplace: Workplace, capfd:
     workplace.config.fasta.write_text(f">alpha_A\n{QUERY}\n>new\n{OTHER}\n>same\n{OTHER}\n")
     stand_in = StandIn()
     with serving(stand_in) as address:
-        config = workplace.change(msa_server=address)
+        config = workplace.change(msa_server=address, seeds=1)
         found = predict(config, silent)
         said = capfd.readouterr().err
         assert stand_in.asked == [[OTHER]]
@@ -50,7 +50,7 @@ def test_a_record_that_cannot_be_searched_is_a_failure(workplace: Workplace) -> 
     stand_in = StandIn()
     stand_in.never = {OTHER}
     with serving(stand_in) as address:
-        found = predict_records(workplace.change(msa_server=address), silent)
+        found = predict_records(workplace.change(msa_server=address, seeds=1), silent)
     assert [result.name for result in found.results] == ["alpha_A"]
     assert found.failures[0].name == "new"
     assert "could not search this sequence" in found.failures[0].reason
@@ -81,7 +81,7 @@ def test_one_of_several_ranks_searches(workplace: Workplace, pool: RankPool) -> 
     workplace.config.fasta.write_text(f">new\n{OTHER}\n")
     stand_in = StandIn()
     with serving(stand_in) as address:
-        found = pool.run(2, on_a_rank, workplace.change(msa_server=address))
+        found = pool.run(2, on_a_rank, workplace.change(msa_server=address, seeds=1))
     assert found == ["predicted"] * 2
     assert len(stand_in.asked) == 1
     settings = read_json(workplace.config.output / "new" / "ranking.json")["settings"]

@@ -44,7 +44,8 @@ def _files(workplace: Workplace, output: str) -> dict[str, bytes]:
 @pytest.mark.usefixtures("long_chains")
 def test_ctrl_c_costs_one_seed(workplace, monkeypatch):
     """Catches finished seeds that are lost, predicted again, or unlike those of a run that nobody interrupted."""
-    config = workplace.change(seeds=4)
+    workplace.only("alpha_A")
+    config = workplace.change(seeds=3)
     with monkeypatch.context() as patch:
         _at_seed(patch, 2, KeyboardInterrupt())
         patch.setattr(command, "under_launcher", lambda: False)
@@ -55,13 +56,13 @@ def test_ctrl_c_costs_one_seed(workplace, monkeypatch):
     ran = _at_seed(monkeypatch, 99, KeyboardInterrupt())
     lines: list[str] = []
     found = predict(config, lines.append)
-    assert ran.count("alpha_A") == 2
+    assert ran.count("alpha_A") == 1
     assert "  2 seeds of an earlier run kept" in lines
-    assert [result.kept for result in found] == [False, False]
+    assert [result.kept for result in found] == [False]
     entries = read_json(config.output / "alpha_A" / "timings.json")["seeds"]
-    assert [entry["seed"] for entry in entries] == [0, 1, 2, 3]
+    assert [entry["seed"] for entry in entries] == [0, 1, 2]
     monkeypatch.undo()
-    predict(workplace.change(seeds=4, output=workplace.root / "whole"), silent)
+    predict(workplace.change(seeds=3, output=workplace.root / "whole"), silent)
     assert _files(workplace, "deep/out") == _files(workplace, "whole")
 
 
@@ -113,7 +114,8 @@ def test_the_only_record_fails_after_a_seed(workplace, monkeypatch):
 @pytest.mark.usefixtures("long_chains")
 def test_overwriting_replaces_all_seeds(workplace):
     """Catches seeds of the run that is replaced, and of an earlier format, among the new ones."""
-    predict(workplace.change(seeds=3, recycles=2, format="pdb"), silent)
+    workplace.only("alpha_A")
+    predict(workplace.change(seeds=3, recycles=1, format="pdb"), silent)
     predict(workplace.change(seeds=2, overwrite=True), silent)
     folder = workplace.config.output / "alpha_A"
     assert {path.name for path in folder.glob("seed_*")} == {
@@ -127,7 +129,7 @@ def test_what_a_killed_run_left_is_removed(workplace):
     for name in (".alpha_A.123.partial", ".alpha_A_2.123.partial", ".alpha_A.mine.partial"):
         (output / name).mkdir(parents=True)
         (output / name / "seed_0.cif").write_text("half")
-    predict(workplace.config, silent)
+    predict(workplace.change(seeds=1), silent)
     assert {path.name for path in output.iterdir() if path.name.startswith(".")} == {
         ".alpha_A_2.123.partial",
         ".alpha_A.mine.partial",

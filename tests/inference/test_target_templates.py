@@ -51,13 +51,27 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return paths
 
 
-@pytest.fixture
-def words(real_data: Path, tmp_path: Path, checkpoints: dict[str, Path]) -> list[str]:
+def command(real_data: Path, checkpoint: Path, output: Path) -> list[str]:
     """The command line without templates."""
     return [
         "predict", "--fasta", str(real_data / "fasta" / "query73.fasta"), "--alignments", str(real_data / "alignments"),
-        "--checkpoint", str(checkpoints["with"]), "--output", str(tmp_path / "out"), "--device", "cpu",
+        "--checkpoint", str(checkpoint), "--output", str(output), "--device", "cpu",
     ]  # fmt: skip
+
+
+@pytest.fixture
+def words(real_data: Path, tmp_path: Path, checkpoints: dict[str, Path]) -> list[str]:
+    """The command line without templates."""
+    return command(real_data, checkpoints["with"], tmp_path / "out")
+
+
+@pytest.fixture(scope="module")
+def templated(real_data: Path, tmp_path_factory: pytest.TempPathFactory, checkpoints: dict[str, Path]) -> Path:
+    """The output of a run with templates. No test changes its files."""
+    output = tmp_path_factory.mktemp("templated") / "out"
+    templates = ["--templates", str(real_data / "mmcif_files")]
+    assert main([*command(real_data, checkpoints["with"], output), *templates]) == 0
+    return output
 
 
 def settings(folder: Path) -> dict:
@@ -65,12 +79,11 @@ def settings(folder: Path) -> dict:
     return json.loads((folder / NAME / "ranking.json").read_text())["settings"]
 
 
-def test_templates_reach_the_model(words, real_data, tmp_path, capsys, checkpoints):
+def test_templates_reach_the_model(words, real_data, tmp_path, capsys, checkpoints, templated):
     """Catches templates that are not used, not the best four of seven, or not reported; a missing structure must be named."""
     structures = real_data / "mmcif_files"
-    assert main([*words, "--templates", str(structures)]) == 0
-    log = capsys.readouterr().out
-    (line,) = re.findall(r"^  templates: .*$", log, re.MULTILINE)
+    log = (templated / "predict.log").read_text()
+    (line,) = re.findall(r"  templates: .*$", log, re.MULTILINE)
     assert line.startswith("  templates: 7 templates of 10 hits; ")
     assert "1 hit: no structure (1hf9_B)" in line
 
@@ -79,13 +92,13 @@ def test_templates_reach_the_model(words, real_data, tmp_path, capsys, checkpoin
     found = TemplateSource.open(structures).find(folder, query)
     used = list(found.features.names[:4])
     assert line.endswith(f"; the best 4 are used: {', '.join(used)}")
-    assert settings(tmp_path / "out")["templates"] == used
+    assert settings(templated)["templates"] == used
 
     sample = prediction_sample(query, read_alignment_dir(folder, query), FEATURES, 0, found.features)
     assert sample["template_mask"].tolist() == [[1] * 4] * 2
     with torch.no_grad():
         output = load_model(checkpoints["with"])(collate([sample]))
-    chain = read_chain(tmp_path / "out" / NAME / "seed_0.cif", "A")
+    chain = read_chain(templated / NAME / "seed_0.cif", "A")
     present = chain.mask > 0
     np.testing.assert_allclose(chain.positions[present], output.structure.positions[0].numpy()[present], atol=1e-3)
 
@@ -93,18 +106,18 @@ def test_templates_reach_the_model(words, real_data, tmp_path, capsys, checkpoin
     assert "  templates: none\n" in capsys.readouterr().out
     assert settings(tmp_path / "none")["templates"] == []
     other = tmp_path / "none" / NAME / "seed_0.cif"
-    assert other.read_bytes() != (tmp_path / "out" / NAME / "seed_0.cif").read_bytes()
+    assert other.read_bytes() != (templated / NAME / "seed_0.cif").read_bytes()
 
 
-def test_other_templates_are_another_question(words, real_data, tmp_path, capsys):
+def test_other_templates_are_another_question(words, real_data, tmp_path, capsys, templated):
     """Catches results kept despite no templates, an earlier date or a changed structure.
 
     The same structures in another folder count as the same templates.
     """
     structures = tmp_path / "structures"
     shutil.copytree(real_data / "mmcif_files", structures)
-    assert main([*words, "--templates", str(structures)]) == 0
-    assert main([*words, "--templates", str(real_data / "mmcif_files"), "--max_template_date", "2026-01-01"]) == 0
+    shutil.copytree(templated, tmp_path / "out")
+    assert main([*words, "--templates", str(structures), "--max_template_date", "2026-01-01"]) == 0
     assert "kept:" in capsys.readouterr().out
     first = settings(tmp_path / "out")["templates"][0]
     for change in ([], ["--templates", str(structures), "--max_template_date", "2009-06-30"]):

@@ -9,7 +9,7 @@ from evodsp.inference.predict import predict, predict_records
 from evodsp.inference.targets import find_targets
 from tests.builders.prediction import read_json, silent
 
-from .conftest import OTHER, QUERY, Workplace
+from .conftest import OTHER, QUERY, Finished, Workplace
 
 
 def letters_of(workplace: Workplace, residues: str) -> str:
@@ -49,7 +49,7 @@ def test_a_record_without_alignments_runs_alone_and_is_told(workplace: Workplace
     """Catches a record that is refused for want of alignments, and a misspelt name that nobody hears of."""
     workplace.config.fasta.write_text(f">alpha_A\n{QUERY}\n>betaA\n{OTHER}\n")
     lines: list[str] = []
-    found = predict_records(workplace.config, lines.append)
+    found = predict_records(workplace.change(seeds=1), lines.append)
     assert [result.name for result in found.results] == ["alpha_A", "betaA"]
     (note,) = [line for line in lines if "predicted from its sequence alone" in line]
     assert "no alignments for 'betaA'" in note
@@ -64,14 +64,14 @@ def test_a_file_that_is_no_alignment_is_named(workplace: Workplace) -> None:
     assert target.notes[-1].endswith(" alpha_A.a3m.part there holds none: alignments are .a3m and .sto files")
 
 
-def test_a_file_of_the_records_name_is_its_alignment(workplace: Workplace) -> None:
+def test_a_file_of_the_records_name_is_its_alignment(workplace: Workplace, predicted: Finished) -> None:
     """Catches flat alignment files that are ignored, or read with another result than the same file in a folder."""
-    (folders,) = {tuple(result.structure(0).read_bytes() for result in predict(workplace.config, silent))}
+    folders = tuple(result.structure(0).read_bytes() for result in predicted.results)
     flat = workplace.root / "flat"
     flat.mkdir()
     for name in ("alpha_A", "beta_A"):
         (workplace.config.alignments / name / "uniref90_hits.a3m").rename(flat / f"{name}.a3m")
-    config = workplace.change(alignments=flat, output=workplace.root / "again")
+    config = workplace.change(alignments=flat, seeds=1)
     lines: list[str] = []
     found = tuple(result.structure(0).read_bytes() for result in predict(config, lines.append))
     assert found == folders
