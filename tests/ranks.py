@@ -8,6 +8,7 @@ Ranks are forks of one process that has imported what they need: with the checks
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing as mp
 import os
 import signal
@@ -97,6 +98,7 @@ class _Parent:
         self._pipe, remote_end = context.Pipe()
         context.Process(target=_bear, args=(remote_end, checked)).start()
         remote_end.close()
+        atexit.register(self._pipe.close)  # before multiprocessing waits for the process, which ends then
 
     def forks(self, ranks: int, target: Target) -> tuple[list[int], list[Connection]]:
         """Process ids of new ranks that run `target`, and pipes to them."""
