@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from unittest.mock import MagicMock
 
@@ -385,12 +389,21 @@ def test_a_broken_alignment_is_one_line_even_from_a_worker(
     assert "Traceback" not in error
 
 
-def test_ctrl_c_says_where_the_last_checkpoint_is(
-    chains: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ctrl_c_says_where_the_last_checkpoint_is(chains: Path, tmp_path: Path) -> None:
     """Lightning ends an interrupted run with exit code 1 and no hint."""
-    sends = "--trainer.callbacks=tests.builders.signal_to_itself.Interrupt"  # in step 2
-    assert fit(chains, tmp_path / "run", sends, "--checkpoint_every=2") == 130
-    error = capsys.readouterr().err
+    output = tmp_path / "run"
+    command = ["fit", "--config", str(chains / "tiny.yaml"), "--output", str(output), "--trainer.max_steps", "100000"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "evodsp", *command, "--checkpoint_every", "2"],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    ) as process:
+        deadline = time.monotonic() + 60
+        while not (output / "checkpoints" / "last.ckpt").is_file() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        error = process.communicate(timeout=120)[1]
+    assert process.returncode == 130
     assert "checkpoints/last.ckpt; resume with --ckpt_path last" in error.splitlines()[-1]
     assert "Traceback" not in error
