@@ -9,7 +9,8 @@ import re
 from random import Random
 from typing import Any
 
-import yaml  # type: ignore[import-untyped]
+from evodsp.errors import UserError
+from evodsp.yaml_files import parse_yaml
 
 NUMBERS = [
     *b"0 -1 1 0.5 127 128 255 65536 2147483647 2147483648 9223372036854775808 99999999999999999999999".split(),
@@ -178,8 +179,8 @@ def _json(rng: Random, data: bytes) -> bytes | None:
         value = json.loads(data)
     except ValueError:
         try:
-            value = yaml.safe_load(data)
-        except yaml.YAMLError:
+            value = parse_yaml(data.decode(), "the case")  # which refuses what would be endless when written out
+        except (UserError, UnicodeDecodeError):
             return None
     for _ in range(rng.choice((1, 1, 2, 4))):
         value = _other(rng, value)
@@ -201,7 +202,8 @@ def _other(rng: Random, value: Any) -> Any:
         case 1 if isinstance(changed, dict):
             changed[str(rng.choice(VALUES))] = value[at]
         case 1:
-            changed += [value[at]] * rng.choice((1, 1000))
+            several = rng.choice((1, 1000))
+            changed += [value[at]] * (min(several, 10) if isinstance(value[at], dict | list) else several)
         case _:
             changed[at] = _other(rng, value[at])
     return changed
