@@ -80,6 +80,8 @@ def load_checked(file: Path | bytes) -> Any:
         for entry in archive.infolist():
             if entry.compress_type != zipfile.ZIP_STORED:
                 raise PickleRefused("it is compressed, which torch.save does not do")
+            if entry.file_size > archive.start_dir:  # where the list of its entries begins
+                raise ValueError(f"its entry {shortened(entry.filename)} is larger than the file")
             if entry.filename.endswith("data.pkl") and entry.file_size > _LARGEST_PICKLE:
                 raise PickleRefused(f"all but its arrays is larger than {_LARGEST_PICKLE >> 20} MiB")
     # torch's reader of archives, so that this is the pickle that is read in the end.

@@ -143,7 +143,8 @@ def test_a_failed_write_ends_the_run_at_the_next_step(
     """An error that is noticed only at the next save, hours later."""
 
     def broken(number: int) -> None:
-        raise PermissionError(13, "Permission denied", str(tmp_path / "run/checkpoints/last.ckpt"))
+        if "checkpoints" in os.readlink(f"/proc/self/fd/{number}"):
+            raise PermissionError(13, "Permission denied", str(tmp_path / "run/checkpoints/last.ckpt"))
 
     monkeypatch.setattr("evodsp.training.checkpoint_files.os.fsync", broken)
     options = ("--trainer.max_steps=200", "--data.samples_per_epoch=200", "--checkpoint_every=2")
