@@ -80,10 +80,14 @@ def losses(output: Path, column: str = "train/loss") -> dict[int, float]:
     return {step: float(row[column]) for step, row in read_curve(output / "curve.csv").items() if column in row}
 
 
-def assert_same_run(found: Path, expected: Path) -> None:
+def assert_same_run(found: Path, expected: Path, ended_at: int | None = None) -> None:
+    """`ended_at`: the last step of a run that `found` resumes, whose weights were validated as those of every end of a run."""
     # The curve holds eight digits.
     for column in ("train/loss", "val/loss", "train/gradient_norm", "train/lr"):
-        assert losses(found, column) == pytest.approx(losses(expected, column), rel=5e-7)
+        own = losses(found, column)
+        if column == "val/loss" and ended_at is not None:
+            del own[ended_at]
+        assert own == pytest.approx(losses(expected, column), rel=5e-7)
 
 
 def test_a_sample_over_two_ranks_trains_as_on_one(fit: Fit, serial: Path) -> None:
@@ -98,7 +102,7 @@ def test_a_run_resumes_on_another_mesh(fit: Fit, serial: Path) -> None:
     """Batches counted on the old mesh, samples repeated or skipped, half of Adam's state lost; within an epoch."""
     output = fit((1, 2), "--parallel.parameters", "zero1", "--trainer.max_steps", "3")
     fit((2, 1), "--ckpt_path", "last", output=output)
-    assert_same_run(output, serial)
+    assert_same_run(output, serial, ended_at=2)
 
 
 @pytest.mark.parametrize("by_way_of", [(), pytest.param((2, 1), marks=pytest.mark.verify)])
