@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -41,6 +42,13 @@ def real_data() -> Path:
     if not SHARED.is_dir():
         pytest.skip("no ../shared/data beside this checkout")
     return SHARED / "data"
+
+
+@pytest.fixture(scope="session")
+def triton_installed() -> None:
+    """Skips a test that interprets or compiles kernels where Triton is not installed."""
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("Triton is not installed (the extra `triton`; `make test` adds it)")
 
 
 @pytest.fixture(scope="session")

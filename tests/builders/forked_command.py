@@ -103,7 +103,9 @@ def _fork(
     code = 1
     try:
         os.setsid()
-        mp.current_process()._config.pop("tempdir", None)  # the folder of the tests' processes, which `leave` would remove
+        mp.current_process()._config.pop(
+            "tempdir", None
+        )  # the folder of the tests' processes, which `leave` would remove
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):  # a new program has no handlers
             signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
