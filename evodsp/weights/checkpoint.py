@@ -124,7 +124,8 @@ def own_weights(path: str | Path, checkpoint: Mapping[str, Any], raw: bool) -> d
 
     Raises UserError if one is no array, or if they claim to be larger than the file.
     """
-    chosen = checkpoint["state_dict"] if raw else checkpoint.get("ema_state_dict") or checkpoint["state_dict"]
+    averaged = checkpoint.get("ema_state_dict")
+    chosen = checkpoint["state_dict"] if raw or averaged is None else averaged
     if strange := [name for name, value in chosen.items() if not is_array(value)]:
         raise UserError(f"{path}: '{strange[0]}' is not an array of floats; give a checkpoint written by `evodsp fit`")
     check_bytes(chosen, path)

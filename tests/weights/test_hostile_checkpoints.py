@@ -202,3 +202,11 @@ def test_a_compressed_archive_is_refused(model: AlphaFold, tmp_path: Path) -> No
     with pytest.raises(UserError, match="it is compressed"):
         own.read_checkpoint(tmp_path / "y.ckpt")
     assert not published.is_parameter_file(tmp_path / "y.ckpt")
+
+
+def test_an_average_without_arrays_is_no_reason_to_take_other_weights(model: AlphaFold, tmp_path: Path) -> None:
+    """Catches a moving average that a file has lost, and the raw weights taken in its place without a word."""
+    torch.save(checkpoint_of(model, ema_state_dict={}), path := tmp_path / "x.ckpt")
+    with pytest.raises(UserError, match=r"x\.ckpt.*lacks parameter"):
+        load_model(path)
+    assert load_model(path, raw=True).config == CONFIG
