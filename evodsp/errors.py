@@ -12,6 +12,8 @@ import reprlib
 from collections.abc import Iterable
 from pathlib import Path
 
+from evodsp.printing import quoted
+
 _LONGEST_MESSAGE = 2000
 """Letters. The longest that we write lists all options of a group."""
 
@@ -58,8 +60,7 @@ def shown(value: object) -> str:
 
 def shortened(text: object) -> str:
     """What a file or a library's error says, as one line of modest length. An error without text is its name."""
-    words = " ".join(str(text)[: 4 * _LONGEST_SHOWN].split()) or type(text).__name__
-    return words if len(words) <= _LONGEST_SHOWN else f"{words[:_LONGEST_SHOWN]}…"
+    return quoted(str(text), _LONGEST_SHOWN) or type(text).__name__
 
 
 _short_repr = reprlib.Repr()

@@ -45,9 +45,8 @@ def one_line(text: str, most: int = LONGEST_LINE) -> str:
 
 def quoted(text: str | bytes, most: int = LONGEST_QUOTED) -> str:
     """What somebody else has written, as the words of one line: the first `most` characters. For use within a message."""
-    if isinstance(text, bytes):
-        text = text[: 4 * most].decode("utf-8", "replace")
-    line = " ".join(printable(text[: most + 1]).split())
+    begun = text[: 4 * most]  # blanks that follow one another are one
+    line = " ".join(printable(begun.decode("utf-8", "replace") if isinstance(begun, bytes) else begun).split())
     return line if len(line) <= most else f"{line[:most]}…"
 
 

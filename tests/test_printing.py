@@ -145,3 +145,10 @@ def test_nothing_prints_or_logs_past_this_place() -> None:
                 if call.startswith(_PAST) and not call.startswith(_ALLOWED):
                     found.append(f"{path.name}:{node.lineno}")
     assert not found
+
+
+def test_a_quote_that_is_cut_says_so() -> None:
+    """Catches text of many blanks or line ends that is cut without a word: it reads as if it were all that was written."""
+    assert quoted("a  " * 60, 80) == "a " * 40 + "…"
+    assert quoted(b"a\n\n" * 60, 80) == "a " * 40 + "…"
+    assert quoted("a  b", 80) == "a b"
