@@ -38,9 +38,8 @@ from evodsp.inference.target_page import write_target_page
 from evodsp.launch.consensus import all_of, check_same, from_first, long_from_first
 from evodsp.launch.last_words import note_work
 from evodsp.model.alphafold import AlphaFold
-from evodsp.model.in_place import use_memory
 from evodsp.model.kernels.registry import choose, summary
-from evodsp.model.primitives import use_exchange, use_kernels
+from evodsp.model.primitives import use_exchange, use_kernels, use_memory
 from evodsp.parallel.exchange import ShardedExchange
 from evodsp.parallel.group import Group
 from evodsp.printing import show

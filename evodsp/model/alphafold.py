@@ -19,13 +19,12 @@ from evodsp.model.dropout import NO_DROPOUT, DropoutKeys, Streams, below
 from evodsp.model.embedders import ExtraMSAEmbedder, InputEmbedder, RecyclingEmbedder
 from evodsp.model.evoformer import EvoformerStack
 from evodsp.model.heads import make_heads
-from evodsp.model.in_place import Budgeted, collected
 from evodsp.model.msa_ops import first_row
 from evodsp.model.outputs import ModelOutput
 from evodsp.model.precision import activation_dtype
-from evodsp.model.primitives import Linear
+from evodsp.model.primitives import Budgeted, Linear
 from evodsp.model.recycling import Recycled, settled, with_ca_change
-from evodsp.model.sharded import Sharded
+from evodsp.model.sharded import collected
 from evodsp.model.structure_module import StructureModule
 from evodsp.model.templates import TemplateEmbedder, Templates, TemplateTorsionEmbedder
 from evodsp.rng import Draws
@@ -159,7 +158,7 @@ class AlphaFold(Budgeted):
         if len(members) > 1:
             row, pair = row / len(members), pair / len(members)
         whole = first["seq_mask"].unsqueeze(2).expand(-1, -1, residues)  # the pair's sizes
-        columns = Sharded(pair, "j", whole, self.exchange, self.budget)
+        columns = self.sharded(pair, "j", whole)
         rows = columns.switch("i")  # structure module and heads read z on I
         row = self.exchange.gather(row.unsqueeze(1), "res", whole=residues).squeeze(1)
         # AF2 averages the single representations. They are linear in the first rows, so averaging the rows is the same.
@@ -180,8 +179,9 @@ class AlphaFold(Budgeted):
         templates = Templates.from_features(features) if self.template_embedder is not None else None
         z = self._initial_pair(features, recycled, pair_mask)
         if self.template_embedder is not None and features["template_mask"].shape[1]:
-            pair = Sharded(z, "j", pair_mask, self.exchange, self.budget)
-            z = pair.add(self.template_embedder, z, templates, pair_mask, keys.at("templates")).x
+            pair = self.sharded(z, "j", pair_mask)
+            pair += self.template_embedder(pair, templates, keys.at("templates"))
+            z = pair.x
         z = self._with_extra_msa(z, features, pair_mask, keys.at("extra"))
         m, msa_mask = self._initial_msa(features, recycled, templates)
         m, z = self.evoformer(m, z, msa_mask, pair_mask, keys.at("evoformer"))
@@ -198,12 +198,11 @@ class AlphaFold(Budgeted):
             own = self.input_embedder.pair_representation(target_feat, residue_index, rows)
             return own + self.recycling_embedder.pair_update(recycled.pair[:, rows], beta, rows)
 
-        residues = pair_mask.shape[1]
-        if self.budget is None:
-            return rows_of(slice(None))
         # Four sums of embeddings, the norm, and distances in bins.
         width = 6 * self.config.channels.pair + 3 * self.config.embedder.recycle_bins
-        return collected(rows_of, self.budget.pieces(recycled.pair, 1, pair_mask, width), 1, residues, recycled.pair)
+        pieces = self.budget.pieces(recycled.pair, 1, pair_mask, width)
+        into = recycled.pair if self.budget.in_place else None
+        return collected(rows_of, pieces, 1, pair_mask.shape[1], into)
 
     def _initial_msa(
         self, features: Mapping[str, Tensor], recycled: Recycled, templates: Templates | None
@@ -238,10 +237,9 @@ class AlphaFold(Budgeted):
         def rows_of(rows: slice) -> Tensor:
             return self.extra_msa_embedder(*(feature[:, rows] for feature in own))
 
-        pieces = [slice(None)]
-        if self.budget is not None:  # letters as one-hot integers and numbers, joined with deletions, embedded
-            width = 4 * LETTERS_WITH_MASK + self.config.channels.extra_msa
-            pieces = self.budget.cut(own[0].shape[1], 1, mask, width * mask.element_size())
+        # Letters as one-hot integers and numbers, joined with deletions, embedded.
+        width = 4 * LETTERS_WITH_MASK + self.config.channels.extra_msa
+        pieces = self.budget.cut(own[0].shape[1], 1, mask, width * mask.element_size())
         extra = collected(rows_of, pieces, 1, own[0].shape[1])
         return self.extra_msa_stack(extra, z, mask, pair_mask, keys)[1]
 

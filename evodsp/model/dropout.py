@@ -12,6 +12,7 @@ shard, c channels, e elements of a mask.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -20,7 +21,8 @@ from torch import Tensor
 
 from evodsp.model.kernels.dropout import draw_masks, dropout_add
 from evodsp.model.kernels.registry import Kernels
-from evodsp.model.primitives import ShardedModule
+from evodsp.model.primitives import Computed
+from evodsp.model.sharded import Dropped, Update
 from evodsp.parallel.layout import DIMENSION, Axis
 from evodsp.rng import Draws
 
@@ -30,8 +32,10 @@ Path = tuple[str | int, ...]
 Streams = dict[Path, list[Draws]]
 """The random streams of a module's dropout layers, one per entry of the batch."""
 
-Masks = Mapping[str, Tensor] | None
-"""The masks of a block's layers by name, each [B, e], or the keys [B] to draw them from; None: no dropout."""
+Masks = Mapping[str, Tensor]
+"""The masks of a block's layers by name, each [B, e], or the keys [B] to draw them from; empty: no dropout."""
+
+NO_MASKS: Masks = MappingProxyType({})
 
 
 class DropoutKeys:
@@ -84,11 +88,12 @@ def below(path: Path, streams: Streams) -> Streams:
     return {(*path, *inner): own for inner, own in streams.items()}
 
 
-class Dropout(ShardedModule):
-    """Adds an update to a representation after dropout, with a mask shared along one axis (supplement 1.11.6).
+class Dropout(Computed):
+    """Dropout of an update, with a mask shared along one axis (supplement 1.11.6).
 
     The mask is a function of the sample's random stream, of `layer` and of positions in the WHOLE representation. It is
-    therefore the same on every mesh, and the same again when activations are recomputed.
+    therefore the same on every mesh, and the same again when activations are recomputed. It is applied where the update is
+    added (`Sharded.__iadd__`), by one operator that does both.
     """
 
     def __init__(self, channels: int, rate: float, layer: str, shared_axis: Axis) -> None:
@@ -96,24 +101,24 @@ class Dropout(ShardedModule):
         super().__init__()
         self.channels, self.rate, self.layer, self.shared_axis = channels, rate, layer, shared_axis
 
-    def forward(
+    def forward(self, update: Update, masks: Masks) -> Update | Dropped:
+        """The update under dropout. `masks`: those of the block."""
+        if not masks or self.rate == 0.0:
+            return update
+        return Dropped(update, masks[self.layer], self.added)
+
+    def added(
         self,
         x: Float[Tensor, "B n1 n2 c"],
         update: Float[Tensor, "B n1 n2 c"],
-        masks: Masks,
+        mask: Tensor,
+        first: tuple[int, int],
         total_sizes: tuple[int, int],
-        axis: Axis,
     ) -> Float[Tensor, "B n1 n2 c"]:
-        """x plus the update. `masks`: those of the block. `total_sizes`: sizes of axes 1 and 2 over all shards. `axis`: the one
-        along which `x` is sharded.
+        """x plus what dropout leaves of the update. `first`: where axes 1 and 2 of x begin in the whole representation.
+        `total_sizes`: their sizes in it.
         """
-        if masks is None or self.rate == 0.0:
-            return x + update
-        begin = self.exchange.owned(total_sizes[DIMENSION[axis] - 1]).start
-        offsets = (begin, 0) if DIMENSION[axis] == 1 else (0, begin)
-        return self.kernels.dropout_add(
-            x, update, masks[self.layer], self.rate, offsets, total_sizes, DIMENSION[self.shared_axis]
-        )
+        return self.kernels.dropout_add(x, update, mask, self.rate, first, total_sizes, DIMENSION[self.shared_axis])
 
 
 @runtime_checkable
@@ -142,7 +147,7 @@ def draw_blocks(blocks: Iterable[BlockWithDropout], keys: DropoutKeys, residues:
     """
     blocks = list(blocks)
     if keys.flat is None:
-        return [None] * len(blocks)
+        return [NO_MASKS] * len(blocks)
     masks: list[dict[str, Tensor]] = [{} for _ in blocks]
     alike: dict[tuple[int, float], list[tuple[int, str]]] = {}
     for number, block in enumerate(blocks):

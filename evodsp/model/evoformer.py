@@ -32,12 +32,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from evodsp.config import EvoformerConfig
-from evodsp.model.dropout import NO_DROPOUT, Dropout, DropoutKeys, Masks, Streams, block_streams, draw_blocks
+from evodsp.model.dropout import NO_DROPOUT, NO_MASKS, Dropout, DropoutKeys, Masks, Streams, block_streams, draw_blocks
 from evodsp.model.graphs import Recorded
-from evodsp.model.in_place import Budgeted
 from evodsp.model.msa_ops import MSAColumnAttention, MSAColumnGlobalAttention, MSARowAttention, OuterProductMean
 from evodsp.model.pair_ops import TriangleAttention, TriangleMultiplication
-from evodsp.model.primitives import ShardedModule, Transition
+from evodsp.model.primitives import Budgeted, ShardedModule, Transition
 from evodsp.model.recomputation import Recomputation
 from evodsp.model.sharded import Sharded
 from evodsp.parallel.layout import Axis
@@ -82,17 +81,15 @@ class MSAStack(Budgeted):
         z: Float[Tensor, "B I j c_z"],
         msa_mask: MSAMask,
         pair_mask: PairMask,
-        masks: Masks = None,
+        masks: Masks = NO_MASKS,
     ) -> tuple[Float[Tensor, "B _ _ c_m"], Float[Tensor, "B I j c_z"]]:
         """m on S and z on J in; m on `column_axis` and z on J out. `masks`: of dropout."""
-        msa = Sharded(m, "seq", msa_mask, self.exchange, self.budget)
-        pair = Sharded(z, "j", pair_mask, self.exchange, self.budget)
-        del m, z  # `msa` and `pair` hold them, no longer than they are needed
-        msa = msa.add(self.row_attention, msa.x, pair.x, msa_mask, dropout=self.row_dropout, masks=masks)
+        msa, pair = self.sharded(m, "seq", msa_mask), self.sharded(z, "j", pair_mask)
+        msa += self.row_dropout(self.row_attention(msa, pair), masks)
         msa = msa.switch(self.column_axis)
-        msa = msa.add(self.column_attention, msa.x, msa_mask, msa.axis)
-        msa = msa.add(self.transition, msa.x)
-        pair = pair.add(self.outer_product_mean, msa.x, msa_mask, msa.axis)
+        msa += self.column_attention(msa)
+        msa += self.transition(msa)
+        pair += self.outer_product_mean(msa)
         return msa.x, pair.x
 
 
@@ -120,27 +117,23 @@ class PairStack(Budgeted):
         return self.outgoing_dropout, self.incoming_dropout, self.starting_dropout, self.ending_dropout
 
     def forward(
-        self, z: Float[Tensor, "B I j c_z"], pair_mask: PairMask, masks: Masks = None
+        self, z: Float[Tensor, "B I j c_z"], pair_mask: PairMask, masks: Masks = NO_MASKS
     ) -> Float[Tensor, "B I j c_z"]:
         """z on J in and out. `masks`: of dropout."""
-        pair = Sharded(z, "j", pair_mask, self.exchange, self.budget)
-        del z
-        pair = pair.switch(self.plan.outgoing_axis)
-        pair = pair.add(
-            self.triangle_outgoing, pair.x, pair_mask, pair.axis, dropout=self.outgoing_dropout, masks=masks
-        )
+        pair = self.sharded(z, "j", pair_mask).switch(self.plan.outgoing_axis)
+        pair += self.outgoing_dropout(self.triangle_outgoing(pair), masks)
+        pair = self._incoming(pair.switch("j"), masks).switch("i")
+        pair += self.starting_dropout(self.attention_starting(pair), masks)
         pair = pair.switch("j")
-        rows = pair.switch(self.plan.incoming_result_axis)  # travels while the update is computed
-        incoming = pair.x, pair_mask, pair.axis, rows.axis, rows.pending
-        del pair
-        pair = rows.add(self.triangle_incoming, *incoming, dropout=self.incoming_dropout, masks=masks)
-        del rows, incoming
-        pair = pair.switch("i")
-        pair = pair.add(self.attention_starting, pair.x, pair_mask, dropout=self.starting_dropout, masks=masks)
-        pair = pair.switch("j")
-        pair = pair.add(self.attention_ending, pair.x, pair_mask, dropout=self.ending_dropout, masks=masks)
-        pair = pair.add(self.transition, pair.x)
+        pair += self.ending_dropout(self.attention_ending(pair), masks)
+        pair += self.transition(pair)
         return pair.x
+
+    def _incoming(self, pair: Sharded, masks: Masks) -> Sharded:
+        """A method of its own, so that z on J is freed before attention."""
+        rows = pair.switch(self.plan.incoming_result_axis)  # travels while the product is computed
+        rows += self.incoming_dropout(self.triangle_incoming(pair, rows), masks)
+        return rows
 
 
 class EvoformerBlock(nn.Module):
@@ -161,7 +154,7 @@ class EvoformerBlock(nn.Module):
         z: Float[Tensor, "B I j c_z"],
         msa_mask: MSAMask,
         pair_mask: PairMask,
-        masks: Masks = None,
+        masks: Masks = NO_MASKS,
     ) -> tuple[Float[Tensor, "B _ _ c_m"], Float[Tensor, "B I j c_z"]]:
         """m on S and z on J in; m on R (with `extra` on S) and z on J out. `masks`: of dropout."""
         m, z = self.msa_stack(m, z, msa_mask, pair_mask, masks)

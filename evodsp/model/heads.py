@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from evodsp.config import ChannelsConfig, HeadsConfig
 from evodsp.geometry.alphabet import LETTERS_WITH_MASK
-from evodsp.model.in_place import Budgeted
-from evodsp.model.primitives import LayerNorm, Linear
+from evodsp.model.primitives import Budgeted, LayerNorm, Linear
+from evodsp.model.sharded import collected
 
 ATOMS = 37
 
@@ -31,11 +31,9 @@ class DistogramHead(Budgeted):
 
     def forward(self, z: Float[Tensor, "B i R c_z"]) -> Float[Tensor, "B i R bins"]:
         half = self.half_logits(z)
-        if self.budget is None:
-            return self._symmetric(half)
-        for bins in self.budget.channels(half, half.shape[0] * half.shape[2] ** 2):
-            half[..., bins] = self._symmetric(half[..., bins])
-        return half
+        pieces = self.budget.channels(half, half.shape[0] * half.shape[2] ** 2)
+        into = half if self.budget.in_place else None
+        return collected(lambda bins: self._symmetric(half[..., bins]), pieces, 3, half.shape[3], into)
 
     def _symmetric(self, half: Float[Tensor, "B i R bins"]) -> Float[Tensor, "B i R bins"]:
         """The sum of `half` and its transpose (i and j exchanged). Any subset of the bins may be given."""

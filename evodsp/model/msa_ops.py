@@ -6,6 +6,7 @@ letter (s r i j) is this rank's shard of that axis; on one device it is the whol
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,9 +14,19 @@ from jaxtyping import Float
 from torch import Tensor
 
 from evodsp.model.precision import without_autocast
-from evodsp.model.primitives import GatedAttention, LayerNorm, Linear, PairBias, ShardedModule, project
-from evodsp.parallel.exchange import LocalExchange
-from evodsp.parallel.layout import Axis, shard_sizes
+from evodsp.model.primitives import (
+    GatedAttention,
+    LayerNorm,
+    Linear,
+    PairBias,
+    ShardedModule,
+    project,
+    project_rows,
+    working_width,
+)
+from evodsp.model.sharded import Sharded, Update
+from evodsp.parallel.exchange import Exchange, LocalExchange
+from evodsp.parallel.layout import shard_sizes
 from evodsp.parallel.pending import Pending
 
 
@@ -29,14 +40,17 @@ class MSARowAttention(ShardedModule):
         self.pair_bias = Linear(c_z, heads, bias=False)
         self.attention = GatedAttention(c_m, heads, head_width)
 
-    def forward(
-        self, m: Float[Tensor, "B s R c_m"], z: Float[Tensor, "B I j c_z"], msa_mask: Float[Tensor, "B S R"]
-    ) -> Float[Tensor, "B s R c_m"]:
+    def forward(self, msa: Sharded, pair: Sharded) -> Update:
+        """The update of m."""
         # Only the bias, H channels, is communicated; z stays where it is.
-        (local,) = project(self.kernels, z, self.pair_norm, self.pair_bias.layer, planes=1)
-        bias = PairBias(local, "j", z.shape[1], self.exchange, self.plan)
-        (projected,) = project(self.kernels, m, self.norm, self.attention.projection)
-        return self.attention(projected, self.exchange.shard(msa_mask, "seq"), bias)
+        local = pair.collect(self._bias, pair.x, width=2 * pair.x.shape[-1])
+        bias = PairBias(local, "j", pair, self.plan)
+        width, dim = self.attention.working_width, self.attention.rows
+        rows = project_rows(self.kernels, msa, self.norm, self.attention.projection)
+        return msa.update(partial(self.attention, pair_bias=bias), rows, msa.own_mask, width=width, dim=dim)
+
+    def _bias(self, z: Float[Tensor, "B I j c_z"]) -> Float[Tensor, "B I j H"]:
+        return project(self.kernels, z, self.pair_norm, self.pair_bias.layer, planes=1)[0]
 
 
 class MSAColumnAttention(ShardedModule):
@@ -47,11 +61,10 @@ class MSAColumnAttention(ShardedModule):
         self.norm = LayerNorm(c_m)
         self.attention = GatedAttention(c_m, heads, head_width, along=1)
 
-    def forward(
-        self, m: Float[Tensor, "B S r c_m"], msa_mask: Float[Tensor, "B S R"], axis: Axis = "res"
-    ) -> Float[Tensor, "B S r c_m"]:
-        (projected,) = project(self.kernels, m, self.norm, self.attention.projection)
-        return self.attention(projected, self.exchange.shard(msa_mask, axis))
+    def forward(self, msa: Sharded) -> Update:
+        width, dim = self.attention.working_width, self.attention.rows
+        columns = project_rows(self.kernels, msa, self.norm, self.attention.projection)
+        return msa.update(self.attention, columns, msa.own_mask, width=width, dim=dim)
 
 
 class MSAColumnGlobalAttention(ShardedModule):
@@ -70,20 +83,29 @@ class MSAColumnGlobalAttention(ShardedModule):
         self.key_value = Linear(c_m, 2 * head_width, bias=False, init="glorot", parts=2)
         self.gate = Linear(c_m, width, init="gate")
         self.output = Linear(width, c_m, init="final")
+        self.working_width = working_width(self)
 
-    def forward(
-        self, m: Float[Tensor, "B s r c_m"], msa_mask: Float[Tensor, "B S R"], axis: Axis = "seq"
+    def forward(self, msa: Sharded) -> Update:
+        sharded = msa.axis == "seq"
+        over_sequences = self.exchange if sharded else LocalExchange()
+        count = (msa.mask if sharded else msa.own_mask).sum(1, keepdim=True)
+        columns = partial(self._columns, over_sequences)
+        return msa.update(columns, msa.x, msa.own_mask, count, width=self.working_width, dim=2)
+
+    def _columns(
+        self,
+        over_sequences: Exchange,
+        m: Float[Tensor, "B s r c_m"],
+        mask: Float[Tensor, "B s r"],
+        count: Float[Tensor, "B 1 r"],
     ) -> Float[Tensor, "B s r c_m"]:
-        """The update of m, which is sharded along `axis`."""
-        mask = self.exchange.shard(msa_mask, axis)
-        over_sequences = self.exchange if axis == "seq" else LocalExchange()
+        """The update of some columns. `count`: sequences in each of them, of all ranks."""
         layers = self.key_value, self.gate
         local, key_value, gate = self.kernels.pooled_projections(
             m, mask, self.norm.weight, self.norm.bias, [one.weight for one in layers], [one.bias for one in layers]
         )
         total = over_sequences.start_sum(local)  # [B, r, c_m]
-        count = (msa_mask if axis == "seq" else mask).sum(1)  # [B, r]
-        mean = total.wait() / (count.unsqueeze(-1) + 1e-10)
+        mean = total.wait() / (count.squeeze(1).unsqueeze(-1) + 1e-10)
         q = self.query(mean.to(gate.dtype)).unflatten(-1, (self.heads, -1))  # [B, r, H, D]
         sums = self.kernels.global_attention(q, key_value.unflatten(-1, (2, -1)), mask)
         # Numerator and denominator of the softmax average over sequences: [B, r, H, D + 1].
@@ -106,46 +128,55 @@ class OuterProductMean(ShardedModule):
         self.norm = LayerNorm(c_m)
         self.left_right = Linear(c_m, 2 * channels)
         self.output = Linear(channels * channels, c_z, init="final")
+        self.working_width = working_width(self)
 
-    def forward(
-        self, m: Float[Tensor, "B _ _ c_m"], msa_mask: Float[Tensor, "B S R"], axis: Axis = "res"
-    ) -> Float[Tensor, "B I j c_z"]:
-        """m is sharded along `axis`, S or R."""
-        mask = self.exchange.shard(msa_mask, axis).unsqueeze(-1)
-        (operands,) = project(self.kernels, m, self.norm, self.left_right.layer)
-        mask = mask.to(operands.dtype)
-        left, right = (operand * mask for operand in operands.chunk(2, -1))  # both sharded as m is, without gaps
-        if axis == "res":
-            rows = self.exchange.gather(left, "res", whole=msa_mask.shape[2])
-            return self._mean(rows, right, msa_mask)
-        return self._from_sequence_shards(left, right, msa_mask)
+    def forward(self, msa: Sharded) -> Update:
+        """The update of z. m is sharded along S or R."""
+        mask = msa.own_mask.unsqueeze(-1)
+        left, right = msa.collect(self._operands, msa.x, mask, width=self.working_width)  # both sharded as m is
+        counts = self.counts(msa.mask)
+        sequences, residues = msa.total_sizes
+        channels, c_z, ranks = self.channels, self.output.out_features, self.exchange.ranks
+        if msa.axis == "seq" and self.plan.sums_outer_products(sequences, residues, channels, c_z, ranks):
+            total = self._reduced(left, right, sequences)
+            return msa.update(self._mean_of_sums, total, counts, width=2 * c_z)
+        if msa.axis == "seq":
+            moving = self.exchange.start_gather(left, "seq", whole=sequences)
+            right = self.exchange.switch(right, "seq", "res", whole=sequences)
+            left = moving.wait()
+        else:
+            left = self.exchange.gather(left, "res", whole=residues)
+        mean = partial(self._mean, right)
+        return msa.update(mean, left.transpose(1, 2), counts, width=2 * channels**2 + 3 * c_z)
+
+    def _operands(
+        self, m: Float[Tensor, "B _ _ c_m"], mask: Float[Tensor, "B _ _ 1"]
+    ) -> tuple[Float[Tensor, "B _ _ c"], Float[Tensor, "B _ _ c"]]:
+        """Both operands, without gaps between their channels."""
+        (both,) = project(self.kernels, m, self.norm, self.left_right.layer)
+        mask = mask.to(both.dtype)
+        left, right = (operand * mask for operand in both.chunk(2, -1))
+        return left, right
 
     def _mean(
-        self, rows: Float[Tensor, "B S I c"], columns: Float[Tensor, "B S j c"], msa_mask: Float[Tensor, "B S R"]
+        self, columns: Float[Tensor, "B S j c"], rows: Float[Tensor, "B I S c"], counts: Float[Tensor, "B I j 1"]
     ) -> Float[Tensor, "B I j c_z"]:
         """From operands that have all sequences."""
-        return self.kernels.outer_product(rows, columns, self.output.weight, self.output.bias, self.counts(msa_mask))
+        left = rows.transpose(1, 2)
+        return self.kernels.outer_product(left, columns, self.output.weight, self.output.bias, counts)
+
+    def _mean_of_sums(
+        self, total: Float[Tensor, "B I j c_z"], counts: Float[Tensor, "B I j 1"]
+    ) -> Float[Tensor, "B I j c_z"]:
+        """From the sums over all sequences of what the last layer makes of outer products."""
+        return _Quotient.apply(total + self.output.bias.to(total.dtype), counts)
 
     def counts(self, msa_mask: Float[Tensor, "B S R"]) -> Float[Tensor, "B I j 1"]:
         """Number of sequences that have both residues, plus 0.001."""
         with without_autocast(msa_mask.device):  # half precision does not count beyond 256
             return (msa_mask.transpose(1, 2) @ self.exchange.shard(msa_mask, "res")).unsqueeze(-1) + 1e-3
 
-    def _from_sequence_shards(
-        self, left: Float[Tensor, "B s R c"], right: Float[Tensor, "B s R c"], msa_mask: Float[Tensor, "B S R"]
-    ) -> Float[Tensor, "B I j c_z"]:
-        """From operands sharded along S."""
-        sequences, residues = msa_mask.shape[1:]
-        if self.plan.sums_outer_products(
-            sequences, residues, self.channels, self.output.out_features, self.exchange.ranks
-        ):
-            update = self.reduced(left, right, sequences)
-            return _Quotient.apply(update + self.output.bias.to(update.dtype), self.counts(msa_mask))
-        rows = self.exchange.start_gather(left, "seq", whole=sequences)
-        columns = self.exchange.switch(right, "seq", "res", whole=sequences)
-        return self._mean(rows.wait(), columns, msa_mask)
-
-    def reduced(
+    def _reduced(
         self, left: Float[Tensor, "B s R c"], right: Float[Tensor, "B s R c"], sequences: int
     ) -> Float[Tensor, "B I j c_z"]:
         """Partial sums over this rank's sequences, computed and reduced a few rows at a time. `sequences`: of all ranks."""

@@ -6,6 +6,8 @@ that axis; on one device it is the whole axis. Masks are whole on every rank.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -13,7 +15,17 @@ from jaxtyping import Float
 from torch import Tensor
 
 from evodsp.model.kernels.triangle_products import multiply_edges
-from evodsp.model.primitives import GatedAttention, LayerNorm, Linear, PairBias, ShardedModule, project
+from evodsp.model.primitives import (
+    GatedAttention,
+    LayerNorm,
+    Linear,
+    PairBias,
+    ShardedModule,
+    project_rows,
+    project_rows_and_whole,
+    working_width,
+)
+from evodsp.model.sharded import Sharded, Update
 from evodsp.parallel.layout import Axis
 from evodsp.parallel.pending import Pending, Ready
 
@@ -21,10 +33,13 @@ from evodsp.parallel.pending import Pending, Ready
 class TriangleMultiplication(ShardedModule):
     """Triangular multiplicative update with outgoing or incoming edges (algorithms 11 and 12).
 
-    The product sums over a third residue, separately in each channel. Hence two ways of communicating (`CommunicationPlan`):
+    Two operands are made of each row of z, their product sums over a third residue, separately in each channel, and the update
+    is made of each row of the product. Hence three ways (`CommunicationPlan.triangle_way`):
+    Locally: one operator makes the product, and forms the operands again in its backward pass.
     By channel (z on J): one all-to-all takes both operands from J to channels, another one brings the product back. No rank
     ever has the whole pair representation.
     By gathering (z on I for outgoing edges, on J for incoming ones): one operand is gathered whole.
+    Operands that other ranks sent are kept for the backward pass: forming them again would mean to communicate them again.
     """
 
     def __init__(self, c_z: int, channels: int, edges: Literal["outgoing", "incoming"]) -> None:
@@ -36,46 +51,57 @@ class TriangleMultiplication(ShardedModule):
         self.product_norm = LayerNorm(channels)
         self.output = Linear(channels, c_z, init="final")
         self.output_gate = Linear(c_z, c_z, init="gate")
+        self.working_width = working_width(self)
 
-    def forward(
-        self,
-        z: Float[Tensor, "B _ _ c_z"],
-        pair_mask: Float[Tensor, "B R R"],
-        axis: Axis = "j",
-        result_axis: Axis | None = None,
-        switched: Pending | None = None,
-    ) -> Float[Tensor, "B _ _ c_z"]:
-        """The update of z, which is sharded along `axis`. The update is sharded along `result_axis` (default: `axis`).
-
-        `switched`: z on its way to `result_axis`, if that differs from `axis`; the output gate reads it.
-        """
-        mask = self.exchange.shard(pair_mask, axis)
-        layers = self.norm, self.projection, self.projection_gate
-        parameters = [p for layer in layers for p in (layer.weight, layer.bias)]
-        if self.exchange.ranks == 1:
-            # Operands are formed again in the backward pass. Those that other ranks sent are kept: forming them again would
-            # mean to communicate them again.
-            gate_of_output = self.output_gate.weight, self.output_gate.bias
-            product, gate = self.kernels.triangle_product(
-                z, mask, *parameters, *gate_of_output, self.edges == "outgoing"
-            )
+    def forward(self, pair: Sharded, result: Sharded | None = None) -> Update:
+        """The update of z. `result`: z on its way to the axis along which the update is needed, if that is another one."""
+        result = pair if result is None else result
+        way = self.plan.triangle_way(self.edges, self.exchange.ranks, pair.in_pieces)
+        if way == "local":
+            parameters = *self._operand_parameters(), self.output_gate.weight, self.output_gate.bias
+            product, gate = self.kernels.triangle_product(pair.x, pair.own_mask, *parameters, self.edges == "outgoing")
             product = _channels_last(product)
         else:
-            # The operands get no name here, so that they are freed once they have been sent.
-            sent = self.multiply(
-                self.kernels.gated_projection(z, mask, *parameters), axis, result_axis or axis, pair_mask.shape[1]
+            start = partial(
+                self._start_product, self._by_channel if way == "channel" else self._by_gathering, result.axis
             )
-            gated = z if switched is None else switched.wait()
-            (gate,) = project(self.kernels, gated, self.norm, self.output_gate.layer)
-            product = sent.wait()
+            arriving = pair.by_channels(start, self.channels, width=4)
+            gate = project_rows(
+                self.kernels, result, self.norm, self.output_gate.layer
+            )  # while the product is on its way
+            product = arriving.wait()
+        return result.update(self._of_product, product, gate, width=self.working_width)
+
+    def _operand_parameters(self, some: slice = slice(None)) -> Sequence[Tensor]:
+        """The parameters of the norm and of both operands' projections and gates. `some`: of these channels."""
+        linears = self.projection, self.projection_gate
+        parameters = [parameter for layer in linears for parameter in (layer.weight, layer.bias)]
+        if some != slice(None):
+            parameters = [p.unflatten(0, (2, self.channels))[:, some].flatten(0, 1) for p in parameters]
+        return self.norm.weight, self.norm.bias, *parameters
+
+    def _start_product(self, multiply: Any, result_axis: Axis, pair: Sharded, some: slice) -> Pending:
+        """The product of some channels of the operands, on its way to `result_axis`. `multiply`: one of the two below."""
+        parameters = self._operand_parameters(some)
+        width = pair.x.shape[-1] + 2 * len(parameters[-1])
+
+        def operands(z: Float[Tensor, "B _ _ c_z"], mask: Float[Tensor, "B _ _"]) -> Float[Tensor, "2 B c _ _"]:
+            return self.kernels.gated_projection(z, mask, *parameters)
+
+        # The operands get no name here, so that they are freed once they have been sent.
+        return multiply(
+            pair.collect(operands, pair.x, pair.own_mask, width=width, result_dim=3),
+            pair.axis,
+            result_axis,
+            pair.total_sizes[0],
+        )
+
+    def _of_product(
+        self, product: Float[Tensor, "B n1 n2 c"], gate: Float[Tensor, "B n1 n2 c_z"]
+    ) -> Float[Tensor, "B n1 n2 c_z"]:
+        """The update of some rows."""
         norm, output = self.product_norm, self.output
         return self.kernels.gated_output(product, gate, norm.weight, norm.bias, output.weight, output.bias)
-
-    def multiply(self, both: Float[Tensor, "2 B c _ _"], axis: Axis, result_axis: Axis, residues: int) -> Pending:
-        """The product of the two operands `both`, in the way that the plan says."""
-        way = self.plan.triangle_outgoing if self.edges == "outgoing" else self.plan.triangle_incoming
-        multiply = self._by_channel if way == "channel" else self._by_gathering
-        return multiply(both, axis, result_axis, residues)
 
     def _by_channel(self, both: Float[Tensor, "2 B c I j"], axis: Axis, result_axis: Axis, residues: int) -> Pending:
         # The two operands share the batch axis, so that a rank gets the same channels of both.
@@ -131,12 +157,13 @@ class TriangleAttention(ShardedModule):
         self.norm = LayerNorm(c_z)
         self.pair_bias = Linear(c_z, heads, bias=False)
         self.attention = GatedAttention(c_z, heads, head_width, along=2 if node == "starting" else 1)
+        self.working_width = working_width(self)
 
-    def forward(self, z: Float[Tensor, "B _ _ c_z"], pair_mask: Float[Tensor, "B R R"]) -> Float[Tensor, "B _ _ c_z"]:
+    def forward(self, pair: Sharded) -> Update:
+        width, dim = self.working_width, self.attention.rows
         layers = self.attention.projection, self.pair_bias.layer
-        projected, local = project(self.kernels, z, self.norm, *layers, planes=1)
+        rows, local = project_rows_and_whole(self.kernels, pair, self.norm, *layers, width=width, dim=dim)
         if self.node == "ending":
             local = local.transpose(1, 2)
-        bias = PairBias(local, "i", pair_mask.shape[1], self.exchange, self.plan)
-        mask = self.exchange.shard(pair_mask, "i" if self.node == "starting" else "j")
-        return self.attention(projected, mask, bias)
+        bias = PairBias(local, "i", pair, self.plan)
+        return pair.update(partial(self.attention, pair_bias=bias), rows, pair.own_mask, width=width, dim=dim)

@@ -17,9 +17,10 @@ from torch.utils.checkpoint import checkpoint
 from evodsp.model.kernels.registry import Kernels
 from evodsp.model.precision import without_autocast
 from evodsp.model.schedule import CommunicationPlan
+from evodsp.model.sharded import NO_LIMIT, Budget, Mask, Sharded, Unmade, Update
 from evodsp.parallel.exchange import Exchange, LocalExchange
 from evodsp.parallel.layout import Axis
-from evodsp.parallel.pending import Pending, Ready
+from evodsp.parallel.pending import Pending, Ready, Shared
 
 Layer = tuple[Float[Tensor, "_ c"], Float[Tensor, " _"] | None]
 """Weight and bias of a linear layer. A bias that is shorter than the layer's result belongs to the last channels."""
@@ -56,6 +57,46 @@ def use_exchange(model: nn.Module, exchange: Exchange, plan: CommunicationPlan |
     for module in model.modules():
         if isinstance(module, ShardedModule):
             module.exchange, module.plan = exchange, plan or CommunicationPlan()
+
+
+class Budgeted(ShardedModule):
+    """A module that keeps to a memory budget in passes without gradients."""
+
+    memory: int | None = None
+    """Bytes for the intermediates of a sub-layer, on each rank; None: no limit, and nothing is computed in place."""
+    samples: int | None = None
+    """As in `Budget`."""
+
+    @property
+    def budget(self) -> Budget:
+        """The budget of a pass without gradients; with gradients there is no limit."""
+        if self.memory is None or torch.is_grad_enabled():
+            return NO_LIMIT
+        return Budget(self.memory, self.exchange.ranks, self.samples)
+
+    def sharded(self, x: Float[Tensor, "B n1 n2 c"], axis: Axis, mask: Mask) -> Sharded:
+        """A representation of which this rank has the shard `x` along `axis`. `mask`: of the whole representation."""
+        return Sharded(x, axis, mask, self.exchange, self.budget)
+
+
+def use_memory(model: nn.Module, memory: int | None, samples: int | None = None) -> None:
+    """Let passes of `model` without gradients compute in place, with `memory` bytes for a sub-layer's intermediates on each
+    rank. A stack that is called by itself then overwrites its inputs. None: no limit. `samples`: as in `Budget`.
+    """
+    for module in model.modules():
+        if isinstance(module, Budgeted):
+            module.memory, module.samples = memory, samples
+
+
+def working_width(layer: nn.Module) -> int:
+    """Numbers that `layer` makes for each position: all norms, all linear layers, and what goes into the widest of these."""
+    linears = [module for module in layer.modules() if isinstance(module, nn.Linear)]
+    norms = [module for module in layer.modules() if isinstance(module, nn.LayerNorm)]
+    return (
+        sum(one.out_features for one in linears)
+        + sum(one.normalized_shape[0] for one in norms)
+        + max(one.in_features for one in linears)
+    )
 
 
 class Linear(nn.Linear):
@@ -117,22 +158,46 @@ def project(
     return *results[:last], *(result.permute(0, 2, 3, 1) for result in results[last:])
 
 
+def project_rows(kernels: Kernels, x: Sharded, norm: LayerNorm, layer: Layer) -> Float[Tensor, "B n1 n2 _"] | Unmade:
+    """What `layer` makes of the norm of a representation's rows: at once or, with a memory budget, where rows are asked for."""
+
+    def rows(part: Float[Tensor, "B n1 n2 c"]) -> Float[Tensor, "B n1 n2 _"]:
+        return project(kernels, part, norm, layer)[0]
+
+    return Unmade(x.x, rows) if x.in_pieces else rows(x.x)
+
+
+def project_rows_and_whole(
+    kernels: Kernels, x: Sharded, norm: LayerNorm, layer: Layer, whole: Layer, width: int, dim: int
+) -> tuple[Float[Tensor, "B n1 n2 _"] | Unmade, Float[Tensor, "B n1 n2 _"]]:
+    """As `project_rows`, and what the layer `whole` makes of all rows. Without a budget one operator makes both; of `whole`,
+    channels are outermost in memory. `width`, `dim`: as in `Sharded.collect`.
+    """
+    if not x.in_pieces:
+        rows, of_all = project(kernels, x.x, norm, layer, whole, planes=1)
+        return rows, of_all
+    of_all = x.collect(lambda part: project(kernels, part, norm, whole)[0], x.x, width=width, dim=dim)
+    return project_rows(kernels, x, norm, layer), of_all
+
+
 class PairBias:
     """The bias that attention takes from the pair representation. It is gathered while other projections are computed.
 
-    With `plan.stream_bias` it is never whole. Queries are then processed shard by shard, each with the broadcast bias of its
-    rows; the backward pass broadcasts it again.
+    With `plan.stream_bias`, or if the memory budget does not hold it, it is never whole. Queries are then processed shard by
+    shard, each with the broadcast bias of its rows; the backward pass broadcasts it again.
     """
 
-    def __init__(
-        self, local: Float[Tensor, "B _ _ H"], axis: Axis, whole: int, exchange: Exchange, plan: CommunicationPlan
-    ) -> None:
-        """`local`: this rank's shard along `axis`. Axis 1 holds queries, axis 2 keys; both have the full size `whole`."""
-        self.whole, self.exchange, self.stream = whole, exchange, plan.stream_bias
+    def __init__(self, local: Float[Tensor, "B _ _ H"], axis: Axis, pair: Sharded, plan: CommunicationPlan) -> None:
+        """`local`: this rank's shard along `axis`. Axis 1 holds queries, axis 2 keys; both have the full size of `pair`'s."""
+        self.whole, self.exchange = pair.total_sizes[0], pair.exchange
+        needed = local.shape[0] * self.whole**2 * local.shape[-1] * local.element_size()
+        self.stream = plan.stream_bias or (self.exchange.ranks > 1 and not pair.budget.holds(needed))
+        arriving: Pending = Ready(local)
         if not self.stream:
-            self._arriving: Pending = exchange.start_gather(local, axis, whole)
-        else:
-            self._arriving = exchange.start_switch(local, "j", "i", whole) if axis == "j" else Ready(local)
+            arriving = self.exchange.start_gather(local, axis, self.whole)
+        elif axis == "j":
+            arriving = self.exchange.start_switch(local, "j", "i", self.whole)
+        self._arriving = Shared(arriving)  # pieces of a representation all read it
 
     def attention(
         self,
@@ -179,6 +244,12 @@ class GatedAttention(Computed):
         self.qkv = Linear(channels, 3 * width, bias=False, init="glorot", parts=3)
         self.gate = Linear(channels, width, init="gate")
         self.output = Linear(width, channels, init="final")
+        self.working_width = working_width(self)
+
+    @property
+    def rows(self) -> int:
+        """The axis along which the independent rows lie."""
+        return 3 - self.along
 
     @property
     def projection(self) -> Layer:
@@ -210,7 +281,11 @@ class Transition(Computed):
         self.norm = LayerNorm(channels)
         self.widen = Linear(channels, factor * channels, init="relu")
         self.narrow = Linear(factor * channels, channels, init="final")
+        self.working_width = working_width(self)
 
-    def forward(self, x: Float[Tensor, "B n1 n2 c"]) -> Float[Tensor, "B n1 n2 c"]:
+    def forward(self, representation: Sharded) -> Update:
+        return representation.update(self._rows, representation.x, width=self.working_width)
+
+    def _rows(self, x: Float[Tensor, "B n1 n2 c"]) -> Float[Tensor, "B n1 n2 c"]:
         layers = self.norm, self.widen, self.narrow
         return self.kernels.transition(x, *(p for layer in layers for p in (layer.weight, layer.bias)))

@@ -48,6 +48,14 @@ class CommunicationPlan:
         """
         return "j" if self.triangle_incoming == "gather" else "i"
 
+    def triangle_way(
+        self, edges: Literal["outgoing", "incoming"], ranks: int, in_pieces: bool
+    ) -> Literal["local", "channel", "gather"]:
+        """How a triangle multiplication gets what its product needs. `in_pieces`: a few channels are computed at a time."""
+        if ranks == 1 and not in_pieces:
+            return "local"
+        return self.triangle_outgoing if edges == "outgoing" else self.triangle_incoming
+
     def sums_outer_products(self, sequences: int, residues: int, channels: int, c_z: int, ranks: int) -> bool:
         """Whether the extra-MSA stack's outer product mean reduces partial sums.
 

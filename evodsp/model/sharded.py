@@ -1,25 +1,137 @@
-"""A representation of which every rank of a group holds one shard.
+"""A representation of which every rank of a group holds one shard: the notation in which blocks are written.
 
-A block of the Evoformer is written with two verbs: `add` the update of a sub-layer, and `switch` the sharded axis where the
-next sub-layer needs another one. On one device `switch` does nothing. Without gradients, and with a memory budget, both write
-into the representation, piece by piece: `add` as `evodsp.model.in_place` says, `switch` a few channels at a time.
+    pair += dropout(layer(pair), masks)     the residual sum: add a sub-layer's update
+    rows = pair.switch("i")                 the same representation, sharded along another axis
+
+On one device `switch` does nothing. Without gradients, and with a memory budget, both write into the representation itself.
+
+**Pieces.** A sub-layer's intermediates are several times as large as its representation: a hidden layer has four times its
+channels; queries, keys, values and gates have as many again. But most sub-layers treat the rows (or columns) of a
+representation one by one. Within a budget such an update is computed for a few rows at a time and added where these rows lie;
+rows that have been changed are not read again. What must be whole is made whole first (`collect`): the bias of attention, or
+the product of triangle multiplication. A sub-layer says once what it computes of its rows. Here it is decided whether that
+happens for all rows at once or piece by piece. On several ranks every rank makes the same number of pieces, because pieces may
+communicate.
 
 Shape legend: B batch, n1 n2 the two axes of a representation (one of them may be a shard), N1 N2 their total sizes, c channels.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
-from evodsp.model.dropout import Dropout, Masks
-from evodsp.model.in_place import Budget, add_in_place
-from evodsp.parallel.exchange import Exchange
-from evodsp.parallel.layout import DIMENSION, Axis
+from evodsp.parallel.exchange import Exchange, LocalExchange
+from evodsp.parallel.layout import DIMENSION, Axis, shard_slice
 from evodsp.parallel.pending import Deferred, Pending, Ready, Shared
+
+SWITCH_BUFFERS = 3
+"""Shards that a switch needs besides its input: what is sent, what arrives, and that in the order of the result."""
+
+Mask = Float[Tensor, "B N1 N2"]
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Into how many pieces a representation is cut."""
+
+    memory: int | None
+    """Bytes for the intermediates of a sub-layer; None: there is no limit, and nothing is cut or changed in place."""
+    ranks: int
+    """Number of ranks that share a representation."""
+    samples: int | None = None
+    """Of a pass on tensors without numbers: how many pieces are computed. The others need the same memory."""
+
+    @property
+    def in_place(self) -> bool:
+        """Whether there is a limit, and the representation itself is changed."""
+        return self.memory is not None
+
+    def holds(self, needed: int | float) -> bool:
+        """Whether this many bytes fit."""
+        return self.memory is None or needed <= self.memory
+
+    def pieces(self, x: Float[Tensor, "B n1 n2 _"], dim: int, mask: Mask, width: int) -> list[slice]:
+        """Slices of axis `dim` of `x`, so that `width` numbers like its own for each position fit into the memory.
+
+        `mask`: of the whole representation of which `x` is a shard.
+        """
+        return self.cut(x.shape[dim], dim, mask, width * x.element_size())
+
+    def cut(self, size: int, dim: int, mask: Mask, needed: int) -> list[slice]:
+        """Slices of axis `dim`, of which this rank has `size` entries, so that `needed` bytes for each position fit.
+
+        All ranks get the same number of slices, some of which may be empty.
+        """
+        most = mask.shape[dim] if size == mask.shape[dim] else mask.shape[dim] // self.ranks
+        return self.equal(size, mask.numel() * needed / self.ranks, most)
+
+    def channels(self, x: Float[Tensor, "B n1 n2 c"], positions: int) -> list[slice]:
+        """Slices of the channels of a shard `x`, so that a switch of one of them fits. `positions`: B N1 N2."""
+        shard = positions * x.shape[-1] * x.element_size() / self.ranks
+        return self.equal(x.shape[-1], SWITCH_BUFFERS * shard, x.shape[-1])
+
+    def equal(self, size: int, needed: int | float, most: int) -> list[slice]:
+        """`size` entries, which need `needed` bytes, in pieces that fit: at most in `most`, and at least in one."""
+        if self.memory is None:
+            return [slice(None)]
+        number = max(1, min(math.ceil(needed / self.memory), most))
+        return [shard_slice(size, number, piece) for piece in range(number)][: self.samples]
+
+
+NO_LIMIT = Budget(None, 1)
+
+
+@dataclass(frozen=True)
+class Unmade:
+    """A tensor whose rows are made where they are asked for: `unmade[at]`."""
+
+    x: Float[Tensor, "B n1 n2 _"]
+    """What its rows are made of."""
+    make: Callable[[Tensor], Tensor]
+
+    def __getitem__(self, at: tuple[slice, ...]) -> Tensor:
+        return self.make(self.x[at])
+
+
+@dataclass(frozen=True)
+class Made:
+    """An update that is there. (Not the tensor itself: torch.compile takes `pair += tensor` for a sum of two tensors.)"""
+
+    x: Float[Tensor, "B n1 n2 c"]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """An update whose rows are computed where they are added."""
+
+    function: Callable[..., Tensor]
+    inputs: Sequence[Tensor | Unmade]
+    """What `function` is computed from, all cut alike."""
+    dim: int
+    """The axis along which the rows lie, which are computed one by one."""
+    width: int
+    """Numbers that are needed for each position."""
+
+
+Update = Made | Rows
+"""What a sub-layer returns: a change of a representation. `Rows` stay in the block that made them."""
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """An update under dropout, whose mask is a function of positions in the whole representation."""
+
+    update: Update
+    mask: Tensor
+    add: Callable[[Tensor, Tensor, Tensor, tuple[int, int], tuple[int, int]], Tensor]
+    """(x, update, mask, first position of both axes, their total sizes) -> x plus what dropout leaves of the update."""
 
 
 class Sharded:
@@ -29,16 +141,20 @@ class Sharded:
         self,
         x: Float[Tensor, "B n1 n2 c"] | Pending,
         axis: Axis,
-        mask: Float[Tensor, "B N1 N2"],
+        mask: Mask,
         exchange: Exchange,
-        budget: Budget | None = None,
+        budget: Budget = NO_LIMIT,
     ) -> None:
         """`x`: the shard, or a collective that delivers it. `mask`: of the WHOLE representation, on every rank (it has no
-        channels, so it is small); its shape gives the total sizes. `budget`: change the shard itself, within this
-        budget.
+        channels, so it is small); its shape gives the total sizes. `budget`: change the shard itself, within this budget.
         """
         self.pending = Shared(x if isinstance(x, Pending) else Ready(x))
         self.axis, self.mask, self.exchange, self.budget = axis, mask, exchange, budget
+
+    @classmethod
+    def whole(cls, x: Float[Tensor, "B N1 N2 c"], axis: Axis, mask: Mask) -> Sharded:
+        """A representation of one device, which holds all of it."""
+        return cls(x, axis, mask, LocalExchange())
 
     @property
     def x(self) -> Float[Tensor, "B n1 n2 c"]:
@@ -46,9 +162,78 @@ class Sharded:
         return self.pending.wait()
 
     @property
+    def own_mask(self) -> Float[Tensor, "B n1 n2"]:
+        """This rank's shard of the mask."""
+        return self.exchange.shard(self.mask, self.axis)
+
+    @property
     def total_sizes(self) -> tuple[int, int]:
         """Sizes of axes 1 and 2 over all shards."""
         return self.mask.shape[1], self.mask.shape[2]
+
+    @property
+    def in_pieces(self) -> bool:
+        """Whether updates are computed piece by piece and the shard itself is changed."""
+        return self.budget.in_place
+
+    def __iadd__(self, update: Update | Dropped) -> Sharded:
+        """The representation plus an update, sharded along the same axis. With a budget the shard itself is changed."""
+        x = self.x
+        dropped = update if isinstance(update, Dropped) else None
+        own = update.update if isinstance(update, Dropped) else update
+        if isinstance(own, Made):
+            x = x + own.x if dropped is None else dropped.add(x, own.x, dropped.mask, self._first(), self.total_sizes)
+            return self._with(x, self.axis)
+        for piece in self.budget.pieces(x, own.dim, self.mask, own.width):
+            at = index(own.dim, piece)
+            part = own.function(*(one[at] for one in own.inputs))
+            if dropped is None:
+                x[at].add_(part)
+            else:
+                first = self._first(own.dim, piece.start)
+                x[at] = dropped.add(x[at], part, dropped.mask, first, self.total_sizes)
+        return self
+
+    def update(self, function: Callable[..., Tensor], *inputs: Tensor | Unmade, width: int, dim: int = 1) -> Update:
+        """What `function` computes from `inputs`: at once, or with a budget some rows at a time, where it is added.
+
+        `dim`: the axis along which the rows lie, in all inputs and in the representation that is changed. `width`: numbers that
+        are needed for each position of that representation.
+        """
+        return Rows(function, inputs, dim, width) if self.in_pieces else Made(function(*inputs))
+
+    def collect(
+        self, function: Callable[..., Any], *inputs: Tensor, width: int, dim: int = 1, result_dim: int | None = None
+    ) -> Any:
+        """What `function` makes of `inputs`, whole: a tensor or a tuple of them. With a budget, a few rows are made at a time.
+
+        `dim`: the axis along which the rows lie in the inputs and in this representation. `result_dim`: that of the results, if
+        it differs. `width`: numbers that are needed for each position of this representation.
+        """
+        if not self.in_pieces:
+            return function(*inputs)
+        pieces = self.budget.pieces(self.x, dim, self.mask, width)
+
+        def make(piece: slice) -> Any:
+            return function(*(one[index(dim, piece)] for one in inputs))
+
+        return collected(make, pieces, dim if result_dim is None else result_dim, self.x.shape[dim])
+
+    def by_channels(self, start: Callable[[Sharded, slice], Pending], channels: int, width: int) -> Pending:
+        """What `start` delivers for some of the `channels` of a result, [B n1 n2 channels], for all of them.
+
+        With a budget, a few channels are computed at a time, and `start` gets half of the budget for what it makes them of.
+        `width`: numbers that are needed for each position and channel.
+        """
+        if not self.in_pieces:
+            return start(self, slice(None))
+        memory, ranks = self.budget.memory or 0, self.budget.ranks
+        half = replace(self.budget, memory=max(1, memory // 2))
+        own = Sharded(self.x, self.axis, self.mask, self.exchange, half)
+        needed = width * channels * self.mask.numel() * self.x.element_size() / ranks
+        most = max(1, channels // ranks)  # a piece has a channel for each rank; otherwise some would not compute
+        pieces = half.equal(channels, needed, most)
+        return Ready(collected(lambda some: start(own, some).wait(), pieces, 3, channels))
 
     def switch(self, axis: Axis) -> Sharded:
         """The same representation sharded along `axis`: an all-to-all, or nothing if it is sharded so already.
@@ -67,18 +252,6 @@ class Sharded:
             return self._with(Deferred(change), axis)
         return self._with(self.exchange.start_switch(self.x, self.axis, axis, total), axis)
 
-    def add(self, layer: nn.Module, *arguments: Any, dropout: Dropout | None = None, masks: Masks = None) -> Sharded:
-        """The representation plus the update `layer(*arguments)`, sharded along the same axis.
-
-        `masks`: of `dropout`. With a budget, and without dropout, the shard itself is changed.
-        """
-        if self.budget is not None and masks is None:
-            add_in_place(layer, self.pending, self.mask, self.budget, *arguments)
-            return self
-        update = layer(*arguments)
-        x = self.x + update if dropout is None else dropout(self.x, update, masks, self.total_sizes, self.axis)
-        return self._with(x, self.axis)
-
     @property
     def switches_in_place(self) -> bool:
         """Whether `switch` changes the shard itself."""
@@ -87,7 +260,44 @@ class Sharded:
 
     def _channels_to_switch(self) -> list[slice]:
         """The channels that are switched at a time."""
-        return [slice(None)] if self.budget is None else self.budget.channels(self.x, self.mask.numel())
+        return self.budget.channels(self.x, self.mask.numel())
+
+    def _first(self, dim: int = 1, offset: int = 0) -> tuple[int, int]:
+        """Where both axes of this shard, or of a piece of it that starts at `offset` of axis `dim`, begin in the whole."""
+        own = DIMENSION[self.axis]
+        begin = self.exchange.owned(self.total_sizes[own - 1]).start
+        first, second = ((begin if axis == own else 0) + (offset if axis == dim else 0) for axis in (1, 2))
+        return first, second
 
     def _with(self, x: Float[Tensor, "B n1 n2 c"] | Pending, axis: Axis) -> Sharded:
         return Sharded(x, axis, self.mask, self.exchange, self.budget)
+
+
+def collected(
+    make: Callable[[slice], Any], pieces: Sequence[slice], dim: int, size: int, into: Tensor | None = None
+) -> Any:
+    """What `make` returns for each of the pieces of axis `dim`, of `size` entries, in one tensor; or, if it returns tuples of
+    tensors, in a tuple.
+
+    `into`: the tensor to write, which `make` may read: a piece of it is overwritten when its own result is there.
+    """
+    if len(pieces) == 1 and into is None:
+        return make(pieces[0])
+    wholes = None if into is None else (into,)
+    several = False
+    for piece in pieces:
+        parts = make(piece)
+        several = isinstance(parts, tuple)
+        parts = parts if several else (parts,)
+        if wholes is None:
+            wholes = tuple(part.new_empty(*part.shape[:dim], size, *part.shape[dim + 1 :]) for part in parts)
+        for whole, part in zip(wholes, parts, strict=True):
+            whole[index(dim, piece)] = part
+        del parts, part  # not held while the next ones are made
+    assert wholes is not None  # there is at least one piece
+    return wholes if several else wholes[0]
+
+
+def index(dim: int, piece: slice) -> tuple[slice, ...]:
+    """The index of a piece of axis `dim`."""
+    return (slice(None),) * dim + (piece,)

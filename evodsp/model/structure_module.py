@@ -21,11 +21,11 @@ from evodsp.geometry.frames import atom14_to_atom37, frames_to_atom14, torsion_a
 from evodsp.geometry.residues import RESTYPE_ATOM37_MASK
 from evodsp.geometry.rigid import Rigid
 from evodsp.model.dropout import NO_DROPOUT, DropoutKeys, Streams
-from evodsp.model.in_place import Budgeted, collected
 from evodsp.model.kernels.dropout import draw_masks
 from evodsp.model.outputs import StructureOutput
 from evodsp.model.precision import without_autocast
-from evodsp.model.primitives import LayerNorm, Linear, ShardedModule
+from evodsp.model.primitives import Budgeted, LayerNorm, Linear, ShardedModule
+from evodsp.model.sharded import collected
 from evodsp.rng import Draws
 
 NM_TO_ANGSTROM = 10.0
@@ -238,7 +238,7 @@ class StructureModule(Budgeted):
 
     def _normalised(self, z: Float[Tensor, "B i R c_z"], mask: Float[Tensor, "B R"]) -> PairRows:
         dtype = self.initial.weight.dtype
-        if self.budget is None:
+        if not self.budget.in_place:
             return PairRows.whole(self.pair_norm(z.to(dtype)))
         # The rows in single precision, normalised; logits, the mask, and what they become.
         width = 2 * z.shape[-1] + 6 * self.config.heads

@@ -23,18 +23,16 @@ from evodsp.geometry.alphabet import LETTERS_WITH_GAP, UNKNOWN
 from evodsp.geometry.frames import atom37_to_torsion_angles
 from evodsp.geometry.residues import CA, C, N
 from evodsp.geometry.rigid import Rigid
-from evodsp.model.dropout import NO_DROPOUT, Dropout, DropoutKeys, Masks, Streams, block_streams, draw_blocks
+from evodsp.model.dropout import NO_DROPOUT, NO_MASKS, Dropout, DropoutKeys, Masks, Streams, block_streams, draw_blocks
 from evodsp.model.embedders import distance_one_hot, squared_edges
 from evodsp.model.graphs import Recorded
-from evodsp.model.in_place import Budget, Budgeted, add_in_place, collected
 from evodsp.model.kernels.reference import mask_bias
 from evodsp.model.pair_ops import TriangleAttention, TriangleMultiplication
 from evodsp.model.precision import wide
-from evodsp.model.primitives import LayerNorm, Linear, Transition
+from evodsp.model.primitives import Budgeted, LayerNorm, Linear, ShardedModule, Transition
 from evodsp.model.recomputation import Recomputation
-from evodsp.model.sharded import Sharded
+from evodsp.model.sharded import Made, Sharded, Update, collected
 from evodsp.parallel.layout import Axis
-from evodsp.parallel.pending import Pending
 from evodsp.rng import Draws
 
 TORSION_FEATURES = LETTERS_WITH_GAP + 2 * 14 + 7
@@ -96,26 +94,23 @@ class TemplatePairBlock(Budgeted):
     def dropouts(self) -> tuple[Dropout, ...]:
         return self.starting_dropout, self.ending_dropout, self.outgoing_dropout, self.incoming_dropout
 
-    def forward(self, t: TemplatePair, pair_mask: Float[Tensor, "N R R"], masks: Masks = None) -> TemplatePair:
+    def forward(self, t: TemplatePair, pair_mask: Float[Tensor, "N R R"], masks: Masks = NO_MASKS) -> TemplatePair:
         """`masks`: of dropout."""
-        pair = Sharded(t, "i", pair_mask, self.exchange, self.budget)
-        del t
-        pair = pair.add(self.attention_starting, pair.x, pair_mask, dropout=self.starting_dropout, masks=masks)
+        pair = self.sharded(t, "i", pair_mask)
+        pair += self.starting_dropout(self.attention_starting(pair), masks)
         pair = pair.switch("j")
-        pair = pair.add(self.attention_ending, pair.x, pair_mask, dropout=self.ending_dropout, masks=masks)
+        pair += self.ending_dropout(self.attention_ending(pair), masks)
         pair = pair.switch(self.plan.outgoing_axis)
-        pair = pair.add(
-            self.triangle_outgoing, pair.x, pair_mask, pair.axis, dropout=self.outgoing_dropout, masks=masks
-        )
-        pair = pair.switch("j")
-        # On its way while the update is computed. Gathering leaves the product on J, whatever is needed next.
-        moved = pair.switch("j" if self.exit_axis == "j" else self.plan.incoming_result_axis)
-        incoming = pair.x, pair_mask, pair.axis, moved.axis, moved.pending
-        pair = moved.add(self.triangle_incoming, *incoming, dropout=self.incoming_dropout, masks=masks)
-        del moved, incoming
-        pair = pair.switch(self.exit_axis)
-        pair = pair.add(self.transition, pair.x)
+        pair += self.outgoing_dropout(self.triangle_outgoing(pair), masks)
+        pair = self._incoming(pair.switch("j"), masks).switch(self.exit_axis)
+        pair += self.transition(pair)
         return pair.x
+
+    def _incoming(self, pair: Sharded, masks: Masks) -> Sharded:
+        """Gathering leaves the product on J, whatever is needed next."""
+        moved = pair.switch("j" if self.exit_axis == "j" else self.plan.incoming_result_axis)
+        moved += self.incoming_dropout(self.triangle_incoming(pair, moved), masks)
+        return moved
 
 
 class TemplatePairStack(Recorded):
@@ -180,7 +175,7 @@ class TemplatePointwiseAttention(nn.Module):
         return (q.unsqueeze(1) * k).sum(-1, dtype=wide(k.dtype)) + mask_bias(template_mask)[:, :, None, None, None], v
 
 
-class TemplateEmbedder(Budgeted):
+class TemplateEmbedder(ShardedModule):
     """The update of the pair representation from templates (algorithm 2, lines 9 to 13). z on J."""
 
     lower: Tensor
@@ -202,40 +197,55 @@ class TemplateEmbedder(Budgeted):
         """
         return self.stack.dropout_streams([d.at("template", number) for d in draws for number in range(templates)])
 
-    def forward(
-        self,
-        z: Float[Tensor, "B I j c_z"],
-        templates: Templates,
-        pair_mask: Float[Tensor, "B R R"],
-        keys: DropoutKeys = NO_DROPOUT,
-    ) -> Float[Tensor, "B I j c_z"]:
+    def forward(self, pair: Sharded, templates: Templates, keys: DropoutKeys = NO_DROPOUT) -> Update:
         """The update of z, zero for a sample without templates. `keys`: of `dropout_streams`."""
-        update = self.attention(self.embedded(z.dtype, templates, pair_mask, keys), z, templates.mask)
-        return update * self.present(templates, update.dtype)
+        if pair.in_pieces and keys.flat is None:  # keys of dropout are for all templates together
+            return self._one_after_another(pair, templates)
+        update = self.attention(self.embedded(pair, templates, keys), pair.x, templates.mask)
+        return Made(update * present(templates, update.dtype))
 
-    def embedded(
-        self, dtype: torch.dtype, templates: Templates, pair_mask: Float[Tensor, "B R R"], keys: DropoutKeys
-    ) -> Float[Tensor, "B T I j c_t"]:
-        """The pair representation of each template, on J, from features in this dtype."""
+    def _one_after_another(self, pair: Sharded, templates: Templates) -> Update:
+        """Only one template is embedded at a time. Two things are kept of those before it: the weighted mean of their values,
+        and the logarithm of the sum of their weights. Each template moves the mean, a few rows at a time.
+
+        Weights of a sample without templates differ from those of `forward`; its update is zero in both.
+        """
+        z, attention = pair.x, self.attention
+        mean = z.new_zeros(*z.shape[:-1], attention.heads, attention.head_width)
+        total = z.new_full((*z.shape[:-1], attention.heads), -math.inf, dtype=wide(z.dtype))
+        # Queries, keys and values, their products and differences.
+        width = z.shape[-1] + 8 * attention.query.out_features
+
+        def take_in(one: Templates) -> None:
+            t = self.embedded(pair, one, NO_DROPOUT)
+            for rows in pair.budget.pieces(z, 1, pair.mask, width):
+                logits, values = attention.logits_and_values(t[:, :, rows], z[:, rows], one.mask)
+                total[:, rows] = torch.logaddexp(total[:, rows], logits[:, 0])
+                share = (logits[:, 0] - total[:, rows]).exp().to(mean.dtype).unsqueeze(-1)
+                mean[:, rows] = torch.lerp(mean[:, rows], values[:, 0], share)
+
+        for number in range(templates.mask.shape[1]):
+            take_in(templates.only(slice(number, number + 1)))
+
+        def update(mean: Float[Tensor, "B i J H D"]) -> Float[Tensor, "B i J c_z"]:
+            return attention.output(mean.flatten(-2)) * present(templates, z.dtype)
+
+        return pair.update(update, mean, width=width)
+
+    def embedded(self, pair: Sharded, templates: Templates, keys: DropoutKeys) -> Float[Tensor, "B T I j c_t"]:
+        """The pair representation of each template, on J, from features in the dtype of `pair`."""
         batch, count = templates.mask.shape
-        mask = pair_mask.unsqueeze(1).expand(-1, count, -1, -1).flatten(0, 1)  # of one sample a view
-        own = self.exchange.owned(pair_mask.shape[1])
+        mask = pair.mask.unsqueeze(1).expand(-1, count, -1, -1).flatten(0, 1)  # of one sample a view
+        own = self.exchange.owned(pair.total_sizes[0])
+        size = own.stop - own.start
 
         def features_of(rows: slice) -> Tensor:
-            return self.embedding(self.pair_features(templates, rows).to(dtype))
+            return self.embedding(self.pair_features(templates, rows).to(pair.x.dtype))
 
-        size = own.stop - own.start
-        pieces = [slice(0, size)]
-        if self.budget is not None:
-            width = 3 * self.embedding.in_features  # the features, the list of them, the product with the mask
-            pieces = self.budget.cut(size, 1, mask, width * templates.beta.element_size())
+        width = 3 * self.embedding.in_features  # the features, the list of them, the product with the mask
+        pieces = pair.budget.cut(size, 1, mask, width * templates.beta.element_size())
         t = collected(features_of, pieces, 2, size)
         return self.norm(self.stack(t.flatten(0, 1), mask, keys)).unflatten(0, (batch, count))
-
-    @staticmethod
-    def present(templates: Templates, dtype: torch.dtype) -> Float[Tensor, "B 1 1 1"]:
-        """1 for samples that have a template, otherwise 0."""
-        return (templates.mask.sum(1) > 0).to(dtype)[:, None, None, None]
 
     def pair_features(self, templates: Templates, rows: slice = slice(None)) -> Float[Tensor, "B T i J features"]:
         """Pair features of each template: CB distances, residue types of j and i, directions from i to j, masks. On I.
@@ -271,43 +281,6 @@ class TemplateEmbedder(Budgeted):
             both,
         ]
         return torch.cat([f if f.ndim == 5 else f.unsqueeze(-1) for f in features], -1) * both.unsqueeze(-1)
-
-
-@add_in_place.register(TemplateEmbedder)
-def _templates(
-    layer: TemplateEmbedder,
-    target: Pending,
-    mask: Float[Tensor, "B R R"],
-    budget: Budget,
-    z: Float[Tensor, "B I j c_z"],
-    templates: Templates,
-    pair_mask: Float[Tensor, "B R R"],
-    keys: DropoutKeys = NO_DROPOUT,
-) -> None:
-    """One template after another: only one is embedded at a time. Two things are kept of those before it, the weighted mean of
-    their values and the logarithm of the sum of their weights. Each template moves the mean, a few rows at a time.
-
-    Weights of a sample without templates differ from those of `forward`; its update is zero in both.
-    """
-    count, attention = templates.mask.shape[1], layer.attention
-    # Keys of dropout are for all templates together.
-    groups = [slice(0, count)] if keys.flat is not None else [slice(number, number + 1) for number in range(count)]
-    mean = z.new_zeros(*z.shape[:-1], attention.heads, attention.head_width)
-    total = z.new_full((*z.shape[:-1], attention.heads), -math.inf, dtype=wide(z.dtype))
-    # Queries, keys and values, their products and differences.
-    pieces = budget.pieces(z, 1, mask, z.shape[-1] + 8 * attention.query.out_features)
-    for some in groups:
-        t = layer.embedded(z.dtype, templates.only(some), pair_mask, keys)
-        for rows in pieces:
-            of_rows = attention.logits_and_values(t[:, :, rows], z[:, rows], templates.mask[:, some])
-            for logits, values in zip(*(x.unbind(1) for x in of_rows), strict=True):
-                total[:, rows] = torch.logaddexp(total[:, rows], logits)
-                share = (logits - total[:, rows]).exp().to(mean.dtype).unsqueeze(-1)
-                mean[:, rows] = torch.lerp(mean[:, rows], values, share)
-        del t  # not held while the next one is made
-    x, present = target.wait(), layer.present(templates, z.dtype)
-    for rows in pieces:
-        x[:, rows] += attention.output(mean[:, rows].flatten(-2)) * present
 
 
 class TemplateTorsionEmbedder(nn.Module):
@@ -347,6 +320,11 @@ def template_torsion_features(templates: Templates) -> Float[Tensor, "B T R 57"]
     return torch.cat(
         [F.one_hot(templates.aatype.long(), LETTERS_WITH_GAP).to(defined.dtype), own, alternative, defined], -1
     )
+
+
+def present(templates: Templates, dtype: torch.dtype) -> Float[Tensor, "B 1 1 1"]:
+    """1 for samples that have a template, otherwise 0."""
+    return (templates.mask.sum(1) > 0).to(dtype)[:, None, None, None]
 
 
 def _outer(rows: Float[Tensor, "B T i"], columns: Float[Tensor, "B T J"]) -> Float[Tensor, "B T i J"]:

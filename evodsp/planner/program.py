@@ -24,11 +24,10 @@ from evodsp.geometry.frames import structure_labels
 from evodsp.losses.total import total_loss
 from evodsp.model.alphafold import AlphaFold
 from evodsp.model.confidence import compute_contacts, compute_pae, compute_plddt, compute_ptm
-from evodsp.model.in_place import use_memory
 from evodsp.model.kernels import triton
 from evodsp.model.kernels.registry import Kernels
 from evodsp.model.outputs import ModelOutput
-from evodsp.model.primitives import use_exchange, use_kernels
+from evodsp.model.primitives import use_exchange, use_kernels, use_memory
 from evodsp.model.schedule import CommunicationPlan
 from evodsp.model.structure_module import StructureModule
 from evodsp.parallel.exchange import ShardedExchange

@@ -45,12 +45,12 @@ from torch.autograd.function import once_differentiable
 
 from evodsp.config import EvoformerConfig
 from evodsp.errors import UserError
-from evodsp.model.dropout import Masks
+from evodsp.model.dropout import NO_MASKS, Masks
 from evodsp.model.evoformer import PairMask, PairStack
 from evodsp.model.kernels.registry import Kernels
 from evodsp.model.pair_ops import TriangleAttention, TriangleMultiplication
 from evodsp.model.primitives import PairBias, ShardedModule, project
-from evodsp.model.sharded import Sharded
+from evodsp.model.sharded import Made, Sharded, Update
 from evodsp.parallel.collectives import Gather, ScatterSum, Switch
 from evodsp.parallel.exchange import ShardedExchange
 from evodsp.parallel.group import Group
@@ -77,7 +77,7 @@ class FoldCPPairStack(PairStack):
         self.attention_ending = ending_attention(c_z, heads, width, "ending")
 
     def forward(
-        self, z: Float[Tensor, "B i J c_z"], pair_mask: PairMask, masks: Masks = None
+        self, z: Float[Tensor, "B i J c_z"], pair_mask: PairMask, masks: Masks = NO_MASKS
     ) -> Float[Tensor, "B i J c_z"]:
         """z on I in and out. Raises UserError if the number of ranks does not divide the number of residues."""
         residues, ranks = pair_mask.shape[1], self.exchange.ranks
@@ -87,12 +87,12 @@ class FoldCPPairStack(PairStack):
                 f"crop or pad to a multiple of {ranks}, e.g. {residues + -residues % ranks}"
             )
         pair = Sharded(z, "i", pair_mask, self.exchange)
-        del z
-        pair = pair.add(self.triangle_outgoing, pair.x, pair_mask, "i", dropout=self.outgoing_dropout, masks=masks)
-        pair = pair.add(self.triangle_incoming, pair.x, pair_mask, "i", dropout=self.incoming_dropout, masks=masks)
-        pair = pair.add(self.attention_starting, pair.x, pair_mask, dropout=self.starting_dropout, masks=masks)
-        pair = pair.add(self.attention_ending, pair.x, pair_mask, dropout=self.ending_dropout, masks=masks)
-        return pair.add(self.transition, pair.x).x
+        pair += self.outgoing_dropout(self.triangle_outgoing(pair), masks)
+        pair += self.incoming_dropout(self.triangle_incoming(pair), masks)
+        pair += self.starting_dropout(self.attention_starting(pair), masks)
+        pair += self.ending_dropout(self.attention_ending(pair), masks)
+        pair += self.transition(pair)
+        return pair.x
 
 
 def _group(module: ShardedModule) -> Group:
@@ -101,7 +101,7 @@ def _group(module: ShardedModule) -> Group:
 
 
 class _TriangleMultiplication(TriangleMultiplication):
-    def multiply(self, both: Float[Tensor, "2 B c i R"], axis: Axis, result_axis: Axis, residues: int) -> Pending:
+    def _by_channel(self, both: Float[Tensor, "2 B c i R"], axis: Axis, result_axis: Axis, residues: int) -> Pending:
         a, b = both
         product = _Outgoing if self.edges == "outgoing" else _Incoming
         return Ready(product.apply(a, b, _group(self)).permute(0, 2, 3, 1))
@@ -203,10 +203,10 @@ class _AttentionWithShardedBias(torch.autograd.Function):
 
 
 class _StartingAttention(TriangleAttention):
-    def forward(self, z: Float[Tensor, "B i J c_z"], pair_mask: PairMask) -> Float[Tensor, "B i J c_z"]:
+    def forward(self, pair: Sharded) -> Update:
         """The update of z. Both are on I."""
-        projected, local = self._project(z)
-        return self.attention(projected, self.exchange.shard(pair_mask, "i"), self._bias(local))
+        projected, local = self._project(pair.x)
+        return Made(self.attention(projected, pair.own_mask, self._bias(local)))
 
     def _project(self, z: Tensor) -> tuple[Tensor, ...]:
         """What the projections and the layer of the bias make of the norm of z."""
@@ -219,23 +219,23 @@ class _StartingAttention(TriangleAttention):
 
 
 class _EndingAttention(_StartingAttention):
-    def forward(self, z: Float[Tensor, "B i J c_z"], pair_mask: PairMask) -> Float[Tensor, "B i J c_z"]:
+    def forward(self, pair: Sharded) -> Update:
         """The update of z. Both are on I; z is sent to J, and the update back."""
-        residues = pair_mask.shape[1]
-        projected, local = self._project(self.exchange.switch(z, "i", "j", residues))
-        mask = self.exchange.switch(self.exchange.shard(pair_mask, "i").unsqueeze(-1), "i", "j", residues).squeeze(-1)
+        residues = pair.total_sizes[0]
+        projected, local = self._project(pair.switch("j").x)
+        mask = self.exchange.switch(pair.own_mask.unsqueeze(-1), "i", "j", residues).squeeze(-1)
         update = self.attention(projected, mask, self._bias(local.transpose(1, 2)))
-        return self.exchange.switch(update, "j", "i", residues)
+        return Made(self.exchange.switch(update, "j", "i", residues))
 
 
 class _EndingAttentionOfProjections(TriangleAttention):
-    def forward(self, z: Float[Tensor, "B i J c_z"], pair_mask: PairMask) -> Float[Tensor, "B i J c_z"]:
+    def forward(self, pair: Sharded) -> Update:
         """The update of z. Both are on I; queries, keys, values and the mask are sent to J, and the result back."""
         group, layers = _group(self), (self.attention.projection, self.pair_bias.layer)
-        projected, local = project(self.kernels, z, self.norm, *layers, planes=1)
-        sizes = shard_sizes(pair_mask.shape[1], group.size)
+        projected, local = project(self.kernels, pair.x, self.norm, *layers, planes=1)
+        sizes = shard_sizes(pair.total_sizes[0], group.size)
         bias = _BiasOnColumns(local.transpose(1, 2), Gather(group, 2, sizes))
-        return self.attention(projected, self.exchange.shard(pair_mask, "i"), bias)
+        return Made(self.attention(projected, pair.own_mask, bias))
 
 
 class _BiasOnColumns(_RegatheredBias):

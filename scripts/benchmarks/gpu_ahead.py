@@ -40,6 +40,7 @@ from evodsp.model.kernels.triton import OPERATORS
 from evodsp.model.kernels.triton_kernels.launch import Launch, Operator
 from evodsp.model.pair_ops import TriangleMultiplication
 from evodsp.model.primitives import use_kernels
+from evodsp.model.sharded import Sharded
 from evodsp.model.templates import TemplatePairStack
 from evodsp.planner.program import Sizes, Step, program
 from evodsp.rng import Draws
@@ -141,7 +142,11 @@ def anchors(sizes: gpu_anchors.Sizes) -> None:
             layer = TriangleMultiplication(sizes.channels, sizes.channels, "outgoing").to(HALF)
         use_kernels(layer, Kernels(**operators_of("triton")))
         mask = torch.empty(1, n, n, device=META)
-        run(lambda z, *_, layer=layer, mask=mask: layer(z, mask), leaf(1, n, n, sizes.channels), *layer.parameters())
+        run(
+            lambda z, *_, layer=layer, mask=mask: layer(Sharded.whole(z, "j", mask)),
+            leaf(1, n, n, sizes.channels),
+            *layer.parameters(),
+        )
     for s, r in sizes.msa:
         attention(s, r, sizes.msa_heads, True)
         attention(r, s, sizes.msa_heads, False)

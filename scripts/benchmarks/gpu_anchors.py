@@ -32,6 +32,7 @@ from evodsp.model.casts import CastParameters
 from evodsp.model.kernels.registry import Kernels
 from evodsp.model.pair_ops import TriangleMultiplication
 from evodsp.model.primitives import use_kernels
+from evodsp.model.sharded import Sharded
 
 from . import gpu_clock
 from .gpu_cases import autocast
@@ -273,13 +274,15 @@ def multiplication_contender(backend: str, residues: int, channels: int, device:
 
     def exact(z: Tensor, *parameters: Tensor) -> Tensor:
         names = [name for name, _ in truth.named_parameters()]
-        found: Tensor = functional_call(truth, dict(zip(names, parameters, strict=True)), (z, mask))
+        found: Tensor = functional_call(
+            truth, dict(zip(names, parameters, strict=True)), (Sharded.whole(z, "j", mask),)
+        )
         return found
 
     def own(z: Tensor, *_: Tensor) -> Tensor:
         with autocast(device, HALF):
             casts.make()
-            found: Tensor = layer(z, mask)
+            found: Tensor = layer(Sharded.whole(z, "j", mask)).x
         return found
 
     def theirs(precision: str | None, z: Tensor, *_: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from evodsp.inference.devices import working_memory
 from evodsp.inference.passes import run_passes
 from evodsp.model.flops import pass_flops, training_flops
 from evodsp.model.graphs import Graphs, use_graphs
-from evodsp.model.in_place import use_memory
+from evodsp.model.primitives import use_memory
 from evodsp.model.recorders import CudaRecorder
 
 from . import gpu_cases, gpu_clock

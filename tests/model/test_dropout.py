@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from evodsp.model.dropout import NO_DROPOUT, Dropout, DropoutKeys, block_streams
+from evodsp.model.dropout import NO_DROPOUT, NO_MASKS, Dropout, DropoutKeys, block_streams
 from evodsp.model.kernels import dropout as kernels
 from evodsp.model.kernels import reference
 from evodsp.model.kernels.dropout import draw_masks, dropout_add
 from evodsp.model.kernels.registry import Kernels
 from evodsp.model.primitives import use_kernels
+from evodsp.model.sharded import Made, Sharded
 from evodsp.rng import Draws
 from tests.builders.small_stack import small_stack, streams
 
@@ -58,7 +59,9 @@ def test_dropout_shares_its_mask_and_keeps_the_mean(dtype: torch.dtype) -> None:
     dropout = Dropout(CHANNELS, rate, "row_attention", shared_axis="seq")
     x, update = (torch.randn(2, *SIZES, CHANNELS).to(dtype) for _ in range(2))
     masks = {"row_attention": draw_masks(keys_of([Draws.root(0).at(n) for n in range(2)])[None], 50 * 40, rate)[0]}
-    y = dropout(x, update, masks, SIZES, "seq")
+    representation = Sharded.whole(x, "seq", torch.ones(2, *SIZES))
+    representation += dropout(Made(update), masks)
+    y = representation.x
     kept = masks["row_attention"].view(2, 1, 50, 40)
     assert y.dtype == dtype
     exact = torch.where(kept, x.double() + update.double() / (1 - rate), x.double())
@@ -67,7 +70,7 @@ def test_dropout_shares_its_mask_and_keeps_the_mean(dtype: torch.dtype) -> None:
         assert (y != exact.to(dtype)).float().mean() < 1e-3
     assert kept.float().mean().item() == pytest.approx(1 - rate, abs=0.02)
     assert not torch.equal(kept[0], kept[1])
-    assert torch.equal(dropout(x, update, None, SIZES, "seq"), x + update)
+    assert dropout(made := Made(update), NO_MASKS) is made
 
 
 @pytest.mark.parametrize("shared_dim", [1, 2])

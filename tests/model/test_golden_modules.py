@@ -18,6 +18,7 @@ from evodsp.model.evoformer import EvoformerBlock
 from evodsp.model.msa_ops import MSAColumnAttention, MSAColumnGlobalAttention, MSARowAttention, OuterProductMean
 from evodsp.model.pair_ops import TriangleAttention, TriangleMultiplication
 from evodsp.model.primitives import Transition
+from evodsp.model.sharded import Sharded
 from evodsp.weights import names
 from evodsp.weights.deepmind import load_arrays
 from evodsp.weights.names import Name
@@ -91,6 +92,16 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Iterable[Name]], tu
 }
 
 
+def representations(tensors: dict[str, torch.Tensor]) -> list[Sharded]:
+    """What a sub-layer takes: m and z with their masks, on one device."""
+    found = []
+    for name, axis, mask_name in (("m", "res", "msa_mask"), ("z", "j", "pair_mask")):
+        if name in tensors:
+            x = tensors[name]
+            found.append(Sharded.whole(x, axis, tensors.get(mask_name, torch.ones(x.shape[:3]))))
+    return found
+
+
 def first_block(rows: Iterable[Name]) -> list[Name]:
     return [Name(row.ours, row.deepmind, row.layout, block=0) for row in rows]
 
@@ -106,8 +117,8 @@ def test_module_matches_alphafold(case: str, golden: Path) -> None:
 
     tensors = {name: torch.from_numpy(data[f"in/{name}"]).unsqueeze(0) for name in inputs}
     differentiable = [t.requires_grad_() for name, t in tensors.items() if f"grad/{name}" in data]
-    outputs = module(*tensors.values())
-    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    outputs = module(*(tensors.values() if case.endswith("_block") else representations(tensors)))
+    outputs = outputs if isinstance(outputs, tuple) else (outputs.x,)
     keys = ("msa", "pair") if len(outputs) == 2 else ("out",)
     for key, output in zip(keys, outputs, strict=True):
         valid = np.abs(data[f"cot/{key}"]).sum(-1, keepdims=True) > 0  # cotangents are zero on padding

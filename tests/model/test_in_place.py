@@ -15,15 +15,15 @@ from torch import Tensor, nn
 
 from evodsp.config import ModelConfig, TemplateConfig
 from evodsp.model.alphafold import TEMPLATE_FEATURES, AlphaFold
+from evodsp.model.dropout import DropoutKeys
 from evodsp.model.evoformer import EvoformerBlock, EvoformerStack
-from evodsp.model.in_place import Budget, add_in_place, use_memory
-from evodsp.model.primitives import use_exchange
+from evodsp.model.primitives import use_exchange, use_memory
 from evodsp.model.schedule import DAP, CommunicationPlan
+from evodsp.model.sharded import Budget, Sharded
 from evodsp.model.templates import TemplateEmbedder, TemplatePairStack, Templates
 from evodsp.parallel.exchange import Exchange, LocalExchange, ShardedExchange
 from evodsp.parallel.group import Group
 from evodsp.parallel.layout import DIMENSION, Axis, shard_sizes
-from evodsp.parallel.pending import Ready
 from evodsp.rng import Draws
 from scripts.benchmarks import formulas
 from scripts.benchmarks.peak_memory import PeakMemory
@@ -58,7 +58,9 @@ def stack_of(kind: Stack) -> nn.Module:
     return dense(EvoformerStack(channels, sizes.channels.pair, own, extra)).double()
 
 
-def run(kind: Stack, memory: int | None, exchange: Exchange, plan: CommunicationPlan) -> dict[str, Tensor]:
+def run(
+    kind: Stack, memory: int | None, exchange: Exchange, plan: CommunicationPlan, dropout: bool = False
+) -> dict[str, Tensor]:
     """This rank's shards of the results for a batch of two."""
     generator = torch.Generator().manual_seed(3)
 
@@ -70,18 +72,20 @@ def run(kind: Stack, memory: int | None, exchange: Exchange, plan: Communication
     use_exchange(stack, exchange, plan)
     use_memory(stack, memory)
     pair, pair_mask = random(2, R, R, sizes.pair), (random(2, R, R) > -1).double()
+    draws = [Draws.root(1).at(sample) for sample in range(2)] if dropout else []
+    keys = DropoutKeys.of(stack.dropout_streams(draws))
     with torch.no_grad():
         if kind == "templates":
-            return {"z": stack(exchange.shard(pair, "i").clone(), pair_mask)}
+            return {"z": stack(exchange.shard(pair, "i").clone(), pair_mask, keys)}
         msa = random(2, s, R, sizes.msa if kind == "evoformer" else sizes.extra_msa)
         msa_mask = (random(2, s, R) > -1).double()
-        m, z = stack(exchange.shard(msa, "seq").clone(), exchange.shard(pair, "j").clone(), msa_mask, pair_mask)
+        m, z = stack(exchange.shard(msa, "seq").clone(), exchange.shard(pair, "j").clone(), msa_mask, pair_mask, keys)
         return {"m": m, "z": z}
 
 
 def run_rank(handle: Any, *arguments: Any) -> dict[str, Tensor]:
-    kind, memory, plan = arguments
-    return run(kind, memory, ShardedExchange(Group(handle)), plan)
+    kind, memory, plan, *dropout = arguments
+    return run(kind, memory, ShardedExchange(Group(handle)), plan, *dropout)
 
 
 @pytest.mark.parametrize("memory", [1, 3000])
@@ -91,6 +95,16 @@ def test_pieces_equal_the_whole(kind: Stack, memory: int) -> None:
     found, expected = (run(kind, limit, LocalExchange(), CommunicationPlan()) for limit in (memory, None))
     for name, x in expected.items():
         close(found[name], x, name)
+
+
+@pytest.mark.parametrize("kind", ["evoformer", "templates"])
+def test_pieces_under_dropout(pool: RankPool, kind: Stack) -> None:
+    """Catches a piece whose mask begins where the shard begins, or is drawn for its own positions."""
+    expected, without = (run(kind, None, LocalExchange(), CommunicationPlan(), kept) for kept in (True, False))
+    assert not torch.allclose(expected["z"], without["z"])
+    close(run(kind, 1, LocalExchange(), CommunicationPlan(), True)["z"], expected["z"], "z")
+    found = pool.run(2, run_rank, kind, 1, CommunicationPlan(), True)
+    close(torch.cat([rank["z"] for rank in found], 2), expected["z"], "z")
 
 
 STREAMED = CommunicationPlan(outer_product_mean="sum", stream_bias=True)
@@ -139,13 +153,15 @@ def test_one_template_after_another(double: Any, memory: int) -> None:
     residues = given["template_aatype"].shape[2]
     embedder = dense(TemplateEmbedder(sizes.pair, config().templates)).double()
     z, mask = torch.randn(batch, residues, residues, sizes.pair), torch.ones(batch, residues, residues)
-    expected = embedder(z, Templates.from_features(given), mask)
+    templates = Templates.from_features(given)
+    expected = embedder(Sharded.whole(z, "j", mask), templates).x
     assert not expected[1].any()
     assert expected[0].any()
     assert expected[2].any()
     found = z.clone()
     with torch.no_grad():
-        add_in_place(embedder, Ready(found), mask, Budget(memory, 1), found, Templates.from_features(given), mask)
+        pair = Sharded(found, "j", mask, LocalExchange(), Budget(memory, 1))
+        pair += embedder(pair, templates)
     close(found, z + expected, "z")
 
 
@@ -160,10 +176,11 @@ def test_templates_in_half_precision() -> None:
     z, mask = torch.randn(1, residues, residues, pair).bfloat16(), torch.ones(1, residues, residues)
     found = torch.zeros_like(z)
     with torch.no_grad():
-        exact = embedder(z.float(), templates, mask)
+        exact = embedder(Sharded.whole(z.float(), "j", mask), templates).x
         with torch.autocast("cpu", torch.bfloat16):
-            whole = embedder(z, templates, mask)
-            add_in_place(embedder, Ready(found), mask, Budget(3000, 1), z, templates, mask)
+            whole = embedder(Sharded.whole(z, "j", mask), templates).x
+            pair = Sharded(found, "j", mask, LocalExchange(), Budget(3000, 1))
+            pair += embedder(Sharded(z, "j", mask, LocalExchange(), pair.budget), templates)
     errors = [(x.float() - exact).abs().mean() for x in (found, whole)]
     assert 0 < errors[0] < 1.3 * errors[1] < 0.05 * exact.abs().mean()
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from evodsp.model.pair_ops import TriangleMultiplication
+from evodsp.model.sharded import Sharded
 
 
 class BatchedProducts(TorchDispatchMode):
@@ -30,6 +31,7 @@ def test_products_get_matrices_without_gaps(edges: Any) -> None:
     """Catches operands or a gradient with channels last: a CPU copies and multiplies such matrices one after another."""
     module = TriangleMultiplication(6, 4, edges)
     with BatchedProducts() as seen:
-        module(torch.randn(1, 5, 5, 6, requires_grad=True), torch.ones(1, 5, 5)).sum().backward()
+        z = torch.randn(1, 5, 5, 6, requires_grad=True)
+        module(Sharded.whole(z, "j", torch.ones(1, 5, 5))).x.sum().backward()
     assert len(seen.operands) == 2 + 4
     assert all(1 in x.stride()[1:] for x in seen.operands)
