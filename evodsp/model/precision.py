@@ -31,6 +31,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+# Added to a logit, this removes its key from the softmax. If all keys are masked, the weights are uniform, as in AF2.
+MASKED = -1e9
+
+
+def mask_bias(mask: Float[Tensor, "*batch L"]) -> Float[Tensor, "*batch L"]:
+    """Additive bias of keys: 0 where the mask is 1, -1e9 where it is 0."""
+    return (1.0 - mask) * MASKED
+
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     """A context in which autocast is off."""

@@ -26,9 +26,8 @@ from evodsp.geometry.rigid import Rigid
 from evodsp.model.dropout import NO_DROPOUT, NO_MASKS, Dropout, DropoutKeys, Masks, Streams, block_streams, draw_blocks
 from evodsp.model.embedders import distance_one_hot, squared_edges
 from evodsp.model.graphs import Recorded
-from evodsp.model.kernels.reference import mask_bias
 from evodsp.model.pair_ops import TriangleAttention, TriangleMultiplication
-from evodsp.model.precision import wide
+from evodsp.model.precision import mask_bias, wide
 from evodsp.model.primitives import Budgeted, LayerNorm, Linear, ShardedModule, Transition
 from evodsp.model.recomputation import Recomputation
 from evodsp.model.sharded import Made, Sharded, Update, collected

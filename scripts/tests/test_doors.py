@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from evodsp.parallel.exchange import LocalExchange
+import inspect
+
+from evodsp.model.pair_ops import TriangleAttention
+from evodsp.parallel.exchange import LocalExchange, ShardedExchange
 from evodsp.parallel.layout import shard_slice
 from evodsp.ranges import memory_size
+from scripts.benchmarks.fake_ranks import fake_group
 from scripts.doors import block, doors
 
 
@@ -23,5 +27,9 @@ def test_files_are_those_of_the_calls() -> None:
 
 
 def test_a_block_has_no_more_doors_than_it_had() -> None:
-    """Catches one more file for whoever reads a block; the number may only fall."""
-    assert len(doors(block(LocalExchange()))) <= 17
+    """Catches a further file between a block and its numbers."""
+    one = block(LocalExchange())
+    assert len(doors(one, inspect.unwrap(TriangleAttention.forward).__code__)) <= 9
+    assert len(doors(one)) <= 14
+    with fake_group(2) as group:
+        assert len(doors(block(ShardedExchange(group)))) <= 17

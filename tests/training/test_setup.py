@@ -60,7 +60,7 @@ def test_matrix_products_have_the_precision_of_the_option(found: list[dict[str, 
 def test_the_kernels_reach_the_model(found: list[dict[str, Any]]) -> None:
     """kernels.* ignored by fit: every number stays the same up to rounding."""
     for rank in found:
-        assert rank["kernels"].pop("transition").endswith(".norm_layers")  # of chunked
+        assert rank["kernels"].pop("transition").endswith(".by_chunks")  # of chunked
         assert {module.rpartition(".")[2] for module in rank["kernels"].values()} == {"reference"}
 
 

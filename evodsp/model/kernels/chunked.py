@@ -2,7 +2,7 @@
 
 The logits of attention are by far the largest array of an Evoformer block ([S, H, R, R] and [R, H, R, R]). They are computed,
 used and dropped chunk by chunk, and computed again in the backward pass. On a CPU the working set stays in cache; on every
-device, memory is linear in the inputs and the bias. Outer products (`outer_product`) and wide layers (`norm_layers`) are
+device, memory is linear in the inputs and the bias. Outer products (`outer_product`) and wide layers (`by_chunks`) are
 computed alike.
 
 Shape legend: B batch, N rows of the outer axis (each attends within itself), H heads, Q queries, K keys, D head width, S
@@ -19,14 +19,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import linear
 
-from evodsp.model.kernels.by_chunks import Steps, Sums, cast_all, column_sums
+from evodsp.model.kernels.by_chunks import Layers, Steps, Sums, cast_all, column_sums, empty_gradient, parts_of
 from evodsp.model.kernels.dropout import dropout_add
-from evodsp.model.kernels.norm_layers import Layers
 from evodsp.model.kernels.outer_product import OuterProducts, ProductSteps
-from evodsp.model.kernels.reference import LOG2_E, empty_gradient, layer_norm, linear, mask_bias, parts_of
+from evodsp.model.kernels.reference import LOG2_E, layer_norm
 from evodsp.model.kernels.triangle_products import Triangles
-from evodsp.model.precision import wide, wide_product, without_autocast
+from evodsp.model.precision import mask_bias, wide, wide_product, without_autocast
 
 __all__ = [
     "attention",

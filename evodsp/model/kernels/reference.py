@@ -16,32 +16,10 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 from torch.nn import functional as F
 
+from evodsp.model.precision import mask_bias
 from evodsp.rng import key_words, philox4x32
 
-# Added to a logit, this removes its key from the softmax. If all keys are masked, the weights are uniform, as in AF2.
-MASKED = -1e9
 LOG2_E = math.log2(math.e)
-
-
-def mask_bias(mask: Float[Tensor, "*batch L"]) -> Float[Tensor, "*batch L"]:
-    """Additive bias of keys: 0 where the mask is 1, -1e9 where it is 0."""
-    return (1.0 - mask) * MASKED
-
-
-def parts_of(
-    projected: Float[Tensor, "B N L 4 H D"], first: int, queries: int
-) -> tuple[
-    Float[Tensor, "B N Q H D"], Float[Tensor, "B N L H D"], Float[Tensor, "B N L H D"], Float[Tensor, "B N Q H D"]
-]:
-    """Views: so many queries, from number `first` on; all keys; all values; the gates of these queries."""
-    q, k, v, gate = projected.unbind(3)
-    attending = slice(first, first + queries)
-    return q[:, :, attending], k, v, gate[:, :, attending]
-
-
-def empty_gradient(projected: Float[Tensor, "B N L 4 H D"], queries: int) -> Float[Tensor, "B N L 4 H D"]:
-    """Memory for the gradient of the projection. Where only some positions attend, the others' queries and gates get zero."""
-    return torch.empty_like(projected) if queries == projected.shape[2] else torch.zeros_like(projected)
 
 
 def attention(projected: Float[Tensor, "B N L 4 H D"], keys: Float[Tensor, "B N L"]) -> Float[Tensor, "B N L H D"]:

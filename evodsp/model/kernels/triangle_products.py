@@ -1,4 +1,4 @@
-"""Triangle multiplication's operators, which begin with a layer norm as those of `norm_layers` do.
+"""Triangle multiplication's operators, which begin with a layer norm as those of `by_chunks` do.
 
 Shape legend: B batch, I J residues of a shard of the pair representation, n1 n2 its axes in any order, c channels of an operand
 (cc of both, cccc with their gates), z channels of the pair representation, o channels of results, * axes of a chunk.

@@ -13,9 +13,8 @@ from collections.abc import Callable
 from jaxtyping import Float
 from torch import Tensor
 
-from evodsp.model.kernels.by_chunks import Steps
+from evodsp.model.kernels.by_chunks import Layers, Steps
 from evodsp.model.kernels.by_chunks import linear as project
-from evodsp.model.kernels.norm_layers import Layers
 from evodsp.model.kernels.outer_product import OuterProducts, ProductSteps
 from evodsp.model.kernels.triangle_products import Triangles
 from evodsp.model.kernels.triton_kernels import attention as _attention

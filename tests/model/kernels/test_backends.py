@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from evodsp.model.kernels import by_chunks, chunked, norm_layers, reference, sdpa, triangle_products
+from evodsp.model.kernels import by_chunks, chunked, reference, sdpa, triangle_products
 from evodsp.model.kernels.self_check import MASKS, call, examples
 
 ATTENTIONS = ["attention", "biased_attention"]
@@ -147,7 +147,7 @@ LAYERS = [
 @pytest.fixture(params=[0, 1 << 20], ids=lambda limit: f"keep {limit}")
 def keep(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """So many numbers of an intermediate are kept for the backward pass."""
-    monkeypatch.setattr(norm_layers, "_CPU_HIDDEN", request.param)
+    monkeypatch.setattr(by_chunks, "_CPU_HIDDEN", request.param)
     monkeypatch.setattr(triangle_products, "_CPU_PROJECTED", request.param)
     return request.param
 
@@ -176,7 +176,7 @@ def test_layers(operator: str, sizes: tuple[int, int], chunk: int, monkeypatch: 
 def test_the_linear_layer() -> None:
     """Catches a wrong backward pass of the linear layer that is an operator because of its bias's gradient."""
     inputs = examples("linear", torch.device("cpu"), torch.float64)
-    agree("linear", norm_layers.Layers(chunked._STEPS).linear, reference.linear, inputs)
+    agree("linear", by_chunks.Layers(chunked._STEPS).linear, reference.linear, inputs)
 
 
 def test_the_incoming_product() -> None:

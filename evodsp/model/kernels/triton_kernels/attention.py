@@ -25,7 +25,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from evodsp.model.kernels.reference import empty_gradient, parts_of
+from evodsp.model.kernels.by_chunks import empty_gradient, parts_of
 from evodsp.model.kernels.triton_kernels.launch import (
     Launch,
     Launcher,
