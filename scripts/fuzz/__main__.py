@@ -33,7 +33,7 @@ from scripts.fuzz.mutations import mutated
 from scripts.fuzz.subjects import Subject, subjects, write
 
 SECONDS, WALL_SECONDS = 5.0, 120.0
-"""Of computing, and of waiting: other programs may use the machine."""
+"""Of computing; and of computing and waiting for anything but a processor, which other programs may use."""
 MEMORY = 1 << 30
 LONGEST_MESSAGE = 2500
 
@@ -91,18 +91,18 @@ def _work(found: Sequence[Subject], seed: int, numbers: Sequence[int], at: Conne
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     for number in numbers:
         with tempfile.TemporaryDirectory(prefix="fuzz") as folder:
-            now[:] = number, time.monotonic(), time.process_time()
+            now[:] = number, time.monotonic(), time.process_time(), _without_processor("self")
             at.send((number, *try_case(found, seed, number, Path(folder))))
 
 
 def try_cases(found: Sequence[Subject], seed: int, numbers: Sequence[int]) -> Iterator[tuple[int, str, str | None]]:
     """Cases with their subjects and what was found. A process that crashes or hangs is replaced."""
     context = multiprocessing.get_context("fork")
-    now = context.Array("d", 3, lock=False)
+    now = context.Array("d", 4, lock=False)
     left = numbers
     while left:
         mine, theirs = context.Pipe(duplex=False)
-        now[:] = left[0], time.monotonic(), 0.0
+        now[:] = left[0], time.monotonic(), 0.0, 0.0
         process = context.Process(target=_work, args=(found, seed, left, theirs, now))
         process.start()
         theirs.close()
@@ -124,10 +124,15 @@ def try_cases(found: Sequence[Subject], seed: int, numbers: Sequence[int]) -> It
             left = left[1:]
 
 
+def _without_processor(pid: int | str | None) -> float:
+    """Seconds for which a process could have computed and had no processor."""
+    return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
+
+
 def _hangs(pid: int | None, now: Sequence[float]) -> str | None:
     ticks = [int(x) for x in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]]
     computed = sum(ticks) / os.sysconf("SC_CLK_TCK") - now[2]
-    waited = time.monotonic() - now[1]
+    waited = time.monotonic() - now[1] - (_without_processor(pid) - now[3])
     return f"does not end ({computed:.0f} s)" if computed > 2 * SECONDS or waited > WALL_SECONDS else None
 
 
