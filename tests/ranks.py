@@ -99,6 +99,10 @@ class _Parent:
         context.Process(target=_bear, args=(remote_end, checked)).start()
         remote_end.close()
         atexit.register(self._pipe.close)  # before multiprocessing waits for the process, which ends then
+        try:
+            self._pipe.recv()
+        except EOFError:
+            raise RuntimeError("the process that ranks are forks of ended; its error stands above") from None
 
     def forks(self, ranks: int, target: Target) -> tuple[list[int], list[Connection]]:
         """Process ids of new ranks that run `target`, and pipes to them."""
@@ -124,6 +128,7 @@ def _bear(pipe: Connection, checked: bool) -> None:
         import tests.process  # noqa: F401
     for name in IMPORTED:
         import_module(name)
+    pipe.send("ready")
     context = mp.get_context("fork")
     while True:
         try:
