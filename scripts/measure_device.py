@@ -35,7 +35,7 @@ from evodsp.config import EvoformerConfig, ModelConfig
 from evodsp.files import whole_file
 from evodsp.model.evoformer import EvoformerStack
 from evodsp.model.kernels import triton
-from evodsp.model.kernels.registry import Kernels
+from evodsp.model.kernels.operators import Kernels
 from evodsp.model.primitives import use_kernels
 from evodsp.parallel.group import Group
 from evodsp.parallel.ledger import Kind
@@ -103,8 +103,7 @@ class Block:
         with torch.device("meta"):
             stack = EvoformerStack(self.c_m, self.c_z, dataclasses.replace(self.config, blocks=1, checkpoint=False))
         if own_kernels:
-            names = [f.name for f in dataclasses.fields(Kernels) if hasattr(triton, f.name)]
-            use_kernels(stack, Kernels(**{name: getattr(triton, name) for name in names}))
+            use_kernels(stack, Kernels.of(triton))
         return stack.to(dtype)
 
     def run(self, stack: EvoformerStack) -> Callable[[], None]:

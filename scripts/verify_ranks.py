@@ -36,7 +36,8 @@ from evodsp.model.casts import CastParameters
 from evodsp.model.dropout import DropoutKeys
 from evodsp.model.evoformer import EvoformerStack
 from evodsp.model.kernels.backends import BACKENDS
-from evodsp.model.kernels.registry import Kernels, choose
+from evodsp.model.kernels.operators import OPERATORS
+from evodsp.model.kernels.registry import choose
 from evodsp.model.kernels.self_check import problem_of
 from evodsp.model.primitives import use_exchange, use_kernels
 from evodsp.parallel.collectives import Collective, Gather, ScatterSum, Sum, Switch
@@ -67,7 +68,7 @@ def kernels(group: Group, device: torch.device, processes: str = "1") -> str:
             continue
         # flash-attn has no float32.
         dtypes = [torch.bfloat16] if name == "flash_attn" else [torch.float32, torch.bfloat16]
-        operators = [field.name for field in dataclasses.fields(Kernels) if hasattr(module, field.name)]
+        operators = [name for name in OPERATORS if hasattr(module, name)]
         cases += [(name, *case, device) for case in itertools.product(operators, dtypes)]
         lines.append(f"{name}: {', '.join(operators)}")
     if int(processes) > 1:

@@ -25,7 +25,7 @@ from evodsp.model.casts import CastParameters
 from evodsp.model.dropout import DropoutKeys
 from evodsp.model.evoformer import EvoformerStack
 from evodsp.model.kernels.backends import BACKENDS
-from evodsp.model.kernels.registry import Kernels
+from evodsp.model.kernels.operators import Kernels
 from evodsp.model.primitives import use_exchange, use_kernels
 from evodsp.parallel.exchange import Exchange, LocalExchange, ShardedExchange
 from evodsp.parallel.group import Group
@@ -135,8 +135,7 @@ class Setting:
                 elif name.endswith("widen.bias"):
                     parameter.copy_(8 * parameter.sign())
         backend = importlib.import_module(BACKENDS["triton" if self.device.type == "cuda" else "chunked"].module)
-        names = [entry.name for entry in dataclasses.fields(Kernels) if hasattr(backend, entry.name)]
-        use_kernels(module, Kernels(**{name: getattr(backend, name) for name in names}))
+        use_kernels(module, Kernels.of(backend))
         use_exchange(module, self.exchange)
         return module.to(self.device)
 

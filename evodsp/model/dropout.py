@@ -20,7 +20,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from evodsp.model.kernels.dropout import draw_masks, dropout_add
-from evodsp.model.kernels.registry import Kernels
+from evodsp.model.kernels.operators import Kernels
 from evodsp.model.primitives import Computed
 from evodsp.model.sharded import Dropped, Update
 from evodsp.parallel.layout import DIMENSION, Axis

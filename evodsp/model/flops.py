@@ -7,7 +7,6 @@ device does beyond it (norms, softmax, activations that are computed again in th
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
 
 import torch
 from torch import Tensor
@@ -16,11 +15,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from evodsp.config import ModelConfig
 from evodsp.model.alphafold import AlphaFold
 from evodsp.model.kernels import reference
-from evodsp.model.kernels.registry import Kernels
+from evodsp.model.kernels.operators import Kernels
 from evodsp.model.primitives import use_kernels
 
 # The formulas as they stand in the supplement. Torch's counter does not see all operators of other backends.
-_FORMULAS = Kernels(**{item.name: getattr(reference, item.name) for item in fields(Kernels)})
+_FORMULAS = Kernels.of(reference)
 
 
 def pass_flops(config: ModelConfig, batch: Mapping[str, Tensor]) -> int:

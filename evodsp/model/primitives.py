@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from evodsp.model.kernels.registry import Kernels
+from evodsp.model.kernels.operators import Kernels
 from evodsp.model.precision import without_autocast
 from evodsp.model.schedule import CommunicationPlan
 from evodsp.model.sharded import NO_LIMIT, Budget, Mask, Sharded, Unmade, Update

@@ -143,13 +143,14 @@ class Sharded:
         axis: Axis,
         mask: Mask,
         exchange: Exchange,
-        budget: Budget = NO_LIMIT,
+        budget: Budget | None = None,
     ) -> None:
         """`x`: the shard, or a collective that delivers it. `mask`: of the WHOLE representation, on every rank (it has no
         channels, so it is small); its shape gives the total sizes. `budget`: change the shard itself, within this budget.
         """
         self.pending = Shared(x if isinstance(x, Pending) else Ready(x))
-        self.axis, self.mask, self.exchange, self.budget = axis, mask, exchange, budget
+        self.axis, self.mask, self.exchange = axis, mask, exchange
+        self.budget = NO_LIMIT if budget is None else budget  # a default that is an object does not compile with torch 2.11
 
     @classmethod
     def whole(cls, x: Float[Tensor, "B N1 N2 c"], axis: Axis, mask: Mask) -> Sharded:

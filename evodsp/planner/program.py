@@ -25,7 +25,7 @@ from evodsp.losses.total import total_loss
 from evodsp.model.alphafold import AlphaFold
 from evodsp.model.confidence import compute_contacts, compute_pae, compute_plddt, compute_ptm
 from evodsp.model.kernels import triton
-from evodsp.model.kernels.registry import Kernels
+from evodsp.model.kernels.operators import Kernels
 from evodsp.model.outputs import ModelOutput
 from evodsp.model.primitives import use_exchange, use_kernels, use_memory
 from evodsp.model.schedule import CommunicationPlan
@@ -200,8 +200,7 @@ def _prepare(model: AlphaFold, step: Step) -> None:
             if not getattr(module, "computes_in_float32", False):
                 module.to(torch.bfloat16)
     if step.on_gpu:
-        own = {f.name: getattr(triton, f.name) for f in dataclasses.fields(Kernels) if hasattr(triton, f.name)}
-        use_kernels(model, Kernels(**own))
+        use_kernels(model, Kernels.of(triton))
     else:
         model.to_empty(device="cpu")
 

@@ -47,7 +47,7 @@ from evodsp.config import EvoformerConfig
 from evodsp.errors import UserError
 from evodsp.model.dropout import NO_MASKS, Masks
 from evodsp.model.evoformer import PairMask, PairStack
-from evodsp.model.kernels.registry import Kernels
+from evodsp.model.kernels.operators import Kernels
 from evodsp.model.pair_ops import TriangleAttention, TriangleMultiplication
 from evodsp.model.primitives import PairBias, ShardedModule, project
 from evodsp.model.sharded import Made, Sharded, Update

@@ -33,10 +33,9 @@ from evodsp.config import ModelConfig
 from evodsp.inference.devices import WORKING_SHARE
 from evodsp.model.dropout import DropoutKeys
 from evodsp.model.evoformer import EvoformerStack
-from evodsp.model.kernels import self_check
 from evodsp.model.kernels import triton as own
-from evodsp.model.kernels.registry import Kernels
-from evodsp.model.kernels.triton import OPERATORS
+from evodsp.model.kernels.operators import OPERATORS, Kernels
+from evodsp.model.kernels.triton import LAUNCHED
 from evodsp.model.kernels.triton_kernels.launch import Launch, Operator
 from evodsp.model.pair_ops import TriangleMultiplication
 from evodsp.model.primitives import use_kernels
@@ -66,7 +65,7 @@ class Launches(TorchDispatchMode):
         """`shift`: elements after an aligned address at which all tensors begin."""
         super().__init__()
         self.found: dict[str, Specialised] = {}
-        self.calls, self._shift, self._operators = 0, shift, OPERATORS
+        self.calls, self._shift, self._operators = 0, shift, LAUNCHED
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func.namespace == "evodsp" and (operator := self._operators.get(func.name())):
@@ -115,9 +114,10 @@ def block(config: ModelConfig, kind: str, first: int, residues: int, dtype: torc
 
 def checked(operator: str, dtype: torch.dtype) -> None:
     """An operator as the self-check of a run's start calls it."""
-    inputs = [x.to(META) for x in self_check.examples(operator, torch.device("cpu"), dtype)]
-    wanted = [x.requires_grad_() for n, x in enumerate(inputs) if n != self_check.MASKS.get(operator)]
-    results = self_check.call(operator, getattr(own, operator), inputs)
+    spec = OPERATORS[operator]
+    inputs = [x.to(META) for x in spec.inputs(torch.device("cpu"), dtype)]
+    wanted = [x.requires_grad_() for n, x in enumerate(inputs) if n != spec.mask]
+    results = spec.call(getattr(own, operator), inputs)
     torch.autograd.grad(results, wanted, [torch.empty_like(x) for x in results])
 
 

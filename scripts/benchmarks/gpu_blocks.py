@@ -10,7 +10,7 @@ from statistics import median
 
 import torch
 
-from evodsp.model.kernels.registry import Operator
+from evodsp.model.kernels.operators import Operator
 
 from . import gpu_cases, gpu_clock, gpu_operators
 from .gpu_checks import block_calls

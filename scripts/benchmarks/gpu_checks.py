@@ -9,7 +9,7 @@ from functools import cache, partial
 
 import torch
 
-from evodsp.model.kernels.registry import Kernels, Operator
+from evodsp.model.kernels.operators import Kernels, Operator
 from evodsp.model.kernels.self_check import problem_of
 
 from . import gpu_cases, gpu_operators

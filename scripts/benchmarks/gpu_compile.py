@@ -11,7 +11,6 @@ compiled later by the program that needs it. The exit code is 0 unless every tas
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import importlib
 import multiprocessing
 import os
@@ -25,7 +24,7 @@ from dataclasses import dataclass
 import torch
 
 from evodsp.model.kernels.backends import BACKENDS
-from evodsp.model.kernels.registry import Kernels
+from evodsp.model.kernels.operators import OPERATORS, Kernels
 from evodsp.model.kernels.self_check import problem_of
 from scripts.benchmarks import gpu_cases
 
@@ -61,7 +60,7 @@ def compile_for(task: Task, device: torch.device, sizes: gpu_cases.Sizes, share:
     try:
         if task.block is None:
             return problem_of(task.operator, function, device, task.dtype)
-        kernels = dataclasses.replace(Kernels(), **{task.operator: function})
+        kernels = Kernels(**{task.operator: function})
         for _ in gpu_cases.block(gpu_cases.config_of(sizes), *task.block, device, task.dtype, kernels)():
             pass
         return ""
@@ -87,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     device = torch.device("cpu" if options.cpu else "cuda")
     sizes = gpu_cases.TINY if options.cpu else gpu_cases.FULL
     backend = importlib.import_module(BACKENDS[_backend(device)].module)
-    operators = [field.name for field in dataclasses.fields(Kernels) if hasattr(backend, field.name)]
+    operators = [name for name in OPERATORS if hasattr(backend, name)]
     succeeded, problems = Counter[str](), dict[str, list[str]]()
     # Spawned, not forked: a process in which CUDA was used cannot be forked.
     with ProcessPoolExecutor(options.processes, multiprocessing.get_context("spawn")) as pool:

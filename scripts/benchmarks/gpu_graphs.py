@@ -29,7 +29,7 @@ from evodsp.model.casts import CastParameters
 from evodsp.model.dropout import DropoutKeys, Streams
 from evodsp.model.evoformer import EvoformerStack
 from evodsp.model.graphs import Graphs, use_graphs
-from evodsp.model.kernels.registry import Kernels
+from evodsp.model.kernels.operators import Kernels
 from evodsp.model.primitives import use_kernels
 from evodsp.model.recorders import CudaRecorder, Recorder, Rerun
 from evodsp.model.templates import TemplatePairStack
@@ -133,8 +133,7 @@ def compared(model: nn.Module, step_of: Callable, recorder: Recorder, device: to
     if device.type == "cuda":
         from evodsp.model.kernels import triton
 
-        own = {f.name: getattr(triton, f.name) for f in dataclasses.fields(Kernels) if hasattr(triton, f.name)}
-        use_kernels(model, Kernels(**own))
+        use_kernels(model, Kernels.of(triton))
     models = [model, copy.deepcopy(model), copy.deepcopy(model)]
     usual, again, replayed = (step_of(one) for one in models)
     graphs = Graphs(recorder)

@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.flop_counter import FlopCounterMode
 
 from evodsp.model.kernels import reference
-from evodsp.model.kernels.registry import Kernels, Operator
-from evodsp.model.kernels.triton import OPERATORS
+from evodsp.model.kernels.operators import OPERATORS, Kernels, Operator
+from evodsp.model.kernels.triton import LAUNCHED
 from evodsp.model.kernels.triton_kernels.launch import Launch, moved
 
 from .gpu_clock import Step
@@ -74,7 +74,7 @@ def caught(make: Callable[[Kernels], Step], base: Kernels) -> list[Call]:
 
         return call
 
-    step = make(Kernels(**{f.name: catching(f.name, getattr(base, f.name)) for f in dataclasses.fields(base)}))
+    step = make(Kernels(**{name: catching(name, getattr(base, name)) for name in OPERATORS}))
     for _ in step():
         pass
     return list(calls.values())
@@ -192,7 +192,7 @@ class Grids(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if operator := OPERATORS.get(f"{func.namespace}::{func.overloadpacket.__name__}"):
+        if operator := LAUNCHED.get(f"{func.namespace}::{func.overloadpacket.__name__}"):
             self.launches += operator.launches(*args)
         return result
 

@@ -12,7 +12,6 @@ Shape legend: S rows of the MSA, R residues, Q queries, K keys.
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import importlib.machinery
 import importlib.util
@@ -30,7 +29,7 @@ from torch import Tensor, nn
 from evodsp.config import ModelConfig
 from evodsp.model.dropout import NO_DROPOUT
 from evodsp.model.kernels import reference
-from evodsp.model.kernels.registry import Kernels
+from evodsp.model.kernels.operators import Kernels
 from evodsp.model.primitives import use_kernels
 from evodsp.weights.names import evoformer_block
 from scripts.parity.openfold_side import SOURCE, hide_deepspeed
@@ -40,7 +39,7 @@ from .gpu_clock import Step
 from .gpu_peer_operators import relative
 from .gpu_rows import Case, Measured, Setup, chosen, measured
 
-FORMULAS = Kernels(**{field.name: getattr(reference, field.name) for field in dataclasses.fields(Kernels)})
+FORMULAS = Kernels.of(reference)
 """Every operator by its formula."""
 STAND_IN = "OpenFold's CUDA extension for the softmax of row attention is replaced by torch's softmax, in place"
 """Note on times of OpenFold's extra-MSA block."""

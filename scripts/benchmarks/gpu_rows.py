@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import importlib
 import time
@@ -15,7 +14,8 @@ import torch
 
 from evodsp.config import KernelsConfig
 from evodsp.model.kernels.backends import BACKENDS
-from evodsp.model.kernels.registry import Kernels, Operator, choose
+from evodsp.model.kernels.operators import OPERATORS, Kernels, Operator
+from evodsp.model.kernels.registry import choose
 
 from . import gpu_clock
 from .gpu_cases import Sizes
@@ -131,7 +131,7 @@ def why_absent(backend: str, device: torch.device) -> str:
 def operators_of(backend: str) -> dict[str, Operator]:
     """The functions of a backend by the names of the operators."""
     module = importlib.import_module(BACKENDS[backend].module)
-    return {f.name: getattr(module, f.name) for f in dataclasses.fields(Kernels) if hasattr(module, f.name)}
+    return {name: getattr(module, name) for name in OPERATORS if hasattr(module, name)}
 
 
 @cache

@@ -42,7 +42,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from evodsp.model.kernels import triton as own
-from evodsp.model.kernels.registry import Kernels
+from evodsp.model.kernels.operators import Kernels
 from evodsp.model.kernels.triton_kernels import launch
 
 from . import gpu_cases
@@ -131,7 +131,7 @@ class _Catch(TorchDispatchMode):
 
 def calls_of(step: Step) -> list[Call]:
     """The different calls of own operators in a step, in order."""
-    by_name = own.OPERATORS
+    by_name = own.LAUNCHED
     with _Catch() as catch:
         for catch.stage in _named(step):
             pass
@@ -298,7 +298,7 @@ def comparison_lines(device: torch.device, end: float) -> Iterator[str]:
                 failed += 1
                 yield f"DIFFERS: {call.operator.name} of a {kind} block on {first} x {residues}: {way}"
             compared += 1
-    refused = [name for name, operator in own.OPERATORS.items() if operator.refused]
+    refused = [name for name, operator in own.LAUNCHED.items() if operator.refused]
     if refused:
         failed += 1
         yield f"REFUSED: Triton is not as expected, so plans are not repeated: {', '.join(refused)}"

@@ -32,7 +32,7 @@ from evodsp.model.casts import CastParameters
 from evodsp.model.dropout import DropoutKeys
 from evodsp.model.evoformer import EvoformerStack, MSAStack, PairStack
 from evodsp.model.kernels import triton
-from evodsp.model.kernels.registry import Kernels
+from evodsp.model.kernels.operators import Kernels
 from evodsp.model.kernels.triton import REPORTS
 from evodsp.model.primitives import Linear, use_exchange, use_kernels
 from evodsp.parallel.exchange import ShardedExchange
@@ -269,8 +269,7 @@ def run(case: Case) -> dict[str, Any]:
         if exchange is not None:
             use_exchange(model, exchange)
         if case.kernels == "triton":
-            own = {f.name: getattr(triton, f.name) for f in dataclasses.fields(Kernels) if hasattr(triton, f.name)}
-            use_kernels(model, Kernels(**own))
+            use_kernels(model, Kernels.of(triton))
         parts = {name: module for name, module in model.named_modules() if isinstance(module, (MSAStack, PairStack))}
         if isinstance(model, AlphaFold):
             parts |= {name: module for name, module in model.named_children() if name != "heads"}

@@ -15,7 +15,7 @@ from evodsp.model.dropout import NO_DROPOUT, NO_MASKS, Dropout, DropoutKeys, blo
 from evodsp.model.kernels import dropout as kernels
 from evodsp.model.kernels import reference
 from evodsp.model.kernels.dropout import draw_masks, dropout_add
-from evodsp.model.kernels.registry import Kernels
+from evodsp.model.kernels.operators import Kernels
 from evodsp.model.primitives import use_kernels
 from evodsp.model.sharded import Made, Sharded
 from evodsp.rng import Draws

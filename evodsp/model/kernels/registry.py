@@ -10,39 +10,17 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
 from evodsp.config import KernelsConfig
 from evodsp.model.kernels import chunked
 from evodsp.model.kernels.backends import BACKENDS, Backend, check_names
+from evodsp.model.kernels.operators import OPERATORS, Kernels, Operator
 from evodsp.model.kernels.self_check import problem_of
 
-Operator = Callable[..., Any]
-"""Returns a tensor or several."""
 OnAllRanks = Callable[[str | None], list[str | None]]
-
-
-@dataclass(frozen=True)
-class Kernels:
-    """The implementation of each operator. `reference` documents what they compute."""
-
-    attention: Operator = chunked.attention
-    biased_attention: Operator = chunked.biased_attention
-    dropout_add: Operator = chunked.dropout_add
-    gated_linear: Operator = chunked.gated_linear
-    gated_output: Operator = chunked.gated_output
-    gated_projection: Operator = chunked.gated_projection
-    global_attention: Operator = chunked.global_attention
-    layer_norm: Operator = chunked.layer_norm
-    linear: Operator = chunked.linear
-    outer_product: Operator = chunked.outer_product
-    pooled_projections: Operator = chunked.pooled_projections
-    projections: Operator = chunked.projections
-    transition: Operator = chunked.transition
-    triangle_product: Operator = chunked.triangle_product
 
 
 @dataclass(frozen=True)
@@ -92,7 +70,7 @@ def choose(
     """
     check_names(config)
     kernels, choices = Kernels(), []
-    for operator in (f.name for f in fields(Kernels)):
+    for operator in OPERATORS:
 
         def problem(backend: Backend, operator: str = operator) -> str | None:
             problems = on_all_ranks(_problem(operator, backend, device, dtype, gradients))
@@ -101,7 +79,7 @@ def choose(
             return next(f"rank {rank}: {p or f'it has no {operator}'}" for rank, p in enumerate(problems) if p != "")
 
         function, choice = _chosen(operator, config, device, problem)
-        kernels = replace(kernels, **{operator: function})
+        kernels = kernels.replaced(**{operator: function})
         choices.append(choice)
     return kernels, choices
 

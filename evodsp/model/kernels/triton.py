@@ -32,7 +32,7 @@ from evodsp.model.kernels.triton_kernels.launch import Operator
 from evodsp.model.kernels.triton_kernels.layer_norm import layer_norm
 
 __all__ = [
-    "OPERATORS",
+    "LAUNCHED",
     "REPORTS",
     "attention",
     "biased_attention",
@@ -50,7 +50,7 @@ __all__ = [
     "triangle_product",
 ]
 
-OPERATORS: dict[str, Operator] = {
+LAUNCHED: dict[str, Operator] = {
     operator.name: operator
     for module in (
         _attention,
@@ -66,7 +66,7 @@ OPERATORS: dict[str, Operator] = {
     for operator in module.OPERATORS
 }
 """By `namespace::name`."""
-REPORTS: dict[str, Callable[..., tuple[int, int]]] = {name: operator.report for name, operator in OPERATORS.items()}
+REPORTS: dict[str, Callable[..., tuple[int, int]]] = {name: operator.report for name, operator in LAUNCHED.items()}
 """`namespace::name` of an operator -> function of its positional arguments that returns (launches, bytes moved)."""
 
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from evodsp.model.kernels.registry import Kernels
-from evodsp.model.kernels.triton import OPERATORS
+from evodsp.model.kernels.operators import Kernels
+from evodsp.model.kernels.triton import LAUNCHED
 from evodsp.model.kernels.triton_kernels import launch
 from scripts.benchmarks import gpu_ahead, gpu_cases
 from scripts.benchmarks.gpu_rows import operators_of
@@ -19,7 +19,7 @@ CASES = (("evoformer", 5, 7), ("extra", 6, 7), ("templates", 2, 7))
 @pytest.fixture
 def nothing_is_launched(triton_installed: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Operators on a CPU allocate their results, and leave them empty."""
-    operators = OPERATORS.values()
+    operators = LAUNCHED.values()
     monkeypatch.setattr(launch, "run", lambda _: None)
     for operator in operators:
         operator.forget()

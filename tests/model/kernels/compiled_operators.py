@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._functorch.autograd_function import autograd_function_apply
 
-from evodsp.model.kernels import self_check
+from evodsp.model.kernels.operators import OPERATORS
 
 
 def check(backend: str, operator: str) -> int:
@@ -20,7 +20,8 @@ def check(backend: str, operator: str) -> int:
     """
     torch.compiler.reset()
     function = getattr(importlib.import_module(f"evodsp.model.kernels.{backend}"), operator)
-    inputs = self_check.examples(operator, torch.device("cpu"), torch.float32)
+    spec = OPERATORS[operator]
+    inputs = spec.inputs(torch.device("cpu"), torch.float32)
     count = [0]
 
     def compiler(graph: torch.fx.GraphModule, examples: Any) -> Any:
@@ -29,12 +30,10 @@ def check(backend: str, operator: str) -> int:
 
         return run
 
-    compiled = torch.compile(
-        lambda *tensors: self_check.call(operator, function, tensors), fullgraph=True, backend=compiler
-    )
-    wanted = [n for n in range(len(inputs)) if n != self_check.MASKS.get(operator)]
+    compiled = torch.compile(lambda *tensors: spec.call(function, tensors), fullgraph=True, backend=compiler)
+    wanted = [n for n in range(len(inputs)) if n != spec.mask]
     found = []
-    for run in (compiled, lambda *tensors: self_check.call(operator, function, tensors)):
+    for run in (compiled, lambda *tensors: spec.call(function, tensors)):
         arguments = [x.detach().requires_grad_(n in wanted) for n, x in enumerate(inputs)]
         results = run(*arguments)
         weights = [torch.linspace(-1, 2, x.numel()).to(x.dtype).view(x.shape) for x in results]

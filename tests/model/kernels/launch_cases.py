@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from evodsp.model.kernels.triton import OPERATORS
+from evodsp.model.kernels.triton import LAUNCHED
 from evodsp.model.kernels.triton_kernels import device, launch
 from scripts.benchmarks.host_time import NoGpu, shifted
 
@@ -80,7 +80,7 @@ def written_down(patch: pytest.MonkeyPatch) -> Iterator[tuple[Launched, Driver]]
 
 def forget() -> None:
     """Forget the plans of all operators."""
-    for operator in OPERATORS.values():
+    for operator in LAUNCHED.values():
         operator.forget()
 
 
@@ -115,7 +115,7 @@ def repeated(launched: Launched) -> bool:
 
 def calls(size: int, width: int, dtype: torch.dtype) -> Iterator[tuple[launch.Operator, list[Any]]]:
     """A call of each operator, on tensors with this many positions and channels."""
-    own = {name.removeprefix("evodsp::"): operator for name, operator in OPERATORS.items()}
+    own = {name.removeprefix("evodsp::"): operator for name, operator in LAUNCHED.items()}
 
     def draw(*shape: int, of: torch.dtype = dtype) -> Tensor:
         return torch.ones(shape, dtype=of)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from evodsp.model.kernels import by_chunks, chunked, reference, sdpa, triangle_products
-from evodsp.model.kernels.self_check import MASKS, call, examples
+from evodsp.model.kernels.operators import OPERATORS
 
 ATTENTIONS = ["attention", "biased_attention"]
 
@@ -25,8 +25,8 @@ ATTENTIONS = ["attention", "biased_attention"]
 def values_and_gradients(operator: str, function: Any, inputs: list[Tensor]) -> list[Tensor]:
     """The results, and the gradients of all inputs but the mask, for random cotangents."""
     leaves = [x.detach().clone(memory_format=torch.preserve_format) for x in inputs]
-    wanted = [x.requires_grad_() for n, x in enumerate(leaves) if n != MASKS.get(operator)]
-    outputs = call(operator, function, leaves)
+    wanted = [x.requires_grad_() for n, x in enumerate(leaves) if n != OPERATORS[operator].mask]
+    outputs = OPERATORS[operator].call(function, leaves)
     generator = torch.Generator().manual_seed(1)
     cotangents = [torch.randn(x.shape, dtype=x.dtype, generator=generator) for x in outputs]
     return [*(x.detach() for x in outputs), *torch.autograd.grad(outputs, wanted, cotangents)]
@@ -40,7 +40,7 @@ def agree(operator: str, function: Any, formula: Any, inputs: list[Tensor], atol
 
 def some_keys(operator: str) -> list[Tensor]:
     """Inputs of attention in which every row has a key. (Logits of rows without keys, -1e9, keep few digits.)"""
-    inputs = examples(operator, torch.device("cpu"), torch.float64)
+    inputs = OPERATORS[operator].inputs(torch.device("cpu"), torch.float64)
     inputs[1][..., 0] = 1
     return inputs
 
@@ -90,14 +90,14 @@ def test_weights_of_half_precision_factors(biased: bool) -> None:
 
 def test_the_result_is_laid_out_as_the_projection() -> None:
     """Catches a copy: attention along columns returns to rows by a transposition, which must be free."""
-    inputs = examples("attention", torch.device("cpu"), torch.float32)
+    inputs = OPERATORS["attention"].inputs(torch.device("cpu"), torch.float32)
     for function in (chunked.attention, sdpa.attention):
         assert function(*inputs).transpose(1, 2).is_contiguous()
 
 
 def test_a_row_of_masked_keys_is_uniform() -> None:
     """Catches NaN where all keys are masked: AF2's softmax is uniform there."""
-    projected, keys = examples("attention", torch.device("cpu"), torch.float32)
+    projected, keys = OPERATORS["attention"].inputs(torch.device("cpu"), torch.float32)
     _, _, v, gate = projected.unbind(3)
     for function in (reference.attention, chunked.attention, sdpa.attention):
         out = function(projected, torch.zeros_like(keys))
@@ -111,7 +111,7 @@ def test_sdpa() -> None:
 
 def some_sequences(sequences: int) -> list[Tensor]:
     """Inputs of global attention in which every column has a sequence."""
-    q, key_value, keys = examples("global_attention", torch.device("cpu"), torch.float64)
+    q, key_value, keys = OPERATORS["global_attention"].inputs(torch.device("cpu"), torch.float64)
     keys[:, -1] = 1
     return [q, key_value[:, -sequences:], keys[:, -sequences:]]
 
@@ -169,19 +169,19 @@ def test_layers(operator: str, sizes: tuple[int, int], chunk: int, monkeypatch: 
             x = x[:batch] if x.shape[1] == 1 else x[:batch, :rows]  # one for all rows
         return x[:, :, :rows] if square and x.ndim > 2 else x
 
-    inputs = [cut(x) for x in examples(operator, torch.device("cpu"), torch.float64)]
+    inputs = [cut(x) for x in OPERATORS[operator].inputs(torch.device("cpu"), torch.float64)]
     agree(operator, getattr(chunked, operator), getattr(reference, operator), inputs)
 
 
 def test_the_linear_layer() -> None:
     """Catches a wrong backward pass of the linear layer that is an operator because of its bias's gradient."""
-    inputs = examples("linear", torch.device("cpu"), torch.float64)
+    inputs = OPERATORS["linear"].inputs(torch.device("cpu"), torch.float64)
     agree("linear", by_chunks.Layers(chunked._STEPS).linear, reference.linear, inputs)
 
 
 def test_the_incoming_product() -> None:
     """Catches the gradients of outgoing edges for incoming ones."""
-    inputs = examples("triangle_product", torch.device("cpu"), torch.float64)
+    inputs = OPERATORS["triangle_product"].inputs(torch.device("cpu"), torch.float64)
     functions = [partial(f.triangle_product, outgoing=False) for f in (chunked, reference)]  # type: ignore[attr-defined]
     own, formula = ((lambda *x, outgoing, f=f: f(*x)) for f in functions)
     agree("triangle_product", own, formula, inputs)
@@ -191,11 +191,11 @@ def test_the_incoming_product() -> None:
 def test_no_layer_keeps_the_norm(operator: str, keep: int) -> None:
     """Catches a norm or operands that are kept for the backward pass, and a hidden layer that is larger than the limit: beside
     inputs, a few parameters only. And a small intermediate that is formed again, or kept without a backward pass."""
-    inputs = [x.requires_grad_() for x in examples(operator, torch.device("cpu"), torch.float64)]
+    inputs = [x.requires_grad_() for x in OPERATORS[operator].inputs(torch.device("cpu"), torch.float64)]
     own = {x.untyped_storage().data_ptr() for x in inputs}
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: (kept.append(x), x)[1], lambda x: x):
-        call(operator, getattr(chunked, operator), inputs)
+        OPERATORS[operator].call(getattr(chunked, operator), inputs)
     large = [x for x in kept if x.untyped_storage().data_ptr() not in own and x[..., 0].numel() >= 2 * 5 * 7]
     assert len(large) == (keep > 0 and operator in ("transition", "triangle_product"))
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
-from evodsp.model.kernels.registry import Kernels
+from evodsp.model.kernels.operators import OPERATORS
 from tests.model.kernels import compiled_operators
 from tests.model.kernels.interpreter import interpreting_process
 
-OPERATORS = [field.name for field in dataclasses.fields(Kernels)]
 # Those that are an autograd.Function around pieces that differ from `chunked`'s.
 OF_PIECES = ["gated_linear", "gated_output", "gated_projection", "triangle_product"]
 

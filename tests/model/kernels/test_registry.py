@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import dataclasses
+import re
 import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -14,8 +18,9 @@ from evodsp.config import KernelsConfig
 from evodsp.errors import UserError
 from evodsp.model.alphafold import AlphaFold
 from evodsp.model.kernels import backends, chunked, reference, registry
-from evodsp.model.kernels.backends import Backend
-from evodsp.model.kernels.registry import Kernels, choose, summary
+from evodsp.model.kernels.backends import BACKENDS, Backend
+from evodsp.model.kernels.operators import OPERATORS, Kernels
+from evodsp.model.kernels.registry import choose, summary
 from evodsp.model.primitives import Computed, use_kernels
 from tests.builders.small_model import config
 
@@ -26,6 +31,30 @@ def chosen(settings: KernelsConfig, dtype: torch.dtype = torch.float32) -> tuple
     """The functions, the backends by operator, and all problems."""
     kernels, choices = choose(settings, CPU, dtype)
     return kernels, {c.operator: c.backend for c in choices}, [p for c in choices for p in c.problems]
+
+
+def defined_in(module: str) -> set[str]:
+    """Names of a module that may need a package that is not installed."""
+    tree = ast.parse(Path(*module.split(".")).with_suffix(".py").read_text())
+    names = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    targets = [target for node in tree.body if isinstance(node, ast.Assign) for target in node.targets]
+    names |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return names | {name.name for node in tree.body if isinstance(node, ast.ImportFrom) for name in node.names}
+
+
+def test_an_operator_is_known_everywhere() -> None:
+    """Catches an operator without a setting, and a row of the documentation that is missing or names other backends."""
+    assert [field.name for field in dataclasses.fields(KernelsConfig)] == ["backend", *OPERATORS]
+    known = {name: defined_in(backend.module) for name, backend in BACKENDS.items()}
+    rows = re.findall(r"^\| `(\w+)` \| [^|]* \| (`.*`) \|$", Path("docs/training.md").read_text(), re.MULTILINE)
+    documented = {name: set(re.findall(r"\w+", backends)) for name, backends in rows if name in OPERATORS}
+    assert documented == {name: {one for one in known if name in known[one]} for name in OPERATORS}
+
+
+def test_an_operator_that_does_not_exist() -> None:
+    """Catches a name that is mistyped and without effect."""
+    with pytest.raises(TypeError, match="no operator lienar"):
+        Kernels(lienar=reference.linear)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
