@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+from jaxtyping import Float
 from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
@@ -68,6 +70,36 @@ def score(output: ModelOutput, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
+@dataclass(frozen=True)
+class Pass:
+    """What the host keeps of one batch of an optimizer step."""
+
+    numbers: dict[str, Tensor]
+    """Losses and metrics, on the device."""
+    samples: list[int]
+    """Indices of its samples."""
+    recycles: int
+    """Number of its recycling iterations after the first."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What the host knows of an optimizer step once its gradient is reduced."""
+
+    means: dict[str, float]
+    """Losses, metrics, norm of the gradient and share of clipped ones: over the passes that count, of all ranks."""
+    counted: float
+    """Number of passes that count, as a mean over ranks."""
+    passes: int
+    """Number of passes of each rank."""
+    asked: list[float]
+    """For each request the share of ranks that ask."""
+    own_numbers: Float[Tensor, "passes n"]
+    """Losses and metrics of this rank's passes."""
+    own_counted: Float[Tensor, " passes"]
+    """1 for this rank's passes that count."""
+
+
 class TrainingModule(LightningModule):
     """Lightning's view of `AlphaFold`.
 
@@ -114,10 +146,8 @@ class TrainingModule(LightningModule):
         self._dropout = Draws.root(seed).at("dropout")
         self._casts = CastParameters(self.model)
         self._gradients: Gradients | None = None
-        self._step: list[dict[str, Tensor]] = []
-        self._step_samples: list[list[int]] = []
-        self._recycles: list[int] = []
-        """Losses, sample indices and numbers of recycling iterations of the batches of this optimizer step."""
+        self._passes: list[Pass] = []
+        """Those of the running optimizer step."""
 
     def setup(self, stage: str) -> None:
         """Choose the implementations of the operators for this run's device and precision."""
@@ -138,9 +168,8 @@ class TrainingModule(LightningModule):
         loss, terms = total_loss(output, batch, self.config.loss, self.config.heads, self.model.exchange)
         lddt_ca = metrics.lddt_ca(*_ca_atoms(output, batch)).mean()
         residues = batch["seq_mask"][:, 0].sum() / len(batch["seq_mask"])
-        self._step.append({"loss": loss.detach(), **terms, "lddt_ca": lddt_ca.detach(), "residues": residues})
-        self._recycles.append(batch["aatype"].shape[1] - 1)
-        self._step_samples.append(batch["sample_index"].tolist())
+        numbers = {"loss": loss.detach(), **terms, "lddt_ca": lddt_ca.detach(), "residues": residues}
+        self._passes.append(Pass(numbers, batch["sample_index"].tolist(), batch["aatype"].shape[1] - 1))
         return loss
 
     def on_fit_start(self) -> None:
@@ -151,7 +180,7 @@ class TrainingModule(LightningModule):
         self._gradients = self.world.gradients(
             self.model.parameters(), clip, per_sample, trainer.accumulate_grad_batches
         )
-        self._begin_step()
+        self._passes = []
 
     def on_train_start(self) -> None:
         """Not in `on_fit_start`: a checkpoint's optimizer is restored only now."""
@@ -166,20 +195,30 @@ class TrainingModule(LightningModule):
 
     def on_after_backward(self) -> None:
         self._casts.drop()
-        loss = self._step[-1]["loss"]
-        if self.bad_samples.skips(self._step_samples[-1]):
+        loss = self._passes[-1].numbers["loss"]
+        if self.bad_samples.skips(self._passes[-1].samples):
             loss = torch.full_like(loss, math.nan)
         self.gradients.add(self.trainer.accumulate_grad_batches, loss)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Reduce the gradient over batches and ranks, leave out what is not finite, and log the means since the last row.
+        """Reduce the gradient over batches and ranks, decide whether the optimizer gets it, and log the step."""
+        step = self._reduce()
+        if self._decide(step):
+            self.interval.add({**step.means, "recycles": sum(one.recycles for one in self._passes) / step.passes})
+        else:
+            self.gradients.discard()
+        self._log_interval(optimizer)
+        self._passes = []
 
-        All that is looked at is read in one copy, the only place of a step where the host waits for the GPU. Lightning gets
-        tensors on the CPU: it would read device tensors one by one, and copy numbers to the device first.
+    def _reduce(self) -> Step:
+        """Reduce the gradient, and what the host must know of the step.
+
+        All of that is read in one copy, the only place of a step where the host waits for the GPU. Lightning gets tensors on
+        the CPU: it would read device tensors one by one, and copy numbers to the device first.
         """
         reduced = self.gradients.finish()
-        names, passes = list(self._step[0]), len(self._step)
-        terms = torch.stack([torch.stack([values[name].float() for name in names]) for values in self._step])
+        names = list(self._passes[0].numbers)
+        terms = torch.stack([torch.stack([one.numbers[name].float() for name in names]) for one in self._passes])
         number = reduced.counted.sum()
         asked = [torch.full_like(reduced.norm, float(request.asked), dtype=torch.float32) for request in self._requests]
         sums = [
@@ -190,29 +229,27 @@ class TrainingModule(LightningModule):
         ]
         means = self.trainer.strategy.reduce(torch.stack([*sums, *asked]), reduce_op="mean")  # over the ranks
         read = torch.cat([means, terms.flatten(), reduced.counted.float()]).cpu()
-        means, shares, terms, counted = read.split([len(sums), len(asked), terms.numel(), passes])
-        for request, share in zip(self._requests, shares, strict=True):
+        means, shares, terms, counted = read.split([len(sums), len(asked), terms.numel(), len(self._passes)])
+        named = zip([*names, "gradient_norm", "clipped_fraction"], (means[:-1] / means[-1]).tolist(), strict=True)
+        return Step(
+            dict(named), float(means[-1]), len(self._passes), shares.tolist(), terms.view(-1, len(names)), counted
+        )
+
+    def _decide(self, step: Step) -> bool:
+        """Whether the optimizer gets the gradient. All ranks decide alike, because they all have the same means.
+
+        Agrees to what ranks have asked for, and reports samples that are not finite.
+        """
+        for request, share in zip(self._requests, step.asked, strict=True):
             if share > 0:
                 request.agree()
-        on_average = float(means[-1])
-        bad = on_average < passes or not math.isfinite(float(means[len(names)]))
-        if bad and not (self.gradients.drops_samples and on_average):
-            on_average = 0.0
-        if bad:
-            self._leave_out(names, terms.view(passes, -1), counted)
-        if on_average:
+        kept = step.counted > 0
+        if step.counted < step.passes or not math.isfinite(step.means["gradient_norm"]):
+            kept = kept and self.gradients.drops_samples
+            self._leave_out(step)
+        if kept:
             self.bad_samples.kept = True
-            numbers = dict(
-                zip([*names, "gradient_norm", "clipped_fraction"], (means / on_average).tolist(), strict=False)
-            )
-            self.interval.add({**numbers, "recycles": sum(self._recycles) / passes})
-        else:
-            self.gradients.discard()
-        self._log_interval(optimizer)
-        self._begin_step()
-
-    def _begin_step(self) -> None:
-        self._step, self._step_samples, self._recycles = [], [], []
+        return kept
 
     def _log_interval(self, optimizer: torch.optim.Optimizer) -> None:
         """Log the means over the steps since the last row; nothing if all of them were left out."""
@@ -242,21 +279,18 @@ class TrainingModule(LightningModule):
         every = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
         return bool(every) and (self.trainer.global_step + 1) % every == 0
 
-    def _leave_out(self, names: Sequence[str], terms: Tensor, counted: Tensor) -> None:
-        """Find out which samples of this step are not finite, on which ranks, and report them. All ranks call this together.
-
-        `terms` [passes, names] and `counted` [passes] are this rank's.
-        """
+    def _leave_out(self, step: Step) -> None:
+        """Find out which samples of this step are not finite, on which ranks, and report them. All ranks call this together."""
         known = [name for name, _ in self.named_parameters()]
         parameters = [known[number] for number in self.gradients.not_finite()]
         found: list[Suspect] = []
-        for samples, values, counts in zip(self._step_samples, terms, counted, strict=True):
-            wrong = [name for name, value in zip(names, values, strict=True) if not value.isfinite()]
-            if counts or (self.bad_samples.skips(samples) and not wrong):
+        for one, values, counts in zip(self._passes, step.own_numbers, step.own_counted, strict=True):
+            wrong = [name for name, value in zip(one.numbers, values, strict=True) if not value.isfinite()]
+            if counts or (self.bad_samples.skips(one.samples) and not wrong):
                 continue
             # The parameters are those of the first such sample.
-            found += [Suspect(sample, wrong, () if found else parameters) for sample in samples]
-        own = [sample for samples in self._step_samples for sample in samples]
+            found += [Suspect(sample, wrong, () if found else parameters) for sample in one.samples]
+        own = [sample for one in self._passes for sample in one.samples]
         suspects = merged(self.world.gather((found, own, parameters)), self.bad_samples.skip)
         self.bad_samples.add(suspects, self)
 

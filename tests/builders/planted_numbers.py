@@ -69,4 +69,4 @@ PARAMETER = "heads.masked_msa.logits.weight"
 
 
 def _is_here(module: TrainingModule) -> bool:
-    return BAD in module._step_samples[-1] and os.environ.get("RANK", "1") == "1"
+    return BAD in module._passes[-1].samples and os.environ.get("RANK", "1") == "1"

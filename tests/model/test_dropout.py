@@ -17,7 +17,8 @@ from evodsp.model.kernels import reference
 from evodsp.model.kernels.dropout import draw_masks, dropout_add
 from evodsp.model.kernels.operators import Kernels
 from evodsp.model.primitives import use_kernels
-from evodsp.model.sharded import Made, Sharded
+from evodsp.model.sharded import Budget, Made, Sharded
+from evodsp.parallel.exchange import LocalExchange
 from evodsp.rng import Draws
 from tests.builders.small_stack import small_stack, streams
 
@@ -71,6 +72,18 @@ def test_dropout_shares_its_mask_and_keeps_the_mean(dtype: torch.dtype) -> None:
     assert kept.float().mean().item() == pytest.approx(1 - rate, abs=0.02)
     assert not torch.equal(kept[0], kept[1])
     assert dropout(made := Made(update), NO_MASKS) is made
+
+
+def test_pieces_have_their_parts_of_the_whole_mask() -> None:
+    """Catches a piece whose mask begins where the shard begins: it is another one if the mask differs along the pieces."""
+    dropout = Dropout(CHANNELS, 0.4, "ending", shared_axis="j")
+    x, update, mask = torch.randn(1, 7, 7, CHANNELS), torch.randn(1, 7, 7, CHANNELS), torch.ones(1, 7, 7)
+    masks = {"ending": draw_masks(keys_of([Draws.root(0)])[None], 7 * CHANNELS, 0.4)[0]}
+    whole = Sharded.whole(x, "j", mask)
+    whole += dropout(whole.update(torch.clone, update, width=1), masks)
+    pieces = Sharded(x.clone(), "j", mask, LocalExchange(), Budget(1, 1))
+    pieces += dropout(pieces.update(torch.clone, update, width=1), masks)
+    assert torch.equal(pieces.x, whole.x)
 
 
 @pytest.mark.parametrize("shared_dim", [1, 2])

@@ -99,7 +99,7 @@ def test_pieces_equal_the_whole(kind: Stack, memory: int) -> None:
 
 @pytest.mark.parametrize("kind", ["evoformer", "templates"])
 def test_pieces_under_dropout(pool: RankPool, kind: Stack) -> None:
-    """Catches a piece whose mask begins where the shard begins, or is drawn for its own positions."""
+    """Catches dropout that is lost, or of another shard."""
     expected, without = (run(kind, None, LocalExchange(), CommunicationPlan(), kept) for kept in (True, False))
     assert not torch.allclose(expected["z"], without["z"])
     close(run(kind, 1, LocalExchange(), CommunicationPlan(), True)["z"], expected["z"], "z")

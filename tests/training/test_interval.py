@@ -16,7 +16,7 @@ from evodsp.report.curve import read_curve
 from evodsp.training.config import TrainingConfig
 from evodsp.training.gradients import Gradients, Reduced
 from evodsp.training.interval import IntervalMeans
-from evodsp.training.module import TrainingModule
+from evodsp.training.module import Pass, TrainingModule
 from evodsp.training.throughput import MEASURED
 
 STEPS, EVERY, STOPPED = 6, 3, 4
@@ -94,8 +94,8 @@ def test_the_numbers_of_a_step_are_means_over_the_passes_that_count() -> None:
     module._gradients = MagicMock(spec=Gradients, drops_samples=True)
     module._gradients.finish.return_value = Reduced(norm, counted, clipped)
     module._gradients.not_finite.return_value = []
-    module._step = [{"loss": torch.tensor(loss), "fape": torch.tensor(fape)} for loss, fape in LOSSES]
-    module._step_samples, module._recycles = [[0], [1], [2]], [0, 1, 5]
+    numbers = [{"loss": torch.tensor(loss), "fape": torch.tensor(fape)} for loss, fape in LOSSES]
+    module._passes = [Pass(*one) for one in zip(numbers, [[0], [1], [2]], [0, 1, 5], strict=True)]
     module.on_before_optimizer_step(MagicMock(spec=torch.optim.Optimizer))
     assert module.interval.means() == {
         "loss": 3.0, "fape": 1.0, "gradient_norm": 6.0, "clipped_fraction": 0.5, "recycles": 2.0
