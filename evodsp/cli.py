@@ -202,15 +202,6 @@ COMMANDS: dict[str, Command] = {
             "the terminal, as JSON and as a page. The exit code is 0 if training can start, 1 if not.",
         ),
         SettingsCommand(
-            "data synthesize",
-            "write synthetic protein families to train on",
-            settings="evodsp.synthetic.config:SynthesisConfig",
-            runner="evodsp.synthetic.command:run",
-            required="--output DIR",
-            description="Write synthetic protein families, structures and alignments, to train on without a download. The same "
-            "seed gives the same files.",
-        ),
-        SettingsCommand(
             "data build",
             "parse chains once, into a feature store that training reads",
             settings="evodsp.data.building.config:BuildConfig",

@@ -399,15 +399,6 @@ def test_an_output_that_cannot_be_written(output: str, inputs: Path, capsys: pyt
         "fit": ["fit", "--config", CONFIG],
         "predict": predict()[: predict().index("--output")] + predict()[predict().index("--output") + 2 :],
         "export": ["weights", "export", "--checkpoint", CHECKPOINT, "--format", "deepmind"],
-        "synthesize": [
-            "data",
-            "synthesize",
-            "--families=1",
-            "--members=1",
-            "--held_out=0",
-            "--min_length=48",
-            "--sequences=4",
-        ],
     }
     for words in commands.values():
         check_refused([*words, "--output", output], inputs, capsys, output.rpartition("/")[0].removesuffix("/evodsp"))

@@ -149,7 +149,7 @@ def test_the_quick_help_lists_options_that_exist() -> None:
     ("words", "said"),
     [
         (["fti"], "no command 'fti'. Did you mean 'fit'?"),
-        (["data", "synthesise"], "Did you mean 'synthesize'?"),
+        (["data", "idex"], "Did you mean 'index'?"),
         (["predict"], "evodsp predict needs --output"),
         (["predict", "x", "--output=y"], "no model is given; add --checkpoint FILE, or --weights model_1_ptm"),
         (["predict", "x", "--output=y", "--weights=model_6"], "no published parameters are called 'model_6'"),

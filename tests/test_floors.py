@@ -29,7 +29,6 @@ FLOORS = {
     "evodsp.launch.launcher": ("lightning", "evodsp.geometry", "evodsp.data", "evodsp.model", "evodsp.config"),
     "evodsp.files": (*TORCH_FREE, "numpy"),
     "evodsp.download": (*TORCH_FREE, "numpy"),
-    "evodsp.synthetic": TORCH_FREE,
     "evodsp.data.records": TORCH_FREE,
     "evodsp.data.parsers": TORCH_FREE,
     "evodsp.data.mmcif": TORCH_FREE,
