@@ -118,7 +118,9 @@ class TrainingCommand(Command):
             return 0 if words else 2
         from evodsp.run_config_file import with_packaged_configs
 
-        return int(_imported("evodsp.training.command:run")(self.name, with_packaged_configs(words)))
+        words = with_packaged_configs(words)
+        options.check_names(self.name, words)  # type: ignore[arg-type]
+        return int(_imported("evodsp.training.command:run")(self.name, words))
 
 
 @dataclass(frozen=True)

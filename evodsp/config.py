@@ -7,6 +7,7 @@ AlphaFold2's model_1 (supplement, sections 1.5 to 1.9 and 1.11).
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args, get_type_hints
 
@@ -77,6 +78,16 @@ def check_preset(name: str | None) -> None:
 def field_names(settings: Any) -> list[str]:
     """The names of the fields of a dataclass."""
     return [item.name for item in dataclasses.fields(settings)]
+
+
+def leaves(settings: Any, where: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted names and values of all single settings of nested dataclasses. `where`: the dotted name of `settings`."""
+    for item in dataclasses.fields(settings):
+        value, key = getattr(settings, item.name), f"{where}.{item.name}".lstrip(".")
+        if dataclasses.is_dataclass(value):
+            yield from leaves(value, key)
+        else:
+            yield key, value
 
 
 @dataclass(frozen=True)

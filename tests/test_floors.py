@@ -78,6 +78,7 @@ FLOORS = {
     "evodsp.report.stacked": (*TORCH_FREE, "numpy", "evodsp.data"),
     "evodsp.training.config": TORCH_FREE,
     "evodsp.training.options": ("torch", "lightning"),
+    "evodsp.given_settings": (*TORCH_FREE, "numpy"),
     "evodsp.argument_parser": ("torch", "lightning", "numpy"),
     "evodsp.cli": ("torch", "lightning", "numpy", "jsonargparse", "evodsp.model", "evodsp.training"),
 }  # fmt: skip
