@@ -79,6 +79,8 @@ class OneLineErrors(ArgumentParser):
             try:
                 return self.instantiate(config)
             except ValueError as error:
+                if _about_class(str(error)) == str(error):
+                    raise
                 raise UserError(self.explain(str(error))) from error
 
     @contextmanager
