@@ -186,6 +186,18 @@ COMMANDS: dict[str, Command] = {
             positional="inputs",
         ),
         SettingsCommand(
+            "data fetch",
+            "fetch public alignments, structures and lists",
+            settings="evodsp.data.fetch_config:FetchConfig",
+            runner="evodsp.data.fetch:run",
+            required="WHAT... --output DIR [--chains FILE]",
+            description="Fetch public data for a list of chains: alignments (OpenProteinSet), structures (the PDB) and "
+            "lists (identical chains, clusters, obsolete entries). A fetch that was stopped is continued by the same command. "
+            "What is missing is listed in missing.txt; the exit code is then 1.",
+            positional="what",
+            positional_type=str,
+        ),
+        SettingsCommand(
             "data index",
             "index a data set, for fast starts of training",
             settings="evodsp.data.index_config:IndexConfig",

@@ -88,6 +88,7 @@ def help_texts() -> dict[str, str]:
         "estimate",
         "search",
         "replay",
+        "data fetch",
         "data index",
         "data doctor",
         "data build",

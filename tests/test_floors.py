@@ -40,6 +40,8 @@ FLOORS = {
     "evodsp.data.store": TORCH_FREE,
     "evodsp.data.index": TORCH_FREE,
     "evodsp.data.scan": (*TORCH_FREE, "rich"),
+    "evodsp.data.fetch": TORCH_FREE,
+    "evodsp.data.fetch_config": (*TORCH_FREE, "numpy"),
     "evodsp.data.index_config": (*TORCH_FREE, "numpy"),
     "evodsp.data.doctor": (*TORCH_FREE, "rich"),
     "evodsp.data.doctor_config": (*TORCH_FREE, "numpy"),
