@@ -164,6 +164,15 @@ COMMANDS: dict[str, Command] = {
             from_files=True,
         ),
         SettingsCommand(
+            "score",
+            "compare predictions with known structures",
+            settings="evodsp.inference.score_config:ScoreConfig",
+            runner="evodsp.inference.report:run",
+            required="--predictions DIR --structures DIR [--train CHAINS] [--held_out CHAINS] --output DIR",
+            description="Compare predictions with known structures: a table of lDDT-CA, RMSD, GDT-TS and TM-score, how far "
+            "pLDDT can be trusted, and a picture of each chain. It needs the extra `plots` for the pictures.",
+        ),
+        SettingsCommand(
             "search",
             "find alignments for sequences, on a server or with a local program",
             settings="evodsp.inference.search_config:SearchConfig",
@@ -267,6 +276,15 @@ COMMANDS: dict[str, Command] = {
             description="Convert DeepMind's parameters of a model (.npz) or OpenFold's (.pt) to a checkpoint. These files "
             "do not contain the model's sizes: they are taken from a preset, with the number of blocks found in the file, or "
             "from the checkpoint --like. `evodsp predict` also reads files of a preset directly.",
+        ),
+        SettingsCommand(
+            "weights random",
+            "write random parameters of a model, to time it without the real ones",
+            settings="evodsp.weights.config:RandomConfig",
+            runner="evodsp.weights.random_parameters:run",
+            required="--output FILE.npz",
+            description="Write random parameters of a model in DeepMind's format, scaled so that activations stay finite. "
+            "Predictions with them mean nothing; their time and memory are those of the model.",
         ),
         SettingsCommand(
             "weights export",

@@ -238,6 +238,7 @@ def test_every_listed_command_runs_something() -> None:
         "data",
         "plan",
         "report",
+        "score",
         "weights",
     }
     assert {name.split()[0] for name in COMMANDS} == commands

@@ -121,6 +121,7 @@ class Reader:
             "estimate": run,
             "search": self.search,
             "report": self.report,
+            "score": run,
             "weights export": self.convert,
             "weights import": self.convert,
             "weights fetch": lambda words: [check_name(name) for name in words[2:]],  # would take it from the network

@@ -94,7 +94,9 @@ def help_texts() -> dict[str, str]:
         "data build",
         "plan",
         "report",
+        "score",
         "weights fetch",
+        "weights random",
         "weights import",
         "weights export",
     )

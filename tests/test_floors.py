@@ -71,6 +71,7 @@ FLOORS = {
     "evodsp.search.programs": TORCH_FREE,
     "evodsp.inference.search_config": (*TORCH_FREE, "numpy"),
     "evodsp.inference.config": TORCH_FREE,
+    "evodsp.inference.score_config": (*TORCH_FREE, "numpy"),
     "evodsp.inference.predict": ("lightning", "evodsp.training", "matplotlib"),
     "evodsp.packaged": (*TORCH_FREE, "numpy", "omegaconf"),
     "evodsp.run_config_file": (*TORCH_FREE, "numpy", "omegaconf"),
