@@ -7,6 +7,7 @@ finite through all blocks. Predictions with these parameters mean nothing; their
 from __future__ import annotations
 
 import torch
+from torch import nn
 
 from evodsp.config import ModelConfig
 from evodsp.model.alphafold import AlphaFold
@@ -16,9 +17,9 @@ from evodsp.weights.deepmind import export_deepmind, write_npz
 
 
 @torch.no_grad()
-def randomise(model: AlphaFold, seed: int) -> None:
+def randomise(model: nn.Module, seed: int = 0) -> None:
     """Draw weights of variance 1 / inputs (LeCun), biases of about 0.1 and norm scales of about 1, determined by `seed`."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
     for name, parameter in model.named_parameters():
         parameter.normal_(generator=generator)
         parameter.mul_(parameter.shape[1] ** -0.5 if parameter.ndim > 1 else 0.1)
