@@ -66,8 +66,8 @@ demo: $(READY)
 	$(BIN)/evodsp predict data/fasta --alignments data/alignments \
 	  --checkpoint $(RUNS)/demo/model/checkpoints/last.ckpt --output $(RUNS)/demo/predictions --overwrite
 	@echo "3/3  Comparing the predictions with the true structures"
-	$(BIN)/python scripts/compare_predictions.py --predictions $(RUNS)/demo/predictions --structures data/mmcif_files \
-	  --train data/train.txt --held-out data/validation.txt --output $(RUNS)/demo
+	$(BIN)/evodsp score --predictions $(RUNS)/demo/predictions --structures data/mmcif_files \
+	  --train data/train.txt --held_out data/validation.txt --output $(RUNS)/demo
 	@echo "The predictions, in 3D, with their confidence: open $(RUNS)/demo/predictions/index.html"
 
 # Processes that share the tests. Each may start four ranks of its own, so more than the machine's cores is too many.

@@ -118,7 +118,9 @@ class TrainingCommand(Command):
             return 0 if words else 2
         from evodsp.run_config_file import with_packaged_configs
 
-        return int(_imported("evodsp.training.command:run")(self.name, with_packaged_configs(words)))
+        words = with_packaged_configs(words)
+        options.check_names(self.name, words)  # type: ignore[arg-type]
+        return int(_imported("evodsp.training.command:run")(self.name, words))
 
 
 @dataclass(frozen=True)
@@ -162,6 +164,15 @@ COMMANDS: dict[str, Command] = {
             from_files=True,
         ),
         SettingsCommand(
+            "score",
+            "compare predictions with known structures",
+            settings="evodsp.inference.score_config:ScoreConfig",
+            runner="evodsp.inference.report:run",
+            required="--predictions DIR --structures DIR [--train CHAINS] [--held_out CHAINS] --output DIR",
+            description="Compare predictions with known structures: a table of lDDT-CA, RMSD, GDT-TS and TM-score, how far "
+            "pLDDT can be trusted, and a picture of each chain. It needs the extra `plots` for the pictures.",
+        ),
+        SettingsCommand(
             "search",
             "find alignments for sequences, on a server or with a local program",
             settings="evodsp.inference.search_config:SearchConfig",
@@ -184,6 +195,18 @@ COMMANDS: dict[str, Command] = {
             positional="inputs",
         ),
         SettingsCommand(
+            "data fetch",
+            "fetch public alignments, structures and lists",
+            settings="evodsp.data.fetch_config:FetchConfig",
+            runner="evodsp.data.fetch:run",
+            required="WHAT... --output DIR [--chains FILE]",
+            description="Fetch public data for a list of chains: alignments (OpenProteinSet), structures (the PDB) and "
+            "lists (identical chains, clusters, obsolete entries). A fetch that was stopped is continued by the same command. "
+            "What is missing is listed in missing.txt; the exit code is then 1.",
+            positional="what",
+            positional_type=str,
+        ),
+        SettingsCommand(
             "data index",
             "index a data set, for fast starts of training",
             settings="evodsp.data.index_config:IndexConfig",
@@ -200,15 +223,6 @@ COMMANDS: dict[str, Command] = {
             required="(--config FILE | --alignment_dir DIR --structure_dir DIR) --output DIR",
             description="Look all chains up, read a sample of them as training does, and report what is missing or wrong, on "
             "the terminal, as JSON and as a page. The exit code is 0 if training can start, 1 if not.",
-        ),
-        SettingsCommand(
-            "data synthesize",
-            "write synthetic protein families to train on",
-            settings="evodsp.synthetic.config:SynthesisConfig",
-            runner="evodsp.synthetic.command:run",
-            required="--output DIR",
-            description="Write synthetic protein families, structures and alignments, to train on without a download. The same "
-            "seed gives the same files.",
         ),
         SettingsCommand(
             "data build",
@@ -262,6 +276,15 @@ COMMANDS: dict[str, Command] = {
             description="Convert DeepMind's parameters of a model (.npz) or OpenFold's (.pt) to a checkpoint. These files "
             "do not contain the model's sizes: they are taken from a preset, with the number of blocks found in the file, or "
             "from the checkpoint --like. `evodsp predict` also reads files of a preset directly.",
+        ),
+        SettingsCommand(
+            "weights random",
+            "write random parameters of a model, to time it without the real ones",
+            settings="evodsp.weights.config:RandomConfig",
+            runner="evodsp.weights.random_parameters:run",
+            required="--output FILE.npz",
+            description="Write random parameters of a model in DeepMind's format, scaled so that activations stay finite. "
+            "Predictions with them mean nothing; their time and memory are those of the model.",
         ),
         SettingsCommand(
             "weights export",

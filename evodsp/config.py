@@ -7,8 +7,9 @@ AlphaFold2's model_1 (supplement, sections 1.5 to 1.9 and 1.11).
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, ClassVar, Literal, get_args, get_type_hints
 
 from evodsp.errors import SettingError, UserError, nearest
 from evodsp.ranges import BELOW_ONE, COUNT, FRACTION, POSITIVE, SIZE, Range, check_numbers
@@ -79,9 +80,21 @@ def field_names(settings: Any) -> list[str]:
     return [item.name for item in dataclasses.fields(settings)]
 
 
+def leaves(settings: Any, where: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted names and values of all single settings of nested dataclasses. `where`: the dotted name of `settings`."""
+    for item in dataclasses.fields(settings):
+        value, key = getattr(settings, item.name), f"{where}.{item.name}".lstrip(".")
+        if dataclasses.is_dataclass(value):
+            yield from leaves(value, key)
+        else:
+            yield key, value
+
+
 @dataclass(frozen=True)
 class ChannelsConfig:
     """Widths of the representations."""
+
+    RESUME: ClassVar[str] = "refused"
 
     msa: int = 256
     """c_m: channels of the MSA representation."""
@@ -97,6 +110,8 @@ class ChannelsConfig:
 class EmbedderConfig:
     """Input and recycling embedders (algorithms 3, 4, 5 and 32)."""
 
+    RESUME: ClassVar[str] = "refused"
+
     max_relative_position: int = 32
     """Relative positions are clipped at plus and minus this many residues."""
     recycle_bins: int = 15
@@ -110,6 +125,8 @@ class EmbedderConfig:
 @dataclass(frozen=True)
 class EvoformerConfig:
     """A stack of Evoformer blocks (algorithm 6). The extra-MSA stack (algorithm 18) has the same fields."""
+
+    RESUME: ClassVar[str] = "refused"
 
     blocks: int = 48
     """Number of blocks."""
@@ -127,11 +144,11 @@ class EvoformerConfig:
     """Channels of each operand of the outer product mean."""
     transition_factor: int = 4
     """Widening factor of the transitions."""
-    msa_dropout: float = 0.15
+    msa_dropout: float = field(default=0.15, metadata={"resume": "applied"})
     """Dropout probability of MSA row attention. All sequences share one mask."""
-    pair_dropout: float = 0.25
+    pair_dropout: float = field(default=0.25, metadata={"resume": "applied"})
     """Dropout probability of the pair updates. Masks are shared along rows, or columns in ending-node attention."""
-    checkpoint: bool | int | Literal["auto"] = True
+    checkpoint: bool | int | Literal["auto"] = field(default=True, metadata={"resume": "same"})
     """Blocks whose activations are computed again in the backward pass instead of kept: true (all), false (none), a number of
     blocks, or auto: on a GPU, as many as its memory requires, measured in the first steps; on a CPU, all."""
 
@@ -139,6 +156,8 @@ class EvoformerConfig:
 @dataclass(frozen=True)
 class TemplateConfig:
     """Template embedding, pair stack and pointwise attention (algorithm 2, lines 7 to 13; algorithms 16 and 17)."""
+
+    RESUME: ClassVar[str] = "refused"
 
     enabled: bool = False
     """Use templates. The samples must then hold template features (max_templates)."""
@@ -156,7 +175,7 @@ class TemplateConfig:
     """Channels of the triangle multiplicative update."""
     transition_factor: int = 2
     """Widening factor of the pair transition."""
-    pair_dropout: float = 0.25
+    pair_dropout: float = field(default=0.25, metadata={"resume": "applied"})
     """Dropout probability of the pair updates. Masks are shared along rows, or columns in ending-node attention."""
     attention_heads: int = 4
     """Heads of the pointwise attention over templates."""
@@ -170,7 +189,7 @@ class TemplateConfig:
     """Lower edge of the last bin of the distogram, in Å."""
     unit_vector: bool = False
     """Fill in the three unit-vector features between residues; the published monomer models leave them at zero."""
-    checkpoint: bool | int | Literal["auto"] = True
+    checkpoint: bool | int | Literal["auto"] = field(default=True, metadata={"resume": "same"})
     """Blocks whose activations are computed again in the backward pass instead of kept: true (all), false (none), a number of
     blocks, or auto: on a GPU, as many as its memory requires, measured in the first steps; on a CPU, all."""
 
@@ -178,6 +197,8 @@ class TemplateConfig:
 @dataclass(frozen=True)
 class StructureModuleConfig:
     """Structure module (algorithms 20 to 24)."""
+
+    RESUME: ClassVar[str] = "refused"
 
     iterations: int = 8
     """Number of iterations of the layer; all share the same weights."""
@@ -193,7 +214,7 @@ class StructureModuleConfig:
     """Value points per head."""
     transition_layers: int = 3
     """Linear layers of the transition after attention."""
-    dropout: float = 0.1
+    dropout: float = field(default=0.1, metadata={"resume": "applied"})
     """Dropout probability after attention and after the transition."""
     angle_channels: int = 128
     """Channels of the side-chain angle network."""
@@ -204,6 +225,8 @@ class StructureModuleConfig:
 @dataclass(frozen=True)
 class HeadsConfig:
     """Output heads (supplement 1.9)."""
+
+    RESUME: ClassVar[str] = "refused"
 
     distogram_bins: int = 64
     """Bins of the distogram head."""
@@ -334,6 +357,8 @@ PRESETS: dict[str, ModelConfig] = {
 class LossConfig:
     """Weights of the loss terms (supplement 1.9, equation 7). A term of weight zero is not computed."""
 
+    RESUME: ClassVar[str] = "applied"
+
     backbone_fape: float = 0.5
     """Backbone frame-aligned point error, mean over the structure module's iterations."""
     sidechain_fape: float = 0.5
@@ -387,6 +412,8 @@ class KernelsConfig:
     and passed over with a warning if it differs or fails. The log says what was chosen.
     """
 
+    RESUME: ClassVar[str] = "same"
+
     backend: str = "auto"
     """Implementation of all operators that it has."""
     attention: str | None = None
@@ -423,6 +450,8 @@ class KernelsConfig:
 class FeatureConfig:
     """Sizes and noise of the feature pipeline (supplement 1.2)."""
 
+    RESUME: ClassVar[str] = "applied"
+
     crop_size: int | None = 256
     """Residues of a training crop; null keeps the whole chain."""
     msa_clusters: int = 128
@@ -456,6 +485,8 @@ class FeatureConfig:
 @dataclass(frozen=True)
 class FilterConfig:
     """Which chains are trained on (supplement 1.2.5), from what a table says of them; null turns a filter off."""
+
+    RESUME: ClassVar[str] = "applied"
 
     max_resolution: float | None = 9.0
     """Largest resolution in Å. Structures whose method has none (NMR) are kept; those of unknown resolution are not."""

@@ -33,26 +33,32 @@ def read_run_config(config: Path | None) -> dict[str, Any]:
 def with_packaged_configs(words: Sequence[str]) -> list[str]:
     """A command line of `evodsp fit` in which names of packaged configs are replaced by their files.
 
-    Options that name the packaged data follow each of them. Later options on the command line override these.
+    Options that name the packaged data follow each of them, except those that the command line gives later.
     """
     found: list[str] = []
     for place, word in enumerate(words):
         option, equals, value = word.partition("=")
+        later = {name.partition("=")[0].replace("-", "_") for name in words[place + 1 :]}
         if equals and option in _OPTIONS:
-            found += _config_words(option, value)
+            found += _config_words(option, value, later)
         elif place > 0 and words[place - 1] in _OPTIONS:
-            found += _config_words(found.pop(), word)
+            found += _config_words(found.pop(), word, later)
         else:
             found.append(word)
     return found
 
 
-def _config_words(option: str, value: str) -> list[str]:
+def _config_words(option: str, value: str, later: set[str]) -> list[str]:
+    """`later`: options that follow, with underscores, so that none is given twice."""
     file = packaged_config(Path(value))
     if file is None:
         return [option, value]
     where = ((name, packaged_data(text)) for name, text in _texts(_read(file)))
-    return [option, str(file), *(f"--{name}={path}" for name, path in where if path is not None)]
+    return [
+        option,
+        str(file),
+        *(f"--{name}={path}" for name, path in where if path is not None and f"__{name}" not in later),
+    ]
 
 
 def _read(config: Path) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""Each message of jsonargparse that `OneLineErrors.explain` recognises, produced by jsonargparse itself.
+"""What `OneLineErrors` says of a wrong setting: its place, its nearest name, what was expected.
 
-A new version that words a message differently fails here; pyproject.toml's ceiling on the version is raised after these pass.
+What only jsonargparse can say is compared by the names in it: its words may change with its version.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from typing import Literal
 import pytest
 from jsonargparse import ActionConfigFile
 
-from evodsp.argument_parser import OneLineErrors, line_of_key, with_underscores
+from evodsp.argument_parser import OneLineErrors
 from evodsp.errors import SettingError, UserError
+from evodsp.given_settings import with_underscores
 
 
 @dataclass(frozen=True)
@@ -66,13 +67,11 @@ GROUP = "expected a group of options (blocks, rate)"
     ("words", "said"),
     [
         (["--inner.block", "3"], "unknown argument '--inner.block'. Did you mean '--inner.blocks'? See 'evodsp try --help'"),
-        (["stray"], "unknown argument 'stray'. See 'evodsp try --help'"),
         (["--inner.blocks", "many"], f"--inner.blocks: expected int, found 'many'; {SEE}"),
         (["--inner.rate=fast"], f"--inner.rate: expected float or null, found 'fast'; {SEE}"),
         (["--kind", "three"], f"--kind: expected 'one' or 'two', found 'three'; {SEE}"),
         (["--raw", "maybe"], f"--raw: expected bool, found 'maybe'; {SEE}"),
         (["--inner", "3"], f"--inner: {GROUP}, found '3'; {SEE}"),
-        (["--inner.blocks"], "--inner.blocks needs a value. See 'evodsp try --help'"),
         (["--inner.blocks", "1", "--inner.blocks=2"], "--inner.blocks is given more than once; give it once"),
         (["--output", "y"], "--output is given more than once; give it once"),
         (["--kind="], "--kind is empty; give a value, or leave it out"),
@@ -84,10 +83,25 @@ def test_a_message_about_an_option(words: list[str], said: str) -> None:
     assert refused(*words) == said
 
 
-def test_a_missing_option() -> None:
+@pytest.mark.parametrize(
+    ("words", "named"), [([], "output"), (["--output=x", "stray"], "stray"), (["--output"], "--output")]
+)
+def test_what_jsonargparse_says_is_one_line_with_the_name(words: list[str], named: str) -> None:
+    """Catches a usage of twenty lines, and an error that ends the process. Missing, stray, and without its value."""
     with pytest.raises(UserError) as caught:
-        parser().parse_args([])
-    assert str(caught.value) == "evodsp try needs --output. See 'evodsp try --help'"
+        parser().parse_args(words)
+    assert named in str(caught.value)
+    assert str(caught.value).endswith("See 'evodsp try --help'")
+
+
+def test_a_sentence_of_jsonargparse_stands_behind_the_place(tmp_path: Path) -> None:
+    """Catches a parser that knows jsonargparse's sentences: another version's are others, and the line must stay."""
+    (path := tmp_path / "a.yaml").write_text("raw: true\ninner:\n  blocks: 3\n")
+    made = parser()
+    made.parse_args(["--output=x", "--config", str(path)])
+    assert made.explain("so nicht: 'inner'\n ist falsch") == f"{path}:2: so nicht: 'inner' ist falsch; {SEE}"
+    assert made.explain('"output": nein') == f"--output: expected path, found 'x'; {SEE}"
+    assert made.explain("nein: 'blcks'") == "nein: 'blcks'. Did you mean 'inner.blocks'? See 'evodsp try --help'"
 
 
 @pytest.mark.parametrize(
@@ -105,6 +119,7 @@ def test_a_missing_option() -> None:
         ("inner:\n  rate: 1\n  rate: 2", "FILE:3: 'rate' is here and on line 2; write it once, with all that belongs to it"),
         ("inner: &a [*a]", "FILE:1: what is marked with & contains itself; write it out"),
         ("raw: true\ninner:\n", "FILE:2: 'inner' is empty; give some of its options, or remove the line"),
+        ("raw: true\n1: 2", "FILE:2: the name of an option is a text; write it in quotes, or remove the line"),
         ("kind: ${nope}", "FILE: Interpolation key 'nope' not found; check what is between ${ and }"),
     ],
 )  # fmt: skip
@@ -136,6 +151,20 @@ def test_config_files_may_be_repeated_and_the_last_wins(tmp_path: Path) -> None:
     assert parser().parse_args(words).inner.blocks == 3
 
 
+def test_a_config_of_another_command_is_not_checked_by_its_names(tmp_path: Path) -> None:
+    """Catches a run's config that another command (`data doctor --config`) refuses because it has other options; and one whose
+    line is lost, or in which the first of two equal keys is."""
+    made = OneLineErrors(prog="evodsp try")
+    made.add_argument("--config", type=str)
+    (path := tmp_path / "run.yaml").write_text("seed: 3\nmodel:\n  preset: small\n")
+    assert made.parse_args(["--config", str(path)]).config == str(path)
+    assert made.where("model.preset") == f"{path}:3: "
+    assert made.parse_args(["--config", "quickstart"]).config == "quickstart"
+    path.write_text("seed: 3\nseed: 4\n")
+    with pytest.raises(UserError, match="'seed' is here and on line 1"):
+        made.parse_args(["--config", str(path)])
+
+
 def test_help_names_types_plainly() -> None:
     """`<class 'Path'>` in the help of every command with a path."""
     text = parser().format_help()
@@ -147,13 +176,6 @@ def test_help_names_types_plainly() -> None:
 def test_dashes_and_underscores_are_the_same() -> None:
     words = ["--extra-msa", "3", "--msa-clusters=a-b", "x-y", "-c", "--", "--data.batch-size"]
     assert with_underscores(words) == ["--extra_msa", "3", "--msa_clusters=a-b", "x-y", "-c", "--", "--data.batch_size"]
-
-
-def test_the_line_of_a_key(tmp_path: Path) -> None:
-    (tmp_path / "a.yaml").write_text("a: 1\nmodel:\n  evoformer: {blocks: 2}\n  loss:\n    plddt: 3\n")
-    found = [line_of_key(tmp_path / "a.yaml", key) for key in ("a", "model.evoformer.blocks", "model.loss.plddt", "b")]
-    assert found == [1, 3, 5, None]
-    assert line_of_key(tmp_path / "missing.yaml", "a") is None
 
 
 class Recorder:
@@ -174,5 +196,6 @@ def test_a_package_that_is_not_installed(form: str) -> None:
     words = ["--logger", form.format(f"{{class_path: {name}, init_args: {{needs: comet-ml}}}}")]
     with pytest.raises(UserError) as caught:
         made.instantiate_settings(made.parse_args(words))
-    line = f"{name} needs comet-ml>=3.4.1, which is not installed; pip install comet-ml --upgrade, or leave it out"
-    assert str(caught.value) == line
+    assert str(caught.value).count("comet-ml>=3.4.1' not met") == 1
+    assert name in str(caught.value)
+    assert "NoneType" not in str(caught.value), "the account of all types that were tried"

@@ -31,7 +31,6 @@ from evodsp.model.alphafold import AlphaFold
 from evodsp.training.chains import Chains, find_chains
 from evodsp.training.config import DataConfig
 from evodsp.weights.checkpoint import read_checkpoint, save_model
-from scripts.random_parameters import main as random_parameters
 from tests.builders.command_lines import last_options
 from tests.builders.training_chains import SEQUENCES, TINY, write_chain
 
@@ -240,7 +239,8 @@ def test_predict_refuses_templates(case: str, inputs: Path, capsys: pytest.Captu
 
 def test_published_parameters_of_no_known_model(inputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """By its name, by --preset, by another model's --preset, and a preset for a file that says its sizes itself."""
-    assert random_parameters(["--preset", "test", "--output", "weights.npz"]) == 0
+    assert main(["weights", "random", "--preset", "test", "--output", "weights.npz"]) == 0
+    capsys.readouterr()
     published = ["--checkpoint", "weights.npz"]
     check_refused(predict(*published), inputs, capsys, "weights.npz", "give --preset")
     check_refused(predict(*published, "--preset", "tset"), inputs, capsys, "'tset'", "Did you mean 'test'?")
@@ -399,15 +399,6 @@ def test_an_output_that_cannot_be_written(output: str, inputs: Path, capsys: pyt
         "fit": ["fit", "--config", CONFIG],
         "predict": predict()[: predict().index("--output")] + predict()[predict().index("--output") + 2 :],
         "export": ["weights", "export", "--checkpoint", CHECKPOINT, "--format", "deepmind"],
-        "synthesize": [
-            "data",
-            "synthesize",
-            "--families=1",
-            "--members=1",
-            "--held_out=0",
-            "--min_length=48",
-            "--sequences=4",
-        ],
     }
     for words in commands.values():
         check_refused([*words, "--output", output], inputs, capsys, output.rpartition("/")[0].removesuffix("/evodsp"))

@@ -13,7 +13,7 @@ from evodsp import __version__
 from evodsp.__main__ import leave
 from evodsp.cli import COMMANDS, main
 from evodsp.launch.parent import STOPPED
-from evodsp.training.options import TrainerOptions
+from evodsp.training.options import PresetParser, TrainerOptions, add_arguments, own_names
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
@@ -149,8 +149,8 @@ def test_the_quick_help_lists_options_that_exist() -> None:
     ("words", "said"),
     [
         (["fti"], "no command 'fti'. Did you mean 'fit'?"),
-        (["data", "synthesise"], "Did you mean 'synthesize'?"),
-        (["predict"], "evodsp predict needs --output"),
+        (["data", "idex"], "Did you mean 'index'?"),
+        (["predict"], "required: "),
         (["predict", "x", "--output=y"], "no model is given; add --checkpoint FILE, or --weights model_1_ptm"),
         (["predict", "x", "--output=y", "--weights=model_6"], "no published parameters are called 'model_6'"),
         (["weights", "fetch", "model_1_pmt"], "Did you mean 'model_1_ptm'?"),
@@ -169,9 +169,9 @@ def test_the_quick_help_lists_options_that_exist() -> None:
             "no file or folder can have a name as long as this one's",
         ),
         (["predict", "x", "--fasta=z", "--checkpoint=x", "--output=y"], "--fasta z is given beside x"),
-        (["data", "doctor", "stray"], "unknown argument 'stray'"),
+        (["data", "doctor", "stray"], "arguments: stray. See"),
         (["weights", "imprt"], "no command 'weights imprt'. Did you mean 'import'?"),
-        (["weights", "import"], "evodsp weights import needs --checkpoint, --output"),
+        (["weights", "import"], "required: checkpoint, output. See 'evodsp weights import --help'"),
         (
             ["weights", "import", "--checkpoint=params_model_1.npz", "--output=x.ckpt"],
             "params_model_1.npz: no such parameter",
@@ -186,6 +186,33 @@ def test_a_mistake_is_one_line(words: list[str], said: str, capsys: pytest.Captu
     assert error.startswith("evodsp: error: ")
     assert error.count("\n") == 1
     assert said in error
+
+
+def test_a_mistyped_option_of_fit_is_answered_without_lightning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches an answer that waits for Lightning, on the command line and in a file; and names of a group that only Lightning
+    knows, or that come from another option's value, refused without it."""
+    reached: list[str] = []
+    monkeypatch.setattr("evodsp.cli._imported", lambda name: lambda *_: reached.append(name) or 0)
+    (wrong := tmp_path / "wrong.yaml").write_text("seed: 1\nmodel:\n  evoformr: {blocks: 3}\n")
+    assert main(["fit", "--modle.evoformer.blocks=1"]) == 2
+    assert "'--modle.evoformer.blocks'. Did you mean '--model.evoformer.blocks'?" in capsys.readouterr().err
+    assert main(["fit", "--config", str(wrong)]) == 2
+    assert f"{wrong}:3: unknown config key 'model.evoformr.blocks'. Did you mean" in capsys.readouterr().err
+    assert not reached
+    (right := tmp_path / "right.yaml").write_text("trainer: {callbacks: [{class_path: a.B}], no_option_of_ours: 3}\n")
+    names = ["--trainer.help", "--trainer.logger.name=x", "--data.filters.max_resolution=3", "--model.preset=small"]
+    assert main(["fit", "-c", str(right), *names, "--print_config=comments"]) == 0
+    assert len(reached) == 1
+
+
+def test_the_names_known_without_lightning_are_those_of_the_parser() -> None:
+    """Catches an option that the quick check refuses although it exists, or a group that it leaves unchecked."""
+    parser = PresetParser(prog="evodsp fit")
+    add_arguments(parser)
+    groups = {key for key in parser.names.known if parser.names.below(key)}
+    assert own_names() == {key.removesuffix("+") for key in parser.names.known} - groups - {"help"}
 
 
 def test_exit_codes_of_the_real_program(tmp_path: Path) -> None:
@@ -211,6 +238,7 @@ def test_every_listed_command_runs_something() -> None:
         "data",
         "plan",
         "report",
+        "score",
         "weights",
     }
     assert {name.split()[0] for name in COMMANDS} == commands
@@ -272,10 +300,10 @@ def test_rank_0_prints_a_mistake_first(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["replay"], "evodsp replay needs FILE"),
-        (["replay", "a.pt", "b.pt"], "unknown argument 'b.pt'"),
+        (["replay"], "required: file. See 'evodsp replay --help'"),
+        (["replay", "a.pt", "b.pt"], "arguments: b.pt. See"),
         (["replay", "a.pt", "--device", "tpu"], "invalid choice: 'tpu'"),
-        (["report", "--output", "page.html"], "evodsp report needs RUN"),
+        (["report", "--output", "page.html"], "required: runs. See 'evodsp report --help'"),
     ],
 )
 def test_arguments_without_a_name_are_checked_in_one_line(

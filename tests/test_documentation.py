@@ -29,6 +29,7 @@ from evodsp.cli import main
 from evodsp.report.curve import read_curve
 from evodsp.weights.by_name import check_name
 from scripts.benchmarks import gpu as benchmark_gpu
+from scripts.examples.synthetic import __main__ as synthetic
 from scripts.paper import reproduce
 from tests.builders.command_lines import last_options
 from tests.builders.pages import (
@@ -54,7 +55,6 @@ NOT_RUN = {
     "source": "the environment's activation",
     ".venv/bin/pip install": "installs from a package index; the extras and files it names are checked",
     "pip install": "likewise",
-    "evodsp data synthesize": "takes ten seconds a family; tests/synthetic writes families, here the options are checked",
     "scripts/paper/gpu.sh": "needs GPUs; its options are checked, and a test beside it runs it",
     "scripts/benchmarks/gpu.sh": "needs a GPU; its options are checked, and a test beside it runs it",
     "scripts/verify_gpus.sh": "needs GPUs; a test beside it runs it",
@@ -116,12 +116,12 @@ class Reader:
             "predict": self.predict,
             "data index": self.index,
             "data doctor": self.doctor,
-            "data synthesize": self.synthesize,
             "data build": self.build,
             "plan": self.plan,
             "estimate": run,
             "search": self.search,
             "report": self.report,
+            "score": run,
             "weights export": self.convert,
             "weights import": self.convert,
             "weights fetch": lambda words: [check_name(name) for name in words[2:]],  # would take it from the network
@@ -175,12 +175,6 @@ class Reader:
     def doctor(self, words: list[str]) -> None:
         run([*words, "--workers=0", "--sample=2"])
 
-    def synthesize(self, words: list[str]) -> None:
-        """Its options only, see NOT_RUN: they are read before the number of members is refused."""
-        with contextlib.redirect_stderr(io.StringIO()) as said:
-            assert main(last_options([*words, "--members=0"])) == 2
-        assert "members is 0" in said.getvalue()
-
     def build(self, words: list[str]) -> None:
         run(words)
         assert (Path(option(words, "--output") or "") / "store.json").is_file()
@@ -206,6 +200,14 @@ class Reader:
         """A script of the repository, in this process; a module in one of its own, in the verify tier only."""
         if words[:2] == ["-m", "scripts.paper.reproduce"]:  # which takes 20 minutes: nothing is measured
             assert reproduce.main([*words[2:], "--quick", "--only", "plots", "--output", "runs/paper"]) == 0
+            return
+        if words[:2] == [
+            "-m",
+            "scripts.examples.synthetic",
+        ]:  # ten seconds a family: its options are read, then one is refused
+            with contextlib.redirect_stderr(io.StringIO()) as said:
+                assert synthetic.main(last_options([*words[2:], "--members=0"])) == 2
+            assert "members is 0" in said.getvalue()
             return
         if words[0] == "-m":
             assert find_spec(words[1])

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pkgutil
 import re
@@ -21,6 +22,7 @@ import yaml
 import evodsp
 from evodsp.config import EvoformerConfig
 from evodsp.model.traffic import Sizes, inner_block
+from scripts.examples.synthetic.config import SynthesisConfig
 from tests.builders.pages import INCLUDED, PAGES, ROOT, check_make, extras, prose, run_quietly, spans, text_of
 
 OPTIONS_OF_OTHERS = {
@@ -86,13 +88,15 @@ def help_texts() -> dict[str, str]:
         "estimate",
         "search",
         "replay",
+        "data fetch",
         "data index",
         "data doctor",
-        "data synthesize",
         "data build",
         "plan",
         "report",
+        "score",
         "weights fetch",
+        "weights random",
         "weights import",
         "weights export",
     )
@@ -103,7 +107,8 @@ def help_texts() -> dict[str, str]:
 def options_of_scripts() -> set[str]:
     """What the programs in scripts/ take."""
     programs = (path.read_text() for path in (ROOT / "scripts").rglob("*.py"))
-    return {option for text in programs for option in re.findall(r'add_argument\(\s*"(--[\w-]+)"', text)}
+    found = {option for text in programs for option in re.findall(r'add_argument\(\s*"(--[\w-]+)"', text)}
+    return found | {f"--{field.name}" for field in dataclasses.fields(SynthesisConfig)}
 
 
 @pytest.mark.parametrize("page", [*PAGES, *INCLUDED])

@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Float64
 
 from evodsp import metrics
+from evodsp.data.chain_list import chain_list
 from evodsp.data.layout import names_of, split_key, structure_file
 from evodsp.data.mmcif import read_chain
 from evodsp.data.records import Chain
@@ -22,6 +23,7 @@ from evodsp.geometry.residues import CA
 from evodsp.inference.calibration import Calibration
 from evodsp.inference.plots import calibration_figure, distance_figure
 from evodsp.inference.results import plddt_of, read_result
+from evodsp.inference.score_config import ScoreConfig
 from evodsp.printing import printable, show
 
 _PREDICTED_CHAIN = "A"
@@ -74,6 +76,20 @@ class _Pair:
     def resolved(self) -> np.ndarray:
         """bool [L]: both have a CA."""
         return (self.true.mask[:, CA] > 0.5) & (self.predicted.mask[:, CA] > 0.5)
+
+
+def run(settings: ScoreConfig, words: list[str]) -> int:
+    """`evodsp score`: the exit code. `words`: the command line (not needed here)."""
+    splits = {"train": _keys(settings.train), "held-out": _keys(settings.held_out)}
+    write_report(settings.predictions, settings.structures, splits, settings.output)
+    return 0
+
+
+def _keys(chains: str | None) -> list[str]:
+    """Chain keys of a text file with one on each line, or of a comma-separated list."""
+    if chains is None or Path(chains).is_file():
+        return [] if chains is None else chain_list(chains)
+    return [key for key in chains.split(",") if key]
 
 
 def compare(prediction: Path, truth: Path, chain_id: str, split: str = "") -> ChainScores:

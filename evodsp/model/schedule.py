@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 
 @dataclass(frozen=True)
 class CommunicationPlan:
     """How a block communicates where there is more than one way. Every plan computes the same result."""
+
+    RESUME: ClassVar[str] = "same"
 
     triangle_outgoing: Literal["channel", "gather"] = "channel"
     """Triangle multiplication, outgoing edges. `channel`: an all-to-all brings both operands to a sharding by channels and

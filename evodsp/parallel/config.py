@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from evodsp.errors import UserError, nearest
@@ -16,12 +16,12 @@ WirePrecision = Literal["same", "bf16"]
 class SequenceConfig:
     """How one sample is sharded over ranks. A rank is one GPU, or one CPU process. Raises UserError on a value out of range."""
 
-    sequence: int = 1
+    sequence: int = field(default=1, metadata={"resume": "same"})
     """Number of ranks that share one sample (Dynamic Sequence Parallelism). Any number up to the sample's residues and the rows
     of its clustered MSA; nothing needs to be divisible. evodsp starts them on this machine, unless torchrun or srun did."""
-    timeout: float = 600.0
+    timeout: float = field(default=600.0, metadata={"resume": "free"})
     """Seconds without progress after which a rank counts as hung; the run then ends and names the rank."""
-    sockets: bool = True
+    sockets: bool = field(default=True, metadata={"resume": "same"})
     """CPU ranks of one machine exchange shards by Unix sockets, in 0.15 to 0.66 of gloo's time. false: by gloo, as between
     machines. GPUs use NCCL in either case."""
 
@@ -41,12 +41,12 @@ class ParallelConfig(SequenceConfig):
     Raises UserError on a value out of range.
     """
 
-    parameters: ParameterMode = "replicate"
+    parameters: ParameterMode = field(default="replicate", metadata={"resume": "same"})
     """Where parameters and optimizer state live. `replicate`: whole on every rank. `zero1`: the optimizer state is sharded over
     all ranks. `fsdp2`: parameters and gradients are sharded as well (PyTorch's fully_shard)."""
-    wire: WirePrecision = "same"
+    wire: WirePrecision = field(default="same", metadata={"resume": "applied"})
     """Precision in which ranks communicate activations and their gradients: `same` as computed, or `bf16`."""
-    overlap: bool = True
+    overlap: bool = field(default=True, metadata={"resume": "same"})
     """Compute while activations are communicated. false waits for each collective where it is launched, for measurements and
     debugging."""
 

@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from evodsp.argument_parser import leaves
-from evodsp.config import KernelsConfig, ModelConfig
+from evodsp.config import KernelsConfig, ModelConfig, leaves
 from evodsp.data.features import check_config
 from evodsp.data.quarantine import read_quarantine
 from evodsp.data.resolutions import CountedStructures

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 from evodsp.config import (
     FILTERS_OF_PREDICTIONS,
@@ -24,6 +24,8 @@ from evodsp.ranges import BELOW_ONE, COUNT, FRACTION, POSITIVE, SEED, SIZE, Rang
 @dataclass(frozen=True)
 class OptimizerConfig:
     """Adam and its learning rate (supplement 1.11.3), whose schedule counts the samples of all devices since the start."""
+
+    RESUME: ClassVar[str] = "applied"
 
     lr: float = 1e-3
     """Learning rate after the warm-up."""
@@ -75,7 +77,7 @@ class TrainingConfig(ModelConfig):
     """Weights of the loss terms."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """Adam and its learning rate."""
-    ema_decay: float | None = 0.999
+    ema_decay: float | None = field(default=0.999, metadata={"resume": "applied"})
     """Decay of the exponential moving average of the weights, which validation and prediction use; null turns it off."""
 
     def __post_init__(self) -> None:
@@ -90,6 +92,8 @@ class TrainingConfig(ModelConfig):
 @dataclass(frozen=True)
 class DistillationConfig:
     """A self-distillation set (supplement 1.3): predicted structures that are trained on too; null folders for none."""
+
+    RESUME: ClassVar[str] = "applied"
 
     alignment_dir: str | None = None
     """Folder of alignments, as data.alignment_dir."""
@@ -134,6 +138,8 @@ class DistillationConfig:
 class DataConfig:
     """Training and validation chains, and how samples are made from them. Folders have OpenFold's layout (see docs/data.md)."""
 
+    RESUME: ClassVar[str] = "applied"
+
     alignment_dir: str = "data/alignments"
     """Folder with one sub-folder of .a3m and .sto files per chain, named <pdbid>_<chain>, or with OpenFold3's .npz files."""
     structure_dir: str = "data/mmcif_files"
@@ -149,7 +155,7 @@ class DataConfig:
     without alignments or structure are left out."""
     validation_chains: str | list[str] | None = None
     """Chains to validate on, in the same form; null for none."""
-    test_chains: str | list[str] | None = None
+    test_chains: str | list[str] | None = field(default=None, metadata={"resume": "free"})
     """Chains that `evodsp test` scores, in the same form; null takes the validation chains."""
     chain_data_cache: str | None = None
     """OpenFold's chain_data_cache.json: what filters and sampling weights need to know of the training chains. null: with
@@ -176,16 +182,16 @@ class DataConfig:
     """Features of training samples."""
     validation: FeatureConfig = field(default_factory=lambda: FeatureConfig(crop_size=None, uniform_recycling=False))
     """Features of validation samples."""
-    batch_size: int = 1
+    batch_size: int = field(default=1, metadata={"resume": "same"})
     """Samples of one batch on each device (or on each group of parallel.sequence devices)."""
-    samples_per_epoch: int = 1000
+    samples_per_epoch: int = field(default=1000, metadata={"resume": "refused"})
     """Samples of all devices between two validations; rounded up to whole optimizer steps."""
-    num_workers: int = 0
+    num_workers: int = field(default=0, metadata={"resume": "free"})
     """Worker processes that read samples in advance; 0 reads them in the training process. Of a sequence group one rank
     reads."""
-    prefetch: str = "2GiB"
+    prefetch: str = field(default="2GiB", metadata={"resume": "free"})
     """Samples that the workers of a rank prepare in advance, in bytes; at least one for each worker."""
-    cache: str = "2GiB"
+    cache: str = field(default="2GiB", metadata={"resume": "free"})
     """Memory of a rank for parsed chains, so that chains that are drawn again are not read again. Its workers share it: each
     keeps the chains that it read, and drops those that it has not used for longest."""
     time_limit: float | None = None
@@ -230,59 +236,59 @@ def check_templates(model: ModelConfig, data: DataConfig) -> None:
 class RunConfig:
     """Where and how often a run writes its files, and what all of its numbers depend on."""
 
-    seed: int = 0
+    seed: int = field(default=0, metadata={"resume": "refused"})
     """Seed of the initial weights, the samples and dropout. The same seed gives the same run."""
-    global_batch: int | None = None
+    global_batch: int | None = field(default=None, metadata={"resume": "same"})
     """Samples of all devices in one optimizer step (AF2: 128). As many batches are accumulated as this takes. null:
     trainer.accumulate_grad_batches says how many, and the samples of a step depend on the number of devices."""
-    max_samples: int | None = 10_000_000
+    max_samples: int | None = field(default=10_000_000, metadata={"resume": "applied"})
     """Samples of all devices to train on (AF2: 10 million, then 1.5 million in fine-tuning), in whole optimizer steps.
     trainer.max_steps may end the run before. null for no limit."""
-    matmul_precision: MatmulPrecision = "highest"
+    matmul_precision: MatmulPrecision = field(default="highest", metadata={"resume": "applied"})
     """Products of float32 matrices on a GPU: `highest` (float32) or `high` (TF32: several times faster, 10 bits of each factor
     instead of 23). trainer.precision bf16-mixed leaves few such products."""
-    compile: Literal["none", "blocks"] = "none"
+    compile: Literal["none", "blocks"] = field(default="none", metadata={"resume": "same"})
     """Compile the blocks of all stacks with torch.compile: `none` or `blocks`. Needs a C++ compiler on a CPU, Triton on a GPU.
     The first step takes minutes. Gathered biases are communicated again where activations are recomputed."""
-    cuda_graphs: bool = False
+    cuda_graphs: bool = field(default=False, metadata={"resume": "same"})
     """Record the stacks of blocks as CUDA graphs in the second step, and replay them, so that the CPU launches none of their
     kernels. Needs compile: none, and samples that are whole on each GPU (parallel.sequence: 1)."""
-    output: str = "runs/evodsp"
+    output: str = field(default="runs/evodsp", metadata={"resume": "free"})
     """Folder of the run's files: checkpoints/, curve.csv, tensorboard/ and config.yaml."""
-    overwrite: bool = False
+    overwrite: bool = field(default=False, metadata={"resume": "free"})
     """Replace an earlier run in the output folder; without this, its checkpoints are an error."""
-    ckpt_path: str | None = None
+    ckpt_path: str | None = field(default=None, metadata={"resume": "free"})
     """Checkpoint to resume from or to score; `last` and `best` are the ones in the output folder. fit: `auto` resumes from
     `last` if it exists and otherwise starts a new run, so that one command line does both."""
-    init_from: str | None = None
+    init_from: str | None = field(default=None, metadata={"resume": "refused"})
     """fit: begin with the weights of this file: a checkpoint of evodsp, DeepMind's .npz or OpenFold's .pt. Optimizer, step and
     samples are new. A run that resumes (ckpt_path auto or last) does not read it again."""
-    raw: bool = False
+    raw: bool = field(default=False, metadata={"resume": "refused"})
     """Use the raw weights of a checkpoint instead of their moving average: those that validate and test score, and those of
     init_from."""
-    checkpoint_every: int | None = 500
+    checkpoint_every: int | None = field(default=500, metadata={"resume": "free"})
     """Steps between two writes of checkpoints/last.ckpt, which is also written after each validation; null for none."""
-    checkpoint_every_samples: int | None = None
+    checkpoint_every_samples: int | None = field(default=None, metadata={"resume": "free"})
     """The same in samples, in whole steps (rounded down, at least one). Both intervals count if both are given."""
-    checkpoint_every_minutes: float | None = None
+    checkpoint_every_minutes: float | None = field(default=None, metadata={"resume": "free"})
     """Minutes without a write after which checkpoints/last.ckpt is written as well."""
-    keep_last: int = 2
+    keep_last: int = field(default=2, metadata={"resume": "free"})
     """Newest checkpoints to keep: last.ckpt, last-1.ckpt, … If the newest is damaged, the run resumes from the one before."""
-    keep_best: int = 1
+    keep_best: int = field(default=1, metadata={"resume": "free"})
     """Checkpoints with the highest validation lDDT-CA to keep: best.ckpt, best-1.ckpt, …"""
-    async_checkpoints: bool = True
+    async_checkpoints: bool = field(default=True, metadata={"resume": "free"})
     """Write checkpoints while training goes on. Costs rank 0's host one copy of weights, moving average and optimizer state (16
     bytes a parameter in all) while it writes. false: each step that saves waits for the disk."""
-    stop_before_end: float | None = 120.0
+    stop_before_end: float | None = field(default=120.0, metadata={"resume": "free"})
     """Seconds before the end of its SLURM job (SLURM_JOB_END_TIME) at which a run saves and stops; null to ignore the end."""
 
-    peak_tflops: float | None = None
+    peak_tflops: float | None = field(default=None, metadata={"resume": "free"})
     """The most TFLOP/s that one device can compute in this run's precision, for `train/mfu_percent`; null takes that of GPUs
     that evodsp knows, and otherwise logs no utilisation."""
-    max_bad_samples: int = 10
+    max_bad_samples: int = field(default=10, metadata={"resume": "applied"})
     """Samples whose loss or gradient is not finite that may be left out before the run stops; bad_samples.jsonl names them.
     0: the first one stops the run."""
-    replay_files: int = 3
+    replay_files: int = field(default=3, metadata={"resume": "free"})
     """Of how many such samples the run writes a file, with the weights, for `evodsp replay`."""
 
     def __post_init__(self) -> None:

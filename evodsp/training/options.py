@@ -11,9 +11,10 @@ from typing import Any, Literal
 
 from jsonargparse import ActionConfigFile
 
-from evodsp.argument_parser import OneLineErrors, leaves
-from evodsp.config import PRESETS, KernelsConfig, ModelConfig
+from evodsp.argument_parser import OneLineErrors
+from evodsp.config import PRESETS, KernelsConfig, ModelConfig, leaves
 from evodsp.errors import UserError, nearest
+from evodsp.given_settings import Names, given_settings, with_underscores
 from evodsp.model.schedule import CommunicationPlan
 from evodsp.parallel.config import ParallelConfig
 from evodsp.training.config import DataConfig, RunConfig, TrainingConfig
@@ -78,8 +79,34 @@ class TrainerOptions:
     """Show progress."""
 
 
+SETTINGS: tuple[tuple[type, str], ...] = (
+    (RunConfig, ""),
+    (TrainingConfig, "model"),
+    (DataConfig, "data"),
+    (ParallelConfig, "parallel"),
+    (CommunicationPlan, "plan"),
+    (KernelsConfig, "kernels"),
+)
+"""The dataclasses whose fields are our options, and the group of each."""
+
+FORMER = {
+    **{
+        f"model.optimizer.{steps}": f"was replaced by model.optimizer.{samples}, which counts samples: steps x global batch"
+        for steps, samples in (
+            ("warmup_steps", "warmup_samples"),
+            ("drop_step", "drop_samples"),
+            ("total_steps", "total_samples"),
+        )
+    },
+    "seed_everything": "is Lightning's name; use --seed",
+}
+"""What is said of settings of earlier versions, which counted optimizer steps, and of Lightning's."""
+
+
 class PresetParser(OneLineErrors):
     """A parser of the options below, in which `model.preset` sets the defaults of the model's sizes."""
+
+    former = FORMER
 
     def parse_args(self, args: Any = None, *rest: Any, **kwargs: Any) -> Any:
         """Parse twice: first to find the preset, which any file or option may name, then with its sizes as the defaults."""
@@ -94,15 +121,6 @@ class PresetParser(OneLineErrors):
             self.set_defaults(dict(leaves(ModelConfig.preset(name), "model")))
         return super().parse_args(words, *rest, **kwargs)
 
-    def explain(self, message: str) -> str:
-        """Names the new setting where a former one is given, because its number means something else."""
-        line = super().explain(message)
-        for former, new in RENAMED.items():
-            if f"'{former}'" in line or f"'--{former}'" in line:
-                place = self.where(former).removeprefix("--")
-                return f"{place}{former} was replaced by {new}, which counts samples: steps x global batch"
-        return line
-
     def instantiate_settings(self, config: Any) -> Any:
         """The typed settings of a parsed `config`; the preset's sizes are in it already."""
         config = config.clone()
@@ -110,30 +128,33 @@ class PresetParser(OneLineErrors):
         return super().instantiate_settings(config)
 
 
-RENAMED = {
-    "model.optimizer.warmup_steps": "model.optimizer.warmup_samples",
-    "model.optimizer.drop_step": "model.optimizer.drop_samples",
-    "model.optimizer.total_steps": "model.optimizer.total_samples",
-}
-"""Settings of earlier versions, which counted optimizer steps."""
-
+_OF_THE_PARSER = ("config", "print_config", "help")
 _ENDS_PARSING = ("--print_config", "--print-config", "--help", "-h")
 
 
 def add_arguments(parser: Any) -> None:
     """Add everything but the Trainer's options and --config to a jsonargparse parser."""
-    parser.add_class_arguments(RunConfig)
-    parser.add_class_arguments(TrainingConfig, "model")
+    for settings, group in SETTINGS:
+        parser.add_class_arguments(settings, group or None)
     parser.add_argument(
         "--model.preset",
         type=str | None,
         help=f"Model whose sizes are the defaults of the sizes below: {', '.join(sorted(PRESETS))}. Sizes that are given "
         "override it. null: the defaults shown.",
     )
-    parser.add_class_arguments(DataConfig, "data")
-    parser.add_class_arguments(ParallelConfig, "parallel")
-    parser.add_class_arguments(CommunicationPlan, "plan")
-    parser.add_class_arguments(KernelsConfig, "kernels")
+
+
+def own_names() -> set[str]:
+    """The names of the options that `add_arguments` adds."""
+    return {"model.preset"} | {key for settings, group in SETTINGS for key, _ in leaves(settings(), group)}
+
+
+def check_names(command: Command, words: list[str]) -> None:
+    """Raise UserError for the first name on a command line, or in its config files, that is none of our options. It takes no
+    import of Lightning, which knows the other options of the Trainer."""
+    known = own_names() | {key for key, _ in leaves(TrainerOptions(), "trainer")} | {*_OF_THE_PARSER}
+    names = Names(f"evodsp {command}", frozenset(known), open=frozenset({"trainer"}), former=FORMER)
+    given_settings(with_underscores(words), names)
 
 
 def print_help(command: Command) -> None:

@@ -1,7 +1,7 @@
 """What a resumed run does with settings that differ from those of the run that wrote the checkpoint.
 
 A checkpoint holds the settings that its run's numbers depend on. One that differs is applied from the next sample on and named
-in a line, or it is refused: no setting keeps its former value without a word. `resume_rules.py` says which.
+in a line, or it is refused: no setting keeps its former value without a word. Its field says which (`resume_rules.py`).
 """
 
 from __future__ import annotations

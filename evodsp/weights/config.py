@@ -1,4 +1,4 @@
-"""Settings of `evodsp weights import` and `export`. This module does not import torch, so the commands' help is quick."""
+"""Settings of the commands `evodsp weights`. This module does not import torch, so the commands' help is quick."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Literal, get_args
 
 from evodsp.config import PRESETS, FeatureConfig, check_preset
 from evodsp.errors import UserError
-from evodsp.ranges import POSITIVE, check_numbers
+from evodsp.ranges import COUNT, POSITIVE, check_numbers
 
 _PUBLISHED = re.compile(r"model_([1-5])(_ptm)?$")
 _OPENFOLD = re.compile(r"(?:initial_training|finetuning(_no_templ)?(_ptm)?_\d+)$")
@@ -59,6 +59,24 @@ class FetchConfig:
 
     def __post_init__(self) -> None:
         check_numbers(self, {"hours": POSITIVE}, "--")
+
+
+@dataclass(frozen=True)
+class RandomConfig:
+    """Of which model to draw random parameters, and where to put them."""
+
+    output: Path
+    """File to write, of DeepMind's format; name it params_<preset>.npz, so that its name says which model it is."""
+    preset: str = "model_1_ptm"
+    """Model, such as model_1_ptm or test."""
+    seed: int = 0
+    """Seed of the parameters."""
+    overwrite: bool = False
+    """Replace the output if it exists."""
+
+    def __post_init__(self) -> None:
+        check_preset(self.preset)
+        check_numbers(self, {"seed": COUNT}, "--")
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from evodsp.model.outputs import ModelOutput
+from evodsp.weights.random_parameters import randomise as randomise
 
 
 def random_features(
@@ -46,20 +47,6 @@ def random_features(
             "template_mask": ones(t),
         }
     return features
-
-
-@torch.no_grad()
-def randomise(model: nn.Module, seed: int = 0) -> None:
-    """Draw all parameters: weights with variance 1 / inputs, biases with deviation 0.1, scales of norms around 1.
-
-    AF2's own initialisation sets the last projection of each residual branch to zero, which would hide most of the model.
-    """
-    generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
-    for name, parameter in model.named_parameters():
-        parameter.normal_(generator=generator)
-        parameter.mul_(parameter.shape[1] ** -0.5 if parameter.ndim > 1 else 0.1)
-        if parameter.ndim == 1 and name.endswith("weight"):
-            parameter.add_(1)
 
 
 def output_tensors(output: ModelOutput) -> list[Tensor]:

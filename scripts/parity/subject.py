@@ -20,10 +20,10 @@ from evodsp.config import ModelConfig
 from evodsp.geometry.frames import atom14_to_atom37, pseudo_beta
 from evodsp.geometry.residues import RESTYPE_ATOM14_MASK, RESTYPE_ATOM37_MASK
 from evodsp.model.alphafold import AlphaFold
-from evodsp.synthetic.backbone import build_backbone
-from evodsp.synthetic.sidechains import all_atoms
 from evodsp.weights.deepmind import expected_shapes
 from evodsp.weights.names import parameter_names
+from scripts.examples.synthetic.backbone import build_backbone
+from scripts.examples.synthetic.sidechains import all_atoms
 
 LETTERS = 23
 """Letters of an alignment: 20 amino acids, unknown, gap, mask."""

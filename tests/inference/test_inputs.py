@@ -301,7 +301,7 @@ def test_a_config_file_and_what_is_printed_as_one(
         ("a.fasta", "found 'a.fasta'; write inputs: [a.fasta]"),
         ("7", "expected a list of words, found '7'"),
         ("[7]", "found '[7]'"),
-        ("{a: b}", "found '{'a': 'b'}'"),
+        ("{a: b}", "found '{a: b}'"),
     ],
 )
 def test_inputs_of_a_config_file_that_are_no_list(

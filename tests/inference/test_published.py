@@ -23,8 +23,7 @@ from evodsp.inference.provenance import feature_config
 from evodsp.model.alphafold import AlphaFold
 from evodsp.weights.config import published_features
 from evodsp.weights.deepmind import read_npz
-from scripts.random_parameters import main as random_parameters
-from scripts.random_parameters import randomise
+from evodsp.weights.random_parameters import randomise
 from tests.builders.prediction import silent
 
 from .conftest import Workplace
@@ -41,7 +40,7 @@ def workplace(workplace: Workplace) -> Workplace:
 def parameters(tmp_path: Path) -> Path:
     """Random parameters of the tiny model under DeepMind's names."""
     path = tmp_path / "params.npz"
-    assert random_parameters(["--preset", "test", "--seed", "5", "--output", str(path)]) == 0
+    assert main(["weights", "random", "--preset", "test", "--seed", "5", "--output", str(path)]) == 0
     return path
 
 
@@ -118,7 +117,7 @@ def test_published_sizes_are_the_default(workplace, tmp_path, monkeypatch):
 def test_random_parameters_are_of_their_seed(parameters, tmp_path):
     """Catches random parameters that are not repeatable, and arrays that stay zero."""
     for name, seed in (("again.npz", "5"), ("other.npz", "6")):
-        assert random_parameters(["--preset", "test", "--seed", seed, "--output", str(tmp_path / name)]) == 0
+        assert main(["weights", "random", "--preset", "test", "--seed", seed, "--output", str(tmp_path / name)]) == 0
     first, again, other = (read_npz(path) for path in (parameters, tmp_path / "again.npz", tmp_path / "other.npz"))
     assert all(np.array_equal(first[key], again[key]) for key in first)
     assert not any(np.array_equal(first[key], other[key]) for key in first)
@@ -142,7 +141,7 @@ def test_random_parameters_keep_activations_sane(workplace, parameters):
 
 def test_a_preset_that_does_not_exist(capsys):
     """Catches a traceback for an unknown preset."""
-    assert random_parameters(["--preset", "model_9", "--output", "nowhere.npz"]) == 2
+    assert main(["weights", "random", "--preset", "model_9", "--output", "nowhere.npz"]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
-    assert "no model preset 'model_9'" in error
+    assert "--preset is 'model_9', but must be one of" in error

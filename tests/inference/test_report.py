@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from evodsp import metrics
+from evodsp.cli import main
 from evodsp.data.mmcif_writer import write_mmcif
 from evodsp.data.records import Chain
 from evodsp.errors import UserError
@@ -167,15 +168,11 @@ def test_chain_without_prediction(cases):
         module.compare_all(root / "predictions", root / "structures", KEYS)
 
 
-def test_script_reports_mistakes_in_one_line(cases, capsys):
-    """Catches a traceback, and a wrong exit code: 2 for mistakes, 0 for success."""
-    import runpy
-    from pathlib import Path
-
+def test_the_command_reports_mistakes_in_one_line(cases, capsys, tmp_path):
+    """Catches a traceback, a wrong exit code (2 for mistakes, 0 for success), and chains of a file that are not read."""
     root, _ = cases
-    script = Path(__file__).resolve().parents[2] / "scripts" / "compare_predictions.py"
-    main = runpy.run_path(str(script))["main"]
     common = [
+        "score",
         "--predictions",
         str(root / "predictions"),
         "--structures",
@@ -183,6 +180,8 @@ def test_script_reports_mistakes_in_one_line(cases, capsys):
         "--output",
         str(root),
     ]
-    assert main([*common, "--train", "9aaa_B", "--held-out", "9bbb_B"]) == 0
+    (held := tmp_path / "held.txt").write_text("9bbb_B\n")
+    assert main([*common, "--train", "9aaa_B", "--held-out", str(held)]) == 0
+    assert (root / "scores.csv").read_text().count("held-out") == 1
     assert main([*common, "--train", "9zzz_A"]) == 2
     assert capsys.readouterr().err.count("\n") == 1

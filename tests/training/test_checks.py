@@ -103,13 +103,19 @@ def callback(name: str, arguments: str = "") -> tuple[str, str]:
         (callback("Timer", "duration: 00:00:01:00"), "Timer does not work with evodsp; set trainer.max_time"),
         (callback("GradientAccumulationScheduler", "scheduling: {0: 2}"), "set global_batch instead"),
         (callback("BatchSizeFinder"), "set data.batch_size instead"),
-        (("--trainer.callbacks", "nowhere.Mine"), "callbacks: class 'nowhere.Mine': No module named 'nowhere'; see"),
+        (
+            ("--trainer.callbacks", "nowhere.Mine"),
+            "callbacks: Problem with given class_path 'nowhere.Mine': No module named 'nowhere'; see",
+        ),
         (
             ("--trainer.callbacks", "[{class_path: nowhere.Mine}]"),
-            "class 'nowhere.Mine': No module named 'nowhere'; see",
+            "'nowhere.Mine': No module named 'nowhere'; see",
         ),
-        (callback("EarlyStopping", "monitr: a"), "unknown config key 'monitr'. Did you mean 'monitor'?"),
-        (callback("EarlyStopping"), "EarlyStopping' needs 'monitor' in init_args"),
+        (
+            callback("EarlyStopping", "monitr: a"),
+            "--trainer.callbacks: Option 'monitr' is not accepted. Did you mean 'monitor'?",
+        ),
+        (callback("EarlyStopping"), "--trainer.callbacks: the following arguments are required: monitor"),
         (callback("LearningRateFinder"), "set model.optimizer.lr instead"),
     ],
 )

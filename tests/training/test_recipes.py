@@ -10,9 +10,8 @@ from unittest.mock import Mock
 import pytest
 import yaml
 
-from evodsp.argument_parser import leaves
 from evodsp.cli import main
-from evodsp.config import ModelConfig
+from evodsp.config import ModelConfig, leaves
 from evodsp.parallel.mesh import init_mesh
 from evodsp.training.checks import CheckedRun, Settings, check_run
 from evodsp.training.command import TrainingCLI

@@ -184,8 +184,9 @@ def test_the_next_step_has_the_new_precision(
 
 
 def test_every_setting_has_a_rule(settings: Settings) -> None:
-    """A new setting that a resumed run takes, or ignores, without anyone having decided which."""
+    """A new setting that a resumed run takes, or ignores, without anyone having decided which; a rule that there is not."""
     assert settings.by_name.keys() == RULES.keys()
+    assert set(RULES.values()) == set(get_args(Rule))
     text = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
     assert all(f"| {rule} |" in text for rule in get_args(Rule))
     # The sizes of the model are those that a checkpoint has to have.

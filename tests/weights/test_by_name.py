@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 
 from evodsp import download
+from evodsp.cli import main
 from evodsp.config import ModelConfig
 from evodsp.errors import UserError
 from evodsp.weights import by_name
 from evodsp.weights.by_name import fetch_weights, find_weights, need_weights, weights_folder
 from evodsp.weights.checkpoint import load_model
-from scripts.random_parameters import main as random_parameters
 from tests.builders.raw_server import Answer, Send, answer, raw_server
 
 FILES = ("params_model_1.npz", "params_model_2_ptm.npz", "LICENSE")
@@ -208,7 +208,7 @@ def test_places_and_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_model_is_loaded_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a name that is taken for a file, and a missing file without the command that gets it."""
     monkeypatch.setenv("EVODSP_WEIGHTS", str(tmp_path))
-    assert random_parameters(["--preset", "test", "--output", str(tmp_path / "params_model_2.npz")]) == 0
+    assert main(["weights", "random", "--preset", "test", "--output", str(tmp_path / "params_model_2.npz")]) == 0
     model = load_model("model_2", preset="test")
     assert model.config.evoformer.blocks == ModelConfig.preset("test").evoformer.blocks
     with pytest.raises(UserError, match="evodsp weights fetch model_3_ptm"):

@@ -1,4 +1,4 @@
-"""`scripts/data/fetch.py` on local folders and on a server of this machine: whole, resumed, damaged and missing files."""
+"""`evodsp data fetch` on local folders and on a server of this machine: whole, resumed, damaged and missing files."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ import pytest
 
 from evodsp import download
 from evodsp.cli import main
+from evodsp.data import fetch
 from evodsp.data.index import ChainIndex
 from evodsp.data.store import FeatureStore
-from scripts.data import fetch
 from tests.builders.builds import letters_of, write_chain
 from tests.builders.pages import ROOT
 
@@ -99,7 +99,7 @@ def bucket(mirror: Path) -> Iterator[type[Bucket]]:
 
 def run(what: str, base: str, folder: Path) -> int:
     chains = [] if what == "lists" else ["--chains", str(folder / "chains.txt")]
-    return fetch.main([what, *chains, "--output", str(folder / "got"), "--base", base])
+    return main(["data", "fetch", what, *chains, "--output", str(folder / "got"), "--base", base])
 
 
 @pytest.mark.parametrize("kind", ["folder", "server"])
@@ -157,12 +157,12 @@ def test_a_wrong_base_is_one_line(mirror: Path, tmp_path: Path, capsys: pytest.C
 def test_from_nothing_to_fit(mirror: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches folders that one of docs/data.md's commands fills and the next does not read, and lists no index takes."""
     page = (ROOT / "docs" / "data.md").read_text().replace("\\\n", " ")
-    section = page[page.index("Four commands") : page.index("A feature store")]
-    commands = [shlex.split(line) for line in re.findall(r"^(?:python|evodsp) .*$", section, re.MULTILINE)]
-    fetches, fit, index = commands[:3], commands[3], commands[4]
+    section = page[page.index("Two commands") : page.index("A feature store")]
+    commands = [shlex.split(line) for line in re.findall(r"^evodsp .*$", section, re.MULTILINE)]
+    (*fetches, fit, index) = commands
     monkeypatch.chdir(tmp_path)
     for words in fetches:
-        assert fetch.main([*words[2:], "--base", str(mirror)]) == 0
+        assert main([*words[1:], "--base", str(mirror)]) == 0
     assert main(index[1:]) == 0
     opened = ChainIndex("downloaded/index")
     assert opened.table.cluster_sizes[opened.row(KEY)] == 1
@@ -172,8 +172,19 @@ def test_from_nothing_to_fit(mirror: Path, tmp_path: Path, monkeypatch: pytest.M
     assert (tmp_path / "runs" / "downloaded" / "checkpoints" / "last.ckpt").is_file()
 
 
-def test_the_commands_of_the_page() -> None:
-    """Catches options that docs/data.md names and the program does not know."""
-    page = (ROOT / "docs" / "data.md").read_text()
-    commands = re.findall(r"^python scripts/data/fetch\.py (.*)$", page, re.MULTILINE)
-    assert [fetch.options(shlex.split(words)).what for words in commands] == ["alignments", "structures", "lists"]
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["alignmnts", "--chains=x"], "Did you mean 'alignments'?"),
+        (["structures"], "name them with --chains FILE"),
+        (["lists", "--jobs=0"], "--jobs is 0, but must be at least 1"),
+    ],
+)
+def test_what_cannot_be_fetched_is_one_line(
+    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches a name that fetches nothing without a word, and a traceback of a list that is not given."""
+    assert main(["data", "fetch", *words, f"--output={tmp_path}"]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1

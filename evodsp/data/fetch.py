@@ -1,22 +1,14 @@
-"""Fetch public training data for a list of chains: alignments, structures, and the lists that go with them.
+"""`evodsp data fetch`: public training data for a list of chains: alignments, structures, and the lists that go with them.
 
-    python scripts/data/fetch.py alignments --chains FILE --output DIR     OpenProteinSet (AWS' registry of open data)
-    python scripts/data/fetch.py structures --chains FILE --output DIR     a divided mirror of the PDB
-    python scripts/data/fetch.py lists --output DIR                        identical chains, clusters, obsolete entries
-
-`--base` replaces the public address by a mirror, or by a local folder with the same files. A fetch that was stopped is
-continued by the same command: whole files are kept, and half of a file is completed. Sizes and MD5 sums are compared where the
-server lists them, and gzip archives are read to their end. What is missing is listed in `missing.txt`; the exit code is then 1.
-
-`evodsp.download` fetches: fsspec's http needs a server that lists folders, and s3fs brings the whole of botocore.
+Whole files are kept, and half of a file is completed. Sizes and MD5 sums are compared where the server lists them, and gzip
+archives are read to their end. `evodsp.download` fetches: fsspec's http needs a server that lists folders, and s3fs brings the
+whole of botocore.
 """
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import hashlib
-import sys
 import zlib
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -30,10 +22,11 @@ from xml.etree import ElementTree
 from evodsp import download
 from evodsp.answers import PASSING, BadAnswerError, ask, content_of
 from evodsp.data.chain_list import chain_list
+from evodsp.data.fetch_config import FetchConfig
 from evodsp.data.layout import split_key
 from evodsp.download import BLOCK, fetch_file
 from evodsp.errors import UserError
-from evodsp.output import output_errors
+from evodsp.printing import tell
 from evodsp.progress import progress
 
 OPENPROTEINSET = "https://openfold.s3.amazonaws.com"
@@ -141,72 +134,45 @@ def structures(base: str, chains: Sequence[str], output: Path) -> list[Wanted]:
     return [Wanted(base, f"{entry[1:3]}/{entry}.cif.gz", folder / f"{entry}.cif.gz") for entry in entries]
 
 
-def options(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """The options of a command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("alignments", "structures", "lists"))
-    parser.add_argument("--chains", help="text file with one chain per line; not for lists")
-    parser.add_argument(
-        "--output", type=Path, required=True, help="folder to fill: alignments/, mmcif_files/, or the lists"
-    )
-    parser.add_argument("--base", help="address of a mirror, or a local folder, in place of the public address")
-    parser.add_argument("--jobs", type=int, default=8, help="files that are fetched at a time (8)")
-    chosen = parser.parse_args(words)
-    if (chosen.chains is None) != (chosen.what == "lists"):
-        parser.error("--chains is needed for alignments and structures, and for nothing else")
-    if chosen.jobs < 1:
-        parser.error(f"--jobs is {chosen.jobs}, but must be at least 1")
-    return chosen
-
-
-def main(words: Sequence[str] | None = None) -> int:
-    """Run one command line and return its exit code."""
-    chosen = options(words)
-    try:
-        with output_errors(chosen.output):
-            return run(chosen)
-    except UserError as error:
-        print(f"fetch: error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("fetch: interrupted; the same command continues", file=sys.stderr)
-        return 130
-
-
-def run(chosen: argparse.Namespace) -> int:
-    """Fetch what was chosen. Returns 1 if something is missing."""
-    base = None if chosen.base is None else chosen.base.rstrip("/")
+def run(settings: FetchConfig, words: list[str]) -> int:
+    """`evodsp data fetch`: the exit code, 1 if something is missing. `words`: the command line (not needed here)."""
+    base = None if settings.base is None else settings.base.rstrip("/")
     if base is not None and not is_address(base) and not Path(base).is_dir():
         raise UserError(f"--base {base}: no such folder; give a folder, or an address that begins with https://")
+    try:
+        missing = _fetch_all(settings, base)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("the same command continues") from None
+    listing = settings.output / "missing.txt"
+    listing.unlink(missing_ok=True)
+    if missing:
+        listing.write_text("".join(f"{line}\n" for line in sorted(missing)))
+        tell(f"{len(missing)} missing, listed in {listing}; the first: {min(missing)}")
+    return 1 if missing else 0
+
+
+def _fetch_all(settings: FetchConfig, base: str | None) -> list[str]:
+    """Fetch what was settings. Returns a line for each file that is missing."""
     missing: list[str] = []
     wanted: list[Wanted] = []
-    if chosen.what == "lists":
-        wanted = [Wanted(base or public, name, chosen.output / name) for name, public in LISTS.items()]
-    elif chosen.what == "structures":
-        wanted = structures(base or STRUCTURES, chain_list(chosen.chains), chosen.output)
-    else:
-        chains = chain_list(chosen.chains)
+    chains = chain_list(settings.chains) if settings.chains is not None else []
+    if "lists" in settings.what:
+        wanted += [Wanted(base or public, name, settings.output / name) for name, public in LISTS.items()]
+    if "structures" in settings.what:
+        wanted += structures(base or STRUCTURES, chains, settings.output)
+    if "alignments" in settings.what:
         with progress("listing chains", len(chains)) as advance:
-            for found in alignments(base or OPENPROTEINSET, chains, chosen.output):
+            for found in alignments(base or OPENPROTEINSET, chains, settings.output):
                 if isinstance(found, str):
                     missing.append(found)
                 else:
                     wanted += found
                 advance(1)
-    chosen.output.mkdir(parents=True, exist_ok=True)
-    with ThreadPoolExecutor(chosen.jobs) as threads, progress("files", len(wanted)) as advance:
+    settings.output.mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor(settings.jobs) as threads, progress("files", len(wanted)) as advance:
         file_of = {threads.submit(fetch, file): file for file in wanted}
         for done in as_completed(file_of):
             if (reason := done.result()) is not None:
                 missing.append(f"{file_of[done].base}/{file_of[done].name}: {reason}")
             advance(1)
-    listing = chosen.output / "missing.txt"
-    listing.unlink(missing_ok=True)
-    if missing:
-        listing.write_text("".join(f"{line}\n" for line in sorted(missing)))
-        print(f"{len(missing)} missing, listed in {listing}; the first: {min(missing)}", file=sys.stderr)
-    return 1 if missing else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return missing

@@ -12,7 +12,7 @@ from jaxtyping import Bool, Int64
 
 from evodsp.geometry.alphabet import RESTYPES
 from evodsp.rng import Draws
-from evodsp.synthetic.sequences import PottsModel
+from scripts.examples.synthetic.sequences import PottsModel
 
 LONGEST_INSERTION = 4
 SWEEPS = 3

@@ -1,4 +1,4 @@
-"""Settings of `evodsp data synthesize`: where to write, sizes and the seed. Importing this costs nothing (no torch)."""
+"""Settings of the families: where to write, sizes and the seed."""
 
 from __future__ import annotations
 

@@ -9,13 +9,13 @@ from pathlib import Path
 
 from evodsp.data.mmcif_writer import write_mmcif
 from evodsp.files import whole_folder
-from evodsp.synthetic.alignments import to_a3m, to_stockholm
-from evodsp.synthetic.config import SynthesisConfig
-from evodsp.synthetic.families import Member, make_family
+from scripts.examples.synthetic.alignments import to_a3m, to_stockholm
+from scripts.examples.synthetic.config import SynthesisConfig
+from scripts.examples.synthetic.families import Member, make_family
 
 
 def write_families(config: SynthesisConfig, report: Callable[[str], None] | None = None) -> None:
-    """See `evodsp.synthetic.synthesize`."""
+    """See `scripts.examples.synthetic.synthesize`."""
     with whole_folder(config.output) as partial:
         _write(partial, config, report)
 
@@ -63,7 +63,7 @@ def _readme(config: SynthesisConfig, members: list[Member]) -> str:
 
 Made by
 
-    evodsp data synthesize --output data{options}
+    python -m scripts.examples.synthetic --output data{options}
 
 (`data` may be any empty folder; the same command gives the same bytes on one machine.) No sequence or structure is taken from
 nature: the backbones have ideal geometry and are folded towards sketches, the sequences come from a Potts model whose coupled

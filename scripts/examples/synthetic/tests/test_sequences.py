@@ -13,13 +13,13 @@ from evodsp.data.store import FeatureStore
 from evodsp.geometry.alphabet import RESTYPE_ORDER
 from evodsp.geometry.residues import ATOM_ORDER
 from evodsp.rng import Draws
-from evodsp.synthetic import sequences
-from evodsp.synthetic.alignments import Homologs, draw_homologs, to_a3m, to_stockholm
-from evodsp.synthetic.backbone import backbone_jacobian, build_backbone
-from evodsp.synthetic.folding import superpose
-from evodsp.synthetic.sequences import PottsModel, burial, contact_map, make_potts_model
+from scripts.examples.synthetic import sequences
+from scripts.examples.synthetic.alignments import Homologs, draw_homologs, to_a3m, to_stockholm
+from scripts.examples.synthetic.backbone import backbone_jacobian, build_backbone
+from scripts.examples.synthetic.folding import superpose
+from scripts.examples.synthetic.sequences import PottsModel, burial, contact_map, make_potts_model
 
-BUNDLED = Path(__file__).resolve().parents[2] / "data"
+BUNDLED = Path(__file__).resolve().parents[4] / "data"
 CHAINS = ("s001_A", "s006_A", "s011_A")
 
 

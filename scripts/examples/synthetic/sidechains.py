@@ -20,7 +20,7 @@ from evodsp.geometry.frames import frames_to_atom14, torsion_angles_to_frames
 from evodsp.geometry.residues import RESTYPE_ATOM14_MASK, RESTYPE_NAME_TO_ATOM14_NAMES
 from evodsp.geometry.rigid import Rigid
 from evodsp.rng import Draws
-from evodsp.synthetic.backbone import CA, C, N, O
+from scripts.examples.synthetic.backbone import CA, C, N, O
 
 KEPT_ROTAMERS = 10
 CLASH = 2.6

@@ -1,12 +1,12 @@
-"""`evodsp data synthesize`: write families of made-up proteins."""
+"""Writes families of made-up proteins."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from evodsp.errors import UserError
-from evodsp.printing import tell
-from evodsp.synthetic.config import SynthesisConfig, check_new_folder
+from scripts.examples.synthetic.config import SynthesisConfig, check_new_folder
+from scripts.examples.synthetic.writers import write_families
 
 
 def synthesize(config: SynthesisConfig, report: Callable[[str], None] | None = None) -> None:
@@ -24,18 +24,9 @@ def synthesize(config: SynthesisConfig, report: Callable[[str], None] | None = N
     cannot be written; then nothing is left.
     """
     check_new_folder(config.output)
-    # Imported late: the command line imports this module for its help, which must not wait for torch.
-    from evodsp.synthetic.writers import write_families
-
     try:
         write_families(config, report)
     except OSError as error:
         raise UserError(
             f"{config.output}: cannot be written ({error.strerror}); make room, or choose another --output"
         ) from error
-
-
-def run(settings: SynthesisConfig, words: list[str]) -> int:
-    """Write the families and return the exit code. `words`: the command line (not needed here)."""
-    synthesize(settings, tell)
-    return 0

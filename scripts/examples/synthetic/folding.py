@@ -15,8 +15,8 @@ import numpy as np
 from jaxtyping import Bool, Float64, Int64
 
 from evodsp.rng import Draws
-from evodsp.synthetic.backbone import CA, N, O, backbone_jacobian, build_backbone
-from evodsp.synthetic.blueprint import Blueprint
+from scripts.examples.synthetic.backbone import CA, N, O, backbone_jacobian, build_backbone
+from scripts.examples.synthetic.blueprint import Blueprint
 
 # Centres of the allowed regions (phi, psi) in degrees.
 HELIX_REGION = (-63.0, -42.0)

@@ -19,13 +19,13 @@ from evodsp.geometry.alphabet import RESTYPE_ORDER
 from evodsp.geometry.frames import atom37_to_atom14
 from evodsp.geometry.residues import ATOM_ORDER, RESTYPE_ATOM37_MASK
 from evodsp.rng import Draws
-from evodsp.synthetic import SynthesisConfig, families, synthesize, writers
-from evodsp.synthetic.blueprint import make_blueprint
-from evodsp.synthetic.config import FOLDS
-from evodsp.synthetic.folding import expected_radius_of_gyration, rmsd
-from evodsp.synthetic.sidechains import closest_approach
+from scripts.examples.synthetic import SynthesisConfig, families, synthesize, writers
+from scripts.examples.synthetic.blueprint import make_blueprint
+from scripts.examples.synthetic.config import FOLDS
+from scripts.examples.synthetic.folding import expected_radius_of_gyration, rmsd
+from scripts.examples.synthetic.sidechains import closest_approach
 
-BUNDLED = Path(__file__).resolve().parents[2] / "data"
+BUNDLED = Path(__file__).resolve().parents[4] / "data"
 SMALL = SynthesisConfig(
     Path("small"), families=3, members=1, held_out=1, min_length=48, max_length=56, sequences=12, seed=3
 )

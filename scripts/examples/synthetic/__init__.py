@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from evodsp.synthetic.command import synthesize
-from evodsp.synthetic.config import SynthesisConfig
+from scripts.examples.synthetic.command import synthesize
+from scripts.examples.synthetic.config import SynthesisConfig
 
 __all__ = ["SynthesisConfig", "synthesize"]

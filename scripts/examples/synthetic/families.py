@@ -13,13 +13,13 @@ from evodsp.data.records import Chain
 from evodsp.geometry import residues
 from evodsp.geometry.frames import atom14_to_atom37
 from evodsp.rng import Draws
-from evodsp.synthetic.alignments import Homologs, draw_homologs
-from evodsp.synthetic.backbone import CA, CB, build_backbone
-from evodsp.synthetic.blueprint import make_blueprint
-from evodsp.synthetic.config import FOLDS, SynthesisConfig
-from evodsp.synthetic.folding import fold, vary
-from evodsp.synthetic.sequences import make_potts_model, to_letters
-from evodsp.synthetic.sidechains import place_side_chains
+from scripts.examples.synthetic.alignments import Homologs, draw_homologs
+from scripts.examples.synthetic.backbone import CA, CB, build_backbone
+from scripts.examples.synthetic.blueprint import make_blueprint
+from scripts.examples.synthetic.config import FOLDS, SynthesisConfig
+from scripts.examples.synthetic.folding import fold, vary
+from scripts.examples.synthetic.sequences import make_potts_model, to_letters
+from scripts.examples.synthetic.sidechains import place_side_chains
 
 VARIANTS = 36
 """Starting points of the folding. The best third is refined, and the best result is kept."""

@@ -1,0 +1,1 @@
+"""Examples beside the package."""
