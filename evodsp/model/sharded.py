@@ -150,7 +150,9 @@ class Sharded:
         """
         self.pending = Shared(x if isinstance(x, Pending) else Ready(x))
         self.axis, self.mask, self.exchange = axis, mask, exchange
-        self.budget = NO_LIMIT if budget is None else budget  # a default that is an object does not compile with torch 2.11
+        self.budget = (
+            NO_LIMIT if budget is None else budget
+        )  # a default that is an object does not compile with torch 2.11
 
     @classmethod
     def whole(cls, x: Float[Tensor, "B N1 N2 c"], axis: Axis, mask: Mask) -> Sharded:
