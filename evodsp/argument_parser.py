@@ -26,7 +26,7 @@ import yaml  # type: ignore[import-untyped]
 from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace, set_parsing_settings
 
 from evodsp.errors import SettingError, UserError, nearest
-from evodsp.yaml_files import compose_yaml, read_yaml
+from evodsp.reading.yaml_files import compose_yaml, read_yaml
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 

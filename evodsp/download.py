@@ -14,8 +14,8 @@ from io import BufferedIOBase
 from pathlib import Path
 from urllib.error import HTTPError
 
-from evodsp.answers import PASSING, BadAnswerError, SlowAnswerError, ask, usable
 from evodsp.printing import quoted
+from evodsp.reading.answers import PASSING, BadAnswerError, SlowAnswerError, ask, usable
 
 ATTEMPTS = 4
 BLOCK = 1 << 20
@@ -29,7 +29,7 @@ _DIGITS = 15
 
 
 def size_at(address: str) -> int | None:
-    """The size in bytes of what is at an http address, if the server says it. Raises as `evodsp.answers.ask` does."""
+    """The size in bytes of what is at an http address, if the server says it. Raises as `evodsp.reading.answers.ask` does."""
     with ask(address, _HEAD_S, 0, method="HEAD") as answer:
         length = answer.headers.get("Content-Length", "")
     return int(length) if length.isascii() and length.isdecimal() and len(length) <= _DIGITS else None
@@ -41,7 +41,7 @@ def opened(
     """What is at an http address from byte `start` on (to `end`, exclusive), and where the answer begins.
 
     That is `start`, or 0 if the server sends whole files only. `seconds`: in which all of it has to arrive. `most`: its
-    bytes. Raises as `evodsp.answers.ask` does, also when it is read.
+    bytes. Raises as `evodsp.reading.answers.ask` does, also when it is read.
     """
     headers = {}
     if start or end is not None:

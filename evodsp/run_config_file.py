@@ -11,7 +11,7 @@ from typing import Any
 
 from evodsp.errors import UserError, shortened
 from evodsp.packaged import packaged_config, packaged_data
-from evodsp.yaml_files import check_yaml
+from evodsp.reading.yaml_files import check_yaml
 
 _OPTIONS = ("--config", "-c")
 

@@ -26,14 +26,14 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Int32, Int64
 
-from evodsp.array_files import map_array
 from evodsp.data.alignment_database import StoredFile
 from evodsp.data.chain_folder import is_alignment
 from evodsp.data.chain_table import ChainTable
 from evodsp.data.packed_texts import PackedTexts
-from evodsp.data.text_files import read_json
 from evodsp.errors import FileFormatError, UserError, nearest, shortened, shown
 from evodsp.files import whole_folder
+from evodsp.reading.array_files import map_array
+from evodsp.reading.text_files import read_json
 
 FORMAT, VERSION = "evodsp index of chains", 1
 HEADER = "index.json"

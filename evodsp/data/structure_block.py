@@ -13,9 +13,9 @@ from pathlib import Path
 import gemmi
 from gemmi import cif
 
-from evodsp.data.text_files import read_bytes
 from evodsp.data.unlisted_chains import FoundChain, Site, find_chain
 from evodsp.errors import FileFormatError, shortened
+from evodsp.reading.text_files import read_bytes
 
 _NEEDED = (
     *(f"_atom_site.{tag}" for tag in ("label_atom_id", "label_comp_id", "label_asym_id", "label_seq_id")),

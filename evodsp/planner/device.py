@@ -14,7 +14,7 @@ from typing import Any, get_args
 
 from evodsp.errors import UserError, nearest, shortened, shown
 from evodsp.parallel.ledger import Kind
-from evodsp.yaml_files import read_yaml
+from evodsp.reading.yaml_files import read_yaml
 
 _CALLED = {"str": "text", "int": "a whole number", "bool": "true or false"}
 

@@ -11,10 +11,10 @@ import re
 import tarfile
 from collections.abc import Iterator
 
-from evodsp.answers import BadAnswerError
-from evodsp.data.text_files import unpack
 from evodsp.errors import FileFormatError
 from evodsp.printing import quoted
+from evodsp.reading.answers import BadAnswerError
+from evodsp.reading.text_files import unpack
 from evodsp.search.searcher import Found
 
 FIRST = 101

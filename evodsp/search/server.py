@@ -18,10 +18,18 @@ from typing import Any
 from urllib.error import HTTPError
 from urllib.parse import urlencode
 
-from evodsp.answers import PASSING, BadAnswerError, SlowAnswerError, ask, check_address, content_of, without_login
 from evodsp.errors import UserError
 from evodsp.printing import quoted
 from evodsp.progress import duration
+from evodsp.reading.answers import (
+    PASSING,
+    BadAnswerError,
+    SlowAnswerError,
+    ask,
+    check_address,
+    content_of,
+    without_login,
+)
 from evodsp.search.archive import FIRST, split
 from evodsp.search.limits import PUBLIC, ServerLimits
 from evodsp.search.searcher import Found, NoAnswerError, Say, Searcher

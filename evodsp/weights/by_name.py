@@ -24,12 +24,12 @@ from http.client import HTTPResponse
 from pathlib import Path
 from urllib.error import HTTPError
 
-from evodsp.answers import PASSING, BadAnswerError, check_address, content_of, usable, without_login
 from evodsp.download import LARGEST, fetch_file, free_bytes, opened, size_at
 from evodsp.errors import UserError, nearest
 from evodsp.lock import waited_lock
 from evodsp.printing import quoted, tell
 from evodsp.progress import progress
+from evodsp.reading.answers import PASSING, BadAnswerError, check_address, content_of, usable, without_login
 
 NAMES = tuple(f"model_{number}{head}" for head in ("", "_ptm") for number in range(1, 6))
 """The monomer models of AlphaFold2."""

@@ -26,7 +26,7 @@ from evodsp.config import FeatureConfig, ModelConfig, from_dict
 from evodsp.errors import UserError, shortened, shown
 from evodsp.files import whole_file
 from evodsp.model.alphafold import AlphaFold
-from evodsp.pickles import PickleRefused
+from evodsp.reading.pickles import PickleRefused
 from evodsp.weights.by_name import NAMES, need_weights
 from evodsp.weights.config import preset_of, published_features
 from evodsp.weights.container import archive_damage, container

@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from evodsp.array_files import read_archive
 from evodsp.config import ModelConfig
 from evodsp.errors import UserError, nearest, shortened
 from evodsp.files import whole_file
 from evodsp.model.alphafold import AlphaFold
+from evodsp.reading.array_files import read_archive
 from evodsp.weights.accounting import check_arrays, multimer_error
 from evodsp.weights.container import container
 from evodsp.weights.names import Name, block_probes, parameter_names

@@ -1,7 +1,7 @@
 """Reading a PyTorch file that a stranger may have written, without running any code in it.
 
 `load_checked` reads what consists of tensors, numbers, texts and containers: evodsp's checkpoints. Its pickle is followed first
-(`evodsp.pickles`). `load_untrusted` reads files of other programs too.
+(`evodsp.reading.pickles`). `load_untrusted` reads files of other programs too.
 
 A pickle names classes and functions, and unpickling calls them. torch's `weights_only` unpickler refuses every unknown name,
 and so it refuses OpenFold's training checkpoints, whose hyperparameters are `ml_collections.ConfigDict` objects. Here an inert
@@ -21,7 +21,7 @@ import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from evodsp.errors import UserError, shortened
-from evodsp.pickles import PickleRefused, check_pickle
+from evodsp.reading.pickles import PickleRefused, check_pickle
 
 _HOSTILE_MODULES = (
     *("os", "posix", "nt", "sys", "subprocess", "pty", "shutil", "socket"),

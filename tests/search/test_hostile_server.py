@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from evodsp.answers import BadAnswerError
 from evodsp.data.records import ProteinSequence
 from evodsp.errors import SettingError, UserError
 from evodsp.inference.search_config import SearchConfig
+from evodsp.reading.answers import BadAnswerError
 from evodsp.search import archive
 from evodsp.search.archive import split
 from evodsp.search.limits import ServerLimits

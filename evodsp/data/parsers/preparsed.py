@@ -16,12 +16,12 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Int8, Int32
 
-from evodsp.data import text_files
 from evodsp.data.parsers.bytes_to_codes import EITHER_CASE, byte_table
-from evodsp.data.parsers.recorded_pickle import RecordedArray, recorded
 from evodsp.data.records import Alignment
 from evodsp.errors import FileFormatError, shortened
 from evodsp.geometry.alphabet import GAP
+from evodsp.reading import text_files
+from evodsp.reading.recorded_pickle import RecordedArray, recorded
 
 _FIX = "make it again from its .a3m and .sto files"
 _LETTERS = byte_table(EITHER_CASE | {"-": GAP, ".": GAP})

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from evodsp import array_files
-from evodsp.array_files import array_of, map_array, read_archive
 from evodsp.errors import UserError
+from evodsp.reading import array_files
+from evodsp.reading.array_files import array_of, map_array, read_archive
 
 FIX = "make it again"
 
