@@ -14,8 +14,8 @@ from io import BufferedIOBase
 from pathlib import Path
 from urllib.error import HTTPError
 
-from evodsp.printing import quoted
 from evodsp.reading.answers import PASSING, BadAnswerError, SlowAnswerError, ask, usable
+from evodsp.reading.quoting import quoted
 
 ATTEMPTS = 4
 BLOCK = 1 << 20

@@ -19,7 +19,7 @@ from evodsp.data.leaks import DEFINITION, Overlap
 from evodsp.data.store import FeatureStore
 from evodsp.files import whole_file
 from evodsp.output import check_output_folder
-from evodsp.printing import printable
+from evodsp.reading.quoting import printable
 from evodsp.report.charts import histogram
 from evodsp.report.page import Page
 

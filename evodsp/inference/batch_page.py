@@ -13,7 +13,7 @@ from evodsp.files import whole_file
 from evodsp.inference.failures import Failure
 from evodsp.inference.residue_charts import BANDS
 from evodsp.inference.results import RANKING, REPORT, read_plddt, read_with_ranking
-from evodsp.printing import escape_html
+from evodsp.reading.quoting import escape_html
 from evodsp.report.charts import histogram
 from evodsp.report.page import OURS, Page
 

@@ -35,7 +35,7 @@ from evodsp.inference.results import (
 )
 from evodsp.inference.trace import trace_svg
 from evodsp.inference.writers import AlignedError, PredictedStructure, structure_text
-from evodsp.printing import escape_html
+from evodsp.reading.quoting import escape_html
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

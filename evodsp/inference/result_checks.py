@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float32
 
-from evodsp.errors import FileFormatError, shown
+from evodsp.errors import FileFormatError
+from evodsp.reading.quoting import shown
 from evodsp.reading.text_files import read_json
 
 FIX = "predict again with --overwrite true"

@@ -39,7 +39,7 @@ from evodsp.inference.residue_charts import (
 )
 from evodsp.inference.result_checks import FIX
 from evodsp.inference.results import REPORT, key_of, read_pae, read_plddt, read_timings, read_with_ranking, stem
-from evodsp.printing import escape_html
+from evodsp.reading.quoting import escape_html
 from evodsp.report.page import Page
 
 _MOST_CELLS = 2_500_000

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from evodsp.planner.simulate import Interval
-from evodsp.printing import escape_html
+from evodsp.reading.quoting import escape_html
 
 _WIDTH, _HEIGHT, _LEFT, _RIGHT = 920, 120, 60, 10
 _LANES = {"device": 14, "link": 56}

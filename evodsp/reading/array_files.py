@@ -15,7 +15,8 @@ from pathlib import Path
 import numpy as np
 from numpy.lib import format as npy
 
-from evodsp.errors import FileFormatError, UserError, shortened
+from evodsp.errors import FileFormatError, UserError
+from evodsp.reading.quoting import quoted
 
 _LARGEST_UNPACKED = 1 << 30
 """Bytes that a compressed archive may unpack to. Parameters of AlphaFold2 take 370 MB, and are not compressed."""
@@ -51,7 +52,7 @@ def read_archive(path: str | Path, fix: str) -> dict[str, np.ndarray]:
             for entry in archive.infolist():
                 data = archive.read(entry)  # reserves what there is, not what the entry says
                 if not data.startswith(npy.MAGIC_PREFIX):
-                    raise FileFormatError(path, f"its entry '{shortened(entry.filename)}' is not an array; {fix}")
+                    raise FileFormatError(path, f"its entry '{quoted(entry.filename)}' is not an array; {fix}")
                 arrays[entry.filename.removesuffix(".npy")] = _array(data)
     except FileFormatError:
         raise
@@ -81,4 +82,4 @@ def _check_header(file: io.BufferedIOBase, size: int) -> None:
 def _not_readable(source: str | Path, error: Exception, fix: str) -> UserError:
     if isinstance(error, OSError) and error.strerror:
         return UserError(f"{source}: cannot be read ({error.strerror}); {fix}")
-    return FileFormatError(source, f"not a readable NumPy file ({shortened(error)}); {fix}")
+    return FileFormatError(source, f"not a readable NumPy file ({quoted(error)}); {fix}")

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from evodsp.errors import shortened, shown
 from evodsp.reading.pickles import check_pickle
+from evodsp.reading.quoting import quoted, shown
 
 _OPCODES = {
     *(
@@ -131,4 +131,4 @@ def recorded(data: bytes) -> object:
     try:
         return _Unpickler(io.BytesIO(data)).load()
     except Exception as error:  # a damaged pickle can raise any exception
-        raise ValueError(shortened(error)) from error
+        raise ValueError(quoted(error)) from error

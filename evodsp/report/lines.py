@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from evodsp.printing import escape_html
+from evodsp.reading.quoting import escape_html
 
 COLOURS = 8
 """Series that have a colour of their own; the page (`evodsp.report.page`) says which. Further ones repeat them."""

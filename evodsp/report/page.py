@@ -6,7 +6,7 @@ import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from evodsp import __version__
-from evodsp.printing import escape_html
+from evodsp.reading.quoting import escape_html
 from evodsp.report.lines import COLOURS
 
 _STYLE = """

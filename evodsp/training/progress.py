@@ -11,8 +11,9 @@ from lightning.pytorch.utilities import rank_zero_only
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from evodsp.printing import printable, tell
+from evodsp.printing import tell
 from evodsp.progress import duration
+from evodsp.reading.quoting import printable
 
 SECONDS_BETWEEN_LINES = 20.0
 
