@@ -148,9 +148,7 @@ def _one_line(source: Any) -> Iterator[None]:
         mark = getattr(error, "problem_mark", None)
         reason = quoted(getattr(error, "problem", None) or error, LONGEST_REASON)
         line = None if mark is None else mark.line + 1
-        raise FileFormatError(
-            source, f"not YAML that evodsp reads ({reason}); correct it", line
-        ) from error
+        raise FileFormatError(source, f"not YAML that evodsp reads ({reason}); correct it", line) from error
 
 
 def _error(problem: str, mark: Any) -> yaml.MarkedYAMLError:

@@ -67,7 +67,7 @@ def sparse(size: int) -> bytes:
     [
         (packed(entry(content=bytes(2 << 20)), entry()), r"more than 1 MiB \(--msa_server_limits\.answer_mib\)$"),
         (packed(entry("other.bin", content=bytes(2 << 20)), entry()), r"more than 1 MiB \(--msa_server_limits\.answer_mib\)$"),
-        (packed(entry("x", kind=b"x", content=bytes(2 << 20)), entry()), r"more than 1 MiB \(--msa_server_limits\.answer_mib\)$"),
+        (packed(entry("x", kind=b"x", content=bytes(2 << 20)), entry()), r"than 1 MiB \(--msa_server_limits\.answer_mib\)$"),
         (packed(entry("x", 6 << 30, b"x"), entry()), r"a file of 6442450944 bytes, where .* follow"),
         (packed(entry(size=-512), entry()), "a file of -512 bytes"),
         (packed(entry(size=2**80), entry()), "a file of 1208925819614629174706176 bytes"),
