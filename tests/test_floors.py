@@ -81,7 +81,6 @@ FLOORS = {
     "evodsp.planner.config": (*TORCH_FREE, "numpy"),
     "evodsp.planner.device": ("lightning", "evodsp.training", "evodsp.inference", "evodsp.launch", "triton"),
     "evodsp.planner.choose": ("lightning", "evodsp.training", "evodsp.inference", "evodsp.launch", "triton"),
-    "evodsp.report.stacked": (*TORCH_FREE, "numpy", "evodsp.data"),
     "evodsp.training.config": TORCH_FREE,
     "evodsp.training.options": ("torch", "lightning"),
     "evodsp.argument_parser": ("torch", "lightning", "numpy"),

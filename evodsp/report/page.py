@@ -9,7 +9,7 @@ from typing import Any
 from markupsafe import Markup
 
 from evodsp import __version__
-from evodsp.report.lines import COLOURS
+from evodsp.report.charts import COLOURS
 from evodsp.report.rendering import render
 
 OURS = '<meta name="generator" content="evodsp">'
@@ -51,9 +51,9 @@ class Page:
         texts = [[f"{cell:,}" if isinstance(cell, int) else cell for cell in row] for row in listed]
         self._add("table", headings=headings, rows=texts, numeric=numeric)
 
-    def charts(self, charts: Mapping[str, str]) -> None:
+    def charts(self, charts: Mapping[str, Markup]) -> None:
         """Charts (`evodsp.report.charts`) side by side, by their titles."""
-        self._add("charts", charts={title: Markup(svg) for title, svg in charts.items()})
+        self._add("charts", charts=charts)
 
     def wide_chart(self, title: str, svg: str) -> None:
         """A chart as wide as the page."""
