@@ -43,7 +43,7 @@ def mark(tag: str, tip: str = "", text: str = "", **attributes: Any) -> Mark:
     return Mark(tag, {name: f"{v:.1f}" if isinstance(v, float) else v for name, v in named.items()}, tip, text)
 
 
-def picture(width: int, height: int, label: str, marks: Iterable[Mark], **attributes: Any) -> Markup:
+def picture(width: int, height: int, label: str, marks: Iterable[Mark], /, **attributes: Any) -> Markup:
     """An SVG of marks. `label` says what it shows to those who do not see it."""
     named = mark("svg", **attributes).attributes
     values = {"width": width, "height": height, "label": label, "marks": list(marks), "attributes": named}

@@ -55,17 +55,13 @@ class Page:
         """Charts (`evodsp.report.charts`) side by side, by their titles."""
         self._add("charts", charts=charts)
 
-    def wide_chart(self, title: str, svg: str) -> None:
+    def wide_chart(self, title: str, svg: Markup) -> None:
         """A chart as wide as the page."""
-        self._add("wide_chart", title=title, svg=Markup(svg))
+        self._add("wide_chart", title=title, svg=svg)
 
     def legend(self, names: Sequence[str]) -> None:
         """What the colours of the line charts mean, in the order of their numbers."""
         self._add("legend", names=names, colours=COLOURS)
-
-    def markup(self, html: str) -> None:
-        """A part that is HTML already: the caller has escaped every text in it."""
-        self._add("markup", made=Markup(html))
 
     def template(self, name: str, **values: Any) -> None:
         """A part with a template of its own, named by its path below `evodsp/`."""
@@ -88,7 +84,7 @@ class Page:
 
     def html(self) -> str:
         """The whole page."""
-        return render(
+        made = render(
             "report/templates/page.html.j2",
             title=self._title,
             subtitle=self._subtitle,
@@ -98,6 +94,7 @@ class Page:
             ours=Markup(OURS),
             version=__version__,
         )
+        return str(made)
 
     def _add(self, kind: str, **values: Any) -> None:
         self._parts.append((kind, values))
