@@ -154,7 +154,7 @@ def _too_slow(seconds: float) -> SlowAnswerError:
 
 
 def _too_large(most: int) -> BadAnswerError:
-    return BadAnswerError(f"answers more than {most / 2**20:.3g} MiB")
+    return BadAnswerError(f"answers more than {max(1, round(most / 2**20)):,} MiB")
 
 
 def _login(address: str) -> str:

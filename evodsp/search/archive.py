@@ -53,7 +53,7 @@ def _alignments(archive: bytes, most: int, address: str) -> Iterator[tuple[str, 
             if _NAME.fullmatch(name := name.rpartition("/")[2]):
                 yield name, content
     except TooLargeError as error:
-        limit = f"{most / 2**20:.3g} MiB (--msa_server_limits.answer_mib)"
+        limit = f"{most / 2**20:,.0f} MiB (--msa_server_limits.answer_mib)"
         raise BadAnswerError(f"{address}: the answer unpacks to more than {limit}") from error
     except (tarfile.TarError, FileFormatError) as error:
         why = quoted(str(error).removeprefix(f"{address}: "))
