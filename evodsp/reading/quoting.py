@@ -8,7 +8,6 @@ user name and password in an address are left out.
 
 from __future__ import annotations
 
-import html
 import re
 import reprlib
 
@@ -33,11 +32,6 @@ def printable(text: str) -> str:
     The ends of lines and tabs stay. Escaping twice is escaping once.
     """
     return _ACTS.sub(lambda found: found[0].encode("unicode_escape").decode(), _LOGIN.sub("…@", text))
-
-
-def escape_html(text: str) -> str:
-    """`printable(text)` as text of an HTML page."""
-    return html.escape(printable(text))
 
 
 def one_line(message: str) -> str:
