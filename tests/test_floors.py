@@ -45,6 +45,7 @@ FLOORS = {
     "evodsp.data.parsed_chain": TORCH_FREE,
     "evodsp.data.store": TORCH_FREE,
     "evodsp.data.index": TORCH_FREE,
+    "evodsp.data.pool": (*TORCH_FREE, "numpy"),
     "evodsp.data.scan": (*TORCH_FREE, "rich"),
     "evodsp.data.index_config": (*TORCH_FREE, "numpy"),
     "evodsp.data.doctor": (*TORCH_FREE, "rich"),
