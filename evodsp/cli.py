@@ -25,7 +25,7 @@ from evodsp.errors import UserError, nearest
 from evodsp.launch.agent import end_agent
 from evodsp.launch.parent import STOPPED, end_with_launcher, launched_by_evodsp, same_handlers
 from evodsp.output import stdout_fails
-from evodsp.printing import one_line, show, tell
+from evodsp.printing import show, tell
 
 RANK_0_FIRST_S = 5.0
 """How long the other ranks wait before they print a mistake. Rank 0 prints the same one, and its end makes torchrun (or srun
@@ -322,7 +322,7 @@ def _main(words: list[str]) -> int:
             # Ignored under scripts/slurm/fit.sbatch until a run can save.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(RANK_0_FIRST_S)
-        tell(f"evodsp: error: {one_line(str(error))}")
+        tell(f"evodsp: error: {error}")
         end_agent()
         return 2
     except SystemExit as done:  # jsonargparse after --help and --print_config

@@ -1,6 +1,6 @@
 """Fetches files: what was begun is continued, what is damaged is fetched again, and a file appears only when it is whole.
 
-The standard library downloads (`evodsp.answers`). pooch (1.9) fetches whole files only, of 5 GB for one model, and begins them
+The standard library downloads (`evodsp.reading.answers`). pooch (1.9) fetches whole files only, of 5 GB for one model, and begins them
 anew; huggingface_hub (2.4: 19 MB with hf_xet) continues, but reads its own hub only; fsspec's http sends requests with no limit
 of time for a whole answer, and follows redirections from https to http. `evodsp.lock` keeps processes apart that fetch the same
 file.
@@ -16,8 +16,8 @@ from io import BufferedIOBase
 from pathlib import Path
 from urllib.error import HTTPError
 
-from evodsp.answers import PASSING, BadAnswerError, SlowAnswerError, ask, usable
-from evodsp.printing import quoted
+from evodsp.reading.answers import PASSING, BadAnswerError, SlowAnswerError, ask, usable
+from evodsp.reading.quoting import quoted
 
 ATTEMPTS = 4
 BLOCK = 1 << 20
@@ -31,7 +31,7 @@ _DIGITS = 15
 
 
 def size_at(address: str) -> int | None:
-    """The size in bytes of what is at an http address, if the server says it. Raises as `evodsp.answers.ask` does."""
+    """The size in bytes of what is at an http address, if the server says it. Raises as `evodsp.reading.answers.ask` does."""
     with ask(address, _HEAD_S, 0, method="HEAD") as answer:
         length = answer.headers.get("Content-Length", "")
     return int(length) if length.isascii() and length.isdecimal() and len(length) <= _DIGITS else None
@@ -43,7 +43,7 @@ def opened(
     """What is at an http address from byte `start` on (to `end`, exclusive), and where the answer begins.
 
     That is `start`, or 0 if the server sends whole files only. `seconds`: in which all of it has to arrive. `most`: its
-    bytes. Raises as `evodsp.answers.ask` does, also when it is read.
+    bytes. Raises as `evodsp.reading.answers.ask` does, also when it is read.
     """
     headers = {}
     if start or end is not None:

@@ -8,14 +8,10 @@ and exits with code 2; a traceback means a bug in evodsp.
 from __future__ import annotations
 
 import difflib
-import reprlib
 from collections.abc import Iterable
 from pathlib import Path
 
-from evodsp.printing import quoted
-
-_LONGEST_MESSAGE = 2000
-"""Letters. The longest that we write lists all options of a group."""
+from evodsp.reading.quoting import one_line
 
 
 class UserError(Exception):
@@ -26,10 +22,7 @@ class UserError(Exception):
     """
 
     def __init__(self, message: str = "") -> None:
-        message = " ".join(message.splitlines())
-        if len(message) > _LONGEST_MESSAGE:
-            message = f"{message[: _LONGEST_MESSAGE // 2]} […] {message[-_LONGEST_MESSAGE // 4 :]}"
-        super().__init__(message)
+        super().__init__(one_line(" ".join(message.splitlines())))
 
 
 class SettingError(UserError):
@@ -47,24 +40,6 @@ class FileFormatError(UserError):
         where = f"{path}:{line}" if line is not None else f"{path}"
         super().__init__(f"{where}: {message}")
         self.path, self.line = str(path), line
-
-
-_LONGEST_SHOWN = 200
-"""Letters of what a file or a library says."""
-
-
-def shown(value: object) -> str:
-    """A value from a file as a message quotes it: `repr`, without its inner parts and its middle where it is long."""
-    return _short_repr.repr(value)
-
-
-def shortened(text: object) -> str:
-    """What a file or a library's error says, as one line of modest length. An error without text is its name."""
-    return quoted(str(text), _LONGEST_SHOWN) or type(text).__name__
-
-
-_short_repr = reprlib.Repr()
-_short_repr.maxlevel, _short_repr.maxstring, _short_repr.maxlong, _short_repr.maxother = 3, 60, 60, 60
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:

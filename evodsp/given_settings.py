@@ -15,7 +15,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from evodsp.errors import UserError, nearest
-from evodsp.yaml_files import compose_yaml
+from evodsp.reading.yaml_files import compose_yaml
 
 
 @dataclass(frozen=True)

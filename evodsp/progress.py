@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from evodsp.printing import printable, tell
+from evodsp.printing import tell
+from evodsp.reading.quoting import printable
 
 SECONDS_BETWEEN_LINES = 20.0
 

@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from evodsp.errors import UserError, shortened
+from evodsp.errors import UserError
 from evodsp.packaged import packaged_config, packaged_data
-from evodsp.yaml_files import check_yaml
+from evodsp.reading.quoting import quoted
+from evodsp.reading.yaml_files import check_yaml
 
 _OPTIONS = ("--config", "-c")
 
@@ -70,7 +71,7 @@ def _read(config: Path) -> dict[str, Any]:
         content = OmegaConf.to_container(OmegaConf.load(config), resolve=True)
     except Exception as error:  # of what is between ${ and }
         raise UserError(
-            f"--config {config}: cannot be read ({shortened(error)}); check what is between ${{ and }}"
+            f"--config {config}: cannot be read ({quoted(error)}); check what is between ${{ and }}"
         ) from error
     if not isinstance(content, dict):
         raise UserError(f"--config {config}: not a YAML mapping of options; give a config of 'evodsp fit'")

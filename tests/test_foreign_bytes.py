@@ -29,10 +29,9 @@ OBJECT_COLLECTIVES = tuple(
 
 ALLOWED = {
     # The standard library's unpickler, behind a list of harmless instructions and with a `find_class` that calls nothing.
-    "evodsp/data/parsers/recorded_pickle.py": {"pickle"},
+    "evodsp/reading/recorded_pickle.py": {"pickle"},
     # Pipes to processes that the same process started, which nobody else can open.
-    "evodsp/data/building/engine.py": {"recv()"},
-    "evodsp/data/sample_pool.py": {"recv()"},
+    "evodsp/data/pool.py": {"recv()"},
     "scripts/fuzz/__main__.py": {"recv()"},
     # Between ranks whose process group is connected. docs/training.md says which networks these messages may cross.
     "evodsp/launch/consensus.py": {"broadcast_object_list", "all_gather_object"},

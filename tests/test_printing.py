@@ -17,59 +17,17 @@ from evodsp import printing
 from evodsp.cli import main
 from evodsp.inference.report import ChainScores, write_scores
 from evodsp.inference.run_log import run_log
-from evodsp.printing import escape_html, escape_others, logger, one_line, printable, quoted, show, tell
+from evodsp.printing import escape_others, logger, show, tell
 from evodsp.progress import progress
+from evodsp.reading.quoting import printable
 from evodsp.report.page import Page
 from evodsp.training.progress import TrainingProgress
+from tests.builders.evil_text import EVIL, SHOWN
 
-EVIL = "a\x1b[31m\x1b]0;owned\x07\r\x08\0\x7f\x9b\u061c\u200b\u200e\u200f\u2028\u2029\u202a\u202e\u2066\u2069\ufeff\ud800\udcff"
-SHOWN = r"a\x1b[31m\x1b]0;owned\x07\r\x08\x00\x7f\x9b\u061c\u200b\u200e\u200f\u2028\u2029\u202a\u202e\u2066\u2069\ufeff"
-SHOWN += r"\ud800\udcff"
 _WRITE = ("getLogger", "write", "print")
 _PAST = ("logging.getLogger(__name__)", "sys.stderr.write(", "sys.stdout.write(", "console.print(")
 _ALLOWED = (r"sys.stdout.write('\n')", "console.print(printable(", "console.print(figures")
 PACKAGE = Path(printing.__file__).parent
-
-
-def test_what_acts_on_a_terminal_is_escaped() -> None:
-    """Catches a kind of character that is forgotten, and letters, tabs and ends of lines that are not left alone."""
-    assert printable(EVIL) == SHOWN
-    assert printable(printable(EVIL)) == SHOWN
-    for code in [
-        *range(32),
-        0x7F,
-        *range(0x80, 0xA0),
-        0x61C,
-        0x200E,
-        0x200F,
-        *range(0x2028, 0x202F),
-        *range(0x2066, 0x206A),
-    ]:
-        assert printable(chr(code)).isprintable() or chr(code) in "\t\n", hex(code)
-    usual = "zappé 5 Å → 3.8 µm … „蛋白质“ 😀\tx\n"
-    assert printable(usual) == usual
-
-
-def test_messages_of_one_line_are_cut() -> None:
-    """Catches a foreign text of megabytes on the terminal, and one whose ends of lines look like other messages."""
-    assert one_line(f"a\n b\r\nc{EVIL}") == rf"a b\r c{SHOWN}"
-    assert one_line("x" * 2500) == "x" * 2000 + "… (500 more characters)"
-    assert quoted(b"\xff<html>\n\x1b[2J" + b"y" * 500) == "\ufffd<html> \\x1b[2J" + "y" * 65 + "…"
-    assert quoted("short\nand sweet") == "short and sweet"
-    assert len(quoted("\x1b" * 10**6)) == 81
-
-
-@pytest.mark.parametrize(
-    ("text", "shown"),
-    [
-        ("https://name:secret@host/x", "https://…@host/x"),
-        ("--url=http://secret@host:80, and http://a:b@c@d/", "--url=http://…@host:80, and http://…@d/"),
-        ("https://host/a@b, me@host", "https://host/a@b, me@host"),
-    ],
-)
-def test_passwords_in_addresses_are_left_out(text: str, shown: str) -> None:
-    """Catches a password that a message, a log or a page shows, and other texts with an @ that lose letters."""
-    assert printable(text) == shown
 
 
 def test_all_ways_to_print_escape(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -91,7 +49,6 @@ def test_all_ways_to_print_escape(capsys: pytest.CaptureFixture[str], tmp_path: 
     page.table([EVIL], [[EVIL]])
     assert page.html().count(SHOWN) == 4
     assert printable(page.html()) == page.html()
-    assert escape_html("<\x1b>") == r"&lt;\x1b&gt;"
 
 
 def test_progress_escapes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -145,10 +102,3 @@ def test_nothing_prints_or_logs_past_this_place() -> None:
                 if call.startswith(_PAST) and not call.startswith(_ALLOWED):
                     found.append(f"{path.name}:{node.lineno}")
     assert not found
-
-
-def test_a_quote_that_is_cut_says_so() -> None:
-    """Catches text of many blanks or line ends that is cut without a word: it reads as if it were all that was written."""
-    assert quoted("a  " * 60, 80) == "a " * 40 + "…"
-    assert quoted(b"a\n\n" * 60, 80) == "a " * 40 + "…"
-    assert quoted("a  b", 80) == "a b"

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from evodsp.data.chain_folder import is_alignment, is_search_result
-from evodsp.data.text_files import read_json
-from evodsp.errors import FileFormatError, UserError, shown
+from evodsp.errors import FileFormatError, UserError
+from evodsp.reading.quoting import shown
+from evodsp.reading.text_files import read_json
 
 UNIFIED_INDEX_NAME = "super.index"
 """OpenFold's index of all databases of a folder."""

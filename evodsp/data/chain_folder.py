@@ -16,9 +16,9 @@ from evodsp.data.parsers import parse_a3m, parse_hhr, parse_hmmsearch, parse_pre
 from evodsp.data.query_check import all_monomers, matched_alignments
 from evodsp.data.records import Alignment, ProteinSequence
 from evodsp.data.templates.hits import TemplateHit
-from evodsp.data.text_files import unpack
 from evodsp.errors import UserError
 from evodsp.printing import logger
+from evodsp.reading.text_files import unpack
 
 _PARSERS = {".a3m": parse_a3m, ".sto": parse_stockholm}
 _ARCHIVE = ".npz"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
-from evodsp.data.text_files import lines_of
 from evodsp.errors import UserError
+from evodsp.reading.text_files import lines_of
 
 
 def chain_list(chains: str | list[str]) -> list[str]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from markupsafe import Markup
 from rich.console import Console
 from rich.table import Table
 
@@ -19,7 +20,7 @@ from evodsp.data.leaks import DEFINITION, Overlap
 from evodsp.data.store import FeatureStore
 from evodsp.files import whole_file
 from evodsp.output import check_output_folder
-from evodsp.printing import printable
+from evodsp.reading.quoting import printable
 from evodsp.report.charts import histogram
 from evodsp.report.page import Page
 
@@ -235,7 +236,7 @@ def _overlap_line(part: Overlap) -> str:
     return f"{' and '.join(part.sets)}: {', '.join(said)}{such}; {part.alignments:,} pairs aligned{unknown}"
 
 
-def _charts(found: Diagnosis) -> dict[str, str]:
+def _charts(found: Diagnosis) -> dict[str, Markup]:
     table = found.table
     depths = np.array([chain.depth for chain in found.examined if chain.state == "good"])
     columns = {

@@ -20,7 +20,6 @@ from urllib.parse import quote, urlencode
 from xml.etree import ElementTree
 
 from evodsp import download
-from evodsp.answers import PASSING, BadAnswerError, ask, content_of
 from evodsp.data.chain_list import chain_list
 from evodsp.data.fetch_config import FetchConfig
 from evodsp.data.layout import split_key
@@ -28,6 +27,7 @@ from evodsp.download import BLOCK, fetch_file
 from evodsp.errors import UserError
 from evodsp.printing import tell
 from evodsp.progress import progress
+from evodsp.reading.answers import PASSING, BadAnswerError, ask, content_of
 
 OPENPROTEINSET = "https://openfold.s3.amazonaws.com"
 STRUCTURES = "https://files.rcsb.org/pub/pdb/data/structures/divided/mmCIF"

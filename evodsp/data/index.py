@@ -26,14 +26,15 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Int32, Int64
 
-from evodsp.array_files import map_array
 from evodsp.data.alignment_database import StoredFile
 from evodsp.data.chain_folder import is_alignment
 from evodsp.data.chain_table import ChainTable
 from evodsp.data.packed_texts import PackedTexts
-from evodsp.data.text_files import read_json
-from evodsp.errors import FileFormatError, UserError, nearest, shortened, shown
+from evodsp.errors import FileFormatError, UserError, nearest
 from evodsp.files import whole_folder
+from evodsp.reading.array_files import map_array
+from evodsp.reading.quoting import quoted, shown
+from evodsp.reading.text_files import read_json
 
 FORMAT, VERSION = "evodsp index of chains", 1
 HEADER = "index.json"
@@ -135,7 +136,7 @@ class ChainIndex:
             columns: dict[str, Any] = {**texts, **{name: arrays[name] for name in _ARRAYS}}
             self.content = IndexContent(table, **columns)
         except (KeyError, ValueError, TypeError) as error:
-            raise FileFormatError(self.path, f"its parts do not fit together ({shortened(error)}); {_FIX}") from error
+            raise FileFormatError(self.path, f"its parts do not fit together ({quoted(error)}); {_FIX}") from error
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self)._copy, (self.path,)

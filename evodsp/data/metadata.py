@@ -21,9 +21,9 @@ from jaxtyping import Float32
 
 from evodsp.data.chain_table import UNKNOWN_CLUSTER, UNKNOWN_DAY, ChainTable
 from evodsp.data.layout import split_key
-from evodsp.data.text_files import lines_of, read_json
 from evodsp.errors import FileFormatError, UserError
 from evodsp.geometry.alphabet import LETTERS_WITH_X, UNKNOWN, encode_sequence
+from evodsp.reading.text_files import lines_of, read_json
 
 _FIX = "make the cache again, or leave it out"
 _EPOCH = date(1970, 1, 1).toordinal()

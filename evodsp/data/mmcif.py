@@ -27,12 +27,13 @@ from jaxtyping import Bool, Float32, Float64, Int64
 from evodsp.data.layout import entry_of
 from evodsp.data.records import Chain, Structure
 from evodsp.data.structure_block import block_without_atoms, is_pdb, read_block, rows_of, unquoted, values_of
-from evodsp.data.text_files import read_bytes
 from evodsp.data.unlisted_chains import is_amino_acid
-from evodsp.errors import FileFormatError, UserError, nearest, shortened, shown
+from evodsp.errors import FileFormatError, UserError, nearest
 from evodsp.geometry.monomers import monomer_letter
 from evodsp.geometry.residues import ATOM_ORDER, ATOM_TYPES
 from evodsp.printing import logger
+from evodsp.reading.quoting import LONGEST_REASON, quoted, shown
+from evodsp.reading.text_files import read_bytes
 
 _ATOM_NAMES, _ATOM_INDICES = np.array(sorted(ATOM_TYPES)), np.argsort(ATOM_TYPES)
 _CD, _NH1, _NH2 = (ATOM_ORDER[name] for name in ("CD", "NH1", "NH2"))
@@ -154,7 +155,7 @@ class _Entry:
             (chain_id,) = self.asym_of_chain
         if chain_id not in self.asym_of_chain:
             names = sorted(name or "''" for name in self.asym_of_chain)
-            hint = f"{nearest(chain_id, names)} Chains: {shortened(', '.join(names))}; give one of these"
+            hint = f"{nearest(chain_id, names)} Chains: {quoted(', '.join(names), LONGEST_REASON)}; give one of these"
             raise UserError(f"{self.path}: no protein chain '{chain_id}'.{hint}")
         return chain_id
 

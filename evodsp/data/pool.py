@@ -1,20 +1,224 @@
-"""Work on many files in processes that end with the one that started them."""
+"""Processes that do jobs: out of order, several at a time, with a time limit, and none of them can end the program by dying.
+
+`concurrent.futures.ProcessPoolExecutor` and loky give up all jobs when one of their processes dies, and do not say which job it
+had; nor does `torch.utils.data.DataLoader`. pebble has time limits and survives, but sends results through one pipe that all
+workers share, where each of our workers has a pipe of its own. This module does not import torch.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import heapq
+import itertools
+import multiprocessing
 import os
 import signal
 import threading
+import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import get_context, parent_process
-from multiprocessing.connection import wait
-from typing import Any, TypeVar
+from concurrent.futures import Future, as_completed
+from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing import util
+from multiprocessing.connection import Connection, wait
+from typing import Any, Generic, TypeVar
 
 from evodsp.errors import UserError
+from evodsp.reading.quoting import shown
 
 Result = TypeVar("Result")
+_MOST_FAILED_STARTS = 3
+"""So many workers may die one after another before they are ready; then something is wrong with the machine, not a job."""
+
+
+class WorkerEndedError(UserError):
+    """A process died, or took too long, with a job. The message says why."""
+
+
+@dataclass(frozen=True)
+class _Task:
+    job: tuple[Any, ...]
+    future: Future[Any] = field(default_factory=Future)
+
+
+@dataclass
+class _Worker:
+    process: Any
+    pipe: Connection
+    lifeline: Connection
+    """Closed when this process is gone; the worker then ends itself, even in the middle of a job."""
+    ready: bool = False
+    task: _Task | None = None
+    since: float = 0.0
+    """When the task was sent (`time.monotonic`)."""
+
+
+class Pool(Generic[Result]):
+    """`workers` processes that call `function`, each with at most one job in hand, so that it is known which job killed it.
+
+    A worker that dies, or needs longer than `time_limit` seconds for a job (None: no limit), is replaced. `limit_name` is the
+    limit's name for the user. `received`: what is made, in this process, of a result that arrives.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        workers: int,
+        time_limit: float | None = None,
+        limit_name: str = "the limit",
+        received: Callable[[Any], Result] = lambda result: result,
+    ) -> None:
+        self._function, self._received = function, received
+        self._time_limit, self._limit_name = time_limit, limit_name
+        # Not fork: this process has threads by now (logger, progress, OpenMP), and a fork would inherit locks they hold. And
+        # what it has read would be copied.
+        self._context = multiprocessing.get_context("forkserver")
+        module = getattr(function.func if isinstance(function, partial) else function, "__module__", __name__)
+        self._context.set_forkserver_preload([module])  # imported once: a worker starts within milliseconds
+        # Workers end at once, without removing the sockets that they made. If the process that starts them has a folder for
+        # such things, they use that one, which goes when that process ends.
+        util.get_temp_dir()
+        self._lock = threading.Lock()
+        self._tasks: list[tuple[int, int, _Task]] = []
+        """A heap: the lowest number is needed first, also if it was submitted again after its first job failed."""
+        self._submitted = itertools.count()
+        self._wake, self._woken = multiprocessing.Pipe(duplex=False)[::-1]
+        self._closed = False
+        self._failed_starts = 0
+        self._error: BaseException | None = None
+        self._workers = [self._start() for _ in range(workers)]
+        self._thread = threading.Thread(target=self._serve, name="evodsp pool", daemon=True)
+        self._thread.start()
+        # Python would end the workers of a pool that nobody has closed by SIGTERM, which they ignore, and wait for ever.
+        self._at_exit = util.Finalize(None, self.close, exitpriority=0)
+
+    def submit(self, *job: Any, number: int = 0) -> Future[Result]:
+        """Have `function(*job)` called; jobs of a lower `number` are begun first, those of the same one in order.
+
+        The future raises UserError and OSError as the function does, WorkerEndedError if its process died or took too long, and
+        RuntimeError for anything else. A future that is cancelled before its job is begun costs nothing.
+        """
+        task = _Task(job)
+        with self._lock:
+            if self._error is not None:
+                raise self._error
+            if self._closed:
+                raise RuntimeError("the pool is closed")
+            heapq.heappush(self._tasks, (number, next(self._submitted), task))
+        self._wake.send(None)
+        return task.future
+
+    def close(self) -> None:
+        """End all workers, in the middle of a job too."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self._at_exit.cancel()
+        self._wake.send(None)
+        self._thread.join()
+
+    def _start(self) -> _Worker:
+        ours, theirs = self._context.Pipe()
+        lifeline, held = self._context.Pipe(duplex=False)
+        process = self._context.Process(target=_work, args=(theirs, lifeline, self._function), daemon=True)
+        process.start()
+        theirs.close()
+        lifeline.close()
+        return _Worker(process, ours, held)
+
+    def _serve(self) -> None:
+        """The thread that hands out tasks and receives results."""
+        try:
+            while True:
+                with self._lock:
+                    if self._closed:
+                        break
+                    self._assign()
+                watched = [worker.pipe for worker in self._workers] + [w.process.sentinel for w in self._workers]
+                wait([self._woken, *watched], self._patience())
+                while self._woken.poll():
+                    self._woken.recv()
+                for place, worker in enumerate(self._workers):
+                    self._attend(place, worker)
+        except BaseException as error:  # whoever waits for a result must hear of it: this thread cannot end the program
+            with self._lock:
+                self._error = error
+        finally:
+            self._end()
+
+    def _assign(self) -> None:
+        for worker in self._workers:
+            while worker.ready and worker.task is None and self._tasks:
+                *_, task = heapq.heappop(self._tasks)
+                if task.future.set_running_or_notify_cancel():
+                    worker.task, worker.since = task, time.monotonic()
+                    with contextlib.suppress(OSError):  # it has died meanwhile, which `_attend` sees
+                        worker.pipe.send(task.job)
+
+    def _patience(self) -> float | None:
+        """Seconds until the next time limit."""
+        begun = [worker.since for worker in self._workers if worker.task is not None]
+        if self._time_limit is None or not begun:
+            return None
+        return max(0.0, min(begun) + self._time_limit - time.monotonic())
+
+    def _attend(self, place: int, worker: _Worker) -> None:
+        """Receive what a worker sent; replace it if it died or is too slow."""
+        alive = worker.process.is_alive()  # asked first: what it sent before it died is in the pipe by then
+        try:
+            while worker.pipe.poll():
+                self._take(worker, worker.pipe.recv())
+        except (EOFError, OSError):
+            alive = False
+        late = (
+            self._time_limit is not None
+            and worker.task is not None
+            and time.monotonic() - worker.since >= self._time_limit
+        )
+        if alive and not late:
+            return
+        worker.process.kill()
+        worker.process.join()
+        if worker.task is not None:
+            reason = _how_it_ended(worker.process.exitcode)
+            if alive:
+                reason = f"took longer than {self._limit_name}, {self._time_limit:g} s"
+            worker.task.future.set_exception(WorkerEndedError(reason))
+        elif not worker.ready:
+            self._failed_starts += 1
+            if self._failed_starts >= _MOST_FAILED_STARTS:
+                raise RuntimeError(f"workers end before they begin: {_how_it_ended(worker.process.exitcode)}")
+        worker.pipe.close()
+        worker.lifeline.close()
+        self._workers[place] = self._start()
+
+    def _take(self, worker: _Worker, message: Any) -> None:
+        task, worker.task = worker.task, None
+        if task is None:
+            worker.ready, self._failed_starts = True, 0
+            return
+        kind, content = message
+        if kind == "result":
+            task.future.set_result(self._received(content))
+        elif kind == "mistake":
+            task.future.set_exception(content)
+        else:
+            task.future.set_exception(RuntimeError(f"job {shown(task.job)}, in a worker process:\n{content}"))
+
+    def _end(self) -> None:
+        for worker in self._workers:
+            worker.process.kill()
+        for worker in self._workers:
+            worker.process.join()
+        with self._lock:
+            error = self._error or RuntimeError("the pool was closed")
+            left = [worker.task for worker in self._workers if worker.task is not None]
+            left += [task for *_, task in self._tasks if task.future.set_running_or_notify_cancel()]
+            self._tasks.clear()
+        for task in left:
+            task.future.set_exception(error)
 
 
 def in_processes(function: Callable[..., Result], jobs: Iterable[tuple[Any, ...]], workers: int) -> Iterator[Result]:
@@ -25,18 +229,14 @@ def in_processes(function: Callable[..., Result], jobs: Iterable[tuple[Any, ...]
     if workers <= 1:
         yield from (function(*job) for job in jobs)
         return
-    # Not forked: what this process has read would be copied with it.
-    with ProcessPoolExecutor(workers, get_context("spawn"), end_with_parent) as pool:
-        try:
-            for done in as_completed([pool.submit(function, *job) for job in jobs]):
-                yield done.result()
-        except BrokenProcessPool as error:
-            raise UserError(
-                "a worker process was killed (out of memory?); run the command again with fewer --workers"
-            ) from error
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+    pool: Pool[Result] = Pool(function, workers)
+    try:
+        for done in as_completed([pool.submit(*job) for job in jobs]):
+            yield done.result()
+    except WorkerEndedError as error:
+        raise UserError(f"{error}: run the command again with fewer --workers") from error
+    finally:
+        pool.close()
 
 
 def processes(asked: int | None, jobs: int) -> int:
@@ -45,9 +245,45 @@ def processes(asked: int | None, jobs: int) -> int:
     return min(cores if asked is None else asked, jobs)
 
 
-def end_with_parent() -> None:
-    """In a process of a pool: end when the main process is gone, even if it was killed, and leave Ctrl-C to it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    parent = parent_process()
-    if parent is not None:
-        threading.Thread(target=lambda: (wait([parent.sentinel]), os._exit(1)), daemon=True).start()
+def _how_it_ended(code: int) -> str:
+    if code >= 0:
+        return f"its worker process ended with exit code {code}"
+    name = signal.Signals(-code).name
+    return f"its worker process was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
+
+
+def _work(pipe: Connection, lifeline: Connection, function: Callable[..., Any]) -> None:
+    """A worker process: does the jobs that it is sent."""
+    # These are for the main process, which saves and ends; SLURM sends them to all processes of a step.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_end_with, args=[lifeline], daemon=True).start()
+    with contextlib.suppress(EOFError, ConnectionError):
+        pipe.send("ready")
+        while True:
+            job = pipe.recv()
+            pipe.send(_outcome(function, job))
+    # Python would remove this process's sockets first, in a folder that the main process may have removed by now.
+    os._exit(0)
+
+
+def _outcome(function: Callable[..., Any], job: tuple[Any, ...]) -> tuple[str, Any]:
+    """What is sent: a result, or an error that can be sent, because not every one survives pickling."""
+    try:
+        return "result", function(*job)
+    except UserError as error:
+        return "mistake", UserError(str(error))
+    except OSError as error:
+        plain = (error.errno, error.strerror, error.filename) if error.errno else (str(error),)
+        return "mistake", OSError(*plain)
+    except MemoryError:
+        return "mistake", UserError("its worker process was out of memory")
+    except Exception:
+        return "bug", traceback.format_exc()
+
+
+def _end_with(lifeline: Connection) -> None:
+    """End this process at once when the one that started it is gone."""
+    with contextlib.suppress(EOFError, OSError):
+        lifeline.recv()
+    os._exit(0)

@@ -17,10 +17,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from evodsp.data.text_files import check_text
 from evodsp.errors import FileFormatError, UserError
 from evodsp.files import whole_file
 from evodsp.printing import logger
+from evodsp.reading.text_files import check_text
 
 _log = logger(__name__)
 

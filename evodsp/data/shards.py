@@ -25,11 +25,11 @@ from typing import Any
 import numpy as np
 from fsspec.implementations.local import LocalFileSystem
 
-from evodsp.array_files import array_of, map_array
 from evodsp.data.chain_table import UNKNOWN_DAY
 from evodsp.data.layout import split_key
 from evodsp.errors import FileFormatError, UserError
 from evodsp.files import whole_file
+from evodsp.reading.array_files import array_of, map_array
 
 LONGEST_KEY = 100
 """Bytes of a chain key: what the name of a tar member can hold."""

@@ -13,9 +13,10 @@ from pathlib import Path
 import gemmi
 from gemmi import cif
 
-from evodsp.data.text_files import read_bytes
 from evodsp.data.unlisted_chains import FoundChain, Site, find_chain
-from evodsp.errors import FileFormatError, shortened
+from evodsp.errors import FileFormatError
+from evodsp.reading.quoting import LONGEST_REASON, quoted
+from evodsp.reading.text_files import read_bytes
 
 _NEEDED = (
     *(f"_atom_site.{tag}" for tag in ("label_atom_id", "label_comp_id", "label_asym_id", "label_seq_id")),
@@ -92,7 +93,7 @@ def _not_valid(path: str | Path, error: Exception) -> FileFormatError:
     """gemmi's error as one line."""
     found = _PARSE_ERROR.match(str(error))
     line, reason = (int(found.group(1)), found.group(2)) if found else (None, str(error))
-    message = f"not a valid structure file, or truncated ({shortened(reason)}); download it again"
+    message = f"not a valid structure file, or truncated ({quoted(reason, LONGEST_REASON)}); download it again"
     return FileFormatError(path, message, line)
 
 

@@ -10,8 +10,8 @@ from typing import Any, Protocol, runtime_checkable
 from evodsp.data.layout import entry_of, names_of, nested_structure, split_key, structure_file
 from evodsp.data.mmcif import read_chain, read_release_date, read_structure
 from evodsp.data.records import Chain, Structure
-from evodsp.data.text_files import read_json
 from evodsp.errors import FileFormatError, UserError, nearest
+from evodsp.reading.text_files import read_json
 
 CACHE_NAMES = ("mmcif_cache.json", "chain_data_cache.json")
 """OpenFold's caches, `{pdbid: {"release_date": …}}` and `{chain: {"release_date": …}}`: in the folder, beside it, or

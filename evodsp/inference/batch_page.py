@@ -11,9 +11,8 @@ import numpy as np
 from evodsp.errors import UserError
 from evodsp.files import whole_file
 from evodsp.inference.failures import Failure
-from evodsp.inference.residue_charts import BANDS
+from evodsp.inference.residue_charts import strip
 from evodsp.inference.results import RANKING, REPORT, read_plddt, read_with_ranking
-from evodsp.printing import escape_html
 from evodsp.report.charts import histogram
 from evodsp.report.page import OURS, Page
 
@@ -67,12 +66,8 @@ def batch_page(output: Path, failures: Sequence[Failure]) -> Page:
         }
     )
     # Of models without a PAE head no target has a pTM.
-    shown = {name: kind for name, kind in _HEADINGS.items() if name != "pTM" or any(row["pTM"] for row in rows)}
-    heads = "".join(f"<th{kind}>{name}</th>" for name, kind in shown.items())
-    lines = "".join(
-        f"<tr>{''.join(f'<td{kind}>{row[name]}</td>' for name, kind in shown.items())}</tr>" for row in rows
-    )
-    page.markup(f'<div class="scroll"><table class="targets"><tr>{heads}</tr>{lines}</table></div>')
+    columns = {name: kind for name, kind in _HEADINGS.items() if name != "pTM" or any(row["pTM"] for row in rows)}
+    page.template("inference/pages/targets.html.j2", columns=columns, rows=rows)
     if len(means) > 4:
         counts, _ = np.histogram(means, bins=20, range=(0, 100))
         page.charts({"Mean pLDDT": histogram([5.0 * n for n in range(21)], counts.tolist(), "mean pLDDT", "targets")})
@@ -82,33 +77,20 @@ def batch_page(output: Path, failures: Sequence[Failure]) -> Page:
     return page
 
 
-_NUMBER, _ALONG = ' class="number"', "pLDDT along the sequence"
-_HEADINGS = {
-    "target": "", "residues": _NUMBER, "mean pLDDT": _NUMBER, "pTM": _NUMBER, "predictions": _NUMBER, _ALONG: "",
-}  # fmt: skip
-"""Of the columns, and what their cells are."""
+_ALONG = "pLDDT along the sequence"
+_HEADINGS = {"target": False, "residues": True, "mean pLDDT": True, "pTM": True, "predictions": True, _ALONG: False}
+"""Of the columns, and whether their cells are numbers."""
 
 
 def _row(folder: Path, name: str, plddt: np.ndarray, mean: float, ptm: float | None, seeds: int) -> dict[str, str]:
-    """The cells, by column."""
-    link = escape_html(name)
-    if (folder / REPORT).is_file():
-        link = f'<a href="{quote(folder.name)}/{REPORT}">{link}</a>'
+    """The cells, by column, and the address of the target's page."""
+    pieces = np.array([piece.mean() for piece in np.array_split(plddt, min(_STRIP, len(plddt)))])
     return {
-        "target": link,
+        "target": name,
+        "page": f"{quote(folder.name)}/{REPORT}" if (folder / REPORT).is_file() else "",
         "residues": f"{len(plddt):,}",
         "mean pLDDT": f"{mean:.1f}",
         "pTM": "" if ptm is None else f"{ptm:.2f}",
         "predictions": f"{seeds}",
-        _ALONG: _strip(plddt),
+        _ALONG: strip(pieces, f"pLDDT from {plddt.min():.0f} to {plddt.max():.0f}", kind="strip"),
     }
-
-
-def _strip(plddt: np.ndarray) -> str:
-    """The bands of pLDDT along the sequence as one coloured line."""
-    pieces = np.array_split(plddt, min(_STRIP, len(plddt)))
-    colours = [next(colour for lower, colour, _ in BANDS if piece.mean() >= lower) for piece in pieces]
-    bars = "".join(f'<rect x="{n}" width="1.02" height="1" fill="{colour}"/>' for n, colour in enumerate(colours))
-    label = f"pLDDT from {plddt.min():.0f} to {plddt.max():.0f}"
-    box = f'viewBox="0 0 {len(colours)} 1" preserveAspectRatio="none" shape-rendering="crispEdges"'
-    return f'<svg class="strip" {box} role="img" aria-label="{label}">{bars}</svg>'

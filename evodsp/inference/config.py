@@ -8,7 +8,6 @@ from datetime import date
 from pathlib import Path
 from typing import Literal
 
-from evodsp.answers import check_address
 from evodsp.config import KernelsConfig, MatmulPrecision, check_matmul, check_preset
 from evodsp.data.templates.dates import parse_latest_date
 from evodsp.errors import UserError
@@ -16,6 +15,7 @@ from evodsp.model.kernels.backends import check_names
 from evodsp.model.schedule import CommunicationPlan
 from evodsp.parallel.config import SequenceConfig
 from evodsp.ranges import COUNT, POSITIVE, SIZE, check_numbers, memory_size
+from evodsp.reading.answers import check_address
 from evodsp.search.limits import PUBLIC, ServerLimits
 from evodsp.weights.by_name import check_name
 

@@ -10,8 +10,6 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from html import escape
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +20,7 @@ from evodsp.errors import UserError
 from evodsp.files import whole_file, whole_folder
 from evodsp.geometry.residues import CA
 from evodsp.inference.model_cif import Origin
-from evodsp.inference.residue_charts import BANDS, pae_uri
+from evodsp.inference.residue_charts import pae_uri, strip, trace
 from evodsp.inference.results import (
     REPORT,
     Key,
@@ -33,9 +31,8 @@ from evodsp.inference.results import (
     read_structure,
     read_with_ranking,
 )
-from evodsp.inference.trace import trace_svg
 from evodsp.inference.writers import AlignedError, PredictedStructure, structure_text
-from evodsp.printing import escape_html
+from evodsp.report.rendering import render
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -234,7 +231,7 @@ class Prediction(PredictionResult):
             raise UserError(f"height is {height}, but must be at least 1 pixel")
         best = self.ranked[0]
         page = (self.folder / REPORT).read_text(encoding="utf-8")
-        return PageView(page, trace_svg(best.positions[:, CA], best.mask[:, CA], best.plddt), height)
+        return PageView(page, str(trace(best.positions[:, CA], best.mask[:, CA], best.plddt)), height)
 
     def __repr__(self) -> str:
         return f"Prediction({self.name}: {', '.join(self._figures())})"
@@ -248,26 +245,25 @@ class Prediction(PredictionResult):
     def _repr_html_(self) -> str:
         best = self.ranked[0]
         figures = [f"{len(best.plddt):,} residues", *self._figures()]
-        rows = "".join(
-            f"<tr><td>{rank}</td><td>{escape_html(_called(one))}</td><td>{one.mean_plddt:.1f}</td>"
-            f"<td>{'' if one.ptm is None else f'{one.ptm:.2f}'}</td></tr>"
-            for rank, one in enumerate(self.ranked[:_MOST_ROWS], start=1)
-        )
-        left_out = len(self.ranked) - _MOST_ROWS
-        more = f"<p>and {left_out} more: .ranked</p>" if left_out > 0 else ""
-        table = f"<table><tr><th>rank</th><th>seed</th><th>mean pLDDT</th><th>pTM</th></tr>{rows}</table>{more}"
-        picture = ""
+        cells = [
+            (_called(one), f"{one.mean_plddt:.1f}", "" if one.ptm is None else f"{one.ptm:.2f}") for one in self.ranked
+        ]
+        image, highest = "", ""
         if best._errors is not None:
-            pae, highest = best._errors.pae, best._errors.highest
+            pae, highest = best._errors.pae, f"{best._errors.highest:g}"
             step = -(-len(pae) // 150)
-            picture = (
-                f'<img alt="predicted aligned error" title="predicted aligned error, 0 to {highest:g} Å" width="150" '
-                f'height="150" style="image-rendering:pixelated" src="{pae_uri(pae[::step, ::step], highest)}">'
-            )
-        return (
-            f"<div><b>{escape_html(self.name)}</b>: {', '.join(figures)}{_strip(best.plddt)}"
-            f'<div style="display:flex;gap:1.5em;align-items:flex-start">{table}{picture}</div></div>'
+            image = pae_uri(pae[::step, ::step], best._errors.highest)
+        made = render(
+            "inference/pages/notebook.html.j2",
+            name=self.name,
+            figures=figures,
+            strip=strip(best.plddt, "pLDDT along the sequence", width="100%", height=10),
+            rows=[(rank, *row) for rank, row in enumerate(cells[:_MOST_ROWS], start=1)],
+            left_out=len(cells) - _MOST_ROWS,
+            image=image,
+            highest=highest,
         )
+        return str(made)
 
 
 @dataclass(frozen=True)
@@ -283,26 +279,9 @@ class PageView:
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
         """Called by Jupyter, which shows the richest of these that it can."""
-        frame = (
-            f'<iframe srcdoc="{escape(self.page)}" width="100%" height="{self.height}" style="border:0" '
-            'sandbox="allow-scripts"></iframe>'
-        )
-        return {"text/html": frame, "image/svg+xml": self.picture, "text/plain": repr(self)}
+        frame = render("inference/pages/frame.html.j2", page=self.page, height=self.height)
+        return {"text/html": str(frame), "image/svg+xml": self.picture, "text/plain": repr(self)}
 
 
 def _called(one: RankedStructure) -> str:
     return f"seed {one.seed}" if one.model is None else f"{one.model}, seed {one.seed}"
-
-
-def _strip(plddt: Float32[np.ndarray, " R"]) -> str:
-    """pLDDT along the sequence as one coloured line."""
-    colours = [next(colour for lower, colour, _ in BANDS if value >= lower) for value in plddt]
-    starts = [0, *(i for i in range(1, len(colours)) if colours[i] != colours[i - 1]), len(colours)]
-    bars = "".join(
-        f'<rect x="{first}" y="0" width="{last - first}" height="1" fill="{colours[first]}"/>'
-        for first, last in pairwise(starts)
-    )
-    return (
-        f'<svg width="100%" height="10" viewBox="0 0 {len(colours)} 1" preserveAspectRatio="none" role="img" '
-        f'aria-label="pLDDT along the sequence">{bars}</svg>'
-    )

@@ -24,7 +24,8 @@ from evodsp.inference.calibration import Calibration
 from evodsp.inference.plots import calibration_figure, distance_figure
 from evodsp.inference.results import plddt_of, read_result
 from evodsp.inference.score_config import ScoreConfig
-from evodsp.printing import printable, show
+from evodsp.printing import show
+from evodsp.reading.quoting import printable
 
 _PREDICTED_CHAIN = "A"
 

@@ -7,55 +7,100 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float, UInt8
+from markupsafe import Markup
 from PIL import Image
 
 from evodsp.inference.coverage import Coverage
+from evodsp.report.charts import Frame, Mark, mark, path, picture
 
-WIDTH, LEFT, RIGHT = 1000, 56, 12
-"""Of every chart, in units of its view box."""
-_TOP, _PLOT = 10, 150
-_BOTTOM = _TOP + _PLOT
+FRAME = Frame(1000, 184, left=56, right=12, top=10, bottom=24)
+"""Of every chart."""
 BANDS = ((90, "#0053d6", "very high"), (70, "#65cbf3", "confident"), (50, "#ffdb13", "low"), (0, "#ff7d45", "very low"))
 """Lower edge of pLDDT, colour and name, as in the AlphaFold database."""
 PAE_COLOURS = ((0, 68, 27), (49, 163, 84), (161, 217, 155), (247, 252, 245))
 """From no error to the largest that the head knows, as in the AlphaFold database."""
 _IDENTITY_COLOURS = ((178, 24, 43), (244, 165, 130), (146, 197, 222), (33, 102, 172))
 """From no identity to all letters equal."""
+_TRACE, _MARGIN = 360, 14
 
 
-def plddt_chart(plddt: Mapping[int, Float[np.ndarray, " R"]], shown: int) -> str:
+def band_colour(plddt: float) -> str:
+    """The colour of a pLDDT (0..100)."""
+    return next(colour for lower, colour, _ in BANDS if plddt >= lower)
+
+
+def plddt_chart(plddt: Mapping[int, Float[np.ndarray, " R"]], shown: int) -> Markup:
     """pLDDT along the sequence, a line for each seed; only that of the seed `shown` is visible."""
-    residues = len(plddt[shown])
-    bands, top = [], 100.0
+    marks, top = [], 100.0
     for lower, colour, name in BANDS:
-        y, height = _BOTTOM - _PLOT * top / 100, _PLOT * (top - lower) / 100
-        bands.append(
-            f'<rect x="{LEFT}" y="{y:.1f}" width="{WIDTH - LEFT - RIGHT}" height="{height:.1f}" fill="{colour}" '
-            f'opacity="0.22"><title>{name}</title></rect>'
-        )
+        y, height = _y(top / 100), _y(lower / 100) - _y(top / 100)
+        shape = {"x": FRAME.left, "y": y, "width": FRAME.end - FRAME.left, "height": height}
+        marks.append(mark("rect", name, **shape, fill=colour, opacity="0.22"))
         top = float(lower)
-    lines = "".join(
-        f'<polyline class="plddt" data-seed="{seed}" points="{_points(values, 100.0)}"{"" if seed == shown else " hidden"}/>'
-        for seed, values in plddt.items()
-    )
-    ticks = "".join(_y_tick(value / 100, str(value)) for value in (0, 50, 70, 90, 100))
-    return _chart("pLDDT by residue", "".join(bands) + ticks + lines, residues, "pLDDT")
+    marks += [_y_tick(value / 100, str(value)) for value in (0, 50, 70, 90, 100)]
+    for seed, values in plddt.items():
+        hidden = None if seed == shown else ""
+        marks.append(mark("polyline", kind="plddt", data_seed=seed, points=_points(values, 100.0), hidden=hidden))
+    return _chart("pLDDT by residue", marks, len(plddt[shown]), "pLDDT")
 
 
-def coverage_chart(found: Coverage) -> str:
+def coverage_chart(found: Coverage) -> Markup:
     """The rows of the alignments as a picture, the most similar one on top, and a line for the number of sequences."""
-    picture = picture_uri(np.nan_to_num(found.rows, nan=-1), _IDENTITY_COLOURS)
-    image = (
-        f'<image href="{picture}" x="{LEFT}" y="{_TOP}" width="{WIDTH - LEFT - RIGHT}" height="{_PLOT}" '
-        'preserveAspectRatio="none" style="image-rendering:pixelated"/>'
+    image = mark(
+        "image",
+        href=picture_uri(np.nan_to_num(found.rows, nan=-1), _IDENTITY_COLOURS),
+        x=FRAME.left,
+        y=FRAME.top,
+        width=FRAME.end - FRAME.left,
+        height=FRAME.base - FRAME.top,
+        preserveAspectRatio="none",
+        style="image-rendering:pixelated",
     )
-    line = f'<polyline class="count" points="{_points(found.counts, float(found.sequences))}"/>'
-    ticks = "".join(_y_tick(share, f"{round(found.sequences * share):,}") for share in (0.0, 0.5, 1.0))
-    return _chart("sequences by residue", image + ticks + line, len(found.counts), "sequences")
+    line = mark("polyline", kind="count", points=_points(found.counts, float(found.sequences)))
+    ticks = [_y_tick(share, f"{round(found.sequences * share):,}") for share in (0.0, 0.5, 1.0)]
+    return _chart("sequences by residue", [image, *ticks, line], len(found.counts), "sequences")
+
+
+def strip(plddt: Float[np.ndarray, " R"], label: str, **attributes: Any) -> Markup:
+    """The bands of pLDDT along the sequence as one coloured line."""
+    colours = [band_colour(float(value)) for value in plddt]
+    starts = [0, *(i for i in range(1, len(colours)) if colours[i] != colours[i - 1]), len(colours)]
+    bars = [
+        mark("rect", x=first, y=0, width=last - first, height=1, fill=colours[first])
+        for first, last in pairwise(starts)
+    ]
+    stretched = {"preserveAspectRatio": "none", "shape_rendering": "crispEdges", **attributes}
+    return picture(len(colours), 1, label, bars, **stretched)
+
+
+def trace(ca: Float[np.ndarray, "R 3"], present: Float[np.ndarray, " R"], plddt: Float[np.ndarray, " R"]) -> Markup:
+    """A still picture of a backbone, for places where no script runs: the CA trace (Å), coloured by pLDDT (0..100) and seen
+    along its shortest axis; near segments cover far ones. Residues without a CA (`present` at most 0.5) are gaps.
+    """
+    there = present > 0.5
+    centred = ca - ca[there].mean(0)
+    _, _, axes = np.linalg.svd(centred[there].astype(np.float64), full_matrices=True)
+    # An axis has no direction of its own: the largest component is made positive, so that all machines draw the same picture.
+    axes *= np.sign(axes[np.arange(3), np.abs(axes).argmax(1)])[:, None]
+    axes[2] *= np.linalg.det(axes)  # no mirror image
+    x, y, depth = (centred @ axes.T).T
+    reach = max(float(np.abs(np.stack([x, y])[:, there]).max()), 1.0)
+    scale = (_TRACE / 2 - _MARGIN) / reach
+    points = np.stack([_TRACE / 2 + scale * x, _TRACE / 2 - scale * y], 1)
+    links = [i for i in range(len(ca) - 1) if there[i] and there[i + 1]]
+    marks = []
+    for i in sorted(links, key=lambda i: depth[i] + depth[i + 1]):
+        place = dict(zip(("x1", "y1", "x2", "y2"), points[i : i + 2].ravel().tolist(), strict=True))
+        marks.append(mark("line", **place, stroke="white", stroke_width=7))
+        marks.append(mark("line", **place, stroke=band_colour(float(plddt[i] + plddt[i + 1]) / 2), stroke_width=4))
+    alone = {"xmlns": "http://www.w3.org/2000/svg", "width": _TRACE, "height": _TRACE, "stroke_linecap": "round"}
+    return picture(_TRACE, _TRACE, "CA trace, coloured by pLDDT", marks, **alone)
 
 
 def pae_uri(pae: Float[np.ndarray, "R R"], highest: float) -> str:
@@ -81,26 +126,24 @@ def palette(colours: tuple[tuple[int, int, int], ...]) -> UInt8[np.ndarray, "256
     return np.stack([np.interp(place, range(len(stops)), stops[:, c]) for c in range(3)], 1).round().astype(np.uint8)
 
 
+def _y(share: Any) -> Any:
+    """The height at a share of the plot's, or of several."""
+    return FRAME.base - (FRAME.base - FRAME.top) * share
+
+
 def _points(values: np.ndarray, highest: float) -> str:
-    x = LEFT + (np.arange(len(values)) + 0.5) * (WIDTH - LEFT - RIGHT) / len(values)
-    y = _BOTTOM - _PLOT * np.asarray(values, float) / max(highest, 1)
-    return " ".join(f"{a:.1f},{b:.1f}" for a, b in zip(x, y, strict=True))
+    x = FRAME.left + (np.arange(len(values)) + 0.5) * (FRAME.end - FRAME.left) / len(values)
+    return path(zip(x, _y(np.asarray(values, float) / max(highest, 1)), strict=True))
 
 
-def _y_tick(share: float, text: str) -> str:
-    return f'<text x="{LEFT - 6}" y="{_BOTTOM - _PLOT * share + 4:.1f}" text-anchor="end">{text}</text>'
+def _y_tick(share: float, text: str) -> Mark:
+    return FRAME.y_tick(_y(share) + 4, text)
 
 
-def _chart(title: str, inside: str, residues: int, y_label: str) -> str:
+def _chart(title: str, marks: Iterable[Mark], residues: int, y_label: str) -> Markup:
     step = next((s for s in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000) if residues / s <= 16), 2000)
-    width = (WIDTH - LEFT - RIGHT) / residues
+    width = (FRAME.end - FRAME.left) / residues
     numbers = [1, *range(max(step, 2), residues + 1, step)]
-    ticks = "".join(
-        f'<text x="{LEFT + (n - 0.5) * width:.1f}" y="{_BOTTOM + 16}" text-anchor="middle">{n}</text>' for n in numbers
-    )
-    middle = _TOP + _PLOT / 2
-    return (
-        f'<svg class="along" viewBox="0 0 {WIDTH} {_BOTTOM + 24}" role="img" aria-label="{title}">{inside}{ticks}'
-        f'<text transform="translate(12 {middle:.0f}) rotate(-90)" text-anchor="middle">{y_label}</text>'
-        f'<line class="cursor" y1="{_TOP}" y2="{_BOTTOM}" hidden/></svg>'
-    )
+    ticks = [FRAME.x_tick(FRAME.left + (n - 0.5) * width, f"{n}") for n in numbers]
+    cursor = mark("line", kind="cursor", y1=FRAME.top, y2=FRAME.base, hidden="")
+    return FRAME.picture(title, [*marks, *ticks, FRAME.y_label(y_label), cursor], kind="along")

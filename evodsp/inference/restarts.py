@@ -20,8 +20,9 @@ from evodsp.launch.agent import starts_again
 from evodsp.launch.last_words import keep_silent
 from evodsp.launch.parent import AGAIN
 from evodsp.launch.process_group import lasting_store
-from evodsp.launch.store import foreign, number, set_texts, shown, texts
+from evodsp.launch.store import foreign, number, set_texts, texts
 from evodsp.printing import tell
+from evodsp.reading.quoting import shown
 
 _COUNT, _ENTRY = "left_out", "left_out/{}"
 _MISSING = "missing"
@@ -38,7 +39,7 @@ def _failure(store: dist.Store, key: str) -> Failure:
         case [name, reason]:
             return Failure(name, reason)
         case other:
-            raise foreign(store, key, shown(str(other).encode()), "a name and a reason")
+            raise foreign(store, key, shown(other), "a name and a reason")
 
 
 def missing_at_first(output: Path) -> list[Path]:

@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float32
 
-from evodsp.data.text_files import read_json
-from evodsp.errors import FileFormatError, shown
+from evodsp.errors import FileFormatError
+from evodsp.reading.quoting import shown
+from evodsp.reading.text_files import read_json
 
 FIX = "predict again with --overwrite true"
 _STRUCTURE = re.compile(r"[^/\\\0]{1,200}\.(cif|pdb)")

@@ -26,14 +26,14 @@ import numpy as np
 from jaxtyping import Float32
 
 from evodsp import __version__
-from evodsp.array_files import read_archive
 from evodsp.data.mmcif import read_chain
-from evodsp.data.text_files import json_of, read_bytes, read_json
 from evodsp.errors import FileFormatError, UserError
 from evodsp.geometry.alphabet import RESTYPES_WITH_X
 from evodsp.inference.model_cif import PAE_CATEGORY, Origin
 from evodsp.inference.result_checks import FIX, check_ranking, check_timings, is_number, numbers, read_object, wrong
 from evodsp.inference.writers import AlignedError, PredictedStructure, structure_text
+from evodsp.reading.array_files import read_archive
+from evodsp.reading.text_files import json_of, read_bytes, read_json
 
 RANKING, TIMINGS, REPORT = "ranking.json", "timings.json", "report.html"
 OURS = re.compile(

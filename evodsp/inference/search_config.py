@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from evodsp.answers import check_address
 from evodsp.errors import UserError
 from evodsp.ranges import SIZE, check_numbers
+from evodsp.reading.answers import check_address
 from evodsp.search.limits import PUBLIC, ServerLimits
 
 

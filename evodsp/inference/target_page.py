@@ -28,10 +28,8 @@ from evodsp.inference.coverage import Coverage, coverage
 from evodsp.inference.relaxation import read_relaxation
 from evodsp.inference.residue_charts import (
     BANDS,
-    LEFT,
+    FRAME,
     PAE_COLOURS,
-    RIGHT,
-    WIDTH,
     coverage_chart,
     pae_uri,
     palette,
@@ -39,7 +37,6 @@ from evodsp.inference.residue_charts import (
 )
 from evodsp.inference.result_checks import FIX
 from evodsp.inference.results import REPORT, key_of, read_pae, read_plddt, read_timings, read_with_ranking, stem
-from evodsp.printing import escape_html
 from evodsp.report.page import Page
 
 _MOST_CELLS = 2_500_000
@@ -102,16 +99,12 @@ def target_page(
     )
     figures["seconds in the model"] = f"{timings['model_seconds']:,.1f}"
     page.figures(figures)
-    page.markup(_seed_buttons(entries, seeds))
-    page.markup(_views(best))
-    page.markup('<p id="readout" aria-live="polite"></p>')
+    if len(entries) > 1:
+        page.template("inference/pages/seeds.html.j2", buttons=_buttons(entries, seeds))
+    page.template("inference/pages/views.html.j2", **_views(best))
     page.wide_chart("pLDDT along the sequence", plddt_chart({one.seed: one.plddt for one in seeds}, best.seed))
     if found:
-        page.wide_chart("Alignment coverage", coverage_chart(found))
-        page.markup(
-            '<p class="soft">Rows: sequences, most similar to the query on top; identity <span class="ramp identity"></span>'
-            "0 to 100 %. Line: sequences that cover a residue.</p>"
-        )
+        page.template("inference/pages/coverage.html.j2", chart=coverage_chart(found))
     page.heading("Seeds")
     headings = [
         "rank",
@@ -167,46 +160,31 @@ def _read_seed(folder: Path, entry: Mapping[str, Any], number: int) -> _Seed:
     return _Seed(number, chain, plddt, pae, highest)
 
 
-def _seed_buttons(entries: Sequence[Mapping[str, Any]], seeds: Sequence[_Seed]) -> str:
-    if len(entries) == 1:
-        return ""
-    buttons = (
-        f'<button type="button" data-seed="{one.seed}" aria-pressed="false">{_called(entry)} '
-        f"({entry['mean_plddt']:.1f})</button>"
-        for entry, one in zip(entries, seeds, strict=True)
-    )
-    return f'<div id="seeds" role="group" aria-label="Seed that is shown, with its mean pLDDT">{"".join(buttons)}</div>'
+def _buttons(entries: Sequence[Mapping[str, Any]], seeds: Sequence[_Seed]) -> list[dict[str, str | int]]:
+    """What is on the button of each prediction."""
+    names = [
+        f"{entry['model']}, seed {entry['seed']}" if "model" in entry else f"seed {entry['seed']}" for entry in entries
+    ]
+    means = [f"{entry['mean_plddt']:.1f}" for entry in entries]
+    return [
+        {"number": one.seed, "name": name, "mean_plddt": mean}
+        for one, name, mean in zip(seeds, names, means, strict=True)
+    ]
 
 
-def _called(entry: Mapping[str, Any]) -> str:
-    """A prediction's name for a reader, as HTML."""
-    return escape_html(f"{entry['model']}, seed {entry['seed']}" if "model" in entry else f"seed {entry['seed']}")
-
-
-def _views(best: _Seed) -> str:
-    """The structure and the matrix side by side."""
+def _views(best: _Seed) -> dict[str, Any]:
+    """The structure and the matrix side by side: values of the template."""
     edges = [f"> {lower}" if lower else f"< {BANDS[-2][0]}" for lower, _, _ in BANDS]
-    bands = "".join(
-        f'<span><i style="background:{colour}"></i>{name} ({escape_html(edge)})</span>'
-        for (_, colour, name), edge in zip(BANDS, edges, strict=True)
-    )
+    values: dict[str, Any] = {
+        "bands": [(colour, name, edge) for (_, colour, name), edge in zip(BANDS, edges, strict=True)],
+        "residues": f"{len(best.plddt):,}", "highest": f"{best.highest:g}",
+    }  # fmt: skip
     if best.pae is None:
-        title, scale, picture, axes = "CA-CA distances of the structure", "distance", "", ("residue", "residue")
+        title, scale, across, down, image = "CA-CA distances of the structure", "distance", "residue", "residue", ""
     else:
-        title, scale, axes = "Predicted aligned error", "error", ("scored residue", "aligned residue")
+        title, scale, across, down = "Predicted aligned error", "error", "scored residue", "aligned residue"
         image = pae_uri(_reduced(best.pae, math.ceil(len(best.pae) / _PICTURE)), best.highest)
-        picture = f'<img alt="Predicted aligned error of the best seed" src="{image}">'
-    across, down = axes
-    under = f'<div class="under soft"><span>1</span><span>{across}</span><span>{len(best.plddt):,}</span></div>'
-    return (
-        '<div class="views"><div class="view"><h3>Structure, coloured by pLDDT</h3>'
-        '<div id="viewer"><p>The 3D view needs JavaScript. The structure is in the file beside this page.</p></div>'
-        f'<p class="bands"><b>pLDDT</b>&ensp;{bands}</p></div>'
-        f'<div class="view"><h3>{title}</h3><div class="square"><span class="axis-y soft">{down}</span>{picture}'
-        f'<canvas id="matrix" tabindex="0" role="img" aria-label="{title}; arrow keys move the pair" hidden></canvas>'
-        f'<svg class="cross" id="cross" viewBox="0 0 100 100" preserveAspectRatio="none"></svg></div>{under}'
-        f'<p class="soft">{scale} 0 <span class="ramp pae"></span> {best.highest:g} Å or more</p></div></div>'
-    )
+    return values | {"title": title, "scale": scale, "across": across, "down": down, "image": image}
 
 
 def _seed_rows(entries: Sequence[Mapping[str, Any]], seeds: Sequence[_Seed]) -> list[list[str | int]]:
@@ -266,7 +244,7 @@ def _data(seeds: Sequence[_Seed], found: Coverage | None) -> dict[str, Any]:
         "matrix": "distance" if seeds[0].pae is None else "PAE",
         "highest": seeds[0].highest,
         "step": step,
-        "charts": {"width": WIDTH, "left": LEFT, "right": RIGHT},
+        "charts": {"width": FRAME.width, "left": FRAME.left, "right": FRAME.right},
         "counts": found.counts.tolist() if found else None,
         "seeds": [
             {

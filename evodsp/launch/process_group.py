@@ -26,11 +26,12 @@ import torch.distributed as dist
 
 from evodsp.errors import UserError
 from evodsp.launch.parent import GIVEN_UP
-from evodsp.launch.store import foreign, open_store, shown, text
+from evodsp.launch.store import foreign, open_store, text
 from evodsp.launch.watch import Watch, watch_of_this_process
 from evodsp.parallel.config import SequenceConfig
 from evodsp.parallel.mesh import Mesh, init_mesh
-from evodsp.printing import one_line, tell
+from evodsp.printing import tell
+from evodsp.reading.quoting import one_line, shown
 
 TIMEOUT_S = 600.0
 """How long a rank may stand still (NCCL's own default; gloo's is three times as long): longer than the others wait while one
@@ -221,7 +222,7 @@ def _drawn(store: dist.Store, key: str) -> str:
     """The random name under a key of the store."""
     name = text(store, key)
     if re.fullmatch("[0-9a-f]{32}", name) is None:
-        raise foreign(store, key, shown(name.encode()), "a name of 32 hexadecimal digits")
+        raise foreign(store, key, shown(name), "a name of 32 hexadecimal digits")
     return name
 
 

@@ -15,6 +15,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from evodsp.errors import UserError
+from evodsp.reading.quoting import shown
 
 LONGEST = 4 << 20
 """Bytes of the longest value that is read. torch's store takes messages of twice as many."""
@@ -22,7 +23,6 @@ _MOST = 1_000_000
 """The largest number that counts something in the store, such as groups or records."""
 _BACKLOG = 2048
 """Connections that may wait to be accepted, as many as where torch itself listens."""
-_SHOWN = 40  # characters of a wrong value
 
 
 def loopback(host: str) -> str | None:
@@ -89,7 +89,7 @@ def number(store: dist.Store, key: str) -> int:
     """The count under a key, which is awaited as by `text`. Raises UserError if it is none."""
     found = text(store, key)
     if not (found.isascii() and found.isdecimal() and len(found) <= len(str(_MOST)) and int(found) <= _MOST):
-        raise foreign(store, key, shown(found.encode()), f"a number up to {_MOST:,}")
+        raise foreign(store, key, shown(found), f"a number up to {_MOST:,}")
     return int(found)
 
 
@@ -108,13 +108,7 @@ def texts(store: dist.Store, key: str) -> list[str]:
             return content
     except (ValueError, RecursionError):
         pass
-    raise foreign(store, key, shown(found.encode()), "a list of texts in JSON")
-
-
-def shown(value: bytes) -> str:
-    """The beginning of a wrong value, for a message."""
-    begun = value[:_SHOWN].decode(errors="replace")
-    return ascii(begun) + ("…" if len(value) > _SHOWN else "")
+    raise foreign(store, key, shown(found), "a list of texts in JSON")
 
 
 def foreign(store: dist.Store, key: str, found: str, expected: str) -> UserError:

@@ -12,9 +12,10 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, get_args
 
-from evodsp.errors import UserError, nearest, shortened, shown
+from evodsp.errors import UserError, nearest
 from evodsp.parallel.ledger import Kind
-from evodsp.yaml_files import read_yaml
+from evodsp.reading.quoting import quoted, shown
+from evodsp.reading.yaml_files import read_yaml
 
 _CALLED = {"str": "text", "int": "a whole number", "bool": "true or false"}
 
@@ -194,9 +195,7 @@ def _load(cls: type[Any], kind: str, name: str) -> Any:
     try:
         return _checked(cls, kind, name, content)
     except (TypeError, ValueError, LookupError, AttributeError) as error:
-        raise UserError(
-            f"{kind} {name}: a value of another type ({shortened(error)}); see the files of evodsp"
-        ) from error
+        raise UserError(f"{kind} {name}: a value of another type ({quoted(error)}); see the files of evodsp") from error
 
 
 def _checked(cls: type[Any], kind: str, name: str, content: Any) -> Any:

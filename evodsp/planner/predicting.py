@@ -25,9 +25,8 @@ from evodsp.planner.prediction import (
 )
 from evodsp.planner.program import Sizes
 from evodsp.planner.simulate import Times
-from evodsp.report.lines import Series, lines
+from evodsp.report.charts import Series, lines, stacked
 from evodsp.report.page import Page
-from evodsp.report.stacked import stacked
 
 GIB = 2**30
 MSA_ROWS, EXTRA_ROWS, TEMPLATES, RECYCLES = 512, 5120, 4, 3

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from evodsp.planner.choose import Comparison
 from evodsp.planner.mesh import Estimate
-from evodsp.planner.timeline import timeline
-from evodsp.report.lines import Series, lines
+from evodsp.planner.simulate import Interval
+from evodsp.report.charts import Series, lines, stacked, timeline
 from evodsp.report.page import Page
-from evodsp.report.stacked import stacked
 
 GIB = 2**30
 PARTS = ("weights", "gradients", "optimizer", "average", "features", "activations")
@@ -167,8 +166,19 @@ def page(compared: Comparison, gpus: int) -> Page:
     )
     made.heading("One Evoformer block, forward pass")
     made.note("Above: what the device computes; where it waits there is a gap. Below: what the link carries.")
-    made.wide_chart("Time line, microseconds", timeline(shown.block.intervals))
+    made.wide_chart(
+        "Time line, microseconds", timeline(_lanes(shown.block.intervals), "time line of an Evoformer block")
+    )
     return made
+
+
+def _lanes(intervals: Sequence[Interval]) -> dict[str, list[tuple[float, float, str]]]:
+    """What the device computes and what the link carries, in seconds."""
+    lanes: dict[str, list[tuple[float, float, str]]] = {"device": [], "link": []}
+    for one in intervals:
+        if one.what != "wait":
+            lanes["device" if one.what == "compute" else "link"].append((one.begin, one.end, one.what))
+    return lanes
 
 
 def _row(one: Estimate, compared: Comparison) -> list[str]:

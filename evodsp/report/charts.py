@@ -1,50 +1,291 @@
 """Charts as inline SVG. Colours come from the page (`evodsp.report.page`), so that they follow a light or dark screen.
 
 matplotlib would write SVG too, with fixed colours, a few hundred kilobytes a page, and it is an optional dependency.
+
+A curve of many points is noise with a trend in it. Above `_MOST_POINTS` points a line is the mean of neighbouring points, and
+a faint band behind it reaches from their lowest to their highest value.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from evodsp.printing import escape_html
+from markupsafe import Markup
 
-_WIDTH, _HEIGHT = 460, 200
-_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 26, 12, 40
+from evodsp.report.rendering import render
+
+COLOURS = 8
+"""Series that have a colour of their own; the page says which. Further ones repeat them."""
+_WIDTH = 460
+_DASHED = "5 4"
+_MOST_POINTS = 80
+_LOG_FROM = 20.0
+"""The ratio of the largest to the smallest value from which `scale` "auto" is logarithmic."""
 
 
-def histogram(edges: Sequence[float], counts: Sequence[int], x_label: str, y_label: str) -> str:
+@dataclass(frozen=True)
+class Mark:
+    """An element of a picture: a rectangle, a line, a text."""
+
+    tag: str
+    attributes: Mapping[str, Any]
+    tip: str = ""
+    """What a pointer is told."""
+    text: str = ""
+
+
+def mark(tag: str, tip: str = "", text: str = "", **attributes: Any) -> Mark:
+    """A mark. In names of attributes, _ stands for -, and `kind` is the class. None is left out; fractions have one digit."""
+    named = {"class" if name == "kind" else name.replace("_", "-"): value for name, value in attributes.items()}
+    return Mark(tag, {name: f"{v:.1f}" if isinstance(v, float) else v for name, v in named.items()}, tip, text)
+
+
+def picture(width: int, height: int, label: str, marks: Iterable[Mark], /, **attributes: Any) -> Markup:
+    """An SVG of marks. `label` says what it shows to those who do not see it."""
+    named = mark("svg", **attributes).attributes
+    values = {"width": width, "height": height, "label": label, "marks": list(marks), "attributes": named}
+    return render("report/templates/chart.svg.j2", **values)
+
+
+@dataclass(frozen=True)
+class Frame:
+    """Where the plot is in a picture."""
+
+    width: int
+    height: int
+    left: int
+    right: int
+    """Between the plot and the picture's edge, as `bottom`."""
+    top: int
+    bottom: int
+
+    @property
+    def base(self) -> int:
+        """The place of the lower end."""
+        return self.height - self.bottom
+
+    @property
+    def end(self) -> int:
+        """The place of the right end."""
+        return self.width - self.right
+
+    def y_tick(self, y: float | int, text: str) -> Mark:
+        return mark("text", x=self.left - 6, y=y, text_anchor="end", text=text)
+
+    def x_tick(self, x: float | int, text: str) -> Mark:
+        return mark("text", x=x, y=self.base + 16, text_anchor="middle", text=text)
+
+    def rule(self, y: float | int, dashed: bool = False) -> Mark:
+        """A line across the plot."""
+        dashes = _DASHED if dashed else None
+        return mark("line", kind="axis", stroke_dasharray=dashes, x1=self.left, y1=y, x2=self.end, y2=y)
+
+    def x_label(self, text: str) -> Mark:
+        middle = f"{(self.left + self.end) / 2:.0f}"
+        return mark("text", x=middle, y=self.height - 6, text_anchor="middle", text=text)
+
+    def y_label(self, text: str) -> Mark:
+        turned = f"translate(12 {(self.top + self.base) / 2:.0f}) rotate(-90)"
+        return mark("text", transform=turned, text_anchor="middle", text=text)
+
+    def picture(self, label: str, marks: Iterable[Mark], **attributes: Any) -> Markup:
+        return picture(self.width, self.height, label, marks, **attributes)
+
+
+def histogram(edges: Sequence[float], counts: Sequence[int], x_label: str, y_label: str) -> Markup:
     """Bars of `counts` between neighbouring `edges`, one more than counts. A bar's tooltip has its range and count."""
     if len(edges) != len(counts) + 1 or not counts:
         raise ValueError(f"{len(edges)} edges for {len(counts)} bars")
-    most = max(1, *counts)
-    step = (_WIDTH - _LEFT - _RIGHT) / len(counts)
-    plot_height = _HEIGHT - _TOP - _BOTTOM
-    bars = []
+    frame = Frame(_WIDTH, 200, left=52, right=26, top=12, bottom=40)
+    most, step, plot = max(1, *counts), (frame.end - frame.left) / len(counts), frame.base - frame.top
+    marks = [frame.rule(frame.base), frame.y_tick(frame.top + 5, f"{most:,}"), frame.y_tick(frame.base, "0")]
     for place, count in enumerate(counts):
-        height = plot_height * count / most
-        tip = f"{_number(edges[place])} to {_number(edges[place + 1])}: {count:,}"
-        bars.append(
-            f'<rect class="bar" x="{_LEFT + place * step + 0.5:.1f}" y="{_TOP + plot_height - height:.1f}" '
-            f'width="{max(step - 1, 0.5):.1f}" height="{height:.1f}"><title>{tip}</title></rect>'
-        )
-    every = max(1, len(counts) // 5)
-    ticks = "".join(
-        f'<text x="{_LEFT + place * step:.1f}" y="{_HEIGHT - _BOTTOM + 15}" text-anchor="middle">{_number(edges[place])}</text>'
-        for place in range(0, len(edges), every)
-    )
-    base, half = _TOP + plot_height, _TOP + plot_height / 2
-    middle = f"{_LEFT + (_WIDTH - _LEFT - _RIGHT) / 2:.0f}"
-    return (
-        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape_html(y_label)} by {escape_html(x_label)}">'
-        f'<line class="axis" x1="{_LEFT}" y1="{base}" x2="{_WIDTH - _RIGHT}" y2="{base}"/>'
-        f'<text x="{_LEFT - 6}" y="{_TOP + 5}" text-anchor="end">{most:,}</text>'
-        f'<text x="{_LEFT - 6}" y="{base}" text-anchor="end">0</text>'
-        f'{"".join(bars)}{ticks}<text x="{middle}" y="{_HEIGHT - 6}" text-anchor="middle">{escape_html(x_label)}</text>'
-        f'<text transform="translate(12 {half:.0f}) rotate(-90)" text-anchor="middle">{escape_html(y_label)}</text>'
-        "</svg>"
-    )
+        height = plot * count / most
+        x, y, width = frame.left + place * step + 0.5, frame.base - height, max(step - 1, 0.5)
+        tip = f"{_rounded(edges[place])} to {_rounded(edges[place + 1])}: {count:,}"
+        marks.append(mark("rect", tip, kind="bar", x=x, y=y, width=width, height=height))
+    for place in range(0, len(edges), max(1, len(counts) // 5)):
+        marks.append(frame.x_tick(frame.left + place * step, _rounded(edges[place])))
+    return frame.picture(f"{y_label} by {x_label}", [*marks, frame.x_label(x_label), frame.y_label(y_label)])
 
 
-def _number(value: float) -> str:
+def stacked(labels: Sequence[str], parts: Mapping[str, Sequence[float]], limit: float | None = None) -> Markup:
+    """A bar for each label, made of `parts` from the bottom up. `limit`: a dashed line across.
+
+    Raises ValueError if a part has not one value for each label, or a negative one.
+    """
+    if any(len(values) != len(labels) or min(values, default=0) < 0 for values in parts.values()):
+        raise ValueError("each part needs one value of at least 0 for each label")
+    frame = Frame(_WIDTH, 230, left=46, right=14, top=12, bottom=40)
+    totals = [sum(values[n] for values in parts.values()) for n in range(len(labels))]
+    most = max(*totals, limit or 0, 1e-9) * 1.05
+    step, plot = (frame.end - frame.left) / max(1, len(labels)), frame.base - frame.top
+    marks = [frame.rule(frame.base), frame.y_tick(frame.top + 8, f"{most:.0f}"), frame.y_tick(frame.base, "0")]
+    for n, label in enumerate(labels):
+        height = 0.0
+        for colour, (part, values) in enumerate(parts.items()):
+            own = plot * values[n] / most
+            height += own
+            x, y, tip = frame.left + (n + 0.15) * step, frame.base - height, f"{part}: {values[n]:.2f}"
+            marks.append(mark("rect", tip, kind=f"dot s{colour}", x=x, y=y, width=step * 0.7, height=own))
+        marks.append(frame.x_tick(frame.left + (n + 0.5) * step, label))
+    if limit is not None:
+        y = frame.base - plot * limit / most
+        marks.append(frame.rule(y, dashed=True))
+        marks.append(mark("text", x=frame.end, y=y - 4, text_anchor="end", text=f"{limit:.1f}"))
+    return frame.picture("stacked bars", marks)
+
+
+def timeline(lanes: Mapping[str, Sequence[tuple[float, float, str]]], label: str) -> Markup:
+    """Intervals in lanes, one below the other: begin and end in seconds, and what it is. Empty is where nothing happens."""
+    frame = Frame(920, 120, left=60, right=10, top=14, bottom=22)
+    drawn = [one for intervals in lanes.values() for one in intervals]
+    begin, end = min((one[0] for one in drawn), default=0.0), max((one[1] for one in drawn), default=1e-6)
+    scale, thick = (frame.end - frame.left) / (end - begin), 30
+    bars, names = [], []
+    for colour, (name, intervals) in enumerate(lanes.items()):
+        y = frame.top + 42 * colour
+        for first, last, what in intervals:
+            x, width = frame.left + (first - begin) * scale, max((last - first) * scale, 0.5)
+            tip = f"{what}: {(last - first) * 1e6:.0f} us"
+            bars.append(mark("rect", tip, kind=f"dot s{colour}", x=x, y=y, width=width, height=thick))
+        names.append(mark("text", x=frame.left - 8, y=y + thick / 2 + 4, text_anchor="end", text=name))
+    ends = [mark("text", x=frame.left, y=frame.height - 8, text="0")]
+    microseconds = f"{(end - begin) * 1e6:,.0f}"
+    ends.append(mark("text", x=frame.end, y=frame.height - 8, text_anchor="end", text=microseconds))
+    return frame.picture(label, [*bars, *names, *ends])
+
+
+@dataclass(frozen=True)
+class Series:
+    """Points of one line, in the order of x. Points that are not finite interrupt no line: they are left out and counted."""
+
+    name: str
+    x: Sequence[float | int]
+    y: Sequence[float]
+    colour: int = 0
+    """Number of the colour: a run keeps its colour in all charts."""
+    dashed: bool = False
+
+
+@dataclass(frozen=True)
+class _Point:
+    x: float
+    mean: float
+    low: float
+    high: float
+
+
+def lines(series: Sequence[Series], x_label: str, y_label: str, scale: str = "auto") -> Markup:
+    """A chart of the series. Its title, which the page writes above it, is `y_label`, so that the axis needs none.
+
+    `scale` of y: linear, log, or auto (log if all values are positive and differ much).
+
+    Raises ValueError if no series has a finite point, or if one has not as many x as y.
+    """
+    drawn = [(one, _thinned(one)) for one in series]
+    drawn = [(one, points) for one, points in drawn if points]
+    if not drawn:
+        raise ValueError("no finite point to draw")
+    frame = Frame(_WIDTH, 230, left=46, right=14, top=12, bottom=40)
+    values = [value for _, points in drawn for point in points for value in (point.low, point.high)]
+    log = scale == "log" or (scale == "auto" and min(values) > 0 and max(values) / min(values) >= _LOG_FROM)
+    ends = [point.x for _, points in drawn for point in points]
+    across = _Axis(min(ends), max(ends), frame.left, frame.end)
+    up = _Axis(min(values), max(values), frame.base, frame.top, log)
+    marks = [
+        tick for value in up.ticks() for tick in (frame.rule(up(value)), frame.y_tick(up(value) + 4, _short(value)))
+    ]
+    marks += [frame.x_tick(across(value), _short(value)) for value in across.ticks()]
+    marks += [band for one, points in drawn for band in _band(one, points, across, up)]
+    marks += [part for one, points in drawn for part in _line(one, points, across, up)]
+    return frame.picture(f"{y_label} by {x_label}", [*marks, frame.x_label(x_label)])
+
+
+def _thinned(series: Series) -> list[_Point]:
+    """At most `_MOST_POINTS` points of a series, of its finite ones."""
+    pairs = [(x, y) for x, y in zip(series.x, series.y, strict=True) if math.isfinite(x) and math.isfinite(y)]
+    parts = min(len(pairs), _MOST_POINTS)
+    points = []
+    for part in range(parts):
+        some = pairs[part * len(pairs) // parts : (part + 1) * len(pairs) // parts]
+        heights = [y for _, y in some]
+        x, mean = math.fsum(x for x, _ in some) / len(some), math.fsum(heights) / len(some)
+        points.append(_Point(x, mean, min(heights), max(heights)))
+    return points
+
+
+class _Axis:
+    """Maps values to places between `start` and `end` of the picture, and knows round values between them."""
+
+    def __init__(self, low: float, high: float, start: int, end: int, log: bool = False) -> None:
+        self._start, self._end, self._log = start, end, log
+        low, high = self._in(low), self._in(high)
+        if high - low <= 1e-12 * max(abs(low), abs(high), 1e-300):  # one value: a line in the middle
+            room = 0.5 if log else max(abs(low) * 0.1, 1e-9)
+            low, high = low - room, high + room
+        self._low, self._high = low, high
+
+    def __call__(self, value: float) -> float:
+        share = (self._in(value) - self._low) / (self._high - self._low)
+        return self._start + share * (self._end - self._start)
+
+    def ticks(self) -> list[float]:
+        """About five round values."""
+        if self._log:
+            found = [
+                factor * 10.0**power
+                for power in range(math.floor(self._low), math.ceil(self._high) + 1)
+                for factor in (1, 2, 5)
+                if self._low <= power + math.log10(factor) <= self._high
+            ]
+            if len(found) >= 2:
+                return found if len(found) <= 7 else found[:: math.ceil(len(found) / 7)]
+        low, high = self._out(self._low), self._out(self._high)
+        rough = (high - low) / 5
+        unit = 10.0 ** math.floor(math.log10(rough))
+        step = next(factor * unit for factor in (1, 2, 5, 10) if factor * unit >= rough)
+        return [count * step for count in range(math.ceil(low / step), math.floor(high / step) + 1)]
+
+    def _in(self, value: float) -> float:
+        return math.log10(value) if self._log else value
+
+    def _out(self, value: float) -> float:
+        return 10.0**value if self._log else value
+
+
+def path(points: Iterable[tuple[float, float]]) -> str:
+    """Places as a polyline or a polygon takes them."""
+    return " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+
+
+def _band(series: Series, points: Sequence[_Point], across: _Axis, up: _Axis) -> Iterator[Mark]:
+    if any(point.low != point.high for point in points):
+        upper = [(across(point.x), up(point.high)) for point in points]
+        lower = [(across(point.x), up(point.low)) for point in reversed(points)]
+        yield mark("polygon", kind=f"band s{series.colour % COLOURS}", points=path([*upper, *lower]))
+
+
+def _line(series: Series, points: Sequence[_Point], across: _Axis, up: _Axis) -> Iterator[Mark]:
+    """The line and, for a reader's pointer, the values at its points."""
+    kind, dashes = f"s{series.colour % COLOURS}", _DASHED if series.dashed else None
+    places = [(across(point.x), up(point.mean)) for point in points]
+    yield mark("polyline", kind=f"line {kind}", stroke_dasharray=dashes, points=path(places))
+    for point, (x, y) in zip(points, places, strict=True):
+        tip = f"{series.name}: {_short(point.mean)} at {_short(point.x)}"
+        yield mark("circle", kind=f"{'dot' if len(points) < 16 else 'spot'} {kind}", cx=x, cy=y, r=3, tip=tip)
+
+
+def _rounded(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.3g}"
+
+
+def _short(value: float) -> str:
+    if value == 0:
+        return "0"
+    if 1e-3 <= abs(value) < 1e5:
+        return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.4g}"
+    return f"{value:.3g}"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import csv
 from pathlib import Path
 
-from evodsp.errors import FileFormatError, shown
+from evodsp.errors import FileFormatError
+from evodsp.reading.quoting import shown
 
 _MOST_DIGITS = 15
 

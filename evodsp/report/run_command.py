@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from markupsafe import Markup
+
 from evodsp.files import whole_file
 from evodsp.printing import show
 from evodsp.progress import duration
-from evodsp.report.lines import Series, lines
+from evodsp.report.charts import Series, lines
 from evodsp.report.page import Page
 from evodsp.report.run_config import ReportConfig
 from evodsp.report.runs import Run, differing, read_runs
@@ -113,9 +115,9 @@ def _summary(one: Run) -> list[str]:
     ]
 
 
-def _charts(runs: Sequence[Run], columns: _Columns) -> dict[str, str]:
+def _charts(runs: Sequence[Run], columns: _Columns) -> dict[str, Markup]:
     """A chart for each title whose columns have values."""
-    charts: dict[str, str] = {}
+    charts: dict[str, Markup] = {}
     for title, (training, validation) in columns.items():
         series = [
             Series(f"{one.name}{', validation' if dashed and training else ''}", *one.points(column), colour, dashed)
@@ -127,7 +129,7 @@ def _charts(runs: Sequence[Run], columns: _Columns) -> dict[str, str]:
     return charts
 
 
-def _chart(title: str, series: Sequence[Series]) -> dict[str, str]:
+def _chart(title: str, series: Sequence[Series]) -> dict[str, Markup]:
     """The chart under its title; nothing if there is nothing to draw."""
     if not any(math.isfinite(value) for one in series for value in one.y):
         return {}

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from evodsp.errors import FileFormatError, UserError
+from evodsp.reading.yaml_files import read_yaml
 from evodsp.report.curve import read_curve
-from evodsp.yaml_files import read_yaml
 
 _OF_ONE_START = ("output", "overwrite", "ckpt_path")
 """Settings that say where a run's files are and how it was started, not what it computes."""

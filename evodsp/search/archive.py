@@ -11,10 +11,10 @@ import re
 import tarfile
 from collections.abc import Iterator
 
-from evodsp.answers import BadAnswerError
-from evodsp.data.text_files import unpack
 from evodsp.errors import FileFormatError
-from evodsp.printing import quoted
+from evodsp.reading.answers import BadAnswerError
+from evodsp.reading.quoting import quoted
+from evodsp.reading.text_files import TooLargeError, unpack
 from evodsp.search.searcher import Found
 
 FIRST = 101
@@ -52,6 +52,9 @@ def _alignments(archive: bytes, most: int, address: str) -> Iterator[tuple[str, 
         for name, content in _members(unpack(address, archive, most)):
             if _NAME.fullmatch(name := name.rpartition("/")[2]):
                 yield name, content
+    except TooLargeError as error:
+        limit = f"{most / 2**20:,.0f} MiB (--msa_server_limits.answer_mib)"
+        raise BadAnswerError(f"{address}: the answer unpacks to more than {limit}") from error
     except (tarfile.TarError, FileFormatError) as error:
         why = quoted(str(error).removeprefix(f"{address}: "))
         raise BadAnswerError(

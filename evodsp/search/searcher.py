@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from evodsp import __version__
-from evodsp.answers import BadAnswerError
 from evodsp.data.chain_folder import has_files, parse_alignments
 from evodsp.data.query_check import check_alignments
 from evodsp.data.records import ProteinSequence
 from evodsp.errors import UserError
 from evodsp.files import whole_folder
+from evodsp.reading.answers import BadAnswerError
 
 ORIGIN = "search.json"
 _MOST_BAD = 5

@@ -18,10 +18,18 @@ from typing import Any
 from urllib.error import HTTPError
 from urllib.parse import urlencode
 
-from evodsp.answers import PASSING, BadAnswerError, SlowAnswerError, ask, check_address, content_of, without_login
 from evodsp.errors import UserError
-from evodsp.printing import quoted
 from evodsp.progress import duration
+from evodsp.reading.answers import (
+    PASSING,
+    BadAnswerError,
+    SlowAnswerError,
+    ask,
+    check_address,
+    content_of,
+    without_login,
+)
+from evodsp.reading.quoting import quoted
 from evodsp.search.archive import FIRST, split
 from evodsp.search.limits import PUBLIC, ServerLimits
 from evodsp.search.searcher import Found, NoAnswerError, Say, Searcher
@@ -168,7 +176,7 @@ class MsaServer(Searcher):
                     f"{error} (--msa_server_limits.answer_s); try later, or another --msa_server"
                 ) from error
             except PASSING as error:
-                reason = quoted(str(getattr(error, "reason", error)))
+                reason = quoted(getattr(error, "reason", error))
                 is_bad = isinstance(error, HTTPException) and not isinstance(error, ConnectionError)
         kind = BadAnswerError if is_bad else NoAnswerError
         raise kind(f"{where}: {reason}; check the network and --msa_server, or try later")

@@ -17,7 +17,7 @@ class LastValidation(Callback):
     """
 
     def __init__(self) -> None:
-        self._max_steps: int | None = None
+        self.max_steps: int | None = None
         """The limit of a run that has nothing left but its last validation."""
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -30,16 +30,16 @@ class LastValidation(Callback):
             and is_unfinished
             and 0 <= trainer.max_steps <= checkpoint["global_step"]
         ):
-            self._max_steps = trainer.max_steps
+            self.max_steps = trainer.max_steps
             trainer.fit_loop.epoch_loop.max_steps = checkpoint["global_step"] + 1
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._max_steps is not None:
+        if self.max_steps is not None:
             _validate_after_this_batch(trainer)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._max_steps is not None:
-            trainer.fit_loop.epoch_loop.max_steps = self._max_steps
+        if self.max_steps is not None:
+            trainer.fit_loop.epoch_loop.max_steps = self.max_steps
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Lightning's own count, by which it logs validations, lacks a step in a run that resumes from a checkpoint of a
@@ -53,6 +53,16 @@ class LastValidation(Callback):
         is_last_epoch = epochs is not None and 0 <= epochs <= trainer.current_epoch + 1
         if is_last_step or (is_last_epoch and trainer.is_last_batch):
             _validate_after_this_batch(trainer)
+
+
+def last_step(trainer: Trainer) -> int | None:
+    """The number of steps with which a run ends; None without a limit. Where only its last validation is left, Lightning is
+    told of one more, so that it begins at all."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, LastValidation) and callback.max_steps is not None:
+            return callback.max_steps
+    steps = trainer.estimated_stepping_batches
+    return None if steps == float("inf") else int(steps)
 
 
 def _validate_after_this_batch(trainer: Trainer) -> None:

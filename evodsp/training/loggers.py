@@ -8,9 +8,9 @@ from typing import Any
 
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 
+from evodsp.reading.yaml_files import parse_yaml
 from evodsp.training.csv_logger import CurveLogger
 from evodsp.training.progress import report
-from evodsp.yaml_files import parse_yaml
 
 
 def training_loggers(folder: Path, option: Any) -> list[Logger]:

@@ -11,8 +11,10 @@ from lightning.pytorch.utilities import rank_zero_only
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from evodsp.printing import printable, tell
+from evodsp.printing import tell
 from evodsp.progress import duration
+from evodsp.reading.quoting import printable
+from evodsp.training.last_validation import last_step
 
 SECONDS_BETWEEN_LINES = 20.0
 
@@ -48,7 +50,13 @@ class TrainingProgress(ProgressBar):
         if not self._enabled:
             return
         count = sum(parameter.numel() for parameter in pl_module.parameters())
-        self.print(f"{count:,} parameters, from step {trainer.global_step} to {_total(trainer) or 'no limit'}")
+        step, last = trainer.global_step, last_step(trainer)
+        steps = (
+            f"from step {step} to {last or 'no limit'}"
+            if step != last
+            else f"step {step} was the last; its validation is left"
+        )
+        self.print(f"{count:,} parameters, {steps}")
         if self.console.is_terminal:
             columns = (
                 TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeElapsedColumn(), TextColumn("left"),
@@ -56,7 +64,7 @@ class TrainingProgress(ProgressBar):
             )  # fmt: skip
             self._bar = Progress(*columns, console=self.console, refresh_per_second=4)
             self._bar.start()
-            self._task = self._bar.add_task("fit", total=_total(trainer), completed=trainer.global_step, text="")
+            self._task = self._bar.add_task("fit", total=last, completed=step, text="")
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         if self._bar is not None:
@@ -76,7 +84,7 @@ class TrainingProgress(ProgressBar):
 
     def _line(self, trainer: Trainer) -> None:
         self._last_line = time.monotonic()
-        seconds, total = self._last_line - self._begun, _total(trainer)
+        seconds, total = self._last_line - self._begun, last_step(trainer)
         step, steps = trainer.global_step, trainer.global_step - self._first_step
         left = f", {duration(seconds / steps * (total - step))} left" if total and steps else ""
         self.print(f"step {step}{f'/{total}' if total else ''}  {duration(seconds)}{left}  {_summary(trainer)}")
@@ -85,11 +93,6 @@ class TrainingProgress(ProgressBar):
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
-
-
-def _total(trainer: Trainer) -> int | None:
-    steps = trainer.estimated_stepping_batches
-    return None if steps == float("inf") else int(steps)
 
 
 def _summary(trainer: Trainer) -> str:

@@ -10,8 +10,9 @@ from pathlib import Path
 from evodsp.errors import UserError
 from evodsp.files import remove_partial, whole_file
 from evodsp.output import output_errors
-from evodsp.pickles import PickleRefused
-from evodsp.printing import printable, tell
+from evodsp.printing import tell
+from evodsp.reading.pickles import PickleRefused
+from evodsp.reading.quoting import printable
 from evodsp.training.config import RunConfig
 from evodsp.weights.container import archive_damage, first_sentence
 from evodsp.weights.foreign import refuse_foreign

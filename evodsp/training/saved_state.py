@@ -11,7 +11,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from evodsp.errors import UserError
-from evodsp.pickles import PickleRefused
+from evodsp.reading.pickles import PickleRefused
 from evodsp.weights.foreign import foreign
 from evodsp.weights.untrusted import load_checked
 

@@ -24,12 +24,13 @@ from http.client import HTTPResponse
 from pathlib import Path
 from urllib.error import HTTPError
 
-from evodsp.answers import PASSING, BadAnswerError, check_address, content_of, usable, without_login
 from evodsp.download import LARGEST, fetch_file, free_bytes, opened, size_at
 from evodsp.errors import UserError, nearest
 from evodsp.lock import waited_lock
-from evodsp.printing import quoted, tell
+from evodsp.printing import tell
 from evodsp.progress import progress
+from evodsp.reading.answers import PASSING, BadAnswerError, check_address, content_of, usable, without_login
+from evodsp.reading.quoting import quoted
 
 NAMES = tuple(f"model_{number}{head}" for head in ("", "_ptm") for number in range(1, 6))
 """The monomer models of AlphaFold2."""
@@ -177,7 +178,7 @@ def _find(name: str, address: str, deadline: float) -> _Source:
         file = f"{address}/{_file(name)}"
         return _Source(file, deadline, size_at(file), sha256=_sum(address, _file(name), deadline))
     except (BadAnswerError, *PASSING) as error:  # an HTTPError is one of these
-        raise _unreachable(without_login(address), name, quoted(str(getattr(error, "reason", error)), 300)) from error
+        raise _unreachable(without_login(address), name, quoted(getattr(error, "reason", error))) from error
 
 
 def _in_archive(address: str, file: str, deadline: float) -> _Source:
@@ -232,7 +233,7 @@ def _damage(path: Path, sha256: str | None) -> str | None:
                 return "its arrays unpack to more than any model has"
             broken = archive.testzip()
     except (*_NO_ZIP, OSError, EOFError) as error:
-        return f"it is no .npz file ({quoted(str(error))})"
+        return f"it is no .npz file ({quoted(error)})"
     return None if broken is None else f"its array {quoted(broken)} is damaged (CRC-32)"
 
 

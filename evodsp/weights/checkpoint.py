@@ -23,10 +23,11 @@ import torch
 from torch import Tensor
 
 from evodsp.config import FeatureConfig, ModelConfig, from_dict
-from evodsp.errors import UserError, shortened, shown
+from evodsp.errors import UserError
 from evodsp.files import whole_file
 from evodsp.model.alphafold import AlphaFold
-from evodsp.pickles import PickleRefused
+from evodsp.reading.pickles import PickleRefused
+from evodsp.reading.quoting import quoted, shown
 from evodsp.weights.by_name import NAMES, need_weights
 from evodsp.weights.config import preset_of, published_features
 from evodsp.weights.container import archive_damage, container
@@ -152,7 +153,7 @@ def _features(path: str | Path, checkpoint: Mapping[str, Any]) -> FeatureConfig:
     try:
         features: FeatureConfig = from_dict(FeatureConfig, values, "features")
     except Exception as error:  # of names and sizes of any type
-        raise UserError(f"{path}: unreadable feature sizes: {shortened(error)}") from error
+        raise UserError(f"{path}: unreadable feature sizes: {quoted(error)}") from error
     return features
 
 
@@ -214,7 +215,7 @@ def _config(path: str | Path, checkpoint: Mapping[str, Any]) -> ModelConfig:
     try:
         return ModelConfig.from_dict(checkpoint["model_config"])
     except Exception as error:  # of sizes of any type
-        raise UserError(f"{path}: unreadable model sizes: {shortened(error)}") from error
+        raise UserError(f"{path}: unreadable model sizes: {quoted(error)}") from error
 
 
 def sizes_by_name(config: ModelConfig) -> dict[str, Any]:

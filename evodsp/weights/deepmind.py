@@ -15,11 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from evodsp.array_files import read_archive
 from evodsp.config import ModelConfig
-from evodsp.errors import UserError, nearest, shortened
+from evodsp.errors import UserError, nearest
 from evodsp.files import whole_file
 from evodsp.model.alphafold import AlphaFold
+from evodsp.reading.array_files import read_archive
+from evodsp.reading.quoting import quoted
 from evodsp.weights.accounting import check_arrays, multimer_error
 from evodsp.weights.container import container
 from evodsp.weights.names import Name, block_probes, parameter_names
@@ -38,9 +39,7 @@ def read_npz(path: str | Path) -> dict[str, np.ndarray]:
     arrays = read_archive(path, "download it again")
     for key, array in arrays.items():
         if array.dtype.kind != "f":
-            raise UserError(
-                f"{path}: '{shortened(key)}' is not an array of floats; give DeepMind's params_model_<n>.npz"
-            )
+            raise UserError(f"{path}: '{quoted(key)}' is not an array of floats; give DeepMind's params_model_<n>.npz")
     if any(MULTIMER_MARK in key for key in arrays):
         raise multimer_error(str(path))
     return arrays

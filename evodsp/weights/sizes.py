@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from evodsp.config import ModelConfig
-from evodsp.errors import UserError, shortened, shown
+from evodsp.errors import UserError
 from evodsp.model.alphafold import AlphaFold
+from evodsp.reading.quoting import quoted, shown
 
 _MOST_REPEATS = 512
 """Of one kind of block. AlphaFold2 has 48."""
@@ -38,7 +39,7 @@ def on_meta(config: ModelConfig, source: str) -> AlphaFold:
         with torch.device("meta"):
             return AlphaFold(config)
     except Exception as error:  # torch's own, of sizes beyond its numbers
-        raise UserError(f"{source}: unreadable model sizes: {shortened(error)}") from error
+        raise UserError(f"{source}: unreadable model sizes: {quoted(error)}") from error
 
 
 def check_weights(config: ModelConfig, weights: Mapping[str, Tensor], source: str) -> None:

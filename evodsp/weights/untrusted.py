@@ -1,7 +1,7 @@
 """Reading a PyTorch file that a stranger may have written, without running any code in it.
 
 `load_checked` reads what consists of tensors, numbers, texts and containers: evodsp's checkpoints. Its pickle is followed first
-(`evodsp.pickles`). `load_untrusted` reads files of other programs too.
+(`evodsp.reading.pickles`). `load_untrusted` reads files of other programs too.
 
 A pickle names classes and functions, and unpickling calls them. torch's `weights_only` unpickler refuses every unknown name,
 and so it refuses OpenFold's training checkpoints, whose hyperparameters are `ml_collections.ConfigDict` objects. Here an inert
@@ -20,8 +20,9 @@ from typing import Any
 import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
-from evodsp.errors import UserError, shortened
-from evodsp.pickles import PickleRefused, check_pickle
+from evodsp.errors import UserError
+from evodsp.reading.pickles import PickleRefused, check_pickle
+from evodsp.reading.quoting import quoted
 
 _HOSTILE_MODULES = (
     *("os", "posix", "nt", "sys", "subprocess", "pty", "shutil", "socket"),
@@ -81,7 +82,7 @@ def load_checked(file: Path | bytes) -> Any:
             if entry.compress_type != zipfile.ZIP_STORED:
                 raise PickleRefused("it is compressed, which torch.save does not do")
             if entry.file_size > archive.start_dir:  # where the list of its entries begins
-                raise ValueError(f"its entry {shortened(entry.filename)} is larger than the file")
+                raise ValueError(f"its entry {quoted(entry.filename)} is larger than the file")
             if entry.filename.endswith("data.pkl") and entry.file_size > _LARGEST_PICKLE:
                 raise PickleRefused(f"all but its arrays is larger than {_LARGEST_PICKLE >> 20} MiB")
     # torch's reader of archives, so that this is the pickle that is read in the end.
@@ -125,7 +126,7 @@ def load_untrusted(path: Path) -> Any:
         names = get_unsafe_globals_in_checkpoint(path)
         if hostile := sorted(name for name in names if _is_hostile(name)):
             raise UserError(
-                f"{path}: asks to call '{shortened(hostile[0])}' when it is read; nothing was run, but do not trust this file"
+                f"{path}: asks to call '{quoted(hostile[0])}' when it is read; nothing was run, but do not trust this file"
             )
         with safe_globals([_stand_in(name) for name in names]):
             return load_checked(path)

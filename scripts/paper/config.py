@@ -10,7 +10,7 @@ from typing import Any
 from evodsp.config import from_dict
 from evodsp.errors import FileFormatError, SettingError, UserError
 from evodsp.ranges import BELOW_ONE, SIZE, Range, check_numbers
-from evodsp.yaml_files import read_yaml
+from evodsp.reading.yaml_files import read_yaml
 
 AXES = (("time", "space"), ("time", "height", "width"))
 """The axes that a model may have."""

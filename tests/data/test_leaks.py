@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from evodsp.cli import main
-from evodsp.data.leaks import SHORTEST, identity, overlap
+from evodsp.data.leaks import ALIGNED_WITH, SHORTEST, identity, overlap
 from evodsp.geometry.alphabet import RESTYPES
 from tests.builders.training_chains import TINY, write_chain
 
@@ -66,6 +66,13 @@ def test_what_two_sets_have_in_common() -> None:
     alone = overlap(SETS, first, {"near": second["near"]})
     assert (alone.chains, alone.same_sequence, alone.highest) == ([], [], pytest.approx(0.8, abs=0.01))
     assert overlap(SETS, first, {"lower": "x" * 30}).highest is None
+
+
+def test_a_chain_is_aligned_with_several() -> None:
+    """Catches one nearest sequence by words that hides the others, of which another may be nearer by its alignment."""
+    (letters,) = random_sequences(1, 120)
+    relatives = {f"every {every}": changed(letters, every) for every in (30, 20, 15, 12, 10)}
+    assert overlap(SETS, relatives, {"it": letters}).alignments == ALIGNED_WITH
 
 
 @pytest.fixture

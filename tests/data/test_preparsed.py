@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 from evodsp.cli import main
-from evodsp.data import text_files
 from evodsp.data.chain_folder import parse_alignment_file, read_alignment_dir
 from evodsp.data.feature_store import BuiltStore
 from evodsp.data.index import ChainIndex
@@ -24,6 +23,7 @@ from evodsp.data.parsers import parse_preparsed
 from evodsp.data.store import FeatureStore
 from evodsp.errors import FileFormatError
 from evodsp.inference.targets import find_targets
+from evodsp.reading import text_files
 from tests.builders.alignments import make_alignment, preparsed
 from tests.builders.training_chains import SEQUENCES, write_chain
 

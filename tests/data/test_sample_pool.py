@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from multiprocessing import util
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -19,7 +20,8 @@ import torch
 from evodsp.config import FeatureConfig
 from evodsp.data.dataset import ChainDataset
 from evodsp.data.packing import layout_of, pack, packed_bytes, unpack
-from evodsp.data.sample_pool import SamplePool, _work
+from evodsp.data.pool import _work
+from evodsp.data.sample_pool import SamplePool, _packed
 from evodsp.errors import FileFormatError, UserError
 from tests.builders.chains import MemoryStore
 
@@ -137,7 +139,7 @@ def test_a_worker_ends_without_tidying_up(tmp_path: Path) -> None:
     theirs.close()
     assert ours.recv() == "ready"
     ours.send((0, "tidy"))
-    assert ours.recv()[0] == "sample"
+    assert ours.recv()[0] == "result"
     ours.close()
     worker.join(120)
     held.close()
@@ -147,12 +149,12 @@ def test_a_worker_ends_without_tidying_up(tmp_path: Path) -> None:
 
 def _tidied(pipe: Connection, lifeline: Connection, trace: Path) -> None:
     os.environ["TIDIED"] = str(trace)
-    _work(pipe, lifeline, Planted())
+    _work(pipe, lifeline, partial(_packed, Planted()))
 
 
 def test_workers_that_cannot_start_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes started again and again, for ever."""
-    monkeypatch.setattr("evodsp.data.sample_pool._work", os.abort)
+    monkeypatch.setattr("evodsp.data.pool._work", os.abort)
     pool = SamplePool(Planted(), 1)
     with pytest.raises(RuntimeError, match="workers end before they begin"):
         pool.submit(0, "good").result(timeout=120)

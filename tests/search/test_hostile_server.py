@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from evodsp.answers import BadAnswerError
 from evodsp.data.records import ProteinSequence
 from evodsp.errors import SettingError, UserError
 from evodsp.inference.search_config import SearchConfig
+from evodsp.reading.answers import BadAnswerError
 from evodsp.search import archive
 from evodsp.search.archive import split
 from evodsp.search.limits import ServerLimits
@@ -65,9 +65,9 @@ def sparse(size: int) -> bytes:
 @pytest.mark.parametrize(
     ("sent", "words"),
     [
-        (packed(entry(content=bytes(2 << 20)), entry()), "unpacks to more than"),
-        (packed(entry("other.bin", content=bytes(2 << 20)), entry()), "unpacks to more than"),
-        (packed(entry("x", kind=b"x", content=bytes(2 << 20)), entry()), "unpacks to more than"),
+        (packed(entry(content=bytes(2 << 20)), entry()), r"more than 1 MiB \(--msa_server_limits\.answer_mib\)$"),
+        (packed(entry("other.bin", content=bytes(2 << 20)), entry()), r"more than 1 MiB \(--msa_server_limits\.answer_mib\)$"),
+        (packed(entry("x", kind=b"x", content=bytes(2 << 20)), entry()), r"than 1 MiB \(--msa_server_limits\.answer_mib\)$"),
         (packed(entry("x", 6 << 30, b"x"), entry()), r"a file of 6442450944 bytes, where .* follow"),
         (packed(entry(size=-512), entry()), "a file of -512 bytes"),
         (packed(entry(size=2**80), entry()), "a file of 1208925819614629174706176 bytes"),

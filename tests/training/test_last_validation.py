@@ -75,7 +75,8 @@ def test_one_validation_after_the_last_step(
 
 
 def test_a_signal_in_the_last_validation(chains: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Catches a run that was stopped in its last validation and never repeats it, because no step is left."""
+    """Catches a run that was stopped in its last validation and never repeats it, because no step is left, and one that
+    promises a further step."""
     stopped, whole = tmp_path / "stopped", tmp_path / "whole"
     options = ("--trainer.max_steps=2", "--data.validation_chains=[1abc_A,2abc_B]")
     sends = "--trainer.callbacks=tests.builders.signal_to_itself.TerminateInValidation"
@@ -83,8 +84,10 @@ def test_a_signal_in_the_last_validation(chains: Path, tmp_path: Path, capsys: p
     assert validated(stopped) == []
     capsys.readouterr()
     assert fit(chains, stopped, *options, "--ckpt_path=auto") == 0
-    found = table(capsys.readouterr().out)
+    written = capsys.readouterr()
+    found = table(written.out)
     assert found[0] == "scores after step 2:"
+    assert " parameters, step 2 was the last; its validation is left\nstep 2/2 " in written.err
     assert fit(chains, whole, *options) == 0
     assert table(capsys.readouterr().out) == found
     assert validated(stopped) == validated(whole) == [2]

@@ -19,7 +19,9 @@ def test_a_log_file_says_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
     monkeypatch.setattr(progress.time, "monotonic", lambda: now)
     metrics = {"train/loss": torch.tensor(2.5), "train/samples_per_second": torch.tensor(0.4)}
-    trainer = mock.Mock(spec=Trainer, global_step=900, estimated_stepping_batches=1000, callback_metrics=metrics)
+    trainer = mock.Mock(
+        spec=Trainer, global_step=900, estimated_stepping_batches=1000, callback_metrics=metrics, callbacks=[]
+    )
     written = io.StringIO()
     shown = TrainingProgress(Console(file=written))
     module = LightningModule()

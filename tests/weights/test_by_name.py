@@ -285,7 +285,7 @@ def test_a_size_that_is_none(length: str, tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_more_than_the_size_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a server that fills the disk, and a rest that the next fetch would go on behind."""
-    monkeypatch.setattr("evodsp.answers._HEAD", 1000)
+    monkeypatch.setattr("evodsp.reading.answers._HEAD", 1000)
     monkeypatch.setattr(download, "BLOCK", 1000)
 
     def serve(first: str, rest: str, send: Send) -> None:

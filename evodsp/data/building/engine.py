@@ -1,24 +1,20 @@
 """Who builds the shards: processes of this machine, or the workers of a Dask cluster.
 
 A chain may end the process that reads it (out of memory, a crash of a parser). Only that process's shard is then made again,
-in a process of its own and without the chain that it was reading. `concurrent.futures` and loky give up all tasks when one of
-their processes dies, and cannot be interrupted; hence this small pool. Dask's local cluster goes on, but it blames no chain: it
+in a process of its own and without the chain that it was reading. Dask's local cluster goes on too, but it blames no chain: it
 gives up a shard whose workers die four times, and costs 70 MB of packages and two seconds; hence only where it is asked for.
 """
 
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
-import signal
 from collections.abc import Callable, Iterator, Sequence
-from multiprocessing.connection import Connection, wait
-from typing import Any
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 
 from evodsp.data.building.parts import Part, build_part
+from evodsp.data.pool import Pool, WorkerEndedError
 from evodsp.errors import UserError
 
-_CONTEXT = multiprocessing.get_context("forkserver")
 _KILLED = "its worker process was ended (out of memory, or a crash of a parser)"
 
 LOCAL = "local"
@@ -33,33 +29,27 @@ def on_this_machine(parts: Sequence[Part], workers: int, build: Build = build_pa
 
     `build`: what builds one of them. Raises OSError if a part cannot be written. If the caller stops, the processes are killed.
     """
-    waiting: list[_Task] = [(part, {}) for part in reversed(parts)]
-    crew: dict[Connection, tuple[Any, _Task]] = {}
+    pool: Pool[int] = Pool(build, min(workers, len(parts)))
+    running: dict[Future[int], _Task] = {}
+
+    def begin(part: Part, deadly: dict[str, str]) -> None:
+        part.current.unlink(missing_ok=True)  # of a build that was killed
+        running[pool.submit(part, deadly)] = part, deadly
+
     try:
-        while waiting or crew:
-            while waiting and len(crew) < workers:
-                connection, process = _start(build)
-                crew[connection] = process, waiting.pop()
-                _give(connection, crew[connection][1])
-            for ready in wait(list(crew)):
-                assert isinstance(ready, Connection)
-                process, (part, deadly) = crew.pop(ready)
+        for part in parts:
+            begin(part, {})
+        while running:
+            for done in wait(running, return_when=FIRST_COMPLETED).done:
+                part, deadly = running.pop(done)
                 try:
-                    result = ready.recv()
-                except (EOFError, ConnectionError):
-                    waiting.append((part, deadly | _killed_by(part, deadly)))
+                    names = done.result()
+                except WorkerEndedError:
+                    begin(part, deadly | _killed_by(part, deadly))
                     continue
-                if isinstance(result, BaseException):
-                    raise result
-                yield result
-                if waiting:
-                    crew[ready] = process, waiting.pop()
-                    _give(ready, crew[ready][1])
-                else:
-                    ready.close()  # the process ends
+                yield names
     finally:
-        for process, _ in crew.values():
-            process.kill()
+        pool.close()
 
 
 def on_cluster(parts: Sequence[Part], address: str, workers: int) -> Iterator[int]:
@@ -89,36 +79,6 @@ def on_cluster(parts: Sequence[Part], address: str, workers: int) -> Iterator[in
                 yield future.result()
             except KilledWorker:
                 yield from on_this_machine([part_of[future]], workers=1)
-
-
-def _start(build: Build) -> tuple[Connection, Any]:
-    _CONTEXT.set_forkserver_preload([build_part.__module__])  # imported once, not by each process
-    ours, theirs = _CONTEXT.Pipe()
-    process = _CONTEXT.Process(target=_serve, args=[theirs, build], daemon=True)
-    process.start()
-    theirs.close()
-    return ours, process
-
-
-def _give(connection: Connection, task: _Task) -> None:
-    """Send a task to a worker. If the worker is dead already, the next `recv` tells."""
-    task[0].current.unlink(missing_ok=True)  # of a build that was killed
-    with contextlib.suppress(ConnectionError):
-        connection.send(task)
-
-
-def _serve(connection: Connection, build: Build) -> None:
-    """Build parts until the other end is closed: there are no more, or the building process is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the building process ends this one
-    while True:
-        try:
-            part, deadly = connection.recv()
-        except EOFError:
-            return
-        try:
-            connection.send(build(part, deadly))
-        except (OSError, UserError) as error:
-            connection.send(error)
 
 
 def _killed_by(part: Part, deadly: dict[str, str]) -> dict[str, str]:

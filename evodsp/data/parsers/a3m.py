@@ -9,9 +9,9 @@ import numpy as np
 from evodsp.data.parsers.bytes_to_codes import BLANK_CODES, BLANKS, INSERTION, SKIPPED, byte_table
 from evodsp.data.parsers.fasta import SUBSTITUTES, split_records, translate
 from evodsp.data.records import Alignment
-from evodsp.data.text_files import text_of
 from evodsp.errors import FileFormatError
 from evodsp.geometry.alphabet import ALIGNMENT_CODES, GAP, RESTYPES_WITH_X
+from evodsp.reading.text_files import text_of
 
 # A dot is padding opposite another row's insertion, an asterisk the end of translation: neither stands for a residue.
 _A3M = byte_table(

@@ -16,9 +16,9 @@ from jaxtyping import UInt8
 
 from evodsp.data.parsers.bytes_to_codes import BLANK_CODES, BLANKS, EITHER_CASE, ILLEGAL, byte_table
 from evodsp.data.records import ProteinSequence
-from evodsp.data.text_files import text_of
 from evodsp.errors import FileFormatError
 from evodsp.geometry.alphabet import ALIGNMENT_CODES, RESTYPES_WITH_X
+from evodsp.reading.text_files import text_of
 
 _FASTA = byte_table({c: k for c, k in EITHER_CASE.items() if c.upper() not in "BJOUZ"} | BLANK_CODES)
 SUBSTITUTES: dict[str, str] = {letter: RESTYPES_WITH_X[ALIGNMENT_CODES[letter]] for letter in "BJOUZ"}

@@ -11,8 +11,8 @@ import numpy as np
 from jaxtyping import Int32
 
 from evodsp.data.templates.hits import CHAIN, TemplateHit, column_indices, say_left_out
-from evodsp.data.text_files import lines_of
 from evodsp.errors import FileFormatError
+from evodsp.reading.text_files import lines_of
 
 _CHAIN = re.compile(CHAIN, re.IGNORECASE)
 _HIT = re.compile(r"No +(\d{1,9})\s*$")

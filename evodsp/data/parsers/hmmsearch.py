@@ -9,8 +9,8 @@ import numpy as np
 
 from evodsp.data.parsers.stockholm import alignment_end
 from evodsp.data.templates.hits import CHAIN, TemplateHit, column_indices, say_left_out
-from evodsp.data.text_files import text_of
 from evodsp.errors import FileFormatError
+from evodsp.reading.text_files import text_of
 
 _NAME = re.compile(rf"{CHAIN}/(\d{{1,9}})-(\d{{1,9}})$", re.IGNORECASE)
 

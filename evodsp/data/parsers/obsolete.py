@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from evodsp.data.text_files import lines_of
 from evodsp.errors import FileFormatError
+from evodsp.reading.text_files import lines_of
 
 
 def parse_obsolete(path: str | Path, data: bytes | None = None) -> dict[str, str | None]:

@@ -16,12 +16,13 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Int8, Int32
 
-from evodsp.data import text_files
 from evodsp.data.parsers.bytes_to_codes import EITHER_CASE, byte_table
-from evodsp.data.parsers.recorded_pickle import RecordedArray, recorded
 from evodsp.data.records import Alignment
-from evodsp.errors import FileFormatError, shortened
+from evodsp.errors import FileFormatError
 from evodsp.geometry.alphabet import GAP
+from evodsp.reading import text_files
+from evodsp.reading.quoting import quoted
+from evodsp.reading.recorded_pickle import RecordedArray, recorded
 
 _FIX = "make it again from its .a3m and .sto files"
 _LETTERS = byte_table(EITHER_CASE | {"-": GAP, ".": GAP})
@@ -47,7 +48,7 @@ def parse_preparsed(
                 name for name, entry in entries.items() if entry.filename.endswith(_ENTRY) and is_wanted(name)
             )
             _check_archive(path, [entries[name] for name in wanted])
-            return [_alignment(f"{path}:{shortened(name)}", archive.read(entries[name])) for name in wanted]
+            return [_alignment(f"{path}:{quoted(name)}", archive.read(entries[name])) for name in wanted]
     except (zipfile.BadZipFile, zlib.error, OSError, EOFError, ValueError, NotImplementedError) as error:
         raise FileFormatError(path, f"not a readable NumPy archive ({error}); {_FIX}") from error
 

@@ -10,9 +10,9 @@ from jaxtyping import Bool, Int32, UInt8
 
 from evodsp.data.parsers.bytes_to_codes import EITHER_CASE, byte_table
 from evodsp.data.records import Alignment
-from evodsp.data.text_files import text_of
 from evodsp.errors import FileFormatError
 from evodsp.geometry.alphabet import GAP
+from evodsp.reading.text_files import text_of
 
 _STOCKHOLM = byte_table(EITHER_CASE | dict.fromkeys("-._~", GAP))
 

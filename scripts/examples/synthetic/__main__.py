@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from evodsp.argument_parser import OneLineErrors
 from evodsp.errors import UserError
 from evodsp.output import check_output, output_errors
-from evodsp.printing import one_line, tell
+from evodsp.printing import tell
 from scripts.examples.synthetic.command import synthesize
 from scripts.examples.synthetic.config import SynthesisConfig
 
@@ -29,7 +29,7 @@ def main(words: Sequence[str] | None = None) -> int:
         with output_errors(config.output):
             synthesize(config, tell)
     except UserError as error:
-        tell(f"synthetic: error: {one_line(str(error))}")
+        tell(f"synthetic: error: {error}")
         return 2
     return 0
 

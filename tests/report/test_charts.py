@@ -8,7 +8,7 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from evodsp.report.lines import Series, lines
+from evodsp.report.charts import Series, lines
 
 
 def drawing(series: list[Series], scale: str = "auto") -> ElementTree.Element:

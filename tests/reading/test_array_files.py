@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import tracemalloc
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -11,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from evodsp import array_files
-from evodsp.array_files import array_of, map_array, read_archive
 from evodsp.errors import UserError
+from evodsp.reading import array_files
+from evodsp.reading.array_files import array_of, map_array, read_archive
 
 FIX = "make it again"
 
@@ -55,6 +56,49 @@ def test_whatever_numpy_raises_is_one_line(name: str, tmp_path: Path) -> None:
         with pytest.raises(UserError, match=r"x\.np[yz]: .*; make it again") as error:
             read()
         assert "\n" not in str(error.value)
+
+
+ASKED = "{'descr': '<f4', 'fortran_order': False, 'shape': (4, 268435456), }"
+"""4 GiB: as much as a machine gives, so that nothing but a comparison refuses it."""
+
+
+@pytest.mark.parametrize("version", [1, 2, 3])
+def test_a_header_that_asks_for_more_than_follows_costs_no_memory(version: int, tmp_path: Path) -> None:
+    """Catches an array that is made as large as a header says, and filled or refused afterwards."""
+    text = ASKED.encode().ljust(117) + b"\n"
+    content = b"\x93NUMPY" + bytes([version, 0]) + len(text).to_bytes(2 if version == 1 else 4, "little") + text
+    (path := tmp_path / "x.npy").write_bytes(content + b"\0" * 24)
+    with zipfile.ZipFile(archive := tmp_path / "x.npz", "w", zipfile.ZIP_DEFLATED) as file:
+        file.writestr("a.npy", path.read_bytes())
+    readers: list[Callable[[], Any]] = [
+        lambda: map_array(path, FIX),
+        lambda: array_of(path.read_bytes(), path, FIX),
+        lambda: read_archive(archive, FIX),
+    ]
+    for read in readers:
+        tracemalloc.start()  # NumPy tells it of each array
+        with pytest.raises(UserError, match=r"its header asks for 4,294,967,296 bytes, but 24 follow\); make it again"):
+            read()
+        most = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert most < 1 << 20
+
+
+def test_an_entry_that_says_more_than_it_holds(tmp_path: Path) -> None:
+    """Catches an archive whose directory vouches for the size that a header asks for."""
+    with zipfile.ZipFile(path := tmp_path / "x.npz", "w") as file:
+        file.writestr("a.npy", npy("{'descr': '<f4', 'fortran_order': False, 'shape': (200000000,), }"))
+    content = bytearray(path.read_bytes())
+    for signature, place in ((b"PK\x03\x04", 22), (b"PK\x01\x02", 24)):
+        at = content.index(signature) + place
+        content[at : at + 4] = (900_000_000).to_bytes(4, "little")
+    path.write_bytes(content)
+    tracemalloc.start()
+    with pytest.raises(UserError, match=r"x\.npz: not a readable NumPy file \(.*\); make it again"):
+        read_archive(path, FIX)
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert most < 1 << 20
 
 
 def test_what_is_no_single_array(tmp_path: Path) -> None:

@@ -11,6 +11,11 @@ from typing import Any
 
 from evodsp.errors import FileFormatError, UserError
 
+
+class TooLargeError(FileFormatError):
+    """A file that unpacks to more than anything of its kind does."""
+
+
 _GZIP_MAGIC = b"\x1f\x8b"
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
 # A gzipped file may unpack to this many bytes. The largest public alignments have some hundred million; an archive made to fill
@@ -65,7 +70,7 @@ def unpack(source: str | Path, data: bytes, most: int | None = None) -> bytes:
                 size += len(block)
                 if size > most:
                     limit = f"{most / 2**30:.3g} GiB"
-                    raise FileFormatError(
+                    raise TooLargeError(
                         source, f"unpacks to more than {limit}: this is no alignment or structure; remove it"
                     )
                 blocks.append(block)

@@ -9,9 +9,9 @@ from urllib.request import Request
 
 import pytest
 
-from evodsp import answers
-from evodsp.answers import BadAnswerError, SlowAnswerError, ask, check_address, content_of, without_login
 from evodsp.errors import UserError
+from evodsp.reading import answers
+from evodsp.reading.answers import BadAnswerError, SlowAnswerError, ask, check_address, content_of, without_login
 from tests.builders.raw_server import Send, answer, raw_server
 
 

@@ -12,9 +12,9 @@ from evodsp.argument_parser import OneLineErrors
 from evodsp.config import ModelConfig
 from evodsp.errors import UserError
 from evodsp.planner.device import load_device
+from evodsp.reading.yaml_files import compose_yaml, parse_yaml, read_yaml
 from evodsp.report.runs import read_runs
 from evodsp.run_config_file import read_run_config
-from evodsp.yaml_files import compose_yaml, parse_yaml, read_yaml
 
 BOMB = "a0: &a0 [" + "x," * 10 + "]\n" + "".join(f"a{n + 1}: &a{n + 1} [{f'*a{n},' * 10}]\n" for n in range(9))
 LAUGHS = "a0: &a0 {k: v}\n" + "".join(f"a{n + 1}: &a{n + 1} {{<<: [{f'*a{n},' * 10}]}}\n" for n in range(9))
@@ -78,7 +78,7 @@ def test_references_may_be_used(tmp_path: Path) -> None:
 
 def test_the_number_of_values_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a file of gigabytes that is parsed to its end."""
-    monkeypatch.setattr("evodsp.yaml_files._MOST_NODES", 50)
+    monkeypatch.setattr("evodsp.reading.yaml_files._MOST_NODES", 50)
     (path := tmp_path / "x.yaml").write_text("[" + "1," * 49 + "]")
     assert len(read_yaml(path)) == 49
     path.write_text("[" + "1," * 50 + "[")  # the end is never reached

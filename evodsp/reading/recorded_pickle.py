@@ -2,7 +2,7 @@
 
 A pickle names functions and calls them, and even NumPy's own `ndarray.__setstate__` trusts the file: a made-up dtype turns
 bytes into pointers. So nothing of NumPy takes part here. The standard library's unpickler runs a list of harmless opcodes, once
-`evodsp.pickles` has found what they build; stand-ins record what NumPy's constructors were to be called with; an array is
+`pickles` has found what they build; stand-ins record what NumPy's constructors were to be called with; an array is
 formed from its recorded shape, type and bytes, once these fit together.
 
 `pickle` alone has no such mode, `numpy.load` either runs everything or refuses everything, and fickling, picklescan and skops
@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from evodsp.errors import shortened, shown
-from evodsp.pickles import check_pickle
+from evodsp.reading.pickles import check_pickle
+from evodsp.reading.quoting import quoted, shown
 
 _OPCODES = {
     *(
@@ -131,4 +131,4 @@ def recorded(data: bytes) -> object:
     try:
         return _Unpickler(io.BytesIO(data)).load()
     except Exception as error:  # a damaged pickle can raise any exception
-        raise ValueError(shortened(error)) from error
+        raise ValueError(quoted(error)) from error

@@ -24,7 +24,7 @@ from urllib.request import HTTPHandler, HTTPRedirectHandler, HTTPSHandler, Opene
 
 from evodsp import __version__
 from evodsp.errors import UserError
-from evodsp.printing import quoted
+from evodsp.reading.quoting import quoted
 
 SILENT_S = 60.0
 """Longest time in which nothing arrives. A further attempt may mend it."""
@@ -146,7 +146,7 @@ def usable(address: str) -> Iterator[None]:
     except BadAnswerError as error:
         raise type(error)(f"{where} {error}") from error
     except (InvalidURL, ValueError, OverflowError, MemoryError) as error:
-        raise BadAnswerError(f"{where} answers something that is not http ({quoted(str(error))})") from error
+        raise BadAnswerError(f"{where} answers something that is not http ({quoted(error)})") from error
 
 
 def _too_slow(seconds: float) -> SlowAnswerError:
@@ -154,7 +154,7 @@ def _too_slow(seconds: float) -> SlowAnswerError:
 
 
 def _too_large(most: int) -> BadAnswerError:
-    return BadAnswerError(f"answers more than {most / 2**20:.3g} MiB")
+    return BadAnswerError(f"answers more than {max(1, round(most / 2**20)):,} MiB")
 
 
 def _login(address: str) -> str:

@@ -14,7 +14,8 @@ from typing import Any, ClassVar
 
 import yaml  # type: ignore[import-untyped]
 
-from evodsp.errors import FileFormatError, UserError, shortened
+from evodsp.errors import FileFormatError, UserError
+from evodsp.reading.quoting import LONGEST_REASON, quoted
 
 _MOST_NODES = 200_000
 """Values of a file, aliases written out. A run's config has some hundred."""
@@ -54,7 +55,7 @@ class _Loader(yaml.SafeLoader):
         except yaml.YAMLError:
             raise
         except Exception as error:  # of a number, a base64 text or a key
-            raise _error(shortened(error), node.start_mark) from error
+            raise _error(quoted(error), node.start_mark) from error
         if isinstance(value, int) and abs(value) > _LARGEST_NUMBER:
             raise _error("a number of too many digits", node.start_mark)
         return value
@@ -145,9 +146,9 @@ def _one_line(source: Any) -> Iterator[None]:
         raise
     except Exception as error:
         mark = getattr(error, "problem_mark", None)
-        reason = getattr(error, "problem", None) or error
+        reason = quoted(getattr(error, "problem", None) or error, LONGEST_REASON)
         line = None if mark is None else mark.line + 1
-        raise FileFormatError(source, f"not YAML that evodsp reads ({shortened(reason)}); correct it", line) from error
+        raise FileFormatError(source, f"not YAML that evodsp reads ({reason}); correct it", line) from error
 
 
 def _error(problem: str, mark: Any) -> yaml.MarkedYAMLError:

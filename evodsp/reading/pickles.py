@@ -12,7 +12,7 @@ import pickletools
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
-from evodsp.errors import shortened
+from evodsp.reading.quoting import quoted
 
 _LONGEST_KEY = 1000
 """Letters. Names of parameters have 100."""
@@ -71,7 +71,7 @@ def check_pickle(data: bytes, opcodes: Collection[str]) -> None:
     except PickleRefused:
         raise
     except Exception as error:  # of instructions that do not fit together
-        raise ValueError(f"it is damaged: {shortened(error)}") from error
+        raise ValueError(f"it is damaged: {quoted(error)}") from error
     _check_sizes(made)
 
 
