@@ -37,7 +37,6 @@ FLOORS = {
     "evodsp.data.records": TORCH_FREE,
     "evodsp.data.parsers": TORCH_FREE,
     "evodsp.data.mmcif": TORCH_FREE,
-    "evodsp.data.mmcif_writer": TORCH_FREE,
     "evodsp.data.msa": TORCH_FREE,
     "evodsp.data.features": TORCH_FREE,
     "evodsp.data.crop": TORCH_FREE,

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from evodsp.data.building.config import BuildConfig
 from evodsp.data.building.parts import Part, build_part
-from evodsp.data.mmcif_writer import mmcif_text
 from evodsp.data.store import FeatureStore
+from scripts.examples.synthetic.mmcif_writer import mmcif_text
 from tests.builders.chains import AMINO_ACIDS, straight_chain
 
 REVISION = "_pdbx_audit_revision_history.revision_date {}\n"

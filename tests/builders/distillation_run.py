@@ -13,8 +13,8 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 
 from evodsp.data.mmcif import read_chain
-from evodsp.data.mmcif_writer import write_mmcif
 from evodsp.geometry.alphabet import RESTYPE_ORDER
+from scripts.examples.synthetic.mmcif_writer import write_mmcif
 from tests.builders.bad_chains import Record
 from tests.builders.chains import AMINO_ACIDS
 from tests.builders.training_chains import TINY, write_chain

@@ -11,12 +11,12 @@ import pytest
 from evodsp.config import FeatureConfig
 from evodsp.data.dataset import ChainDataset
 from evodsp.data.distillation import DistillationSet, PredictedStore, sampled_rows
-from evodsp.data.mmcif_writer import write_mmcif
 from evodsp.data.msa import merge_alignments
 from evodsp.data.sampling import DISTILLED, ChainDraws, MixedDraws
 from evodsp.data.store import FeatureStore
 from evodsp.errors import UserError
 from evodsp.rng import Draws
+from scripts.examples.synthetic.mmcif_writer import write_mmcif
 from tests.builders.alignments import make_alignment
 from tests.builders.chains import MemoryStore, make_chain
 from tests.builders.finished import finished

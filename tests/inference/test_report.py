@@ -12,7 +12,6 @@ import torch
 
 from evodsp import metrics
 from evodsp.cli import main
-from evodsp.data.mmcif_writer import write_mmcif
 from evodsp.data.records import Chain
 from evodsp.errors import UserError
 from evodsp.files import whole_folder
@@ -21,6 +20,7 @@ from evodsp.inference import report as module
 from evodsp.inference.report import ChainScores, compare, comparison_table, write_report, write_scores
 from evodsp.inference.results import TIMINGS, write_json, write_results
 from evodsp.inference.writers import PredictedStructure
+from scripts.examples.synthetic.mmcif_writer import write_mmcif
 
 LENGTH = 40
 KEYS = {"train": ["9aaa_B"], "held-out": ["9bbb_B"]}

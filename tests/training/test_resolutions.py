@@ -15,7 +15,6 @@ from evodsp.cli import main
 from evodsp.config import FeatureConfig, LossConfig
 from evodsp.data.dataset import ChainDataset
 from evodsp.data.distillation import DistillationSet, PredictedStore
-from evodsp.data.mmcif_writer import write_mmcif
 from evodsp.data.resolutions import CountedStructures
 from evodsp.data.sampling import DISTILLED
 from evodsp.data.store import FeatureStore
@@ -25,6 +24,7 @@ from evodsp.report.curve import read_curve
 from evodsp.training import chains as chains_module
 from evodsp.training.chains import find_chains
 from evodsp.training.config import DataConfig
+from scripts.examples.synthetic.mmcif_writer import write_mmcif
 from tests.builders.chains import MemoryStore, make_chain
 from tests.builders.labelled_batch import WEIGHTS, batch_of
 from tests.builders.small_model import config, features

@@ -7,11 +7,11 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from evodsp.data.mmcif_writer import write_mmcif
 from evodsp.files import whole_folder
 from scripts.examples.synthetic.alignments import to_a3m, to_stockholm
 from scripts.examples.synthetic.config import SynthesisConfig
 from scripts.examples.synthetic.families import Member, make_family
+from scripts.examples.synthetic.mmcif_writer import write_mmcif
 
 
 def write_families(config: SynthesisConfig, report: Callable[[str], None] | None = None) -> None:

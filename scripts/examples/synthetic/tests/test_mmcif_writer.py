@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from evodsp.data.mmcif import read_chain
-from evodsp.data.mmcif_writer import mmcif_text, write_mmcif
 from evodsp.data.records import Chain
 from evodsp.errors import UserError
 from evodsp.geometry.alphabet import RESTYPE_ORDER
 from evodsp.geometry.residues import RESTYPE_ATOM37_MASK
+from scripts.examples.synthetic.mmcif_writer import mmcif_text, write_mmcif
 
 
 def _chain(chain_id: str = "A", sequence: str = "ACDGWX", **changes: object) -> Chain:
