@@ -180,10 +180,7 @@ def mesh_of(config: SequenceConfig, device_type: str | None = None) -> Mesh:
 
     `device_type`: 'cpu' or 'cuda'; None: the default group's. Raises UserError if the ranks do not divide into groups.
     """
-    mesh = init_mesh(config.sequence, device_type, collective_timeout(config.timeout), config.sockets)
-    if mesh.sockets is not None and (watch := watch_of_this_process()):
-        watch.also_count(mesh.sockets)
-    return mesh
+    return init_mesh(config.sequence, device_type, collective_timeout(config.timeout))
 
 
 def _fresh_part(store: dist.Store, here: Place, timeout_s: float) -> str:
