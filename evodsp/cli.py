@@ -313,9 +313,8 @@ def _main(words: list[str]) -> int:
     end_with_launcher()
     try:
         with _names_of_files():
-            code = dispatch(words)
-        if code in (1, STOPPED):  # it would be the same after a restart
-            end_agent()
+            code = _code_of(words)
+        sys.stdout.flush()  # what cannot be printed is said here; at Python's end it would be a traceback
         return code
     except UserError as error:
         if _rank() > 0:
@@ -325,22 +324,36 @@ def _main(words: list[str]) -> int:
         tell(f"evodsp: error: {error}")
         end_agent()
         return 2
-    except SystemExit as done:  # jsonargparse after --help and --print_config
-        if isinstance(done.code, str):
-            raise
-        return done.code or 0
     except KeyboardInterrupt as interrupt:
         tell(f"evodsp: interrupted{f'; {interrupt}' if str(interrupt) else ''}")
         return 130
     except BrokenPipeError:  # `evodsp --help | head`
-        sys.stderr.close()
+        _print_nowhere()
         return 0
     except OSError as error:
         if error.filename is not None or not stdout_fails():
             raise
         tell(f"evodsp: error: standard output cannot be written ({error.strerror})")
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python still writes when it ends
+        _print_nowhere()
         return 1
+
+
+def _code_of(words: list[str]) -> int:
+    """The exit code of a command."""
+    try:
+        code = dispatch(words)
+    except SystemExit as done:  # jsonargparse after --help and --print_config
+        if isinstance(done.code, str):
+            raise
+        return done.code or 0
+    if code in (1, STOPPED):  # it would be the same after a restart
+        end_agent()
+    return code
+
+
+def _print_nowhere() -> None:
+    """Let go what Python still writes when it ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @contextmanager
