@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from evodsp import __version__
-from evodsp.allocator import give_large_tensors_back
 from evodsp.errors import UserError, nearest
 from evodsp.launch.agent import end_agent
 from evodsp.launch.parent import STOPPED, end_with_launcher, launched_by_evodsp, same_handlers
@@ -309,7 +308,6 @@ def _main(words: list[str]) -> int:
     # Read when torch is first imported: waiting threads sleep instead of spinning. On a busy machine, spinning threads take
     # time from the threads that work.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    give_large_tensors_back()
     end_with_launcher()
     try:
         with _names_of_files():
