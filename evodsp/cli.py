@@ -21,8 +21,7 @@ from typing import Any
 
 from evodsp import __version__
 from evodsp.errors import UserError, nearest
-from evodsp.launch.agent import end_agent
-from evodsp.launch.parent import STOPPED, end_with_launcher, launched_by_evodsp, same_handlers
+from evodsp.launch.parent import STOPPED, end_with_launcher, launched_by_evodsp, same_handlers, starts_again
 from evodsp.output import stdout_fails
 from evodsp.printing import show, tell
 
@@ -320,7 +319,6 @@ def _main(words: list[str]) -> int:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(RANK_0_FIRST_S)
         tell(f"evodsp: error: {error}")
-        end_agent()
         return 2
     except KeyboardInterrupt as interrupt:
         tell(f"evodsp: interrupted{f'; {interrupt}' if str(interrupt) else ''}")
@@ -344,9 +342,9 @@ def _code_of(words: list[str]) -> int:
         if isinstance(done.code, str):
             raise
         return done.code or 0
-    if code in (1, STOPPED):  # it would be the same after a restart
-        end_agent()
-    return code
+    # A record that failed would fail again, and a run that was asked to stop has stopped: 0 is the only code after which
+    # torchrun does not start all ranks again. A batch script sees `evodsp.launch.parent.STOPPED_FILE`.
+    return 0 if code in (1, STOPPED) and starts_again() else code
 
 
 def _print_nowhere() -> None:

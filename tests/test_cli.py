@@ -329,6 +329,30 @@ def test_ctrl_c_while_modules_are_imported(tmp_path: Path, slow: str) -> None:
     assert (process.returncode, said) == ((-signal.SIGINT if slow == "import" else 7), "")
 
 
+@pytest.mark.parametrize(
+    ("run", "used", "most", "expected"),
+    [
+        ("7", "0", "3", [0, 2, 0]),
+        ("7", "3", "3", [1, 2, 75]),
+        ("7", "0", "0", [1, 2, 75]),
+        ("evodsp", "0", "3", [1, 2, 75]),
+    ],
+    ids=["torchrun", "its last attempt", "without restarts", "our launcher"],
+)
+def test_what_is_not_to_be_started_again(
+    run: str, used: str, most: str, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches torchrun that starts all ranks again because a record failed, or a run was asked to stop and has saved; a mistake
+    that passes for success; and codes of ranks that nobody would start again."""
+    for name, value in (("RUN_ID", run), ("RESTART_COUNT", used), ("MAX_RESTARTS", most)):
+        monkeypatch.setenv(f"TORCHELASTIC_{name}", value)
+    found = []
+    for code in (1, 2, STOPPED):
+        monkeypatch.setattr("evodsp.cli.dispatch", lambda words, code=code: code)
+        found.append(main([]))
+    assert found == expected
+
+
 def test_a_run_that_has_saved_ends_with_its_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a further SIGTERM that ends the process while Python takes apart its modules: it lets go of handlers first."""
     former = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)}

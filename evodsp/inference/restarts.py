@@ -16,9 +16,8 @@ import torch.distributed as dist
 
 from evodsp.inference.failures import Failure
 from evodsp.inference.run_log import may_be_made, missing
-from evodsp.launch.agent import starts_again
 from evodsp.launch.last_words import keep_silent
-from evodsp.launch.parent import AGAIN
+from evodsp.launch.parent import AGAIN, launched_by_evodsp, starts_again
 from evodsp.launch.process_group import lasting_store
 from evodsp.launch.store import foreign, number, set_texts, texts
 from evodsp.printing import tell
@@ -57,7 +56,7 @@ def give_up(failure: Failure) -> NoReturn:
     store.add(_COUNT, 1)
     then = (
         "all ranks are started again without this record"
-        if starts_again()
+        if launched_by_evodsp() or starts_again()
         else "the run ends; the same command without this record keeps what is finished"
     )
     tell(f"evodsp: {failure.reason}. The other ranks wait for this one, so {then}")

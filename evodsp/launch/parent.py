@@ -43,6 +43,14 @@ def launched_by_evodsp(environment: Mapping[str, str] = os.environ) -> bool:
     return environment.get("TORCHELASTIC_RUN_ID") == OWN_RUN
 
 
+def starts_again(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether a torchrun started this process as a rank, and would start all ranks again if it failed."""
+    if launched_by_evodsp(environment):
+        return False
+    used, most = (environment.get(f"TORCHELASTIC_{name}", "0") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+    return used.isdecimal() and most.isdecimal() and int(used) < int(most)
+
+
 def tell_stopped(environment: Mapping[str, str] = os.environ) -> None:
     """Make the batch script's file STOPPED_FILE. Its folder may be on one machine only: ranks of others make none."""
     if name := environment.get(STOPPED_FILE):
