@@ -32,9 +32,6 @@ STOPPED = 75
 STOPPED_FILE = "EVODSP_STOPPED_FILE"
 """Variable in which a batch script names a file that a run makes which was asked to stop: torchrun hides the code STOPPED."""
 
-AGAIN = 4
-"""Exit code of a rank that leaves the others waiting, and asks that all ranks are started again."""
-
 _POLL_S = 1.0
 
 

@@ -254,14 +254,6 @@ def _claim_gpu(store: dist.Store, here: Place, device: torch.device) -> None:
         )
 
 
-def lasting_store() -> dist.Store:
-    """The store through which the ranks met. Under a launcher that starts all ranks again it keeps what they wrote."""
-    store = dist.distributed_c10d._get_default_store()
-    while isinstance(store, dist.PrefixStore):  # an attempt's own part
-        store = store.underlying_store
-    return part_of(store)
-
-
 def part_of(store: dist.Store) -> dist.Store:
     """evodsp's own part of the store through which ranks meet."""
     return dist.PrefixStore("evodsp", store)
