@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import shutil
 import signal
 import sys
 import threading
+from contextlib import suppress
 from typing import NoReturn
 
 from evodsp.cli import main
@@ -22,39 +22,22 @@ def run() -> NoReturn:
 
 
 def leave(code: int) -> NoReturn:
-    """End the process with `code`.
+    """End the process with `code`, which the end of the interpreter would change in two cases.
 
-    At once, if that is safe: Python would take apart all modules first, those of PyTorch's compiler for a second. Where
-    Lightning is loaded, loggers and callbacks of others may leave files for Python to close.
-
-    And at once, if it failed: a rank that failed may still have a daemon thread inside a call to torch's store. Ending that
-    thread with the interpreter sometimes aborts the process (SIGABRT), which would change the exit code.
+    It lets go of the handlers of signals first: another request to stop would then end a run that has saved. And a rank that
+    failed may have a daemon thread inside a call to torch's store: ending that thread sometimes aborts the process (SIGABRT).
     """
-    if code == STOPPED:  # Python lets go of its handlers first: another request to stop would change the exit code
+    if code == STOPPED:
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
             signal.signal(number, signal.SIG_IGN)
-    others = [thread for thread in threading.enumerate() if thread is not threading.main_thread()]
-    if code and any(thread.daemon for thread in others):
-        _end(code)
-    if not others and "lightning" not in sys.modules:
-        atexit._run_exitfuncs()
-        _end(code)
+    if code and any(thread.daemon for thread in threading.enumerate()):
+        if (util := sys.modules.get("multiprocessing.util")) is not None:
+            shutil.rmtree(util.get_temp_dir(), ignore_errors=True)
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):  # `main` has said it
+                stream.flush()
+        os._exit(code)
     sys.exit(code)
-
-
-def _end(code: int) -> NoReturn:
-    util = sys.modules.get("multiprocessing.util")
-    if util is not None:  # Python removes this folder as well, where it ends by itself
-        shutil.rmtree(util.get_temp_dir(), ignore_errors=True)
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except (BrokenPipeError, ValueError):
-            continue  # its reader has read enough (`evodsp plan | head -1`), or `main` has closed it
-        except OSError as error:
-            os.write(2, f"evodsp: error: {stream.name} cannot be written ({error.strerror})\n".encode())
-            code = code or 1
-    os._exit(code)
 
 
 if __name__ == "__main__":

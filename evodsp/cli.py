@@ -20,10 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from evodsp import __version__
-from evodsp.allocator import give_large_tensors_back
 from evodsp.errors import UserError, nearest
-from evodsp.launch.agent import end_agent
-from evodsp.launch.parent import STOPPED, end_with_launcher, launched_by_evodsp, same_handlers
+from evodsp.launch.parent import STOPPED, end_with_launcher, launched_by_evodsp, same_handlers, starts_again
 from evodsp.output import stdout_fails
 from evodsp.printing import show, tell
 
@@ -309,13 +307,11 @@ def _main(words: list[str]) -> int:
     # Read when torch is first imported: waiting threads sleep instead of spinning. On a busy machine, spinning threads take
     # time from the threads that work.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    give_large_tensors_back()
     end_with_launcher()
     try:
         with _names_of_files():
-            code = dispatch(words)
-        if code in (1, STOPPED):  # it would be the same after a restart
-            end_agent()
+            code = _code_of(words)
+        sys.stdout.flush()  # what cannot be printed is said here; at Python's end it would be a traceback
         return code
     except UserError as error:
         if _rank() > 0:
@@ -323,24 +319,37 @@ def _main(words: list[str]) -> int:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(RANK_0_FIRST_S)
         tell(f"evodsp: error: {error}")
-        end_agent()
         return 2
-    except SystemExit as done:  # jsonargparse after --help and --print_config
-        if isinstance(done.code, str):
-            raise
-        return done.code or 0
     except KeyboardInterrupt as interrupt:
         tell(f"evodsp: interrupted{f'; {interrupt}' if str(interrupt) else ''}")
         return 130
     except BrokenPipeError:  # `evodsp --help | head`
-        sys.stderr.close()
+        _print_nowhere()
         return 0
     except OSError as error:
         if error.filename is not None or not stdout_fails():
             raise
         tell(f"evodsp: error: standard output cannot be written ({error.strerror})")
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python still writes when it ends
+        _print_nowhere()
         return 1
+
+
+def _code_of(words: list[str]) -> int:
+    """The exit code of a command."""
+    try:
+        code = dispatch(words)
+    except SystemExit as done:  # jsonargparse after --help and --print_config
+        if isinstance(done.code, str):
+            raise
+        return done.code or 0
+    # A record that failed would fail again, and a run that was asked to stop has stopped: 0 is the only code after which
+    # torchrun does not start all ranks again. A batch script sees `evodsp.launch.parent.STOPPED_FILE`.
+    return 0 if code in (1, STOPPED) and starts_again() else code
+
+
+def _print_nowhere() -> None:
+    """Let go what Python still writes when it ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @contextmanager

@@ -36,39 +36,30 @@ def test_help_answers_at_once(command: str) -> None:
     assert seconds < 1.5
 
 
-def test_a_command_ends_at_once_after_what_is_registered_for_its_end() -> None:
-    """Not taking PyTorch's modules apart saves a second of each command."""
+def test_a_rank_that_failed_ends_with_its_code() -> None:
+    """Catches the end of the interpreter, which aborts a process whose thread is in a call to torch's store; lost output; and
+    what is registered for the end of every other process, such as the files of loggers, and is left out."""
 
-    def end(before: str) -> subprocess.CompletedProcess[str]:
+    def end(before: str) -> tuple[int, str]:
         program = (
-            "import atexit, gc, sys, threading, time\n"
-            "from evodsp.__main__ import leave\n"
-            "class Taken:\n"
-            "    def __del__(self): print('taken apart')\n"
-            "kept = Taken()\n"
+            "import atexit, threading, time\nfrom evodsp.__main__ import leave\n"
             f"atexit.register(print, 'registered')\nprint('said')\n{before}\nleave(3)"
         )
-        return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+        return done.returncode, done.stdout
 
-    at_once = end("")
-    assert (at_once.returncode, at_once.stdout, at_once.stderr) == (3, "said\nregistered\n", "")
-    as_ever = "said\nregistered\ntaken apart\n"
-    loggers = end("sys.modules['lightning'] = sys")
-    assert (loggers.returncode, loggers.stdout) == (3, as_ever)
-    waited = end("threading.Thread(target=lambda: (time.sleep(0.3), print('worked'))).start()")
-    assert (waited.returncode, waited.stdout) == (3, as_ever.replace("said\n", "said\nworked\n"))
-    failed = end("threading.Thread(target=time.sleep, args=(60,), daemon=True).start()")
-    assert (failed.returncode, failed.stdout) == (3, "said\n")
+    assert end("threading.Thread(target=time.sleep, args=(60,), daemon=True).start()") == (3, "said\n")
+    assert end("") == (3, "said\nregistered\n")
 
 
 @pytest.mark.parametrize(
     ("disk", "code", "said"),
-    [(True, 1, "evodsp: error: <stdout> cannot be written (No space left on device)\n"), (False, 0, "")],
+    [(True, 1, "evodsp: error: standard output cannot be written (No space left on device)\n"), (False, 0, "")],
     ids=["full disk", "closed pipe"],
 )
 def test_what_cannot_be_printed_at_the_end(disk: bool, code: int, said: str) -> None:
     """Catches a full disk that nobody is told of, and `evodsp plan | head -1` taken for a mistake."""
-    program = "from evodsp.__main__ import leave\nprint('x')\nleave(0)"
+    program = "import sys\nfrom evodsp.__main__ import run\nsys.argv[1:] = ['--version']\nrun()"
     reader, writer = os.pipe()
     os.close(reader)
     with open("/dev/full" if disk else writer, "w") as output:
@@ -338,11 +329,34 @@ def test_ctrl_c_while_modules_are_imported(tmp_path: Path, slow: str) -> None:
     assert (process.returncode, said) == ((-signal.SIGINT if slow == "import" else 7), "")
 
 
+@pytest.mark.parametrize(
+    ("run", "used", "most", "expected"),
+    [
+        ("7", "0", "3", [0, 2, 0]),
+        ("7", "3", "3", [1, 2, 75]),
+        ("7", "0", "0", [1, 2, 75]),
+        ("evodsp", "0", "3", [1, 2, 75]),
+    ],
+    ids=["torchrun", "its last attempt", "without restarts", "our launcher"],
+)
+def test_what_is_not_to_be_started_again(
+    run: str, used: str, most: str, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches torchrun that starts all ranks again because a record failed, or a run was asked to stop and has saved; a mistake
+    that passes for success; and codes of ranks that nobody would start again."""
+    for name, value in (("RUN_ID", run), ("RESTART_COUNT", used), ("MAX_RESTARTS", most)):
+        monkeypatch.setenv(f"TORCHELASTIC_{name}", value)
+    found = []
+    for code in (1, 2, STOPPED):
+        monkeypatch.setattr("evodsp.cli.dispatch", lambda words, code=code: code)
+        found.append(main([]))
+    assert found == expected
+
+
 def test_a_run_that_has_saved_ends_with_its_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a further SIGTERM that ends the process while Python takes apart its modules: it lets go of handlers first."""
     former = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)}
-    monkeypatch.setattr("evodsp.__main__._end", sys.exit)
-    monkeypatch.setattr("atexit._run_exitfuncs", lambda: None)
+    monkeypatch.setattr("os._exit", sys.exit)
     try:
         with pytest.raises(SystemExit, match="75"):
             leave(STOPPED)

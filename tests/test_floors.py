@@ -14,7 +14,6 @@ import pytest
 TORCH_FREE = ("torch", "lightning", "jsonargparse")
 FLOORS = {
     "evodsp.errors": ("torch", "numpy", "lightning"),
-    "evodsp.allocator": (*TORCH_FREE, "numpy"),
     "evodsp.rng": ("torch", "lightning"),
     "evodsp.config": ("torch", "numpy", "lightning", "jsonargparse"),
     "evodsp.geometry.alphabet": TORCH_FREE,

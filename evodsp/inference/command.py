@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 
+from evodsp.inference.begun import give_up
 from evodsp.inference.config import PredictConfig
 from evodsp.inference.devices import device_of
 from evodsp.inference.failures import FAILURES
@@ -14,10 +14,7 @@ from evodsp.inference.inputs import as_files
 from evodsp.inference.memory_errors import LeftAlone
 from evodsp.inference.predict import predict_records
 from evodsp.inference.preparation import check_launch
-from evodsp.inference.restarts import give_up, left_out, missing_at_first
 from evodsp.inference.run_log import run_log
-from evodsp.launch.consensus import from_first, on_first
-from evodsp.launch.last_words import forget, said_if_ended
 from evodsp.launch.launcher import launch
 from evodsp.launch.parent import launched_by_evodsp
 from evodsp.launch.process_group import guarded, mesh_of, place, start, stop, under_launcher
@@ -54,23 +51,14 @@ def _run(config: PredictConfig, words: list[str]) -> int:
         mesh = mesh_of(config.parallel)
         group = mesh.sequence_group() if ranks > 1 else None
         groups = Groups(whole_group(), group) if here.ranks > ranks else None
-        with _log(config, words) if here.rank == 0 else nullcontext(_silent) as say:
-            lost = from_first(left_out, whole_group())
-            on_first(forget, whole_group())
-            config = replace(config, overwrite=config.overwrite and not lost)  # what this run has written is kept
+        with run_log(config.output, words, _say) if here.rank == 0 else nullcontext(_silent) as say:
             try:
-                with nullcontext() if launched_by_evodsp() else said_if_ended():
-                    outcome = predict_records(config, say, group, groups, lost)
+                outcome = predict_records(config, say, group, groups)
             except LeftAlone as error:
-                give_up(error.failure)
+                give_up(config, error.failure)
         stop()
     # evodsp's own launcher would take 1 for a rank that died; it looks for the list of failures itself.
     return 1 if outcome.failures and not launched_by_evodsp() else 0
-
-
-def _log(config: PredictConfig, words: list[str]) -> AbstractContextManager[Callable[[str], None]]:
-    """The log of a run whose ranks may have been started before."""
-    return run_log(config.output, words, _say, missing_at_first(config.output))
 
 
 def _say(line: str) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from evodsp.config import FeatureConfig
@@ -46,12 +45,6 @@ class Inputs:
     """The records that are no targets."""
     models: list[tuple[NamedModel, FeatureConfig]]
     """With the feature sizes of their checkpoints."""
-
-    def without(self, left_out: Sequence[Failure]) -> Inputs:
-        """The inputs, with these records among the failures instead of the targets."""
-        names = {failure.name for failure in left_out}
-        targets = [target for target in self.targets if target.query.name not in names]
-        return replace(self, targets=targets, failures=[*self.failures, *left_out])
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ named, and the others go on (`evodsp.inference.failures`).
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,12 +18,13 @@ from evodsp.config import FeatureConfig
 from evodsp.errors import UserError
 from evodsp.files import remove_partial, whole_folder
 from evodsp.inference.batch_page import INDEX, write_batch_page
+from evodsp.inference.begun import note_progress, noted
 from evodsp.inference.config import PredictConfig
 from evodsp.inference.devices import device_of, working_memory
 from evodsp.inference.failures import FAILURES, Failure, Outcome, none_usable, page_problem, write_failures
 from evodsp.inference.groups import Groups, share
 from evodsp.inference.jobs import Inputs, Job
-from evodsp.inference.memory_errors import LESS_MEMORY, memory_errors
+from evodsp.inference.memory_errors import memory_errors
 from evodsp.inference.models import NamedModel
 from evodsp.inference.passes import layer_dtype
 from evodsp.inference.plot_files import write_plots
@@ -36,7 +37,6 @@ from evodsp.inference.seeds import Finished, predict_seeds
 from evodsp.inference.stored import Stored, copy_files, find_stored
 from evodsp.inference.target_page import write_target_page
 from evodsp.launch.consensus import all_of, check_same, from_first, long_from_first
-from evodsp.launch.last_words import note_work
 from evodsp.model.alphafold import AlphaFold
 from evodsp.model.kernels.registry import choose, summary
 from evodsp.model.primitives import use_exchange, use_kernels, use_memory
@@ -58,7 +58,6 @@ def predict_records(
     report: Report = show,
     group: Group | None = None,
     groups: Groups | None = None,
-    left_out: Sequence[Failure] = (),
 ) -> Outcome:
     """Predict every record of the inputs; the results are in their order.
 
@@ -70,12 +69,12 @@ def predict_records(
     `group`: the ranks that share each structure. `groups`: several such groups, which share the records. All ranks call this
     function with the same `config`. Rank 0 of all checks the inputs; then the first rank of each group reads the alignments of
     its records and writes their files, and the other ranks need no access to them. A UserError is raised on every rank of a
-    group, but LeftAlone on a single one. `left_out`: records that are not tried, and why (`evodsp.inference.restarts`).
+    group, but LeftAlone on a single one. A record that ended earlier runs is left out (`evodsp.inference.begun`).
     """
     device = device_of(config.device)
     everyone = group if groups is None else groups.everyone
     check_same("settings", repr(config), everyone)
-    inputs = long_from_first(lambda: read_inputs_and_models(config), everyone).without(left_out)
+    inputs = long_from_first(lambda: read_inputs_and_models(config), everyone)
     failures = list(inputs.failures)
     if inputs.targets:
         for failure in failures:
@@ -144,25 +143,13 @@ def _predict_with(
         report(f"failed: {failure.reason}")
 
     def run(number: int, say: Report) -> PredictionResult | Failure:
-        place, query = f"[{number + 1}/{len(work.jobs)}]", work.jobs[number].target.query
-        _note(f"'{query.name}' ({len(query):,} residues)", config, group, groups)
-        found = _predict_job(work.jobs[number], place, say, model, config, features, group)
-        _note("", config, group, groups)
-        return found
+        place = f"[{number + 1}/{len(work.jobs)}]"
+        return _predict_job(work.jobs[number], place, say, model, config, features, group)
 
     if groups is None:
         return [*work.failures, *(run(number, report) for number in range(len(work.jobs)))]
     report(f"{groups.count} groups of ranks take {counted(len(work.jobs), 'record')}, the longest first")
     return [*work.failures, *share([len(job.target.query) for job in work.jobs], run, report, groups)]
-
-
-def _note(work: str, config: PredictConfig, group: Group | None, groups: Groups | None) -> None:
-    """Note what this rank's group works on, for the case that one of several ranks is killed."""
-    if (group is None and groups is None) or (group is not None and group.rank > 0):
-        return
-    again = "the same command without --overwrite" if config.overwrite else "the same command again"
-    number, count = (0, 1) if groups is None else (groups.number, groups.count)
-    note_work(number, count, work, f"{LESS_MEMORY}; {again} keeps what is finished")
 
 
 def _predict_job(
@@ -186,7 +173,8 @@ def _predict_job(
         folder = config.output / result.name
         report(f"  kept: {folder} is complete and has the same inputs (--overwrite predicts again)")
         return result
-    found = _predict_target(job, model, config, features, report, group)
+    with noted(config, job.target.query.name, group) as left_out:
+        found = left_out or _predict_target(job, model, config, features, report, group)
     if isinstance(found, Failure):
         report(f"  failed: {found.reason}")
     return found
@@ -274,6 +262,7 @@ def _write(job: Job, finished: Finished, config: PredictConfig) -> PredictionRes
             if timings := finished.timings:
                 timings = timings if stored is None else stored.with_timings(timings)
                 write_json(new / TIMINGS, {**timings, "writing_seconds": round(time.perf_counter() - start, 3)})
+        note_progress(config, query.name)
     except UserError as error:
         return Failure(query.name, str(error))
     except OSError as error:

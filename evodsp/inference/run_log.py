@@ -24,27 +24,15 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def may_be_made(output: Path) -> list[Path]:
-    """What a run with this output may have to make for its log: the file, the folder, and those above it."""
-    return [output / LOG, output, *output.parents]
-
-
-def missing(output: Path) -> list[Path]:
-    """Those of `may_be_made` that there are not."""
-    return [place for place in may_be_made(output) if not place.exists()]
-
-
 @contextmanager
-def run_log(
-    output: Path, words: Sequence[str], show: Callable[[str], None], created: Sequence[Path] | None = None
-) -> Iterator[Callable[[str], None]]:
+def run_log(output: Path, words: Sequence[str], show: Callable[[str], None]) -> Iterator[Callable[[str], None]]:
     """Yield a function that shows a line and adds it to the log, with the time. `words`: the command line, for the head.
 
     The file begins, or goes on, with the first line. A run that ends with an error, and leaves nothing else in `output`, leaves
-    no log either, nor the folders that were made for it. `created`: what was `missing` when the run began, if that was earlier.
+    no log either, nor the folders that were made for it.
     """
     path = output / LOG
-    created = missing(output) if created is None else created
+    created = [place for place in (path, output, *output.parents) if not place.exists()]
     with ExitStack() as stack:
         lines: list[Callable[[str], None]] = []
 

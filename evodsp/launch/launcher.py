@@ -16,14 +16,9 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import count
 from typing import IO
 
-import torch.distributed as dist
-
-from evodsp.launch.last_words import noted
-from evodsp.launch.parent import AGAIN, GIVEN_UP, LAUNCHER, OWN_RUN, STOPPED
-from evodsp.launch.process_group import part_of
+from evodsp.launch.parent import GIVEN_UP, LAUNCHER, OWN_RUN, STOPPED
 from evodsp.launch.store import local_store
 from evodsp.printing import tell
 
@@ -67,19 +62,17 @@ def launch(ranks: int, words: list[str]) -> int:
     2: a user's mistake, printed as one line. 75: a training run was asked to stop and has saved. 130: Ctrl-C. 143: SIGTERM,
     of a command that saves nothing. 1: a rank failed or died; standard error names it.
     The output of rank 0 is shown as it comes, the output of another rank only if that rank failed first.
-
-    A rank that ends with exit code AGAIN has all ranks started again. The store through which they meet keeps what they wrote.
     """
     # Created here, so that it outlives every rank and uses a port that is certainly free.
     store = local_store()
     with _signals_noted() as asked:
-        return next(code for attempt in count() if (code := _run(ranks, words, store, attempt, asked)) != AGAIN)
+        return _run(ranks, words, store.port, asked)
 
 
-def _run(ranks: int, words: list[str], store: dist.TCPStore, attempt: int, asked: list[int]) -> int:
-    """Start all ranks, wait for their end, and return the exit code of the run, or AGAIN. `asked`: signals to end them."""
+def _run(ranks: int, words: list[str], port: int, asked: list[int]) -> int:
+    """Start all ranks, wait for their end, and return the exit code of the run. `asked`: signals to end them."""
     with ExitStack() as stack:
-        started = [_start(number, ranks, store.port, attempt, words, stack) for number in range(ranks)]
+        started = [_start(number, ranks, port, words, stack) for number in range(ranks)]
         try:
             first = _first_failure(started, asked)
         except KeyboardInterrupt:
@@ -91,14 +84,14 @@ def _run(ranks: int, words: list[str], store: dist.TCPStore, attempt: int, asked
             return STOPPED if {rank.process.returncode for rank in started} <= {0, STOPPED} else 143
         finally:
             _end(started, signal.SIGKILL)  # they wait for a rank that is gone
-        return 0 if first is None else _report_failure(first, started[0], store)
+        return 0 if first is None else _report_failure(first, started[0])
 
 
-def _start(number: int, ranks: int, port: int, attempt: int, words: list[str], stack: ExitStack) -> _Rank:
+def _start(number: int, ranks: int, port: int, words: list[str], stack: ExitStack) -> _Rank:
     output = None if number == 0 else stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
     process = subprocess.Popen(
         [sys.executable, "-m", "evodsp", *words],
-        env={**os.environ, **_environment(number, ranks, port, attempt)},
+        env={**os.environ, **_environment(number, ranks, port)},
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=output,
@@ -107,7 +100,7 @@ def _start(number: int, ranks: int, port: int, attempt: int, words: list[str], s
     return _Rank(number, process, output)
 
 
-def _environment(number: int, ranks: int, port: int, attempt: int) -> dict[str, str]:
+def _environment(number: int, ranks: int, port: int) -> dict[str, str]:
     """The variables that torchrun would set, so that libraries which know torchrun work here too."""
     threads = max(1, _cores() // ranks)
     settings = {
@@ -120,7 +113,7 @@ def _environment(number: int, ranks: int, port: int, attempt: int) -> dict[str, 
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": port,
         "TORCHELASTIC_RUN_ID": OWN_RUN,
-        "TORCHELASTIC_RESTART_COUNT": attempt,
+        "TORCHELASTIC_RESTART_COUNT": 0,
         "TORCHELASTIC_MAX_RESTARTS": 0,
         "TORCHELASTIC_USE_AGENT_STORE": True,
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads),
@@ -196,18 +189,18 @@ def _end(started: list[_Rank], first_signal: signal.Signals) -> None:
             rank.process.wait()
 
 
-def _report_failure(rank: _Rank, rank_0: _Rank, store: dist.TCPStore) -> int:
-    """Print how `rank`, the first to fail, ended, and return the exit code of the run. `store`: where the ranks met."""
+def _report_failure(rank: _Rank, rank_0: _Rank) -> int:
+    """Print how `rank`, the first to fail, ended, and return the exit code of the run."""
     code = rank.process.returncode
     if code == 2 and rank_0.process.returncode == 2:  # rank 0 has printed the same mistake
         return 2
     if output := rank.last_output():
         tell(output)
-    if code in (2, 130, STOPPED, AGAIN):  # its output says why
+    if code in (2, 130, STOPPED):  # its output says why
         return code
     if code == GIVEN_UP:
         return 1
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
-    words = noted(part_of(store)) if code == -signal.SIGKILL else ""
-    tell(f"evodsp: error: {rank} {how}; the other ranks were ended{words and '. '}{words}")
+    why = ". Probably out of memory: Linux kills the largest process then" if code == -signal.SIGKILL else ""
+    tell(f"evodsp: error: {rank} {how}; the other ranks were ended{why}")
     return 1

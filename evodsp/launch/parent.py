@@ -32,15 +32,20 @@ STOPPED = 75
 STOPPED_FILE = "EVODSP_STOPPED_FILE"
 """Variable in which a batch script names a file that a run makes which was asked to stop: torchrun hides the code STOPPED."""
 
-AGAIN = 4
-"""Exit code of a rank that leaves the others waiting, and asks that all ranks are started again."""
-
 _POLL_S = 1.0
 
 
 def launched_by_evodsp(environment: Mapping[str, str] = os.environ) -> bool:
     """Whether the launcher of `evodsp` started this process as a rank: it shows the output of one rank only."""
     return environment.get("TORCHELASTIC_RUN_ID") == OWN_RUN
+
+
+def starts_again(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether a torchrun started this process as a rank, and would start all ranks again if it failed."""
+    if launched_by_evodsp(environment):
+        return False
+    used, most = (environment.get(f"TORCHELASTIC_{name}", "0") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+    return used.isdecimal() and most.isdecimal() and int(used) < int(most)
 
 
 def tell_stopped(environment: Mapping[str, str] = os.environ) -> None:

@@ -180,10 +180,7 @@ def mesh_of(config: SequenceConfig, device_type: str | None = None) -> Mesh:
 
     `device_type`: 'cpu' or 'cuda'; None: the default group's. Raises UserError if the ranks do not divide into groups.
     """
-    mesh = init_mesh(config.sequence, device_type, collective_timeout(config.timeout), config.sockets)
-    if mesh.sockets is not None and (watch := watch_of_this_process()):
-        watch.also_count(mesh.sockets)
-    return mesh
+    return init_mesh(config.sequence, device_type, collective_timeout(config.timeout))
 
 
 def _fresh_part(store: dist.Store, here: Place, timeout_s: float) -> str:
@@ -255,14 +252,6 @@ def _claim_gpu(store: dist.Store, here: Place, device: torch.device) -> None:
             f"rank {here.rank} (local rank {here.local_rank}) has the same GPU as another rank, {gpu}; start one rank for each "
             "GPU of the machine"
         )
-
-
-def lasting_store() -> dist.Store:
-    """The store through which the ranks met. Under a launcher that starts all ranks again it keeps what they wrote."""
-    store = dist.distributed_c10d._get_default_store()
-    while isinstance(store, dist.PrefixStore):  # an attempt's own part
-        store = store.underlying_store
-    return part_of(store)
 
 
 def part_of(store: dist.Store) -> dist.Store:

@@ -19,8 +19,6 @@ from evodsp.reading.quoting import shown
 
 LONGEST = 4 << 20
 """Bytes of the longest value that is read. torch's store takes messages of twice as many."""
-_MOST = 1_000_000
-"""The largest number that counts something in the store, such as groups or records."""
 _BACKLOG = 2048
 """Connections that may wait to be accepted, as many as where torch itself listens."""
 
@@ -83,14 +81,6 @@ def as_text(store: dist.Store, key: str, value: bytes) -> str:
         return value.decode()
     except UnicodeDecodeError:
         raise foreign(store, key, shown(value), "UTF-8 text") from None
-
-
-def number(store: dist.Store, key: str) -> int:
-    """The count under a key, which is awaited as by `text`. Raises UserError if it is none."""
-    found = text(store, key)
-    if not (found.isascii() and found.isdecimal() and len(found) <= len(str(_MOST)) and int(found) <= _MOST):
-        raise foreign(store, key, shown(found), f"a number up to {_MOST:,}")
-    return int(found)
 
 
 def set_texts(store: dist.Store, key: str, texts: Sequence[str]) -> None:

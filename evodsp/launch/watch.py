@@ -2,7 +2,7 @@
 
 A rank that waits in a collective cannot tell which rank it waits for. So a thread of every rank writes two numbers to the store
 through which the ranks met: a HEARTBEAT, which the thread increases regularly, and the number of COLLECTIVES that the rank has
-launched (torch counts those of each process group, `Sockets` theirs). Rank 0 reads the numbers of all ranks; the others read
+launched (torch counts those of each process group). Rank 0 reads the numbers of all ranks; the others read
 rank 0's:
 
 - A heartbeat that stands still: the process is stopped (SIGSTOP, a debugger), starved, or its machine is gone or unreachable.
@@ -29,7 +29,6 @@ import torch.distributed as dist
 from evodsp.errors import UserError
 from evodsp.launch.parent import GIVEN_UP
 from evodsp.launch.store import as_text, foreign, text
-from evodsp.parallel.sockets import Sockets
 from evodsp.printing import tell
 from evodsp.reading.quoting import shown
 
@@ -117,14 +116,9 @@ class Watch(threading.Thread):
         self._detector = StallDetector(self._silent_s, timeout_s if rank == 0 and together else math.inf)
         self._watched = range(ranks) if rank == 0 else range(1)
         self._heartbeat = 0
-        self._sockets: Sockets | None = None
         self._stop_asked = threading.Event()
         store.set(f"who/{rank}", f"rank {rank} (pid {os.getpid()} on {socket.gethostname()})")
         self._write_state()
-
-    def also_count(self, sockets: Sockets) -> None:
-        """Count the exchanges by these sockets as collectives."""
-        self._sockets = sockets
 
     def run(self) -> None:
         """Look regularly until `stop` is called or the run has to end."""
@@ -181,7 +175,7 @@ class Watch(threading.Thread):
 
     def _write_state(self) -> None:
         self._heartbeat += 1
-        self._store.set(f"state/{self._rank}", str(State(self._heartbeat, _collectives(self._sockets))))
+        self._store.set(f"state/{self._rank}", str(State(self._heartbeat, _collectives())))
 
 
 def watch_of_this_process() -> Watch | None:
@@ -189,11 +183,10 @@ def watch_of_this_process() -> Watch | None:
     return next((thread for thread in threading.enumerate() if isinstance(thread, Watch)), None)
 
 
-def _collectives(sockets: Sockets | None = None) -> int:
-    """Number of collectives that this rank has launched in all its groups, and by `sockets`."""
+def _collectives() -> int:
+    """Number of collectives that this rank has launched in all its groups."""
     groups = list(dist.distributed_c10d._world.pg_map)
-    by_groups = sum(group._get_sequence_number_for_group() for group in groups)  # type: ignore[attr-defined]
-    return by_groups + (0 if sockets is None else sockets.launched)
+    return sum(group._get_sequence_number_for_group() for group in groups)  # type: ignore[attr-defined]
 
 
 def _end(message: str) -> None:

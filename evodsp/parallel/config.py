@@ -21,9 +21,6 @@ class SequenceConfig:
     of its clustered MSA; nothing needs to be divisible. evodsp starts them on this machine, unless torchrun or srun did."""
     timeout: float = field(default=600.0, metadata={"resume": "free"})
     """Seconds without progress after which a rank counts as hung; the run then ends and names the rank."""
-    sockets: bool = field(default=True, metadata={"resume": "same"})
-    """CPU ranks of one machine exchange shards by Unix sockets, in 0.15 to 0.66 of gloo's time. false: by gloo, as between
-    machines. GPUs use NCCL in either case."""
 
     def __post_init__(self) -> None:
         if self.sequence < 1:

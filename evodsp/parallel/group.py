@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from evodsp.parallel.ledger import Ledger
-from evodsp.parallel.sockets import Sockets
 from evodsp.parallel.waits import WaitTimes
 
 # torch 2.13 renamed these and deprecates the old names, which older releases only have.
@@ -22,8 +21,6 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_ten
 _GATHERED, _SUMMED = 100_000, 1_000
 """Most numbers of a rank that gloo gathers, or sums for all ranks, in one exchange. More of them take as long as in rounds, or
 the copies take memory."""
-_SUMMED_BY_SOCKETS = 1_000_000
-"""The same for sums by sockets."""
 
 
 @dataclass
@@ -45,16 +42,9 @@ class Group:
     ones that communicate nothing (`evodsp.planner.imagined`).
     """
 
-    def __init__(
-        self,
-        handle: dist.ProcessGroup,
-        ledger: Ledger | None = None,
-        waits: WaitTimes | None = None,
-        sockets: Sockets | None = None,
-    ) -> None:
-        """`ledger`: None enters them nowhere. `waits`: None measures nothing. `sockets`: what carries exchanges in place of the
-        process group, among CPU ranks of one machine."""
-        self.handle, self.ledger, self.waits, self.sockets = handle, ledger, waits, sockets
+    def __init__(self, handle: dist.ProcessGroup, ledger: Ledger | None = None, waits: WaitTimes | None = None) -> None:
+        """`ledger`: None enters them nowhere. `waits`: None measures nothing."""
+        self.handle, self.ledger, self.waits = handle, ledger, waits
         # PyTorch looks both up in dictionaries; a step of a small model asks hundreds of times.
         self.rank, self.size = dist.get_rank(handle), dist.get_world_size(handle)
         """This process's rank within the group, and the number of ranks."""
@@ -66,8 +56,6 @@ class Group:
 
     def all_to_all(self, received: Tensor, sent: Tensor, arriving: Sequence[int], leaving: Sequence[int]) -> Any:
         """`arriving`, `leaving`: how many numbers come from each rank, and go to each."""
-        if self.sockets is not None:
-            return self.sockets.exchange(received.split(list(arriving)), sent.split(list(leaving)))
         return dist.all_to_all_single(received, sent, list(arriving), list(leaving), group=self.handle, async_op=True)
 
     @cached_property
@@ -82,10 +70,8 @@ class Group:
 
     def all_gather(self, received: Tensor, sent: Tensor) -> Any:
         """What all ranks send, one rank's after another."""
-        counts = [sent.numel()] * self.size
-        if self.sockets is not None:
-            return self.sockets.exchange(received.view(-1).split(counts), [sent.view(-1)] * self.size)
         if self._by_gloo and sent.numel() <= _GATHERED:
+            counts = [sent.numel()] * self.size
             copies = sent.reshape(1, -1).repeat(self.size, 1)
             return self.all_to_all(received.view(-1), copies.view(-1), counts, counts)
         return _all_gather(received, sent, group=self.handle, async_op=True)
@@ -101,8 +87,7 @@ class Group:
 
     def all_reduce(self, x: Tensor, maximum: bool = False) -> Any:
         """The sum over all ranks, or the elementwise maximum, in place."""
-        most = _SUMMED if self.sockets is None else _SUMMED_BY_SOCKETS // (self.size - 1)
-        if self._by_gloo and x.numel() <= most:
+        if self._by_gloo and x.numel() <= _SUMMED:
             parts = x.new_empty(self.size, x.numel())
             over = torch.amax if maximum else partial(torch.sum, dtype=x.dtype)
             return _Exchanged(self.all_gather(parts, x), lambda: over(parts, 0, out=x.view(-1)))
@@ -121,4 +106,4 @@ class Place(Group):
     """A rank's place in a group without processes, for what is counted or planned on shapes. It cannot communicate."""
 
     def __init__(self, rank: int, size: int, ledger: Ledger | None = None) -> None:
-        self.rank, self.size, self.ledger, self.waits, self.sockets = rank, size, ledger, None, None
+        self.rank, self.size, self.ledger, self.waits = rank, size, ledger, None

@@ -5,7 +5,7 @@ They have consecutive numbers. Launchers number ranks node by node, so a sequenc
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -16,7 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from evodsp.errors import UserError
 from evodsp.parallel.group import Group
 from evodsp.parallel.ledger import Ledger
-from evodsp.parallel.sockets import Sockets
 from evodsp.parallel.waits import WaitTimes
 
 DATA, SEQUENCE = "data", "sequence"
@@ -27,8 +26,6 @@ class Mesh:
     """`data` x `sequence` ranks. Rank r belongs to data rank r // `sequence`, and is number r mod `sequence` in its group."""
 
     devices: DeviceMesh
-    sockets: Sockets | None = field(default=None, repr=False, compare=False)
-    """What carries exchanges within this rank's sequence group; None: its process group."""
 
     @property
     def sequence(self) -> int:
@@ -47,7 +44,7 @@ class Mesh:
 
     def sequence_group(self, ledger: Ledger | None = None, waits: WaitTimes | None = None) -> Group:
         """The ranks that share this rank's sample. `ledger`: records their collectives; `waits`: measures waits for them."""
-        return Group(self.devices[SEQUENCE].get_group(), ledger, waits, self.sockets)
+        return Group(self.devices[SEQUENCE].get_group(), ledger, waits)
 
     def data_group(self) -> Group:
         """The ranks that hold the same shard of the other samples."""
@@ -106,13 +103,10 @@ def own_group(groups: Tensor, backend: str | None = None, timeout: timedelta | N
     return dist.new_subgroups_by_enumeration(groups.tolist(), timeout=timeout, backend=backend)[0]
 
 
-def init_mesh(
-    sequence: int, device_type: str | None = None, timeout: timedelta | None = None, sockets: bool = True
-) -> Mesh:
+def init_mesh(sequence: int, device_type: str | None = None, timeout: timedelta | None = None) -> Mesh:
     """The mesh over all ranks of the default process group. Raises UserError if their number is no multiple of `sequence`.
 
     `device_type`: 'cpu' or 'cuda'; None: the default group's. `timeout`: of one collective; None: torch's default.
-    `sockets`: whether CPU ranks of a sequence group on one machine exchange shards by sockets; otherwise by gloo.
     """
     if device_type is None:
         device_type = "cuda" if "nccl" in dist.get_backend() and torch.cuda.is_available() else "cpu"
@@ -120,7 +114,4 @@ def init_mesh(
     ranks = torch.arange(world).view(data_ranks(world, sequence), sequence)
     # Not `init_device_mesh`: its groups get torch's default time-out, whatever the default group's is.
     groups = [own_group(members, timeout=timeout) for members in (ranks.T, ranks)]
-    devices = DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=(DATA, SEQUENCE))
-    if not (sockets and sequence > 1 and dist.get_backend(groups[1]) == dist.Backend.GLOO):
-        return Mesh(devices)
-    return Mesh(devices, Sockets.of(groups[1], (timeout or dist.default_pg_timeout).total_seconds()))
+    return Mesh(DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=(DATA, SEQUENCE)))

@@ -11,7 +11,6 @@ import dataclasses
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from evodsp.allocator import KEPT
 from evodsp.config import ModelConfig
 from evodsp.model.schedule import CommunicationPlan
 from evodsp.parallel.ledger import Kind
@@ -28,6 +27,9 @@ WORKING_SHARE = 32
 """On a GPU a layer computes within this part of the device's memory, unless another amount is given."""
 SAMPLES = 2
 """Pieces of a layer that are followed."""
+HEAP = 16 << 20
+"""Bytes that the C library keeps of freed memory, on a CPU where large blocks are given back (docs/measured.md, 'Memory of a
+process'). By its own way it keeps more."""
 _PARTS = {"other": "templates and embedders"}
 """Names of places that differ from the model's."""
 
@@ -66,7 +68,7 @@ class PredictionMemory:
     layers: int
     """What else the model holds: copies of representations, what a layer makes, logits."""
     heap: int
-    """On a CPU what the C library keeps of freed memory for the next tensors: between nothing and `evodsp.allocator.KEPT`."""
+    """On a CPU what the C library keeps of freed memory for the next tensors: at most `HEAP`."""
     at: str
     """The part of the model in which that is."""
 
@@ -92,7 +94,7 @@ def prediction_memory(what: Prediction) -> PredictionMemory:
         pair=pair,
         msa=msa,
         layers=worst.live - pair - msa,
-        heap=0 if what.on_gpu else min(KEPT // 2, worst.live),
+        heap=0 if what.on_gpu else min(HEAP, worst.live),
         at=_PARTS.get(place, place.replace("_", " ")),
     )
 

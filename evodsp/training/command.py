@@ -256,7 +256,9 @@ def run(command: Command, words: list[str]) -> int:
     if checked.must_launch:
         return launch(checked.ranks, [command, *words])
     built = build(checked, world, begun)
-    if command == "fit" and built.stop.deadline <= time.time():  # torchrun starts a run again that has stopped
+    if (
+        command == "fit" and built.stop.deadline <= time.time()
+    ):  # a rank failed at the end, and torchrun started all again
         tell_stopped()
         stop()
         report("evodsp: the time limit is over; nothing was trained")
@@ -277,7 +279,7 @@ def run(command: Command, words: list[str]) -> int:
     if built.interruption.happened:
         raise KeyboardInterrupt(_resume_hint(built.last))
     if stopped and not built.stop.interrupted:
-        tell_stopped()  # before stop(): after it, another rank's torchrun may end this one
+        tell_stopped()
     stop()
     if stopped and built.stop.interrupted:
         raise KeyboardInterrupt(_resume_hint(built.last))

@@ -17,7 +17,6 @@ from torch.optim.lr_scheduler import LambdaLR
 from evodsp import metrics
 from evodsp.config import FeatureConfig, KernelsConfig
 from evodsp.geometry.residues import CA
-from evodsp.launch.consensus import on_first
 from evodsp.losses.total import total_loss
 from evodsp.model.alphafold import AlphaFold
 from evodsp.model.casts import CastParameters
@@ -35,7 +34,6 @@ from evodsp.training.gradients import Gradients
 from evodsp.training.interval import IntervalMeans
 from evodsp.training.lr_schedule import learning_rate
 from evodsp.training.rows import LoggedRows
-from evodsp.training.saved_state import check_saved
 from evodsp.training.stopping import Request
 from evodsp.training.world import World
 from evodsp.weights.checkpoint import checkpoint_entries
@@ -186,9 +184,6 @@ class TrainingModule(LightningModule):
         """Not in `on_fit_start`: a checkpoint's optimizer is restored only now."""
         (optimizer,), (schedule,) = self.trainer.optimizers, self.trainer.lr_scheduler_configs
         resumed.use_settings(optimizer, cast(LambdaLR, schedule.scheduler), self.config.optimizer)
-        if self.trainer.checkpoint_callbacks:  # hours may pass before the first save
-            states = {callback.state_key: callback.state_dict() for callback in self.trainer.callbacks}  # type: ignore[attr-defined]
-            on_first(lambda: check_saved({"callbacks": states}), self.world.group)
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
         self.gradients.begin()
@@ -347,7 +342,6 @@ class TrainingModule(LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if not all(self.world.gather(all_finite(self.model.parameters()))):
             raise NotFiniteWeightsError(self.trainer.global_step)
-        on_first(lambda: check_saved(checkpoint), self.world.group)
         checkpoint.update(checkpoint_entries(self.model.config, self.features))
         checkpoint[resumed.KEY] = self.settings
         checkpoint["batches_per_step"] = self.trainer.accumulate_grad_batches

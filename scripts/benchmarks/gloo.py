@@ -1,4 +1,4 @@
-"""Time of what `evodsp.parallel.group.Group` does on CPUs, by gloo and by sockets, beside gloo's own operations.
+"""Time of what `evodsp.parallel.group.Group` does on CPUs, beside gloo's own operations.
 
     python -m scripts.benchmarks.gloo [--ranks 2] [--rounds 150]
 
@@ -14,7 +14,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,36 +21,35 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from evodsp.parallel.group import Group
-from evodsp.parallel.sockets import Sockets
 
 SIZES = (800, 20_000, 100_000, 1_000_000)
 """Numbers of 4 bytes that a rank sends in an all-to-all or a reduction, or receives in a gather."""
 
 
-def operations(carriers: dict[str, Group], size: int) -> dict[str, Callable[[], None]]:
-    """Each kind of communication: an operation of gloo's, evodsp's by gloo, evodsp's by sockets."""
-    ranks = next(iter(carriers.values())).size
+def operations(group: Group, size: int) -> dict[str, Callable[[], None]]:
+    """Each kind of communication: gloo's own operation, and evodsp's."""
+    ranks = group.size
     part = size // ranks
     x, y = torch.randn(part * ranks), torch.empty(part * ranks)
     mine = torch.randn(part)
     counts = [part] * ranks
 
-    kinds: dict[str, tuple[Callable[[], Any], Callable[[Group], Any]]] = {
+    kinds: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         "all-to-all": (
             lambda: dist.all_to_all_single(y, x, async_op=True),
-            lambda group: group.all_to_all(y, x, counts, counts),
+            lambda: group.all_to_all(y, x, counts, counts),
         ),
         "all-gather": (
             lambda: dist.all_gather_single(y, mine, async_op=True),
-            lambda group: group.all_gather(y, mine),
+            lambda: group.all_gather(y, mine),
         ),
         "reduce-scatter": (
             lambda: dist.reduce_scatter_single(mine, x, async_op=True),
-            lambda group: group.reduce_scatter(mine, x),
+            lambda: group.reduce_scatter(mine, x),
         ),
         "all-reduce": (
             lambda: dist.all_reduce(x.zero_(), async_op=True),
-            lambda group: group.all_reduce(x.zero_()),
+            lambda: group.all_reduce(x.zero_()),
         ),
     }
 
@@ -61,7 +59,7 @@ def operations(carriers: dict[str, Group], size: int) -> dict[str, Callable[[], 
     timed = {}
     for kind, (by_gloo, ours) in kinds.items():
         timed[f"{kind}: gloo"] = awaited(by_gloo)
-        timed |= {f"{kind}: {name}": awaited(partial(ours, group)) for name, group in carriers.items()}
+        timed[f"{kind}: evodsp"] = awaited(ours)
     return timed
 
 
@@ -70,11 +68,9 @@ def measure(rank: int, ranks: int, store: str, rounds: int) -> None:
     dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=ranks)
     work = torch.randn(200, 200)
     whole = dist.distributed_c10d._get_default_group()
-    carriers = {"by gloo": Group(whole)}
-    if (sockets := Sockets.of(whole, 60.0)) is not None:  # otherwise the log says why
-        carriers["by sockets"] = Group(whole, sockets=sockets)
+    group = Group(whole)
     for size in SIZES:
-        timed = operations(carriers, size)
+        timed = operations(group, size)
         seconds: dict[str, list[float]] = {name: [] for name in timed}
         for _ in range(rounds):
             for name, run in timed.items():
@@ -85,7 +81,7 @@ def measure(rank: int, ranks: int, store: str, rounds: int) -> None:
         if rank == 0:
             found = {name: statistics.median(values[rounds // 5 :]) for name, values in seconds.items()}
             for kind in dict.fromkeys(name.partition(":")[0] for name in found):
-                row = (f"{1e6 * found[f'{kind}: {carrier}']:10.0f}" for carrier in ("gloo", *carriers))
+                row = (f"{1e6 * found[f'{kind}: {carrier}']:10.0f}" for carrier in ("gloo", "evodsp"))
                 print(f"{size:<9}{kind:<15}" + "".join(row), flush=True)
     dist.destroy_process_group()
 
@@ -96,7 +92,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=150)
     options = parser.parse_args()
     print(f"{options.ranks} ranks, torch {torch.__version__}, {platform.machine()}, medians in microseconds")
-    print(f"{'numbers':<9}{'':<15}{'gloo':>10}{'by gloo':>10}{'by sockets':>12}")
+    print(f"{'numbers':<9}{'':<15}{'gloo':>10}{'evodsp':>10}")
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(measure, (options.ranks, f"{folder}/store", options.rounds), options.ranks)
 

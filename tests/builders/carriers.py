@@ -5,19 +5,14 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from evodsp.parallel.group import Group
-from evodsp.parallel.sockets import Sockets
 from scripts.verify_shared import HostGroup
 
-Carrier = Literal["gloo", "sockets", "host copies"]
-"""`sockets`: what a run on one machine uses. `gloo`: asynchronous, as NCCL is. `host copies`: for ranks that share a GPU."""
+Carrier = Literal["gloo", "host copies"]
+"""`gloo`: what a run on CPUs uses; asynchronous, as NCCL is. `host copies`: for ranks that share a GPU."""
 
 
 def group_by(carrier: Carrier, handle: Any) -> Group:
     """A group whose exchanges `carrier` carries. One rank has nobody to exchange with."""
     if carrier == "gloo" or handle.size() == 1:
         return Group(handle)
-    if carrier == "host copies":
-        return HostGroup(handle)
-    sockets = Sockets.of(handle, 60.0)
-    assert sockets is not None
-    return Group(handle, sockets=sockets)
+    return HostGroup(handle)

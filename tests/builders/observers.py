@@ -82,22 +82,10 @@ class KeepBatches(Callback):
 
 
 class Remembers(Callback):
-    """Holds a date, which is not read from a checkpoint, in its state from a step on; `only_rank`: on that rank only."""
-
-    def __init__(self, step: int = 0, only_rank: int | None = None) -> None:
-        self.step, self.only_rank, self.found = step, only_rank, False
+    """Holds a date, which is not read from a checkpoint, in its state."""
 
     def state_dict(self) -> dict[str, Any]:
-        return {"when": datetime.date(2026, 11, 25)} if self.found else {}
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._look(trainer)
-
-    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        self._look(trainer)
-
-    def _look(self, trainer: Trainer) -> None:
-        self.found = trainer.global_step >= self.step and self.only_rank in (None, trainer.global_rank)
+        return {"when": datetime.date(2026, 11, 25)}
 
 
 class Validations(Callback):

@@ -20,9 +20,9 @@ from evodsp.model.primitives import use_exchange
 from evodsp.model.schedule import CommunicationPlan
 from evodsp.model.templates import TemplatePairStack
 from evodsp.parallel.exchange import Exchange, LocalExchange, ShardedExchange
+from evodsp.parallel.group import Group
 from evodsp.parallel.layout import DIMENSION
 from evodsp.rng import Draws
-from tests.builders.carriers import Carrier, group_by
 from tests.builders.comparison import close
 from tests.builders.parameters import dense
 from tests.ranks import RankPool
@@ -40,14 +40,12 @@ class Case:
     batch: int = 1
     recompute: bool = False
     overlap: bool = True
-    carrier: Carrier = "gloo"
     plan: CommunicationPlan = dataclasses.field(default_factory=CommunicationPlan)
 
     def __str__(self) -> str:
         """The test id: what differs from the defaults."""
         plan = {name: value for name, value in vars(self.plan).items() if value != getattr(CommunicationPlan(), name)}
         options = [name for name in ("recompute", "overlap") if getattr(self, name)]
-        options += ["sockets"] if self.carrier == "sockets" else []
         return ",".join(
             [self.stack, f"batch={self.batch}", *options, *(f"{name}={value}" for name, value in plan.items())]
         )
@@ -115,7 +113,7 @@ def run(case: Case, exchange: Exchange, ranks: int) -> tuple[dict[str, Tensor], 
 def run_rank(handle: Any, case: Case) -> Found:
     torch.set_default_dtype(torch.float64)
     try:
-        exchange = ShardedExchange(group_by(case.carrier, handle), case.overlap)
+        exchange = ShardedExchange(Group(handle), case.overlap)
         ranks = exchange.group.size
         outputs, inputs, stack = run(case, exchange, ranks)
     finally:

@@ -12,10 +12,9 @@ import pytest
 import torch.distributed as dist
 
 from evodsp.errors import UserError
-from evodsp.inference import restarts
-from evodsp.launch import last_words, launcher, process_group, watch
+from evodsp.launch import launcher, process_group, watch
 from evodsp.launch.process_group import Place
-from evodsp.launch.store import LONGEST, local_store, loopback, number, open_store, text, texts
+from evodsp.launch.store import LONGEST, local_store, loopback, open_store, text, texts
 from evodsp.launch.watch import Watch
 from tests.builders.attacks import Attack
 from tests.builders.processes import free_port
@@ -43,8 +42,8 @@ def test_the_store_of_a_local_launch_listens_on_loopback_only(monkeypatch: pytes
     """Catches a store that every machine of the network reaches, as torch opens it whatever host it is given."""
     found = []
 
-    def note(ranks: int, words: list[str], store: dist.TCPStore, *_: object) -> int:
-        found.append(listening(store.port))
+    def note(ranks: int, words: list[str], port: int, *_: object) -> int:
+        found.append(listening(port))
         return 0
 
     monkeypatch.setattr(launcher, "_run", note)
@@ -115,15 +114,6 @@ def test_wrong_texts_are_one_line(value: bytes | None, said: str) -> None:
     assert len(str(error.value)) < 400
 
 
-@pytest.mark.parametrize("value", ["-1", "1.0", "", "1e3", "1000001", "9" * 5000, "٣"])
-def test_wrong_counts_are_one_line(value: str) -> None:
-    """Catches a loop over as many groups as somebody has written."""
-    store = dist.HashStore()
-    store.set("key", value)
-    with pytest.raises(UserError, match="expected a number up to 1,000,000"):
-        number(store, "key")
-
-
 def test_the_largest_message_that_torch_takes_is_refused() -> None:
     """Catches a value of any size that a rank keeps: the messages are limited, but values may be appended to."""
     store = local_store()
@@ -141,25 +131,16 @@ def attacked(store: dist.TCPStore, trace: Path) -> None:
         store.set(key, pickle.dumps(Attack(trace)))  # type: ignore[arg-type]  # torch takes bytes as well
 
 
-def test_no_pickle_in_the_store_is_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, trace: Path) -> None:
-    """Catches code of whoever reaches the port in a rank, or in the launcher: all that they read is an attack."""
+def test_no_pickle_in_the_store_is_run(monkeypatch: pytest.MonkeyPatch, trace: Path) -> None:
+    """Catches code of whoever reaches the port in the watch of a rank: all that it reads is an attack."""
     ours = local_store()
-    for module in (last_words, restarts):
-        monkeypatch.setattr(module, "lasting_store", lambda: ours)
     ended: list[str] = []
     monkeypatch.setattr(watch, "_end", ended.append)
-    last_words.note_work(0, 1, "'a'", "lower --x")
-    assert restarts.missing_at_first(tmp_path) == [tmp_path / "predict.log"]
-    ours.set("left_out/0", '["a", "too long"]')
     watching = Watch(ours, 0, 1, timeout_s=5.0)
     monkeypatch.setattr(watching, "_write_state", lambda: None)
     attacked(ours, trace)
-    assert "key groups: found '" in last_words.noted(ours)
-    ours.delete_key("left_out")
-    ours.add("left_out", 1)
-    for read in (restarts.left_out, lambda: restarts.missing_at_first(tmp_path), watching._look):
-        with pytest.raises(UserError, match="another program writes into it"):
-            read()
+    with pytest.raises(UserError, match="another program writes into it"):
+        watching._look()
     watching.run()
     assert [("key who/0" in message) for message in ended] == [True]
     assert not trace.exists()
@@ -172,14 +153,3 @@ def test_a_meeting_that_is_disturbed_is_one_line(trace: Path) -> None:
     with pytest.raises(UserError, match="key asks/1: found"):
         process_group._fresh_part(store, one, 5.0)
     assert not trace.exists()
-
-
-def test_paths_from_the_store_are_this_run_s(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Catches a file of somebody else that is removed because its name was in the store: a run that fails removes its log."""
-    store = dist.HashStore()
-    monkeypatch.setattr(restarts, "lasting_store", lambda: store)
-    store.set("missing", '["/home/other/predict.log"]')
-    with pytest.raises(UserError, match="expected a number"):
-        restarts.missing_at_first(tmp_path)
-    store.set("missing", "2")
-    assert restarts.missing_at_first(tmp_path) == [tmp_path / "predict.log", tmp_path]

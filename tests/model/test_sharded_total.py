@@ -1,7 +1,6 @@
 """The whole model and its total loss over ranks against one device, in double precision.
 
 Every term is on. The mean over ranks of their losses is the loss, and the mean of their gradients is its gradient.
-Shards are exchanged by sockets, as in a run on one machine.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from evodsp.model.alphafold import AlphaFold
 from evodsp.model.primitives import use_exchange
 from evodsp.model.schedule import CommunicationPlan
 from evodsp.parallel.exchange import Exchange, LocalExchange, ShardedExchange
+from evodsp.parallel.group import Group
 from evodsp.rng import Draws
-from tests.builders.carriers import group_by
 from tests.builders.comparison import close
 from tests.builders.labelled_batch import WEIGHTS, whole_batch
 from tests.builders.parameters import dense
@@ -54,7 +53,7 @@ def run(
 def run_rank(
     handle: Any, samples: int, sizes: Sizes, plan: CommunicationPlan, recompute: bool, overlap: bool
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    exchange = ShardedExchange(group_by("sockets", handle), overlap)
+    exchange = ShardedExchange(Group(handle), overlap)
     loss, terms, model = run(samples, sizes, exchange, plan, recompute)
 
     def mean(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a group's methods bring: by gloo, at sizes that it exchanges at once and at those it takes in rounds, and by sockets."""
+"""What a group's methods bring, at sizes that gloo exchanges at once and at those it takes in rounds."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from evodsp.parallel.group import _GATHERED, _SUMMED, _SUMMED_BY_SOCKETS
+from evodsp.parallel.group import _GATHERED, _SUMMED, Group
 from tests.builders.carriers import Carrier, group_by
 from tests.ranks import RankPool
 
 SIZES: dict[Carrier, tuple[int, ...]] = {
     "gloo": (0, 1, 7, _SUMMED + 1, _GATHERED + 1),
-    "sockets": (0, 1, 7, 100_003, _SUMMED_BY_SOCKETS + 1),
     "host copies": (0, 7, _SUMMED + 1),
 }
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int32)
@@ -65,8 +64,8 @@ def test_every_method_brings_what_its_name_says(pool: RankPool, ranks: int, carr
             pool.run(ranks, check, carrier, size, dtype)
 
 
-def sums(handle: Any, carrier: Carrier) -> tuple[bytes, bytes]:
-    group = group_by(carrier, handle)
+def sums(handle: Any) -> tuple[bytes, bytes]:
+    group = Group(handle)
     x = torch.randn(1000, generator=torch.Generator().manual_seed(group.rank)) * 10.0 ** (3 * group.rank)
     total, received = x.clone(), x.new_empty(1000)
     group.all_reduce(total).wait()
@@ -74,16 +73,15 @@ def sums(handle: Any, carrier: Carrier) -> tuple[bytes, bytes]:
     return total.numpy().tobytes(), received.numpy().tobytes()
 
 
-@pytest.mark.parametrize("carrier", ["gloo", "sockets"])
-def test_sums_have_the_same_bits_on_all_ranks(pool: RankPool, carrier: Carrier) -> None:
+def test_sums_have_the_same_bits_on_all_ranks(pool: RankPool) -> None:
     """Catches terms that each rank adds in another order: replicated parts of a model would drift apart."""
-    found = pool.run(4, sums, carrier)
+    found = pool.run(4, sums)
     assert {bits for rank in found for bits in rank} == {found[0][0]}
 
 
-def early(handle: Any, carrier: Carrier) -> None:
+def early(handle: Any) -> None:
     """Two sums and an exchange that no buffer holds under way, the later ones awaited first, while ranks are apart in time."""
-    group = group_by(carrier, handle)
+    group = Group(handle)
     time.sleep(0.05 * group.rank)
     one, two = torch.ones(5), torch.full((5,), 2.0)
     many, counts = torch.arange(3e6 * group.size), [3_000_000] * group.size
@@ -101,7 +99,6 @@ def early(handle: Any, carrier: Carrier) -> None:
     assert torch.equal(received, many.split(counts)[group.rank].repeat(group.size))
 
 
-@pytest.mark.parametrize("carrier", ["gloo", "sockets"])
-def test_sums_under_way_do_not_mix(pool: RankPool, carrier: Carrier) -> None:
+def test_sums_under_way_do_not_mix(pool: RankPool) -> None:
     """Catches results that depend on the order in which they are awaited, and messages that are cut or mixed."""
-    pool.run(3, early, carrier)
+    pool.run(3, early)

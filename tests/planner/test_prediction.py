@@ -6,10 +6,9 @@ import dataclasses
 
 import pytest
 
-from evodsp.allocator import KEPT
 from evodsp.config import ModelConfig
 from evodsp.planner.device import load_device
-from evodsp.planner.prediction import Prediction, prediction_memory, prediction_times
+from evodsp.planner.prediction import HEAP, Prediction, prediction_memory, prediction_times
 from evodsp.planner.program import Sizes, Step, program
 from evodsp.planner.trace import Work
 
@@ -81,8 +80,8 @@ def test_a_heap_keeps_half_of_what_it_may_keep() -> None:
     on_cpu = dataclasses.replace(base, on_gpu=False)
     assert prediction_memory(base).heap == 0
     small = prediction_memory(on_cpu)
-    assert small.heap == small.pair + small.msa + small.layers < KEPT // 2
-    assert prediction_memory(dataclasses.replace(on_cpu, sizes=Sizes(300, 4, 6))).heap == KEPT // 2
+    assert small.heap == small.pair + small.msa + small.layers < HEAP
+    assert prediction_memory(dataclasses.replace(on_cpu, sizes=Sizes(300, 4, 6))).heap == HEAP
 
 
 @pytest.mark.verify

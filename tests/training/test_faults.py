@@ -73,7 +73,7 @@ def test_a_killed_rank_ends_the_run_which_resumes_from_its_checkpoint(
     assert process.returncode == 1
     named = f"rank {victim} (pid {ranks[victim]} on {socket.gethostname()}) was killed by SIGKILL"
     assert [line for line in error.splitlines() if "evodsp: error" in line] == [
-        f"evodsp: error: {named}; the other ranks were ended"
+        f"evodsp: error: {named}; the other ranks were ended. Probably out of memory: Linux kills the largest process then"
     ], error
     assert "Traceback" not in error
     assert seconds < 15

@@ -18,7 +18,6 @@ from evodsp.config import ModelConfig
 from evodsp.errors import UserError
 from evodsp.model.alphafold import AlphaFold
 from evodsp.training.run_folder import damage
-from evodsp.training.saved_state import check_saved
 from evodsp.weights import checkpoint as own
 from evodsp.weights import published
 from evodsp.weights.checkpoint import load_features, load_model, save_model
@@ -111,14 +110,6 @@ def test_keys_that_programs_use_are_read(model: AlphaFold, tmp_path: Path) -> No
     )
     assert load_model(tmp_path / "x.ckpt").config == model.config
     assert damage(tmp_path / "x.ckpt") is None
-
-
-def test_a_state_that_would_be_refused_is_not_saved() -> None:
-    """Catches a run whose checkpoints cannot be resumed because of a key."""
-    with pytest.raises(
-        UserError, match=r"callback mine: state_dict would not be read again: .* a tuple with a tuple as a key"
-    ):
-        check_saved({"callbacks": {"mine": {(1, (2, 3)): 4}}})
 
 
 @pytest.mark.parametrize(
