@@ -24,7 +24,7 @@ from typing import Any
 
 MAX_RANKS = 4
 TIMEOUT = 300.0
-IMPORTED = ("evodsp.training.command", "evodsp.inference.command")
+IMPORTED = ("evodsp.training.command", "evodsp.inference.command", "torch._dynamo")
 
 Target = Callable[[int, int, str, Connection], None]
 """What a process of a pool runs: of its rank, the number of ranks, the path of their rendezvous, and the pipe to the tests."""
