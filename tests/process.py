@@ -1,6 +1,6 @@
 """How every process of the tests is set up, also the ranks that tests start: import it before evodsp.
 
-Every test checks the shapes in signatures at run time (jaxtyping and beartype), and computes with one thread.
+Every test checks the shapes in signatures at run time (`tests/shapes.py`), and computes with one thread.
 """
 
 from __future__ import annotations
@@ -8,14 +8,14 @@ from __future__ import annotations
 import os
 import signal
 
-from jaxtyping import install_import_hook
+from tests.shapes import install
 
 # Started in the background of a script, this process ignores Ctrl-C, and so would every program that a test starts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-install_import_hook(["evodsp", "scripts.paper.transformer", "scripts.paper.methods"], "beartype.beartype")
+install(["evodsp", "scripts.paper.transformer", "scripts.paper.methods"])
 
 import torch  # noqa: E402  (it reads the number of threads when it is imported)
 

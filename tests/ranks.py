@@ -3,7 +3,7 @@
 `pool.run(n, function, *arguments)` calls a module-level function on ranks 0 … n-1, with a gloo process group of these
 ranks as its first argument. The results are returned in rank order. Every rank uses one thread.
 
-Ranks are forks of one process that has imported what they need: with the checks of shapes an import takes many seconds.
+Ranks are forks of one process that has imported what they need, because an import takes seconds.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 
 MAX_RANKS = 4
 TIMEOUT = 300.0
-IMPORTED = ("evodsp.training.command", "evodsp.inference.command")
+IMPORTED = ("evodsp.training.command", "evodsp.inference.command", "torch._dynamo")
 
 Target = Callable[[int, int, str, Connection], None]
 """What a process of a pool runs: of its rank, the number of ranks, the path of their rendezvous, and the pipe to the tests."""

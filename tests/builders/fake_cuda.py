@@ -1,8 +1,8 @@
 """Counts what a pass on a GPU would launch, move, keep and send, without a GPU.
 
-A child process (`fake_cuda_program.py`) runs the project's modules on tensors that say they are on a GPU and hold no numbers,
-with the real autograd, the real CUDA autocast and the real ledger. `../shared/fake_cuda` makes that possible; it must be
-loaded before torch, hence the process.
+A child process (`fake_cuda_process.py`, with `fake_cuda_program.py`) runs the project's modules on tensors that say they are on
+a GPU and hold no numbers, with the real autograd, the real CUDA autocast and the real ledger. `../shared/fake_cuda` makes that
+possible; it must be loaded before torch, hence the process.
 
     counts = measure(Case(what="evoformer", sequences=128, residues=256, ranks=4))
     assert counts.wire_bytes("forward") <= 44 * 2**20
@@ -113,31 +113,49 @@ class Counts:
 
 @functools.cache
 def measure(case: Case) -> Counts:
-    """Run `case` in a process of its own."""
-    return _counts(_answer("fake_cuda_program", dataclasses.asdict(case)))
+    """Run `case`."""
+    return _counts(_answer("pass", dataclasses.asdict(case)))
 
 
 @functools.cache
 def measure_features(rows: int, columns: int, crop: int, cycles: int, clusters: int, extra: int) -> Pass:
     """What making the MSA features of one sample does, without a backward pass."""
     sizes = {"rows": rows, "columns": columns, "crop": crop, "cycles": cycles, "clusters": clusters, "extra": extra}
-    return Pass(**_answer("fake_cuda_features_program", sizes))
+    return Pass(**_answer("features", sizes))
 
 
-def _answer(program: str, question: dict[str, Any]) -> dict[str, Any]:
-    """What a program on GPU-less tensors prints. Without `../shared` the test is skipped; without its fake_cuda it fails."""
+def _answer(program: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """What a program on GPU-less tensors finds. Without `../shared` the test is skipped; without its fake_cuda it fails."""
     if not SHARED.is_dir():
         pytest.skip("no ../shared/fake_cuda beside this checkout")
-    words = [sys.executable, "-m", f"tests.builders.{program}", json.dumps(question)]
+    process = _process()
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(json.dumps([program, arguments]) + "\n")
+    process.stdin.flush()
+    answer: dict[str, Any] = json.loads(process.stdout.readline() or '{"failed": "the process has ended"}')
+    assert "failed" not in answer, f"{arguments}\n{answer['failed'][-4000:]}"
+    return answer
+
+
+@functools.cache
+def _process() -> subprocess.Popen[str]:
+    """It ends with this one, when its standard input does."""
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join([str(SHARED / "fake_cuda"), str(ROOT)]),
     }
-    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"{question}\n{done.stderr[-4000:]}"
-    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return answer
+    words = [sys.executable, "-m", "tests.builders.fake_cuda_process"]
+    return subprocess.Popen(
+        words,
+        cwd=ROOT,
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
 
 
 def _counts(found: dict[str, Any]) -> Counts:

@@ -1,7 +1,4 @@
-"""Makes the MSA features of one sample on tensors that say they are on a GPU; prints its `Pass` as JSON (see `fake_cuda.py`).
-
-PYTHONPATH=../shared/fake_cuda:. python -m tests.builders.fake_cuda_features_program '{"rows": 500, "columns": 90, …}'
-"""
+"""Makes the MSA features of one sample on tensors that say they are on a GPU; returns its `Pass` (see `fake_cuda.py`)."""
 
 from __future__ import annotations
 
@@ -9,9 +6,6 @@ from __future__ import annotations
 import guard  # noqa: F401  (of ../shared/fake_cuda: before torch)
 
 # isort: on
-import json
-import os
-import sys
 
 import numpy as np
 import torch
@@ -45,8 +39,3 @@ def run(rows: int, columns: int, crop: int, cycles: int, clusters: int, extra: i
         with Counter([torch.empty(1 << 40, device="meta")]) as counter:
             with_features(on_device, config)
     return counter.summary()
-
-
-if __name__ == "__main__":
-    print(json.dumps(run(**json.loads(sys.argv[1]))), flush=True)
-    os._exit(0)

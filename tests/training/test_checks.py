@@ -16,6 +16,7 @@ from evodsp.report.curve import read_curve
 from evodsp.training.batch_check import BatchCheck
 from evodsp.training.checkpointing import recount_batches
 from evodsp.training.module import mean_by_chain
+from tests.builders.forked_command import run_forked
 from tests.builders.training import CommandPool
 from tests.ranks import RankPool
 
@@ -193,12 +194,14 @@ def test_every_rank_reports_what_does_not_fit(
         assert outcome.error.splitlines()[-1].startswith("evodsp: error: ")
 
 
-def test_fit_starts_its_ranks_itself(chains: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_fit_starts_its_ranks_itself(chains: Path, tmp_path: Path) -> None:
+    """Catches ranks that do not find each other, and a line that each of them says."""
     output = tmp_path / "run"
     options = ("--parallel.sequence", "2", "--trainer.max_steps", "1", "--trainer.precision", "bf16-mixed")
-    assert main(list(words(chains, output, *options))) == 0
+    done = run_forked(list(words(chains, output, *options, "--trainer.limit_val_batches=0")))
+    assert done.returncode == 0, done.stderr
     assert list(read_curve(output / "curve.csv")) == [0]
-    assert capfd.readouterr().out.count("checkpoint:") == 1
+    assert done.stdout.count("checkpoint:") == 1
 
 
 @pytest.mark.parametrize(
