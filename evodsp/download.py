@@ -1,9 +1,9 @@
 """Fetches files: what was begun is continued, what is damaged is fetched again, and a file appears only when it is whole.
 
-The standard library downloads (`evodsp.reading.answers`). pooch (1.9) fetches whole files only, of 5 GB for one model, and begins them
-anew; huggingface_hub (2.4: 19 MB with hf_xet) continues, but reads its own hub only; fsspec's http sends requests with no limit
-of time for a whole answer, and follows redirections from https to http. `evodsp.lock` keeps processes apart that fetch the same
-file.
+The standard library downloads (`evodsp.reading.answers`). pooch (1.9) fetches whole files only, of 5 GB for one model, and
+begins them anew; huggingface_hub (2.4: 19 MB with hf_xet) continues, but reads its own hub only; fsspec's http sends requests
+with no limit of time for a whole answer, and follows redirections from https to http. `evodsp.lock` keeps processes apart that
+fetch the same file.
 """
 
 from __future__ import annotations
