@@ -53,6 +53,7 @@ NOT_RUN = {
     "make lint": "CI runs it before the tests",
     "python3 -m venv": "makes an environment; its arguments are checked",
     "source": "the environment's activation",
+    "export": "sets variables of the reader's shell; their form is checked",
     ".venv/bin/pip install": "installs from a package index; the extras and files it names are checked",
     "pip install": "likewise",
     "scripts/paper/gpu.sh": "needs GPUs; its options are checked, and a test beside it runs it",
@@ -244,6 +245,11 @@ def with_folders(words: list[str], folder: Path) -> list[str]:
     return replaced
 
 
+def check_variables(words: list[str]) -> None:
+    """Names with numbers."""
+    assert all(re.fullmatch(r"[A-Z_]+=\d+", word) for word in words), words
+
+
 def check_words(expected: str) -> Callable[[list[str]], None]:
     def check(words: list[str]) -> None:
         assert " ".join(words) == expected
@@ -292,6 +298,7 @@ CHECKS: dict[str, Callable[[list[str]], None]] = {
     ".venv/bin/pip": check_pip,
     "python3": check_words("-m venv .venv"),
     "source": check_words(".venv/bin/activate"),
+    "export": check_variables,
     "scripts/paper/gpu.sh": check_gpu_script,
     "scripts/benchmarks/gpu.sh": check_benchmark_script,
     "scripts/verify_gpus.sh": check_verify_gpus,

@@ -109,10 +109,10 @@ def test_threads_are_divided_among_local_ranks(monkeypatch: pytest.MonkeyPatch) 
     """Catches eight ranks that start sixteen threads each on sixteen cores."""
     monkeypatch.setattr("evodsp.launch.launcher._cores", lambda: 16)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert _environment(0, 8, 1, 0)["OMP_NUM_THREADS"] == "2"
-    assert _environment(0, 32, 1, 0)["OMP_NUM_THREADS"] == "1"
+    assert _environment(0, 8, 1)["OMP_NUM_THREADS"] == "2"
+    assert _environment(0, 32, 1)["OMP_NUM_THREADS"] == "1"
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
-    assert _environment(0, 8, 1, 0)["OMP_NUM_THREADS"] == "5"
+    assert _environment(0, 8, 1)["OMP_NUM_THREADS"] == "5"
 
 
 def test_too_few_gpus_is_a_mistake_of_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

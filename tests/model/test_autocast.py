@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map
 from evodsp.config import ModelConfig
 from evodsp.model.alphafold import AlphaFold
 from evodsp.model.kernels import chunked
-from evodsp.model.kernels.self_check import examples
+from evodsp.model.kernels.operators import OPERATORS
 from evodsp.model.structure_module import StructureModule
 from evodsp.rng import Draws
 from tests.builders.parameters import dense
@@ -55,7 +55,7 @@ Device = Callable[[], AbstractContextManager[Any]]
 @DEVICES
 def test_attention(device: Device) -> None:
     """Catches a product of float32 weights and bf16 values written into a given output tensor: an error on GPUs only."""
-    inputs = examples("biased_attention", torch.device("cpu"), torch.bfloat16)
+    inputs = OPERATORS["biased_attention"].inputs(torch.device("cpu"), torch.bfloat16)
     leaves = [x.requires_grad_() for n, x in enumerate(inputs) if n != 1]
     expected = chunked.biased_attention(*(x.float() for x in inputs))
     with device(), torch.autocast("cpu", torch.bfloat16):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from evodsp.config import TemplateConfig
 from evodsp.model.dropout import DropoutKeys
 from evodsp.model.primitives import Linear, ShardedModule, use_exchange
+from evodsp.model.sharded import Sharded
 from evodsp.model.templates import (
     TemplateEmbedder,
     TemplatePairStack,
@@ -85,7 +86,8 @@ def test_embedding_matches_alphafold(golden: Path) -> None:
     module = TemplateEmbedder(128, SIZES)
     loaded(module, names.template_embedder("x", SCOPE, 1), params)
     x = batched(data)
-    check(module(x["z"].requires_grad_(), Templates.from_features(x), x["mask_2d"]), x, data)
+    pair = Sharded.whole(x["z"].requires_grad_(), "j", x["mask_2d"])
+    check(module(pair, Templates.from_features(x)).x, x, data)
 
 
 def test_torsion_rows_match_alphafold(golden: Path) -> None:
@@ -171,16 +173,16 @@ def test_no_template_no_update() -> None:
     """Catches an output bias, or an average over masked templates, added to a sample without templates."""
     templates = random_templates()
     templates.mask[1] = 0.0
-    z, mask = torch.randn(2, 5, 5, 7), torch.ones(2, 5, 5)
+    pair = Sharded.whole(torch.randn(2, 5, 5, 7), "j", torch.ones(2, 5, 5))
     module = with_random_weights(TemplateEmbedder(7, SMALL))
-    update = module(z, templates, mask)
+    update = module(pair, templates).x
     assert update[0].any()
     assert not update[1].any()
     templates.mask[0, 2] = 0.0
     templates.positions[0, 2] += torch.randn(5, 37, 3)
-    fewer = module(z, templates, mask)
+    fewer = module(pair, templates).x
     templates.positions[0, 2] += torch.randn(5, 37, 3)
-    assert torch.equal(fewer, module(z, templates, mask))
+    assert torch.equal(fewer, module(pair, templates).x)
 
 
 def test_omega_after_a_gap_is_zero_wherever_the_template_lies() -> None:
@@ -200,11 +202,11 @@ def test_dropout_differs_between_templates_and_repeats() -> None:
     module = with_random_weights(TemplateEmbedder(7, SMALL))
     seen: list[Tensor] = []
     module.stack.register_forward_hook(lambda _, __, output: seen.append(output.detach()))
-    z, mask = torch.randn(1, 5, 5, 7), torch.ones(1, 5, 5)
+    pair = Sharded.whole(torch.randn(1, 5, 5, 7), "j", torch.ones(1, 5, 5))
     keys = DropoutKeys.of(module.dropout_streams([Draws.root(3)], templates=2))
-    first, second = module(z, same, mask, keys), module(z, same, mask, keys)
+    first, second = (module(pair, same, keys).x for _ in range(2))
     assert torch.equal(first, second)
-    module(z, same, mask)
+    module(pair, same)
     assert (seen[0][0] - seen[0][1]).abs().max() > 0.1
     torch.testing.assert_close(seen[2][0], seen[2][1])
 

@@ -13,6 +13,7 @@ from evodsp.config import ModelConfig
 from evodsp.model.dropout import DropoutKeys
 from evodsp.model.evoformer import EvoformerStack
 from evodsp.model.kernels import chunked, outer_product
+from evodsp.model.sharded import Sharded
 from evodsp.model.templates import TemplateEmbedder, Templates
 from evodsp.rng import Draws
 from tests.builders.fake_cuda import Case, Counts, measure
@@ -93,7 +94,8 @@ def test_templates_of_half_precision_run_without_autocast() -> None:
     batch = {name: x[:, 0].float() if x.is_floating_point() else x[:, 0] for name, x in features(1).items()}
     residues = batch["aatype"].shape[1]
     z = torch.randn(1, residues, residues, sizes.channels.pair).bfloat16()
-    update = module(z, Templates.from_features(batch), torch.ones(1, residues, residues))
+    pair = Sharded.whole(z, "j", torch.ones(1, residues, residues))
+    update = module(pair, Templates.from_features(batch)).x
     assert update.dtype == torch.bfloat16
 
 

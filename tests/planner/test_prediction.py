@@ -106,7 +106,7 @@ def test_four_templates_need_the_memory_of_one() -> None:
         prediction_memory(Prediction(one_of_each(), Sizes(3000, 64, 64, count), passes=1, half=True, memory=1 << 26))
         for count in (1, 4)
     )
-    assert one.at == four.at == "templates and embedders"
+    assert one.at == four.at == "template embedder"
     assert four.layers < 1.02 * one.layers < 1.8 * one.pair
 
 

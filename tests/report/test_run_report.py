@@ -99,7 +99,7 @@ def test_what_is_given_wrongly_is_one_line(tmp_path: Path, capsys: pytest.Captur
     run = make_run(tmp_path / "run")
     (run / "config.yaml").write_text("a: [")
     for words, said in (
-        ([], "evodsp report needs RUN"),
+        ([], "required: runs"),
         ([str(tmp_path / "nowhere")], "no such folder"),
         ([str(run / "curve.csv")], "a file; give the --output folder"),
         ([str(run), f"{run}/."], "given twice"),
