@@ -103,7 +103,9 @@ class Dropout(Computed):
 
     def forward(self, update: Update, masks: Masks) -> Update | Dropped:
         """The update under dropout. `masks`: those of the block."""
-        if len(masks) == 0 or self.rate == 0.0:  # `not masks` would have torch.compile make a graph for each size of any mask
+        if (
+            len(masks) == 0 or self.rate == 0.0
+        ):  # `not masks` would have torch.compile make a graph for each size of any mask
             return update
         return Dropped(update, masks[self.layer], self.added)
 

@@ -6,7 +6,7 @@ that axis; on one device it is the whole axis. Masks are whole on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -62,13 +62,10 @@ class TriangleMultiplication(ShardedModule):
             product, gate = self.kernels.triangle_product(pair.x, pair.own_mask, *parameters, self.edges == "outgoing")
             product = _channels_last(product)
         else:
-            start = partial(
-                self._start_product, self._by_channel if way == "channel" else self._by_gathering, result.axis
-            )
-            arriving = pair.by_channels(start, self.channels, width=4)
-            gate = project_rows(
-                self.kernels, result, self.norm, self.output_gate.layer
-            )  # while the product is on its way
+            multiply = self._by_channel if way == "channel" else self._by_gathering
+            arriving = pair.by_channels(partial(self._start_product, multiply, result.axis), self.channels, width=4)
+            # Computed while the product is on its way.
+            gate = project_rows(self.kernels, result, self.norm, self.output_gate.layer)
             product = arriving.wait()
         return result.update(self._of_product, product, gate, width=self.working_width)
 
@@ -80,7 +77,9 @@ class TriangleMultiplication(ShardedModule):
             parameters = [p.unflatten(0, (2, self.channels))[:, some].flatten(0, 1) for p in parameters]
         return self.norm.weight, self.norm.bias, *parameters
 
-    def _start_product(self, multiply: Any, result_axis: Axis, pair: Sharded, some: slice) -> Pending:
+    def _start_product(
+        self, multiply: Callable[[Tensor, Axis, Axis, int], Pending], result_axis: Axis, pair: Sharded, some: slice
+    ) -> Pending:
         """The product of some channels of the operands, on its way to `result_axis`. `multiply`: one of the two below."""
         parameters = self._operand_parameters(some)
         width = pair.x.shape[-1] + 2 * len(parameters[-1])

@@ -150,9 +150,8 @@ class Sharded:
         """
         self.pending = Shared(x if isinstance(x, Pending) else Ready(x))
         self.axis, self.mask, self.exchange = axis, mask, exchange
-        self.budget = (
-            NO_LIMIT if budget is None else budget
-        )  # a default that is an object does not compile with torch 2.11
+        # Not the default of the argument: torch 2.11 cannot compile one that is an object.
+        self.budget = NO_LIMIT if budget is None else budget
 
     @classmethod
     def whole(cls, x: Float[Tensor, "B N1 N2 c"], axis: Axis, mask: Mask) -> Sharded:
