@@ -143,7 +143,7 @@ def anchors(sizes: gpu_anchors.Sizes) -> None:
         use_kernels(layer, Kernels(**operators_of("triton")))
         mask = torch.empty(1, n, n, device=META)
         run(
-            lambda z, *_, layer=layer, mask=mask: layer(Sharded.whole(z, "j", mask)),
+            lambda z, *_, layer=layer, mask=mask: layer(Sharded.whole(z, "j", mask)).x,
             leaf(1, n, n, sizes.channels),
             *layer.parameters(),
         )

@@ -274,9 +274,8 @@ def multiplication_contender(backend: str, residues: int, channels: int, device:
 
     def exact(z: Tensor, *parameters: Tensor) -> Tensor:
         names = [name for name, _ in truth.named_parameters()]
-        found: Tensor = functional_call(
-            truth, dict(zip(names, parameters, strict=True)), (Sharded.whole(z, "j", mask),)
-        )
+        pair = Sharded.whole(z, "j", mask)
+        found: Tensor = functional_call(truth, dict(zip(names, parameters, strict=True)), (pair,)).x
         return found
 
     def own(z: Tensor, *_: Tensor) -> Tensor:

@@ -247,7 +247,7 @@ def test_our_kernels_report_their_bytes(monkeypatch: pytest.MonkeyPatch) -> None
     """Catches grids that are not found under the operator's name, or that the backward pass is given."""
     call = attention_call()
     operator = SimpleNamespace(launches=lambda *_: [SimpleNamespace(bytes_moved=1000)])
-    monkeypatch.setitem(gpu_operators.OPERATORS, "aten::sigmoid", operator)
+    monkeypatch.setitem(gpu_operators.LAUNCHED, "aten::sigmoid", operator)
     found = gpu_operators.reported(call, gpu_rows.operators_of("reference")["biased_attention"])
     assert found == {"forward": 1000}
 
