@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import subprocess
@@ -186,7 +185,7 @@ def test_half(monkeypatch: pytest.MonkeyPatch) -> None:
         kernels, choices = right(config, device, dtype)
         if config.backend == "auto":
             transition = kernels.transition
-            kernels = dataclasses.replace(kernels, transition=lambda *x, **y: 1.2 * transition(*x, **y))
+            kernels = kernels.replaced(transition=lambda *x, **y: 1.2 * transition(*x, **y))
         return kernels, choices
 
     monkeypatch.setattr(verify_ranks, "choose", rounding)
