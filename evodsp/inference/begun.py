@@ -120,7 +120,7 @@ def _read(path: Path, options: dict[str, str]) -> tuple[int, str | None]:
         return int(note["starts"]), None if reason is None else one_line(str(reason))
     except OSError:
         return 0, None
-    except (ValueError, KeyError, TypeError, RecursionError):  # a full disk, or somebody's own file
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):  # a full disk, or somebody's own file
         return 1, None
 
 

@@ -130,7 +130,7 @@ class PairStack(Budgeted):
         return pair.x
 
     def _incoming(self, pair: Sharded, masks: Masks) -> Sharded:
-        """A method of its own, so that z on J is freed before attention."""
+        """The incoming triangle multiplication, while z is sent to I. A method lets go of z on J before attention."""
         rows = pair.switch(self.plan.incoming_result_axis)  # travels while the product is computed
         rows += self.incoming_dropout(self.triangle_incoming(pair, rows), masks)
         return rows

@@ -86,6 +86,7 @@ class MSAColumnGlobalAttention(ShardedModule):
         self.working_width = working_width(self)
 
     def forward(self, msa: Sharded) -> Update:
+        """The update of m, which is on S or on R."""
         sharded = msa.axis == "seq"
         over_sequences = self.exchange if sharded else LocalExchange()
         count = (msa.mask if sharded else msa.own_mask).sum(1, keepdim=True)

@@ -106,7 +106,7 @@ class TemplatePairBlock(Budgeted):
         return pair.x
 
     def _incoming(self, pair: Sharded, masks: Masks) -> Sharded:
-        """Gathering leaves the product on J, whatever is needed next."""
+        """The incoming triangle multiplication, while t is sent to the axis that is needed next; gathering leaves it on J."""
         moved = pair.switch("j" if self.exit_axis == "j" else self.plan.incoming_result_axis)
         moved += self.incoming_dropout(self.triangle_incoming(pair, moved), masks)
         return moved

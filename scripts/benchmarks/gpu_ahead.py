@@ -106,7 +106,7 @@ def block(config: ModelConfig, kind: str, first: int, residues: int, dtype: torc
         leaves = [torch.empty(shape, dtype=dtype).requires_grad_() for shape in shapes]
         masks = [torch.empty(shape[:-1]) for shape in shapes]
     stack.to(META, dtype)  # as casts leave the parameters; the meta device has no autocast
-    use_kernels(stack, Kernels(**operators_of("triton")))
+    use_kernels(stack, Kernels.of(own))
     results = stack(*leaves, *masks, keys)
     results = [results] if isinstance(results, Tensor) else list(results)
     torch.autograd.grad(results, [*leaves, *stack.parameters()], [torch.empty_like(x) for x in results])
@@ -140,7 +140,7 @@ def anchors(sizes: gpu_anchors.Sizes) -> None:
         attention(n, n, sizes.heads, True)
         with META:
             layer = TriangleMultiplication(sizes.channels, sizes.channels, "outgoing").to(HALF)
-        use_kernels(layer, Kernels(**operators_of("triton")))
+        use_kernels(layer, Kernels.of(own))
         mask = torch.empty(1, n, n, device=META)
         run(
             lambda z, *_, layer=layer, mask=mask: layer(Sharded.whole(z, "j", mask)).x,

@@ -47,7 +47,6 @@ from evodsp.model.kernels.triton_kernels import launch
 
 from . import gpu_cases
 from .gpu_clock import Step
-from .gpu_rows import operators_of
 
 BLOCKS = (("evoformer", 4, 4), ("extra", 4, 4))
 """Kind and two sizes."""
@@ -203,7 +202,7 @@ def _with_graph(operator: launch.Operator, arguments: Sequence[Any], clock: Cloc
 
 def block_of(sizes: gpu_cases.Sizes, kind: str, first: int, residues: int, device: torch.device) -> Step:
     """A block with our own operators, in bf16."""
-    config, kernels = gpu_cases.config_of(sizes), Kernels(**operators_of("triton"))
+    config, kernels = gpu_cases.config_of(sizes), Kernels.of(own)
     return gpu_cases.block(config, kind, first, residues, device, torch.bfloat16, kernels)
 
 

@@ -116,11 +116,13 @@ def test_a_reason_that_is_known_counts_at_once(
         assert left_out == Failure("alpha_A", f"alpha_A: too long; or delete {note(workplace)} to try it again")
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", "[" * 100_000])
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", "[" * 100_000, '{"options": OPTIONS, "reason": null, "starts": Infinity}']
+)
 def test_a_note_that_cannot_be_read_is_one_start(workplace: Workplace, content: str) -> None:
     """Catches a traceback behind a full disk or somebody's own file."""
     note(workplace).parent.mkdir(parents=True)
-    note(workplace).write_text(content)
+    note(workplace).write_text(content.replace("OPTIONS", json.dumps(begun._options(workplace.config))))
     with begun.noted(workplace.config, "alpha_A", None) as left_out:
         assert left_out is None
         assert json.loads(note(workplace).read_text())["starts"] == 2

@@ -1,4 +1,4 @@
-"""Writing chains as mmCIF: synthetic entries and predictions.
+"""Writes made-up chains as mmCIF entries.
 
 The text has what common readers expect: the polymer sequence with its missing residues (_entity_poly_seq,
 _pdbx_poly_seq_scheme), both numberings of every atom (label_* and auth_*), experimental method, resolution and revision
