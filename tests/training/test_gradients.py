@@ -89,6 +89,26 @@ def test_clipping_by_batch_is_pytorchs(clip: float | None) -> None:
             torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-12, atol=1e-15)
 
 
+@pytest.mark.parametrize("kind", ["sample", "batch", "plain"])
+def test_the_norm_of_many_numbers_in_fp32(kind: str) -> None:
+    """A norm that adds two million squares in order, as torch does on a CPU: 1e-4 too small, and each way of cutting the
+    gradient clips by another factor."""
+    parameter = nn.Parameter(torch.zeros(2_000_003))
+    weights = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0))
+    gradients: Any = {
+        "sample": lambda: SampleGradients([parameter], None, 1.0),
+        "batch": lambda: BatchGradients([parameter], None, 1.0),
+        "plain": lambda: PlainGradients([parameter], 1.0),
+    }[kind]()
+    gradients.begin()
+    loss = (parameter * weights).sum()
+    loss.backward()
+    gradients.add(1, loss.detach())
+    assert float(gradients.finish().norm) == pytest.approx(float(weights.double().norm()), rel=1e-6)
+    assert parameter.grad is not None
+    assert float(parameter.grad.double().norm()) == pytest.approx(1, rel=1e-6)
+
+
 def test_gradients_survive_a_zero_grad_elsewhere() -> None:
     """Lightning sets gradients to None before a validation; autograd would then put them beside the flat tensor."""
     model = toy()
