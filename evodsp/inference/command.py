@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from dataclasses import replace
 
-from evodsp.inference.begun import give_up
+from evodsp.inference.attempts import AttemptNotes
 from evodsp.inference.config import PredictConfig
 from evodsp.inference.devices import device_of
 from evodsp.inference.failures import FAILURES
@@ -55,7 +55,8 @@ def _run(config: PredictConfig, words: list[str]) -> int:
             try:
                 outcome = predict_records(config, say, group, groups)
             except LeftAlone as error:
-                give_up(config, error.failure)
+                again = "the same command without --overwrite" if config.overwrite else "the same command"
+                AttemptNotes(config.output, config.memory_options).give_up(error.failure, again)
         stop()
     # evodsp's own launcher would take 1 for a rank that died; it looks for the list of failures itself.
     return 1 if outcome.failures and not launched_by_evodsp() else 0

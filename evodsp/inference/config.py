@@ -19,6 +19,10 @@ from evodsp.reading.answers import check_address
 from evodsp.search.limits import PUBLIC, ServerLimits
 from evodsp.weights.by_name import check_name
 
+_OF_MEMORY = (
+    "device", "precision", "working_memory", "msa_clusters", "extra_msa", "ensembles", "kernels", "plan", "parallel",
+)  # fmt: skip
+
 
 def sources_of(inputs: Sequence[Path], fasta: Path | None) -> Sequence[Path]:
     """The inputs, of which a single one may be given as --fasta. Raises UserError if both are given."""
@@ -27,6 +31,52 @@ def sources_of(inputs: Sequence[Path], fasta: Path | None) -> Sequence[Path]:
     if inputs:
         raise UserError(f"--fasta {fasta} is given beside {inputs[0]}; give all inputs without --fasta")
     return (fasta,)
+
+
+@dataclass(frozen=True)
+class PassSettings:
+    """How the model passes over the features of a target."""
+
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Precision of the model's layers."""
+    matmul_precision: MatmulPrecision = "highest"
+    """Precision of float32 matrix products on a GPU."""
+    ensembles: int = 1
+    """Number of feature sets whose representations are averaged in each pass."""
+    stop_tolerance: float | None = None
+    """Largest change of CA-CA distances (Å) at which recycling stops early; None: it never does."""
+    working_memory: str = "auto"
+    """The option of this name."""
+    ranks: int = 1
+    """Number of ranks that share a structure."""
+    plan: CommunicationPlan = field(default_factory=CommunicationPlan)
+    """How the ranks communicate."""
+
+    @property
+    def half(self) -> bool:
+        """Whether layers compute in bf16."""
+        return self.precision == "bf16"
+
+
+@dataclass(frozen=True)
+class SizeSettings:
+    """The feature sizes that a user gives in place of the checkpoint's; None: the checkpoint's."""
+
+    recycles: int | None = None
+    msa_clusters: int | None = None
+    extra_msa: int | None = None
+
+
+@dataclass(frozen=True)
+class TemplateSettings:
+    """Where templates come from, and which are allowed."""
+
+    folder: Path | None
+    """Folder of structures; None: no templates."""
+    latest: date | None
+    """Latest release date of a template; None: no limit."""
+    obsolete: Path | None
+    """The PDB's list of withdrawn entries."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,6 +222,39 @@ class PredictConfig:
     def sources(self) -> Sequence[Path]:
         """What to predict: the inputs."""
         return sources_of(self.inputs, self.fasta)
+
+    @property
+    def passes(self) -> PassSettings:
+        """How the model runs."""
+        return PassSettings(
+            self.precision,
+            self.matmul_precision,
+            self.ensembles,
+            self.stop_tolerance,
+            self.working_memory,
+            self.parallel.sequence,
+            self.plan,
+        )
+
+    @property
+    def sizes(self) -> SizeSettings:
+        """The feature sizes that the user gave."""
+        return SizeSettings(self.recycles, self.msa_clusters, self.extra_msa)
+
+    @property
+    def template_settings(self) -> TemplateSettings:
+        """Where templates come from."""
+        return TemplateSettings(self.templates, self.latest_template, self.obsolete)
+
+    @property
+    def memory_options(self) -> dict[str, str]:
+        """The options that decide how much memory a record needs, and how much there is."""
+        return {name: str(getattr(self, name)) for name in _OF_MEMORY}
+
+    @property
+    def seed_numbers(self) -> list[int]:
+        """The seeds of the predictions."""
+        return list(range(self.first_seed, self.first_seed + self.seeds))
 
     @property
     def weights_names(self) -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import defaultdict
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +12,6 @@ import torch
 from evodsp.config import FeatureConfig, ModelConfig
 from evodsp.errors import UserError
 from evodsp.files import whole_file
-from evodsp.inference.config import PredictConfig
 from evodsp.inference.devices import device_of, working_memory
 from evodsp.inference.estimate_config import EstimateConfig
 from evodsp.inference.inputs import read_inputs
@@ -30,11 +28,10 @@ def run(settings: EstimateConfig, words: list[str]) -> int:
     """Print the estimate of each length, write the JSON file, and return the exit code: 1 if one does not fit."""
     on, memory = _place(settings)
     model, features = _model(settings)
-    config = _as_predicted(settings)
-    features = feature_config(config, features)
+    features = feature_config(settings.sizes, features)
     found = []
     for residues, of in sorted(_lengths(settings).items()):
-        what = prediction_of(config, model, features, residues, memory, on)
+        what = prediction_of(settings.passes, model, features, residues, memory, on)
         _check_ranks(what)
         found.append(_estimate(what, of, on))
     show(
@@ -108,18 +105,6 @@ def _model(settings: EstimateConfig) -> tuple[ModelConfig, FeatureConfig]:
         raise UserError(f"{settings.checkpoint}: no such checkpoint; check --checkpoint")
     model = load_model(settings.checkpoint, preset=settings.preset)
     return model.config, load_features(settings.checkpoint, settings.preset)
-
-
-def _as_predicted(settings: EstimateConfig) -> PredictConfig:
-    """The settings of the prediction."""
-    own = {field.name for field in dataclasses.fields(PredictConfig)}
-    shared = {
-        name: value
-        for name, value in vars(settings).items()
-        if name in own - {"device", "inputs", "fasta", "checkpoint", "weights", "output"}
-    }
-    here = Path()
-    return PredictConfig(fasta=here, alignments=here, checkpoint=here, output=here, **shared)
 
 
 def _hopeless(what: Prediction, names: list[str], label: str, free: int) -> dict[str, Any]:

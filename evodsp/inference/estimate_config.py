@@ -9,7 +9,7 @@ from typing import Literal
 
 from evodsp.config import MatmulPrecision, check_matmul, check_preset
 from evodsp.errors import UserError
-from evodsp.inference.config import sources_of
+from evodsp.inference.config import PassSettings, SizeSettings, sources_of
 from evodsp.model.schedule import CommunicationPlan
 from evodsp.parallel.config import SequenceConfig
 from evodsp.ranges import COUNT, SIZE, check_numbers, memory_size
@@ -78,3 +78,20 @@ class EstimateConfig:
     def sources(self) -> Sequence[Path]:
         """The inputs."""
         return sources_of(self.inputs, self.fasta)
+
+    @property
+    def passes(self) -> PassSettings:
+        """How the model would run."""
+        return PassSettings(
+            self.precision,
+            self.matmul_precision,
+            self.ensembles,
+            working_memory=self.working_memory,
+            ranks=self.parallel.sequence,
+            plan=self.plan,
+        )
+
+    @property
+    def sizes(self) -> SizeSettings:
+        """The feature sizes that the user gave."""
+        return SizeSettings(self.recycles, self.msa_clusters, self.extra_msa)

@@ -14,9 +14,8 @@ import torch
 
 from evodsp.config import FeatureConfig, ModelConfig
 from evodsp.errors import UserError
-from evodsp.inference.config import PredictConfig
+from evodsp.inference.config import PassSettings
 from evodsp.inference.devices import working_memory
-from evodsp.inference.passes import layer_dtype
 from evodsp.model.alphafold import AlphaFold
 from evodsp.planner.device import Device, Links, load_device, load_link, names
 from evodsp.planner.prediction import Prediction, PredictionMemory, prediction_memory, prediction_times
@@ -76,7 +75,7 @@ def _planned(name: str) -> tuple[Device, Links]:
 
 
 def prediction_of(
-    config: PredictConfig,
+    settings: PassSettings,
     model: ModelConfig,
     features: FeatureConfig,
     residues: int,
@@ -87,23 +86,23 @@ def prediction_of(
     templates = max(1, features.max_templates) if model.templates.enabled else 0
     rows = features.msa_clusters - features.max_templates
     sizes = Sizes(residues, rows, features.extra_msa, templates)
-    return _prediction(config, model, sizes, features.recycles + 1, memory, on)
+    return _prediction(settings, model, sizes, features.recycles + 1, memory, on)
 
 
 def _prediction(
-    config: PredictConfig, model: ModelConfig, sizes: Sizes, passes: int, memory: int | None, on: There
+    settings: PassSettings, model: ModelConfig, sizes: Sizes, passes: int, memory: int | None, on: There
 ) -> Prediction:
     return Prediction(
         model,
         sizes,
         passes=passes,
-        ensembles=config.ensembles,
-        ranks=config.parallel.sequence,
-        half=layer_dtype(config) == torch.bfloat16,
-        tf32=config.matmul_precision == "high",
+        ensembles=settings.ensembles,
+        ranks=settings.ranks,
+        half=settings.half,
+        tf32=settings.matmul_precision == "high",
         on_gpu=not on.shared,
         memory=memory,
-        plan=config.plan,
+        plan=settings.plan,
     )
 
 
@@ -173,21 +172,26 @@ def size(count: int) -> str:
 
 
 def check_needs(
-    name: str, residues: int, batch: Mapping[str, torch.Tensor], model: AlphaFold, config: PredictConfig
+    name: str,
+    residues: int,
+    batch: Mapping[str, torch.Tensor],
+    model: AlphaFold,
+    settings: PassSettings,
+    try_anyway: bool,
 ) -> str | None:
     """The line of `text` for a target whose features are made; None for a tiny one. On rank 0.
 
-    Raises UserError if it does not fit, unless `config.try_anyway`.
+    Raises UserError if it does not fit, unless `try_anyway`.
     """
     device = next(model.parameters()).device
     rows = [batch[key].shape[2] for key in ("msa_feat", "extra_msa")]
     templates = batch["template_mask"].shape[2] if model.config.templates.enabled else 0
-    passes = batch["aatype"].shape[1] // config.ensembles
-    if _multiplications(model.config, model, residues, rows, passes * config.ensembles) < TINY:
+    passes = batch["aatype"].shape[1] // settings.ensembles
+    if _multiplications(model.config, model, residues, rows, passes * settings.ensembles) < TINY:
         return None
     sizes = Sizes(_rounded(residues), _rounded(rows[0]), _rounded(rows[1]), templates)
     on = there(device)
-    what = _prediction(config, model.config, sizes, passes, working_memory(config.working_memory, device), on)
+    what = _prediction(settings, model.config, sizes, passes, working_memory(settings.working_memory, device), on)
     memory = prediction_memory(what)
     here = int(os.environ.get("LOCAL_WORLD_SIZE", what.ranks)) if on.shared else 1
     already = memory.weights + (0 if what.on_gpu else memory.features)
@@ -195,7 +199,7 @@ def check_needs(
     line = text("the model", what, memory, free, seconds(what, on))
     if memory.total <= free:
         return line
-    if _SURE * memory.total <= free or config.try_anyway:
+    if _SURE * memory.total <= free or try_anyway:
         return f"{line}; it may not fit"
 
     def fits(changed: Prediction) -> bool:

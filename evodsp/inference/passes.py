@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from jaxtyping import Float, Float32
 
-from evodsp.inference.config import PredictConfig
+from evodsp.inference.config import PassSettings
 from evodsp.inference.targets import Target
 from evodsp.inference.writers import AlignedError, PredictedStructure
 from evodsp.model.alphafold import AlphaFold
@@ -48,13 +48,13 @@ class SeedRun:
         return f"{sum(self.passes):.1f} s ({passes}, {sum(self.passes) / number:.1f} s each{change})"
 
 
-def layer_dtype(config: PredictConfig) -> torch.dtype:
+def layer_dtype(settings: PassSettings) -> torch.dtype:
     """The dtype of the model's layers."""
-    return torch.bfloat16 if config.precision == "bf16" else torch.float32
+    return torch.bfloat16 if settings.half else torch.float32
 
 
 def run_passes(
-    model: AlphaFold, batch: dict[str, torch.Tensor], config: PredictConfig
+    model: AlphaFold, batch: dict[str, torch.Tensor], settings: PassSettings
 ) -> tuple[ModelOutput, tuple[float, ...]]:
     """Run the model on one batch; its output and the seconds of each pass. A pass ends with the structure module."""
     device = next(model.parameters()).device
@@ -67,9 +67,9 @@ def run_passes(
 
     hook = model.structure_module.register_forward_hook(mark)
     try:
-        half = torch.autocast(device.type, torch.bfloat16, enabled=layer_dtype(config) == torch.bfloat16)
-        with torch.inference_mode(), float32_matmul(config.matmul_precision), half:
-            output = model(batch, ensembles=config.ensembles, stop_tolerance=config.stop_tolerance or 0.0)
+        half = torch.autocast(device.type, torch.bfloat16, enabled=settings.half)
+        with torch.inference_mode(), float32_matmul(settings.matmul_precision), half:
+            output = model(batch, ensembles=settings.ensembles, stop_tolerance=settings.stop_tolerance or 0.0)
     finally:
         hook.remove()
     return output, tuple(after - before for before, after in pairwise(marks))

@@ -17,8 +17,8 @@ import torch
 from evodsp.config import FeatureConfig
 from evodsp.errors import UserError
 from evodsp.files import remove_partial, whole_folder
+from evodsp.inference.attempts import AttemptNotes
 from evodsp.inference.batch_page import INDEX, write_batch_page
-from evodsp.inference.begun import note_progress, noted
 from evodsp.inference.config import PredictConfig
 from evodsp.inference.devices import device_of, working_memory
 from evodsp.inference.failures import FAILURES, Failure, Outcome, none_usable, page_problem, write_failures
@@ -69,7 +69,7 @@ def predict_records(
     `group`: the ranks that share each structure. `groups`: several such groups, which share the records. All ranks call this
     function with the same `config`. Rank 0 of all checks the inputs; then the first rank of each group reads the alignments of
     its records and writes their files, and the other ranks need no access to them. A UserError is raised on every rank of a
-    group, but LeftAlone on a single one. A record that ended earlier runs is left out (`evodsp.inference.begun`).
+    group, but LeftAlone on a single one. A record that ended earlier runs is left out (`evodsp.inference.attempts`).
     """
     device = device_of(config.device)
     everyone = group if groups is None else groups.everyone
@@ -129,7 +129,7 @@ def _predict_with(
         kernels, choices = choose(
             config.kernels,
             device,
-            layer_dtype(config),
+            layer_dtype(config.passes),
             gradients=False,
             on_all_ranks=lambda value: all_of(value, everyone),
         )
@@ -173,7 +173,7 @@ def _predict_job(
         folder = config.output / result.name
         report(f"  kept: {folder} is complete and has the same inputs (--overwrite predicts again)")
         return result
-    with noted(config, job.target.query.name, group) as left_out:
+    with _notes(config).noted(job.target.query.name, group) as left_out:
         found = left_out or _predict_target(job, model, config, features, report, group)
     if isinstance(found, Failure):
         report(f"  failed: {found.reason}")
@@ -199,7 +199,7 @@ def _predict_target(
     pieces: Iterable[Finished | Failure] = [Finished({}, {})]  # without a seed to predict, a format is missing
     if job.seeds:
         assert model is not None
-        pieces = predict_seeds(job, model, config, features, report, group)
+        pieces = predict_seeds(job, model, config.passes, features, config.try_anyway, report, group)
     result: PredictionResult | None = None
     failure: Failure | None = None
     for piece in pieces:
@@ -226,6 +226,10 @@ def _predict_target(
         return result
     before = f"finished before: {counted(len(result.mean_plddt), 'prediction')}, in {result.folder}"
     return replace(failure, reason=f"{failure.reason}; {before}", some_written=True)
+
+
+def _notes(config: PredictConfig) -> AttemptNotes:
+    return AttemptNotes(config.output, config.memory_options)
 
 
 def _already(number: int) -> str:
@@ -262,7 +266,7 @@ def _write(job: Job, finished: Finished, config: PredictConfig) -> PredictionRes
             if timings := finished.timings:
                 timings = timings if stored is None else stored.with_timings(timings)
                 write_json(new / TIMINGS, {**timings, "writing_seconds": round(time.perf_counter() - start, 3)})
-        note_progress(config, query.name)
+        _notes(config).note_progress(query.name)
     except UserError as error:
         return Failure(query.name, str(error))
     except OSError as error:

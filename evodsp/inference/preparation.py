@@ -27,7 +27,6 @@ from evodsp.inference.provenance import (
     check_target_fits_ranks,
     feature_config,
     result_settings,
-    seeds,
     with_template_row,
 )
 from evodsp.inference.relaxation import check_openmm
@@ -53,7 +52,7 @@ def check_launch(config: PredictConfig) -> None:
     """
     inputs, failures = read_inputs_and_models(config), list[Failure]()
     for model, trained in inputs.models:
-        features = feature_config(config, trained)
+        features = feature_config(config.sizes, trained)
         check = partial(check_target_fits_ranks, config.parallel.sequence, features)
         if not all(_failure(target.query.name, partial(check, target)) for target in inputs.targets):
             return
@@ -84,9 +83,10 @@ def read_inputs_and_models(config: PredictConfig) -> Inputs:
         check_matplotlib()
     models = [(model, load_features(model.path, config.preset)) for model in find_models(_model_files(config))]
     for _, trained in models:
-        feature_config(config, trained)  # checks the sizes
+        feature_config(config.sizes, trained)  # checks the sizes
     failures += [failure for target in targets for failure in _failure(target.query.name, partial(_check_name, target))]
-    targets, unfound = with_searched([target for target in targets if target.query.name not in _OURS], config)
+    targets = [target for target in targets if target.query.name not in _OURS]
+    targets, unfound = with_searched(targets, config.output, config.msa_server, config.msa_server_limits)
     return Inputs(targets, [*failures, *unfound], models)
 
 
@@ -115,15 +115,15 @@ def prepare(
 
     The ranks hear from it after each target: thousands of them take longer than ranks may wait for one another.
     """
-    features = feature_config(config, trained)
+    features = feature_config(config.sizes, trained)
     jobs, failures = _jobs(named, inputs, config, features, partial(_check, features, ranks), group)
     model = None
     if any(job.seeds for job in jobs):
         model = from_first(lambda: load_model(named.path, config.raw, config.preset), group)
         if config.templates is not None and not model.config.templates.enabled:
-            raise takes_no_templates(config, named.path)
+            raise takes_no_templates(config.templates, named.path)
         features = with_template_row(features, model.config.templates.enabled)
-        needed = model.config.channels.pair * layer_dtype(config).itemsize / ranks
+        needed = model.config.channels.pair * layer_dtype(config.passes).itemsize / ranks
         jobs, more = from_first(lambda: _that_fit(jobs, needed, device), group)
         failures += more
     return Work(jobs, failures, features, model)
@@ -159,7 +159,7 @@ def _jobs(
 
     `check` raises UserError for a target that cannot; targets without a seed to predict are not checked.
     """
-    sources = on_first(lambda: [template_source(config, features, model.path)], group)
+    sources = on_first(lambda: [template_source(config.template_settings, features, model.path)], group)
     names = {other.digest: other.name for other, _ in inputs.models if other.name is not None}
 
     def job(target: Target) -> Job:
@@ -168,9 +168,9 @@ def _jobs(
         start = time.perf_counter()
         templates, line = find_templates(source, target, features.max_templates)
         seconds = time.perf_counter() - start
-        settings = result_settings(config, features, target, model.digest, templates)
+        settings = result_settings(config.passes, config.raw, features, target, model.digest, templates)
         stored = find_stored(config.output / target.query.name, settings, config.overwrite, model.name, names)
-        wanted = seeds(config)
+        wanted = config.seed_numbers
         missing = wanted if stored is None else stored.missing(wanted)
         if missing:
             check(target)

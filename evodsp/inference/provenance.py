@@ -9,7 +9,7 @@ from evodsp.config import FeatureConfig
 from evodsp.data.features import check_config
 from evodsp.data.templates.features import TemplateFeatures
 from evodsp.errors import UserError
-from evodsp.inference.config import PredictConfig
+from evodsp.inference.config import PassSettings, SizeSettings
 from evodsp.inference.target_templates import template_digest
 from evodsp.inference.targets import Target
 
@@ -21,9 +21,9 @@ NUMERICS = 1
 """Raised when a version of evodsp computes other numbers from the same inputs, beyond rounding: its results do not mix."""
 
 
-def feature_config(config: PredictConfig, trained: FeatureConfig) -> FeatureConfig:
+def feature_config(sizes: SizeSettings, trained: FeatureConfig) -> FeatureConfig:
     """The checkpoint's feature sizes without cropping, with the options that the user gave in their place."""
-    given = {name: value for name in SIZES if (value := getattr(config, name)) is not None}
+    given = {name: value for name in SIZES if (value := getattr(sizes, name)) is not None}
     features = replace(trained, crop_size=None, uniform_recycling=False, **given)
     check_config(features)
     return features
@@ -59,29 +59,30 @@ def sizes_line(features: FeatureConfig, trained: FeatureConfig, ensembles: int) 
 
 
 def result_settings(
-    config: PredictConfig, features: FeatureConfig, target: Target, checkpoint: str, templates: TemplateFeatures
+    passes: PassSettings,
+    raw: bool,
+    features: FeatureConfig,
+    target: Target,
+    checkpoint: str,
+    templates: TemplateFeatures,
 ) -> dict[str, Any]:
     """Everything that the numbers of a seed depend on. An earlier result is kept only if every entry is equal.
 
-    `checkpoint`: the fingerprint of its file. `templates`: the templates in use, best first.
+    `raw`: whether the weights are the raw ones. `checkpoint`: the fingerprint of its file. `templates`: those in use, best
+    first.
     """
     return {
         "numerics": NUMERICS,
         "sequence": target.query.letters,
         "alignments": target.digest,
         "checkpoint": checkpoint,
-        "raw": config.raw,
+        "raw": raw,
         **{name: getattr(features, name) for name in SIZES},
-        "ensembles": config.ensembles,
-        "stop_tolerance": config.stop_tolerance or None,
+        "ensembles": passes.ensembles,
+        "stop_tolerance": passes.stop_tolerance or None,
         "templates": list(templates.names),
         "templates_digest": template_digest(templates),
         # None for the default: earlier versions, which had no other, wrote no entry.
-        "precision": None if config.precision == "fp32" else config.precision,
-        "matmul_precision": None if config.matmul_precision == "highest" else config.matmul_precision,
+        "precision": passes.precision if passes.half else None,
+        "matmul_precision": None if passes.matmul_precision == "highest" else passes.matmul_precision,
     }
-
-
-def seeds(config: PredictConfig) -> list[int]:
-    """The seeds of the predictions."""
-    return list(range(config.first_seed, config.first_seed + config.seeds))

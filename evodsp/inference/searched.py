@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from evodsp.data.chain_folder import has_files
-from evodsp.inference.config import PredictConfig
 from evodsp.inference.failures import Failure
 from evodsp.inference.search import say, search_missing
 from evodsp.inference.targets import Target
 from evodsp.output import output_errors
+from evodsp.search.limits import ServerLimits
 from evodsp.search.server import MsaServer
 
 SEARCHED = "_alignments"
@@ -18,20 +19,22 @@ SEARCHED = "_alignments"
 _ORIGIN = f"alignments of a server's search, kept in {SEARCHED}"
 
 
-def with_searched(targets: Sequence[Target], config: PredictConfig) -> tuple[list[Target], list[Failure]]:
-    """The targets, those without alignments with what `config.msa_server` finds; and those of which the search failed.
+def with_searched(
+    targets: Sequence[Target], output: Path, address: str | None, limits: ServerLimits
+) -> tuple[list[Target], list[Failure]]:
+    """The targets, each with alignments if the server at `address` found some; and the records whose search failed.
 
-    What is found is kept in <output>/_alignments, where a later run reads it.
+    The alignments are kept in <output>/_alignments, where a later run reads them.
     """
-    if config.msa_server is None:
+    if address is None:
         return list(targets), []
-    folder, searcher = config.output / SEARCHED, MsaServer(config.msa_server, config.msa_server_limits)
+    folder, searcher = output / SEARCHED, MsaServer(address, limits)
     missing = [target.query for target in targets if target.alignments is None]
     wanted = [query for query in missing if not has_files(folder / query.name)]
-    with output_errors(config.output):
+    with output_errors(output):
         failed = search_missing(wanted, folder, searcher, say) if wanted else {}
     found = [
-        # The last note of a target without alignments says that it has none.
+        # The last note of such a target says 'no alignments'; it becomes where these came from.
         replace(target, alignments=folder / target.query.name, notes=(*target.notes[:-1], _ORIGIN))
         if target.alignments is None
         else target

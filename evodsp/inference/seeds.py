@@ -23,7 +23,7 @@ from evodsp.data.records import Alignment
 from evodsp.data.templates.features import TemplateFeatures
 from evodsp.errors import UserError
 from evodsp.inference.block_progress import block_progress
-from evodsp.inference.config import PredictConfig
+from evodsp.inference.config import PassSettings
 from evodsp.inference.devices import memory_entries
 from evodsp.inference.failures import Failure
 from evodsp.inference.jobs import Job
@@ -52,10 +52,18 @@ class Finished:
 
 
 def predict_seeds(
-    job: Job, model: AlphaFold, config: PredictConfig, features: FeatureConfig, report: Report, group: Group | None
+    job: Job,
+    model: AlphaFold,
+    settings: PassSettings,
+    features: FeatureConfig,
+    try_anyway: bool,
+    report: Report,
+    group: Group | None,
 ) -> Iterator[Finished | Failure]:
-    """Predict the seeds of `job`. Those that are finished come as soon as they are to be written; last comes the failure of a
-    seed, after which no other is tried.
+    """Predict the seeds of `job`. Finished seeds come as soon as they are to be written. The failure of a seed comes last; no
+    other seed is tried after it.
+
+    `try_anyway`: whether a target runs also where the estimate says that it does not fit.
 
     Raises LeftAlone on a rank of several that has no memory left.
     """
@@ -108,15 +116,15 @@ def predict_seeds(
     since = time.perf_counter()
     for seed in job.seeds:
         try:
-            batch, seconds = _batch(job, alignments, features, seed, config, device, report, group)
+            batch, seconds = _batch(job, alignments, features, seed, settings.ensembles, device, report, group)
             if seed == job.seeds[0]:
-                ask = partial(check_needs, target.query.name, len(target.query), batch, model, config)
+                ask = partial(check_needs, target.query.name, len(target.query), batch, model, settings, try_anyway)
                 if line := from_first(ask, group):
                     report(f"  {line}")
-            most = (features.recycles + 1) * config.ensembles
+            most = (features.recycles + 1) * settings.ensembles
             shown = block_progress(model, f"{target.query.name}, seed {seed}", most) if _is_rank_0() else nullcontext()
             with shown:
-                structure, passes, change = _predict_seed(target, batch, model, config, group)
+                structure, passes, change = _predict_seed(target, batch, model, settings, group)
         except UserError as error:
             if structures:
                 yield finished()
@@ -143,7 +151,7 @@ def _batch(
     alignments: list[Alignment],
     features: FeatureConfig,
     seed: int,
-    config: PredictConfig,
+    ensembles: int,
     device: torch.device,
     report: Report,
     group: Group | None,
@@ -151,7 +159,7 @@ def _batch(
     """A seed's features, on every rank, and the seconds they took. `alignments`: on the first rank of `group`."""
     target = job.target
     start = time.perf_counter()
-    make = partial(_features, target, alignments, features, seed, job.templates, config.ensembles)
+    make = partial(_features, target, alignments, features, seed, job.templates, ensembles)
     with memory_errors(target.query.name, len(target.query), device, group):
         batch = tensors_from_first(make, device, group)
     seconds = time.perf_counter() - start
@@ -172,12 +180,12 @@ def _features(
 
 
 def _predict_seed(
-    target: Target, batch: dict[str, torch.Tensor], model: AlphaFold, config: PredictConfig, group: Group | None
+    target: Target, batch: dict[str, torch.Tensor], model: AlphaFold, settings: PassSettings, group: Group | None
 ) -> tuple[PredictedStructure, tuple[float, ...], float | None]:
     """The structure, the seconds of each pass, and the change of CA-CA distances in the last one (`SeedRun`)."""
     device = next(model.parameters()).device
     with memory_errors(target.query.name, len(target.query), device, group):
-        output, passes = run_passes(model, batch, config)
+        output, passes = run_passes(model, batch, settings)
         structure = structure_of(target, batch, output, model)
     change = None if output.ca_change is None else float(output.ca_change[0])
     return structure, passes, change

@@ -10,38 +10,37 @@ from evodsp.data.chain_folder import SEARCH_RESULTS, search_result_files
 from evodsp.data.templates.features import TemplateFeatures
 from evodsp.data.templates.source import FoundTemplates, TemplateSource
 from evodsp.errors import UserError
-from evodsp.inference.config import PredictConfig
+from evodsp.inference.config import TemplateSettings
 from evodsp.inference.targets import Target
 
 _STRUCTURES = (".cif", ".cif.gz", ".pdb", ".pdb.gz")
 
 
-def template_source(config: PredictConfig, features: FeatureConfig, checkpoint: Path) -> TemplateSource | None:
+def template_source(settings: TemplateSettings, features: FeatureConfig, checkpoint: Path) -> TemplateSource | None:
     """The source of templates; None without --templates.
 
     Raises UserError if the model takes no templates, the folder holds no structure, or a file is missing or broken.
     """
-    if config.templates is None:
+    folder = settings.folder
+    if folder is None:
         return None
     if features.max_templates == 0:
-        raise takes_no_templates(config, checkpoint)
-    if config.templates.is_file():
+        raise takes_no_templates(folder, checkpoint)
+    if folder.is_file():
+        raise UserError(f"{folder}: is a file, but --templates takes the folder of structures; give the folder")
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder of template structures; check --templates")
+    if not any(path.name.endswith(_STRUCTURES) for path in folder.iterdir()):
         raise UserError(
-            f"{config.templates}: is a file, but --templates takes the folder of structures; give the folder"
+            f"{folder}: no structure (<pdbid>.cif or .pdb, gzipped or not) in this folder; check --templates"
         )
-    if not config.templates.is_dir():
-        raise UserError(f"{config.templates}: no such folder of template structures; check --templates")
-    if not any(path.name.endswith(_STRUCTURES) for path in config.templates.iterdir()):
-        raise UserError(
-            f"{config.templates}: no structure (<pdbid>.cif or .pdb, gzipped or not) in this folder; check --templates"
-        )
-    return TemplateSource.open(config.templates, config.latest_template, config.obsolete)
+    return TemplateSource.open(folder, settings.latest, settings.obsolete)
 
 
-def takes_no_templates(config: PredictConfig, checkpoint: Path) -> UserError:
+def takes_no_templates(folder: Path, checkpoint: Path) -> UserError:
     """The error for --templates with a model that was trained without templates."""
     return UserError(
-        f"{checkpoint}: its model takes no templates, but --templates is {config.templates}; "
+        f"{checkpoint}: its model takes no templates, but --templates is {folder}; "
         "leave it out, or use a model with templates (of the published models, model_1 and model_2)"
     )
 
