@@ -13,7 +13,7 @@ import torch
 from evodsp.errors import UserError
 from evodsp.launch.consensus import all_of
 from evodsp.parallel.group import Group
-from evodsp.planner.prediction import WORKING_SHARE
+from evodsp.planner.prediction import WORKING_CPU, WORKING_SHARE
 from evodsp.ranges import memory_size
 
 
@@ -51,17 +51,16 @@ def working_memory(setting: str, device: torch.device) -> int | None:
         return memory_size("--working_memory", setting)
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory // WORKING_SHARE
-    return 256 << 20
+    return WORKING_CPU
 
 
-def check_pair_fits(name: str, residues: int, each: float, device: torch.device) -> None:
+def check_pair_fits(name: str, residues: int, needed: int, device: torch.device) -> None:
     """Raise UserError if a rank's share of the pair representation alone is larger than all memory of its device: then a pass
-    cannot fit, and Linux may end the process instead of refusing the memory. `each`: its bytes of a pair of residues."""
+    cannot fit, and Linux may end the process instead of refusing the memory. `needed`: the bytes of this share."""
     if device.type == "cuda":
         there = torch.cuda.get_device_properties(device).total_memory
     else:
         there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    needed = residues * residues * each
     if needed > there:
         raise UserError(
             f"{name}: {residues:,} residues do not fit; the pair representation alone takes {needed / 2**30:,.0f} GiB on each "

@@ -21,7 +21,6 @@ from evodsp.inference.failures import FAILURES, Failure, none_usable
 from evodsp.inference.jobs import Inputs, Job, Work
 from evodsp.inference.memory_errors import memory_errors
 from evodsp.inference.models import NamedModel, find_models
-from evodsp.inference.passes import layer_dtype
 from evodsp.inference.plot_files import check_matplotlib
 from evodsp.inference.provenance import (
     check_target_fits_ranks,
@@ -38,6 +37,7 @@ from evodsp.inference.targets import Target, find_targets
 from evodsp.launch.consensus import from_first, on_first
 from evodsp.output import check_output_folder
 from evodsp.parallel.group import Group
+from evodsp.planner.prediction import pair_share
 from evodsp.weights.by_name import PUBLISHED, fetch_weights
 from evodsp.weights.checkpoint import load_features, load_model
 
@@ -123,8 +123,9 @@ def prepare(
         if config.templates is not None and not model.config.templates.enabled:
             raise takes_no_templates(config.templates, named.path)
         features = with_template_row(features, model.config.templates.enabled)
-        needed = model.config.channels.pair * layer_dtype(config.passes).itemsize / ranks
-        jobs, more = from_first(lambda: _that_fit(jobs, needed, device), group)
+        channels, half = model.config.channels.pair, config.passes.half
+        share = partial(pair_share, channels=channels, ranks=ranks, half=half)
+        jobs, more = from_first(lambda: _that_fit(jobs, share, device), group)
         failures += more
     return Work(jobs, failures, features, model)
 
@@ -136,13 +137,18 @@ def _check(features: FeatureConfig, ranks: int, target: Target) -> None:
     check_target_fits_ranks(ranks, features, target)
 
 
-def _that_fit(jobs: list[Job], needed: float, device: torch.device) -> tuple[list[Job], list[Failure]]:
-    """The jobs whose pair representation the device can hold, and the others. `needed`: bytes of a pair of residues."""
+def _that_fit(jobs: list[Job], share: Callable[[int], int], device: torch.device) -> tuple[list[Job], list[Failure]]:
+    """The jobs whose pair representation the device can hold, and the failures of the others.
+
+    `share`: the bytes of a rank's pair representation for a number of residues.
+    """
     failures = []
     for job in jobs:
         if job.seeds:
             query = job.target.query
-            failures += _failure(query.name, partial(check_pair_fits, query.name, len(query), needed, device))
+            failures += _failure(
+                query.name, partial(check_pair_fits, query.name, len(query), share(len(query)), device)
+            )
     lost = {failure.name for failure in failures}
     return [job for job in jobs if job.target.query.name not in lost], failures
 

@@ -38,12 +38,19 @@ def with_template_row(features: FeatureConfig, takes_templates: bool) -> Feature
 
 
 def check_target_fits_ranks(ranks: int, features: FeatureConfig, target: Target) -> None:
-    """Raise UserError if there are more ranks than residues or MSA rows of `target`: each rank needs one of both."""
-    rows, residues = features.msa_clusters - features.max_templates, len(target.query)
+    """Raise UserError if there are more ranks than residues or MSA rows of `target`."""
+    check_ranks(ranks, len(target.query), features.msa_clusters - features.max_templates, f"{target.query.name}: ")
+
+
+def check_ranks(ranks: int, residues: int, rows: int, before: str = "") -> None:
+    """Raise UserError if there are more ranks than residues or MSA rows: each rank needs one of both.
+
+    `before`: what the message begins with.
+    """
     if ranks > min(rows, residues):
         raise UserError(
-            f"{target.query.name}: --parallel.sequence is {ranks}, but with {residues} residues and {rows} rows of the "
-            f"clustered MSA it can be at most {min(rows, residues)}; lower it"
+            f"{before}--parallel.sequence is {ranks}, but with {residues} residues and {rows} rows of the clustered MSA it "
+            f"can be at most {min(rows, residues)}; lower it"
         )
 
 

@@ -25,10 +25,10 @@ from evodsp.errors import UserError
 from evodsp.inference.block_progress import block_progress
 from evodsp.inference.config import PassSettings
 from evodsp.inference.devices import memory_entries
+from evodsp.inference.estimate import check_needs
 from evodsp.inference.failures import Failure
 from evodsp.inference.jobs import Job
 from evodsp.inference.memory_errors import memory_errors
-from evodsp.inference.needs import check_needs
 from evodsp.inference.passes import SeedRun, run_passes, structure_of
 from evodsp.inference.run_log import Report, counted
 from evodsp.inference.targets import Target
