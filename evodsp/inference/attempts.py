@@ -22,8 +22,8 @@ from typing import Any, NoReturn
 
 from evodsp.errors import UserError
 from evodsp.files import whole_file
-from evodsp.inference.failures import Failure
-from evodsp.inference.memory_errors import LESS_MEMORY
+from evodsp.inference.devices import LESS_MEMORY
+from evodsp.inference.failures import RecordFailure
 from evodsp.launch.consensus import from_first
 from evodsp.parallel.group import Group
 from evodsp.printing import tell
@@ -42,7 +42,7 @@ class AttemptNotes:
     """The options that decide about memory (`PredictConfig.memory_options`)."""
 
     @contextmanager
-    def noted(self, name: str, group: Group | None) -> Iterator[Failure | None]:
+    def noted(self, name: str, group: Group | None) -> Iterator[RecordFailure | None]:
         """Within this context a note says that the record is being computed. Yields why it is left out instead, if it is.
 
         All ranks of the `group` that computes it call this; the first one writes. Raises UserError if that is impossible.
@@ -61,7 +61,7 @@ class AttemptNotes:
         """Note that a part of this record is finished: the starts before this one do not count against it any more."""
         self._write(name, 1)
 
-    def give_up(self, failure: Failure, again: str) -> NoReturn:
+    def give_up(self, failure: RecordFailure, again: str) -> NoReturn:
         """Note why the next start is to leave a record out, say so, and end this process: the others cannot go on with it.
 
         `again`: what the user has to call, for the message.
@@ -76,7 +76,7 @@ class AttemptNotes:
         sys.stderr.flush()
         os._exit(1)
 
-    def _begin(self, name: str) -> Failure | None:
+    def _begin(self, name: str) -> RecordFailure | None:
         path = self._path(name)
         starts, reason = self._read(name)
         if starts < _STARTS:
@@ -84,7 +84,7 @@ class AttemptNotes:
             return None
         ended = f"left out, because {starts} runs ended while they computed it, probably for want of memory"
         why = f"{name}: {ended}; {LESS_MEMORY}"
-        return Failure(name, f"{reason or why}; or delete {path} to try it again")
+        return RecordFailure(name, f"{reason or why}; or delete {path} to try it again")
 
     def _forget(self, name: str, made: list[Path], group: Group | None) -> None:
         """Remove the note, and those of the folders `made` for it that hold nothing else."""

@@ -15,11 +15,10 @@ import torch
 from evodsp.config import FeatureConfig, ModelConfig
 from evodsp.errors import UserError
 from evodsp.files import whole_file
-from evodsp.inference.config import PassSettings
+from evodsp.inference.config import EstimateConfig, PassSettings
 from evodsp.inference.devices import device_of, working_memory
-from evodsp.inference.estimate_config import EstimateConfig
 from evodsp.inference.inputs import read_inputs
-from evodsp.inference.provenance import check_ranks, feature_config
+from evodsp.inference.models import check_ranks, feature_config
 from evodsp.model.alphafold import AlphaFold
 from evodsp.planner.prediction import (
     Machine,

@@ -15,7 +15,7 @@ FAILURES = "failures.json"
 
 
 @dataclass(frozen=True)
-class Failure:
+class RecordFailure:
     """A record without a result, or without a part of it."""
 
     name: str
@@ -31,7 +31,7 @@ class Outcome:
 
     results: list[PredictionResult]
     """In the order of the input."""
-    failures: list[Failure]
+    failures: list[RecordFailure]
 
     @property
     def line(self) -> str:
@@ -40,13 +40,13 @@ class Outcome:
         return f"{len(self.results) - kept:,} done, {kept:,} kept, {len(self.failures):,} failed"
 
 
-def none_usable(failures: Sequence[Failure]) -> UserError:
+def none_usable(failures: Sequence[RecordFailure]) -> UserError:
     """The error of a run that has no result: the first record's, and how many there were."""
     others = f". None of the {len(failures):,} records can be predicted" if len(failures) > 1 else ""
     return UserError(failures[0].reason + others)
 
 
-def write_failures(output: Path, failures: Sequence[Failure]) -> None:
+def write_failures(output: Path, failures: Sequence[RecordFailure]) -> None:
     """Write <output>/failures.json; without failures, remove that of an earlier run."""
     path = output / FAILURES
     if failures:

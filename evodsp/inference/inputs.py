@@ -20,7 +20,7 @@ from evodsp.data.parsers.a3m import name_if_a3m, query_of_a3m
 from evodsp.data.parsers.fasta import SINGLE_CHAINS
 from evodsp.data.records import ProteinSequence
 from evodsp.errors import UserError
-from evodsp.inference.failures import Failure
+from evodsp.inference.failures import RecordFailure
 from evodsp.packaged import where_packaged
 
 STANDARD_INPUT = Path("-")
@@ -43,27 +43,27 @@ class InputRecord:
     """The content of `alignment` if it is no file, but standard input."""
 
 
-def read_inputs(inputs: Sequence[Path]) -> tuple[list[InputRecord], list[Failure]]:
+def read_inputs(inputs: Sequence[Path]) -> tuple[list[InputRecord], list[RecordFailure]]:
     """The records of all inputs, in the order in which they are given (files of a folder by name); and those that are broken.
 
-    A file that cannot be read is a Failure under its path. Raises UserError if an input does not exist, is given twice, or is a
-    folder without a file to read.
+    A file that cannot be read is a RecordFailure under its path. Raises UserError if an input does not exist, is given twice,
+    or is a folder without a file to read.
     """
     records: list[InputRecord] = []
-    failures: list[Failure] = []
+    failures: list[RecordFailure] = []
     places: dict[str, str] = {}
     for path in _files(inputs):
         try:
             found = list(_records(path))
         except UserError as error:
-            failures.append(Failure(str(path), str(error)))
+            failures.append(RecordFailure(str(path), str(error)))
             continue
         for name, place, record in found:
             reason = str(record) if isinstance(record, UserError) else None
             if reason is None and name in places:
                 reason = f"{place}: the name '{name}' is that of the record at {places[name]}; rename one of the two"
             if reason is not None:
-                failures.append(Failure(name, reason))
+                failures.append(RecordFailure(name, reason))
             elif isinstance(record, InputRecord):
                 places[name] = place
                 records.append(record)

@@ -1,8 +1,10 @@
-"""The passes of the model for one seed of a target: running them, their times, and the structure that comes out."""
+"""The passes of the model for one seed of a target: their progress, their times, and the structure that comes out."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -12,12 +14,13 @@ import torch
 from jaxtyping import Float, Float32
 
 from evodsp.inference.config import PassSettings
+from evodsp.inference.structure_files import AlignedError, PredictedStructure
 from evodsp.inference.targets import Target
-from evodsp.inference.writers import AlignedError, PredictedStructure
 from evodsp.model.alphafold import AlphaFold
 from evodsp.model.confidence import compute_contacts, compute_pae, compute_plddt, compute_ptm, highest_pae
 from evodsp.model.matmul import float32_matmul
 from evodsp.model.outputs import ModelOutput
+from evodsp.progress import progress
 
 
 @dataclass(frozen=True)
@@ -124,3 +127,20 @@ def _collected(
     """The first `length` (L) rows and columns, on the first rank. `rows`: this rank's."""
     whole = model.exchange.collect(rows, "i", whole=batch["seq_mask"].shape[-1])
     return None if whole is None else whole[0, :length, :length].cpu().numpy()
+
+
+@contextmanager
+def block_progress(model: AlphaFold, what: str, passes: int) -> Iterator[None]:
+    """Count the blocks of the extra-MSA stack and the Evoformer that the model runs within this context.
+
+    `passes`: how many passes there are at most. On a GPU the count runs ahead of the device within a pass: blocks are launched,
+    not awaited.
+    """
+    blocks = [*model.extra_msa_stack.blocks, *model.evoformer.blocks]
+    with progress(f"{what}: blocks of {passes} pass{'es' * (passes > 1)}", total=passes * len(blocks)) as advance:
+        hooks = [block.pair_stack.register_forward_hook(lambda *_: advance(1)) for block in blocks]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()

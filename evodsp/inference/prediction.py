@@ -19,8 +19,7 @@ from jaxtyping import Float32
 from evodsp.errors import UserError
 from evodsp.files import whole_file, whole_folder
 from evodsp.geometry.residues import CA
-from evodsp.inference.model_cif import Origin
-from evodsp.inference.residue_charts import pae_uri, strip, trace
+from evodsp.inference.pages.residue_charts import pae_uri, strip, trace
 from evodsp.inference.results import (
     REPORT,
     Key,
@@ -31,7 +30,7 @@ from evodsp.inference.results import (
     read_structure,
     read_with_ranking,
 )
-from evodsp.inference.writers import AlignedError, PredictedStructure, structure_text
+from evodsp.inference.structure_files import AlignedError, Origin, PredictedStructure, structure_text
 from evodsp.report.rendering import render
 
 if TYPE_CHECKING:

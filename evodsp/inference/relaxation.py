@@ -30,10 +30,9 @@ from evodsp.files import whole_file
 from evodsp.geometry.alphabet import RESTYPE_1TO3
 from evodsp.geometry.frames import atom37_to_atom14
 from evodsp.geometry.residues import ATOM_ORDER, ATOM_TYPES, CA
-from evodsp.inference.model_cif import Origin
 from evodsp.inference.result_checks import check_relaxation, read_object
 from evodsp.inference.results import Format, Key, PredictionResult, read_structure, stem
-from evodsp.inference.writers import PredictedStructure, structure_text
+from evodsp.inference.structure_files import Origin, PredictedStructure, structure_text
 from evodsp.losses.violation import violating_residues
 
 Which = Literal["none", "best", "all"]

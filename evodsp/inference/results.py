@@ -7,7 +7,7 @@
                 seed_<k>_confidence.png, alignment_coverage.png    with --plots (`evodsp.inference.plot_files`)
                 ranking.json            seeds, best first, and the settings of the run
                 timings.json            seconds per stage, peak memory
-                report.html             all of this to look at (`evodsp.inference.target_page`)
+                report.html             all of this to look at (`evodsp.inference.pages.target_page`)
 
 Predictions of several models are in one folder: their files are called <model>_seed_<k>….
 """
@@ -29,9 +29,8 @@ from evodsp import __version__
 from evodsp.data.mmcif import read_chain
 from evodsp.errors import FileFormatError, UserError
 from evodsp.geometry.alphabet import RESTYPES_WITH_X
-from evodsp.inference.model_cif import PAE_CATEGORY, Origin
 from evodsp.inference.result_checks import FIX, check_ranking, check_timings, is_number, numbers, read_object, wrong
-from evodsp.inference.writers import AlignedError, PredictedStructure, structure_text
+from evodsp.inference.structure_files import PAE_CATEGORY, AlignedError, Origin, PredictedStructure, structure_text
 from evodsp.reading.array_files import read_archive
 from evodsp.reading.text_files import json_of, read_bytes, read_json
 

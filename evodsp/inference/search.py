@@ -1,17 +1,22 @@
-"""`evodsp search`: alignments for the records of FASTA files."""
+"""Searches for alignments: `evodsp search` for the records of FASTA files, `evodsp predict --msa_server` for others."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from evodsp.data.chain_folder import has_files
 from evodsp.data.records import ProteinSequence
 from evodsp.errors import UserError
+from evodsp.inference.failures import RecordFailure
 from evodsp.inference.inputs import read_inputs
-from evodsp.inference.search_config import SearchConfig
+from evodsp.inference.targets import Target
+from evodsp.output import output_errors
 from evodsp.printing import show, tell
 from evodsp.progress import progress
+from evodsp.search.config import SearchConfig
+from evodsp.search.limits import ServerLimits
 from evodsp.search.programs import LocalProgram
 from evodsp.search.searcher import NoAnswerError, Say, Searcher, search
 from evodsp.search.server import MsaServer
@@ -67,3 +72,33 @@ def _searcher(settings: SearchConfig) -> Searcher:
 
 def say(line: str) -> None:
     tell(line)
+
+
+SEARCHED = "_alignments"
+"""Folder in the output of a prediction for alignments that it has searched."""
+_ORIGIN = f"alignments of a server's search, kept in {SEARCHED}"
+
+
+def with_searched(
+    targets: Sequence[Target], output: Path, address: str | None, limits: ServerLimits
+) -> tuple[list[Target], list[RecordFailure]]:
+    """The targets, each with alignments if the server at `address` found some; and the records whose search failed.
+
+    The alignments are kept in <output>/_alignments, where a later run reads them.
+    """
+    if address is None:
+        return list(targets), []
+    folder, searcher = output / SEARCHED, MsaServer(address, limits)
+    missing = [target.query for target in targets if target.alignments is None]
+    wanted = [query for query in missing if not has_files(folder / query.name)]
+    with output_errors(output):
+        failed = search_missing(wanted, folder, searcher, say) if wanted else {}
+    found = [
+        # The last note of such a target says 'no alignments'; it becomes where these came from.
+        replace(target, alignments=folder / target.query.name, notes=(*target.notes[:-1], _ORIGIN))
+        if target.alignments is None
+        else target
+        for target in targets
+        if target.query.name not in failed
+    ]
+    return found, [RecordFailure(name, str(error)) for name, error in failed.items()]

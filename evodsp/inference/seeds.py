@@ -22,17 +22,15 @@ from evodsp.data.dataset import collate, prediction_sample
 from evodsp.data.records import Alignment
 from evodsp.data.templates.features import TemplateFeatures
 from evodsp.errors import UserError
-from evodsp.inference.block_progress import block_progress
 from evodsp.inference.config import PassSettings
-from evodsp.inference.devices import memory_entries
+from evodsp.inference.devices import memory_entries, memory_errors
 from evodsp.inference.estimate import check_needs
-from evodsp.inference.failures import Failure
+from evodsp.inference.failures import RecordFailure
 from evodsp.inference.jobs import Job
-from evodsp.inference.memory_errors import memory_errors
-from evodsp.inference.passes import SeedRun, run_passes, structure_of
+from evodsp.inference.passes import SeedRun, block_progress, run_passes, structure_of
 from evodsp.inference.run_log import Report, counted
+from evodsp.inference.structure_files import PredictedStructure
 from evodsp.inference.targets import Target
-from evodsp.inference.writers import PredictedStructure
 from evodsp.launch.consensus import from_first, on_first, tensors_from_first
 from evodsp.model.alphafold import AlphaFold
 from evodsp.parallel.group import Group
@@ -59,13 +57,13 @@ def predict_seeds(
     try_anyway: bool,
     report: Report,
     group: Group | None,
-) -> Iterator[Finished | Failure]:
+) -> Iterator[Finished | RecordFailure]:
     """Predict the seeds of `job`. Finished seeds come as soon as they are to be written. The failure of a seed comes last; no
     other seed is tried after it.
 
     `try_anyway`: whether a target runs also where the estimate says that it does not fit.
 
-    Raises LeftAlone on a rank of several that has no memory left.
+    Raises RankOutOfMemoryError on a rank of several that has no memory left.
     """
     target, device = job.target, next(model.parameters()).device
     start = time.perf_counter()
@@ -77,7 +75,7 @@ def predict_seeds(
     try:
         alignments = on_first(read, group) or []
     except UserError as error:
-        yield Failure(target.query.name, str(error))
+        yield RecordFailure(target.query.name, str(error))
         return
     seconds_before = job.templates_seconds + time.perf_counter() - start
     rows = sum(map(len, alignments))
@@ -128,7 +126,7 @@ def predict_seeds(
         except UserError as error:
             if structures:
                 yield finished()
-            yield Failure(target.query.name, str(error))
+            yield RecordFailure(target.query.name, str(error))
             return
         structures[seed], runs[seed] = structure, SeedRun(seconds, passes, change)
         report(f"  seed {seed}: model, {runs[seed].model_line(features.recycles + 1)}; {structure.confidence_line}")

@@ -32,8 +32,8 @@ from evodsp.data.records import Chain
 from evodsp.data.structures import StructureFolder
 from evodsp.errors import UserError
 from evodsp.geometry.residues import ATOM_ORDER
-from evodsp.inference.report import ChainScores, compare
 from evodsp.inference.results import read_result
+from evodsp.inference.score.scores import ChainScores, compare
 
 # Lowest pLDDT, colour and name, as in the AlphaFold database.
 PLDDT_BANDS = (

@@ -28,8 +28,8 @@ from evodsp.data.records import ProteinSequence
 from evodsp.data.store import FeatureStore
 from evodsp.data.structures import StructureFolder
 from evodsp.data.templates.source import TemplateSource
-from evodsp.inference.batch_page import batch_page
 from evodsp.inference.inputs import read_inputs
+from evodsp.inference.pages.batch_page import batch_page
 from evodsp.inference.prediction import Prediction
 from evodsp.planner.device import load_device, load_link
 from evodsp.report.run_command import page

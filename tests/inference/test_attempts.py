@@ -13,7 +13,7 @@ import pytest
 from evodsp.errors import UserError
 from evodsp.inference import predict as module
 from evodsp.inference.attempts import AttemptNotes
-from evodsp.inference.failures import Failure
+from evodsp.inference.failures import RecordFailure
 from evodsp.inference.predict import predict_records
 from tests.builders.prediction import silent
 
@@ -112,12 +112,12 @@ def test_a_reason_that_is_known_counts_at_once(
     """Catches a record that ends one more start though a rank has said why it cannot be."""
     monkeypatch.setattr("os._exit", sys.exit)
     with pytest.raises(SystemExit, match="1"):
-        notes(workplace).give_up(Failure("alpha_A", "alpha_A: too long"), "the same command without --overwrite")
+        notes(workplace).give_up(RecordFailure("alpha_A", "alpha_A: too long"), "the same command without --overwrite")
     said = capsys.readouterr().err
     assert said.startswith("evodsp: error: alpha_A: too long. The other ranks wait")
     assert "the same command without --overwrite leaves this record out" in said
     with notes(workplace).noted("alpha_A", None) as left_out:
-        assert left_out == Failure("alpha_A", f"alpha_A: too long; or delete {note(workplace)} to try it again")
+        assert left_out == RecordFailure("alpha_A", f"alpha_A: too long; or delete {note(workplace)} to try it again")
 
 
 @pytest.mark.parametrize(

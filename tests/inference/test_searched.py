@@ -9,8 +9,8 @@ import pytest
 
 from evodsp.cli import main
 from evodsp.data.records import ProteinSequence
-from evodsp.inference import searched
-from evodsp.inference.searched import with_searched
+from evodsp.inference import search
+from evodsp.inference.search import with_searched
 from evodsp.inference.targets import Target
 from evodsp.search.limits import ServerLimits
 from evodsp.search.searcher import Found, NoAnswerError
@@ -32,7 +32,7 @@ def test_a_server_that_is_gone_costs_only_what_it_would_have_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Catches records that have alignments, and those found before, which are not predicted because a server is down."""
-    monkeypatch.setattr(searched, "MsaServer", Dying)
+    monkeypatch.setattr(search, "MsaServer", Dying)
     (tmp_path / "own.a3m").write_text(">q\nMKT\n")
     records = {"own": "MKT", "found": "GST", "lost": "AAA", "lost_too": "CCC"}
     targets = [

@@ -163,7 +163,8 @@ def test_one_number_of_ranks_on_a_crowded_node() -> None:
     assert [share.what.ranks for share in crowded.shares] == [2]
     assert crowded.alone.what.ranks == 1
     assert crowded.alone.one_pass.device == pytest.approx(alike.alone.one_pass.device)
-    assert crowded.shares[0].one_pass.device == pytest.approx(alike.shares[0].one_pass.device * 9 / 7)  # one of seven neighbours
+    one_of_seven = 9 / 7  # neighbours
+    assert crowded.shares[0].one_pass.device == pytest.approx(alike.shares[0].one_pass.device * one_of_seven)
 
 
 def test_a_prediction_is_planned_on_more_and_more_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

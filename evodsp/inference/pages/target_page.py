@@ -24,9 +24,8 @@ from evodsp.errors import UserError
 from evodsp.files import whole_file
 from evodsp.geometry.alphabet import RESTYPE_1TO3
 from evodsp.geometry.residues import ATOM_TYPES, CA
-from evodsp.inference.coverage import Coverage, coverage
-from evodsp.inference.relaxation import read_relaxation
-from evodsp.inference.residue_charts import (
+from evodsp.inference.pages.coverage import Coverage, coverage
+from evodsp.inference.pages.residue_charts import (
     BANDS,
     FRAME,
     PAE_COLOURS,
@@ -35,6 +34,7 @@ from evodsp.inference.residue_charts import (
     palette,
     plddt_chart,
 )
+from evodsp.inference.relaxation import read_relaxation
 from evodsp.inference.result_checks import FIX
 from evodsp.inference.results import REPORT, key_of, read_pae, read_plddt, read_timings, read_with_ranking, stem
 from evodsp.report.page import Page

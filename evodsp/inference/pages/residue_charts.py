@@ -16,7 +16,7 @@ from jaxtyping import Float, UInt8
 from markupsafe import Markup
 from PIL import Image
 
-from evodsp.inference.coverage import Coverage
+from evodsp.inference.pages.coverage import Coverage
 from evodsp.report.charts import Frame, Mark, mark, path, picture
 
 FRAME = Frame(1000, 184, left=56, right=12, top=10, bottom=24)
