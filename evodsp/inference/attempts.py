@@ -43,7 +43,8 @@ class AttemptNotes:
 
     @contextmanager
     def noted(self, name: str, group: Group | None) -> Iterator[RecordFailure | None]:
-        """Within this context a note says that the record is being computed. Yields why it is left out instead, if it is.
+        """Within this context a note says that the record is being computed. Yields a failure if the record is left out
+        instead.
 
         All ranks of the `group` that computes it call this; the first one writes. Raises UserError if that is impossible.
         """
@@ -64,7 +65,7 @@ class AttemptNotes:
     def give_up(self, failure: RecordFailure, again: str) -> NoReturn:
         """Note why the next start is to leave a record out, say so, and end this process: the others cannot go on with it.
 
-        `again`: what the user has to call, for the message.
+        `again`: the words of the message for the command that the user has to repeat.
         """
         with suppress(UserError):  # this rank may be on a machine without the output folder
             self._write(failure.name, _STARTS, failure.reason)
@@ -87,7 +88,7 @@ class AttemptNotes:
         return RecordFailure(name, f"{reason or why}; or delete {path} to try it again")
 
     def _forget(self, name: str, made: list[Path], group: Group | None) -> None:
-        """Remove the note, and those of the folders `made` for it that hold nothing else."""
+        """Remove the note, and each of the folders `made` for it that holds nothing else."""
         if group is not None and group.rank > 0:
             return
         with suppress(OSError):

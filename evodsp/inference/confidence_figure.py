@@ -1,5 +1,5 @@
-"""The confidence of a prediction and what it is based on, as matplotlib figures. This module imports matplotlib, so it is
-imported late."""
+"""Figures of a prediction's confidence and of the alignments behind it. This module imports matplotlib, so it is imported
+late."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class PassSettings:
     stop_tolerance: float | None = None
     """Largest change of CA-CA distances (Å) at which recycling stops early; None: it never does."""
     working_memory: str = "auto"
-    """The option of this name."""
+    """Memory of each rank for what a layer computes beside the representations: the option of this name."""
     ranks: int = 1
     """Number of ranks that share a structure."""
     plan: CommunicationPlan = field(default_factory=CommunicationPlan)
@@ -220,7 +220,7 @@ class PredictConfig:
 
     @property
     def sources(self) -> Sequence[Path]:
-        """What to predict: the inputs."""
+        """The inputs to predict."""
         return sources_of(self.inputs, self.fasta)
 
     @property
@@ -274,7 +274,7 @@ class PredictConfig:
 
 @dataclass(frozen=True)
 class EstimateConfig:
-    """What would be predicted, and where. Raises UserError if a value is out of range."""
+    """A prediction that is not run, and its machine. Raises UserError if a value is out of range."""
 
     inputs: Sequence[Path] = ()
     """What `evodsp predict` would be given: FASTA or A3M files, folders of either, or - for standard input. Every
@@ -284,7 +284,7 @@ class EstimateConfig:
     residues: int | None = None
     """Length of a sequence, instead of inputs."""
     checkpoint: Path | None = None
-    """Model: a checkpoint, or another program's parameters, as of `evodsp predict`."""
+    """Model: a checkpoint, or another program's parameters, as in `evodsp predict`."""
     weights: str | None = None
     """Model: AlphaFold2's published parameters by name, such as model_1_ptm. Their file is not needed."""
     preset: str | None = None
@@ -293,7 +293,7 @@ class EstimateConfig:
     """auto: the GPU of this machine, or its processor. cpu or cuda. Or a kind of GPU: a100, h100, h200, b200, or the path of
     your own file (see `evodsp plan`)."""
     precision: Literal["fp32", "bf16"] = "fp32"
-    """As of `evodsp predict`, like the settings below."""
+    """Precision of the model's layers, as in `evodsp predict`. So are the settings below."""
     matmul_precision: MatmulPrecision = "highest"
     """Products of float32 matrices on a GPU: highest or high."""
     recycles: int | None = None

@@ -1,4 +1,5 @@
-"""What a target's folder holds already: seeds that need no model, structures to write in another format, the user's own files.
+"""Results of earlier runs in a target's folder: seeds that need no model, structures to write in another format, a user's
+files.
 
 Structures are stored with 0.001 Å and pLDDT with 0.01, in mmCIF as in PDB: so a format is written from a file of the other one,
 and holds the same numbers as if it had been written at once.
@@ -51,7 +52,7 @@ class EarlierResult:
     timings: Mapping[str, Any]
     """timings.json."""
     model: str | None = None
-    """What this run's model is called among several; None if the folder holds those of one model only."""
+    """Name of this run's model among several; None if the folder holds the results of one model only."""
     models: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """The settings of all models in the folder, if there are several."""
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -60,7 +61,7 @@ class EarlierResult:
     """The model whose files have no model's name yet, because it was alone so far."""
 
     def missing(self, seeds: Sequence[int]) -> list[int]:
-        """Those of `seeds` that have to be predicted."""
+        """The seeds among `seeds` that have to be predicted."""
         there = {entry["seed"] for entry in self.ranking if entry.get("model") == self.model}
         return [seed for seed in seeds if seed not in there]
 
@@ -112,7 +113,7 @@ def find_earlier(
 ) -> EarlierResult | None:
     """The result that `folder` already holds, or None if everything has to be predicted.
 
-    `model`: what this run calls the model, if it has several; `names`: what it calls all of them, by their files' fingerprints.
+    `model`: the name of the model in this run, if it has several; `names`: the names of all, by their files' fingerprints.
     Raises UserError if `folder` holds results of other settings, or an incomplete one (unless `overwrite`).
     """
     if not folder.exists():
@@ -162,7 +163,7 @@ def _inputs(made_with: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def copy_files(folder: Path, into: Path, stored: EarlierResult | None) -> None:
-    """Copy the user's own files of a target's folder into its successor, and those of the earlier predictions `stored`."""
+    """Copy the user's own files of a target's folder into its successor, and the files of the earlier predictions `stored`."""
     if not folder.is_dir():
         return
     ours = _ours(folder)
@@ -197,8 +198,8 @@ def result_settings(
 ) -> dict[str, Any]:
     """Everything that the numbers of a seed depend on. An earlier result is kept only if every entry is equal.
 
-    `raw`: whether the weights are the raw ones. `checkpoint`: the fingerprint of its file. `templates`: those in use, best
-    first.
+    `raw`: whether the weights are the raw ones. `checkpoint`: the fingerprint of its file. `templates`: the templates in
+    use, best first.
     """
     return {
         "numerics": NUMERICS,

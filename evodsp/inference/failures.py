@@ -27,10 +27,10 @@ class RecordFailure:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of all records."""
+    """The results and failures of all records."""
 
     results: list[PredictionResult]
-    """In the order of the input."""
+    """The results in the order of the input."""
     failures: list[RecordFailure]
 
     @property
@@ -47,7 +47,7 @@ def none_usable(failures: Sequence[RecordFailure]) -> UserError:
 
 
 def write_failures(output: Path, failures: Sequence[RecordFailure]) -> None:
-    """Write <output>/failures.json; without failures, remove that of an earlier run."""
+    """Write <output>/failures.json; without failures, remove the file of an earlier run."""
     path = output / FAILURES
     if failures:
         with whole_file(path) as partial:

@@ -1,4 +1,4 @@
-"""What a user gives to predict: FASTA and A3M files, folders of either, standard input. The records in them are read here.
+"""The inputs of a prediction: FASTA and A3M files, folders of either, standard input. The records in them are read here.
 
 A file is A3M if its name says so (.a3m, .a3m.gz): its first sequence is the query, its name the record's, and the file is the
 record's alignment. Everything else is FASTA. Of a folder, files are read whose names say that they are one of both. Standard
@@ -38,13 +38,14 @@ class InputRecord:
     alignment: Path | None
     """The A3M file that it is the first sequence of; None for FASTA."""
     notes: tuple[str, ...]
-    """What the user has to know of it, lines for the log."""
+    """Lines for the log: the user has to know them about this record."""
     piped: bytes | None = None
     """The content of `alignment` if it is no file, but standard input."""
 
 
 def read_inputs(inputs: Sequence[Path]) -> tuple[list[InputRecord], list[RecordFailure]]:
-    """The records of all inputs, in the order in which they are given (files of a folder by name); and those that are broken.
+    """The records of all inputs, in the order in which they are given (files of a folder by name); and a failure for each
+    broken one.
 
     A file that cannot be read is a RecordFailure under its path. Raises UserError if an input does not exist, is given twice,
     or is a folder without a file to read.
@@ -191,7 +192,7 @@ def _records(path: Path) -> Iterator[tuple[str, str, InputRecord | UserError]]:
 
 
 def _maybe_nucleotides(name: str, letters: str) -> tuple[str, ...]:
-    """What to say of a sequence of bases. U has become C by now; some repeats of real proteins have two of the letters."""
+    """A note on a sequence of bases. U has become C by now; some repeats of real proteins have two of the letters."""
     found = set(letters)
     if len(letters) < _SHORTEST_OF_BASES or not found <= set("ACGTNX") or len(found & set("ACGT")) < 3:
         return ()
@@ -202,7 +203,7 @@ def _maybe_nucleotides(name: str, letters: str) -> tuple[str, ...]:
 
 
 def _maybe_an_alignment(sequences: Sequence[ProteinSequence | UserError]) -> tuple[str, ...]:
-    """What to say of standard input that has no gaps, but could be an alignment for all that."""
+    """A note on standard input that has no gaps, but could be an alignment for all that."""
     lengths = {len(sequence) if isinstance(sequence, ProteinSequence) else None for sequence in sequences}
     if len(sequences) < 2 or len(lengths) > 1:
         return ()
@@ -213,7 +214,7 @@ def _maybe_an_alignment(sequences: Sequence[ProteinSequence | UserError]) -> tup
 
 
 def _piped_a3m(data: bytes) -> Path | None:
-    """What the file would be called if standard input is A3M; None for FASTA. Raises UserError if no file can be called so."""
+    """The name of a file for standard input that is A3M; None for FASTA. Raises UserError if no file can have the name."""
     name = name_if_a3m(data)
     if name is None:
         return None

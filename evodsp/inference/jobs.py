@@ -62,23 +62,23 @@ class Job:
     kept: bool
     """Whether all files are there already."""
     model: str | None
-    """What the model is called in the target's folder; None if it is the only one."""
+    """Name of the model in the target's folder; None if it is the only one."""
 
 
 @dataclass(frozen=True)
 class RunInputs:
-    """What the user gives."""
+    """The records and models that a user gives."""
 
     targets: list[Target]
     failures: list[RecordFailure]
     """The records that are no targets."""
     models: list[tuple[NamedModel, FeatureConfig]]
-    """With the feature sizes of their checkpoints."""
+    """The models, each with the feature sizes of its checkpoint."""
 
 
 @dataclass(frozen=True)
 class ModelWork:
-    """What rank 0 reads and checks before a model runs."""
+    """The jobs of one model, which rank 0 reads and checks before the model runs."""
 
     jobs: list[Job]
     failures: list[RecordFailure]
@@ -89,7 +89,7 @@ class ModelWork:
 
 
 _OURS = (INDEX, BESIDE, FAILURES, LOG, SEARCHED)
-"""What a run itself writes into its output."""
+"""Names of files and folders that a run itself writes into its output."""
 
 
 def check_launch(config: PredictConfig) -> None:
@@ -158,9 +158,9 @@ def prepare(
     group: Group | None,
     ranks: int,
 ) -> ModelWork:
-    """Check what one model will do and read its checkpoint, on rank 0. `ranks`: how many share a structure.
+    """Check the jobs of one model and read its checkpoint, on rank 0. `ranks`: the number that shares a structure.
 
-    The ranks hear from it after each target: thousands of them take longer than ranks may wait for one another.
+    Rank 0 answers the others after each target, because thousands of targets take longer than ranks may wait for one another.
     """
     features = feature_config(config.sizes, trained)
     jobs, failures = _jobs(named, inputs, config, features, partial(_check, features, ranks), group)
@@ -210,9 +210,9 @@ def _jobs(
     check: Callable[[Target], None],
     group: Group | None = None,
 ) -> tuple[list[Job], list[RecordFailure]]:
-    """One job per target, with its templates and its earlier result; and the targets that cannot be predicted.
+    """One job per target, with its templates and its earlier result; and a failure for each target that cannot be predicted.
 
-    `check` raises UserError for a target that cannot; targets without a seed to predict are not checked.
+    `check` raises UserError for such a target; a target without a seed to predict is not checked.
     """
     sources = on_first(lambda: [template_source(config.template_settings, features, model.path)], group)
     names = {other.digest: other.name for other, _ in inputs.models if other.name is not None}

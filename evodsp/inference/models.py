@@ -21,7 +21,7 @@ from evodsp.weights.deepspeed import parameter_file
 _SUFFIXES = (".ckpt", ".npz", ".pt")
 _OF_DEEPSPEED = ("latest", "checkpoint", "*mp_rank_*")
 _TELLS_NOTHING = "checkpoints"
-"""The folder of checkpoints within that of every run."""
+"""The folder of checkpoints within the folder of every run."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class NamedModel:
 
     path: Path
     name: str | None
-    """None for the only model of a run: its files have no name before them."""
+    """None if the run has one model; file names then have no model prefix."""
     digest: str
     """The fingerprint of its file."""
 
@@ -106,7 +106,7 @@ def check_target_fits_ranks(ranks: int, features: FeatureConfig, target: Target)
 def check_ranks(ranks: int, residues: int, rows: int, before: str = "") -> None:
     """Raise UserError if there are more ranks than residues or MSA rows: each rank needs one of both.
 
-    `before`: what the message begins with.
+    `before`: the beginning of the message.
     """
     if ranks > min(rows, residues):
         raise UserError(

@@ -61,7 +61,7 @@ def predict_records(
     `report` gets one line per stage, one per record that fails, and a last one that counts them. The records that failed are
     listed in <output>/failures.json. Raises UserError if no record can be predicted: then nothing has been written. If that
     is known from the inputs, no model has run.
-    A target's folder appears only when its files are complete. Of a long chain they are at first those of the first seeds.
+    A target's folder appears only when its files are complete. The folder of a long chain holds the first seeds at first.
 
     `group`: the ranks that share each structure. `groups`: several such groups, which share the records. All ranks call this
     function with the same `config`. Rank 0 of all checks the inputs; then the first rank of each group reads the alignments of
@@ -79,7 +79,7 @@ def predict_records(
     names = {target.query.name for target in inputs.targets}  # other runs may be writing other records here
     from_first(partial(remove_partial, config.output, names), everyone)
     results: dict[str, PredictionResult] = {}
-    # One model after the other: one is in memory, and each is loaded once. What is written is complete for the models so far.
+    # One model after the other: one is in memory, and each is loaded once. The files are complete for the models so far.
     for number, (model, trained) in enumerate(inputs.models):
         if model.name is not None:
             report(f"model {model.name}, {number + 1} of {len(inputs.models)}: {model.path}")
@@ -158,7 +158,8 @@ def _predict_job(
     features: FeatureConfig,
     group: Group | None,
 ) -> PredictionResult | RecordFailure:
-    """Predict one record, unless its results are kept, and report what became of it. `place`: among all records."""
+    """Predict one record, unless its results are kept, and report the outcome. `place`: its number among all records, for the
+    log."""
     report(f"{place} {job.target.query.name}: {counted(len(job.target.query), 'residue')}")
     for note in job.target.notes:
         report(f"  {note}")
@@ -234,7 +235,7 @@ def _already(number: int) -> str:
 
 
 def _stored(job: Job, config: PredictConfig) -> EarlierResult | None:
-    """What the folder of a job's results holds now."""
+    """The results that a job's folder holds now."""
     return find_earlier(config.output / job.target.query.name, job.settings, overwrite=False, model=job.model)
 
 
@@ -274,7 +275,7 @@ def _write(job: Job, finished: Finished, config: PredictConfig) -> PredictionRes
 
 
 def _relax(result: PredictionResult, config: PredictConfig, report: Report, group: Group | None) -> bool:
-    """Relax what `config` asks for and has not been relaxed. Returns whether there was something."""
+    """Relax the predictions that `config` names and that have not been relaxed. Returns whether there was one."""
     keys = from_first(lambda: missing_relaxations(result, config.relax), group)
     for key in keys:
         report(f"  {long_from_first(partial(relax_prediction, result, key, device_of(config.device)), group)}")
@@ -282,7 +283,7 @@ def _relax(result: PredictionResult, config: PredictConfig, report: Report, grou
 
 
 def _make_page(job: Job, result: PredictionResult, report: Report, group: Group | None) -> None:
-    """Write a target's page; one that cannot be written is reported."""
+    """Write a target's page; report one that cannot be written."""
 
     def make() -> None:
         write_target_page(result.folder, job.target.read())
@@ -292,7 +293,7 @@ def _make_page(job: Job, result: PredictionResult, report: Report, group: Group 
 
 
 def _plot(job: Job, result: PredictionResult, config: PredictConfig, report: Report, group: Group | None) -> None:
-    """Draw the pictures that are asked for and missing; those that cannot be written are reported."""
+    """Draw the pictures that are asked for and missing; report a picture that cannot be written."""
     if not config.plots:
         return
 

@@ -3,7 +3,7 @@
 <output>/<name>/seed_<k>.cif|.pdb       structure; B-factor = pLDDT
                 seed_<k>_scores.json    ColabFold's keys: plddt per residue; with a PAE head also max_pae, pae (Å) and ptm
                 seed_<k>_pae.json       with a PAE head: predicted aligned error, in AlphaFold DB's format
-                seed_<k>_contacts.npz   `probability`: of contacts, uint8 [R, R] in steps of 1/255
+                seed_<k>_contacts.npz   `probability` of contacts, uint8 [R, R] in steps of 1/255
                 seed_<k>_confidence.png, alignment_coverage.png    with --plots (`evodsp.inference.plot_files`)
                 ranking.json            seeds, best first, and the settings of the run
                 timings.json            seconds per stage, peak memory
@@ -46,7 +46,7 @@ _LARGEST_ERROR = 10_000.0
 
 Format = Literal["cif", "pdb"]
 Key = int | str
-"""What a prediction in a target's folder is called: its seed, or among those of several models '<model>_seed_<k>'."""
+"""Name of a prediction in a target's folder: its seed, or '<model>_seed_<k>' if there are several models."""
 
 
 def key_of(entry: Mapping[str, Any]) -> Key:
@@ -55,7 +55,7 @@ def key_of(entry: Mapping[str, Any]) -> Key:
 
 
 def stem(key: Key) -> str:
-    """What the names of a prediction's files begin with."""
+    """The first part of the names of a prediction's files."""
     return key if isinstance(key, str) else f"seed_{key}"
 
 
@@ -169,7 +169,7 @@ def read_contacts(folder: Path, key: Key) -> Float32[np.ndarray, "R R"] | None:
 
 
 def _write_contacts(file: Path, contacts: Float32[np.ndarray, "R R"]) -> None:
-    """In steps of 1/255, a byte each; most are zero and take next to nothing when they are compressed."""
+    """Write steps of 1/255, a byte each; most are zero and take next to nothing when they are compressed."""
     steps = np.round(contacts.clip(0, 1) * _CONTACT_STEPS).astype(np.uint8)
     np.savez_compressed(file, probability=steps)
 
@@ -196,7 +196,7 @@ def read_pae(folder: Path, key: Key) -> tuple[Float32[np.ndarray, "R R"], float]
 
 
 def read_aligned_error(folder: Path, key: Key, ptm: float) -> AlignedError:
-    """The aligned errors of a prediction in a target's folder. `ptm`: as its entry of ranking.json says."""
+    """The aligned errors of a prediction in a target's folder. `ptm`: the number in its entry of ranking.json."""
     pae, highest = read_pae(folder, key)
     return AlignedError(pae, highest, ptm)
 

@@ -41,10 +41,10 @@ WRITE_EVERY_S = 30.0
 
 @dataclass(frozen=True)
 class Finished:
-    """Seeds that are predicted, but not written."""
+    """Seeds that are predicted, but not yet written."""
 
     structures: dict[int, PredictedStructure]
-    """By seed."""
+    """The structures by seed."""
     timings: dict[str, Any]
     """Entries of timings.json."""
 
@@ -92,7 +92,7 @@ def predict_seeds(
     runs: dict[int, SeedRun] = {}
 
     def finished() -> Finished:
-        """What has been predicted since the last call."""
+        """The seeds that have been predicted since the last call."""
         nonlocal seconds_before
         named = {} if job.model is None else {"model": job.model}
         timings = {
@@ -154,7 +154,7 @@ def _batch(
     report: Report,
     group: Group | None,
 ) -> tuple[dict[str, torch.Tensor], float]:
-    """A seed's features, on every rank, and the seconds they took. `alignments`: on the first rank of `group`."""
+    """A seed's features, on every rank, and the seconds they took. Only the first rank of `group` has `alignments`."""
     target = job.target
     start = time.perf_counter()
     make = partial(_features, target, alignments, features, seed, job.templates, ensembles)

@@ -88,9 +88,9 @@ class PredictedStructure:
 
 
 PAE_CATEGORY = "_ma_qa_metric_local_pairwise."
-"""What the names of the columns of aligned errors begin with."""
+"""Beginning of the names of columns that hold aligned errors."""
 _NEVER_FIRST = re.compile(r"[#$\]]|(data|loop|save|stop|global)_", re.IGNORECASE)
-"""What no value of CIF may begin with, unless it is quoted; python-modelcif does not quote all of these."""
+"""Beginnings that a CIF value may have only in quotes; python-modelcif does not quote all of these."""
 _LOCATION = "https://pypi.org/project/evodsp"
 
 
@@ -102,11 +102,11 @@ class Origin:
     ptm: float | None = None
     """Predicted TM-score, 0..1; None for models without that head."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Those of ranking.json: the parameters' fingerprint, rows, recycling iterations, templates."""
+    """The settings in ranking.json: the parameters' fingerprint, rows, recycling iterations, templates."""
 
     @classmethod
     def of(cls, entry: Mapping[str, Any], settings: Mapping[str, Any]) -> Origin:
-        """Of an entry of ranking.json."""
+        """The origin that an entry of ranking.json tells."""
         return cls(entry["seed"], entry.get("ptm"), settings)
 
 
@@ -164,7 +164,8 @@ class _Model(modelcif.model.AbInitioModel):
 
 
 def model_cif_text(structure: PredictedStructure, origin: Origin, pae: bool = False) -> str:
-    """The file. The same arguments always give the same bytes. `pae`: with the aligned errors, if the structure has them."""
+    """The structure as ModelCIF. The same arguments always give the same bytes. `pae`: whether the aligned errors are in it,
+    if there are any."""
     name = structure.ascii_name
     if _NEVER_FIRST.match(name):
         name = f"_{name}"
@@ -229,7 +230,8 @@ def structure_text(
 ) -> str:
     """The structure in the given format. Raises UserError if the format cannot hold it or a number is not finite.
 
-    `origin`: what ModelCIF says of how it was made; `pae`: whether it holds the aligned errors. PDB has no place for either.
+    `origin`: how the structure was made, for ModelCIF; `pae`: whether ModelCIF holds the aligned errors. PDB has no place for
+    either.
     """
     # The confidence of residues without atoms (X) is written too.
     finite = np.isfinite(structure.plddt) & (np.isfinite(structure.positions).all(-1) | (structure.mask <= 0.5)).all(-1)

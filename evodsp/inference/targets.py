@@ -39,7 +39,7 @@ class Target:
     alignments: Path | None
     """A folder, or a single file; None: predicted from the sequence alone."""
     notes: tuple[str, ...] = ()
-    """What the user has to know of this record, lines for the log."""
+    """Lines for the log: the user has to know them about this record."""
     piped: bytes | None = None
     """The content of `alignments` if it is no file, but standard input."""
 
@@ -70,11 +70,11 @@ class Target:
 
 
 def find_targets(inputs: Sequence[Path], alignments: Path | None) -> tuple[list[Target], list[RecordFailure]]:
-    """Pair every record of the inputs with its alignments; and the records that cannot be predicted.
+    """Pair every record of the inputs with its alignments; a record that cannot be predicted becomes a failure.
 
-    `inputs`: as in `read_inputs`; A3M inputs are alignments themselves. `alignments`: None, or a folder with one sub-folder or
-    one file (<name>.a3m, .sto) per record, named as the record; the files of a single record may also lie directly in it.
-    Raises UserError if a file or folder is missing or of another kind.
+    `inputs`: the files that `read_inputs` takes; A3M files are alignments themselves. `alignments`: None, or a folder with
+    one sub-folder or one file (<name>.a3m, .sto) per record, named as the record; the files of a single record may also lie
+    directly in it. Raises UserError if a file or folder is missing or of another kind.
     """
     if alignments is not None and alignments.is_file():
         raise UserError(f"{alignments}: is a file, but --alignments takes the folder of alignments; give the folder")

@@ -29,7 +29,7 @@ from evodsp.planner.walk import items_of
 
 GIB = 2**30
 SINGLE, HALF = 4, 2
-"""Bytes of a number."""
+"""Bytes of a number in fp32 and in bf16."""
 WORKING_SHARE = 32
 """On a GPU a layer computes within this part of the device's memory, unless another amount is given."""
 WORKING_CPU = 256 << 20
@@ -55,12 +55,12 @@ def pair_share(residues: int, channels: int, ranks: int, half: bool) -> int:
 
 @dataclass(frozen=True)
 class PlannedPrediction:
-    """What is predicted, and how."""
+    """A prediction to be followed: model, sizes and settings."""
 
     model: ModelConfig
     sizes: Sizes
     passes: int = 4
-    """Of a seed: recycling iterations and the first pass."""
+    """Passes of a seed: the recycling iterations and the first pass."""
     ensembles: int = 1
     ranks: int = 1
     half: bool = False
@@ -84,17 +84,17 @@ class PredictionMemory:
 
     weights: int
     features: int
-    """Of a pass, or of all passes where they wait in the same memory."""
+    """Input features of a pass, or of all passes where they wait in the same memory."""
     pair: int
-    """Its shard of the pair representation."""
+    """The rank's shard of the pair representation."""
     msa: int
-    """Its shard of the MSA representation, or of the extra MSA's, which is there at that moment."""
+    """The rank's shard of the MSA representation, or of the extra MSA's if that is alive at the worst moment."""
     layers: int
-    """What else the model holds: copies of representations, what a layer makes, logits."""
+    """All else that the model holds: copies of representations, results of a layer, logits."""
     heap: int
-    """On a CPU what the C library keeps of freed memory for the next tensors: at most `HEAP`."""
+    """Freed memory that the C library keeps on a CPU for the next tensors: at most `HEAP`."""
     at: str
-    """The part of the model in which that is."""
+    """The part of the model with the worst moment."""
 
     @property
     def total(self) -> int:

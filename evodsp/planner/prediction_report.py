@@ -29,7 +29,7 @@ from evodsp.report.page import Page
 MSA_ROWS, EXTRA_ROWS, TEMPLATES, RECYCLES = 512, 5120, 4, 3
 """Sizes with which AlphaFold2 predicts (supplement, table 5)."""
 OF_TRAINING = ("global_batch", "samples", "parameters", "wire", "recomputation", "cuda_graphs")
-"""Settings that say nothing of a prediction."""
+"""Settings of training, which a prediction has not."""
 _HEADINGS = (
     "ranks a structure", "GiB", "fits", "s a structure", "structures/h", "efficiency", "exposed", "collectives a pass",
 )  # fmt: skip
@@ -43,9 +43,9 @@ class PredictionPlan:
     devices: int
     device: Device
     shares: list[PredictionNeeds]
-    """What each of the ranks needs, by their number."""
+    """The needs of each rank, by the number of ranks."""
     alone: PredictionNeeds
-    """What one rank needs, whether it fits or not: efficiency is measured against it."""
+    """The needs of a single rank, whether it fits or not: efficiency is measured against it."""
 
     def fits(self, share: PredictionNeeds) -> bool:
         """Whether a device has the memory."""

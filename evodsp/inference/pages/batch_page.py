@@ -79,7 +79,7 @@ def batch_page(output: Path, failures: Sequence[RecordFailure]) -> Page:
 
 _ALONG = "pLDDT along the sequence"
 _HEADINGS = {"target": False, "residues": True, "mean pLDDT": True, "pTM": True, "predictions": True, _ALONG: False}
-"""Of the columns, and whether their cells are numbers."""
+"""Headings of the columns, and whether their cells are numbers."""
 
 
 def _row(folder: Path, name: str, plddt: np.ndarray, mean: float, ptm: float | None, seeds: int) -> dict[str, str]:
