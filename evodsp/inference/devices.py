@@ -20,6 +20,10 @@ from evodsp.parallel.group import Group
 from evodsp.planner.prediction import WORKING_CPU, WORKING_SHARE
 from evodsp.ranges import memory_size
 
+LESS_MEMORY = "lower --working_memory, --msa_clusters and --extra_msa, take --precision bf16, raise --parallel.sequence"
+"""What a user can change."""
+_CPU_ALLOCATOR = "DefaultCPUAllocator"
+
 
 def device_of(name: str) -> torch.device:
     """The device called `name`; `auto` is a GPU if there is one. Raises UserError if there is no such device here.
@@ -93,11 +97,6 @@ def _peak_memory(device: torch.device) -> dict[str, Any]:
     unit = 1 if sys.platform == "darwin" else 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit >> 20
     return {"peak_memory_mib": peak, "peak_memory_of": "process, so far"}
-
-
-LESS_MEMORY = "lower --working_memory, --msa_clusters and --extra_msa, take --precision bf16, raise --parallel.sequence"
-"""What a user can change."""
-_CPU_ALLOCATOR = "DefaultCPUAllocator"
 
 
 class RankOutOfMemoryError(Exception):

@@ -42,6 +42,9 @@ from evodsp.planner.prediction import pair_share
 from evodsp.weights.by_name import PUBLISHED, fetch_weights
 from evodsp.weights.checkpoint import load_features, load_model
 
+_OURS = (INDEX, BESIDE, FAILURES, LOG, SEARCHED)
+"""Names of files and folders that a run itself writes into its output."""
+
 
 @dataclass(frozen=True)
 class Job:
@@ -86,10 +89,6 @@ class ModelWork:
     features: FeatureConfig
     model: AlphaFold | None
     """None if every result exists already."""
-
-
-_OURS = (INDEX, BESIDE, FAILURES, LOG, SEARCHED)
-"""Names of files and folders that a run itself writes into its output."""
 
 
 def check_launch(config: PredictConfig) -> None:

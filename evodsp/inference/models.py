@@ -18,6 +18,9 @@ from evodsp.inference.config import SizeSettings
 from evodsp.inference.targets import Target, content_digest, fingerprint
 from evodsp.weights.deepspeed import parameter_file
 
+SIZES = ("recycles", "msa_clusters", "extra_msa")
+"""Options whose default is the value used in training."""
+
 _SUFFIXES = (".ckpt", ".npz", ".pt")
 _OF_DEEPSPEED = ("latest", "checkpoint", "*mp_rank_*")
 _TELLS_NOTHING = "checkpoints"
@@ -76,10 +79,6 @@ def _names(paths: Sequence[Path]) -> list[str]:
         if len(set(names)) == len(names):
             return names
     raise UserError(f"--checkpoint: '{paths[0]}' and another one have names that files cannot tell apart; rename one")
-
-
-SIZES = ("recycles", "msa_clusters", "extra_msa")
-"""Options whose default is the value used in training."""
 
 
 def feature_config(sizes: SizeSettings, trained: FeatureConfig) -> FeatureConfig:

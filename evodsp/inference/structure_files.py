@@ -32,6 +32,12 @@ from evodsp.errors import UserError
 from evodsp.geometry.alphabet import RESTYPES_WITH_X
 from evodsp.geometry.residues import ATOM_TYPES
 
+PAE_CATEGORY = "_ma_qa_metric_local_pairwise."
+"""Beginning of the names of columns that hold aligned errors."""
+_NEVER_FIRST = re.compile(r"[#$\]]|(data|loop|save|stop|global)_", re.IGNORECASE)
+"""Beginnings that a CIF value may have only in quotes; python-modelcif does not quote all of these."""
+_LOCATION = "https://pypi.org/project/evodsp"
+
 _PDB_MOST_RESIDUES = 9_999
 _PDB_MOST_SERIALS = 99_999
 
@@ -85,13 +91,6 @@ class PredictedStructure:
         """For the log, for example 'mean pLDDT 81.2, pTM 0.74'."""
         ptm = "" if self.aligned_error is None else f", pTM {self.aligned_error.ptm:.2f}"
         return f"mean pLDDT {self.mean_plddt:.1f}{ptm}"
-
-
-PAE_CATEGORY = "_ma_qa_metric_local_pairwise."
-"""Beginning of the names of columns that hold aligned errors."""
-_NEVER_FIRST = re.compile(r"[#$\]]|(data|loop|save|stop|global)_", re.IGNORECASE)
-"""Beginnings that a CIF value may have only in quotes; python-modelcif does not quote all of these."""
-_LOCATION = "https://pypi.org/project/evodsp"
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,9 @@ from evodsp.inference.failures import RecordFailure
 from evodsp.inference.inputs import InputRecord, read_inputs
 from evodsp.packaged import where_packaged
 
+_SUFFIXES = (".a3m", ".a3m.gz", ".sto", ".sto.gz")
+_STRUCTURES = (".cif", ".cif.gz", ".pdb", ".pdb.gz")
+
 
 @dataclass(frozen=True)
 class Target:
@@ -98,9 +101,6 @@ def find_targets(inputs: Sequence[Path], alignments: Path | None) -> tuple[list[
     return targets, failures
 
 
-_SUFFIXES = (".a3m", ".a3m.gz", ".sto", ".sto.gz")
-
-
 def _target(record: InputRecord, alignments: Path | None, alone: bool) -> Target:
     query = record.query
     found = None if alignments is None else _alignments_of(query.name, alignments, alone)
@@ -142,9 +142,6 @@ def fingerprint(*files: tuple[str, str]) -> str:
     for name, content in files:
         total.update(f"{name}\0{content}\0".encode())
     return total.hexdigest()
-
-
-_STRUCTURES = (".cif", ".cif.gz", ".pdb", ".pdb.gz")
 
 
 def template_source(settings: TemplateSettings, features: FeatureConfig, checkpoint: Path) -> TemplateSource | None:
