@@ -107,7 +107,7 @@ def test_published_sizes_are_the_default(workplace, tmp_path, monkeypatch):
         )
         with pytest.raises(KeyboardInterrupt):
             predict(config, silent)
-        assert seen[-1] == feature_config(config, published_features("model_2_ptm"))
+        assert seen[-1] == feature_config(config.sizes, published_features("model_2_ptm"))
     assert [(f.msa_clusters, f.extra_msa, f.max_templates, f.recycles) for f in seen] == [
         (512, 1024, 4, 3),
         (512, 64, 4, 1),
