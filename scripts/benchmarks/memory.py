@@ -15,7 +15,7 @@ import argparse
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TypeVar
 from unittest.mock import patch
 
@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from evodsp.config import EvoformerConfig, ModelConfig, TemplateConfig
 from evodsp.model.alphafold import AlphaFold
 from evodsp.model.evoformer import EvoformerStack
-from evodsp.model.kernels import chunked, outer_product
+from evodsp.model.kernels import by_chunks, chunked, outer_product
 from evodsp.model.primitives import use_exchange
 from evodsp.model.schedule import DAP, CommunicationPlan
 from evodsp.parallel.exchange import Exchange, LocalExchange, ShardedExchange
@@ -126,10 +126,9 @@ def _short(config: Config) -> Config:
 @contextmanager
 def _gpu_chunks() -> Iterator[None]:
     """Use a GPU's chunk sizes although the fake tensors are on the CPU."""
-    with (
-        patch.object(chunked, "_CPU_LOGITS", chunked._GPU_LOGITS),
-        patch.object(outer_product, "_CPU_PRODUCTS", chunked.PRODUCTS.gpu_products),
-    ):
+    with ExitStack() as patches:
+        for module in (by_chunks, chunked, outer_product):
+            patches.enter_context(patch.object(module, "chunk_numbers", lambda x, on_gpu: on_gpu))
         yield
 
 

@@ -101,7 +101,7 @@ FINE_TUNING = LossConfig(violation=1.0, experimentally_resolved=0.01, pae=0.1)
 def test_products_of_blocks_are_planned_in_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches sums over chunks that are planned as products in float32, fifteen times slower than a GPU multiplies them, and
     products that are taken for such because their results are in float32."""
-    monkeypatch.setattr(by_chunks, "_GPU_NUMBERS", 1 << 16)  # several chunks, as in fine-tuning
+    monkeypatch.setattr(by_chunks, "GPU_NUMBERS", 1 << 16)  # several chunks, as in fine-tuning
     model = dataclasses.replace(few_parts(model_with(1, False)), templates=TemplateConfig())
     step = Step(model, Sizes(64, 32, 48), LossConfig())
     works = [e for e in program(step).events if isinstance(e, Work) and e.flops and e.place[0] == "evoformer"]
