@@ -46,7 +46,7 @@ class Command(ABC):
 
 @dataclass(frozen=True)
 class SettingsCommand(Command):
-    """A command whose options are the fields of one dataclass, with an option `output` among them (None: no file)."""
+    """A command whose options are the fields of one dataclass. It writes files if one of them is `output`, and not None."""
 
     settings: str
     """The dataclass, as 'module:name'. Its module must not import torch: help waits for it."""
@@ -97,10 +97,11 @@ class SettingsCommand(Command):
             unset.add(self.positional)
         settings = settings_class(**{name: value for name, value in vars(given).items() if name not in unset})
         run = _imported(self.runner)
-        if settings.output is None:
+        output = getattr(settings, "output", None)
+        if output is None:
             return int(run(settings, [*self.name.split(), *words]))
-        check_output(settings.output)
-        with output_errors(settings.output):
+        check_output(output)
+        with output_errors(output):
             return int(run(settings, [*self.name.split(), *words]))
 
 
@@ -238,10 +239,20 @@ COMMANDS: dict[str, Command] = {
             "plan memory and time of a training run on any mesh of GPUs",
             settings="evodsp.planner.config:PlanConfig",
             runner="evodsp.planner.command:run",
-            required="--gpus N",
+            required="(--gpus N | --measure --output FILE.yaml)",
             description="Say, before GPUs are booked, which mesh fits, what it communicates and how long a step takes. The "
-            "model is run on shapes alone: no GPU is needed. Times are calculated from the data of devices and links. The exit "
-            "code is 1 if nothing fits.",
+            "model is run on shapes alone: no GPU is needed. Times are calculated from the data of devices and links; with "
+            "--measure, those of this machine are measured and written to a file. The exit code is 1 if nothing fits.",
+        ),
+        SettingsCommand(
+            "selftest",
+            "check this machine: kernels, half precision, training, prediction, sharding",
+            settings="evodsp.selftest.config:SelftestConfig",
+            runner="evodsp.selftest.command:run",
+            required="[--cpu N]",
+            description="Check evodsp on this machine, with all of its GPUs or with N CPU processes: every kernel against its "
+            "formula, blocks in half precision, training on several meshes, resuming, prediction, and ranks against one "
+            "device. A table says how each check ended. The exit code is 1 if a check failed, else 0.",
         ),
         SettingsCommand(
             "report",

@@ -93,6 +93,7 @@ def help_texts() -> dict[str, str]:
         "data doctor",
         "data build",
         "plan",
+        "selftest",
         "report",
         "score",
         "weights fetch",

@@ -16,8 +16,11 @@ from evodsp.ranges import COUNT, SIZE, check_numbers
 class PlanConfig:
     """What is to be trained, and on which devices. Raises UserError if a value is out of range."""
 
-    gpus: int
-    """Number of devices."""
+    gpus: int | None = None
+    """Number of devices. With --measure: of those that communicate; null: all GPUs of this machine, or two processes."""
+    measure: bool = False
+    """Measure this machine in place of planning, which takes a minute. --output is then the file of its device, which --device
+    takes, and must end in .yaml; the file of the link between several devices is written beside it."""
     predict: bool = False
     """Plan a prediction instead of a training run: a chain of `residues` on 1, 2, 4, … ranks. Rows of the MSA, extra rows,
     templates and recycles are then AlphaFold2's, 512, 5120, 4 and 3, unless given; of the config only the model is taken."""
@@ -64,11 +67,14 @@ class PlanConfig:
     gpus_per_node: int | None = None
     """Devices of a node; null: the usual number."""
     output: Path = Path("plan.html")
-    """Page with tables and charts. The same numbers are written beside it as JSON."""
+    """Page with tables and charts; the same numbers are written beside it as JSON. With --measure: the file of the device."""
 
     def __post_init__(self) -> None:
         sizes = ("gpus", "residues", "msa", "extra_msa", "global_batch", "samples", "sequence", "gpus_per_node")
         check_numbers(self, {**dict.fromkeys(sizes, SIZE), "templates": COUNT, "recycles": COUNT}, "--")
         check_preset(self.preset)
-        if self.output.suffix != ".html":
-            raise UserError(f"--output is {self.output}, but the page needs a name that ends in .html")
+        if self.gpus is None and not self.measure:
+            raise UserError("--gpus is missing; give the number of devices to plan for")
+        suffix, what = (".yaml", "file of a device") if self.measure else (".html", "page")
+        if self.output.suffix != suffix:
+            raise UserError(f"--output is {self.output}, but the {what} needs a name that ends in {suffix}")

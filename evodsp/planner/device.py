@@ -1,6 +1,6 @@
 """What a device and a link can do: numbers of a data file, and the times that follow from them.
 
-Files are below `devices/` and `links/`; a user's own file has the same keys. `scripts/measure_device.py` writes them.
+Files are below `devices/` and `links/`; a user's own file has the same keys. `evodsp plan --measure` writes one.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ def _load(cls: type[Any], kind: str, name: str) -> Any:
         known = names(kind)
         raise UserError(
             f"no {kind} '{name}': evodsp has {', '.join(known)}.{nearest(name, known)} Or give your own file, "
-            "DEVICE.yaml, which scripts/measure_device.py writes"
+            "DEVICE.yaml, which evodsp plan --measure writes"
         )
     path = Path(name) if own else _folder(kind) / f"{name}.yaml"
     content = read_yaml(path)

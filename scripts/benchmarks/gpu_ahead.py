@@ -43,6 +43,7 @@ from evodsp.model.sharded import Sharded
 from evodsp.model.templates import TemplatePairStack
 from evodsp.planner.program import Sizes, Step, program
 from evodsp.rng import Draws
+from evodsp.selftest.random_sample import EVERY_TERM
 
 from . import gpu_anchors, gpu_cases, host_time
 from .gpu_rows import operators_of
@@ -159,7 +160,7 @@ def anchors(sizes: gpu_anchors.Sizes) -> None:
 def model(config: ModelConfig, sizes: Sizes, training: bool, dtype: torch.dtype) -> None:
     """A pass of the whole model, with gradients or as a prediction."""
     heads = config.heads.predicted_aligned_error
-    loss = dataclasses.replace(gpu_cases.TERMS, experimentally_resolved=0.0, pae=gpu_cases.TERMS.pae if heads else 0.0)
+    loss = dataclasses.replace(EVERY_TERM, experimentally_resolved=0.0, pae=EVERY_TERM.pae if heads else 0.0)
     program(Step(config, sizes, loss if training else None, half=dtype == HALF, memory=WORKING_MEMORY))
 
 

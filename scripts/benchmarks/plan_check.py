@@ -1,6 +1,6 @@
 """Compares the planner's time of a training step with a measured one, on one process and on two ranks of this machine.
 
-    python scripts/measure_device.py --output runs/mine.yaml
+    evodsp plan --measure --output runs/mine.yaml
     python -m scripts.benchmarks.plan_check --device runs/mine.yaml --output scripts/benchmarks/results/plan_check.csv
 
 A step is one pass with gradients: forward, loss, backward; one thread a rank, dropout on. Steps of one rank and of two are
@@ -114,7 +114,7 @@ def measure(rank: int, store: str, rounds: int, results: Any) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Compare planned and measured steps.")
-    parser.add_argument("--device", required=True, help="file that scripts/measure_device.py wrote")
+    parser.add_argument("--device", required=True, help="file that `evodsp plan --measure` wrote")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--output", type=Path, required=True, help="CSV file")
     given = parser.parse_args(arguments)

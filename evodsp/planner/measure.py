@@ -1,22 +1,17 @@
-"""Measures this machine for `evodsp plan`: writes a file of its device, and one of the link between its devices.
+"""`evodsp plan --measure`: what this machine does, as a file of its device and one of the link between its devices.
 
-    python scripts/measure_device.py --output mine.yaml
-    evodsp plan --gpus 2 --device mine.yaml
-
-It takes a minute. On a GPU it measures matrix products in each precision, copies, the host's time for an operator, and the
-collectives among all GPUs of this machine (NCCL); on a CPU the same of one thread, and of two processes. Then one
-Evoformer block of full width, and one of small widths, whose time is all overhead, correct what single operators cannot tell;
-and a block on all devices at once tells how much they slow each other down.
+On a GPU it times matrix products in each precision, copies, the host's part of an operator, and the collectives among all GPUs
+of this machine (NCCL); on a CPU the same of one thread and of two processes. One Evoformer block of full width, and one of
+small widths, whose time is all overhead, correct what single operators cannot tell. A block on all devices at once tells how
+much they slow each other down. It takes a minute.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import os
 import platform
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -92,7 +87,7 @@ def operator_us(on_gpu: bool) -> float:
     return seconds(many, on_gpu, 5) * 1e3
 
 
-class Block:
+class MeasuredBlock:
     """The forward and backward pass of one Evoformer block."""
 
     def __init__(self, config: EvoformerConfig, c_m: int, c_z: int, rows: int, residues: int) -> None:
@@ -138,8 +133,11 @@ class Block:
         return [event for event in recorder.events if isinstance(event, Work)]
 
 
-SMALL = Block(ModelConfig.preset("small").evoformer, 64, 32, 8, 16)
-FULL = {True: Block(EvoformerConfig(), 256, 128, 128, 256), False: Block(EvoformerConfig(), 256, 128, 32, 64)}
+SMALL = MeasuredBlock(ModelConfig.preset("small").evoformer, 64, 32, 8, 16)
+FULL = {
+    True: MeasuredBlock(EvoformerConfig(), 256, 128, 128, 256),
+    False: MeasuredBlock(EvoformerConfig(), 256, 128, 32, 64),
+}
 """By whether the device is a GPU."""
 
 
@@ -263,8 +261,8 @@ def link_of(name: str, found: dict[str, list[tuple[float, float]]]) -> dict[str,
     }
 
 
-def measured_device(on_gpu: bool, link: str, ranks: int) -> Device:
-    """What single operators tell."""
+def measured_device(on_gpu: bool, ranks: int) -> Device:
+    """The device as single operators show it; its link is not known yet."""
     name = torch.cuda.get_device_name() if on_gpu else f"one thread of {platform.machine()}, {os.cpu_count()} cores"
     total = (
         torch.cuda.get_device_properties(0).total_memory
@@ -288,44 +286,47 @@ def measured_device(on_gpu: bool, link: str, ranks: int) -> Device:
         kernel_us=2.0 if on_gpu else each,
         launch_us=each if on_gpu else 0.0,
         gpus_per_node=ranks,
-        inside=link,
-        across=link,
+        inside="pcie",
+        across="pcie",
         overlaps=on_gpu,
         on_gpu=on_gpu,
     )
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Measure this machine for `evodsp plan`.")
-    parser.add_argument(
-        "--output", type=Path, required=True, help="file of the device; that of the link lies beside it"
-    )
-    parser.add_argument("--ranks", type=int, help="devices that communicate; default: all GPUs, or two processes")
-    given = parser.parse_args(arguments)
+def measure(ranks: int | None) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """The content of a device's file and of its link's; a single device has no link to measure.
+
+    `ranks`: number of devices that communicate; None: all GPUs, or two processes.
+    """
     on_gpu = torch.cuda.is_available()
-    ranks = given.ranks or (torch.cuda.device_count() if on_gpu else 2)
+    ranks = ranks or (torch.cuda.device_count() if on_gpu else 2)
+    threads = torch.get_num_threads()
     if not on_gpu:
         torch.set_num_threads(1)
-    link_file = given.output.with_name(f"{given.output.stem}_link.yaml")
-    device = corrected(measured_device(on_gpu, link_file.name, ranks))
-    source = f"# Measured by scripts/measure_device.py on {date.today()}, torch {torch.__version__}.\n"
-    content = dataclasses.asdict(device)
-    files = {given.output: content}
+    try:
+        content = dataclasses.asdict(corrected(measured_device(on_gpu, ranks)))
+    finally:
+        torch.set_num_threads(threads)
+    link = None
     if ranks > 1:
         with tempfile.TemporaryDirectory() as folder:
             results = mp.get_context("spawn").SimpleQueue()
             mp.spawn(sweep, (ranks, f"{folder}/store", on_gpu, results), ranks)
             found, content["crowding"] = results.get()
-            files[link_file] = link_of("NCCL" if on_gpu else "processes of one machine", found)
-    else:
-        content |= {"inside": "pcie", "across": "pcie"}
-    files[given.output] = {key: round(v, 4) if isinstance(v, float) else v for key, v in content.items()}
+        link = link_of("NCCL" if on_gpu else "processes of one machine", found)
+    return {key: round(value, 4) if isinstance(value, float) else value for key, value in content.items()}, link
+
+
+def write_measured(output: Path, ranks: int | None) -> list[Path]:
+    """Measure this machine and write the file of its device, with that of the link beside it. Returns their paths."""
+    content, link = measure(ranks)
+    files = {output: content}
+    if link is not None:
+        beside = output.with_name(f"{output.stem}_link.yaml")
+        content |= {"inside": beside.name, "across": beside.name}
+        files[beside] = link
+    source = f"# Measured by `evodsp plan --measure` on {date.today()}, torch {torch.__version__}.\n"
     for path, values in files.items():
         with whole_file(path) as partial:
             partial.write_text(source + yaml.safe_dump(values, sort_keys=False, default_flow_style=None))
-        print(f"{path}: written")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return list(files)

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,8 +30,8 @@ from evodsp.model.primitives import use_exchange, use_kernels
 from evodsp.parallel.exchange import Exchange, LocalExchange, ShardedExchange
 from evodsp.parallel.group import Group
 from evodsp.rng import Draws
-from scripts.benchmarks.gpu_cases import TERMS, Inputs, labelled
-from scripts.benchmarks.random_inputs import randomise
+from evodsp.selftest.random_sample import EVERY_TERM, random_features, with_labels
+from evodsp.weights.random_parameters import randomise
 
 STACK, MODEL = 1e-5, 1e-4
 """Largest difference from one rank in float32, as a fraction of the largest number of each result. In the whole model the
@@ -46,6 +46,15 @@ UNSEEN = (
     "zero1 and fsdp2, whose exchanges are torch's, over several ranks",
 )
 """What only several GPUs can show."""
+
+
+class SampleSizes(NamedTuple):
+    """The sizes of a sample of the whole model, as `random_features` takes them."""
+
+    sequences: int
+    extra: int
+    residues: int
+    templates: int
 
 
 @dataclass
@@ -156,7 +165,7 @@ class Setting:
         }
 
 
-def stack(config: ModelConfig, extra: bool, sizes: Inputs, setting: Setting) -> Results:
+def stack(config: ModelConfig, extra: bool, sizes: SampleSizes, setting: Setting) -> Results:
     """Blocks with dropout, from whole random representations to their gradients."""
     c_m, c_z = (config.channels.extra_msa if extra else config.channels.msa), config.channels.pair
     module = EvoformerStack(c_m, c_z, config.extra_msa if extra else config.evoformer, extra)
@@ -184,21 +193,21 @@ def stack(config: ModelConfig, extra: bool, sizes: Inputs, setting: Setting) -> 
     return setting.gradients(module, compute, leaves)
 
 
-def whole_model(config: ModelConfig, sizes: Inputs, setting: Setting) -> Results:
+def whole_model(config: ModelConfig, sizes: SampleSizes, setting: Setting) -> Results:
     """The model with templates and dropout, and every term of the loss."""
     module = setting.prepared(AlphaFold(config))
-    batch = {name: x.to(setting.device) for name, x in labelled(sizes).items()}
+    batch = {name: x.to(setting.device) for name, x in with_labels(random_features(*sizes)).items()}
 
     def compute() -> tuple[Tensor, Results]:
         output = module(batch, [Draws.root(0)])
-        loss, terms = total_loss(output, batch, TERMS, config.heads, setting.exchange)
+        loss, terms = total_loss(output, batch, EVERY_TERM, config.heads, setting.exchange)
         return loss, terms | {"atoms": output.structure.atom14, "torsion angles": output.structure.angles}
 
     return setting.gradients(module, compute, {})
 
 
 @dataclass(frozen=True)
-class Part:
+class Subject:
     """What is compared."""
 
     name: str
@@ -206,7 +215,7 @@ class Part:
     tolerance: float
 
 
-def parts(device: torch.device) -> list[Part]:
+def subjects(device: torch.device) -> list[Subject]:
     """Full widths, few blocks, sizes that no number of ranks divides."""
     config = ModelConfig.preset("model_1_ptm")
     config = dataclasses.replace(
@@ -217,11 +226,11 @@ def parts(device: torch.device) -> list[Part]:
         structure_module=dataclasses.replace(config.structure_module, iterations=2),
     )
     # On a GPU longer than the tiles of the kernels, so that shards begin within one.
-    sizes = Inputs(47, 149, 73, 3) if device.type == "cuda" else Inputs(11, 17, 13, 3)
+    sizes = SampleSizes(47, 149, 73, 3) if device.type == "cuda" else SampleSizes(11, 17, 13, 3)
     return [
-        Part("Evoformer", partial(stack, config, False, sizes), STACK),
-        Part("extra-MSA stack", partial(stack, config, True, sizes), STACK),
-        Part("whole model and loss", partial(whole_model, config, sizes), MODEL),
+        Subject("Evoformer", partial(stack, config, False, sizes), STACK),
+        Subject("extra-MSA stack", partial(stack, config, True, sizes), STACK),
+        Subject("whole model and loss", partial(whole_model, config, sizes), MODEL),
     ]
 
 
@@ -229,23 +238,23 @@ def shared(world: Group, device: torch.device) -> str:
     """Compare 2 to `world.size` ranks that share `device` with one rank, in float32 and in bf16-mixed."""
     groups = [HostGroup(handle) if handle else None for handle in _handles(world)]
     lines: list[str] = []
-    for part in parts(device):
+    for subject in subjects(device):
         # The other ranks wait at the barrier, and find kernels compiled.
-        alone = _both(part, LocalExchange(), device) if world.rank == 0 else []
+        alone = _both(subject, LocalExchange(), device) if world.rank == 0 else []
         dist.barrier()
         for size, group in enumerate(groups, 2):
             if group is None:
                 continue
             before = group.exchanges
-            found = [_mean(results, group) for results in _both(part, ShardedExchange(group), device)]
+            found = [_mean(results, group) for results in _both(subject, ShardedExchange(group), device)]
             if world.rank == 0:
-                text = compared(found, alone, part.tolerance)
-                lines.append(f"{part.name} on {size} ranks, {group.exchanges - before} exchanges: {text}")
-    return "\nresult: ".join([*lines, "only several GPUs can show:", *(f"  {line}" for line in UNSEEN)])
+                text = compared(found, alone, subject.tolerance)
+                lines.append(f"{subject.name} on {size} ranks, {group.exchanges - before} exchanges: {text}")
+    return "\n".join([*lines, "only several GPUs can show:", *(f"  {line}" for line in UNSEEN)])
 
 
-def _both(part: Part, exchange: Exchange, device: torch.device) -> list[Results]:
-    return [part.compute(Setting(exchange, device, dtype)) for dtype in (torch.float32, torch.bfloat16)]
+def _both(subject: Subject, exchange: Exchange, device: torch.device) -> list[Results]:
+    return [subject.compute(Setting(exchange, device, dtype)) for dtype in (torch.float32, torch.bfloat16)]
 
 
 def compared(found: Sequence[Results], alone: Sequence[Results], tolerance: float) -> str:

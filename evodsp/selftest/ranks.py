@@ -1,10 +1,10 @@
-"""The checks that `verify_gpus.sh` runs on one or several ranks, and the comparison of what runs of evodsp wrote.
+"""What the checks of `evodsp selftest` run on one or several ranks, and the comparison of files that runs of evodsp wrote.
 
-    torchrun --nproc-per-node 2 -m scripts.verify_ranks half|collectives|model|switch cuda|cpu
-    torchrun --nproc-per-node 1 -m scripts.verify_ranks kernels cuda|cpu [PROCESSES]
-    python -m scripts.verify_ranks shared cuda|cpu
-    python -m scripts.verify_ranks curves TOLERANCE FILE FILE...
-    python -m scripts.verify_ranks predictions FOLDER FOLDER
+    torchrun --nproc-per-node 2 -m evodsp.selftest.ranks half|collectives|model|switch cuda|cpu
+    torchrun --nproc-per-node 1 -m evodsp.selftest.ranks kernels cuda|cpu [PROCESSES]
+    python -m evodsp.selftest.ranks shared cuda|cpu
+    python -m evodsp.selftest.ranks curves TOLERANCE FILE FILE...
+    python -m evodsp.selftest.ranks predictions FOLDER FOLDER
 
 `shared` starts its ranks itself, three on one device.
 
@@ -46,14 +46,15 @@ from evodsp.parallel.group import Group
 from evodsp.parallel.layout import shard_sizes
 from evodsp.parallel.mesh import init_mesh, whole_group
 from evodsp.parallel.pending import start
+from evodsp.printing import show
 from evodsp.rng import Draws
-from scripts.verify_shared import shared
+from evodsp.selftest.shared_device import shared
 
 
-def kernels(group: Group, device: torch.device, processes: str = "1") -> str:
+def kernels(device: torch.device, processes: str = "1") -> str:
     """Compare every operator of every backend with its formula, forward and backward, in float32 and bf16.
 
-    `processes`: how many compile and compare at once.
+    `processes`: the number of processes that compile and compare at once.
     """
     lines: list[str] = []
     cases: list[tuple[str, str, torch.dtype, torch.device]] = []
@@ -78,7 +79,7 @@ def kernels(group: Group, device: torch.device, processes: str = "1") -> str:
         problems = list(map(_problem, cases))
     if any(problems):
         raise AssertionError("\n".join(filter(None, problems)))
-    return "\nresult: ".join(lines)
+    return "\n".join(lines)
 
 
 def _problem(case: tuple[str, str, torch.dtype, torch.device]) -> str:
@@ -89,7 +90,7 @@ def _problem(case: tuple[str, str, torch.dtype, torch.device]) -> str:
     return problem and f"{name}, {operator}, {str(dtype).removeprefix('torch.')}: {problem}"
 
 
-def half(group: Group, device: torch.device) -> str:
+def half(device: torch.device) -> str:
     """Check a block of each stack in bf16-mixed, full widths, with the default kernels, on a GPU at the sizes of training.
 
     Its outputs, gradients of inputs and gradients of all parameters together may be at most twice as far from float32 as those
@@ -119,7 +120,7 @@ def half(group: Group, device: torch.device) -> str:
         lines.append(f"{'extra-MSA' if extra else 'Evoformer'} block {s} x {r}, errors (and the formulas'): {text}")
         if any(not ours <= 2 * theirs + 1e-3 for ours, theirs in errors.values()):
             raise AssertionError(lines[-1])
-    return "\nresult: ".join(lines)
+    return "\n".join(lines)
 
 
 def _gradients(stack: EvoformerStack, m: Tensor, z: Tensor, backend: str, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -274,18 +275,22 @@ def predictions(first: Path, second: Path) -> str:
     return text
 
 
-CHECKS = {
-    "kernels": kernels, "half": half, "shared": shared, "collectives": collectives, "model": model, "switch": switch
-}  # fmt: skip
+ALONE = {"kernels": kernels, "half": half}
+"""Checks that one rank runs by itself."""
+TOGETHER = {"shared": shared, "collectives": collectives, "model": model, "switch": switch}
+
+
+def _show(result: str) -> None:
+    show("\n".join(f"result: {line}" for line in result.splitlines()), flush=True)
 
 
 def main(check: str, *arguments: str) -> None:
     """Run one check and print its result."""
     if check == "curves":
-        print("result:", curves(float(arguments[0]), [Path(argument) for argument in arguments[1:]]))
+        _show(curves(float(arguments[0]), [Path(argument) for argument in arguments[1:]]))
         return
     if check == "predictions":
-        print("result:", predictions(*map(Path, arguments)))
+        _show(predictions(*map(Path, arguments)))
         return
     if check == "shared" and not under_launcher():
         launch = ["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "3", "-m", __spec__.name]
@@ -296,9 +301,9 @@ def main(check: str, *arguments: str) -> None:
         start_ranks("nccl" if cuda and check != "shared" else "gloo", timeout_s=300 if check == "shared" else 120)
         device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         group = whole_group() if check == "shared" else init_mesh(dist.get_world_size()).sequence_group()
-        result = CHECKS[check](group, device, *arguments[1:])
+        result = ALONE[check](device, *arguments[1:]) if check in ALONE else TOGETHER[check](group, device)
         if group.rank == 0:
-            print("result:", result)
+            _show(result)
         stop()
 
 
