@@ -19,11 +19,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from evodsp import __version__
 from evodsp.errors import UserError, nearest
 from evodsp.launch.parent import STOPPED, end_with_launcher, launched_by_evodsp, same_handlers, starts_again
 from evodsp.output import stdout_fails
 from evodsp.printing import show, tell
+from evodsp.version import __version__
 
 RANK_0_FIRST_S = 5.0
 """How long the other ranks wait before they print a mistake. Rank 0 prints the same one, and its end makes torchrun (or srun

@@ -8,9 +8,9 @@ from typing import Any
 
 from markupsafe import Markup
 
-from evodsp import __version__
 from evodsp.report.charts import COLOURS
 from evodsp.report.rendering import render
+from evodsp.version import __version__
 
 OURS = '<meta name="generator" content="evodsp">'
 """In the head of every page that evodsp writes."""

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from evodsp import __version__
 from evodsp.data.chain_folder import has_files, parse_alignments
 from evodsp.data.query_check import check_alignments
 from evodsp.data.records import ProteinSequence
 from evodsp.errors import UserError
 from evodsp.files import whole_folder
 from evodsp.reading.answers import BadAnswerError
+from evodsp.version import __version__
 
 ORIGIN = "search.json"
 _MOST_BAD = 5
