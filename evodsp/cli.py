@@ -326,7 +326,7 @@ def _main(words: list[str]) -> int:
         return code
     except UserError as error:
         if _rank() > 0:
-            # Ignored under scripts/slurm/fit.sbatch until a run can save.
+            # Ignored under scripts/examples/slurm/fit.sbatch until a run can save.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(RANK_0_FIRST_S)
         tell(f"evodsp: error: {error}")

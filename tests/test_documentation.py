@@ -217,8 +217,8 @@ class Reader:
 
     def torchrun(self, words: list[str]) -> None:
         """Of one rank: only the options of evodsp behind `-m evodsp`."""
-        if words[words.index("-m") + 1].startswith("scripts.frameworks."):
-            return  # scripts/frameworks/tests runs it and checks what it prints
+        if words[words.index("-m") + 1].startswith("scripts.examples.frameworks."):
+            return  # scripts/examples/frameworks/tests runs it and checks what it prints
         at = words.index("evodsp")
         assert words[at - 1] == "-m"
         assert run_quietly([*words[at + 1 :], "--print_config"])
@@ -324,7 +324,7 @@ def test_every_command_and_block_runs(start_ranks: bool, like_the_root: Path, mo
     for block in (block for page in PAGES for block in blocks(page)):
         try:
             if block.included is not None:  # only programs; the test of the programs runs them
-                assert block.included.startswith("scripts/frameworks/"), "no rule tests this file"
+                assert block.included.startswith("scripts/examples/frameworks/"), "no rule tests this file"
                 assert (ROOT / block.included).is_file()
             elif block.language == "python":
                 run_python(block, monkeypatch)

@@ -1,6 +1,6 @@
 """Training in one process.
 
-    python -m scripts.frameworks.one_process
+    python -m scripts.examples.frameworks.one_process
 
 The other programs of this folder reproduce its losses.
 """

@@ -1,6 +1,6 @@
 """DSP with the tensor parallel layers of Megatron-core: heads and hidden channels over one group, positions over another.
 
-    torchrun --nproc-per-node 4 -m scripts.frameworks.megatron_tensor --sequence 2
+    torchrun --nproc-per-node 4 -m scripts.examples.frameworks.megatron_tensor --sequence 2
 
 docs/frameworks.md explains it.
 """

@@ -1,6 +1,6 @@
 """Count the doors of a block: the files of evodsp that execute a line in one forward pass on a CPU, without gradients.
 
-    python -m scripts.doors
+    python -m scripts.benchmarks.doors
 
 A reader who follows the pass opens each of these files. Three passes are counted: what lies above and below triangle attention
 around the starting node on one device, a whole Evoformer block on one device, and a block of one rank of two (the other rank

@@ -1,6 +1,6 @@
-"""DSP with torch's DistributedDataParallel.
+"""DSP with torch's ZeroRedundancyOptimizer (ZeRO-1): each rank holds the optimizer's state of some parameters.
 
-    torchrun --nproc-per-node 4 -m scripts.frameworks.ddp --sequence 2
+    torchrun --nproc-per-node 4 -m scripts.examples.frameworks.zero1 --sequence 2
 
 docs/frameworks.md explains it.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from evodsp.parallel import init_mesh, parallelize
@@ -22,10 +23,12 @@ def train(sequence: int) -> Result:
     mesh = init_mesh(sequence)
     model = parallelize(new_model(), mesh, LAYOUT, STAGES, region="blocks")
     ddp = DistributedDataParallel(model)  # averages gradients over ALL ranks
-    optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.01)
+    optimizer = ZeroRedundancyOptimizer(
+        ddp.parameters(), torch.optim.AdamW, lr=0.01
+    )  # divides its state among ALL ranks
     losses = []
     for step in range(STEPS):
-        x, y = batch(step, mesh.data_rank, mesh.data)  # the ranks of a sequence group take the same samples
+        x, y = batch(step, mesh.data_rank, mesh.data)
         loss = F.mse_loss(ddp(x), y)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(ddp.parameters(), MAX_NORM)

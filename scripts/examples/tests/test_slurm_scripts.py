@@ -16,8 +16,8 @@ from evodsp.weights.checkpoint import read_checkpoint
 from tests.builders.signal_to_itself import STEP as LAST
 from tests.builders.small_run import words, write_config
 
-ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "scripts" / "slurm" / "fit.sbatch"
+ROOT = Path(__file__).parents[3]
+SCRIPT = ROOT / "scripts" / "examples" / "slurm" / "fit.sbatch"
 BUILD = SCRIPT.with_name("build.sbatch")
 SHELL = [SCRIPT, BUILD, *sorted((ROOT / "scripts").glob("**/*.sh"))]
 

@@ -1,4 +1,4 @@
-"""The count of files that a reader opens: `scripts/doors.py`."""
+"""The count of files that a reader opens: `scripts/benchmarks/doors.py`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from evodsp.model.pair_ops import TriangleAttention
 from evodsp.parallel.exchange import LocalExchange, ShardedExchange
 from evodsp.parallel.layout import shard_slice
 from evodsp.ranges import memory_size
+from scripts.benchmarks.doors import block, doors
 from scripts.benchmarks.fake_ranks import fake_group
-from scripts.doors import block, doors
 
 
 def test_files_are_those_of_the_calls() -> None:

@@ -1,6 +1,6 @@
 """DSP with DeepSpeed's ZeRO: each rank holds the optimizer's state of some parameters, and in stage 2 their gradients.
 
-    torchrun --nproc-per-node 4 -m scripts.frameworks.deepspeed_zero --sequence 2
+    torchrun --nproc-per-node 4 -m scripts.examples.frameworks.deepspeed_zero --sequence 2
 
 docs/frameworks.md explains it.
 """

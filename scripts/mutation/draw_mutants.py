@@ -1,6 +1,7 @@
 """Draws breaks of the package by a seed, and looks for tests that find them.
 
-    python -m scripts.draw_mutants [--seed S] [--first I] [--number N] [--only TEXT] [--seconds T] [--output FILE] [--list]
+    python -m scripts.mutation.draw_mutants [--seed S] [--first I] [--number N] [--only TEXT] [--seconds T] [--output FILE]
+                                            [--list]
 
 `mutants.toml` holds breaks that somebody thought of. Nobody thinks of these: each is one change in the syntax tree of a module.
 A comparison is flipped, a number is one more, + is -, `and` is `or`, a `not` or a keyword argument is gone, a call's first
@@ -35,9 +36,9 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from scripts.mutants import ROOT, Record, copied, read_table, run_tests
+from scripts.mutation.mutants import ROOT, Record, copied, read_table, run_tests
 
-RESULTS = ROOT / "scripts" / "drawn_mutants.csv"
+RESULTS = ROOT / "scripts" / "mutation" / "drawn_mutants.csv"
 COLUMNS = ("commit", "seed", "number", "file", "line", "kind", "text", "broken", "result", "tests", "test", "seconds")
 SEEN, FILES = 20, 6
 """Most tests that try a break, and most test files that are searched for them."""

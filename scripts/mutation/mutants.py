@@ -1,6 +1,6 @@
 """Breaks the package on purpose, one line at a time, and checks that the test named beside each break fails.
 
-    python -m scripts.mutants [--list] [--only TEXT] [--share I/N]
+    python -m scripts.mutation.mutants [--list] [--only TEXT] [--share I/N]
 
 `mutants.toml` holds breaks that once survived the whole test suite, and others like them. The script copies the package into
 a temporary folder and runs all named tests there unbroken: they must pass. Then it applies one break after another and
@@ -27,8 +27,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-TABLE = ROOT / "scripts" / "mutants.toml"
+ROOT = Path(__file__).resolve().parents[2]
+TABLE = ROOT / "scripts" / "mutation" / "mutants.toml"
 TIMEOUT = 300.0
 """Seconds after which a test that hangs is ended."""
 
@@ -183,7 +183,7 @@ def _child(copy: Path, words: Sequence[str], record: Record, result: Path) -> No
 
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m scripts.mutants", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+        prog="python -m scripts.mutation.mutants", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--list", action="store_true", help="print the mutants and their tests, run nothing")
     parser.add_argument("--only", metavar="TEXT", help="try the mutants whose name or file contains TEXT")
@@ -191,7 +191,7 @@ def main(words: Sequence[str] | None = None) -> int:
         "--share", metavar="I/N", default="0/1", help="try every N-th mutant, starting with number I (from 0)"
     )
     parser.add_argument(
-        "--table", type=Path, default=TABLE, help="read other mutants than those of scripts/mutants.toml"
+        "--table", type=Path, default=TABLE, help="read other mutants than those of scripts/mutation/mutants.toml"
     )
     options = parser.parse_args(words)
     chosen = [

@@ -2,10 +2,10 @@
 # A throw-away SLURM of two nodes, n1 and n2, on one Linux machine: to try the scripts of this folder without a cluster.
 #
 #   apt-get install slurm-wlm munge iproute2      Debian's; run as root
-#   scripts/slurm/try_slurm.sh up                 prints what to export, so that sbatch and srun find it
-#   scripts/slurm/try_slurm.sh kill 2             the node dies: its network and all of its processes
-#   scripts/slurm/try_slurm.sh node 2             it comes back
-#   scripts/slurm/try_slurm.sh down
+#   scripts/examples/slurm/try_slurm.sh up                 prints what to export, so that sbatch and srun find it
+#   scripts/examples/slurm/try_slurm.sh kill 2             the node dies: its network and all of its processes
+#   scripts/examples/slurm/try_slurm.sh node 2             it comes back
+#   scripts/examples/slurm/try_slurm.sh down
 #
 # Each node is a slurmd with a network, host name and processes of its own (namespaces), and claims eight cores. Both see this
 # machine's files. A job in the partition `high` preempts those in `low`. No GPUs: sbatch --gpus-per-node 0.

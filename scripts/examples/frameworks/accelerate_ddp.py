@@ -1,6 +1,6 @@
 """DSP with Hugging Face Accelerate.
 
-    torchrun --nproc-per-node 4 -m scripts.frameworks.accelerate_ddp --sequence 2
+    torchrun --nproc-per-node 4 -m scripts.examples.frameworks.accelerate_ddp --sequence 2
 
 docs/frameworks.md explains it.
 """

@@ -1,6 +1,6 @@
 """DSP with torch.distributed.pipelining: two stages of several ranks each; ranks send their shards from stage to stage.
 
-    torchrun --nproc-per-node 4 -m scripts.frameworks.pipeline --sequence 2
+    torchrun --nproc-per-node 4 -m scripts.examples.frameworks.pipeline --sequence 2
 
 docs/frameworks.md explains it.
 """

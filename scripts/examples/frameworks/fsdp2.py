@@ -1,6 +1,6 @@
 """DSP with FSDP2: every rank holds a shard of each parameter, of its gradient and of the optimizer's state.
 
-    torchrun --nproc-per-node 4 -m scripts.frameworks.fsdp2 --sequence 2
+    torchrun --nproc-per-node 4 -m scripts.examples.frameworks.fsdp2 --sequence 2
 
 docs/frameworks.md explains it.
 """

@@ -1,6 +1,6 @@
 """Execute notebooks and store what they show.
 
-    python -m scripts.run_notebooks notebooks/predict.ipynb notebooks/inside_dsp.ipynb
+    python -m scripts.examples.run_notebooks notebooks/predict.ipynb notebooks/inside_dsp.ipynb
 
 Needs `pip install -e '.[notebooks]'`. A view in a frame carries the whole viewer, 0.6 MB; its still picture is
 stored in its place.
@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PATH_OF_A_MACHINE = re.compile(r"/(?:home|root|tmp|work|Users|opt|usr)/")
 
 

@@ -1,4 +1,4 @@
-"""DSP with training frameworks: each program of scripts/frameworks trains what one process trains, on (data, sequence) meshes.
+"""DSP with training frameworks: each program of this room trains what one process trains, on (data, sequence) meshes.
 
 docs/frameworks.md shows these programs. Where every process computes in double precision, losses and parameters agree to 1e-10.
 """
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from evodsp.parallel.group import Group
-from scripts.frameworks import one_process
+from scripts.examples.frameworks import one_process
 from tests.builders.comparison import TOLERANCE
 from tests.builders.pages import ROOT, blocks
 from tests.ranks import RankPool
@@ -66,7 +66,7 @@ def trained(
     told_by_torchrun = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     all_to_all = mock.patch.object(Group, "all_to_all", autospec=True, side_effect=Group.all_to_all)
     with mock.patch.dict(os.environ, told_by_torchrun), all_to_all as switches:
-        module = importlib.import_module(f"scripts.frameworks.{program}")
+        module = importlib.import_module(f"scripts.examples.frameworks.{program}")
         if program == "deepspeed_zero":
             module.without_compiler()
         losses, parameters = module.train(sequence, **options)
@@ -127,7 +127,7 @@ def test_training_on_other_meshes_equals_one_process(ranks: int, sequences: tupl
 def test_the_command_of_the_page_prints_the_losses_of_one_process(program: str) -> None:
     """Catches a program that works in the tests' processes only, where a process group and torch's modules exist already."""
     need(program)
-    [command] = [line.split() for line in commands() if f"scripts.frameworks.{program} " in line]
+    [command] = [line.split() for line in commands() if f"scripts.examples.frameworks.{program} " in line]
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", *command[1:]]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -146,11 +146,11 @@ def commands() -> list[str]:
 
 def test_the_page_shows_each_program_and_its_command() -> None:
     """Catches a program that nobody reads or tests, and a page that shows one which these tests do not run."""
-    files = {path.stem for path in (ROOT / "scripts" / "frameworks").glob("*.py")}
+    files = {path.stem for path in (ROOT / "scripts" / "examples" / "frameworks").glob("*.py")}
     assert files == {*PROGRAMS, "__init__", "model", "ranks", "one_process"}
     shown = {block.included for block in blocks("docs/frameworks.md") if block.included}
-    assert shown == {f"scripts/frameworks/{name}.py" for name in (*PROGRAMS, "model", "one_process")}
-    assert sorted(re.search(r"-m scripts\.frameworks\.(\w+) ", line)[1] for line in commands()) == PROGRAMS
+    assert shown == {f"scripts/examples/frameworks/{name}.py" for name in (*PROGRAMS, "model", "one_process")}
+    assert sorted(re.search(r"-m scripts\.examples\.frameworks\.(\w+) ", line)[1] for line in commands()) == PROGRAMS
 
 
 def megatron_facts(handle: Any) -> tuple[str, float]:
