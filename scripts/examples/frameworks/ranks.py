@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch.distributed as dist
@@ -25,13 +25,17 @@ def show(losses: list[float]) -> None:
     print("losses", *(f"{loss:.12f}" for loss in losses), flush=True)
 
 
-def run(train: Callable[[int], Result]) -> None:
-    """Train on the ranks that torchrun started, `--sequence` of them with the same sample. The last rank prints the losses."""
+def run(train: Callable[..., Result], frameworks: Iterable[str] = ()) -> None:
+    """Train on the ranks that torchrun started, `--sequence` of them with the same sample. The last rank prints the losses.
+
+    `frameworks`: names of which `--framework` gives `train` one; without names there is no such option.
+    """
     parser = argparse.ArgumentParser()
     parser.add_argument("--sequence", type=int, default=2, help="ranks that share a sample")
-    sequence = parser.parse_args().sequence
+    if names := list(frameworks):
+        parser.add_argument("--framework", choices=names, default=names[0])
     dist.init_process_group("gloo")
-    losses, _ = train(sequence)
+    losses, _ = train(**vars(parser.parse_args()))
     if dist.get_rank() == dist.get_world_size() - 1:  # of a pipeline, the last stage knows the loss
         show(losses)
     dist.barrier()

@@ -26,10 +26,7 @@ from tests.builders.pages import ROOT, blocks
 from tests.ranks import RankPool
 
 CASES: list[tuple[str, dict[str, Any]]] = [
-    ("ddp", {}),
-    ("zero1", {}),
-    ("fsdp2", {"reshard_after_forward": True}),
-    ("fsdp2", {"reshard_after_forward": False}),
+    *(("data_parallel", {"framework": name}) for name in ("ddp", "zero1", "fsdp2", "fsdp2-zero2")),
     ("accelerate_ddp", {}),
     ("deepspeed_zero", {"stage": 1}),
     ("deepspeed_zero", {"stage": 2}),
@@ -127,15 +124,15 @@ def test_training_on_other_meshes_equals_one_process(ranks: int, sequences: tupl
 def test_the_command_of_the_page_prints_the_losses_of_one_process(program: str) -> None:
     """Catches a program that works in the tests' processes only, where a process group and torch's modules exist already."""
     need(program)
-    [command] = [line.split() for line in commands() if f"scripts.examples.frameworks.{program} " in line]
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", *command[1:]]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    printed = re.search(r"^losses (.*)$", done.stdout, re.MULTILINE)
-    assert printed, done.stdout
     losses, _ = one_process.train(clip=program not in DIVIDED)
     tolerance = SINGLE if program == "deepspeed_zero" else TOLERANCE
-    assert [float(loss) for loss in printed[1].split()] == pytest.approx(losses, rel=tolerance)
+    for command in (line.split() for line in commands() if f"scripts.examples.frameworks.{program} " in line):
+        words = [sys.executable, "-m", "torch.distributed.run", "--standalone", *command[1:]]
+        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        printed = re.search(r"^losses (.*)$", done.stdout, re.MULTILINE)
+        assert printed, done.stdout
+        assert [float(loss) for loss in printed[1].split()] == pytest.approx(losses, rel=tolerance)
 
 
 def commands() -> list[str]:
@@ -150,7 +147,10 @@ def test_the_page_shows_each_program_and_its_command() -> None:
     assert files == {*PROGRAMS, "__init__", "model", "ranks", "one_process"}
     shown = {block.included for block in blocks("docs/frameworks.md") if block.included}
     assert shown == {f"scripts/examples/frameworks/{name}.py" for name in (*PROGRAMS, "model", "one_process")}
-    assert sorted(re.search(r"-m scripts\.examples\.frameworks\.(\w+) ", line)[1] for line in commands()) == PROGRAMS
+    started = [re.search(r"-m scripts\.examples\.frameworks\.(\w+) ", line)[1] for line in commands()]
+    assert sorted(set(started)) == PROGRAMS
+    named = re.findall(r"--framework (\S+)", "\n".join(commands()))
+    assert named == [options["framework"] for _, options in CASES if "framework" in options]
 
 
 def megatron_facts(handle: Any) -> tuple[str, float]:
