@@ -267,7 +267,7 @@ COMMANDS: dict[str, Command] = {
         SettingsCommand(
             "weights fetch",
             "fetch AlphaFold2's published parameters",
-            settings="evodsp.weights.config:FetchConfig",
+            settings="evodsp.weights.config:WeightsFetchConfig",
             runner="evodsp.weights.command:run_fetch",
             required="NAME...",
             description="Fetch AlphaFold2's published parameters (DeepMind, licence CC BY 4.0), for `evodsp predict --weights "

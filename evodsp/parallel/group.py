@@ -39,7 +39,7 @@ class Group:
     """A process group, the ledger in which its collectives are entered, and the clock that measures waits for them.
 
     Its methods begin a communication between contiguous buffers and return what to `wait()` for. The planner replaces them by
-    ones that communicate nothing (`evodsp.planner.imagined`).
+    ones that communicate nothing (`evodsp.planner.trace`).
     """
 
     def __init__(self, handle: dist.ProcessGroup, ledger: Ledger | None = None, waits: WaitTimes | None = None) -> None:

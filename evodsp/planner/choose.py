@@ -12,7 +12,7 @@ from multiprocessing import get_context
 
 from evodsp.errors import UserError
 from evodsp.planner.device import Device, Links
-from evodsp.planner.mesh import Estimate, Pass, Training, estimate, memory, traced
+from evodsp.planner.mesh import Estimate, TracedPass, Training, estimate, memory, traced
 from evodsp.planner.program import LEAST_KEPT, LEAST_RECOMPUTED, Program
 
 MOST_RANKS = 64
@@ -127,7 +127,7 @@ class Planned:
 
     def estimate(self, program: Program, data: int, sequence: int) -> Estimate:
         """A mesh. `program`: what `start` made for its groups."""
-        traced_pass = Pass.of(program, self._training, self._device, data * sequence)
+        traced_pass = TracedPass.of(program, self._training, self._device, data * sequence)
         found = self._most_kept(traced_pass, data, sequence) if self._searches else self._unsearched
         kept = found or 0
         if self._searches and found is None:
@@ -144,7 +144,7 @@ class Planned:
             return 0 if self._setting else self._blocks
         return max(0, self._blocks - recomputed)
 
-    def _most_kept(self, traced_pass: Pass, data: int, sequence: int) -> int | None:
+    def _most_kept(self, traced_pass: TracedPass, data: int, sequence: int) -> int | None:
         """As many blocks as fit: at least `LEAST_KEPT`, at most all but `LEAST_RECOMPUTED`; None if not even those fit."""
         ranks, batches = data * sequence, self._training.global_batch // data
 
@@ -164,9 +164,9 @@ class Planned:
             least, most = (middle, most) if fits(middle) else (least, middle - 1)
         return least
 
-    def _recomputing_all(self, data: int, sequence: int) -> Pass:
+    def _recomputing_all(self, data: int, sequence: int) -> TracedPass:
         program = self._pool.submit(traced, self._training, sequence, True).result()
-        return Pass.of(program, self._training, self._device, data * sequence)
+        return TracedPass.of(program, self._training, self._device, data * sequence)
 
 
 def kept_in(mixed: Program, blocks: int, kept: int) -> Program:

@@ -13,7 +13,7 @@ from evodsp.model.schedule import CommunicationPlan
 from evodsp.parallel.config import ParallelConfig
 from evodsp.planner.config import PlanConfig
 from evodsp.planner.mesh import Training
-from evodsp.planner.program import Sizes
+from evodsp.planner.program import SampleSizes
 from evodsp.run_config_file import read_run_config
 
 Precision = Literal["bf16-mixed", "32-true"]
@@ -74,7 +74,7 @@ def _training_of(settings: PlanConfig) -> Training:
     training = Training(
         model=_without_auto(model),
         loss=_losses(block, model),
-        sizes=Sizes(residues, rows - templates, settings.extra_msa or features.extra_msa, templates),
+        sizes=SampleSizes(residues, rows - templates, settings.extra_msa or features.extra_msa, templates),
         recycles=features.recycles if settings.recycles is None else settings.recycles,
         uniform_recycling=features.uniform_recycling,
         global_batch=settings.global_batch or content.get("global_batch") or 128,

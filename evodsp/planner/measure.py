@@ -36,7 +36,7 @@ from evodsp.parallel.group import Group
 from evodsp.parallel.ledger import Kind
 from evodsp.parallel.mesh import init_mesh
 from evodsp.planner.device import Device
-from evodsp.planner.trace import Recorder, Work
+from evodsp.planner.trace import Operation, ProgramRecorder
 
 REPEATS, SWEEP_REPEATS = 15, 60
 WIRE_BYTES = (1 << 12, 1 << 15, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
@@ -123,14 +123,14 @@ class MeasuredBlock:
             torch.nn.init.constant_(parameter, 0.01)
         return self.run(stack)
 
-    def work(self, dtype: torch.dtype, on_gpu: bool) -> list[Work]:
+    def work(self, dtype: torch.dtype, on_gpu: bool) -> list[Operation]:
         """The operators of both passes."""
-        recorder, stack = Recorder(), self.stack(dtype, on_gpu)
+        recorder, stack = ProgramRecorder(), self.stack(dtype, on_gpu)
         with torch.device("meta") if on_gpu else FakeTensorMode(allow_non_fake_inputs=True):
             run = self.run(stack if on_gpu else stack.to_empty(device="cpu"))
             with recorder:
                 run()
-        return [event for event in recorder.events if isinstance(event, Work)]
+        return [event for event in recorder.events if isinstance(event, Operation)]
 
 
 SMALL = MeasuredBlock(ModelConfig.preset("small").evoformer, 64, 32, 8, 16)

@@ -11,11 +11,10 @@ from evodsp.model.schedule import CommunicationPlan
 from evodsp.parallel.config import ParameterMode, WirePrecision
 from evodsp.parallel.ledger import Kind
 from evodsp.planner.device import Device, Links
-from evodsp.planner.program import Program, Sizes, Step
+from evodsp.planner.program import PlannedStep, Program, SampleSizes
 from evodsp.planner.program import program as follow
-from evodsp.planner.simulate import Times, simulate
-from evodsp.planner.trace import Work
-from evodsp.planner.walk import Item, Span, forward_only, segment, spans, whole
+from evodsp.planner.simulate import Item, Span, Times, forward_only, segment, simulate, spans, whole
+from evodsp.planner.trace import Operation
 
 SINGLE, HALF = 4, 2
 """Bytes of a number."""
@@ -27,7 +26,7 @@ class Training:
 
     model: ModelConfig
     loss: LossConfig
-    sizes: Sizes
+    sizes: SampleSizes
     recycles: int = 3
     uniform_recycling: bool = True
     global_batch: int = 128
@@ -127,7 +126,7 @@ def traced(training: Training, sequence: int, recomputed: bool | int) -> Program
         training.model, evoformer=dataclasses.replace(training.model.evoformer, checkpoint=recomputed)
     )
     return follow(
-        Step(
+        PlannedStep(
             model,
             training.sizes,
             training.loss,
@@ -141,7 +140,7 @@ def traced(training: Training, sequence: int, recomputed: bool | int) -> Program
 
 
 @dataclass(frozen=True)
-class Pass:
+class TracedPass:
     """A traced pass, with the times of its operators on a device."""
 
     program: Program
@@ -149,11 +148,11 @@ class Pass:
     """The items of the reduced model."""
 
     @classmethod
-    def of(cls, program: Program, training: Training, device: Device, devices: int) -> Pass:
+    def of(cls, program: Program, training: Training, device: Device, devices: int) -> TracedPass:
         """With the times of `device`, one of so many that work at once."""
         crowded = device.crowded(devices)
 
-        def seconds(work: Work) -> float:
+        def seconds(work: Operation) -> float:
             alone = device.seconds(
                 work.name, work.flops, work.bytes, work.launches, work.half, training.tf32, work.logits
             )
@@ -168,7 +167,7 @@ class Pass:
 
 
 def estimate(
-    training: Training, traced_pass: Pass, kept: int, data: int, sequence: int, device: Device, links: Links
+    training: Training, traced_pass: TracedPass, kept: int, data: int, sequence: int, device: Device, links: Links
 ) -> Estimate:
     """The step on `data` x `sequence` devices. `kept`: Evoformer blocks that `traced_pass` does not recompute."""
 

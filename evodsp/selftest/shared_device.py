@@ -48,8 +48,8 @@ UNSEEN = (
 """What only several GPUs can show."""
 
 
-class SampleSizes(NamedTuple):
-    """The sizes of a sample of the whole model, as `random_features` takes them."""
+class RandomSizes(NamedTuple):
+    """The sizes of a random sample of the whole model, as `random_features` takes them."""
 
     sequences: int
     extra: int
@@ -165,7 +165,7 @@ class Setting:
         }
 
 
-def stack(config: ModelConfig, extra: bool, sizes: SampleSizes, setting: Setting) -> Results:
+def stack(config: ModelConfig, extra: bool, sizes: RandomSizes, setting: Setting) -> Results:
     """Blocks with dropout, from whole random representations to their gradients."""
     c_m, c_z = (config.channels.extra_msa if extra else config.channels.msa), config.channels.pair
     module = EvoformerStack(c_m, c_z, config.extra_msa if extra else config.evoformer, extra)
@@ -193,7 +193,7 @@ def stack(config: ModelConfig, extra: bool, sizes: SampleSizes, setting: Setting
     return setting.gradients(module, compute, leaves)
 
 
-def whole_model(config: ModelConfig, sizes: SampleSizes, setting: Setting) -> Results:
+def whole_model(config: ModelConfig, sizes: RandomSizes, setting: Setting) -> Results:
     """The model with templates and dropout, and every term of the loss."""
     module = setting.prepared(AlphaFold(config))
     batch = {name: x.to(setting.device) for name, x in with_labels(random_features(*sizes)).items()}
@@ -226,7 +226,7 @@ def subjects(device: torch.device) -> list[Subject]:
         structure_module=dataclasses.replace(config.structure_module, iterations=2),
     )
     # On a GPU longer than the tiles of the kernels, so that shards begin within one.
-    sizes = SampleSizes(47, 149, 73, 3) if device.type == "cuda" else SampleSizes(11, 17, 13, 3)
+    sizes = RandomSizes(47, 149, 73, 3) if device.type == "cuda" else RandomSizes(11, 17, 13, 3)
     return [
         Subject("Evoformer", partial(stack, config, False, sizes), STACK),
         Subject("extra-MSA stack", partial(stack, config, True, sizes), STACK),

@@ -44,7 +44,7 @@ class ImportConfig:
 
 
 @dataclass(frozen=True)
-class FetchConfig:
+class WeightsFetchConfig:
     """Which published parameters to fetch, and where to keep them."""
 
     names: Sequence[str]

@@ -24,9 +24,9 @@ from evodsp.config import EvoformerConfig, ModelConfig
 from evodsp.model.evoformer import EvoformerStack
 from evodsp.model.primitives import use_exchange
 from evodsp.model.schedule import DAP, CommunicationPlan
-from evodsp.model.traffic import Call, Sizes, extra_msa_calls, inner_block, recomputed
 from evodsp.parallel.exchange import ShardedExchange
 from evodsp.parallel.ledger import Entry, Ledger, Phase
+from evodsp.planner.traffic import CollectiveCall, StackSizes, extra_msa_calls, inner_block, recomputed
 
 from . import pair_volume
 from .fake_ranks import fake_group
@@ -75,9 +75,11 @@ class Case:
             return self.limit_at_4 if ranks == 4 else None
         return LIMITS.get(ranks)
 
-    def predicted(self, ranks: int, plan: CommunicationPlan) -> list[Call]:
+    def predicted(self, ranks: int, plan: CommunicationPlan) -> list[CollectiveCall]:
         """The schedule's prediction for the forward pass of a block."""
-        n = Sizes(ranks, 0, 1, self.sequences, self.residues, self.c_m, ModelConfig().channels.pair, self.config, plan)
+        n = StackSizes(
+            ranks, 0, 1, self.sequences, self.residues, self.c_m, ModelConfig().channels.pair, self.config, plan
+        )
         if self.extra and plan == DSP:
             return extra_msa_calls(dataclasses.replace(n, config=dataclasses.replace(self.config, blocks=1)))
         return inner_block(n, self.extra)

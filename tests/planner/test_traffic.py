@@ -13,10 +13,10 @@ from evodsp.config import EvoformerConfig, ModelConfig
 from evodsp.model.evoformer import EvoformerStack
 from evodsp.model.primitives import use_exchange
 from evodsp.model.schedule import DAP, CommunicationPlan
-from evodsp.model.traffic import Call, Sizes, evoformer_calls, extra_msa_calls, inner_block, recomputed
 from evodsp.parallel.exchange import ShardedExchange
 from evodsp.parallel.group import Group
 from evodsp.parallel.ledger import Ledger
+from evodsp.planner.traffic import CollectiveCall, StackSizes, evoformer_calls, extra_msa_calls, inner_block, recomputed
 from tests.ranks import RankPool
 
 RESIDUES = 7
@@ -24,12 +24,12 @@ RESIDUES = 7
 
 def sizes(
     extra: bool, sequences: int, ranks: int, rank: int, batch: int, plan: CommunicationPlan, recompute: bool = False
-) -> Sizes:
+) -> StackSizes:
     """The sizes from which the schedule predicts the stack's communication."""
     config = ModelConfig.preset("test")
     stack = dataclasses.replace(config.extra_msa if extra else config.evoformer, blocks=2, checkpoint=recompute)
     c_m = config.channels.extra_msa if extra else config.channels.msa
-    return Sizes(ranks, rank, batch, sequences, RESIDUES, c_m, config.channels.pair, stack, plan)
+    return StackSizes(ranks, rank, batch, sequences, RESIDUES, c_m, config.channels.pair, stack, plan)
 
 
 def traffic(
@@ -77,7 +77,7 @@ def test_ledger_is_what_the_schedule_predicts(
         assert [entry.kind for entry in ledger.of("recompute")] == streamed * ["broadcast"]
 
 
-def volume(calls: list[Call]) -> int:
+def volume(calls: list[CollectiveCall]) -> int:
     return sum(call.elements for call in calls)
 
 
@@ -89,7 +89,7 @@ def test_a_block_moves_what_the_design_says(sequences: int, residues: int, ranks
     Where sizes divide, all ranks move the same.
     """
     for rank in (0, ranks - 1):
-        n = Sizes(ranks, rank, 1, sequences, residues, 256, 128, EvoformerConfig())
+        n = StackSizes(ranks, rank, 1, sequences, residues, 256, 128, EvoformerConfig())
         msa, pair = sequences * residues * 256, residues**2 * 128
         calls = inner_block(n)
         assert len(calls) == 12
@@ -100,7 +100,7 @@ def test_a_block_moves_what_the_design_says(sequences: int, residues: int, ranks
 @pytest.mark.parametrize(("ranks", "most"), [(4, 0.80), (8, 0.60), (16, 0.45), (64, 0.27)])
 def test_a_block_moves_less_than_under_dap(sequences: int, residues: int, ranks: int, most: float) -> None:
     """Catches a plan that saves less than the design promises over DAP, which moves 2 Mm/N + Mm/8 + Mz (2 + 1/8 + 4/N)."""
-    n = Sizes(ranks, 0, 1, sequences, residues, 256, 128, EvoformerConfig())
+    n = StackSizes(ranks, 0, 1, sequences, residues, 256, 128, EvoformerConfig())
     msa, pair = sequences * residues * 256, residues**2 * 128
     dap = volume(inner_block(dataclasses.replace(n, plan=DAP)))
     assert dap == 2 * msa // ranks + msa // 8 + 2 * pair + pair // 8 + 4 * pair // ranks
@@ -111,7 +111,7 @@ def test_a_block_moves_less_than_under_dap(sequences: int, residues: int, ranks:
 def test_an_extra_msa_block_moves_less_than_under_dap(sequences: int, residues: int, most: float) -> None:
     """Catches switches of the extra MSA: DAP switches it to R and back in every block; here it stays sharded along S."""
     config = ModelConfig().extra_msa
-    n = Sizes(4, 0, 1, sequences, residues, 64, 128, dataclasses.replace(config, blocks=1))
+    n = StackSizes(4, 0, 1, sequences, residues, 64, 128, dataclasses.replace(config, blocks=1))
     assert volume(extra_msa_calls(n)) / volume(inner_block(dataclasses.replace(n, plan=DAP))) <= most
 
 
@@ -124,7 +124,7 @@ def test_partial_outer_products_are_few_collectives_of_bounded_size(
 ) -> None:
     """Catches a collective for each shard, a partial sum that is larger than the operands, and one that is whole."""
     config = dataclasses.replace(ModelConfig().extra_msa, blocks=1)
-    n = Sizes(ranks, ranks - 1, 1, sequences, residues, 64, 128, config)
+    n = StackSizes(ranks, ranks - 1, 1, sequences, residues, 64, 128, config)
     sums = [call.elements for call in inner_block(n, extra=True) if call.kind == "reduce-scatter"]
     assert len(sums) == collectives
     assert sum(sums) == residues**2 * 128
@@ -192,5 +192,5 @@ def test_the_schedule_is_the_documented_one(extra: bool, msa_calls: list[tuple[s
 
     The schedule is traced from the model's code, so only this list says what it should be.
     """
-    n = Sizes(2, 0, 1, 6, RESIDUES, 12, 10, ModelConfig.preset("test").evoformer)
+    n = StackSizes(2, 0, 1, 6, RESIDUES, 12, 10, ModelConfig.preset("test").evoformer)
     assert [(call.layer, call.kind) for call in inner_block(n, extra)] == [*msa_calls, *PAIR_CALLS]

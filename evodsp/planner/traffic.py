@@ -30,7 +30,7 @@ from evodsp.parallel.pending import Pending, Ready
 
 
 @dataclass(frozen=True)
-class Call:
+class CollectiveCall:
     """One collective of one rank."""
 
     layer: str
@@ -43,7 +43,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Sizes:
+class StackSizes:
     """Everything that volumes depend on, and which rank of how many."""
 
     ranks: int
@@ -61,7 +61,7 @@ RETURN = "switch m back"
 """The switch of the MSA representation back to S between two blocks. It lies outside of the recomputed segments."""
 
 
-def recomputed(calls: Sequence[Call], plan: CommunicationPlan) -> list[Call]:
+def recomputed(calls: Sequence[CollectiveCall], plan: CommunicationPlan) -> list[CollectiveCall]:
     """Those of a stack's `calls` that activation checkpointing launches again in the backward pass, once each.
 
     Results that the plan keeps are not communicated again, and the switch between blocks is not part of a recomputed segment.
@@ -76,7 +76,7 @@ class RecordingExchange(ShardedExchange):
 
     def __init__(self, rank: int, ranks: int) -> None:
         super().__init__(Place(rank, ranks))
-        self.calls: list[Call] = []
+        self.calls: list[CollectiveCall] = []
         self.layer: str | None = None
         """The sub-layer that is running."""
 
@@ -100,7 +100,7 @@ class RecordingExchange(ShardedExchange):
         return Ready(x.new_empty(shape))
 
     def _record(self, kind: Kind, elements: int, backward: int) -> None:
-        self.calls.append(Call(self.layer or "", kind, elements, backward))
+        self.calls.append(CollectiveCall(self.layer or "", kind, elements, backward))
 
     def _name(self, module: nn.Module, name: str) -> None:
         def enter(*_: Any) -> None:
@@ -113,24 +113,24 @@ class RecordingExchange(ShardedExchange):
         module.register_forward_hook(leave)
 
 
-def evoformer_calls(n: Sizes) -> list[Call]:
+def evoformer_calls(n: StackSizes) -> list[CollectiveCall]:
     """The forward pass of an Evoformer stack of `n.config.blocks` blocks."""
     return _calls(n, extra=False)
 
 
-def extra_msa_calls(n: Sizes) -> list[Call]:
+def extra_msa_calls(n: StackSizes) -> list[CollectiveCall]:
     """The forward pass of an extra-MSA stack."""
     return _calls(n, extra=True)
 
 
-def inner_block(n: Sizes, extra: bool = False) -> list[Call]:
+def inner_block(n: StackSizes, extra: bool = False) -> list[CollectiveCall]:
     """One block that is not the last of its stack. An Evoformer block has twelve collectives."""
     two, one = (_calls(replace(n, config=replace(n.config, blocks=blocks)), extra) for blocks in (2, 1))
     return two[: len(two) - len(one)]
 
 
 @torch.no_grad()
-def _calls(n: Sizes, extra: bool) -> list[Call]:
+def _calls(n: StackSizes, extra: bool) -> list[CollectiveCall]:
     exchange = RecordingExchange(n.rank, n.ranks)
     with torch.device("meta"):
         stack = EvoformerStack(n.c_m, n.c_z, n.config, extra)
