@@ -61,7 +61,7 @@ class SettingsCommand(Command):
     from_files: bool = False
     """Whether options may also come from YAML files (--config FILE), and be printed as one (--print_config)."""
     alone: Mapping[str, str] = field(default_factory=dict)
-    """What options mean that are given without a value."""
+    """The values of options that are given without one."""
     several: frozenset[str] = frozenset()
     """Options that may be given once more for each of several values."""
 

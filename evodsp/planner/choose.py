@@ -37,7 +37,7 @@ class Comparison:
         return (one.samples_per_s / one.devices) / self.alone.samples_per_s
 
     def hours(self, one: Estimate) -> float:
-        """Of the whole training."""
+        """Hours that the whole training takes on a mesh."""
         return self.training.samples / one.samples_per_s / 3600
 
 
@@ -66,8 +66,8 @@ def possible(training: Training, devices: int, sequence: int | None = None) -> l
 def compare(
     training: Training, devices: int, device: Device, links: Links, sequence: int | None = None, auto: bool = True
 ) -> Comparison:
-    """Plan the possible meshes, from small sequence groups to large ones, up to the first one that is slower than one before it
-    that fits: larger ones only communicate more.
+    """Plan the possible meshes, from small sequence groups to large ones, up to the first that is slower than an earlier one which
+    fits, because larger ones only communicate more.
 
     `auto`: each mesh recomputes only as many Evoformer blocks as its memory demands. Otherwise as the model's config says.
     """
@@ -122,7 +122,7 @@ class Planned:
         )
 
     def start(self, sequence: int) -> Future[Program]:
-        """Begin to follow the pass of a group of so many ranks."""
+        """Begin to follow the pass of a group of `sequence` ranks."""
         return self._pool.submit(traced, self._training, sequence, self._setting)
 
     def estimate(self, program: Program, data: int, sequence: int) -> Estimate:
@@ -145,7 +145,7 @@ class Planned:
         return max(0, self._blocks - recomputed)
 
     def _most_kept(self, traced_pass: TracedPass, data: int, sequence: int) -> int | None:
-        """As many blocks as fit: at least `LEAST_KEPT`, at most all but `LEAST_RECOMPUTED`; None if not even those fit."""
+        """The largest number of kept blocks that fits, from `LEAST_KEPT` to all but `LEAST_RECOMPUTED`; None if none fits."""
         ranks, batches = data * sequence, self._training.global_batch // data
 
         def fits(kept: int) -> bool:
@@ -170,7 +170,7 @@ class Planned:
 
 
 def kept_in(mixed: Program, blocks: int, kept: int) -> Program:
-    """The program of a stack that keeps so many of its blocks, from that of one that keeps others."""
+    """Derive the program for `kept` stored blocks from one that was traced with another number."""
     recomputing, keeping = (repeat for repeat in mixed.repeats if repeat.part == "evoformer")
     others = [repeat for repeat in mixed.repeats if repeat.part != "evoformer"]
     changed = [replace(recomputing, times=blocks - kept - 3), replace(keeping, times=kept - 2)]

@@ -27,7 +27,8 @@ class PlanConfig:
     device: str = "h100"
     """Kind of device: a100, h100, h200, b200, or the path of your own file."""
     config: Path | None = None
-    """YAML file of `evodsp fit`: model, losses, sizes and batch are taken from it. Options given here go before it."""
+    """YAML file of `evodsp fit`: model, losses, sizes and batch are taken from it. Options on this command line override the
+    file."""
     preset: str | None = None
     """Model, such as model_1_ptm; null takes that of the config, or model_1."""
     residues: int | None = None
@@ -47,13 +48,13 @@ class PlanConfig:
     sequence: int | None = None
     """Ranks that share a sample; null compares all that are possible."""
     parameters: ParameterMode | None = None
-    """Where parameters live, as parallel.parameters of a run: replicate, zero1 or fsdp2; null: that of the config, or
+    """Place of the parameters, as parallel.parameters of a run: replicate, zero1 or fsdp2; null takes that of the config, or
     replicate."""
     precision: Literal["bf16-mixed", "32-true"] | None = None
-    """As trainer.precision of a run; null: that of the config, which is 32-true where it says nothing. Without a config, and
-    for a prediction, bf16-mixed."""
+    """Precision, as trainer.precision of a run. null takes that of the config, which is 32-true where it says nothing, or
+    bf16-mixed without a config and for a prediction."""
     wire: Literal["same", "bf16"] | None = None
-    """Precision in which ranks communicate, as parallel.wire of a run; null: that of the config, or same."""
+    """Precision in which ranks communicate, as parallel.wire of a run; null takes that of the config, or same."""
     recomputation: Literal["auto", "all", "none"] = "auto"
     """Evoformer blocks that are computed again in the backward pass: all, none, or only as many as the memory demands."""
     cuda_graphs: bool | None = None

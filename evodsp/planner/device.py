@@ -33,7 +33,7 @@ class Device:
     name: str
     memory_gib: float
     reserved_gib: float
-    """What the driver and libraries take."""
+    """GiB that the driver and libraries take."""
     fragmentation: float
     """Share of the memory that the allocator cannot use."""
     tflops_half: float
@@ -67,7 +67,7 @@ class Device:
     GPUs share power."""
 
     def crowded(self, busy: int) -> float:
-        """How many times longer an operator takes when so many devices work: in proportion to those of a node that do."""
+        """How many times longer an operator takes when `busy` devices work, in proportion to those of a node."""
         if self.gpus_per_node == 1:
             return 1.0
         return 1.0 + (self.crowding - 1.0) * (min(busy, self.gpus_per_node) - 1) / (self.gpus_per_node - 1)
@@ -151,7 +151,7 @@ class Links:
         return self.across.start(kind) * math.log2(2 * nodes) / 2 + moving
 
     def apart(self, kind: Kind, counted: int, ranks: int, stride: int) -> float:
-        """The same of ranks that are `stride` devices apart, such as those of a data group."""
+        """Time of a collective of ranks that are `stride` devices apart, such as those of a data group."""
         if ranks == 1:
             return 0.0
         here = max(1, self.per_node // stride)  # of this group in a node

@@ -21,7 +21,7 @@ _FEATURES = ("crop_size", "msa_clusters", "extra_msa", "max_templates", "recycle
 
 
 def training_of(settings: PlanConfig) -> Training:
-    """What is trained. Raises UserError if the config file cannot be read, or if its sizes do not go together."""
+    """The training that is planned. Raises UserError if the config file cannot be read, or its sizes do not go together."""
     with _wrong_types(settings):
         return _training_of(settings)
 
@@ -92,7 +92,7 @@ def _training_of(settings: PlanConfig) -> Training:
 
 
 def _parallel(settings: PlanConfig, content: dict[str, Any]) -> ParallelConfig:
-    """Where parameters live and what ranks send: as given, else as the config says."""
+    """Place of parameters and precision of collectives, by the options, or else by the config."""
     block = from_dict(ParallelConfig, _group(content, "parallel"), "parallel")
     return dataclasses.replace(
         block, parameters=settings.parameters or block.parameters, wire=settings.wire or block.wire

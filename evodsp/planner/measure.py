@@ -58,7 +58,7 @@ def seconds(run: Callable[[], object], on_gpu: bool, repeats: int = REPEATS) -> 
 
 
 def tflops(dtype: torch.dtype, on_gpu: bool, tf32: bool = False) -> float:
-    """Of a large product."""
+    """TFLOP/s of a large product."""
     n, where = (8192, "cuda") if on_gpu else (1024, "cpu")
     a, b = (torch.randn(n, n, device=where).to(dtype) for _ in range(2))
     before = torch.get_float32_matmul_precision()
@@ -70,7 +70,7 @@ def tflops(dtype: torch.dtype, on_gpu: bool, tf32: bool = False) -> float:
 
 
 def memory_gbps(on_gpu: bool) -> float:
-    """Read and written by a copy that no cache holds."""
+    """GB/s, read and written, of a copy that no cache holds."""
     x = torch.zeros(1 << (28 if on_gpu else 25), device="cuda" if on_gpu else "cpu")
     y = torch.empty_like(x)
     return 2 * x.numel() * 4 / seconds(lambda: y.copy_(x), on_gpu) / 1e9
@@ -142,12 +142,12 @@ FULL = {
 
 
 def precision(on_gpu: bool) -> torch.dtype:
-    """In which blocks are measured."""
+    """The precision in which blocks are measured."""
     return torch.bfloat16 if on_gpu else torch.float32
 
 
 def corrected(device: Device) -> Device:
-    """With the time of an operator, and the shares of the peaks, that explain the two blocks."""
+    """The device with the time of an operator, and the shares of the peaks, that explain the two blocks."""
     dtype = precision(device.on_gpu)
     measured = [seconds(block.on_device(dtype, device.on_gpu), device.on_gpu) for block in (SMALL, FULL[device.on_gpu])]
     small, full = (block.work(dtype, device.on_gpu) for block in (SMALL, FULL[device.on_gpu]))

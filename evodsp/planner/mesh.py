@@ -22,7 +22,7 @@ SINGLE, HALF = 4, 2
 
 @dataclass(frozen=True)
 class Training:
-    """What is trained, and how."""
+    """A training that is planned."""
 
     model: ModelConfig
     loss: LossConfig
@@ -39,7 +39,7 @@ class Training:
     parameters: ParameterMode = "replicate"
     plan: CommunicationPlan = field(default_factory=CommunicationPlan)
     samples: int = 10_000_000
-    """Of the whole training."""
+    """Samples of the whole training."""
     graphs: bool = False
     """Whether CUDA graphs launch the operators, which costs the host nothing."""
     on_gpu: bool = True
@@ -63,7 +63,7 @@ class Memory:
     average: int
     features: int
     activations: int
-    """What the model holds, at most."""
+    """The most that the model holds in a pass."""
     at: str
     """The part of the model in whose forward or backward pass that is."""
 
@@ -149,7 +149,7 @@ class TracedPass:
 
     @classmethod
     def of(cls, program: Program, training: Training, device: Device, devices: int) -> TracedPass:
-        """With the times of `device`, one of so many that work at once."""
+        """A pass with the times of `device`, where `devices` of them work at once."""
         crowded = device.crowded(devices)
 
         def seconds(work: Operation) -> float:

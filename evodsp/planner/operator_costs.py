@@ -1,4 +1,4 @@
-"""What one operator on tensors without numbers gives and costs: shapes of its results, products, logits, bytes."""
+"""The costs of one operator on tensors without numbers: FLOPs, logits and bytes; and the shapes of its results."""
 
 from __future__ import annotations
 

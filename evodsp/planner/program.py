@@ -62,7 +62,7 @@ class PlannedStep:
     model: ModelConfig
     sizes: SampleSizes
     loss: LossConfig | None = None
-    """Of a training step; None for a prediction."""
+    """Weights of the loss of a training step; None for a prediction."""
     ranks: int = 1
     rank: int = 0
     half: bool = True
@@ -71,11 +71,11 @@ class PlannedStep:
     plan: CommunicationPlan = field(default_factory=CommunicationPlan)
     on_gpu: bool = True
     memory: int | None = None
-    """Of a prediction: bytes for what a layer computes beside the representations; None: no limit."""
+    """Bytes that a layer of a prediction may take beside the representations; None: no limit."""
     samples: int | None = None
-    """Of a prediction: pieces of a layer that stand for all. Two show its memory, but not its time."""
+    """Number of pieces of a layer of a prediction that are run; the others need the same memory. None runs all."""
     sets: int = 1
-    """Of a prediction: feature sets of a pass."""
+    """Feature sets of a pass of a prediction."""
 
 
 @dataclass(frozen=True)

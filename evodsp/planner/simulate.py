@@ -27,10 +27,10 @@ class Span:
     place: Segment
     phase: Phase
     operators: int
-    """Of the host, which launches them."""
+    """Number of operators that the host launches."""
     launches: int
     seconds: float
-    """On the device."""
+    """Time on the device."""
     flops: int
     bytes: int
     before: int
@@ -63,7 +63,10 @@ Item = Span | Communication | Wait
 
 
 def spans(events: Iterable[Event], seconds: Callable[[Operation], float]) -> list[Item]:
-    """Events with the operators between two collectives of one place together. `seconds`: time of an operator on the device."""
+    """Merge consecutive operators of one place into one `Span`; collectives separate spans.
+
+    `seconds`: time of an operator on the device.
+    """
     items: list[Item] = []
     run: list[Operation] = []
     held = 0
@@ -150,7 +153,7 @@ def _repeated(items: list[Item], start: int, stop: int, times: int) -> list[Item
 
 
 def _moved(item: Item, name: Mapping[int, int], held: int) -> Item:
-    """An item with its collective renumbered, or with so much more memory held."""
+    """An item with its collective renumbered, and with `held` more bytes of memory."""
     # By position: `replace` takes five times as long, and a plan moves 160,000 items.
     if isinstance(item, Span):
         return Span(
@@ -197,17 +200,17 @@ class Times:
 
     total: float = 0.0
     device: float = 0.0
-    """Of the operators by themselves."""
+    """Time of the operators by themselves."""
     host: float = 0.0
-    """Of launching them."""
+    """Time in which the host launches them."""
     communication: float = 0.0
-    """Of the collectives by themselves."""
+    """Time of the collectives by themselves."""
     exposed: float = 0.0
-    """Of the device standing still for collectives."""
+    """Time in which the device stands still for collectives."""
     launches: int = 0
     calls: int = 0
     bytes: int = 0
-    """Of collectives, as the ledger counts them."""
+    """Bytes of collectives, as the ledger counts them."""
     flops: int = 0
     by_part: dict[str, float] = field(default_factory=dict)
     """Seconds that pass in each part of the model."""

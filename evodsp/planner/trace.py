@@ -35,7 +35,7 @@ class Begun:
 
     kind: Kind
     bytes: int
-    """As the ledger counts them."""
+    """Bytes as the ledger counts them."""
 
 
 @dataclass(slots=True)
@@ -46,7 +46,7 @@ class Operation:
     phase: Phase
     name: str
     flops: int
-    """Of matrix products, 2 n m k each."""
+    """FLOPs of matrix products, 2 n m k each."""
     bytes: int
     """Read and written."""
     launches: int
@@ -55,7 +55,7 @@ class Operation:
     live: int
     """Bytes that the program has made and still holds while this runs. Parameters and inputs are not among them."""
     logits: float = 0.0
-    """Of attention by own kernels, those of a backward pass as so many of a forward one as take as long."""
+    """Logits of attention by own kernels. A backward pass counts as many logits as a forward pass computes in the same time."""
 
 
 @dataclass(slots=True)
@@ -214,7 +214,7 @@ class ProgramRecorder(TorchDispatchMode):
         return self._memory.bytes
 
     def _report(self, name: str, args: tuple[Any, ...]) -> tuple[int, int]:
-        """What an own operator launches and moves. Equal blocks ask for the same again and again."""
+        """Launches and bytes of an own operator. They are remembered, because equal blocks ask for the same."""
         key = (name, *((x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else x for x in args))
         if key not in self._reports:
             self._reports[key] = REPORTS[name](args)
@@ -249,7 +249,7 @@ class ProgramRecorder(TorchDispatchMode):
 
 
 class Arrival:
-    """What a caller waits for."""
+    """A collective whose result can be awaited."""
 
     def __init__(self, number: int, waited: Callable[[int], None]) -> None:
         self._number, self._waited = number, waited

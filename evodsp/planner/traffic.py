@@ -1,4 +1,4 @@
-"""What a stack communicates: every collective of one rank, in the order of the forward pass.
+"""The communication of a stack: every collective of one rank, in the order of the forward pass.
 
 The stack itself is run on shapes alone (the meta device), with an exchange that writes down each request and communicates
 nothing. So the list cannot differ from the program, and it needs no process group: rank 17 of 512 takes a fraction of a second.
@@ -62,7 +62,7 @@ RETURN = "switch m back"
 
 
 def recomputed(calls: Sequence[CollectiveCall], plan: CommunicationPlan) -> list[CollectiveCall]:
-    """Those of a stack's `calls` that activation checkpointing launches again in the backward pass, once each.
+    """The calls among a stack's `calls` that activation checkpointing launches again in the backward pass, once each.
 
     Results that the plan keeps are not communicated again, and the switch between blocks is not part of a recomputed segment.
     `stream_bias` recomputes its broadcasts a second time, within the recomputation; that is not counted here.

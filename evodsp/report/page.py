@@ -60,7 +60,7 @@ class Page:
         self._add("wide_chart", title=title, svg=svg)
 
     def legend(self, names: Sequence[str]) -> None:
-        """What the colours of the line charts mean, in the order of their numbers."""
+        """Add the names of the line charts' colours, in the order of their numbers."""
         self._add("legend", names=names, colours=COLOURS)
 
     def template(self, name: str, **values: Any) -> None:

@@ -9,7 +9,7 @@ from evodsp.ranges import POSITIVE, SIZE, check_numbers
 
 @dataclass(frozen=True)
 class SelftestConfig:
-    """On what a machine is checked. Raises UserError if a value is out of range."""
+    """Devices and limits of a check of a machine. Raises UserError if a value is out of range."""
 
     cpu: int | None = None
     """Number of CPU processes to check in place of the GPUs; null: all GPUs of this machine."""

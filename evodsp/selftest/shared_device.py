@@ -119,7 +119,7 @@ def _on_host(x: Tensor) -> Tensor:
 
 Module = TypeVar("Module", bound=nn.Module)
 Results = dict[str, Tensor]
-"""Of one rank; the mean over the ranks is the result."""
+"""Results of one rank by name; their mean over the ranks is the result."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ class Setting:
         return module.to(self.device)
 
     def gradients(self, module: nn.Module, compute: Callable[[], tuple[Tensor, Results]], leaves: Results) -> Results:
-        """What `compute` returns beside the loss, and the gradients of the loss."""
+        """The results that `compute` returns beside the loss, and the gradients of the loss."""
         casts = CastParameters(module)
         with torch.autocast(
             self.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16, cache_enabled=False
@@ -208,7 +208,7 @@ def whole_model(config: ModelConfig, sizes: RandomSizes, setting: Setting) -> Re
 
 @dataclass(frozen=True)
 class Subject:
-    """What is compared."""
+    """A part of the model that is compared."""
 
     name: str
     compute: Callable[[Setting], Results]
@@ -287,7 +287,7 @@ def _scales(exact: Results) -> dict[str, float]:
 
 
 def _root_mean_square(x: Results, exact: Results, scales: dict[str, float]) -> float:
-    """Of the errors of all results, each as a fraction of its scale."""
+    """Root mean square of the errors of all results, each as a fraction of its scale."""
     squares = [((x[name] - exact[name]) / scales[name]).square().mean() for name in exact]
     return float(torch.stack(squares).mean().sqrt())
 

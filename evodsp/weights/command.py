@@ -17,9 +17,9 @@ from evodsp.weights.config import (
     preset_of,
     published_features,
 )
-from evodsp.weights.container import container
 from evodsp.weights.deepmind import export_deepmind, write_npz
 from evodsp.weights.openfold import export_openfold, write_openfold
+from evodsp.weights.parameter_file import container
 from evodsp.weights.published import is_parameter_file, load_parameters, load_published
 
 
