@@ -66,8 +66,8 @@ def possible(training: Training, devices: int, sequence: int | None = None) -> l
 def compare(
     training: Training, devices: int, device: Device, links: Links, sequence: int | None = None, auto: bool = True
 ) -> Comparison:
-    """Plan the possible meshes, from small sequence groups to large ones, up to the first that is slower than an earlier one which
-    fits, because larger ones only communicate more.
+    """Plan the possible meshes, from small sequence groups to large ones, up to the first that is slower than an earlier one
+    which fits, because larger ones only communicate more.
 
     `auto`: each mesh recomputes only as many Evoformer blocks as its memory demands. Otherwise as the model's config says.
     """

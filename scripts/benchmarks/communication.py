@@ -4,10 +4,10 @@
 
 Whole blocks: DSP's schedule against FastFold's DAP. Their pair stacks alone: against Fold-CP's one-dimensional mode too
 (`pair_volume.py`). The program of one rank runs on fake ranks (`fake_ranks.py`), so that any number of ranks can be counted.
-Settings are the defaults: activations are recomputed in the backward pass (`model.evoformer.checkpoint`), and results of all-gathers and
-all-reduces are kept for the recomputation (`plan.keep_gathered`). A block is the difference between a stack of three and a
-stack of two, so it is not the last block. Every count is compared with a formula and, for whole blocks, with the schedule's
-prediction. The exit code is 1 if one differs, or if DSP's forward bytes exceed the design's limit.
+Settings are the defaults: activations are recomputed in the backward pass (`model.evoformer.checkpoint`), and results of
+all-gathers and all-reduces are kept for the recomputation (`plan.keep_gathered`). A block is the difference between a stack of
+three and a stack of two, so it is not the last block. Every count is compared with a formula and, for whole blocks, with the
+schedule's prediction. The exit code is 1 if one differs, or if DSP's forward bytes exceed the design's limit.
 """
 
 from __future__ import annotations
