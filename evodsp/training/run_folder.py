@@ -14,9 +14,8 @@ from evodsp.printing import tell
 from evodsp.reading.pickles import PickleRefused
 from evodsp.reading.quoting import printable
 from evodsp.training.config import RunConfig
-from evodsp.weights.container import archive_damage, first_sentence
-from evodsp.weights.foreign import refuse_foreign
-from evodsp.weights.untrusted import load_checked, refused
+from evodsp.weights.parameter_file import archive_damage, first_sentence
+from evodsp.weights.untrusted import load_checked, refuse_foreign, refused
 
 
 @dataclass(frozen=True)
