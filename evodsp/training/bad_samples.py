@@ -20,8 +20,8 @@ from torch import nn
 
 from evodsp.errors import UserError
 from evodsp.files import whole_file
+from evodsp.parallel.dtensor import gather_tree, local
 from evodsp.printing import logger
-from evodsp.training.dtensor import gather_tree, local
 from evodsp.training.loader import TrainingLoader
 from evodsp.training.replay import write_replay
 from evodsp.training.run_folder import RunFolder

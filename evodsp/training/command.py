@@ -299,9 +299,8 @@ def _met(settings: Settings, config_text: str) -> World:
     if not under_launcher():
         return World()
     count_ranks(settings.trainer, settings.parallel)
-    world = MeshWorld(settings.parallel, on_gpu(settings.trainer))
-    world.meet(f"{config_text}overwrite: {settings.run.overwrite}\nckpt_path: {settings.run.ckpt_path}")
-    return world
+    text = f"{config_text}overwrite: {settings.run.overwrite}\nckpt_path: {settings.run.ckpt_path}"
+    return MeshWorld.meet(settings.parallel, on_gpu(settings.trainer), text)
 
 
 def _execute(run: CheckedRun, built: Built, config_text: str) -> None:

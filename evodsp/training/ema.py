@@ -10,7 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
 from evodsp.errors import UserError
-from evodsp.training.dtensor import local, shard_like
+from evodsp.parallel.dtensor import local, shard_like
 
 
 def decay_at(update: int, decay: float) -> float:

@@ -24,12 +24,11 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from evodsp.parallel.dtensor import is_dtensor, local
 from evodsp.parallel.group import Group
 from evodsp.parallel.mesh import Mesh
 from evodsp.parallel.waits import WaitTimes
-from evodsp.training.dtensor import local
 
 # In elements: each gradient starts at a multiple of this, so that vectorised kernels can be used on it.
 _ALIGNMENT = 32
@@ -108,8 +107,8 @@ class PlainGradients(Gradients):
         # In fp64 for the reason that `_norm` gives; a parameter's gradient has no rows of one size.
         norms = torch._foreach_norm(gradients, 2.0, torch.float64)
         norm = torch.linalg.vector_norm(torch.stack(norms))
-        if isinstance(norm, DTensor):
-            norm = norm.full_tensor()
+        if is_dtensor(norm):
+            norm = norm.full_tensor()  # type: ignore[attr-defined]
         norm = norm.to(gradients[0].dtype)
         if self.clip is not None:
             torch._foreach_mul_([local(gradient) for gradient in gradients], _coefficient(norm, self.clip))

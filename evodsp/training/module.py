@@ -222,7 +222,7 @@ class TrainingModule(LightningModule):
             reduced.clipped * number,
             number.float(),
         ]
-        means = self.trainer.strategy.reduce(torch.stack([*sums, *asked]), reduce_op="mean")  # over the ranks
+        means = self.world.mean(torch.stack([*sums, *asked]))
         read = torch.cat([means, terms.flatten(), reduced.counted.float()]).cpu()
         means, shares, terms, counted = read.split([len(sums), len(asked), terms.numel(), len(self._passes)])
         named = zip([*names, "gradient_norm", "clipped_fraction"], (means[:-1] / means[-1]).tolist(), strict=True)

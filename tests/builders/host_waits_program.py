@@ -25,7 +25,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from evodsp.config import HeadsConfig, ModelConfig
 from evodsp.parallel.config import ParallelConfig
-from evodsp.parallel.mesh import init_mesh
 from evodsp.training.chains import find_chains
 from evodsp.training.config import DataConfig, TrainingConfig
 from evodsp.training.csv_logger import CurveLogger
@@ -33,7 +32,6 @@ from evodsp.training.datamodule import ChainDataModule
 from evodsp.training.ema import ExponentialMovingAverage
 from evodsp.training.module import TrainingModule
 from evodsp.training.progress import TrainingProgress
-from evodsp.training.sharing import BatchSharing
 from evodsp.training.stopping import StopRequest
 from evodsp.training.strategy import DSPStrategy
 from evodsp.training.throughput import Throughput
@@ -60,11 +58,11 @@ class FirstOfTwo(MeshWorld):
     """Rank 0 of a sequence group of two, whose collectives go nowhere. (Batches are compared on the host, by gloo.)"""
 
     def __init__(self) -> None:
-        super().__init__(ParallelConfig(sequence=2), on_gpu=False)
         dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-        self._mesh = init_mesh(2, "cpu")
-        group = self._mesh.sequence_group()
-        self._sharing = BatchSharing(group, group.handle)
+        super().__init__(ParallelConfig(sequence=2))
+
+    def _host_groups(self) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+        return self._readers.handle, self._readers.handle
 
     def check_batches(self, found: Any, failures: Any = ()) -> list[Any]:
         return []

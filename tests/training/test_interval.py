@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
@@ -88,7 +87,6 @@ def test_the_numbers_of_a_step_are_means_over_the_passes_that_count() -> None:
     module = TrainingModule(TrainingConfig(**vars(ModelConfig.preset("test"))))
     trainer = MagicMock(spec=Trainer)
     trainer.log_every_n_steps, trainer.global_step = 10, 0
-    trainer.strategy = SimpleNamespace(reduce=lambda x, reduce_op: x)
     module.trainer, module.log = trainer, MagicMock()  # type: ignore[method-assign]
     norm, counted, clipped = torch.tensor(6.0), torch.tensor([True, False, True]), torch.tensor(0.5)
     module._gradients = MagicMock(spec=Gradients, drops_samples=True)
