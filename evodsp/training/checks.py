@@ -26,14 +26,13 @@ from evodsp.parallel.config import ParallelConfig
 from evodsp.parallel.group import Group
 from evodsp.parallel.mesh import data_ranks
 from evodsp.training.chains import Chains, find_chains
-from evodsp.training.compilation import check_compilation
 from evodsp.training.config import DataConfig, RunConfig, TrainingConfig, check_templates
-from evodsp.training.graphs import check_graphs
+from evodsp.training.execution import check_compilation, check_graphs
 from evodsp.training.options import Command
-from evodsp.training.resumed import began_with, changes, recorded
+from evodsp.training.recipe import Batching, batching
+from evodsp.training.resume import began_with, changes, recorded
 from evodsp.training.run_folder import RunFolder
-from evodsp.training.sample_counts import Batching, batching
-from evodsp.training.trainer_options import check_interval, check_least, check_scored, check_trainer, count_devices
+from evodsp.training.trainer import check_interval, check_least, check_scored, check_trainer, count_devices
 from evodsp.weights.checkpoint import check_same_model, read_checkpoint
 from evodsp.weights.initial import check_initial
 from evodsp.weights.published import is_parameter_file

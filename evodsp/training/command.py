@@ -30,27 +30,21 @@ from evodsp.model.matmul import float32_matmul
 from evodsp.output import output_errors
 from evodsp.printing import show, tell
 from evodsp.training.bad_samples import BadSamples
-from evodsp.training.checkpoint_files import use_checkpoint_io
-from evodsp.training.checkpointing import BestCheckpoint, Interruption, LastCheckpoint
+from evodsp.training.checkpoints import BestCheckpoint, LastCheckpoint, use_checkpoint_io
 from evodsp.training.checks import CheckedRun, Settings, check_run, count_ranks, on_gpu, run_config
-from evodsp.training.compilation import CompiledBlocks
 from evodsp.training.config import RunConfig
-from evodsp.training.csv_logger import CurveLogger
 from evodsp.training.datamodule import ChainDataModule
 from evodsp.training.ema import ExponentialMovingAverage
-from evodsp.training.graphs import RecordedStacks
-from evodsp.training.hush import hush
-from evodsp.training.last_validation import LastValidation
-from evodsp.training.loggers import log_settings, training_loggers
+from evodsp.training.execution import AutomaticRecomputation, CompiledBlocks, RecordedStacks
+from evodsp.training.logs import CurveLogger, log_settings, training_loggers
 from evodsp.training.module import TrainingModule
 from evodsp.training.options import SUMMARY, Command, PresetParser, TrainerOptions, add_arguments
-from evodsp.training.progress import TrainingProgress, report, score_table
-from evodsp.training.recomputation import AutomaticRecomputation
-from evodsp.training.stopping import RunStopped, StopRequest, deadline
+from evodsp.training.progress import TrainingProgress
+from evodsp.training.run_end import Interruption, LastValidation, RunStopped, StopRequest, deadline
+from evodsp.training.scores import score_table
 from evodsp.training.strategy import DSPStrategy
-from evodsp.training.throughput import Throughput
-from evodsp.training.trainer_options import check_callbacks
-from evodsp.training.utilisation import Utilisation
+from evodsp.training.throughput import Throughput, Utilisation
+from evodsp.training.trainer import check_callbacks, hush, report
 from evodsp.training.world import MeshWorld, World
 from evodsp.weights.checkpoint import PREFIX, load_model
 from evodsp.weights.initial import initialise

@@ -108,7 +108,7 @@ class PlainGradients(Gradients):
         norms = torch._foreach_norm(gradients, 2.0, torch.float64)
         norm = torch.linalg.vector_norm(torch.stack(norms))
         if is_dtensor(norm):
-            norm = norm.full_tensor()  # type: ignore[attr-defined]
+            norm = norm.full_tensor()
         norm = norm.to(gradients[0].dtype)
         if self.clip is not None:
             torch._foreach_mul_([local(gradient) for gradient in gradients], _coefficient(norm, self.clip))

@@ -16,56 +16,27 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from evodsp import metrics
 from evodsp.config import FeatureConfig, KernelsConfig
-from evodsp.geometry.residues import CA
 from evodsp.losses.total import total_loss
 from evodsp.model.alphafold import AlphaFold
 from evodsp.model.casts import CastParameters
-from evodsp.model.confidence import compute_plddt
 from evodsp.model.kernels.registry import choose, summary
-from evodsp.model.outputs import ModelOutput
 from evodsp.model.primitives import use_kernels
 from evodsp.printing import show
 from evodsp.rng import Draws
-from evodsp.training import resumed
 from evodsp.training.bad_samples import BadSamples, NotFiniteWeightsError, Suspect, all_finite, merged
-from evodsp.training.checkpointing import recount_batches, rename_callbacks
 from evodsp.training.config import TrainingConfig
 from evodsp.training.gradients import Gradients
-from evodsp.training.interval import IntervalMeans
-from evodsp.training.lr_schedule import learning_rate
-from evodsp.training.rows import LoggedRows
-from evodsp.training.stopping import Request
+from evodsp.training.logs import IntervalMeans, LoggedRows
+from evodsp.training.recipe import learning_rate
+from evodsp.training.resume import KEY, recount_batches, rename_callbacks, use_settings
+from evodsp.training.run_end import Request
+from evodsp.training.scores import ca_atoms, mean_by_chain, score
 from evodsp.training.world import World
 from evodsp.weights.checkpoint import checkpoint_entries
 from evodsp.weights.versions import upgrade
 
 MOST_CHAINS_LOGGED = 16
 """Up to this many validation chains get their own column in the learning curve."""
-
-
-def _ca_atoms(output: ModelOutput, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Predicted CA, true CA [B, R, 3] in Å, and the mask of the true ones [B, R]."""
-    positions, truth, mask = output.structure.positions, batch["all_atom_positions"], batch["all_atom_mask"]
-    return positions[:, :, CA], truth[:, :, CA], mask[:, :, CA]
-
-
-def score(output: ModelOutput, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Metrics of the predicted CA atoms against the true ones, each [batch]: lDDT and TM-score in 0..1, RMSD in Å.
-
-    plddt: the mean over residues with a true CA, 0..100. plddt_too_high: by how many points it exceeds their lDDT-CA.
-    """
-    atoms = _ca_atoms(output, batch)
-    mask = atoms[2]
-    plddt = (compute_plddt(output.logits["plddt"]) * mask).sum(-1) / mask.sum(-1).clamp(min=1)
-    truth = (100 * metrics.lddt_ca(*atoms, per_residue=True) * mask).sum(-1) / mask.sum(-1).clamp(min=1)
-    return {
-        "lddt_ca": metrics.lddt_ca(*atoms),
-        "gdt_ts": metrics.gdt_ts(*atoms),
-        "tm_score": metrics.tm_score(*atoms),
-        "rmsd": metrics.rmsd(*atoms),
-        "plddt": plddt,
-        "plddt_too_high": plddt - truth,
-    }
 
 
 @dataclass(frozen=True)
@@ -164,7 +135,7 @@ class TrainingModule(LightningModule):
         self._casts.make()  # dropped after the backward pass, which recomputes activations
         output = self.model(batch, draws)
         loss, terms = total_loss(output, batch, self.config.loss, self.config.heads, self.model.exchange)
-        lddt_ca = metrics.lddt_ca(*_ca_atoms(output, batch)).mean()
+        lddt_ca = metrics.lddt_ca(*ca_atoms(output, batch)).mean()
         residues = batch["seq_mask"][:, 0].sum() / len(batch["seq_mask"])
         numbers = {"loss": loss.detach(), **terms, "lddt_ca": lddt_ca.detach(), "residues": residues}
         self._passes.append(Pass(numbers, batch["sample_index"].tolist(), batch["aatype"].shape[1] - 1))
@@ -183,7 +154,7 @@ class TrainingModule(LightningModule):
     def on_train_start(self) -> None:
         """Not in `on_fit_start`: a checkpoint's optimizer is restored only now."""
         (optimizer,), (schedule,) = self.trainer.optimizers, self.trainer.lr_scheduler_configs
-        resumed.use_settings(optimizer, cast(LambdaLR, schedule.scheduler), self.config.optimizer)
+        use_settings(optimizer, cast(LambdaLR, schedule.scheduler), self.config.optimizer)
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
         self.gradients.begin()
@@ -343,7 +314,7 @@ class TrainingModule(LightningModule):
         if not all(self.world.gather(all_finite(self.model.parameters()))):
             raise NotFiniteWeightsError(self.trainer.global_step)
         checkpoint.update(checkpoint_entries(self.model.config, self.features))
-        checkpoint[resumed.KEY] = self.settings
+        checkpoint[KEY] = self.settings
         checkpoint["batches_per_step"] = self.trainer.accumulate_grad_batches
         checkpoint["samples_per_step"] = self.samples_per_step
 
@@ -379,18 +350,3 @@ class TrainingModule(LightningModule):
         self.scores = {
             chain: {name: value for name, value in values.items() if name != "loss"} for chain, values in scores.items()
         }
-
-
-def mean_by_chain(parts: Sequence[dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
-    """Mean of each chain's scores over the ranks that scored it.
-
-    All ranks of a sequence group score the same chain, and the mean of their losses is the chain's loss. Chains that fill up a
-    data rank's share are scored by several groups, with equal results.
-    """
-    found: dict[str, list[dict[str, float]]] = {}
-    for part in parts:
-        for chain, values in part.items():
-            found.setdefault(chain, []).append(values)
-    return {
-        chain: {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]} for chain, rows in found.items()
-    }

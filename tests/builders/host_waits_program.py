@@ -27,15 +27,14 @@ from evodsp.config import HeadsConfig, ModelConfig
 from evodsp.parallel.config import ParallelConfig
 from evodsp.training.chains import find_chains
 from evodsp.training.config import DataConfig, TrainingConfig
-from evodsp.training.csv_logger import CurveLogger
 from evodsp.training.datamodule import ChainDataModule
 from evodsp.training.ema import ExponentialMovingAverage
+from evodsp.training.logs import CurveLogger
 from evodsp.training.module import TrainingModule
 from evodsp.training.progress import TrainingProgress
-from evodsp.training.stopping import StopRequest
+from evodsp.training.run_end import StopRequest
 from evodsp.training.strategy import DSPStrategy
-from evodsp.training.throughput import Throughput
-from evodsp.training.utilisation import Utilisation
+from evodsp.training.throughput import Throughput, Utilisation
 from evodsp.training.world import MeshWorld, World
 from tests.builders.host_waits import HostWaits
 from tests.builders.labelled_batch import WEIGHTS

@@ -17,7 +17,7 @@ from evodsp.model.evoformer import EvoformerStack
 from evodsp.model.recomputation import Recomputation
 from evodsp.model.templates import TemplatePairStack
 from evodsp.parallel.exchange import LocalExchange
-from evodsp.training.recomputation import AutomaticRecomputation, Measured, kept_blocks
+from evodsp.training.execution import AutomaticRecomputation, Measured, kept_blocks
 from scripts.benchmarks.peak_memory import PeakMemory
 from tests.builders.comparison import close
 from tests.builders.sharded_stacks import Case, Stack, check, run

@@ -13,8 +13,8 @@ from evodsp.cli import main
 from evodsp.errors import UserError
 from evodsp.parallel.config import ParallelConfig
 from evodsp.report.curve import read_curve
-from evodsp.training.checkpointing import recount_batches
-from evodsp.training.module import mean_by_chain
+from evodsp.training.resume import recount_batches
+from evodsp.training.scores import mean_by_chain
 from evodsp.training.world import MeshWorld
 from tests.builders.forked_command import run_forked
 from tests.builders.training import CommandPool

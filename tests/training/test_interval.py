@@ -14,7 +14,7 @@ from evodsp.config import ModelConfig
 from evodsp.report.curve import read_curve
 from evodsp.training.config import TrainingConfig
 from evodsp.training.gradients import Gradients, Reduced
-from evodsp.training.interval import IntervalMeans
+from evodsp.training.logs import IntervalMeans
 from evodsp.training.module import Pass, TrainingModule
 from evodsp.training.throughput import MEASURED
 

@@ -1,7 +1,12 @@
-"""What a resumed run does with settings that differ from those of the run that wrote the checkpoint.
+"""What a run that resumes takes from its checkpoint, and what it does with settings that differ from those of the former run.
 
 A checkpoint holds the settings that its run's numbers depend on. One that differs is applied from the next sample on and named
-in a line, or it is refused: no setting keeps its former value without a word. Its field says which (`resume_rules.py`).
+in a line, or it is refused: no setting keeps its former value without a word. Which of these happens stands at the setting's
+field, as `metadata={"resume": RULE}`, or at its class, as `RESUME`, for all fields that say nothing. A test compares the rules
+with the settings that exist, so that a new one needs a rule. Rules for the options of Lightning's Trainer are here.
+
+Lightning counts the batches of one rank. On half the data ranks the same global batch takes twice as many batches, so the
+counts in a checkpoint are rewritten when a run resumes on another mesh (`recount_batches`).
 """
 
 from __future__ import annotations
@@ -10,9 +15,9 @@ import dataclasses
 import json
 import zlib
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -20,19 +25,63 @@ from torch.optim.lr_scheduler import LambdaLR
 from evodsp.errors import UserError
 from evodsp.training.chains import Chains
 from evodsp.training.config import OptimizerConfig, RunConfig
-from evodsp.training.resume_rules import RULES
+from evodsp.training.options import SETTINGS
+
+Rule = Literal["refused", "applied", "same", "free"]
+"""refused: the run does not start. applied: from the next sample on. same: the run computes the same, with sums rounded in
+another order. free: decides nothing about the weights (files, logs, validation's times, names of machines)."""
+
+
+_TRAINER: dict[Rule, str] = {
+    "refused": "limit_train_batches overfit_batches",
+    "applied": "max_steps max_epochs min_steps min_epochs precision gradient_clip_val gradient_clip_algorithm",
+    "same": "accelerator accumulate_grad_batches deterministic benchmark",
+    "free": (
+        "strategy devices num_nodes logger callbacks fast_dev_run max_time limit_val_batches limit_test_batches "
+        "limit_predict_batches val_check_interval check_val_every_n_epoch num_sanity_val_steps log_every_n_steps "
+        "enable_checkpointing enable_progress_bar enable_model_summary inference_mode use_distributed_sampler profiler "
+        "detect_anomaly barebones plugins sync_batchnorm reload_dataloaders_every_n_epochs default_root_dir "
+        "enable_autolog_hparams model_registry"
+    ),
+}
+
+
+def _stated(settings: Any, where: str) -> Iterator[tuple[str, Rule]]:
+    """Dotted names and rules of all single settings of nested dataclasses."""
+    for item in dataclasses.fields(settings):
+        value, key = getattr(settings, item.name), f"{where}.{item.name}".lstrip(".")
+        if dataclasses.is_dataclass(value):
+            yield from _stated(value, key)
+        else:
+            yield key, item.metadata.get("resume") or settings.RESUME
+
+
+RULES: dict[str, Rule] = {
+    **{key: rule for settings, group in SETTINGS for key, rule in _stated(settings(), group)},
+    **{f"trainer.{name}": rule for rule, names in _TRAINER.items() for name in names.split()},
+}
+"""Each setting's rule, by its dotted name."""
+
 
 KEY = "settings"
 """The entry of a checkpoint."""
+
+
 _WHY = {
     "seed": "all of a run's samples and dropout masks are drawn from one seed",
     "init_from": "the run has begun with the weights of the former file",
     "raw": "the run has begun with the other weights of that file",
 }
+
+
 _EPOCH = "the position within the epoch would be lost"
 """Why the other refused settings may not change that are no sizes of the model, which `check_same_model` compares."""
+
+
 _ADDED = {"ranks": "same", "training set": "applied"}
 """What a checkpoint holds besides settings, and the rule for it."""
+
+
 _GROUPS = {"parallel": "mesh", "ranks": "mesh", "plan": "plan", "kernels": "kernels"}
 """What a setting that leaves the numbers the same belongs to, by the first part of its name; else: how they are computed."""
 
@@ -112,3 +161,37 @@ def use_settings(optimizer: Optimizer, scheduler: LambdaLR, config: OptimizerCon
         group["initial_lr"] = config.lr
         group["lr"] = config.lr * factor(scheduler.last_epoch)
         group["betas"], group["eps"] = (config.beta1, config.beta2), config.eps
+
+
+_COUNTS = ("ready", "started", "processed", "completed")
+
+
+_FORMER_BEST = (
+    "ModelCheckpoint{'monitor': 'val/lddt_ca', 'mode': 'max', 'every_n_train_steps': 0, 'every_n_epochs': 1, "
+    "'train_time_interval': None}"
+)
+"""The name of `BestCheckpoint`'s scores in files up to version 0.2.0, when it was Lightning's class."""
+
+
+def recount_batches(checkpoint: dict[str, Any], batches_per_step: int) -> None:
+    """Rewrite the training loop's position in a checkpoint, in place, for `batches_per_step` batches per optimizer step.
+
+    The position is rounded down to a whole step; the gradients of an interrupted step are not saved.
+    """
+    former = checkpoint.get("batches_per_step", batches_per_step)
+    progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+    for counts in (progress["total"], progress["current"]):
+        ready = counts["ready"]
+        steps, within_step = divmod(ready, former)
+        for name in _COUNTS:
+            if name in counts:
+                # A checkpoint may be written after a batch was processed and before it counts as completed: keep that lag.
+                lag = 0 if within_step else counts[name] - ready
+                counts[name] = steps * batches_per_step + lag
+
+
+def rename_callbacks(checkpoint: dict[str, Any]) -> None:
+    """Give the scores of the best checkpoints the name that they have now, in place, so that a resumed run still knows them."""
+    states = checkpoint.get("callbacks", {})
+    if _FORMER_BEST in states and "BestCheckpoint" not in states:
+        states["BestCheckpoint"] = states.pop(_FORMER_BEST)

@@ -1,34 +1,36 @@
-"""Checkpoints of a run: when they are written (how: `checkpoint_files.py`), and where a resumed run continues.
+"""Checkpoints of a run: when they are written, and how they reach the disk.
 
-Lightning counts the batches of one rank. On half the data ranks the same global batch takes twice as many batches, so the
-counts in a checkpoint are rewritten when a run resumes on another mesh (`recount_batches`).
+A file is complete or absent, its earlier versions are kept, and it is written beside the training steps. Lightning's
+`AsyncCheckpointIO` writes in a thread too, but copies the state on the device, where it may not fit a second time, holds as
+many copies as there are saves to come, deletes a file before the one that replaces it exists, and tells of an error only at the
+save after the next.
 """
 
 from __future__ import annotations
 
+import copy
+import os
+import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from evodsp.data.quarantine import QuarantineFull
+from evodsp.files import whole_file
 from evodsp.training.bad_samples import NotFiniteWeightsError, TooManyBadSamplesError
-from evodsp.training.checkpoint_files import BesideTheSteps
-from evodsp.training.progress import report
+from evodsp.training.run_end import RunStopped
 from evodsp.training.run_folder import numbered
-from evodsp.training.stopping import RunStopped
-
-_COUNTS = ("ready", "started", "processed", "completed")
-_FORMER_BEST = (
-    "ModelCheckpoint{'monitor': 'val/lddt_ca', 'mode': 'max', 'every_n_train_steps': 0, 'every_n_epochs': 1, "
-    "'train_time_interval': None}"
-)
-"""The name of `BestCheckpoint`'s scores in files up to version 0.2.0, when it was Lightning's class."""
+from evodsp.training.trainer import report
 
 
 class LastCheckpoint(ModelCheckpoint):
@@ -57,7 +59,7 @@ class LastCheckpoint(ModelCheckpoint):
 
     @property
     def asked(self) -> bool:
-        """Whether this rank finds that the time is over. See `evodsp.training.stopping.Request`."""
+        """Whether this rank finds that the time is over. See `evodsp.training.run_end.Request`."""
         return self._seconds is not None and time.monotonic() - self._saved_at >= self._seconds
 
     def agree(self) -> None:
@@ -146,35 +148,105 @@ class BestCheckpoint(ModelCheckpoint):
         self._save_checkpoint(trainer, names[place])
 
 
-class Interruption(Callback):
-    """Records that the user pressed Ctrl-C, because Lightning then exits with its own code."""
+class WholeFileIO(TorchCheckpointIO):
+    """Writes a temporary file in the same folder and renames it.
 
-    def __init__(self) -> None:
-        self.happened = False
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self.happened = self.happened or isinstance(exception, KeyboardInterrupt)
-
-
-def recount_batches(checkpoint: dict[str, Any], batches_per_step: int) -> None:
-    """Rewrite the training loop's position in a checkpoint, in place, for `batches_per_step` batches per optimizer step.
-
-    The position is rounded down to a whole step; the gradients of an interrupted step are not saved.
+    Lightning's version writes to the system's temporary folder and moves the file. If that is another file system, as on most
+    clusters, moving means copying, and a run killed meanwhile has lost its only checkpoint.
     """
-    former = checkpoint.get("batches_per_step", batches_per_step)
-    progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
-    for counts in (progress["total"], progress["current"]):
-        ready = counts["ready"]
-        steps, within_step = divmod(ready, former)
-        for name in _COUNTS:
-            if name in counts:
-                # A checkpoint may be written after a batch was processed and before it counts as completed: keep that lag.
-                lag = 0 if within_step else counts[name] - ready
-                counts[name] = steps * batches_per_step + lag
+
+    def __init__(self, former: Callable[[Path], Sequence[Path]] = lambda path: ()) -> None:
+        """`former`: the names under which earlier versions of a file are kept, newest first."""
+        self._former = former
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
+        with whole_file(path) as partial:
+            try:
+                with partial.open("wb") as file:
+                    torch.save(checkpoint, file)
+                    file.flush()
+                    os.fsync(file.fileno())  # or the new name may survive a power failure without its content
+            except RuntimeError as error:
+                if isinstance(error.__context__, OSError):  # torch's writer cannot end a file after a full disk
+                    raise error.__context__ from None
+                raise
+            keep_former(Path(path), self._former(Path(path)))
 
 
-def rename_callbacks(checkpoint: dict[str, Any]) -> None:
-    """Give the scores of the best checkpoints the name that they have now, in place, so that a resumed run still knows them."""
-    states = checkpoint.get("callbacks", {})
-    if _FORMER_BEST in states and "BestCheckpoint" not in states:
-        states["BestCheckpoint"] = states.pop(_FORMER_BEST)
+def keep_former(path: Path, names: Sequence[Path]) -> None:
+    """Shift the file `path` and its earlier versions `names` (newest first) by one place; `path` itself stays as well."""
+    for newer, older in reversed(list(zip([path, *names], names, strict=False))):
+        if newer.is_file() and newer != path:
+            newer.replace(older)
+        elif newer.is_file():
+            older.unlink(missing_ok=True)
+            try:
+                os.link(newer, older)
+            except OSError:  # a file system without hard links
+                shutil.copyfile(newer, older)
+
+
+class BesideTheSteps(CheckpointIO):
+    """Copies the state to the host's memory, and lets a thread write the copy through `io`. One write at a time.
+
+    An error of the thread is raised where the training thread next asks: by `check`, the next save, or at the run's end.
+    """
+
+    def __init__(self, io: CheckpointIO) -> None:
+        self.io = io
+        self._thread = ThreadPoolExecutor(1, "evodsp checkpoint")
+        self._write: Future[None] | None = None
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
+        """Returns when the copy is made. Waits for the former write first, so that there is one copy at most."""
+        self.wait()
+        self._write = self._thread.submit(self.io.save_checkpoint, on_host(checkpoint), path, storage_options)
+
+    def load_checkpoint(self, *args: Any, **options: Any) -> dict[str, Any]:
+        self.wait()
+        return self.io.load_checkpoint(*args, **options)
+
+    def remove_checkpoint(self, path: str | Path) -> None:
+        """After the write that may replace it."""
+        self.wait()
+        self.io.remove_checkpoint(path)
+
+    def check(self) -> None:
+        """Raise the error of the last write, if it has failed. Does not wait."""
+        if self._write is not None and self._write.done():
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait until nothing is being written. Raises the error of the last write, once."""
+        write, self._write = self._write, None
+        if write is not None:
+            write.result()
+
+    def teardown(self) -> None:
+        """Lightning calls this at the end of a run, also of one that fails."""
+        self.wait()
+        self.io.teardown()
+
+
+def on_host(state: dict[str, Any]) -> dict[str, Any]:
+    """A copy of `state` in the host's memory, which no later step changes. Needs no memory of the device."""
+    copies: dict[int, Any] = {}  # what `deepcopy` is to take for an object
+
+    def add(tensor: Tensor) -> None:
+        copies[id(tensor)] = tensor.detach().to("cpu", copy=True)
+
+    apply_to_collection(state, Tensor, add)
+    return copy.deepcopy(state, copies)
+
+
+def use_checkpoint_io(trainer: Trainer, former: Callable[[Path], Sequence[Path]], beside: bool) -> None:
+    """Let `trainer` write whole files, `beside` its steps or within them.
+
+    A CheckpointIO that the user has given is kept. One that only wraps another, as Lightning's AsyncCheckpointIO, gets ours.
+    """
+    # Private names: Lightning's property `checkpoint_io` puts its own where the user gave none, and so hides which it is.
+    given, whole = trainer.strategy._checkpoint_io, WholeFileIO(former)
+    if given is None:
+        trainer.strategy.checkpoint_io = BesideTheSteps(whole) if beside else whole
+    elif isinstance(given, _WrappingCheckpointIO) and not given._base_checkpoint_io_configured:
+        given.checkpoint_io = whole
