@@ -7,7 +7,6 @@ A run that meets more than its limit stops between two steps, with a checkpoint.
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -19,7 +18,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
 from evodsp.errors import UserError
-from evodsp.files import whole_file
+from evodsp.files import write_json_lines
 from evodsp.parallel.dtensor import gather_tree, local
 from evodsp.printing import logger
 from evodsp.training.loader import TrainingLoader
@@ -191,9 +190,7 @@ class BadSamples(Callback):
         self._write()
 
     def _write(self) -> None:
-        if self.path is not None and (self.samples or self.path.exists()):
-            with whole_file(self.path) as partial:
-                partial.write_text("".join(json.dumps(dataclasses.asdict(bad)) + "\n" for bad in self.samples))
+        write_json_lines(self.path, self.samples)
 
     def _write_replay(self, bad: BadSample, module: TrainingModule) -> None:
         weights = gather_tree(module.state_dict(), keep=self.folder is not None)  # a collective

@@ -27,7 +27,7 @@ from evodsp.errors import UserError, nearest
 from evodsp.launch.consensus import from_first, on_every
 from evodsp.parallel.group import Group
 from evodsp.training.config import DataConfig, DistillationConfig
-from evodsp.training.trainer import report
+from evodsp.training.trainer import tell_first
 
 MOST_CHAINS_READ = 64
 """Up to this many chains are read completely before training starts; of more, only the files' presence is checked."""
@@ -137,7 +137,7 @@ def _look_up(
             record = load_record(store, key, templates)
             read[key] = float(record.labels["resolution"])
             if record.templates is not None:
-                report(f"templates of {record.templates.log_line}")
+                tell_first(f"templates of {record.templates.log_line}")
     distilled = Selected([], None, {})
     if predicted is not None:
         distilled, absent = _look_up_distilled(config.distillation, predicted)
@@ -192,7 +192,7 @@ def _selected(keys: list[str], rules: Selection, kind: str) -> Selected:
     if not found.keys:
         raise UserError(f"{rules.where}.filters: {line}; change the filters or the chains")
     if line:
-        report(line)
+        tell_first(line)
     return found
 
 

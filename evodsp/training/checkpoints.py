@@ -25,12 +25,12 @@ from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
-from evodsp.data.quarantine import QuarantineFull
 from evodsp.files import whole_file
 from evodsp.training.bad_samples import NotFiniteWeightsError, TooManyBadSamplesError
+from evodsp.training.quarantine import QuarantineFull
 from evodsp.training.run_end import RunStopped
 from evodsp.training.run_folder import numbered
-from evodsp.training.trainer import report
+from evodsp.training.trainer import tell_first
 
 
 class LastCheckpoint(ModelCheckpoint):
@@ -91,7 +91,7 @@ class LastCheckpoint(ModelCheckpoint):
             try:
                 self._save(trainer)
             except NotFiniteWeightsError as error:  # `exception` is the one to report
-                report(f"evodsp: warning: {error}")
+                tell_first(f"evodsp: warning: {error}")
 
     def _save(self, trainer: Trainer) -> None:
         if not self._should_skip_saving_checkpoint(trainer):  # this step's is written, or the run only scores

@@ -13,7 +13,6 @@ import torch
 
 from evodsp.config import KernelsConfig, ModelConfig, leaves
 from evodsp.data.features import check_config
-from evodsp.data.quarantine import read_quarantine
 from evodsp.data.resolutions import CountedStructures
 from evodsp.errors import SettingError, UserError
 from evodsp.launch import process_group
@@ -29,6 +28,7 @@ from evodsp.training.chains import Chains, find_chains
 from evodsp.training.config import DataConfig, RunConfig, TrainingConfig, check_templates
 from evodsp.training.execution import check_compilation, check_graphs
 from evodsp.training.options import Command
+from evodsp.training.quarantine import read_quarantine
 from evodsp.training.recipe import Batching, batching
 from evodsp.training.resume import began_with, changes, recorded
 from evodsp.training.run_folder import RunFolder

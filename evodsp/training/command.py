@@ -19,7 +19,6 @@ from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from evodsp.data.quarantine import read_quarantine
 from evodsp.errors import UserError
 from evodsp.launch.consensus import from_first, on_first
 from evodsp.launch.launcher import launch
@@ -40,11 +39,12 @@ from evodsp.training.logs import CurveLogger, log_settings, training_loggers
 from evodsp.training.module import TrainingModule
 from evodsp.training.options import SUMMARY, Command, PresetParser, TrainerOptions, add_arguments
 from evodsp.training.progress import TrainingProgress
+from evodsp.training.quarantine import read_quarantine
 from evodsp.training.run_end import Interruption, LastValidation, RunStopped, StopRequest, deadline
 from evodsp.training.scores import score_table
 from evodsp.training.strategy import DSPStrategy
 from evodsp.training.throughput import Throughput, Utilisation
-from evodsp.training.trainer import check_callbacks, hush, report
+from evodsp.training.trainer import check_callbacks, hush, tell_first
 from evodsp.training.world import MeshWorld, World
 from evodsp.weights.checkpoint import PREFIX, load_model
 from evodsp.weights.initial import initialise
@@ -255,7 +255,7 @@ def run(command: Command, words: list[str]) -> int:
     ):  # a rank failed at the end, and torchrun started all again
         tell_stopped()
         stop()
-        report("evodsp: the time limit is over; nothing was trained")
+        tell_first("evodsp: the time limit is over; nothing was trained")
         return STOPPED
     stopped = False
     try:
@@ -278,7 +278,7 @@ def run(command: Command, words: list[str]) -> int:
     if stopped and built.stop.interrupted:
         raise KeyboardInterrupt(_resume_hint(built.last))
     if stopped:
-        report(f"evodsp: stopped by {built.stop.reason}; {_resume_hint(built.last)}")
+        tell_first(f"evodsp: stopped by {built.stop.reason}; {_resume_hint(built.last)}")
         return STOPPED
     if built.trainer.is_global_zero:
         _report(checked, built)
@@ -316,7 +316,7 @@ def _execute(run: CheckedRun, built: Built, config_text: str) -> None:
             tell(f"evodsp: {line}")
     if trainer.is_global_zero:
         for line in run.changed:
-            report(f"evodsp: {line}")
+            tell_first(f"evodsp: {line}")
     with ExitStack() as held:
         folder = run.folder.path
         on_first(lambda: held.enter_context(lock(folder / "run.lock", folder, "trains there")), group)
@@ -327,7 +327,7 @@ def _execute(run: CheckedRun, built: Built, config_text: str) -> None:
             log_settings(trainer.loggers, config_text, resumes)
         _open_quarantine(run, built)
         if trainer.is_global_zero and run.settings.run.global_batch is not None:
-            report(f"evodsp: {run.batching}")
+            tell_first(f"evodsp: {run.batching}")
         trainer.fit(module, datamodule=data, ckpt_path=run.start, weights_only=True)
 
 

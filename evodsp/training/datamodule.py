@@ -12,7 +12,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from evodsp.config import FeatureConfig
 from evodsp.data.dataset import ChainDataset
-from evodsp.data.quarantine import Quarantine, failures_of
 from evodsp.data.raw_features import HOST
 from evodsp.data.sample_pool import MadeHere, SampleMaker, SamplePool
 from evodsp.data.sampling import ChainChoice, ChainDraws, MixedDraws
@@ -22,6 +21,7 @@ from evodsp.rng import Draws
 from evodsp.training.chains import Chains
 from evodsp.training.config import DataConfig
 from evodsp.training.loader import EpochSampler, TrainingLoader, WholeChainLoader, whole_batches
+from evodsp.training.quarantine import Quarantine, failures_of
 from evodsp.training.world import World
 
 _READ_BY_THE_HOST = {*HOST, "sample_index"}

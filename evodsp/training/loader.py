@@ -1,7 +1,7 @@
 """Loaders of batches. The training loader yields an endless sequence of samples, divided into epochs, and can be resumed.
 
 Samples are addressed by global index; the state of a run is how many of them all ranks together have taken, and which chains
-are left out from which sample on (`evodsp.data.quarantine`). A run that stops in the middle of an epoch therefore resumes
+are left out from which sample on (`evodsp.training.quarantine`). A run that stops in the middle of an epoch therefore resumes
 with the next sample, on any number of ranks with the same global batch.
 
 Samples are requested ahead, made out of order (`evodsp.data.sample_pool`) and handed over in order. One rank of a sequence
@@ -25,16 +25,16 @@ from torch import Tensor
 from torch.utils.data import Sampler
 
 from evodsp.data.dataset import ChainDataset, Sample, collate
-from evodsp.data.quarantine import Failure, Quarantine
 from evodsp.data.sample_pool import SampleMaker
 from evodsp.errors import UserError
 from evodsp.features.batch import with_features
 from evodsp.printing import logger
+from evodsp.training.quarantine import FailedChain, Quarantine
 
 _log = logger(__name__)
 
 Batch = dict[str, Tensor]
-Check = Callable[[Sequence[Batch] | UserError, Sequence[Failure]], list[Failure]]
+Check = Callable[[Sequence[Batch] | UserError, Sequence[FailedChain]], list[FailedChain]]
 """`World.check_batches`."""
 
 
@@ -165,7 +165,7 @@ class TrainingLoader:
             for request in self._requests.values():
                 request.failed = {chain: reason for chain, reason in request.failed.items() if chain not in known}
 
-    def _made(self, step: list[list[int]]) -> tuple[list[Batch] | UserError, list[Failure]]:
+    def _made(self, step: list[list[int]]) -> tuple[list[Batch] | UserError, list[FailedChain]]:
         """The batches of this rank, and the failures that it met on the way; with failures there are no batches yet."""
         if (maker := self.maker) is None:
             return [], []
@@ -179,7 +179,9 @@ class TrainingLoader:
             reasons += [reason for request in self._requests.values() for reason in request.failed.values()]
             return UserError(f"{error}; the last one: {reasons[-1]}") if reasons else error, []
         failed = [
-            Failure(chain, index, reason) for index in indices for chain, reason in self._requests[index].failed.items()
+            FailedChain(chain, index, reason)
+            for index in indices
+            for chain, reason in self._requests[index].failed.items()
         ]
         if failed:
             return [], failed
@@ -289,10 +291,10 @@ class WholeChainLoader:
                 yield error
             requests[place] = Future()  # drops the sample
 
-    def _failures(self, batch: Batch | UserError | None, index: int) -> list[Failure]:
+    def _failures(self, batch: Batch | UserError | None, index: int) -> list[FailedChain]:
         """Which ranks' samples failed, this rank's or others'."""
         if isinstance(batch, UserError):
-            return self.check([], [Failure(self.samples.key_of(index), index, str(batch))])
+            return self.check([], [FailedChain(self.samples.key_of(index), index, str(batch))])
         return self.check(_as_found(batch), ())
 
     def close(self) -> None:

@@ -22,7 +22,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from evodsp.files import whole_file
 from evodsp.reading.yaml_files import parse_yaml
 from evodsp.report.curve import read_curve
-from evodsp.training.trainer import report
+from evodsp.training.trainer import tell_first
 
 
 class IntervalMeans(Callback):
@@ -233,4 +233,6 @@ def log_settings(loggers: Sequence[Logger], config_text: str, resumes: bool = Fa
             if not resumes:
                 raise
             reason = " ".join(str(error).split())
-            report(f"evodsp: warning: {type(logger).__name__} keeps the settings of an earlier start: {reason[:300]}")
+            tell_first(
+                f"evodsp: warning: {type(logger).__name__} keeps the settings of an earlier start: {reason[:300]}"
+            )

@@ -40,7 +40,7 @@ MOST_CHAINS_LOGGED = 16
 
 
 @dataclass(frozen=True)
-class Pass:
+class TrainedBatch:
     """What the host keeps of one batch of an optimizer step."""
 
     numbers: dict[str, Tensor]
@@ -52,7 +52,7 @@ class Pass:
 
 
 @dataclass(frozen=True)
-class Step:
+class ReducedStep:
     """What the host knows of an optimizer step once its gradient is reduced."""
 
     means: dict[str, float]
@@ -115,7 +115,7 @@ class TrainingModule(LightningModule):
         self._dropout = Draws.root(seed).at("dropout")
         self._casts = CastParameters(self.model)
         self._gradients: Gradients | None = None
-        self._passes: list[Pass] = []
+        self._passes: list[TrainedBatch] = []
         """Those of the running optimizer step."""
 
     def setup(self, stage: str) -> None:
@@ -138,7 +138,7 @@ class TrainingModule(LightningModule):
         lddt_ca = metrics.lddt_ca(*ca_atoms(output, batch)).mean()
         residues = batch["seq_mask"][:, 0].sum() / len(batch["seq_mask"])
         numbers = {"loss": loss.detach(), **terms, "lddt_ca": lddt_ca.detach(), "residues": residues}
-        self._passes.append(Pass(numbers, batch["sample_index"].tolist(), batch["aatype"].shape[1] - 1))
+        self._passes.append(TrainedBatch(numbers, batch["sample_index"].tolist(), batch["aatype"].shape[1] - 1))
         return loss
 
     def on_fit_start(self) -> None:
@@ -176,7 +176,7 @@ class TrainingModule(LightningModule):
         self._log_interval(optimizer)
         self._passes = []
 
-    def _reduce(self) -> Step:
+    def _reduce(self) -> ReducedStep:
         """Reduce the gradient, and what the host must know of the step.
 
         All of that is read in one copy, the only place of a step where the host waits for the GPU. Lightning gets tensors on
@@ -197,11 +197,11 @@ class TrainingModule(LightningModule):
         read = torch.cat([means, terms.flatten(), reduced.counted.float()]).cpu()
         means, shares, terms, counted = read.split([len(sums), len(asked), terms.numel(), len(self._passes)])
         named = zip([*names, "gradient_norm", "clipped_fraction"], (means[:-1] / means[-1]).tolist(), strict=True)
-        return Step(
+        return ReducedStep(
             dict(named), float(means[-1]), len(self._passes), shares.tolist(), terms.view(-1, len(names)), counted
         )
 
-    def _decide(self, step: Step) -> bool:
+    def _decide(self, step: ReducedStep) -> bool:
         """Whether the optimizer gets the gradient. All ranks decide alike, because they all have the same means.
 
         Agrees to what ranks have asked for, and reports samples that are not finite.
@@ -245,7 +245,7 @@ class TrainingModule(LightningModule):
         every = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
         return bool(every) and (self.trainer.global_step + 1) % every == 0
 
-    def _leave_out(self, step: Step) -> None:
+    def _leave_out(self, step: ReducedStep) -> None:
         """Find out which samples of this step are not finite, on which ranks, and report them. All ranks call this together."""
         known = [name for name, _ in self.named_parameters()]
         parameters = [known[number] for number in self.gradients.not_finite()]

@@ -27,6 +27,7 @@ from torch import Tensor
 from evodsp.config import MatmulPrecision, ModelConfig
 from evodsp.model.flops import pass_flops, training_flops
 from evodsp.parallel.waits import WaitTimes
+from evodsp.planner.device import load_device
 from evodsp.training.datamodule import ChainDataModule
 
 if TYPE_CHECKING:
@@ -142,13 +143,11 @@ def memory_used(device: torch.device) -> int | None:
 TERA = 1e12
 
 
+_DEVICES = {"GH200": "h200", "H200": "h200", "H100": "h100", "A100": "a100", "B200": "b200"}
+"""The planner's file of a device, by a part of the device's name."""
 _PEAKS: dict[str, tuple[float, float, float]] = {
-    "GH200": (67, 494, 989),
-    "H200": (67, 494, 989),
     "H100 PCIe": (51, 378, 756),
     "H100 NVL": (60, 417, 835),
-    "H100": (67, 494, 989),
-    "A100": (19.5, 156, 312),
     "V100-SXM2": (15.7, 15.7, 125),
     "L40S": (91.6, 183, 362),
     "L4": (30.3, 60, 121),
@@ -157,17 +156,28 @@ _PEAKS: dict[str, tuple[float, float, float]] = {
     "RTX 4090": (82.6, 82.6, 165.2),
     "RTX 3090": (35.6, 35.6, 71),
 }
-"""Peaks in TFLOP/s, of dense matrices, by a part of the device's name: float32, TF32, and half precision with sums in float32.
-From NVIDIA's data sheets. Of several parts that a name holds, the first counts."""
+"""Peaks of devices that the planner has no file for, in TFLOP/s of dense matrices, by a part of the device's name: float32,
+TF32, and half precision with sums in float32. From NVIDIA's data sheets.
+
+Lightning's `get_available_flops` has such a table too, but for H100 NVL and H200 it holds half precision's peak for sparse
+matrices, twice what a model can use."""
 
 
 def peak_flops(device: str, precision: str, matmul: MatmulPrecision) -> float | None:
     """Peak of a device in FLOP/s; None if it is not known. `device`: its name. `precision`: `trainer.precision`."""
-    kind = 2 if "16" in precision else 1 if matmul == "high" else 0
     if precision.startswith("64"):
         return None
-    found = (peaks[kind] for part, peaks in _PEAKS.items() if re.search(rf"\b{part}\b", device))
-    return next((peak * TERA for peak in found), None)
+    peaks = next((peaks for part, peaks in _PEAKS.items() if _is_named(device, part)), None)
+    file = next((file for part, file in _DEVICES.items() if _is_named(device, part)), None)
+    if peaks is None and file is not None:
+        found = load_device(file)
+        peaks = (found.tflops_single, found.tflops_tf32, found.tflops_half)
+    kind = 2 if "16" in precision else 1 if matmul == "high" else 0
+    return None if peaks is None else peaks[kind] * TERA
+
+
+def _is_named(device: str, part: str) -> bool:
+    return re.search(rf"\b{part}\b", device) is not None
 
 
 class Utilisation:

@@ -174,6 +174,6 @@ def hush() -> None:
 
 
 @rank_zero_only
-def report(line: str) -> None:
+def tell_first(line: str) -> None:
     """Say a line on standard error, on the first rank only."""
     tell(line)

@@ -19,7 +19,6 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Adam, Optimizer
 
 from evodsp.data.packing import Layout, layout_of, pack, packed_bytes, unpack
-from evodsp.data.quarantine import Failure
 from evodsp.errors import UserError
 from evodsp.launch import process_group
 from evodsp.launch.consensus import all_of, check_same
@@ -31,6 +30,7 @@ from evodsp.parallel.group import Group
 from evodsp.parallel.mesh import own_group, whole_group
 from evodsp.parallel.waits import WaitTimes
 from evodsp.training.gradients import BatchGradients, Gradients, PlainGradients, SampleGradients
+from evodsp.training.quarantine import FailedChain
 
 T = TypeVar("T")
 
@@ -59,8 +59,8 @@ class World:
         return x
 
     def check_batches(
-        self, found: Sequence[Mapping[str, Tensor]] | UserError, failures: Sequence[Failure] = ()
-    ) -> list[Failure]:
+        self, found: Sequence[Mapping[str, Tensor]] | UserError, failures: Sequence[FailedChain] = ()
+    ) -> list[FailedChain]:
         """Agree on the batches of a step before anybody computes on them; return the failures of all ranks.
 
         `found`: this rank's batches of the step, or the UserError that it met instead. `failures`: the chains of which this
@@ -137,8 +137,8 @@ class MeshWorld(World):
         return total / dist.get_world_size()
 
     def check_batches(
-        self, found: Sequence[Mapping[str, Tensor]] | UserError, failures: Sequence[Failure] = ()
-    ) -> list[Failure]:
+        self, found: Sequence[Mapping[str, Tensor]] | UserError, failures: Sequence[FailedChain] = ()
+    ) -> list[FailedChain]:
         """Without this check a rank that raises leaves the others waiting in a collective; see `World.check_batches`.
 
         If any rank has failures, all of them are returned, the same list on every rank: the samples are replaced, and all ranks
@@ -160,7 +160,7 @@ class MeshWorld(World):
             dist.all_gather_object(texts, None if error is None else str(error), group=self._all_hosts)
             raise UserError(next(text for text in texts if text is not None))
         if lost.any():
-            everyones: list[list[Failure]] = [[] for _ in gathered]
+            everyones: list[list[FailedChain]] = [[] for _ in gathered]
             dist.all_gather_object(everyones, list(failures), group=self._all_hosts)
             return [failure for of_rank in everyones for failure in of_rank]
         return []

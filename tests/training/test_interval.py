@@ -15,7 +15,7 @@ from evodsp.report.curve import read_curve
 from evodsp.training.config import TrainingConfig
 from evodsp.training.gradients import Gradients, Reduced
 from evodsp.training.logs import IntervalMeans
-from evodsp.training.module import Pass, TrainingModule
+from evodsp.training.module import TrainedBatch, TrainingModule
 from evodsp.training.throughput import MEASURED
 
 STEPS, EVERY, STOPPED = 6, 3, 4
@@ -93,7 +93,7 @@ def test_the_numbers_of_a_step_are_means_over_the_passes_that_count() -> None:
     module._gradients.finish.return_value = Reduced(norm, counted, clipped)
     module._gradients.not_finite.return_value = []
     numbers = [{"loss": torch.tensor(loss), "fape": torch.tensor(fape)} for loss, fape in LOSSES]
-    module._passes = [Pass(*one) for one in zip(numbers, [[0], [1], [2]], [0, 1, 5], strict=True)]
+    module._passes = [TrainedBatch(*one) for one in zip(numbers, [[0], [1], [2]], [0, 1, 5], strict=True)]
     module.on_before_optimizer_step(MagicMock(spec=torch.optim.Optimizer))
     assert module.interval.means() == {
         "loss": 3.0, "fape": 1.0, "gradient_norm": 6.0, "clipped_fraction": 0.5, "recycles": 2.0

@@ -9,7 +9,6 @@ import torch
 
 from evodsp.config import FeatureConfig
 from evodsp.data.dataset import ChainDataset
-from evodsp.data.quarantine import Failure, Quarantine, QuarantineFull
 from evodsp.data.sample_pool import MadeHere
 from evodsp.data.store import FeatureStore
 from evodsp.errors import FileFormatError, UserError
@@ -18,6 +17,7 @@ from evodsp.training.chains import Chains
 from evodsp.training.config import DataConfig
 from evodsp.training.datamodule import ChainDataModule
 from evodsp.training.loader import EpochSampler, TrainingLoader, WholeChainLoader, whole_batches
+from evodsp.training.quarantine import FailedChain, Quarantine, QuarantineFull
 from evodsp.training.world import MeshWorld, World
 from tests.builders.chains import MemoryStore
 from tests.ranks import RankPool
@@ -149,7 +149,7 @@ def test_a_chain_is_left_out_from_its_sample_on() -> None:
     whole = chains(training(samples, EpochSampler(1, batches=40)))
     chain, second = whole[0], whole.index(whole[0], 10)
     stream = training(samples, EpochSampler(1, batches=40))
-    stream.quarantine.restore([Failure(chain, second, "took longer")])
+    stream.quarantine.restore([FailedChain(chain, second, "took longer")])
     seen = chains(stream)
     assert seen[:second] == whole[:second]
     assert chain not in seen[second:]
@@ -172,7 +172,7 @@ def test_ranks_compare_once_a_step(accumulate: int) -> None:
     """
     compared: list[int] = []
 
-    def check(found: Any, failures: Any) -> list[Failure]:
+    def check(found: Any, failures: Any) -> list[FailedChain]:
         compared.append(len(found))
         return CHECK(found, failures)
 
