@@ -116,7 +116,8 @@ class StopRequest(Callback):
         if not self._training:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
-        self.reason, self.interrupted = signal.Signals(number).name, number == signal.SIGINT
+        if not self._agreed:  # else the run is about to end for the reason that it names
+            self.reason, self.interrupted = signal.Signals(number).name, number == signal.SIGINT
         if number == signal.SIGINT:
             signal.signal(number, signal.default_int_handler)
 
