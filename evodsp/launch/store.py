@@ -1,4 +1,4 @@
-"""The store through which the ranks of a run meet: who may connect to it, and how what stands in it is read.
+"""The store through which the ranks of a run meet: who may connect to it, and how its values are read.
 
 torch's store asks nobody for a password: whoever reaches its port reads and writes every key. So a store of one machine listens
 on its loopback address only, and evodsp's own values are numbers and texts that are checked here. Nothing is unpickled.
@@ -89,7 +89,7 @@ def set_texts(store: dist.Store, key: str, texts: Sequence[str]) -> None:
 
 
 def texts(store: dist.Store, key: str) -> list[str]:
-    """What `set_texts` has written. Raises UserError if anything else is under the key, or nothing."""
+    """The texts that `set_texts` wrote. Raises UserError if anything else is under the key, or nothing."""
     found = text(store, key)
     try:
         content = json.loads(found)

@@ -1,4 +1,7 @@
-"""Which chains a run trains on and scores, and what they are read from: opened and looked up before anything is built."""
+"""The chains that a run trains on and scores, and the folders or stores that hold them.
+
+Both are opened and looked up before anything is built.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ MOST_CHAINS_READ = 64
 
 
 CHAINS_FOR_RESOLUTION = 16
-"""Of more, without an index, this many structures are read, to say how many have no resolution."""
+"""If there are more chains and no index, this many structures are read, to estimate how many have no resolution."""
 
 
 @dataclass(frozen=True)
@@ -47,16 +50,17 @@ class Chains:
     validation: list[str]
     test: list[str]
     weights: Float64[np.ndarray, " n"] | None = None
-    """How often each training chain is drawn, in any unit; None: equally often."""
+    """Relative frequencies with which training chains are drawn; None: all are equal."""
     distillation: DistillationSet | None = None
     distilled: list[str] = field(default_factory=list)
     """Chains of the self-distillation set, their names beginning with `DISTILLED`."""
     distilled_weights: Float64[np.ndarray, " m"] | None = None
-    """How often each of them is drawn, as `weights`."""
+    """Relative frequencies of these chains, as `weights`."""
     missing: dict[str, Lacking] = field(default_factory=dict)
-    """Training chains that are left out, those of the self-distillation set too, and what they lack."""
+    """Chains that are left out of training or of the self-distillation set, each with the file that it lacks."""
     resolutions: Float64[np.ndarray, " k"] = field(default_factory=lambda: np.zeros(0))
-    """Of the training chains, or of those of which it is known before the first step: in Å, 0 if the structure has none."""
+    """Resolutions of the training chains, or of those whose resolution is known before the first step: in Å, 0 if the structure
+    has none."""
 
     def notes(self, listed_in: Path) -> list[str]:
         """What the user should know before training starts, a line each. `listed_in`: the file that lists `missing`."""
@@ -80,7 +84,7 @@ class Chains:
 
 @dataclass(frozen=True)
 class _Found:
-    """What looking the chains up gives; see `Chains`."""
+    """The result of looking the chains up; see `Chains`."""
 
     train: list[str]
     validation: list[str]

@@ -42,7 +42,7 @@ class LastCheckpoint(ModelCheckpoint):
 
     def __init__(self, path: Path, steps: Sequence[int] = (), seconds: float | None = None) -> None:
         """`steps`: numbers of steps; the file is written when the steps done are a multiple of one of them. `seconds`: the
-        longest time between two writes; all ranks write when one finds that it is over."""
+        longest time between two writes; when it has passed on any rank, all ranks write."""
         super().__init__(path.parent, path.stem, every_n_train_steps=0, enable_version_counter=False)
         self.path, self._steps, self._seconds = path, steps, seconds
         self._saved_at = time.monotonic()

@@ -74,12 +74,12 @@ class Settings:
 
     @property
     def communication(self) -> CommunicationPlan:
-        """The plan, as far as compiled blocks can follow it: they do not keep what was gathered for a recomputation."""
+        """The plan, as far as compiled blocks can follow it: they do not keep gathered tensors for a recomputation."""
         return self.plan if self.run.compile == "none" else dataclasses.replace(self.plan, keep_gathered=False)
 
     @property
     def batches_per_pass(self) -> int:
-        """Into how many passes a batch is divided: clipping per sample needs the gradient of each sample alone."""
+        """The number of passes into which a batch is divided: clipping per sample needs the gradient of each sample alone."""
         per_sample = self.trainer["gradient_clip_val"] and self.model.optimizer.clip == "sample"
         return self.data.batch_size if per_sample else 1
 
@@ -106,12 +106,12 @@ class CheckedRun:
 
     @property
     def recorded(self) -> dict[str, Any]:
-        """What a checkpoint keeps, for a run that resumes."""
+        """The settings that a checkpoint keeps, for a run that resumes."""
         return recorded(self.settings.by_name, self.ranks, self.chains)
 
     @property
     def notes(self) -> list[str]:
-        """What the user should know before training starts, a line each."""
+        """Warnings before training starts, one a line."""
         rule = CountedStructures(self.settings.model.loss, self.settings.data.assumed_resolution)
         line = rule.line(self.chains.resolutions, len(self.chains.train), "training")
         return [*self.chains.notes(self.folder.missing), *([] if line is None else [line])]
@@ -136,7 +136,7 @@ class CheckedRun:
 
     @property
     def checkpoint_steps(self) -> list[int]:
-        """The intervals of `checkpoints/last.ckpt` in steps; what is given in samples is rounded down."""
+        """The intervals of `checkpoints/last.ckpt` in steps; an interval in samples is rounded down."""
         steps, samples = self.settings.run.checkpoint_every, self.settings.run.checkpoint_every_samples
         return [*([steps] if steps else []), *([max(1, samples // self.batching.samples)] if samples else [])]
 

@@ -100,7 +100,7 @@ class TrainingCLI(LightningCLI):
     def config_text(self, run: RunConfig | None = None) -> str:
         """All options as YAML. A run of this file neither replaces this run nor starts from its checkpoint.
 
-        `run`: the options of the run, where a checkpoint has added what the run began with.
+        `run`: the options of the run, to which a checkpoint has added the weights that the run began with.
         """
         config = self.config.clone()
         config.overwrite, config.ckpt_path = False, None
@@ -111,7 +111,7 @@ class TrainingCLI(LightningCLI):
 
 @dataclass(frozen=True)
 class Built:
-    """What a run consists of."""
+    """The parts of a run that is ready to begin."""
 
     world: World
     module: TrainingModule

@@ -40,8 +40,8 @@ from evodsp.training.config import DataConfig, RunConfig
 from evodsp.training.module import TrainingModule
 
 _GRAPHS = 64
-"""Graphs that torch may make: of Evoformer, extra-MSA and template blocks, with and without gradients. torch's own limit is 8
-for all modules together."""
+"""The most graphs that torch may make: Evoformer, extra-MSA and template blocks have their own, with and without gradients.
+torch's limit is 8 for all modules together."""
 
 
 def check_compilation(
@@ -85,17 +85,22 @@ def regions(model: nn.Module) -> Iterator[nn.Module]:
 
 
 class CompiledBlocks(Callback):
-    """Compiles the blocks when training starts. Validation, where every chain has its own length, runs uncompiled.
+    """Compiles each half of a block into one graph when training starts. Validation, where every chain has its own length, runs
+    uncompiled.
+
+    Blocks are compiled and not the whole model, because one graph then serves all 48 of them: the parameters, and the masks of
+    dropout or the keys that they are drawn from, are inputs of the graph. Collectives are operators inside of the graph.
+    Recomputation, the switch between blocks, and recycling stay ordinary Python.
 
     The modules stay the same objects, so checkpoints and the moving average see the same names.
     """
 
     def __init__(self, backend: str = "inductor") -> None:
-        """`backend`: of torch.compile."""
+        """`backend`: the backend that torch.compile uses."""
         self.backend = backend
 
     def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Raises UserError, on every rank, if a small compiled block does not compute what it does uncompiled."""
+        """Raises UserError, on every rank, if a small compiled block and the same block uncompiled give different numbers."""
         torch._dynamo.config.recompile_limit = max(_GRAPHS, torch._dynamo.config.recompile_limit)
         # As uncompiled: autocast acts on the forward pass only. Backward passes of our operators choose each precision.
         torch._functorch.config.backward_pass_autocast = "off"
@@ -137,10 +142,13 @@ _SEQUENCES, _RESIDUES = 8, 16
 def problem_of_compiling(
     model: AlphaFold, device: torch.device, precision: Callable[[], AbstractContextManager[Any]], backend: Any
 ) -> str:
-    """What is wrong with blocks as torch.compile makes them; '' if they compute what they do uncompiled.
+    """The first difference between small compiled blocks and the same blocks uncompiled, in words; '' if there is none.
 
-    `precision`: makes the context of a forward pass, such as autocast. `backend`: of torch.compile. All ranks of a sequence
-    group call this together. The random numbers of the run stay as they are.
+    A compiler may be wrong without a word: torch 2.11 made gradients 0 that are not. A run that trains on such numbers looks
+    like one that learns slowly. Therefore each kind of block is compiled once at a small size before the first step.
+
+    `precision`: a function that makes the context of a forward pass, such as autocast. `backend`: the backend that
+    torch.compile uses. All ranks of a sequence group call this together. The random numbers of the run stay as they are.
     """
     for name, region, inputs, fixed in _cases(model, device, precision):
         try:
@@ -200,7 +208,7 @@ def _results(
     fixed: Sequence[Any],
     precision: Callable[[], AbstractContextManager[Any]],
 ) -> dict[str, Tensor]:
-    """What the function, which computes what the region does, returns, and all gradients, by name."""
+    """All results and gradients of `function`, by name. `function` is `region`, or its compiled form."""
     leaves = [x.detach().requires_grad_() for x in inputs]
     with precision(), CastParameters(region):
         results = function(*leaves, *fixed)
@@ -297,7 +305,7 @@ class RecordedStacks(Callback):
 
 
 _SHARE = 0.9
-"""Of the memory that a rank can have; the rest is for fragments, and for batches that need a little more."""
+"""The share of a rank's memory that is used; the rest is for fragments, and for batches that need a little more."""
 
 
 _STEPS = 2
@@ -306,18 +314,18 @@ _STEPS = 2
 
 @dataclass(frozen=True)
 class Measured:
-    """What one rank has found."""
+    """One rank's measurements."""
 
     room: float
-    """Bytes that are left at the peak of a step in which each stack keeps one block."""
+    """Bytes that are free at the peak of a step in which each stack keeps one block."""
     bytes_of_blocks: tuple[int, ...]
-    """What a block of each stack keeps."""
+    """Bytes of activations that one block of each stack keeps."""
 
 
 def kept_blocks(ranks: Sequence[Measured], blocks: Sequence[int]) -> list[int]:
-    """How many blocks of each stack may be kept on every rank, from what all ranks measured with one block kept.
+    """The number of blocks of each stack that fit into memory on every rank, from measurements with one block kept.
 
-    `blocks`: the blocks of each stack. Earlier stacks get memory first. Without room not even the one block is kept.
+    `blocks`: the number of blocks in each stack. Earlier stacks get memory first. Without room not even the one block is kept.
     """
     room = min(rank.room for rank in ranks)
     kept = []
@@ -364,7 +372,7 @@ class AutomaticRecomputation(Callback):
 
     @staticmethod
     def _stacks(module: LightningModule) -> list[Recomputation]:
-        """Those that are not decided yet, the one with most blocks first."""
+        """The stacks that are not decided yet; the stack with most blocks comes first."""
         found = [
             stack.recomputation for stack in module.modules() if isinstance(stack, EvoformerStack | TemplatePairStack)
         ]

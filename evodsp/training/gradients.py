@@ -36,7 +36,7 @@ _ALIGNMENT = 32
 
 @dataclass(frozen=True)
 class Reduced:
-    """What `Gradients.finish` found out about the backward passes of a step, on the device."""
+    """The findings of `Gradients.finish` about the backward passes of a step, as tensors on the device."""
 
     norm: Float[Tensor, ""]
     """Norm before clipping: with clipping per sample, the mean of the norms of this rank's samples that count; otherwise the
@@ -79,7 +79,7 @@ class Gradients(ABC):
 
     def not_finite(self) -> list[int]:
         """The parameters, by their number, whose gradient was not finite: of the first sample of this step that was left out,
-        or of the whole step. Reads values, so it is for the rare step that needs it."""
+        or of the whole step. It synchronises with the device: call it only when a step has failed."""
         gradients = {i: p.grad for i, p in enumerate(self.parameters) if p.grad is not None}
         return [i for i, gradient in gradients.items() if not local(gradient).isfinite().all()]
 
@@ -116,9 +116,9 @@ class PlainGradients(Gradients):
 
 
 class FlatGradients(Gradients):
-    """Gradients as views of one flat tensor, whose last numbers are for the subclass.
+    """All gradients live in one flat buffer; its last 32 numbers are scratch space for subclasses.
 
-    `mesh`: None for one process. `waits`: measures waits for other ranks.
+    `mesh`: the ranks; None for one process. `waits`: the clock that measures waits for other ranks.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], mesh: Mesh | None, waits: WaitTimes | None = None) -> None:
@@ -240,7 +240,7 @@ class BatchGradients(FlatGradients):
         """Parameters of each bucket that have no gradient of the last pass yet."""
         self._sent: list[Any] = []
         self._norms: list[Tensor] = []
-        """Of the buckets that were sent: this rank's own gradient."""
+        """Norms of this rank's own gradient, one for each bucket that was sent."""
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(lambda _, at=bucket: self._arrived(at))
             for parameter, bucket in zip(self.parameters, self._bucket_of, strict=True)
@@ -283,7 +283,7 @@ class BatchGradients(FlatGradients):
         return len(self._counted) == self._batches - 1
 
     def _divided(self, numbers: int) -> list[slice]:
-        """Buckets of at least so many numbers. Notes the bucket of each parameter."""
+        """Slices of the flat gradient of at least `numbers` numbers each. Notes the bucket of each parameter."""
         buckets, self._bucket_of = list[slice](), [0] * len(self.parameters)
         stop = start = sum(self._sizes)
         for number in reversed(range(len(self.parameters))):

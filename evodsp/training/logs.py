@@ -103,7 +103,7 @@ class CurveLogger(Logger):
         self._begun = time.monotonic()  # not at the first row, which comes only after the first steps
         self._started: float | None = None
         self._columns: list[str] = []
-        """Of the file; none before this logger has written it."""
+        """Columns of the file; empty before this logger has written it."""
         self._last: dict[str, str] = {}
         """The last row, to which validation may add."""
         self._last_at = self._end = 0
@@ -216,7 +216,8 @@ def training_loggers(folder: Path, option: Any) -> list[Logger]:
 
 
 def log_settings(loggers: Sequence[Logger], config_text: str, resumes: bool = False) -> None:
-    """Give every logger the settings of the run as its hyper-parameters. `config_text`: of config.yaml. Rank 0 only.
+    """Give every logger the settings of the run as its hyper-parameters. `config_text`: the text of
+    config.yaml. Only rank 0 calls this.
 
     Where a run `resumes`, a logger may refuse settings that have changed, as MLflow does under a fixed `run_id`. Then it keeps
     the former ones, with a warning. Each package has its own class of errors for that.

@@ -41,7 +41,7 @@ MOST_CHAINS_LOGGED = 16
 
 @dataclass(frozen=True)
 class TrainedBatch:
-    """What the host keeps of one batch of an optimizer step."""
+    """One batch of an optimizer step, as far as the host needs it after the backward pass."""
 
     numbers: dict[str, Tensor]
     """Losses and metrics, on the device."""
@@ -53,7 +53,7 @@ class TrainedBatch:
 
 @dataclass(frozen=True)
 class ReducedStep:
-    """What the host knows of an optimizer step once its gradient is reduced."""
+    """An optimizer step whose gradient is reduced, in numbers that the host has read."""
 
     means: dict[str, float]
     """Losses, metrics, norm of the gradient and share of clipped ones: over the passes that count, of all ranks."""
@@ -90,8 +90,8 @@ class TrainingModule(LightningModule):
         """`features`: sizes of the validation features, saved in checkpoints for prediction. `world`: None for one process.
         `kernels`: which implementations of the operators to use; None: the defaults. `model`: None for a new one.
         `bad_samples`: told of samples that are not finite, and knows those to leave out; None for one that only logs them.
-        `requests`: what a rank may ask of all ranks in a step, such as to stop. `samples_per_step`: of all devices; the
-        learning rate depends on them.
+        `requests`: requests that a rank may make of all ranks in a step, such as to stop. `samples_per_step`: samples of all
+        devices in a step, on which the learning rate depends.
         """
         super().__init__()
         self.config, self.features, self.world = config, features, world or World()
@@ -109,14 +109,14 @@ class TrainingModule(LightningModule):
         self.bad_samples, self._requests = bad_samples or BadSamples(), requests
         self.samples_per_step = samples_per_step
         self.interval = IntervalMeans()
-        """What the next row of the logs will show; a callback of the trainer, which keeps it in checkpoints."""
+        """Means for the next row of the logs; a callback of the trainer, which keeps it in checkpoints."""
         self.rows = LoggedRows()
         """Gives that row to the loggers; a callback as well."""
         self._dropout = Draws.root(seed).at("dropout")
         self._casts = CastParameters(self.model)
         self._gradients: Gradients | None = None
         self._passes: list[TrainedBatch] = []
-        """Those of the running optimizer step."""
+        """Batches of the running optimizer step."""
 
     def setup(self, stage: str) -> None:
         """Choose the implementations of the operators for this run's device and precision."""
@@ -177,9 +177,9 @@ class TrainingModule(LightningModule):
         self._passes = []
 
     def _reduce(self) -> ReducedStep:
-        """Reduce the gradient, and what the host must know of the step.
+        """Reduce the gradient, and the numbers of the step that the host must know.
 
-        All of that is read in one copy, the only place of a step where the host waits for the GPU. Lightning gets tensors on
+        The host reads all of them in one copy, the only place of a step where it waits for the GPU. Lightning gets tensors on
         the CPU: it would read device tensors one by one, and copy numbers to the device first.
         """
         reduced = self.gradients.finish()

@@ -21,7 +21,7 @@ class TrainingProgress(ProgressBar):
     """One bar over all steps of `fit`, with the loss and the last validation's lDDT-CA; a printed line per validation.
 
     If standard error is not a terminal (a log file, CI), lines replace the bar: steps, time since this start, time left, and
-    the last row's numbers. What is left is taken from the pace of this start, validations included, not of earlier ones.
+    the last row's numbers. The time left follows from the pace of this start, validations included, not of earlier starts.
     """
 
     def __init__(self, console: Console | None = None) -> None:

@@ -43,7 +43,7 @@ class QuarantineFull(UserError):
 
 
 class Quarantine:
-    """The chains that a run leaves out, equal on all ranks. `limit`: how many there may be.
+    """The chains that a run leaves out, equal on all ranks. `limit`: the most chains that may be left out before the run stops.
 
     If `path` is given (on one rank), every change is written to that file before a batch is made of other chains: one JSON
     object per line, in the order of the samples.
@@ -58,12 +58,12 @@ class Quarantine:
 
     @property
     def room(self) -> int:
-        """How many more chains may fail."""
+        """The number of chains that may still fail."""
         return max(0, self.limit - len(self))
 
     @property
     def failures(self) -> list[FailedChain]:
-        """In the order of the samples."""
+        """The failed chains, in the order of the samples."""
         return sorted(self._failures.values(), key=lambda failure: (failure.sample, failure.chain))
 
     def chains_at(self, sample: int) -> set[str]:
@@ -98,7 +98,7 @@ class Quarantine:
             )
 
     def state(self) -> list[dict[str, Any]]:
-        """What a checkpoint stores."""
+        """The list as a checkpoint stores it."""
         return [dataclasses.asdict(failure) for failure in self.failures]
 
     def restore(self, failures: Iterable[FailedChain]) -> None:
@@ -119,7 +119,7 @@ def failures_of(state: Iterable[Mapping[str, Any]]) -> list[FailedChain]:
 def read_quarantine(path: Path) -> list[FailedChain] | None:
     """The list in a file that `Quarantine` wrote; None if there is no such file. A user may delete lines.
 
-    Raises FileFormatError for a line that is none of these.
+    Raises FileFormatError for a line that is no entry of such a list.
     """
     if not path.is_file():
         return None

@@ -18,11 +18,11 @@ class Batching:
     """How the samples of one optimizer step are divided."""
 
     data_ranks: int
-    """Samples are computed on so many ranks, or groups of ranks that share a sample, at a time."""
+    """The number of ranks, or of groups of ranks that share a sample, which compute different samples at a time."""
     batch_size: int
-    """Samples of each of them in one batch."""
+    """The number of samples that each of them has in one batch."""
     accumulate: int
-    """Batches of one step."""
+    """The number of batches in one step."""
 
     @property
     def samples(self) -> int:
@@ -62,7 +62,9 @@ def batching(global_batch: int | None, data_ranks: int, batch_size: int, accumul
 
 
 def learning_rate(sample: int, batch: int, config: OptimizerConfig, total_samples: int) -> float:
-    """Learning rate of the optimizer step of samples `sample` (from 0) to `sample` + `batch` - 1, in a run of
+    """Learning rate (supplement 1.11.3): a warm-up, then constant with one drop, or a cosine.
+
+    It is that of the optimizer step of samples `sample` (from 0) to `sample` + `batch` - 1, in a run of
     `total_samples`."""
     warmup = config.warmup_samples
     if sample < warmup:

@@ -1,4 +1,4 @@
-"""What a run that resumes takes from its checkpoint, and what it does with settings that differ from those of the former run.
+"""Resuming a run: the position that it takes from its checkpoint, and the settings that differ from those of the former run.
 
 A checkpoint holds the settings that its run's numbers depend on. One that differs is applied from the next sample on and named
 in a line, or it is refused: no setting keeps its former value without a word. Which of these happens stands at the setting's
@@ -79,15 +79,16 @@ _EPOCH = "the position within the epoch would be lost"
 
 
 _ADDED = {"ranks": "same", "training set": "applied"}
-"""What a checkpoint holds besides settings, and the rule for it."""
+"""Entries of a checkpoint that are no settings, and their rules."""
 
 
 _GROUPS = {"parallel": "mesh", "ranks": "mesh", "plan": "plan", "kernels": "kernels"}
-"""What a setting that leaves the numbers the same belongs to, by the first part of its name; else: how they are computed."""
+"""Names for groups of settings that leave the numbers the same, by the first part of a setting's name. All others are settings
+of the computation."""
 
 
 def recorded(settings: Mapping[str, Any], ranks: int, chains: Chains) -> dict[str, Any]:
-    """What a checkpoint keeps of `settings`, all of them by their dotted names, and of what they stand for.
+    """The entries of a checkpoint for `settings` (all of them, by their dotted names) and for the chains that they stand for.
 
     `chains`: lists of chains are files or folders, whose content may change although the setting does not.
     """
@@ -107,7 +108,7 @@ def began_with(run: RunConfig, checkpoint: Mapping[str, Any]) -> RunConfig:
 
 def changes(path: Path, checkpoint: Mapping[str, Any], settings: Mapping[str, Any]) -> list[str]:
     """A line for each of `settings`, as `recorded`, that differs from the checkpoint's and is applied, and one for each group
-    of those that leave the numbers the same. None for what a checkpoint of an earlier version does not hold.
+    of those that leave the numbers the same. A setting that a checkpoint of an earlier version does not hold gets no line.
 
     Raises UserError for one that may not differ.
     """

@@ -30,7 +30,7 @@ class RunStopped(Exception):
 
 @runtime_checkable
 class Request(Protocol):
-    """What one rank may ask of all: the answers travel with the losses of each step."""
+    """A request that one rank may make of all ranks: the ranks' answers travel with the losses of each step."""
 
     @property
     def asked(self) -> bool:

@@ -1,4 +1,4 @@
-"""How fast training is, what it waits for, how much memory it takes and how well it uses the device, with each row of the logs.
+"""Speed of training, its waits, its memory and its use of the device, measured for each row of the logs.
 
 Lightning's ThroughputMonitor makes the host wait for the GPU after each batch, multiplies samples by all ranks although ranks
 may share a sample, and is silent for its first 100 batches. It knows neither waiting nor memory.
@@ -42,7 +42,7 @@ MEASURED = (
 
 
 WORST = ("waiting_percent", "communication_percent", "memory_gib")
-"""Those that differ from rank to rank. The largest is logged: the rank that runs out of memory need not be the first."""
+"""Columns that differ from rank to rank. The largest is logged: the rank that runs out of memory need not be the first."""
 
 
 class Throughput(Callback):
@@ -54,8 +54,8 @@ class Throughput(Callback):
     def __init__(
         self, module: TrainingModule, data: ChainDataModule, waits: WaitTimes | None, utilisation: Utilisation | None
     ) -> None:
-        """`waits`: measures communication, on a GPU only in the step of the row; None where it does not see all of it.
-        `utilisation`: None for none.
+        """`waits`: the clock of communication, which on a GPU measures only the step of the row; None where some communication
+        does not pass through it. `utilisation`: the counter of FLOPs; None logs no utilisation.
         """
         self._module, self._data, self._waits, self._utilisation = module, data, waits, utilisation
         self._measuring = False
@@ -184,7 +184,7 @@ class Utilisation:
     """Counts the FLOPs of training batches that all have one size."""
 
     def __init__(self, model: ModelConfig, precision: str, matmul: MatmulPrecision, peak_tflops: float | None) -> None:
-        """`peak_tflops`: of one device; None takes the known peak of the device."""
+        """`peak_tflops`: the peak of one device; None takes the known peak of the device."""
         self._model, self._precision, self._matmul, self._given = model, precision, matmul, peak_tflops
         self._peak: float | None = None
         self._of_a_pass: int | None = None

@@ -51,7 +51,7 @@ _MUST_BE: dict[str, tuple[Any, str]] = {
     "overfit_batches": (0, "each epoch draws other samples; to learn a few chains, name them in data.train_chains"),
     "reload_dataloaders_every_n_epochs": (0, "a new loader would begin with sample 0 again"),
 }
-"""Options that would not do what their names say: the value that every run has, and the reason."""
+"""Options whose names would mislead in evodsp: the value that every run has, and the reason."""
 
 
 _NOT_CALLBACKS = {
@@ -66,7 +66,7 @@ _NOT_CALLBACKS = {
 def check_trainer(trainer: Mapping[str, Any]) -> None:
     """Raise UserError for an option that stops a run with a traceback, trains nothing, or does not do what its name says.
 
-    `trainer`: all of them, by name.
+    `trainer`: all options, by name.
     """
     check_numbers(trainer, RANGES, "trainer.")
     for name, (value, reason) in _MUST_BE.items():

@@ -75,7 +75,7 @@ class World:
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """The batch of the rank that reads, on every rank of its sequence group: tensors on `device`, and tensors on the host.
 
-        All ranks of a group call this together. What the ranks pass that do not read is not looked at.
+        All ranks of a group call this together. The arguments of ranks that do not read are ignored.
         """
         return dict(on_device), dict(on_host)
 
@@ -123,8 +123,8 @@ class MeshWorld(World):
         return cls(config, on_gpu)
 
     def _host_groups(self) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-        """All ranks, and those of this rank's sequence group, connected by gloo: what only hosts must know does not pass
-        through a GPU, whose queue need not be empty."""
+        """All ranks, and those of this rank's sequence group, connected by gloo: messages between hosts do not pass through a
+        GPU, whose queue need not be empty."""
         if "gloo" in dist.get_backend():
             return whole_group().handle, self._readers.handle
         timeout = process_group.collective_timeout(self.config.timeout)
