@@ -148,7 +148,7 @@ def build(run: CheckedRun, world: World, begun: float) -> Built:
     own_callbacks = [
         interruption,
         *_callbacks(run, last),
-        *([_throughput(run, module, data), module.interval, module.rows, bad, stop] if run.command == "fit" else []),
+        *([_throughput(run, module, data), module.rows, bad, stop] if run.command == "fit" else []),
     ]
     config = {
         **options,

@@ -25,47 +25,40 @@ from evodsp.report.curve import read_curve
 from evodsp.training.trainer import tell_first
 
 
-class IntervalMeans(Callback):
-    """Sums up numbers of optimizer steps. A step that was left out because it was not finite adds nothing.
+class LogRows(Callback):
+    """The rows of the logs: sums up numbers of optimizer steps, and gives the loggers each row at the end of its last step.
 
     Numbers are added once a step, so that each step has the same weight. A number that some steps lack is the mean over the
-    others.
+    others. A step that was left out because it was not finite adds nothing.
     """
 
     def __init__(self) -> None:
         self._sums: dict[str, tuple[float, int]] = {}
-        self.row: dict[str, float] = {}
-        """The means of the last row."""
+        self._row: dict[str, float] = {}
+        """Numbers of the row that belongs to the running step."""
+        self.last: dict[str, float] = {}
+        """The means of the last interval that has ended."""
 
-    def add(self, numbers: Mapping[str, float]) -> None:
-        """The numbers of one more step."""
+    @property
+    def state_key(self) -> str:
+        return "IntervalMeans"  # in the checkpoints of all versions
+
+    def add_step(self, numbers: Mapping[str, float]) -> None:
+        """Add the numbers of one more step to the interval."""
         for name, value in numbers.items():
             total, steps = self._sums.get(name, (0.0, 0))
             self._sums[name] = total + value, steps + 1
 
     def means(self) -> dict[str, float]:
-        """The mean of each number; none if no step has been added."""
+        """The mean of each number over the steps of the interval; empty if no step has been added."""
         return {name: total / steps for name, (total, steps) in self._sums.items()}
 
-    def end_row(self) -> None:
-        """Begin the next row."""
-        self.row, self._sums = self.means(), {}
-
-    def state_dict(self) -> dict[str, Any]:
-        return {name: list(entry) for name, entry in self._sums.items()}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._sums = {name: (float(total), int(steps)) for name, (total, steps) in state_dict.items()}
-
-
-class LoggedRows(Callback):
-    """Collects the numbers of a row during its step, and logs them at the end of the step."""
-
-    def __init__(self) -> None:
-        self._row: dict[str, float] = {}
+    def end_interval(self) -> None:
+        """Begin the interval of the next row."""
+        self.last, self._sums = self.means(), {}
 
     def add(self, numbers: Mapping[str, float]) -> None:
-        """More numbers of the row that belongs to the running step."""
+        """Add numbers to the row that belongs to the running step."""
         self._row.update(numbers)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -79,6 +72,12 @@ class LoggedRows(Callback):
             for logger in trainer.loggers:
                 logger.log_metrics(row, trainer.global_step - 1)
                 logger.save()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: list(entry) for name, entry in self._sums.items()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._sums = {name: (float(total), int(steps)) for name, (total, steps) in state_dict.items()}
 
 
 _FIRST = ("step", "epoch", "seconds")

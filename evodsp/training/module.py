@@ -26,7 +26,7 @@ from evodsp.rng import Draws
 from evodsp.training.bad_samples import BadSamples, NotFiniteWeightsError, Suspect, all_finite, merged
 from evodsp.training.config import TrainingConfig
 from evodsp.training.gradients import Gradients
-from evodsp.training.logs import IntervalMeans, LoggedRows
+from evodsp.training.logs import LogRows
 from evodsp.training.recipe import learning_rate
 from evodsp.training.resume import KEY, recount_batches, rename_callbacks, use_settings
 from evodsp.training.run_end import Request
@@ -108,10 +108,8 @@ class TrainingModule(LightningModule):
         self.seed, self.kernels = seed, self._kernels
         self.bad_samples, self._requests = bad_samples or BadSamples(), requests
         self.samples_per_step = samples_per_step
-        self.interval = IntervalMeans()
-        """Means for the next row of the logs; a callback of the trainer, which keeps it in checkpoints."""
-        self.rows = LoggedRows()
-        """Gives that row to the loggers; a callback as well."""
+        self.rows = LogRows()
+        """The rows of the logs; a callback of the trainer, which keeps the steps of a row in checkpoints."""
         self._dropout = Draws.root(seed).at("dropout")
         self._casts = CastParameters(self.model)
         self._gradients: Gradients | None = None
@@ -170,7 +168,7 @@ class TrainingModule(LightningModule):
         """Reduce the gradient over batches and ranks, decide whether the optimizer gets it, and log the step."""
         step = self._reduce()
         if self._decide(step):
-            self.interval.add({**step.means, "recycles": sum(one.recycles for one in self._passes) / step.passes})
+            self.rows.add_step({**step.means, "recycles": sum(one.recycles for one in self._passes) / step.passes})
         else:
             self.gradients.discard()
         self._log_interval(optimizer)
@@ -219,9 +217,9 @@ class TrainingModule(LightningModule):
 
     def _log_interval(self, optimizer: torch.optim.Optimizer) -> None:
         """Log the means over the steps since the last row; nothing if all of them were left out."""
-        means = self.interval.means()
+        means = self.rows.means()
         if self.at_row:
-            self.interval.end_row()
+            self.rows.end_interval()
         if not means:
             return
         loss = means.pop("loss")
@@ -235,7 +233,7 @@ class TrainingModule(LightningModule):
             self.log_row({**row, "train/lr": float(optimizer.param_groups[0]["lr"])})
 
     def log_row(self, numbers: Mapping[str, float]) -> None:
-        """Numbers of the row that belongs to the running step, for the loggers (`LoggedRows`) and for callbacks."""
+        """Log numbers of the row that belongs to the running step, for the loggers (`LogRows`) and for callbacks."""
         self.rows.add(numbers)
         self.log_dict({name: torch.tensor(value) for name, value in numbers.items()}, logger=False)
 

@@ -115,7 +115,7 @@ class Throughput(Callback):
             "samples_per_second": rate,
             "waiting_percent": 100 * (self._data.waited_s - self._waited) / seconds,
         }
-        if (residues := self._module.interval.row.get("residues")) is not None:
+        if (residues := self._module.rows.last.get("residues")) is not None:
             row["residues_per_second"] = rate * residues
         if self._measured_s:
             row["communication_percent"] = 100 * self._communication_s / self._measured_s

@@ -111,7 +111,7 @@ def main(ranks: int, chains: Path, output: Path) -> None:
     ):
         trainer = Trainer(
             max_steps=STEPS, accelerator="cpu", devices=1, strategy=strategy, logger=CurveLogger(output), gradient_clip_val=0.1,
-            callbacks=[ExponentialMovingAverage(0.9), TrainingProgress(), boundaries, module.interval, throughput],
+            callbacks=[ExponentialMovingAverage(0.9), TrainingProgress(), boundaries, module.rows, throughput],
             log_every_n_steps=1, limit_val_batches=0,
             enable_checkpointing=False, enable_model_summary=False, use_distributed_sampler=False,
         )  # fmt: skip

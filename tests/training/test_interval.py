@@ -14,7 +14,7 @@ from evodsp.config import ModelConfig
 from evodsp.report.curve import read_curve
 from evodsp.training.config import TrainingConfig
 from evodsp.training.gradients import Gradients, Reduced
-from evodsp.training.logs import IntervalMeans
+from evodsp.training.logs import LogRows
 from evodsp.training.module import TrainedBatch, TrainingModule
 from evodsp.training.throughput import MEASURED
 
@@ -71,13 +71,13 @@ def test_a_row_does_not_depend_on_an_interruption(runs: dict[str, Rows]) -> None
 
 def test_a_number_that_some_steps_lack() -> None:
     """A loss term that a resumed run adds, divided by the steps of the others."""
-    means = IntervalMeans()
-    means.add({"a": 1.0})
-    resumed = IntervalMeans()
-    resumed.load_state_dict(means.state_dict())
-    resumed.add({"a": 2.0, "b": 3.0})
-    resumed.end_row()
-    assert resumed.row == {"a": 1.5, "b": 3.0}
+    rows = LogRows()
+    rows.add_step({"a": 1.0})
+    resumed = LogRows()
+    resumed.load_state_dict(rows.state_dict())
+    resumed.add_step({"a": 2.0, "b": 3.0})
+    resumed.end_interval()
+    assert resumed.last == {"a": 1.5, "b": 3.0}
     assert resumed.means() == {}
 
 
@@ -95,7 +95,7 @@ def test_the_numbers_of_a_step_are_means_over_the_passes_that_count() -> None:
     numbers = [{"loss": torch.tensor(loss), "fape": torch.tensor(fape)} for loss, fape in LOSSES]
     module._passes = [TrainedBatch(*one) for one in zip(numbers, [[0], [1], [2]], [0, 1, 5], strict=True)]
     module.on_before_optimizer_step(MagicMock(spec=torch.optim.Optimizer))
-    assert module.interval.means() == {
+    assert module.rows.means() == {
         "loss": 3.0, "fape": 1.0, "gradient_norm": 6.0, "clipped_fraction": 0.5, "recycles": 2.0
     }  # fmt: skip
 

@@ -115,7 +115,7 @@ class Clock:
 def measured(utilisation: Utilisation | None, ranks: int, data_ranks: int) -> tuple[Throughput, Any, Any]:
     """The callback, its trainer with a row after two steps of two batches, and the mock that is given the row."""
     module, data, trainer = MagicMock(spec=TrainingModule), MagicMock(spec=ChainDataModule), MagicMock(spec=Trainer)
-    module.interval, module.device = SimpleNamespace(row={}), torch.device("cpu")
+    module.rows, module.device = SimpleNamespace(last={}), torch.device("cpu")
     module.world = MagicMock(spec=World, data_ranks=data_ranks, gather=lambda value: [value])
     data.waited_s = 0.0
     trainer.accumulate_grad_batches, trainer.log_every_n_steps, trainer.world_size = 2, 2, ranks
