@@ -71,7 +71,7 @@ def was_restarted() -> bool:
 
 
 def place() -> RankAddress:
-    """This process's place, from the environment. Raises UserError if no launcher started it as a rank."""
+    """This process's address among the ranks, from the environment. Raises UserError if no launcher started it as a rank."""
     found = _place(os.environ)
     if found is None:
         raise UserError(
@@ -81,7 +81,7 @@ def place() -> RankAddress:
 
 
 def _place(environment: Mapping[str, str]) -> RankAddress | None:
-    """The place from torchrun's variables, or else from those of an `srun` step. Raises UserError if they are not numbers."""
+    """The address from torchrun's variables, or else from those of an `srun` step. Raises UserError if they are not numbers."""
     port = environment.get("MASTER_PORT")
     try:
         if all(name in environment for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR")) and port is not None:
@@ -178,7 +178,8 @@ def start(
 def mesh_of(config: SequenceConfig, device_type: str | None = None) -> Mesh:
     """The mesh over all ranks, after `start`. All ranks call this together.
 
-    `device_type`: 'cpu' or 'cuda'; None: the default group's. Raises UserError if the ranks do not divide into groups.
+    `device_type`: 'cpu' or 'cuda'; None takes that of the default group. Raises UserError if the ranks do not divide into
+    groups.
     """
     return init_mesh(config.sequence, device_type, collective_timeout(config.timeout))
 

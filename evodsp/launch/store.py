@@ -18,7 +18,7 @@ from evodsp.errors import UserError
 from evodsp.reading.quoting import shown
 
 LONGEST = 4 << 20
-"""Bytes of the longest value that is read. torch's store takes messages of twice as many."""
+"""Bytes of the longest value that is read. torch's store takes messages of twice this size."""
 _BACKLOG = 2048
 """Connections that may wait to be accepted, as many as where torch itself listens."""
 
@@ -74,7 +74,7 @@ def text(store: dist.Store, key: str) -> str:
 
 
 def as_text(store: dist.Store, key: str, value: bytes) -> str:
-    """A value of the store as text. `key`: where it was. Raises UserError if it is no text, or too long a one."""
+    """A value of the store as text. `key`: the key of the value. Raises UserError if it is no text, or too long a one."""
     if len(value) > LONGEST:
         raise foreign(store, key, f"{len(value):,} bytes", f"{LONGEST:,} at most")
     try:

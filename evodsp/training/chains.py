@@ -63,7 +63,7 @@ class Chains:
     has none."""
 
     def notes(self, listed_in: Path) -> list[str]:
-        """What the user should know before training starts, a line each. `listed_in`: the file that lists `missing`."""
+        """Warnings before training starts, one a line. `listed_in`: the file that lists `missing`."""
         notes = []
         for kind, are_distilled, left in (("training", False, self.train), ("distillation", True, self.distilled)):
             missing = [lacking for key, lacking in self.missing.items() if key.startswith(DISTILLED) == are_distilled]
@@ -154,8 +154,8 @@ def _look_up(
 def _resolutions(
     keys: list[str], store: FeatureStore | BuiltStore, rules: Selection, read: dict[str, float]
 ) -> Float64[np.ndarray, " k"]:
-    """The resolutions of the chains of which a cache, the index or a `read` structure says it; if none does, of a few that are
-    read now. In Å, 0 for none."""
+    """Resolutions in Å, 0 for none: of the chains that a cache, the index or a `read` structure knows; if none does, of a few
+    chains that are read now."""
     if read:
         return np.array([read[key] for key in keys if key in read])
     table = rules.known[0] if rules.known is not None else None
@@ -219,7 +219,7 @@ def _check_chain(key: str, presence: Presence, store: FeatureStore | BuiltStore,
 
 
 def open_source(config: DataConfig) -> tuple[FeatureStore | BuiltStore, TemplateSource | None]:
-    """Where chains and their templates come from; no templates if samples have none.
+    """The sources of chains and of their templates; no templates if samples have none.
 
     Raises UserError that names the setting.
     """
@@ -250,7 +250,7 @@ def _built_store(config: DataConfig, address: str) -> tuple[BuiltStore, Template
 
 
 def _files(config: DataConfig) -> tuple[FeatureStore, TemplateSource | None]:
-    """The folders of files, and where templates come from. Raises UserError that names the setting."""
+    """The folders of files, and the source of templates. Raises UserError that names the setting."""
     for name, content in (
         ("alignment_dir", "alignments, one sub-folder per chain"),
         ("structure_dir", "structures, <pdbid>.cif"),
@@ -265,7 +265,7 @@ def _files(config: DataConfig) -> tuple[FeatureStore, TemplateSource | None]:
 
 
 def _template_source(config: DataConfig, index: ChainIndex | None) -> TemplateSource | None:
-    """Where templates come from; None if the settings name no folder of them. Raises UserError that names the setting."""
+    """The source of templates; None if the settings name no folder of them. Raises UserError that names the setting."""
     folder, latest, obsolete = config.template_structure_dir, config.max_template_date, config.obsolete
     if folder is None:
         for name, value in (("max_template_date", latest), ("obsolete", obsolete)):
@@ -292,7 +292,7 @@ def _template_source(config: DataConfig, index: ChainIndex | None) -> TemplateSo
 
 
 def open_distillation(data: DataConfig, templates: TemplateSource | None) -> DistillationSet | None:
-    """The self-distillation set; None if the settings name none. `templates`: those of the other chains.
+    """The self-distillation set; None if the settings name none. `templates`: the template source of the other chains.
 
     Raises UserError that names the setting.
     """

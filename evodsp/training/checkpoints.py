@@ -207,7 +207,7 @@ class BesideTheSteps(CheckpointIO):
         return self.io.load_checkpoint(*args, **options)
 
     def remove_checkpoint(self, path: str | Path) -> None:
-        """After the write that may replace it."""
+        """Remove the file after the write that may replace it."""
         self.wait()
         self.io.remove_checkpoint(path)
 
@@ -229,7 +229,7 @@ class BesideTheSteps(CheckpointIO):
 
 
 def on_host(state: dict[str, Any]) -> dict[str, Any]:
-    """A copy of `state` in the host's memory, which no later step changes. Needs no memory of the device."""
+    """A copy of `state` in the host's memory, which no later step changes. Copying needs no memory of the device."""
     copies: dict[int, Any] = {}  # what `deepcopy` is to take for an object
 
     def add(tensor: Tensor) -> None:

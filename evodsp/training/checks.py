@@ -53,7 +53,7 @@ class Settings:
 
     @classmethod
     def of(cls, options: Any) -> Settings:
-        """From the parser's namespace of instantiated options."""
+        """The settings in the parser's namespace of instantiated options."""
         return cls(
             run_config(options),
             options.model,

@@ -168,7 +168,7 @@ def problem_of_compiling(
 def _cases(
     model: AlphaFold, device: torch.device, precision: Callable[[], AbstractContextManager[Any]]
 ) -> Iterator[tuple[str, nn.Module, list[Tensor], tuple[Any, ...]]]:
-    """Yields a name, a half of a block, its inputs that get gradients, and the others."""
+    """Yields a name, a half of a block, its inputs that get gradients, and its other inputs."""
     config, channels = model.config, model.config.channels
     exchange, kernels, dtype = model.exchange, model.evoformer.kernels, next(model.parameters()).dtype
     sequences, residues = max(_SEQUENCES, exchange.ranks), max(_RESIDUES, exchange.ranks)
@@ -226,7 +226,7 @@ _OF_PARAMETER = "the gradient of "
 
 
 def _difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> str:
-    """The first of these that differs, in words; '' if none does."""
+    """The first result or gradient that differs, in words; '' if none does."""
     sizes = {name: _size(x) for name, x in expected.items()}
     # Parameters come last.
     of_parameters = {name for name in expected if name.startswith(_OF_PARAMETER) and " input " not in name}
@@ -283,7 +283,7 @@ class RecordedStacks(Callback):
     """
 
     def __init__(self, recorder: Recorder | None = None) -> None:
-        """`recorder`: None for CUDA graphs."""
+        """`recorder`: the recorder of calls; None records CUDA graphs."""
         self._graphs = Graphs(recorder or CudaRecorder())
 
     @property

@@ -42,8 +42,8 @@ class Reduced:
     """Norm before clipping: with clipping per sample, the mean of the norms of this rank's samples that count; otherwise the
     norm of the whole gradient, the same on all ranks."""
     counted: Bool[Tensor, " passes"]
-    """Where this rank saw nothing in a pass that is not finite. With `drops_samples` these passes, and no others, are in the
-    gradient. Otherwise the step has to be discarded unless all are true, on every rank, and the norm is finite."""
+    """True for each pass in which this rank met finite numbers only. With `drops_samples` these passes, and no others, are in
+    the gradient. Otherwise the step has to be discarded unless all are true, on every rank, and the norm is finite."""
     clipped: Float[Tensor, ""]
     """Share of the gradients behind `norm` that were scaled down: of this rank's samples that count, or 0 or 1."""
 
@@ -65,7 +65,7 @@ class Gradients(ABC):
     def add(self, batches: int, loss: Float[Tensor, ""]) -> None:
         """Called after each backward pass. Its loss was divided by `batches`, the number of passes of this step.
 
-        `loss`: this rank's, before that division; nan if the samples of this pass must not count.
+        `loss`: this rank's loss before that division; nan if the samples of this pass must not count.
         """
 
     @abstractmethod
@@ -99,7 +99,7 @@ class PlainGradients(Gradients):
             parameter.grad = None
 
     def add(self, batches: int, loss: Float[Tensor, ""]) -> None:
-        """autograd has added to `.grad` already."""
+        """Keep the loss: autograd has added to `.grad` already."""
         self._losses.append(loss)
 
     def finish(self) -> Reduced:
@@ -229,7 +229,8 @@ class BatchGradients(FlatGradients):
         waits: WaitTimes | None = None,
         bucket_bytes: int = 25 << 20,
     ) -> None:
-        """`batches`: backward passes of a step. `bucket_bytes`: size of a bucket at least, as in PyTorch's DDP."""
+        """`batches`: the number of backward passes in a step. `bucket_bytes`: the least size of a bucket, as in PyTorch's
+        DDP."""
         super().__init__(parameters, mesh, waits)
         self.clip, self._batches = clip, batches
         self._group = None if mesh is None else mesh.all_ranks()

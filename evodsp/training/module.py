@@ -48,7 +48,7 @@ class TrainedBatch:
     samples: list[int]
     """Indices of its samples."""
     recycles: int
-    """Number of its recycling iterations after the first."""
+    """The number of its recycling iterations after the first."""
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,7 @@ class TrainingModule(LightningModule):
     def _decide(self, step: ReducedStep) -> bool:
         """Whether the optimizer gets the gradient. All ranks decide alike, because they all have the same means.
 
-        Agrees to what ranks have asked for, and reports samples that are not finite.
+        Agrees to requests of ranks, and reports samples that are not finite.
         """
         for request, share in zip(self._requests, step.asked, strict=True):
             if share > 0:

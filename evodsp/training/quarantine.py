@@ -27,7 +27,7 @@ _log = logger(__name__)
 
 @dataclass(frozen=True)
 class FailedChain:
-    """Why the chain of one sample could not be made into it."""
+    """A chain that could not be made into a sample, and the reason."""
 
     chain: str
     sample: int

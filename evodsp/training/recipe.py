@@ -64,8 +64,9 @@ def batching(global_batch: int | None, data_ranks: int, batch_size: int, accumul
 def learning_rate(sample: int, batch: int, config: OptimizerConfig, total_samples: int) -> float:
     """Learning rate (supplement 1.11.3): a warm-up, then constant with one drop, or a cosine.
 
-    It is that of the optimizer step of samples `sample` (from 0) to `sample` + `batch` - 1, in a run of
-    `total_samples`."""
+    It holds for the optimizer step of samples `sample` (from 0) to `sample` + `batch` - 1, in a run of
+    `total_samples`.
+    """
     warmup = config.warmup_samples
     if sample < warmup:
         # The rate of the first step is above zero; the last step of the warm-up has the full rate.

@@ -75,7 +75,7 @@ _WHY = {
 
 
 _EPOCH = "the position within the epoch would be lost"
-"""Why the other refused settings may not change that are no sizes of the model, which `check_same_model` compares."""
+"""The reason for the other refused settings. (The model's sizes are compared by `check_same_model`.)"""
 
 
 _ADDED = {"ranks": "same", "training set": "applied"}
@@ -141,7 +141,7 @@ def _plain(value: Any) -> Any:
 
 
 def _shown(value: Any) -> str:
-    """As a config has it."""
+    """A value in the form of a config file."""
     return value if isinstance(value, str) else json.dumps(value)
 
 

@@ -1,4 +1,4 @@
-"""Lightning's view of the ranks: a strategy that passes its questions on to the `World`.
+"""Lightning's view of the ranks: a strategy that passes Lightning's questions on to the `World`.
 
 Every rank of a sequence group runs the whole training step on its shards of one sample; the loss is the MEAN of the losses of
 the group's ranks. Checkpoints hold whole tensors, so that a run resumes on any mesh.
@@ -77,7 +77,7 @@ class DSPStrategy(ParallelStrategy):
     strategy_name = "dsp"
 
     def __init__(self, world: MeshWorld, plan: CommunicationPlan | None = None) -> None:
-        """`plan`: how the model communicates where there is more than one way."""
+        """`plan`: the choice of communication where the model has more than one way."""
         super().__init__(cluster_environment=LaunchedRank())
         self.world, self.plan = world, plan
 

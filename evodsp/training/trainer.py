@@ -1,7 +1,7 @@
-"""Lightning's Trainer as evodsp runs it: which of its options are refused, which of its messages are silenced.
+"""Lightning's Trainer as evodsp runs it: the options that are refused, and the messages that are silenced.
 
-Refused are options that Lightning does not check itself, or that mean something else in evodsp. Silenced is what Lightning and
-PyTorch say in every run although no user can act on it.
+evodsp refuses options that Lightning does not check itself, or that mean something else here. It silences messages of Lightning
+and PyTorch that come in every run and on which no user can act.
 """
 
 from __future__ import annotations

@@ -200,7 +200,7 @@ class MeshWorld(World):
     def place(self, model: nn.Module, plan: CommunicationPlan | None, half: torch.dtype | None) -> None:
         """Give all ranks the weights of rank 0 and the layers their exchange, and shard parameters with `fsdp2`.
 
-        `plan`: how the model communicates where there is more than one way. `half`: see `shard_parameters`.
+        `plan`: the choice of communication where the model has more than one way. `half`: see `shard_parameters`.
         """
         broadcast_weights(model)
         if self.mesh.sequence > 1:
