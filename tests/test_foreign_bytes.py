@@ -35,9 +35,7 @@ ALLOWED = {
     "scripts/fuzz/__main__.py": {"recv()"},
     # Between ranks whose process group is connected. docs/training.md says which networks these messages may cross.
     "evodsp/launch/consensus.py": {"broadcast_object_list", "all_gather_object"},
-    "evodsp/training/execution.py": {"all_gather_object"},
     "evodsp/training/strategy.py": {"broadcast_object_list"},
-    "evodsp/training/world.py": {"all_gather_object", "broadcast_object_list"},
 }
 """By file: what it may use, and why that is safe."""
 

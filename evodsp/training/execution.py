@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 
@@ -359,10 +358,7 @@ class AutomaticRecomputation(Callback):
         possible = free + torch.cuda.memory_reserved(pl_module.device)
         peak = torch.cuda.max_memory_allocated(pl_module.device)
         own = Measured(_SHARE * possible - peak, tuple(stack.bytes_of_block for stack in stacks))
-        ranks = [own]
-        if dist.is_initialized():
-            ranks = [own] * dist.get_world_size()
-            dist.all_gather_object(ranks, own)
+        ranks = cast(TrainingModule, pl_module).world.gather(own)
         kept = kept_blocks(ranks, [stack.blocks for stack in stacks])
         for stack, number in zip(stacks, kept, strict=True):
             stack.keep(number)

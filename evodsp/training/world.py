@@ -18,10 +18,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Adam, Optimizer
 
-from evodsp.data.packing import Layout, layout_of, pack, packed_bytes, unpack
+from evodsp.data.packing import layout_of, pack, packed_bytes, unpack
 from evodsp.errors import UserError
 from evodsp.launch import process_group
-from evodsp.launch.consensus import all_of, check_same
+from evodsp.launch.consensus import all_of, check_same, from_first
 from evodsp.model.primitives import use_exchange
 from evodsp.model.schedule import CommunicationPlan
 from evodsp.parallel.config import ParallelConfig
@@ -122,14 +122,14 @@ class MeshWorld(World):
         check_same("settings", settings, whole_group())
         return cls(config, on_gpu)
 
-    def _host_groups(self) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    def _host_groups(self) -> tuple[Group, Group]:
         """All ranks, and those of this rank's sequence group, connected by gloo: messages between hosts do not pass through a
         GPU, whose queue need not be empty."""
         if "gloo" in dist.get_backend():
-            return whole_group().handle, self._readers.handle
+            return whole_group(), self._readers
         timeout = process_group.collective_timeout(self.config.timeout)
         ranks = torch.arange(self.mesh.data * self.mesh.sequence).view(self.mesh.data, self.mesh.sequence)
-        return dist.new_group(backend="gloo", timeout=timeout), own_group(ranks, "gloo", timeout)
+        return Group(dist.new_group(backend="gloo", timeout=timeout)), Group(own_group(ranks, "gloo", timeout))
 
     def mean(self, x: Tensor) -> Tensor:
         total = x.detach().clone()
@@ -153,16 +153,13 @@ class MeshWorld(World):
             error = next((error for batch in found if (error := self._too_short(batch)) is not None), None)
         own = torch.tensor((int(error is not None), len(failures)))
         gathered = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-        dist.all_gather(gathered, own, group=self._all_hosts)
+        dist.all_gather(gathered, own, group=self._all_hosts.handle)
         failed, lost = torch.stack(gathered).unbind(1)
         if failed.any():
-            texts: list[str | None] = [None] * len(gathered)
-            dist.all_gather_object(texts, None if error is None else str(error), group=self._all_hosts)
+            texts = all_of(None if error is None else str(error), self._all_hosts)
             raise UserError(next(text for text in texts if text is not None))
         if lost.any():
-            everyones: list[list[FailedChain]] = [[] for _ in gathered]
-            dist.all_gather_object(everyones, list(failures), group=self._all_hosts)
-            return [failure for of_rank in everyones for failure in of_rank]
+            return [failure for of_rank in all_of(list(failures), self._all_hosts) for failure in of_rank]
         return []
 
     def _too_short(self, batch: Mapping[str, Tensor]) -> UserError | None:
@@ -184,13 +181,7 @@ class MeshWorld(World):
         """
         if self._readers.size == 1:
             return dict(on_device), dict(on_host)
-        sent: list[tuple[Layout, dict[str, Tensor]] | None] = [None]
-        if self.reads:
-            sent = [(layout_of(on_device), dict(on_host))]
-        dist.broadcast_object_list(sent, group=self._reading_hosts, group_src=0)
-        if sent[0] is None:
-            raise RuntimeError("the reading rank sent no layout")
-        layout, host = sent[0]
+        layout, host = from_first(lambda: (layout_of(on_device), dict(on_host)), self._reading_hosts)
         memory = torch.empty(packed_bytes(layout), dtype=torch.uint8, device=device)
         if self.reads:
             pack(on_device, memory)

@@ -25,6 +25,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from evodsp.config import HeadsConfig, ModelConfig
 from evodsp.parallel.config import ParallelConfig
+from evodsp.parallel.group import Group
 from evodsp.training.chains import find_chains
 from evodsp.training.config import DataConfig, TrainingConfig
 from evodsp.training.datamodule import ChainDataModule
@@ -60,8 +61,8 @@ class FirstOfTwo(MeshWorld):
         dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
         super().__init__(ParallelConfig(sequence=2))
 
-    def _host_groups(self) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-        return self._readers.handle, self._readers.handle
+    def _host_groups(self) -> tuple[Group, Group]:
+        return self._readers, self._readers
 
     def check_batches(self, found: Any, failures: Any = ()) -> list[Any]:
         return []
