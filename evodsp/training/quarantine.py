@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from evodsp.errors import FileFormatError, UserError
-from evodsp.files import whole_file
+from evodsp.files import write_json_lines
 from evodsp.printing import logger
 from evodsp.reading.text_files import check_text
 
@@ -26,8 +26,8 @@ _log = logger(__name__)
 
 
 @dataclass(frozen=True)
-class Failure:
-    """Why the chain of one sample could not be made into it."""
+class FailedChain:
+    """A chain that could not be made into a sample, and the reason."""
 
     chain: str
     sample: int
@@ -43,7 +43,7 @@ class QuarantineFull(UserError):
 
 
 class Quarantine:
-    """The chains that a run leaves out, equal on all ranks. `limit`: how many there may be.
+    """The chains that a run leaves out, equal on all ranks. `limit`: the most chains that may be left out before the run stops.
 
     If `path` is given (on one rank), every change is written to that file before a batch is made of other chains: one JSON
     object per line, in the order of the samples.
@@ -51,26 +51,26 @@ class Quarantine:
 
     def __init__(self, limit: int, path: Path | None = None) -> None:
         self.limit, self.path = limit, path
-        self._failures: dict[str, Failure] = {}
+        self._failures: dict[str, FailedChain] = {}
 
     def __len__(self) -> int:
         return len(self._failures)
 
     @property
     def room(self) -> int:
-        """How many more chains may fail."""
+        """The number of chains that may still fail."""
         return max(0, self.limit - len(self))
 
     @property
-    def failures(self) -> list[Failure]:
-        """In the order of the samples."""
+    def failures(self) -> list[FailedChain]:
+        """The failed chains, in the order of the samples."""
         return sorted(self._failures.values(), key=lambda failure: (failure.sample, failure.chain))
 
     def chains_at(self, sample: int) -> set[str]:
         """The chains that `sample` leaves out."""
         return {failure.chain for failure in self._failures.values() if failure.sample <= sample}
 
-    def add(self, failures: Iterable[Failure]) -> None:
+    def add(self, failures: Iterable[FailedChain]) -> None:
         """Leave out the chains of `failures`, the same on all ranks and in any order; each is named once, at its first sample.
 
         Raises QuarantineFull, after the file is written, if there are now more than `limit`.
@@ -98,30 +98,28 @@ class Quarantine:
             )
 
     def state(self) -> list[dict[str, Any]]:
-        """What a checkpoint stores."""
+        """The list as a checkpoint stores it."""
         return [dataclasses.asdict(failure) for failure in self.failures]
 
-    def restore(self, failures: Iterable[Failure]) -> None:
+    def restore(self, failures: Iterable[FailedChain]) -> None:
         """Replace the list, for a run that resumes. Raises QuarantineFull if it is longer than `limit`."""
         self._failures = {failure.chain: failure for failure in failures}
         self._write()
         self.check_limit()
 
     def _write(self) -> None:
-        if self.path is not None and (self._failures or self.path.exists()):
-            with whole_file(self.path) as partial:
-                partial.write_text("".join(json.dumps(entry) + "\n" for entry in self.state()))
+        write_json_lines(self.path, self.failures)
 
 
-def failures_of(state: Iterable[Mapping[str, Any]]) -> list[Failure]:
+def failures_of(state: Iterable[Mapping[str, Any]]) -> list[FailedChain]:
     """The inverse of `Quarantine.state`."""
-    return [Failure(**entry) for entry in state]
+    return [FailedChain(**entry) for entry in state]
 
 
-def read_quarantine(path: Path) -> list[Failure] | None:
+def read_quarantine(path: Path) -> list[FailedChain] | None:
     """The list in a file that `Quarantine` wrote; None if there is no such file. A user may delete lines.
 
-    Raises FileFormatError for a line that is none of these.
+    Raises FileFormatError for a line that is no entry of such a list.
     """
     if not path.is_file():
         return None
@@ -132,7 +130,7 @@ def read_quarantine(path: Path) -> list[Failure] | None:
     for number, line in enumerate(check_text(path, data).decode().splitlines(), start=1):
         try:
             entry = json.loads(line)
-            failure = Failure(**entry)
+            failure = FailedChain(**entry)
             if not (isinstance(failure.chain, str) and type(failure.sample) is int and failure.sample >= 0):
                 raise ValueError
         except (ValueError, TypeError, RecursionError) as error:

@@ -1,8 +1,10 @@
-"""Requests to stop a training run: SIGTERM, SIGUSR1, Ctrl-C, a time limit. The run saves within the running step and ends.
+"""The end of a training run: requests to stop it, Ctrl-C, and the validation of the weights that it ends with.
 
-A request reaches one rank, or several at different places. Each rank's answer travels with the losses of the step, in a
-collective that exists anyway, so all ranks stop after the same step; in a validation, after the same batch of it. A run that
-was stopped in a validation repeats it when it resumes.
+A request to stop is SIGTERM, SIGUSR1, Ctrl-C or a time limit. It reaches one rank, or several at different places. Each rank's
+answer travels with the losses of the step, in a collective that exists anyway, so all ranks save and stop after the same step,
+or after the same batch of a validation. A run that was stopped in a validation repeats it when it resumes.
+
+Every run validates the weights that it ends with, wherever its last step lies between two validations.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
@@ -27,7 +30,7 @@ class RunStopped(Exception):
 
 @runtime_checkable
 class Request(Protocol):
-    """What one rank may ask of all: the answers travel with the losses of each step."""
+    """A request that one rank may make of all ranks: the ranks' answers travel with the losses of each step."""
 
     @property
     def asked(self) -> bool:
@@ -113,7 +116,8 @@ class StopRequest(Callback):
         if not self._training:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
-        self.reason, self.interrupted = signal.Signals(number).name, number == signal.SIGINT
+        if not self._agreed:  # else the run is about to end for the reason that it names
+            self.reason, self.interrupted = signal.Signals(number).name, number == signal.SIGINT
         if number == signal.SIGINT:
             signal.signal(number, signal.default_int_handler)
 
@@ -147,3 +151,76 @@ def deadline(
     if margin_s is not None and end.isdecimal():
         limits.append(int(end) - margin_s)
     return min(limits)
+
+
+class Interruption(Callback):
+    """Records that the user pressed Ctrl-C, because Lightning then exits with its own code."""
+
+    def __init__(self) -> None:
+        self.happened = False
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self.happened = self.happened or isinstance(exception, KeyboardInterrupt)
+
+
+class LastValidation(Callback):
+    """Has Lightning validate after the last step as after any other validation's step: with the moving average, with a row of
+    the curve, before the checkpoint of the step. Where a validation follows anyway there is no second one.
+
+    Lightning validates at intervals only. And a run that was stopped in its last validation would not repeat it when it
+    resumes, because Lightning finds no step left to train.
+    """
+
+    def __init__(self) -> None:
+        self.max_steps: int | None = None
+        """The limit of a run that has nothing left but its last validation."""
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Let a run begin its loop whose steps are done and whose validation is not. Lightning would leave it at once."""
+        validation = checkpoint["loops"]["fit_loop"]["epoch_loop.val_loop.batch_progress"]["total"]
+        is_unfinished = validation["started"] > validation["completed"]
+        if (
+            trainer.state.fn == TrainerFn.FITTING
+            and trainer.enable_validation
+            and is_unfinished
+            and 0 <= trainer.max_steps <= checkpoint["global_step"]
+        ):
+            self.max_steps = trainer.max_steps
+            trainer.fit_loop.epoch_loop.max_steps = checkpoint["global_step"] + 1
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.max_steps is not None:
+            _validate_after_this_batch(trainer)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.max_steps is not None:
+            trainer.fit_loop.epoch_loop.max_steps = self.max_steps
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        """Lightning's own count, by which it logs validations, lacks a step in a run that resumes from a checkpoint of a
+        validation outside its intervals."""
+        trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        """Comes before the checkpoints' turn, which ask whether a validation follows."""
+        is_last_step = 0 <= trainer.max_steps <= trainer.global_step
+        epochs = trainer.max_epochs
+        is_last_epoch = epochs is not None and 0 <= epochs <= trainer.current_epoch + 1
+        if is_last_step or (is_last_epoch and trainer.is_last_batch):
+            _validate_after_this_batch(trainer)
+
+
+def last_step(trainer: Trainer) -> int | None:
+    """The number of steps with which a run ends; None without a limit. Where only its last validation is left, Lightning is
+    told of one more, so that it begins at all."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, LastValidation) and callback.max_steps is not None:
+            return callback.max_steps
+    steps = trainer.estimated_stepping_batches
+    return None if steps == float("inf") else int(steps)
+
+
+def _validate_after_this_batch(trainer: Trainer) -> None:
+    """The intervals do not count any more: no batch comes after this one."""
+    trainer.check_val_every_n_epoch, trainer.val_check_batch = None, 1
+    trainer._val_check_time_interval = None  # type: ignore[attr-defined]

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from evodsp.data.quarantine import Failure, Quarantine, QuarantineFull, failures_of, read_quarantine
 from evodsp.errors import FileFormatError
+from evodsp.training.quarantine import FailedChain, Quarantine, QuarantineFull, failures_of, read_quarantine
 
 
 def test_the_file_holds_each_chain_once_and_is_read_again(tmp_path: Path) -> None:
     """A chain named by every rank that met it, an order that depends on ranks, or a list that a resume cannot read."""
     path = tmp_path / "quarantine.jsonl"
     quarantine = Quarantine(5, path)
-    quarantine.add([Failure("b", 7, "slow"), Failure("a", 4, "cut"), Failure("b", 6, "slow")])
-    quarantine.add([Failure("b", 9, "slow again")])
+    quarantine.add([FailedChain("b", 7, "slow"), FailedChain("a", 4, "cut"), FailedChain("b", 6, "slow")])
+    quarantine.add([FailedChain("b", 9, "slow again")])
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [(line["chain"], line["sample"], line["reason"]) for line in lines] == [("a", 4, "cut"), ("b", 6, "slow")]
     assert all(line["time"].endswith("+00:00") for line in lines)
@@ -28,11 +28,11 @@ def test_a_list_beyond_the_limit_is_written_and_stops(tmp_path: Path) -> None:
     """A run that stops without naming the last chain, or goes on after a resume although nothing was corrected."""
     path = tmp_path / "quarantine.jsonl"
     quarantine = Quarantine(1, path)
-    quarantine.add([Failure("a", 4, "cut")])
+    quarantine.add([FailedChain("a", 4, "cut")])
     with pytest.raises(
         QuarantineFull, match=r"2 chains failed, the last b \(slow\), but data.max_quarantined is 1; .*jsonl"
     ):
-        quarantine.add([Failure("b", 5, "slow")])
+        quarantine.add([FailedChain("b", 5, "slow")])
     known = read_quarantine(path)
     assert known is not None
     assert [failure.chain for failure in known] == ["a", "b"]
@@ -60,4 +60,4 @@ def test_lines_may_be_deleted_and_others_are_refused(tmp_path: Path) -> None:
         with pytest.raises(FileFormatError, match=r"quarantine.jsonl:2: expected .*delete the line"):
             read_quarantine(path)
     path.write_text(good)
-    assert read_quarantine(path) == [Failure("a", 1, "cut")]
+    assert read_quarantine(path) == [FailedChain("a", 1, "cut")]

@@ -1,4 +1,9 @@
-"""The learning curve as one CSV file: a row per logged step, a column per metric. A resumed run continues the same file."""
+"""The numbers of a training run: means over the steps of a row, the learning curve, and the loggers that get each row.
+
+Three things differ from Lightning's way. A row of the logs is the mean over the steps since the last row: a row of one step's
+numbers would leave out all others. A row is written before the checkpoint of its step: a run that is killed in between would
+resume behind the row, and the curve would lack it. The curve is one CSV file, which a resumed run continues.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +15,70 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.loggers import Logger
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from evodsp.files import whole_file
+from evodsp.reading.yaml_files import parse_yaml
 from evodsp.report.curve import read_curve
+from evodsp.training.trainer import tell_first
+
+
+class LogRows(Callback):
+    """The rows of the logs: sums up numbers of optimizer steps, and gives the loggers each row at the end of its last step.
+
+    Numbers are added once a step, so that each step has the same weight. A number that some steps lack is the mean over the
+    others. A step that was left out because it was not finite adds nothing.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[str, tuple[float, int]] = {}
+        self._row: dict[str, float] = {}
+        """Numbers of the row that belongs to the running step."""
+        self.last: dict[str, float] = {}
+        """The means of the last interval that has ended."""
+
+    @property
+    def state_key(self) -> str:
+        return "IntervalMeans"  # in the checkpoints of all versions
+
+    def add_step(self, numbers: Mapping[str, float]) -> None:
+        """Add the numbers of one more step to the interval."""
+        for name, value in numbers.items():
+            total, steps = self._sums.get(name, (0.0, 0))
+            self._sums[name] = total + value, steps + 1
+
+    def means(self) -> dict[str, float]:
+        """The mean of each number over the steps of the interval; empty if no step has been added."""
+        return {name: total / steps for name, (total, steps) in self._sums.items()}
+
+    def end_interval(self) -> None:
+        """Begin the interval of the next row."""
+        self.last, self._sums = self.means(), {}
+
+    def add(self, numbers: Mapping[str, float]) -> None:
+        """Add numbers to the row that belongs to the running step."""
+        self._row.update(numbers)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        for logger in trainer.loggers:
+            if isinstance(logger, CurveLogger):
+                logger.first_step = trainer.global_step
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        if self._row:
+            row, self._row = {**self._row, "epoch": float(trainer.current_epoch)}, {}
+            for logger in trainer.loggers:
+                logger.log_metrics(row, trainer.global_step - 1)
+                logger.save()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: list(entry) for name, entry in self._sums.items()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._sums = {name: (float(total), int(steps)) for name, (total, steps) in state_dict.items()}
+
 
 _FIRST = ("step", "epoch", "seconds")
 
@@ -38,7 +102,7 @@ class CurveLogger(Logger):
         self._begun = time.monotonic()  # not at the first row, which comes only after the first steps
         self._started: float | None = None
         self._columns: list[str] = []
-        """Of the file; none before this logger has written it."""
+        """Columns of the file; empty before this logger has written it."""
         self._last: dict[str, str] = {}
         """The last row, to which validation may add."""
         self._last_at = self._end = 0
@@ -135,3 +199,40 @@ class CurveLogger(Logger):
         text = io.StringIO()
         csv.writer(text).writerow([row.get(name, "") for name in self._columns])
         return text.getvalue().encode()
+
+
+def training_loggers(folder: Path, option: Any) -> list[Logger]:
+    """The loggers of a training run in `folder`. `option`: `trainer.logger`, which adds one or several to those that every run
+    has; false: no logger at all. A user's TensorBoardLogger takes the place of ours.
+    """
+    if option is False:
+        return []
+    added = [] if option in (None, True) else list(option) if isinstance(option, list | tuple) else [option]
+    own: list[Logger] = [CurveLogger(folder)]
+    if not any(isinstance(logger, TensorBoardLogger) for logger in added):
+        own.append(TensorBoardLogger(str(folder), name="tensorboard", version=""))
+    return [*own, *added]
+
+
+def log_settings(loggers: Sequence[Logger], config_text: str, resumes: bool = False) -> None:
+    """Give every logger the settings of the run as its hyper-parameters. `config_text`: the text of
+    config.yaml. Only rank 0 calls this.
+
+    Where a run `resumes`, a logger may refuse settings that have changed, as MLflow does under a fixed `run_id`. Then it keeps
+    the former ones, with a warning. Each package has its own class of errors for that.
+    """
+    settings = parse_yaml(config_text, "config.yaml")
+    for logger in loggers:
+        if isinstance(
+            logger, TensorBoardLogger
+        ):  # it keeps the file of an earlier start, which may have had other settings
+            Path(logger.log_dir, logger.NAME_HPARAMS_FILE).unlink(missing_ok=True)
+        try:
+            logger.log_hyperparams(settings)
+        except Exception as error:
+            if not resumes:
+                raise
+            reason = " ".join(str(error).split())
+            tell_first(
+                f"evodsp: warning: {type(logger).__name__} keeps the settings of an earlier start: {reason[:300]}"
+            )

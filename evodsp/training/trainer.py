@@ -1,14 +1,30 @@
-"""Checks of the options of Lightning's Trainer that it does not check itself, or that mean something else in evodsp."""
+"""Lightning's Trainer as evodsp runs it: the options that are refused, and the messages that are silenced.
+
+evodsp refuses options that Lightning does not check itself, or that mean something else here. It silences messages of Lightning
+and PyTorch that come in every run and on which no user can act.
+"""
 
 from __future__ import annotations
 
+import io
 import json
+import logging
+import os
+import sys
+import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler, LearningRateFinder, Timer
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    Timer,
+)
+from lightning.pytorch.utilities import rank_zero_only
 
 from evodsp.errors import SettingError, UserError
+from evodsp.printing import tell
 from evodsp.ranges import COUNT, POSITIVE, SIZE, Range, check_numbers
 from evodsp.training.options import Command
 
@@ -24,6 +40,7 @@ RANGES = {
 }
 """Numbers that Lightning accepts although they stop a run with a traceback or mean nothing."""
 
+
 _MUST_BE: dict[str, tuple[Any, str]] = {
     "barebones": (
         False,
@@ -34,7 +51,8 @@ _MUST_BE: dict[str, tuple[Any, str]] = {
     "overfit_batches": (0, "each epoch draws other samples; to learn a few chains, name them in data.train_chains"),
     "reload_dataloaders_every_n_epochs": (0, "a new loader would begin with sample 0 again"),
 }
-"""Options that would not do what their names say: the value that every run has, and the reason."""
+"""Options whose names would mislead in evodsp: the value that every run has, and the reason."""
+
 
 _NOT_CALLBACKS = {
     BatchSizeFinder: "data.batch_size",
@@ -48,7 +66,7 @@ _NOT_CALLBACKS = {
 def check_trainer(trainer: Mapping[str, Any]) -> None:
     """Raise UserError for an option that stops a run with a traceback, trains nothing, or does not do what its name says.
 
-    `trainer`: all of them, by name.
+    `trainer`: all options, by name.
     """
     check_numbers(trainer, RANGES, "trainer.")
     for name, (value, reason) in _MUST_BE.items():
@@ -123,3 +141,39 @@ def count_devices(devices: Any) -> int | None:
             f"trainer.devices to {len(chosen)}"
         )
     return 1
+
+
+_HUSHED = (
+    ".*does not have many workers.*",
+    ".*is smaller than the logging interval.*",
+    ".*Checkpoint directory .* exists and is not empty.*",
+    ".*isinstance\\(treespec, LeafSpec\\).*",
+    ".*You are trying to `self.log.*",
+    ".*FSDP2-wrapped module .* returned a view tensor.*",  # it is never modified in place
+    ".*It is recommended to use `self.log.*sync_dist=True.*",  # logged values are equal on all ranks already
+    ".*No `val_dataloader`.*|.*You defined a `validation_step` but have no `val_dataloader`.*",
+    ".*Total length of .* across ranks is zero.*",  # no validation chains
+    ".*The `lightning.pytorch.loops.*",
+    ".*GPU available but not used.*",
+    ".*could not find the monitored key.*",
+    ".*The dirpath has changed from.*",
+)
+
+
+def hush() -> None:
+    """Silence the messages of Lightning and PyTorch that do not help the user."""
+    for message in _HUSHED:
+        warnings.filterwarnings("ignore", message=message)
+    os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    # Where a profiler without a file says its table.
+    logging.getLogger("lightning.pytorch.profilers").setLevel(logging.INFO)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a notebook's stdout is not
+        sys.stdout.reconfigure(line_buffering=True)
+
+
+@rank_zero_only
+def tell_first(line: str) -> None:
+    """Say a line on standard error, on the first rank only."""
+    tell(line)

@@ -1,4 +1,4 @@
-"""Samples and optimizer steps: how the samples of a step are divided on a mesh, and which samples a step has.
+"""The recipe in samples: how the samples of a step are divided on a mesh, and the learning rate of each sample.
 
 A recipe counts in samples: the global batch, the learning rate's schedule, the epochs, the length of a run. So it means the
 same on any number of ranks. Optimizer steps follow from it.
@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 
 from evodsp.errors import UserError
+from evodsp.training.config import OptimizerConfig
 
 
 @dataclass(frozen=True)
@@ -17,11 +18,11 @@ class Batching:
     """How the samples of one optimizer step are divided."""
 
     data_ranks: int
-    """Samples are computed on so many ranks, or groups of ranks that share a sample, at a time."""
+    """The number of ranks, or of groups of ranks that share a sample, which compute different samples at a time."""
     batch_size: int
-    """Samples of each of them in one batch."""
+    """The number of samples that each of them has in one batch."""
     accumulate: int
-    """Batches of one step."""
+    """The number of batches in one step."""
 
     @property
     def samples(self) -> int:
@@ -58,3 +59,20 @@ def batching(global_batch: int | None, data_ranks: int, batch_size: int, accumul
             f"{batch_size}); use another global_batch, data.batch_size, parallel.sequence or number of devices"
         )
     return Batching(data_ranks, batch_size, global_batch // at_once)
+
+
+def learning_rate(sample: int, batch: int, config: OptimizerConfig, total_samples: int) -> float:
+    """Learning rate (supplement 1.11.3): a warm-up, then constant with one drop, or a cosine.
+
+    It holds for the optimizer step of samples `sample` (from 0) to `sample` + `batch` - 1, in a run of
+    `total_samples`.
+    """
+    warmup = config.warmup_samples
+    if sample < warmup:
+        # The rate of the first step is above zero; the last step of the warm-up has the full rate.
+        return config.lr * min(sample + batch, warmup) / warmup
+    if config.schedule == "constant":
+        return config.lr * (config.drop_factor if sample >= config.drop_samples else 1.0)
+    # The last step has exactly `final_lr`.
+    progress = min(1.0, (sample - warmup) / max(1, total_samples - batch - warmup))
+    return config.final_lr + (config.lr - config.final_lr) * (1 + math.cos(math.pi * progress)) / 2
