@@ -62,7 +62,7 @@ class PLDDTHead(nn.Module):
     def __init__(self, channels: ChannelsConfig, config: HeadsConfig) -> None:
         super().__init__()
         self.norm = LayerNorm(channels.single)
-        self.norm.computes_in_float32 = True  # its input comes from the structure module
+        self.norm.computes_in_float32 = True  # the structure module, which is in float32, makes its input
         self.first = Linear(channels.single, config.plddt_channels, init="relu")
         self.second = Linear(config.plddt_channels, config.plddt_channels, init="relu")
         self.logits = Linear(config.plddt_channels, config.plddt_bins, init="final")
