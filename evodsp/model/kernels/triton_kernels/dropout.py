@@ -1,4 +1,4 @@
-"""Dropout of an update, scaled and added to what it updates, with evodsp's addressed random numbers.
+"""Dropout of an update, scaled and added to the representation, with evodsp's addressed random numbers.
 
 The numbers are those of `evodsp.rng.Draws.uniform_at`, bit for bit: Philox4x32-10 of the position in the WHOLE mask, under a
 key per sample. Keys are a tensor, so that a captured graph draws anew when new keys are copied into it. A program draws the
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from evodsp.model.kernels.triton_kernels.launch import Launch, Launcher, Operator, tiles
 
-# Numbers of the mask that a program draws, and entries of the shared axis to which it applies them.
+# Number of mask elements that a program draws, and number of entries of the shared axis to which it applies them.
 _TILE = 512
 _ENTRIES = 16
 
@@ -60,7 +60,7 @@ def _launch(
     drawn, shared = (sizes[1], sizes[0]) if shared_dim == 1 else (sizes[0], sizes[1])
 
     def strides(y: Tensor | None) -> tuple[int, int, int, int] | None:
-        """Of samples, the axis whose positions have numbers of their own, the shared axis, channels."""
+        """Strides of samples, of the drawn axis, of the shared axis and of channels."""
         return None if y is None else (y.stride(0), y.stride(3 - shared_dim), y.stride(shared_dim), y.stride(3))
 
     launch(
