@@ -85,7 +85,7 @@ class Rigid:
         return Rigid(rotation, translation.squeeze(-1) + self.translation)
 
     def apply(self, points: Float[Tensor, "*points 3"]) -> Float[Tensor, "*out 3"]:
-        """The points moved by self. The points' leading axes broadcast with the batch."""
+        """The points moved by self. The leading axes of the points broadcast with the batch."""
         return rotated(self.rotation, points.unsqueeze(-1)).squeeze(-1) + self.translation
 
     def apply_inverse(self, points: Float[Tensor, "*points 3"]) -> Float[Tensor, "*out 3"]:
@@ -130,7 +130,7 @@ class Rigid:
         return cls(rotations, torch.cat([m.translation for m in motions], _axis(dim, 1)))
 
 
-torch.export.register_dataclass(Rigid)  # a tree of tensors: FSDP2 looks for tensors in trees only
+torch.export.register_dataclass(Rigid)  # registered as a pytree, because FSDP2 finds tensors in pytrees only
 
 
 def _axis(dim: int, trailing: int) -> int:
@@ -166,7 +166,9 @@ def rotated(rotation: Float[Tensor, "*b 3 3"], points: Float[Tensor, "*points 3 
 
 
 class _Rotated(torch.autograd.Function):
-    """The sums, with their gradients as sums too. Left to autograd, three products take five times as many operators."""
+    """rotation @ points as sums, with gradients as sums too. With autograd alone, three products take five times as many
+    operators.
+    """
 
     @staticmethod
     def forward(ctx: Any, rotation: Tensor, points: Tensor) -> Tensor:
