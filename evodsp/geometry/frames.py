@@ -1,8 +1,9 @@
 """Torsion angles <-> rigid-group frames <-> atoms, and the labels made from them (supplement 1.8.4 and 1.8.5).
 
-Shape legend: *b batch axes, R residues. Rigid groups: backbone, omega, phi, psi, chi1..chi4. Torsion angles are those of the
-last seven groups, as (sin, cos). Frames as 12 numbers: rotation row by row, then translation. Positions in Å. Missing residues
-have masks and coordinates of zero; everything computed from them is masked and finite, gradients included.
+Shape legend: *b batch axes, R residues. Rigid groups: backbone, omega, phi, psi, chi1..chi4. Torsion angles are those of
+the last seven groups, as (sin, cos). Frames are stored as 12 numbers: rotation row by row, then translation. Positions are
+in Å. Missing residues have masks and coordinates of zero; everything computed from them is masked and finite, gradients
+included.
 """
 
 from __future__ import annotations
@@ -72,13 +73,13 @@ def frames_to_atom14(frames: Rigid, aatype: Int[Tensor, "*b"]) -> Float[Tensor, 
 
 
 def atom14_to_atom37(atom14: Tensor, aatype: Int[Tensor, "*b"]) -> Tensor:
-    """Values [*b, 37, ...] per atom name from values [*b, 14, ...] per atom of the residue. Zero for absent atoms."""
+    """Values [*b, 37, ...] per atom name from values [*b, 14, ...] per atom of the residue. Absent atoms get zero."""
     mask = _ATOM37_MASK.per_residue(aatype, atom14)
     return _select(atom14, _ATOM14_OF_37, aatype) * _trailing(mask, atom14)
 
 
 def atom37_to_atom14(atom37: Tensor, aatype: Int[Tensor, "*b"]) -> Tensor:
-    """Values [*b, 14, ...] per atom of the residue from values [*b, 37, ...] per atom name. Zero for absent atoms."""
+    """Values [*b, 14, ...] per atom of the residue from values [*b, 37, ...] per atom name. Absent atoms get zero."""
     mask = _ATOM14_MASK.per_residue(aatype, atom37)
     return _select(atom37, _ATOM37_OF_14, aatype) * _trailing(mask, atom37)
 

@@ -1,8 +1,9 @@
 """Frame-aligned point error (algorithm 28) and the two losses made of it: backbone and side chains (supplement 1.9.2).
 
 FAPE compares every point as seen from every frame, F x A distances. They are computed, summed and differentiated for a few
-frames at a time, so no array of that size is ever held: memory is O(F + A), and the working set stays in a CPU's cache. Frames
-and points are whole on every rank; each rank computes its share of the frames. No size depends on data. Positions in Å.
+frames at a time, so no array of that size is ever held: memory is O(F + A), and the working set stays in a CPU's cache.
+Frames and points are whole on every rank; each rank computes its share of the frames. No size depends on data. Positions
+are in Å.
 
 Shapes: b samples, F frames, A points, T iterations, B batch, R residues.
 """
@@ -99,9 +100,9 @@ def frame_aligned_point_error(
 
     `frames` and `true_frames` are [*b, F]; all batch axes broadcast. `clamp_distance` in Å bounds each distance (None: no
     bound). `clamped_fraction` mixes the bounded error (1) with the unbounded one (0) per sample; the default is 1. The
-    result is in units of `length_scale` Å. Differentiable (once) in `frames` and `points`. Computed in float32 or wider,
-    regardless of autocast. On several ranks, each rank sums over its share of the frames and multiplies by the number of
-    ranks.
+    result is in units of `length_scale` Å. It is differentiable (once) in `frames` and `points`. The computation is in
+    float32 or wider, regardless of autocast. On several ranks, each rank sums over its share of the frames and multiplies
+    by the number of ranks.
     """
     batch = torch.broadcast_shapes(
         frames.shape[:-1], true_frames.shape[:-1], frame_mask.shape[:-1],

@@ -1,8 +1,8 @@
 """Renaming of symmetric ground-truth atoms (algorithm 26).
 
-A turn of 180 degrees about the last torsion of aspartate, glutamate, phenylalanine or tyrosine only swaps the names of atoms.
-The losses compare the prediction with the naming that is nearer to it. Positions in Å. Shapes: B batch, R residues, n residues
-that may have ambiguous atoms, k of them, A atoms, a of them.
+A turn of 180 degrees about the last torsion of aspartate, glutamate, phenylalanine or tyrosine only swaps the names of
+atoms. The losses compare the prediction with the naming that is nearer to it. Positions are in Å. Shapes: B batch, R
+residues, n residues that may have ambiguous atoms, k of them, A atoms, a of them.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ def compute_renamed_ground_truth(
     """The ground truth with each residue's symmetric atoms named as in the prediction `atom14`.
 
     `labels`: arrays of `evodsp.geometry.frames.structure_labels` with a batch axis, and, to save work, the lists
-    `ambiguous_residues` and `observed_atoms` of `evodsp.data.dataset.collate`. Not differentiated. All arguments are whole
-    on every rank. Each rank decides for its share of the residues, and the decisions (at most R numbers) are gathered.
+    `ambiguous_residues` and `observed_atoms` of `evodsp.data.dataset.collate`. The result is not differentiated. All
+    arguments are whole on every rank. Each rank decides for its share of the residues, and the decisions (at most R
+    numbers) are gathered.
     """
     truth, other = labels["atom14_gt_positions"], labels["atom14_alt_gt_positions"]
     exists, other_exists = labels["atom14_gt_exists"], labels["atom14_alt_gt_exists"]

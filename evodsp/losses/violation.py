@@ -1,8 +1,8 @@
 """Violations of stereochemistry: bonds and angles between residues, clashes, distances within residues (supplement 1.9.11).
 
-AF2 fine-tunes with this loss. Positions in Å. Structures are whole on every rank; each rank compares its share of the atoms
-with all (`clashes`) and multiplies its result by the number of ranks, so that the MEAN over ranks is the loss. Shapes: B
-batch, R residues, A atoms that exist.
+AF2 fine-tunes with this loss. Positions are in Å. Structures are whole on every rank; each rank compares its share of the
+atoms with all (`clashes`) and multiplies its result by the number of ranks, so that the MEAN over ranks is the loss.
+Shapes: B batch, R residues, A atoms that exist.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ def find_violations(
 ) -> Violations:
     """All violations of a predicted structure.
 
-    `mask` marks the atoms that the residues have (`atom14_atom_exists`, zero in padding), observed or not: the loss depends on
-    the prediction alone. Residues are neighbours if their `residue_index` differs by one. `existing` lists the atoms (of
-    R x 14) that `mask` marks, so that no others are compared; None compares all. Computed in float32 or wider.
+    `mask` marks the atoms that the residues have (`atom14_atom_exists`, zero in padding), observed or not: the loss depends
+    on the prediction alone. Residues are neighbours if their `residue_index` differs by one. `existing` lists the atoms (of
+    R x 14) that `mask` marks, so that no others are compared; None compares all. The computation is in float32 or wider.
     """
     dtype = torch.promote_types(atom14.dtype, torch.float32)
     atom14, mask = atom14.to(dtype), mask.to(dtype)

@@ -69,8 +69,8 @@ def compute_ptm(
 ) -> Float[Tensor, "*b"]:
     """Predicted TM-score, 0 to 1 (supplement 1.9.7): the expected TM-score seen from a residue's frame, for the best residue.
 
-    `mask` is 1 for the residues that count (at least one) and 0 for padding. The logits are this rank's rows, the mask is the
-    whole chain's; every rank gets the same score. Not differentiated.
+    `mask` is 1 for the residues that count (at least one) and 0 for padding. The logits are this rank's rows, the mask is
+    the whole chain's; every rank gets the same score. It is not differentiated.
     """
     rows = exchange.owned(mask.shape[-1])
     centres = _centres(logits, max_error)

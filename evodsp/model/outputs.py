@@ -1,4 +1,4 @@
-"""What the model returns. All lengths in Å.
+"""The results of the model. All lengths are in Å.
 
 Shapes: B batch, S clusters of the MSA, R residues, T iterations of the structure module. A small letter (i j r) is this rank's
 shard of the residues: rows and columns of the pair, columns of the MSA. Tensors without a small letter are whole and the same

@@ -59,8 +59,8 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 def wide_product(a: Float[Tensor, "*batch n k"], b: Float[Tensor, "*batch k m"]) -> Float[Tensor, "*batch n m"]:
     """a @ b, summed and returned in float32 at least. `b` has the precision of the factors; `a` may be wider.
 
-    A GPU rounds `a` to the precision of `b`, for its tensor cores; a CPU multiplies in float32. Not differentiable; call it
-    without autocast.
+    A GPU rounds `a` to the precision of `b`, for its tensor cores; a CPU multiplies in float32. It is not differentiable;
+    call it without autocast.
     """
     dtype = wide(b.dtype)
     # Tensors of the meta device take the GPU's branch, because the planner follows a GPU's program with them.

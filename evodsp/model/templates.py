@@ -42,7 +42,7 @@ TemplatePair = Float[Tensor, "N _ _ c_t"]
 
 @dataclass(frozen=True)
 class Templates:
-    """Structures of similar sequences, aligned to the query. Positions in Å; absent atoms are at zero."""
+    """Structures of similar sequences, aligned to the query. Positions are in Å; absent atoms are at zero."""
 
     aatype: Int[Tensor, "B T R"]
     """Residue types, 20 unknown and 21 gap."""

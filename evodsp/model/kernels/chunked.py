@@ -59,7 +59,7 @@ GPU_LOGITS = 1 << 26
 
 
 def attention(projected: Float[Tensor, "B N L 4 H D"], keys: Float[Tensor, "B N L"]) -> Float[Tensor, "B N L H D"]:
-    """Gated attention within each row (algorithm 8). Differentiable once in `projected`."""
+    """Gated attention within each row (algorithm 8). It is differentiable once in `projected`."""
     with without_autocast(projected.device):
         return _Attention.apply(projected, keys, None, 0)
 
@@ -70,7 +70,7 @@ def biased_attention(
     pair_bias: Float[Tensor, "B H Q L"],
     first: int = 0,
 ) -> Float[Tensor, "B N Q H D"]:
-    """Gated attention with a bias that all rows share (algorithms 7, 13, 14). Differentiable once in all inputs but `keys`."""
+    """Gated attention with a bias that all rows share (algorithms 7, 13, 14), differentiable once in all inputs but `keys`."""
     with without_autocast(projected.device):
         return _Attention.apply(projected, keys, pair_bias, first)
 
@@ -78,8 +78,8 @@ def biased_attention(
 def global_attention(
     q: Float[Tensor, "B r H D"], key_value: Float[Tensor, "B s r 2 D"], keys: Float[Tensor, "B s r"]
 ) -> Float[Tensor, "B r H D2"]:
-    """Attention of one query per column and head over the sequences of a shard, not yet divided. Differentiable once in `q` and
-    `key_value`."""
+    """Attention of one query per column and head over the sequences of a shard, not yet divided. It is differentiable once
+    in `q` and `key_value`."""
     q, key_value = cast_all(q, key_value)
     with without_autocast(q.device):
         return _GlobalAttention.apply(q, key_value, keys)

@@ -55,9 +55,9 @@ def attention(
     """sigmoid(gate) * softmax(q k^T / sqrt(D) + pair_bias + (keys - 1) * 1e9) v, within each row, of projected q, k, v, gate.
 
     With a bias only the Q positions from `first` on attend. `keys`: 1 where a key is present, 0 where it is absent; it gets
-    no gradient. The result is laid out in memory as `projected` is. Differentiable once in `projected` and `pair_bias`. The
-    gradient of `projected` is filled in place: with views of it, autograd would put four gradients together by a copy. Raises
-    ValueError for heads wider than 64.
+    no gradient. The result is laid out in memory as `projected` is. It is differentiable once in `projected` and
+    `pair_bias`. The gradient of `projected` is filled in place: with views of it, autograd would put four gradients
+    together by a copy. Raises ValueError for heads wider than 64.
     """
     width = projected.shape[-1]
     if width > WIDEST:

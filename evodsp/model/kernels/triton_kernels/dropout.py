@@ -38,7 +38,7 @@ def dropout_add(
 
     `draw_keys`: the 64 bits of `Draws.key` of each sample's stream. `offsets`: where this shard begins along axes 1 and 2.
     `whole`: their sizes over all shards. `shared_dim`: axis along which the mask has size 1. Scale and sum are in fp32, the
-    result has the dtype of x. Differentiable once in x and `update`. Raises ValueError if `rate` is not in [0, 1).
+    result has the dtype of x. It is differentiable once in x and `update`. Raises ValueError if `rate` is not in [0, 1).
     """
     if not 0.0 <= rate < 1.0:
         raise ValueError(f"dropout rate {rate}, expected 0 <= rate < 1")

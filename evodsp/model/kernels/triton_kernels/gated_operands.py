@@ -27,8 +27,8 @@ def gated_operands(
 ) -> Float[Tensor, "2 B c I J"]:
     """values * sigmoid(gates) * mask, contiguous. The values are the first half of `projected`, the gates the second one.
 
-    The first c channels of each are the first operand's. `mask` gets no gradient. Arithmetic is fp32, the result has the dtype
-    of `projected`. Differentiable once.
+    The first c channels of each are the first operand's. `mask` gets no gradient. Arithmetic is fp32, the result has the
+    dtype of `projected`. It is differentiable once.
     """
     return _forward(projected, mask)
 

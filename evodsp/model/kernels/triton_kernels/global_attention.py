@@ -27,8 +27,8 @@ def global_attention(
     """For each column and head: the sums over sequences of w v [D] and of w, with w = 2^(logit - largest); then `largest`.
 
     logit = log2(e) (q k / sqrt(D) + (keys - 1) * 1e9), so that w is the exponential of the usual logit. `largest` is the
-    largest of them, or fp32's smallest number if there are no sequences. One head of keys and values serves all queries.
-    Differentiable once in q and key_value; `largest` counts as a constant, which is right for any quotient of the sums.
+    largest of them, or fp32's smallest number if there are no sequences. One head of keys and values serves all queries. It
+    is differentiable once in q and key_value; `largest` counts as a constant, which is right for any quotient of the sums.
     """
     return _forward(q, key_value, keys)
 

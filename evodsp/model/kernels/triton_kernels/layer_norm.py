@@ -35,7 +35,7 @@ def layer_norm(
     """(x - mean) / sqrt(variance + eps) * weight + bias over the last axis, in the dtype of x, contiguous.
 
     So the norm of a transposed view has the layout that the next matrix product needs. The dtype of weight and bias may be
-    wider than that of x. Differentiable once in all three.
+    wider than that of x. It is differentiable once in all three.
     """
     return _forward(_with_four_axes(x), weight, bias, eps)[0].view(x.shape)
 
