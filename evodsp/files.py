@@ -29,7 +29,7 @@ def whole_file(path: str | Path) -> Iterator[Path]:
     """
     path = Path(os.path.realpath(path))
     if path.exists() and not path.is_file():
-        raise OSError(errno.EINVAL, "it is no file", str(path))
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = _partial_name(path)
     try:

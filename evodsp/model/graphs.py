@@ -86,7 +86,7 @@ class Graphs:
     def _has_room(self) -> bool:
         if len(self._recordings) == self.most:
             warnings.warn(
-                f"inputs have more than {self.most} shapes; further ones run without CUDA graphs", stacklevel=2
+                f"inputs have more than {self.most} shapes; further shapes run without CUDA graphs", stacklevel=2
             )
         return len(self._recordings) < self.most
 

@@ -179,7 +179,7 @@ class WithGradient(Recording):
     def backward(self, use: _Use, arriving: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The gradients of inputs and parameters. `arriving`: gradients of the results."""
         if use.number != self._number:
-            raise RuntimeError("what this backward pass needs has been overwritten by a later call of the stack")
+            raise RuntimeError("the activations of this backward pass were overwritten by a later call of the stack")
         for own, new in zip(self.arriving, arriving, strict=True):
             if new is None:
                 own.zero_()

@@ -111,7 +111,7 @@ class _Wait(torch.autograd.Function):
         transfer, link.sending = link.sending, None  # the send buffer is freed with it
         result = link.kept if transfer is None else transfer.wait()
         if result is None:
-            raise RuntimeError("a collective's result was asked for twice; use wait(keep=True) the first time")
+            raise RuntimeError("wait() was called twice on one collective; call wait(keep=True) the first time")
         link.kept = result if keep else None
         return result.detach()  # a new tensor object, because autograd marks it
 

@@ -218,8 +218,8 @@ class _Router:
         for axis, size in zip(layout, x.shape, strict=True):
             if size not in (1, self.sizes().get(axis, size)):
                 raise UserError(
-                    f"{name} has {size} positions along {axis}, but whole it has {self.sizes()[axis]}; "
-                    "list under `whole` what every rank holds whole"
+                    f"{name} has {size} positions along {axis}, but the whole axis has {self.sizes()[axis]}; "
+                    "list arguments that every rank holds whole under `whole`"
                 )
         if state is None or state not in layout or x.shape[layout.index(state)] == 1:
             return x
