@@ -15,8 +15,8 @@ from evodsp.errors import SettingError, UserError, nearest
 from evodsp.ranges import BELOW_ONE, COUNT, FRACTION, POSITIVE, SIZE, Range, check_numbers
 
 MatmulPrecision = Literal["highest", "high"]
-"""How a GPU multiplies float32 matrices. `highest`: in float32. `high`: in TF32 where the GPU has it, which keeps 10 bits of
-each factor instead of 23 and is several times faster."""
+"""Precision in which a GPU multiplies float32 matrices. `highest`: in float32. `high`: in TF32 where the GPU has it, which
+keeps 10 bits of each factor instead of 23 and is several times faster."""
 
 
 def check_matmul(setting: str, value: str) -> None:

@@ -1,4 +1,4 @@
-"""Lets one process at a time work in a folder, by a file that the kernel locks and that names the holder.
+"""Lets one process at a time work in a folder, by a file that the kernel locks and that names the lock's holder.
 
 The file is locked with flock for as long as the work takes. The kernel gives the lock to one process, also if several claim
 the lock of a killed one, and releases it when the process ends in any way, also in another container of the machine. lockf

@@ -222,6 +222,6 @@ def _trailing(mask: Tensor, values: Tensor) -> Tensor:
 
 
 def _select(values: Tensor, table: Constant, aatype: Int[Tensor, "*b"]) -> Tensor:
-    """From values [*b, n, ...] per atom, gather the m slots that the table [21, m] lists per residue type: [*b, m, ...]."""
+    """Gather from values [*b, n, ...] per atom the m slots that the table [21, m] lists per residue type: [*b, m, ...]."""
     slots = table.on(aatype.device, torch.int64)[aatype.long()]
     return torch.take_along_dim(values, _trailing(slots, values), dim=aatype.ndim)

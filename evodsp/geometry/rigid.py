@@ -59,14 +59,16 @@ class Rigid:
 
     @classmethod
     def from_quaternion(cls, quaternion: Float[Tensor, "*b 4"], translation: Float[Tensor, "*b 3"]) -> Rigid:
-        """From unit quaternions (w, x, y, z). The caller normalises them (algorithm 23)."""
+        """The rotations of unit quaternions (w, x, y, z), with translations. The caller normalises the quaternions
+        (algorithm 23).
+        """
         products = (quaternion.unsqueeze(-1) * quaternion.unsqueeze(-2)).flatten(-2)
         rotation = (products.unsqueeze(-2) * _ROTATION_OF_PRODUCTS.like(quaternion)).sum(-1)
         return cls(rotation.unflatten(-1, (3, 3)), translation)
 
     @classmethod
     def from_flat12(cls, flat: Float[Tensor, "*b 12"]) -> Rigid:
-        """From 9 rotation entries, row by row, and 3 translation entries: the form in which labels store frames."""
+        """Motions from 9 rotation entries, row by row, and 3 translation entries: the form in which labels store frames."""
         return cls(flat[..., :9].unflatten(-1, (3, 3)), flat[..., 9:])
 
     def to_flat12(self) -> Float[Tensor, "*b 12"]:

@@ -37,7 +37,7 @@ def compute_plddt(logits: Float[Tensor, "*b R bins"]) -> Float[Tensor, "*b R"]:
 def compute_contacts(
     logits: Float[Tensor, "*b i R bins"], min_distance: float, max_distance: float
 ) -> Float[Tensor, "*b i R"]:
-    """How likely each pair of residues is in contact, 0 to 1: CB atoms (CA of glycine) within about `CONTACT_DISTANCE`.
+    """Probability, 0 to 1, that two residues are in contact: CB atoms (CA of glycine) within about `CONTACT_DISTANCE`.
 
     It is the total probability of the distogram's bins that end below this distance: at 7.94 Å in AlphaFold2, whose bins are
     0.31 Å wide. Any subset of the rows may be given. `min_distance`, `max_distance`: the first and the last edge between

@@ -21,7 +21,7 @@ ATOMS = 37
 
 
 class DistogramHead(Budgeted):
-    """Logits of the binned CB-CB distance, symmetric in the two residues (supplement 1.9.8). z on I."""
+    """Logits of the binned CB-CB distance, symmetric in the two residues (supplement 1.9.8). z is on I."""
 
     reads = "pair_rows"
 
@@ -42,7 +42,7 @@ class DistogramHead(Budgeted):
 
 
 class MaskedMSAHead(nn.Module):
-    """Logits of the letters that were masked in the MSA (supplement 1.9.9). m on R."""
+    """Logits of the letters that were masked in the MSA (supplement 1.9.9). m is on R."""
 
     reads = "msa"
 
@@ -85,7 +85,7 @@ class ExperimentallyResolvedHead(nn.Module):
 
 
 class PredictedAlignedErrorHead(nn.Module):
-    """Logits of the binned error of residue j seen from the frame of residue i (supplement 1.9.7). z on I."""
+    """Logits of the binned error of residue j seen from the frame of residue i (supplement 1.9.7). z is on I."""
 
     reads = "pair_rows"
 

@@ -1,4 +1,4 @@
-"""How precisely a GPU multiplies float32 matrices."""
+"""Sets the precision in which a GPU multiplies float32 matrices."""
 
 from __future__ import annotations
 

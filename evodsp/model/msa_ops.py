@@ -31,7 +31,7 @@ from evodsp.parallel.pending import Pending
 
 
 class MSARowAttention(ShardedModule):
-    """MSA row-wise gated self-attention with pair bias (algorithm 7). m on S, z on J."""
+    """MSA row-wise gated self-attention with pair bias (algorithm 7). m is on S, z on J."""
 
     def __init__(self, c_m: int, c_z: int, heads: int, head_width: int) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class MSARowAttention(ShardedModule):
 
 
 class MSAColumnAttention(ShardedModule):
-    """MSA column-wise gated self-attention (algorithm 8). m on R, where each rank has whole columns."""
+    """MSA column-wise gated self-attention (algorithm 8). m is on R, where each rank has whole columns."""
 
     def __init__(self, c_m: int, heads: int, head_width: int) -> None:
         super().__init__()

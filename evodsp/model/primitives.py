@@ -65,7 +65,7 @@ class Budgeted(ShardedModule):
     memory: int | None = None
     """Bytes for the intermediates of a sub-layer, on each rank; None: no limit, and nothing is computed in place."""
     samples: int | None = None
-    """`Budget.samples` of this module's budget."""
+    """`samples` of this module's `Budget`."""
 
     @property
     def budget(self) -> Budget:

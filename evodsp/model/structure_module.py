@@ -68,7 +68,7 @@ class Shared:
 
 
 class InvariantPointAttention(ShardedModule):
-    """Invariant point attention (algorithm 22). z on I.
+    """Invariant point attention (algorithm 22). z is on I.
 
     Squared distances between points are expanded, |q|^2 + |k|^2 - 2 q.k, so that the scalar and the point part of the logits
     are one matrix product and no tensor of size R x R x H x P x 3 exists. Points are first shifted by the centre of the

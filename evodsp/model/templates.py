@@ -60,7 +60,7 @@ class Templates:
 
     @classmethod
     def from_features(cls, features: Mapping[str, Tensor]) -> Templates:
-        """From AF2's processed features, axes [batch, template, …]."""
+        """The templates in AF2's processed features, whose axes are [batch, template, …]."""
         return cls(
             aatype=features["template_aatype"],
             positions=features["template_all_atom_positions"],
@@ -152,7 +152,7 @@ class TemplatePairStack(Recorded):
 
 
 class TemplatePointwiseAttention(nn.Module):
-    """Each pair of residues attends to the same pair in the templates (algorithm 17). z and t on J."""
+    """Each pair of residues attends to the same pair in the templates (algorithm 17). z and t are on J."""
 
     def __init__(self, c_z: int, config: TemplateConfig) -> None:
         super().__init__()
@@ -181,7 +181,7 @@ class TemplatePointwiseAttention(nn.Module):
 
 
 class TemplateEmbedder(ShardedModule):
-    """The update of the pair representation from templates (algorithm 2, lines 9 to 13). z on J."""
+    """The update of the pair representation from templates (algorithm 2, lines 9 to 13). z is on J."""
 
     lower: Tensor
 

@@ -246,7 +246,7 @@ def _queries(projected: Tensor, pair_bias: Tensor | None) -> int:
 
 
 def _opening(gate: Tensor) -> Tensor:
-    """How far a gate is open, 0 to 1, in float32 at least."""
+    """The sigmoid of a gate's logits, in float32 at least."""
     return gate.to(wide(gate.dtype)).sigmoid()
 
 

@@ -183,7 +183,7 @@ OPERATORS: dict[str, Spec] = {
 
 
 class Kernels:
-    """The implementation of each operator, by its name. Operators that are not given are those of `chunked`."""
+    """The implementation of each operator, by its name. `chunked` implements the operators that are not given."""
 
     def __init__(self, **chosen: Operator) -> None:
         if unknown := chosen.keys() - OPERATORS.keys():
@@ -197,7 +197,7 @@ class Kernels:
 
     @classmethod
     def of(cls, backend: ModuleType) -> Kernels:
-        """The operators of a backend. Operators that it lacks are those of `chunked`."""
+        """The operators of a backend. `chunked` implements the operators that it lacks."""
         return cls(**{name: getattr(backend, name) for name in OPERATORS if hasattr(backend, name)})
 
     def replaced(self, **chosen: Operator) -> Kernels:

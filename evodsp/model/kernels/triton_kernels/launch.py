@@ -212,7 +212,7 @@ def next_power_of_two(n: int) -> int:
 
 
 def tiles(size: int, tile: int) -> int:
-    """How many tiles cover `size` elements."""
+    """Number of tiles that cover `size` elements."""
     return -(-size // tile)
 
 

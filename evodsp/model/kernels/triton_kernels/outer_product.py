@@ -99,7 +99,7 @@ def _grid(products: Tensor, weight: Tensor, columns: int, results: int, deep: in
 
 
 def _tiles_of(products: Tensor, weight: Tensor, grid: dict[str, Any], *axes: str) -> int:
-    """How many tiles cover these axes."""
+    """Number of tiles that cover these axes."""
     sizes = {"TILE_J": products.shape[2], "TILE_Z": len(weight), "TILE_K": weight.shape[1]}
     return math.prod(tiles(sizes[axis], grid["constants"][axis]) for axis in axes)
 
