@@ -29,7 +29,7 @@ from evodsp.planner.prediction import (
     size,
     working_memory_of,
 )
-from evodsp.planner.program import Sizes
+from evodsp.planner.program import SampleSizes
 from evodsp.printing import show
 from evodsp.weights.checkpoint import load_features, load_model
 from evodsp.weights.config import published_features
@@ -54,7 +54,7 @@ def run(settings: EstimateConfig, words: list[str]) -> int:
     found = []
     for residues, names in sorted(_lengths(settings).items()):
         check_ranks(settings.parallel.sequence, residues, rows)
-        sizes = Sizes(residues, rows, features.extra_msa, templates)
+        sizes = SampleSizes(residues, rows, features.extra_msa, templates)
         what = _planned(settings.passes, model, sizes, features.recycles + 1, memory, machine)
         found.append(_estimate(what, names, machine))
     show(
@@ -88,7 +88,7 @@ def check_needs(
     sets = batch["aatype"].shape[1]
     if sets * _multiplications(model, residues, rows) < TINY:
         return None
-    sizes = Sizes(_rounded(residues), _rounded(rows[0]), _rounded(rows[1]), templates)
+    sizes = SampleSizes(_rounded(residues), _rounded(rows[0]), _rounded(rows[1]), templates)
     machine, memory = Machine.here(device), working_memory(settings.working_memory, device)
     what = _planned(settings, model.config, sizes, sets // settings.ensembles, memory, machine)
     needs = prediction_needs(what, machine.device, machine.links)
@@ -114,7 +114,7 @@ def check_needs(
 
 
 def _planned(
-    settings: PassSettings, model: ModelConfig, sizes: Sizes, passes: int, memory: int | None, machine: Machine
+    settings: PassSettings, model: ModelConfig, sizes: SampleSizes, passes: int, memory: int | None, machine: Machine
 ) -> PlannedPrediction:
     """The prediction as the planner takes it. `passes`: their number for a seed. `memory`: the working memory in bytes."""
     return PlannedPrediction(

@@ -16,7 +16,7 @@ from evodsp.data.features import check_config
 from evodsp.errors import UserError
 from evodsp.inference.config import SizeSettings
 from evodsp.inference.targets import Target, content_digest, fingerprint
-from evodsp.weights.deepspeed import parameter_file
+from evodsp.weights.parameter_file import parameter_file
 
 SIZES = ("recycles", "msa_clusters", "extra_msa")
 """Options whose default is the value used in training."""

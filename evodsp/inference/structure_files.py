@@ -27,10 +27,10 @@ import modelcif.qa_metric
 import numpy as np
 from jaxtyping import Float32, Float64, Integer
 
-from evodsp import __version__
 from evodsp.errors import UserError
 from evodsp.geometry.alphabet import RESTYPES_WITH_X
 from evodsp.geometry.residues import ATOM_TYPES
+from evodsp.version import __version__
 
 PAE_CATEGORY = "_ma_qa_metric_local_pairwise."
 """Beginning of the names of columns that hold aligned errors."""

@@ -19,13 +19,11 @@ import torch
 from evodsp.config import ModelConfig
 from evodsp.model.schedule import CommunicationPlan
 from evodsp.parallel.ledger import Kind
-from evodsp.planner.device import Device, Links, load_device, load_link, names
-from evodsp.planner.program import Program, Sizes, Step
+from evodsp.planner.device import Device, Links, free_memory, load_device, load_link, names, this_cpu
+from evodsp.planner.program import PlannedStep, Program, SampleSizes
 from evodsp.planner.program import program as follow
-from evodsp.planner.simulate import Times, simulate
-from evodsp.planner.this_machine import free_memory, this_cpu
-from evodsp.planner.trace import Work
-from evodsp.planner.walk import items_of
+from evodsp.planner.simulate import Times, items_of, simulate
+from evodsp.planner.trace import Operation
 
 GIB = 2**30
 SINGLE, HALF = 4, 2
@@ -58,7 +56,7 @@ class PlannedPrediction:
     """A prediction to be followed: model, sizes and settings."""
 
     model: ModelConfig
-    sizes: Sizes
+    sizes: SampleSizes
     passes: int = 4
     """Passes of a seed: the recycling iterations and the first pass."""
     ensembles: int = 1
@@ -186,7 +184,7 @@ def prediction_memory(what: PlannedPrediction) -> PredictionMemory:
     """Memory of the rank with the largest shards. Follows a pass, which takes about a second at any size."""
     program = _followed(what, min(what.ensembles, 2), what.memory)
     # Of the reduced model: without gradients, equal blocks need the same memory one after another.
-    worst = max((event for event in program.events if isinstance(event, Work)), key=lambda event: event.live)
+    worst = max((event for event in program.events if isinstance(event, Operation)), key=lambda event: event.live)
     channels, n, place = what.model.channels, what.sizes, worst.place[0]
     number, shard = HALF if what.half else SINGLE, -(-n.residues // what.ranks)
     pair = min(what.pair_share, worst.live)
@@ -208,7 +206,7 @@ def prediction_times(what: PlannedPrediction, device: Device, links: Links | Non
     """Times of one pass. `links`: between the ranks. Follows the pass once for each kind of feature set."""
     crowded = device.crowded(what.ranks)
 
-    def seconds(work: Work) -> float:
+    def seconds(work: Operation) -> float:
         return crowded * device.seconds(
             work.name, work.flops, work.bytes, work.launches, work.half, what.tf32, work.logits
         )
@@ -232,7 +230,7 @@ def prediction_times(what: PlannedPrediction, device: Device, links: Links | Non
 @lru_cache(maxsize=64)
 def _followed(what: PlannedPrediction, sets: int, memory: int | None) -> Program:
     return follow(
-        Step(
+        PlannedStep(
             what.model,
             what.sizes,
             ranks=what.ranks,

@@ -21,13 +21,13 @@ from evodsp.planner.prediction import (
     prediction_needs,
     working_memory_of,
 )
-from evodsp.planner.program import Sizes
+from evodsp.planner.program import SampleSizes
 from evodsp.planner.simulate import Times
 from evodsp.report.charts import Series, lines, stacked
 from evodsp.report.page import Page
 
 MSA_ROWS, EXTRA_ROWS, TEMPLATES, RECYCLES = 512, 5120, 4, 3
-"""Sizes with which AlphaFold2 predicts (supplement, table 5)."""
+"""SampleSizes with which AlphaFold2 predicts (supplement, table 5)."""
 OF_TRAINING = ("global_batch", "samples", "parameters", "wire", "recomputation", "cuda_graphs")
 """Settings of training, which a prediction has not."""
 _HEADINGS = (
@@ -99,7 +99,7 @@ def prediction_of(settings: PlanConfig, device: Device) -> PlannedPrediction:
         raise UserError(f"--msa is {rows}, but includes the rows of {templates} templates; give more")
     return PlannedPrediction(
         model,
-        Sizes(settings.residues, rows - templates, settings.extra_msa or EXTRA_ROWS, templates),
+        SampleSizes(settings.residues, rows - templates, settings.extra_msa or EXTRA_ROWS, templates),
         passes=1 + (RECYCLES if settings.recycles is None else settings.recycles),
         half=settings.precision != "32-true",
         on_gpu=device.on_gpu,

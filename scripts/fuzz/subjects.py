@@ -22,7 +22,6 @@ from evodsp.data.index import ChainIndex
 from evodsp.data.metadata import cached_table, read_entry_cache, read_sets
 from evodsp.data.mmcif import read_chain, read_confidence, read_header, read_structure
 from evodsp.data.parsers.obsolete import parse_obsolete
-from evodsp.data.quarantine import read_quarantine
 from evodsp.data.record_codec import decode_chain, decode_parsed
 from evodsp.data.records import ProteinSequence
 from evodsp.data.store import FeatureStore
@@ -37,6 +36,7 @@ from evodsp.report.runs import read_runs
 from evodsp.run_config_file import read_run_config
 from evodsp.search.limits import ServerLimits
 from evodsp.search.server import MsaServer
+from evodsp.training.quarantine import read_quarantine
 from evodsp.training.replay import replay
 from evodsp.training.run_folder import damage
 from evodsp.weights.checkpoint import load_features, load_model

@@ -13,7 +13,7 @@ from evodsp.errors import UserError
 from evodsp.inference import estimate
 from evodsp.inference.predict import predict_records
 from evodsp.planner.prediction import PlannedPrediction, changes, prediction_memory, size
-from evodsp.planner.program import Sizes
+from evodsp.planner.program import SampleSizes
 from tests.builders.prediction import silent
 
 from .conftest import Workplace
@@ -54,7 +54,9 @@ def test_a_target_that_does_not_fit_is_named_and_try_anyway_runs_it(workplace, t
 
 def test_a_target_that_may_fit_is_tried(workplace, told, monkeypatch) -> None:
     """Catches a target that is refused because the estimate is a little too high."""
-    calculated = prediction_memory(PlannedPrediction(ModelConfig.preset("small"), Sizes(20, 4, 4), memory=1 << 20))
+    calculated = prediction_memory(
+        PlannedPrediction(ModelConfig.preset("small"), SampleSizes(20, 4, 4), memory=1 << 20)
+    )
     total = calculated.total
     monkeypatch.setattr("evodsp.planner.prediction.prediction_memory", lambda _: calculated)
     free = int(0.9 * total) - calculated.weights - calculated.features
@@ -72,7 +74,7 @@ def test_tiny_targets_are_not_followed(workplace, monkeypatch) -> None:
 
 def test_changes_name_what_fits() -> None:
     """Catches an option that does not help, and help that takes several options."""
-    what = PlannedPrediction(ModelConfig.preset("small"), Sizes(100, 40, 2000), memory=256 << 20)
+    what = PlannedPrediction(ModelConfig.preset("small"), SampleSizes(100, 40, 2000), memory=256 << 20)
     assert changes(what, lambda one: one.half) == ["--precision bf16"]
     assert changes(what, lambda one: one.ranks >= 3) == ["--parallel.sequence 4"]
     both = changes(what, lambda one: one.half and one.sizes.extra < 2000)

@@ -1,9 +1,10 @@
-"""Operators computed a few rows at a time, whose large intermediates are never whole: the default on every device but GPUs.
+"""The default backend on every device but GPUs: operators are computed a few rows at a time, and large intermediates are
+never whole.
 
-The logits of attention are by far the largest array of an Evoformer block ([S, H, R, R] and [R, H, R, R]). They are computed,
-used and dropped chunk by chunk, and computed again in the backward pass. On a CPU the working set stays in cache; on every
-device, memory is linear in the inputs and the bias. Outer products (`outer_product`) and wide layers (`by_chunks`) are
-computed alike.
+The logits of attention are by far the largest array of an Evoformer block ([S, H, R, R] and [R, H, R, R]). They are
+computed, used and freed chunk by chunk, and recomputed in the backward pass. On a CPU the working set stays in cache; on
+every device, memory is linear in the inputs and the bias. Outer products (`outer_product`) and wide layers (`by_chunks`)
+are computed in the same way.
 
 Shape legend: B batch, N rows of the outer axis (each attends within itself), H heads, Q queries, K keys, D head width, S
 sequences, I J residues, c channels of an operand, z channels of the result; n, i: a chunk of N, of I.
@@ -21,7 +22,16 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
-from evodsp.model.kernels.by_chunks import Layers, Steps, Sums, cast_all, column_sums, empty_gradient, parts_of
+from evodsp.model.kernels.by_chunks import (
+    Layers,
+    Steps,
+    Sums,
+    cast_all,
+    chunk_numbers,
+    column_sums,
+    empty_gradient,
+    parts_of,
+)
 from evodsp.model.kernels.dropout import dropout_add
 from evodsp.model.kernels.outer_product import OuterProducts, ProductSteps
 from evodsp.model.kernels.reference import LOG2_E, layer_norm
@@ -45,18 +55,12 @@ __all__ = [
     "triangle_product",
 ]
 
-# Logits per chunk: about a core's cache, or enough to fill a GPU.
-_CPU_LOGITS, _GPU_LOGITS = 1 << 18, 1 << 26
-# A row of more logits than this many chunks is divided into queries: at 2,048 residues that takes half the time of whole rows.
-_LARGE_ROW = 4
-# A CPU multiplies up to so many columns faster as rows.
-_NARROW = 8
-# Up to this many logits are kept for the backward pass: recomputing so few would cost more time than the memory is worth.
-_KEEP = 1 << 22
+GPU_LOGITS = 1 << 26
+"""Size of a chunk of logits on a GPU: enough to fill it."""
 
 
 def attention(projected: Float[Tensor, "B N L 4 H D"], keys: Float[Tensor, "B N L"]) -> Float[Tensor, "B N L H D"]:
-    """Gated attention within each row (algorithm 8). Differentiable once in `projected`."""
+    """Gated attention within each row (algorithm 8). It is differentiable once in `projected`."""
     with without_autocast(projected.device):
         return _Attention.apply(projected, keys, None, 0)
 
@@ -67,7 +71,7 @@ def biased_attention(
     pair_bias: Float[Tensor, "B H Q L"],
     first: int = 0,
 ) -> Float[Tensor, "B N Q H D"]:
-    """Gated attention with a bias that all rows share (algorithms 7, 13, 14). Differentiable once in all inputs but `keys`."""
+    """Gated attention with a bias that all rows share (algorithms 7, 13, 14), differentiable once in all inputs but `keys`."""
     with without_autocast(projected.device):
         return _Attention.apply(projected, keys, pair_bias, first)
 
@@ -75,8 +79,8 @@ def biased_attention(
 def global_attention(
     q: Float[Tensor, "B r H D"], key_value: Float[Tensor, "B s r 2 D"], keys: Float[Tensor, "B s r"]
 ) -> Float[Tensor, "B r H D2"]:
-    """Attention of one query per column and head over the sequences of a shard, not yet divided. Differentiable once in `q` and
-    `key_value`."""
+    """Attention of one query per column and head over the sequences of a shard, not yet divided. It is differentiable once
+    in `q` and `key_value`."""
     q, key_value = cast_all(q, key_value)
     with without_autocast(q.device):
         return _GlobalAttention.apply(q, key_value, keys)
@@ -87,7 +91,7 @@ def _heads_first(x: Float[Tensor, "n L H D"]) -> Float[Tensor, "n H L D"]:
 
 
 def _factor(x: Float[Tensor, "n L H D"]) -> Float[Tensor, "n H L D"]:
-    """A contiguous copy, which a product of strided operands would make each time. On a CPU in float32 at least."""
+    """A contiguous copy, which each product of strided operands would make again. On a CPU it is in float32 at least."""
     dtype = x.dtype if x.device.type == "cuda" else wide(x.dtype)
     return _heads_first(x).to(dtype, memory_format=torch.contiguous_format, copy=True)
 
@@ -114,100 +118,81 @@ def _weights(
     return logits.softmax(-1)
 
 
-def _narrow_product(a: Float[Tensor, "*batch n k"], b: Float[Tensor, "*batch k D"]) -> Float[Tensor, "*batch n D"]:
-    """`wide_product` for the columns of a head.
-
-    A CPU multiplies eight rows four times as fast as eight columns. From 16 on both take the same time, and the transposed
-    result is slower to read.
-    """
-    transposed = a.device.type == "cpu" and b.shape[-1] <= _NARROW
-    return wide_product(b.mT, a.mT).mT if transposed else wide_product(a, b)
-
-
 def _masked(keys: Float[Tensor, "B N K"], dtype: torch.dtype) -> Float[Tensor, "B N 1 1 K"]:
     """The bias of absent keys, in float32 at least."""
-    # Contiguous: torch.compile lays out a sum as its operands are, and not as the tensor that it is written into.
+    # This copy is contiguous because torch.compile lays out a sum like its operands, not like the tensor that receives it.
     return mask_bias(keys.to(wide(dtype))).contiguous()[:, :, None, None, :]
 
 
 def _row_chunks(q: Float[Tensor, "B N Q H D"], keys: int) -> Iterator[tuple[int, slice]]:
     """Yields (sample, rows) of each chunk."""
     batch, rows, queries, heads, _ = q.shape
-    step = max(1, _logits(q) // max(1, heads * queries * keys))
+    step = max(1, chunk_numbers(q, GPU_LOGITS) // max(1, heads * queries * keys))
     for sample in range(batch):
         for start in range(0, rows, step):
             yield sample, slice(start, start + step)
 
 
 def _query_chunks(q: Float[Tensor, "B N Q H D"], keys: int) -> list[slice]:
-    """All queries of a row in one chunk, or in several if the row has too many logits."""
+    """All queries of a row in one chunk, or in several if the row has too many logits: at 2,048 residues these take half the
+    time of whole rows."""
     _, _, queries, heads, _ = q.shape
-    if heads * queries * keys <= _LARGE_ROW * _logits(q):
-        return [slice(0, queries)]
-    step = max(1, _logits(q) // (heads * keys))
+    step = max(1, chunk_numbers(q, GPU_LOGITS) // max(1, heads * keys))
     return [slice(start, start + step) for start in range(0, queries, step)]
 
 
-def _logits(q: Tensor) -> int:
-    return _CPU_LOGITS if q.device.type == "cpu" else _GPU_LOGITS
-
-
 class _Attention(torch.autograd.Function):
-    """Attention whose backward pass recomputes the weights, unless they are few enough to keep."""
+    """Attention whose backward pass computes the weights again."""
 
     @staticmethod
     def forward(ctx: Any, projected: Tensor, keys: Tensor, pair_bias: Tensor | None, first: int) -> Tensor:
         q, k, v, gate = parts_of(projected, first, _queries(projected, pair_bias))
-        if pair_bias is not None:  # read once a chunk; around the ending node it comes transposed
+        if pair_bias is not None:  # each chunk reads it once; around the ending node it is transposed
             pair_bias = pair_bias.contiguous()
-        # With the order of the gate's strides, so that the caller's transposition is undone.
+        # The result has the gate's order of strides, so that the caller's transposition costs no copy.
         out = torch.empty_like(gate)
-        keep = any(ctx.needs_input_grad) and q[..., 0].numel() * k.shape[2] <= _KEEP
-        kept, masked = [], _masked(keys, projected.dtype)
-        columns = [slice(None)] if keep else _query_chunks(q, k.shape[2])
+        masked, columns = _masked(keys, projected.dtype), _query_chunks(q, k.shape[2])
         for b, rows in _row_chunks(q, k.shape[2]):
             q_, k_, v_ = (_factor(x[b, rows]) for x in (q, k, v))
             for some in columns:
                 shared = None if pair_bias is None else pair_bias[b, :, some]
                 weights = _weights(q_[:, :, some], k_, masked[b, rows], shared)
-                attended = _heads_first(_narrow_product(weights, v_))
+                attended = _heads_first(wide_product(weights, v_))
                 out[b, rows, some] = _opening(gate[b, rows, some]).mul_(attended)
-                if keep:
-                    kept.append(weights)
         ctx.first = first
-        ctx.save_for_backward(projected, keys, pair_bias, out, *kept)
+        ctx.save_for_backward(projected, keys, pair_bias, out)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        projected, keys, pair_bias, out, *kept = ctx.saved_tensors
+        projected, keys, pair_bias, out = ctx.saved_tensors
         queries = _queries(projected, pair_bias)
         q, k, v, gate = parts_of(projected, ctx.first, queries)
         grad_projected = empty_gradient(projected, queries)
         grad_q, grad_k, grad_v, grad_gate = parts_of(grad_projected, ctx.first, queries)
         grad_bias = None if pair_bias is None else torch.zeros_like(pair_bias, dtype=wide(pair_bias.dtype))
         scale, masked = q.shape[-1] ** -0.5, _masked(keys, projected.dtype)
-        for n, (b, rows) in enumerate(_row_chunks(q, k.shape[2])):
+        for b, rows in _row_chunks(q, k.shape[2]):
             shared = None if pair_bias is None else pair_bias[b]
             q_, k_, v_ = (_factor(x[b, rows]) for x in (q, k, v))
-            weights = kept[n] if kept else _weights(q_, k_, masked[b, rows], shared)
+            weights = _weights(q_, k_, masked[b, rows], shared)
             opening = _opening(gate[b, rows])
             grad_gate[b, rows] = (grad[b, rows].to(opening.dtype) * out[b, rows]).mul_(1.0 - opening)
             upstream = _factor((grad[b, rows] * opening).to(v_.dtype))
-            _heads_first(grad_v[b, rows]).copy_(_narrow_product(weights.mT, upstream))
-            # The sum over keys of weight x gradient is subtracted in here. Output x gradient, which equals it, would bring in
-            # the rounding of the output.
+            _heads_first(grad_v[b, rows]).copy_(wide_product(weights.mT, upstream))
+            # This subtracts the sum over keys of weight x gradient. Output x gradient equals it, but would add the rounding
+            # of the output.
             slope = torch._softmax_backward_data(wide_product(upstream, v_.mT), weights, -1, weights.dtype)
             if grad_bias is not None:
                 grad_bias[b] += slope.sum(0)
-            _heads_first(grad_q[b, rows]).copy_(_narrow_product(slope, k_).mul_(scale))
-            _heads_first(grad_k[b, rows]).copy_(_narrow_product(slope.mT, q_).mul_(scale))
+            _heads_first(grad_q[b, rows]).copy_(wide_product(slope, k_).mul_(scale))
+            _heads_first(grad_k[b, rows]).copy_(wide_product(slope.mT, q_).mul_(scale))
         return grad_projected, None, None if grad_bias is None else grad_bias.to(pair_bias.dtype), None
 
 
 class _GlobalAttention(torch.autograd.Function):
-    """Sums whose backward pass computes the weights again, a few columns at a time."""
+    """Global attention whose backward pass recomputes the weights, a few columns at a time."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, key_value: Tensor, keys: Tensor) -> Tensor:
@@ -262,7 +247,7 @@ def _queries(projected: Tensor, pair_bias: Tensor | None) -> int:
 
 
 def _opening(gate: Tensor) -> Tensor:
-    """How far a gate is open, 0 to 1, in float32 at least."""
+    """The sigmoid of a gate's logits, in float32 at least."""
     return gate.to(wide(gate.dtype)).sigmoid()
 
 
@@ -274,14 +259,16 @@ def _norm_backward(
     grad: Tensor, x: Float[Tensor, "*chunk c"], weight: Tensor, mean: Tensor, inverse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     weight = weight.to(x.dtype)
-    # The bias is only looked at for its shape.
+    # Only the shape of the bias is read.
     return torch.ops.aten.native_layer_norm_backward(
         grad, x, x.shape[-1:], mean, inverse, weight, weight, [True, True, True]
     )
 
 
 def _project(y: Float[Tensor, "*chunk I J z"], weight: Tensor, bias: Tensor) -> Float[Tensor, "cccc *chunk I J"]:
-    """Channels first, as triangle multiplication wants them: a transposition afterwards takes a third of the product's time."""
+    """The projection with channels first, as triangle multiplication takes it. A transposition afterwards takes a third of
+    the product's time.
+    """
     return torch.addmm(bias.unsqueeze(1), weight, y.flatten(0, -2).T).view(len(weight), *y.shape[:-1])
 
 
@@ -302,7 +289,7 @@ def _gated_operands_backward(
     result = torch.empty_like(projected)
     of_values, of_gates = result.chunk(2)
     opening = gates.sigmoid()
-    # One operand after the other: the compiler cannot write into a view that splits an axis.
+    # The operands are written one after the other, because the compiler cannot write into a view that splits an axis.
     for of_operand, place in zip(grad.movedim(-3, 1).unbind(), of_values.chunk(2), strict=True):
         torch.mul(of_operand, mask, out=place)
     of_values.mul_(opening)
