@@ -32,6 +32,7 @@ from scripts.benchmarks import gpu as benchmark_gpu
 from scripts.examples.synthetic import __main__ as synthetic
 from scripts.paper import reproduce
 from tests.builders.command_lines import last_options
+from tests.builders.kept_parsers import kept_parsers
 from tests.builders.pages import (
     INCLUDED,
     PAGES,
@@ -71,7 +72,7 @@ FEW_ROWS = [
     for part in ("train", "validation")
     for rows, n in (("msa_clusters", 4), ("extra_msa", 4))
 ]
-STRUCTURE = ["--model.structure_module.iterations=1"]
+ONE_OF_EACH = ["--model.structure_module.iterations=1", "--model.evoformer.blocks=1", "--model.extra_msa.blocks=1"]
 SMALL = [
     *FEW_ROWS,
     "--data.train.crop_size=16",
@@ -79,7 +80,7 @@ SMALL = [
     "--data.train.recycles=0",
     "--data.validation.recycles=0",
     f"--data.samples_per_epoch={STEPS}",
-    *STRUCTURE,
+    *ONE_OF_EACH,
     "--trainer.enable_progress_bar=false",
     "--data.validation_chains=[s005_A]",
 ]
@@ -118,7 +119,7 @@ class Reader:
             "data doctor": self.doctor,
             "data build": self.build,
             "plan": self.plan,
-            "estimate": run,
+            "estimate": lambda words: run([*words, "--residues=16", "--preset=test"]),
             "search": check_options,  # its database is a hundred gigabytes
             "selftest": check_options,  # needs GPUs; tests/selftest runs it
             "report": self.report,
@@ -152,7 +153,8 @@ class Reader:
         assert (Path(output) / "checkpoints" / "last.ckpt").is_file()
 
     def validate(self, words: list[str]) -> None:
-        run([*words, *FEW_ROWS, "--data.validation.recycles=0", *STRUCTURE])
+        one = ["--data.validation_chains=[s005_A]", "--data.validation.crop_size=16", "--data.validation.recycles=0"]
+        run([*words, *FEW_ROWS, *one, *ONE_OF_EACH])
 
     def predict(self, words: list[str]) -> None:
         """All files that the page's table names must be there."""
@@ -321,30 +323,36 @@ def like_the_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_every_command_and_block_runs(start_ranks: bool, like_the_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A renamed option or import, a command that the one before it spoils, a result that is elsewhere, wrong YAML."""
     reader = Reader(start_ranks)
-    for block in (block for page in PAGES for block in blocks(page)):
-        try:
-            if block.included is not None:  # only programs; the test of the programs runs them
-                assert block.included.startswith("scripts/examples/frameworks/"), "no rule tests this file"
-                assert (ROOT / block.included).is_file()
-            elif block.language == "python":
-                run_python(block, monkeypatch)
-            elif block.language == "yaml":
-                run_yaml(block, like_the_root)
-            elif block.language == "bash":
-                for command in block.commands():
-                    reader.follow(block.page, command)
-            else:
-                assert block.language in ("text", ""), f"no rule for a block of {block.language}"
-                assert block.language or block.page in INCLUDED, "name the block's language"
-        except BaseException as error:
-            error.add_note(f"{block.place}:\n{block.text}")
-            raise
+    with kept_parsers():
+        for block in (block for page in PAGES for block in blocks(page)):
+            try:
+                run_block(block, reader, like_the_root, monkeypatch)
+            except BaseException as error:
+                error.add_note(f"{block.place}:\n{block.text}")
+                raise
     files = {path.relative_to("runs/quickstart").as_posix() for path in Path("runs/quickstart").rglob("*")}
     assert {"checkpoints/last.ckpt", "checkpoints/best.ckpt", "curve.csv", "tensorboard", "config.yaml"} <= files
     assert list(read_curve(Path("runs/quickstart/curve.csv"))) == [STEPS - 1, 2 * STEPS - 1], "the run was not resumed"
     assert {path.name for path in like_the_root.iterdir()} - {"block.yaml"} == {
         *("data", "configs", "scripts", "runs", "predictions"),
     }
+
+
+def run_block(block: Block, reader: Reader, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the block's language."""
+    if block.included is not None:  # only programs; the test of the programs runs them
+        assert block.included.startswith("scripts/examples/frameworks/"), "no rule tests this file"
+        assert (ROOT / block.included).is_file()
+    elif block.language == "python":
+        run_python(block, monkeypatch)
+    elif block.language == "yaml":
+        run_yaml(block, folder)
+    elif block.language == "bash":
+        for command in block.commands():
+            reader.follow(block.page, command)
+    else:
+        assert block.language in ("text", ""), f"no rule for a block of {block.language}"
+        assert block.language or block.page in INCLUDED, "name the block's language"
 
 
 def run_python(block: Block, monkeypatch: pytest.MonkeyPatch) -> None:
