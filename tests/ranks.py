@@ -3,7 +3,7 @@
 `pool.run(n, function, *arguments)` calls a module-level function on ranks 0 … n-1, with a gloo process group of these
 ranks as its first argument. The results are returned in rank order. Every rank uses one thread.
 
-Ranks are forks of one process that has imported what they need, because an import takes seconds.
+Ranks are forks of one process that has imported what they need and has trained and predicted once, because that takes seconds.
 """
 
 from __future__ import annotations
@@ -128,6 +128,10 @@ def _bear(pipe: Connection, checked: bool) -> None:
         import tests.process  # noqa: F401
     for name in IMPORTED:
         import_module(name)
+    if checked:
+        from tests.builders.first_run import run_first
+
+        run_first()
     pipe.send("ready")
     context = mp.get_context("fork")
     while True:
@@ -162,6 +166,29 @@ class UncheckedPool(RankPool):
     """Ranks without the checks of shapes, which torch.compile cannot trace."""
 
     checked = False
+
+
+def in_a_fork(function: Callable[..., Any], *arguments: Any) -> Any:
+    """The result of a module-level function in a new process without the checks of shapes. Raises RankError if it fails."""
+    _, (pipe,) = _parent(checked=False).forks(1, _call)
+    with pipe:
+        pipe.send((function, arguments))
+        succeeded, value = pipe.recv()
+    if not succeeded:
+        raise RankError({0: value})
+    return value
+
+
+def _call(_: int, __: int, ___: str, pipe: Connection) -> None:
+    end_with_parent()
+    import torch
+
+    torch.set_num_threads(1)
+    function, arguments = pipe.recv()
+    try:
+        pipe.send((True, function(*arguments)))
+    except Exception:
+        pipe.send((False, traceback.format_exc()))
 
 
 def _serve(rank: int, ranks: int, path: str, pipe: Connection) -> None:
