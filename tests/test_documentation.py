@@ -32,7 +32,6 @@ from scripts.benchmarks import gpu as benchmark_gpu
 from scripts.examples.synthetic import __main__ as synthetic
 from scripts.paper import reproduce
 from tests.builders.command_lines import last_options
-from tests.builders.kept_parsers import kept_parsers
 from tests.builders.pages import (
     INCLUDED,
     PAGES,
@@ -320,16 +319,17 @@ def like_the_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("start_ranks", [False, pytest.param(True, marks=pytest.mark.verify)])
-def test_every_command_and_block_runs(start_ranks: bool, like_the_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_command_and_block_runs(
+    start_ranks: bool, like_the_root: Path, monkeypatch: pytest.MonkeyPatch, parsers: None
+) -> None:
     """A renamed option or import, a command that the one before it spoils, a result that is elsewhere, wrong YAML."""
     reader = Reader(start_ranks)
-    with kept_parsers():
-        for block in (block for page in PAGES for block in blocks(page)):
-            try:
-                run_block(block, reader, like_the_root, monkeypatch)
-            except BaseException as error:
-                error.add_note(f"{block.place}:\n{block.text}")
-                raise
+    for block in (block for page in PAGES for block in blocks(page)):
+        try:
+            run_block(block, reader, like_the_root, monkeypatch)
+        except BaseException as error:
+            error.add_note(f"{block.place}:\n{block.text}")
+            raise
     files = {path.relative_to("runs/quickstart").as_posix() for path in Path("runs/quickstart").rglob("*")}
     assert {"checkpoints/last.ckpt", "checkpoints/best.ckpt", "curve.csv", "tensorboard", "config.yaml"} <= files
     assert list(read_curve(Path("runs/quickstart/curve.csv"))) == [STEPS - 1, 2 * STEPS - 1], "the run was not resumed"

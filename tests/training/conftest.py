@@ -7,16 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.builders.kept_parsers import kept_parsers
 from tests.builders.training import CommandPool
 from tests.builders.training_chains import write_chains
 
 
 @pytest.fixture(scope="module", autouse=True)
-def parsers() -> Iterator[None]:
-    """Command lines in this process have one parser."""
-    with kept_parsers():
-        yield
+def every_test_has_them(parsers: None) -> None:
+    """The parsers that are kept."""
 
 
 @pytest.fixture(scope="session")
