@@ -189,6 +189,7 @@ def _call(_: int, __: int, ___: str, pipe: Connection) -> None:
     import torch
 
     torch.set_num_threads(1)
+    mp.current_process()._config["daemon"] = False  # it may start processes
     function, arguments = pipe.recv()
     try:
         pipe.send((True, function(*arguments)))

@@ -79,7 +79,7 @@ def test_collectives_are_those_of_real_ranks(pool: RankPool, ranks: int) -> None
         assert [(entry.phase, entry.kind, entry.elements) for entry in program(step).sent] == real
 
 
-@pytest.mark.parametrize(("on_gpu", "residues"), [(True, 400), (False, 25)])
+@pytest.mark.parametrize(("on_gpu", "residues"), [(True, 400), pytest.param(False, 25, marks=pytest.mark.verify)])
 def test_remembered_shapes_are_those_of_the_operators(
     on_gpu: bool, residues: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -54,7 +54,7 @@ def test_blocks_gather_their_parameters_in_half_precision(pool: RankPool) -> Non
     """Catches parameters that are gathered in float32 and cast at each use, gradients summed in half precision or scaled, and a
     part that computes in float32 but gets cast parameters."""
     expected, expected_gradients, _ = measured(None, False)
-    for outputs, gradients, used in pool.run(2, measured, True):
+    for outputs, gradients, used in pool.run(4, measured, True):
         for name, value in outputs.items():
             torch.testing.assert_close(value, expected[name], rtol=0, atol=0)
         for name, gradient in gradients.items():
