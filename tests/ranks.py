@@ -16,6 +16,7 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from multiprocessing.connection import Client, Connection, Listener, wait
 from typing import Any
 
 MAX_RANKS = 4
-TIMEOUT = 300.0
+TIMEOUT, AFTER_A_FAILURE = 300.0, 5.0
 IMPORTED = ("evodsp.training.command", "evodsp.inference.command", "torch._dynamo")
 
 Target = Callable[[int, int, str, Connection], None]
@@ -59,20 +60,22 @@ class RankPool:
             self._start()
         for pipe in self._pipes[:ranks]:
             pipe.send((ranks, function, arguments))
-        results, failed = [], {}
-        for rank, pipe in enumerate(self._pipes[:ranks]):
-            if not pipe.poll(TIMEOUT):
-                self.stop()
-                raise TimeoutError(f"rank {rank} gave no answer within {TIMEOUT} s")
-            succeeded, value = pipe.recv()
-            if succeeded:
-                results.append(value)
-            else:
-                failed[rank] = value
+        results, failed, left = {}, {}, dict(zip(self._pipes[:ranks], range(ranks), strict=True))
+        deadline = time.monotonic() + TIMEOUT
+        while left and (ready := wait(list(left), max(0.0, deadline - time.monotonic()))):
+            for pipe in ready:
+                assert isinstance(pipe, Connection)
+                succeeded, value = pipe.recv()
+                (results if succeeded else failed)[left.pop(pipe)] = value
+                if not succeeded:  # the others may wait for it for ever
+                    deadline = min(deadline, time.monotonic() + AFTER_A_FAILURE)
+        if failed or left:
+            self.stop()
         if failed:
-            self.stop()  # the other ranks may wait for the failed one forever
-            raise RankError(failed)
-        return results
+            raise RankError(dict(sorted(failed.items())))
+        if left:
+            raise TimeoutError(f"rank {min(left.values())} gave no answer within {TIMEOUT} s")
+        return [results[rank] for rank in range(ranks)]
 
     def stop(self) -> None:
         """Kill the processes; where branches are counted (tests/coverage.ini), so that they write down what they have seen."""
