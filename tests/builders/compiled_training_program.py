@@ -49,9 +49,7 @@ def both(
     with kept_parsers():
         with (
             mock.patch.object(command, "CompiledBlocks", functools.partial(CompiledBlocks, backend=counted)),
-            mock.patch.object(
-                execution, "problem_of_compiling", unasked if quick else execution.problem_of_compiling
-            ),
+            mock.patch.object(execution, "problem_of_compiling", unasked if quick else execution.problem_of_compiling),
         ):
             compiled = run(chains, folder / "compiled", "--compile", "blocks", *options)
         return run(chains, folder / "plain", *options), compiled, graphs[0]
