@@ -37,7 +37,7 @@ FLOORS = {
     "evodsp.data.parsers": TORCH_FREE,
     "evodsp.data.mmcif": TORCH_FREE,
     "evodsp.data.msa": TORCH_FREE,
-    "evodsp.data.features": TORCH_FREE,
+    "evodsp.data.feature_axes": TORCH_FREE,
     "evodsp.data.crop": TORCH_FREE,
     "evodsp.data.parsed_chain": TORCH_FREE,
     "evodsp.data.store": TORCH_FREE,

@@ -1,8 +1,8 @@
-"""Samples for training, validation and prediction: a chain's alignments and structure as tensors.
+"""Samples for training and validation: a chain's alignments and structure as tensors.
 
-A sample is a dictionary of tensors without a batch axis. Features (`features.FEATURE_AXES`) have a leading axis of recycling
-iterations, labels (`geometry.frames.structure_labels`, in Å) have the residue axis first. `collate` adds the batch axis.
-Samples of `ChainDataset` hold what the device makes the MSA's features from (`raw_features`); the others have an axis of 1.
+A sample is a dictionary of tensors without a batch axis. It holds what the device makes the MSA's features from
+(`raw_features`). The other features (`feature_axes.FEATURE_AXES`) have a leading axis of 1 for the recycling iterations, labels
+(`geometry.frames.structure_labels`, in Å) have the residue axis first. `collate` adds the batch axis.
 
 Everything random about sample i is a function of (seed, i), whatever the worker, the rank, the epoch or a resume.
 """
@@ -24,12 +24,11 @@ from torch.utils.data import Dataset
 from evodsp.config import FeatureConfig
 from evodsp.data.crop import Crop, centre_crop, training_crop
 from evodsp.data.distillation import DistillationSet, sampled_rows
-from evodsp.data.features import FEATURE_AXES, TEMPLATE_AXES, check_config, make_features
-from evodsp.data.msa import MsaFeatures, merge_alignments, query_only
+from evodsp.data.feature_axes import FEATURE_AXES, check_config
+from evodsp.data.msa import MsaFeatures
 from evodsp.data.parsed_chain import ChainSource
-from evodsp.data.query_check import check_alignments
 from evodsp.data.raw_features import RAGGED, raw_features
-from evodsp.data.records import Alignment, Chain, ProteinSequence
+from evodsp.data.records import Chain, ProteinSequence
 from evodsp.data.sampling import DISTILLED, ChainChoice, ChainDraws
 from evodsp.data.templates.features import TemplateFeatures
 from evodsp.data.templates.source import FoundTemplates, TemplateSource
@@ -231,37 +230,6 @@ def _crop_label(label: Tensor, crop: Crop, size: int) -> Tensor:
     cropped = label.new_zeros(size, *label.shape[1:])
     cropped[: crop.length] = label[crop.residues]
     return cropped
-
-
-def prediction_sample(
-    query: ProteinSequence,
-    alignments: list[Alignment],
-    config: FeatureConfig,
-    seed: int,
-    templates: TemplateFeatures | None = None,
-    ensembles: int = 1,
-) -> Sample:
-    """Features of the whole chain `query` for prediction; `crop_size` is ignored.
-
-    The leading axis has `ensembles` independently drawn feature sets for each of the `recycles` + 1 iterations; the sets of
-    one iteration are adjacent. `templates`: best first; the first `max_templates` are taken. There may be fewer, or none: the
-    masked ones that fill up a batch of training would change nothing here, but cost as much as real ones.
-    Without alignments the MSA is the query alone.
-    Raises UserError if the first row of an alignment is not the query.
-    """
-    aatype = encode_sequence(query.letters)
-    if alignments:
-        check_alignments(alignments, query)
-        msa = merge_alignments(alignments)
-    else:
-        msa = query_only(aatype.astype(np.int8))
-    sets = (config.recycles + 1) * ensembles
-    features = make_features(aatype, msa, config, Draws.root(seed).at("prediction"), sets, templates=templates)
-    found = 0 if templates is None else len(templates.names)
-    return {
-        name: torch.from_numpy(values[:, :found] if name in TEMPLATE_AXES else values)
-        for name, values in features.items()
-    }
 
 
 def collate(samples: Sequence[Sample]) -> dict[str, Tensor]:

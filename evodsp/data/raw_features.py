@@ -1,4 +1,4 @@
-"""What a worker process hands over of a sample's MSA, so that the training device makes its features (`evodsp.features`).
+"""What a worker process makes of a sample; the device makes the features of its MSA from this (`evodsp.features`).
 
 Letters are bytes and deletions are listed, so a sample has a thirtieth of the bytes of its features. Columns outside the
 crop are needed too: sequences are assigned to clusters by all their columns (supplement 1.2.7), before the crop.
@@ -9,14 +9,16 @@ Shapes: N sequences, L columns of the chain, R residues of the crop, C recycling
 from __future__ import annotations
 
 import numpy as np
-from jaxtyping import Int32
+from jaxtyping import Bool, Float32, Int32, Int64
 
 from evodsp.config import FeatureConfig
 from evodsp.data.crop import Crop
-from evodsp.data.features import check_config, deleted_block_starts, fixed_features, kept_rows
+from evodsp.data.feature_axes import FEATURE_AXES, TEMPLATE_AXES, FeatureSizes, check_config
 from evodsp.data.msa import MsaFeatures
 from evodsp.data.templates.features import TemplateFeatures
 from evodsp.errors import UserError
+from evodsp.geometry import residues
+from evodsp.geometry.alphabet import LETTERS_WITH_MASK, LETTERS_WITH_X
 from evodsp.rng import Draws
 
 RAGGED = ("msa_letters", "msa_profile_bits", "msa_kept", "deletion_cells", "deletion_numbers")
@@ -26,8 +28,9 @@ HOST = ("msa_sizes", "msa_kept_counts")
 """Entries that the host reads, which stay there: they say how large the features are."""
 
 STREAMS = ("msa_order", "msa_replace", "msa_letter")
-"""The random streams of one recycling iteration that the device draws from; see `features.CycleDraws`."""
+"""The random streams of one recycling iteration that the device draws from: see `evodsp.features.draws.Drawn`."""
 
+_ONE_HOT = np.eye(LETTERS_WITH_MASK, dtype=np.float32)
 _MOST_CELLS = 1 << 31
 
 
@@ -40,7 +43,7 @@ def raw_features(
     crop: Crop,
     templates: TemplateFeatures | None = None,
 ) -> dict[str, np.ndarray]:
-    """What `features.make_features` needs, with the same arguments, before anything is sampled.
+    """A sample before anything is sampled of its MSA. Each iteration will do so with the stream `draws.at(cycle)`.
 
     It holds the features that do not change between recycling iterations, with a leading axis of 1 instead of C, padded to
     `config.crop_size` residues, and of the MSA:
@@ -57,9 +60,7 @@ def raw_features(
     check_config(config)
     (rows, columns), cycle_draws = msa.msa.shape, [draws.at(cycle) for cycle in range(cycles)]
     if rows * crop.length >= _MOST_CELLS:
-        raise UserError(
-            f"its alignment has {rows} x {crop.length} cells, more than 2^31; filter it, or set a crop_size"
-        )
+        raise UserError(f"its alignment has {rows} x {crop.length} cells, more than 2^31; filter it, or train on crops")
     deletions = np.ascontiguousarray(msa.deletions[:, crop.residues]).reshape(-1)
     cells = np.flatnonzero(deletions)
     kept = np.stack(
@@ -76,3 +77,73 @@ def raw_features(
         "deletion_cells": cells.astype(np.int32),
         "deletion_numbers": deletions[cells],
     }
+
+
+def target_features(aatype: Int32[np.ndarray, " R"]) -> Float32[np.ndarray, "R 22"]:
+    """`target_feat`: one column that marks chain breaks (zero in a monomer), then the one-hot residue type (21)."""
+    features = np.zeros((len(aatype), 22), np.float32)
+    features[:, 1:] = _ONE_HOT[aatype, :LETTERS_WITH_X]
+    return features
+
+
+def sequence_features(aatype: Int32[np.ndarray, " L"], crop: Crop) -> dict[str, np.ndarray]:
+    """The features that do not change between recycling iterations, cropped to R residues."""
+    cropped = aatype[crop.residues]
+    return {
+        "aatype": cropped,
+        "residue_index": np.arange(len(aatype), dtype=np.int32)[crop.residues],
+        "seq_length": np.array(len(cropped), np.int32),
+        "seq_mask": np.ones(len(cropped), np.float32),
+        "target_feat": target_features(cropped),
+        "atom14_atom_exists": residues.RESTYPE_ATOM14_MASK[cropped].astype(np.float32),
+        "atom37_atom_exists": residues.RESTYPE_ATOM37_MASK[cropped].astype(np.float32),
+        "residx_atom14_to_atom37": residues.RESTYPE_ATOM14_TO_ATOM37[cropped].astype(np.int32),
+        "residx_atom37_to_atom14": residues.RESTYPE_ATOM37_TO_ATOM14[cropped].astype(np.int32),
+    }
+
+
+def fixed_features(
+    aatype: Int32[np.ndarray, " L"],
+    config: FeatureConfig,
+    cycles: int,
+    crop: Crop,
+    length: int,
+    templates: TemplateFeatures | None = None,
+) -> dict[str, np.ndarray]:
+    """The features that are the same in each recycling iteration, padded with zeros to `length` residues.
+
+    If `max_templates` is above 0 there are always that many templates: the first ones of `templates` (whose R is L), then
+    masked zeros. If it is 0, `templates` is ignored.
+    """
+    fixed = sequence_features(aatype, crop)
+    if config.max_templates:
+        found = TemplateFeatures.none(len(aatype)) if templates is None else templates
+        fixed |= found.select(slice(config.max_templates), crop.residues).processed()
+    padded = FeatureSizes(length, 0, 0, config.max_templates)
+    return {name: _repeated(name, values, padded, cycles) for name, values in fixed.items()}
+
+
+def _repeated(name: str, values: np.ndarray, sizes: FeatureSizes, cycles: int) -> np.ndarray:
+    """A feature that is the same in each recycling iteration, with these as first axis, padded with zeros to `sizes`."""
+    axes = FEATURE_AXES[name] if name in FEATURE_AXES else TEMPLATE_AXES[name]
+    shape = tuple(getattr(sizes, axis) if axis else size for axis, size in zip(axes, values.shape, strict=True))
+    out = np.zeros((cycles, *shape), values.dtype)
+    out[(slice(None), *(slice(size) for size in values.shape))] = values
+    return out
+
+
+def deleted_block_starts(draws: Draws, rows: int, config: FeatureConfig) -> Int64[np.ndarray, " blocks"]:
+    """The first row of each block that one recycling iteration deletes; none unless `config` deletes blocks."""
+    blocks = config.block_delete_blocks if config.block_delete else 0
+    return (draws.at("block_deletion").uniform(blocks) * rows).astype(np.int64)
+
+
+def kept_rows(rows: int, starts: Int64[np.ndarray, " blocks"], fraction: float) -> Bool[np.ndarray, " {rows}"]:
+    """Which rows remain after deleting, from each start, a block of `fraction` of all rows (algorithm 1). The query remains."""
+    keep = np.ones(rows, bool)
+    index = np.arange(rows)
+    length = int(rows * fraction)
+    for start in starts:
+        keep &= (index < start) | (index >= start + length)
+    keep[0] = True
+    return keep

@@ -18,10 +18,11 @@ import torch
 import torch.distributed as dist
 
 from evodsp.config import FeatureConfig
-from evodsp.data.dataset import collate, prediction_sample
+from evodsp.data.dataset import collate
 from evodsp.data.records import Alignment
 from evodsp.data.templates.features import TemplateFeatures
 from evodsp.errors import UserError
+from evodsp.features.prediction import prediction_sample
 from evodsp.inference.block_progress import block_progress
 from evodsp.inference.config import PredictConfig
 from evodsp.inference.devices import memory_entries

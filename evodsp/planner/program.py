@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from evodsp.config import EvoformerConfig, LossConfig, ModelConfig
-from evodsp.data.features import FEATURE_AXES, SAMPLED, TEMPLATE_AXES
+from evodsp.data.feature_axes import FEATURE_AXES, SAMPLED, TEMPLATE_AXES
 from evodsp.geometry.frames import structure_labels
 from evodsp.losses.total import total_loss
 from evodsp.model.alphafold import AlphaFold

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from evodsp.config import KernelsConfig, ModelConfig, leaves
-from evodsp.data.features import check_config
+from evodsp.data.feature_axes import check_config
 from evodsp.data.quarantine import read_quarantine
 from evodsp.data.resolutions import CountedStructures
 from evodsp.errors import SettingError, UserError

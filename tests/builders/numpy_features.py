@@ -1,11 +1,10 @@
-"""From one chain's MSA to the model's input features (supplement 1.2.6 to 1.2.9, table 1).
+"""MSA features made with NumPy, one recycling iteration after another: what `evodsp.features` is compared with, to the bit.
 
-Every random step takes its random numbers as arguments; only `CycleDraws` draws them. The order of steps is AF2's: block
-deletion, sampling of the clusters, masking, assignment to the nearest cluster, summary of the clusters, crop, padding. From
-the summary on, each column is independent of the others, so only the cropped columns are computed.
+It knows of AF2's formulas (supplement 1.2.6 to 1.2.9) and of the addressed random numbers, and of nothing in `evodsp.features`
+but `deletion_value`, because arc tangents of two libraries differ in their last bit.
 
-Shapes: N sequences, S clusters, E extra sequences, L columns of the chain, R residues of the crop, C recycling iterations.
-Residue codes: `evodsp.geometry.alphabet`.
+Shapes: N sequences, S clusters, E extra sequences, L columns of the chain, R residues of the crop, C recycling iterations,
+K deletions.
 """
 
 from __future__ import annotations
@@ -14,65 +13,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Bool, Float, Float32, Int8, Int32, Int64
+import torch
+from jaxtyping import Float, Float32, Int8, Int32, Int64
 
 from evodsp.config import FeatureConfig
-from evodsp.data.clusters import cluster_profiles, mean_deletions, nearest_clusters
 from evodsp.data.crop import Crop
+from evodsp.data.feature_axes import FEATURE_AXES, SAMPLED, FeatureSizes, check_config, max_clusters
 from evodsp.data.msa import MsaFeatures
+from evodsp.data.raw_features import deleted_block_starts, fixed_features, kept_rows
 from evodsp.data.templates.features import TemplateFeatures
-from evodsp.errors import SettingError
-from evodsp.geometry import residues
+from evodsp.features.batch import deletion_value as of_deletions
 from evodsp.geometry.alphabet import LETTERS_WITH_GAP, LETTERS_WITH_MASK, LETTERS_WITH_X, MASK
-from evodsp.ranges import COUNT, FRACTION, SIZE, check_numbers
 from evodsp.rng import Draws
 
 _ONE_HOT = np.eye(LETTERS_WITH_MASK, dtype=np.float32)
+_AGREEING = _ONE_HOT * (np.arange(LETTERS_WITH_MASK) < LETTERS_WITH_X)
+"""One-hot letters; gaps and masked letters agree with nothing."""
 
-FEATURE_AXES: dict[str, tuple[str | None, ...]] = {
-    "aatype": ("residues",),
-    "residue_index": ("residues",),
-    "seq_length": (),
-    "seq_mask": ("residues",),
-    "target_feat": ("residues", None),
-    "atom14_atom_exists": ("residues", None),
-    "atom37_atom_exists": ("residues", None),
-    "residx_atom14_to_atom37": ("residues", None),
-    "residx_atom37_to_atom14": ("residues", None),
-    "msa_feat": ("msa", "residues", None),
-    "msa_mask": ("msa", "residues"),
-    "msa_row_mask": ("msa",),
-    "true_msa": ("msa", "residues"),
-    "bert_mask": ("msa", "residues"),
-    "extra_msa": ("extra", "residues"),
-    "extra_msa_mask": ("extra", "residues"),
-    "extra_msa_row_mask": ("extra",),
-    "extra_has_deletion": ("extra", "residues"),
-    "extra_deletion_value": ("extra", "residues"),
-}
-"""All features except the templates', with their axes after the recycling axis. Named axes can be padded (with zeros); None
-marks an axis of fixed size."""
-
-TEMPLATE_AXES: dict[str, tuple[str | None, ...]] = {
-    "template_aatype": ("templates", "residues"),
-    "template_all_atom_positions": ("templates", "residues", None, None),
-    "template_all_atom_masks": ("templates", "residues", None),
-    "template_pseudo_beta": ("templates", "residues", None),
-    "template_pseudo_beta_mask": ("templates", "residues"),
-    "template_mask": ("templates",),
-    "template_sum_probs": ("templates", None),
-}
-"""The template features, present if `max_templates` is above 0; likewise."""
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Padded sizes of the named feature axes. `make_features` sets `templates` from the config."""
-
-    residues: int
-    msa: int
-    extra: int
-    templates: int = 0
+Rows = tuple[Int64[np.ndarray, " S"], Int64[np.ndarray, " E"]]
+"""The rows of the MSA that one recycling iteration takes: the centres of its clusters, and all others in random order."""
 
 
 @dataclass(frozen=True)
@@ -98,55 +57,6 @@ class CycleDraws:
             replace=draws.at("msa_replace").uniform(clusters, columns),
             letter=draws.at("msa_letter").uniform(clusters, columns),
         )
-
-
-def deleted_block_starts(draws: Draws, rows: int, config: FeatureConfig) -> Int64[np.ndarray, " blocks"]:
-    """The first row of each block that one recycling iteration deletes; none unless `config` deletes blocks."""
-    blocks = config.block_delete_blocks if config.block_delete else 0
-    return (draws.at("block_deletion").uniform(blocks) * rows).astype(np.int64)
-
-
-def max_clusters(config: FeatureConfig) -> int:
-    """Rows of the clustered MSA, the template rows not counted. `check_config` makes sure that there is one."""
-    return config.msa_clusters - config.max_templates
-
-
-_RANGES = {
-    "crop_size": SIZE,
-    "msa_clusters": SIZE,
-    "extra_msa": SIZE,
-    "max_templates": COUNT,
-    "recycles": COUNT,
-    "masked_msa_fraction": FRACTION,
-    "masked_uniform": FRACTION,
-    "masked_profile": FRACTION,
-    "masked_same": FRACTION,
-    "block_delete_fraction": FRACTION,
-    "block_delete_blocks": COUNT,
-    "clamp_fape_fraction": FRACTION,
-}
-
-
-def check_config(config: FeatureConfig, where: str = "") -> None:
-    """Raise SettingError if a size or a probability of `config` is out of range. `where`: its name and a dot, for messages."""
-    check_numbers(config, _RANGES, where)
-    if max_clusters(config) < 1:
-        expected = f"above {where}max_templates, which is {config.max_templates}: each template takes one of these rows"
-        raise SettingError(f"{where}msa_clusters", config.msa_clusters, expected)
-    if (total := config.masked_uniform + config.masked_profile + config.masked_same) > 1 + 1e-6:
-        expected = f"lower: with masked_uniform and masked_profile the sum is {total:g}, and it can be at most 1"
-        raise SettingError(f"{where}masked_same", config.masked_same, expected)
-
-
-def kept_rows(rows: int, starts: Int64[np.ndarray, " blocks"], fraction: float) -> Bool[np.ndarray, " {rows}"]:
-    """Which rows remain after deleting, from each start, a block of `fraction` of all rows (algorithm 1). The query remains."""
-    keep = np.ones(rows, bool)
-    index = np.arange(rows)
-    length = int(rows * fraction)
-    for start in starts:
-        keep &= (index < start) | (index >= start + length)
-    keep[0] = True
-    return keep
 
 
 def letter_probabilities(
@@ -193,52 +103,61 @@ def mask_letters(
 def deletion_value(
     deletions: Int32[np.ndarray, "*s"] | Float32[np.ndarray, "*s"], out: Float32[np.ndarray, "*s"] | None = None
 ) -> Float32[np.ndarray, "*s"]:
-    """Numbers of deletions d mapped to [0, 1): arctan(d / 3) * 2 / pi. `out`: zeros to write them to."""
-    values = np.zeros(deletions.shape, np.float32) if out is None else out
-    some = np.nonzero(deletions)  # most cells have none
-    values[some] = np.arctan(deletions[some].astype(np.float32) / np.float32(3)) * np.float32(2 / np.pi)
+    """`evodsp.features.batch.deletion_value`. `out`: where to write the values."""
+    values = of_deletions(torch.from_numpy(np.ascontiguousarray(deletions))).numpy()
+    if out is not None:
+        out[...] = values
     return values
 
 
-def target_features(aatype: Int32[np.ndarray, " R"]) -> Float32[np.ndarray, "R 22"]:
-    """`target_feat`: one column that marks chain breaks (zero in a monomer), then the one-hot residue type (21)."""
-    features = np.zeros((len(aatype), 22), np.float32)
-    features[:, 1:] = _ONE_HOT[aatype, :LETTERS_WITH_X]
-    return features
+def nearest_clusters(clusters: Int8[np.ndarray, "S L"], extra: Int8[np.ndarray, "E L"]) -> Int64[np.ndarray, " E"]:
+    """For each extra sequence, the cluster it agrees with in most columns; the first of equals (supplement 1.2.7, step 3)."""
+    columns = clusters.shape[1] * LETTERS_WITH_MASK
+    return (_AGREEING[extra].reshape(-1, columns) @ _ONE_HOT[clusters].reshape(-1, columns).T).argmax(1)
 
 
-def sequence_features(aatype: Int32[np.ndarray, " L"], crop: Crop) -> dict[str, np.ndarray]:
-    """The features that do not change between recycling iterations, cropped to R residues."""
-    cropped = aatype[crop.residues]
-    return {
-        "aatype": cropped,
-        "residue_index": np.arange(len(aatype), dtype=np.int32)[crop.residues],
-        "seq_length": np.array(len(cropped), np.int32),
-        "seq_mask": np.ones(len(cropped), np.float32),
-        "target_feat": target_features(cropped),
-        "atom14_atom_exists": residues.RESTYPE_ATOM14_MASK[cropped].astype(np.float32),
-        "atom37_atom_exists": residues.RESTYPE_ATOM37_MASK[cropped].astype(np.float32),
-        "residx_atom14_to_atom37": residues.RESTYPE_ATOM14_TO_ATOM37[cropped].astype(np.int32),
-        "residx_atom37_to_atom14": residues.RESTYPE_ATOM37_TO_ATOM14[cropped].astype(np.int32),
-    }
+def cluster_profiles(
+    clusters: Int8[np.ndarray, "S R"],
+    extra: Int8[np.ndarray, "E R"],
+    nearest: Int64[np.ndarray, " E"],
+    out: Float32[np.ndarray, "S R 23"] | None = None,
+) -> Float32[np.ndarray, "S R 23"]:
+    """Letter frequencies of each cluster, its centre included (supplement 1.2.7, step 4). `out`: where to write them."""
+    size, columns = clusters.shape
+    out = np.empty((size, columns, LETTERS_WITH_MASK), np.float32) if out is None else out
+    members = _members(nearest, size)[:, None, None]
+    letters = np.concatenate([clusters, extra])
+    base = np.concatenate([np.arange(size), nearest])[:, None]
+    step = max(1, (1 << 20) // len(letters))
+    for start in range(0, columns, step):
+        block = letters[:, start : start + step]
+        width = block.shape[1]
+        cells = (base * width + np.arange(width)) * LETTERS_WITH_MASK + block
+        counts = np.bincount(cells.ravel(), minlength=size * width * LETTERS_WITH_MASK)
+        counts = counts.reshape(size, width, LETTERS_WITH_MASK).astype(np.float32)
+        np.divide(counts, members, out=out[:, start : start + step])
+    return out
 
 
-SAMPLED: dict[str, tuple[type[np.generic], tuple[int, ...]]] = {
-    "msa_feat": (np.float32, (49,)),
-    "msa_mask": (np.float32, ()),
-    "msa_row_mask": (np.float32, ()),
-    "true_msa": (np.int32, ()),
-    "bert_mask": (np.float32, ()),
-    "extra_msa": (np.int32, ()),
-    "extra_msa_mask": (np.float32, ()),
-    "extra_msa_row_mask": (np.float32, ()),
-    "extra_has_deletion": (np.float32, ()),
-    "extra_deletion_value": (np.float32, ()),
-}
-"""The features that each recycling iteration draws anew: their type, and the sizes of their axes without a name."""
+def mean_deletions(
+    own: Int32[np.ndarray, "S R"],
+    row: Int64[np.ndarray, " K"],
+    column: Int64[np.ndarray, " K"],
+    number: Int32[np.ndarray, " K"],
+    nearest: Int64[np.ndarray, " E"],
+) -> Float32[np.ndarray, "S R"]:
+    """Mean number of deletions of each cluster (supplement 1.2.7, step 4). `own`: those of the centres.
 
-Rows = tuple[Int64[np.ndarray, " S"], Int64[np.ndarray, " E"]]
-"""The rows of the MSA that one recycling iteration takes: the centres of its clusters, and all others in random order."""
+    `row`, `column`, `number`: the cells of extra sequences that have deletions, which are few.
+    """
+    size, columns = own.shape
+    sums = np.bincount(nearest[row].astype(np.int64) * columns + column, weights=number, minlength=own.size)
+    return ((sums.reshape(own.shape) + own) / _members(nearest, size)[:, None]).astype(np.float32)
+
+
+def _members(nearest: Int64[np.ndarray, " E"], size: int) -> Float32[np.ndarray, " {size}"]:
+    """Sequences of each cluster, with AlphaFold2's small number beside them."""
+    return (1e-6 + 1 + np.bincount(nearest, minlength=size)).astype(np.float32)
 
 
 def sampled_rows(rows: int, config: FeatureConfig, draws: CycleDraws) -> Rows:
@@ -249,7 +168,7 @@ def sampled_rows(rows: int, config: FeatureConfig, draws: CycleDraws) -> Rows:
 
 
 def sampled_features(
-    msa: MsaFeatures, config: FeatureConfig, drawn: Sequence[CycleDraws], crop: Crop, sizes: Sizes | None = None
+    msa: MsaFeatures, config: FeatureConfig, drawn: Sequence[CycleDraws], crop: Crop, sizes: FeatureSizes | None = None
 ) -> dict[str, np.ndarray]:
     """The MSA features of each recycling iteration, cropped to R residues, with the iterations as leading axis.
 
@@ -259,7 +178,7 @@ def sampled_features(
     rows = [sampled_rows(msa.num_alignments, config, draws) for draws in drawn]
     if sizes is None:
         most = max(min(len(others), config.extra_msa) for _, others in rows)
-        sizes = Sizes(crop.length, max(len(centres) for centres, _ in rows), max(1, most))
+        sizes = FeatureSizes(crop.length, max(len(centres) for centres, _ in rows), max(1, most))
     stacked = {
         name: np.zeros((len(drawn), *_axis_sizes(FEATURE_AXES[name], sizes), *unnamed), dtype)
         for name, (dtype, unnamed) in SAMPLED.items()
@@ -272,7 +191,7 @@ def sampled_features(
     return stacked
 
 
-def _axis_sizes(axes: Sequence[str | None], sizes: Sizes) -> tuple[int, ...]:
+def _axis_sizes(axes: Sequence[str | None], sizes: FeatureSizes) -> tuple[int, ...]:
     return tuple(getattr(sizes, axis) for axis in axes if axis)
 
 
@@ -338,7 +257,7 @@ def make_features(
     draws: Draws,
     cycles: int,
     crop: Crop | None = None,
-    sizes: Sizes | None = None,
+    sizes: FeatureSizes | None = None,
     templates: TemplateFeatures | None = None,
 ) -> dict[str, np.ndarray]:
     """All input features of one sample, named and typed as AF2's, with a leading axis of `cycles` recycling iterations.
@@ -357,29 +276,3 @@ def make_features(
     sampled = sampled_features(msa, config, drawn, crop, sizes)
     fixed = fixed_features(aatype, config, cycles, crop, sampled["msa_mask"].shape[2], templates)
     return {**fixed, **sampled}
-
-
-def fixed_features(
-    aatype: Int32[np.ndarray, " L"],
-    config: FeatureConfig,
-    cycles: int,
-    crop: Crop,
-    length: int,
-    templates: TemplateFeatures | None = None,
-) -> dict[str, np.ndarray]:
-    """The features of `make_features` that are the same in each iteration, padded with zeros to `length` residues."""
-    fixed = sequence_features(aatype, crop)
-    if config.max_templates:
-        found = TemplateFeatures.none(len(aatype)) if templates is None else templates
-        fixed |= found.select(slice(config.max_templates), crop.residues).processed()
-    padded = Sizes(length, 0, 0, config.max_templates)
-    return {name: _repeated(name, values, padded, cycles) for name, values in fixed.items()}
-
-
-def _repeated(name: str, values: np.ndarray, sizes: Sizes, cycles: int) -> np.ndarray:
-    """A feature that is the same in each recycling iteration, with these as first axis, padded with zeros to `sizes`."""
-    axes = FEATURE_AXES[name] if name in FEATURE_AXES else TEMPLATE_AXES[name]
-    shape = tuple(getattr(sizes, axis) if axis else size for axis, size in zip(axes, values.shape, strict=True))
-    out = np.zeros((cycles, *shape), values.dtype)
-    out[(slice(None), *(slice(size) for size in values.shape))] = values
-    return out
