@@ -20,9 +20,9 @@ from urllib.parse import quote, urlencode
 from xml.etree import ElementTree
 
 from evodsp import download
-from evodsp.data.chain_list import chain_list
 from evodsp.data.fetch_config import FetchConfig
-from evodsp.data.layout import split_key
+from evodsp.data.samples.chain_list import chain_list
+from evodsp.data.sources.layout import split_key
 from evodsp.download import BLOCK, fetch_file
 from evodsp.errors import UserError
 from evodsp.printing import tell

@@ -16,8 +16,8 @@ from jaxtyping import Bool, Float32, Int8, Int32, Int64
 from torch import Tensor
 
 from evodsp.config import FeatureConfig
-from evodsp.data.feature_axes import FEATURE_AXES, SAMPLED, TEMPLATE_AXES, FeatureSizes, max_clusters
-from evodsp.data.raw_features import HOST, RAGGED
+from evodsp.data.samples.feature_axes import FEATURE_AXES, SAMPLED, TEMPLATE_AXES, FeatureSizes, max_clusters
+from evodsp.data.samples.raw_features import HOST, RAGGED
 from evodsp.features.clusters import cluster_profiles, mean_deletions, members, nearest_clusters, write_one_hot
 from evodsp.features.draws import Drawn, draw
 from evodsp.features.masking import mask_letters
@@ -40,7 +40,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class RawMsa:
-    """The MSA of one sample, as the loader hands it over; see `evodsp.data.raw_features.raw_features`."""
+    """The MSA of one sample, as the loader hands it over; see `evodsp.data.samples.raw_features.raw_features`."""
 
     letters: Int8[Tensor, "N L"]
     profile: Float32[Tensor, "L 22"]
@@ -59,7 +59,7 @@ class RawMsa:
 def with_features(batch: Mapping[str, Tensor], config: FeatureConfig) -> dict[str, Tensor]:
     """The batch with the features of all recycling iterations in place of what they are made from.
 
-    `batch`: what `evodsp.data.dataset.collate` makes of samples. Its tensors are on any device except those of
+    `batch`: what `evodsp.data.samples.dataset.collate` makes of samples. Its tensors are on any device except those of
     `raw_features.HOST`, which are on the host. Features are [B, C, …], with the axes of `feature_axes.FEATURE_AXES`. They have
     the sizes of the settings if there is a `crop_size`, otherwise the largest of the samples.
     """

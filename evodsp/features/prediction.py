@@ -8,13 +8,13 @@ import numpy as np
 import torch
 
 from evodsp.config import FeatureConfig
-from evodsp.data.crop import Crop
-from evodsp.data.dataset import Sample, collate
-from evodsp.data.feature_axes import TEMPLATE_AXES
-from evodsp.data.msa import merge_alignments, query_only
-from evodsp.data.query_check import check_alignments
-from evodsp.data.raw_features import raw_features
 from evodsp.data.records import Alignment, ProteinSequence
+from evodsp.data.samples.crop import Crop
+from evodsp.data.samples.dataset import Sample, collate
+from evodsp.data.samples.feature_axes import TEMPLATE_AXES
+from evodsp.data.samples.raw_features import raw_features
+from evodsp.data.sources.msa import merge_alignments, query_only
+from evodsp.data.sources.query_check import check_alignments
 from evodsp.data.templates.features import TemplateFeatures
 from evodsp.features.batch import with_features
 from evodsp.geometry.alphabet import encode_sequence

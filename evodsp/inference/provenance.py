@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from evodsp.config import FeatureConfig
-from evodsp.data.feature_axes import check_config
+from evodsp.data.samples.feature_axes import check_config
 from evodsp.data.templates.features import TemplateFeatures
 from evodsp.errors import UserError
 from evodsp.inference.config import PredictConfig

@@ -26,7 +26,7 @@ import numpy as np
 from jaxtyping import Float32
 
 from evodsp import __version__
-from evodsp.data.mmcif import read_chain
+from evodsp.data.formats.mmcif import read_chain
 from evodsp.errors import FileFormatError, UserError
 from evodsp.geometry.alphabet import RESTYPES_WITH_X
 from evodsp.inference.model_cif import PAE_CATEGORY, Origin

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from evodsp.data.chain_folder import has_files
 from evodsp.data.records import ProteinSequence
+from evodsp.data.sources.chain_folder import has_files
 from evodsp.errors import UserError
 from evodsp.inference.inputs import read_inputs
 from evodsp.inference.search_config import SearchConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from evodsp.data.chain_folder import has_files
+from evodsp.data.sources.chain_folder import has_files
 from evodsp.inference.config import PredictConfig
 from evodsp.inference.failures import Failure
 from evodsp.inference.search import say, search_missing

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from evodsp.config import FeatureConfig
-from evodsp.data.dataset import collate
 from evodsp.data.records import Alignment
+from evodsp.data.samples.dataset import collate
 from evodsp.data.templates.features import TemplateFeatures
 from evodsp.errors import UserError
 from evodsp.features.prediction import prediction_sample

@@ -6,7 +6,7 @@ import hashlib
 from pathlib import Path
 
 from evodsp.config import FeatureConfig
-from evodsp.data.chain_folder import SEARCH_RESULTS, search_result_files
+from evodsp.data.sources.chain_folder import SEARCH_RESULTS, search_result_files
 from evodsp.data.templates.features import TemplateFeatures
 from evodsp.data.templates.source import FoundTemplates, TemplateSource
 from evodsp.errors import UserError

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from evodsp.data.chain_folder import alignment_files, has_files, parse_alignments, read_alignment_dir
-from evodsp.data.query_check import matched_alignments
 from evodsp.data.records import Alignment, ProteinSequence
+from evodsp.data.sources.chain_folder import alignment_files, has_files, parse_alignments, read_alignment_dir
+from evodsp.data.sources.query_check import matched_alignments
 from evodsp.errors import UserError, nearest
 from evodsp.inference.failures import Failure
 from evodsp.inference.inputs import InputRecord, read_inputs

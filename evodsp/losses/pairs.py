@@ -1,7 +1,7 @@
 """What losses over pairs (frames and atoms, atoms and atoms) share: how many rows they take at once, which entries they skip.
 
 No size may depend on data on the device, because the host would have to wait for it. Entries that exist are therefore listed
-where the data are on the host (`evodsp.data.dataset.collate`); without such a list all entries are taken, and masks leave out
+where the data are on the host (`data.samples.dataset.collate`); without such a list all entries are taken, and masks leave out
 those that do not exist.
 """
 

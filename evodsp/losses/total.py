@@ -158,7 +158,7 @@ def total_loss(
     `batch` holds features [B, cycle, ...], of which the last iteration is used, and labels [B, ...]. The backbone FAPE is
     clamped unless `use_clamped_fape` says otherwise. The breakdown holds every term whose weight is not zero, unweighted and
     not scaled by length, as a mean over the batch, and the loss itself as `total`; all detached. Raises UserError if the batch
-    lacks labels that a term needs. The lists of `evodsp.data.dataset.collate` save work on entries that do not exist; they
+    lacks labels that a term needs. The lists of `data.samples.dataset.collate` save work on entries that do not exist; they
     change no value.
 
     On several ranks the logits of distogram, PAE and masked MSA are this rank's shards; everything else in `output` and `batch`

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from evodsp import __version__
-from evodsp.data.chain_folder import has_files, parse_alignments
-from evodsp.data.query_check import check_alignments
 from evodsp.data.records import ProteinSequence
+from evodsp.data.sources.chain_folder import has_files, parse_alignments
+from evodsp.data.sources.query_check import check_alignments
 from evodsp.errors import UserError
 from evodsp.files import whole_folder
 from evodsp.reading.answers import BadAnswerError

@@ -12,14 +12,14 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Float64
 
-from evodsp.data.chain_list import chain_list
-from evodsp.data.dataset import load_record
-from evodsp.data.distillation import DistillationSet
-from evodsp.data.feature_store import BuiltStore
-from evodsp.data.presence import Lacking, Presence
-from evodsp.data.sampling import DISTILLED
-from evodsp.data.selection import Selected, Selection, select
-from evodsp.data.store import FeatureStore
+from evodsp.data.samples.chain_list import chain_list
+from evodsp.data.samples.dataset import load_record
+from evodsp.data.samples.distillation import DistillationSet
+from evodsp.data.samples.presence import Lacking, Presence
+from evodsp.data.samples.sampling import DISTILLED
+from evodsp.data.samples.selection import Selected, Selection, select
+from evodsp.data.sources.chain_files import FeatureStore
+from evodsp.data.sources.feature_store import BuiltStore
 from evodsp.data.templates.source import TemplateSource
 from evodsp.errors import UserError, nearest
 from evodsp.launch.consensus import from_first, on_every

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from evodsp.config import KernelsConfig, ModelConfig, leaves
-from evodsp.data.feature_axes import check_config
 from evodsp.data.quarantine import read_quarantine
-from evodsp.data.resolutions import CountedStructures
+from evodsp.data.samples.feature_axes import check_config
+from evodsp.data.samples.resolutions import CountedStructures
 from evodsp.errors import SettingError, UserError
 from evodsp.launch import process_group
 from evodsp.launch.consensus import from_first, on_every

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from evodsp.data.distillation import DistillationSet, open_predictions
-from evodsp.data.feature_store import BuiltStore
-from evodsp.data.index import ChainIndex
-from evodsp.data.store import FeatureStore
+from evodsp.data.index.chain_index import ChainIndex
+from evodsp.data.samples.distillation import DistillationSet, open_predictions
+from evodsp.data.sources.chain_files import FeatureStore
+from evodsp.data.sources.feature_store import BuiltStore
 from evodsp.data.templates.dates import parse_latest_date
 from evodsp.data.templates.source import TemplateSource
 from evodsp.errors import UserError

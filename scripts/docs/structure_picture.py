@@ -27,9 +27,9 @@ from matplotlib.patches import Patch
 from PIL import Image
 
 from evodsp import metrics
-from evodsp.data.mmcif import read_chain
+from evodsp.data.formats.mmcif import read_chain
 from evodsp.data.records import Chain
-from evodsp.data.structures import StructureFolder
+from evodsp.data.sources.structures import StructureFolder
 from evodsp.errors import UserError
 from evodsp.geometry.residues import ATOM_ORDER
 from evodsp.inference.report import ChainScores, compare

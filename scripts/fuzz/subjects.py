@@ -15,18 +15,18 @@ from random import Random
 
 import torch
 
-from evodsp.data.chain_folder import parse_alignment_file, parse_search_result
-from evodsp.data.chain_list import chain_list
-from evodsp.data.feature_store import BuiltStore
-from evodsp.data.index import ChainIndex
-from evodsp.data.metadata import cached_table, read_entry_cache, read_sets
-from evodsp.data.mmcif import read_chain, read_confidence, read_header, read_structure
-from evodsp.data.parsers.obsolete import parse_obsolete
+from evodsp.data.formats.mmcif import read_chain, read_confidence, read_header, read_structure
+from evodsp.data.formats.obsolete import parse_obsolete
+from evodsp.data.index.chain_index import ChainIndex
+from evodsp.data.index.metadata import cached_table, read_entry_cache, read_sets
 from evodsp.data.quarantine import read_quarantine
-from evodsp.data.record_codec import decode_chain, decode_parsed
 from evodsp.data.records import ProteinSequence
-from evodsp.data.store import FeatureStore
-from evodsp.data.structures import StructureFolder
+from evodsp.data.samples.chain_list import chain_list
+from evodsp.data.sources.chain_files import FeatureStore
+from evodsp.data.sources.chain_folder import parse_alignment_file, parse_search_result
+from evodsp.data.sources.feature_store import BuiltStore
+from evodsp.data.sources.record_codec import decode_chain, decode_parsed
+from evodsp.data.sources.structures import StructureFolder
 from evodsp.data.templates.source import TemplateSource
 from evodsp.inference.batch_page import batch_page
 from evodsp.inference.inputs import read_inputs

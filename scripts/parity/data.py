@@ -24,16 +24,16 @@ import numpy as np
 import torch
 
 from evodsp.config import FeatureConfig
-from evodsp.data.chain_folder import alignment_files, parse_alignment_file, search_result_files
-from evodsp.data.crop import Crop
-from evodsp.data.dataset import chain_labels, collate
-from evodsp.data.feature_axes import max_clusters
-from evodsp.data.layout import StructureListing, split_key
-from evodsp.data.mmcif import read_structure
-from evodsp.data.parsers import parse_hhr
-from evodsp.data.raw_features import raw_features
+from evodsp.data.formats import parse_hhr
+from evodsp.data.formats.mmcif import read_structure
 from evodsp.data.records import ProteinSequence
-from evodsp.data.store import FeatureStore
+from evodsp.data.samples.crop import Crop
+from evodsp.data.samples.dataset import chain_labels, collate
+from evodsp.data.samples.feature_axes import max_clusters
+from evodsp.data.samples.raw_features import raw_features
+from evodsp.data.sources.chain_files import FeatureStore
+from evodsp.data.sources.chain_folder import alignment_files, parse_alignment_file, search_result_files
+from evodsp.data.sources.layout import StructureListing, split_key
 from evodsp.data.templates.source import TemplateSource
 from evodsp.errors import UserError
 from evodsp.features.batch import with_features

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from evodsp.data.building.config import BuildConfig
 from evodsp.data.building.parts import Part, build_part
-from evodsp.data.store import FeatureStore
+from evodsp.data.sources.chain_files import FeatureStore
 from scripts.examples.synthetic.mmcif_writer import mmcif_text
 from tests.builders.chains import AMINO_ACIDS, straight_chain
 

@@ -6,10 +6,10 @@ import numpy as np
 import torch
 
 from evodsp.config import FeatureConfig
-from evodsp.data.crop import Crop
-from evodsp.data.dataset import Sample, collate, existing_entries
-from evodsp.data.msa import MsaFeatures
-from evodsp.data.raw_features import raw_features
+from evodsp.data.samples.crop import Crop
+from evodsp.data.samples.dataset import Sample, collate, existing_entries
+from evodsp.data.samples.raw_features import raw_features
+from evodsp.data.sources.msa import MsaFeatures
 from evodsp.data.templates.features import TemplateFeatures
 from evodsp.features.batch import with_features
 from evodsp.rng import Draws

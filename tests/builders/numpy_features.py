@@ -17,10 +17,10 @@ import torch
 from jaxtyping import Float, Float32, Int8, Int32, Int64
 
 from evodsp.config import FeatureConfig
-from evodsp.data.crop import Crop
-from evodsp.data.feature_axes import FEATURE_AXES, SAMPLED, FeatureSizes, check_config, max_clusters
-from evodsp.data.msa import MsaFeatures
-from evodsp.data.raw_features import deleted_block_starts, fixed_features, kept_rows
+from evodsp.data.samples.crop import Crop
+from evodsp.data.samples.feature_axes import FEATURE_AXES, SAMPLED, FeatureSizes, check_config, max_clusters
+from evodsp.data.samples.raw_features import deleted_block_starts, fixed_features, kept_rows
+from evodsp.data.sources.msa import MsaFeatures
 from evodsp.data.templates.features import TemplateFeatures
 from evodsp.features.batch import deletion_value as of_deletions
 from evodsp.geometry.alphabet import LETTERS_WITH_GAP, LETTERS_WITH_MASK, LETTERS_WITH_X, MASK

@@ -7,7 +7,7 @@ import signal
 import time
 
 from evodsp.data.records import Alignment, ProteinSequence
-from evodsp.data.store import FeatureStore
+from evodsp.data.sources.chain_files import FeatureStore
 
 SLEEPER, KILLER = "9slp_A", "9kil_A"
 

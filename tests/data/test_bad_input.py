@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from evodsp.data.chain_folder import read_alignment_dir
-from evodsp.data.mmcif import read_chain, read_structure
-from evodsp.data.parsers import parse_a3m, parse_fasta, parse_stockholm
+from evodsp.data.formats import parse_a3m, parse_fasta, parse_stockholm
+from evodsp.data.formats.mmcif import read_chain, read_structure
 from evodsp.data.records import ProteinSequence
-from evodsp.data.store import FeatureStore
+from evodsp.data.sources.chain_files import FeatureStore
+from evodsp.data.sources.chain_folder import read_alignment_dir
 from evodsp.errors import UserError
 from tests.builders.mmcif import atom, entry
 

@@ -21,7 +21,7 @@ from evodsp.data.building import command
 from evodsp.data.building.command import Plan, build
 from evodsp.data.building.engine import on_cluster, on_this_machine
 from evodsp.data.building.parts import Account
-from evodsp.data.feature_store import CHAINS, BuiltStore
+from evodsp.data.sources.feature_store import CHAINS, BuiltStore
 from evodsp.errors import UserError
 from evodsp.lock import lock
 from tests.builders.builds import build_with_deadly_chains, config, content, die_at_once, letters_of, write_chain

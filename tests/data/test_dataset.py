@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from evodsp.config import FeatureConfig
-from evodsp.data.dataset import ChainDataset, Sample, collate, existing_entries, load_record
-from evodsp.data.feature_axes import FEATURE_AXES
 from evodsp.data.records import Alignment, Chain, ProteinSequence
-from evodsp.data.store import FeatureStore
+from evodsp.data.samples.dataset import ChainDataset, Sample, collate, existing_entries, load_record
+from evodsp.data.samples.feature_axes import FEATURE_AXES
+from evodsp.data.sources.chain_files import FeatureStore
 from evodsp.errors import UserError
 from evodsp.features.batch import with_features
 from evodsp.features.prediction import prediction_sample

@@ -17,16 +17,16 @@ import torch
 
 from evodsp.config import FeatureConfig
 from evodsp.data.building.command import build
-from evodsp.data.dataset import ChainDataset
-from evodsp.data.feature_store import BuiltStore
-from evodsp.data.msa import MsaFeatures, letter_profile
-from evodsp.data.parsed_chain import ChainSource, ParsedChain
-from evodsp.data.parsers import parse_fasta
-from evodsp.data.record_codec import decode_chain, decode_parsed, encode_chain, encode_parsed
+from evodsp.data.formats import parse_fasta
 from evodsp.data.records import ProteinSequence
-from evodsp.data.shards import digest_of
-from evodsp.data.store import FeatureStore
-from evodsp.data.structures import TemplateStructures
+from evodsp.data.samples.dataset import ChainDataset
+from evodsp.data.sources.chain_files import FeatureStore
+from evodsp.data.sources.feature_store import BuiltStore
+from evodsp.data.sources.msa import MsaFeatures, letter_profile
+from evodsp.data.sources.parsed_chain import ChainSource, ParsedChain
+from evodsp.data.sources.record_codec import decode_chain, decode_parsed, encode_chain, encode_parsed
+from evodsp.data.sources.shards import digest_of
+from evodsp.data.sources.structures import TemplateStructures
 from evodsp.data.templates.source import TemplateSource
 from evodsp.errors import UserError
 from tests.builders.builds import config, letters_of, write_chain, write_structure

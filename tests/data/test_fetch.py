@@ -17,8 +17,8 @@ import pytest
 from evodsp import download
 from evodsp.cli import main
 from evodsp.data import fetch
-from evodsp.data.index import ChainIndex
-from evodsp.data.store import FeatureStore
+from evodsp.data.index.chain_index import ChainIndex
+from evodsp.data.sources.chain_files import FeatureStore
 from tests.builders.builds import letters_of, write_chain
 from tests.builders.pages import ROOT
 

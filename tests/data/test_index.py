@@ -23,11 +23,10 @@ import numpy as np
 import pytest
 
 from evodsp.cli import main
-from evodsp.data import scan
-from evodsp.data.chain_table import UNKNOWN_CLUSTER, UNKNOWN_DAY
-from evodsp.data.index import ChainIndex
+from evodsp.data.index.chain_index import ChainIndex, scan
+from evodsp.data.index.chain_table import UNKNOWN_CLUSTER, UNKNOWN_DAY
 from evodsp.data.records import ProteinSequence
-from evodsp.data.store import FeatureStore
+from evodsp.data.sources.chain_files import FeatureStore
 from evodsp.errors import UserError
 from evodsp.lock import lock
 from tests.builders.alignments import database

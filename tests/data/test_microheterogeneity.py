@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from evodsp.data.mmcif import read_chain
-from evodsp.data.query_check import matched_alignments, matched_hits
+from evodsp.data.formats.mmcif import read_chain
 from evodsp.data.records import Alignment, ProteinSequence
-from evodsp.data.store import FeatureStore
+from evodsp.data.sources.chain_files import FeatureStore
+from evodsp.data.sources.query_check import matched_alignments, matched_hits
 from evodsp.errors import UserError
 from evodsp.geometry.alphabet import decode, encode
 from tests.builders.alignments import make_alignment

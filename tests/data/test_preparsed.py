@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 
 from evodsp.cli import main
-from evodsp.data.chain_folder import parse_alignment_file, read_alignment_dir
-from evodsp.data.feature_store import BuiltStore
-from evodsp.data.index import ChainIndex
-from evodsp.data.msa import merge_alignments
-from evodsp.data.parsers import parse_preparsed
-from evodsp.data.store import FeatureStore
+from evodsp.data.formats import parse_preparsed
+from evodsp.data.index.chain_index import ChainIndex
+from evodsp.data.sources.chain_files import FeatureStore
+from evodsp.data.sources.chain_folder import parse_alignment_file, read_alignment_dir
+from evodsp.data.sources.feature_store import BuiltStore
+from evodsp.data.sources.msa import merge_alignments
 from evodsp.errors import FileFormatError
 from evodsp.inference.targets import find_targets
 from evodsp.reading import text_files

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from evodsp.data import scan
 from evodsp.data.building.parts import Account, Inputs, Part, build_part
-from evodsp.data.feature_store import CHAINS
+from evodsp.data.index.chain_index import scan
+from evodsp.data.sources.feature_store import CHAINS
 from evodsp.errors import FileFormatError
 from evodsp.report.curve import read_curve
 

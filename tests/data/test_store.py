@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from evodsp.data.records import ProteinSequence
-from evodsp.data.store import FeatureStore
+from evodsp.data.sources.chain_files import FeatureStore
 from evodsp.errors import UserError
 from evodsp.geometry.alphabet import decode
 from tests.builders.alignments import database

@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from evodsp.config import FeatureConfig
-from evodsp.data.crop import Crop
-from evodsp.data.dataset import ChainDataset, collate, draw_templates, load_record
-from evodsp.data.feature_axes import TEMPLATE_AXES
-from evodsp.data.parsed_chain import ParsedChain, parse_chain
-from evodsp.data.parsers import parse_fasta
+from evodsp.data.formats import parse_fasta
 from evodsp.data.records import Alignment, Chain, ProteinSequence
-from evodsp.data.store import FeatureStore
+from evodsp.data.samples.crop import Crop
+from evodsp.data.samples.dataset import ChainDataset, collate, draw_templates, load_record
+from evodsp.data.samples.feature_axes import TEMPLATE_AXES
+from evodsp.data.sources.chain_files import FeatureStore
+from evodsp.data.sources.parsed_chain import ParsedChain, parse_chain
 from evodsp.data.templates.hits import TemplateHit
 from evodsp.data.templates.source import TemplateSource
 from evodsp.features.prediction import prediction_sample

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from evodsp.data.parsers import parse_fasta, parse_hhr
+from evodsp.data.formats import parse_fasta, parse_hhr
 from evodsp.data.records import ProteinSequence
-from evodsp.data.store import FeatureStore
-from evodsp.data.structures import TemplateStructures
+from evodsp.data.sources.chain_files import FeatureStore
+from evodsp.data.sources.structures import TemplateStructures
 from evodsp.data.templates.build import template_features
 from evodsp.data.templates.filters import HitLimits, Rejection
 from evodsp.data.templates.matching import TemplateRejection

@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from evodsp.data.examine import examine
-from evodsp.data.mmcif import read_chain, read_structure
-from evodsp.data.msa import query_only
-from evodsp.data.parsed_chain import ParsedChain
+from evodsp.data.doctor.examine import examine
+from evodsp.data.formats.mmcif import read_chain, read_structure
 from evodsp.data.records import Chain
-from evodsp.data.store import FeatureStore
-from evodsp.data.structures import StructureFolder
+from evodsp.data.sources.chain_files import FeatureStore
+from evodsp.data.sources.msa import query_only
+from evodsp.data.sources.parsed_chain import ParsedChain
+from evodsp.data.sources.structures import StructureFolder
 from evodsp.data.templates.matching import Match, match_hit
 from evodsp.errors import UserError
 from evodsp.geometry.alphabet import encode

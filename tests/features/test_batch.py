@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from evodsp.config import FeatureConfig
-from evodsp.data.crop import Crop
-from evodsp.data.dataset import collate
-from evodsp.data.feature_axes import SAMPLED, FeatureSizes, max_clusters
-from evodsp.data.msa import MsaFeatures, letter_profile, merge_alignments
-from evodsp.data.raw_features import HOST, raw_features
-from evodsp.data.store import FeatureStore
+from evodsp.data.samples.crop import Crop
+from evodsp.data.samples.dataset import collate
+from evodsp.data.samples.feature_axes import SAMPLED, FeatureSizes, max_clusters
+from evodsp.data.samples.raw_features import HOST, raw_features
+from evodsp.data.sources.chain_files import FeatureStore
+from evodsp.data.sources.msa import MsaFeatures, letter_profile, merge_alignments
 from evodsp.errors import UserError
 from evodsp.features.batch import with_features
 from evodsp.features.clusters import nearest_by_products, nearest_clusters

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from evodsp.config import FeatureConfig
-from evodsp.data.crop import Crop
-from evodsp.data.feature_axes import FEATURE_AXES, SAMPLED, TEMPLATE_AXES, check_config, max_clusters
-from evodsp.data.msa import MsaFeatures, letter_profile, query_only
-from evodsp.data.raw_features import kept_rows, raw_features, target_features
+from evodsp.data.samples.crop import Crop
+from evodsp.data.samples.feature_axes import FEATURE_AXES, SAMPLED, TEMPLATE_AXES, check_config, max_clusters
+from evodsp.data.samples.raw_features import kept_rows, raw_features, target_features
+from evodsp.data.sources.msa import MsaFeatures, letter_profile, query_only
 from evodsp.errors import UserError
 from evodsp.features.batch import RawMsa, deletion_value, rows_of, write_features
 from evodsp.features.clusters import cluster_profiles, mean_deletions, members, nearest_clusters

@@ -14,10 +14,10 @@ import torch
 
 from evodsp.cli import main
 from evodsp.config import FeatureConfig
-from evodsp.data.chain_folder import read_alignment_dir
-from evodsp.data.dataset import collate
-from evodsp.data.mmcif import read_chain
-from evodsp.data.parsers import parse_fasta
+from evodsp.data.formats import parse_fasta
+from evodsp.data.formats.mmcif import read_chain
+from evodsp.data.samples.dataset import collate
+from evodsp.data.sources.chain_folder import read_alignment_dir
 from evodsp.data.templates.source import TemplateSource
 from evodsp.features.prediction import prediction_sample
 from evodsp.model.alphafold import AlphaFold

@@ -14,10 +14,10 @@ import pytest
 
 from evodsp.cli import main
 from evodsp.config import FeatureConfig
-from evodsp.data.chain_list import chain_list
-from evodsp.data.index import ChainIndex
-from evodsp.data.presence import Presence
-from evodsp.data.store import FeatureStore
+from evodsp.data.index.chain_index import ChainIndex
+from evodsp.data.samples.chain_list import chain_list
+from evodsp.data.samples.presence import Presence
+from evodsp.data.sources.chain_files import FeatureStore
 from evodsp.errors import UserError
 from evodsp.parallel.group import Group
 from evodsp.training import chains as chains_module

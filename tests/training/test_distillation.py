@@ -15,9 +15,9 @@ import yaml
 from evodsp.cli import main
 from evodsp.config import FeatureConfig, FilterConfig
 from evodsp.data.building.command import build
-from evodsp.data.distillation import PredictedStore
-from evodsp.data.feature_store import BuiltStore
-from evodsp.data.sampling import DISTILLED
+from evodsp.data.samples.distillation import PredictedStore
+from evodsp.data.samples.sampling import DISTILLED
+from evodsp.data.sources.feature_store import BuiltStore
 from evodsp.errors import UserError
 from evodsp.training.chains import find_chains
 from evodsp.training.config import DataConfig, DistillationConfig

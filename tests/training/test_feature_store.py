@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from evodsp.data.building.command import build
-from evodsp.data.feature_store import BuiltStore
+from evodsp.data.sources.feature_store import BuiltStore
 from evodsp.errors import UserError
 from evodsp.training.chains import find_chains
 from evodsp.training.config import DataConfig

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from evodsp.config import FeatureConfig
-from evodsp.data.dataset import ChainDataset
 from evodsp.data.quarantine import Failure, Quarantine, QuarantineFull
-from evodsp.data.sample_pool import MadeHere
-from evodsp.data.store import FeatureStore
+from evodsp.data.samples.dataset import ChainDataset
+from evodsp.data.samples.sample_pool import MadeHere
+from evodsp.data.sources.chain_files import FeatureStore
 from evodsp.errors import FileFormatError, UserError
 from evodsp.parallel.mesh import init_mesh
 from evodsp.training.batch_check import BatchCheck

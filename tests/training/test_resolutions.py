@@ -13,11 +13,11 @@ import torch
 
 from evodsp.cli import main
 from evodsp.config import FeatureConfig, LossConfig
-from evodsp.data.dataset import ChainDataset
-from evodsp.data.distillation import DistillationSet, PredictedStore
-from evodsp.data.resolutions import CountedStructures
-from evodsp.data.sampling import DISTILLED
-from evodsp.data.store import FeatureStore
+from evodsp.data.samples.dataset import ChainDataset
+from evodsp.data.samples.distillation import DistillationSet, PredictedStore
+from evodsp.data.samples.resolutions import CountedStructures
+from evodsp.data.samples.sampling import DISTILLED
+from evodsp.data.sources.chain_files import FeatureStore
 from evodsp.losses.total import total_loss
 from evodsp.model.alphafold import AlphaFold
 from evodsp.report.curve import read_curve

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from evodsp.cli import main
-from evodsp.data.store import FeatureStore
+from evodsp.data.sources.chain_files import FeatureStore
 from evodsp.geometry.alphabet import RESTYPES
 from evodsp.report.curve import read_curve
 from evodsp.training.chains import Chains

@@ -9,7 +9,7 @@ import pytest
 
 from evodsp.cli import main
 from evodsp.config import FeatureConfig
-from evodsp.data.store import FeatureStore
+from evodsp.data.sources.chain_files import FeatureStore
 from evodsp.errors import UserError
 from evodsp.report.curve import read_curve
 from evodsp.training.chains import Chains

@@ -19,11 +19,11 @@ from evodsp import __version__
 from evodsp.data.building.config import BuildConfig
 from evodsp.data.building.engine import on_cluster, on_this_machine
 from evodsp.data.building.parts import BUILDING, Account, Inputs, Part, obsolete_entries
-from evodsp.data.chain_list import chain_list
-from evodsp.data.feature_store import CHAINS, DESCRIPTION, FORMAT_VERSION, TEMPLATES
-from evodsp.data.shards import INDEX, digest_of, write_index
-from evodsp.data.store import FeatureStore
-from evodsp.data.structures import StructureFolder
+from evodsp.data.samples.chain_list import chain_list
+from evodsp.data.sources.chain_files import FeatureStore
+from evodsp.data.sources.feature_store import CHAINS, DESCRIPTION, FORMAT_VERSION, TEMPLATES
+from evodsp.data.sources.shards import INDEX, digest_of, write_index
+from evodsp.data.sources.structures import StructureFolder
 from evodsp.errors import FileFormatError, UserError
 from evodsp.files import whole_file
 from evodsp.lock import holder, lock, waited_lock

@@ -13,13 +13,13 @@ from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
 
-from evodsp.data.distillation import PredictedStore
-from evodsp.data.feature_store import CHAINS, TEMPLATES
-from evodsp.data.parsers import parse_obsolete
-from evodsp.data.record_codec import encode_chain, encode_parsed
-from evodsp.data.shards import LONGEST_KEY, Entry, day_of, shard_name, write_shard
-from evodsp.data.store import FeatureStore
-from evodsp.data.structures import StructureFolder
+from evodsp.data.formats import parse_obsolete
+from evodsp.data.samples.distillation import PredictedStore
+from evodsp.data.sources.chain_files import FeatureStore
+from evodsp.data.sources.feature_store import CHAINS, TEMPLATES
+from evodsp.data.sources.record_codec import encode_chain, encode_parsed
+from evodsp.data.sources.shards import LONGEST_KEY, Entry, day_of, shard_name, write_shard
+from evodsp.data.sources.structures import StructureFolder
 from evodsp.errors import FileFormatError, UserError
 from evodsp.files import whole_file
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float32, Int8
 
-from evodsp.data.query_check import check_query
 from evodsp.data.records import Chain, ProteinSequence
-from evodsp.data.structures import TemplateStructures
+from evodsp.data.sources.query_check import check_query
+from evodsp.data.sources.structures import TemplateStructures
 from evodsp.data.templates.features import TemplateFeatures
 from evodsp.data.templates.hits import TemplateHit
 from evodsp.data.templates.matching import TemplateRejection, match_hit

@@ -17,7 +17,7 @@ from Bio.Align import PairwiseAligner
 from jaxtyping import Int8, Int64
 
 from evodsp.data.records import Chain
-from evodsp.data.structures import TemplateStructures
+from evodsp.data.sources.structures import TemplateStructures
 from evodsp.data.templates.hits import TemplateHit
 from evodsp.errors import FileFormatError, UserError
 from evodsp.geometry.alphabet import encode

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from evodsp.config import FeatureConfig
-from evodsp.data.raw_features import STREAMS
+from evodsp.data.samples.raw_features import STREAMS
 from evodsp.features.draws import draw
 from evodsp.features.masking import mask_letters
 from evodsp.rng import Draws

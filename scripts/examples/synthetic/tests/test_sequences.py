@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from evodsp.data.parsers import parse_a3m, parse_stockholm
+from evodsp.data.formats import parse_a3m, parse_stockholm
 from evodsp.data.records import Chain
-from evodsp.data.store import FeatureStore
+from evodsp.data.sources.chain_files import FeatureStore
 from evodsp.geometry.alphabet import RESTYPE_ORDER
 from evodsp.geometry.residues import ATOM_ORDER
 from evodsp.rng import Draws

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from evodsp.data.records import Chain
-from evodsp.data.store import FeatureStore
+from evodsp.data.sources.chain_files import FeatureStore
 from evodsp.errors import UserError
 from evodsp.geometry.alphabet import RESTYPE_ORDER
 from evodsp.geometry.frames import atom37_to_atom14
