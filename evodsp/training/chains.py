@@ -18,8 +18,8 @@ from evodsp.data.samples.distillation import DistillationSet
 from evodsp.data.samples.presence import Lacking, Presence
 from evodsp.data.samples.sampling import DISTILLED
 from evodsp.data.samples.selection import Selected, Selection, select
-from evodsp.data.sources.chain_files import FeatureStore
-from evodsp.data.sources.feature_store import BuiltStore
+from evodsp.data.sources.chain_files import ChainFiles
+from evodsp.data.sources.feature_store import FeatureStore
 from evodsp.data.templates.source import TemplateSource
 from evodsp.errors import UserError, nearest
 from evodsp.launch.consensus import from_first, on_every
@@ -38,7 +38,7 @@ CHAINS_FOR_RESOLUTION = 16
 class Chains:
     """The open store and the chains of each stage."""
 
-    store: FeatureStore | BuiltStore
+    store: ChainFiles | FeatureStore
     templates: TemplateSource | None
     train: list[str]
     validation: list[str]
@@ -68,7 +68,7 @@ class Chains:
                 )
         stores = [self.store, *([] if self.distillation is None else [self.distillation.store])]
         for store in stores:
-            if isinstance(store, FeatureStore) and store.index is not None and (stale := store.stale_sources()):
+            if isinstance(store, ChainFiles) and store.index is not None and (stale := store.stale_sources()):
                 notes.append(
                     f"{store.index.path} is older than {', '.join(stale)}; make it again: {store.index.command}"
                 )
@@ -102,7 +102,7 @@ def find_chains(config: DataConfig, quarantined: Container[str] = frozenset(), g
     return Chains(store, templates, *names, found.weights, predicted, *distilled, found.missing, found.resolutions)
 
 
-def _open(config: DataConfig) -> tuple[FeatureStore | BuiltStore, TemplateSource | None, DistillationSet | None]:
+def _open(config: DataConfig) -> tuple[ChainFiles | FeatureStore, TemplateSource | None, DistillationSet | None]:
     store, templates = open_source(config)
     return store, templates, open_distillation(config, templates)
 
@@ -110,7 +110,7 @@ def _open(config: DataConfig) -> tuple[FeatureStore | BuiltStore, TemplateSource
 def _look_up(
     config: DataConfig,
     quarantined: Container[str],
-    store: FeatureStore | BuiltStore,
+    store: ChainFiles | FeatureStore,
     templates: TemplateSource | None,
     predicted: DistillationSet | None,
 ) -> _Found:
@@ -145,14 +145,14 @@ def _look_up(
 
 
 def _resolutions(
-    keys: list[str], store: FeatureStore | BuiltStore, rules: Selection, read: dict[str, float]
+    keys: list[str], store: ChainFiles | FeatureStore, rules: Selection, read: dict[str, float]
 ) -> Float64[np.ndarray, " k"]:
     """The resolutions of the chains of which a cache, the index or a `read` structure says it; if none does, of a few that are
     read now. In Å, 0 for none."""
     if read:
         return np.array([read[key] for key in keys if key in read])
     table = rules.known[0] if rules.known is not None else None
-    if table is None and isinstance(store, FeatureStore) and store.index is not None:
+    if table is None and isinstance(store, ChainFiles) and store.index is not None:
         table = store.index.table
     if table is not None:
         row_of = dict(zip(table.keys[:], range(len(table)), strict=True))
@@ -161,7 +161,7 @@ def _resolutions(
         return found[~np.isnan(found)]
     for key in keys[:: max(1, math.ceil(len(keys) / CHAINS_FOR_RESOLUTION))]:
         with suppress(UserError):  # said when a sample is made of it
-            chain = store.parsed(key, with_hits=False).chain if isinstance(store, BuiltStore) else store.chain(key)
+            chain = store.parsed(key, with_hits=False).chain if isinstance(store, FeatureStore) else store.chain(key)
             read[key] = chain.resolution or 0.0
     return np.array(list(read.values()))
 
@@ -193,12 +193,12 @@ def _selected(keys: list[str], rules: Selection, kind: str) -> Selected:
     return found
 
 
-def _check_chain(key: str, presence: Presence, store: FeatureStore | BuiltStore, source: str) -> None:
+def _check_chain(key: str, presence: Presence, store: ChainFiles | FeatureStore, source: str) -> None:
     """Raise UserError, with the nearest name, if the chain is not in the store, or lacks alignments or its structure."""
     lacking = presence.lacks(key)
     if lacking is None:
         return
-    if isinstance(store, BuiltStore):
+    if isinstance(store, FeatureStore):
         raise UserError(
             f"{source}: no chain '{key}' in {store.address}; leave it out or build the store with it."
             f"{nearest(key, presence.keys)}"

@@ -7,15 +7,15 @@ from pathlib import Path
 
 from evodsp.data.index.chain_index import ChainIndex
 from evodsp.data.samples.distillation import DistillationSet, open_predictions
-from evodsp.data.sources.chain_files import FeatureStore
-from evodsp.data.sources.feature_store import BuiltStore
+from evodsp.data.sources.chain_files import ChainFiles
+from evodsp.data.sources.feature_store import FeatureStore
 from evodsp.data.templates.dates import parse_latest_date
 from evodsp.data.templates.source import TemplateSource
 from evodsp.errors import UserError
 from evodsp.training.config import DataConfig
 
 
-def open_source(config: DataConfig) -> tuple[FeatureStore | BuiltStore, TemplateSource | None]:
+def open_source(config: DataConfig) -> tuple[ChainFiles | FeatureStore, TemplateSource | None]:
     """Where chains and their templates come from; no templates if samples have none.
 
     Raises UserError that names the setting.
@@ -23,7 +23,7 @@ def open_source(config: DataConfig) -> tuple[FeatureStore | BuiltStore, Template
     return _files(config) if config.store is None else _built_store(config, config.store)
 
 
-def _built_store(config: DataConfig, address: str) -> tuple[BuiltStore, TemplateSource | None]:
+def _built_store(config: DataConfig, address: str) -> tuple[FeatureStore, TemplateSource | None]:
     """The feature store at `address`, and its templates if samples have any. Raises UserError that names the setting."""
     for name in ("template_structure_dir", "obsolete"):
         if (value := getattr(config, name)) is not None:
@@ -31,7 +31,7 @@ def _built_store(config: DataConfig, address: str) -> tuple[BuiltStore, Template
                 f"data.{name} is {value}, but data.store holds the templates that it was built with; leave {name} out"
             )
     latest = parse_latest_date("data.max_template_date", config.max_template_date)
-    store = BuiltStore(address)
+    store = FeatureStore(address)
     if store.min_plddt is not None:
         raise UserError(
             f"data.store is {address}, which holds predictions (built with --min_plddt {store.min_plddt:g}); give it as "
@@ -46,7 +46,7 @@ def _built_store(config: DataConfig, address: str) -> tuple[BuiltStore, Template
     return store, templates if config.train.max_templates or config.validation.max_templates else None
 
 
-def _files(config: DataConfig) -> tuple[FeatureStore, TemplateSource | None]:
+def _files(config: DataConfig) -> tuple[ChainFiles, TemplateSource | None]:
     """The folders of files, and where templates come from. Raises UserError that names the setting."""
     for name, content in (
         ("alignment_dir", "alignments, one sub-folder per chain"),
@@ -58,7 +58,7 @@ def _files(config: DataConfig) -> tuple[FeatureStore, TemplateSource | None]:
             raise UserError(f"data.{name} is {path}, which is {what}; give the folder of {content}")
     index = None if config.index is None else ChainIndex(config.index)
     templates = _template_source(config, index)
-    return FeatureStore(Path(config.alignment_dir), Path(config.structure_dir), index), templates
+    return ChainFiles(Path(config.alignment_dir), Path(config.structure_dir), index), templates
 
 
 def _template_source(config: DataConfig, index: ChainIndex | None) -> TemplateSource | None:
@@ -97,7 +97,7 @@ def open_distillation(data: DataConfig, templates: TemplateSource | None) -> Dis
     places = config.alignment_dir, config.structure_dir, config.index, config.store
     if (source := open_predictions(*places, config.min_plddt)) is None:
         return None
-    if isinstance(source, BuiltStore):
+    if isinstance(source, FeatureStore):
         latest = parse_latest_date("data.max_template_date", data.max_template_date)
         own = None if templates is None else source.template_source(latest)
         if templates is not None and own is None:

@@ -31,7 +31,7 @@ from evodsp.data.samples.crop import Crop
 from evodsp.data.samples.dataset import chain_labels, collate
 from evodsp.data.samples.feature_axes import max_clusters
 from evodsp.data.samples.raw_features import raw_features
-from evodsp.data.sources.chain_files import FeatureStore
+from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.data.sources.chain_folder import alignment_files, parse_alignment_file, search_result_files
 from evodsp.data.sources.layout import StructureListing, split_key
 from evodsp.data.templates.source import TemplateSource
@@ -78,7 +78,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def request_of(data: Path) -> dict[str, Any]:
     """The files that are compared. Gzipped files and .pdb files, which OpenFold's functions do not take, are left out."""
-    store = FeatureStore(data / "alignments", data / "mmcif_files")
+    store = ChainFiles(data / "alignments", data / "mmcif_files")
     listed = StructureListing(data / "mmcif_files")
     structure_of, keys = {}, store.keys()
     for key in keys:
@@ -141,7 +141,7 @@ def template_results(request: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def sample_results(data: Path, keys: list[str], seed: int) -> tuple[Results, Results]:
     """Features and labels of whole chains, and the random numbers that were used."""
-    store = FeatureStore(data / "alignments", data / "mmcif_files")
+    store = ChainFiles(data / "alignments", data / "mmcif_files")
     found: dict[str, Any] = {}
     used: dict[str, Any] = {}
     for number, key in enumerate(keys):

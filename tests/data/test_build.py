@@ -21,7 +21,7 @@ from evodsp.data.building import command
 from evodsp.data.building.command import Plan, build
 from evodsp.data.building.engine import on_cluster, on_this_machine
 from evodsp.data.building.parts import Account
-from evodsp.data.sources.feature_store import CHAINS, BuiltStore
+from evodsp.data.sources.feature_store import CHAINS, FeatureStore
 from evodsp.errors import UserError
 from evodsp.lock import lock
 from tests.builders.builds import build_with_deadly_chains, config, content, die_at_once, letters_of, write_chain
@@ -66,7 +66,7 @@ def test_bad_chains_are_named_and_left_out(folder: Path, tmp_path: Path, capfd: 
     assert "4abc.cif" in reasons["4abc_A"]
     assert "cannot be stored" in reasons[long]
     assert "warning: 4 chains and 0 template structures were left out" in capfd.readouterr().err
-    assert BuiltStore(str(tmp_path / "store")).keys() == KEYS[:2]
+    assert FeatureStore(str(tmp_path / "store")).keys() == KEYS[:2]
 
 
 def test_all_chains_bad_is_no_store(tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_all_chains_bad_is_no_store(tmp_path: Path) -> None:
     (tmp_path / "store/build.lock").touch()  # it was killed while it gave up
     write_chain(tmp_path, "1abc_A", "ACDEF")
     build(config(tmp_path, tmp_path / "store"))
-    assert "1abc_A" in BuiltStore(str(tmp_path / "store"))
+    assert "1abc_A" in FeatureStore(str(tmp_path / "store"))
 
 
 def test_chains_that_kill_their_worker_are_left_out(folder: Path, tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_a_killed_build_goes_on(folder: Path, undisturbed: Path, tmp_path: Path)
     (output / CHAINS / ".00001.tar.4194304.partial").write_bytes(b"half a shard, of a worker that was killed")
     if not (output / "store.json").is_file():
         with pytest.raises(UserError, match="no feature store there"):
-            BuiltStore(str(output))
+            FeatureStore(str(output))
     build(config(folder, output))
     assert shard.stat().st_mtime_ns == made
     assert content(output) == content(undisturbed)

@@ -26,7 +26,7 @@ from evodsp.cli import main
 from evodsp.data.index.chain_index import ChainIndex, scan
 from evodsp.data.index.chain_table import UNKNOWN_CLUSTER, UNKNOWN_DAY
 from evodsp.data.records import ProteinSequence
-from evodsp.data.sources.chain_files import FeatureStore
+from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.errors import UserError
 from evodsp.lock import lock
 from tests.builders.alignments import database
@@ -54,8 +54,8 @@ def index_of(folder: Path, *options: str) -> ChainIndex:
     return ChainIndex(folder / "index")
 
 
-def store_of(folder: Path, index: ChainIndex | None = None) -> FeatureStore:
-    return FeatureStore(folder / "alignments", folder / "mmcif_files", index)
+def store_of(folder: Path, index: ChainIndex | None = None) -> ChainFiles:
+    return ChainFiles(folder / "alignments", folder / "mmcif_files", index)
 
 
 def content(index: Path) -> dict[str, str]:
@@ -150,8 +150,8 @@ def test_an_indexed_store_reads_what_a_folder_reads(tmp_path: Path) -> None:
         options = ("--alignment_dir", str(tmp_path / kind), "--structure_dir", str(tmp_path / "mmcif_files"))
         assert main(["data", "index", *options, "--output", str(tmp_path / f"{kind}.index"), "--workers=0"]) == 0
         index = ChainIndex(tmp_path / f"{kind}.index")
-        plain = FeatureStore(tmp_path / kind, tmp_path / "mmcif_files")
-        indexed = FeatureStore(tmp_path / kind, tmp_path / "mmcif_files", index)
+        plain = ChainFiles(tmp_path / kind, tmp_path / "mmcif_files")
+        indexed = ChainFiles(tmp_path / kind, tmp_path / "mmcif_files", index)
         assert indexed.keys() == plain.keys()
         expected, found = plain.alignments("1abc_A"), indexed.alignments("1abc_A")
         assert [alignment.source for alignment in found] == [alignment.source for alignment in expected]

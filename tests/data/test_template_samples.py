@@ -18,7 +18,7 @@ from evodsp.data.records import Alignment, Chain, ProteinSequence
 from evodsp.data.samples.crop import Crop
 from evodsp.data.samples.dataset import ChainDataset, collate, draw_templates, load_record
 from evodsp.data.samples.feature_axes import TEMPLATE_AXES
-from evodsp.data.sources.chain_files import FeatureStore
+from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.data.sources.parsed_chain import ParsedChain, parse_chain
 from evodsp.data.templates.hits import TemplateHit
 from evodsp.data.templates.source import TemplateSource
@@ -40,7 +40,7 @@ class RealQuery:
     """query73_A with its real alignments and search, and an invented structure released on a given day."""
 
     def __init__(self, real_data: Path, released: date | None) -> None:
-        self.store = FeatureStore(real_data / "alignments")
+        self.store = ChainFiles(real_data / "alignments")
         self.query = parse_fasta(real_data / "fasta" / "query73.fasta")[0]
         made_up = make_chain("9xyz", self.query.letters)
         self.made_up = replace(made_up, release_date=released)

@@ -15,7 +15,7 @@ from evodsp.data.samples.crop import Crop
 from evodsp.data.samples.dataset import collate
 from evodsp.data.samples.feature_axes import SAMPLED, FeatureSizes, max_clusters
 from evodsp.data.samples.raw_features import HOST, raw_features
-from evodsp.data.sources.chain_files import FeatureStore
+from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.data.sources.msa import MsaFeatures, letter_profile, merge_alignments
 from evodsp.errors import UserError
 from evodsp.features.batch import with_features
@@ -206,7 +206,7 @@ def test_an_alignment_beyond_32_bits_is_refused() -> None:
 
 def test_a_real_alignment(real_data: Path) -> None:
     """What made-up alignments do not have: families of near-equal rows, long gaps, large deletions."""
-    msa = merge_alignments(FeatureStore(real_data / "alignments").alignments("1k1a_A"))
+    msa = merge_alignments(ChainFiles(real_data / "alignments").alignments("1k1a_A"))
     config = FeatureConfig(crop_size=128, msa_clusters=128, extra_msa=256, block_delete=True)
     aatype, crop = msa.msa[0].astype(np.int32), Crop(40, 128)
     sample = raw_features(aatype, msa, config, Draws.root(9), 2, crop)

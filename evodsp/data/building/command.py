@@ -20,7 +20,7 @@ from evodsp.data.building.config import BuildConfig
 from evodsp.data.building.engine import on_cluster, on_this_machine
 from evodsp.data.building.parts import BUILDING, Account, Inputs, Part, obsolete_entries
 from evodsp.data.samples.chain_list import chain_list
-from evodsp.data.sources.chain_files import FeatureStore
+from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.data.sources.feature_store import CHAINS, DESCRIPTION, FORMAT_VERSION, TEMPLATES
 from evodsp.data.sources.shards import INDEX, digest_of, write_index
 from evodsp.data.sources.structures import StructureFolder
@@ -58,7 +58,7 @@ class Plan:
             None if obsolete is None else str(obsolete.absolute()),
             config.min_plddt,
         )
-        store = FeatureStore(config.alignment_dir, config.structure_dir)
+        store = ChainFiles(config.alignment_dir, config.structure_dir)
         if templates is not None:
             StructureFolder(templates)
         obsolete_entries(inputs.obsolete)

@@ -15,7 +15,7 @@ from types import MappingProxyType
 
 from evodsp.data.formats import parse_obsolete
 from evodsp.data.samples.distillation import PredictedStore
-from evodsp.data.sources.chain_files import FeatureStore
+from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.data.sources.feature_store import CHAINS, TEMPLATES
 from evodsp.data.sources.record_codec import encode_chain, encode_parsed
 from evodsp.data.sources.shards import LONGEST_KEY, Entry, day_of, shard_name, write_shard
@@ -152,8 +152,8 @@ def _check_key(key: str) -> None:
 
 
 @lru_cache(maxsize=1)
-def _files(inputs: Inputs) -> FeatureStore | PredictedStore:
-    files = FeatureStore(inputs.alignment_dir, inputs.structure_dir)
+def _files(inputs: Inputs) -> ChainFiles | PredictedStore:
+    files = ChainFiles(inputs.alignment_dir, inputs.structure_dir)
     return files if inputs.min_plddt is None else PredictedStore(files, inputs.min_plddt)
 
 

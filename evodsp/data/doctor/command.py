@@ -16,8 +16,8 @@ from evodsp.data.doctor.diagnosis import DataSet, Diagnosis, diagnose, filter_re
 from evodsp.data.doctor.leaks import DEFINITION, Overlap
 from evodsp.data.doctor.run_data import data_of_run
 from evodsp.data.samples.distillation import chains_of
-from evodsp.data.sources.chain_files import FeatureStore
-from evodsp.data.sources.feature_store import BuiltStore
+from evodsp.data.sources.chain_files import ChainFiles
+from evodsp.data.sources.feature_store import FeatureStore
 from evodsp.files import whole_file
 from evodsp.output import check_output_folder
 from evodsp.reading.quoting import printable
@@ -46,7 +46,7 @@ def _examined(
     data: DataSet, scored: dict[str, list[str]], settings: DoctorConfig, distillation: Diagnosis | None = None
 ) -> Diagnosis:
     store = chains_of(data.source)
-    if isinstance(store, FeatureStore) and store.index is not None:
+    if isinstance(store, ChainFiles) and store.index is not None:
         store.index.check()
     how = settings.sample, settings.seed, settings.workers, settings.max_bad
     return diagnose(data, scored, *how, distillation)
@@ -73,7 +73,7 @@ def _summary(found: Diagnosis) -> dict[str, str]:
         "residues, median": f"{np.median(lengths):,.0f}" if len(lengths) else "unknown",
         "different sequences in the MSA, median": f"{np.median(depths):,.0f}" if depths else "unknown",
         "draws of a chain in an epoch": f"{found.data.samples / drawn:.3g}" if drawn else "none",
-        **({} if isinstance(found.data.source, BuiltStore) else of_store),
+        **({} if isinstance(found.data.source, FeatureStore) else of_store),
     }
 
 

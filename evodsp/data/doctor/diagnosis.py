@@ -27,8 +27,8 @@ from evodsp.data.samples.presence import Lacking, Presence
 from evodsp.data.samples.resolutions import CountedStructures
 from evodsp.data.samples.sampling import left_out_by_filters
 from evodsp.data.samples.selection import Selected, Selection, select
-from evodsp.data.sources.chain_files import FeatureStore
-from evodsp.data.sources.feature_store import BuiltStore
+from evodsp.data.sources.chain_files import ChainFiles
+from evodsp.data.sources.feature_store import FeatureStore
 from evodsp.progress import progress
 
 
@@ -36,7 +36,7 @@ from evodsp.progress import progress
 class DataSet:
     """A set of chains as a run would use it."""
 
-    source: FeatureStore | PredictedStore | BuiltStore
+    source: ChainFiles | PredictedStore | FeatureStore
     training: list[str] | None
     """Its training chains; None for all that it has alignments of."""
     selection: Selection
@@ -52,7 +52,7 @@ class DataSet:
     def place(self) -> str:
         """The folders and the index, or the store, that it is read from."""
         store = chains_of(self.source)
-        if isinstance(store, BuiltStore):
+        if isinstance(store, FeatureStore):
             return store.address
         index = "no index" if store.index is None else store.index.path
         return f"{store.alignment_dir}, {store.structure_dir}, {index}"
@@ -235,12 +235,12 @@ def _overlaps(
 
 
 def _known(
-    data: DataSet, store: FeatureStore | BuiltStore, usable: list[str], examined: list[Examined]
+    data: DataSet, store: ChainFiles | FeatureStore, usable: list[str], examined: list[Examined]
 ) -> tuple[ChainTable, str]:
     """What is known of the usable chains, and from where."""
     if (known := data.selection.known) is not None:
         table, source = known
-    elif isinstance(store, FeatureStore) and store.index is not None:
+    elif isinstance(store, ChainFiles) and store.index is not None:
         table, source = store.index.table, str(store.index.path)
     else:
         return read_table(examined), f"the {data.kind} chains that were read"
@@ -249,8 +249,8 @@ def _known(
     return selected_rows(table, rows), f"all {data.kind} chains that {source} lists"
 
 
-def _stale(store: FeatureStore | BuiltStore, read: list[str]) -> list[str]:
-    if isinstance(store, BuiltStore):
+def _stale(store: ChainFiles | FeatureStore, read: list[str]) -> list[str]:
+    if isinstance(store, FeatureStore):
         return []
     changed = [key for key in read if store.differs_from_index(key)]
     files = (
@@ -259,16 +259,16 @@ def _stale(store: FeatureStore | BuiltStore, read: list[str]) -> list[str]:
     return [*store.stale_sources(), *([files] if files else [])]
 
 
-def _unreadable_headers(store: FeatureStore | BuiltStore, listed: list[str]) -> list[str]:
-    if isinstance(store, BuiltStore) or store.index is None:
+def _unreadable_headers(store: ChainFiles | FeatureStore, listed: list[str]) -> list[str]:
+    if isinstance(store, FeatureStore) or store.index is None:
         return []
     index = store.index
     rows = np.array([row for key in listed if (row := index.keys.find(key)) is not None], np.int64)
     return [index.content.problems[int(row)] for row in rows[index.content.problems.lengths()[rows] > 0]]
 
 
-def _unaligned(store: FeatureStore | BuiltStore, presence: Presence) -> list[str]:
-    if isinstance(store, BuiltStore) or store.structure_dir is None:
+def _unaligned(store: ChainFiles | FeatureStore, presence: Presence) -> list[str]:
+    if isinstance(store, FeatureStore) or store.structure_dir is None:
         return []
     return presence.structures_without_alignments(store.structure_dir)
 

@@ -14,8 +14,8 @@ from evodsp.data.samples.chain_list import chain_list
 from evodsp.data.samples.distillation import open_predictions
 from evodsp.data.samples.resolutions import CountedStructures
 from evodsp.data.samples.selection import Selection
-from evodsp.data.sources.chain_files import FeatureStore
-from evodsp.data.sources.feature_store import BuiltStore
+from evodsp.data.sources.chain_files import ChainFiles
+from evodsp.data.sources.feature_store import FeatureStore
 from evodsp.errors import UserError
 from evodsp.run_config_file import read_run_config
 
@@ -66,16 +66,16 @@ def data_of_run(settings: DoctorConfig) -> RunData:
     return RunData(training, {kind: chains for kind, chains in scored.items() if chains}, distillation)
 
 
-def _source(settings: DoctorConfig, block: dict[str, Any], index: str | None) -> FeatureStore | BuiltStore:
+def _source(settings: DoctorConfig, block: dict[str, Any], index: str | None) -> ChainFiles | FeatureStore:
     given = {name: getattr(settings, name) for name in ("alignment_dir", "structure_dir")}
     if (store := block.get("store")) is not None and not any(given.values()):
-        return BuiltStore(store)
+        return FeatureStore(store)
     roots = {name: value or block.get(name) for name, value in given.items()}
     for name, root in roots.items():
         if root is None:
             raise UserError(f"the data to examine has no {name}; give --{name}, or --config with data.{name}")
     folders = {name: str(root) for name, root in roots.items()}
-    return FeatureStore(**folders, index=None if index is None else ChainIndex(index))
+    return ChainFiles(**folders, index=None if index is None else ChainIndex(index))
 
 
 def _block(config: Path | None) -> dict[str, Any]:

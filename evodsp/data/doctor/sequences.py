@@ -9,16 +9,16 @@ from evodsp.data.index.metadata import read_chain_cache
 from evodsp.data.index.scan import first_record
 from evodsp.data.pool import in_processes
 from evodsp.data.samples.distillation import PredictedStore, chains_of
-from evodsp.data.sources.chain_files import FeatureStore
+from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.data.sources.chain_folder import alignment_files, parse_alignment_file
-from evodsp.data.sources.feature_store import BuiltStore
+from evodsp.data.sources.feature_store import FeatureStore
 from evodsp.errors import UserError
 from evodsp.geometry.alphabet import decode
 from evodsp.progress import progress
 
 
 def sequences(
-    source: FeatureStore | PredictedStore | BuiltStore,
+    source: ChainFiles | PredictedStore | FeatureStore,
     keys: Iterable[str],
     known: Mapping[str, str],
     cache: str | None,
@@ -30,7 +30,7 @@ def sequences(
     """
     store = chains_of(source)
     found = {key: known.get(key, "") for key in keys}
-    if isinstance(store, FeatureStore) and store.index is not None:
+    if isinstance(store, ChainFiles) and store.index is not None:
         index = store.index
         for key in [key for key, sequence in found.items() if not sequence]:
             row = index.keys.find(key)
@@ -47,10 +47,10 @@ def sequences(
     return found
 
 
-def _sequence(store: FeatureStore | BuiltStore, key: str) -> tuple[str, str]:
+def _sequence(store: ChainFiles | FeatureStore, key: str) -> tuple[str, str]:
     """The chain and its sequence: the first row of its first alignment, of which no more is read than that takes."""
     try:
-        if isinstance(store, BuiltStore):
+        if isinstance(store, FeatureStore):
             return key, store.parsed(key, with_hits=False).chain.sequence
         for path in alignment_files(store.alignment_dir / key):
             for alignment in parse_alignment_file(str(path), first_record(path)):

@@ -14,8 +14,8 @@ import numpy as np
 
 from evodsp.data.index.chain_index import ChainIndex
 from evodsp.data.records import Alignment, Chain, ProteinSequence
-from evodsp.data.sources.chain_files import FeatureStore
-from evodsp.data.sources.feature_store import BuiltStore
+from evodsp.data.sources.chain_files import ChainFiles
+from evodsp.data.sources.feature_store import FeatureStore
 from evodsp.data.sources.msa import MsaFeatures
 from evodsp.data.sources.parsed_chain import ParsedChain, parse_chain
 from evodsp.data.templates.hits import TemplateHit
@@ -28,7 +28,7 @@ from evodsp.rng import Draws
 class PredictedStore:
     """The files of a self-distillation set, as a `ChainSource`. Picklable, for workers."""
 
-    store: FeatureStore
+    store: ChainFiles
     """Alignments, template searches, and predicted structures with the pLDDT, 0 to 100, as B-factors."""
     min_plddt: float
     """Atoms of residues below this are masked."""
@@ -68,13 +68,13 @@ class PredictedStore:
 
 def open_predictions(
     alignment_dir: str | None, structure_dir: str | None, index: str | None, store: str | None, min_plddt: float
-) -> PredictedStore | BuiltStore | None:
+) -> PredictedStore | FeatureStore | None:
     """The chains of a self-distillation set, given its settings in `data.distillation`; None if they name none.
 
     Raises UserError that names the setting.
     """
     if store is not None:
-        built = BuiltStore(store)
+        built = FeatureStore(store)
         _check_masking(built, store, min_plddt)
         return built
     if alignment_dir is None or structure_dir is None:
@@ -84,11 +84,11 @@ def open_predictions(
             raise UserError(
                 f"data.distillation.{name} is {path}, which is not a folder; give the folder, or leave it out"
             )
-    files = FeatureStore(alignment_dir, structure_dir, None if index is None else ChainIndex(index))
+    files = ChainFiles(alignment_dir, structure_dir, None if index is None else ChainIndex(index))
     return PredictedStore(files, min_plddt)
 
 
-def _check_masking(store: BuiltStore, address: str, min_plddt: float) -> None:
+def _check_masking(store: FeatureStore, address: str, min_plddt: float) -> None:
     if store.min_plddt is None:
         raise UserError(
             f"data.distillation.store is {address}, which was built without --min_plddt, so nothing in it is masked; build it "
@@ -105,7 +105,7 @@ def _check_masking(store: BuiltStore, address: str, min_plddt: float) -> None:
 class DistillationSet:
     """A self-distillation set as samples are made of it. Picklable, for workers."""
 
-    source: PredictedStore | BuiltStore
+    source: PredictedStore | FeatureStore
     """Its chains: files, or a feature store that was built of them."""
     max_rows: int
     """At most this many rows of an MSA are used, a random sample."""
@@ -115,12 +115,12 @@ class DistillationSet:
     """In Å, of its chains, which have none; None: the losses of the confidence heads do not count them."""
 
     @property
-    def store(self) -> FeatureStore | BuiltStore:
+    def store(self) -> ChainFiles | FeatureStore:
         """What has its chains by key."""
         return chains_of(self.source)
 
 
-def chains_of(source: FeatureStore | BuiltStore | PredictedStore) -> FeatureStore | BuiltStore:
+def chains_of(source: ChainFiles | FeatureStore | PredictedStore) -> ChainFiles | FeatureStore:
     """What has the chains of a source by key."""
     return source.store if isinstance(source, PredictedStore) else source
 

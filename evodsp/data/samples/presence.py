@@ -7,8 +7,8 @@ from itertools import compress
 from pathlib import Path
 from typing import Literal
 
-from evodsp.data.sources.chain_files import FeatureStore
-from evodsp.data.sources.feature_store import BuiltStore
+from evodsp.data.sources.chain_files import ChainFiles
+from evodsp.data.sources.feature_store import FeatureStore
 from evodsp.data.sources.layout import StructureListing
 from evodsp.errors import UserError
 
@@ -19,13 +19,13 @@ Lacking = Literal["alignments", "structure", "record"]
 class Presence:
     """Looks chains up in time that does not grow with their number. Whether files can be read is not checked."""
 
-    def __init__(self, store: FeatureStore | BuiltStore) -> None:
+    def __init__(self, store: ChainFiles | FeatureStore) -> None:
         self.keys = store.keys()
         """Chains with alignments, sorted."""
         self._known = frozenset(self.keys)
-        self._unknown: Lacking = "record" if isinstance(store, BuiltStore) else "alignments"
+        self._unknown: Lacking = "record" if isinstance(store, FeatureStore) else "alignments"
         self._is_resolved: Callable[[str], bool]
-        if isinstance(store, BuiltStore):
+        if isinstance(store, FeatureStore):
             self._is_resolved = self._known.__contains__
         elif store.index is not None:
             self._is_resolved = frozenset(compress(store.index.keys[:], store.index.has_structure())).__contains__

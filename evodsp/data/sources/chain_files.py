@@ -43,7 +43,7 @@ from evodsp.errors import UserError, nearest
 from evodsp.geometry.alphabet import decode
 
 
-class FeatureStore:
+class ChainFiles:
     """Alignments and structures by chain key. Construction reads no file; pickling transfers only the paths.
 
     `alignment_dir`: chain folders, or the alignment database. `structure_dir`: structure files; None if there are none
@@ -68,7 +68,7 @@ class FeatureStore:
         return type(self), (self.alignment_dir, self.structure_dir, self.index)
 
     def __repr__(self) -> str:
-        return f"FeatureStore('{self.alignment_dir}', '{self.structure_dir}')"
+        return f"ChainFiles('{self.alignment_dir}', '{self.structure_dir}')"
 
     def keys(self) -> list[str]:
         """Keys of all chains with alignments, sorted."""

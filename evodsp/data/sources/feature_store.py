@@ -31,7 +31,7 @@ _MOST_COMPARED = 10_000
 """The nearest name of a misspelt chain is looked for among at most this many."""
 
 
-class BuiltStore:
+class FeatureStore:
     """A feature store opened for reading. Pickling transfers only its address.
 
     Raises UserError if there is none, if a newer version of evodsp made it, or if its indices are damaged.
@@ -71,7 +71,7 @@ class BuiltStore:
         return type(self), (self.address,)
 
     def __repr__(self) -> str:
-        return f"BuiltStore('{self.address}')"
+        return f"FeatureStore('{self.address}')"
 
     def __len__(self) -> int:
         return len(self._chains)
@@ -140,7 +140,7 @@ class StoredStructures:
 
 
 def _reopened_structures(address: str) -> StoredStructures:
-    structures = BuiltStore(address).structures
+    structures = FeatureStore(address).structures
     assert structures is not None  # the store had them when this was pickled
     return structures
 

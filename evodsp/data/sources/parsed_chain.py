@@ -28,7 +28,7 @@ class ParsedChain:
 
 @runtime_checkable
 class ChainSource(Protocol):
-    """Where samples get their chains from; `evodsp.data.sources.chain_files.FeatureStore` reads them from files."""
+    """Where samples get their chains from; `evodsp.data.sources.chain_files.ChainFiles` reads them from files."""
 
     def parsed(self, key: str, with_hits: bool) -> ParsedChain:
         """The chain. Raises UserError if it cannot be read, or if its parts have different sequences."""
@@ -36,7 +36,7 @@ class ChainSource(Protocol):
 
 @runtime_checkable
 class ChainStore(Protocol):
-    """Alignments, structures and template hits by chain key; `evodsp.data.sources.chain_files.FeatureStore` implements it."""
+    """Alignments, structures and template hits by chain key; `evodsp.data.sources.chain_files.ChainFiles` implements it."""
 
     def alignments(self, key: str, query: ProteinSequence | None = None) -> list[Alignment]:
         """The alignments of the chain, in the order in which they are merged. `query`: the chain's sequence."""
