@@ -195,7 +195,7 @@ COMMANDS: dict[str, Command] = {
         SettingsCommand(
             "data fetch",
             "fetch public alignments, structures and lists",
-            settings="evodsp.data.fetch_config:FetchConfig",
+            settings="evodsp.data.fetch_config:DataFetchConfig",
             runner="evodsp.data.fetch:run",
             required="WHAT... --output DIR [--chains FILE]",
             description="Fetch public data for a list of chains: alignments (OpenProteinSet), structures (the PDB) and "

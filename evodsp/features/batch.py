@@ -27,7 +27,7 @@ _DTYPES = {"float32": torch.float32, "int32": torch.int32}
 
 
 @dataclass(frozen=True)
-class Rows:
+class TakenRows:
     """How many rows of its MSA one recycling iteration takes; the host knows it."""
 
     kept: int
@@ -52,7 +52,7 @@ class RawMsa:
     """First residue of the crop."""
     length: int
     """Residues of the crop, R."""
-    rows: list[Rows]
+    rows: list[TakenRows]
     """Of each iteration."""
 
 
@@ -126,10 +126,10 @@ def _raw_msas(batch: Mapping[str, Tensor], config: FeatureConfig) -> Iterator[Ra
         )
 
 
-def rows_of(kept: int, config: FeatureConfig) -> Rows:
+def rows_of(kept: int, config: FeatureConfig) -> TakenRows:
     """How many rows an iteration takes if block deletion leaves `kept`."""
     clusters = min(kept, max_clusters(config))
-    return Rows(kept, clusters, min(kept - clusters, config.extra_msa))
+    return TakenRows(kept, clusters, min(kept - clusters, config.extra_msa))
 
 
 def _sizes(msas: list[RawMsa], config: FeatureConfig) -> FeatureSizes:

@@ -16,7 +16,7 @@ from jaxtyping import Float64
 from evodsp import metrics
 from evodsp.data.formats.mmcif import read_chain
 from evodsp.data.records import Chain
-from evodsp.data.samples.chain_list import chain_list
+from evodsp.data.samples.selection import chain_list
 from evodsp.data.sources.layout import names_of, split_key, structure_file
 from evodsp.errors import UserError
 from evodsp.geometry.residues import CA

@@ -12,12 +12,10 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Float64
 
-from evodsp.data.samples.chain_list import chain_list
 from evodsp.data.samples.dataset import load_record
 from evodsp.data.samples.distillation import DistillationSet
-from evodsp.data.samples.presence import Lacking, Presence
 from evodsp.data.samples.sampling import DISTILLED
-from evodsp.data.samples.selection import Selected, Selection, select
+from evodsp.data.samples.selection import Lacking, Presence, Selected, Selection, chain_list, select
 from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.data.sources.feature_store import FeatureStore
 from evodsp.data.templates.source import TemplateSource

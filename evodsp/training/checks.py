@@ -14,7 +14,7 @@ import torch
 from evodsp.config import KernelsConfig, ModelConfig, leaves
 from evodsp.data.quarantine import read_quarantine
 from evodsp.data.samples.feature_axes import check_config
-from evodsp.data.samples.resolutions import CountedStructures
+from evodsp.data.samples.selection import CountedStructures
 from evodsp.errors import SettingError, UserError
 from evodsp.launch import process_group
 from evodsp.launch.consensus import from_first, on_every

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from evodsp.data.samples.packing import Layout, layout_of, pack, packed_bytes, unpack
+from evodsp.data.samples.sample_pool import Layout, layout_of, pack, packed_bytes, unpack
 from evodsp.parallel.group import Group
 from evodsp.parallel.mesh import Mesh, own_group
 

@@ -21,7 +21,7 @@ from evodsp.data.index.chain_index import ChainIndex
 from evodsp.data.index.metadata import cached_table, read_entry_cache, read_sets
 from evodsp.data.quarantine import read_quarantine
 from evodsp.data.records import ProteinSequence
-from evodsp.data.samples.chain_list import chain_list
+from evodsp.data.samples.selection import chain_list
 from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.data.sources.chain_folder import parse_alignment_file, parse_search_result
 from evodsp.data.sources.feature_store import FeatureStore

@@ -18,7 +18,7 @@ import pytest
 
 from evodsp.cli import main
 from evodsp.data.building import command
-from evodsp.data.building.command import Plan, build
+from evodsp.data.building.command import BuildPlan, build
 from evodsp.data.building.engine import on_cluster, on_this_machine
 from evodsp.data.building.parts import Account
 from evodsp.data.sources.feature_store import CHAINS, FeatureStore
@@ -86,7 +86,7 @@ def test_chains_that_kill_their_worker_are_left_out(folder: Path, tmp_path: Path
     write_chain(tmp_path, "9abc_A", letters_of(1))
     write_chain(tmp_path, "9bbc_A", letters_of(2))
     write_chain(tmp_path, "8abc_A", letters_of(3))
-    plan = Plan.of(config(tmp_path, tmp_path / "store", chains_per_shard=3))
+    plan = BuildPlan.of(config(tmp_path, tmp_path / "store", chains_per_shard=3))
     for name in ("building", CHAINS):
         (tmp_path / "store" / name).mkdir(parents=True)
     (part,) = plan.parts(tmp_path / "store", CHAINS, plan.keys)
@@ -99,7 +99,7 @@ def test_chains_that_kill_their_worker_are_left_out(folder: Path, tmp_path: Path
 
 def test_a_worker_that_dies_before_it_reads_is_no_chains_fault(folder: Path, tmp_path: Path) -> None:
     """Catches a chain blamed that an earlier build was reading when it was killed, and a loop without end."""
-    plan = Plan.of(config(folder, tmp_path / "store"))
+    plan = BuildPlan.of(config(folder, tmp_path / "store"))
     (tmp_path / "store" / "building").mkdir(parents=True)
     part = plan.parts(tmp_path / "store", CHAINS, plan.keys)[0]
     part.current.write_text(KEYS[0])

@@ -20,8 +20,7 @@ import torch
 from evodsp.config import FeatureConfig
 from evodsp.data.pool import _work
 from evodsp.data.samples.dataset import ChainDataset
-from evodsp.data.samples.packing import layout_of, pack, packed_bytes, unpack
-from evodsp.data.samples.sample_pool import SamplePool, _packed
+from evodsp.data.samples.sample_pool import SamplePool, _packed, layout_of, pack, packed_bytes, unpack
 from evodsp.errors import FileFormatError, UserError
 from tests.builders.chains import MemoryStore
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from evodsp.data.doctor.examine import examine
+from evodsp.data.doctor.diagnosis import examine
 from evodsp.data.formats.mmcif import read_chain, read_structure
 from evodsp.data.records import Chain
 from evodsp.data.sources.chain_files import ChainFiles

@@ -15,8 +15,7 @@ import pytest
 from evodsp.cli import main
 from evodsp.config import FeatureConfig
 from evodsp.data.index.chain_index import ChainIndex
-from evodsp.data.samples.chain_list import chain_list
-from evodsp.data.samples.presence import Presence
+from evodsp.data.samples.selection import Presence, chain_list
 from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.errors import UserError
 from evodsp.parallel.group import Group

@@ -15,8 +15,8 @@ from evodsp.cli import main
 from evodsp.config import FeatureConfig, LossConfig
 from evodsp.data.samples.dataset import ChainDataset
 from evodsp.data.samples.distillation import DistillationSet, PredictedStore
-from evodsp.data.samples.resolutions import CountedStructures
 from evodsp.data.samples.sampling import DISTILLED
+from evodsp.data.samples.selection import CountedStructures
 from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.losses.total import total_loss
 from evodsp.model.alphafold import AlphaFold

@@ -18,8 +18,8 @@ from typing import Any
 from evodsp import __version__
 from evodsp.data.building.config import BuildConfig
 from evodsp.data.building.engine import on_cluster, on_this_machine
-from evodsp.data.building.parts import BUILDING, Account, Inputs, Part, obsolete_entries
-from evodsp.data.samples.chain_list import chain_list
+from evodsp.data.building.parts import BUILDING, Account, BuildInputs, Part, obsolete_entries
+from evodsp.data.samples.selection import chain_list
 from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.data.sources.feature_store import CHAINS, DESCRIPTION, FORMAT_VERSION, TEMPLATES
 from evodsp.data.sources.shards import INDEX, digest_of, write_index
@@ -40,18 +40,18 @@ _MOST_SHOWN = 5
 
 
 @dataclass(frozen=True)
-class Plan:
+class BuildPlan:
     """What a store is made of. Two builds with the same plan make the same store."""
 
     keys: tuple[str, ...]
-    inputs: Inputs
+    inputs: BuildInputs
     chains_per_shard: int
 
     @classmethod
-    def of(cls, config: BuildConfig) -> Plan:
+    def of(cls, config: BuildConfig) -> BuildPlan:
         """Raises UserError for folders, files and names that do not exist."""
         templates, obsolete = config.template_structure_dir, config.obsolete
-        inputs = Inputs(
+        inputs = BuildInputs(
             str(config.alignment_dir.absolute()),
             str(config.structure_dir.absolute()),
             None if templates is None else str(templates.absolute()),
@@ -93,7 +93,7 @@ def build(config: BuildConfig) -> None:
     Raises UserError if all chains fail, if the output holds another store, or if it cannot be written.
     """
     check_output_folder(config.output)
-    plan, folder = Plan.of(config), config.output
+    plan, folder = BuildPlan.of(config), config.output
     if (folder / DESCRIPTION).is_file():
         _check_same(plan, folder / DESCRIPTION, "holds a store")
         tell(f"{folder}: is complete already")
@@ -105,7 +105,7 @@ def build(config: BuildConfig) -> None:
         _build_parts(config, plan)
 
 
-def _build_parts(config: BuildConfig, plan: Plan) -> None:
+def _build_parts(config: BuildConfig, plan: BuildPlan) -> None:
     """Build this task's share, and complete the store if it was the last one."""
     folder = config.output
     chains = plan.parts(folder, CHAINS, plan.keys)
@@ -148,7 +148,7 @@ def _lock_name(task: int | str, tasks: int | str) -> str:
     return f"{task}-of-{tasks}.lock"
 
 
-def _check_begun(plan: Plan, path: Path) -> None:
+def _check_begun(plan: BuildPlan, path: Path) -> None:
     """Raise UserError if the folder was begun with another plan than in the file `path`, or holds something else."""
     folder = path.parents[1]
     if path.is_file():
@@ -157,7 +157,7 @@ def _check_begun(plan: Plan, path: Path) -> None:
         raise UserError(f"--output {folder}: is not an empty folder, nor a store that was begun; name a new one")
 
 
-def _begin(plan: Plan, path: Path) -> None:
+def _begin(plan: BuildPlan, path: Path) -> None:
     """Write the plan first: a task that comes at the same moment takes the other folders without it for another's."""
     with whole_file(path) as partial:
         partial.write_text(json.dumps({"format_version": FORMAT_VERSION, "plan": plan.description()}))
@@ -165,7 +165,7 @@ def _begin(plan: Plan, path: Path) -> None:
         (path.parents[1] / name).mkdir(exist_ok=True)
 
 
-def _check_same(plan: Plan, path: Path, what: str) -> None:
+def _check_same(plan: BuildPlan, path: Path, what: str) -> None:
     try:
         content = json.loads(path.read_text())
         version, found = content["format_version"], content["plan"]
@@ -205,7 +205,7 @@ def _built(config: BuildConfig, what: str, parts: list[Part]) -> bool:
     return not unbuilt
 
 
-def _complete(plan: Plan, folder: Path, chains: list[Account], templates: list[Account]) -> None:
+def _complete(plan: BuildPlan, folder: Path, chains: list[Account], templates: list[Account]) -> None:
     """Write the list of failures, the indices, and last the description."""
     for name in (CHAINS, TEMPLATES):
         for partial in (folder / name).glob(".*.partial"):  # of workers that were killed

@@ -6,7 +6,10 @@ Training, validation and test chains are compared with each other.
 
 from __future__ import annotations
 
+import math
 import random
+import time
+import zlib
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,20 +19,66 @@ from typing import Literal
 
 import numpy as np
 
-from evodsp.data.doctor.examine import Examined, examine
-from evodsp.data.doctor.leaks import Overlap, overlap
-from evodsp.data.doctor.sequences import sequences
+from evodsp.data.doctor.leaks import Overlap, overlap, sequences
 from evodsp.data.index.chain_table import UNKNOWN_CLUSTER, UNKNOWN_DAY, ChainTable
 from evodsp.data.index.metadata import ChainFacts, day_of, table_of
 from evodsp.data.pool import in_processes, processes
 from evodsp.data.samples.distillation import PredictedStore, chains_of
-from evodsp.data.samples.presence import Lacking, Presence
-from evodsp.data.samples.resolutions import CountedStructures
 from evodsp.data.samples.sampling import left_out_by_filters
-from evodsp.data.samples.selection import Selected, Selection, select
+from evodsp.data.samples.selection import CountedStructures, Lacking, Presence, Selected, Selection, select
 from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.data.sources.feature_store import FeatureStore
+from evodsp.data.sources.parsed_chain import ChainSource
+from evodsp.data.sources.query_check import QueryMismatch
+from evodsp.errors import UserError
 from evodsp.progress import progress
+
+State = Literal["good", "mismatching", "unreadable"]
+
+
+@dataclass(frozen=True)
+class Examined:
+    """A chain that was read, or why it could not be. Numbers of a bad chain are 0 where they are not known."""
+
+    key: str
+    state: State
+    reason: str = ""
+    sequence: str = ""
+    resolution: float = math.nan
+    """In Å; 0 if the method has none."""
+    release_date: str = ""
+    depth: int = 0
+    """Different sequences of the merged MSA."""
+    packed_bytes: int = 0
+    """Size in a store: rows and coordinates, packed by zlib."""
+    seconds: float = 0.0
+    """Time to read and merge."""
+    notes: tuple[str, ...] = ()
+    """What a user should know of how its structure was read."""
+
+
+def examine(source: ChainSource, key: str) -> Examined:
+    """Read one chain. What the user can repair is in the result; another error is raised."""
+    begun = time.perf_counter()
+    try:
+        parsed = source.parsed(key, with_hits=False)
+    except UserError as error:
+        state: State = "mismatching" if isinstance(error, QueryMismatch) else "unreadable"
+        return Examined(key, state, " ".join(str(error).split()))
+    seconds = time.perf_counter() - begun
+    chain, msa = parsed.chain, parsed.msa
+    rows = msa.msa.astype(np.uint8).tobytes()
+    return Examined(
+        key,
+        "good",
+        sequence=chain.sequence,
+        resolution=chain.resolution or 0.0,
+        release_date="" if chain.release_date is None else chain.release_date.isoformat(),
+        depth=msa.num_alignments,
+        packed_bytes=len(zlib.compress(rows, 1)) + len(zlib.compress(chain.positions.tobytes(), 1)),
+        seconds=seconds,
+        notes=chain.notes,
+    )
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,8 @@ from evodsp.config import FILTERS_OF_PREDICTIONS, FilterConfig, LossConfig, Samp
 from evodsp.data.doctor.config import DoctorConfig
 from evodsp.data.doctor.diagnosis import DataSet
 from evodsp.data.index.chain_index import ChainIndex
-from evodsp.data.samples.chain_list import chain_list
 from evodsp.data.samples.distillation import open_predictions
-from evodsp.data.samples.resolutions import CountedStructures
-from evodsp.data.samples.selection import Selection
+from evodsp.data.samples.selection import CountedStructures, Selection, chain_list
 from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.data.sources.feature_store import FeatureStore
 from evodsp.errors import UserError

@@ -60,7 +60,7 @@ def _hit(path: str | Path, lines: list[str], start: int, end: int) -> TemplateHi
     scores = _SCORES.match(lines[start + 2])
     if scores is None:
         raise FileFormatError(path, f"expected 'Probab=… Aligned_cols=… Sum_probs=…'; {_SEARCH_AGAIN}", start + 3)
-    rows: dict[tuple[str, bool], _Row] = {}
+    rows: dict[tuple[str, bool], _AlignedRow] = {}
     for number, line in enumerate(lines[start + 3 : end], start + 4):
         if not line.startswith(("Q ", "T ")) or line[2:].startswith("ss_"):
             continue
@@ -69,7 +69,7 @@ def _hit(path: str | Path, lines: list[str], start: int, end: int) -> TemplateHi
             raise FileFormatError(path, f"a broken alignment row ('{line[:24].rstrip()}'); {_SEARCH_AGAIN}", number)
         side, label, first, letters, last = found.groups()
         # A side can have further sequences beside its consensus: the first one is the master.
-        row = rows.setdefault((side, label == "Consensus"), _Row(label))
+        row = rows.setdefault((side, label == "Consensus"), _AlignedRow(label))
         if row.label == label:
             row.append(path, number, int(first), letters.upper(), int(last))
     if ("Q", False) not in rows or ("T", False) not in rows:
@@ -100,7 +100,7 @@ def _hit(path: str | Path, lines: list[str], start: int, end: int) -> TemplateHi
 
 
 @dataclass
-class _Row:
+class _AlignedRow:
     """One row of a hit, joined from its blocks: a sequence, or a consensus, in which '~' and '.' are weakly conserved."""
 
     label: str

@@ -1,7 +1,7 @@
 """The index of a data set: what is known of each chain and where its files are, found once and shared by all processes.
 
 `evodsp data index` makes it (`evodsp.data.index.scan`). It is a folder of NumPy arrays, one .npy file a column, and
-`index.json` with the format's version, the size and CRC-32 of each array and of itself, the sources and their state when they were scanned.
+`index.json` with the format's version, the size and CRC-32 of each array and of itself, the sources and their state then.
 Opening it maps the arrays into memory: nothing is parsed, and the workers and ranks of a machine share one copy. The checksums
 are compared then, a second for a gigabyte; copies that travel to workers are mapped only. A chain is found by bisection over
 the sorted keys. The folder is renamed into place when it is complete (`evodsp.files`). Paths are relative to
@@ -26,8 +26,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Int32, Int64
 
-from evodsp.data.index.chain_table import ChainTable
-from evodsp.data.index.packed_texts import PackedTexts
+from evodsp.data.index.chain_table import ChainTable, PackedTexts
 from evodsp.data.sources.alignment_database import StoredFile
 from evodsp.data.sources.chain_folder import is_alignment
 from evodsp.errors import FileFormatError, UserError, nearest

@@ -39,7 +39,7 @@ _EPOCH = date(1970, 1, 1)
 
 
 @dataclass(frozen=True)
-class Entry:
+class ShardEntry:
     """A record in a shard. `released`: the chain's release day since 1970-01-01, or `UNKNOWN_DAY`."""
 
     key: str
@@ -65,7 +65,7 @@ def shard_name(number: int) -> str:
     return f"{number:05}.tar"
 
 
-def write_shard(path: Path, records: Iterable[tuple[str, bytes, int, int]]) -> list[Entry]:
+def write_shard(path: Path, records: Iterable[tuple[str, bytes, int, int]]) -> list[ShardEntry]:
     """Write the records (key, bytes, residues, release day) to a tar archive. Equal records give equal archives."""
     entries = []
     with whole_file(path) as partial, tarfile.open(partial, "w", format=tarfile.USTAR_FORMAT) as archive:
@@ -74,11 +74,11 @@ def write_shard(path: Path, records: Iterable[tuple[str, bytes, int, int]]) -> l
             member.size = len(data)
             offset = archive.offset + tarfile.BLOCKSIZE  # behind the member's header
             archive.addfile(member, io.BytesIO(data))
-            entries.append(Entry(key, offset, len(data), digest_of(data), length, released))
+            entries.append(ShardEntry(key, offset, len(data), digest_of(data), length, released))
     return entries
 
 
-def write_index(path: Path, shards: Sequence[Sequence[Entry]]) -> str:
+def write_index(path: Path, shards: Sequence[Sequence[ShardEntry]]) -> str:
     """Write the index of all shards, in the order of their numbers. Returns the index's checksum."""
     rows = sorted((entry.key.encode(), number, entry) for number, shard in enumerate(shards) for entry in shard)
     longest = max((len(key) for key, _, _ in rows), default=1)
