@@ -23,7 +23,8 @@ import numpy as np
 import pytest
 
 from evodsp.cli import main
-from evodsp.data.index.chain_index import ChainIndex, scan
+from evodsp.data.index import scan
+from evodsp.data.index.chain_index import ChainIndex
 from evodsp.data.index.chain_table import UNKNOWN_CLUSTER, UNKNOWN_DAY
 from evodsp.data.records import ProteinSequence
 from evodsp.data.sources.chain_files import ChainFiles

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from evodsp.data.building.parts import Account, BuildInputs, Part, build_part
-from evodsp.data.index.chain_index import scan
+from evodsp.data.index import scan
 from evodsp.data.sources.feature_store import CHAINS
 from evodsp.errors import FileFormatError
 from evodsp.report.curve import read_curve
