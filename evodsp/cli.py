@@ -212,6 +212,7 @@ COMMANDS: dict[str, Command] = {
             required="--alignment_dir DIR --structure_dir DIR --output FOLDER",
             description="Scan alignments, structures and caches once, and write what is known of each chain and where its "
             "files are. Training reads it (data.index): it starts at once, and all processes share it.",
+            alone={"scheduler": "local"},
         ),
         SettingsCommand(
             "data doctor",

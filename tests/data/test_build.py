@@ -18,9 +18,10 @@ import pytest
 
 from evodsp.cli import main
 from evodsp.data.building import command
-from evodsp.data.building.command import BuildPlan, build
-from evodsp.data.building.engine import on_cluster, on_this_machine
+from evodsp.data.building.command import BuildPlan, build, build_parts
 from evodsp.data.building.parts import Account
+from evodsp.data.executors import DaskCluster, LocalProcesses, executor
+from evodsp.data.index import scan
 from evodsp.data.sources.feature_store import CHAINS, FeatureStore
 from evodsp.errors import UserError
 from evodsp.lock import lock
@@ -90,7 +91,7 @@ def test_chains_that_kill_their_worker_are_left_out(folder: Path, tmp_path: Path
     for name in ("building", CHAINS):
         (tmp_path / "store" / name).mkdir(parents=True)
     (part,) = plan.parts(tmp_path / "store", CHAINS, plan.keys)
-    assert list(on_this_machine([part], 2, build_with_deadly_chains)) == [3]
+    assert list(build_parts([part], LocalProcesses(2, isolated=True), build_with_deadly_chains)) == [3]
     account = Account.read(part.account)
     assert [entry.key for entry in account.records] == ["8abc_A"]
     assert [name for name, _ in account.failed] == ["9abc_A", "9bbc_A"]
@@ -104,7 +105,7 @@ def test_a_worker_that_dies_before_it_reads_is_no_chains_fault(folder: Path, tmp
     part = plan.parts(tmp_path / "store", CHAINS, plan.keys)[0]
     part.current.write_text(KEYS[0])
     with pytest.raises(UserError, match="the worker process that makes it was ended"):
-        list(on_this_machine([part], 1, die_at_once))
+        list(build_parts([part], LocalProcesses(1, isolated=True), die_at_once))
 
 
 def kill_a_build(folder: Path, output: Path, finished: int = 1, after: float = 0.0) -> None:
@@ -307,12 +308,17 @@ def test_a_scheduler_without_dask_is_one_line(
     cluster."""
     monkeypatch.setitem(sys.modules, "distributed", None)
     with pytest.raises(UserError, match="--scheduler needs Dask"):
-        list(on_cluster([], "tcp://127.0.0.1:1", 1))
+        list(DaskCluster("tcp://127.0.0.1:1", 1).map(print, []))
     given = []
-    monkeypatch.setattr(
-        "evodsp.data.building.command.on_cluster", lambda parts, *rest: given.append(rest) or on_cluster(parts, *rest)
-    )
+
+    def seen(*options: Any, **more: Any) -> Any:
+        given.append(options)
+        return executor(*options, **more)
+
+    monkeypatch.setattr(command, "executor", seen)
+    monkeypatch.setattr(scan, "executor", seen)
     options = ["--alignment_dir", str(folder / "alignments"), "--structure_dir", str(folder / "mmcif_files")]
-    assert main(["data", "build", *options, "--scheduler", "--workers=2", "--output", str(tmp_path / "store")]) == 2
-    assert "--scheduler needs Dask; install the extra cluster" in capsys.readouterr().err
-    assert given == [("local", 1)]  # one shard needs one worker
+    for name in ("build", "index"):
+        assert main(["data", name, *options, "--scheduler", "--workers=2", "--output", str(tmp_path / name)]) == 2
+        assert "--scheduler needs Dask; install the extra cluster" in capsys.readouterr().err
+    assert given == [("local", 2)] * 2

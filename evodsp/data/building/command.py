@@ -7,9 +7,8 @@ of each finished shard, so a build that was killed goes on where it stopped, and
 from __future__ import annotations
 
 import json
-import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,8 +16,9 @@ from typing import Any
 
 from evodsp import __version__
 from evodsp.data.building.config import BuildConfig
-from evodsp.data.building.engine import on_cluster, on_this_machine
-from evodsp.data.building.parts import BUILDING, Account, BuildInputs, Part, obsolete_entries
+from evodsp.data.building.parts import BUILDING, Account, BuildInputs, Part, build_part, obsolete_entries
+from evodsp.data.executors import Executor, LocalProcesses, executor
+from evodsp.data.pool import WorkerEndedError
 from evodsp.data.samples.selection import chain_list
 from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.data.sources.feature_store import CHAINS, DESCRIPTION, FORMAT_VERSION, TEMPLATES
@@ -37,6 +37,7 @@ LOCK = "build.lock"
 _ENTRIES_PER_SHARD = 512
 """Entries of template structures in one shard. They are smaller than chains with alignments."""
 _MOST_SHOWN = 5
+_KILLED = "its worker process was ended (out of memory, or a crash of a parser)"
 
 
 @dataclass(frozen=True)
@@ -189,12 +190,8 @@ def _built(config: BuildConfig, what: str, parts: list[Part]) -> bool:
     mine = [part for part in missing if part.number % tasks == task]
     names, left = (sum(len(part.names) for part in some) for some in (parts, mine))
     if mine:
-        workers = min(config.workers or len(os.sched_getaffinity(0)), len(mine))
-        finished = (
-            on_this_machine(mine, workers) if config.scheduler is None else on_cluster(mine, config.scheduler, workers)
-        )
         with progress(what, names, names - left) as advance:
-            for more in finished:
+            for more in build_parts(mine, executor(config.scheduler, config.workers, isolated=True)):
                 advance(more)
     unbuilt = sum(not part.account.is_file() for part in parts)
     if unbuilt:
@@ -203,6 +200,41 @@ def _built(config: BuildConfig, what: str, parts: list[Part]) -> bool:
             "without --share"
         )
     return not unbuilt
+
+
+def build_parts(
+    parts: Sequence[Part], builders: Executor, build: Callable[[Part, dict[str, str]], int] = build_part
+) -> Iterator[int]:
+    """Build the parts. Yields the number of names of each finished part. `build`: what builds one of them.
+
+    A chain that ends the process which reads it is left out when its part is made again. On a cluster nobody knows which
+    chain that was, or whether it was one, so such a part is made on this machine. Raises OSError if a part cannot be written.
+    """
+    left: list[tuple[Part, dict[str, str]]] = [(part, {}) for part in parts]
+    while left:
+        for part, _ in left:
+            part.current.unlink(missing_ok=True)  # of a build that was killed
+        ended = []
+        for number, made in builders.map(build, left):
+            if isinstance(made, WorkerEndedError):
+                ended.append(left[number])
+            else:
+                yield made
+        if isinstance(builders, LocalProcesses):
+            ended = [(part, deadly | _killed_by(part, deadly)) for part, deadly in ended]
+        else:
+            builders = LocalProcesses(1, isolated=True)
+        left = ended
+
+
+def _killed_by(part: Part, deadly: dict[str, str]) -> dict[str, str]:
+    """The name that a dead worker was reading, with the reason why it is left out from now on."""
+    name = part.current.read_bytes().decode("utf-8", "surrogateescape") if part.current.is_file() else ""
+    if not name or name in deadly:
+        raise UserError(
+            f"{part.shard}: the worker process that makes it was ended (out of memory?); use fewer --workers and run again"
+        )
+    return {name: _KILLED}
 
 
 def _complete(plan: BuildPlan, folder: Path, chains: list[Account], templates: list[Account]) -> None:

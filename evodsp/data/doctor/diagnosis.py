@@ -20,9 +20,10 @@ from typing import Literal
 import numpy as np
 
 from evodsp.data.doctor.leaks import Overlap, overlap, sequences
+from evodsp.data.executors import LocalProcesses, processes
 from evodsp.data.index.chain_table import UNKNOWN_CLUSTER, UNKNOWN_DAY, ChainTable
 from evodsp.data.index.metadata import ChainFacts, day_of, table_of
-from evodsp.data.pool import in_processes, processes
+from evodsp.data.pool import WorkerEndedError
 from evodsp.data.samples.distillation import PredictedStore, chains_of
 from evodsp.data.samples.sampling import left_out_by_filters
 from evodsp.data.samples.selection import CountedStructures, Lacking, Presence, Selected, Selection, select
@@ -235,10 +236,11 @@ def diagnose(
     lacking_of = {key: presence.lacks(key) for keys in scored.values() for key in keys}
     wanted = list(dict.fromkeys([*drawn, *(key for key, lacking in lacking_of.items() if lacking is None)]))
     found: dict[str, Examined] = {}
-    number = processes(workers, len(wanted))
     with progress(f"read {data.kind} chains", len(wanted)) as advance:
-        for chain in in_processes(examine, ((data.source, key) for key in wanted), number):
-            found[chain.key] = chain
+        pieces = [(data.source, key) for key in wanted]
+        for number, chain in LocalProcesses(processes(workers)).map(examine, pieces):
+            ended = isinstance(chain, WorkerEndedError)
+            found[wanted[number]] = Examined(wanted[number], "unreadable", str(chain)) if ended else chain
             advance(1)
     examined = [found[key] for key in sorted(drawn)]
     table, known_from = _known(data, store, usable, examined)

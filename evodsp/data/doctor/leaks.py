@@ -20,9 +20,10 @@ import numpy as np
 from Bio.Align import PairwiseAligner, substitution_matrices
 from jaxtyping import Int32
 
+from evodsp.data.executors import LocalProcesses
 from evodsp.data.index.metadata import read_chain_cache
 from evodsp.data.index.scan import first_record
-from evodsp.data.pool import in_processes
+from evodsp.data.pool import WorkerEndedError
 from evodsp.data.samples.distillation import PredictedStore, chains_of
 from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.data.sources.chain_folder import alignment_files, parse_alignment_file
@@ -56,8 +57,9 @@ def sequences(
         found |= {key: listed[key].sequence for key in unknown if key in listed}
         unknown = [key for key in unknown if not found[key]]
     with progress("read sequences", len(unknown)) as advance:
-        for key, sequence in in_processes(_sequence, ((store, key) for key in unknown), min(workers, len(unknown))):
-            found[key] = sequence
+        for _, read in LocalProcesses(workers).map(_sequence, [(store, key) for key in unknown]):
+            if not isinstance(read, WorkerEndedError):
+                found[read[0]] = read[1]
             advance(1)
     return found
 

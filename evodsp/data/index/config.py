@@ -38,11 +38,19 @@ class IndexConfig:
     """The PDB's obsolete.dat: withdrawn entries and their successors."""
     workers: int | None = None
     """Processes that scan; null takes one per core, 0 scans in the main process."""
+    scheduler: str | None = None
+    """Address of a Dask scheduler whose workers scan in place of local processes, such as tcp://node1:8786. They must see the
+    same folders. `local`, or --scheduler alone, starts a Dask cluster of --workers processes on this machine. Needs the extra
+    cluster."""
     overwrite: bool = False
     """Replace an existing index."""
 
     def __post_init__(self) -> None:
         check_numbers(self, {"workers": COUNT}, "--")
+        if self.scheduler is not None and self.workers == 0:
+            raise UserError(
+                "--workers 0 scans in the main process, but --scheduler gives the work to others; give one of them"
+            )
 
 
 def check_index_config(config: IndexConfig) -> None:

@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from evodsp.data.executors import executor
 from evodsp.data.formats import parse_obsolete
 from evodsp.data.formats.mmcif import Header, read_header
 from evodsp.data.index.chain_index import (
@@ -46,7 +47,7 @@ from evodsp.data.index.metadata import (
     read_sets,
     table_of,
 )
-from evodsp.data.pool import in_processes, processes
+from evodsp.data.pool import WorkerEndedError
 from evodsp.data.sources.alignment_database import StoredFile, read_databases, read_parts
 from evodsp.data.sources.chain_folder import (
     chain_folders,
@@ -254,13 +255,21 @@ def _part(folder: Path, number: int) -> Path:
 def _scan(config: IndexConfig, folder: Path, chunks: list[list[ChainTask]]) -> None:
     """Write the parts that are missing."""
     missing = [number for number in range(len(chunks)) if not _part(folder, number).is_file()]
-    workers = processes(config.workers, len(missing))
     total = sum(map(len, chunks))
     left = sum(len(chunks[number]) for number in missing)
-    jobs = ((config.alignment_dir, config.structure_dir, _part(folder, number), chunks[number]) for number in missing)
+    alignments, structures = config.alignment_dir, config.structure_dir
+    if config.scheduler is not None:  # its workers may run in other folders
+        alignments, structures, folder = alignments.absolute(), structures.absolute(), folder.absolute()
+    pieces = [(alignments, structures, _part(folder, number), chunks[number]) for number in missing]
+    ended: WorkerEndedError | None = None
     with progress("scanned chains", total, total - left) as advance:
-        for done in in_processes(scan_part, jobs, workers):
-            advance(done)
+        for _, done in executor(config.scheduler, config.workers).map(scan_part, pieces):
+            if isinstance(done, WorkerEndedError):
+                ended = done
+            else:
+                advance(done)
+    if ended is not None:
+        raise UserError(f"{ended}: run the command again with fewer --workers") from ended
 
 
 def scan_part(alignment_dir: Path, structure_dir: Path, path: Path, tasks: list[ChainTask]) -> int:
