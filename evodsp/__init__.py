@@ -19,6 +19,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from evodsp.version import __version__
+
 if TYPE_CHECKING:
     from evodsp import metrics, parallel
     from evodsp.config import ModelConfig
@@ -29,7 +31,6 @@ if TYPE_CHECKING:
     from evodsp.weights.deepmind import load_deepmind
     from evodsp.weights.openfold import load_openfold
 
-__version__ = "0.2.0"
 __all__ = [
     "AlphaFold",
     "ModelConfig",

@@ -19,11 +19,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from evodsp import __version__
 from evodsp.errors import UserError, nearest
 from evodsp.launch.parent import STOPPED, end_with_launcher, launched_by_evodsp, same_handlers, starts_again
 from evodsp.output import stdout_fails
 from evodsp.printing import show, tell
+from evodsp.version import __version__
 
 RANK_0_FIRST_S = 5.0
 """How long the other ranks wait before they print a mistake. Rank 0 prints the same one, and its end makes torchrun (or srun
@@ -46,7 +46,7 @@ class Command(ABC):
 
 @dataclass(frozen=True)
 class SettingsCommand(Command):
-    """A command whose options are the fields of one dataclass, with an option `output` among them (None: no file)."""
+    """A command whose options are the fields of one dataclass. It writes files if one of them is `output`, and not None."""
 
     settings: str
     """The dataclass, as 'module:name'. Its module must not import torch: help waits for it."""
@@ -61,7 +61,7 @@ class SettingsCommand(Command):
     from_files: bool = False
     """Whether options may also come from YAML files (--config FILE), and be printed as one (--print_config)."""
     alone: Mapping[str, str] = field(default_factory=dict)
-    """What options mean that are given without a value."""
+    """The values of options that are given without one."""
     several: frozenset[str] = frozenset()
     """Options that may be given once more for each of several values."""
 
@@ -97,10 +97,11 @@ class SettingsCommand(Command):
             unset.add(self.positional)
         settings = settings_class(**{name: value for name, value in vars(given).items() if name not in unset})
         run = _imported(self.runner)
-        if settings.output is None:
+        output = getattr(settings, "output", None)
+        if output is None:
             return int(run(settings, [*self.name.split(), *words]))
-        check_output(settings.output)
-        with output_errors(settings.output):
+        check_output(output)
+        with output_errors(output):
             return int(run(settings, [*self.name.split(), *words]))
 
 
@@ -239,10 +240,20 @@ COMMANDS: dict[str, Command] = {
             "plan memory and time of a training run on any mesh of GPUs",
             settings="evodsp.planner.config:PlanConfig",
             runner="evodsp.planner.command:run",
-            required="--gpus N",
+            required="(--gpus N | --measure --output FILE.yaml)",
             description="Say, before GPUs are booked, which mesh fits, what it communicates and how long a step takes. The "
-            "model is run on shapes alone: no GPU is needed. Times are calculated from the data of devices and links. The exit "
-            "code is 1 if nothing fits.",
+            "model is run on shapes alone: no GPU is needed. Times are calculated from the data of devices and links; with "
+            "--measure, those of this machine are measured and written to a file. The exit code is 1 if nothing fits.",
+        ),
+        SettingsCommand(
+            "selftest",
+            "check this machine: kernels, half precision, training, prediction, sharding",
+            settings="evodsp.selftest.config:SelftestConfig",
+            runner="evodsp.selftest.command:run",
+            required="[--cpu N]",
+            description="Check evodsp on this machine, with all of its GPUs or with N CPU processes: every kernel against its "
+            "formula, blocks in half precision, training on several meshes, resuming, prediction, and ranks against one "
+            "device. A table says how each check ended. The exit code is 1 if a check failed, else 0.",
         ),
         SettingsCommand(
             "report",
@@ -257,7 +268,7 @@ COMMANDS: dict[str, Command] = {
         SettingsCommand(
             "weights fetch",
             "fetch AlphaFold2's published parameters",
-            settings="evodsp.weights.config:FetchConfig",
+            settings="evodsp.weights.config:WeightsFetchConfig",
             runner="evodsp.weights.command:run_fetch",
             required="NAME...",
             description="Fetch AlphaFold2's published parameters (DeepMind, licence CC BY 4.0), for `evodsp predict --weights "
@@ -316,7 +327,7 @@ def _main(words: list[str]) -> int:
         return code
     except UserError as error:
         if _rank() > 0:
-            # Ignored under scripts/slurm/fit.sbatch until a run can save.
+            # Ignored under scripts/examples/slurm/fit.sbatch until a run can save.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(RANK_0_FIRST_S)
         tell(f"evodsp: error: {error}")

@@ -7,13 +7,16 @@ removes what was left.
 
 from __future__ import annotations
 
+import dataclasses
 import errno
+import json
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 
 @contextmanager
@@ -34,6 +37,16 @@ def whole_file(path: str | Path) -> Iterator[Path]:
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def write_json_lines(path: Path | None, entries: Sequence[Any]) -> None:
+    """Write dataclasses to a whole file, one JSON object a line. `path`: None on a rank that keeps no file.
+
+    Without entries no file is made, and one that exists becomes empty.
+    """
+    if path is not None and (entries or path.exists()):
+        with whole_file(path) as partial:
+            partial.write_text("".join(json.dumps(dataclasses.asdict(entry)) + "\n" for entry in entries))
 
 
 @contextmanager

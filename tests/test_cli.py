@@ -228,6 +228,7 @@ def test_every_listed_command_runs_something() -> None:
         "estimate",
         "data",
         "plan",
+        "selftest",
         "report",
         "score",
         "weights",

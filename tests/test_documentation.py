@@ -58,7 +58,6 @@ NOT_RUN = {
     "pip install": "likewise",
     "scripts/paper/gpu.sh": "needs GPUs; its options are checked, and a test beside it runs it",
     "scripts/benchmarks/gpu.sh": "needs a GPU; its options are checked, and a test beside it runs it",
-    "scripts/verify_gpus.sh": "needs GPUs; a test beside it runs it",
     "scripts/benchmarks/kit.sh": "asks a package index; its options are checked, and a test beside it runs it",
     "../kit/run.sh": "runs a command on a machine with a GPU; the command is checked, and a test beside it runs it",
     "torchrun": "runs in the verify tier; otherwise its options of evodsp are checked",
@@ -120,7 +119,8 @@ class Reader:
             "data build": self.build,
             "plan": self.plan,
             "estimate": run,
-            "search": self.search,
+            "search": check_options,  # its database is a hundred gigabytes
+            "selftest": check_options,  # needs GPUs; tests/selftest runs it
             "report": self.report,
             "score": run,
             "weights export": self.convert,
@@ -132,11 +132,6 @@ class Reader:
                 rules[name](words)
                 return
         pytest.fail(f"no rule tests this command: evodsp {' '.join(words)}")
-
-    def search(self, words: list[str]) -> None:
-        """Its database is a hundred gigabytes: the options are checked, and the program that is missing is named."""
-        text = run_quietly(["search", "--help"])
-        assert {word for word in words if word.startswith("--")} <= set(re.findall(r"--\w+", text))
 
     def fit(self, words: list[str]) -> None:
         """A page starts with no run; a resumed run must have something left to do; DIR is replaced by folders."""
@@ -182,6 +177,9 @@ class Reader:
 
     def plan(self, words: list[str]) -> None:
         """With a small model on two devices: following a large one takes several seconds."""
+        if "--measure" in words:  # which takes a minute
+            check_options(words)
+            return
         small = ["--gpus=2", "--sequence=1", "--preset=small", "--residues=16", "--msa=8", "--extra_msa=8"]
         if "--predict" not in words:
             small.append("--global_batch=2")
@@ -219,8 +217,8 @@ class Reader:
 
     def torchrun(self, words: list[str]) -> None:
         """Of one rank: only the options of evodsp behind `-m evodsp`."""
-        if words[words.index("-m") + 1].startswith("scripts.frameworks."):
-            return  # scripts/frameworks/tests runs it and checks what it prints
+        if words[words.index("-m") + 1].startswith("scripts.examples.frameworks."):
+            return  # scripts/examples/frameworks/tests runs it and checks what it prints
         at = words.index("evodsp")
         assert words[at - 1] == "-m"
         assert run_quietly([*words[at + 1 :], "--print_config"])
@@ -235,6 +233,12 @@ def run(words: list[str]) -> None:
     """`evodsp` in this process. If the page and the test both set an option, the last one counts."""
     words = last_options(words)
     assert main(words) == 0, f"evodsp {' '.join(words)}"
+
+
+def check_options(words: list[str]) -> None:
+    """An option that the command does not know."""
+    text = run_quietly([words[0], "--help"])
+    assert {word for word in words if word.startswith("--")} <= set(re.findall(r"--\w+", text))
 
 
 def with_folders(words: list[str], folder: Path) -> list[str]:
@@ -281,15 +285,10 @@ def check_in_kit(words: list[str]) -> None:
     """The command that a kit is to find packages for, if it has a wrong option or is no program of this repository."""
     if words[:3] == ["python3", "-m", "scripts.benchmarks.gpu"]:
         check_benchmark_script(words[3:])
+    elif words[:3] == ["python3", "-m", "evodsp"]:
+        check_options(words[3:])
     else:
         CHECKS[words[0]](words[1:])
-
-
-def check_verify_gpus(words: list[str]) -> None:
-    """An option that the script does not know."""
-    known = set(re.findall(r'"(--\w+)"', text_of("scripts/verify_gpus.py")))
-    assert known
-    assert {word for word in words if word.startswith("--")} <= known
 
 
 CHECKS: dict[str, Callable[[list[str]], None]] = {
@@ -301,7 +300,6 @@ CHECKS: dict[str, Callable[[list[str]], None]] = {
     "export": check_variables,
     "scripts/paper/gpu.sh": check_gpu_script,
     "scripts/benchmarks/gpu.sh": check_benchmark_script,
-    "scripts/verify_gpus.sh": check_verify_gpus,
     "scripts/benchmarks/kit.sh": check_kit,
     "../kit/run.sh": check_in_kit,
 }
@@ -326,7 +324,7 @@ def test_every_command_and_block_runs(start_ranks: bool, like_the_root: Path, mo
     for block in (block for page in PAGES for block in blocks(page)):
         try:
             if block.included is not None:  # only programs; the test of the programs runs them
-                assert block.included.startswith("scripts/frameworks/"), "no rule tests this file"
+                assert block.included.startswith("scripts/examples/frameworks/"), "no rule tests this file"
                 assert (ROOT / block.included).is_file()
             elif block.language == "python":
                 run_python(block, monkeypatch)

@@ -21,7 +21,7 @@ import yaml
 
 import evodsp
 from evodsp.config import EvoformerConfig
-from evodsp.model.traffic import Sizes, inner_block
+from evodsp.planner.traffic import StackSizes, inner_block
 from scripts.examples.synthetic.config import SynthesisConfig
 from tests.builders.pages import INCLUDED, PAGES, ROOT, check_make, extras, prose, run_quietly, spans, text_of
 
@@ -93,6 +93,7 @@ def help_texts() -> dict[str, str]:
         "data doctor",
         "data build",
         "plan",
+        "selftest",
         "report",
         "score",
         "weights fetch",
@@ -267,7 +268,7 @@ def test_the_table_of_a_block_is_what_it_communicates() -> None:
     page = text_of("docs/dsp.md")
     table = page.partition("| sub-layer | needs |")[2].partition("\n\n")[0]
     written = [float(x) for row in table.splitlines()[2:] for x in re.findall(r"[\d.]+", row.split("|")[-2])]
-    calls = inner_block(Sizes(4, 0, 1, 128, 256, 256, 128, EvoformerConfig()))
+    calls = inner_block(StackSizes(4, 0, 1, 128, 256, 256, 128, EvoformerConfig()))
     moved = [2 * call.elements / 2**20 for call in calls]  # in bf16
     assert sorted(written) == sorted(moved)
     assert f"Twelve collectives and {sum(moved):.0f} MiB" in page

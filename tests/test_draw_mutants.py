@@ -1,10 +1,10 @@
-"""Breaks that are drawn from syntax trees: `scripts/draw_mutants.py`."""
+"""Breaks that are drawn from syntax trees: `scripts/mutation/draw_mutants.py`."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from scripts.draw_mutants import Importers, breaks_of, drawn
+from scripts.mutation.draw_mutants import Importers, breaks_of, drawn
 
 SOURCE = '''"""A module of 7 lines."""
 @decorated(frozen=True)

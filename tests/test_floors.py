@@ -1,147 +1,187 @@
-"""Who may import whom: each floor is imported in a process of its own, and the modules loaded with it are checked."""
+"""Who may import whom, computed from the import statements of all modules."""
 
 from __future__ import annotations
 
 import ast
-import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from fnmatch import fnmatch
+from functools import cache
 from pathlib import Path
 
-import pytest
+from evodsp.cli import COMMANDS, SettingsCommand
 
-TORCH_FREE = ("torch", "lightning", "jsonargparse")
-FLOORS = {
-    "evodsp.errors": ("torch", "numpy", "lightning"),
-    "evodsp.rng": ("torch", "lightning"),
-    "evodsp.config": ("torch", "numpy", "lightning", "jsonargparse"),
-    "evodsp.geometry.alphabet": TORCH_FREE,
-    "evodsp.geometry.residues": TORCH_FREE,
-    "evodsp.geometry.rigid": ("lightning", "evodsp.data", "evodsp.model", "evodsp.parallel"),
-    "evodsp.geometry.frames": ("lightning", "evodsp.data", "evodsp.model", "evodsp.parallel"),
-    "evodsp.parallel.config": (*TORCH_FREE, "numpy"),
-    "evodsp.parallel.exchange": (
-        "lightning", "evodsp.geometry", "evodsp.data", "evodsp.model", "evodsp.losses", "evodsp.config",
+ROOT = Path(__file__).parents[1]
+
+MAY_IMPORT: dict[str, tuple[str, ...]] = {
+    "reading": (),
+    "report": ("reading",),
+    "geometry": (),
+    "parallel": (),
+    "launch": ("parallel", "reading"),
+    "model": ("geometry", "parallel"),
+    "data": ("geometry", "reading", "report"),
+    "metrics": ("geometry",),
+    "losses": ("geometry", "metrics", "model", "parallel"),
+    "weights": ("model", "reading"),
+    "search": ("data", "reading"),
+    "features": ("data", "geometry"),
+    "planner": ("data", "geometry", "losses", "model", "parallel", "reading", "report"),
+    "selftest": ("geometry", "launch", "losses", "model", "parallel", "weights"),
+    "training": (
+        "data", "features", "geometry", "launch", "losses", "metrics", "model", "parallel", "planner", "reading", "report",
+        "weights",
     ),
-    "evodsp.launch.consensus": ("lightning", "evodsp.geometry", "evodsp.data", "evodsp.model", "evodsp.config"),
-    "evodsp.launch.launcher": ("lightning", "evodsp.geometry", "evodsp.data", "evodsp.model", "evodsp.config"),
-    "evodsp.files": (*TORCH_FREE, "numpy"),
-    "evodsp.download": (*TORCH_FREE, "numpy"),
-    "evodsp.reading.answers": (*TORCH_FREE, "numpy", "evodsp.data"),
-    "evodsp.reading.array_files": (*TORCH_FREE, "evodsp.data"),
-    "evodsp.reading.recorded_pickle": (*TORCH_FREE, "evodsp.data"),
-    "evodsp.reading.text_files": (*TORCH_FREE, "numpy", "evodsp.data"),
-    "evodsp.reading.yaml_files": (*TORCH_FREE, "numpy", "evodsp.data"),
-    "evodsp.data.records": TORCH_FREE,
-    "evodsp.data.formats": TORCH_FREE,
-    "evodsp.data.formats.mmcif": TORCH_FREE,
-    "evodsp.data.sources.msa": TORCH_FREE,
-    "evodsp.data.samples.feature_axes": TORCH_FREE,
-    "evodsp.data.samples.crop": TORCH_FREE,
-    "evodsp.data.sources.parsed_chain": TORCH_FREE,
-    "evodsp.data.sources.chain_files": TORCH_FREE,
-    "evodsp.data.index.chain_index": TORCH_FREE,
-    "evodsp.data.pool": (*TORCH_FREE, "numpy"),
-    "evodsp.data.index.scan": (*TORCH_FREE, "rich"),
-    "evodsp.data.fetch": TORCH_FREE,
-    "evodsp.data.fetch_config": (*TORCH_FREE, "numpy"),
-    "evodsp.data.index.config": (*TORCH_FREE, "numpy"),
-    "evodsp.data.doctor.diagnosis": (*TORCH_FREE, "rich"),
-    "evodsp.data.doctor.config": (*TORCH_FREE, "numpy"),
-    "evodsp.report.page": (*TORCH_FREE, "numpy", "evodsp.data"),
-    "evodsp.report.charts": (*TORCH_FREE, "numpy", "evodsp.data"),
-    "evodsp.report.run_command": (*TORCH_FREE, "numpy", "evodsp.data"),
-    "evodsp.progress": (*TORCH_FREE, "numpy", "rich"),
-    "evodsp.data.templates.source": TORCH_FREE,
-    "evodsp.data.sources.feature_store": TORCH_FREE,
-    "evodsp.data.building.parts": TORCH_FREE,
-    "evodsp.data.building.config": (*TORCH_FREE, "numpy"),
-    "evodsp.data.samples.dataset": ("lightning", "evodsp.model", "evodsp.parallel", "evodsp.training", "evodsp.losses"),
-    "evodsp.features.batch": ("lightning", "evodsp.model", "evodsp.parallel", "evodsp.training", "evodsp.losses"),
-    "evodsp.data.samples.raw_features": TORCH_FREE,
-    "evodsp.model.schedule": (*TORCH_FREE, "numpy"),
-    "evodsp.model.alphafold": ("lightning", "evodsp.data", "evodsp.losses", "evodsp.training", "evodsp.inference"),
-    "evodsp.losses.total": ("lightning", "evodsp.data", "evodsp.training", "evodsp.inference"),
-    "evodsp.metrics": ("lightning", "evodsp.model", "evodsp.training", "evodsp.data"),
-    "evodsp.weights.checkpoint": ("lightning", "evodsp.training", "evodsp.inference", "evodsp.data"),
-    "evodsp.weights.by_name": (*TORCH_FREE, "numpy"),
-    "evodsp.weights.config": TORCH_FREE,
-    "evodsp.weights.names": TORCH_FREE,
-    "evodsp.weights.openfold": ("lightning", "evodsp.training", "evodsp.inference", "evodsp.data"),
-    "evodsp.weights.published": ("lightning", "evodsp.training", "evodsp.inference", "evodsp.data"),
-    "evodsp.weights.command": ("lightning", "evodsp.training", "evodsp.inference", "evodsp.data"),
-    "evodsp.search.server": TORCH_FREE,
-    "evodsp.search.programs": TORCH_FREE,
-    "evodsp.inference.search_config": (*TORCH_FREE, "numpy"),
-    "evodsp.inference.config": TORCH_FREE,
-    "evodsp.inference.score_config": (*TORCH_FREE, "numpy"),
-    "evodsp.inference.predict": ("lightning", "evodsp.training", "matplotlib"),
-    "evodsp.packaged": (*TORCH_FREE, "numpy", "omegaconf"),
-    "evodsp.run_config_file": (*TORCH_FREE, "numpy", "omegaconf"),
-    "evodsp.planner.config": (*TORCH_FREE, "numpy"),
-    "evodsp.planner.device": ("lightning", "evodsp.training", "evodsp.inference", "evodsp.launch", "triton"),
-    "evodsp.planner.choose": ("lightning", "evodsp.training", "evodsp.inference", "evodsp.launch", "triton"),
-    "evodsp.training.config": TORCH_FREE,
-    "evodsp.training.options": ("torch", "lightning"),
-    "evodsp.given_settings": (*TORCH_FREE, "numpy"),
-    "evodsp.argument_parser": ("torch", "lightning", "numpy"),
-    "evodsp.cli": ("torch", "lightning", "numpy", "jsonargparse", "evodsp.model", "evodsp.training"),
+    "inference": (
+        "data", "geometry", "launch", "losses", "metrics", "model", "parallel", "planner", "reading", "report", "search",
+        "weights",
+    ),
 }  # fmt: skip
+"""By room, a folder or `metrics`: the rooms that its modules may import, besides modules that lie beside the rooms."""
+ROOMLESS = ("launch", "reading", "training")
+"""The rooms that modules beside the rooms, such as `cli` and `errors`, may import."""
+
+FAST = ("numpy", "torch", "lightning", "jsonargparse", "rich")
+FREE = {
+    "*": ("matplotlib", "openmm", "triton"),
+    "*config": FAST,
+    "cli": FAST,
+    "reading.*": FAST,
+    "report.*": FAST,
+    "search.*": ("torch", "lightning", "jsonargparse", "rich"),
+    "data.*": ("torch", "lightning", "jsonargparse", "rich"),
+    "data.pool": FAST,
+    "geometry.alphabet": ("torch",),
+    "geometry.residues": ("torch",),
+    "model.schedule": FAST,
+    "weights.by_name": FAST,
+    "weights.names": FAST,
+}
+"""By pattern of modules (with `evodsp.` left out): the packages that they and all they import must not load."""
+NOT_FREE = {
+    "reading.array_files": ("numpy",),
+    "reading.recorded_pickle": ("numpy",),
+    "data.dataset": ("torch",),
+    "data.packing": ("torch",),
+    "data.sample_pool": ("torch",),
+    "data.doctor_command": ("rich",),
+    "inference.confidence_figure": ("matplotlib",),
+    "model.kernels.triton_kernels.device.*": ("triton",),
+}
+"""Exceptions from `FREE`."""
+TRAINING_ONLY = ("lightning",)
 
 
-# Prints, for each module named, what is loaded after its import. Each is imported in a fork of a process that has loaded
-# nothing but the first argument: starting Python and importing torch for each of them would take a minute.
-PROGRAM = """
-import importlib, os, sys
-if sys.argv[1]:
-    importlib.import_module(sys.argv[1])
-for module in sys.argv[2:]:
-    sys.stdout.flush()
-    child = os.fork()
-    if child == 0:
-        importlib.import_module(module)
-        print(*sys.modules, flush=True)
-        os._exit(0)
-    if os.waitpid(child, 0)[1]:
-        sys.exit(f"{module} cannot be imported")
-"""
+@cache
+def modules() -> dict[str, Path]:
+    """The files of all modules, by name."""
+    files = (path.relative_to(ROOT) for path in sorted((ROOT / "evodsp").rglob("*.py")))
+    return {".".join(file.with_suffix("").parts).removesuffix(".__init__"): ROOT / file for file in files}
 
 
-@pytest.fixture(scope="module")
-def loaded() -> dict[str, set[str]]:
-    """By module of `FLOORS`: every module that is loaded after importing it."""
-    found: dict[str, set[str]] = {}
-    for first in ("", "torch"):
-        modules = [module for module, forbidden in FLOORS.items() if ("torch" in forbidden) == (first == "")]
-        done = subprocess.run(
-            [sys.executable, "-c", PROGRAM, first, *modules],
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        assert done.returncode == 0, done.stderr
-        found |= zip(modules, (set(line.split()) for line in done.stdout.splitlines()), strict=True)
+def statements(node: ast.AST, lazy: bool) -> Iterator[ast.Import | ast.ImportFrom]:
+    """The imports that run when the module is imported; with `lazy` those in functions, too. Never those for hints of types."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import | ast.ImportFrom):
+            yield child
+        elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            yield from statements(ast.Module(child.orelse, []), lazy)
+        elif lazy or not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            yield from statements(child, lazy)
+
+
+@cache
+def tree(module: str) -> ast.Module:
+    return ast.parse(modules()[module].read_text())
+
+
+@cache
+def imported(module: str, lazy: bool = False) -> frozenset[str]:
+    """The modules that `module` imports: those of evodsp by their full names, others as they are written."""
+    found = set()
+    for statement in statements(tree(module), lazy):
+        if isinstance(statement, ast.Import):
+            found |= {alias.name for alias in statement.names}
+            continue
+        assert not statement.level, f"{module}: a relative import"
+        base = statement.module or ""
+        names = {f"{base}.{alias.name}" for alias in statement.names}
+        found |= {name if name in modules() else base for name in names}
+    return frozenset(found)
+
+
+@cache
+def loaded(module: str) -> dict[str, str]:
+    """The packages of others that are loaded with `module`, and the module of evodsp whose statement loads each."""
+    found, seen, waiting = {}, set(), [module]
+    while waiting:
+        here = waiting.pop()
+        if here in seen:
+            continue
+        seen.add(here)
+        parts = here.split(".")
+        waiting += [".".join(parts[:length]) for length in range(1, len(parts))]
+        for name in imported(here):
+            if name.partition(".")[0] == "evodsp":
+                waiting.append(name)
+            else:
+                found.setdefault(name.partition(".")[0], here)
     return found
 
 
-@pytest.mark.parametrize("module", FLOORS)
-def test_a_floor_imports_none_above_it(module: str, loaded: dict[str, set[str]]) -> None:
-    """Catches an import that makes workers slow, help slow, or a lower floor depend on an upper one."""
-    assert module in loaded[module]
-    assert sorted(loaded[module] & set(FLOORS[module])) == []
+def room(module: str) -> str:
+    """The room of a module; '' of one that lies beside the rooms."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 and parts[1] in MAY_IMPORT else ""
 
 
-def test_every_package_is_on_a_floor() -> None:
-    """A new package that nobody placed."""
-    import pkgutil
+def test_a_room_imports_only_those_below_it() -> None:
+    """Catches a lower room that depends on an upper one, and a room that nobody placed. Imports in functions count."""
+    wrong = []
+    for module in modules():
+        allowed = {*MAY_IMPORT.get(room(module), ROOMLESS), room(module), ""}
+        for name in imported(module, lazy=True):
+            if name.partition(".")[0] == "evodsp" and room(name) not in allowed:
+                wrong.append(f"{module} imports {name}")
+    packages = {name.split(".")[1] for name, path in modules().items() if path.name == "__init__.py" and "." in name}
+    assert sorted(packages - set(MAY_IMPORT)) == []
+    assert wrong == []
 
-    import evodsp
 
-    packages = {name for _, name, is_package in pkgutil.iter_modules(evodsp.__path__) if is_package}
-    assert packages <= {module.split(".")[1] for module in FLOORS}
+def test_the_rooms_make_no_circle() -> None:
+    """Catches a table of rooms that allows two of them to import each other, directly or by way of others."""
+    placed: set[str] = set()
+    while ready := {name for name, below in MAY_IMPORT.items() if set(below) <= placed} - placed:
+        placed |= ready
+    assert placed == set(MAY_IMPORT)
+
+
+def test_modules_that_start_fast_load_nothing_slow() -> None:
+    """Catches an import that makes workers or help slow, and a package that is needed though it is an extra's."""
+    wrong = []
+    for module in modules():
+        name = module.removeprefix("evodsp.")
+        forbidden = {package for pattern, packages in FREE.items() if fnmatch(name, pattern) for package in packages}
+        if room(module) != "training":
+            forbidden |= set(TRAINING_ONLY)
+        for pattern, packages in NOT_FREE.items():
+            if fnmatch(name, pattern):
+                forbidden -= set(packages)
+        wrong += [f"{module} loads {found} by {by}" for found, by in loaded(module).items() if found in forbidden]
+    assert wrong == []
+
+
+def test_help_loads_nothing_slow() -> None:
+    """Catches what the statements do not show: a package that is loaded by its name, or by a package of others."""
+    names = ["evodsp.cli", *(c.settings.partition(":")[0] for c in COMMANDS.values() if isinstance(c, SettingsCommand))]
+    program = f"import importlib, sys; [importlib.import_module(name) for name in {names}]; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert (
+        sorted({"torch", "lightning", "jsonargparse", "numpy", "evodsp.model.alphafold"} & set(done.stdout.split()))
+        == []
+    )
 
 
 def test_no_test_module_imports_another() -> None:

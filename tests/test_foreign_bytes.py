@@ -35,9 +35,6 @@ ALLOWED = {
     "scripts/fuzz/__main__.py": {"recv()"},
     # Between ranks whose process group is connected. docs/training.md says which networks these messages may cross.
     "evodsp/launch/consensus.py": {"broadcast_object_list", "all_gather_object"},
-    "evodsp/training/batch_check.py": {"all_gather_object"},
-    "evodsp/training/recomputation.py": {"all_gather_object"},
-    "evodsp/training/sharing.py": {"broadcast_object_list"},
     "evodsp/training/strategy.py": {"broadcast_object_list"},
 }
 """By file: what it may use, and why that is safe."""

@@ -1,4 +1,4 @@
-"""Breaks of the package that tests must find: `scripts/mutants.py`."""
+"""Breaks of the package that tests must find: `scripts/mutation/mutants.py`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.mutants import broken_text, read_table
+from scripts.mutation.mutants import broken_text, read_table
 
 ROOT = Path(__file__).resolve().parents[1]
 MUTANTS = read_table()
@@ -42,7 +42,7 @@ test = "tests/test_rng.py::test_known_answers"
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "scripts.mutants", *words],
+        [sys.executable, "-m", "scripts.mutation.mutants", *words],
         cwd=ROOT, capture_output=True, text=True, timeout=1200, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
 

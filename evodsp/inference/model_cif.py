@@ -23,8 +23,8 @@ import modelcif.qa_metric
 import numpy as np
 from jaxtyping import Float64
 
-from evodsp import __version__
 from evodsp.geometry.residues import ATOM_TYPES
+from evodsp.version import __version__
 
 if TYPE_CHECKING:
     from evodsp.inference.writers import PredictedStructure

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from evodsp.errors import UserError
 from evodsp.inference.targets import content_digest, fingerprint
-from evodsp.weights.deepspeed import parameter_file
+from evodsp.weights.parameter_file import parameter_file
 
 _SUFFIXES = (".ckpt", ".npz", ".pt")
 _OF_DEEPSPEED = ("latest", "checkpoint", "*mp_rank_*")

@@ -18,10 +18,9 @@ from evodsp.inference.config import PredictConfig
 from evodsp.inference.devices import working_memory
 from evodsp.inference.passes import layer_dtype
 from evodsp.model.alphafold import AlphaFold
-from evodsp.planner.device import Device, Links, load_device, load_link, names
+from evodsp.planner.device import Device, Links, free_memory, load_device, load_link, names, this_cpu
 from evodsp.planner.prediction import Prediction, PredictionMemory, prediction_memory, prediction_times
-from evodsp.planner.program import Sizes
-from evodsp.planner.this_machine import free_memory, this_cpu
+from evodsp.planner.program import SampleSizes
 
 GIB = 2**30
 TINY = 1e12
@@ -33,7 +32,7 @@ tried."""
 _GRID = 1.04
 """Ratio of sizes that are calculated: targets in between share the larger one's result."""
 _SMALL_WORKING = 64 << 20
-_FEW_ROWS = Sizes(0, 128, 1024)
+_FEW_ROWS = SampleSizes(0, 128, 1024)
 
 
 @dataclass(frozen=True)
@@ -86,12 +85,12 @@ def prediction_of(
     """The prediction of a sequence with a deep alignment. `memory`: the working memory in bytes."""
     templates = max(1, features.max_templates) if model.templates.enabled else 0
     rows = features.msa_clusters - features.max_templates
-    sizes = Sizes(residues, rows, features.extra_msa, templates)
+    sizes = SampleSizes(residues, rows, features.extra_msa, templates)
     return _prediction(config, model, sizes, features.recycles + 1, memory, on)
 
 
 def _prediction(
-    config: PredictConfig, model: ModelConfig, sizes: Sizes, passes: int, memory: int | None, on: There
+    config: PredictConfig, model: ModelConfig, sizes: SampleSizes, passes: int, memory: int | None, on: There
 ) -> Prediction:
     return Prediction(
         model,
@@ -185,7 +184,7 @@ def check_needs(
     passes = batch["aatype"].shape[1] // config.ensembles
     if _multiplications(model.config, model, residues, rows, passes * config.ensembles) < TINY:
         return None
-    sizes = Sizes(_rounded(residues), _rounded(rows[0]), _rounded(rows[1]), templates)
+    sizes = SampleSizes(_rounded(residues), _rounded(rows[0]), _rounded(rows[1]), templates)
     on = there(device)
     what = _prediction(config, model.config, sizes, passes, working_memory(config.working_memory, device), on)
     memory = prediction_memory(what)

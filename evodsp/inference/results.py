@@ -25,7 +25,6 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Float32
 
-from evodsp import __version__
 from evodsp.data.formats.mmcif import read_chain
 from evodsp.errors import FileFormatError, UserError
 from evodsp.geometry.alphabet import RESTYPES_WITH_X
@@ -34,6 +33,7 @@ from evodsp.inference.result_checks import FIX, check_ranking, check_timings, is
 from evodsp.inference.writers import AlignedError, PredictedStructure, structure_text
 from evodsp.reading.array_files import read_archive
 from evodsp.reading.text_files import json_of, read_bytes, read_json
+from evodsp.version import __version__
 
 RANKING, TIMINGS, REPORT = "ranking.json", "timings.json", "report.html"
 OURS = re.compile(

@@ -9,9 +9,9 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
-from evodsp import __version__
 from evodsp.errors import UserError
 from evodsp.printing import write_line
+from evodsp.version import __version__
 
 LOG = "predict.log"
 Report = Callable[[str], None]

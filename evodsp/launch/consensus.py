@@ -102,7 +102,7 @@ def tensors_from_first(
 ) -> dict[str, Tensor]:
     """Rank 0's tensors by name, on every rank's host. Like `from_first`, but tensors are not pickled.
 
-    `device`: that of the group's communication. Tensors are brought there one at a time.
+    `device`: the device of the group's communication. Tensors are brought there one at a time.
     """
     if group is None:
         return dict(make())

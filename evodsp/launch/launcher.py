@@ -28,7 +28,7 @@ GRACE_S = 300.0
 SAME_MISTAKE_S = 3.0
 """How much later than another rank rank 0 may find the same mistake of the user."""
 SHOWN_LINES = 50
-"""Lines of a failed rank's output to print."""
+"""The number of lines of a failed rank's output to print."""
 
 
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)

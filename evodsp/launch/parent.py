@@ -1,4 +1,4 @@
-"""What a rank and the program that started it tell each other; ends a rank when the `evodsp` that started it is gone.
+"""Messages between a rank and the program that started it; ends a rank when the `evodsp` that started it is gone.
 
 The launcher ends its ranks itself, unless it is killed (SIGKILL, or out of memory). Then nobody would end them, and they would
 keep the cores or GPUs. No torch is imported here: the watch begins before the slow imports.
@@ -18,7 +18,7 @@ from pathlib import Path
 from evodsp.printing import tell
 
 OWN_RUN = "evodsp"
-"""What the launcher of `evodsp` calls its runs, where torchrun gives them a number."""
+"""The name that the launcher of `evodsp` gives its runs, where torchrun gives them a number."""
 
 LAUNCHER = "EVODSP_LAUNCHER_PID"
 """Variable in which the launcher passes its process id to the ranks that it starts."""

@@ -46,7 +46,7 @@ _POLL_S = 0.02
 
 
 @dataclass(frozen=True)
-class Place:
+class RankAddress:
     """The rank of this process and the address where the ranks meet."""
 
     rank: int
@@ -70,8 +70,8 @@ def was_restarted() -> bool:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
-def place() -> Place:
-    """This process's place, from the environment. Raises UserError if no launcher started it as a rank."""
+def place() -> RankAddress:
+    """This process's address among the ranks, from the environment. Raises UserError if no launcher started it as a rank."""
     found = _place(os.environ)
     if found is None:
         raise UserError(
@@ -80,14 +80,14 @@ def place() -> Place:
     return found
 
 
-def _place(environment: Mapping[str, str]) -> Place | None:
-    """The place from torchrun's variables, or else from those of an `srun` step. Raises UserError if they are not numbers."""
+def _place(environment: Mapping[str, str]) -> RankAddress | None:
+    """The address from torchrun's variables, or else from those of an `srun` step. Raises UserError if they are not numbers."""
     port = environment.get("MASTER_PORT")
     try:
         if all(name in environment for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR")) and port is not None:
             rank = int(environment["RANK"])
             agent_hosts = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-            return Place(
+            return RankAddress(
                 rank,
                 int(environment["WORLD_SIZE"]),
                 int(environment.get("LOCAL_RANK", rank)),
@@ -99,7 +99,7 @@ def _place(environment: Mapping[str, str]) -> Place | None:
         if int(environment.get("SLURM_STEP_NUM_TASKS", 1)) > 1 and "SLURM_PROCID" in environment:
             rank = int(environment["SLURM_PROCID"])
             step = int(environment.get("SLURM_JOB_ID", 0)) * 31 + int(environment.get("SLURM_STEP_ID", 0))
-            return Place(
+            return RankAddress(
                 rank,
                 int(environment["SLURM_STEP_NUM_TASKS"]),
                 int(environment.get("SLURM_LOCALID", 0)),
@@ -178,12 +178,13 @@ def start(
 def mesh_of(config: SequenceConfig, device_type: str | None = None) -> Mesh:
     """The mesh over all ranks, after `start`. All ranks call this together.
 
-    `device_type`: 'cpu' or 'cuda'; None: the default group's. Raises UserError if the ranks do not divide into groups.
+    `device_type`: 'cpu' or 'cuda'; None takes that of the default group. Raises UserError if the ranks do not divide into
+    groups.
     """
     return init_mesh(config.sequence, device_type, collective_timeout(config.timeout))
 
 
-def _fresh_part(store: dist.Store, here: Place, timeout_s: float) -> str:
+def _fresh_part(store: dist.Store, here: RankAddress, timeout_s: float) -> str:
     """The name of a part of the store that no earlier attempt has written to, the same on every rank of this attempt.
 
     After a restart torchrun's store still holds the addresses of dead ranks. TORCHELASTIC_RESTART_COUNT does not identify an
@@ -223,7 +224,7 @@ def _drawn(store: dist.Store, key: str) -> str:
     return name
 
 
-def gpu_number(here: Place) -> int:
+def gpu_number(here: RankAddress) -> int:
     """The number of this rank's GPU among those that it sees: its local rank, or 0 where it sees a single one, as under
     `srun --gpus-per-task=1`. Raises UserError if there are several GPUs, but fewer than ranks on this machine.
     """
@@ -238,13 +239,13 @@ def gpu_number(here: Place) -> int:
     return here.local_rank
 
 
-def _take_gpu(here: Place) -> torch.device:
+def _take_gpu(here: RankAddress) -> torch.device:
     device = torch.device("cuda", gpu_number(here))
     torch.cuda.set_device(device)
     return device
 
 
-def _claim_gpu(store: dist.Store, here: Place, device: torch.device) -> None:
+def _claim_gpu(store: dist.Store, here: RankAddress, device: torch.device) -> None:
     """Raise UserError if another rank has this GPU, which may have different numbers in two processes: NCCL would hang."""
     gpu = torch.cuda.get_device_properties(device).uuid
     if store.add(f"gpu/{gpu}", 1) > 1:

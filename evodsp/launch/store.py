@@ -1,4 +1,4 @@
-"""The store through which the ranks of a run meet: who may connect to it, and how what stands in it is read.
+"""The store through which the ranks of a run meet: who may connect to it, and how its values are read.
 
 torch's store asks nobody for a password: whoever reaches its port reads and writes every key. So a store of one machine listens
 on its loopback address only, and evodsp's own values are numbers and texts that are checked here. Nothing is unpickled.
@@ -18,7 +18,7 @@ from evodsp.errors import UserError
 from evodsp.reading.quoting import shown
 
 LONGEST = 4 << 20
-"""Bytes of the longest value that is read. torch's store takes messages of twice as many."""
+"""Bytes of the longest value that is read. torch's store takes messages of twice this size."""
 _BACKLOG = 2048
 """Connections that may wait to be accepted, as many as where torch itself listens."""
 
@@ -74,7 +74,7 @@ def text(store: dist.Store, key: str) -> str:
 
 
 def as_text(store: dist.Store, key: str, value: bytes) -> str:
-    """A value of the store as text. `key`: where it was. Raises UserError if it is no text, or too long a one."""
+    """A value of the store as text. `key`: the key of the value. Raises UserError if it is no text, or too long a one."""
     if len(value) > LONGEST:
         raise foreign(store, key, f"{len(value):,} bytes", f"{LONGEST:,} at most")
     try:
@@ -89,7 +89,7 @@ def set_texts(store: dist.Store, key: str, texts: Sequence[str]) -> None:
 
 
 def texts(store: dist.Store, key: str) -> list[str]:
-    """What `set_texts` has written. Raises UserError if anything else is under the key, or nothing."""
+    """The texts that `set_texts` wrote. Raises UserError if anything else is under the key, or nothing."""
     found = text(store, key)
     try:
         content = json.loads(found)

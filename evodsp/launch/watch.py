@@ -41,14 +41,14 @@ _GRACE_S = 5.0
 
 @dataclass(frozen=True)
 class State:
-    """What a rank writes about itself."""
+    """The numbers that a rank writes about itself."""
 
     heartbeat: int
     collectives: int
 
     @classmethod
     def parse(cls, text: str) -> State:
-        """What `str` has written. Raises ValueError for anything else."""
+        """The state that `str` has written. Raises ValueError for anything else."""
         heartbeat, collectives = map(int, text.split())
         return cls(heartbeat, collectives)
 
@@ -69,7 +69,7 @@ class StallDetector:
         self._last_launch = self._last_look = 0.0
 
     def find(self, states: Mapping[int, State], now: float) -> tuple[list[int], str] | None:
-        """The ranks at fault and what is wrong with them at time `now` (s); None while all is well.
+        """The ranks at fault and a description of the fault at time `now` (s); None while all is well.
 
         After a pause in the looks all times start again: this process was stopped itself, perhaps with the whole job (a batch
         system suspends whole jobs), so old heartbeats prove nothing.

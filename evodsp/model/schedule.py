@@ -1,7 +1,7 @@
 """Choices between ways of communicating that compute the same: the communication plan.
 
 Along which axis each sub-layer of a block works is written in the block itself (`evodsp.model.evoformer`,
-`evodsp.model.templates`). `evodsp.model.traffic` runs a block on shapes alone and lists what it communicates.
+`evodsp.model.templates`). `evodsp.planner.traffic` runs a block on shapes alone and lists what it communicates.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class Group:
     """A process group, the ledger in which its collectives are entered, and the clock that measures waits for them.
 
     Its methods begin a communication between contiguous buffers and return what to `wait()` for. The planner replaces them by
-    ones that communicate nothing (`evodsp.planner.imagined`).
+    ones that communicate nothing (`evodsp.planner.trace`).
     """
 
     def __init__(self, handle: dist.ProcessGroup, ledger: Ledger | None = None, waits: WaitTimes | None = None) -> None:
@@ -63,7 +63,8 @@ class Group:
         """Whether gloo communicates, as on CPUs.
 
         It gathers and sums in rounds, each of which takes as long as an all-to-all, and its reduce-scatter sums everything on
-        every rank. One all-to-all and a sum of what it brings take 0.3 to 1.0 of the time (scripts/benchmarks/gloo.py).
+        every rank. One all-to-all and a sum of what it brings take 0.3 to 1.0 of the time
+        (scripts/benchmarks/results/gloo.txt).
         Terms are added in the order of the ranks, so that a sum has the same bits on all of them.
         """
         return dist.get_backend(self.handle) == dist.Backend.GLOO

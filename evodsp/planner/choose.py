@@ -12,7 +12,7 @@ from multiprocessing import get_context
 
 from evodsp.errors import UserError
 from evodsp.planner.device import Device, Links
-from evodsp.planner.mesh import Estimate, Pass, Training, estimate, memory, traced
+from evodsp.planner.mesh import Estimate, TracedPass, Training, estimate, memory, traced
 from evodsp.planner.program import LEAST_KEPT, LEAST_RECOMPUTED, Program
 
 MOST_RANKS = 64
@@ -37,7 +37,7 @@ class Comparison:
         return (one.samples_per_s / one.devices) / self.alone.samples_per_s
 
     def hours(self, one: Estimate) -> float:
-        """Of the whole training."""
+        """Hours that the whole training takes on a mesh."""
         return self.training.samples / one.samples_per_s / 3600
 
 
@@ -66,8 +66,8 @@ def possible(training: Training, devices: int, sequence: int | None = None) -> l
 def compare(
     training: Training, devices: int, device: Device, links: Links, sequence: int | None = None, auto: bool = True
 ) -> Comparison:
-    """Plan the possible meshes, from small sequence groups to large ones, up to the first one that is slower than one before it
-    that fits: larger ones only communicate more.
+    """Plan the possible meshes, from small sequence groups to large ones, up to the first that is slower than an earlier one
+    which fits, because larger ones only communicate more.
 
     `auto`: each mesh recomputes only as many Evoformer blocks as its memory demands. Otherwise as the model's config says.
     """
@@ -122,12 +122,12 @@ class Planned:
         )
 
     def start(self, sequence: int) -> Future[Program]:
-        """Begin to follow the pass of a group of so many ranks."""
+        """Begin to follow the pass of a group of `sequence` ranks."""
         return self._pool.submit(traced, self._training, sequence, self._setting)
 
     def estimate(self, program: Program, data: int, sequence: int) -> Estimate:
         """A mesh. `program`: what `start` made for its groups."""
-        traced_pass = Pass.of(program, self._training, self._device, data * sequence)
+        traced_pass = TracedPass.of(program, self._training, self._device, data * sequence)
         found = self._most_kept(traced_pass, data, sequence) if self._searches else self._unsearched
         kept = found or 0
         if self._searches and found is None:
@@ -144,8 +144,8 @@ class Planned:
             return 0 if self._setting else self._blocks
         return max(0, self._blocks - recomputed)
 
-    def _most_kept(self, traced_pass: Pass, data: int, sequence: int) -> int | None:
-        """As many blocks as fit: at least `LEAST_KEPT`, at most all but `LEAST_RECOMPUTED`; None if not even those fit."""
+    def _most_kept(self, traced_pass: TracedPass, data: int, sequence: int) -> int | None:
+        """The largest number of kept blocks that fits, from `LEAST_KEPT` to all but `LEAST_RECOMPUTED`; None if none fits."""
         ranks, batches = data * sequence, self._training.global_batch // data
 
         def fits(kept: int) -> bool:
@@ -164,13 +164,13 @@ class Planned:
             least, most = (middle, most) if fits(middle) else (least, middle - 1)
         return least
 
-    def _recomputing_all(self, data: int, sequence: int) -> Pass:
+    def _recomputing_all(self, data: int, sequence: int) -> TracedPass:
         program = self._pool.submit(traced, self._training, sequence, True).result()
-        return Pass.of(program, self._training, self._device, data * sequence)
+        return TracedPass.of(program, self._training, self._device, data * sequence)
 
 
 def kept_in(mixed: Program, blocks: int, kept: int) -> Program:
-    """The program of a stack that keeps so many of its blocks, from that of one that keeps others."""
+    """Derive the program for `kept` stored blocks from one that was traced with another number."""
     recomputing, keeping = (repeat for repeat in mixed.repeats if repeat.part == "evoformer")
     others = [repeat for repeat in mixed.repeats if repeat.part != "evoformer"]
     changed = [replace(recomputing, times=blocks - kept - 3), replace(keeping, times=kept - 2)]

@@ -18,28 +18,34 @@ from evodsp.report.page import Page
 
 
 def run(settings: PlanConfig, words: list[str]) -> int:
-    """Print the plan, write the page and the JSON file, and return the exit code: 1 if nothing fits."""
+    """Print the plan, write the page and the JSON file, and return the exit code, 1 if nothing fits. Or measure."""
+    if settings.gpus is None or settings.measure:
+        from evodsp.planner.measure import write_measured
+
+        for path in write_measured(settings.output, settings.gpus):
+            show(f"{path}: written")
+        return 0
     device = load_device(settings.device)
     inside, across = (load_link(name) for name in (settings.inside or device.inside, settings.across or device.across))
     links = Links(inside, across, settings.gpus_per_node or device.gpus_per_node)
-    return (_predict if settings.predict else _train)(settings, device, links)
+    return (_predict if settings.predict else _train)(settings, settings.gpus, device, links)
 
 
-def _train(settings: PlanConfig, device: Device, links: Links) -> int:
+def _train(settings: PlanConfig, gpus: int, device: Device, links: Links) -> int:
     training = replace(training_of(settings), on_gpu=device.on_gpu)
     if settings.recomputation == "none":
         training = replace(
             training,
             model=replace(training.model, evoformer=replace(training.model.evoformer, checkpoint=False)),
         )
-    compared = compare(training, settings.gpus, device, links, settings.sequence, auto=settings.recomputation == "auto")
-    _write(settings, text(compared, settings.gpus), page(compared, settings.gpus), as_json(compared))
+    compared = compare(training, gpus, device, links, settings.sequence, auto=settings.recomputation == "auto")
+    _write(settings, text(compared, gpus), page(compared, gpus), as_json(compared))
     return 0 if compared.best is not None else 1
 
 
-def _predict(settings: PlanConfig, device: Device, links: Links) -> int:
+def _predict(settings: PlanConfig, gpus: int, device: Device, links: Links) -> int:
     what = predicting.prediction_of(settings, device)
-    found = predicting.predicted(what, settings.gpus, device, links, settings.sequence)
+    found = predicting.predicted(what, gpus, device, links, settings.sequence)
     _write(settings, predicting.text(found), predicting.page(found), predicting.as_json(found))
     return 0 if found.fitting else 1
 

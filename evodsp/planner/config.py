@@ -16,15 +16,19 @@ from evodsp.ranges import COUNT, SIZE, check_numbers
 class PlanConfig:
     """What is to be trained, and on which devices. Raises UserError if a value is out of range."""
 
-    gpus: int
-    """Number of devices."""
+    gpus: int | None = None
+    """Number of devices. With --measure: of those that communicate; null: all GPUs of this machine, or two processes."""
+    measure: bool = False
+    """Measure this machine in place of planning, which takes a minute. --output is then the file of its device, which --device
+    takes, and must end in .yaml; the file of the link between several devices is written beside it."""
     predict: bool = False
     """Plan a prediction instead of a training run: a chain of `residues` on 1, 2, 4, … ranks. Rows of the MSA, extra rows,
     templates and recycles are then AlphaFold2's, 512, 5120, 4 and 3, unless given; of the config only the model is taken."""
     device: str = "h100"
     """Kind of device: a100, h100, h200, b200, or the path of your own file."""
     config: Path | None = None
-    """YAML file of `evodsp fit`: model, losses, sizes and batch are taken from it. Options given here go before it."""
+    """YAML file of `evodsp fit`: model, losses, sizes and batch are taken from it. Options on this command line override the
+    file."""
     preset: str | None = None
     """Model, such as model_1_ptm; null takes that of the config, or model_1."""
     residues: int | None = None
@@ -44,13 +48,13 @@ class PlanConfig:
     sequence: int | None = None
     """Ranks that share a sample; null compares all that are possible."""
     parameters: ParameterMode | None = None
-    """Where parameters live, as parallel.parameters of a run: replicate, zero1 or fsdp2; null: that of the config, or
+    """Place of the parameters, as parallel.parameters of a run: replicate, zero1 or fsdp2; null takes that of the config, or
     replicate."""
     precision: Literal["bf16-mixed", "32-true"] | None = None
-    """As trainer.precision of a run; null: that of the config, which is 32-true where it says nothing. Without a config, and
-    for a prediction, bf16-mixed."""
+    """Precision, as trainer.precision of a run. null takes that of the config, which is 32-true where it says nothing, or
+    bf16-mixed without a config and for a prediction."""
     wire: Literal["same", "bf16"] | None = None
-    """Precision in which ranks communicate, as parallel.wire of a run; null: that of the config, or same."""
+    """Precision in which ranks communicate, as parallel.wire of a run; null takes that of the config, or same."""
     recomputation: Literal["auto", "all", "none"] = "auto"
     """Evoformer blocks that are computed again in the backward pass: all, none, or only as many as the memory demands."""
     cuda_graphs: bool | None = None
@@ -64,11 +68,14 @@ class PlanConfig:
     gpus_per_node: int | None = None
     """Devices of a node; null: the usual number."""
     output: Path = Path("plan.html")
-    """Page with tables and charts. The same numbers are written beside it as JSON."""
+    """Page with tables and charts; the same numbers are written beside it as JSON. With --measure: the file of the device."""
 
     def __post_init__(self) -> None:
         sizes = ("gpus", "residues", "msa", "extra_msa", "global_batch", "samples", "sequence", "gpus_per_node")
         check_numbers(self, {**dict.fromkeys(sizes, SIZE), "templates": COUNT, "recycles": COUNT}, "--")
         check_preset(self.preset)
-        if self.output.suffix != ".html":
-            raise UserError(f"--output is {self.output}, but the page needs a name that ends in .html")
+        if self.gpus is None and not self.measure:
+            raise UserError("--gpus is missing; give the number of devices to plan for")
+        suffix, what = (".yaml", "file of a device") if self.measure else (".html", "page")
+        if self.output.suffix != suffix:
+            raise UserError(f"--output is {self.output}, but the {what} needs a name that ends in {suffix}")

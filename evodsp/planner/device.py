@@ -1,16 +1,22 @@
 """What a device and a link can do: numbers of a data file, and the times that follow from them.
 
-Files are below `devices/` and `links/`; a user's own file has the same keys. `scripts/measure_device.py` writes them.
+Files are below `devices/` and `links/`; a user's own file has the same keys. `evodsp plan --measure` writes one.
 """
 
 from __future__ import annotations
 
 import bisect
 import math
+import os
+import time
+from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields, replace
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any, get_args
+
+import torch
 
 from evodsp.errors import UserError, nearest
 from evodsp.parallel.ledger import Kind
@@ -27,7 +33,7 @@ class Device:
     name: str
     memory_gib: float
     reserved_gib: float
-    """What the driver and libraries take."""
+    """GiB that the driver and libraries take."""
     fragmentation: float
     """Share of the memory that the allocator cannot use."""
     tflops_half: float
@@ -61,7 +67,7 @@ class Device:
     GPUs share power."""
 
     def crowded(self, busy: int) -> float:
-        """How many times longer an operator takes when so many devices work: in proportion to those of a node that do."""
+        """How many times longer an operator takes when `busy` devices work, in proportion to those of a node."""
         if self.gpus_per_node == 1:
             return 1.0
         return 1.0 + (self.crowding - 1.0) * (min(busy, self.gpus_per_node) - 1) / (self.gpus_per_node - 1)
@@ -145,7 +151,7 @@ class Links:
         return self.across.start(kind) * math.log2(2 * nodes) / 2 + moving
 
     def apart(self, kind: Kind, counted: int, ranks: int, stride: int) -> float:
-        """The same of ranks that are `stride` devices apart, such as those of a data group."""
+        """Time of a collective of ranks that are `stride` devices apart, such as those of a data group."""
         if ranks == 1:
             return 0.0
         here = max(1, self.per_node // stride)  # of this group in a node
@@ -188,7 +194,7 @@ def _load(cls: type[Any], kind: str, name: str) -> Any:
         known = names(kind)
         raise UserError(
             f"no {kind} '{name}': evodsp has {', '.join(known)}.{nearest(name, known)} Or give your own file, "
-            "DEVICE.yaml, which scripts/measure_device.py writes"
+            "DEVICE.yaml, which evodsp plan --measure writes"
         )
     path = Path(name) if own else _folder(kind) / f"{name}.yaml"
     content = read_yaml(path)
@@ -225,3 +231,74 @@ def _checked(cls: type[Any], kind: str, name: str, content: Any) -> Any:
         content["start_us"] = {kind: float(value) for kind, value in content["start_us"].items()}
         content["bandwidth"] = [[float(value) for value in pair] for pair in content["bandwidth"]]
     return cls(**{key: float(value) if types[key] == "float" else value for key, value in content.items()})
+
+
+_EDGE, _COPIED = 768, 1 << 24
+"""Edge of the square matrices that are multiplied, and the numbers that are copied."""
+
+
+@cache
+def this_cpu() -> Device:
+    """The processor of this machine, with as many threads as torch uses."""
+    single, half = _products(torch.float32), _products(torch.bfloat16)
+    x = torch.zeros(_COPIED)
+    y = torch.empty_like(x)
+    copying = _seconds(lambda: y.copy_(x))
+    return Device(
+        name="this CPU",
+        memory_gib=free_memory() / 2**30,
+        reserved_gib=0.0,
+        fragmentation=0.0,
+        tflops_half=half,
+        tflops_single=single,
+        tflops_tf32=single,
+        memory_gbps=2 * x.nbytes / copying / 1e9,
+        # Assumed: what AlphaFold2's layers reach of the large product and the copy that are timed.
+        products_efficiency=0.8,
+        attention_efficiency=0.4,
+        memory_efficiency=0.3,
+        kernel_us=5.0,
+        launch_us=0.0,
+        gpus_per_node=1,
+        inside="pcie",
+        across="infiniband",
+        overlaps=False,
+        on_gpu=False,
+    )
+
+
+def free_memory() -> int:
+    """Bytes that programs of this machine can still take."""
+    information = Path("/proc/meminfo")
+    if not information.is_file():  # not Linux: all there is
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    lines = dict(line.split(":", 1) for line in information.read_text().splitlines())
+    return min([int(lines["MemAvailable"].split()[0]) << 10, *_left_in_control_group()])
+
+
+def _left_in_control_group(root: Path = Path("/sys/fs/cgroup")) -> list[int]:
+    """Bytes that the control group leaves; empty without a limit."""
+    for limit, used in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        if (root / limit).is_file() and (root / used).is_file():
+            most = (root / limit).read_text().strip()
+            return [max(0, int(most) - int((root / used).read_text()))] if most.isdecimal() else []
+    return []
+
+
+def _products(dtype: torch.dtype) -> float:
+    """TFLOP/s of a matrix product."""
+    x = torch.ones(_EDGE, _EDGE, dtype=dtype)
+    return 2 * _EDGE**3 / _seconds(lambda: x @ x) / 1e12
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    """The shortest of three times, after a first call that is not counted."""
+    times = []
+    for _ in range(4):
+        begun = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - begun)
+    return min(times[1:])

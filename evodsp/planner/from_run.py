@@ -13,7 +13,7 @@ from evodsp.model.schedule import CommunicationPlan
 from evodsp.parallel.config import ParallelConfig
 from evodsp.planner.config import PlanConfig
 from evodsp.planner.mesh import Training
-from evodsp.planner.program import Sizes
+from evodsp.planner.program import SampleSizes
 from evodsp.run_config_file import read_run_config
 
 Precision = Literal["bf16-mixed", "32-true"]
@@ -21,7 +21,7 @@ _FEATURES = ("crop_size", "msa_clusters", "extra_msa", "max_templates", "recycle
 
 
 def training_of(settings: PlanConfig) -> Training:
-    """What is trained. Raises UserError if the config file cannot be read, or if its sizes do not go together."""
+    """The training that is planned. Raises UserError if the config file cannot be read, or its sizes do not go together."""
     with _wrong_types(settings):
         return _training_of(settings)
 
@@ -74,7 +74,7 @@ def _training_of(settings: PlanConfig) -> Training:
     training = Training(
         model=_without_auto(model),
         loss=_losses(block, model),
-        sizes=Sizes(residues, rows - templates, settings.extra_msa or features.extra_msa, templates),
+        sizes=SampleSizes(residues, rows - templates, settings.extra_msa or features.extra_msa, templates),
         recycles=features.recycles if settings.recycles is None else settings.recycles,
         uniform_recycling=features.uniform_recycling,
         global_batch=settings.global_batch or content.get("global_batch") or 128,
@@ -92,7 +92,7 @@ def _training_of(settings: PlanConfig) -> Training:
 
 
 def _parallel(settings: PlanConfig, content: dict[str, Any]) -> ParallelConfig:
-    """Where parameters live and what ranks send: as given, else as the config says."""
+    """Place of parameters and precision of collectives, by the options, or else by the config."""
     block = from_dict(ParallelConfig, _group(content, "parallel"), "parallel")
     return dataclasses.replace(
         block, parameters=settings.parameters or block.parameters, wire=settings.wire or block.wire

@@ -11,11 +11,10 @@ from evodsp.model.schedule import CommunicationPlan
 from evodsp.parallel.config import ParameterMode, WirePrecision
 from evodsp.parallel.ledger import Kind
 from evodsp.planner.device import Device, Links
-from evodsp.planner.program import Program, Sizes, Step
+from evodsp.planner.program import PlannedStep, Program, SampleSizes
 from evodsp.planner.program import program as follow
-from evodsp.planner.simulate import Times, simulate
-from evodsp.planner.trace import Work
-from evodsp.planner.walk import Item, Span, forward_only, segment, spans, whole
+from evodsp.planner.simulate import Item, Span, Times, forward_only, segment, simulate, spans, whole
+from evodsp.planner.trace import Operation
 
 SINGLE, HALF = 4, 2
 """Bytes of a number."""
@@ -23,11 +22,11 @@ SINGLE, HALF = 4, 2
 
 @dataclass(frozen=True)
 class Training:
-    """What is trained, and how."""
+    """A training that is planned."""
 
     model: ModelConfig
     loss: LossConfig
-    sizes: Sizes
+    sizes: SampleSizes
     recycles: int = 3
     uniform_recycling: bool = True
     global_batch: int = 128
@@ -40,7 +39,7 @@ class Training:
     parameters: ParameterMode = "replicate"
     plan: CommunicationPlan = field(default_factory=CommunicationPlan)
     samples: int = 10_000_000
-    """Of the whole training."""
+    """Samples of the whole training."""
     graphs: bool = False
     """Whether CUDA graphs launch the operators, which costs the host nothing."""
     on_gpu: bool = True
@@ -64,7 +63,7 @@ class Memory:
     average: int
     features: int
     activations: int
-    """What the model holds, at most."""
+    """The most that the model holds in a pass."""
     at: str
     """The part of the model in whose forward or backward pass that is."""
 
@@ -127,7 +126,7 @@ def traced(training: Training, sequence: int, recomputed: bool | int) -> Program
         training.model, evoformer=dataclasses.replace(training.model.evoformer, checkpoint=recomputed)
     )
     return follow(
-        Step(
+        PlannedStep(
             model,
             training.sizes,
             training.loss,
@@ -141,7 +140,7 @@ def traced(training: Training, sequence: int, recomputed: bool | int) -> Program
 
 
 @dataclass(frozen=True)
-class Pass:
+class TracedPass:
     """A traced pass, with the times of its operators on a device."""
 
     program: Program
@@ -149,11 +148,11 @@ class Pass:
     """The items of the reduced model."""
 
     @classmethod
-    def of(cls, program: Program, training: Training, device: Device, devices: int) -> Pass:
-        """With the times of `device`, one of so many that work at once."""
+    def of(cls, program: Program, training: Training, device: Device, devices: int) -> TracedPass:
+        """A pass with the times of `device`, where `devices` of them work at once."""
         crowded = device.crowded(devices)
 
-        def seconds(work: Work) -> float:
+        def seconds(work: Operation) -> float:
             alone = device.seconds(
                 work.name, work.flops, work.bytes, work.launches, work.half, training.tf32, work.logits
             )
@@ -168,7 +167,7 @@ class Pass:
 
 
 def estimate(
-    training: Training, traced_pass: Pass, kept: int, data: int, sequence: int, device: Device, links: Links
+    training: Training, traced_pass: TracedPass, kept: int, data: int, sequence: int, device: Device, links: Links
 ) -> Estimate:
     """The step on `data` x `sequence` devices. `kept`: Evoformer blocks that `traced_pass` does not recompute."""
 

@@ -23,7 +23,7 @@ from evodsp.planner.prediction import (
     prediction_memory,
     prediction_times,
 )
-from evodsp.planner.program import Sizes
+from evodsp.planner.program import SampleSizes
 from evodsp.planner.simulate import Times
 from evodsp.report.charts import Series, lines, stacked
 from evodsp.report.page import Page
@@ -105,7 +105,7 @@ def prediction_of(settings: PlanConfig, device: Device) -> Prediction:
         raise UserError(f"--msa is {rows}, but includes the rows of {templates} templates; give more")
     return Prediction(
         model,
-        Sizes(settings.residues, rows - templates, settings.extra_msa or EXTRA_ROWS, templates),
+        SampleSizes(settings.residues, rows - templates, settings.extra_msa or EXTRA_ROWS, templates),
         passes=1 + (RECYCLES if settings.recycles is None else settings.recycles),
         half=settings.precision != "32-true",
         on_gpu=device.on_gpu,

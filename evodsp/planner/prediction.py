@@ -15,11 +15,10 @@ from evodsp.config import ModelConfig
 from evodsp.model.schedule import CommunicationPlan
 from evodsp.parallel.ledger import Kind
 from evodsp.planner.device import Device, Links
-from evodsp.planner.program import Program, Sizes, Step
+from evodsp.planner.program import PlannedStep, Program, SampleSizes
 from evodsp.planner.program import program as follow
-from evodsp.planner.simulate import Times, simulate
-from evodsp.planner.trace import Work
-from evodsp.planner.walk import items_of
+from evodsp.planner.simulate import Times, items_of, simulate
+from evodsp.planner.trace import Operation
 
 SINGLE, HALF = 4, 2
 """Bytes of a number."""
@@ -39,7 +38,7 @@ class Prediction:
     """What is predicted, and how."""
 
     model: ModelConfig
-    sizes: Sizes
+    sizes: SampleSizes
     passes: int = 4
     """Of a seed: recycling iterations and the first pass."""
     ensembles: int = 1
@@ -81,7 +80,7 @@ def prediction_memory(what: Prediction) -> PredictionMemory:
     """Of the rank with the largest shards. Follows a pass, which takes about a second at any size."""
     program = _followed(what, min(what.ensembles, 2), what.memory)
     # Of the reduced model: without gradients, equal blocks need the same memory one after another.
-    worst = max((event for event in program.events if isinstance(event, Work)), key=lambda event: event.live)
+    worst = max((event for event in program.events if isinstance(event, Operation)), key=lambda event: event.live)
     channels, n, place = what.model.channels, what.sizes, worst.place[0]
     number, shard = HALF if what.half else SINGLE, -(-n.residues // what.ranks)
     pair = min(pair_share(what), worst.live)
@@ -109,7 +108,7 @@ def prediction_times(what: Prediction, device: Device, links: Links | None = Non
     """One pass. `links`: between the ranks. Follows the pass once for each kind of feature set."""
     crowded = device.crowded(what.ranks)
 
-    def seconds(work: Work) -> float:
+    def seconds(work: Operation) -> float:
         return crowded * device.seconds(
             work.name, work.flops, work.bytes, work.launches, work.half, what.tf32, work.logits
         )
@@ -133,7 +132,7 @@ def prediction_times(what: Prediction, device: Device, links: Links | None = Non
 @lru_cache(maxsize=64)
 def _followed(what: Prediction, sets: int, memory: int | None) -> Program:
     return follow(
-        Step(
+        PlannedStep(
             what.model,
             what.sizes,
             ranks=what.ranks,

@@ -1,7 +1,7 @@
 """A training step or a prediction as a list of events, from the model itself, run on shapes alone.
 
 A stack of 48 blocks has 46 equal ones. So a *reduced* model is run, with a few of them, and `Program.repeats` says how often a
-segment stands in the whole one. `evodsp.planner.walk` repeats them.
+segment stands in the whole one. `evodsp.planner.simulate` repeats them.
 
 Shape legend: B batch, R residues, S clusters, E extra sequences, T templates.
 """
@@ -32,8 +32,7 @@ from evodsp.model.schedule import CommunicationPlan
 from evodsp.model.structure_module import StructureModule
 from evodsp.parallel.exchange import ShardedExchange
 from evodsp.parallel.ledger import Entry, Ledger
-from evodsp.planner.imagined import ImaginedGroup
-from evodsp.planner.trace import Event, Place, Recorder
+from evodsp.planner.trace import Event, ImaginedGroup, ProgramRecorder, Segment
 from evodsp.rng import Draws
 
 STACKS = ("extra_msa_stack", "evoformer")
@@ -46,7 +45,7 @@ LEAST_RECOMPUTED, LEAST_KEPT = 4, 3
 
 
 @dataclass(frozen=True)
-class Sizes:
+class SampleSizes:
     """The sizes of a sample."""
 
     residues: int
@@ -57,13 +56,13 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Step:
+class PlannedStep:
     """What is run, on rank `rank` of `ranks`, which share one sample."""
 
     model: ModelConfig
-    sizes: Sizes
+    sizes: SampleSizes
     loss: LossConfig | None = None
-    """Of a training step; None for a prediction."""
+    """Weights of the loss of a training step; None for a prediction."""
     ranks: int = 1
     rank: int = 0
     half: bool = True
@@ -72,11 +71,11 @@ class Step:
     plan: CommunicationPlan = field(default_factory=CommunicationPlan)
     on_gpu: bool = True
     memory: int | None = None
-    """Of a prediction: bytes for what a layer computes beside the representations; None: no limit."""
+    """Bytes that a layer of a prediction may take beside the representations; None: no limit."""
     samples: int | None = None
-    """Of a prediction: pieces of a layer that stand for all. Two show its memory, but not its time."""
+    """Number of pieces of a layer of a prediction that are run; the others need the same memory. None runs all."""
     sets: int = 1
-    """Of a prediction: feature sets of a pass."""
+    """Feature sets of a pass of a prediction."""
 
 
 @dataclass(frozen=True)
@@ -106,12 +105,12 @@ class Program:
     """The collectives of the reduced model, as the ledger of a real rank holds them."""
 
 
-def program(step: Step) -> Program:
+def program(step: PlannedStep) -> Program:
     """Run `step` on tensors without numbers."""
     model_config, repeats = reduced(step.model if step.loss is not None else without_recomputation(step.model))
     # Tensors of the meta device take the paths of a GPU in the model, which asks whether a tensor is on a CPU. For a CPU they
     # must say that they are.
-    recorder, on_cpu = Recorder(), nullcontext() if step.on_gpu else FakeTensorMode(allow_non_fake_inputs=True)
+    recorder, on_cpu = ProgramRecorder(), nullcontext() if step.on_gpu else FakeTensorMode(allow_non_fake_inputs=True)
     with torch.device("meta"):
         model = AlphaFold(model_config).to("meta")  # its buffers are made from arrays
     with on_cpu, torch.device("meta" if step.on_gpu else "cpu"):
@@ -192,7 +191,7 @@ def _confidence(model: AlphaFold, batch: dict[str, Tensor], output: ModelOutput)
         compute_ptm(logits, mask, most, model.exchange)
 
 
-def _prepare(model: AlphaFold, step: Step) -> None:
+def _prepare(model: AlphaFold, step: PlannedStep) -> None:
     """Give the model the device, the precision and the operators of the step."""
     if step.half:
         # As autocast and `evodsp.model.casts` leave the parameters that layers see. The meta device has no autocast.
@@ -220,7 +219,7 @@ LISTED = {"observed_frames": 3.6, "observed_atoms": 7.8, "existing_atoms": 7.8, 
 """Entries of a residue that exist, on average over natural sequences; see `evodsp.data.samples.dataset.collate`."""
 
 
-def sample_batch(step: Step, make: Callable[..., Tensor] = torch.empty) -> dict[str, Tensor]:
+def sample_batch(step: PlannedStep, make: Callable[..., Tensor] = torch.empty) -> dict[str, Tensor]:
     """Features of one recycling iteration, and labels where there is a loss. `make`: of a shape and a `dtype`."""
     n = step.sizes
     axes = {"residues": n.residues, "msa": n.clusters, "extra": n.extra, "templates": n.templates}
@@ -247,10 +246,10 @@ def _labels() -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
 _LABELS = structure_labels(torch.zeros(2, dtype=torch.int64), torch.zeros(2, 37, 3), torch.zeros(2, 37))
 
 
-def _name_places(model: AlphaFold, recorder: Recorder) -> None:
+def _name_places(model: AlphaFold, recorder: ProgramRecorder) -> None:
     """Have the events of each part carry its name, and those of stacks and iterations their segment."""
 
-    def name(module: nn.Module, place: Callable[[], Place]) -> None:
+    def name(module: nn.Module, place: Callable[[], Segment]) -> None:
         module.register_forward_pre_hook(lambda *_: recorder.enter(place()))
         # Also where recomputation ends early, with an exception.
         module.register_forward_hook(lambda *_: recorder.leave(), always_call=True)
@@ -268,7 +267,7 @@ def _name_places(model: AlphaFold, recorder: Recorder) -> None:
     _name_iterations(model.structure_module, recorder)
 
 
-def _name_iterations(structure: StructureModule, recorder: Recorder) -> None:
+def _name_iterations(structure: StructureModule, recorder: ProgramRecorder) -> None:
     """Segment k of the structure module begins with the attention of iteration k, from 1; segment 0 precedes them."""
     part, calls = "structure_module", 0
 

@@ -51,7 +51,7 @@ def verdict(compared: Comparison, gpus: int) -> str:
 
 
 def advice(compared: Comparison) -> list[str]:
-    """What else the numbers say of the chosen mesh."""
+    """Lines of advice that follow from the numbers of the chosen mesh."""
     best = compared.best
     if best is None:
         return []

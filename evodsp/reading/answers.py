@@ -22,9 +22,9 @@ from urllib.error import HTTPError, URLError
 from urllib.parse import quote, unquote, urljoin, urlsplit, urlunsplit
 from urllib.request import HTTPHandler, HTTPRedirectHandler, HTTPSHandler, OpenerDirector, Request, build_opener
 
-from evodsp import __version__
 from evodsp.errors import UserError
 from evodsp.reading.quoting import quoted
+from evodsp.version import __version__
 
 SILENT_S = 60.0
 """Longest time in which nothing arrives. A further attempt may mend it."""

@@ -33,7 +33,7 @@ class Mark:
     tag: str
     attributes: Mapping[str, Any]
     tip: str = ""
-    """What a pointer is told."""
+    """The text that a pointer over it shows."""
     text: str = ""
 
 
@@ -52,13 +52,13 @@ def picture(width: int, height: int, label: str, marks: Iterable[Mark], /, **att
 
 @dataclass(frozen=True)
 class Frame:
-    """Where the plot is in a picture."""
+    """The place of a plot in its picture."""
 
     width: int
     height: int
     left: int
     right: int
-    """Between the plot and the picture's edge, as `bottom`."""
+    """Pixels between the plot and the picture's edge, as `bottom`."""
     top: int
     bottom: int
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from markupsafe import Markup
 
-from evodsp import __version__
 from evodsp.report.charts import COLOURS
 from evodsp.report.rendering import render
+from evodsp.version import __version__
 
 OURS = '<meta name="generator" content="evodsp">'
 """In the head of every page that evodsp writes."""
@@ -60,7 +60,7 @@ class Page:
         self._add("wide_chart", title=title, svg=svg)
 
     def legend(self, names: Sequence[str]) -> None:
-        """What the colours of the line charts mean, in the order of their numbers."""
+        """Add the names of the line charts' colours, in the order of their numbers."""
         self._add("legend", names=names, colours=COLOURS)
 
     def template(self, name: str, **values: Any) -> None:

@@ -23,7 +23,7 @@ _Commands = list[list[str]]
 @dataclass(frozen=True)
 class _Kind:
     suffix: str
-    """Of the alignment."""
+    """Suffix of the alignment's file."""
     commands: Callable[[str, Path, Path, int], _Commands]
     """The command lines without the program's name: of the database, the folder with query.fasta, the result, the threads."""
     is_there: Callable[[Path], bool]

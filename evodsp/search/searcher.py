@@ -1,4 +1,4 @@
-"""What finds alignments, and where they are kept: <folder>/<name>/ holds .a3m or .sto files, and search.json their origin."""
+"""Searches for alignments, and keeps them: <folder>/<name>/ holds .a3m or .sto files, and search.json their origin."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from evodsp import __version__
 from evodsp.data.records import ProteinSequence
 from evodsp.data.sources.chain_folder import has_files, parse_alignments
 from evodsp.data.sources.query_check import check_alignments
 from evodsp.errors import UserError
 from evodsp.files import whole_folder
 from evodsp.reading.answers import BadAnswerError
+from evodsp.version import __version__
 
 ORIGIN = "search.json"
 _MOST_BAD = 5
@@ -33,7 +33,7 @@ class Found:
     """The alignments of one sequence."""
 
     files: Mapping[str, bytes]
-    """By file name, which says the format."""
+    """Content of each file by its name, whose suffix says the format."""
 
 
 class Searcher(ABC):
@@ -44,12 +44,12 @@ class Searcher(ABC):
 
     @abstractmethod
     def announcement(self, sequences: int) -> str:
-        """What will be asked of whom, in one line, before it happens."""
+        """A line that says, before it happens, what will be asked of whom."""
 
     @property
     @abstractmethod
     def origin(self) -> dict[str, Any]:
-        """What search.json says of the alignments."""
+        """The origin of the alignments, for search.json."""
 
     @abstractmethod
     def search(self, sequences: Sequence[str], say: Say) -> list[Found]:

@@ -64,7 +64,7 @@ class MsaServer(Searcher):
         check_address("--msa_server", address, PUBLIC)
         self._asked, self._limits = address.rstrip("/"), limits or ServerLimits()
         self.address = without_login(self._asked)
-        """Without a user name and a password."""
+        """The address without a user name and a password."""
         self._sleep, self._clock = sleep, clock
 
     def announcement(self, sequences: int) -> str:

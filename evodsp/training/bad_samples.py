@@ -7,7 +7,6 @@ A run that meets more than its limit stops between two steps, with a checkpoint.
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -19,9 +18,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
 from evodsp.errors import UserError
-from evodsp.files import whole_file
+from evodsp.files import write_json_lines
+from evodsp.parallel.dtensor import gather_tree, local
 from evodsp.printing import logger
-from evodsp.training.dtensor import gather_tree, local
 from evodsp.training.loader import TrainingLoader
 from evodsp.training.replay import write_replay
 from evodsp.training.run_folder import RunFolder
@@ -34,12 +33,12 @@ _log = logger(__name__)
 _DERIVED = ("loss", "total", "lddt_ca")
 """Logged numbers that are no term of the loss; they are named only if all terms are finite."""
 _NAMED = 5
-"""Parameters that a message names."""
+"""The number of parameters that a message names."""
 
 
 @dataclass(frozen=True)
 class Suspect:
-    """A sample, and what one rank saw of it."""
+    """A sample that one rank suspects, and its reasons."""
 
     sample: int
     numbers: Sequence[str] = ()
@@ -47,7 +46,7 @@ class Suspect:
     parameters: Sequence[str] = ()
     """The parameters whose gradient is not finite."""
     one_of: int = 1
-    """Of how many samples one is bad."""
+    """The number of samples among which one is bad."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,8 @@ class BadSample:
     parameters: list[str] = field(default_factory=list)
     """Parameters whose gradient is not finite, where it is known of this sample."""
     one_of: int = 1
-    """Of how many samples one must be bad: more than 1 where gradients are averaged before anyone could tell them apart."""
+    """The number of samples among which one must be bad: more than 1 where gradients are averaged before anyone could tell them
+    apart."""
     time: str = ""
     """ISO 8601 in UTC."""
 
@@ -99,8 +99,8 @@ def all_finite(parameters: Iterable[nn.Parameter]) -> bool:
 def merged(
     parts: Sequence[tuple[Sequence[Suspect], Sequence[int], Sequence[str]]], skip: Collection[int]
 ) -> list[Suspect]:
-    """What all ranks saw of a step, one entry a sample. `parts`: each rank's suspects, all samples of its step, and the
-    parameters whose gradient is not finite after ranks have been averaged.
+    """The suspects of all ranks in one step, one entry a sample. `parts`: for each rank its suspects, all samples of its step,
+    and the parameters whose gradient is not finite after the mean over ranks.
 
     If no rank saw anything before that, every sample of the step is suspected, unless one of `skip` explains it.
     """
@@ -120,9 +120,9 @@ def merged(
 class BadSamples(Callback):
     """The samples that this run left out, equal on all ranks.
 
-    `limit`: how many there may be. `replays`: how many of them are written to files that `evodsp replay` computes again.
-    `skip`: samples that are left out by the user's wish; they are neither named nor counted. `folder`: the run's, on the rank
-    that writes.
+    `limit`: the most samples that may be left out before the run stops. `replays`: the number of samples that are written to
+    files, which `evodsp replay` computes again. `skip`: samples that are left out by the user's wish; they are neither named
+    nor counted. `folder`: the folder of the run, on the rank that writes files.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ class BadSamples(Callback):
 
     @property
     def number(self) -> int:
-        """How many samples were not finite; of samples that cannot be told apart, one is."""
+        """The number of samples that were not finite. Samples of a step that cannot be told apart count as one."""
         return sum(bad.one_of == 1 for bad in self.samples) + len({bad.step for bad in self.samples if bad.one_of > 1})
 
     @property
@@ -191,9 +191,7 @@ class BadSamples(Callback):
         self._write()
 
     def _write(self) -> None:
-        if self.path is not None and (self.samples or self.path.exists()):
-            with whole_file(self.path) as partial:
-                partial.write_text("".join(json.dumps(dataclasses.asdict(bad)) + "\n" for bad in self.samples))
+        write_json_lines(self.path, self.samples)
 
     def _write_replay(self, bad: BadSample, module: TrainingModule) -> None:
         weights = gather_tree(module.state_dict(), keep=self.folder is not None)  # a collective

@@ -1,4 +1,7 @@
-"""Which chains a run trains on and scores, looked up on disk before anything is built."""
+"""The chains that a run trains on and scores, and the folders or stores that hold them.
+
+Both are opened and looked up before anything is built.
+"""
 
 from __future__ import annotations
 
@@ -6,30 +9,33 @@ import math
 from collections import Counter
 from collections.abc import Container
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 from jaxtyping import Float64
 
+from evodsp.data.index.chain_index import ChainIndex
 from evodsp.data.samples.dataset import load_record
-from evodsp.data.samples.distillation import DistillationSet
+from evodsp.data.samples.distillation import DistillationSet, open_predictions
 from evodsp.data.samples.sampling import DISTILLED
 from evodsp.data.samples.selection import Lacking, Presence, Selected, Selection, chain_list, select
 from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.data.sources.feature_store import FeatureStore
+from evodsp.data.templates.dates import parse_latest_date
 from evodsp.data.templates.source import TemplateSource
 from evodsp.errors import UserError, nearest
 from evodsp.launch.consensus import from_first, on_every
 from evodsp.parallel.group import Group
 from evodsp.training.config import DataConfig, DistillationConfig
-from evodsp.training.progress import report
-from evodsp.training.sources import open_distillation, open_source
+from evodsp.training.trainer import tell_first
 
 MOST_CHAINS_READ = 64
 """Up to this many chains are read completely before training starts; of more, only the files' presence is checked."""
+
+
 CHAINS_FOR_RESOLUTION = 16
-"""Of more, without an index, this many structures are read, to say how many have no resolution."""
+"""If there are more chains and no index, this many structures are read, to estimate how many have no resolution."""
 
 
 @dataclass(frozen=True)
@@ -42,19 +48,20 @@ class Chains:
     validation: list[str]
     test: list[str]
     weights: Float64[np.ndarray, " n"] | None = None
-    """How often each training chain is drawn, in any unit; None: equally often."""
+    """Relative frequencies with which training chains are drawn; None: all are equal."""
     distillation: DistillationSet | None = None
     distilled: list[str] = field(default_factory=list)
     """Chains of the self-distillation set, their names beginning with `DISTILLED`."""
     distilled_weights: Float64[np.ndarray, " m"] | None = None
-    """How often each of them is drawn, as `weights`."""
+    """Relative frequencies of these chains, as `weights`."""
     missing: dict[str, Lacking] = field(default_factory=dict)
-    """Training chains that are left out, those of the self-distillation set too, and what they lack."""
+    """Chains that are left out of training or of the self-distillation set, each with the file that it lacks."""
     resolutions: Float64[np.ndarray, " k"] = field(default_factory=lambda: np.zeros(0))
-    """Of the training chains, or of those of which it is known before the first step: in Å, 0 if the structure has none."""
+    """Resolutions of the training chains, or of those whose resolution is known before the first step: in Å, 0 if the structure
+    has none."""
 
     def notes(self, listed_in: Path) -> list[str]:
-        """What the user should know before training starts, a line each. `listed_in`: the file that lists `missing`."""
+        """Warnings before training starts, one a line. `listed_in`: the file that lists `missing`."""
         notes = []
         for kind, are_distilled, left in (("training", False, self.train), ("distillation", True, self.distilled)):
             missing = [lacking for key, lacking in self.missing.items() if key.startswith(DISTILLED) == are_distilled]
@@ -75,7 +82,7 @@ class Chains:
 
 @dataclass(frozen=True)
 class _Found:
-    """What looking the chains up gives; see `Chains`."""
+    """The result of looking the chains up; see `Chains`."""
 
     train: list[str]
     validation: list[str]
@@ -132,7 +139,7 @@ def _look_up(
             record = load_record(store, key, templates)
             read[key] = float(record.labels["resolution"])
             if record.templates is not None:
-                report(f"templates of {record.templates.log_line}")
+                tell_first(f"templates of {record.templates.log_line}")
     distilled = Selected([], None, {})
     if predicted is not None:
         distilled, absent = _look_up_distilled(config.distillation, predicted)
@@ -145,8 +152,8 @@ def _look_up(
 def _resolutions(
     keys: list[str], store: ChainFiles | FeatureStore, rules: Selection, read: dict[str, float]
 ) -> Float64[np.ndarray, " k"]:
-    """The resolutions of the chains of which a cache, the index or a `read` structure says it; if none does, of a few that are
-    read now. In Å, 0 for none."""
+    """Resolutions in Å, 0 for none: of the chains that a cache, the index or a `read` structure knows; if none does, of a few
+    chains that are read now."""
     if read:
         return np.array([read[key] for key in keys if key in read])
     table = rules.known[0] if rules.known is not None else None
@@ -187,7 +194,7 @@ def _selected(keys: list[str], rules: Selection, kind: str) -> Selected:
     if not found.keys:
         raise UserError(f"{rules.where}.filters: {line}; change the filters or the chains")
     if line:
-        report(line)
+        tell_first(line)
     return found
 
 
@@ -207,3 +214,102 @@ def _check_chain(key: str, presence: Presence, store: ChainFiles | FeatureStore,
             f"or leave the chain out.{nearest(key, presence.keys)}"
         )
     raise UserError(f"{source}: no structure of chain '{key}' in {store.structure_dir}; add it or leave the chain out")
+
+
+def open_source(config: DataConfig) -> tuple[ChainFiles | FeatureStore, TemplateSource | None]:
+    """The sources of chains and of their templates; no templates if samples have none.
+
+    Raises UserError that names the setting.
+    """
+    return _files(config) if config.store is None else _built_store(config, config.store)
+
+
+def _built_store(config: DataConfig, address: str) -> tuple[FeatureStore, TemplateSource | None]:
+    """The feature store at `address`, and its templates if samples have any. Raises UserError that names the setting."""
+    for name in ("template_structure_dir", "obsolete"):
+        if (value := getattr(config, name)) is not None:
+            raise UserError(
+                f"data.{name} is {value}, but data.store holds the templates that it was built with; leave {name} out"
+            )
+    latest = parse_latest_date("data.max_template_date", config.max_template_date)
+    store = FeatureStore(address)
+    if store.min_plddt is not None:
+        raise UserError(
+            f"data.store is {address}, which holds predictions (built with --min_plddt {store.min_plddt:g}); give it as "
+            "data.distillation.store"
+        )
+    templates = store.template_source(latest)
+    if latest is not None and templates is None:
+        raise UserError(
+            f"data.max_template_date is {latest}, but {address} was built without templates; build it with "
+            "--template_structure_dir, or leave max_template_date out"
+        )
+    return store, templates if config.train.max_templates or config.validation.max_templates else None
+
+
+def _files(config: DataConfig) -> tuple[ChainFiles, TemplateSource | None]:
+    """The folders of files, and the source of templates. Raises UserError that names the setting."""
+    for name, content in (
+        ("alignment_dir", "alignments, one sub-folder per chain"),
+        ("structure_dir", "structures, <pdbid>.cif"),
+    ):
+        path = Path(getattr(config, name))
+        if not path.is_dir():
+            what = "a file" if path.exists() else "no folder"
+            raise UserError(f"data.{name} is {path}, which is {what}; give the folder of {content}")
+    index = None if config.index is None else ChainIndex(config.index)
+    templates = _template_source(config, index)
+    return ChainFiles(Path(config.alignment_dir), Path(config.structure_dir), index), templates
+
+
+def _template_source(config: DataConfig, index: ChainIndex | None) -> TemplateSource | None:
+    """The source of templates; None if the settings name no folder of them. Raises UserError that names the setting."""
+    folder, latest, obsolete = config.template_structure_dir, config.max_template_date, config.obsolete
+    if folder is None:
+        for name, value in (("max_template_date", latest), ("obsolete", obsolete)):
+            if value is not None:
+                raise UserError(
+                    f"data.{name} is {value}, but data.template_structure_dir is null; give it, or leave {name} out"
+                )
+        return None
+    if not (config.train.max_templates or config.validation.max_templates):
+        raise UserError(
+            f"data.template_structure_dir is {folder}, but data.train.max_templates and data.validation.max_templates are 0; "
+            "set them (AlphaFold2: 4), or leave the folder out"
+        )
+    if not Path(folder).is_dir():
+        raise UserError(
+            f"data.template_structure_dir is {folder}, which is not a folder; give the one that holds <pdbid>.cif"
+        )
+    if obsolete is not None and not Path(obsolete).is_file():
+        raise UserError(
+            f"data.obsolete is {obsolete}, which is not a file; download the PDB's obsolete.dat, or leave it out"
+        )
+    source = TemplateSource.open(folder, parse_latest_date("data.max_template_date", latest), obsolete)
+    return source if obsolete is not None or index is None else replace(source, obsolete=index.obsolete)
+
+
+def open_distillation(data: DataConfig, templates: TemplateSource | None) -> DistillationSet | None:
+    """The self-distillation set; None if the settings name none. `templates`: the template source of the other chains.
+
+    Raises UserError that names the setting.
+    """
+    config = data.distillation
+    places = config.alignment_dir, config.structure_dir, config.index, config.store
+    if (source := open_predictions(*places, config.min_plddt)) is None:
+        return None
+    if isinstance(source, FeatureStore):
+        latest = parse_latest_date("data.max_template_date", data.max_template_date)
+        own = None if templates is None else source.template_source(latest)
+        if templates is not None and own is None:
+            raise UserError(
+                f"data.distillation.store is {config.store}, which was built without templates; build it with "
+                "--template_structure_dir, or set data.train.max_templates and data.validation.max_templates to 0"
+            )
+        return DistillationSet(source, config.max_msa_rows, own, config.assumed_resolution)
+    if data.store is not None and templates is not None:
+        raise UserError(
+            f"data.distillation.alignment_dir is {config.alignment_dir}, but the templates of data.store are those of its own "
+            "chains; build a store of the set too (evodsp data build --min_plddt), and give it as data.distillation.store"
+        )
+    return DistillationSet(source, config.max_msa_rows, templates, config.assumed_resolution)

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from evodsp.config import KernelsConfig, ModelConfig, leaves
-from evodsp.data.quarantine import read_quarantine
 from evodsp.data.samples.feature_axes import check_config
 from evodsp.data.samples.selection import CountedStructures
 from evodsp.errors import SettingError, UserError
@@ -26,14 +25,14 @@ from evodsp.parallel.config import ParallelConfig
 from evodsp.parallel.group import Group
 from evodsp.parallel.mesh import data_ranks
 from evodsp.training.chains import Chains, find_chains
-from evodsp.training.compilation import check_compilation
 from evodsp.training.config import DataConfig, RunConfig, TrainingConfig, check_templates
-from evodsp.training.graphs import check_graphs
+from evodsp.training.execution import check_compilation, check_graphs
 from evodsp.training.options import Command
-from evodsp.training.resumed import began_with, changes, recorded
+from evodsp.training.quarantine import read_quarantine
+from evodsp.training.recipe import Batching, batching
+from evodsp.training.resume import began_with, changes, recorded
 from evodsp.training.run_folder import RunFolder
-from evodsp.training.sample_counts import Batching, batching
-from evodsp.training.trainer_options import check_interval, check_least, check_scored, check_trainer, count_devices
+from evodsp.training.trainer import check_interval, check_least, check_scored, check_trainer, count_devices
 from evodsp.weights.checkpoint import check_same_model, read_checkpoint
 from evodsp.weights.initial import check_initial
 from evodsp.weights.published import is_parameter_file
@@ -54,7 +53,7 @@ class Settings:
 
     @classmethod
     def of(cls, options: Any) -> Settings:
-        """From the parser's namespace of instantiated options."""
+        """The settings in the parser's namespace of instantiated options."""
         return cls(
             run_config(options),
             options.model,
@@ -75,12 +74,12 @@ class Settings:
 
     @property
     def communication(self) -> CommunicationPlan:
-        """The plan, as far as compiled blocks can follow it: they do not keep what was gathered for a recomputation."""
+        """The plan, as far as compiled blocks can follow it: they do not keep gathered tensors for a recomputation."""
         return self.plan if self.run.compile == "none" else dataclasses.replace(self.plan, keep_gathered=False)
 
     @property
     def batches_per_pass(self) -> int:
-        """Into how many passes a batch is divided: clipping per sample needs the gradient of each sample alone."""
+        """The number of passes into which a batch is divided: clipping per sample needs the gradient of each sample alone."""
         per_sample = self.trainer["gradient_clip_val"] and self.model.optimizer.clip == "sample"
         return self.data.batch_size if per_sample else 1
 
@@ -107,12 +106,12 @@ class CheckedRun:
 
     @property
     def recorded(self) -> dict[str, Any]:
-        """What a checkpoint keeps, for a run that resumes."""
+        """The settings that a checkpoint keeps, for a run that resumes."""
         return recorded(self.settings.by_name, self.ranks, self.chains)
 
     @property
     def notes(self) -> list[str]:
-        """What the user should know before training starts, a line each."""
+        """Warnings before training starts, one a line."""
         rule = CountedStructures(self.settings.model.loss, self.settings.data.assumed_resolution)
         line = rule.line(self.chains.resolutions, len(self.chains.train), "training")
         return [*self.chains.notes(self.folder.missing), *([] if line is None else [line])]
@@ -137,7 +136,7 @@ class CheckedRun:
 
     @property
     def checkpoint_steps(self) -> list[int]:
-        """The intervals of `checkpoints/last.ckpt` in steps; what is given in samples is rounded down."""
+        """The intervals of `checkpoints/last.ckpt` in steps; an interval in samples is rounded down."""
         steps, samples = self.settings.run.checkpoint_every, self.settings.run.checkpoint_every_samples
         return [*([steps] if steps else []), *([max(1, samples // self.batching.samples)] if samples else [])]
 

@@ -19,7 +19,6 @@ from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from evodsp.data.quarantine import read_quarantine
 from evodsp.errors import UserError
 from evodsp.launch.consensus import from_first, on_first
 from evodsp.launch.launcher import launch
@@ -30,27 +29,22 @@ from evodsp.model.matmul import float32_matmul
 from evodsp.output import output_errors
 from evodsp.printing import show, tell
 from evodsp.training.bad_samples import BadSamples
-from evodsp.training.checkpoint_files import use_checkpoint_io
-from evodsp.training.checkpointing import BestCheckpoint, Interruption, LastCheckpoint
+from evodsp.training.checkpoints import BestCheckpoint, LastCheckpoint, use_checkpoint_io
 from evodsp.training.checks import CheckedRun, Settings, check_run, count_ranks, on_gpu, run_config
-from evodsp.training.compilation import CompiledBlocks
 from evodsp.training.config import RunConfig
-from evodsp.training.csv_logger import CurveLogger
 from evodsp.training.datamodule import ChainDataModule
 from evodsp.training.ema import ExponentialMovingAverage
-from evodsp.training.graphs import RecordedStacks
-from evodsp.training.hush import hush
-from evodsp.training.last_validation import LastValidation
-from evodsp.training.loggers import log_settings, training_loggers
+from evodsp.training.execution import AutomaticRecomputation, CompiledBlocks, RecordedStacks
+from evodsp.training.logs import CurveLogger, log_settings, training_loggers
 from evodsp.training.module import TrainingModule
 from evodsp.training.options import SUMMARY, Command, PresetParser, TrainerOptions, add_arguments
-from evodsp.training.progress import TrainingProgress, report, score_table
-from evodsp.training.recomputation import AutomaticRecomputation
-from evodsp.training.stopping import RunStopped, StopRequest, deadline
+from evodsp.training.progress import TrainingProgress
+from evodsp.training.quarantine import read_quarantine
+from evodsp.training.run_end import Interruption, LastValidation, RunStopped, StopRequest, deadline
+from evodsp.training.scores import score_table
 from evodsp.training.strategy import DSPStrategy
-from evodsp.training.throughput import Throughput
-from evodsp.training.trainer_options import check_callbacks
-from evodsp.training.utilisation import Utilisation
+from evodsp.training.throughput import Throughput, Utilisation
+from evodsp.training.trainer import check_callbacks, hush, tell_first
 from evodsp.training.world import MeshWorld, World
 from evodsp.weights.checkpoint import PREFIX, load_model
 from evodsp.weights.initial import initialise
@@ -106,7 +100,7 @@ class TrainingCLI(LightningCLI):
     def config_text(self, run: RunConfig | None = None) -> str:
         """All options as YAML. A run of this file neither replaces this run nor starts from its checkpoint.
 
-        `run`: the options of the run, where a checkpoint has added what the run began with.
+        `run`: the options of the run, to which a checkpoint has added the weights that the run began with.
         """
         config = self.config.clone()
         config.overwrite, config.ckpt_path = False, None
@@ -117,7 +111,7 @@ class TrainingCLI(LightningCLI):
 
 @dataclass(frozen=True)
 class Built:
-    """What a run consists of."""
+    """The parts of a run that is ready to begin."""
 
     world: World
     module: TrainingModule
@@ -154,7 +148,7 @@ def build(run: CheckedRun, world: World, begun: float) -> Built:
     own_callbacks = [
         interruption,
         *_callbacks(run, last),
-        *([_throughput(run, module, data), module.interval, module.rows, bad, stop] if run.command == "fit" else []),
+        *([_throughput(run, module, data), module.rows, bad, stop] if run.command == "fit" else []),
     ]
     config = {
         **options,
@@ -261,7 +255,7 @@ def run(command: Command, words: list[str]) -> int:
     ):  # a rank failed at the end, and torchrun started all again
         tell_stopped()
         stop()
-        report("evodsp: the time limit is over; nothing was trained")
+        tell_first("evodsp: the time limit is over; nothing was trained")
         return STOPPED
     stopped = False
     try:
@@ -284,7 +278,7 @@ def run(command: Command, words: list[str]) -> int:
     if stopped and built.stop.interrupted:
         raise KeyboardInterrupt(_resume_hint(built.last))
     if stopped:
-        report(f"evodsp: stopped by {built.stop.reason}; {_resume_hint(built.last)}")
+        tell_first(f"evodsp: stopped by {built.stop.reason}; {_resume_hint(built.last)}")
         return STOPPED
     if built.trainer.is_global_zero:
         _report(checked, built)
@@ -299,9 +293,8 @@ def _met(settings: Settings, config_text: str) -> World:
     if not under_launcher():
         return World()
     count_ranks(settings.trainer, settings.parallel)
-    world = MeshWorld(settings.parallel, on_gpu(settings.trainer))
-    world.meet(f"{config_text}overwrite: {settings.run.overwrite}\nckpt_path: {settings.run.ckpt_path}")
-    return world
+    text = f"{config_text}overwrite: {settings.run.overwrite}\nckpt_path: {settings.run.ckpt_path}"
+    return MeshWorld.meet(settings.parallel, on_gpu(settings.trainer), text)
 
 
 def _execute(run: CheckedRun, built: Built, config_text: str) -> None:
@@ -323,7 +316,7 @@ def _execute(run: CheckedRun, built: Built, config_text: str) -> None:
             tell(f"evodsp: {line}")
     if trainer.is_global_zero:
         for line in run.changed:
-            report(f"evodsp: {line}")
+            tell_first(f"evodsp: {line}")
     with ExitStack() as held:
         folder = run.folder.path
         on_first(lambda: held.enter_context(lock(folder / "run.lock", folder, "trains there")), group)
@@ -334,7 +327,7 @@ def _execute(run: CheckedRun, built: Built, config_text: str) -> None:
             log_settings(trainer.loggers, config_text, resumes)
         _open_quarantine(run, built)
         if trainer.is_global_zero and run.settings.run.global_batch is not None:
-            report(f"evodsp: {run.batching}")
+            tell_first(f"evodsp: {run.batching}")
         trainer.fit(module, datamodule=data, ckpt_path=run.start, weights_only=True)
 
 

@@ -107,7 +107,7 @@ class DistillationConfig:
     """Chains of the set: a list of names, or a text file with one name per line; null takes all chains with alignments. Chains
     without alignments or structure are left out."""
     chain_data_cache: str | None = None
-    """Cache of the set, as data.chain_data_cache: what its filters and sampling weights need to know."""
+    """Cache of the set, as data.chain_data_cache, for its filters and sampling weights."""
     filters: FilterConfig = field(default_factory=lambda: FILTERS_OF_PREDICTIONS)
     """Which chains of the set are left out, if its chain_data_cache is given or its sampling is alphafold2; otherwise none."""
     sampling: Sampling = "uniform"
@@ -158,8 +158,8 @@ class DataConfig:
     test_chains: str | list[str] | None = field(default=None, metadata={"resume": "free"})
     """Chains that `evodsp test` scores, in the same form; null takes the validation chains."""
     chain_data_cache: str | None = None
-    """OpenFold's chain_data_cache.json: what filters and sampling weights need to know of the training chains. null: with
-    sampling alphafold2 they take it from the index."""
+    """OpenFold's chain_data_cache.json, from which filters and sampling weights know the training chains. null: with sampling
+    alphafold2 they know them from the index."""
     filters: FilterConfig = field(default_factory=FilterConfig)
     """Which training chains are left out, if chain_data_cache is given or sampling is alphafold2; otherwise none."""
     sampling: Sampling = "uniform"
@@ -234,7 +234,7 @@ def check_templates(model: ModelConfig, data: DataConfig) -> None:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Where and how often a run writes its files, and what all of its numbers depend on."""
+    """Where and how often a run writes its files, and the settings on which all of its numbers depend."""
 
     seed: int = field(default=0, metadata={"resume": "refused"})
     """Seed of the initial weights, the samples and dropout. The same seed gives the same run."""
@@ -289,7 +289,7 @@ class RunConfig:
     """Samples whose loss or gradient is not finite that may be left out before the run stops; bad_samples.jsonl names them.
     0: the first one stops the run."""
     replay_files: int = field(default=3, metadata={"resume": "free"})
-    """Of how many such samples the run writes a file, with the weights, for `evodsp replay`."""
+    """The number of such samples that the run writes to files, with the weights, for `evodsp replay`."""
 
     def __post_init__(self) -> None:
         ranges = {"seed": SEED, "checkpoint_every": SIZE, "max_bad_samples": COUNT, "replay_files": COUNT}

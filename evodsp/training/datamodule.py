@@ -11,7 +11,6 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.trainer.states import TrainerFn
 
 from evodsp.config import FeatureConfig
-from evodsp.data.quarantine import Quarantine, failures_of
 from evodsp.data.samples.dataset import ChainDataset
 from evodsp.data.samples.raw_features import HOST
 from evodsp.data.samples.sample_pool import MadeHere, SampleMaker, SamplePool
@@ -22,6 +21,7 @@ from evodsp.rng import Draws
 from evodsp.training.chains import Chains
 from evodsp.training.config import DataConfig
 from evodsp.training.loader import EpochSampler, TrainingLoader, WholeChainLoader, whole_batches
+from evodsp.training.quarantine import Quarantine, failures_of
 from evodsp.training.world import World
 
 _READ_BY_THE_HOST = {*HOST, "sample_index"}
@@ -38,7 +38,8 @@ class ChainDataModule(LightningDataModule):
         world: World | None = None,
         quarantine: Quarantine | None = None,
     ) -> None:
-        """`world`: the ranks that share the samples; None for one process. `quarantine`: None for a new one without a file."""
+        """`world`: the ranks that share the samples; None for one process. `quarantine`: the list of chains that are left out;
+        None for a new list without a file."""
         super().__init__()
         self.quarantine = Quarantine(config.max_quarantined) if quarantine is None else quarantine
         self.quarantine_is_known = False
@@ -50,7 +51,7 @@ class ChainDataModule(LightningDataModule):
         self._loaders: list[TrainingLoader | WholeChainLoader] = []
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """All but the numbers that only the host reads; then to the ranks of the sequence group that read nothing."""
+        """Move all tensors but those that only the host reads, then share them with the ranks that read nothing."""
         kept = {name: value for name, value in batch.items() if name in _READ_BY_THE_HOST}
         moved = {name: value for name, value in batch.items() if name not in kept}
         moved = super().transfer_batch_to_device(moved, device, dataloader_idx)
@@ -151,7 +152,7 @@ class ChainDataModule(LightningDataModule):
         return loader
 
     def _maker(self, samples: ChainDataset, workers: int) -> SampleMaker | None:
-        """What makes this rank's samples; None if another rank of its sequence group reads them."""
+        """The maker of this rank's samples; None if another rank of its sequence group reads them."""
         if not self.world.reads:
             return None
         return SamplePool(samples, workers, self.config.time_limit) if workers else MadeHere(samples)
@@ -168,5 +169,5 @@ class ChainDataModule(LightningDataModule):
 
 
 def ahead(workers: int, most_bytes: int, sample_bytes: int) -> int:
-    """How many samples to request ahead: what fits into `most_bytes`, at least one and at most 16 for each worker."""
+    """The number of samples to request ahead: as many as fit into `most_bytes`, at least 1 and at most 16 for each worker."""
     return min(16 * workers, max(workers, most_bytes // max(1, sample_bytes))) if sample_bytes else workers

@@ -10,7 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
 from evodsp.errors import UserError
-from evodsp.training.dtensor import local, shard_like
+from evodsp.parallel.dtensor import local, shard_like
 
 
 def decay_at(update: int, decay: float) -> float:
@@ -39,13 +39,13 @@ class ExponentialMovingAverage(Callback):
         self._rising: list[tuple[Tensor, Tensor]] = []
         """Each average and its parameter, where the decay rises."""
         self._steady: list[tuple[Tensor, Tensor]] = []
-        """The others."""
+        """Each other average and its parameter."""
         self._loaded: Mapping[str, Tensor] | None = None
         self._updates = 0
         self._in_model = False
 
     def begin_trained(self, names: Iterable[str]) -> None:
-        """Of these parameters the first weights are trained ones: the average keeps them as long as the full decay does."""
+        """Tell which parameters begin with trained weights: their average has the full decay from the first update on."""
         self._trained = frozenset(names)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:

@@ -24,12 +24,11 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from evodsp.parallel.dtensor import is_dtensor, local
 from evodsp.parallel.group import Group
 from evodsp.parallel.mesh import Mesh
 from evodsp.parallel.waits import WaitTimes
-from evodsp.training.dtensor import local
 
 # In elements: each gradient starts at a multiple of this, so that vectorised kernels can be used on it.
 _ALIGNMENT = 32
@@ -37,14 +36,14 @@ _ALIGNMENT = 32
 
 @dataclass(frozen=True)
 class Reduced:
-    """What `Gradients.finish` found out about the backward passes of a step, on the device."""
+    """The findings of `Gradients.finish` about the backward passes of a step, as tensors on the device."""
 
     norm: Float[Tensor, ""]
     """Norm before clipping: with clipping per sample, the mean of the norms of this rank's samples that count; otherwise the
     norm of the whole gradient, the same on all ranks."""
     counted: Bool[Tensor, " passes"]
-    """Where this rank saw nothing in a pass that is not finite. With `drops_samples` these passes, and no others, are in the
-    gradient. Otherwise the step has to be discarded unless all are true, on every rank, and the norm is finite."""
+    """True for each pass in which this rank met finite numbers only. With `drops_samples` these passes, and no others, are in
+    the gradient. Otherwise the step has to be discarded unless all are true, on every rank, and the norm is finite."""
     clipped: Float[Tensor, ""]
     """Share of the gradients behind `norm` that were scaled down: of this rank's samples that count, or 0 or 1."""
 
@@ -66,7 +65,7 @@ class Gradients(ABC):
     def add(self, batches: int, loss: Float[Tensor, ""]) -> None:
         """Called after each backward pass. Its loss was divided by `batches`, the number of passes of this step.
 
-        `loss`: this rank's, before that division; nan if the samples of this pass must not count.
+        `loss`: this rank's loss before that division; nan if the samples of this pass must not count.
         """
 
     @abstractmethod
@@ -80,7 +79,7 @@ class Gradients(ABC):
 
     def not_finite(self) -> list[int]:
         """The parameters, by their number, whose gradient was not finite: of the first sample of this step that was left out,
-        or of the whole step. Reads values, so it is for the rare step that needs it."""
+        or of the whole step. It synchronises with the device: call it only when a step has failed."""
         gradients = {i: p.grad for i, p in enumerate(self.parameters) if p.grad is not None}
         return [i for i, gradient in gradients.items() if not local(gradient).isfinite().all()]
 
@@ -100,7 +99,7 @@ class PlainGradients(Gradients):
             parameter.grad = None
 
     def add(self, batches: int, loss: Float[Tensor, ""]) -> None:
-        """autograd has added to `.grad` already."""
+        """Keep the loss: autograd has added to `.grad` already."""
         self._losses.append(loss)
 
     def finish(self) -> Reduced:
@@ -108,7 +107,7 @@ class PlainGradients(Gradients):
         # In fp64 for the reason that `_norm` gives; a parameter's gradient has no rows of one size.
         norms = torch._foreach_norm(gradients, 2.0, torch.float64)
         norm = torch.linalg.vector_norm(torch.stack(norms))
-        if isinstance(norm, DTensor):
+        if is_dtensor(norm):
             norm = norm.full_tensor()
         norm = norm.to(gradients[0].dtype)
         if self.clip is not None:
@@ -117,9 +116,9 @@ class PlainGradients(Gradients):
 
 
 class FlatGradients(Gradients):
-    """Gradients as views of one flat tensor, whose last numbers are for the subclass.
+    """All gradients live in one flat buffer; its last 32 numbers are scratch space for subclasses.
 
-    `mesh`: None for one process. `waits`: measures waits for other ranks.
+    `mesh`: the ranks; None for one process. `waits`: the clock that measures waits for other ranks.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], mesh: Mesh | None, waits: WaitTimes | None = None) -> None:
@@ -230,7 +229,8 @@ class BatchGradients(FlatGradients):
         waits: WaitTimes | None = None,
         bucket_bytes: int = 25 << 20,
     ) -> None:
-        """`batches`: backward passes of a step. `bucket_bytes`: size of a bucket at least, as in PyTorch's DDP."""
+        """`batches`: the number of backward passes in a step. `bucket_bytes`: the least size of a bucket, as in PyTorch's
+        DDP."""
         super().__init__(parameters, mesh, waits)
         self.clip, self._batches = clip, batches
         self._group = None if mesh is None else mesh.all_ranks()
@@ -241,7 +241,7 @@ class BatchGradients(FlatGradients):
         """Parameters of each bucket that have no gradient of the last pass yet."""
         self._sent: list[Any] = []
         self._norms: list[Tensor] = []
-        """Of the buckets that were sent: this rank's own gradient."""
+        """Norms of this rank's own gradient, one for each bucket that was sent."""
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(lambda _, at=bucket: self._arrived(at))
             for parameter, bucket in zip(self.parameters, self._bucket_of, strict=True)
@@ -284,7 +284,7 @@ class BatchGradients(FlatGradients):
         return len(self._counted) == self._batches - 1
 
     def _divided(self, numbers: int) -> list[slice]:
-        """Buckets of at least so many numbers. Notes the bucket of each parameter."""
+        """Slices of the flat gradient of at least `numbers` numbers each. Notes the bucket of each parameter."""
         buckets, self._bucket_of = list[slice](), [0] * len(self.parameters)
         stop = start = sum(self._sizes)
         for number in reversed(range(len(self.parameters))):

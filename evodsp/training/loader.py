@@ -1,13 +1,13 @@
 """Loaders of batches. The training loader yields an endless sequence of samples, divided into epochs, and can be resumed.
 
 Samples are addressed by global index; the state of a run is how many of them all ranks together have taken, and which chains
-are left out from which sample on (`evodsp.data.quarantine`). A run that stops in the middle of an epoch therefore resumes
+are left out from which sample on (`evodsp.training.quarantine`). A run that stops in the middle of an epoch therefore resumes
 with the next sample, on any number of ranks with the same global batch.
 
 Samples are requested ahead, made out of order (`data.samples.sample_pool`) and handed over in order. One rank of a sequence
-group reads; on the others a batch is its sample numbers, until `evodsp.training.sharing` gives them the rest. Ranks learn of
-each other's failures once per optimizer step, before any of it is computed; those that hold a sample of a chain that failed
-elsewhere take another.
+group reads; on the others a batch is a list of sample numbers, until the reading rank shares the rest (`World.share`). Ranks
+learn of each other's failures once per optimizer step, before they compute any of it; a rank that holds a sample of a chain
+that failed elsewhere takes another sample.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
-from evodsp.data.quarantine import Failure, Quarantine
 from evodsp.data.samples.dataset import ChainDataset, Sample, collate
 from evodsp.data.samples.sample_pool import SampleMaker
 from evodsp.errors import UserError
 from evodsp.features.batch import with_features
 from evodsp.printing import logger
+from evodsp.training.quarantine import FailedChain, Quarantine
 
 _log = logger(__name__)
 
 Batch = dict[str, Tensor]
-Check = Callable[[Sequence[Batch] | UserError, Sequence[Failure]], list[Failure]]
+Check = Callable[[Sequence[Batch] | UserError, Sequence[FailedChain]], list[FailedChain]]
 """`World.check_batches`."""
 
 
@@ -75,7 +75,8 @@ def whole_batches(samples: int, batch_size: int, ranks: int, accumulate: int) ->
 
 @dataclass
 class _Request:
-    """A sample that was asked for. `failed`: chains that could not be made into it, with the reason; not yet agreed."""
+    """A sample that was asked for. `failed`: the chains that could not be made into it, each with its reason; the ranks have
+    not agreed on them yet."""
 
     key: str
     future: Future[Sample]
@@ -99,8 +100,9 @@ class TrainingLoader:
         ahead: Callable[[int], int] = lambda sample_bytes: 0,
         accumulate: int = 1,
     ) -> None:
-        """`maker`: None on a rank that reads nothing. `check`: see `World.check_batches`. `ahead`: how many samples to request
-        beyond the step, given the bytes of the largest sample so far (0 before the first). `accumulate`: batches per step.
+        """`maker`: the maker of samples, or None on a rank that reads nothing. `check`: `World.check_batches`. `ahead`: a
+        function from the bytes of the largest sample so far (0 before the first) to the number of samples to request beyond the
+        step. `accumulate`: the number of batches in a step.
         """
         self.samples, self.maker, self.check, self.quarantine, self._ahead = samples, maker, check, quarantine, ahead
         self.accumulate = accumulate
@@ -165,7 +167,7 @@ class TrainingLoader:
             for request in self._requests.values():
                 request.failed = {chain: reason for chain, reason in request.failed.items() if chain not in known}
 
-    def _made(self, step: list[list[int]]) -> tuple[list[Batch] | UserError, list[Failure]]:
+    def _made(self, step: list[list[int]]) -> tuple[list[Batch] | UserError, list[FailedChain]]:
         """The batches of this rank, and the failures that it met on the way; with failures there are no batches yet."""
         if (maker := self.maker) is None:
             return [], []
@@ -179,7 +181,9 @@ class TrainingLoader:
             reasons += [reason for request in self._requests.values() for reason in request.failed.values()]
             return UserError(f"{error}; the last one: {reasons[-1]}") if reasons else error, []
         failed = [
-            Failure(chain, index, reason) for index in indices for chain, reason in self._requests[index].failed.items()
+            FailedChain(chain, index, reason)
+            for index in indices
+            for chain, reason in self._requests[index].failed.items()
         ]
         if failed:
             return [], failed
@@ -239,7 +243,7 @@ def sample_numbers(indices: Sequence[int]) -> Batch:
 
 
 def _as_found(batch: Batch | UserError | None) -> list[Batch] | UserError:
-    """What `Check` takes for a single batch."""
+    """A single batch in the form that `Check` takes: a list of batches, or the error."""
     return batch if isinstance(batch, UserError) else [] if batch is None else [batch]
 
 
@@ -252,7 +256,7 @@ class WholeChainLoader:
     def __init__(
         self, samples: ChainDataset, share: Sequence[int], maker: SampleMaker | None, check: Check, leave_out: bool
     ) -> None:
-        """`share`: the samples of this data rank, equally many on each. `maker`: None on a rank that reads nothing."""
+        """`share`: the samples of this data rank; all shares have one length. `maker`: None on a rank that reads nothing."""
         self.samples, self.share, self.maker, self.check, self.leave_out = samples, share, maker, check, leave_out
 
     def __len__(self) -> int:
@@ -276,7 +280,7 @@ class WholeChainLoader:
             raise UserError(f"no validation chain can be read, the last one because: {reason}")
 
     def _batches(self) -> Iterator[Batch | UserError | None]:
-        """What this rank has of each batch: the mistake in a file instead, or nothing if it reads none."""
+        """This rank's batches; an error in the place of a batch whose file is wrong, and None on a rank that reads nothing."""
         if self.maker is None:
             yield from [None] * len(self.share)
             return
@@ -289,10 +293,10 @@ class WholeChainLoader:
                 yield error
             requests[place] = Future()  # drops the sample
 
-    def _failures(self, batch: Batch | UserError | None, index: int) -> list[Failure]:
-        """Which ranks' samples failed, this rank's or others'."""
+    def _failures(self, batch: Batch | UserError | None, index: int) -> list[FailedChain]:
+        """The failed chains of all ranks, for one batch of each."""
         if isinstance(batch, UserError):
-            return self.check([], [Failure(self.samples.key_of(index), index, str(batch))])
+            return self.check([], [FailedChain(self.samples.key_of(index), index, str(batch))])
         return self.check(_as_found(batch), ())
 
     def close(self) -> None:

@@ -16,25 +16,21 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from evodsp import metrics
 from evodsp.config import FeatureConfig, KernelsConfig
-from evodsp.geometry.residues import CA
 from evodsp.losses.total import total_loss
 from evodsp.model.alphafold import AlphaFold
 from evodsp.model.casts import CastParameters
-from evodsp.model.confidence import compute_plddt
 from evodsp.model.kernels.registry import choose, summary
-from evodsp.model.outputs import ModelOutput
 from evodsp.model.primitives import use_kernels
 from evodsp.printing import show
 from evodsp.rng import Draws
-from evodsp.training import resumed
 from evodsp.training.bad_samples import BadSamples, NotFiniteWeightsError, Suspect, all_finite, merged
-from evodsp.training.checkpointing import recount_batches, rename_callbacks
 from evodsp.training.config import TrainingConfig
 from evodsp.training.gradients import Gradients
-from evodsp.training.interval import IntervalMeans
-from evodsp.training.lr_schedule import learning_rate
-from evodsp.training.rows import LoggedRows
-from evodsp.training.stopping import Request
+from evodsp.training.logs import LogRows
+from evodsp.training.recipe import learning_rate
+from evodsp.training.resume import KEY, recount_batches, rename_callbacks, use_settings
+from evodsp.training.run_end import Request
+from evodsp.training.scores import ca_atoms, mean_by_chain, score
 from evodsp.training.world import World
 from evodsp.weights.checkpoint import checkpoint_entries
 from evodsp.weights.versions import upgrade
@@ -43,46 +39,21 @@ MOST_CHAINS_LOGGED = 16
 """Up to this many validation chains get their own column in the learning curve."""
 
 
-def _ca_atoms(output: ModelOutput, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Predicted CA, true CA [B, R, 3] in Å, and the mask of the true ones [B, R]."""
-    positions, truth, mask = output.structure.positions, batch["all_atom_positions"], batch["all_atom_mask"]
-    return positions[:, :, CA], truth[:, :, CA], mask[:, :, CA]
-
-
-def score(output: ModelOutput, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Metrics of the predicted CA atoms against the true ones, each [batch]: lDDT and TM-score in 0..1, RMSD in Å.
-
-    plddt: the mean over residues with a true CA, 0..100. plddt_too_high: by how many points it exceeds their lDDT-CA.
-    """
-    atoms = _ca_atoms(output, batch)
-    mask = atoms[2]
-    plddt = (compute_plddt(output.logits["plddt"]) * mask).sum(-1) / mask.sum(-1).clamp(min=1)
-    truth = (100 * metrics.lddt_ca(*atoms, per_residue=True) * mask).sum(-1) / mask.sum(-1).clamp(min=1)
-    return {
-        "lddt_ca": metrics.lddt_ca(*atoms),
-        "gdt_ts": metrics.gdt_ts(*atoms),
-        "tm_score": metrics.tm_score(*atoms),
-        "rmsd": metrics.rmsd(*atoms),
-        "plddt": plddt,
-        "plddt_too_high": plddt - truth,
-    }
-
-
 @dataclass(frozen=True)
-class Pass:
-    """What the host keeps of one batch of an optimizer step."""
+class TrainedBatch:
+    """One batch of an optimizer step, as far as the host needs it after the backward pass."""
 
     numbers: dict[str, Tensor]
     """Losses and metrics, on the device."""
     samples: list[int]
     """Indices of its samples."""
     recycles: int
-    """Number of its recycling iterations after the first."""
+    """The number of its recycling iterations after the first."""
 
 
 @dataclass(frozen=True)
-class Step:
-    """What the host knows of an optimizer step once its gradient is reduced."""
+class ReducedStep:
+    """An optimizer step whose gradient is reduced, in numbers that the host has read."""
 
     means: dict[str, float]
     """Losses, metrics, norm of the gradient and share of clipped ones: over the passes that count, of all ranks."""
@@ -119,8 +90,8 @@ class TrainingModule(LightningModule):
         """`features`: sizes of the validation features, saved in checkpoints for prediction. `world`: None for one process.
         `kernels`: which implementations of the operators to use; None: the defaults. `model`: None for a new one.
         `bad_samples`: told of samples that are not finite, and knows those to leave out; None for one that only logs them.
-        `requests`: what a rank may ask of all ranks in a step, such as to stop. `samples_per_step`: of all devices; the
-        learning rate depends on them.
+        `requests`: requests that a rank may make of all ranks in a step, such as to stop. `samples_per_step`: samples of all
+        devices in a step, on which the learning rate depends.
         """
         super().__init__()
         self.config, self.features, self.world = config, features, world or World()
@@ -137,15 +108,13 @@ class TrainingModule(LightningModule):
         self.seed, self.kernels = seed, self._kernels
         self.bad_samples, self._requests = bad_samples or BadSamples(), requests
         self.samples_per_step = samples_per_step
-        self.interval = IntervalMeans()
-        """What the next row of the logs will show; a callback of the trainer, which keeps it in checkpoints."""
-        self.rows = LoggedRows()
-        """Gives that row to the loggers; a callback as well."""
+        self.rows = LogRows()
+        """The rows of the logs; a callback of the trainer, which keeps the steps of a row in checkpoints."""
         self._dropout = Draws.root(seed).at("dropout")
         self._casts = CastParameters(self.model)
         self._gradients: Gradients | None = None
-        self._passes: list[Pass] = []
-        """Those of the running optimizer step."""
+        self._passes: list[TrainedBatch] = []
+        """Batches of the running optimizer step."""
 
     def setup(self, stage: str) -> None:
         """Choose the implementations of the operators for this run's device and precision."""
@@ -164,10 +133,10 @@ class TrainingModule(LightningModule):
         self._casts.make()  # dropped after the backward pass, which recomputes activations
         output = self.model(batch, draws)
         loss, terms = total_loss(output, batch, self.config.loss, self.config.heads, self.model.exchange)
-        lddt_ca = metrics.lddt_ca(*_ca_atoms(output, batch)).mean()
+        lddt_ca = metrics.lddt_ca(*ca_atoms(output, batch)).mean()
         residues = batch["seq_mask"][:, 0].sum() / len(batch["seq_mask"])
         numbers = {"loss": loss.detach(), **terms, "lddt_ca": lddt_ca.detach(), "residues": residues}
-        self._passes.append(Pass(numbers, batch["sample_index"].tolist(), batch["aatype"].shape[1] - 1))
+        self._passes.append(TrainedBatch(numbers, batch["sample_index"].tolist(), batch["aatype"].shape[1] - 1))
         return loss
 
     def on_fit_start(self) -> None:
@@ -183,7 +152,7 @@ class TrainingModule(LightningModule):
     def on_train_start(self) -> None:
         """Not in `on_fit_start`: a checkpoint's optimizer is restored only now."""
         (optimizer,), (schedule,) = self.trainer.optimizers, self.trainer.lr_scheduler_configs
-        resumed.use_settings(optimizer, cast(LambdaLR, schedule.scheduler), self.config.optimizer)
+        use_settings(optimizer, cast(LambdaLR, schedule.scheduler), self.config.optimizer)
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
         self.gradients.begin()
@@ -199,16 +168,16 @@ class TrainingModule(LightningModule):
         """Reduce the gradient over batches and ranks, decide whether the optimizer gets it, and log the step."""
         step = self._reduce()
         if self._decide(step):
-            self.interval.add({**step.means, "recycles": sum(one.recycles for one in self._passes) / step.passes})
+            self.rows.add_step({**step.means, "recycles": sum(one.recycles for one in self._passes) / step.passes})
         else:
             self.gradients.discard()
         self._log_interval(optimizer)
         self._passes = []
 
-    def _reduce(self) -> Step:
-        """Reduce the gradient, and what the host must know of the step.
+    def _reduce(self) -> ReducedStep:
+        """Reduce the gradient, and the numbers of the step that the host must know.
 
-        All of that is read in one copy, the only place of a step where the host waits for the GPU. Lightning gets tensors on
+        The host reads all of them in one copy, the only place of a step where it waits for the GPU. Lightning gets tensors on
         the CPU: it would read device tensors one by one, and copy numbers to the device first.
         """
         reduced = self.gradients.finish()
@@ -222,18 +191,18 @@ class TrainingModule(LightningModule):
             reduced.clipped * number,
             number.float(),
         ]
-        means = self.trainer.strategy.reduce(torch.stack([*sums, *asked]), reduce_op="mean")  # over the ranks
+        means = self.world.mean(torch.stack([*sums, *asked]))
         read = torch.cat([means, terms.flatten(), reduced.counted.float()]).cpu()
         means, shares, terms, counted = read.split([len(sums), len(asked), terms.numel(), len(self._passes)])
         named = zip([*names, "gradient_norm", "clipped_fraction"], (means[:-1] / means[-1]).tolist(), strict=True)
-        return Step(
+        return ReducedStep(
             dict(named), float(means[-1]), len(self._passes), shares.tolist(), terms.view(-1, len(names)), counted
         )
 
-    def _decide(self, step: Step) -> bool:
+    def _decide(self, step: ReducedStep) -> bool:
         """Whether the optimizer gets the gradient. All ranks decide alike, because they all have the same means.
 
-        Agrees to what ranks have asked for, and reports samples that are not finite.
+        Agrees to requests of ranks, and reports samples that are not finite.
         """
         for request, share in zip(self._requests, step.asked, strict=True):
             if share > 0:
@@ -248,9 +217,9 @@ class TrainingModule(LightningModule):
 
     def _log_interval(self, optimizer: torch.optim.Optimizer) -> None:
         """Log the means over the steps since the last row; nothing if all of them were left out."""
-        means = self.interval.means()
+        means = self.rows.means()
         if self.at_row:
-            self.interval.end_row()
+            self.rows.end_interval()
         if not means:
             return
         loss = means.pop("loss")
@@ -264,7 +233,7 @@ class TrainingModule(LightningModule):
             self.log_row({**row, "train/lr": float(optimizer.param_groups[0]["lr"])})
 
     def log_row(self, numbers: Mapping[str, float]) -> None:
-        """Numbers of the row that belongs to the running step, for the loggers (`LoggedRows`) and for callbacks."""
+        """Log numbers of the row that belongs to the running step, for the loggers (`LogRows`) and for callbacks."""
         self.rows.add(numbers)
         self.log_dict({name: torch.tensor(value) for name, value in numbers.items()}, logger=False)
 
@@ -274,7 +243,7 @@ class TrainingModule(LightningModule):
         every = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
         return bool(every) and (self.trainer.global_step + 1) % every == 0
 
-    def _leave_out(self, step: Step) -> None:
+    def _leave_out(self, step: ReducedStep) -> None:
         """Find out which samples of this step are not finite, on which ranks, and report them. All ranks call this together."""
         known = [name for name, _ in self.named_parameters()]
         parameters = [known[number] for number in self.gradients.not_finite()]
@@ -343,7 +312,7 @@ class TrainingModule(LightningModule):
         if not all(self.world.gather(all_finite(self.model.parameters()))):
             raise NotFiniteWeightsError(self.trainer.global_step)
         checkpoint.update(checkpoint_entries(self.model.config, self.features))
-        checkpoint[resumed.KEY] = self.settings
+        checkpoint[KEY] = self.settings
         checkpoint["batches_per_step"] = self.trainer.accumulate_grad_batches
         checkpoint["samples_per_step"] = self.samples_per_step
 
@@ -379,18 +348,3 @@ class TrainingModule(LightningModule):
         self.scores = {
             chain: {name: value for name, value in values.items() if name != "loss"} for chain, values in scores.items()
         }
-
-
-def mean_by_chain(parts: Sequence[dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
-    """Mean of each chain's scores over the ranks that scored it.
-
-    All ranks of a sequence group score the same chain, and the mean of their losses is the chain's loss. Chains that fill up a
-    data rank's share are scored by several groups, with equal results.
-    """
-    found: dict[str, list[dict[str, float]]] = {}
-    for part in parts:
-        for chain, values in part.items():
-            found.setdefault(chain, []).append(values)
-    return {
-        chain: {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]} for chain, rows in found.items()
-    }

@@ -100,7 +100,7 @@ FORMER = {
     },
     "seed_everything": "is Lightning's name; use --seed",
 }
-"""What is said of settings of earlier versions, which counted optimizer steps, and of Lightning's."""
+"""Messages about settings of earlier versions, which counted optimizer steps, and about Lightning's names."""
 
 
 class PresetParser(OneLineErrors):

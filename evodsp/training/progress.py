@@ -7,14 +7,12 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
-from lightning.pytorch.utilities import rank_zero_only
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from evodsp.printing import tell
 from evodsp.progress import duration
 from evodsp.reading.quoting import printable
-from evodsp.training.last_validation import last_step
+from evodsp.training.run_end import last_step
 
 SECONDS_BETWEEN_LINES = 20.0
 
@@ -23,7 +21,7 @@ class TrainingProgress(ProgressBar):
     """One bar over all steps of `fit`, with the loss and the last validation's lDDT-CA; a printed line per validation.
 
     If standard error is not a terminal (a log file, CI), lines replace the bar: steps, time since this start, time left, and
-    the last row's numbers. What is left is taken from the pace of this start, validations included, not of earlier ones.
+    the last row's numbers. The time left follows from the pace of this start, validations included, not of earlier starts.
     """
 
     def __init__(self, console: Console | None = None) -> None:
@@ -100,23 +98,3 @@ def _summary(trainer: Trainer) -> str:
     shown |= {"val lDDT-CA": "val/lddt_ca", "val RMSD": "val/rmsd"}
     values = trainer.callback_metrics
     return "  ".join(f"{text} {float(values[name]):.3f}" for text, name in shown.items() if name in values)
-
-
-def score_table(scores: dict[str, dict[str, float]]) -> str:
-    """A table of the scores: one line per chain, and their mean."""
-    if not scores:
-        return "no chains"
-    mean = {name: sum(row[name] for row in scores.values()) / len(scores) for name in next(iter(scores.values()))}
-    rows = {**scores, "mean": mean} if len(scores) > 1 else scores
-    width = max(len("chain"), *map(len, rows))
-    titles = {"lddt_ca": "lDDT-CA", "gdt_ts": "GDT-TS", "tm_score": "TM-score", "rmsd": "RMSD (Å)", "plddt": "pLDDT"}
-    titles["plddt_too_high"] = "pLDDT off"
-    lines = [f"{'chain':<{width}}" + "".join(f"{titles.get(name, name):>10}" for name in mean)]
-    lines += [f"{chain:<{width}}" + "".join(f"{value:>10.3f}" for value in row.values()) for chain, row in rows.items()]
-    return "\n".join(lines)
-
-
-@rank_zero_only
-def report(line: str) -> None:
-    """Say a line on standard error, on the first rank only."""
-    tell(line)

@@ -1,8 +1,8 @@
 """A sample that was not finite, as a file with the weights of its step, and `evodsp replay`, which computes it again alone.
 
 The file is a checkpoint (`evodsp.weights.checkpoint`) with one more entry, `replay`: the batch, the seed, the settings of
-losses and operators, and what the run found. The replay draws the same dropout masks, on one device, with autograd's anomaly
-detection.
+losses and operators, and the findings of the run. The replay draws the same dropout masks, on one device, with autograd's
+anomaly detection.
 """
 
 from __future__ import annotations
@@ -33,13 +33,14 @@ if TYPE_CHECKING:
     from evodsp.training.module import TrainingModule
 
 _SHOWN = 20
-"""Parameters to list."""
+"""The number of parameters to list."""
 
 
 def write_replay(
     path: Path, module: TrainingModule, weights: Mapping[str, Tensor], batch: Mapping[str, Tensor], found: str
 ) -> None:
-    """Write the file of one sample. `weights`: full, under the module's names; `batch`: of this sample alone, on the CPU."""
+    """Write the file of one sample. `weights`: whole tensors, under the module's names. `batch`: this sample alone, on the CPU.
+    `found`: the run's line about the sample."""
     entry = {
         "batch": dict(batch),
         "seed": module.seed,
@@ -80,7 +81,7 @@ def _floats(value: Any) -> list[Tensor]:
 
 
 def replay(path: str | Path, device: torch.device) -> tuple[list[str], bool]:
-    """Compute the sample of a replay file again. Returns lines that say what was found, and whether all of it is finite.
+    """Compute the sample of a replay file again. Returns lines of findings, and whether all numbers are finite.
 
     Raises UserError if the file is none that a run wrote for `evodsp replay`.
     """
@@ -131,7 +132,7 @@ def replay(path: str | Path, device: torch.device) -> tuple[list[str], bool]:
 
 
 def run(path: str, device: str) -> int:
-    """`evodsp replay`: print what is found, and return the exit code: 1 if something is not finite."""
+    """`evodsp replay`: print the findings, and return the exit code: 1 if something is not finite."""
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     lines, finite = replay(path, torch.device(device))

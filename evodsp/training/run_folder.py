@@ -1,4 +1,5 @@
-"""The output folder of a run: which checkpoint a run starts from, and preparing the folder for it."""
+"""The output folder of a run: the names of its files, the checkpoint that a run starts from, and preparing the folder for
+it."""
 
 from __future__ import annotations
 
@@ -14,9 +15,8 @@ from evodsp.printing import tell
 from evodsp.reading.pickles import PickleRefused
 from evodsp.reading.quoting import printable
 from evodsp.training.config import RunConfig
-from evodsp.weights.container import archive_damage, first_sentence
-from evodsp.weights.foreign import refuse_foreign
-from evodsp.weights.untrusted import load_checked, refused
+from evodsp.weights.parameter_file import archive_damage, first_sentence
+from evodsp.weights.untrusted import load_checked, refuse_foreign, refused
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,9 @@ class RunFolder:
 
     path: Path
     keep_last: int = 1
-    """How many of the newest checkpoints are kept."""
+    """The number of newest checkpoints to keep."""
     keep_best: int = 1
-    """How many of the best ones."""
+    """The number of best checkpoints to keep."""
 
     @property
     def checkpoints(self) -> Path:
@@ -97,7 +97,7 @@ class RunFolder:
 
     @property
     def missing(self) -> Path:
-        """Training chains that the run leaves out, and what they lack."""
+        """The list of training chains that the run leaves out, each with the file that it lacks."""
         return self.path / "missing_chains.tsv"
 
     def start(self, command: str, run: RunConfig, restarted: bool) -> Path | None:
@@ -136,7 +136,7 @@ class RunFolder:
         self, config_text: str, replace: bool, resumes: bool = False, missing: Mapping[str, str] | None = None
     ) -> None:
         """Make the folder ready for `fit`: delete partial files, and with `replace` an earlier run; write config.yaml, and the
-        chains that are left out (`missing`: what each lacks) if there are any.
+        chains that are left out if there are any (`missing`: the file that each chain lacks).
 
         Unless the run `resumes`, the list of chains that an earlier one left out is deleted: it would change the samples. So
         are the list of its bad samples, and their files.
@@ -172,7 +172,7 @@ def numbered(first: Path, keep: int) -> list[Path]:
 
 
 def damage(path: Path) -> str | None:
-    """What is wrong with a checkpoint, from the checksums that it contains; None if nothing is.
+    """The damage of a checkpoint in words, by the checksums that it contains; None if it is whole.
 
     Raises UserError if it is whole, but holds objects that are not read.
     """

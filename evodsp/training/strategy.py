@@ -1,8 +1,7 @@
-"""Lightning's strategy for a (data, sequence) mesh: Dynamic Sequence Parallelism with three ways to keep parameters.
+"""Lightning's view of the ranks: a strategy that passes Lightning's questions on to the `World`.
 
 Every rank of a sequence group runs the whole training step on its shards of one sample; the loss is the MEAN of the losses of
-the group's ranks. The strategy gives the model its exchange, places the parameters, and gathers sharded tensors into
-checkpoints that resume on any mesh. How gradients are reduced is in `evodsp.training.gradients`.
+the group's ranks. Checkpoints hold whole tensors, so that a run resumes on any mesh.
 """
 
 from __future__ import annotations
@@ -22,15 +21,10 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.optim import Optimizer
 
 from evodsp.launch import process_group
-from evodsp.model.primitives import use_exchange
 from evodsp.model.schedule import CommunicationPlan
-from evodsp.parallel.exchange import ShardedExchange
-from evodsp.training.dtensor import gather_tree, shard_like
+from evodsp.parallel.dtensor import gather_tree, shard_state
 from evodsp.training.world import MeshWorld
 
 
@@ -83,7 +77,7 @@ class DSPStrategy(ParallelStrategy):
     strategy_name = "dsp"
 
     def __init__(self, world: MeshWorld, plan: CommunicationPlan | None = None) -> None:
-        """`plan`: how the model communicates where there is more than one way."""
+        """`plan`: the choice of communication where the model has more than one way."""
         super().__init__(cluster_environment=LaunchedRank())
         self.world, self.plan = world, plan
 
@@ -100,18 +94,11 @@ class DSPStrategy(ParallelStrategy):
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None
         assert self.lightning_module is not None
-        config, mesh = self.world.config, self.world.mesh
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.lightning_module)
         self.model_to_device()
-        broadcast_weights(self.lightning_module)
-        if mesh.sequence > 1:
-            wire = torch.bfloat16 if config.wire == "bf16" else None
-            exchange = ShardedExchange(mesh.sequence_group(waits=self.world.waits), config.overlap, wire)
-            use_exchange(self.lightning_module, exchange, self.plan)
-        if config.parameters == "fsdp2":
-            half = torch.bfloat16 if self.precision_plugin.precision == "bf16-mixed" else None
-            shard_parameters(cast(nn.Module, self.lightning_module.model), half)
+        half = torch.bfloat16 if self.precision_plugin.precision == "bf16-mixed" else None
+        self.world.place(cast(nn.Module, self.lightning_module.model), self.plan, half)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
@@ -168,7 +155,7 @@ class DSPStrategy(ParallelStrategy):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            optimizer.load_state_dict(_shard_state(state, optimizer))
+            optimizer.load_state_dict(shard_state(state, optimizer))
         _optimizers_to_device(self.optimizers, self.root_device)
 
 
@@ -184,44 +171,3 @@ def _restore_sigterm() -> None:
     """
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-def shard_parameters(model: nn.Module, half: torch.dtype | None = None) -> None:
-    """Shard every parameter over all ranks with FSDP2. A module that `gathers_parameters` gathers its own while it runs.
-
-    `half`: the precision of activations under autocast. Those modules gather their parameters in it, so that each is cast once
-    and half the bytes are sent; gradients are summed over ranks in the parameters' own precision.
-    """
-    mesh = init_device_mesh(next(model.parameters()).device.type, (dist.get_world_size(),))
-    policy = MixedPrecisionPolicy(
-        param_dtype=half, reduce_dtype=torch.float32 if half else None, cast_forward_inputs=False
-    )
-    for module in list(model.modules()):
-        if getattr(module, "gathers_parameters", False):
-            fully_shard(module, mesh=mesh, mp_policy=policy)
-    # True: between steps every parameter is sharded, which the moving average and checkpoints rely on.
-    fully_shard(model, mesh=mesh, reshard_after_forward=True)
-
-
-def _shard_state(state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
-    """An optimizer's state with each tensor sharded as its parameter is."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    entries = {
-        index: {name: shard_like(v, parameters[index]) if isinstance(v, Tensor) else v for name, v in entry.items()}
-        for index, entry in state["state"].items()
-    }
-    return {**state, "state": entries}
-
-
-@torch.no_grad()
-def broadcast_weights(module: nn.Module) -> None:
-    """Broadcast rank 0's weights; initial differences would persist.
-
-    The same seed gives the same weights on the same hardware only.
-    """
-    parameters = [parameter.detach() for parameter in module.parameters()]
-    if parameters:
-        flat = torch.cat([parameter.reshape(-1) for parameter in parameters])
-        dist.broadcast(flat, 0)
-        for parameter, values in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
-            parameter.copy_(values.view_as(parameter))

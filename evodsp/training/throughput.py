@@ -1,33 +1,48 @@
-"""How fast training is, what it waits for and how much memory it takes, with each row of the logs.
+"""Speed of training, its waits, its memory and its use of the device, measured for each row of the logs.
 
 Lightning's ThroughputMonitor makes the host wait for the GPU after each batch, multiplies samples by all ranks although ranks
 may share a sample, and is silent for its first 100 batches. It knows neither waiting nor memory.
+
+Model FLOPs utilisation is the share of a device's peak that goes into the model's own matrix products:
+
+    utilisation = FLOPs of the samples / (seconds x devices x peak)
+    FLOPs of a sample = (recycling iterations + 3) x FLOPs of one forward pass
+
+Iterations before the last one have no backward pass; the last one's counts as two forward passes (`evodsp.model.flops`).
 """
 
 from __future__ import annotations
 
 import os
+import re
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
 
+from evodsp.config import MatmulPrecision, ModelConfig
+from evodsp.model.flops import pass_flops, training_flops
 from evodsp.parallel.waits import WaitTimes
+from evodsp.planner.device import load_device
 from evodsp.training.datamodule import ChainDataModule
-from evodsp.training.utilisation import Utilisation
 
 if TYPE_CHECKING:
     from evodsp.training.module import TrainingModule
+
 
 MEASURED = (
     "train/step_seconds", "train/samples_per_second", "train/residues_per_second", "train/waiting_percent",
     "train/communication_percent", "train/memory_gib", "train/mfu_percent",
 )  # fmt: skip
 """The columns that are logged here. They differ from run to run; all others are functions of the settings."""
+
+
 WORST = ("waiting_percent", "communication_percent", "memory_gib")
-"""Those that differ from rank to rank. The largest is logged: the rank that runs out of memory need not be the first."""
+"""Columns that differ from rank to rank. The largest is logged: the rank that runs out of memory need not be the first."""
 
 
 class Throughput(Callback):
@@ -39,8 +54,8 @@ class Throughput(Callback):
     def __init__(
         self, module: TrainingModule, data: ChainDataModule, waits: WaitTimes | None, utilisation: Utilisation | None
     ) -> None:
-        """`waits`: measures communication, on a GPU only in the step of the row; None where it does not see all of it.
-        `utilisation`: None for none.
+        """`waits`: the clock of communication, which on a GPU measures only the step of the row; None where some communication
+        does not pass through it. `utilisation`: the counter of FLOPs; None logs no utilisation.
         """
         self._module, self._data, self._waits, self._utilisation = module, data, waits, utilisation
         self._measuring = False
@@ -100,7 +115,7 @@ class Throughput(Callback):
             "samples_per_second": rate,
             "waiting_percent": 100 * (self._data.waited_s - self._waited) / seconds,
         }
-        if (residues := self._module.interval.row.get("residues")) is not None:
+        if (residues := self._module.rows.last.get("residues")) is not None:
             row["residues_per_second"] = rate * residues
         if self._measured_s:
             row["communication_percent"] = 100 * self._communication_s / self._measured_s
@@ -123,3 +138,75 @@ def memory_used(device: torch.device) -> int | None:
         return peak
     pages = Path("/proc/self/statm")
     return int(pages.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if pages.is_file() else None
+
+
+TERA = 1e12
+
+
+_DEVICES = {"GH200": "h200", "H200": "h200", "H100": "h100", "A100": "a100", "B200": "b200"}
+"""The planner's file of a device, by a part of the device's name."""
+_PEAKS: dict[str, tuple[float, float, float]] = {
+    "H100 PCIe": (51, 378, 756),
+    "H100 NVL": (60, 417, 835),
+    "V100-SXM2": (15.7, 15.7, 125),
+    "L40S": (91.6, 183, 362),
+    "L4": (30.3, 60, 121),
+    "A40": (37.4, 74.8, 149.7),
+    "A10": (31.2, 62.5, 125),
+    "RTX 4090": (82.6, 82.6, 165.2),
+    "RTX 3090": (35.6, 35.6, 71),
+}
+"""Peaks of devices that the planner has no file for, in TFLOP/s of dense matrices, by a part of the device's name: float32,
+TF32, and half precision with sums in float32. From NVIDIA's data sheets.
+
+Lightning's `get_available_flops` has such a table too, but for H100 NVL and H200 it holds half precision's peak for sparse
+matrices, twice what a model can use."""
+
+
+def peak_flops(device: str, precision: str, matmul: MatmulPrecision) -> float | None:
+    """Peak of a device in FLOP/s; None if it is not known. `device`: its name. `precision`: `trainer.precision`."""
+    if precision.startswith("64"):
+        return None
+    peaks = next((peaks for part, peaks in _PEAKS.items() if _is_named(device, part)), None)
+    file = next((file for part, file in _DEVICES.items() if _is_named(device, part)), None)
+    if peaks is None and file is not None:
+        found = load_device(file)
+        peaks = (found.tflops_single, found.tflops_tf32, found.tflops_half)
+    kind = 2 if "16" in precision else 1 if matmul == "high" else 0
+    return None if peaks is None else peaks[kind] * TERA
+
+
+def _is_named(device: str, part: str) -> bool:
+    return re.search(rf"\b{part}\b", device) is not None
+
+
+class Utilisation:
+    """Counts the FLOPs of training batches that all have one size."""
+
+    def __init__(self, model: ModelConfig, precision: str, matmul: MatmulPrecision, peak_tflops: float | None) -> None:
+        """`peak_tflops`: the peak of one device; None takes the known peak of the device."""
+        self._model, self._precision, self._matmul, self._given = model, precision, matmul, peak_tflops
+        self._peak: float | None = None
+        self._of_a_pass: int | None = None
+        self._flops = 0
+
+    def start(self, device: torch.device) -> None:
+        """Look up the peak of the run's device."""
+        if self._given is not None:
+            self._peak = self._given * TERA
+        elif device.type == "cuda":
+            self._peak = peak_flops(torch.cuda.get_device_name(device), self._precision, self._matmul)
+
+    def prepare(self, batch: Mapping[str, Tensor]) -> None:
+        """Count a pass of the first batch, which takes seconds for a large model."""
+        if self._peak is not None and self._of_a_pass is None:
+            self._of_a_pass = pass_flops(self._model, batch)
+
+    def add(self, batch: Mapping[str, Tensor]) -> None:
+        """One more batch has been trained on."""
+        self._flops += training_flops(self._of_a_pass or 0, batch["aatype"].shape[1])
+
+    def percent(self, seconds: float, devices: int) -> float | None:
+        """The utilisation since the last call, if `devices` shared each batch; None if the peak is not known."""
+        flops, self._flops = self._flops, 0
+        return None if self._peak is None else 100 * flops / (seconds * devices * self._peak)

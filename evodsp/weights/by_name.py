@@ -40,13 +40,13 @@ SUMS = "SHA256SUMS"
 _HEADER = 512
 _MIB = 1 << 20
 _MOST_MEMBERS = 1000
-"""Of an archive; one that has more, or no end, is not DeepMind's."""
+"""Most files of an archive; one that has more, or no end, is not DeepMind's."""
 _NO_ZIP = (zipfile.BadZipFile, zlib.error, lzma.LZMAError, NotImplementedError, RuntimeError, ValueError, struct.error)
 """What the standard library raises for zip archives that are none: also a password, an unknown method, a wrong number."""
 
 
 def weights_folder() -> Path:
-    """Where parameters are kept: $EVODSP_WEIGHTS, or evodsp/weights in the user's folder of caches."""
+    """The folder that keeps parameters: $EVODSP_WEIGHTS, or evodsp/weights in the user's folder of caches."""
     if given := os.environ.get(FOLDER_VARIABLE):
         return Path(given)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "evodsp" / "weights"
@@ -107,11 +107,11 @@ def fetch_weights(
 
 @dataclass(frozen=True)
 class _Source:
-    """Where a file is: at an address, or from byte `first` of an archive there."""
+    """The place of a file: an address, or the bytes from `first` on of an archive there."""
 
     address: str
     deadline: float
-    """On `time.monotonic`."""
+    """Time of `time.monotonic` at which the fetch ends."""
     size: int | None
     first: int | None = None
     sha256: str | None = None
@@ -171,7 +171,7 @@ def _folder_errors(folder: Path) -> Iterator[None]:
 
 
 def _find(name: str, address: str, deadline: float) -> _Source:
-    """Where the server has a model's file. Raises UserError if it does not."""
+    """The place of a model's file on the server. Raises UserError if it is not there."""
     try:
         if address.endswith(".tar"):
             return _in_archive(address, _file(name), deadline)

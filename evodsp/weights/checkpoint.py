@@ -30,11 +30,10 @@ from evodsp.reading.pickles import PickleRefused
 from evodsp.reading.quoting import quoted, shown
 from evodsp.weights.by_name import NAMES, need_weights
 from evodsp.weights.config import preset_of, published_features
-from evodsp.weights.container import archive_damage, container
-from evodsp.weights.foreign import refuse_foreign
+from evodsp.weights.parameter_file import archive_damage, container
 from evodsp.weights.published import is_parameter_file, load_published
 from evodsp.weights.sizes import check_bytes, check_weights, compare, is_array
-from evodsp.weights.untrusted import load_checked, refused
+from evodsp.weights.untrusted import load_checked, refuse_foreign, refused
 from evodsp.weights.versions import FORMAT_VERSION, upgrade
 
 PREFIX = "model."

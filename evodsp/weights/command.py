@@ -9,10 +9,17 @@ from evodsp.model.alphafold import AlphaFold
 from evodsp.printing import show, tell
 from evodsp.weights.by_name import PUBLISHED, check_name, fetch_weights
 from evodsp.weights.checkpoint import load_features, load_model, model_config, read_checkpoint, save_model
-from evodsp.weights.config import ExportConfig, FetchConfig, ImportConfig, check_new_file, preset_of, published_features
-from evodsp.weights.container import container
+from evodsp.weights.config import (
+    ExportConfig,
+    ImportConfig,
+    WeightsFetchConfig,
+    check_new_file,
+    preset_of,
+    published_features,
+)
 from evodsp.weights.deepmind import export_deepmind, write_npz
 from evodsp.weights.openfold import export_openfold, write_openfold
+from evodsp.weights.parameter_file import container
 from evodsp.weights.published import is_parameter_file, load_parameters, load_published
 
 
@@ -28,7 +35,7 @@ def run_export(settings: ExportConfig, words: list[str]) -> int:
     return 0
 
 
-def run_fetch(settings: FetchConfig, words: list[str]) -> int:
+def run_fetch(settings: WeightsFetchConfig, words: list[str]) -> int:
     """`evodsp weights fetch`: the exit code. `words`: the command line (not needed here)."""
     for name in settings.names:
         check_name(name)

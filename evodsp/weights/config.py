@@ -44,7 +44,7 @@ class ImportConfig:
 
 
 @dataclass(frozen=True)
-class FetchConfig:
+class WeightsFetchConfig:
     """Which published parameters to fetch, and where to keep them."""
 
     names: Sequence[str]
@@ -63,7 +63,7 @@ class FetchConfig:
 
 @dataclass(frozen=True)
 class RandomConfig:
-    """Of which model to draw random parameters, and where to put them."""
+    """The model whose random parameters are drawn, and their file."""
 
     output: Path
     """File to write, of DeepMind's format; name it params_<preset>.npz, so that its name says which model it is."""

@@ -21,9 +21,9 @@ from evodsp.files import whole_file
 from evodsp.model.alphafold import AlphaFold
 from evodsp.reading.array_files import read_archive
 from evodsp.reading.quoting import quoted
-from evodsp.weights.accounting import check_arrays, multimer_error
-from evodsp.weights.container import container
 from evodsp.weights.names import Name, block_probes, parameter_names
+from evodsp.weights.parameter_file import container
+from evodsp.weights.sizes import check_arrays, multimer_error
 
 FUSED_MARK = "/triangle_multiplication_outgoing/projection//weights"  # only newer files have this array
 MULTIMER_MARK = "/~_relative_encoding/"  # a scope that monomer models do not have

@@ -22,9 +22,8 @@ from evodsp.errors import UserError
 from evodsp.model.alphafold import AlphaFold
 from evodsp.weights import deepmind, openfold
 from evodsp.weights.checkpoint import model_config, own_weights, read_checkpoint, sizes_by_name
-from evodsp.weights.container import container
-from evodsp.weights.deepspeed import parameter_file
 from evodsp.weights.names import parameter_names
+from evodsp.weights.parameter_file import container, parameter_file
 from evodsp.weights.published import is_parameter_file
 from evodsp.weights.sizes import on_meta
 
@@ -40,7 +39,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Initialised:
-    """What `initialise` did."""
+    """The outcome of `initialise`."""
 
     taken: int
     """Numbers (weights) of the model that were taken from the file."""

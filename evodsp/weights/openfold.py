@@ -26,11 +26,9 @@ from evodsp.config import ModelConfig
 from evodsp.errors import UserError
 from evodsp.files import whole_file
 from evodsp.model.alphafold import AlphaFold
-from evodsp.weights.accounting import check_arrays, multimer_error
-from evodsp.weights.container import container
-from evodsp.weights.deepspeed import parameter_file
 from evodsp.weights.names import Name, older, parameter_names
-from evodsp.weights.sizes import check_bytes, is_array
+from evodsp.weights.parameter_file import container, parameter_file
+from evodsp.weights.sizes import check_arrays, check_bytes, is_array, multimer_error
 from evodsp.weights.untrusted import load_untrusted
 
 FUSED_MARK = ".linear_ab_p.weight"  # only newer models with fused projections have this array

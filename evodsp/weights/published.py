@@ -13,8 +13,7 @@ from evodsp.errors import UserError
 from evodsp.model.alphafold import AlphaFold
 from evodsp.weights import deepmind, openfold
 from evodsp.weights.config import preset_of
-from evodsp.weights.container import container
-from evodsp.weights.deepspeed import parameter_file
+from evodsp.weights.parameter_file import container, parameter_file
 from evodsp.weights.sizes import on_meta
 from evodsp.weights.untrusted import load_untrusted
 

@@ -35,10 +35,10 @@ from torch.utils.checkpoint import checkpoint
 from evodsp.config import ModelConfig
 from evodsp.model.evoformer import EvoformerBlock, EvoformerStack
 from evodsp.model.templates import TemplatePairStack
+from evodsp.weights.random_parameters import randomise
 
 from . import formulas, peers
 from .peak_memory import PeakMemory
-from .random_inputs import randomise
 from .tables import write_csv
 
 MIB = 2**20

@@ -3,11 +3,11 @@
     python -m scripts.benchmarks.communication [--ranks 2 4 8 16 64]
 
 Whole blocks: DSP's schedule against FastFold's DAP. Their pair stacks alone: against Fold-CP's one-dimensional mode too
-(`pair_volume.py`). The program of one rank runs on fake ranks (`fake_ranks.py`), so many ranks can be counted. Settings are the
-defaults: activations are recomputed in the backward pass (`model.evoformer.checkpoint`), and results of all-gathers and
-all-reduces are kept for the recomputation (`plan.keep_gathered`). A block is the difference between a stack of three and a
-stack of two, so it is not the last block. Every count is compared with a formula and, for whole blocks, with the schedule's
-prediction. The exit code is 1 if one differs, or if DSP's forward bytes exceed the design's limit.
+(`pair_volume.py`). The program of one rank runs on fake ranks (`fake_ranks.py`), so that any number of ranks can be counted.
+Settings are the defaults: activations are recomputed in the backward pass (`model.evoformer.checkpoint`), and results of
+all-gathers and all-reduces are kept for the recomputation (`plan.keep_gathered`). A block is the difference between a stack of
+three and a stack of two, so it is not the last block. Every count is compared with a formula and, for whole blocks, with the
+schedule's prediction. The exit code is 1 if one differs, or if DSP's forward bytes exceed the design's limit.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from evodsp.config import EvoformerConfig, ModelConfig
 from evodsp.model.evoformer import EvoformerStack
 from evodsp.model.primitives import use_exchange
 from evodsp.model.schedule import DAP, CommunicationPlan
-from evodsp.model.traffic import Call, Sizes, extra_msa_calls, inner_block, recomputed
 from evodsp.parallel.exchange import ShardedExchange
 from evodsp.parallel.ledger import Entry, Ledger, Phase
+from evodsp.planner.traffic import CollectiveCall, StackSizes, extra_msa_calls, inner_block, recomputed
 
 from . import pair_volume
 from .fake_ranks import fake_group
@@ -75,9 +75,11 @@ class Case:
             return self.limit_at_4 if ranks == 4 else None
         return LIMITS.get(ranks)
 
-    def predicted(self, ranks: int, plan: CommunicationPlan) -> list[Call]:
+    def predicted(self, ranks: int, plan: CommunicationPlan) -> list[CollectiveCall]:
         """The schedule's prediction for the forward pass of a block."""
-        n = Sizes(ranks, 0, 1, self.sequences, self.residues, self.c_m, ModelConfig().channels.pair, self.config, plan)
+        n = StackSizes(
+            ranks, 0, 1, self.sequences, self.residues, self.c_m, ModelConfig().channels.pair, self.config, plan
+        )
         if self.extra and plan == DSP:
             return extra_msa_calls(dataclasses.replace(n, config=dataclasses.replace(self.config, blocks=1)))
         return inner_block(n, self.extra)

@@ -41,8 +41,9 @@ from evodsp.model.pair_ops import TriangleMultiplication
 from evodsp.model.primitives import use_kernels
 from evodsp.model.sharded import Sharded
 from evodsp.model.templates import TemplatePairStack
-from evodsp.planner.program import Sizes, Step, program
+from evodsp.planner.program import PlannedStep, SampleSizes, program
 from evodsp.rng import Draws
+from evodsp.selftest.random_sample import EVERY_TERM
 
 from . import gpu_anchors, gpu_cases, host_time
 from .gpu_rows import operators_of
@@ -55,7 +56,7 @@ WORKING_MEMORY = (80 << 30) // WORKING_SHARE
 """Of a prediction on an H100, for what a layer computes beside the representations."""
 GRAPHS = (("evoformer", 32, 64), ("extra", 64, 64), ("templates", 2, 64))
 """As `gpu_graphs` has them."""
-QUICKSTART = Sizes(residues=53, clusters=16, extra=16)
+QUICKSTART = SampleSizes(residues=53, clusters=16, extra=16)
 
 
 class Launches(TorchDispatchMode):
@@ -156,11 +157,11 @@ def anchors(sizes: gpu_anchors.Sizes) -> None:
         run(function, leaf(1, r, *sizes.extra_heads), leaf(1, s, r, 2, sizes.extra_heads[1]))
 
 
-def model(config: ModelConfig, sizes: Sizes, training: bool, dtype: torch.dtype) -> None:
+def model(config: ModelConfig, sizes: SampleSizes, training: bool, dtype: torch.dtype) -> None:
     """A pass of the whole model, with gradients or as a prediction."""
     heads = config.heads.predicted_aligned_error
-    loss = dataclasses.replace(gpu_cases.TERMS, experimentally_resolved=0.0, pae=gpu_cases.TERMS.pae if heads else 0.0)
-    program(Step(config, sizes, loss if training else None, half=dtype == HALF, memory=WORKING_MEMORY))
+    loss = dataclasses.replace(EVERY_TERM, experimentally_resolved=0.0, pae=EVERY_TERM.pae if heads else 0.0)
+    program(PlannedStep(config, sizes, loss if training else None, half=dtype == HALF, memory=WORKING_MEMORY))
 
 
 Task = tuple[str, str, Callable[[], None], int]
@@ -188,7 +189,7 @@ def tasks() -> Iterator[Task]:
     for inputs, training in (*((x, True) for x in sizes.training), *((x, False) for x in sizes.inference)):
         if inputs.passes > 1 and training:
             continue  # a recycled pass computes what a pass with gradients does
-        of = Sizes(inputs.residues, inputs.sequences, inputs.extra, inputs.templates)
+        of = SampleSizes(inputs.residues, inputs.sequences, inputs.extra, inputs.templates)
         name = f"{'training' if training else 'prediction'}, {inputs}"
         yield "model", name, partial(model, gpu_cases.config_of(sizes, inputs), of, training, HALF), 0
     small = ModelConfig.preset("small")

@@ -33,6 +33,7 @@ from evodsp.model.kernels.operators import Kernels
 from evodsp.model.pair_ops import TriangleMultiplication
 from evodsp.model.primitives import use_kernels
 from evodsp.model.sharded import Sharded
+from evodsp.weights.random_parameters import randomise
 
 from . import gpu_clock
 from .gpu_cases import autocast
@@ -40,7 +41,6 @@ from .gpu_clock import Step
 from .gpu_peer_operators import cueq_absent, cueq_triangle_attention, cueq_triangle_multiplication, relative, sdpa
 from .gpu_peers import FORMULAS
 from .gpu_rows import Case, Measured, Setup, operators_of
-from .random_inputs import randomise
 
 HALF = torch.bfloat16
 GIB = 2**30

@@ -14,9 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from evodsp.config import LossConfig, ModelConfig
-from evodsp.geometry.frames import structure_labels
-from evodsp.geometry.residues import RESTYPE_ATOM14_MASK, RESTYPE_ATOM37_MASK
+from evodsp.config import ModelConfig
 from evodsp.losses.total import total_loss
 from evodsp.model.alphafold import AlphaFold
 from evodsp.model.casts import CastParameters
@@ -26,9 +24,10 @@ from evodsp.model.kernels.operators import Kernels
 from evodsp.model.primitives import use_kernels
 from evodsp.model.templates import TemplatePairStack
 from evodsp.rng import Draws
+from evodsp.selftest.random_sample import EVERY_TERM, random_features, with_labels
+from evodsp.weights.random_parameters import randomise
 
 from .gpu_clock import Step
-from .random_inputs import random_features, randomise
 
 
 @dataclass(frozen=True)
@@ -264,19 +263,15 @@ def features_of(inputs: Inputs) -> dict[str, Tensor]:
     return random_features(inputs.sequences, inputs.extra, inputs.residues, inputs.templates, inputs.passes)
 
 
-TERMS = LossConfig(experimentally_resolved=0.01, violation=1.0, pae=0.1)
-"""Weights of fine-tuning: every term that the model has a head for is computed."""
-
-
 def training(whole: AlphaFold, inputs: Inputs, device: torch.device, dtype: torch.dtype) -> Step:
     """A training step: one pass with dropout and recomputation, all terms of the loss, the gradient, Adam."""
     whole.train()
     batch = _on(device, labelled(inputs))
     heads = whole.config.heads
     loss_config = dataclasses.replace(
-        TERMS,
-        experimentally_resolved=TERMS.experimentally_resolved if heads.experimentally_resolved else 0.0,
-        pae=TERMS.pae if heads.predicted_aligned_error else 0.0,
+        EVERY_TERM,
+        experimentally_resolved=EVERY_TERM.experimentally_resolved if heads.experimentally_resolved else 0.0,
+        pae=EVERY_TERM.pae if heads.predicted_aligned_error else 0.0,
     )
     casts = CastParameters(whole)
     adam = torch.optim.Adam(whole.parameters(), lr=1e-5, fused=True)
@@ -299,25 +294,8 @@ def training(whole: AlphaFold, inputs: Inputs, device: torch.device, dtype: torc
 
 
 def labelled(inputs: Inputs) -> dict[str, Tensor]:
-    """Features of one sample and labels for every term of the loss: atoms anywhere within 20 Å or so."""
-    batch = features_of(inputs)
-    generator = torch.Generator().manual_seed(1)
-    aatype = batch["aatype"][0, 0].long()
-    exists = torch.from_numpy(RESTYPE_ATOM37_MASK).float()[aatype]
-    positions = 10 * torch.randn(inputs.residues, 37, 3, generator=generator) * exists[..., None]
-    labels = {name: value[None] for name, value in structure_labels(aatype, positions, exists).items()}
-    features = {
-        "atom37_atom_exists": exists,
-        "atom14_atom_exists": torch.from_numpy(RESTYPE_ATOM14_MASK).float()[aatype],
-        "true_msa": torch.randint(22, (inputs.sequences, inputs.residues), generator=generator),
-        "bert_mask": (torch.rand(inputs.sequences, inputs.residues, generator=generator) < 0.15).float(),
-    }
-    return {
-        **labels,
-        **batch,
-        **{name: value.expand(1, inputs.passes, *value.shape) for name, value in features.items()},
-        "resolution": torch.tensor([2.0]),
-    }
+    """Random features of one sample, with labels for every term of the loss."""
+    return with_labels(features_of(inputs))
 
 
 def _on(device: torch.device, batch: dict[str, Tensor]) -> dict[str, Tensor]:

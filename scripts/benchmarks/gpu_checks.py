@@ -18,7 +18,7 @@ from .gpu_rows import HALF, SINGLE, Case, Measured, Setup, operators_of, precisi
 LIMITS = {SINGLE: 1e-5, HALF: 2e-2}
 """Largest error of a result or gradient, as a share of its largest number."""
 OF_FORMULA = 1.5
-"""Where the formula in this precision has a larger error, so many times that is allowed."""
+"""Where the formula in this precision has a larger error, this many times its error is allowed."""
 
 
 def checks(setup: Setup) -> Iterator[Case]:

@@ -34,9 +34,10 @@ from evodsp.model.primitives import use_kernels
 from evodsp.model.recorders import CudaRecorder, Recorder, Rerun
 from evodsp.model.templates import TemplatePairStack
 from evodsp.rng import Draws
+from evodsp.selftest.random_sample import EVERY_TERM, random_features
+from evodsp.weights.random_parameters import randomise
 
-from .gpu_cases import TERMS, Inputs, autocast, labelled
-from .random_inputs import random_features, randomise
+from .gpu_cases import Inputs, autocast, labelled
 
 STEPS = 4
 """The first one of a replayed stack runs as usual, the second is recorded."""
@@ -96,8 +97,8 @@ def model_case(inputs: Inputs, config: ModelConfig, device: torch.device) -> tup
     model = AlphaFold(dataclasses.replace(config, templates=templates, **parts))
     passes = random_features(inputs.sequences, inputs.extra, inputs.residues, inputs.templates, cycles=2)
     batch = {name: x.to(device) for name, x in (labelled(inputs) | passes).items()}
-    pae = TERMS.pae if config.heads.predicted_aligned_error else 0.0
-    loss_config = dataclasses.replace(TERMS, experimentally_resolved=0.0, pae=pae)
+    pae = EVERY_TERM.pae if config.heads.predicted_aligned_error else 0.0
+    loss_config = dataclasses.replace(EVERY_TERM, experimentally_resolved=0.0, pae=pae)
 
     def step_of(one: nn.Module) -> Step:
         assert isinstance(one, AlphaFold)

@@ -243,7 +243,7 @@ def _stages(step: Step, clock: Clock) -> dict[str, float]:
 
 
 def shifted(arguments: Sequence[Any], elements: int) -> list[Any]:
-    """Copies of all tensors that begin so many elements after an aligned address."""
+    """Copies of all tensors that begin a number of elements after an aligned address."""
 
     def copy(x: Any) -> Any:
         if not isinstance(x, Tensor):

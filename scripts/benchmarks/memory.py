@@ -15,27 +15,28 @@ import argparse
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TypeVar
 from unittest.mock import patch
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from evodsp.config import EvoformerConfig, ModelConfig, TemplateConfig
 from evodsp.model.alphafold import AlphaFold
 from evodsp.model.evoformer import EvoformerStack
-from evodsp.model.kernels import chunked, outer_product
+from evodsp.model.kernels import by_chunks, chunked, outer_product
+from evodsp.model.outputs import ModelOutput
 from evodsp.model.primitives import use_exchange
 from evodsp.model.schedule import DAP, CommunicationPlan
 from evodsp.parallel.exchange import Exchange, LocalExchange, ShardedExchange
 from evodsp.parallel.layout import DIMENSION
+from evodsp.selftest.random_sample import random_features
 
 from .fake_ranks import fake_group
 from .pair_stacks import DAP_REGATHERING, DSP, DSP_REGATHERING, FASTFOLD, FOLD_CP, Method
 from .peak_memory import PeakMemory
-from .random_inputs import output_tensors, random_features
 
 MIB = 2**20
 Module = TypeVar("Module", bound=nn.Module)
@@ -47,6 +48,20 @@ SEQUENCES, RESIDUES, EXTRA, TEMPLATES, BLOCKS = 128, 256, 256, 4, 4
 PAIR_RESIDUES, DEPTH = 384, ModelConfig().evoformer.blocks
 LIMIT_AT_4 = 0.30
 """Largest allowed ratio of a rank's memory at 4 ranks to the memory of one device."""
+
+
+def output_tensors(output: ModelOutput) -> list[Tensor]:
+    """All output tensors that a loss or the next recycling iteration reads."""
+    structure = output.structure
+    return [
+        *output.representations.values(),
+        *output.logits.values(),
+        structure.angles,
+        structure.unnormalized_angles,
+        structure.atom14,
+        structure.backbone.to_flat12(),
+        structure.frames.to_flat12(),
+    ]
 
 
 def stacks(exchange: Exchange, origins: bool = False, plan: CommunicationPlan | None = None) -> PeakMemory:
@@ -126,10 +141,9 @@ def _short(config: Config) -> Config:
 @contextmanager
 def _gpu_chunks() -> Iterator[None]:
     """Use a GPU's chunk sizes although the fake tensors are on the CPU."""
-    with (
-        patch.object(chunked, "_CPU_LOGITS", chunked._GPU_LOGITS),
-        patch.object(outer_product, "_CPU_PRODUCTS", chunked.PRODUCTS.gpu_products),
-    ):
+    with ExitStack() as patches:
+        for module in (by_chunks, chunked, outer_product):
+            patches.enter_context(patch.object(module, "chunk_numbers", lambda x, on_gpu: on_gpu))
         yield
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import FrameType
@@ -13,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from evodsp.planner.trace import LiveMemory
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Allocation:
     """Shape of the first tensor that used the storage."""
     dtype: torch.dtype
     origin: str
-    """The operator that created it; with `origins`, also the lines of evodsp that called the operator."""
+    """The operator that created it, and the lines of evodsp that called the operator."""
 
 
 class PeakMemory(TorchDispatchMode):
@@ -37,11 +38,18 @@ class PeakMemory(TorchDispatchMode):
 
     def __init__(self, origins: bool = False) -> None:
         super().__init__()
-        self.current = self.peak = 0
         self.at_peak: tuple[Allocation, ...] = ()
-        self._origins = origins
-        self._alive: dict[int, Allocation] = {}
-        self._seen: dict[int, weakref.ref[Any]] = {}
+        self._memory = LiveMemory()
+        self._origins: dict[int, Allocation] | None = {} if origins else None
+        """What was created, by address, if the origins are asked for."""
+
+    @property
+    def current(self) -> int:
+        return self._memory.bytes
+
+    @property
+    def peak(self) -> int:
+        return self._memory.peak
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -56,26 +64,19 @@ class PeakMemory(TorchDispatchMode):
     def _register(self, tensor: Tensor, operator: str | None) -> None:
         """Count the tensor's storage if it is new. `operator`: what created it, or None if it is not to be counted."""
         storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key in self._seen:
+        if storage in self._memory:
             return
-        # The address may be reused after the storage is released, so the entry is removed at that moment.
-        self._seen[key] = weakref.ref(storage, lambda _: self._release(key))
-        if operator is None:
+        before = self.peak
+        self._memory.add(storage, counted=operator is not None)
+        if self._origins is None:
             return
-        origin = f"{operator} {_calling_lines()}" if self._origins else operator
-        self._alive[key] = Allocation(storage.nbytes(), tuple(tensor.shape), tensor.dtype, origin)
-        self.current += storage.nbytes()
-        if self.current > self.peak:
-            self.peak = self.current
-            if self._origins:
-                self.at_peak = tuple(self._alive.values())
-
-    def _release(self, key: int) -> None:
-        self._seen.pop(key, None)
-        allocation = self._alive.pop(key, None)
-        if allocation is not None:
-            self.current -= allocation.bytes
+        self._origins.pop(storage._cdata, None)  # of a freed storage at the same address
+        if operator is not None:
+            origin = f"{operator} {_calling_lines()}"
+            self._origins[storage._cdata] = Allocation(storage.nbytes(), tuple(tensor.shape), tensor.dtype, origin)
+            if self.peak > before:
+                alive = self._memory.addresses()
+                self.at_peak = tuple(self._origins[address] for address in alive if address in self._origins)
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:

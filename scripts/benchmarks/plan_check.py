@@ -1,6 +1,6 @@
 """Compares the planner's time of a training step with a measured one, on one process and on two ranks of this machine.
 
-    python scripts/measure_device.py --output runs/mine.yaml
+    evodsp plan --measure --output runs/mine.yaml
     python -m scripts.benchmarks.plan_check --device runs/mine.yaml --output scripts/benchmarks/results/plan_check.csv
 
 A step is one pass with gradients: forward, loss, backward; one thread a rank, dropout on. Steps of one rank and of two are
@@ -32,13 +32,12 @@ from evodsp.model.primitives import use_exchange
 from evodsp.parallel.exchange import Exchange, LocalExchange, ShardedExchange
 from evodsp.parallel.mesh import init_mesh
 from evodsp.planner.device import Device, Links, load_device, load_link
-from evodsp.planner.program import Sizes, Step, program, sample_batch
-from evodsp.planner.simulate import simulate
-from evodsp.planner.walk import items_of
+from evodsp.planner.program import PlannedStep, SampleSizes, program, sample_batch
+from evodsp.planner.simulate import items_of, simulate
 from evodsp.rng import Draws
 
 
-def cases() -> dict[str, Step]:
+def cases() -> dict[str, PlannedStep]:
     """The quickstart's model at its size, and one of AlphaFold2's widths with few blocks."""
     wide = ModelConfig.preset("model_3")
 
@@ -48,12 +47,12 @@ def cases() -> dict[str, Step]:
     wide = dataclasses.replace(wide, evoformer=few(wide.evoformer, 2), extra_msa=few(wide.extra_msa, 1))
     common: dict[str, Any] = {"loss": LossConfig(), "half": False, "on_gpu": False}
     return {
-        "small": Step(ModelConfig.preset("small"), Sizes(56, 16, 32), **common),
-        "wide": Step(wide, Sizes(64, 32, 64), **common),
+        "small": PlannedStep(ModelConfig.preset("small"), SampleSizes(56, 16, 32), **common),
+        "wide": PlannedStep(wide, SampleSizes(64, 32, 64), **common),
     }
 
 
-def predicted(step: Step, ranks: int, device: Device, links: Links) -> float:
+def predicted(step: PlannedStep, ranks: int, device: Device, links: Links) -> float:
     """Seconds by the planner."""
     crowded = device.crowded(ranks)
     items = items_of(
@@ -69,7 +68,7 @@ def predicted(step: Step, ranks: int, device: Device, links: Links) -> float:
 class Measured:
     """A real step on this rank."""
 
-    def __init__(self, step: Step, exchange: Exchange) -> None:
+    def __init__(self, step: PlannedStep, exchange: Exchange) -> None:
         self._step, self._model = step, AlphaFold(step.model)
         use_exchange(self._model, exchange)
         self._batch = sample_batch(step, torch.zeros)
@@ -114,7 +113,7 @@ def measure(rank: int, store: str, rounds: int, results: Any) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Compare planned and measured steps.")
-    parser.add_argument("--device", required=True, help="file that scripts/measure_device.py wrote")
+    parser.add_argument("--device", required=True, help="file that `evodsp plan --measure` wrote")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--output", type=Path, required=True, help="CSV file")
     given = parser.parse_args(arguments)

@@ -42,7 +42,7 @@ declare -A does=(
   [compiling]='gpu_compile, by tiny blocks'
   [host]='host_time, whose launches do nothing'
   [ahead]='every Triton kernel that these programs launch, compiled for sm_90'
-  [verification]='verify_gpus.sh on one CPU process'
+  [verification]='evodsp selftest on one CPU process'
   [kernels]='tests of kernels'
   [training]='the quickstart, two steps'
   [prediction]='a prediction by what these trained'
@@ -56,7 +56,7 @@ graphs() { "$python" -m scripts.benchmarks.gpu_graphs --cpu; }
 compiling() { "$python" -m scripts.benchmarks.gpu_compile --cpu --limit 600; }
 host() { "$python" -m scripts.benchmarks.host_time; }
 ahead() { "$python" -m scripts.benchmarks.gpu_ahead; }
-verification() { EVODSP_PYTHON=$python scripts/verify_gpus.sh --cpu 1 --limit 900; }
+verification() { "$python" -m evodsp selftest --cpu 1 --limit 900; }
 kernels() { PYTHONPATH=$numpy:$PYTHONPATH "$python" -m pytest -q -m 'not verify' -p no:cacheprovider -n 2 tests/model/kernels; }
 training() {
   "$python" -m evodsp fit --config configs/quickstart.yaml --output "$work/run" --trainer.max_steps 2 \

@@ -144,7 +144,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--count", type=int, default=1000)
     parser.add_argument("--case", type=int)
     parser.add_argument("--keep", type=Path, help="run --case in this process, and leave its files in this folder")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no case after so many seconds")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no case after this many seconds")
     parser.add_argument("--only", nargs="+", default=[], help="cases of these subjects")
     given = parser.parse_args(words)
     warnings.simplefilter("ignore")

@@ -19,7 +19,6 @@ from evodsp.data.formats.mmcif import read_chain, read_confidence, read_header, 
 from evodsp.data.formats.obsolete import parse_obsolete
 from evodsp.data.index.chain_index import ChainIndex
 from evodsp.data.index.metadata import cached_table, read_entry_cache, read_sets
-from evodsp.data.quarantine import read_quarantine
 from evodsp.data.records import ProteinSequence
 from evodsp.data.samples.selection import chain_list
 from evodsp.data.sources.chain_files import ChainFiles
@@ -37,6 +36,7 @@ from evodsp.report.runs import read_runs
 from evodsp.run_config_file import read_run_config
 from evodsp.search.limits import ServerLimits
 from evodsp.search.server import MsaServer
+from evodsp.training.quarantine import read_quarantine
 from evodsp.training.replay import replay
 from evodsp.training.run_folder import damage
 from evodsp.weights.checkpoint import load_features, load_model

@@ -56,7 +56,7 @@ def available(gpus: int, tables: Sequence[str] = TABLES, cpu: bool = False) -> I
 
 
 def case_named(name: str, gpus: int, cpu: bool) -> Case:
-    """Raises UserError if there is none of this name for so many GPUs."""
+    """Raises UserError if there is none of this name for this number of GPUs."""
     found = {case.name: case for case in available(gpus, cpu=cpu)}
     if name not in found:
         raise UserError(f"{name}: is not a case for {gpus} GPUs; `list` shows them.{nearest(name, found)}")

@@ -40,7 +40,7 @@ if ((here < 1)); then
 fi
 options+=(--gpus "$((nodes * here))" --output "$output")
 
-launcher() { # launcher RANKS: set `launch` to the command that starts so many ranks, on as few machines as can hold them
+launcher() { # launcher RANKS: set `launch` to the command that starts RANKS ranks, on as few machines as can hold them
   local ranks=$1 used=1
   if ((ranks > here)); then used=$(((ranks + here - 1) / here)); fi
   launch=("$python" -m torch.distributed.run --nproc-per-node "$((ranks / used))")

@@ -1,6 +1,6 @@
 """Part `modelled`: section 5 of the paper as evodsp's planner calculates it, since no GPUs are at hand.
 
-Each bar of figures 5 to 8 is one rank's program, followed operator by operator (`planned_rank.py`), with the times of a device
+Each bar of figures 5 to 8 is one rank's program, followed operator by operator (`one_rank.py`), with the times of a device
 of data sheets (`h100.yaml`), and of its links from the planner's data files (NVLink 4, InfiniBand NDR). And each method's
 collectives of one layer, alone, for a sequence of 8M tokens (table 9). Nothing is fitted to the paper.
 
@@ -18,9 +18,8 @@ from typing import Any
 from evodsp.errors import UserError
 from evodsp.parallel.ledger import Kind
 from evodsp.planner.device import Device, Links, load_device, load_link
-from evodsp.planner.simulate import Times, simulate
-from evodsp.planner.trace import Work
-from evodsp.planner.walk import spans
+from evodsp.planner.simulate import Times, simulate, spans
+from evodsp.planner.trace import Operation
 
 from .counting import BYTES, CLAIMS, of_one_collective
 from .experiments import Case, cases
@@ -28,8 +27,8 @@ from .gpu import flops
 from .memory import CAPACITY, GIB, states
 from .methods import method_named
 from .methods.megatron_tp import TensorParallelMethod
+from .one_rank import Followed, follow
 from .part import Part, Row, Tables, Tick
-from .planned_rank import Followed, follow
 from .timing import TABLE_9_MS
 from .workload import Workload
 
@@ -40,9 +39,8 @@ GRADIENT, WEIGHT = 4, 2
 TABLE_9_TOKENS = 2**23
 HERE = Path(__file__).resolve().parent
 PLANNER = (
-    "imagined.py",
     "trace.py",
-    "walk.py",
+    "operator_costs.py",
     "simulate.py",
     "device.py",
     "links/nvlink4.yaml",
@@ -76,7 +74,7 @@ def part(settings: Mapping[str, Any]) -> Part:
         "modelled",
         settings,
         (
-            *("modelled.py", "planned_rank.py", "one_rank.py"),
+            *("modelled.py", "one_rank.py"),
             *(f"experiments/{table}.yaml" for table in settings["tables"]),
             *(f"../../evodsp/planner/{name}" for name in PLANNER),
             f"{settings['device']}.yaml",
@@ -121,7 +119,7 @@ def row_of(case: Case, device: Device, links: Links) -> Row:
 def timed(found: Followed, ranks: int, device: Device, links: Links) -> Times:
     """The program on the device, with its collectives on the links."""
 
-    def seconds(work: Work) -> float:
+    def seconds(work: Operation) -> float:
         return device.seconds(work.name, work.flops, work.bytes, work.launches, work.half, logits=work.logits)
 
     return simulate(spans(found.events, seconds), 1e-6 * device.launch_us, link_of(links, ranks), device.overlaps)

@@ -1,13 +1,17 @@
-"""A training pass of one rank of many, on tensors without memory: what it communicates, and what it holds.
+"""A step of one rank of many, on tensors without memory: what it communicates, what it holds, and in which order.
 
-The fake process group (`scripts/benchmarks/fake_ranks.py`) lets one rank's program run without the others, and tensors of the
-meta device have shapes but no values. So every number here is counted at the paper's sizes, and nothing is timed. Attention is
-PyTorch's fused operator, which keeps what FlashAttention keeps: its inputs, its output, and one number per row and head.
+Tensors of the meta device have shapes but no values. So every number here is counted at the paper's sizes, and nothing is
+timed. Attention is PyTorch's fused operator, which keeps what FlashAttention keeps: its inputs, its output, and one number per
+row and head.
+
+`passes` counts: the fake process group (`scripts/benchmarks/fake_ranks.py`) lets one rank's program run without the others.
+`follow` keeps the place of every operator and collective, as `evodsp plan` does, so that times can be calculated from the
+figures of a device and its links.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,10 +23,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from evodsp.parallel.ledger import Entry, Ledger
+from evodsp.planner.trace import Begun, Event, ImaginedGroup, Operation, ProgramRecorder
 from scripts.benchmarks.fake_ranks import fake_group
 from scripts.benchmarks.peak_memory import PeakMemory
 
 from .methods import Groups, method_named
+from .methods.base import Parallel, RingGroup
 from .transformer import Transformer
 from .workload import Workload
 
@@ -49,20 +55,14 @@ class Passes:
 
 def passes(method: str, workload: Workload, ranks: int, dtype: torch.dtype = torch.bfloat16) -> Passes:
     """Count one method. Raises UserError if it cannot spread this model over this number of ranks."""
-    how, config = method_named(method), workload.config
-    how.check(config, (workload.time, workload.rows * workload.columns), ranks)
-    with fake_group(ranks) as group, torch.device("meta"), default_dtype(dtype), fused_attention():
-        groups = Groups(group.handle)
-        parallel = how.apply(Transformer(config), groups)
-        for parameter in parallel.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-        sent = SentBytes(group.rank, ranks)
-        latents = torch.empty(workload.latents)
-        with PeakMemory() as memory, sent:
-            output = parallel(latents)
-            saved, sent_forward = memory.current, sent.bytes
-            output.sum().backward()
-        numbers = sum(parameter.numel() for parameter in parallel.parameters())
+    with fake_group(ranks) as group:
+        groups, sent = Groups(group.handle), SentBytes(group.rank, ranks)
+        with without_numbers(method, workload, ranks, groups, dtype) as (parallel, latents):
+            with PeakMemory() as memory, sent:
+                output = parallel(latents)
+                saved, sent_forward = memory.current, sent.bytes
+                output.sum().backward()
+            numbers = sum(parameter.numel() for parameter in parallel.parameters())
     return Passes(
         _entries(groups.layer_ledger),
         _entries(groups.end_ledger),
@@ -72,6 +72,62 @@ def passes(method: str, workload: Workload, ranks: int, dtype: torch.dtype = tor
         memory.peak,
         numbers,
     )
+
+
+@dataclass(frozen=True)
+class Followed:
+    """What a rank does in a step."""
+
+    events: list[Event]
+    peak: int
+    """Largest number of bytes of tensors alive at once. Parameters and their gradients do not count."""
+    parameters: int
+    """Numbers in this rank's parameters."""
+    groups: ImaginedGroups
+
+
+class ImaginedRing(ImaginedGroup, RingGroup):
+    """A place in a group without processes, whose ranks also pass tensors on."""
+
+    def pass_on(self, received: Sequence[Tensor], sent: Sequence[Tensor], first_tag: int = 0) -> list[Any]:
+        size = sum(tensor.numel() * tensor.element_size() for tensor in sent)
+        return [self.begin(Begun("send-receive", size))]
+
+
+class ImaginedGroups(Groups):
+    """The first rank's place, for the layers and for the model's ends."""
+
+    def __init__(self, ranks: int, recorder: ProgramRecorder) -> None:
+        self.layers = ImaginedRing(0, ranks, recorder.began, recorder.waited, Ledger())
+        self.ends = ImaginedGroup(0, ranks, recorder.began, recorder.waited, Ledger())
+
+
+def follow(method: str, workload: Workload, ranks: int, training: bool = True) -> Followed:
+    """Follow a step of one method in bf16. Raises UserError if it cannot spread this model over this number of ranks."""
+    recorder = ProgramRecorder()
+    groups = ImaginedGroups(ranks, recorder)
+    with without_numbers(method, workload, ranks, groups, torch.bfloat16) as (parallel, latents):
+        with recorder, torch.set_grad_enabled(training):
+            output = parallel(latents)
+            if training:
+                output.sum().backward()
+        numbers = sum(parameter.numel() for parameter in parallel.parameters())
+    peak = max(event.live for event in recorder.events if isinstance(event, Operation))
+    return Followed(recorder.events, peak, numbers, groups)
+
+
+@contextmanager
+def without_numbers(
+    method: str, workload: Workload, ranks: int, groups: Groups, dtype: torch.dtype
+) -> Iterator[tuple[Parallel, Tensor]]:
+    """The method's model, with gradients, and its latents, on the meta device. Raises UserError as `Method.check` does."""
+    how, config = method_named(method), workload.config
+    how.check(config, (workload.time, workload.rows * workload.columns), ranks)
+    with torch.device("meta"), default_dtype(dtype), fused_attention():
+        parallel = how.apply(Transformer(config), groups)
+        for parameter in parallel.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        yield parallel, torch.empty(workload.latents)
 
 
 @contextmanager

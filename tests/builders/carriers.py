@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from evodsp.parallel.group import Group
-from scripts.verify_shared import HostGroup
+from evodsp.selftest.shared_device import HostGroup
 
 Carrier = Literal["gloo", "host copies"]
 """`gloo`: what a run on CPUs uses; asynchronous, as NCCL is. `host copies`: for ranks that share a GPU."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from evodsp.config import ModelConfig
 from evodsp.errors import UserError
 from evodsp.model.alphafold import AlphaFold
-from evodsp.training.compilation import CompiledBlocks
+from evodsp.training.execution import CompiledBlocks
 
 
 def right(graph: torch.fx.GraphModule, examples: Any) -> Any:

@@ -18,7 +18,7 @@ from torch._dynamo.backends.debugging import aot_eager
 from evodsp.cli import main
 from evodsp.report.curve import read_curve
 from evodsp.training import command
-from evodsp.training.compilation import CompiledBlocks
+from evodsp.training.execution import CompiledBlocks
 
 
 def run(chains: Path, output: Path, *options: str) -> dict[str, Any]:

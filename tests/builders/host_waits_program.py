@@ -25,19 +25,17 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from evodsp.config import HeadsConfig, ModelConfig
 from evodsp.parallel.config import ParallelConfig
-from evodsp.parallel.mesh import init_mesh
+from evodsp.parallel.group import Group
 from evodsp.training.chains import find_chains
 from evodsp.training.config import DataConfig, TrainingConfig
-from evodsp.training.csv_logger import CurveLogger
 from evodsp.training.datamodule import ChainDataModule
 from evodsp.training.ema import ExponentialMovingAverage
+from evodsp.training.logs import CurveLogger
 from evodsp.training.module import TrainingModule
 from evodsp.training.progress import TrainingProgress
-from evodsp.training.sharing import BatchSharing
-from evodsp.training.stopping import StopRequest
+from evodsp.training.run_end import StopRequest
 from evodsp.training.strategy import DSPStrategy
-from evodsp.training.throughput import Throughput
-from evodsp.training.utilisation import Utilisation
+from evodsp.training.throughput import Throughput, Utilisation
 from evodsp.training.world import MeshWorld, World
 from tests.builders.host_waits import HostWaits
 from tests.builders.labelled_batch import WEIGHTS
@@ -60,11 +58,11 @@ class FirstOfTwo(MeshWorld):
     """Rank 0 of a sequence group of two, whose collectives go nowhere. (Batches are compared on the host, by gloo.)"""
 
     def __init__(self) -> None:
-        super().__init__(ParallelConfig(sequence=2), on_gpu=False)
         dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-        self._mesh = init_mesh(2, "cpu")
-        group = self._mesh.sequence_group()
-        self._sharing = BatchSharing(group, group.handle)
+        super().__init__(ParallelConfig(sequence=2))
+
+    def _host_groups(self) -> tuple[Group, Group]:
+        return self._readers, self._readers
 
     def check_batches(self, found: Any, failures: Any = ()) -> list[Any]:
         return []
@@ -114,7 +112,7 @@ def main(ranks: int, chains: Path, output: Path) -> None:
     ):
         trainer = Trainer(
             max_steps=STEPS, accelerator="cpu", devices=1, strategy=strategy, logger=CurveLogger(output), gradient_clip_val=0.1,
-            callbacks=[ExponentialMovingAverage(0.9), TrainingProgress(), boundaries, module.interval, throughput],
+            callbacks=[ExponentialMovingAverage(0.9), TrainingProgress(), boundaries, module.rows, throughput],
             log_every_n_steps=1, limit_val_batches=0,
             enable_checkpointing=False, enable_model_summary=False, use_distributed_sampler=False,
         )  # fmt: skip

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from evodsp.data.samples.dataset import ChainDataset, Sample
-from evodsp.training.dtensor import local
+from evodsp.parallel.dtensor import local
 from evodsp.training.module import TrainingModule
 
 BAD = 3

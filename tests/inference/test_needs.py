@@ -12,7 +12,7 @@ from evodsp.config import ModelConfig
 from evodsp.inference import estimate, needs
 from evodsp.inference.predict import predict_records
 from evodsp.planner.prediction import Prediction
-from evodsp.planner.program import Sizes
+from evodsp.planner.program import SampleSizes
 from tests.builders.prediction import silent
 
 from .conftest import Workplace
@@ -53,7 +53,7 @@ def test_a_target_that_does_not_fit_is_named_and_try_anyway_runs_it(workplace, t
 
 def test_a_target_that_may_fit_is_tried(workplace, told, monkeypatch) -> None:
     """Catches a target that is refused because the estimate is a little too high."""
-    calculated = needs.prediction_memory(Prediction(ModelConfig.preset("small"), Sizes(20, 4, 4), memory=1 << 20))
+    calculated = needs.prediction_memory(Prediction(ModelConfig.preset("small"), SampleSizes(20, 4, 4), memory=1 << 20))
     total = calculated.total
     monkeypatch.setattr(needs, "prediction_memory", lambda _: calculated)
     free = int(0.9 * total) - calculated.weights - calculated.features
@@ -71,7 +71,7 @@ def test_tiny_targets_are_not_followed(workplace, monkeypatch) -> None:
 
 def test_changes_name_what_fits() -> None:
     """Catches an option that does not help, and help that takes several options."""
-    what = Prediction(ModelConfig.preset("small"), Sizes(100, 40, 2000), memory=256 << 20)
+    what = Prediction(ModelConfig.preset("small"), SampleSizes(100, 40, 2000), memory=256 << 20)
     assert needs.changes(what, lambda one: one.half) == ["--precision bf16"]
     assert needs.changes(what, lambda one: one.ranks >= 3) == ["--parallel.sequence 4"]
     both = needs.changes(what, lambda one: one.half and one.sizes.extra < 2000)

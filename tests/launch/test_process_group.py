@@ -12,7 +12,7 @@ import torch.distributed as dist
 from evodsp.errors import UserError
 from evodsp.launch import process_group
 from evodsp.launch.launcher import _environment
-from evodsp.launch.process_group import Place, first_host, place, under_launcher
+from evodsp.launch.process_group import RankAddress, first_host, place, under_launcher
 from evodsp.launch.watch import StallDetector, State, Watch
 
 VARIABLES = (
@@ -48,7 +48,7 @@ def test_a_process_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a wrong host, port or rank under torchrun, and a second store on the port of the agent's."""
     given(monkeypatch, **TORCHRUN)
-    assert place() == Place(5, 8, 1, "gpu003", 29500, hosts_store=False)
+    assert place() == RankAddress(5, 8, 1, "gpu003", 29500, hosts_store=False)
     given(monkeypatch, RANK=0)
     assert place().hosts_store
     given(monkeypatch, TORCHELASTIC_USE_AGENT_STORE=True)

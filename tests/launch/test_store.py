@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from evodsp.errors import UserError
 from evodsp.launch import launcher, process_group, watch
-from evodsp.launch.process_group import Place
+from evodsp.launch.process_group import RankAddress
 from evodsp.launch.store import LONGEST, local_store, loopback, open_store, text, texts
 from evodsp.launch.watch import Watch
 from tests.builders.attacks import Attack
@@ -148,7 +148,7 @@ def test_no_pickle_in_the_store_is_run(monkeypatch: pytest.MonkeyPatch, trace: P
 
 def test_a_meeting_that_is_disturbed_is_one_line(trace: Path) -> None:
     """Catches code, or a traceback, from the requests and answers by which ranks agree on a part of the store."""
-    store, one = local_store(), Place(0, 2, 0, "127.0.0.1", 1, hosts_store=True)
+    store, one = local_store(), RankAddress(0, 2, 0, "127.0.0.1", 1, hosts_store=True)
     process_group.part_of(store).set("asks/1", pickle.dumps(Attack(trace)))  # type: ignore[arg-type]
     with pytest.raises(UserError, match="key asks/1: found"):
         process_group._fresh_part(store, one, 5.0)

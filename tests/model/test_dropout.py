@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from evodsp.model.dropout import NO_DROPOUT, NO_MASKS, Dropout, DropoutKeys, block_streams
+from evodsp.model.kernels import by_chunks, reference
 from evodsp.model.kernels import dropout as kernels
-from evodsp.model.kernels import reference
 from evodsp.model.kernels.dropout import draw_masks, dropout_add
 from evodsp.model.kernels.operators import Kernels
 from evodsp.model.primitives import use_kernels
@@ -38,7 +38,7 @@ def test_masks_are_the_draws_of_the_streams(rate: float, monkeypatch: pytest.Mon
     streams = [Draws.root(0).at(n) for n in range(6)]
     assert {stream.signed_key() < 0 for stream in streams} == {False, True}
     for elements, piece in ((1000, 64), (1000, 2500), (7, 1 << 15), (0, 64)):
-        monkeypatch.setattr(kernels, "_CPU_PIECE", piece)
+        monkeypatch.setattr(by_chunks, "CPU_NUMBERS", piece)
         masks = draw_masks(keys_of(streams).view(2, 3), elements, rate)
         positions = torch.arange(elements)
         expected = [stream.uniform_at(positions) >= rate for stream in streams]

@@ -12,8 +12,8 @@ from typing import Any, Literal
 import pytest
 
 from evodsp.config import LossConfig, ModelConfig
-from evodsp.planner.program import Sizes, Step, program
-from evodsp.planner.trace import Work
+from evodsp.planner.program import PlannedStep, SampleSizes, program
+from evodsp.planner.trace import Operation
 from tests.builders.fake_cuda import Case, Counts, measure
 
 GB = 1e9
@@ -108,7 +108,7 @@ def test_the_whole_model() -> None:
 def test_the_structure_module() -> None:
     """AlphaFold2's eight iterations, as the planner sees them. Catches projections and points that are computed one by one, the
     angles of each iteration by themselves, and rotations whose gradients are left to autograd: twice as many launches."""
-    events = program(Step(ModelConfig(), Sizes(32, 8, 8), LossConfig())).events
-    places = [(event.place[0], event.phase) for event in events if isinstance(event, Work)]
+    events = program(PlannedStep(ModelConfig(), SampleSizes(32, 8, 8), LossConfig())).events
+    places = [(event.place[0], event.phase) for event in events if isinstance(event, Operation)]
     assert places.count(("structure_module", "forward")) <= 730
     assert places.count(("structure_module", "backward")) <= 1_085

@@ -17,7 +17,8 @@ from evodsp.model.evoformer import EvoformerStack
 from evodsp.model.recomputation import Recomputation
 from evodsp.model.templates import TemplatePairStack
 from evodsp.parallel.exchange import LocalExchange
-from evodsp.training.recomputation import AutomaticRecomputation, Measured, kept_blocks
+from evodsp.training.execution import AutomaticRecomputation, Measured, kept_blocks
+from evodsp.training.world import World
 from scripts.benchmarks.peak_memory import PeakMemory
 from tests.builders.comparison import close
 from tests.builders.sharded_stacks import Case, Stack, check, run
@@ -130,7 +131,7 @@ class OneStack(LightningModule):
 
     def __init__(self, kind: str) -> None:
         super().__init__()
-        self.stack, self.kind = stack_of("auto", blocks=8), kind
+        self.stack, self.kind, self.world = stack_of("auto", blocks=8), kind, World()
 
     @property
     def device(self) -> Any:

@@ -31,7 +31,7 @@ from evodsp.model.schedule import DAP, CommunicationPlan
 from evodsp.parallel.exchange import ShardedExchange
 from evodsp.parallel.group import Group
 from evodsp.rng import Draws
-from scripts.benchmarks.random_inputs import random_features
+from evodsp.selftest.random_sample import random_features
 from tests.builders.labelled_batch import batch_of
 from tests.ranks import RankPool
 

@@ -1,6 +1,6 @@
 """The ledger separates three phases: forward, backward, and the recomputation of activation checkpointing.
 
-`tests/model/test_traffic.py` compares the ledger of a recomputed stack with the schedule.
+`tests/planner/test_traffic.py` compares the ledger of a recomputed stack with the schedule.
 """
 
 from __future__ import annotations

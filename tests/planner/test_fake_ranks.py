@@ -17,14 +17,14 @@ from evodsp.model.alphafold import AlphaFold
 from evodsp.model.primitives import use_exchange
 from evodsp.parallel.exchange import ShardedExchange
 from evodsp.parallel.ledger import Ledger
-from evodsp.planner.program import Sizes, Step, program, sample_batch
-from evodsp.planner.walk import Communication, items_of
+from evodsp.planner.program import PlannedStep, SampleSizes, program, sample_batch
+from evodsp.planner.simulate import Communication, items_of
 from evodsp.rng import Draws
 from scripts.benchmarks.fake_ranks import fake_group
 
 PRESET = ModelConfig.preset("model_1_ptm")
 LOSS = LossConfig(violation=1.0, experimentally_resolved=0.01, pae=0.1)
-SIZES = Sizes(residues=530, clusters=519, extra=1030, templates=4)
+SIZES = SampleSizes(residues=530, clusters=519, extra=1030, templates=4)
 """Every rank of 512 has a shard; 16 divides none of the sizes."""
 
 
@@ -40,7 +40,7 @@ def model_of(blocks: int, recomputed: bool | int) -> ModelConfig:
     )
 
 
-def on_fake_ranks(step: Step) -> Counter[tuple[bool, str, int]]:
+def on_fake_ranks(step: PlannedStep) -> Counter[tuple[bool, str, int]]:
     """Collectives in the ledger after a pass with gradients: whether in the forward pass, kind, bytes."""
     ledger = Ledger()
     with fake_group(step.ranks, step.rank, ledger) as group, torch.device("meta"):
@@ -67,7 +67,7 @@ def on_fake_ranks(step: Step) -> Counter[tuple[bool, str, int]]:
 )
 def test_collectives_are_those_of_the_whole_model(ranks: int, rank: int, recomputed: bool | int) -> None:
     """Catches a segment that is repeated once too often, and a number of ranks at which the planner cuts other shards."""
-    step = Step(model_of(5 if recomputed is True else 9, recomputed), SIZES, LOSS, ranks, rank, half=False)
+    step = PlannedStep(model_of(5 if recomputed is True else 9, recomputed), SIZES, LOSS, ranks, rank, half=False)
     items = items_of(program(step), lambda _: 0.0)
     planned = Counter(
         (item.phase == "forward", item.kind, item.bytes) for item in items if isinstance(item, Communication)

@@ -19,14 +19,13 @@ from evodsp.planner.choose import compare, possible
 from evodsp.planner.config import PlanConfig
 from evodsp.planner.device import Device, Links, load_device, load_link
 from evodsp.planner.from_run import training_of
-from evodsp.planner.mesh import Estimate, Memory, Pass, Training, _reductions, memory
+from evodsp.planner.mesh import Estimate, Memory, TracedPass, Training, _reductions, memory
 from evodsp.planner.predicting import predicted
 from evodsp.planner.prediction import Prediction, prediction_memory, prediction_times
-from evodsp.planner.program import Program, Repeat, Sizes
-from evodsp.planner.simulate import Times
-from evodsp.planner.walk import Item, Span
+from evodsp.planner.program import Program, Repeat, SampleSizes
+from evodsp.planner.simulate import Item, Span, Times
 
-SMALL = Training(ModelConfig.preset("small"), LossConfig(), Sizes(32, 16, 32), global_batch=12)
+SMALL = Training(ModelConfig.preset("small"), LossConfig(), SampleSizes(32, 16, 32), global_batch=12)
 LINKS = Links(load_link("nvlink4"), load_link("infiniband"), 8)
 
 
@@ -71,7 +70,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, step_s: dict[int, float], needs: dict[
     """Estimates with given times and memory, by the size of the sequence group."""
 
     def estimate(
-        training: Training, traced_pass: Pass, kept: int, data: int, sequence: int, device: Device, links: Links
+        training: Training, traced_pass: TracedPass, kept: int, data: int, sequence: int, device: Device, links: Links
     ) -> Estimate:
         held, no_time = Memory(needs[sequence], 0, 0, 0, 0, 0, ""), (0.0,) * 4
         none = Times()
@@ -116,7 +115,7 @@ def test_as_many_blocks_are_kept_as_fit(monkeypatch: pytest.MonkeyPatch) -> None
         device = dataclasses.replace(load_device("h100"), memory_gib=usable_gib, fragmentation=0.0, reserved_gib=0.0)
         with ProcessPoolExecutor(1) as pool:  # starts no process before it gets work
             planned = choose.Planned(training, device, LINKS, True, pool)
-        found = planned._most_kept(Pass(_mixed(training, 1, 4), []), 1, 1)
+        found = planned._most_kept(TracedPass(_mixed(training, 1, 4), []), 1, 1)
         return 0 if found is None else found
 
     assert [kept(gib) for gib in (0.0, 2.9, 3.0, 3.9, 4.0, 43.7, 1e6)] == [0, 0, 3, 3, 4, 43, 44]
@@ -155,7 +154,7 @@ def test_the_command_prints_and_writes_the_plan(tmp_path: Path, capsys: pytest.C
 
 def test_one_number_of_ranks_on_a_crowded_node() -> None:
     """Catches a prediction that pays nothing for its neighbours, and efficiency measured against itself."""
-    what = Prediction(ModelConfig.preset("test"), Sizes(40, 24, 32), half=True)
+    what = Prediction(ModelConfig.preset("test"), SampleSizes(40, 24, 32), half=True)
     h100 = load_device("h100")
     alike, crowded = (predicted(what, 2, dataclasses.replace(h100, crowding=c), LINKS, sequence=2) for c in (1.0, 3.0))
     assert [share.ranks for share in crowded.shares] == [2]
@@ -173,7 +172,9 @@ def test_a_prediction_is_planned_on_more_and_more_ranks(tmp_path: Path, capsys: 
     printed = capsys.readouterr().out
     numbers = json.loads(output.with_suffix(".json").read_text())
     assert [share["ranks"] for share in numbers["shares"]] == [1, 2]
-    what = Prediction(ModelConfig.preset("small"), Sizes(40, 24, 32), passes=2, half=True, memory=80 * 2**30 // 32)
+    what = Prediction(
+        ModelConfig.preset("small"), SampleSizes(40, 24, 32), passes=2, half=True, memory=80 * 2**30 // 32
+    )
     for share in numbers["shares"]:
         assert share["structures_per_hour"] == pytest.approx(3600 / share["structure_seconds"] * (3 // share["ranks"]))
     what, share = dataclasses.replace(what, ranks=2), numbers["shares"][1]
@@ -239,7 +240,7 @@ def test_a_wrong_command_is_one_line(
 def test_a_config_of_a_run_is_planned_as_it_is(tmp_path: Path) -> None:
     """Catches sizes, losses or a batch that the plan takes from elsewhere."""
     found = training_of(PlanConfig(gpus=8, config=Path("configs/af2_finetune_ptm.yaml")))
-    assert found.sizes == Sizes(384, 508, 5120, 4)
+    assert found.sizes == SampleSizes(384, 508, 5120, 4)
     assert found.samples == 1_500_000
     assert (found.global_batch, found.passes, found.clip, found.loss.violation) == (128, 2.5, "sample", 1.0)
     assert found.loss.pae > 0
@@ -251,7 +252,7 @@ def test_a_config_of_a_run_is_planned_as_it_is(tmp_path: Path) -> None:
     )
     assert changed.samples == 7
     assert training_of(PlanConfig(gpus=8)).samples == 10_000_000
-    assert changed.sizes == Sizes(100, 512, 5120, 0)
+    assert changed.sizes == SampleSizes(100, 512, 5120, 0)
     assert changed.passes == 1
     assert not changed.model.templates.enabled
 

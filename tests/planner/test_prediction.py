@@ -9,10 +9,10 @@ import pytest
 from evodsp.config import ModelConfig
 from evodsp.planner.device import load_device
 from evodsp.planner.prediction import HEAP, Prediction, prediction_memory, prediction_times
-from evodsp.planner.program import Sizes, Step, program
-from evodsp.planner.trace import Work
+from evodsp.planner.program import PlannedStep, SampleSizes, program
+from evodsp.planner.trace import Operation
 
-SIZES = Sizes(48, 12, 20)
+SIZES = SampleSizes(48, 12, 20)
 
 
 def model(blocks: int = 6) -> ModelConfig:
@@ -32,8 +32,8 @@ def one_of_each() -> ModelConfig:
     )
 
 
-def most(step: Step) -> int:
-    return max(event.live for event in program(step).events if isinstance(event, Work))
+def most(step: PlannedStep) -> int:
+    return max(event.live for event in program(step).events if isinstance(event, Operation))
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(3, marks=pytest.mark.verify)])
@@ -51,7 +51,7 @@ def test_memory_does_not_grow_with_blocks_but_time_does(ranks: int) -> None:
 @pytest.mark.verify
 def test_two_pieces_show_the_memory_of_all() -> None:
     """Catches pieces that are left out although they decide the peak: the first ones are the largest."""
-    step = Step(model(1), SIZES, half=False, memory=1 << 14)
+    step = PlannedStep(model(1), SIZES, half=False, memory=1 << 14)
     assert most(dataclasses.replace(step, samples=2)) == most(step)
     assert most(dataclasses.replace(step, samples=2)) < most(dataclasses.replace(step, memory=None))
 
@@ -81,7 +81,7 @@ def test_a_heap_keeps_half_of_what_it_may_keep() -> None:
     assert prediction_memory(base).heap == 0
     small = prediction_memory(on_cpu)
     assert small.heap == small.pair + small.msa + small.layers < HEAP
-    assert prediction_memory(dataclasses.replace(on_cpu, sizes=Sizes(300, 4, 6))).heap == HEAP
+    assert prediction_memory(dataclasses.replace(on_cpu, sizes=SampleSizes(300, 4, 6))).heap == HEAP
 
 
 @pytest.mark.verify
@@ -94,7 +94,7 @@ def test_a_further_feature_set_takes_the_time_of_the_second() -> None:
 
 def test_no_part_needs_more_than_the_evoformer() -> None:
     """Catches a whole copy of the pair representation in single precision, in the structure module or for the confidences."""
-    what = Prediction(one_of_each(), Sizes(3000, 64, 64, 0), passes=1, half=True, memory=1 << 30)
+    what = Prediction(one_of_each(), SampleSizes(3000, 64, 64, 0), passes=1, half=True, memory=1 << 30)
     found = prediction_memory(what)
     assert found.at == "evoformer"
     assert found.layers < 1.6 * found.pair  # the product of a triangle multiplication is as large
@@ -103,7 +103,9 @@ def test_no_part_needs_more_than_the_evoformer() -> None:
 def test_four_templates_need_the_memory_of_one() -> None:
     """Catches embedded templates that are kept until the last one is there: each is half as large as the pair."""
     one, four = (
-        prediction_memory(Prediction(one_of_each(), Sizes(3000, 64, 64, count), passes=1, half=True, memory=1 << 26))
+        prediction_memory(
+            Prediction(one_of_each(), SampleSizes(3000, 64, 64, count), passes=1, half=True, memory=1 << 26)
+        )
         for count in (1, 4)
     )
     assert one.at == four.at == "template embedder"
@@ -116,14 +118,14 @@ def test_a_rank_of_several_holds_its_shard_of_the_pair_once(ranks: int, most: fl
 
     A second one is the product of a triangle multiplication. What is on its way between ranks comes on top.
     """
-    what = Prediction(ModelConfig.preset("model_1_ptm"), Sizes(6000, 64, 64, 0), passes=1, ranks=ranks, half=True)
+    what = Prediction(ModelConfig.preset("model_1_ptm"), SampleSizes(6000, 64, 64, 0), passes=1, ranks=ranks, half=True)
     found = prediction_memory(dataclasses.replace(what, memory=1 << 28))
     assert found.pair + found.layers < most * found.pair
 
 
 def test_gathered_biases_do_not_outgrow_the_budget() -> None:
     """Catches the whole pair bias of row attention on every rank, which among many ranks is larger than all else."""
-    what = Prediction(one_of_each(), Sizes(3000, 64, 64, 0), passes=1, ranks=64, half=True)
+    what = Prediction(one_of_each(), SampleSizes(3000, 64, 64, 0), passes=1, ranks=64, half=True)
     whole_bias = 3000**2 * 8 * 2
     found, unlimited = (prediction_memory(dataclasses.replace(what, memory=memory)) for memory in (1 << 24, None))
     assert unlimited.layers > 2 * whole_bias

@@ -20,13 +20,12 @@ from evodsp.model.primitives import use_exchange
 from evodsp.parallel.exchange import ShardedExchange
 from evodsp.parallel.group import Group
 from evodsp.parallel.ledger import Ledger
+from evodsp.planner import operator_costs
 from evodsp.planner import program as followed
-from evodsp.planner import trace
 from evodsp.planner.device import Links, load_device, load_link
-from evodsp.planner.program import Program, Sizes, Step, program
-from evodsp.planner.simulate import simulate
-from evodsp.planner.trace import Work
-from evodsp.planner.walk import Item, Span, segment, spans, whole
+from evodsp.planner.program import PlannedStep, Program, SampleSizes, program
+from evodsp.planner.simulate import Item, Span, segment, simulate, spans, whole
+from evodsp.planner.trace import Operation
 from evodsp.rng import Draws
 from tests.builders.fake_cuda import Case, measure
 from tests.builders.labelled_batch import WEIGHTS, whole_batch
@@ -75,8 +74,8 @@ def test_collectives_are_those_of_real_ranks(pool: RankPool, ranks: int) -> None
     clusters, extra, residues = SIZES
     templates = whole_batch(1, SIZES)["template_mask"].shape[2]
     for rank, real in enumerate(pool.run(ranks, real_step)):
-        sizes = Sizes(residues, clusters, extra, templates)
-        step = Step(few_parts(config(recompute=True)), sizes, WEIGHTS, ranks, rank, half=False)
+        sizes = SampleSizes(residues, clusters, extra, templates)
+        step = PlannedStep(few_parts(config(recompute=True)), sizes, WEIGHTS, ranks, rank, half=False)
         assert [(entry.phase, entry.kind, entry.elements) for entry in program(step).sent] == real
 
 
@@ -85,11 +84,11 @@ def test_remembered_shapes_are_those_of_the_operators(
     on_gpu: bool, residues: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Catches a remembered result of other arguments, a view that is given memory of its own, and one that is not recorded."""
-    sizes = Sizes(residues, 33, 41, 2)
-    step = Step(few_parts(config(recompute=False)), sizes, WEIGHTS, 2, half=on_gpu, on_gpu=on_gpu)
+    sizes = SampleSizes(residues, 33, 41, 2)
+    step = PlannedStep(few_parts(config(recompute=False)), sizes, WEIGHTS, 2, half=on_gpu, on_gpu=on_gpu)
     program(step)  # brings tables of constants to the device, once a process
     found = program(step).events
-    monkeypatch.setattr(trace.Shapes, "run", lambda _, function, args, kwargs: function(*args, **kwargs))
+    monkeypatch.setattr(operator_costs.Shapes, "run", lambda _, function, args, kwargs: function(*args, **kwargs))
     assert found == program(step).events
     assert len({event.live for event in found}) > 30  # tensors are large enough to be followed
 
@@ -101,10 +100,10 @@ FINE_TUNING = LossConfig(violation=1.0, experimentally_resolved=0.01, pae=0.1)
 def test_products_of_blocks_are_planned_in_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches sums over chunks that are planned as products in float32, fifteen times slower than a GPU multiplies them, and
     products that are taken for such because their results are in float32."""
-    monkeypatch.setattr(by_chunks, "_GPU_NUMBERS", 1 << 16)  # several chunks, as in fine-tuning
+    monkeypatch.setattr(by_chunks, "GPU_NUMBERS", 1 << 16)  # several chunks, as in fine-tuning
     model = dataclasses.replace(few_parts(model_with(1, False)), templates=TemplateConfig())
-    step = Step(model, Sizes(64, 32, 48), LossConfig())
-    works = [e for e in program(step).events if isinstance(e, Work) and e.flops and e.place[0] == "evoformer"]
+    step = PlannedStep(model, SampleSizes(64, 32, 48), LossConfig())
+    works = [e for e in program(step).events if isinstance(e, Operation) and e.flops and e.place[0] == "evoformer"]
     assert {work.name for work in works if work.phase == "backward"} > {"mm", "bmm"}
     # Numbers of sequences per pair of residues are in float32.
     assert sum(work.flops for work in works if not work.half) < 1e-3 * sum(work.flops for work in works)
@@ -113,11 +112,11 @@ def test_products_of_blocks_are_planned_in_half_precision(monkeypatch: pytest.Mo
 H100 = load_device("h100")
 
 
-def seconds(work: Work) -> float:
+def seconds(work: Operation) -> float:
     return H100.seconds(work.name, work.flops, work.bytes, work.launches, work.half)
 
 
-def both(step: Step, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Item], list[Item]]:
+def both(step: PlannedStep, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Item], list[Item]]:
     """The items of the reduced model with repeats, and of the whole model."""
 
     def items(found: Program) -> list[Item]:
@@ -138,22 +137,27 @@ def model_with(blocks: int, recomputed: bool | int) -> ModelConfig:
 @pytest.mark.parametrize(
     ("model", "ranks", "sizes"),
     [
-        (few_parts(model_with(9, 4)), 3, Sizes(100, 20, 70, 2)),
+        (few_parts(model_with(9, 4)), 3, SampleSizes(100, 20, 70, 2)),
         *(
             pytest.param(model_with(9, recomputed), ranks, sizes, marks=pytest.mark.verify)
             for recomputed, ranks in ((True, 1), (4, 2), (False, 8))
-            for sizes in (Sizes(256, 124, 1024, 4), Sizes(384, 508, 5120, 4), Sizes(768, 128, 512), Sizes(2048, 64, 64))
+            for sizes in (
+                SampleSizes(256, 124, 1024, 4),
+                SampleSizes(384, 508, 5120, 4),
+                SampleSizes(768, 128, 512),
+                SampleSizes(2048, 64, 64),
+            )
         ),
     ],
 )
 def test_repeated_segments_are_the_whole_model(
-    model: ModelConfig, ranks: int, sizes: Sizes, monkeypatch: pytest.MonkeyPatch
+    model: ModelConfig, ranks: int, sizes: SampleSizes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Catches a segment that is repeated once too often, memory that a repetition does not carry on, and a collective that is
     awaited in another segment than the one that began it."""
     if not sizes.templates:
         model = dataclasses.replace(model, templates=dataclasses.replace(model.templates, enabled=False))
-    few, all_of_it = both(Step(model, sizes, FINE_TUNING, ranks), monkeypatch)
+    few, all_of_it = both(PlannedStep(model, sizes, FINE_TUNING, ranks), monkeypatch)
     links = Links(load_link("nvlink4"), load_link("infiniband"), 8)
 
     def summary(items: list[Item]) -> tuple[int, int, int, int]:
@@ -179,7 +183,7 @@ def test_a_block_launches_and_moves_what_it_does_on_a_gpu() -> None:
     counted = measure(
         Case(what="evoformer", sequences=128, residues=256, dropout=True, kernels="triton", cast_once=True)
     )
-    found = program(Step(few_parts(model_with(48, False)), Sizes(256, 124, 16, 4), LossConfig()))
+    found = program(PlannedStep(few_parts(model_with(48, False)), SampleSizes(256, 124, 16, 4), LossConfig()))
     block = [item for item in segment(spans(found.events, seconds), ("evoformer", 1)) if isinstance(item, Span)]
     back = [
         item

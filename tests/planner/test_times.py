@@ -12,11 +12,10 @@ import torch
 
 from evodsp.errors import UserError
 from evodsp.parallel.ledger import Kind
-from evodsp.planner import trace
 from evodsp.planner.device import Device, Link, Links, load_device, load_link, names
+from evodsp.planner.operator_costs import logits_of
 from evodsp.planner.program import Repeat
-from evodsp.planner.simulate import simulate
-from evodsp.planner.walk import Communication, Item, Span, Wait, whole
+from evodsp.planner.simulate import Communication, Item, Span, Wait, simulate, whole
 
 PLACE = ("evoformer", 1)
 LINK = Link("test", dict.fromkeys(load_link("nvlink4").start_us, 10.0), [[1e3, 1.0], [1e6, 2.0]], 0.5)
@@ -129,7 +128,7 @@ def test_attention_of_a_gpu_takes_the_time_of_its_logits() -> None:
     assert device.seconds("evodsp::attention", 10**12, 8, 1, half=False, logits=2e9) == pytest.approx(1 / (67 * 0.45))
     slow = replace(device, attention_tlogits=0.0)
     assert slow.seconds("evodsp::attention", 10**12, 8, 1, half=True, logits=2e9) == pytest.approx(1 / (989 * 0.45))
-    backward = trace._logits("evodsp::attention_backward", (None, torch.empty(1, 3, 5, 4, 2, 8, device="meta")))
+    backward = logits_of("evodsp::attention_backward", (None, torch.empty(1, 3, 5, 4, 2, 8, device="meta")))
     assert backward == pytest.approx(3.4 * 3 * 2 * 5 * 5)
 
 

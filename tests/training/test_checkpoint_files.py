@@ -16,7 +16,7 @@ from lightning.pytorch.plugins import AsyncCheckpointIO
 
 from evodsp.cli import main
 from evodsp.report.curve import read_curve
-from evodsp.training.checkpoint_files import BesideTheSteps, WholeFileIO, use_checkpoint_io
+from evodsp.training.checkpoints import BesideTheSteps, WholeFileIO, use_checkpoint_io
 from evodsp.weights.checkpoint import read_checkpoint
 
 
@@ -131,7 +131,7 @@ def test_a_run_ends_after_its_last_write(chains: Path, tmp_path: Path, monkeypat
         time.sleep(0.5)
         fsync(number)
 
-    monkeypatch.setattr("evodsp.training.checkpoint_files.os.fsync", slow)
+    monkeypatch.setattr("evodsp.training.checkpoints.os.fsync", slow)
     output = tmp_path / "run"
     assert fit(chains, output, "--trainer.max_steps=1", "--trainer.limit_val_batches=0") == 0
     assert [path.name for path in (output / "checkpoints").iterdir()] == ["last.ckpt"]
@@ -146,10 +146,10 @@ def test_a_failed_write_ends_the_run_at_the_next_step(
         if "checkpoints" in os.readlink(f"/proc/self/fd/{number}"):
             raise PermissionError(13, "Permission denied", str(tmp_path / "run/checkpoints/last.ckpt"))
 
-    monkeypatch.setattr("evodsp.training.checkpoint_files.os.fsync", broken)
+    monkeypatch.setattr("evodsp.training.checkpoints.os.fsync", broken)
     options = ("--trainer.max_steps=200", "--data.samples_per_epoch=200", "--checkpoint_every=2")
     with monkeypatch.context() as patch:
-        patch.setattr("evodsp.training.checkpointing.LastCheckpoint._save", save_once())
+        patch.setattr("evodsp.training.checkpoints.LastCheckpoint._save", save_once())
         assert fit(chains, tmp_path / "run", *options) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith(f"evodsp: error: --output {tmp_path}/run: ")
@@ -159,7 +159,7 @@ def test_a_failed_write_ends_the_run_at_the_next_step(
 
 def save_once() -> Any:
     """`LastCheckpoint._save` that saves the first time only."""
-    from evodsp.training.checkpointing import LastCheckpoint
+    from evodsp.training.checkpoints import LastCheckpoint
 
     save, done = LastCheckpoint._save, list[int]()
 

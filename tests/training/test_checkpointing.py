@@ -13,7 +13,7 @@ import torch
 
 from evodsp.cli import main
 from evodsp.errors import UserError
-from evodsp.training.checkpoint_files import WholeFileIO
+from evodsp.training.checkpoints import WholeFileIO
 from evodsp.training.run_folder import RunFolder, damage
 
 
@@ -135,7 +135,7 @@ def test_a_full_disk_is_one_line(
         if "checkpoints" in os.readlink(f"/proc/self/fd/{number}"):
             raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr("evodsp.training.checkpoint_files.os.fsync", full)
+    monkeypatch.setattr("evodsp.training.checkpoints.os.fsync", full)
     words = ["fit", f"--config={chains}/tiny.yaml", f"--output={tmp_path}/run", "--trainer.max_steps=1"]
     assert main(words) == 2
     error = capsys.readouterr().err

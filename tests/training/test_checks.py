@@ -11,11 +11,11 @@ import torch
 
 from evodsp.cli import main
 from evodsp.errors import UserError
-from evodsp.parallel.mesh import init_mesh
+from evodsp.parallel.config import ParallelConfig
 from evodsp.report.curve import read_curve
-from evodsp.training.batch_check import BatchCheck
-from evodsp.training.checkpointing import recount_batches
-from evodsp.training.module import mean_by_chain
+from evodsp.training.resume import recount_batches
+from evodsp.training.scores import mean_by_chain
+from evodsp.training.world import MeshWorld
 from tests.builders.forked_command import run_forked
 from tests.builders.training import CommandPool
 from tests.ranks import RankPool
@@ -282,9 +282,9 @@ def test_validation_scores_each_chain_once(commands: CommandPool, chains: Path, 
 
 
 def check(group: Any, sequence: int, batches: list[Any]) -> str:
-    batch = batches[torch.distributed.get_rank(group)]
+    batch, world = batches[torch.distributed.get_rank(group)], MeshWorld(ParallelConfig(sequence=sequence))
     try:
-        BatchCheck(init_mesh(sequence)).check(UserError(batch) if isinstance(batch, str) else [batch])
+        world.check_batches(UserError(batch) if isinstance(batch, str) else [batch])
     except UserError as error:
         return str(error)
     return ""

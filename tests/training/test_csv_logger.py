@@ -3,7 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from evodsp.report.curve import read_curve
-from evodsp.training.csv_logger import CurveLogger
+from evodsp.training.logs import CurveLogger
 
 
 def logged(folder: Path, steps: list[int]) -> None:

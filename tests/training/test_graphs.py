@@ -14,7 +14,7 @@ from evodsp.errors import UserError
 from evodsp.model.recorders import Rerun
 from evodsp.parallel.config import ParallelConfig
 from evodsp.training.config import DataConfig, RunConfig
-from evodsp.training.graphs import RecordedStacks, check_graphs
+from evodsp.training.execution import RecordedStacks, check_graphs
 
 RUN, DATA = RunConfig(cuda_graphs=True), DataConfig()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
@@ -15,8 +14,8 @@ from evodsp.config import ModelConfig
 from evodsp.report.curve import read_curve
 from evodsp.training.config import TrainingConfig
 from evodsp.training.gradients import Gradients, Reduced
-from evodsp.training.interval import IntervalMeans
-from evodsp.training.module import Pass, TrainingModule
+from evodsp.training.logs import LogRows
+from evodsp.training.module import TrainedBatch, TrainingModule
 from evodsp.training.throughput import MEASURED
 
 STEPS, EVERY, STOPPED = 6, 3, 4
@@ -72,13 +71,13 @@ def test_a_row_does_not_depend_on_an_interruption(runs: dict[str, Rows]) -> None
 
 def test_a_number_that_some_steps_lack() -> None:
     """A loss term that a resumed run adds, divided by the steps of the others."""
-    means = IntervalMeans()
-    means.add({"a": 1.0})
-    resumed = IntervalMeans()
-    resumed.load_state_dict(means.state_dict())
-    resumed.add({"a": 2.0, "b": 3.0})
-    resumed.end_row()
-    assert resumed.row == {"a": 1.5, "b": 3.0}
+    rows = LogRows()
+    rows.add_step({"a": 1.0})
+    resumed = LogRows()
+    resumed.load_state_dict(rows.state_dict())
+    resumed.add_step({"a": 2.0, "b": 3.0})
+    resumed.end_interval()
+    assert resumed.last == {"a": 1.5, "b": 3.0}
     assert resumed.means() == {}
 
 
@@ -88,16 +87,15 @@ def test_the_numbers_of_a_step_are_means_over_the_passes_that_count() -> None:
     module = TrainingModule(TrainingConfig(**vars(ModelConfig.preset("test"))))
     trainer = MagicMock(spec=Trainer)
     trainer.log_every_n_steps, trainer.global_step = 10, 0
-    trainer.strategy = SimpleNamespace(reduce=lambda x, reduce_op: x)
     module.trainer, module.log = trainer, MagicMock()  # type: ignore[method-assign]
     norm, counted, clipped = torch.tensor(6.0), torch.tensor([True, False, True]), torch.tensor(0.5)
     module._gradients = MagicMock(spec=Gradients, drops_samples=True)
     module._gradients.finish.return_value = Reduced(norm, counted, clipped)
     module._gradients.not_finite.return_value = []
     numbers = [{"loss": torch.tensor(loss), "fape": torch.tensor(fape)} for loss, fape in LOSSES]
-    module._passes = [Pass(*one) for one in zip(numbers, [[0], [1], [2]], [0, 1, 5], strict=True)]
+    module._passes = [TrainedBatch(*one) for one in zip(numbers, [[0], [1], [2]], [0, 1, 5], strict=True)]
     module.on_before_optimizer_step(MagicMock(spec=torch.optim.Optimizer))
-    assert module.interval.means() == {
+    assert module.rows.means() == {
         "loss": 3.0, "fape": 1.0, "gradient_norm": 6.0, "clipped_fraction": 0.5, "recycles": 2.0
     }  # fmt: skip
 

@@ -17,8 +17,8 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 
 from evodsp.cli import main
-from evodsp.training.checkpoint_files import WholeFileIO
-from evodsp.training.checkpointing import BestCheckpoint, LastCheckpoint, rename_callbacks
+from evodsp.training.checkpoints import BestCheckpoint, LastCheckpoint, WholeFileIO
+from evodsp.training.resume import rename_callbacks
 from evodsp.training.run_folder import RunFolder
 from tests.builders.training import CommandPool
 
@@ -115,7 +115,7 @@ def test_a_request_is_met_at_the_end_of_the_step(tmp_path: Path, monkeypatch: py
     """A write between two accumulated batches, one for each of them, one that all ranks were not asked for, and a time that
     is not counted from the last write."""
     folder, now = RunFolder(tmp_path), [1000.0]
-    monkeypatch.setattr("evodsp.training.checkpointing.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("evodsp.training.checkpoints.time.monotonic", lambda: now[0])
     trainer = fake_trainer(folder)
     last, written = LastCheckpoint(folder.last, seconds=60.0), []
     for batch in range(12):

@@ -8,19 +8,17 @@ import pytest
 import torch
 
 from evodsp.config import FeatureConfig
-from evodsp.data.quarantine import Failure, Quarantine, QuarantineFull
 from evodsp.data.samples.dataset import ChainDataset
 from evodsp.data.samples.sample_pool import MadeHere
 from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.errors import FileFormatError, UserError
-from evodsp.parallel.mesh import init_mesh
-from evodsp.training.batch_check import BatchCheck
+from evodsp.parallel.config import ParallelConfig
 from evodsp.training.chains import Chains
 from evodsp.training.config import DataConfig
 from evodsp.training.datamodule import ChainDataModule
 from evodsp.training.loader import EpochSampler, TrainingLoader, WholeChainLoader, whole_batches
-from evodsp.training.sharing import BatchSharing
-from evodsp.training.world import World
+from evodsp.training.quarantine import FailedChain, Quarantine, QuarantineFull
+from evodsp.training.world import MeshWorld, World
 from tests.builders.chains import MemoryStore
 from tests.ranks import RankPool
 
@@ -151,7 +149,7 @@ def test_a_chain_is_left_out_from_its_sample_on() -> None:
     whole = chains(training(samples, EpochSampler(1, batches=40)))
     chain, second = whole[0], whole.index(whole[0], 10)
     stream = training(samples, EpochSampler(1, batches=40))
-    stream.quarantine.restore([Failure(chain, second, "took longer")])
+    stream.quarantine.restore([FailedChain(chain, second, "took longer")])
     seen = chains(stream)
     assert seen[:second] == whole[:second]
     assert chain not in seen[second:]
@@ -174,7 +172,7 @@ def test_ranks_compare_once_a_step(accumulate: int) -> None:
     """
     compared: list[int] = []
 
-    def check(found: Any, failures: Any) -> list[Failure]:
+    def check(found: Any, failures: Any) -> list[FailedChain]:
         compared.append(len(found))
         return CHECK(found, failures)
 
@@ -222,13 +220,12 @@ SAMPLES = 200
 def stream_on_mesh(group: Any, broken: list[tuple[str, ...]], sequence: int) -> tuple[list[str], list[str], set[int]]:
     """Chains of the samples, and of the quarantine, on a rank that cannot read the chains `broken[rank]`, and the samples that
     it reads."""
-    mesh = init_mesh(sequence)
-    sampler = EpochSampler(1, SAMPLES // mesh.data, mesh.data_rank, mesh.data)
+    world = MeshWorld(ParallelConfig(sequence=sequence))
+    sampler = EpochSampler(1, SAMPLES // world.data_ranks, world.data_rank, world.data_ranks)
     samples = Numbers(LETTERS, broken[torch.distributed.get_rank(group)])
-    sharing, cpu = BatchSharing.on(mesh), torch.device("cpu")
-    maker = MadeHere(samples) if sharing.reads else None
-    stream = TrainingLoader(samples, sampler, maker, BatchCheck(mesh).check, Quarantine(3), lambda _: 3)
-    seen = [chr(int(sharing.share(batch, {}, cpu)[0]["chain"])) for batch in stream]
+    maker, cpu = MadeHere(samples) if world.reads else None, torch.device("cpu")
+    stream = TrainingLoader(samples, sampler, maker, world.check_batches, Quarantine(3), lambda _: 3)
+    seen = [chr(int(world.share(batch, {}, cpu)[0]["chain"])) for batch in stream]
     return (
         seen,
         [f"{failure.sample} {failure.chain}" for failure in stream.quarantine.failures],
@@ -281,9 +278,9 @@ def test_a_validation_chain_that_fails_is_left_out_in_training(caplog: pytest.Lo
 def two_validating_groups(group: Any) -> list[int]:
     samples = Numbers(LETTERS, broken=("b", "c", "i", "j"), training=False)
     share = range(torch.distributed.get_rank(group) // 2, len(samples), 2)
-    mesh = init_mesh(2)
-    maker = MadeHere(samples) if BatchSharing.on(mesh).reads else None
-    loader = WholeChainLoader(samples, share, maker, BatchCheck(mesh).check, True)
+    world = MeshWorld(ParallelConfig(sequence=2))
+    maker = MadeHere(samples) if world.reads else None
+    loader = WholeChainLoader(samples, share, maker, world.check_batches, True)
     return [int(batch["sample_index"]) for batch in loader]
 
 

@@ -13,7 +13,7 @@ from lightning.pytorch.profilers import SimpleProfiler
 
 from evodsp.cli import main
 from evodsp.report.curve import read_curve
-from evodsp.training.hush import hush
+from evodsp.training.trainer import hush
 
 RECORDING = "tests.builders.recording_logger.RecordingLogger"
 FIXED = "tests.builders.recording_logger.FixedRunLogger"

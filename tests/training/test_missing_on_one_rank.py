@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from evodsp.training.chains import open_source
 from evodsp.training.config import DataConfig
-from evodsp.training.sources import open_source
 from tests.builders.training import CommandPool
 
 

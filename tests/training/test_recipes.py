@@ -16,7 +16,7 @@ from evodsp.parallel.mesh import init_mesh
 from evodsp.training.checks import CheckedRun, Settings, check_run
 from evodsp.training.command import TrainingCLI
 from evodsp.training.datamodule import ChainDataModule
-from evodsp.training.lr_schedule import learning_rate
+from evodsp.training.recipe import learning_rate
 from evodsp.training.world import World
 from scripts.benchmarks.fake_ranks import fake_group
 from tests.builders.training_chains import SEQUENCES

@@ -21,8 +21,7 @@ from evodsp.training.chains import Chains
 from evodsp.training.checks import Settings
 from evodsp.training.command import TrainingCLI
 from evodsp.training.config import TrainingConfig
-from evodsp.training.resume_rules import RULES, Rule
-from evodsp.training.resumed import changes, recorded
+from evodsp.training.resume import RULES, Rule, changes, recorded
 from evodsp.weights.checkpoint import read_checkpoint, sizes_by_name
 from tests.builders.one_step import largest_difference, next_weights
 from tests.builders.training_chains import SEQUENCES

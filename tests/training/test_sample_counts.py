@@ -15,7 +15,7 @@ from evodsp.report.curve import read_curve
 from evodsp.training.chains import Chains
 from evodsp.training.config import DataConfig
 from evodsp.training.datamodule import ChainDataModule
-from evodsp.training.sample_counts import Batching, batching
+from evodsp.training.recipe import Batching, batching
 from evodsp.training.world import World
 
 

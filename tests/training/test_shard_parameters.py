@@ -10,7 +10,7 @@ from evodsp.model.alphafold import AlphaFold
 from evodsp.model.casts import CastParameters
 from evodsp.model.primitives import Linear
 from evodsp.rng import Draws
-from evodsp.training.strategy import shard_parameters
+from evodsp.training.world import shard_parameters
 from tests.builders.parameters import dense
 from tests.builders.small_model import config, features, tensors
 from tests.ranks import RankPool

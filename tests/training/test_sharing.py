@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from evodsp.parallel.mesh import init_mesh
-from evodsp.training.sharing import BatchSharing
+from evodsp.parallel.config import ParallelConfig
+from evodsp.training.world import MeshWorld
 from tests.ranks import RankPool
 
 
@@ -26,10 +26,9 @@ def batch_of(number: int) -> dict[str, Tensor]:
 
 
 def shared(group: Any, sequence: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    mesh = init_mesh(sequence)
-    sharing, number = BatchSharing.on(mesh), 10 + mesh.data_rank
-    on_device = batch_of(number) if sharing.reads else {}
-    return sharing.share(on_device, {"sample_index": torch.tensor([dist.get_rank(group)])}, torch.device("cpu"))
+    world = MeshWorld(ParallelConfig(sequence=sequence))
+    on_device = batch_of(10 + world.data_rank) if world.reads else {}
+    return world.share(on_device, {"sample_index": torch.tensor([dist.get_rank(group)])}, torch.device("cpu"))
 
 
 def test_all_ranks_of_a_group_hold_what_one_read(pool: RankPool) -> None:

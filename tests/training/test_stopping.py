@@ -12,7 +12,7 @@ import torch
 from evodsp.cli import main
 from evodsp.report.curve import read_curve
 from evodsp.training import command
-from evodsp.training.stopping import StopRequest, deadline
+from evodsp.training.run_end import StopRequest, deadline
 from evodsp.training.throughput import MEASURED
 from evodsp.weights.checkpoint import read_checkpoint
 from tests.builders.signal_to_itself import STEP

@@ -18,8 +18,7 @@ from evodsp.report.curve import read_curve
 from evodsp.training.command import TrainingCLI
 from evodsp.training.datamodule import ChainDataModule
 from evodsp.training.module import TrainingModule
-from evodsp.training.throughput import MEASURED, Throughput
-from evodsp.training.utilisation import Utilisation, peak_flops
+from evodsp.training.throughput import MEASURED, Throughput, Utilisation, peak_flops
 from evodsp.training.world import World
 from tests.builders import small_model
 from tests.builders.training import CommandPool
@@ -116,7 +115,7 @@ class Clock:
 def measured(utilisation: Utilisation | None, ranks: int, data_ranks: int) -> tuple[Throughput, Any, Any]:
     """The callback, its trainer with a row after two steps of two batches, and the mock that is given the row."""
     module, data, trainer = MagicMock(spec=TrainingModule), MagicMock(spec=ChainDataModule), MagicMock(spec=Trainer)
-    module.interval, module.device = SimpleNamespace(row={}), torch.device("cpu")
+    module.rows, module.device = SimpleNamespace(last={}), torch.device("cpu")
     module.world = MagicMock(spec=World, data_ranks=data_ranks, gather=lambda value: [value])
     data.waited_s = 0.0
     trainer.accumulate_grad_batches, trainer.log_every_n_steps, trainer.world_size = 2, 2, ranks
@@ -153,7 +152,7 @@ def test_what_time_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_utilisation_is_that_of_the_devices_that_share_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a batch's FLOPs that are divided among all devices, although each pair of them has a batch of its own."""
     clock = Clock(monkeypatch)
-    monkeypatch.setattr("evodsp.training.utilisation.pass_flops", lambda config, batch: 10**9)
+    monkeypatch.setattr("evodsp.training.throughput.pass_flops", lambda config, batch: 10**9)
     utilisation = Utilisation(small_model.config(), "32-true", "highest", PEAK_TFLOPS)
     callback, trainer, module = measured(utilisation, ranks=4, data_ranks=2)
     batch = {"sample_index": torch.arange(1), "aatype": torch.zeros(1, 3, 7)}

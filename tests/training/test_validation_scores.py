@@ -8,7 +8,7 @@ import torch
 from evodsp.geometry.residues import CA
 from evodsp.metrics import lddt_ca
 from evodsp.model.alphafold import AlphaFold
-from evodsp.training.module import score
+from evodsp.training.scores import score
 from tests.builders.labelled_batch import batch_of
 from tests.builders.small_model import SMALL, config, features
 

@@ -17,8 +17,8 @@ from evodsp.cli import main
 from evodsp.errors import UserError
 from evodsp.weights.checkpoint import load_model, save_model
 from evodsp.weights.deepmind import export_deepmind, read_npz, write_npz
-from evodsp.weights.deepspeed import parameter_file
 from evodsp.weights.openfold import export_openfold, read_openfold
+from evodsp.weights.parameter_file import parameter_file
 from evodsp.weights.published import is_parameter_file
 from evodsp.weights.untrusted import Inert, load_untrusted
 from tests.builders.weights import (

@@ -14,7 +14,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from evodsp import __version__
 from evodsp.data.building.config import BuildConfig
 from evodsp.data.building.parts import BUILDING, Account, BuildInputs, Part, build_part, obsolete_entries
 from evodsp.data.executors import Executor, LocalProcesses, executor
@@ -30,6 +29,7 @@ from evodsp.lock import holder, lock, waited_lock
 from evodsp.output import check_output_folder
 from evodsp.printing import tell
 from evodsp.progress import progress
+from evodsp.version import __version__
 
 FAILED = "failed.jsonl"
 LOCK = "build.lock"

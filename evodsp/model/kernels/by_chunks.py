@@ -6,8 +6,7 @@ copies into a whole.
 
 Projections and the transition, as triangle multiplication (`triangle_products`), begin with a layer norm. None keeps the norm:
 the backward pass forms it again from the operator's input. So of a sub-layer's input only the residual stream itself is kept.
-`chunked` and `triton` share these operators. They differ in `Steps`: what lies between the matrix products. On a CPU a small
-intermediate is kept for the backward pass. In a block that is recomputed this costs no memory until its own backward pass.
+`chunked` and `triton` share these operators. They differ in `Steps`: what lies between the matrix products.
 
 Shape legend: B batch, N rows of attention, L positions, Q queries, H heads, D head width, n1 n2 axes of a shard of a
 representation, s r those of an MSA, c channels of an operand, h hidden channels, o p channels of results, z channels of the
@@ -29,29 +28,31 @@ from torch.nn import functional as F
 
 from evodsp.model.precision import activation_dtype, wide, wide_product, without_autocast
 
-# Numbers per chunk of an intermediate: about a core's cache, or enough to fill a GPU.
-_CPU_NUMBERS, _GPU_NUMBERS = 1 << 20, 1 << 28
+CPU_NUMBERS = 1 << 20
+"""Size of a chunk of an intermediate on a CPU, of every operator: about a core's cache."""
+GPU_NUMBERS = 1 << 28
+"""Size of a chunk of a layer's intermediate on a GPU: enough to fill it."""
 
 Chunk = tuple[int | slice, slice]
 """What indexes the first two axes of a representation: (sample, rows), or everything."""
 EVERYTHING: Chunk = (slice(None), slice(None))
 
 
+def chunk_numbers(x: Tensor, on_gpu: int) -> int:
+    """The largest size of a chunk of an intermediate, on the device of `x`. `on_gpu`: this size on any device but a CPU."""
+    return CPU_NUMBERS if x.device.type == "cpu" else on_gpu
+
+
 def chunks_of(x: Float[Tensor, "B n1 n2 c"], channels: int) -> list[Chunk]:
-    """The chunks in which an intermediate with so many channels is computed."""
+    """Row ranges of x, small enough that an intermediate with `channels` channels fits into the size of a chunk."""
     batch, rows, columns, _ = x.shape
-    budget = _CPU_NUMBERS if x.device.type == "cpu" else _GPU_NUMBERS
+    budget = chunk_numbers(x, GPU_NUMBERS)
     if batch * rows * columns * channels <= budget:
         return [EVERYTHING]
     step = max(1, budget // max(1, columns * channels))
     return [
         (sample, slice(start, min(start + step, rows))) for sample in range(batch) for start in range(0, rows, step)
     ]
-
-
-def keeps(x: Float[Tensor, "B n1 n2 c"], channels: int, limit: int) -> bool:
-    """Whether an intermediate with so many channels is kept for the backward pass: on a CPU, up to `limit` numbers."""
-    return x.device.type == "cpu" and x[..., 0].numel() * channels <= limit
 
 
 def returned(x: Tensor) -> Tensor:
@@ -236,10 +237,6 @@ def empty_gradient(projected: Float[Tensor, "B N L 4 H D"], queries: int) -> Flo
     return torch.empty_like(projected) if queries == projected.shape[2] else torch.zeros_like(projected)
 
 
-# Up to this many numbers of a transition's hidden layer are kept for the backward pass on a CPU.
-_CPU_HIDDEN = 1 << 23
-
-
 class Layers:
     """The operators, made of these steps. Each is differentiable once in all its inputs but masks."""
 
@@ -319,30 +316,25 @@ class _Transition(torch.autograd.Function):
         ctx.steps = steps
         norm_weight, norm_bias, widen, widen_bias, narrow, narrow_bias = parameters
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        keep = any(ctx.needs_input_grad) and keeps(x, len(widen), _CPU_HIDDEN)
-        kept = []
         for at in chunks_of(x, len(widen)):
             y = matrix(steps.norm(x[at], norm_weight, norm_bias)[0])
             hidden = torch._addmm_activation(widen_bias, y, widen.T)
             torch.addmm(narrow_bias, hidden, narrow.T, out=out[at].view(-1, x.shape[-1]))
-            if keep:
-                kept.append(hidden)
-        ctx.save_for_backward(x, *parameters, *kept)
+        ctx.save_for_backward(x, *parameters)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         steps: Steps = ctx.steps
-        x, *saved = ctx.saved_tensors
-        parameters, kept = saved[:6], saved[6:]
+        x, *parameters = ctx.saved_tensors
         norm_weight, norm_bias, widen, widen_bias, narrow, _ = parameters
         chunks = chunks_of(x, len(widen))
         grad_x, sums = Whole(chunks, lambda: torch.empty_like(x)), steps.sums(chunks, *parameters)
-        for n, at in enumerate(chunks):
+        for at in chunks:
             normal, *statistics = steps.norm(x[at], norm_weight, norm_bias)
             y, upstream = matrix(normal), matrix(grad[at])
-            hidden = kept[n] if kept else torch._addmm_activation(widen_bias, y, widen.T)
+            hidden = torch._addmm_activation(widen_bias, y, widen.T)
             sums.add_linear(4, upstream, hidden, bias=5)
             slope, of_bias = steps.hidden_backward(upstream, narrow, hidden, sums.dtype(3))
             sums.add_linear(2, slope, y)

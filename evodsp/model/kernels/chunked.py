@@ -21,7 +21,16 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
-from evodsp.model.kernels.by_chunks import Layers, Steps, Sums, cast_all, column_sums, empty_gradient, parts_of
+from evodsp.model.kernels.by_chunks import (
+    Layers,
+    Steps,
+    Sums,
+    cast_all,
+    chunk_numbers,
+    column_sums,
+    empty_gradient,
+    parts_of,
+)
 from evodsp.model.kernels.dropout import dropout_add
 from evodsp.model.kernels.outer_product import OuterProducts, ProductSteps
 from evodsp.model.kernels.reference import LOG2_E, layer_norm
@@ -45,14 +54,8 @@ __all__ = [
     "triangle_product",
 ]
 
-# Logits per chunk: about a core's cache, or enough to fill a GPU.
-_CPU_LOGITS, _GPU_LOGITS = 1 << 18, 1 << 26
-# A row of more logits than this many chunks is divided into queries: at 2,048 residues that takes half the time of whole rows.
-_LARGE_ROW = 4
-# A CPU multiplies up to so many columns faster as rows.
-_NARROW = 8
-# Up to this many logits are kept for the backward pass: recomputing so few would cost more time than the memory is worth.
-_KEEP = 1 << 22
+GPU_LOGITS = 1 << 26
+"""Size of a chunk of logits on a GPU: enough to fill it."""
 
 
 def attention(projected: Float[Tensor, "B N L 4 H D"], keys: Float[Tensor, "B N L"]) -> Float[Tensor, "B N L H D"]:
@@ -114,16 +117,6 @@ def _weights(
     return logits.softmax(-1)
 
 
-def _narrow_product(a: Float[Tensor, "*batch n k"], b: Float[Tensor, "*batch k D"]) -> Float[Tensor, "*batch n D"]:
-    """`wide_product` for the columns of a head.
-
-    A CPU multiplies eight rows four times as fast as eight columns. From 16 on both take the same time, and the transposed
-    result is slower to read.
-    """
-    transposed = a.device.type == "cpu" and b.shape[-1] <= _NARROW
-    return wide_product(b.mT, a.mT).mT if transposed else wide_product(a, b)
-
-
 def _masked(keys: Float[Tensor, "B N K"], dtype: torch.dtype) -> Float[Tensor, "B N 1 1 K"]:
     """The bias of absent keys, in float32 at least."""
     # Contiguous: torch.compile lays out a sum as its operands are, and not as the tensor that it is written into.
@@ -133,27 +126,22 @@ def _masked(keys: Float[Tensor, "B N K"], dtype: torch.dtype) -> Float[Tensor, "
 def _row_chunks(q: Float[Tensor, "B N Q H D"], keys: int) -> Iterator[tuple[int, slice]]:
     """Yields (sample, rows) of each chunk."""
     batch, rows, queries, heads, _ = q.shape
-    step = max(1, _logits(q) // max(1, heads * queries * keys))
+    step = max(1, chunk_numbers(q, GPU_LOGITS) // max(1, heads * queries * keys))
     for sample in range(batch):
         for start in range(0, rows, step):
             yield sample, slice(start, start + step)
 
 
 def _query_chunks(q: Float[Tensor, "B N Q H D"], keys: int) -> list[slice]:
-    """All queries of a row in one chunk, or in several if the row has too many logits."""
+    """All queries of a row in one chunk, or in several if the row has too many logits: at 2,048 residues these take half the
+    time of whole rows."""
     _, _, queries, heads, _ = q.shape
-    if heads * queries * keys <= _LARGE_ROW * _logits(q):
-        return [slice(0, queries)]
-    step = max(1, _logits(q) // (heads * keys))
+    step = max(1, chunk_numbers(q, GPU_LOGITS) // max(1, heads * keys))
     return [slice(start, start + step) for start in range(0, queries, step)]
 
 
-def _logits(q: Tensor) -> int:
-    return _CPU_LOGITS if q.device.type == "cpu" else _GPU_LOGITS
-
-
 class _Attention(torch.autograd.Function):
-    """Attention whose backward pass recomputes the weights, unless they are few enough to keep."""
+    """Attention whose backward pass computes the weights again."""
 
     @staticmethod
     def forward(ctx: Any, projected: Tensor, keys: Tensor, pair_bias: Tensor | None, first: int) -> Tensor:
@@ -162,47 +150,43 @@ class _Attention(torch.autograd.Function):
             pair_bias = pair_bias.contiguous()
         # With the order of the gate's strides, so that the caller's transposition is undone.
         out = torch.empty_like(gate)
-        keep = any(ctx.needs_input_grad) and q[..., 0].numel() * k.shape[2] <= _KEEP
-        kept, masked = [], _masked(keys, projected.dtype)
-        columns = [slice(None)] if keep else _query_chunks(q, k.shape[2])
+        masked, columns = _masked(keys, projected.dtype), _query_chunks(q, k.shape[2])
         for b, rows in _row_chunks(q, k.shape[2]):
             q_, k_, v_ = (_factor(x[b, rows]) for x in (q, k, v))
             for some in columns:
                 shared = None if pair_bias is None else pair_bias[b, :, some]
                 weights = _weights(q_[:, :, some], k_, masked[b, rows], shared)
-                attended = _heads_first(_narrow_product(weights, v_))
+                attended = _heads_first(wide_product(weights, v_))
                 out[b, rows, some] = _opening(gate[b, rows, some]).mul_(attended)
-                if keep:
-                    kept.append(weights)
         ctx.first = first
-        ctx.save_for_backward(projected, keys, pair_bias, out, *kept)
+        ctx.save_for_backward(projected, keys, pair_bias, out)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        projected, keys, pair_bias, out, *kept = ctx.saved_tensors
+        projected, keys, pair_bias, out = ctx.saved_tensors
         queries = _queries(projected, pair_bias)
         q, k, v, gate = parts_of(projected, ctx.first, queries)
         grad_projected = empty_gradient(projected, queries)
         grad_q, grad_k, grad_v, grad_gate = parts_of(grad_projected, ctx.first, queries)
         grad_bias = None if pair_bias is None else torch.zeros_like(pair_bias, dtype=wide(pair_bias.dtype))
         scale, masked = q.shape[-1] ** -0.5, _masked(keys, projected.dtype)
-        for n, (b, rows) in enumerate(_row_chunks(q, k.shape[2])):
+        for b, rows in _row_chunks(q, k.shape[2]):
             shared = None if pair_bias is None else pair_bias[b]
             q_, k_, v_ = (_factor(x[b, rows]) for x in (q, k, v))
-            weights = kept[n] if kept else _weights(q_, k_, masked[b, rows], shared)
+            weights = _weights(q_, k_, masked[b, rows], shared)
             opening = _opening(gate[b, rows])
             grad_gate[b, rows] = (grad[b, rows].to(opening.dtype) * out[b, rows]).mul_(1.0 - opening)
             upstream = _factor((grad[b, rows] * opening).to(v_.dtype))
-            _heads_first(grad_v[b, rows]).copy_(_narrow_product(weights.mT, upstream))
+            _heads_first(grad_v[b, rows]).copy_(wide_product(weights.mT, upstream))
             # The sum over keys of weight x gradient is subtracted in here. Output x gradient, which equals it, would bring in
             # the rounding of the output.
             slope = torch._softmax_backward_data(wide_product(upstream, v_.mT), weights, -1, weights.dtype)
             if grad_bias is not None:
                 grad_bias[b] += slope.sum(0)
-            _heads_first(grad_q[b, rows]).copy_(_narrow_product(slope, k_).mul_(scale))
-            _heads_first(grad_k[b, rows]).copy_(_narrow_product(slope.mT, q_).mul_(scale))
+            _heads_first(grad_q[b, rows]).copy_(wide_product(slope, k_).mul_(scale))
+            _heads_first(grad_k[b, rows]).copy_(wide_product(slope.mT, q_).mul_(scale))
         return grad_projected, None, None if grad_bias is None else grad_bias.to(pair_bias.dtype), None
 
 

@@ -14,11 +14,11 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
+from evodsp.model.kernels.by_chunks import chunk_numbers
 from evodsp.rng import at_least, key_words, philox4x32
 
-# Random numbers per piece. On a CPU the operands of a piece stay in the cache; on other devices it fills them.
-_CPU_PIECE = 1 << 15
-_PIECE = 1 << 22
+# Random numbers that a GPU draws at a time: enough to fill it.
+_GPU_DRAWS = 1 << 22
 
 
 def draw_masks(keys: Int64[Tensor, "L B"], elements: int, rate: float) -> Bool[Tensor, "L B e"]:
@@ -28,7 +28,7 @@ def draw_masks(keys: Int64[Tensor, "L B"], elements: int, rate: float) -> Bool[T
     """
     flat = keys.reshape(-1, 1)
     kept = torch.empty(flat.shape[0], elements, dtype=torch.bool, device=keys.device)
-    piece = _CPU_PIECE if keys.device.type == "cpu" else _PIECE
+    piece = chunk_numbers(keys, _GPU_DRAWS)
     width = min(elements, piece)
     height = piece // max(width, 1)
     for start in range(0, elements, max(width, 1)):

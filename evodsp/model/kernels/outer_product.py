@@ -1,8 +1,8 @@
 """The operator of the outer product mean: outer products summed over sequences, and projected (algorithm 10).
 
 A residue pair has c x c products (1,024 in AlphaFold2), eight times as many numbers as the pair representation. So they are
-formed a few rows at a time, used and dropped, and formed again in the backward pass unless they are few. `chunked` and `triton`
-share this and differ in `ProductSteps`: how products are laid out and projected.
+formed a few rows at a time, used and dropped, and formed again in the backward pass. `chunked` and `triton` share this and
+differ in `ProductSteps`: how products are laid out and projected.
 
 Shape legend: B batch, S sequences, I J residues, c channels of an operand, z channels of the result; i: a chunk of I.
 """
@@ -18,16 +18,8 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from evodsp.model.kernels.by_chunks import Sums, Whole
+from evodsp.model.kernels.by_chunks import Sums, Whole, chunk_numbers
 from evodsp.model.precision import activation_dtype, without_autocast
-
-# Products per chunk on a CPU: about a core's cache.
-_CPU_PRODUCTS = 1 << 21
-# Up to so many products are kept for the backward pass: forming so few again would cost more time than the memory is worth.
-_KEEP = 1 << 22
-# Products of up to so many times the numbers of their operands are kept too. With more sequences the operands grow, and so does
-# the time to form the products again; the products do not.
-_KEEP_OPERANDS = 2
 
 
 @dataclass(frozen=True)
@@ -79,22 +71,10 @@ class OuterProducts:
 def _chunks(steps: ProductSteps, left: Tensor, right: Tensor) -> Iterator[tuple[int, slice]]:
     """Yields (sample, rows) of each chunk."""
     batch, _, rows, c = left.shape
-    budget = _CPU_PRODUCTS if left.device.type == "cpu" else steps.gpu_products
-    step = max(1, budget // max(1, right.shape[2] * c * c))
+    step = max(1, chunk_numbers(left, steps.gpu_products) // max(1, right.shape[2] * c * c))
     for sample in range(batch):
         for start in range(0, max(rows, 1), step):
             yield sample, slice(start, min(start + step, rows))
-
-
-def _kept(steps: ProductSteps, left: Tensor, right: Tensor, needed: bool) -> list[Tensor]:
-    """The products of all chunks, if they are few; otherwise none. `needed`: whether there will be a backward pass."""
-    b, _, i, c = left.shape
-    # On a GPU memory is dearer than time.
-    of_operands = _KEEP_OPERANDS * (left.numel() + right.numel()) if left.device.type == "cpu" else 0
-    few = max(_KEEP, of_operands)
-    if not needed or b * i * right.shape[2] * c * c > few:
-        return []
-    return [steps.form(left[sample, :, rows], right[sample]) for sample, rows in _chunks(steps, left, right)]
 
 
 def _result(
@@ -104,14 +84,12 @@ def _result(
     weight: Tensor,
     bias: Tensor | None,
     counts: Tensor | None,
-    *,
-    kept: Sequence[Tensor],
 ) -> Float[Tensor, "B I J z"]:
     shape = left.shape[0], left.shape[2], right.shape[2], len(weight)
     chunks = list(_chunks(steps, left, right))
     out = Whole(chunks, lambda: left.new_empty(shape))
-    for n, (sample, rows) in enumerate(chunks):
-        products = kept[n] if kept else steps.form(left[sample, :, rows], right[sample])
+    for sample, rows in chunks:
+        products = steps.form(left[sample, :, rows], right[sample])
         some = None if counts is None else counts[sample, rows]
         piece = steps.project(products, weight, bias, some)
         out.put((sample, rows), piece.view(rows.stop - rows.start, *shape[2:]))
@@ -119,16 +97,16 @@ def _result(
 
 
 def _gradients(steps: ProductSteps, saved: Sequence[Any], grad: Tensor) -> tuple[Tensor | None, ...]:
-    """Of both operands, the weight and the bias; None for the counts. `saved`: these, and the products that were kept."""
-    left, right, weight, bias, counts, *kept = saved
+    """The gradients of both operands, the weight and the bias; None for the counts. `saved`: these five."""
+    left, right, weight, bias, counts = saved
     sequences, _, c = left.shape[1:]
     chunks = list(_chunks(steps, left, right))
     of_left = Whole(chunks, lambda: torch.empty_like(left, memory_format=torch.contiguous_format))
     of_right = [Sums(chunks, sample.flatten(1)) for sample in right]
     of_parameters = Sums(chunks, weight, bias)
-    for n, (sample, rows) in enumerate(chunks):
+    for sample, rows in chunks:
         own, others = left[sample, :, rows], right[sample].flatten(1)
-        products = kept[n] if kept else steps.form(own, right[sample])
+        products = steps.form(own, right[sample])
         some = None if counts is None else counts[sample, rows]
         slope = steps.project_backward(grad[sample, rows], products, weight, some, of_parameters)
         del products
@@ -150,9 +128,9 @@ class _OuterProduct(torch.autograd.Function):
         bias: Tensor | None,
         counts: Tensor | None,
     ) -> Tensor:
-        ctx.steps, kept = steps, _kept(steps, left, right, any(ctx.needs_input_grad))
-        ctx.save_for_backward(left, right, weight, bias, counts, *kept)
-        return _result(steps, left, right, weight, bias, counts, kept=kept)
+        ctx.steps = steps
+        ctx.save_for_backward(left, right, weight, bias, counts)
+        return _result(steps, left, right, weight, bias, counts)
 
     @staticmethod
     @once_differentiable
@@ -165,7 +143,6 @@ class _Shared:
     """What the two nodes of an outer product give each other."""
 
     steps: ProductSteps
-    products: Sequence[Tensor] = ()
     gradient: Tensor | None = None
 
 
@@ -182,8 +159,8 @@ class _Operands(torch.autograd.Function):
         bias: Tensor | None,
         counts: Tensor | None,
     ) -> Tensor:
-        ctx.shared, shared.products = shared, _kept(shared.steps, left, right, any(ctx.needs_input_grad))
-        ctx.save_for_backward(left, right, weight, bias, counts, *shared.products)
+        ctx.shared = shared
+        ctx.save_for_backward(left, right, weight, bias, counts)
         ctx.set_materialize_grads(False)
         return left.new_empty(())
 
@@ -197,9 +174,8 @@ class _Operands(torch.autograd.Function):
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, token: Tensor, shared: _Shared, inputs: Sequence[Any]) -> Tensor:
-        kept, shared.products = shared.products, ()
         ctx.shared = shared
-        return _result(shared.steps, *inputs, kept=kept)
+        return _result(shared.steps, *inputs)
 
     @staticmethod
     @once_differentiable

@@ -20,17 +20,12 @@ from evodsp.model.kernels.by_chunks import (
     Whole,
     cast_all,
     chunks_of,
-    keeps,
     linear,
     matrix,
     norm_backward,
     returned,
 )
 from evodsp.model.precision import without_autocast
-
-# Up to this many numbers of the projections are kept for the backward pass on a CPU. The limit is lower than that of a hidden
-# layer, which takes longer to form for the same memory.
-_CPU_PROJECTED = 1 << 22
 
 
 class Triangles:
@@ -157,16 +152,11 @@ class _TriangleProduct(torch.autograd.Function):
         chunks = chunks_of(x, len(weight))
         operands = Whole(chunks, lambda: _empty_operands(x, weight))
         gate = x.new_empty(*x.shape[:3], len(gate_weight))
-        keep = any(ctx.needs_input_grad) and keeps(x, len(weight), _CPU_PROJECTED)
-        kept = []
         for at in chunks:
             y = steps.norm(x[at], norm_weight, norm_bias)[0]
-            projected = steps.project(y, weight, bias)
-            operands.put(_operands_at(at), steps.gated_operands(projected, mask[at]))
+            operands.put(_operands_at(at), steps.gated_operands(steps.project(y, weight, bias), mask[at]))
             torch.addmm(gate_bias, matrix(y), gate_weight.T, out=gate[at].view(-1, len(gate_weight)))
-            if keep:
-                kept.append(projected)
-        ctx.save_for_backward(x, mask, *parameters, *kept)
+        ctx.save_for_backward(x, mask, *parameters)
         a, b = operands.x.contiguous()
         return multiply_edges(a, b, outgoing), gate
 
@@ -174,15 +164,14 @@ class _TriangleProduct(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, grad_gate: Tensor) -> tuple[Tensor | None, ...]:
         steps: Steps = ctx.steps
-        x, mask, *saved = ctx.saved_tensors
-        parameters, kept = saved[:6], saved[6:]
+        x, mask, *parameters = ctx.saved_tensors
         norm_weight, norm_bias, weight, bias, gate_weight, _ = parameters
         chunks = chunks_of(x, len(weight))
         operands = Whole(chunks, lambda: _empty_operands(x, weight))
         formed = []  # norms, their statistics and projections: few enough, for all chunks, to be kept for a moment
-        for n, at in enumerate(chunks):
+        for at in chunks:
             normal = steps.norm(x[at], norm_weight, norm_bias)
-            projected = kept[n] if kept else steps.project(normal[0], weight, bias)
+            projected = steps.project(normal[0], weight, bias)
             operands.put(_operands_at(at), steps.gated_operands(projected, mask[at]))
             formed.append((*normal, projected))
         a, b = operands.x.contiguous()

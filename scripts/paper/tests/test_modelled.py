@@ -8,12 +8,11 @@ from collections import Counter
 import pytest
 
 from evodsp.planner.device import Links, load_device, load_link
-from evodsp.planner.trace import Send, Work
+from evodsp.planner.trace import Operation, Send
 from scripts.paper import modelled
 from scripts.paper.counting import CLAIMS
 from scripts.paper.experiments import Case
-from scripts.paper.one_rank import passes
-from scripts.paper.planned_rank import follow
+from scripts.paper.one_rank import follow, passes
 from scripts.paper.workload import Workload
 
 SMALL = Workload("tiny", time=8, rows=16, columns=16, checkpoint=True)
@@ -45,7 +44,7 @@ def test_floating_point_operations_are_those_of_the_formulas() -> None:
     block = 24 * tokens * config.width**2
     attention = 4 * tokens * config.width * (8 + 16 * 16)
     ends = 2 * 2 * tokens * config.width * config.in_channels * 4
-    flops = sum(event.flops for event in found.events if isinstance(event, Work))
+    flops = sum(event.flops for event in found.events if isinstance(event, Operation))
     assert flops == config.layers * (2 * block + attention) + ends
 
 

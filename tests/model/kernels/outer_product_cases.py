@@ -7,7 +7,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from evodsp.model.kernels import outer_product as shared
+from evodsp.model.kernels import by_chunks
 from evodsp.model.kernels.by_chunks import Sums
 from evodsp.model.kernels.triton import outer_product, transition
 from evodsp.model.kernels.triton_kernels.outer_product import form, project, project_backward
@@ -25,7 +25,7 @@ def formula(left: Tensor, right: Tensor, weight: Tensor, bias: Tensor | None, co
 
 
 def agrees(shape: Shape, dtype: torch.dtype, mean: bool = True, rows: int = 0) -> None:
-    """The result and all gradients. `rows`: of a chunk, whose products are then formed again; 0: all in one, and kept."""
+    """The result and all gradients. `rows`: rows of a chunk; 0: all in one."""
     batch, sequences, i, j, c, z = shape
     draw = random(sum(shape), dtype)
     scale = max(1, sequences) ** -0.5  # the products are rounded, and fp16 ends at 65,504
@@ -37,11 +37,7 @@ def agrees(shape: Shape, dtype: torch.dtype, mean: bool = True, rows: int = 0) -
     }
     counts = random(1, torch.float32)(batch, i, j, 1).abs() + 1 if mean else None
     chunk = rows * j * c * c
-    with (
-        patch.object(shared, "_CPU_PRODUCTS", chunk or 1 << 40),
-        patch.object(shared, "_KEEP", 0 if rows else 1 << 40),
-        patch.object(shared, "_KEEP_OPERANDS", 0),
-    ):
+    with patch.object(by_chunks, "CPU_NUMBERS", chunk or 1 << 40):
         check(outer_product, formula, tensors, {"counts": counts})
 
 

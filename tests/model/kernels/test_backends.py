@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from evodsp.model.kernels import by_chunks, chunked, reference, sdpa, triangle_products
+from evodsp.model.kernels import by_chunks, chunked, reference, sdpa
 from evodsp.model.kernels.operators import OPERATORS
 
 ATTENTIONS = ["attention", "biased_attention"]
@@ -62,15 +62,11 @@ def test_the_formula_of_attention(operator: str) -> None:
     agree(operator, getattr(reference, operator), written_out, some_keys(operator))
 
 
-@pytest.mark.parametrize("narrow", [8, 16])
-@pytest.mark.parametrize("keep", [0, 1 << 20])
 @pytest.mark.parametrize("chunk", [1, 9000, 1 << 20])
 @pytest.mark.parametrize("operator", ATTENTIONS)
-def test_chunked_attention(operator: str, chunk: int, keep: int, narrow: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches rows lost between chunks, a wrong backward pass, and products of narrow heads that stay transposed."""
-    monkeypatch.setattr(chunked, "_NARROW", narrow)  # heads here have 16 channels
-    monkeypatch.setattr(chunked, "_CPU_LOGITS", chunk)
-    monkeypatch.setattr(chunked, "_KEEP", keep)
+def test_chunked_attention(operator: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches rows or queries lost between chunks, and a wrong backward pass."""
+    monkeypatch.setattr(by_chunks, "CPU_NUMBERS", chunk)
     agree(operator, getattr(chunked, operator), getattr(reference, operator), some_keys(operator))
 
 
@@ -133,7 +129,7 @@ def test_the_formula_of_global_attention() -> None:
 @pytest.mark.parametrize("sequences", [37, 2], ids=["37", "none in one shard"])
 def test_chunked_global_attention(sequences: int, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches columns lost between chunks, a wrong backward pass, a gradient of the shift, and errors on empty shards."""
-    monkeypatch.setattr(chunked, "_CPU_LOGITS", chunk)
+    monkeypatch.setattr(by_chunks, "CPU_NUMBERS", chunk)
     inputs = some_sequences(sequences)
     agree("global_attention", chunked.global_attention, reference.global_attention, inputs)
 
@@ -144,23 +140,13 @@ LAYERS = [
 ]
 
 
-@pytest.fixture(params=[0, 1 << 20], ids=lambda limit: f"keep {limit}")
-def keep(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """So many numbers of an intermediate are kept for the backward pass."""
-    monkeypatch.setattr(by_chunks, "_CPU_HIDDEN", request.param)
-    monkeypatch.setattr(triangle_products, "_CPU_PROJECTED", request.param)
-    return request.param
-
-
-@pytest.mark.usefixtures("keep")
 @pytest.mark.parametrize("chunk", [1, 100, 1 << 20])
 @pytest.mark.parametrize("sizes", [(2, 5), (1, 3), (2, 0), (0, 3)], ids=str)
 @pytest.mark.parametrize("operator", LAYERS)
 def test_layers(operator: str, sizes: tuple[int, int], chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches operands that are interleaved, a mask along the wrong axis, positions lost between chunks, gradients of the last
-    chunk only, what one chunk kept used for another, the backward pass of another product of edges, and errors on empty
-    shards."""
-    monkeypatch.setattr(by_chunks, "_CPU_NUMBERS", chunk)
+    chunk only, the backward pass of another product of edges, and errors on empty shards."""
+    monkeypatch.setattr(by_chunks, "CPU_NUMBERS", chunk)
     batch, rows = sizes
     square = operator in ("gated_projection", "triangle_product")  # these two have a pair mask
 
@@ -188,16 +174,15 @@ def test_the_incoming_product() -> None:
 
 
 @pytest.mark.parametrize("operator", LAYERS)
-def test_no_layer_keeps_the_norm(operator: str, keep: int) -> None:
-    """Catches a norm or operands that are kept for the backward pass, and a hidden layer that is larger than the limit: beside
-    inputs, a few parameters only. And a small intermediate that is formed again, or kept without a backward pass."""
+def test_no_layer_keeps_an_intermediate(operator: str) -> None:
+    """Catches a norm, operands or a hidden layer that are kept for the backward pass: beside inputs, a few parameters only."""
     inputs = [x.requires_grad_() for x in OPERATORS[operator].inputs(torch.device("cpu"), torch.float64)]
     own = {x.untyped_storage().data_ptr() for x in inputs}
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: (kept.append(x), x)[1], lambda x: x):
         OPERATORS[operator].call(getattr(chunked, operator), inputs)
     large = [x for x in kept if x.untyped_storage().data_ptr() not in own and x[..., 0].numel() >= 2 * 5 * 7]
-    assert len(large) == (keep > 0 and operator in ("transition", "triangle_product"))
+    assert not large
 
 
 def flash_attn_func(

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from evodsp.model.kernels import chunked, outer_product, reference
+from evodsp.model.kernels import by_chunks, chunked, outer_product, reference
 
 
 @pytest.mark.parametrize("mean", [True, False])
-@pytest.mark.parametrize("kept", [True, False])
 @pytest.mark.parametrize("residues", [(5, 7), (7, 5), (1, 4), (0, 3), (3, 0)])
 def test_equals_the_formula_in_values_and_gradients(
-    residues: tuple[int, int], kept: bool, mean: bool, monkeypatch: pytest.MonkeyPatch
+    residues: tuple[int, int], mean: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Catches wrong rows in a chunk, transposed channels, gradients of the last chunk only, and errors on empty shards."""
     i, j = residues
-    monkeypatch.setattr(outer_product, "_CPU_PRODUCTS", 2 * max(1, j) * 9)  # two rows at a time
-    if not kept:
-        monkeypatch.setattr(outer_product, "_KEEP", 0)
-        monkeypatch.setattr(outer_product, "_KEEP_OPERANDS", 0)
+    monkeypatch.setattr(by_chunks, "CPU_NUMBERS", 2 * max(1, j) * 9)  # two rows at a time
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:
@@ -42,35 +36,12 @@ def test_equals_the_formula_in_values_and_gradients(
         torch.testing.assert_close(own, theirs, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize(("sequences", "formed_again"), [(3, 3), (30, 0)])
-def test_products_are_formed_once_where_sequences_are_many(
-    sequences: int, formed_again: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Catches a backward pass that forms the products of a deep alignment again: half of its forward pass's time. With few
-    sequences they are the larger memory, and are formed again."""
-    monkeypatch.setattr(outer_product, "_CPU_PRODUCTS", 2 * 5 * 9)  # two rows at a time
-    monkeypatch.setattr(outer_product, "_KEEP", 0)
-    calls: list[None] = []
-    pieces = dataclasses.replace(chunked.PRODUCTS, form=lambda *xs: (calls.append(None), chunked.PRODUCTS.form(*xs))[1])
-    left, right, weight = (
-        torch.randn(*shape, requires_grad=True) for shape in ((1, sequences, 5, 3), (1, sequences, 5, 3), (6, 9))
-    )
-    out = outer_product.OuterProducts(pieces).outer_product(left, right, weight)
-    calls.clear()
-    out.sum().backward()
-    assert len(calls) == formed_again
-
-
-@pytest.mark.parametrize("keep", [True, False])
-def test_a_recomputation_that_ends_with_it_forms_no_result(keep: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recomputation_that_ends_with_it_forms_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches an operator that computes before it saves what its backward pass needs: each recomputed block would form the
     result of its outer product mean, a sixth of its arithmetic, for nothing."""
-    if not keep:
-        monkeypatch.setattr(outer_product, "_KEEP", 0)
-        monkeypatch.setattr(outer_product, "_KEEP_OPERANDS", 0)
     results: list[None] = []
     form = outer_product._result
-    monkeypatch.setattr(outer_product, "_result", lambda *xs, kept: (results.append(None), form(*xs, kept=kept))[1])
+    monkeypatch.setattr(outer_product, "_result", lambda *xs: (results.append(None), form(*xs))[1])
     inputs = [torch.randn(*shape, requires_grad=True) for shape in ((1, 4, 5, 3), (1, 4, 7, 3), (6, 9), (6,))]
     counts = torch.full((1, 5, 7, 1), 4.0)
 

@@ -1,0 +1,332 @@
+"""`evodsp plan --measure`: what this machine does, as a file of its device and one of the link between its devices.
+
+On a GPU it times matrix products in each precision, copies, the host's part of an operator, and the collectives among all GPUs
+of this machine (NCCL); on a CPU the same of one thread and of two processes. One Evoformer block of full width, and one of
+small widths, whose time is all overhead, correct what single operators cannot tell. A block on all devices at once tells how
+much they slow each other down. It takes a minute.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import yaml  # type: ignore[import-untyped]
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from evodsp.config import EvoformerConfig, ModelConfig
+from evodsp.files import whole_file
+from evodsp.model.evoformer import EvoformerStack
+from evodsp.model.kernels import triton
+from evodsp.model.kernels.operators import Kernels
+from evodsp.model.primitives import use_kernels
+from evodsp.parallel.group import Group
+from evodsp.parallel.ledger import Kind
+from evodsp.parallel.mesh import init_mesh
+from evodsp.planner.device import Device
+from evodsp.planner.trace import Operation, ProgramRecorder
+
+REPEATS, SWEEP_REPEATS = 15, 60
+WIRE_BYTES = (1 << 12, 1 << 15, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
+"""Sizes of what a rank sends in the sweep of collectives."""
+
+
+def seconds(run: Callable[[], object], on_gpu: bool, repeats: int = REPEATS) -> float:
+    """Median time of `run`, after a first call that is not counted."""
+    times = []
+    for _ in range(repeats + 1):
+        if on_gpu:
+            torch.cuda.synchronize()
+        begun = time.perf_counter()
+        run()
+        if on_gpu:
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - begun)
+    return statistics.median(times[1:])
+
+
+def tflops(dtype: torch.dtype, on_gpu: bool, tf32: bool = False) -> float:
+    """TFLOP/s of a large product."""
+    n, where = (8192, "cuda") if on_gpu else (1024, "cpu")
+    a, b = (torch.randn(n, n, device=where).to(dtype) for _ in range(2))
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if tf32 else "highest")
+    try:
+        return 2 * n**3 / seconds(lambda: a @ b, on_gpu) / 1e12
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def memory_gbps(on_gpu: bool) -> float:
+    """GB/s, read and written, of a copy that no cache holds."""
+    x = torch.zeros(1 << (28 if on_gpu else 25), device="cuda" if on_gpu else "cpu")
+    y = torch.empty_like(x)
+    return 2 * x.numel() * 4 / seconds(lambda: y.copy_(x), on_gpu) / 1e9
+
+
+def operator_us(on_gpu: bool) -> float:
+    """The host's time for an operator that does next to nothing."""
+    x = torch.zeros(8, device="cuda" if on_gpu else "cpu")
+
+    def many() -> None:
+        for _ in range(1000):
+            x.add(x)
+
+    return seconds(many, on_gpu, 5) * 1e3
+
+
+class MeasuredBlock:
+    """The forward and backward pass of one Evoformer block."""
+
+    def __init__(self, config: EvoformerConfig, c_m: int, c_z: int, rows: int, residues: int) -> None:
+        self.config, self.c_m, self.c_z, self.rows, self.residues = config, c_m, c_z, rows, residues
+
+    def stack(self, dtype: torch.dtype, own_kernels: bool) -> EvoformerStack:
+        """The block without numbers."""
+        with torch.device("meta"):
+            stack = EvoformerStack(self.c_m, self.c_z, dataclasses.replace(self.config, blocks=1, checkpoint=False))
+        if own_kernels:
+            use_kernels(stack, Kernels.of(triton))
+        return stack.to(dtype)
+
+    def run(self, stack: EvoformerStack) -> Callable[[], None]:
+        """A call of both passes, on the device of the stack."""
+        first = next(stack.parameters())
+        sizes = {"dtype": first.dtype, "device": first.device}
+        m = torch.zeros(1, self.rows, self.residues, self.c_m, **sizes, requires_grad=True)  # type: ignore[call-overload]
+        z = torch.zeros(1, self.residues, self.residues, self.c_z, **sizes, requires_grad=True)  # type: ignore[call-overload]
+        masks = (torch.ones(1, rows, self.residues, device=first.device) for rows in (self.rows, self.residues))
+        msa_mask, pair_mask = masks
+
+        def both() -> None:
+            outputs = stack(m.view_as(m), z.view_as(z), msa_mask, pair_mask)
+            torch.autograd.backward(list(outputs), [torch.ones_like(x) for x in outputs])
+
+        return both
+
+    def on_device(self, dtype: torch.dtype, on_gpu: bool) -> Callable[[], None]:
+        """A call of both passes with numbers."""
+        stack = self.stack(dtype, on_gpu).to_empty(device="cuda" if on_gpu else "cpu")
+        for parameter in stack.parameters():
+            torch.nn.init.constant_(parameter, 0.01)
+        return self.run(stack)
+
+    def work(self, dtype: torch.dtype, on_gpu: bool) -> list[Operation]:
+        """The operators of both passes."""
+        recorder, stack = ProgramRecorder(), self.stack(dtype, on_gpu)
+        with torch.device("meta") if on_gpu else FakeTensorMode(allow_non_fake_inputs=True):
+            run = self.run(stack if on_gpu else stack.to_empty(device="cpu"))
+            with recorder:
+                run()
+        return [event for event in recorder.events if isinstance(event, Operation)]
+
+
+SMALL = MeasuredBlock(ModelConfig.preset("small").evoformer, 64, 32, 8, 16)
+FULL = {
+    True: MeasuredBlock(EvoformerConfig(), 256, 128, 128, 256),
+    False: MeasuredBlock(EvoformerConfig(), 256, 128, 32, 64),
+}
+"""By whether the device is a GPU."""
+
+
+def precision(on_gpu: bool) -> torch.dtype:
+    """The precision in which blocks are measured."""
+    return torch.bfloat16 if on_gpu else torch.float32
+
+
+def corrected(device: Device) -> Device:
+    """The device with the time of an operator, and the shares of the peaks, that explain the two blocks."""
+    dtype = precision(device.on_gpu)
+    measured = [seconds(block.on_device(dtype, device.on_gpu), device.on_gpu) for block in (SMALL, FULL[device.on_gpu])]
+    small, full = (block.work(dtype, device.on_gpu) for block in (SMALL, FULL[device.on_gpu]))
+    each = measured[0] / len(small) * 1e6
+    of_operator = {"launch_us": each} if device.on_gpu else {"kernel_us": each}
+    device = dataclasses.replace(device, **of_operator)  # type: ignore[arg-type]
+
+    def total(share: float) -> float:
+        trial = dataclasses.replace(
+            device, products_efficiency=share, memory_efficiency=share, attention_efficiency=share
+        )
+        return sum(trial.seconds(w.name, w.flops, w.bytes, w.launches, w.half, logits=w.logits) for w in full)
+
+    low, high = 0.02, 2.0
+    for _ in range(30):  # the time falls with the share
+        middle = (low + high) / 2
+        low, high = (middle, high) if total(middle) > measured[1] else (low, middle)
+    share = round((low + high) / 2, 3)
+    return dataclasses.replace(device, products_efficiency=share, memory_efficiency=share, attention_efficiency=share)
+
+
+def collectives(group: Group, x: Tensor, y: Tensor) -> dict[Kind, Callable[[], None]]:
+    """Calls of collectives that send x, or a part of it, and receive y, or a part of it."""
+    each = x.numel() // group.size
+    counts, mine, received = [each] * group.size, x[:each], y[:each]
+    begun: dict[Kind, Callable[[], Any]] = {
+        "all-to-all": lambda: group.all_to_all(y, x, counts, counts),
+        "all-gather": lambda: group.all_gather(y, mine),
+        "reduce-scatter": lambda: group.reduce_scatter(received, x),
+        "all-reduce": lambda: group.all_reduce(x),
+        "broadcast": lambda: group.broadcast(x, 0),
+        "reduce": lambda: group.reduce(x, 0),
+    }
+
+    def whole(begin: Callable[[], Any]) -> Callable[[], None]:
+        return lambda: begin().wait()
+
+    return {kind: whole(begin) for kind, begin in begun.items()}
+
+
+def after(first: Callable[[], object], second: Callable[[], object]) -> Callable[[], None]:
+    """A call of both."""
+
+    def both() -> None:
+        first()
+        second()
+
+    return both
+
+
+def sweep(rank: int, ranks: int, store: str, on_gpu: bool, results: Any) -> None:
+    """Time every collective at every size, on one rank of `ranks`, and find `Device.crowding`."""
+    if on_gpu:
+        torch.cuda.set_device(rank)
+    torch.set_num_threads(1)
+    dist.init_process_group("nccl" if on_gpu else "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+    group, where = init_mesh(ranks).sequence_group(), "cuda" if on_gpu else "cpu"
+    factor = torch.randn(256, 256, device=where)
+
+    def work() -> Tensor:
+        return factor @ factor
+
+    found: dict[str, list[tuple[float, float]]] = {}
+    for size in WIRE_BYTES:
+        numbers = size // 4 // ranks * ranks
+        x, y = torch.zeros(numbers, device=where), torch.zeros(numbers, device=where)
+        for kind, call in collectives(group, x, y).items():
+            on_wire = 4 * numbers * (ranks - 1) / ranks * (2 if kind == "all-reduce" else 1)
+            # Between products, as in a model: a rank that computes notices late that something has arrived.
+            dist.barrier()
+            alone = seconds(work, on_gpu, SWEEP_REPEATS)
+            dist.barrier()
+            both = seconds(after(work, call), on_gpu, SWEEP_REPEATS)
+            found.setdefault(kind, []).append((on_wire, max(both - alone, 0.1 * both)))
+    crowding = crowded_block(rank, on_gpu)
+    if rank == 0:
+        results.put((found, crowding))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def crowded_block(rank: int, on_gpu: bool) -> float:
+    """How many times longer a block takes when all ranks compute one than when only the first does."""
+    run = FULL[on_gpu].on_device(precision(on_gpu), on_gpu)
+    alone, together = [], []
+    for _ in range(REPEATS):  # by turns, so that another program on this machine slows down both
+        dist.barrier()
+        if rank == 0:
+            alone.append(seconds(run, on_gpu, 1))
+        dist.barrier()
+        together.append(seconds(run, on_gpu, 1))
+    return max(1.0, statistics.median(together) / statistics.median(alone)) if rank == 0 else 1.0
+
+
+def link_of(name: str, found: dict[str, list[tuple[float, float]]]) -> dict[str, Any]:
+    """The link file's content, from (bytes on the wire, seconds) of each kind."""
+    starts = {kind: round(times[0][1] * 1e6, 1) for kind, times in found.items()}
+    starts |= {kind: starts["broadcast"] for kind in get_args(Kind) if kind not in starts}
+
+    def gbps(kind: str) -> list[float]:
+        return [moved / max(t - starts[kind] * 1e-6, 0.1 * t) / 1e9 for moved, t in found[kind][1:]]
+
+    gathered = gbps("all-gather")
+    sizes = [moved for moved, _ in found["all-gather"][1:]]
+    share = min(1.0, statistics.median(a / g for a, g in zip(gbps("all-to-all"), gathered, strict=True)))
+    return {
+        "name": name,
+        "start_us": starts,
+        "bandwidth": [[float(size), round(rate, 3)] for size, rate in zip(sizes, gathered, strict=True)],
+        "all_to_all_share": round(share, 3),
+    }
+
+
+def measured_device(on_gpu: bool, ranks: int) -> Device:
+    """The device as single operators show it; its link is not known yet."""
+    name = torch.cuda.get_device_name() if on_gpu else f"one thread of {platform.machine()}, {os.cpu_count()} cores"
+    total = (
+        torch.cuda.get_device_properties(0).total_memory
+        if on_gpu
+        else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    )
+    single = tflops(torch.float32, on_gpu)
+    each = operator_us(on_gpu)
+    return Device(
+        name=name,
+        memory_gib=round(total / 2**30 / (1 if on_gpu else ranks), 2),
+        reserved_gib=1.5 if on_gpu else 0.4,
+        fragmentation=0.05,
+        tflops_half=tflops(torch.bfloat16, on_gpu) if on_gpu else single,
+        tflops_single=single,
+        tflops_tf32=tflops(torch.float32, on_gpu, tf32=True) if on_gpu else single,
+        memory_gbps=memory_gbps(on_gpu),
+        products_efficiency=1.0,
+        attention_efficiency=1.0,
+        memory_efficiency=1.0,
+        kernel_us=2.0 if on_gpu else each,
+        launch_us=each if on_gpu else 0.0,
+        gpus_per_node=ranks,
+        inside="pcie",
+        across="pcie",
+        overlaps=on_gpu,
+        on_gpu=on_gpu,
+    )
+
+
+def measure(ranks: int | None) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """The content of a device's file and of its link's; a single device has no link to measure.
+
+    `ranks`: number of devices that communicate; None: all GPUs, or two processes.
+    """
+    on_gpu = torch.cuda.is_available()
+    ranks = ranks or (torch.cuda.device_count() if on_gpu else 2)
+    threads = torch.get_num_threads()
+    if not on_gpu:
+        torch.set_num_threads(1)
+    try:
+        content = dataclasses.asdict(corrected(measured_device(on_gpu, ranks)))
+    finally:
+        torch.set_num_threads(threads)
+    link = None
+    if ranks > 1:
+        with tempfile.TemporaryDirectory() as folder:
+            results = mp.get_context("spawn").SimpleQueue()
+            mp.spawn(sweep, (ranks, f"{folder}/store", on_gpu, results), ranks)
+            found, content["crowding"] = results.get()
+        link = link_of("NCCL" if on_gpu else "processes of one machine", found)
+    return {key: round(value, 4) if isinstance(value, float) else value for key, value in content.items()}, link
+
+
+def write_measured(output: Path, ranks: int | None) -> list[Path]:
+    """Measure this machine and write the file of its device, with that of the link beside it. Returns their paths."""
+    content, link = measure(ranks)
+    files = {output: content}
+    if link is not None:
+        beside = output.with_name(f"{output.stem}_link.yaml")
+        content |= {"inside": beside.name, "across": beside.name}
+        files[beside] = link
+    source = f"# Measured by `evodsp plan --measure` on {date.today()}, torch {torch.__version__}.\n"
+    for path, values in files.items():
+        with whole_file(path) as partial:
+            partial.write_text(source + yaml.safe_dump(values, sort_keys=False, default_flow_style=None))
+    return list(files)

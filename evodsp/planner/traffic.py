@@ -1,0 +1,142 @@
+"""The communication of a stack: every collective of one rank, in the order of the forward pass.
+
+The stack itself is run on shapes alone (the meta device), with an exchange that writes down each request and communicates
+nothing. So the list cannot differ from the program, and it needs no process group: rank 17 of 512 takes a fraction of a second.
+Tests compare the list with the ledger of real ranks, call by call, and its volumes with the closed formulas of the design.
+
+Counting is the ledger's: an all-gather counts its output, a reduce-scatter and an all-to-all their local input, an all-reduce
+twice its input; the part that a rank keeps for itself is included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from evodsp.config import EvoformerConfig
+from evodsp.model.evoformer import EvoformerStack
+from evodsp.model.primitives import use_exchange
+from evodsp.model.schedule import CommunicationPlan
+from evodsp.parallel.collectives import Collective
+from evodsp.parallel.exchange import KEPT, ShardedExchange
+from evodsp.parallel.group import Place
+from evodsp.parallel.layout import Axis
+from evodsp.parallel.ledger import Kind
+from evodsp.parallel.pending import Pending, Ready
+
+
+@dataclass(frozen=True)
+class CollectiveCall:
+    """One collective of one rank."""
+
+    layer: str
+    """The sub-layer that asks for it; `switch m`, `switch m back` and `switch z` move a representation between sub-layers."""
+    kind: Kind
+    elements: int
+    """Numbers counted in the forward pass."""
+    backward: int
+    """Numbers counted for its transpose in the backward pass; 0: it has none."""
+
+
+@dataclass(frozen=True)
+class StackSizes:
+    """Everything that volumes depend on, and which rank of how many."""
+
+    ranks: int
+    rank: int
+    batch: int
+    sequences: int
+    residues: int
+    c_m: int
+    c_z: int
+    config: EvoformerConfig
+    plan: CommunicationPlan = field(default_factory=CommunicationPlan)
+
+
+RETURN = "switch m back"
+"""The switch of the MSA representation back to S between two blocks. It lies outside of the recomputed segments."""
+
+
+def recomputed(calls: Sequence[CollectiveCall], plan: CommunicationPlan) -> list[CollectiveCall]:
+    """The calls among a stack's `calls` that activation checkpointing launches again in the backward pass, once each.
+
+    Results that the plan keeps are not communicated again, and the switch between blocks is not part of a recomputed segment.
+    `stream_bias` recomputes its broadcasts a second time, within the recomputation; that is not counted here.
+    """
+    kept = KEPT if plan.keep_gathered else ()
+    return [call for call in calls if call.layer != RETURN and call.kind not in kept]
+
+
+class RecordingExchange(ShardedExchange):
+    """Writes down what one rank of a group would communicate. Results have the right shapes and no content."""
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        super().__init__(Place(rank, ranks))
+        self.calls: list[CollectiveCall] = []
+        self.layer: str | None = None
+        """The sub-layer that is running."""
+
+    def name_layers(self, model: nn.Module) -> None:
+        """Have the calls of a sub-layer carry its name. Sub-layers are the children of modules called `…_stack`."""
+        for path, module in model.named_modules():
+            if path.rpartition(".")[0].endswith("_stack"):
+                self._name(module, path.rpartition(".")[2])
+
+    def start_switch(self, x: Tensor, from_axis: Axis, to_axis: Axis, whole: int) -> Pending:
+        if self.layer is not None:
+            return super().start_switch(x, from_axis, to_axis, whole)
+        self.layer = {"res": "switch m", "seq": RETURN}.get(to_axis, "switch z")
+        pending = super().start_switch(x, from_axis, to_axis, whole)
+        self.layer = None
+        return pending
+
+    def _launched(self, x: Tensor, collective: Collective, exact: bool) -> Pending:
+        shape = collective.result_shape(x.shape)
+        self._record(collective.kind, collective.volume(x.shape), collective.transpose().volume(shape))
+        return Ready(x.new_empty(shape))
+
+    def _record(self, kind: Kind, elements: int, backward: int) -> None:
+        self.calls.append(CollectiveCall(self.layer or "", kind, elements, backward))
+
+    def _name(self, module: nn.Module, name: str) -> None:
+        def enter(*_: Any) -> None:
+            self.layer = name
+
+        def leave(*_: Any) -> None:
+            self.layer = None
+
+        module.register_forward_pre_hook(enter)
+        module.register_forward_hook(leave)
+
+
+def evoformer_calls(n: StackSizes) -> list[CollectiveCall]:
+    """The forward pass of an Evoformer stack of `n.config.blocks` blocks."""
+    return _calls(n, extra=False)
+
+
+def extra_msa_calls(n: StackSizes) -> list[CollectiveCall]:
+    """The forward pass of an extra-MSA stack."""
+    return _calls(n, extra=True)
+
+
+def inner_block(n: StackSizes, extra: bool = False) -> list[CollectiveCall]:
+    """One block that is not the last of its stack. An Evoformer block has twelve collectives."""
+    two, one = (_calls(replace(n, config=replace(n.config, blocks=blocks)), extra) for blocks in (2, 1))
+    return two[: len(two) - len(one)]
+
+
+@torch.no_grad()
+def _calls(n: StackSizes, extra: bool) -> list[CollectiveCall]:
+    exchange = RecordingExchange(n.rank, n.ranks)
+    with torch.device("meta"):
+        stack = EvoformerStack(n.c_m, n.c_z, n.config, extra)
+        use_exchange(stack, exchange, n.plan)
+        exchange.name_layers(stack)
+        m = exchange.shard(torch.empty(n.batch, n.sequences, n.residues, n.c_m), "seq")
+        z = exchange.shard(torch.empty(n.batch, n.residues, n.residues, n.c_z), "j")
+        stack(m, z, torch.empty(n.batch, n.sequences, n.residues), torch.empty(n.batch, n.residues, n.residues))
+    return exchange.calls

@@ -1,0 +1,375 @@
+"""How the stacks of a training run are computed: compiled, recorded as CUDA graphs, or with fewer blocks recomputed.
+
+Each of the three is a setting (`compile`, `cuda_graphs`, and `checkpoint: auto` of a stack). None changes the numbers by more
+than rounding.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from lightning.pytorch import Callback, LightningModule
+from torch import Tensor, nn
+
+from evodsp.errors import UserError
+from evodsp.launch.consensus import on_every
+from evodsp.model.alphafold import AlphaFold
+from evodsp.model.casts import CastParameters
+from evodsp.model.dropout import DropoutKeys, block_streams, draw_blocks
+from evodsp.model.evoformer import EvoformerBlock, EvoformerStack, MSAStack, PairStack
+from evodsp.model.graphs import Graphs, use_graphs
+from evodsp.model.precision import activation_dtype
+from evodsp.model.primitives import use_exchange, use_kernels
+from evodsp.model.recomputation import Recomputation
+from evodsp.model.recorders import CudaRecorder, Recorder
+from evodsp.model.schedule import CommunicationPlan
+from evodsp.model.templates import TemplatePairBlock, TemplatePairStack
+from evodsp.parallel.config import ParallelConfig
+from evodsp.printing import show
+from evodsp.rng import Draws
+from evodsp.training.config import DataConfig, RunConfig
+from evodsp.training.module import TrainingModule
+
+_GRAPHS = 64
+"""The most graphs that torch may make: Evoformer, extra-MSA and template blocks have their own, with and without gradients.
+torch's limit is 8 for all modules together."""
+
+
+def check_compilation(
+    run: RunConfig, parallel: ParallelConfig, plan: CommunicationPlan, data: DataConfig, on_gpu: bool
+) -> None:
+    """Raise UserError if the run cannot be compiled as `run.compile` asks."""
+    if run.compile == "none":
+        return
+    instead = "or compile to none"
+    if parallel.parameters == "fsdp2":
+        raise UserError(
+            "compile is blocks, but parallel.parameters is fsdp2, which gathers parameters inside of blocks; set "
+            f"parallel.parameters to replicate or zero1, {instead}"
+        )
+    if plan.stream_bias:
+        raise UserError(
+            "compile is blocks, but plan.stream_bias is true, which recomputes inside of blocks; set plan.stream_bias to "
+            f"false, {instead}"
+        )
+    if data.train.crop_size is None:
+        raise UserError(
+            "compile is blocks, but data.train.crop_size is null, and each new length would be compiled anew; set "
+            f"data.train.crop_size, {instead}"
+        )
+    compiler = os.environ.get("CXX", "g++")
+    if not on_gpu and shutil.which(compiler) is None:
+        raise UserError(
+            f"compile is blocks, which needs a C++ compiler on a CPU, but {compiler} is not found; install g++ (or name "
+            "another compiler in the environment variable CXX), or set compile to none"
+        )
+    if on_gpu and importlib.util.find_spec("triton") is None:
+        raise UserError(
+            "compile is blocks, which needs Triton on a GPU, but it is not installed; pip install 'evodsp[triton]', or set "
+            "compile to none"
+        )
+
+
+def regions(model: nn.Module) -> Iterator[nn.Module]:
+    """The parts of a model that are compiled, each as one graph."""
+    return (module for module in model.modules() if isinstance(module, MSAStack | PairStack | TemplatePairBlock))
+
+
+class CompiledBlocks(Callback):
+    """Compiles each half of a block into one graph when training starts. Validation, where every chain has its own length, runs
+    uncompiled.
+
+    Blocks are compiled and not the whole model, because one graph then serves all 48 of them: the parameters, and the masks of
+    dropout or the keys that they are drawn from, are inputs of the graph. Collectives are operators inside of the graph.
+    Recomputation, the switch between blocks, and recycling stay ordinary Python.
+
+    The modules stay the same objects, so checkpoints and the moving average see the same names.
+    """
+
+    def __init__(self, backend: str = "inductor") -> None:
+        """`backend`: the backend that torch.compile uses."""
+        self.backend = backend
+
+    def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Raises UserError, on every rank, if a small compiled block and the same block uncompiled give different numbers."""
+        torch._dynamo.config.recompile_limit = max(_GRAPHS, torch._dynamo.config.recompile_limit)
+        # As uncompiled: autocast acts on the forward pass only. Backward passes of our operators choose each precision.
+        torch._functorch.config.backward_pass_autocast = "off"
+        on_every(lambda: self._check(trainer, pl_module), cast(TrainingModule, pl_module).world.group)
+        for region in regions(pl_module):
+            region.compile(fullgraph=True, dynamic=False, backend=self.backend)
+
+    def _check(self, trainer: Any, pl_module: LightningModule) -> None:
+        model = cast(TrainingModule, pl_module).model
+        precision = trainer.precision_plugin.forward_context
+        if problem := problem_of_compiling(model, pl_module.device, precision, self.backend):
+            raise UserError(
+                f"compile is blocks, but torch {torch.__version__} does not compile the blocks right here ({problem}); set "
+                "compile to none, or install another version of torch"
+            )
+
+    def on_validation_start(self, trainer: Any, pl_module: LightningModule) -> None:
+        torch.compiler.set_stance("force_eager")
+
+    def on_validation_end(self, trainer: Any, pl_module: LightningModule) -> None:
+        torch.compiler.set_stance("default")
+
+    def on_exception(self, trainer: Any, pl_module: LightningModule, exception: BaseException) -> None:
+        torch.compiler.set_stance("default")
+
+
+_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-2, torch.bfloat16: 1e-1, torch.float16: 1e-1}
+"""Largest difference of results and gradients, as a fraction of their own root mean square. fp32 allows for TF32."""
+
+
+_LEAST = 0.1
+"""Some gradients of parameters are nothing but rounding errors, such as that of a constant added to all logits. A difference is
+a fraction of at least this share of the largest of all parameters' gradients."""
+
+
+_SEQUENCES, _RESIDUES = 8, 16
+
+
+def problem_of_compiling(
+    model: AlphaFold, device: torch.device, precision: Callable[[], AbstractContextManager[Any]], backend: Any
+) -> str:
+    """The first difference between small compiled blocks and the same blocks uncompiled, in words; '' if there is none.
+
+    A compiler may be wrong without a word: torch 2.11 made gradients 0 that are not. A run that trains on such numbers looks
+    like one that learns slowly. Therefore each kind of block is compiled once at a small size before the first step.
+
+    `precision`: a function that makes the context of a forward pass, such as autocast. `backend`: the backend that
+    torch.compile uses. All ranks of a sequence group call this together. The random numbers of the run stay as they are.
+    """
+    for name, region, inputs, fixed in _cases(model, device, precision):
+        try:
+            expected = _results(region, region, inputs, fixed, precision)
+            compiled = torch.compile(region, fullgraph=True, dynamic=False, backend=backend)
+            found = _results(region, compiled, inputs, fixed, precision)
+        except Exception as error:  # whatever it is, a run cannot be compiled so
+            said = " ".join(str(error).split("\n")[:2])  # torch's first line may only name the backend
+            return f"{name}: {type(error).__name__}: {said.strip()}"
+        finally:
+            torch.compiler.reset()  # graphs of small sizes would be asked first whether they fit, at each call
+        if difference := _difference(found, expected):
+            return f"{name}: {difference}"
+    return ""
+
+
+def _cases(
+    model: AlphaFold, device: torch.device, precision: Callable[[], AbstractContextManager[Any]]
+) -> Iterator[tuple[str, nn.Module, list[Tensor], tuple[Any, ...]]]:
+    """Yields a name, a half of a block, its inputs that get gradients, and its other inputs."""
+    config, channels = model.config, model.config.channels
+    exchange, kernels, dtype = model.exchange, model.evoformer.kernels, next(model.parameters()).dtype
+    sequences, residues = max(_SEQUENCES, exchange.ranks), max(_RESIDUES, exchange.ranks)
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    for extra, c_m, settings in (
+        (False, channels.msa, config.evoformer),
+        (True, channels.extra_msa, config.extra_msa),
+    ):
+        with torch.random.fork_rng(devices=[]):
+            block = EvoformerBlock(c_m, channels.pair, settings, extra).to(device, dtype)
+        with torch.no_grad():
+            for parameter in block.parameters():  # with the zeros that a model begins with, most gradients would be 0
+                parameter.add_(0.1 * random(*parameter.shape))
+        use_exchange(block, exchange, model.plan)
+        use_kernels(block, kernels)
+        keys = DropoutKeys.of(block_streams([block], [Draws.root(0)]), device)
+        (dropout,) = draw_blocks([block], keys, residues, kernels)
+        with precision():
+            activations = activation_dtype(next(block.parameters()))
+        msa, pair = random(1, sequences, residues, c_m), random(1, residues, residues, channels.pair)
+        m, z = exchange.shard(msa, "seq").to(activations), exchange.shard(pair, "j").to(activations)
+        msa_mask, pair_mask = ((random(1, n, residues) > -1).to(dtype) for n in (sequences, residues))
+        name = "a block's MSA stack" if not extra else "an extra block's MSA stack"
+        yield name, block.msa_stack, [m, z], (msa_mask, pair_mask, dropout)
+        if not extra:  # the other stack's differs in sizes only
+            yield "a block's pair stack", block.pair_stack, [z], (pair_mask, dropout)
+
+
+def _results(
+    region: nn.Module,
+    function: Callable[..., Any],
+    inputs: Sequence[Tensor],
+    fixed: Sequence[Any],
+    precision: Callable[[], AbstractContextManager[Any]],
+) -> dict[str, Tensor]:
+    """All results and gradients of `function`, by name. `function` is `region`, or its compiled form."""
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    with precision(), CastParameters(region):
+        results = function(*leaves, *fixed)
+    results = results if isinstance(results, tuple) else (results,)
+    upstream = [torch.linspace(-1, 2, x.numel(), device=x.device).to(x.dtype).view(x.shape) for x in results]
+    parameters = dict(region.named_parameters())
+    gradients = torch.autograd.grad(results, [*leaves, *parameters.values()], upstream, materialize_grads=True)
+    names = [f"result {n + 1}" for n in range(len(results))]
+    names += [f"the gradient of input {n + 1}" for n in range(len(leaves))]
+    names += [_OF_PARAMETER + name for name in parameters]
+    return dict(zip(names, [x.detach() for x in (*results, *gradients)], strict=True))
+
+
+_OF_PARAMETER = "the gradient of "
+
+
+def _difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> str:
+    """The first result or gradient that differs, in words; '' if none does."""
+    sizes = {name: _size(x) for name, x in expected.items()}
+    # Parameters come last.
+    of_parameters = {name for name in expected if name.startswith(_OF_PARAMETER) and " input " not in name}
+    least = _LEAST * max(sizes[name] for name in of_parameters)
+    tolerance = max(_TOLERANCE[x.dtype] for x in expected.values())
+    for name, x in expected.items():
+        if found[name].shape != x.shape:
+            return f"{name} has shape {list(found[name].shape)} instead of {list(x.shape)}"
+        difference = _size(found[name].to(x.dtype) - x) / max(sizes[name], least if name in of_parameters else 0.0)
+        if not difference <= tolerance:  # NaN is no good either
+            return f"{name} differs by {difference:.1e} of its size, more than {tolerance:.0e}"
+    return ""
+
+
+def _size(x: Tensor) -> float:
+    """The root mean square."""
+    return float(x.to(torch.promote_types(x.dtype, torch.float32)).square().mean().sqrt())
+
+
+def check_graphs(run: RunConfig, parallel: ParallelConfig, data: DataConfig, on_gpu: bool) -> None:
+    """Raise UserError if the run asks for CUDA graphs and cannot have them."""
+    if not run.cuda_graphs:
+        return
+    off = "or cuda_graphs to false"
+    if not on_gpu:
+        raise UserError(
+            "cuda_graphs is true, but this run is on a CPU; set cuda_graphs to false, or trainer.accelerator to gpu"
+        )
+    if run.compile != "none":
+        raise UserError(
+            f"cuda_graphs is true, but compile is {run.compile}, and compiled blocks are not recorded; set compile to "
+            f"none, {off}"
+        )
+    if parallel.sequence > 1:
+        raise UserError(
+            f"cuda_graphs is true, but parallel.sequence is {parallel.sequence}, and collectives within a sample are not "
+            f"recorded; set parallel.sequence to 1, {off}"
+        )
+    if parallel.parameters == "fsdp2":
+        raise UserError(
+            "cuda_graphs is true, but parallel.parameters is fsdp2, which gathers parameters inside of blocks; set "
+            f"parallel.parameters to replicate or zero1, {off}"
+        )
+    if data.train.crop_size is None:
+        raise UserError(
+            "cuda_graphs is true, but data.train.crop_size is null, and each length would be recorded by itself; set "
+            f"data.train.crop_size, {off}"
+        )
+
+
+class RecordedStacks(Callback):
+    """Has the stacks recorded in the second training step, and replayed from then on. Validation, where every chain has its own
+    length, runs as usual.
+    """
+
+    def __init__(self, recorder: Recorder | None = None) -> None:
+        """`recorder`: the recorder of calls; None records CUDA graphs."""
+        self._graphs = Graphs(recorder or CudaRecorder())
+
+    @property
+    def replays(self) -> int:
+        """Calls of a stack that were replayed."""
+        return self._graphs.replays
+
+    def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
+        use_graphs(pl_module, self._graphs)
+
+    def on_validation_start(self, trainer: Any, pl_module: LightningModule) -> None:
+        self._graphs.enabled = False
+
+    def on_validation_end(self, trainer: Any, pl_module: LightningModule) -> None:
+        self._graphs.enabled = True
+
+    def teardown(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
+        use_graphs(pl_module, None)
+
+
+_SHARE = 0.9
+"""The share of a rank's memory that is used; the rest is for fragments, and for batches that need a little more."""
+
+
+_STEPS = 2
+"""Optimizer steps before the decision. The first one allocates Adam's state, so the second one's peak is that of every step."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One rank's measurements."""
+
+    room: float
+    """Bytes that are free at the peak of a step in which each stack keeps one block."""
+    bytes_of_blocks: tuple[int, ...]
+    """Bytes of activations that one block of each stack keeps."""
+
+
+def kept_blocks(ranks: Sequence[Measured], blocks: Sequence[int]) -> list[int]:
+    """The number of blocks of each stack that fit into memory on every rank, from measurements with one block kept.
+
+    `blocks`: the number of blocks in each stack. Earlier stacks get memory first. Without room not even the one block is kept.
+    """
+    room = min(rank.room for rank in ranks)
+    kept = []
+    for stack, number in enumerate(blocks):
+        each = max(rank.bytes_of_blocks[stack] for rank in ranks)
+        more = math.floor(room / each) if each else 0
+        kept.append(max(0, min(number, 1 + more)))
+        room -= (kept[-1] - 1) * each
+    return kept
+
+
+class AutomaticRecomputation(Callback):
+    """Sets the number of recomputed blocks once. All ranks measure, and take the number that fits on each of them."""
+
+    def __init__(self) -> None:
+        self._undecided: list[Recomputation] = []
+
+    def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
+        self._undecided = self._stacks(pl_module)
+        if pl_module.device.type != "cuda":
+            for stack in self._undecided:
+                stack.keep(0)
+            self._undecided = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: LightningModule, *_: object) -> None:
+        stacks = self._undecided
+        if not stacks or trainer.global_step < _STEPS:
+            return
+        self._undecided = []
+        free, _total = torch.cuda.mem_get_info(pl_module.device)
+        possible = free + torch.cuda.memory_reserved(pl_module.device)
+        peak = torch.cuda.max_memory_allocated(pl_module.device)
+        own = Measured(_SHARE * possible - peak, tuple(stack.bytes_of_block for stack in stacks))
+        ranks = cast(TrainingModule, pl_module).world.gather(own)
+        kept = kept_blocks(ranks, [stack.blocks for stack in stacks])
+        for stack, number in zip(stacks, kept, strict=True):
+            stack.keep(number)
+        if trainer.is_global_zero:
+            numbers = ", ".join(f"{number} of {stack.blocks}" for stack, number in zip(stacks, kept, strict=True))
+            show(f"checkpoint auto: blocks that keep their activations: {numbers}")
+
+    @staticmethod
+    def _stacks(module: LightningModule) -> list[Recomputation]:
+        """The stacks that are not decided yet; the stack with most blocks comes first."""
+        found = [
+            stack.recomputation for stack in module.modules() if isinstance(stack, EvoformerStack | TemplatePairStack)
+        ]
+        return sorted((stack for stack in found if stack.auto), key=lambda stack: -stack.blocks)

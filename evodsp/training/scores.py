@@ -1,0 +1,66 @@
+"""Scores of validation and test chains: of one batch, of all ranks, and as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from evodsp import metrics
+from evodsp.geometry.residues import CA
+from evodsp.model.confidence import compute_plddt
+from evodsp.model.outputs import ModelOutput
+
+
+def ca_atoms(output: ModelOutput, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Predicted CA, true CA [B, R, 3] in Å, and the mask of the true ones [B, R]."""
+    positions, truth, mask = output.structure.positions, batch["all_atom_positions"], batch["all_atom_mask"]
+    return positions[:, :, CA], truth[:, :, CA], mask[:, :, CA]
+
+
+def score(output: ModelOutput, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Metrics of the predicted CA atoms against the true ones, each [batch]: lDDT and TM-score in 0..1, RMSD in Å.
+
+    plddt: the mean over residues with a true CA, 0..100. plddt_too_high: by how many points it exceeds their lDDT-CA.
+    """
+    atoms = ca_atoms(output, batch)
+    mask = atoms[2]
+    plddt = (compute_plddt(output.logits["plddt"]) * mask).sum(-1) / mask.sum(-1).clamp(min=1)
+    truth = (100 * metrics.lddt_ca(*atoms, per_residue=True) * mask).sum(-1) / mask.sum(-1).clamp(min=1)
+    return {
+        "lddt_ca": metrics.lddt_ca(*atoms),
+        "gdt_ts": metrics.gdt_ts(*atoms),
+        "tm_score": metrics.tm_score(*atoms),
+        "rmsd": metrics.rmsd(*atoms),
+        "plddt": plddt,
+        "plddt_too_high": plddt - truth,
+    }
+
+
+def mean_by_chain(parts: Sequence[dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
+    """Mean of each chain's scores over the ranks that scored it.
+
+    All ranks of a sequence group score the same chain, and the mean of their losses is the chain's loss. Chains that fill up a
+    data rank's share are scored by several groups, with equal results.
+    """
+    found: dict[str, list[dict[str, float]]] = {}
+    for part in parts:
+        for chain, values in part.items():
+            found.setdefault(chain, []).append(values)
+    return {
+        chain: {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]} for chain, rows in found.items()
+    }
+
+
+def score_table(scores: dict[str, dict[str, float]]) -> str:
+    """A table of the scores: one line per chain, and their mean."""
+    if not scores:
+        return "no chains"
+    mean = {name: sum(row[name] for row in scores.values()) / len(scores) for name in next(iter(scores.values()))}
+    rows = {**scores, "mean": mean} if len(scores) > 1 else scores
+    width = max(len("chain"), *map(len, rows))
+    titles = {"lddt_ca": "lDDT-CA", "gdt_ts": "GDT-TS", "tm_score": "TM-score", "rmsd": "RMSD (Å)", "plddt": "pLDDT"}
+    titles["plddt_too_high"] = "pLDDT off"
+    lines = [f"{'chain':<{width}}" + "".join(f"{titles.get(name, name):>10}" for name in mean)]
+    lines += [f"{chain:<{width}}" + "".join(f"{value:>10.3f}" for value in row.values()) for chain, row in rows.items()]
+    return "\n".join(lines)

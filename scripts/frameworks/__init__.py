@@ -1,7 +1,0 @@
-"""Dynamic Sequence Parallelism with training frameworks: one runnable program each. docs/frameworks.md shows and explains them.
-
-    python -m scripts.frameworks.one_process
-    torchrun --nproc-per-node 4 -m scripts.frameworks.ddp --sequence 2
-
-All of them train the transformer of `model.py` and print the losses of `one_process.py`.
-"""

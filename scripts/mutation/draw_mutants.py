@@ -1,0 +1,250 @@
+"""Draws breaks of the package by a seed, and looks for tests that find them.
+
+    python -m scripts.mutation.draw_mutants [--seed S] [--first I] [--number N] [--only TEXT] [--seconds T] [--output FILE]
+                                            [--list]
+
+`mutants.toml` holds breaks that somebody thought of. Nobody thinks of these: each is one change in the syntax tree of a module.
+A comparison is flipped, a number is one more, + is -, `and` is `or`, a `not` or a keyword argument is gone, a call's first
+argument is returned in its place. Kinds take turns.
+
+Tests are sought in the files that `mutants.toml` names for the broken module, and in those that import it, the nearest first.
+They run once on the package with a mark in place of the break, which tells which of them execute it, until `SEEN` have or the
+time is over. These run again on the broken package, up to the first that fails. Results go into a CSV file, with the commit:
+
+    caught       a test failed that passes on the unbroken package, or the package can no longer be imported
+    hangs        a test does not end
+    SURVIVED     all tests that execute the break passed: look whether it changes anything, and write a test if it does
+    NOT REACHED  no test executed it within the time; longer ones might
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import copy
+import csv
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+from scripts.mutation.mutants import ROOT, Record, copied, read_table, run_tests
+
+RESULTS = ROOT / "scripts" / "mutation" / "drawn_mutants.csv"
+COLUMNS = ("commit", "seed", "number", "file", "line", "kind", "text", "broken", "result", "tests", "test", "seconds")
+SEEN, FILES = 20, 6
+"""Most tests that try a break, and most test files that are searched for them."""
+_FLIPPED: dict[type[ast.cmpop], type[ast.cmpop]] = {
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Break:
+    """One expression of one file, and what stands in its place."""
+
+    file: str
+    line: int
+    begin: int
+    end: int
+    """In bytes of the file."""
+    kind: str
+    text: str
+    broken: str
+
+    def applied(self, source: bytes, expression: str) -> str:
+        """The file with another expression in this place."""
+        return (source[: self.begin] + f"({expression})".encode() + source[self.end :]).decode()
+
+
+def changes(node: ast.AST) -> Iterator[tuple[str, ast.expr, ast.expr]]:
+    """The breaks of one node: kind, expression, what takes its place."""
+    match node:
+        case ast.Compare(ops=[operator]):
+            new = copy.copy(node)
+            new.ops = [_FLIPPED[type(operator)]()]
+            yield "comparison", node, new
+        case ast.Constant(value=int(value)) if not isinstance(value, bool):
+            yield "one more", node, ast.Constant(value + 1)
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            yield "minus", node, ast.BinOp(left, ast.Sub(), right)
+        case ast.BoolOp(op=operator, values=values):
+            yield "and, or", node, ast.BoolOp(ast.Or() if isinstance(operator, ast.And) else ast.And(), values)
+        case ast.UnaryOp(op=ast.Not(), operand=operand):
+            yield "no not", node, operand
+        case ast.Call(func=function, args=arguments, keywords=keywords):
+            for keyword in (keyword for keyword in keywords if keyword.arg is not None):
+                yield "no keyword", node, ast.Call(function, arguments, [k for k in keywords if k is not keyword])
+        case ast.Return(value=ast.Call(args=[first, *_]) as call) if not isinstance(first, ast.Starred):
+            yield "first argument", call, first
+
+
+def _expressions(node: ast.AST) -> Iterator[ast.AST]:
+    """The nodes below, without annotations, decorators, patterns and what only a message shows."""
+    for name, value in ast.iter_fields(node):
+        if name in ("annotation", "returns", "decorator_list", "pattern") or isinstance(
+            node, ast.JoinedStr | ast.Raise | ast.Assert
+        ):
+            continue
+        for child in value if isinstance(value, list) else [value]:
+            if isinstance(child, ast.AST):
+                yield child
+                yield from _expressions(child)
+
+
+def breaks_of(file: str, source: bytes) -> Iterator[Break]:
+    """All breaks of a file."""
+    lines = source.splitlines(keepends=True)
+    starts = [sum(map(len, lines[:number])) for number in range(len(lines))]
+    for node in _expressions(ast.parse(source)):
+        for kind, old, new in changes(node):
+            begin = starts[old.lineno - 1] + old.col_offset
+            end = starts[(old.end_lineno or 1) - 1] + (old.end_col_offset or 0)
+            yield Break(file, old.lineno, begin, end, kind, source[begin:end].decode(), ast.unparse(new))
+
+
+def drawn(seed: int, only: str = "") -> list[Break]:
+    """All breaks in random order, one kind after another. Code that runs on a GPU only is left out."""
+    by_kind = defaultdict[str, list[Break]](list)
+    files = [path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "evodsp").rglob("*.py"))]
+    for file in (file for file in files if "/device/" not in file and only in file):
+        for found in breaks_of(file, (ROOT / file).read_bytes()):
+            by_kind[found.kind].append(found)
+    order = random.Random(seed)
+    for breaks in by_kind.values():
+        order.shuffle(breaks)
+    return [found for turn in zip_longest(*by_kind.values()) for found in turn if found is not None]
+
+
+class Importers:
+    """Which files of a repository import which."""
+
+    def __init__(self, root: Path = ROOT) -> None:
+        self._of: dict[str, set[str]] = {}
+        for path in (path for folder in ("evodsp", "tests") for path in (root / folder).rglob("*.py")):
+            file = path.relative_to(root)
+            for name in self._named(file, ast.parse(path.read_bytes())):
+                for end in (".py", "/__init__.py"):
+                    self._of.setdefault(name.replace(".", "/") + end, set()).add(file.as_posix())
+
+    @staticmethod
+    def _named(file: Path, tree: ast.Module) -> Iterator[str]:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                yield from (alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                folder = file.parts[: -node.level] if node.level else ()
+                module = ".".join([*folder, *([node.module] if node.module else [])])
+                yield from (module, *(f"{module}.{alias.name}" for alias in node.names))
+
+    def tests(self, file: str, known: Sequence[str] = ()) -> list[str]:
+        """`known` test files, and those that reach a module by imports: the nearest first, then those of its folder."""
+        steps, waiting = {file: 0}, deque([file])
+        while waiting:
+            at = waiting.popleft()
+            for other in self._of.get(at, set()) - set(steps):
+                steps[other] = steps[at] + 1
+                waiting.append(other)
+        found = [name for name in steps if Path(name).name.startswith("test_")]
+        found.sort(key=lambda name: (steps[name], f"/{file.split('/')[1]}/" not in name, name))
+        return list(dict.fromkeys([*known, *found]))[:FILES]
+
+
+class Reached(Record):
+    """Notes which tests execute the mark, and ends the run when they are enough, or the time is over."""
+
+    def __init__(self, mark: Path, notes: Path, seconds: float) -> None:
+        super().__init__()
+        self.mark, self.notes, self.seconds = mark, notes, seconds
+        self.files: set[str] = set()  # whose fixtures execute it
+        self.reached: list[str] = []
+
+    def pytest_collection_finish(self, session: Any) -> None:
+        self.session, self.always = session, self.mark.exists()  # as the package is imported
+        self.deadline = time.monotonic() + self.seconds
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        super().pytest_runtest_logreport(report)
+        seen, file = self.mark.exists(), report.nodeid.split("::")[0]
+        self.mark.unlink(missing_ok=True)
+        if seen and report.when == "setup":
+            self.files.add(file)
+        if report.when == "call" and report.passed and (seen or self.always or file in self.files):
+            self.reached.append(report.nodeid)
+            self.notes.write_text(json.dumps(self.reached))
+        if report.when == "teardown" and (len(self.reached) >= SEEN or time.monotonic() > self.deadline):
+            self.session.shouldstop = "enough"
+
+
+def try_break(found: Break, files: Sequence[str], folder: Path, seconds: float) -> tuple[str, int, str]:
+    """The result, the number of tests that tried it, and the one that found it."""
+    path, mark, notes = folder / found.file, folder.parent / "mark", folder.parent / "reached.json"
+    source = path.read_bytes()
+    mark.unlink(missing_ok=True)
+    notes.write_text("[]")
+    try:
+        path.write_text(found.applied(source, f"__import__('pathlib').Path({str(mark)!r}).touch() or ({found.text})"))
+        run_tests(folder, [*files, "-m", "not verify"], Reached(mark, notes, seconds), 60 + 4 * seconds)
+        if not (reached := json.loads(notes.read_text())):
+            return "NOT REACHED", 0, ""
+        path.write_text(found.applied(source, found.broken))
+        outcomes = run_tests(folder, [*reached, "-x"], Record(), 60 + 4 * seconds)
+    finally:
+        path.write_bytes(source)
+    failed = next((test for test, outcome in outcomes.items() if outcome.startswith("failed")), "")
+    if failed or not outcomes:
+        ended = (folder.parent / "outcomes.json").is_file()
+        return "caught" if ended else "hangs", len(reached), failed or ("the import" if ended else "")
+    return "SURVIVED", len(outcomes), ""
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--first", type=int, default=0, help="the first break, in the order of this seed")
+    parser.add_argument("--number", type=int, default=40, help="how many breaks")
+    parser.add_argument("--only", default="", metavar="TEXT", help="draw from files whose path contains TEXT")
+    parser.add_argument("--seconds", type=float, default=60.0, help="to look for tests that execute a break")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="rows are added to this file")
+    parser.add_argument("--list", action="store_true", help="print the breaks, run nothing")
+    options = parser.parse_args(words)
+    chosen = list(enumerate(drawn(options.seed, options.only)))[options.first : options.first + options.number]
+    if options.list:
+        for number, found in chosen:
+            print(f"{number:5} {found.file}:{found.line}  {found.kind}: {found.text!r} -> {found.broken!r}")
+        return 0
+    commit = subprocess.check_output(["git", "describe", "--always", "--dirty"], cwd=ROOT, text=True).strip()
+    importers, known = Importers(), defaultdict[str, list[str]](list)
+    for mutant in read_table():
+        known[mutant.file].append(mutant.test.split("::")[0])
+    with copied() as folder:
+        for number, found in chosen:
+            begin = time.monotonic()
+            files = importers.tests(found.file, known[found.file])
+            result, tried, test = try_break(found, files, folder, options.seconds)
+            tail = [result, tried, test, round(time.monotonic() - begin)]
+            row = [commit, options.seed, number, found.file, found.line, found.kind, found.text, found.broken, *tail]
+            header = [] if options.output.is_file() else [COLUMNS]
+            with options.output.open("a", newline="") as file:
+                csv.writer(file, lineterminator="\n").writerows([*header, row])
+            print(f"{result:11} {found.file}:{found.line} {found.text!r} -> {found.broken!r} {test}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # These take seconds to import. The forked processes have them already.
+    import jaxtyping  # noqa: F401
+    import lightning.pytorch  # noqa: F401
+    import torch.distributed.device_mesh  # noqa: F401
+
+    sys.exit(main())
