@@ -99,7 +99,7 @@ class DaskCluster:
 
 
 def processes(asked: int | None) -> int:
-    """How many processes to use: those asked for, or one per core."""
+    """The number of processes to use: as many as are asked for, or one per core."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return cores if asked is None else asked
 

@@ -29,7 +29,7 @@ from evodsp.reading.quoting import shown
 
 Result = TypeVar("Result")
 _MOST_FAILED_STARTS = 3
-"""So many workers may die one after another before they are ready; then something is wrong with the machine, not a job."""
+"""If n workers in a row die before they are ready, something is wrong with the machine, not with a job."""
 
 
 class WorkerEndedError(UserError):

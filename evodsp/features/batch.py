@@ -28,7 +28,7 @@ _DTYPES = {"float32": torch.float32, "int32": torch.int32}
 
 @dataclass(frozen=True)
 class TakenRows:
-    """How many rows of its MSA one recycling iteration takes; the host knows it."""
+    """The numbers of rows of its MSA that one recycling iteration takes; the host knows them."""
 
     kept: int
     """Rows that block deletion leaves. In the order of the iteration they are the first ones."""
@@ -53,7 +53,7 @@ class RawMsa:
     length: int
     """Residues of the crop, R."""
     rows: list[TakenRows]
-    """Of each iteration."""
+    """The rows of each iteration."""
 
 
 def with_features(batch: Mapping[str, Tensor], config: FeatureConfig) -> dict[str, Tensor]:
@@ -127,13 +127,13 @@ def _raw_msas(batch: Mapping[str, Tensor], config: FeatureConfig) -> Iterator[Ra
 
 
 def rows_of(kept: int, config: FeatureConfig) -> TakenRows:
-    """How many rows an iteration takes if block deletion leaves `kept`."""
+    """The rows that an iteration takes if block deletion leaves `kept`."""
     clusters = min(kept, max_clusters(config))
     return TakenRows(kept, clusters, min(kept - clusters, config.extra_msa))
 
 
 def _sizes(msas: list[RawMsa], config: FeatureConfig) -> FeatureSizes:
-    """Those of the crop; without one, the largest of the data, with at least one row of extra MSA."""
+    """The sizes of the settings if there is a crop; otherwise the largest of the data, with at least one row of extra MSA."""
     if config.crop_size is not None:
         return FeatureSizes(config.crop_size, max_clusters(config), config.extra_msa)
     rows = [rows for msa in msas for rows in msa.rows]

@@ -131,7 +131,7 @@ def _flat(out: Float32[Tensor, "S R n"]) -> Float32[Tensor, " m"]:
 def _places(
     out: Float32[Tensor, "S R n"], row: Int64[Tensor, " E"], letters: Int8[Tensor, "E R"]
 ) -> Int64[Tensor, " E*R"]:
-    """Where in `_flat(out)` the cell of each letter is, given the row of `out` of each row of letters."""
+    """The place in `_flat(out)` of the cell of each letter. `row`: the row of `out` for each row of letters."""
     columns = torch.arange(out.shape[1], device=out.device) * out.stride(1)
     return (row[:, None] * out.stride(0) + columns + letters).flatten()
 

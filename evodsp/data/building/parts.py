@@ -31,7 +31,7 @@ _Record = tuple[str, bytes, int, int]
 
 @dataclass(frozen=True)
 class BuildInputs:
-    """Where a store's data come from; all paths are absolute, for workers in other folders."""
+    """The folders and files that a store is made of; all paths are absolute, for workers in other folders."""
 
     alignment_dir: str
     structure_dir: str

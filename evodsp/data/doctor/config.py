@@ -15,7 +15,8 @@ class DoctorConfig:
     output: Path
     """Folder for doctor.html and doctor.json."""
     config: Path | None = None
-    """YAML file of `evodsp fit`: its `data` block names folders, index and chains. Options given here go before it."""
+    """YAML file of `evodsp fit`: its `data` block names folders, index and chains. Options on this command line
+    override the file."""
     alignment_dir: str | None = None
     """Folder of alignments."""
     structure_dir: str | None = None

@@ -115,9 +115,9 @@ class Scored:
     kind: str
     """validation or test."""
     missing: dict[str, Lacking]
-    """Those that lack alignments or structure."""
+    """The chains that lack alignments or structure."""
     examined: list[Examined]
-    """Those that were read: all others."""
+    """All other chains: they were read."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class Diagnosis:
     training: list[str]
     """Training chains with alignments and structure."""
     selected: Selected
-    """Those of them that the filters of the run leave."""
+    """The usable chains that the filters of the run leave."""
     missing: dict[str, Lacking]
     """Training chains that lack one of them."""
     scored: list[Scored]
@@ -138,7 +138,7 @@ class Diagnosis:
     table: ChainTable
     """What is known of the training chains: of all that the cache of the run or the index lists, otherwise of those read."""
     known_from: str
-    """Where that is from."""
+    """The file or the reading that the table is from."""
     stale: list[str]
     """Sources that are newer than the index."""
     max_bad: float
@@ -154,7 +154,7 @@ class Diagnosis:
 
     @property
     def uncounted(self) -> str | None:
-        """How many structures the losses of the confidence heads do not count; None if they count all."""
+        """A line that says how many structures the losses of the confidence heads do not count; None if they count all."""
         resolutions = self.table.resolutions
         if self.data.kind == "distillation":
             resolutions = np.zeros_like(resolutions)  # whatever their files say
@@ -349,7 +349,7 @@ def selected_rows(table: ChainTable, rows: np.ndarray) -> ChainTable:
 
 
 def filter_reasons(found: Diagnosis) -> dict[str, int]:
-    """How many chains each filter of the run leaves out, or would if it applied; then how many have what else is not known.
+    """Chains removed by each filter (also by filters that are off), then chains without release date or cluster size.
     A chain may have several reasons."""
     table, selection = found.table, found.data.selection
     reasons = {

@@ -116,7 +116,7 @@ class Overlap:
     nearest: list[Near]
     """For each chain of the second set whose sequence is not in the first, the nearest that was aligned; most alike first."""
     alignments: int
-    """How many pairs of sequences were aligned."""
+    """Number of pairs of sequences that were aligned."""
     unknown: int
     """Chains whose sequences are not known."""
 

@@ -324,7 +324,7 @@ def _read_header(path: Path) -> dict[str, Any]:
 
 
 def _header_checksum(header: Mapping[str, Any]) -> int:
-    """Of all other entries."""
+    """The checksum of all other entries."""
     others = {name: value for name, value in header.items() if name != _OWN}
     return zlib.crc32(json.dumps(others, sort_keys=True).encode())
 

@@ -28,7 +28,7 @@ class IndexConfig:
     mmcif_cache: Path | None = None
     """OpenFold's mmcif_cache.json: sequences, release dates, resolutions."""
     cluster_file: Path | None = None
-    """Clusters of similar chains, the names of one cluster per line; goes before the cluster sizes of chain_data_cache. If all
+    """Clusters of similar chains, the names of one cluster per line. It overrides the cluster sizes of chain_data_cache. If all
     names end in a number, as in the PDB's clusters-by-entity-40.txt, they are entities: the headers of all structures are read
     to find the chains of each, and the chains of the data set are counted."""
     duplicates: Path | None = None

@@ -133,7 +133,7 @@ def assemble(chains: Iterable[ScannedChain], duplicates: Iterable[list[str]]) ->
 
 CHAINS_OF_PART = 500
 _FORM = 2
-"""Of what a part says of a chain: parts of another form, of an earlier version, are scanned again."""
+"""The form in which a part describes a chain. Parts of another form, of an earlier version, are scanned again."""
 _FIRST_BYTES = 1 << 16
 """The first record of an A3M file is looked for in these bytes before the whole file is parsed."""
 

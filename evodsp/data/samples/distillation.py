@@ -110,7 +110,7 @@ class DistillationSet:
     max_rows: int
     """At most this many rows of an MSA are used, a random sample."""
     templates: TemplateSource | None = None
-    """Where the templates of its chains come from; None if samples have none."""
+    """The source of templates for its chains; None if samples have none."""
     assumed_resolution: float | None = None
     """In Å, of its chains, which have none; None: the losses of the confidence heads do not count them."""
 

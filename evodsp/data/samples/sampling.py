@@ -152,7 +152,7 @@ class MixedDraws:
 
 
 _ATTEMPTS_UNTIL_COUNTED = 64
-"""After so many candidates that are left out, it is checked that there are others."""
+"""After n candidates that are left out, it is checked that there are others."""
 
 
 def precise_uniform(draws: Draws, position: int) -> float:

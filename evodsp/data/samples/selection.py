@@ -136,12 +136,12 @@ class Selected:
 
     keys: list[str]
     weights: Float64[np.ndarray, " n"] | None
-    """How often each is drawn, in any unit; None: equally often."""
+    """The frequency with which each chain is drawn, in any unit; None: all are drawn equally often."""
     left_out: dict[str, int]
     """Numbers of chains by the reason, without reasons that leave none out."""
 
     def line(self, kind: str) -> str:
-        """How many are left, and why others are not; '' if none is left out."""
+        """A line that says how many chains are left, and why others are not; '' if none is left out."""
         total = len(self.keys) + sum(self.left_out.values())
         said = ", ".join(f"{count} {reason}" for reason, count in self.left_out.items())
         return f"{len(self.keys)} of {total} {kind} chains; left out: {said}" if said else ""
@@ -178,7 +178,7 @@ class CountedStructures:
     """The setting that says so."""
 
     def line(self, resolutions: Float[np.ndarray, " n"], chains: int, kind: str) -> str | None:
-        """How many chains the losses do not count, and what to do about it; None if they count all, or have no weight.
+        """A line about the chains that the losses do not count; None if they count all, or have no weight.
 
         `resolutions`: in Å, 0 if there is none, NaN if unknown, of all or some of the `chains` chains. `kind`: what they are
         called.

@@ -95,7 +95,7 @@ class FeatureStore:
         return _decoded(self.address, key, lambda: decode_parsed(data, with_hits))
 
     def template_source(self, max_date: date | None = None) -> TemplateSource | None:
-        """Where templates come from; None if the store was built without them. `max_date`: latest release date."""
+        """The source of templates; None if the store was built without them. `max_date`: latest release date."""
         if self.structures is None:
             return None
         return TemplateSource(self.structures, HitLimits(max_date=max_date), self.obsolete)

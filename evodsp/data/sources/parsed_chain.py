@@ -28,7 +28,7 @@ class ParsedChain:
 
 @runtime_checkable
 class ChainSource(Protocol):
-    """Where samples get their chains from; `evodsp.data.sources.chain_files.ChainFiles` reads them from files."""
+    """A source of chains for samples; `evodsp.data.sources.chain_files.ChainFiles` reads them from files."""
 
     def parsed(self, key: str, with_hits: bool) -> ParsedChain:
         """The chain. Raises UserError if it cannot be read, or if its parts have different sequences."""

@@ -25,7 +25,7 @@ from evodsp.data.sources.parsed_chain import ParsedChain
 from evodsp.data.templates.hits import TemplateHit
 
 LEVEL = 9
-"""Of zstandard. On real alignments level 3 is 6 % larger and 19 is 9 % smaller, at a fourth and 30 times the time."""
+"""The level of zstandard. On real alignments level 3 is 6 % larger and 19 is 9 % smaller, at a fourth and 30 times the time."""
 LARGEST_RECORD = 1 << 33
 """Bytes to which a record may unpack: 8 GiB, more than any public alignment."""
 

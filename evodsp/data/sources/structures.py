@@ -20,7 +20,7 @@ in `data_caches/` beside it."""
 
 @runtime_checkable
 class TemplateStructures(Protocol):
-    """Where the structures of templates come from; `StructureFolder` implements it."""
+    """A source of the structures of templates; `StructureFolder` implements it."""
 
     def has_structure(self, key: str) -> bool:
         """Whether there is a file for the chain's entry."""

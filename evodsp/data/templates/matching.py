@@ -1,4 +1,4 @@
-"""Where in a structure the residues of a hit are.
+"""Finding the residues of a hit in a structure.
 
 The hit gives the template's sequence as the search database had it. The structure file may differ: a newer entry, renamed
 chains, a file without SEQRES. So the hit is looked up in the structure's sequences, and realigned if it is not found.
